@@ -1,6 +1,6 @@
 #!/bin/sh
-# Peak memory of two GRPO steps on random weights (122 million, float32): all weights trained, adapters on frozen weights,
-# and the same with the frozen weights in 8 and 4 bits. Needs the built program and nothing else:
+# Measures peak memory of two GRPO steps on random weights (122 million, float32): with all weights trained, with adapters on
+# frozen weights, and with adapters on frozen weights in 8 and 4 bits. Needs only the built program:
 #
 #   cargo build --release && bench/adapters/memory.sh [target/release/omnigrpo]
 set -eu

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What runs on a GPU, and the page about it.
+"""Runs tests and measurements on a GPU and writes the page about them.
 
-    python3 bench/gpu/run.py --estimate            write docs/gpu-results.md from formulas alone, where no GPU is at hand
-    python3 run.py BUNDLE --commit HASH [--trl]    on a machine with a GPU, where `bench/gpu/pack` was unpacked: run everything, write
+    python3 bench/gpu/run.py --estimate            write docs/gpu-results.md from formulas, without a GPU
+    python3 run.py BUNDLE --commit HASH [--trl]    on a machine with a GPU and a bundle of `bench/gpu/pack`: run everything, write
                                                    BUNDLE/gpu-results.md and BUNDLE/gpu-results.json
 
-It needs Python's standard library alone (`--trl` needs torch, transformers and trl). Nothing is built: the machine needs no Rust.
+It needs only Python's standard library (`--trl` needs torch, transformers and trl). It builds nothing, so the machine needs no Rust.
 """
 
 import argparse
@@ -18,10 +18,10 @@ import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Sizes of the measurements: prompt, completions, tokens of each.
+# Sizes of the measurements: prompt tokens, completions, tokens per completion.
 SIZES = (1792, 8, 256)
 
-# Rates of one H200, for the estimates. Other programs measured the first three on one.
+# Rates of one H200, for the estimates. Other programs reached the first three on such a GPU.
 PRODUCTS = 700e12  # FLOP/s of cuBLASLt at these shapes, bf16
 COPY = 4.3e12  # bytes/s of a copy
 READ = 0.85 * 4.8e12  # bytes/s that kernels which read weights reach
@@ -48,14 +48,14 @@ class Model:
         self.elementwise = elementwise
 
     def train(self, visible):
-        """Seconds a token of a training pass, and its share of the peak."""
+        """Returns seconds per token of a training pass, and its fraction of the peak."""
         products = 6 * self.weights
         secs = products / PRODUCTS + 14 * visible * self.q * self.layers / ATTENTION
         secs += self.elementwise * self.layers / COPY
         return secs, products / secs / PEAK
 
     def decode(self, rows, cached, graphs=True):
-        """Seconds of a decoding step, and its share of the card's bandwidth."""
+        """Returns seconds of a decoding step, and its fraction of the GPU's bandwidth."""
         moved = 2 * self.weights + 4 * self.kv * self.layers * rows * cached
         secs = moved / READ + KERNELS * self.layers * (KERNEL if graphs else LAUNCH) + TOKEN
         return secs, moved / secs / 4.8e12
@@ -90,41 +90,44 @@ def estimates():
         )
     memory = [f"{16 * model.weights / 1e9:.0f} GB" for model in MODELS]
     row("weights, gradients, optimizer", "16 bytes · W", memory)
-    row("the same with `offload_optimizer`", "6 bytes · W", [f"{6 * m.weights / 1e9:.0f} GB" for m in MODELS])
+    row("weights, gradients, optimizer with `offload_optimizer`", "6 bytes · W", [f"{6 * m.weights / 1e9:.0f} GB" for m in MODELS])
     return lines
 
 
 def estimate_page():
-    weights = ", ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in MODELS)
+    weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in MODELS)
     return "\n".join(
         [
-            "**Nothing here was run on a GPU: none was at hand. Every figure below is an estimate, marked (est.), with its formula.**",
+            "**Nothing here was run on a GPU. Every figure below is an estimate, marked (est.), with its formula.**",
             "",
             "# GPU results",
             "",
-            f"For one H200 and Qwen2.5-VL's decoders. W is the weights that a token is multiplied with: {weights}; q and kv are the",
-            "widths of all query heads and of all key heads. 700 TFLOP/s, 4.3 TB/s and 0.85 are what other programs reached on that card.",
-            "250 TFLOP/s is a guess for our attention, from FlashAttention-2, which has the same instructions. Guesses too: 1 µs between the",
-            "kernels of a CUDA graph, 2 µs between those that the host launches one by one, 20 µs a token for upload, launch and read.",
+            f"The estimates are for one H200 and Qwen2.5-VL's decoders. W is the number of weights that multiply a token: {weights}.",
+            "q and kv are the widths of all query heads and of all key heads. Other programs reached 700 TFLOP/s, 4.3 TB/s and a fraction of",
+            "0.85 on that GPU. Four numbers are guesses: 250 TFLOP/s for attention (FlashAttention-2 uses the same instructions), 1 µs between the",
+            "kernels of a CUDA graph, 2 µs between kernels that the host launches one by one, and 20 µs per token for upload, launch and read.",
             "",
             *estimates(),
             "",
-            "The goals are 50 % MFU in training at prompts of 2k, which the first row reaches by its formula, and 60 % of the memory's",
-            "bandwidth in decoding, which by their formulas 7B reaches and 3B reaches at 64 rows only.",
+            "The goals are 50 % MFU in training at prompts of 2k and 60 % of the memory's bandwidth in decoding. By these formulas, training",
+            "reaches its goal in the first row. Decoding reaches it with 7B, and with 3B only at 64 rows.",
             "",
-            "What has been checked, without a GPU: every kernel against f64 on an emulator, under several schedules; whole steps, evaluations",
-            "and rollouts of a tiny model of each family; that all kernels compile for six architectures within bounds of registers and shared",
-            "memory ([tools/gpu/nvrtc](../tools/gpu/nvrtc)). What has not been seen: speed, cuBLASLt's own behaviour, and races finer than a",
-            "step between barriers.",
+            "Checked without a GPU:",
             "",
-            "[bench/gpu/README.md](../bench/gpu/README.md) says how this page is made on a GPU.",
+            "- Every kernel equals f64 on an emulator, under several schedules.",
+            "- Complete steps, evaluations and rollouts of a tiny model of each family equal the CPU's on that emulator.",
+            "- All kernels compile for six architectures within bounds of registers and shared memory ([tools/gpu/nvrtc](../tools/gpu/nvrtc)).",
+            "",
+            "Not checked: speed, the behaviour of cuBLASLt, and races finer than a step between barriers.",
+            "",
+            "[bench/gpu/README.md](../bench/gpu/README.md) explains how to create this page on a GPU.",
             "",
         ]
     )
 
 
 def call(command, log, **more):
-    """Runs a command, its output into a file. Whether it succeeded."""
+    """Runs a command with its output in a file. Returns whether it succeeded."""
     with open(log, "w") as file:
         file.write(f"$ {' '.join(map(str, command))}\n")
         file.flush()
@@ -134,7 +137,7 @@ def call(command, log, **more):
 
 
 def tests(bundle, out, environment):
-    """The whole suite on the card, then under the sanitizer's tools. `{name: passed}`"""
+    """Runs the complete suite on the GPU, then under the sanitizer's tools. Returns `{name: passed}`."""
     results = {}
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     for binary in sorted((bundle / "tests").iterdir()):
@@ -150,7 +153,7 @@ def tests(bundle, out, environment):
 
 
 def measured(bundle, out, environment):
-    """Lines of the example for each model."""
+    """Returns the example's lines for each model."""
     lines = {}
     for model in MODELS:
         log = out / f"{model.name}.jsonl"
@@ -162,7 +165,7 @@ def measured(bundle, out, environment):
 
 
 def share(secs, of):
-    """A floor's share of a time."""
+    """Returns the lower bound as a fraction of a time."""
     least = max(of.get("flops", 0) / PRODUCTS, of.get("bytes", 0) / COPY)
     return f"{least / secs:.0%}" if least else ""
 
@@ -173,7 +176,7 @@ def page(card, commit, results, lines, trl):
     text += [f"| {name} | {'passed' if passed else 'FAILED'} |" for name, passed in results.items()]
     for model in MODELS:
         prompt, group, tokens = SIZES
-        text += ["", f"## {model.name.upper()}, {prompt} prompt tokens, {group} × {tokens}", "", "| | rows | ms | of the floor | estimate |", "|---|---|---|---|---|"]
+        text += ["", f"## {model.name.upper()}, {prompt} prompt tokens, {group} × {tokens}", "", "| | rows | ms | lower bound / time | estimate |", "|---|---|---|---|---|"]
         for line in lines[model.name]:
             what, of = line["what"], line["is"]
             secs = of.get("secs", of.get("median_secs"))
@@ -190,7 +193,7 @@ def page(card, commit, results, lines, trl):
             name = " ".join(filter(None, [what, of.get("name", "").removeprefix("model.")]))
             text.append(f"| {name} | {of.get('rows', '')} | {secs * 1e3:.3f} | {share(secs, of)} | {estimate} |")
     if trl:
-        text += ["", "## TRL beside it", "", "```", trl, "```"]
+        text += ["", "## TRL on the same GPU", "", "```", trl, "```"]
     return "\n".join(text) + "\n"
 
 
@@ -205,11 +208,11 @@ def main():
         (HERE / "../../docs/gpu-results.md").write_text(estimate_page())
         return 0
     if args.bundle is None:
-        parser.error("either --estimate or the folder of a bundle")
+        parser.error("give either --estimate or the folder of a bundle")
     bundle = args.bundle.resolve()
     out = bundle / "logs"
     out.mkdir(exist_ok=True)
-    # Tests read their data where they were built.
+    # Tests read their data at the path where they were built.
     built = pathlib.Path((bundle / "root").read_text().strip())
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +226,7 @@ def main():
     trl = ""
     if args.trl:
         done = call([sys.executable, bundle / "tree/bench/peer/compare.py", "--workload", "image1"], out / "trl.log")
-        trl = (out / "trl.log").read_text()[-2000:] if done else "it did not run; see trl.log"
+        trl = (out / "trl.log").read_text()[-2000:] if done else "TRL did not run; see trl.log"
     (bundle / "gpu-results.json").write_text(json.dumps({"tests": results, "lines": lines}, indent=1))
     (bundle / "gpu-results.md").write_text(page(smi.stdout.strip() or "an unknown card", args.commit, results, lines, trl))
     return 0 if all(results.values()) else 1

@@ -3,9 +3,9 @@
     cargo build --release -p omnigrpo
     python bench/growth/growth.py [--trl_python /path/to/venv/bin/python]
 
-Every point is a process of its own: `omnigrpo bench` with the embedded model of 28 million parameters, and for the first
-axis TRL from G = 2 on (see bench/peer). Writes growth.json, growth.md and growth.svg beside this file. Standard library
-only; nothing else should run on the machine.
+Every point is a separate process: `omnigrpo bench` with the embedded model of 28 million parameters, and for the first
+axis TRL from G = 2 on (see bench/peer). Writes growth.json, growth.md and growth.svg next to this file. Needs only the
+standard library; nothing else should run on the machine.
 """
 
 import argparse
@@ -90,10 +90,10 @@ def table(data):
     out = [
         "# Growth of a step", "",
         f"{data['machine']}; {data['threads']} threads; the embedded Qwen2.5-VL of 28 million parameters, float32, every "
-        "weight trained, one 448 × 448 image per prompt. Where an axis does not say otherwise: "
+        "weight trained, one 448 × 448 image per prompt. Unless an axis varies it: "
         f"G = {data['base']['num_generations']}, {data['base']['prompt_tokens'] + 256} prompt tokens, "
         f"{data['base']['completion_tokens']} completion tokens, one prompt. Written by `growth.py`.", "",
-        "Rows are those that go through the decoder: P + G·(R − 1) of a group, against G·(P + R − 1) of separate sequences.",
+        "Rows are the decoder's rows: P + G·(R − 1) for a group, compared with G·(P + R − 1) for separate sequences.",
         "", "![growth](growth.svg)", "",
     ]
     for axis, rows in data["axes"].items():
@@ -116,7 +116,7 @@ def table(data):
 
 
 def panel(x0, y0, title, unit, curves):
-    """One plot: curves are (name, colour, dashes, [(x, y)]). Both axes linear, from 0."""
+    """Draws one plot: curves are (name, colour, dashes, [(x, y)]). Both axes are linear and start at 0."""
     width, height = 300, 190
     top_x = max(x for *_, points in curves for x, _ in points)
     top_y = 1.05 * max(y for *_, points in curves for _, y in points)
@@ -148,7 +148,7 @@ def plot(data):
     for i, (axis, rows) in enumerate(data["axes"].items()):
         x0 = 60 + 360 * i
         each = lambda key: [(r["value"], r[key]) for r in rows]  # noqa: E731
-        # Time that follows the rows of separate sequences from the first point on.
+        # Time in proportion to the rows of separate sequences, from the first point on.
         first = rows[0]
         apart = [(r["value"], first["step_secs"] * r["separate_rows"] / first["separate_rows"]) for r in rows]
         times = [("time", "#1f5fbf", "", each("step_secs")), ("with recompute", "#d9822b", "4 3", each("recompute_secs"))]
@@ -168,8 +168,8 @@ def main():
     parser.add_argument("--binary", type=Path, default=HERE.parents[1] / "target/release/omnigrpo")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--trl_python", help="Python with bench/peer/requirements.txt; without it TRL is left out")
-    parser.add_argument("--draw", action="store_true", help="table and plot again from growth.json")
+    parser.add_argument("--trl_python", help="Python with bench/peer/requirements.txt; without it TRL is omitted")
+    parser.add_argument("--draw", action="store_true", help="write table and plot again from growth.json")
     args = parser.parse_args()
     file = HERE / "growth.json"
     if not args.draw:

@@ -1,10 +1,10 @@
-"""The reward of both trainers, as TRL takes it."""
+"""The reward function of both trainers, with TRL's interface."""
 
 import re
 
 
 def right(completions, solution, **_):
-    """1 where the text in the answer tag is the solution's."""
+    """Returns 1 if the text in the answer tag equals the solution's, else 0."""
     def answer(text):
         found = re.findall(r"<answer>(.*?)</answer>", text, re.S)
         return found[-1].strip().lower() if found else None

@@ -1,10 +1,10 @@
-"""Learning curves of TRL and omnigrpo: held-out accuracy by step and by second, a table, a plot.
+"""Compares learning curves of TRL and omnigrpo: held-out accuracy by step and by second, as a table and a plot.
 
     cargo build --release -p omnigrpo
     cargo run --release -p omnigrpo-demo --example task -- runs/task 1 0 8000 480
     python3 bench/learning/run.py --task runs/task --seeds 1 2 3 4 5 --trl_python ~/peer-venv/bin/python
 
-README.md says what is equal. Needs matplotlib; the TRL side needs bench/peer/requirements.txt.
+README.md lists the equal settings. Needs matplotlib; the TRL side needs bench/peer/requirements.txt.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def call(*words):
 
 
 def rows_of(data, scratch):
-    """Short questions about pictures of the demo's task: 800 to train on, one for each prompt of a run, and 192 held out."""
+    """Writes short questions about images of the demo's task: 800 for training, one per prompt of a run, and 192 held out."""
     files = {}
     for split, count in (("train", STEPS * PROMPTS), ("eval", 192)):
         rows = [row for row in read_jsonl(data / f"{split}.jsonl") if row["form"] == "short" and "image" in row][:count]
@@ -64,7 +64,7 @@ def completion_tokens(step):
 
 
 def train(system, args, rows, out, seed, cpus):
-    """Seconds of the process until each saved model and until its end, its peak memory, and its steps."""
+    """Runs a trainer. Returns seconds until each saved model and until the end, peak memory, and steps."""
     started, clock = time.time(), time.perf_counter()
     with open(out.with_suffix(".log"), "w") as log:
         process = subprocess.Popen(
@@ -86,12 +86,12 @@ def train(system, args, rows, out, seed, cpus):
     if system == "trl":
         log = json.loads((out / "log.json").read_text())
         steps, versions = log["steps"], log["versions"]
-        # Counted over the run, the prompt with each completion.
+        # TRL counts tokens over the run, including the prompt for each completion.
         prompts = (steps[-1]["tokens"] - sum(completion_tokens(step) for step in steps)) / GENERATIONS
     else:
         lines = [line for line in read_jsonl(out / "metrics.jsonl") if "step_time" in line]
         steps = [dict(reward=line["reward"], kl=line["kl"], length=line["completions/mean_length"], tokens=line["num_tokens"]) for line in lines]
-        # Rows of a step's packed streams: a prompt once, and all tokens of a completion but the last.
+        # Tokens of a step's packed streams: each prompt once, and all tokens of a completion except the last.
         prompts = sum(step["tokens"] + PROMPTS * GENERATIONS - completion_tokens(step) for step in steps)
         versions = dict(omnigrpo=call(args.binary, "--version").strip())
     assert len(steps) == STEPS, (system, len(steps))
@@ -143,7 +143,7 @@ def plot(path, start, runs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", type=Path, required=True, help="the demo's task, as its example writes it")
+    parser.add_argument("--task", type=Path, required=True, help="folder of the demo's task, written by its example")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--binary", type=Path, default=ROOT / "target/release/omnigrpo")
@@ -166,7 +166,7 @@ def main():
                 run["accuracy"] = {step: accuracy(args.binary, model, rows["eval"], scratch) for step, model in saved.items()}
                 runs[system].append(run)
                 print(f"{system:>8}, seed {seed}: {100 * run['accuracy'][STEPS]:.1f} %, {run['secs']:.1f} s, {run['peak_mb']:.0f} MB", flush=True)
-    # Each row once, rendered alike.
+    # Each row occurs once, with the same rendering.
     assert len({run["prompt_tokens"] for of in runs.values() for run in of}) == 1, {s: [r["prompt_tokens"] for r in runs[s]] for s in runs}
     (args.output / "results.json").write_text(json.dumps(
         dict(machine=machine(cpus), commit=commit(), threads=args.threads, settings=SHARED, start=start, runs=runs), indent=1) + "\n")
@@ -180,7 +180,7 @@ def main():
     (args.output / "results.md").write_text(
         f"# Accuracy after {STEPS} steps of {PROMPTS} × {GENERATIONS}\n\n"
         f"{machine(cpus)['cpu']}, {args.threads} threads; {versions}; {runs['omnigrpo'][0]['versions']['omnigrpo']}. "
-        f"Before training {100 * start:.1f} % of 192 held-out questions are answered right, afterwards, in %:\n\n"
+        f"Before training {100 * start:.1f} % of 192 held-out questions are answered correctly. After training, in %:\n\n"
         f"| | {seeds} | mean | seconds, whole process | peak, MB |\n|---|" + "---|" * (len(args.seeds) + 3) + "\n" + "\n".join(lines) +
         f"\n\nTRL takes {ratio:.1f} times as long.\n\n![held-out accuracy by step and by second](curves.png)\n"
     )

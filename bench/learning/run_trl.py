@@ -1,4 +1,4 @@
-"""One run of TRL's GRPOTrainer: `python run_trl.py ROWS OUT SEED THREADS`. Writes checkpoints and log.json to OUT."""
+"""Runs TRL's GRPOTrainer once: `python run_trl.py ROWS OUT SEED THREADS`. Writes checkpoints and log.json to OUT."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROWS, OUT, SEED, THREADS = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-# Read when torch and tokenizers load.
+# torch and tokenizers read these variables when they load.
 os.environ.update(
     OMP_NUM_THREADS=str(THREADS), MKL_NUM_THREADS=str(THREADS), RAYON_NUM_THREADS=str(THREADS), CUDA_VISIBLE_DEVICES="",
     HF_HUB_OFFLINE="1",
@@ -31,12 +31,12 @@ def main():
         row = json.loads(line)
         question = row["conversations"][0]["value"].removeprefix("<image>")
         rows.append(dict(prompt=[dict(role="user", content=question)], images=[row["image"]], solution=row["solution"]))
-    # Paths, opened when a step reads the row.
+    # These are paths, which are opened when a step reads the row.
     rows = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
     config = GRPOConfig(
         output_dir=str(OUT), seed=SEED, **SHARED, use_cpu=True, bf16=False, model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False, scale_rewards="group", use_bias_correction_kl=False,
-        # One prompt in a batch: prompts of unequal length in one stop this trainer with this family.
+        # One prompt per batch: with this family, the trainer fails on a batch of prompts of unequal length.
         per_device_train_batch_size=SHARED["num_generations"], steps_per_generation=1, gradient_accumulation_steps=PROMPTS,
         report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
     )

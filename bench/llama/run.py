@@ -1,9 +1,9 @@
-"""Decoding of one and of eight completions of one prompt beside llama.cpp, with the same random weights: tokens per second.
+"""Compares decoding of one and of eight completions of a prompt with llama.cpp, in tokens per second, with the same random weights.
 
     cargo build --release -p omnigrpo
     python3 bench/llama/run.py --tokenizer DIR [--work DIR] [--only 3B] [--rounds 3]
 
-README.md says what the two sides are given and what is measured. Needs numpy and what llama.cpp's converter needs.
+README.md describes the inputs of both sides and the measurement. Needs numpy and the packages of llama.cpp's converter.
 """
 
 import argparse
@@ -25,12 +25,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 64
 COUNTS = (1, 8)
-# The published widths of Qwen2's language models; what is not named is that of Qwen2.5-VL-3B.
+# Published widths of Qwen2's language models; other settings are those of Qwen2.5-VL-3B.
 SIZES = {
     "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, mrope=[8, 12, 12]),
     "3B": dict(mrope=[16, 24, 24]),
 }
-# Weights -> flags of ours, type of llama-quantize, further words for it.
+# Weights -> flags of omnigrpo, type of llama-quantize, further arguments for it.
 HEAD = ["--token-embedding-type", "bf16"]
 KINDS = {
     "bf16": ([], None, []),
@@ -50,7 +50,7 @@ def call(*words, **more):
 
 
 def llama(work, threads):
-    """Source and programs of llama.cpp, from the source package of its Python binding; built once for this CPU."""
+    """Returns source and programs of llama.cpp, from the source package of its Python binding; builds them once for this CPU."""
     found = list(work.glob("llama_cpp_python-*/vendor/llama.cpp"))
     if not found:
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
@@ -67,7 +67,7 @@ def llama(work, threads):
 
 
 def tensors(config):
-    """Names and shapes: of the language model, and of the tower."""
+    """Returns names and shapes of the language model, and of the tower."""
     d, wide, depth = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     kv = config["num_key_value_heads"] * (d // config["num_attention_heads"])
     language = {"model.embed_tokens.weight": [config["vocab_size"], d], "model.norm.weight": [d]}
@@ -98,7 +98,7 @@ def tensors(config):
 
 
 def write_weights(path, shapes, rng):
-    """A safetensors file of normal numbers in bf16, some megabytes at a time; weights of norms are ones."""
+    """Writes a safetensors file of normal numbers in bf16, some megabytes at a time; weights of norms are ones."""
     header, at = {}, 0
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
@@ -114,13 +114,13 @@ def write_weights(path, shapes, rng):
                 count = min(left, 1 << 22)
                 norm = "norm" in name or "ln_q" in name
                 values = np.ones(count, "<f4") if norm else rng.standard_normal(count, dtype="<f4") * np.float32(0.02)
-                # The nearest bf16 number; none of these is large enough to overflow.
+                # Round to the nearest bf16 number; none of these is large enough to overflow.
                 out.write(((values.view("<u4") + 0x8000) >> 16).astype("<u2").tobytes())
                 left -= count
 
 
 def checkpoints(work, size, tokenizer):
-    """The same language model twice: for ours as a Qwen2.5-VL with a tower of two blocks, which text does not run through, and
+    """Writes the same language model twice: for omnigrpo as a Qwen2.5-VL with a tower of two blocks, which text does not use, and
     for llama.cpp as plain Qwen2."""
     ours, theirs = work / size / "ours", work / size / "theirs"
     if (ours / "model.safetensors.index.json").is_file():
@@ -146,17 +146,17 @@ def checkpoints(work, size, tokenizer):
         write_weights(ours / name, shapes, rng)
         where |= dict.fromkeys(shapes, name)
     (theirs / "model.safetensors").symlink_to("../ours/language.safetensors")
-    # Last, so that a directory with it is whole.
+    # Written last, so that a directory with this file is complete.
     (ours / "model.safetensors.index.json").write_text(json.dumps(dict(metadata={}, weight_map=where)))
     return ours, theirs
 
 
 def run_ours(binary, model, count, words, threads, work):
-    """Tokens per second while decoding, and the tokens of the prompt."""
+    """Returns tokens per second while decoding, and the tokens of the prompt."""
     rows, out = work / "rows.jsonl", work / "out.jsonl"
     rows.write_text(json.dumps(dict(id="0", problem=PROMPT, solution="1")) + "\n")
     out.unlink(missing_ok=True)
-    # The first token is drawn from the prompt's last row, so decoding gives the others.
+    # The first token is drawn from the prompt's last row; decoding gives the others.
     length = NEW_TOKENS + 1
     shown = call(
         binary, "generate", "--model_name_or_path", model, "--input", rows, "--output", out, "--num_generations", count,
@@ -170,10 +170,10 @@ def run_ours(binary, model, count, words, threads, work):
 
 
 def run_theirs(programs, model, prompt_tokens, threads):
-    """Tokens per second while decoding by count, with the layout of the cache that is faster for each."""
+    """Returns tokens per second while decoding, by number of completions, with the faster cache layout for each."""
     best = {}
     for layout, room in (("--kv-unified", 1), ("--no-kv-unified", max(COUNTS))):
-        # Room for each sequence, in whole pieces of 256.
+        # Room for each sequence, a multiple of 256.
         context = room * (-(-(prompt_tokens + 1 + NEW_TOKENS * (max(COUNTS) if room == 1 else 1)) // 256) * 256)
         shown = call(
             programs / "llama-batched-bench", "-m", model, "-c", context, "-npp", prompt_tokens, "-ntg", NEW_TOKENS, "-npl",
@@ -198,10 +198,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json and tokenizer_config.json of a Qwen model")
     parser.add_argument("--binary", type=Path, default=ROOT / "target/release/omnigrpo")
-    parser.add_argument("--work", type=Path, default=ROOT / "bench/llama/scratch", help="for llama.cpp and, meanwhile, the weights: 20 GB")
+    parser.add_argument("--work", type=Path, default=ROOT / "bench/llama/scratch", help="folder for llama.cpp and, temporarily, the weights: 20 GB")
     parser.add_argument("--only", choices=SIZES)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn; medians count")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, alternately; medians count")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="leave the weights for another run")
     parser.add_argument("--output", type=Path, default=ROOT / "bench/llama/results.md")
@@ -238,9 +238,9 @@ def main():
     version = call(args.binary, "--version").strip()
     package = next(args.work.glob("llama_cpp_python-*/vendor")).parent.name.replace("_", "-")
     args.output.write_text(
-        f"# Tokens per second while decoding, beside llama.cpp\n\n{date.today()}, {machine()}; {args.threads} threads. {version}; llama.cpp of "
-        f"{package}.\nOne prompt of {prompt_tokens} tokens, {NEW_TOKENS} decoded tokens of each completion. Medians of {args.rounds} runs in "
-        "turn, in brackets the slowest and fastest.\n\n"
+        f"# Tokens per second while decoding, compared with llama.cpp\n\n{date.today()}, {machine()}; {args.threads} threads. {version}; llama.cpp of "
+        f"{package}.\nOne prompt of {prompt_tokens} tokens, {NEW_TOKENS} decoded tokens of each completion. Medians of {args.rounds} runs, "
+        "alternating, with the slowest and fastest in brackets.\n\n"
         "| model | weights | completions | llama.cpp | omnigrpo | ratio |\n|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
     print(f"written to {args.output}")

@@ -1,7 +1,8 @@
-"""What `omnigrpo plan` says a run takes, beside what the run took: python3 bench/memory/compare.py [PROGRAM [WORKLOAD …]]
+"""Compares the memory that `omnigrpo plan` predicts with the memory that the run takes: python3 bench/memory/compare.py [PROGRAM [WORKLOAD …]]
 
-Needs the program and Python, no packages. Models have random weights, rows are made up; every run takes a few updates and less than two
-minutes on two cores. Measured is the largest resident memory of the process. The exit code says whether each is within 15 percent.
+Needs the program and Python without packages. Models have random weights and rows are synthetic; every run takes a few updates and less
+than two minutes on two cores. The measurement is the largest resident memory of the process. The exit code is 0 if each prediction is
+within 15 percent.
 """
 
 import json
@@ -25,7 +26,7 @@ WORDS = "the red square moves left while one small circle stays where it was and
 
 
 def checkpoint(place, sizes):
-    """A directory without weights: a Qwen2.5-VL of these sizes with the tokenizer of the demo."""
+    """Writes a model directory without weights: a Qwen2.5-VL of these sizes with the tokenizer of the demo."""
     shutil.copytree(DEMO, place, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((place / "config.json").read_text())
     hidden, wide, layers, heads, kv, vocab = sizes
@@ -45,7 +46,7 @@ def png(path, side):
 
 
 def rows(place, count, words, medium=None, answer=8):
-    """Rows with prompts of about that many words; `medium` is ("image", side) or ("video", side, frames)."""
+    """Writes rows with prompts of about `words` words; `medium` is ("image", side) or ("video", side, frames)."""
     lines = []
     for i in range(count):
         row = {"id": str(i), "problem": " ".join(random.choices(WORDS, k=words - random.randrange(words // 8))),
@@ -95,7 +96,7 @@ WORKLOADS = {
 
 
 def resident(command, log):
-    """The largest resident memory of a command, bytes."""
+    """Returns the largest resident memory of a command, in bytes."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

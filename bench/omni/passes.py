@@ -1,12 +1,12 @@
-"""Passes over the talking clips with decoded media kept, and without: seconds of reading rows, and of the whole, in each pass.
+"""Compares passes over the talking clips with and without a store of decoded media: seconds of reading rows and of the complete pass.
 
     cargo build --release -p omnigrpo
     cargo run --release -p omnigrpo-demo --example talking_clips -- runs/talking-data
     python3 bench/omni/passes.py --clips runs/talking-data [--binary target/release/omnigrpo] [--threads 2] [--passes 3] [--rows 64]
 
-Both recipes of examples/humanomni from random weights, on the first `--rows` clips of each. Reading is
-what other threads took for rows ahead (`data/ahead_time`) and, in the first step, the step itself; the whole is the sum of
-steps. Losses and rewards of both runs have to be equal. Standard library and ffmpeg.
+Runs both recipes of examples/humanomni from random weights, on the first `--rows` clips of each. Reading is the
+time that other threads spend on future rows (`data/ahead_time`) and, in the first step, the step's own reading; the complete pass is
+the sum of its steps. Losses and rewards of both runs must be equal. Needs only the standard library and ffmpeg.
 """
 
 import argparse
@@ -54,9 +54,9 @@ def main():
         lines = (args.clips.resolve() / f"{recipe}.jsonl").read_text().splitlines(keepends=True)
         lines = lines[: min(len(lines), args.rows) // batch * batch]
         if not lines:
-            raise SystemExit(f"{recipe}.jsonl or --rows has less than a step of {batch}")
+            raise SystemExit(f"{recipe}.jsonl or --rows has fewer rows than a step, expected at least {batch}")
         with tempfile.TemporaryDirectory() as scratch:
-            # Beside the clips, which rows name by relative paths.
+            # Next to the clips, which rows name by relative paths.
             rows = args.clips.resolve() / f".passes-{recipe}.jsonl"
             rows.write_text("".join(lines))
             try:

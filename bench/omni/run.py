@@ -1,12 +1,12 @@
-"""A GRPO step on one clip with sound, 892 media tokens: the group as one sequence against one sequence per completion.
+"""Compares a GRPO step on one clip with sound (892 media tokens): the group as one sequence, and one sequence per completion.
 
     cargo build --release -p omnigrpo
     cargo run --release -p omnigrpo-demo --example talking_clips -- runs/talking-data
     python3 bench/omni/run.py --clips runs/talking-data [--binary target/release/omnigrpo] [--threads 2] [--steps 3]
 
-No other trainer packs or even batches this model, so the other side is this program with `--max_stream_tokens` at the length
-of one prompt and one completion: the training passes then see the prompt once per completion, as they do elsewhere.
-Standard library only.
+No other trainer packs or even batches this model. The comparison therefore runs this program with `--max_stream_tokens` at the length
+of one prompt and one completion: the training passes then process the prompt once per completion, as other trainers do.
+Needs only the standard library.
 """
 
 import argparse
@@ -22,7 +22,7 @@ GENERATIONS, COMPLETION = 8, 64
 
 
 def checkpoint(directory):
-    """Grids and counts of HumanOmni-0.5B (8 frames of 14×14 patches, 1500 rows of sound), widths cut to a CPU's measure."""
+    """Writes a configuration with the grids and counts of HumanOmni-0.5B (8 frames of 14×14 patches, 1500 rows of sound) and reduced widths."""
     shutil.copytree(ROOT / "examples/humanomni/model", directory)
     def change(name, **values):
         path = directory / name

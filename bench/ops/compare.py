@@ -1,9 +1,9 @@
-"""Times the kernels and PyTorch's CPU ops at the same sizes, in turn, and writes the ratios to results.md.
+"""Times the kernels and PyTorch's CPU ops alternately at the same sizes, and writes the ratios to results.md.
 
     python bench/ops/compare.py [--rounds 3] [--only PART_OF_A_NAME] [--binary BUILT_BENCHMARK]
 
-In every round each op runs for a fifth of a second on either side, one after the other, on the same number of threads;
-the table has the fastest call of all rounds. Ratios above 1: the kernel is faster. Builds the benchmark itself.
+In every round each op runs for a fifth of a second on each side, one after the other, with the same number of threads;
+the table shows the fastest call of all rounds. A ratio above 1 means that the kernel is faster. Builds the benchmark itself.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def rand(*shape, dtype=torch.float32, grad=False):
 
 
 def backward(y, inputs, dy=None):
-    """Only the backward pass, over a graph that is kept."""
+    """Times only the backward pass, over a retained graph."""
     dy = torch.rand_like(y) if dy is None else dy
     return lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True)
 
@@ -109,7 +109,7 @@ def grad_norm():
 
 
 def attention(kind, name):
-    """PyTorch has no layouts: a shared prefix is a mask over all pairs, key heads are repeated for their queries."""
+    """Times attention in PyTorch, which has no layouts: a shared prefix is a mask over all pairs, and key heads are repeated for their queries."""
     heads, t, mask, causal = 8, 852, None, False
     batch = 1
     if name == "causal 852":
@@ -143,7 +143,7 @@ def token_logprob(kind, rows, h, v, dtype):
 
     def run():
         logp = F.linear(hidden, head).float().log_softmax(-1)
-        # The entropy is part of the kernel.
+        # The kernel also computes the entropy.
         return logp.gather(1, targets).sum(1), -(logp.exp() * logp).sum(-1)
 
     if kind == "forward":
@@ -199,7 +199,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
-    parser.add_argument("--binary", help="the built benchmark, instead of building it")
+    parser.add_argument("--binary", help="path of a built benchmark; builds it by default")
     parser.add_argument("--output", type=Path, default=HERE / "results.md")
     args = parser.parse_args()
     threads = os.cpu_count()
@@ -232,9 +232,9 @@ def main():
         "",
         f"Written by `python bench/ops/compare.py --rounds {args.rounds}` on {cpu()}; {threads} threads, "
         f"PyTorch {torch.__version__}.",
-        "Fastest call of all rounds; above 1 the kernel is faster. PyTorch's decoding row is `F.linear` over the same weights;",
-        "its shared prefix is a mask over all pairs. bf16: PyTorch's activations and outputs are bf16 too, the kernels read and",
-        "write f32 and round on the way. The kernels' activations replace their input by its gradient; a copy of it is counted.",
+        "Fastest call of all rounds; a ratio above 1 means that the kernel is faster. PyTorch's decoding row is `F.linear` over the same weights;",
+        "its shared prefix is a mask over all pairs. With bf16, PyTorch's activations and outputs are bf16 too; the kernels read and",
+        "write f32 and round internally. The kernels' activations replace their input with its gradient; the time includes a copy of it.",
         "",
         "| op | kernel, ms | PyTorch, ms | ratio |",
         "|---|---|---|---|",

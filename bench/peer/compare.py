@@ -1,9 +1,9 @@
-"""TRL and omnigrpo in turn on one workload, each run in a fresh process: a table, and a JSON file in results/.
+"""Runs TRL and omnigrpo alternately on one workload, each in a fresh process; writes a table, and a JSON file in results/.
 
     python compare.py --workload image1 --steps 4 --repeats 2 --trl_python /path/to/venv/bin/python
 
-Runs go A B A B, on the same CPUs. Medians are over all steps but the first of each process, which pays for warming up
-on both sides. Peak memory is the largest VmHWM of a side's processes. Standard library only.
+Runs alternate (A B A B) on the same CPUs. Medians are over all steps except the first of each process, which includes
+warm-up on both sides. Peak memory is the largest VmHWM of a side's processes. Needs only the standard library.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from run_omnigrpo import BINARY
 from workloads import BETA, HERE, LEARNING_RATE, NUM_GENERATIONS, TEMPERATURE, WORKLOADS, directory
 
 SYSTEMS = ("trl", "omnigrpo")
-# A row of the table -> phases of TRL, phases of omnigrpo. A phase in no row counts as `other`.
+# Row of the table -> phases of TRL, phases of omnigrpo. Phases without a row count as `other`.
 PHASES = {
     "data": (("data",), ("data",)),
     "rollout (prefill, decode)": (("generate",), ("encode", "rollout")),
@@ -71,7 +71,7 @@ def run(system, args, cpus, output):
 
 
 def summary(runs, side, workload):
-    """Medians over the warm steps of all runs of one side."""
+    """Returns medians over the warm steps of all runs of one side."""
     steps = [step for result in runs for step in result["steps"][1:]]
     step_time = median(step["step_time"] for step in steps)
     phases, named = {}, set()
@@ -91,13 +91,13 @@ def summary(runs, side, workload):
 
 
 def table(trl, ours):
-    """Rows of the printed table: name, TRL, omnigrpo, how many times better omnigrpo is."""
+    """Returns rows of the printed table: name, TRL, omnigrpo, and the factor by which omnigrpo is better."""
     rows = [
         ("step time, s", trl["step_time"], ours["step_time"], trl["step_time"] / ours["step_time"]),
         *(
             (title, trl[key], ours[key], ours[key] / trl[key])
             for title, key in (
-                ("completion tokens/s, whole step", "tokens_per_second"),
+                ("completion tokens/s, step", "tokens_per_second"),
                 ("completion tokens/s, rollout", "rollout_tokens_per_second"),
             )
         ),
@@ -118,7 +118,7 @@ def show(args, rows):
     print(f"{'':34}{'TRL':>12}{'omnigrpo':>12}{'ratio':>9}")
     for title, theirs, ours, ratio in rows:
         print(f"{title:34}{theirs:12.3f}{ours:12.3f}" + (f"{ratio:8.2f}x" if ratio is not None else f"{'-':>9}"))
-    # The aims are those of f32.
+    # The aims apply to f32.
     aims = (("step time, s", workload.step_time_aim), ("peak memory, MB", workload.memory_aim))
     for title, aim in aims if args.torch_dtype == "float32" else ():
         ratio = next(row[3] for row in rows if row[0] == title)
@@ -128,7 +128,7 @@ def show(args, rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
-    parser.add_argument("--steps", type=int, default=4, help="per process; the first does not count")
+    parser.add_argument("--steps", type=int, default=4, help="steps per process; the first does not count")
     parser.add_argument("--repeats", type=int, default=2, help="processes of each side")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--torch_dtype", choices=("float32", "bfloat16"), default="float32")
@@ -140,7 +140,7 @@ def main():
     directory(args.workload)
     available = sorted(os.sched_getaffinity(0))
     if len(available) < args.threads:
-        parser.error(f"--threads {args.threads}, but only {len(available)} CPUs may be used")
+        parser.error(f"--threads {args.threads}, expected at most {len(available)}, the available CPUs")
     cpus = available[: args.threads]
 
     runs = {system: [] for system in SYSTEMS}

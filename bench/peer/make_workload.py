@@ -2,7 +2,7 @@
 
     python make_workload.py --workload image1
 
-The same rows twice: train.jsonl in the `conversations` format, trl.jsonl in TRL's. All is drawn from one seed.
+Writes the same rows twice: train.jsonl in the `conversations` format, trl.jsonl in TRL's. One seed determines everything.
 """
 
 import argparse
@@ -24,7 +24,7 @@ CONTROL = [
 ]
 ID = {token: VOCAB - len(CONTROL) + i for i, token in enumerate(CONTROL)}
 
-# The splitting rule of the Qwen tokenizers.
+# Splitting rule of the Qwen tokenizers.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def hub_config() -> dict:
-    """About 28 M parameters: 23.6 M decoder with tied embedding, 4.5 M tower and merger; the published flat form."""
+    """Creates a model of about 28 M parameters: 23.6 M decoder with tied embedding, 4.5 M tower and merger; the published flat form."""
     return dict(
         architectures=["Qwen2_5_VLForConditionalGeneration"], model_type="qwen2_5_vl", attention_dropout=0.0,
         bos_token_id=ID["<|endoftext|>"], eos_token_id=ID["<|im_end|>"],
@@ -68,13 +68,13 @@ def hub_config() -> dict:
 
 
 def pseudo_words(rng: random.Random) -> list[str]:
-    """Enough different words for the merges to fill the vocabulary; most become one token."""
+    """Returns enough different words for the merges to fill the vocabulary; most become one token."""
     syllables = [c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou"]
     return sorted({"".join(rng.choices(syllables, k=rng.choice((2, 3)))) for _ in range(1200)})
 
 
 def build_tokenizer(words: list[str]) -> Tokenizer:
-    """Byte-level BPE in Qwen's form: 256 bytes, merges, control tokens; every id below VOCAB is a token."""
+    """Writes a byte-level BPE in Qwen's form: 256 bytes, merges, control tokens; every id below VOCAB is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -106,7 +106,7 @@ def write_model(words: list[str]):
     num_parameters = sum(p.numel() for p in model.parameters())
     assert 27.5e6 < num_parameters < 28.5e6, num_parameters
     model.save_pretrained(MODEL)
-    # transformers writes its own nested config; the published files are flat.
+    # transformers writes a nested config; the published files are flat.
     write_json(MODEL / "config.json", raw)
     build_tokenizer(words).save(str(MODEL / "tokenizer.json"), pretty=False)
     write_json(MODEL / "tokenizer_config.json", dict(
@@ -132,7 +132,7 @@ def write_model(words: list[str]):
 
 
 def image(rng: np.random.Generator) -> Image.Image:
-    """Smooth colour, so the file is about as large as a photograph's."""
+    """Draws smooth colours, so that the file is about as large as a photograph's."""
     coarse = Image.fromarray(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8))
     return coarse.resize((IMAGE_PX, IMAGE_PX), Image.Resampling.BICUBIC)
 

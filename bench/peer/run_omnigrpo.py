@@ -1,4 +1,4 @@
-"""One run of `omnigrpo train` on a workload: writes the same JSON as run_trl.py. Standard library only.
+"""Runs `omnigrpo train` once on a workload and writes the same JSON as run_trl.py. Needs only the standard library.
 
     cargo build --release -p omnigrpo
     python run_omnigrpo.py --workload image1 --steps 3 --output result.json
@@ -37,7 +37,7 @@ def command(args, root, output_dir):
 
 
 def watch(process, metrics_file):
-    """Until the process ends: its peak memory, and when each line of metrics appeared."""
+    """Watches the process until it ends. Returns its peak memory, and the time at which each line of metrics appeared."""
     peak, seen_at = 0.0, []
     while process.poll() is None:
         peak = max(peak, peak_mb(process.pid) or 0.0)
@@ -58,7 +58,7 @@ def main():
     args = parser.parse_args()
     root, workload = directory(args.workload), WORKLOADS[args.workload]
     if not args.binary.is_file():
-        raise SystemExit(f"{args.binary} is not there: cargo build --release -p omnigrpo, or give --binary")
+        raise SystemExit(f"{args.binary} does not exist; run cargo build --release -p omnigrpo, or give --binary")
     version = subprocess.run([args.binary, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -81,16 +81,16 @@ def main():
     steps = []
     for row in rows:
         assert row["completions/mean_length"] == workload.completion_tokens, row
-        # The packed stream: the prompt once, and all tokens of a completion but the last.
+        # Packed stream: the prompt once, and all tokens of a completion except the last.
         expected = workload.prompt_tokens + NUM_GENERATIONS * (workload.completion_tokens - 1)
         assert row["num_tokens"] == expected, f"num_tokens {row['num_tokens']}, expected {expected}: another prompt?"
         phases = {key.removeprefix("time/"): value for key, value in row.items() if key.startswith("time/")}
         phases["other"] = row["step_time"] - sum(phases.values())
         steps.append({"step_time": row["step_time"], "phases": phases})
-    # The program's own figures must equal those seen from outside, within the watcher's grain.
+    # The reported step times must equal the time that passes outside, up to the watcher's resolution.
     if len(seen_at) == len(steps) > 1:
         outside, inside = seen_at[-1] - seen_at[0], sum(step["step_time"] for step in steps[1:])
-        assert outside <= 1.05 * inside + 4 * WATCH_SECS, f"{outside:.2f} s passed, the steps say {inside:.2f} s"
+        assert outside <= 1.05 * inside + 4 * WATCH_SECS, f"{outside:.2f} s passed, the steps report {inside:.2f} s"
     result = dict(
         system="omnigrpo", workload=args.workload, threads=args.threads, steps=steps,
         peak_mb=max(peak, rows[-1].get("memory/peak_mb", 0.0)), versions=dict(omnigrpo=version),

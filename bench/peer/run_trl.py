@@ -1,10 +1,10 @@
-"""One run of TRL's GRPOTrainer on a workload: writes the same JSON as run_omnigrpo.py, with the time of each phase.
+"""Runs TRL's GRPOTrainer once on a workload and writes the same JSON as run_omnigrpo.py, with the time of each phase.
 
     python run_trl.py --workload image1 --steps 3 --output result.json
 
-TRL as it is, with its own fused head and optimizer; methods are wrapped only to read the clock. A phase counts what
-happens in it and in no phase inside it, so phases and `other` add up to the step. A step lasts from the end of the
-one before it to its own end, loading of images and logging included.
+TRL runs unchanged, with its fused head and optimizer; methods are wrapped only to read the clock. A phase excludes the
+phases inside it, so phases and `other` add up to the step. A step lasts from the end of the previous step to its own
+end, including the loading of images and logging.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def arguments():
 
 
 ARGS = arguments()
-# Read when torch and tokenizers load.
+# torch and tokenizers read these variables when they load.
 os.environ.update(
     OMP_NUM_THREADS=str(ARGS.threads), MKL_NUM_THREADS=str(ARGS.threads), RAYON_NUM_THREADS=str(ARGS.threads),
     CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1",
@@ -53,7 +53,7 @@ torch.set_num_threads(ARGS.threads)
 
 
 class Clock:
-    """Exclusive time of nested phases; a step ends with `next_step`."""
+    """Measures the exclusive time of nested phases; a step ends with `next_step`."""
 
     def __init__(self):
         self.steps = []
@@ -79,7 +79,7 @@ class Clock:
             self.stack.pop()
 
     def wrap(self, owner, method, name):
-        """Replaces a bound method; `name` may be a function of the arguments."""
+        """Wraps a bound method in a phase; `name` may be a function of the arguments."""
         inner = getattr(owner, method)
 
         @wraps(inner)
@@ -96,7 +96,7 @@ class Clock:
 
 
 class Watch(TrainerCallback):
-    """Cuts the run into steps and sees that everything is trained."""
+    """Divides the run into steps and checks that everything is trained."""
 
     def __init__(self, clock, unused):
         self.clock, self.unused = clock, unused
@@ -114,7 +114,7 @@ class Watch(TrainerCallback):
 
 
 def processor_of(clock):
-    """The processor, with its calls (image decoding, resizing, patches, tokens) counted as `data`."""
+    """Wraps the processor, so that its calls (image decoding, resizing, patches, tokens) count as `data`."""
     processor = AutoProcessor.from_pretrained(MODEL)
     plain = type(processor)
 
@@ -134,7 +134,7 @@ def rows_of(root, has_images):
         if has_images:
             row["images"] = [str(root / path) for path in row["images"]]
     rows = datasets.Dataset.from_list(rows)
-    # Paths, opened when a step reads the row.
+    # These are paths, which are opened when a step reads the row.
     return rows.cast_column("images", datasets.List(datasets.Image())) if has_images else rows
 
 
@@ -160,7 +160,7 @@ def main():
         trainer = GRPOTrainer(
             model=str(MODEL), reward_funcs=random_reward, args=config, processing_class=processor_of(clock),
             train_dataset=rows_of(root, workload.num_images > 0),
-            # A text row leaves the tower without gradient.
+            # A text row gives the tower no gradient.
             callbacks=[Watch(clock, () if workload.num_images else "model.visual.")],
         )
         assert all(p.requires_grad and p.dtype == getattr(torch, ARGS.torch_dtype) for p in trainer.model.parameters())
@@ -183,7 +183,7 @@ def main():
 
     assert len(clock.steps) == len(log) == ARGS.steps, (len(clock.steps), len(log))
     for step, entry in enumerate(log, 1):
-        # Counted over the run: every completion with its own copy of the prompt.
+        # TRL counts tokens over the run, with a copy of the prompt for every completion.
         tokens = step * ARGS.num_generations * (workload.prompt_tokens + workload.completion_tokens)
         assert entry["num_tokens"] == tokens, f"num_tokens {entry['num_tokens']}, expected {tokens}"
         assert entry["completions/mean_length"] == workload.completion_tokens, entry

@@ -1,4 +1,4 @@
-"""What both trainers are given: the workloads, the settings of a step, and how memory is read. No heavy imports."""
+"""Workloads and step settings of both trainers, and how memory is read. No heavy imports."""
 
 import json
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class Workload:
 
     num_images: int
     prompt_tokens: int
-    # Forced: no stop token before it.
+    # Forced length: no stop token is drawn before it.
     completion_tokens: int
-    # Step time of TRL over ours (f32, AVX-512 or AMX) and peak memory of TRL over ours that the project wants.
+    # Goals of the project: TRL's step time (f32, AVX-512 or AMX) and peak memory, divided by ours.
     step_time_aim: float
     memory_aim: float
 
@@ -46,20 +46,20 @@ WORKLOADS = {
 
 
 def directory(workload: str) -> Path:
-    """Rows and images of a workload, after make_workload.py."""
+    """Returns the folder of rows and images of a workload; fails before make_workload.py has run."""
     path = WORK / workload
     if not (path / "train.jsonl").is_file() or not (MODEL / "config.json").is_file():
-        raise SystemExit(f"{path} or {MODEL} is not there yet: run make_workload.py --workload {workload} first")
+        raise SystemExit(f"{path} or {MODEL} does not exist; run make_workload.py --workload {workload} first")
     return path
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Whole lines only, so a file that is being written can be read."""
+    """Reads complete lines only, so that a file can be read while it is written."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def peak_mb(pid: int | str = "self") -> float | None:
-    """Largest resident memory of a living process so far (`VmHWM`), in 10⁶ bytes."""
+    """Returns the largest resident memory of a living process (`VmHWM`), in 10⁶ bytes."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -67,5 +67,5 @@ def peak_mb(pid: int | str = "self") -> float | None:
     for line in status.splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e6
-    # A process that has ended but was not waited for has no memory any more.
+    # A process that has ended but has not been waited for has no memory.
     return None

@@ -1,12 +1,12 @@
-"""A GRPO step of models of real sizes: seconds and peak memory by model and method.
+"""Measures seconds and peak memory of a GRPO step of models of real sizes, by model and method.
 
     cargo build --release -p omnigrpo
     python3 bench/sizes/run.py --tokenizer DIR [--binary target/release/omnigrpo] [--before OTHER] [--only 3B] [--steps 2]
 
-Weights are random, everything else is as published: the configuration of Qwen2.5-VL, one picture of 448 × 448, G = 8, 64 new
-tokens, LoRA of rank 16 on all linear layers of the decoder without dropout (a case has the default's 0.05), KL to the base. `DIR` holds
-`tokenizer.json` and `tokenizer_config.json` of a Qwen model. With `--before` another binary runs the same in turn. `--keep` leaves models
-and rows in a directory, where run_trl.py finds what TRL is to do. Standard library only.
+The configuration is the published one of Qwen2.5-VL with random weights. A step has one image of 448 × 448, G = 8, 64 new tokens, LoRA
+of rank 16 on all linear layers of the decoder without dropout (one case has the default 0.05), and KL to the base. `DIR` contains
+`tokenizer.json` and `tokenizer_config.json` of a Qwen model. With `--before`, another binary runs the same cases alternately. `--keep`
+stores models and rows in a directory, where run_trl.py finds them. Needs only the standard library.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BITS = {"bf16": [], "8 bits": ["--load_in_8bit"], "4 bits": ["--load_in_4bit"]}
 
 
 def picture(path, side=448):
-    """A coloured pattern with edges, as a PNG."""
+    """Writes a coloured pattern with edges as a PNG."""
     rows = b"".join(
         b"\0" + bytes(v for x in range(side) for v in ((x * y // 97) % 256, (x // 16 * 40 + y) % 256, (x ^ y) % 256))
         for y in range(side)
@@ -62,7 +62,7 @@ def run(binary, model, rows, out, steps, words):
         return None, done.stderr.strip().splitlines()[-1]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "step_time" in line]
-    # The first step also loads what later ones find in caches.
+    # The first step also fills caches that later steps use.
     seconds = statistics.median(line["step_time"] for line in lines[1:] or lines)
     return seconds, lines[-1]["memory/peak_mb"] / 1000
 
@@ -72,7 +72,7 @@ def main():
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--binary", type=Path, default=ROOT / "target/release/omnigrpo")
     parser.add_argument("--before", type=Path)
-    parser.add_argument("--only", action="append", help="cases whose name holds this")
+    parser.add_argument("--only", action="append", help="run only cases whose name contains this")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="directory for models, rows and runs")
     args = parser.parse_args()

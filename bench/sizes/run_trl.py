@@ -1,9 +1,9 @@
-"""The step of run.py in TRL: LoRA on a model of Qwen2.5-VL's sizes with random weights, seconds of each step and peak memory.
+"""Runs the step of run.py in TRL: LoRA on a model of Qwen2.5-VL's sizes with random weights; measures each step and peak memory.
 
     python3 bench/sizes/run.py --tokenizer DIR --only "3B, bf16, kept, no" --keep SIZES
     python bench/sizes/run_trl.py SIZES/3B SIZES/rows.jsonl --output FILE --gradient_checkpointing
 
-In an environment with bench/peer/requirements.txt and peft 0.21.2. A step is the whole of one generation and one update.
+Needs an environment with bench/peer/requirements.txt and peft 0.21.2. A step is one generation and one update.
 """
 
 import argparse
@@ -24,7 +24,7 @@ parser.add_argument("--gradient_checkpointing", action="store_true")
 parser.add_argument("--steps", type=int, default=1)
 parser.add_argument("--threads", type=int, default=2)
 ARGS = parser.parse_args()
-# Read when torch and tokenizers load.
+# torch and tokenizers read these variables when they load.
 os.environ.update(
     OMP_NUM_THREADS=str(ARGS.threads), MKL_NUM_THREADS=str(ARGS.threads), CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1",
 )
@@ -42,7 +42,7 @@ GROUP, NEW_TOKENS = 8, 64
 
 
 class Watch(TrainerCallback):
-    """Seconds of each step, with the loading of its rows."""
+    """Measures seconds of each step, with the loading of its rows."""
 
     def __init__(self):
         self.steps = []

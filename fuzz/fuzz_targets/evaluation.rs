@@ -1,4 +1,4 @@
-//! No text breaks the sums of an evaluation, and scores of explanations stay in their bounds.
+//! Checks that no text breaks the sums of an evaluation, and that scores of explanations stay within their bounds.
 #![no_main]
 
 use std::collections::BTreeMap;
@@ -33,7 +33,7 @@ fuzz_target!(|rows: Vec<Row<'_>>| {
         })
         .collect();
     let labels = Measures { labels: Labels::OfGroundTruths, ..Measures::default() };
-    // Fewer than two ground truths, or too many, make no set of labels.
+    // Fewer than two ground truths, or too many, do not form a set of labels.
     let _ = summarize(&rows, &rewards, &labels);
     let summary = summarize(&rows, &rewards, &Measures::default()).expect("sums");
     for (name, value) in summary.metrics {

@@ -1,4 +1,4 @@
-//! Any file is a dataset, a registry or a list, or an error.
+//! Checks that any file is a dataset, a registry or a list, or an error.
 #![no_main]
 
 use std::sync::LazyLock;

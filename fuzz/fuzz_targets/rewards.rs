@@ -1,4 +1,4 @@
-//! No text makes a reward panic or leave its range.
+//! Checks that no text makes a reward panic or leave its range.
 #![no_main]
 
 use std::sync::{Arc, LazyLock};
@@ -20,7 +20,7 @@ struct Texts<'a> {
     completion: &'a [u8],
 }
 
-/// The table as it is, with every mode, and with every compatibility flag.
+/// The table of rewards by default, with every mode, and with every compatibility flag.
 static SETS: LazyLock<Vec<RewardSet>> = LazyLock::new(|| {
     let mut frequencies = DocumentFrequencies::default();
     frequencies.add_item(&["a cat on a mat"]);
@@ -29,7 +29,7 @@ static SETS: LazyLock<Vec<RewardSet>> = LazyLock::new(|| {
     let mut options = vec![plain.clone()];
     options.extend(FormatMode::ALL.iter().map(|row| RewardOptions { format_mode: row.1, ..plain.clone() }));
     options.extend(AccuracyMode::ALL.iter().map(|row| RewardOptions { accuracy_mode: row.1, ..plain.clone() }));
-    // The old format of ViVQA-X has no lower bound, which its range says; the others are bounded.
+    // The old format of ViVQA-X has a range without lower bound; the others are bounded.
     options.extend(Compat::ALL.iter().map(|row| RewardOptions { compat: [row.1].into(), ..plain.clone() }));
     let names: Vec<String> = table().iter().map(|row| row.name.to_owned()).collect();
     options.iter().map(|options| build(&names, options).expect("the table")).collect()
@@ -51,6 +51,6 @@ fuzz_target!(|texts: Texts<'_>| {
         key: RowKey { seed: 1, step: 2, row: 3, sample: 4 },
         truncated: false,
     };
-    // A panic inside a reward is an error of the set.
+    // The set returns a panic inside a reward as an error.
     SETS[usize::from(texts.mode) % SETS.len()].score(&[input]).expect("a score for every text");
 });

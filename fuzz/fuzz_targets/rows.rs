@@ -1,4 +1,4 @@
-//! Any JSON is a row or an error.
+//! Checks that any JSON is a row or an error.
 #![no_main]
 
 use std::sync::LazyLock;

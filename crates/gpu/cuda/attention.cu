@@ -1,23 +1,24 @@
-// Attention over ranges on tensor cores, after FlashAttention-2 (arXiv 2307.08691): forward, and a backward pass without
-// atomics, once for the gradient of queries and once for those of keys and values. Rows are bf16, sums are f32.
+// Attention over ranges on tensor cores, following FlashAttention-2 (arXiv 2307.08691): a forward pass, and a backward
+// pass without atomics in two kernels, one for the gradient of queries and one for those of keys and values. Rows are
+// bf16, sums are f32.
 //
-// A packed row is `[queries | keys | values]`, `stride` columns. A head has D columns, a multiple of 8; in shared memory it is
-// as wide as the next multiple of 16, with zeros behind it.
+// A packed row is `[queries | keys | values]`, `stride` columns. A head has D columns, a multiple of 8; shared memory
+// pads it with zeros to a multiple of 16.
 #include "prim.cuh"
 
 /// Key rows `k0..k1` for queries `q0..q1`: query i sees key k if k < i + off.
 struct Item { int q0, q1, k0, k1, off; };
-/// Rows of one block of threads and the items that concern them.
+/// Rows of one block of threads, and the items that include them.
 struct Tile { int row0, row1, item0, item1; };
 struct Shape { int stride, out_stride, heads, group; float scale; };
 
 constexpr int THREADS = 128, ROWS = 64;
 template <int D> constexpr int PADDED = (D + 15) / 16 * 16;
-/// Columns of a row in shared memory: eight more, so that eight rows lie in different banks.
+/// Columns of a row in shared memory: eight extra put eight rows into different banks.
 template <int D> constexpr int LINE = PADDED<D> + 8;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
-/// Rows `row..row + N` into shared memory, zeros from `end` on and behind a head.
+/// Loads rows `row..row + N` into shared memory, with zeros from `end` on and beyond a head.
 template <int D, int N> DEVICE void load_rows(u16* to, const u16* from, i64 stride, int row, int end) {
     constexpr int CHUNKS = PADDED<D> / 8;
     for (int i = threadIdx.x; i < N * CHUNKS; i += THREADS) {
@@ -26,22 +27,22 @@ template <int D, int N> DEVICE void load_rows(u16* to, const u16* from, i64 stri
         copy_async(to + r * LINE<D> + c, from + (in ? (row + r) * stride + c : 0), in);
     }
 }
-/// The 16×16 block at (row, col) as a left factor.
+/// Loads the 16×16 block at (row, col) as a left factor.
 template <int D> DEVICE void left(u32 (&a)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
     load_matrices<false>(a, tile + (row + lane % 16) * LINE<D> + col + lane / 16 * 8);
 }
-/// Rows `row..row + 16` as columns of a right factor, depth `col..col + 16`.
+/// Loads rows `row..row + 16` as columns of a right factor, with depth `col..col + 16`.
 template <int D> DEVICE void right_rows(u32 (&b)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
     load_matrices<false>(b, tile + (row + lane / 16 * 8 + lane % 8) * LINE<D> + col + lane / 8 % 2 * 8);
 }
-/// Columns `col..col + 16` of a right factor, depth is rows `row..row + 16`.
+/// Loads columns `col..col + 16` of a right factor, whose depth is rows `row..row + 16`.
 template <int D> DEVICE void right_cols(u32 (&b)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
     load_matrices<true>(b, tile + (row + lane % 16) * LINE<D> + col + lane / 16 * 8);
 }
-/// `s[16, 8·N] = a-tile rows · b-tile rowsᵀ` over D columns.
+/// Computes `s[16, 8·N] = a-tile rows · b-tile rowsᵀ` over D columns.
 template <int D, int N> DEVICE void products(float (&s)[N][4], const u16* left_tile, int row, const u16* right_tile) {
     UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) s[j][e] = 0;
     UNROLL for (int c = 0; c < PADDED<D>; c += 16) {
@@ -54,7 +55,7 @@ template <int D, int N> DEVICE void products(float (&s)[N][4], const u16* left_t
         }
     }
 }
-/// `acc[16, padded] += p[16, 8·N] · tile[8·N, D]`, p rounded to bf16.
+/// Computes `acc[16, padded] += p[16, 8·N] · tile[8·N, D]`, with p rounded to bf16.
 template <int D, int N> DEVICE void accumulate(float (&acc)[PADDED<D> / 8][4], const float (&p)[N][4], const u16* tile) {
     UNROLL for (int j = 0; j < N; j += 2) {
         u32 a[4] = {pack(p[j][0], p[j][1]), pack(p[j][2], p[j][3]), pack(p[j + 1][0], p[j + 1][1]), pack(p[j + 1][2], p[j + 1][3])};
@@ -66,7 +67,7 @@ template <int D, int N> DEVICE void accumulate(float (&acc)[PADDED<D> / 8][4], c
         }
     }
 }
-/// Where a loop over the key rows (or query rows) of several items stands.
+/// Position of a loop over the key rows (or query rows) of several items.
 struct Cursor {
     const Item* items;
     Tile tile;
@@ -94,7 +95,8 @@ template <int D> DEVICE void store_rows(u16* to, const float (&acc)[PADDED<D> / 
     }
 }
 
-/// A step of the online softmax: scores become weights, and what was summed under a smaller maximum `m` (in units of `factor`) shrinks.
+/// Applies a step of the online softmax: scores become weights, and sums under a smaller maximum `m` (in units of
+/// `factor`) shrink.
 template <int D, int N> DEVICE void softmax_step(float (&s)[N][4], float (&acc)[PADDED<D> / 8][4], float (&m)[2], float (&l)[2], float factor) {
     UNROLL for (int h = 0; h < 2; h++) {
         float top = m[h];
@@ -154,7 +156,7 @@ template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u
     store_rows<D>(out + head * D, acc, f[0], f[1], sh.out_stride, tile.row0 + own, tile.row1);
 }
 
-/// The gradient of queries. `delta[row, head] = Σ dout · out`.
+/// Computes the gradient of queries. `delta[row, head] = Σ dout · out`.
 template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
     constexpr int LD = LINE<D>, N = ROWS / 8;
     DYNAMIC_SHARED(shared);
@@ -191,7 +193,7 @@ template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* l
     store_rows<D>(dq + head * D, acc, sh.scale, sh.scale, sh.stride, tile.row0 + own, tile.row1);
 }
 
-/// The gradients of keys and values: a tile is of key rows, its items have the queries that see them.
+/// Computes the gradients of keys and values. A tile holds key rows; its items hold the queries that see them.
 template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
     constexpr int LD = LINE<D>, Q = 32, N = Q / 8;
     DYNAMIC_SHARED(shared);
@@ -231,15 +233,15 @@ template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, cons
     store_rows<D>(dv + kv * D, acc_v, 1, 1, sh.stride, tile.row0 + own, tile.row1);
 }
 
-/// See plain_attention.cu.
+/// Decoding row; see plain_attention.cu.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
-/// Up to 64 pairs of a row in `row0..row1`, which continue one prompt, and a query head: pair i is row `row0 + i / group`, from
-/// `first` on.
+/// Up to 64 pairs of a query head and a row in `row0..row1`, which continue one prompt. Pairs are numbered
+/// from `first` on; pair i belongs to row `row0 + i / group`.
 struct Pairs { int row0, row1, first, none; };
 constexpr int SPLIT = 256;
 
-/// Part `blockIdx.z` of a prompt's keys, for the rows that continue it: they read its keys and values once. What is written is that of
-/// `decode` in plain_attention.cu.
+/// Computes part `blockIdx.z` of a prompt's keys for the rows that continue it, reading its keys and values once. The
+/// output has the format of `decode` in plain_attention.cu.
 template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const Decode* rows, const Pairs* tiles, int layer, int parts, Shape sh) {
     constexpr int LD = LINE<D>, N = ROWS / 8, CHUNKS = PADDED<D> / 8;
     DYNAMIC_SHARED(shared);
@@ -286,7 +288,7 @@ template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const D
     }
 }
 
-/// `delta[row, head] = Σ dout · out`, a warp for each.
+/// Computes `delta[row, head] = Σ dout · out`, one warp each.
 KERNEL_OF(128, 4, delta, (float* delta, Array dout, Array out, i64 count, int d)) {
     i64 at = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     float sum = 0;

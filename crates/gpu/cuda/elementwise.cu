@@ -1,4 +1,4 @@
-// What treats every element by itself: copies, sums, activations, rotation, dropout, the optimizer. Four elements a thread.
+// Elementwise kernels: copies, sums, activations, rotation, dropout, the optimizer. Four elements per thread.
 #include "prim.cuh"
 
 KERNEL(add, (Array to, Array from, i64 n)) {
@@ -19,7 +19,7 @@ KERNEL(scale, (Array x, float by, i64 n)) {
     for (int e = 0; e < 4; e++) v.x[e] *= by;
     store4(x, i, n, v);
 }
-/// A rectangle of rows, some of them by index (null for 0, 1, 2, …), from one dtype to another.
+/// Copies a rectangle of rows from one dtype to another. Row indices are optional (null means 0, 1, 2, …).
 KERNEL(copy_rows, (Array to, Array from, const u32* to_rows, const u32* from_rows, i64 rows, int cols, i64 to_stride, i64 from_stride)) {
     i64 i = thread_index(), quads = (cols + 3) / 4;
     if (i >= rows * quads) return;
@@ -27,7 +27,7 @@ KERNEL(copy_rows, (Array to, Array from, const u32* to_rows, const u32* from_row
     i64 t = (to_rows ? to_rows[row] : row) * to_stride, f = (from_rows ? from_rows[row] : row) * from_stride;
     store4(to, t + col, t + cols, load4(from, f + col, f + cols));
 }
-/// `y[row] = bias (+ residual[row])` for columns of rows of `stride`.
+/// Computes `y[row] = bias (+ residual[row])` for columns of rows of `stride`.
 KERNEL(bias_rows, (Array y, Array bias, Array residual, i64 rows, int cols, i64 stride)) {
     i64 i = thread_index(), quads = (cols + 3) / 4;
     if (i >= rows * quads) return;
@@ -41,7 +41,7 @@ KERNEL(bias_rows, (Array y, Array bias, Array residual, i64 rows, int cols, i64 
 }
 
 enum { GELU_ERF, GELU_TANH, QUICK_GELU, SILU, TANH };
-/// The activation and its derivative.
+/// Returns the activation; `slope` receives its derivative.
 DEVICE float activate(int kind, float x, float& slope) {
     float u = x, du = 1;
     switch (kind) {
@@ -66,7 +66,7 @@ KERNEL(activation, (Array y, Array x, int kind, i64 n)) {
     for (int e = 0; e < 4; e++) v.x[e] = activate(kind, v.x[e], slope);
     store4(y, i, n, v);
 }
-/// In place: `x` becomes its gradient.
+/// Replaces `x` with its gradient.
 KERNEL(activation_back, (Array x, Array dy, int kind, i64 n)) {
     i64 i = thread_index() * 4;
     if (i >= n) return;
@@ -78,7 +78,7 @@ KERNEL(activation_back, (Array x, Array dy, int kind, i64 n)) {
     }
     store4(x, i, n, v);
 }
-/// `silu(gate) · up` of rows `[gate | up]`.
+/// Computes `silu(gate) · up` for rows `[gate | up]`.
 KERNEL(swiglu, (Array y, Array gate_up, i64 rows, int inner)) {
     i64 i = thread_index(), quads = (inner + 3) / 4;
     if (i >= rows * quads) return;
@@ -87,7 +87,7 @@ KERNEL(swiglu, (Array y, Array gate_up, i64 rows, int inner)) {
     for (int e = 0; e < 4; e++) g.x[e] *= sigmoid(g.x[e]) * u.x[e];
     store4(y, row * inner + col, (row + 1) * inner, g);
 }
-/// In place: `gate_up` becomes its gradient.
+/// Replaces `gate_up` with its gradient.
 KERNEL(swiglu_back, (Array gate_up, Array dy, i64 rows, int inner)) {
     i64 i = thread_index(), quads = (inner + 3) / 4;
     if (i >= rows * quads) return;
@@ -102,7 +102,7 @@ KERNEL(swiglu_back, (Array gate_up, Array dy, i64 rows, int inner)) {
     store4(gate_up, at + col, at + inner, g);
     store4(gate_up, at + inner + col, at + 2 * inner, u);
 }
-/// `y = residual + x · scale`, the scale per column; without a residual `y = x · scale`.
+/// Computes `y = residual + x · scale`, with one scale per column; without a residual `y = x · scale`.
 KERNEL(scale_columns, (Array y, Array x, Array residual, Array scale, i64 rows, int cols)) {
     i64 i = thread_index(), quads = (cols + 3) / 4;
     if (i >= rows * quads) return;
@@ -112,7 +112,7 @@ KERNEL(scale_columns, (Array y, Array x, Array residual, Array scale, i64 rows, 
     for (int e = 0; e < 4; e++) v.x[e] = r.x[e] + v.x[e] * s.x[e];
     store4(y, at + col, at + cols, v);
 }
-/// Turns the first `heads` heads of `2 · half` columns of each row in place; pairs are `half` apart.
+/// Rotates the first `heads` heads of `2 · half` columns of each row in place; pairs are `half` apart.
 KERNEL(rotate, (Array x, const float* cosines, const float* sines, i64 rows, int cols, int heads, int half, float sign)) {
     i64 i = thread_index();
     if (i >= rows * heads * half) return;
@@ -125,15 +125,15 @@ KERNEL(rotate, (Array x, const float* cosines, const float* sines, i64 rows, int
     store(x, at + half, b * c + a * s);
 }
 
-/// The finaliser of SplitMix64.
+/// Applies the finaliser of SplitMix64.
 DEVICE u64 mixed(u64 x) {
     x += 0x9e3779b97f4a7c15ull;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     return x ^ (x >> 31);
 }
-/// Elements whose number lies below `threshold` become 0, the others are multiplied by `keep`. One number serves two columns;
-/// it is a function of key, the row's own key (its index where there are none) and column.
+/// Zeroes elements whose random number is below `threshold` and multiplies the others by `keep`. Two columns share one
+/// number, which depends on `key`, the row's key (its index without `row_keys`) and the column.
 KERNEL(dropout, (Array y, Array x, const u64* row_keys, u64 key, u64 threshold, float keep, i64 rows, int cols)) {
     i64 i = thread_index(), pairs = (cols + 1) / 2;
     if (i >= rows * pairs) return;
@@ -148,9 +148,9 @@ KERNEL(dropout, (Array y, Array x, const u64* row_keys, u64 key, u64 threshold, 
 }
 
 struct AdamW { float lr, beta1, beta2, eps, decay, correction1, correction2, scale; };
-/// One AdamW step. A bf16 weight is rounded to nearest even from an f32 value of which `rest` keeps the difference of bits (null:
-/// the weight itself is the value): `master = (weight << 16) + rest`. 16 bits cannot tell a tie that was rounded down, so such a
-/// value goes down to its neighbour.
+/// Applies one AdamW step. A bf16 weight is rounded to nearest even from an f32 master, of which `rest` stores the
+/// difference of bits: `master = (weight << 16) + rest`. If `rest` is null, the weight itself is the value. 16 bits
+/// cannot represent a tie that was rounded down, so such a value becomes its lower neighbour.
 KERNEL(adamw, (Array weight, short* rest, float* m, float* v, const float* grad, i64 n, AdamW c)) {
     i64 i = thread_index();
     if (i >= n) return;
@@ -162,7 +162,7 @@ KERNEL(adamw, (Array weight, short* rest, float* m, float* v, const float* grad,
     w -= c.lr * (mi * c.correction1) / (sqrt_(vi * c.correction2) + c.eps);
     if (rest) {
         u32 whole = bits(w);
-        // A tie above an even half; the others go up.
+        // A tie above an even half rounds down; all others round up.
         whole -= (whole & 0x1ffffu) == 0x8000u;
         u32 upper = (whole + 0x8000u) >> 16;
         ((u16*)weight.at)[i] = u16(upper);

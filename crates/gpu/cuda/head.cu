@@ -1,11 +1,11 @@
 // The output head over chunks of the vocabulary: log-probabilities of targets, entropies, and the gradient of logits.
 #include "prim.cuh"
 
-/// What is known of a row after some chunks: the largest logit, `s = Σ e^(z − top)` and `w = Σ (z − top) e^(z − top)`.
+/// State of a row after some chunks: the largest logit, `s = Σ e^(z − top)` and `w = Σ (z − top) e^(z − top)`.
 struct Running { float top, s, w; };
 
-/// Adds the columns `first..first + width` of the vocabulary; `picked[t]` becomes the logit of target t where it is among them.
-/// A block for each row.
+/// Adds the columns `first..first + width` of the vocabulary; `picked[t]` receives the logit of target t if it is among
+/// them. One block per row.
 KERNEL_OF(256, 4, statistics, (Running* running, float* picked, const float* logits, int width, u32 first, float inverse_temperature, const u32* offsets, const u32* tokens)) {
     SHARED(float, red, 32);
     const float* z = logits + (i64)blockIdx.x * width;
@@ -33,7 +33,7 @@ KERNEL_OF(256, 4, statistics, (Running* running, float* picked, const float* log
         running[blockIdx.x] = now;
     }
 }
-/// After the last chunk: `lse`, entropy, and log-probabilities in place of the picked logits.
+/// Computes `lse`, entropy, and log-probabilities in place of the picked logits, after the last chunk.
 KERNEL(finish, (float* logp, float* entropy, float* lse, const Running* running, const u32* offsets, int rows)) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
@@ -43,7 +43,7 @@ KERNEL(finish, (float* logp, float* entropy, float* lse, const Running* running,
     entropy[row] = log_s - r.w / r.s;
     for (u32 t = offsets[row]; t < offsets[row + 1]; t++) logp[t] -= lse[row];
 }
-/// The gradient of a chunk of logits. A block for each row; targets are added one after the other.
+/// Computes the gradient of a chunk of logits. One block per row; targets are added one after the other.
 KERNEL_OF(256, 4, logit_gradients, (Array to, const float* logits, int width, u32 first, float inverse_temperature, const u32* offsets, const u32* tokens, const float* lse, const float* entropy, const float* dlogp, const float* dentropy)) {
     i64 at = (i64)blockIdx.x * width;
     float total = 0, de = dentropy ? dentropy[blockIdx.x] : 0, own = lse[blockIdx.x], h = entropy[blockIdx.x];

@@ -1,11 +1,11 @@
-// y [rows, n] = x [rows, k] · Wᵀ for few rows (decoding): reads W [n, k] once. The weight is the left factor, so that a
-// row of x is a column of a tensor-core tile, and its bits do not depend on the other rows. The split of k depends on
-// n and k alone; parts are added in order.
+// Computes y [rows, n] = x [rows, k] · Wᵀ for few rows (decoding), reading W [n, k] once. The weight is the left
+// factor, so that a row of x is a column of a tensor-core tile and its bits do not depend on the other rows. The split
+// of k depends only on n and k; parts are added in order.
 #include "prim.cuh"
 
 constexpr int DEPTH = 64, WEIGHT_ROWS = 64, STAGES = 4, LINE = DEPTH + 8;
 
-/// Grid (n / 64, parts). `partial[part, rows, n]` in f32. `BLOCKS` times 8 rows.
+/// Computes `partial[part, rows, n]` in f32, for up to `8 · BLOCKS` rows. Grid (n / 64, parts).
 template <int BLOCKS> DEVICE void few_rows(float* partial, const u16* x, const u16* w, int rows, int n, int k, int steps) {
     DYNAMIC_SHARED(shared);
     u16 *sw = (u16*)shared, *sx = sw + STAGES * WEIGHT_ROWS * LINE;
@@ -60,7 +60,7 @@ KERNEL(few_rows_finish, (Array y, i64 y_stride, const float* partial, Array bias
 #define FEW(B) KERNEL_OF(128, 2, few_rows_##B, (float* partial, const u16* x, const u16* w, int rows, int n, int k, int steps)) { few_rows<B>(partial, x, w, rows, n, k, steps); }
 FEW(1) FEW(2) FEW(4) FEW(8)
 
-/// The same for any dtype and width, without tensor cores: a warp for each output of each row, one part.
+/// Computes the same products for any dtype and width without tensor cores: one warp per output of each row, one part.
 KERNEL_OF(128, 4, rows_product, (float* partial, Array x, Array w, int n, int k)) {
     int j = blockIdx.x * 4 + threadIdx.x / 32;
     float sum = 0;
@@ -69,8 +69,8 @@ KERNEL_OF(128, 4, rows_product, (float* partial, Array x, Array w, int n, int k)
     if (j < n && threadIdx.x % 32 == 0) partial[(i64)blockIdx.y * n + j] = sum;
 }
 
-/// Rows of a weight of 8 or 4 bits, some by index: `code · step + min`. A block of codes is 16 words; word i has elements
-/// i, i + 16, i + 32, … from its low bits up. 64 elements share a scale `{min, step}` in bf16.
+/// Widens rows of a weight of 8 or 4 bits, some by index: `code · step + min`. A block of codes is 16 words; word i has
+/// elements i, i + 16, i + 32, … from its low bits up. 64 elements share a scale `{min, step}` in bf16.
 KERNEL(widen, (Array to, const u32* codes, const u32* scales, const u32* index, i64 rows, int k, int bits_, int row_words, int row_groups)) {
     i64 i = thread_index();
     if (i >= rows * k) return;

@@ -1,7 +1,7 @@
-// RMS and layer norm, a block of threads for each row. Gradients of weights are column sums, in sums.cu.
+// RMS and layer norm, one block of threads per row. Gradients of weights are column sums, in sums.cu.
 #include "prim.cuh"
 
-/// `y = x · rstd · weight`
+/// Computes `y = x · rstd · weight`.
 KERNEL_OF(256, 4, rms, (Array y, float* rstd, Array x, Array weight, int dim, float eps)) {
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;
@@ -18,7 +18,7 @@ KERNEL_OF(256, 4, rms, (Array y, float* rstd, Array x, Array weight, int dim, fl
         store4(y, at + j, at + dim, v);
     }
 }
-/// `y = (x − mean) · rstd · weight + bias`. `stats` has all means, then all reciprocal deviations.
+/// Computes `y = (x − mean) · rstd · weight + bias`. `stats` holds all means, then all reciprocal deviations.
 KERNEL_OF(256, 4, layer, (Array y, float* stats, Array x, Array weight, Array bias, int dim, float eps)) {
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;

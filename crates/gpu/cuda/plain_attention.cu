@@ -1,5 +1,6 @@
-// Attention over ranges for any dtype and head width up to 256, without tensor cores: for f32 weights and odd widths, and over a
-// cache. A block of 128 threads for each query (or key) and head; first a thread for each key, then one for each column.
+// Attention over ranges and over a cache for any dtype and head width up to 256, without tensor cores; used for f32
+// weights and odd widths. Each query (or key) and head has a block of 128 threads: first one thread per key, then one
+// per column.
 #include "prim.cuh"
 
 struct Item { int q0, q1, k0, k1, off; };
@@ -8,7 +9,7 @@ struct Shape { int stride, out_stride, heads, group; float scale; };
 
 constexpr int THREADS = 128, COLUMNS = 2;
 
-/// Chunks of the keys (or queries) that a row sees.
+/// Loops over chunks of the keys (or queries) that a row sees.
 #define EACH_CHUNK(FROM, TO) \
     for (int item = tile.item0; item < tile.item1; item++) \
         for (int at = (FROM), end = (TO); at < end; at += THREADS)
@@ -21,13 +22,14 @@ DEVICE float dot(Array a, i64 at, Array b, i64 bt, int d) {
     }
     return sum;
 }
-/// Of the keys of an item, those up to here are seen by `row`.
+/// Returns the end of the keys of an item that `row` sees.
 DEVICE int seen(Item it, int row) { return it.k1 < row + it.off ? it.k1 : row + it.off; }
 
-/// Online softmax over chunks of scores. The thread's columns of the output are `threadIdx.x` and `threadIdx.x + 128`.
+/// Online softmax over chunks of scores. A thread owns the output columns `threadIdx.x` and `threadIdx.x + 128`.
 struct Softmax {
     float top = -INFINITY, sum = 0, acc[COLUMNS] = {};
-    /// `score` is the thread's own key's, −∞ for none; `value(i, column)` that of the chunk's i-th key.
+    /// Adds a chunk. `score` is that of the thread's key, −∞ for none; `value(i, column)` is that of the chunk's i-th
+    /// key.
     template <class F> DEVICE void chunk(float score, float* p, float* red, int count, int d, F value) {
         float now = larger(top, block_max(score, red));
         float decay = now == -INFINITY ? 1 : exp_(top - now);
@@ -90,7 +92,7 @@ KERNEL_OF(128, 4, backward_q, (Array dq, Array dout, const float* lse, const flo
         if (j < d) store(dq, own + j, acc[c]);
     }
 }
-/// Tiles are of key rows; their items have the queries that see some of them.
+/// Computes the gradients of keys and values. Tiles hold key rows; their items hold the queries that see some of them.
 KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse, const float* delta, Array q, Array k, Array v, const Tile* tiles, const Item* items, Shape sh, int d)) {
     SHARED(float, p, THREADS);
     SHARED(float, ds, THREADS);
@@ -127,12 +129,13 @@ KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse
     }
 }
 
-/// A row that decodes: keys and values of its prompt (`[layer, row, keys | values]`), its own tokens, this one included, and its first
-/// page among `pages` (`[layer, PAGE rows, keys | values]` each). A row that only fills up a batch has no tokens; nobody reads what comes out.
+/// A decoding row: keys and values of its prompt (`[layer, row, keys | values]`), its number of tokens, including this
+/// one, and its first page in `pages` (`[layer, PAGE rows, keys | values]` each). A padding row has no tokens; its
+/// result is never read.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
 constexpr int SPLIT = 256, PAGE = 64;
 
-/// Writes the keys and values of each row behind its earlier tokens.
+/// Writes the keys and values of each row after its earlier tokens.
 KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qkv, int stride, int width, int layer)) {
     Decode it = rows[blockIdx.x];
     int own = it.length - 1;
@@ -142,9 +145,10 @@ KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qk
         store4({pages[it.page + own / PAGE], cache_bf16}, to + j, to + width, load4(qkv, from + j, from + width));
 }
 
-/// Part `first + blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`: the online softmax's `{top, sum}` and sums
-/// of values `[row, head, part, 2 + d]`. The first `prompt_parts` of all `parts` are the prompt's. Parts are cut by position in prompt
-/// or completion alone, so a row's bits do not depend on the others.
+/// Computes part `first + blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`: the online
+/// softmax's `{top, sum}` and sums of values `[row, head, part, 2 + d]`. The first `prompt_parts` of all `parts` belong
+/// to the prompt. Parts depend only on the position in prompt or completion, so a row's bits do not depend on other
+/// rows.
 KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* const* pages, int cache_bf16, int layer, int first, int prompt_parts, int parts, int heads, int group, int stride, int d, float scale)) {
     SHARED(float, p, THREADS);
     SHARED(float, red, 32);

@@ -1,5 +1,5 @@
-// What kernels are written in: bf16 as u16, arrays of either dtype, tensor-core fragments, asynchronous copies.
-// `emu.hpp` has the same names for CPUs.
+// Primitives of the kernels: bf16 as u16, arrays of either dtype, tensor-core fragments, asynchronous copies. `emu.hpp`
+// provides the same names on CPUs.
 #pragma once
 #ifdef EMULATED
 #include "emu.hpp"
@@ -54,7 +54,7 @@ DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"
 template <int NEWEST> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
 #endif
 
-/// Numbers of either dtype; `at` is null for what is absent. The branch on the dtype is the same in all threads.
+/// An array of either dtype; `at` is null for an absent array. All threads take the same branch on the dtype.
 struct Array { char* at; int bf16; };
 struct Four { float x[4]; };
 struct alignas(16) Words4 { u32 x[4]; };
@@ -65,7 +65,7 @@ DEVICE void store(Array a, i64 i, float v) {
     if (a.bf16) ((u16*)a.at)[i] = bf16(v);
     else ((float*)a.at)[i] = v;
 }
-/// Elements `i..i + 4`, zeros from `end` on.
+/// Loads elements `i..i + 4`, with zeros from `end` on.
 DEVICE Four load4(Array a, i64 i, i64 end) {
     Four v = {};
     u64 at = (u64)a.at + i * (a.bf16 ? 2 : 4);
@@ -106,7 +106,8 @@ template <class T> DEVICE T warp_sum(T x) {
     for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
     return x;
 }
-/// Sum over the block, the same bits in every thread. `red` has 32 elements; whole warps only.
+/// Returns the sum over the block, with the same bits in every thread. `red` has 32 elements; blocks consist of full
+/// warps.
 template <class T> DEVICE T block_sum(T x, T* red) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = x;

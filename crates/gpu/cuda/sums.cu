@@ -1,8 +1,8 @@
-// Sums over many rows or elements, in an order that sizes alone determine: parts first, then the parts in order.
+// Sums over many rows or elements, in an order that depends on sizes alone: parts first, then the parts in order.
 #include "prim.cuh"
 
-/// `partial[part, j]` is the sum of `a[row, j]` over the part's rows; times `b[row, j]` where there is one, or times
-/// `(b − mean) · rstd`. A thread for each column, rows of a part in order.
+/// Computes `partial[part, j]`, the sum of `a[row, j]` over the part's rows, multiplied by `b[row, j]` if given, or by
+/// `(b − mean) · rstd`. One thread per column; rows of a part are added in order.
 KERNEL(column_sums, (float* partial, Array a, i64 a_stride, Array b, const float* mean, const float* rstd, i64 rows, int cols, i64 per_part)) {
     int j = blockIdx.x * blockDim.x + threadIdx.x;
     if (j >= cols) return;
@@ -15,7 +15,7 @@ KERNEL(column_sums, (float* partial, Array a, i64 a_stride, Array b, const float
     }
     partial[(i64)blockIdx.y * cols + j] = sum;
 }
-/// `to[j] += Σ partial[part, j]`
+/// Computes `to[j] += Σ partial[part, j]`.
 KERNEL(add_parts, (float* to, const float* partial, int parts, i64 cols)) {
     i64 j = thread_index();
     if (j >= cols) return;
@@ -23,7 +23,7 @@ KERNEL(add_parts, (float* to, const float* partial, int parts, i64 cols)) {
     for (int part = 0; part < parts; part++) sum += partial[part * cols + j];
     to[j] += sum;
 }
-/// `partial[block] = Σ a · b` over the elements of a block of `per_block`.
+/// Computes `partial[block] = Σ a · b` over the elements of a block of `per_block`.
 KERNEL_OF(256, 4, dots, (double* partial, Array a, Array b, i64 n, i64 per_block)) {
     SHARED(double, red, 32);
     i64 begin = blockIdx.x * per_block, end = begin + per_block < n ? begin + per_block : n;
@@ -35,8 +35,8 @@ KERNEL_OF(256, 4, dots, (double* partial, Array a, Array b, i64 n, i64 per_block
     sum = block_sum(sum, red);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
-/// Rows as weighted sums of rows: row `targets[r]` (or `r`) of `y` becomes, or is added, `Σ weights[i] · x[rows[i]]` over
-/// `offsets[r]..offsets[r + 1]`, in that order. A block for each row.
+/// Computes rows as weighted sums of rows: sets row `targets[r]` (or `r`) of `y` to `Σ weights[i] · x[rows[i]]` over
+/// `offsets[r]..offsets[r + 1]`, in that order, or adds it. One block per row.
 KERNEL(mix_rows, (Array y, Array x, const u32* targets, const u32* offsets, const u32* rows, const float* weights, int cols, int adds)) {
     i64 at = (i64)(targets ? targets[blockIdx.x] : blockIdx.x) * cols;
     u32 begin = offsets[blockIdx.x], end = offsets[blockIdx.x + 1];

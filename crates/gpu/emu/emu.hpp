@@ -1,6 +1,7 @@
-// Runs CUDA C++ on the CPU, for tests: one fiber for each thread, blocks one after the other. Which warp runs, and how far
-// ahead of the others, is drawn from a seed, shared memory starts as NaN, and asynchronous copies arrive at once or when they are
-// waited for: a missing barrier or wait changes results from seed to seed. Only `prim.cuh` includes this file.
+// Runs CUDA C++ on the CPU, for tests: one fiber per thread, blocks one after the other. A seed determines which warp
+// runs and how far ahead of the others. Shared memory starts as NaN, and asynchronous copies arrive immediately or when
+// a thread waits for them, so a missing barrier or wait changes results from seed to seed. Only `prim.cuh` includes
+// this file.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -25,7 +26,7 @@ struct Fiber {
     std::vector<std::vector<Copy>> groups;  // of asynchronous copies, oldest first
     std::vector<Copy> open;
 };
-/// What the lanes of a warp exchange. Two slots, so that a fast lane's next exchange leaves the last one readable.
+/// Values that the lanes of a warp exchange. With two slots, a fast lane's next exchange leaves the last one readable.
 struct Warp {
     unsigned size = 0, alive = 0, waiting = 0;
     const void* meeting = nullptr;  // the operation at which the lanes wait for each other
@@ -59,7 +60,7 @@ void* shared_array(const void* place, size_t bytes);
 /// Ends the launch with a message.
 [[noreturn]] void fail(const char* why);
 
-/// Publishes `value` of this lane; the result holds those of all lanes until the next exchange but one.
+/// Publishes `value` of this lane. The result holds those of all lanes until the exchange after the next.
 template <class T> inline const unsigned char (*exchange(const T& value, void (*last)(Warp&, unsigned) = nullptr))[64] {
     static_assert(sizeof(T) <= 64);
     static const char place = 0;
@@ -101,7 +102,7 @@ struct Register {
 
 }  // namespace emu
 
-// KERNEL_FILE is defined by the build: the name of the file without its ending.
+// The build defines KERNEL_FILE, the name of the file without its extension.
 #define KERNEL(name, params) KERNEL_OF(1024, 1, name, params)
 #define KERNEL_OF(threads, blocks, name, params) \
     static void name params; \
@@ -138,7 +139,7 @@ inline uint16_t bf16(float f) {
     return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 inline uint32_t pack(float lo, float hi) { return bf16(lo) | uint32_t(bf16(hi)) << 16; }
-/// `d[16×8] += a[16×16] · b[16×8]`, fragments as mma.sync.m16n8k16.row.col has them.
+/// Computes `d[16×8] += a[16×16] · b[16×8]`, with fragments laid out as in mma.sync.m16n8k16.row.col.
 inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     struct Fragments { uint32_t a[4], b[2]; } own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
     emu::exchange(own, emu::multiply);
@@ -158,7 +159,8 @@ template <bool TRANSPOSED> inline void load_matrices(uint32_t (&r)[4], const uin
                               : emu::of_lane<const uint16_t*>(slots, m * 8 + g)[2 * t + i];
         r[m] = x[0] | uint32_t(x[1]) << 16;
     }
-    // The instruction reads for all lanes at once; without this a fast lane could overwrite what a slow one still reads.
+    // The instruction reads all lanes together; without this wait a fast lane could overwrite data that a slow one
+    // still reads.
     emu::wait_warp(&place);
 }
 inline void copy_async(void* to, const void* from, bool valid) {

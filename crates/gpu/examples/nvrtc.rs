@@ -1,21 +1,23 @@
-//! Compiles all kernels for all architectures, without a card, and checks what the assembler says of them.
+//! Compiles all kernels for all architectures, without a GPU, and checks the assembler's report.
 //!
-//! `cargo run -p omnigrpo-gpu --example nvrtc -- FOLDER` with a folder that has NVRTC, such as `site-packages`; `tools/gpu/nvrtc`
-//! fetches one. Ends with an error if a kernel does not compile, needs more registers than a multiprocessor has for its threads,
-//! more static shared memory than 48 KiB, or spills more than is listed below.
+//! Run `cargo run -p omnigrpo-gpu --example nvrtc -- FOLDER` with a folder that contains NVRTC, such as
+//! `site-packages`; `tools/gpu/nvrtc` downloads one. The program fails if a kernel does not compile, needs more
+//! registers than a multiprocessor has for its threads, needs more static shared memory than 48 KiB, or spills more
+//! than is listed below.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::process::ExitCode;
 
 use omnigrpo_gpu::{nvrtc, sources};
 
-/// Ampere, its workstation form, Ada, Hopper, Blackwell, its workstation form.
+/// Architectures: Ampere, its workstation variant, Ada, Hopper, Blackwell, its workstation variant.
 const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"];
 
-/// Bytes of registers that a kernel may spill; others may spill nothing. They are read again once per tile, from the first cache.
+/// Bytes of registers that a kernel may spill; others may not spill. They are reloaded once per tile, from the
+/// first-level cache.
 const SPILLS: [(&str, u32); 1] = [("backward_kv_128", 64)];
 
-/// Threads with which a kernel is launched at most.
+/// Returns the maximum number of threads of a launch.
 fn threads(file: &str) -> u32 {
     match file {
         "attention" | "plain_attention" | "linear" => 128,
@@ -23,7 +25,7 @@ fn threads(file: &str) -> u32 {
     }
 }
 
-/// What the assembler says of one kernel.
+/// The assembler's report on one kernel.
 #[derive(Default)]
 struct Report {
     name: String,
@@ -32,7 +34,7 @@ struct Report {
     spills: u32,
 }
 
-/// The number before `unit` in a line of the report.
+/// Parses the number before `unit` in a line of the report.
 fn number(line: &str, unit: &str) -> Option<u32> {
     let before = line[..line.find(unit)?].trim_end();
     before.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
@@ -75,7 +77,7 @@ fn main() -> ExitCode {
                 }
             };
             let reports = reports(&compiled.log);
-            // Kernels made by macros have a line of several.
+            // Kernels made by macros are reported in several lines.
             if reports.is_empty() {
                 problems.push(format!("{file} for {arch}: no report in\n{}", compiled.log));
             }

@@ -1,4 +1,4 @@
-//! Attention over an [`AttentionLayout`], on tensor cores where rows are bf16 and a head has 64, 72, 80 or 128 columns.
+//! Attention over an [`AttentionLayout`], on tensor cores if rows are bf16 and a head has 64, 72, 80 or 128 columns.
 
 use std::sync::Arc;
 
@@ -9,9 +9,7 @@ use crate::device::{Arg, Array, Dtype, Gpu, Launch, Pack};
 /// Heads of packed rows `[q heads | k heads | v heads]` of `d` columns each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {
-    /// Query heads.
     pub q: usize,
-    /// Key and value heads.
     pub kv: usize,
     /// Columns of a head, at most 256.
     pub d: usize,
@@ -32,7 +30,7 @@ impl Heads {
         1.0 / (self.d as f32).sqrt()
     }
 
-    /// The kernels for tensor cores, and the padded width of a head in shared memory.
+    /// Returns the kernels for tensor cores and the padded width of a head in shared memory.
     fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 4], usize)> {
         let names = match (dtype, self.d) {
             (Dtype::Bf16, 64) => [
@@ -77,7 +75,7 @@ struct Item {
     off: i32,
 }
 
-/// Rows of one block of threads, and the items that concern them.
+/// Rows of one block of threads, and the items that include them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Tile {
@@ -103,11 +101,11 @@ impl Tiles {
 pub struct Pattern {
     by_query: Tiles,
     by_key: Tiles,
-    /// Whether every row is a query; where not, outputs start as zeros.
+    /// Whether every row is a query; if not, outputs start as zeros.
     complete: bool,
 }
 
-/// Sees every key.
+/// Offset with which a query sees every key.
 const ALL: i32 = 1 << 30;
 
 fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
@@ -147,7 +145,7 @@ fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
 }
 
 impl Pattern {
-    /// The form of a layout that kernels read, for `rows` rows.
+    /// Converts a layout to the form that kernels read, for `rows` rows.
     #[must_use]
     pub fn new(gpu: &Gpu, layout: &AttentionLayout, rows: usize) -> Self {
         let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
@@ -162,29 +160,31 @@ impl Pattern {
 /// Rows of a page of a cache.
 pub const PAGE: usize = 64;
 
-/// Completions that continue one prompt. Caches are in the dtype of the packed rows, a row of one layer is `[keys | values]`.
+/// Completions that continue one prompt. Caches have the dtype of the packed rows; a row of one layer is `[keys |
+/// values]`.
 #[derive(Clone, Debug)]
 pub struct CachedGroup<'a> {
-    /// `[layer, prompt_rows, keys | values]`
+    /// Cache of the prompt, `[layer, prompt_rows, keys | values]`.
     pub prompt: &'a Array,
     /// Rows of the prompt.
     pub prompt_rows: usize,
-    /// Of each completion its pages, `[layer, PAGE, keys | values]` each, and its tokens, the one that is decoded included.
+    /// Pages of each completion, `[layer, PAGE, keys | values]` each, and its number of tokens, including the one being
+    /// decoded.
     pub completions: Vec<(Vec<&'a Array>, usize)>,
 }
 
 impl CachedGroup<'_> {
-    /// Rows and query heads that read the same keys.
+    /// Returns the number of pairs of a row and a query head that read the same keys.
     fn pairs(&self, heads: Heads) -> usize {
         self.completions.len() * (heads.q / heads.kv.max(1))
     }
 }
 
-/// A row that decodes, as kernels read it.
+/// A decoding row in the kernels' layout.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Row {
-    /// Low and high word of an address.
+    /// Low and high word of the prompt's address.
     prompt: [u32; 2],
     prompt_rows: u32,
     length: u32,
@@ -201,18 +201,17 @@ struct Pairs {
     none: u32,
 }
 
-/// How large the tables of a decoding step are: what its grids and the memory between its kernels depend on.
+/// Sizes of the tables of a decoding step, which determine its grids and the memory between its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DecodingSize {
-    /// Rows.
     pub rows: usize,
     tiles: usize,
-    /// Parts of the longest prompt, and of the longest completion.
+    /// Number of parts of the longest prompt, and of the longest completion.
     parts: [usize; 2],
 }
 
 impl DecodingSize {
-    /// What these groups need.
+    /// Returns the sizes that these groups need.
     #[must_use]
     pub fn of(groups: &[CachedGroup], heads: Heads) -> Self {
         let parts = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0).div_ceil(SPLIT);
@@ -227,19 +226,19 @@ impl DecodingSize {
         }
     }
 
-    /// Pages of a row.
+    /// Returns the number of pages per row.
     fn pages(self) -> usize {
         self.parts[1] * (SPLIT / PAGE)
     }
 
-    /// One of few sizes that has room for as much, with rows that continue nothing.
+    /// Rounds up to one of a few sizes, filled with padding rows.
     #[must_use]
     pub fn rounded(self, rows: usize) -> Self {
         Self { rows, tiles: self.tiles.next_power_of_two(), parts: self.parts.map(usize::next_power_of_two) }
     }
 }
 
-/// What the rows of a decoding step read, on a device: made once for a step and read by every layer.
+/// Tables of the rows of a decoding step, on a device; created once per step and read by every layer.
 #[derive(Debug)]
 pub struct Decoding {
     rows: Array,
@@ -249,7 +248,7 @@ pub struct Decoding {
 }
 
 impl Decoding {
-    /// For rows in the order of groups and their completions.
+    /// Uploads tables for the rows, in the order of groups and their completions.
     #[must_use]
     pub fn new(gpu: &Gpu, groups: &[CachedGroup], heads: Heads) -> Self {
         let (mut pack, size) = (Pack::default(), DecodingSize::of(groups, heads));
@@ -257,7 +256,7 @@ impl Decoding {
         Self::over(&pack.upload(gpu), at, size)
     }
 
-    /// Packs the tables, of a size with room for them; where each begins.
+    /// Packs tables of the given size; returns the offset of each.
     #[must_use]
     pub fn pack(pack: &mut Pack, groups: &[CachedGroup], heads: Heads, size: DecodingSize) -> [usize; 3] {
         let words = |at: u64| [at as u32, (at >> 32) as u32];
@@ -280,13 +279,13 @@ impl Decoding {
             let rows = [first as u32, rows.len() as u32];
             tiles.extend((0..pairs).step_by(ROWS).map(|first| Pairs { rows, first, none: 0 }));
         }
-        // One more row than a batch has, for tiles without rows to read.
+        // One extra row, for tiles without rows to read.
         rows.resize(size.rows + 1, bytemuck::Zeroable::zeroed());
         tiles.resize(size.tiles, Pairs { rows: [size.rows as u32; 2], first: 0, none: 0 });
         [pack.add(&rows), pack.add(&pages), pack.add(&tiles)]
     }
 
-    /// The tables that were packed into `whole`.
+    /// Creates a view of the tables that were packed into `whole`.
     #[must_use]
     pub fn over(whole: &Arc<Array>, [rows, pages, tiles]: [usize; 3], size: DecodingSize) -> Self {
         let words = |first, bytes| Array::part(whole, first, bytes / 4);
@@ -299,7 +298,7 @@ impl Decoding {
     }
 }
 
-/// Keys of a part of a decoding row's sum.
+/// Keys in one part of a decoding row's sum.
 const SPLIT: usize = 256;
 
 impl Gpu {
@@ -307,8 +306,8 @@ impl Gpu {
         if pattern.complete { self.alloc(len, dtype) } else { self.zeros(len, dtype) }
     }
 
-    /// Attention of packed rows `[t, (q + 2 kv) · d]` with themselves: `[t, q · d]` in their dtype, and log-sum-exps
-    /// `[t, q]` in f32.
+    /// Computes self-attention of packed rows `[t, (q + 2 kv) · d]`: returns `[t, q · d]` in their dtype, and
+    /// log-sum-exps `[t, q]` in f32.
     #[must_use]
     pub fn attention(&self, qkv: &Array, pattern: &Pattern, heads: Heads) -> (Array, Array) {
         let Heads { q, kv, d } = heads;
@@ -339,7 +338,7 @@ impl Gpu {
         (out, lse)
     }
 
-    /// The gradient of the packed rows, in their dtype.
+    /// Returns the gradient of the packed rows, in their dtype.
     #[must_use]
     pub fn attention_back(
         &self,
@@ -394,8 +393,8 @@ impl Gpu {
         dqkv
     }
 
-    /// Appends keys and values of each packed row to its last page, and gives its attention over prompt and own tokens. A row's bits
-    /// do not depend on the others.
+    /// Appends keys and values of each packed row to its last page, and returns its attention over prompt and
+    /// completion. A row's bits do not depend on other rows.
     #[must_use]
     pub fn attend_cached(&self, qkv: &Array, decoding: &Decoding, layer: usize, heads: Heads) -> Array {
         let Heads { q, kv, d } = heads;
@@ -408,7 +407,8 @@ impl Gpu {
         let args = [table, pages, low, qkv.arg(), stride, int(width), int(layer)];
         self.each_row("plain_attention/append", rows, width, &args);
         let partial = self.alloc(rows * q * parts * (2 + d), Dtype::F32);
-        // Tensor cores read the keys of a shared prompt once for all its completions; the rest is the plain kernel's.
+        // Tensor cores read the keys of a shared prompt once for all its completions; the plain kernel processes the
+        // rest.
         let shared = heads.tensor_cores(qkv.dtype());
         if let Some(([.., kernel], width)) = shared {
             let shape = heads.shape(heads.scale());

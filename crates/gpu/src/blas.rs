@@ -1,7 +1,8 @@
-//! Products by cuBLASLt.
+//! Matrix products by cuBLASLt.
 //!
-//! The plan for a shape is the first that its heuristic names, never the result of a measurement: the same library gives the same
-//! bits. Matrices here are row-major and cuBLASLt's are column-major, so it computes `cᵀ = bᵀ aᵀ`.
+//! The plan for a shape is the first that cuBLASLt's heuristic returns, never the result of a measurement, so the same
+//! library gives the same bits. Matrices here are row-major and cuBLASLt's are column-major, so it computes `cᵀ = bᵀ
+//! aᵀ`.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -20,7 +21,7 @@ pub(crate) struct Blas {
     plans: Mutex<HashMap<Key, Plan>>,
 }
 
-/// What a plan depends on.
+/// Properties that determine a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [usize; 6],
@@ -56,7 +57,7 @@ fn data_type(dtype: Dtype) -> sys::cudaDataType {
 }
 
 impl Blas {
-    /// What NVIDIA recommends for Hopper, bytes.
+    /// Workspace in bytes that NVIDIA recommends for Hopper.
     pub(crate) const WORKSPACE: usize = 32 << 20;
 
     pub(crate) fn new(workspace: u64) -> Result<Self> {
@@ -86,7 +87,7 @@ impl Blas {
         };
         let (alpha, beta) = (1.0f32, if p.adds { 1.0f32 } else { 0.0 });
         let [first, second, out] = plan.layouts;
-        // SAFETY: handles are alive, addresses are those of arrays that are at least as large as the layouts say.
+        // SAFETY: handles are alive; the addresses belong to arrays at least as large as the layouts state.
         unsafe {
             result::matmul(
                 self.handle,
@@ -127,10 +128,10 @@ impl Blas {
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,
         )?;
-        // CUBLAS_OP_N and CUBLAS_OP_T of cublas_api.h, which the bindings of cuBLASLt do not repeat.
+        // Values of CUBLAS_OP_N and CUBLAS_OP_T in cublas_api.h, which the bindings of cuBLASLt lack.
         let transposed = |f: Factor| i32::from(f.transposed);
         let preference = result::create_matmul_pref()?;
-        // SAFETY: each attribute is given a value of its own type and size.
+        // SAFETY: each attribute receives a value of its type and size.
         unsafe {
             for (which, value) in [
                 (Descriptor::CUBLASLT_MATMUL_DESC_TRANSA, transposed(p.b)),
@@ -173,5 +174,5 @@ impl Blas {
 
 // SAFETY: cuBLASLt's functions may be called from any thread; plans are behind a lock and never destroyed.
 unsafe impl Send for Blas {}
-// SAFETY: as above. The workspace is used in the order of the one stream.
+// SAFETY: as above. Uses of the workspace are ordered by the single stream.
 unsafe impl Sync for Blas {}

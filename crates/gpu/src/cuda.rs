@@ -1,4 +1,4 @@
-//! NVIDIA cards through the driver's own interface. Libraries are loaded when a card is opened.
+//! NVIDIA GPUs through the driver API. Libraries are loaded when a GPU is opened.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -15,7 +15,7 @@ use crate::nvrtc;
 use crate::product::Product;
 use crate::sources::FILES;
 
-/// Cubins of CUDA 13 run on drivers that support CUDA 13.
+/// Oldest supported driver: cubins of CUDA 13 need a driver that supports CUDA 13.
 const OLDEST_DRIVER: i32 = 13_000;
 
 pub(crate) struct Cuda {
@@ -30,27 +30,26 @@ pub(crate) struct Cuda {
     blas: Blas,
 }
 
-/// Recorded work that can be run.
+/// Recorded work that can be replayed.
 #[derive(Clone, Copy)]
 pub(crate) struct Recorded(sys::CUgraphExec);
 
-// SAFETY: the driver asks that calls with one graph do not overlap: running is behind the stream's order, destroying behind
-// ownership.
+// SAFETY: the driver requires that calls with one graph do not overlap. The stream orders launches, and ownership
+// protects destruction.
 unsafe impl Send for Recorded {}
 // SAFETY: as above.
 unsafe impl Sync for Recorded {}
 
-// SAFETY: the driver's handles may be used by any thread whose current context is theirs, which `enter` sees to; tables
-// are behind locks.
+// SAFETY: any thread whose current context is the handles' may use them, and `enter` sets it; tables are behind locks.
 unsafe impl Send for Cuda {}
-// SAFETY: as above; the stream orders what threads queue.
+// SAFETY: as above; the stream orders the work that threads queue.
 unsafe impl Sync for Cuda {}
 
 fn said(call: &'static str) -> impl Fn(result::DriverError) -> Error {
     move |error| Error::Driver { call, what: error.to_string() }
 }
 
-/// What a call that takes memory says.
+/// Maps an error of a call that allocates memory.
 fn memory_or(call: &'static str, wanted: usize) -> impl Fn(result::DriverError) -> Error {
     move |error| match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
@@ -61,30 +60,25 @@ fn memory_or(call: &'static str, wanted: usize) -> impl Fn(result::DriverError) 
     }
 }
 
-/// A card, as the driver describes it.
+/// A GPU as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Its name.
     pub name: String,
-    /// Its compute capability.
     pub capability: [i32; 2],
-    /// Its memory, bytes.
+    /// Memory in bytes.
     pub memory: usize,
 }
 
-/// What the driver sees.
+/// Versions and GPUs that the driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
-    /// The newest CUDA it supports, `1000 · major + 10 · minor`.
+    /// Newest CUDA version that the driver supports, `1000 · major + 10 · minor`.
     pub supports: i32,
-    /// Its cards, in its order; `CUDA_VISIBLE_DEVICES` hides others.
+    /// GPUs in the driver's order, without those hidden by `CUDA_VISIBLE_DEVICES`.
     pub cards: Vec<Found>,
 }
 
-/// Asks the driver.
-///
-/// # Errors
-/// No driver, or one that answers with an error.
+/// Queries the driver. Fails if it is missing or returns an error.
 pub fn survey() -> Result<Survey> {
     // SAFETY: loading the driver's library has no conditions.
     if !unsafe { sys::is_culib_present() } {
@@ -122,10 +116,8 @@ fn describe(ordinal: i32) -> Result<Found> {
 }
 
 impl Survey {
-    /// The card of this number, if kernels can run on it.
-    ///
-    /// # Errors
-    /// No such card, one that is too old, a driver that is too old.
+    /// Returns the GPU of this number, if kernels can run on it. Fails if it does not exist, or if GPU or driver are
+    /// too old.
     pub fn usable(&self, ordinal: usize) -> Result<&Found> {
         let count = self.cards.len();
         let card = self.cards.get(ordinal).ok_or(Error::NoDevice { ordinal, count })?;
@@ -142,9 +134,9 @@ impl Survey {
     }
 }
 
-/// The architecture whose code a card of this compute capability runs best.
+/// Returns the architecture whose code runs best on a GPU of this compute capability.
 fn arch(major: i32, minor: i32) -> String {
-    // Hopper and data-centre Blackwell have instructions of their own, behind an `a`.
+    // Hopper and data-centre Blackwell have architecture-specific instructions, marked by an `a`.
     let own = matches!((major, minor), (9, 0) | (10, 0) | (10, 3));
     format!("sm_{major}{minor}{}", if own { "a" } else { "" })
 }
@@ -163,11 +155,11 @@ impl Cuda {
                 _ => said(call)(error),
             }
         };
-        // SAFETY: the device is one of the driver's, as is every handle below.
+        // SAFETY: the driver returned the device and every handle below.
         unsafe {
             let context = result::primary_ctx::retain(device).map_err(opened("cuDevicePrimaryCtxRetain"))?;
             result::ctx::set_current(context).map_err(said("cuCtxSetCurrent"))?;
-            // Freed memory stays with the program, so that the next step takes it without asking the system.
+            // The pool keeps freed memory, so that the next step allocates it without a system call.
             let pool =
                 result::device::get_default_mem_pool(device).map_err(said("cuDeviceGetDefaultMemPool"))?;
             let mut keep = u64::MAX;
@@ -194,9 +186,9 @@ impl Cuda {
         }
     }
 
-    /// Makes this card's context the thread's.
+    /// Makes this GPU's context the thread's.
     fn enter(&self) -> Result<()> {
-        // SAFETY: the context is retained for as long as `self` lives.
+        // SAFETY: the context is retained while `self` lives.
         unsafe { result::ctx::set_current(self.context) }.map_err(said("cuCtxSetCurrent"))
     }
 
@@ -206,7 +198,7 @@ impl Cuda {
         unsafe { result::stream::synchronize(self.stream) }.map_err(said("cuStreamSynchronize"))
     }
 
-    /// Free and in all. What the pool holds for later counts as taken.
+    /// Returns free and total bytes. Memory that the pool keeps counts as used.
     pub(crate) fn memory(&self) -> Result<[usize; 2]> {
         self.enter()?;
         let (free, total) = result::mem_get_info().map_err(said("cuMemGetInfo"))?;
@@ -222,30 +214,32 @@ impl Cuda {
 
     pub(crate) fn free(&self, at: u64) -> Result<()> {
         self.enter()?;
-        // SAFETY: `at` is from `alloc` and freed once; queued work comes first.
+        // SAFETY: `at` is from `alloc` and freed once; queued work runs first.
         unsafe { result::free_async(at, self.stream) }.map_err(said("cuMemFreeAsync"))
     }
 
     pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
         self.enter()?;
-        // SAFETY: the range lies in an array.
+        // SAFETY: the range is inside an array.
         unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }.map_err(said("cuMemsetD8Async"))
     }
 
     pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
         self.enter()?;
-        // SAFETY: the array has as many bytes. The host's are pageable, so they are staged before the call returns.
+        // SAFETY: the array has as many bytes. Host memory is pageable, so the driver stages it before the call
+        // returns.
         unsafe { result::memcpy_htod_async(at, from, self.stream) }.map_err(said("cuMemcpyHtoDAsync"))
     }
 
     pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
         self.enter()?;
-        // SAFETY: the array has as many bytes; the copy is waited for.
+        // SAFETY: the array has as many bytes; the next line waits for the copy.
         unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(said("cuMemcpyDtoHAsync"))?;
         self.synchronize()
     }
 
-    /// From here on the stream's work is recorded, not done. Other threads' calls are their own business; this one's may not wait.
+    /// Starts recording the stream's work instead of executing it. Calls of other threads are unaffected; this thread's
+    /// calls must not wait.
     pub(crate) fn begin_capture(&self) -> Result<()> {
         self.enter()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -253,10 +247,10 @@ impl Cuda {
         unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(said("cuStreamBeginCapture"))
     }
 
-    /// What was recorded, ready to run.
+    /// Ends recording and returns the work, ready for replay.
     pub(crate) fn end_capture(&self) -> Result<Recorded> {
         self.enter()?;
-        // SAFETY: the stream lives as long as `self`; the graph is destroyed once, after what runs was made of it.
+        // SAFETY: the stream lives as long as `self`; the graph is destroyed once, after its instantiation.
         unsafe {
             let graph = result::stream::end_capture(self.stream).map_err(said("cuStreamEndCapture"))?;
             let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map(Recorded);
@@ -271,13 +265,13 @@ impl Cuda {
 
     pub(crate) fn replay(&self, Recorded(graph): Recorded) -> Result<()> {
         self.enter()?;
-        // SAFETY: the graph is one of this card's and alive, as is what it reads and writes: `Graph` holds both.
+        // SAFETY: the graph belongs to this GPU and is alive, as are its inputs and outputs: `Graph` holds both.
         unsafe { result::graph::launch(graph, self.stream) }.map_err(memory_or("cuGraphLaunch", 0))
     }
 
     pub(crate) fn forget(&self, Recorded(graph): Recorded) -> Result<()> {
         self.enter()?;
-        // SAFETY: as above; it is not used again. The driver waits for a run under way.
+        // SAFETY: as above; the graph is not used again. The driver waits for a launch in progress.
         unsafe { result::graph::exec_destroy(graph) }.map_err(said("cuGraphExecDestroy"))
     }
 
@@ -294,8 +288,8 @@ impl Cuda {
         };
         let function = self.function(launch)?;
         let [x, y, z] = launch.grid.map(|n| n as u32);
-        // SAFETY: the function is of a module that is never unloaded. The emulator, which runs the same calls in the tests,
-        // compares arguments with parameters.
+        // SAFETY: the function belongs to a module that is never unloaded. The emulator, which runs the same calls in
+        // tests, compares arguments with parameters.
         unsafe {
             if launch.shared > 48 << 10 {
                 let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -331,7 +325,7 @@ impl Cuda {
                     .find(|(known, _)| *known == file)
                     .ok_or_else(|| missing("no such file of kernels".into()))?;
                 let cubin = nvrtc::compile_cached(file, text, &self.arch, &self.cache)?;
-                // SAFETY: the image is a cubin, which says its own size.
+                // SAFETY: the image is a cubin, which contains its size.
                 let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }
                     .map_err(|error| missing(error.to_string()))?;
                 modules.insert(file, module);

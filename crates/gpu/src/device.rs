@@ -1,4 +1,4 @@
-//! A device: memory, launches, products.
+//! Devices: memory, launches, products.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::graph::{Blocks, Scope};
 use crate::product::Product;
 
-/// How numbers are stored.
+/// Storage type of numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dtype {
     /// 32-bit floats.
@@ -21,7 +21,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of a number.
+    /// Returns the bytes of one number.
     #[must_use]
     pub fn size(self) -> usize {
         match self {
@@ -37,25 +37,25 @@ pub(crate) enum Driver {
     Emulated(Emulated),
 }
 
-/// A handle on a device.
+/// A handle to a device.
 ///
-/// Work is queued and runs in order. Nothing that queues work returns an error: the first failure stays with the device,
-/// what is queued later computes nothing, and what is read back is NaN. [`Gpu::check`] tells.
+/// Work is queued and runs in order. Functions that queue work return no errors: the device stores the first failure,
+/// later work computes nothing, and results read back are NaN. [`Gpu::check`] returns the failure.
 #[derive(Clone)]
 pub struct Gpu(Arc<Inner>);
 
 struct Inner {
     driver: Driver,
     failure: Mutex<Option<Error>>,
-    /// Held by who has the device to itself; all others pass it for each call of the driver.
+    /// Lock held exclusively by a thread that needs the device alone; all others take it shared for each driver call.
     door: RwLock<()>,
     scope: Mutex<Option<Scope>>,
 }
 
-/// What a kernel receives.
+/// An argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arg {
-    /// `Array` of prim.cuh.
+    /// Structure `Array` of prim.cuh.
     Array(u64, Dtype),
     Pointer(u64),
     Int(i32),
@@ -68,9 +68,9 @@ pub(crate) enum Arg {
 }
 
 impl Arg {
-    /// An array that is absent.
+    /// An absent array.
     pub(crate) const NO_ARRAY: Self = Self::Array(0, Dtype::F32);
-    /// A pointer that is absent.
+    /// An absent pointer.
     pub(crate) const NULL: Self = Self::Pointer(0);
 
     pub(crate) fn fields(fields: &[u32]) -> Self {
@@ -79,7 +79,7 @@ impl Arg {
         Self::Fields(all, fields.len())
     }
 
-    /// As C has it: bytes at a multiple of 8, and how many count.
+    /// Encodes in C's layout: bytes at a multiple of 8, and how many are used.
     fn encode(self) -> ([u64; 4], usize) {
         let mut out = [0; 4];
         let size = match self {
@@ -116,7 +116,7 @@ impl Arg {
     }
 }
 
-/// The arguments of a launch, as `cuLaunchKernel` takes them.
+/// Arguments of a launch in the form of `cuLaunchKernel`.
 #[derive(Clone)]
 pub(crate) struct Args {
     values: Vec<[u64; 4]>,
@@ -133,10 +133,10 @@ impl Args {
     }
 }
 
-/// What is launched, and how many threads.
+/// A kernel with its grid.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Launch {
-    /// `file/name`.
+    /// Name, as `file/name`.
     pub kernel: &'static str,
     pub grid: [usize; 3],
     pub threads: u32,
@@ -150,37 +150,34 @@ impl Launch {
     }
 }
 
-/// Threads of a block where a thread has one piece of work.
+/// Threads per block for kernels in which a thread has one piece of work.
 const THREADS: usize = 256;
 
 impl Gpu {
-    /// Opens a card. `libraries` are folders in which CUDA's libraries are looked for before the loader's own; `cache`
-    /// is a folder for compiled kernels.
+    /// Opens a GPU. `libraries` are folders to search for CUDA's libraries before the system loader does; `cache` is a
+    /// folder for compiled kernels.
     ///
     /// # Errors
-    /// No driver or one that is too old, no such card, a missing library.
+    /// If the driver is missing or too old, the GPU does not exist, or a library is missing.
     pub fn cuda(ordinal: usize, libraries: &[std::path::PathBuf], cache: &std::path::Path) -> Result<Self> {
         Ok(Self::over(Driver::Cuda(Box::new(Cuda::open(ordinal, libraries, cache)?))))
     }
 
-    /// The emulator. `schedule` draws the order in which threads run; 0 lets all advance together.
+    /// Creates an emulator. `schedule` seeds the order in which threads run; 0 lets all advance together.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn emulated(schedule: u64) -> Self {
         Self::emulated_with(schedule, usize::MAX)
     }
 
-    /// The same with so many bytes of memory.
+    /// Creates an emulator with `memory` bytes.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn emulated_with(schedule: u64, memory: usize) -> Self {
         Self::over(Driver::Emulated(Emulated::linked(schedule, memory)))
     }
 
-    /// The emulator with kernels from a shared library, for tests that plant faults in kernels.
-    ///
-    /// # Errors
-    /// A library that cannot be loaded.
+    /// Creates an emulator with kernels from a shared library, for tests that plant faults in kernels.
     #[cfg(feature = "emulator")]
     pub fn emulated_from(library: &std::path::Path, schedule: u64) -> Result<Self> {
         Ok(Self::over(Driver::Emulated(Emulated::load(library, schedule)?)))
@@ -195,7 +192,6 @@ impl Gpu {
         }))
     }
 
-    /// The name of the card.
     #[must_use]
     pub fn name(&self) -> String {
         match &self.0.driver {
@@ -205,7 +201,7 @@ impl Gpu {
         }
     }
 
-    /// Bytes of memory, free and in all; `None` where that is not known.
+    /// Returns free and total bytes of memory; `None` if unknown.
     #[must_use]
     pub fn memory(&self) -> Option<[usize; 2]> {
         match &self.0.driver {
@@ -215,7 +211,8 @@ impl Gpu {
         }
     }
 
-    /// Rows and elements of a piece of logits: 64 MiB of f32 on a card, little enough to be in pieces on the emulator.
+    /// Returns rows and elements of a piece of logits: 64 MiB of f32 on a GPU, and on the emulator little enough that
+    /// tests have several pieces.
     pub(crate) fn piece(&self) -> [usize; 2] {
         match &self.0.driver {
             Driver::Cuda(_) => [2048, 1 << 24],
@@ -236,13 +233,13 @@ impl Gpu {
         self.0.scope.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no other thread has the device to itself. Held for a call of the driver, and no longer.
+    /// Waits until no other thread has exclusive use of the device. The guard is held only during one driver call.
     pub(crate) fn enter(&self) -> Option<RwLockReadGuard<'_, ()>> {
         let own = self.scope().as_ref().is_some_and(|scope| scope.thread == std::thread::current().id());
         (!own).then(|| self.0.door.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Uploads to and reads from an emulator since it was opened.
+    /// Returns the number of uploads to and reads from an emulator since it was opened.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn traffic(&self) -> Option<[u64; 2]> {
@@ -252,8 +249,8 @@ impl Gpu {
         }
     }
 
-    /// Rows of a batch that has room for `rows`: one of few numbers, so that a graph serves many batches. Kernels for few rows go
-    /// through 8 at least and 64 at most; on the emulator every row takes its time.
+    /// Rounds `rows` up to one of a few batch sizes, so that a graph serves many batches. Kernels for few rows process
+    /// at least 8 and at most 64 rows at a time; on the emulator every row costs time.
     #[must_use]
     pub fn batch_of(&self, rows: usize) -> usize {
         let unit = match &self.0.driver {
@@ -267,10 +264,7 @@ impl Gpu {
         }
     }
 
-    /// Waits for queued work and says whether all of it was done.
-    ///
-    /// # Errors
-    /// The first failure of this device.
+    /// Waits for queued work and returns the first failure of this device.
     pub fn check(&self) -> Result<()> {
         if !self.refuses(|| "waits for its own results".into()) {
             let _entered = self.enter();
@@ -283,7 +277,7 @@ impl Gpu {
         self.healthy()
     }
 
-    /// Whether nothing has failed yet, as far as is known.
+    /// Returns the first failure known at this time, without waiting.
     pub(crate) fn healthy(&self) -> Result<()> {
         self.failure().clone().map_or(Ok(()), Err)
     }
@@ -292,7 +286,7 @@ impl Gpu {
         self.0.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the first error: with what is being recorded, where this thread records, else with the device.
+    /// Stores the first error: in the current recording if this thread records, otherwise in the device.
     pub(crate) fn note<T>(&self, result: Result<T>) -> Option<T> {
         let failed = |error| self.refuse(error).map(|error| self.failure().get_or_insert(error).clone());
         result.map_err(failed).ok()
@@ -302,7 +296,7 @@ impl Gpu {
         self.failure().is_some()
     }
 
-    /// Memory whose content is undefined.
+    /// Allocates memory with undefined content.
     #[must_use]
     pub fn alloc(&self, len: usize, dtype: Dtype) -> Array {
         let bytes = len * dtype.size();
@@ -323,7 +317,7 @@ impl Gpu {
         }
     }
 
-    /// Gives back what [`Self::driver_alloc`] gave.
+    /// Frees memory of [`Self::driver_alloc`].
     pub(crate) fn free(&self, at: u64, bytes: usize) {
         if self.puts_off(at, bytes) {
             return;
@@ -336,7 +330,7 @@ impl Gpu {
         });
     }
 
-    /// Zeros.
+    /// Allocates zeros.
     #[must_use]
     pub fn zeros(&self, len: usize, dtype: Dtype) -> Array {
         let mut array = self.alloc(len, dtype);
@@ -344,7 +338,7 @@ impl Gpu {
         array
     }
 
-    /// Replaces some elements by zeros.
+    /// Zeroes some elements.
     pub fn clear(&self, array: &mut Array, range: std::ops::Range<usize>) {
         let (at, bytes) = (array.place(range.start), range.len() * array.dtype.size());
         if bytes == 0 || self.failed() {
@@ -358,19 +352,19 @@ impl Gpu {
         });
     }
 
-    /// Numbers of the host.
+    /// Uploads values.
     #[must_use]
     pub fn upload(&self, data: &[f32]) -> Array {
         self.upload_bytes(bytemuck::cast_slice(data), data.len(), Dtype::F32)
     }
 
-    /// bf16 numbers of the host.
+    /// Uploads bf16 values.
     #[must_use]
     pub fn upload_bf16(&self, data: &[bf16]) -> Array {
         self.upload_bytes(bytemuck::cast_slice(data), data.len(), Dtype::Bf16)
     }
 
-    /// Descriptions of the host (indices, offsets, tables): plain data, as words of 4 bytes.
+    /// Uploads descriptions (indices, offsets, tables): plain data, as words of 4 bytes.
     #[must_use]
     pub fn upload_words<T: bytemuck::NoUninit>(&self, data: &[T]) -> Array {
         let bytes: &[u8] = bytemuck::cast_slice(data);
@@ -383,7 +377,7 @@ impl Gpu {
         array
     }
 
-    /// Replaces the first words of an array, in one copy, behind the work that is queued by then.
+    /// Replaces the first words of an array in one copy, after the work queued before.
     pub fn write_words(&self, array: &Array, words: &[u32]) {
         let words = &words[..words.len().min(array.num_bytes() / 4)];
         self.write(array.at, bytemuck::cast_slice(words));
@@ -394,7 +388,7 @@ impl Gpu {
         if at == 0
             || count == 0
             || self.failed()
-            || self.refuses(|| format!("brings {count} bytes of the host"))
+            || self.refuses(|| format!("uploads {count} bytes from the host"))
         {
             return;
         }
@@ -450,7 +444,7 @@ impl Gpu {
     /// Queues a kernel with a thread for each of `count` pieces of work.
     pub(crate) fn each(&self, kernel: &'static str, count: usize, args: &[Arg]) {
         let grid = [count.div_ceil(THREADS), 1, 1];
-        // A short last block costs an emulator as much as a whole one.
+        // In the emulator a short last block costs as much as a full one.
         let threads = if grid[0] == 1 { count.next_multiple_of(32) } else { THREADS };
         self.launch(Launch { kernel, grid, threads: threads as u32, shared: 0 }, args);
     }
@@ -484,7 +478,7 @@ impl std::fmt::Debug for Gpu {
     }
 }
 
-/// Numbers on a device. Their memory is given back when the value is dropped, after the work that is queued by then.
+/// An array on a device. Dropping it frees its memory after the work queued before.
 #[derive(Debug)]
 pub struct Array {
     gpu: Gpu,
@@ -494,12 +488,12 @@ pub struct Array {
     memory: Memory,
 }
 
-/// Descriptions of the host that go to a device in one copy, each at a multiple of 16 bytes.
+/// Host descriptions that go to a device in one copy, each at a multiple of 16 bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Pack(Vec<u32>);
 
 impl Pack {
-    /// Adds plain data of whole words; the word at which it begins.
+    /// Adds plain data of complete words; returns the index of its first word.
     pub fn add<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> usize {
         let first = self.0.len();
         let bytes: &[u8] = bytemuck::cast_slice(data);
@@ -508,20 +502,19 @@ impl Pack {
         first
     }
 
-    /// All words.
     #[must_use]
     pub fn words(&self) -> &[u32] {
         &self.0
     }
 
-    /// An array of them.
+    /// Uploads all words as one array.
     #[must_use]
     pub fn upload(&self, gpu: &Gpu) -> Arc<Array> {
         Arc::new(gpu.upload_words(&self.0))
     }
 }
 
-/// Whose the memory of an array is.
+/// Owner of an array's memory.
 #[derive(Debug)]
 enum Memory {
     Own,
@@ -534,7 +527,7 @@ enum Memory {
 }
 
 impl Array {
-    /// `len` words of `whole`, the first of which is a multiple of 4, as an array of its own.
+    /// Creates an array from `len` words of `whole`, starting at a word that is a multiple of 4.
     #[must_use]
     pub fn part(whole: &Arc<Self>, first: usize, len: usize) -> Self {
         let words = whole.num_bytes() / 4;
@@ -545,36 +538,33 @@ impl Array {
         Self { gpu: whole.gpu.clone(), at, len, dtype: Dtype::F32, memory }
     }
 
-    /// Its bytes.
+    /// Returns the size in bytes.
     pub(crate) fn num_bytes(&self) -> usize {
         self.len * self.dtype.size()
     }
 
-    /// Where they are.
+    /// Returns the device.
     #[must_use]
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    /// How many there are.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// How they are stored.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// A copy for the host, as f32. Waits for queued work.
+    /// Copies the values to the host as f32. Waits for queued work.
     #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         match self.dtype {
@@ -583,14 +573,14 @@ impl Array {
         }
     }
 
-    /// A copy of the bytes as other plain data.
+    /// Copies the bytes to the host as other plain data.
     pub(crate) fn words<T: bytemuck::Pod>(&self) -> Vec<T> {
         let mut data = vec![T::zeroed(); self.len * self.dtype.size() / size_of::<T>()];
         self.gpu.read(self.at, bytemuck::cast_slice_mut(&mut data));
         data
     }
 
-    /// A copy for the host of bf16 numbers; f32 ones are rounded.
+    /// Copies the values to the host as bf16; f32 values are rounded.
     #[must_use]
     pub fn to_bf16(&self) -> Vec<bf16> {
         match self.dtype {
@@ -599,7 +589,7 @@ impl Array {
         }
     }
 
-    /// The address of an element.
+    /// Returns the address of an element.
     pub(crate) fn place(&self, element: usize) -> u64 {
         match self.at {
             0 => 0,
@@ -607,17 +597,17 @@ impl Array {
         }
     }
 
-    /// As kernels take it.
+    /// Returns the array as a kernel argument.
     pub(crate) fn arg(&self) -> Arg {
         self.arg_at(0)
     }
 
-    /// As kernels take it, from an element on.
+    /// Returns the array from an element on, as a kernel argument.
     pub(crate) fn arg_at(&self, element: usize) -> Arg {
         Arg::Array(self.place(element), self.dtype)
     }
 
-    /// Its address, for what has one dtype alone.
+    /// Returns the address as a kernel argument, for parameters of a fixed dtype.
     pub(crate) fn pointer(&self) -> Arg {
         Arg::Pointer(self.at)
     }

@@ -4,25 +4,25 @@ use omnigrpo_kernels::activation::Activation;
 
 use crate::device::{Arg, Array, Dtype, Gpu};
 
-/// Rows in memory: element of the first one, elements from row to row, and which rows (null for 0, 1, 2, …).
+/// Rows in memory: element of the first row, elements from row to row, and row indices.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
-    /// Element at which the first column of row 0 is.
+    /// Element of the first column of row 0.
     pub first: usize,
     /// Elements from row to row.
     pub stride: usize,
-    /// Indices of rows, as words.
+    /// Row indices, as words; `None` for 0, 1, 2, ….
     pub index: Option<&'a Array>,
 }
 
 impl<'a> Place<'a> {
-    /// Rows of `stride` elements from element `first` on.
+    /// Addresses rows of `stride` elements, from element `first` on.
     #[must_use]
     pub fn new(first: usize, stride: usize) -> Self {
         Self { first, stride, index: None }
     }
 
-    /// Some of them.
+    /// Selects rows by index.
     #[must_use]
     pub fn of(self, index: &'a Array) -> Self {
         Self { index: Some(index), ..self }
@@ -33,7 +33,7 @@ impl<'a> Place<'a> {
     }
 }
 
-/// An array in the dtype that was asked for: the array itself, or a copy.
+/// An array in the requested dtype: the array itself, or a copy.
 pub(crate) enum Held<'a> {
     Same(&'a Array),
     Cast(Array),
@@ -65,7 +65,7 @@ fn kind(act: Activation) -> Arg {
 }
 
 impl Gpu {
-    /// A copy in a dtype.
+    /// Copies an array into a dtype.
     #[must_use]
     pub fn cast(&self, x: &Array, dtype: Dtype) -> Array {
         let y = self.alloc(x.len(), dtype);
@@ -80,19 +80,19 @@ impl Gpu {
         }
     }
 
-    /// `to += from`
+    /// Computes `to += from`.
     pub fn add(&self, to: &mut Array, from: &Array) {
         let args = [to.arg(), from.arg(), Arg::Long(to.len() as i64)];
         self.each("elementwise/add", to.len().div_ceil(4), &args);
     }
 
-    /// `x *= by`
+    /// Computes `x *= by`.
     pub fn scale(&self, x: &mut Array, by: f32) {
         let args = [x.arg(), Arg::Float(by), Arg::Long(x.len() as i64)];
         self.each("elementwise/scale", x.len().div_ceil(4), &args);
     }
 
-    /// Copies `rows × cols` numbers from one place to another.
+    /// Copies `rows × cols` values from one place to another.
     pub fn copy_rows(
         &self,
         to: &mut Array,
@@ -114,7 +114,7 @@ impl Gpu {
         self.each("elementwise/copy_rows", quads(rows, cols), &args);
     }
 
-    /// Columns `first..first + bias.len()` of rows of `stride` become the bias, plus those of `residual` where there is one.
+    /// Sets columns `first..first + bias.len()` of rows of `stride` to the bias, plus those of `residual` if given.
     pub fn bias_rows(
         &self,
         y: &mut Array,
@@ -135,7 +135,7 @@ impl Gpu {
         self.each("elementwise/bias_rows", quads(rows, bias.len()), &args);
     }
 
-    /// `act(x)`
+    /// Computes `act(x)`.
     #[must_use]
     pub fn activation(&self, x: &Array, act: Activation) -> Array {
         let y = self.alloc(x.len(), x.dtype());
@@ -144,13 +144,13 @@ impl Gpu {
         y
     }
 
-    /// Replaces `x` by the gradient of the activation's input.
+    /// Replaces `x` with the gradient of the activation's input.
     pub fn activation_back(&self, x: &mut Array, dy: &Array, act: Activation) {
         let args = [x.arg(), dy.arg(), kind(act), Arg::Long(x.len() as i64)];
         self.each("elementwise/activation_back", x.len().div_ceil(4), &args);
     }
 
-    /// `silu(gate) · up`, `[t, 2i] → [t, i]`.
+    /// Computes `silu(gate) · up`, `[t, 2i] → [t, i]`.
     #[must_use]
     pub fn swiglu(&self, gate_up: &Array, t: usize, i: usize) -> Array {
         let y = self.alloc(t * i, gate_up.dtype());
@@ -159,13 +159,14 @@ impl Gpu {
         y
     }
 
-    /// Replaces `gate_up` by its gradient.
+    /// Replaces `gate_up` with its gradient.
     pub fn swiglu_back(&self, gate_up: &mut Array, dy: &Array, t: usize, i: usize) {
         let args = [gate_up.arg(), dy.arg(), Arg::Long(t as i64), Arg::Int(i as i32)];
         self.each("elementwise/swiglu_back", quads(t, i), &args);
     }
 
-    /// `x · scale (+ residual)`, the scale per column; in the dtype of the residual, or of `x`.
+    /// Computes `x · scale (+ residual)` with one scale per column, in the dtype of the residual, or of `x` without
+    /// one.
     #[must_use]
     pub fn scale_columns(&self, x: &Array, residual: Option<&Array>, scale: &Array) -> Array {
         let (rows, cols) = (x.len() / scale.len().max(1), scale.len());
@@ -176,7 +177,8 @@ impl Gpu {
         y
     }
 
-    /// Turns the first `heads` heads of `2 · half` columns of each row in place. `cos` and `sin` are f32 `[rows, half]`.
+    /// Rotates the first `heads` heads of `2 · half` columns of each row in place. `cos` and `sin` are f32 `[rows,
+    /// half]`.
     pub fn rotate(
         &self,
         x: &mut Array,
@@ -200,8 +202,9 @@ impl Gpu {
         self.each("elementwise/rotate", rows * heads * half, &args);
     }
 
-    /// `x [rows, cols]` with dropped elements as zeros and the rest times `keep`: element pairs draw from SplitMix64 of
-    /// `key`, the row's key (its index where there are none) and the pair's column, and are dropped below `threshold`.
+    /// Zeroes dropped elements of `x [rows, cols]` and multiplies the others by `keep`. Each pair of elements draws
+    /// from SplitMix64 of `key`, the row's key (its index without `row_keys`) and the pair's column; values below
+    /// `threshold` drop.
     #[must_use]
     pub fn dropout(
         &self,

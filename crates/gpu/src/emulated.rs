@@ -1,7 +1,6 @@
-//! Kernels on the CPU, for tests: see `emu/emu.hpp`.
+//! Kernels on the CPU, for tests; see `emu/emu.hpp`.
 //!
-//! An array begins as NaN and ends at a page that cannot be touched; the bytes between its end and that page are checked when it
-//! is freed.
+//! An array starts as NaN and ends at a guard page; freeing it checks the bytes between its end and that page.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -59,13 +58,13 @@ unsafe extern "C" {
 
 pub(crate) struct Emulated {
     schedule: u64,
-    /// Bytes there are, and bytes in use.
+    /// Bytes available and bytes in use.
     memory: usize,
     used: AtomicUsize,
     launches: AtomicU64,
-    /// Uploads and reads.
+    /// Number of uploads and of reads.
     traffic: [AtomicU64; 2],
-    /// Calls that are recorded instead of done.
+    /// Calls recorded instead of executed.
     recording: Mutex<Option<Vec<Call>>>,
     launch: LaunchFn,
     product: ProductFn,
@@ -76,7 +75,7 @@ pub(crate) struct Emulated {
 pub(crate) enum Call {
     Launch(Launch, Args),
     Product(Product),
-    /// Fills bytes with a value: zeros, or the ones of an array that begins undefined.
+    /// Fills bytes with a value: zeros, or the ones of an undefined array.
     Fill {
         at: u64,
         bytes: usize,
@@ -85,11 +84,11 @@ pub(crate) enum Call {
 }
 
 const PAGE: usize = 4096;
-/// Arrays begin at multiples of this, as on a card they do of 256.
+/// Alignment of arrays; on a GPU it is 256.
 const ALIGN: usize = 16;
 const TAIL: u8 = 0xa5;
 
-/// Bytes up to the page that cannot be touched, of which the array has the last ones.
+/// Returns the bytes up to the guard page; the array occupies the last ones.
 fn room(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(PAGE)
 }
@@ -111,7 +110,7 @@ impl Emulated {
 
     pub(crate) fn load(path: &std::path::Path, schedule: u64) -> Result<Self> {
         let failed = |error: libloading::Error| Error::Cache { path: path.into(), what: error.to_string() };
-        // SAFETY: the library is the emulator compiled from this crate's text, so its symbols have these types.
+        // SAFETY: the library is the emulator compiled from this crate's sources, so its symbols have these types.
         unsafe {
             let library = libloading::Library::new(path).map_err(failed)?;
             let launch = *library.get::<LaunchFn>(b"emulated_launch\0").map_err(failed)?;
@@ -136,7 +135,7 @@ impl Emulated {
                 total: self.memory,
             });
         }
-        // SAFETY: a fresh mapping of room plus a page at either end; only its own bytes are written.
+        // SAFETY: a new mapping with a page at either end; only its own bytes are written.
         unsafe {
             let base = libc::mmap(
                 std::ptr::null_mut(),
@@ -180,7 +179,7 @@ impl Emulated {
         }
     }
 
-    /// Uploads and reads.
+    /// Returns the number of uploads and of reads.
     pub(crate) fn traffic(&self) -> [u64; 2] {
         [0, 1].map(|i| self.traffic[i].load(Ordering::Relaxed))
     }
@@ -197,7 +196,7 @@ impl Emulated {
         self.recording().take().unwrap_or_default()
     }
 
-    /// Records a call, if calls are recorded, or gives it back.
+    /// Records a call if a recording is in progress, otherwise returns it.
     fn record(&self, call: Call) -> Option<Call> {
         match self.recording().as_mut() {
             Some(calls) => {
@@ -224,7 +223,7 @@ impl Emulated {
         Ok(())
     }
 
-    /// Makes numbers NaN.
+    /// Sets values to NaN.
     pub(crate) fn poison(&self, at: u64, bytes: usize) {
         self.fill(at, bytes, 0xff);
     }
@@ -237,7 +236,7 @@ impl Emulated {
 
     pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
         self.traffic[0].fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the callers' ranges lie in arrays from `alloc`.
+        // SAFETY: the callers' ranges are inside arrays from `alloc`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, from.len()) };
         Ok(())
     }
@@ -263,12 +262,12 @@ impl Emulated {
             return fail("a name with a zero byte".into());
         };
         let grid = launch.grid.map(|n| n as u32);
-        // Another order at each launch; 0 stays 0.
+        // A different order for each launch; 0 stays 0.
         let count = self.launches.fetch_add(1, Ordering::Relaxed);
         let seed = self.schedule.wrapping_mul(count.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15));
         let pointers = &mut args.pointers();
-        // SAFETY: pointers and sizes are those of `args`; the callee compares the sizes with the kernel's parameters. Kernels
-        // touch what they are given, as on a card.
+        // SAFETY: pointers and sizes are those of `args`; the callee compares the sizes with the kernel's parameters.
+        // Kernels access only their arguments, as on a GPU.
         let why = unsafe {
             (self.launch)(
                 file.as_ptr(),
@@ -304,7 +303,7 @@ impl Emulated {
         };
         let bf16 = i32::from(p.c_dtype == Dtype::Bf16);
         let (m, n, k) = (p.m as i64, p.n as i64, p.k as i64);
-        // SAFETY: sizes and addresses are those of arrays; see `linear`.
+        // SAFETY: sizes and addresses belong to arrays; see `linear`.
         unsafe {
             (self.product)(m, n, k, &operand(p.a), &operand(p.b), p.c, p.ldc as i64, bf16, i32::from(p.adds));
         }
@@ -312,6 +311,6 @@ impl Emulated {
 }
 
 fn fill(at: u64, bytes: usize, with: u8) {
-    // SAFETY: the callers' ranges lie in arrays from `alloc`.
+    // SAFETY: the callers' ranges are inside arrays from `alloc`.
     unsafe { std::ptr::write_bytes(at as *mut u8, with, bytes) };
 }

@@ -1,137 +1,128 @@
-//! What can go wrong on a device.
+//! Errors of devices.
 
 use std::path::PathBuf;
 
-/// An error of a device. The first one of a device stays with it: what follows computes nothing. It is told to every caller, so
-/// it can be cloned, and keeps what drivers and compilers said as text.
+/// An error of a device. A device stores its first error, and later work computes nothing. Every caller receives this
+/// error, so it can be cloned and holds the messages of drivers and compilers as text.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Error {
-    /// There is no NVIDIA driver.
     #[error(
-        "no NVIDIA driver was found (libcuda); install the card's (Ubuntu: `sudo ubuntu-drivers install`, Debian: `sudo apt install \
-         nvidia-driver`), or use the CPU"
+        "no NVIDIA driver was found (libcuda); install the GPU's driver (Ubuntu: `sudo ubuntu-drivers install`, \
+         Debian: `sudo apt install nvidia-driver`), or use the CPU"
     )]
     NoDriver,
-    /// The driver is older than the kernels need.
+    /// Driver older than the kernels need.
     #[error(
         "the NVIDIA driver supports CUDA {}.{}, expected {}.{} or newer (driver 580); update the driver, or use the CPU",
         got / 1000, got % 1000 / 10, expected / 1000, expected % 1000 / 10
     )]
     OldDriver {
-        /// `1000 · major + 10 · minor` of the newest CUDA it supports.
+        /// Newest CUDA version it supports, `1000 · major + 10 · minor`.
         got: i32,
-        /// The oldest that will do.
+        /// Oldest supported version.
         expected: i32,
     },
-    /// A card that is not there.
-    #[error("there is no GPU {ordinal}; the driver sees {count} (CUDA_VISIBLE_DEVICES hides others)")]
+    /// No GPU with this number.
+    #[error("there is no GPU {ordinal}: the driver reports {count} (CUDA_VISIBLE_DEVICES may hide others)")]
     NoDevice {
-        /// The one asked for.
+        /// Requested number.
         ordinal: usize,
-        /// How many there are.
+        /// Number of GPUs.
         count: usize,
     },
-    /// A card without what kernels are written for.
+    /// GPU older than the kernels need.
     #[error(
-        "{name} has compute capability {major}.{minor}, expected 8.0 or higher (Ampere, 2020); use another card or the CPU"
+        "{name} has compute capability {major}.{minor}, expected 8.0 or higher (Ampere, 2020); use another GPU or the CPU"
     )]
     OldDevice {
-        /// The card.
         name: String,
-        /// Of its compute capability.
+        /// Major version of its compute capability.
         major: i32,
-        /// Of its compute capability.
+        /// Minor version of its compute capability.
         minor: i32,
     },
-    /// A card that others use, so that it cannot be opened.
+    /// GPU in use by others, so that it cannot be opened.
     #[error(
-        "{name} cannot be opened: {what}; another program holds it (`nvidia-smi` lists them): end that, or use another card or the CPU"
+        "{name} cannot be opened: {what}; another program holds it (`nvidia-smi` lists them): end it, or use another GPU or the CPU"
     )]
     Occupied {
-        /// The card.
         name: String,
-        /// What the driver said.
+        /// Message of the driver.
         what: String,
     },
-    /// A library of CUDA that is not installed.
+    /// CUDA library that is not installed.
     #[error(
         "{library} was not found; install it with `pip install '{package}>=13,<14'` or the CUDA toolkit 13, in the active Python \
          environment or with its folder in CUDA_HOME or LD_LIBRARY_PATH"
     )]
     Library {
-        /// As files are called.
+        /// File name.
         library: &'static str,
-        /// The Python package that brings it.
+        /// Python package that contains it.
         package: &'static str,
     },
-    /// No memory of the device.
+    /// Insufficient GPU memory.
     #[error(
-        "out of GPU memory: {wanted} bytes wanted, {free} of {total} free; lower the tokens of a pass (max_stream_tokens), \
-         compute activations again (gradient_checkpointing), hold the optimizer's state in main memory (offload_optimizer) and \
+        "out of GPU memory: {wanted} bytes needed, {free} of {total} free; lower the tokens of a pass (max_stream_tokens), \
+         recompute activations (gradient_checkpointing), store the optimizer's state in main memory (offload_optimizer) and \
          the reference on the CPU (reference_device), or train adapters (use_peft) on weights in bfloat16 or fewer bits \
          (load_in_8bit, load_in_4bit)"
     )]
     Memory {
         /// Bytes of the array that did not fit.
         wanted: usize,
-        /// Bytes free then.
+        /// Bytes free at that time.
         free: usize,
-        /// Bytes of the card.
+        /// Bytes of the GPU.
         total: usize,
     },
     /// Kernels that did not compile.
     #[error("{file}.cu does not compile for {arch}: {log}")]
     Compile {
-        /// The file of kernels.
         file: String,
-        /// The architecture.
         arch: String,
-        /// What the compiler said.
+        /// Message of the compiler.
         log: String,
     },
-    /// A launch that was refused, or failed.
+    /// Launch that was refused or failed.
     #[error("kernel {kernel}: {what}")]
     Launch {
-        /// File and name.
+        /// Kernel, as `file/name`.
         kernel: String,
-        /// What the driver said.
+        /// Message of the driver.
         what: String,
     },
-    /// Work that cannot be recorded, or a record that cannot be run.
-    #[error("work that is recorded to run again {what}")]
+    /// Work that cannot be recorded, or a graph that cannot be replayed.
+    #[error("GPU work cannot be replayed: it {what}")]
     Capture {
-        /// What it does that a record cannot do.
+        /// Reason, as a verb phrase.
         what: String,
     },
-    /// A product for which cuBLASLt has no algorithm, or which failed.
+    /// Product for which cuBLASLt has no algorithm, or which failed.
     #[error("product {m}×{n}×{k}: {what}")]
     Product {
-        /// Rows.
         m: usize,
-        /// Columns.
         n: usize,
-        /// Terms of a sum.
+        /// Terms of each sum.
         k: usize,
-        /// What cuBLASLt said.
+        /// Message of cuBLASLt.
         what: String,
     },
-    /// A call of the driver that failed.
+    /// Driver call that failed.
     #[error("{call}: {what}")]
     Driver {
-        /// What was asked of it.
+        /// Name of the call.
         call: &'static str,
-        /// What it said.
+        /// Message of the driver.
         what: String,
     },
-    /// A file of compiled kernels that cannot be written or read.
+    /// File of compiled kernels that cannot be written or read.
     #[error("compiled kernels in {path}: {what}")]
     Cache {
-        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// Message of the system.
         what: String,
     },
 }
 
-/// The result of what can fail at once.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,7 +1,7 @@
 //! Mixtures of experts: products grouped by expert, and the weights of places.
 //!
-//! A place is a row and one of its experts. Places stand by expert, so an expert's product is one over consecutive rows; where
-//! the bits of a place may not depend on the others, one kernel goes through all of them.
+//! A place is a pair of a row and one of its experts. Places are sorted by expert, so an expert's product runs over
+//! consecutive rows. If the bits of a place may not depend on other places, one kernel processes all of them.
 
 use std::ops::Range;
 
@@ -10,14 +10,14 @@ use crate::linear::Weight;
 use crate::product::{Factor, Product};
 use crate::sums::Mixture;
 
-/// Expert and places of every expert that has some, from the bounds of its places.
+/// Yields expert and places for every expert that has some, from the bounds of the places.
 fn groups(offsets: &[usize]) -> impl Iterator<Item = (usize, Range<usize>)> {
     let places = offsets.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
     places.filter(|(_, places)| !places.is_empty())
 }
 
 impl Gpu {
-    /// `y [places, n]` becomes `x W` of each place with its expert's matrix of `weight [experts, k, n]`.
+    /// Sets `y [places, n]` to `x W` for each place with its expert's matrix of `weight [experts, k, n]`.
     pub fn experts(&self, y: &mut Array, x: &Array, weight: Weight, offsets: &[usize], [k, n]: [usize; 2]) {
         let x = self.held(x, weight.dtype());
         for (expert, rows) in groups(offsets) {
@@ -36,8 +36,8 @@ impl Gpu {
         }
     }
 
-    /// As [`Self::experts`], where the bits of a place depend on its row and its expert alone. `experts` has the expert of each
-    /// place.
+    /// Computes [`Self::experts`] so that the bits of a place depend only on its row and its expert. `experts` holds
+    /// the expert of each place.
     pub fn experts_rows(
         &self,
         y: &mut Array,
@@ -62,7 +62,7 @@ impl Gpu {
         }
     }
 
-    /// `dx [places, k]` becomes `dy Wᵀ` of each place.
+    /// Sets `dx [places, k]` to `dy Wᵀ` for each place.
     pub fn experts_dx(
         &self,
         dx: &mut Array,
@@ -88,7 +88,8 @@ impl Gpu {
         }
     }
 
-    /// Adds `xᵀ dy` of each expert's places to its matrix of a gradient `[experts, k, n]` in f32, from factors in `dtype`.
+    /// Adds `xᵀ dy` of each expert's places to its matrix of a gradient `[experts, k, n]` in f32, with factors in
+    /// `dtype`.
     pub fn experts_dw(
         &self,
         dw: &mut Array,
@@ -113,8 +114,8 @@ impl Gpu {
         }
     }
 
-    /// The weight of each place, softmax over the logits `[rows, experts]` of its row's experts: `places` has the places of
-    /// each row, `experts` the expert of each place. And the arguments that both passes share.
+    /// Returns the weight of each place, softmax over the logits `[rows, experts]` of its row's experts, and the
+    /// arguments that both passes share. `places` holds the places of each row, `experts` the expert of each place.
     fn place_weights(
         &self,
         logits: &Array,
@@ -145,13 +146,13 @@ impl Gpu {
         y
     }
 
-    /// Each place of `x` times its weight; `all` is the number of experts.
+    /// Multiplies each place of `x` by its weight; `all` is the number of experts.
     #[must_use]
     pub fn weigh(&self, x: &Array, logits: &Array, places: &Mixture, experts: &Array, all: usize) -> Array {
         self.scale_rows(x, &self.place_weights(logits, places, experts, all).0)
     }
 
-    /// The gradients of `x` and, in f32, of the logits of [`Self::weigh`].
+    /// Returns the gradients of [`Self::weigh`] for `x` and, in f32, for the logits.
     #[must_use]
     pub fn weigh_back(
         &self,

@@ -1,13 +1,13 @@
-//! Work that is recorded once and run again by one call: on a card a CUDA graph, on the emulator a list of calls.
+//! Work that is recorded once and replayed by one call: a CUDA graph on a GPU, a list of calls on the emulator.
 //!
-//! What is recorded are kernels with the addresses and numbers they were given, so everything that differs from run to run has to
-//! lie in arrays whose place does not change, and so has the memory between the kernels. That comes from an [`Arena`]: it gives
-//! its blocks to nothing else while a graph lives. Whoever wants a graph does the work once plainly in [`Gpu::within`] the arena,
-//! which loads kernels and finds out which blocks the work takes, and then in [`Gpu::capture`]. All graphs of an arena share its
-//! blocks; the card runs one after the other.
+//! A recording contains kernels with fixed addresses and numbers. Everything that differs between replays must
+//! therefore be in arrays at fixed addresses, and so must the memory between the kernels. An [`Arena`] provides it: it
+//! gives its blocks to nothing else while a graph lives. To create a graph, first run the work normally in
+//! [`Gpu::within`] the arena, which loads kernels and determines the blocks, then run it in [`Gpu::capture`]. All
+//! graphs of an arena share its blocks; the GPU replays one after the other.
 //!
-//! A device that records does nothing else: other threads wait. Work that needs the host in between (reads, uploads) or memory
-//! that the plain run did not take cannot be recorded; [`Gpu::capture`] says why, and the device stays usable.
+//! While a device records, other threads wait. Work cannot be recorded if it needs the host in between (reads, uploads)
+//! or memory that the normal run did not use. [`Gpu::capture`] returns the reason, and the device stays usable.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockWriteGuard};
@@ -23,10 +23,11 @@ struct Block {
     taken: bool,
 }
 
-/// Memory for work that is run again and again.
+/// Memory for work that is run repeatedly.
 ///
-/// A block is as large as the array that asked for it first, and serves arrays of that size only: on the emulator each still ends
-/// at its guard page. What arrays give back stays here until the arena and all its arrays are gone.
+/// A block has the size of the array that first requested it, and serves only arrays of that size, so on the emulator
+/// each still ends at its guard page. The arena keeps memory that arrays release until it and all its arrays are
+/// dropped.
 #[derive(Clone)]
 pub struct Arena(Arc<Blocks>);
 
@@ -56,13 +57,13 @@ impl Drop for Blocks {
 }
 
 impl Arena {
-    /// An arena without blocks.
+    /// Creates an arena without blocks.
     #[must_use]
     pub fn new(gpu: &Gpu) -> Self {
         Self(Arc::new(Blocks { gpu: gpu.clone(), all: Mutex::default() }))
     }
 
-    /// Bytes of its blocks.
+    /// Returns the bytes of its blocks.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.0.lock().iter().map(|block| block.bytes).sum()
@@ -80,34 +81,34 @@ impl Arena {
     }
 }
 
-/// What one thread has a device to itself for.
+/// State of a thread that has exclusive use of a device.
 pub(crate) struct Scope {
     pub(crate) thread: ThreadId,
     arena: Arena,
     capture: Option<Capture>,
 }
 
-/// A recording under way.
+/// A recording in progress.
 #[derive(Default)]
 struct Capture {
-    /// Why it will not become a graph.
+    /// Reason why it cannot become a graph.
     refused: Option<Error>,
-    /// Arrays that are not the arena's and were dropped meanwhile.
+    /// Arrays outside the arena that were dropped during the recording.
     dropped: Vec<(u64, usize)>,
-    /// What has to live as long as the graph.
+    /// Values that must live as long as the graph.
     kept: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// Recorded work. It may be run as long as this value lives, in any number.
+/// Recorded work. It can be replayed any number of times while this value lives.
 pub struct Graph {
     gpu: Gpu,
     recorded: Recorded,
-    /// Its memory, and what it reads.
+    /// Memory between its kernels.
     _arena: Arena,
     _kept: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// As the driver has it.
+/// Recorded work of a driver.
 pub(crate) enum Recorded {
     Cuda(crate::cuda::Recorded),
     #[cfg(feature = "emulator")]
@@ -123,7 +124,7 @@ impl Drop for Graph {
     }
 }
 
-/// Ends a scope, also where its work panics.
+/// Ends a scope on drop, even if its work panics.
 struct Within<'a> {
     gpu: &'a Gpu,
     alone: Option<RwLockWriteGuard<'a, ()>>,
@@ -132,7 +133,7 @@ struct Within<'a> {
 impl Within<'_> {
     fn close(&mut self) -> Option<Capture> {
         let capture = self.gpu.scope().take().and_then(|scope| scope.capture);
-        // What follows goes through the door as all others do.
+        // Subsequent calls take the lock as all others do.
         self.alone = None;
         let dropped = capture.iter().flat_map(|capture| &capture.dropped);
         dropped.for_each(|&(at, bytes)| self.gpu.free(at, bytes));
@@ -159,18 +160,18 @@ impl Gpu {
         Within { gpu: self, alone: Some(alone) }
     }
 
-    /// Runs `f` of this thread's scope, if it has one.
+    /// Runs `f` on this thread's scope, if it has one.
     fn in_scope<T>(&self, f: impl FnOnce(&mut Scope) -> T) -> Option<T> {
         let own = std::thread::current().id();
         self.scope().as_mut().filter(|scope| scope.thread == own).map(f)
     }
 
-    /// Whether this thread records.
+    /// Returns whether this thread records.
     pub(crate) fn captures(&self) -> bool {
         self.in_scope(|scope| scope.capture.is_some()) == Some(true)
     }
 
-    /// Where this thread records, keeps `error` as the reason why nothing comes of it. Gives it back otherwise.
+    /// Stores `error` as the reason why recording fails, if this thread records. Otherwise returns it.
     pub(crate) fn refuse(&self, error: Error) -> Option<Error> {
         let mut error = Some(error);
         self.in_scope(|scope| {
@@ -181,7 +182,7 @@ impl Gpu {
         error
     }
 
-    /// Whether this thread records; then what was to be done stands as the reason why nothing comes of it.
+    /// Returns whether this thread records; if so, stores the operation as the reason why recording fails.
     pub(crate) fn refuses(&self, what: impl FnOnce() -> String) -> bool {
         let records = self.captures();
         if records {
@@ -190,12 +191,12 @@ impl Gpu {
         records
     }
 
-    /// Memory of this thread's arena, if it has one.
+    /// Allocates from this thread's arena, if it has one.
     pub(crate) fn arena_block(&self, bytes: usize) -> Option<(Result<u64>, Arc<Blocks>)> {
         let (arena, records) = self.in_scope(|scope| (scope.arena.clone(), scope.capture.is_some()))?;
         let found = match arena.free_block(bytes) {
             Some(at) => {
-                // Memory that is used again begins as undefined as new one.
+                // Memory that is reused starts as undefined as new memory.
                 #[cfg(feature = "emulator")]
                 if let Driver::Emulated(emulated) = self.driver() {
                     emulated.poison(at, bytes);
@@ -203,14 +204,14 @@ impl Gpu {
                 Ok(at)
             }
             None if records => Err(Error::Capture {
-                what: format!("takes {bytes} bytes of memory that the run before it did not take"),
+                what: format!("needs {bytes} bytes of memory that the normal run did not use"),
             }),
             None => self.driver_alloc(bytes).inspect(|&at| arena.add(at, bytes)),
         };
         Some((found, arena.0))
     }
 
-    /// Puts off giving back memory while this thread records.
+    /// Delays freeing memory while this thread records; returns whether it does.
     pub(crate) fn puts_off(&self, at: u64, bytes: usize) -> bool {
         let put_off = self.in_scope(|scope| {
             let dropped = scope.capture.as_mut().map(|capture| &mut capture.dropped);
@@ -222,7 +223,7 @@ impl Gpu {
         put_off == Some(true)
     }
 
-    /// A graph that is being recorded keeps `what` for as long as it lives, since it has its address.
+    /// Keeps `what` alive as long as the graph being recorded, which contains its address.
     pub fn keep<T: Any + Send + Sync>(&self, what: &Arc<T>) {
         self.in_scope(|scope| {
             if let Some(capture) = &mut scope.capture {
@@ -231,7 +232,7 @@ impl Gpu {
         });
     }
 
-    /// Does work whose arrays come from `arena`. Meanwhile other threads wait for this device.
+    /// Runs work whose arrays come from `arena`. Other threads wait for this device in the meantime.
     pub fn within<T>(&self, arena: &Arena, work: impl FnOnce() -> T) -> T {
         let mut scope = self.open(arena, None);
         let done = work();
@@ -239,12 +240,12 @@ impl Gpu {
         done
     }
 
-    /// Records what `work` queues instead of doing it. The same work has been done before [within](Self::within) the arena, and
-    /// arrays that it leaves hold nothing until the graph has been run.
+    /// Records the work that `work` queues instead of executing it. The same work must have run before
+    /// [within](Self::within) the arena; arrays that it leaves are undefined until the graph is replayed.
     ///
     /// # Errors
-    /// Work that reads what it has computed, brings numbers of the host, or takes memory that it did not take before; what the
-    /// driver refuses; an earlier failure of the device.
+    /// If `work` reads its results, uploads, or needs memory that the normal run did not use; if the driver refuses; or
+    /// if the device has failed before.
     pub fn capture(&self, arena: &Arena, work: impl FnOnce()) -> Result<Graph> {
         self.healthy()?;
         let mut scope = self.open(arena, Some(Capture::default()));
@@ -256,7 +257,7 @@ impl Gpu {
         work();
         let recorded = self.end_recording();
         let Capture { refused, kept, .. } = scope.close().unwrap_or_default();
-        // Made first, so that what was recorded is given back where it is of no use.
+        // Created first, so that an unusable recording is freed.
         let graph = recorded.map(|recorded| Graph {
             gpu: self.clone(),
             recorded,
@@ -276,7 +277,8 @@ impl Gpu {
         }
     }
 
-    /// Queues recorded work. It replaces what is in `results`; the emulator sees to it that nothing of an earlier run is left there.
+    /// Queues recorded work, which replaces the content of `results`. The emulator ensures that nothing of an earlier
+    /// replay remains there.
     pub fn replay(&self, graph: &Graph, results: &[&Array]) {
         let _entered = self.enter();
         if self.failed() {
@@ -291,7 +293,7 @@ impl Gpu {
                 emulated.replay(calls)
             }
             #[cfg(feature = "emulator")]
-            _ => Err(Error::Capture { what: "is of another device".into() }),
+            _ => Err(Error::Capture { what: "belongs to another device".into() }),
         };
         self.note(done);
     }

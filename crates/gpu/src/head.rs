@@ -1,4 +1,4 @@
-//! The output head in pieces of the vocabulary: there is never a matrix `[rows, vocabulary]`.
+//! The output head, computed in pieces of the vocabulary: no matrix `[rows, vocabulary]` is ever stored.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,17 +6,17 @@ use std::sync::Arc;
 use crate::device::{Arg, Array, Dtype, Gpu};
 use crate::linear::Weight;
 
-/// Which tokens each row is scored with, on a device: those at `offsets[row]..offsets[row + 1]`.
+/// Target tokens of each row, on a device: those at `offsets[row]..offsets[row + 1]`.
 #[derive(Debug)]
 pub struct Marks {
     offsets: Array,
     tokens: Array,
-    /// On the host too, to cut rows into pieces.
+    /// Offsets on the host, to divide rows into pieces.
     bounds: Vec<u32>,
 }
 
 impl Marks {
-    /// From offsets, one more than there are rows, and tokens.
+    /// Uploads offsets, one more than rows, and tokens.
     #[must_use]
     pub fn new(gpu: &Gpu, offsets: &[u32], tokens: &[u32]) -> Self {
         Self {
@@ -26,7 +26,7 @@ impl Marks {
         }
     }
 
-    /// No tokens of `rows` rows, from an array of as many zeros and one.
+    /// Creates marks without tokens for `rows` rows, from an array of `rows + 1` zeros.
     pub(crate) fn none(zeros: &Arc<Array>, first: usize, rows: usize) -> Self {
         let [offsets, tokens] = [rows + 1, 0].map(|len| Array::part(zeros, first, len));
         Self { offsets, tokens, bounds: vec![0; rows + 1] }
@@ -37,28 +37,28 @@ impl Marks {
     }
 }
 
-/// Pieces of rows, and columns of a piece.
+/// Returns pieces of rows, and the columns of a piece.
 fn pieces(gpu: &Gpu, rows: usize, vocab: usize) -> (impl Iterator<Item = Range<usize>>, usize) {
     let [most, elements] = gpu.piece();
     let width = (elements / rows.clamp(1, most)).min(vocab).max(1);
     ((0..rows).step_by(most).map(move |at| at..rows.min(at + most)), width)
 }
 
-/// The output layer and what logits are divided by.
+/// The output layer and its temperature.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
-    /// `[vocab, h]`
+    /// Weight `[vocab, h]`.
     pub weight: Weight<'a>,
-    /// Tokens.
+    /// Number of tokens.
     pub vocab: usize,
-    /// Width.
     pub h: usize,
-    /// Of the softmax.
+    /// Divisor of the logits.
     pub temperature: f32,
 }
 
 impl Gpu {
-    /// Log-probabilities of targets, entropies `[rows]` and log-sum-exps `[rows]` of softmax(logits / temperature).
+    /// Returns log-probabilities of targets, entropies `[rows]` and log-sum-exps `[rows]` of softmax(logits /
+    /// temperature).
     #[must_use]
     pub fn score(&self, normed: &Array, head: Head, marks: &Marks) -> [Array; 3] {
         let Head { weight, vocab, h, temperature } = head;
@@ -80,7 +80,7 @@ impl Gpu {
         out
     }
 
-    /// The same of logits that are there.
+    /// Scores logits that exist already.
     pub(crate) fn score_logits(
         &self,
         logits: &Array,
@@ -125,8 +125,8 @@ impl Gpu {
         self.each("head/finish", rows.len(), &args);
     }
 
-    /// The gradient of `normed`, in f32, from those of log-probabilities and (where there are any) entropies; that of the
-    /// weight is added to `dhead`. Entropies and log-sum-exps are those of [`Self::score`].
+    /// Returns the gradient of `normed` in f32, from those of log-probabilities and (if given) entropies, and adds that
+    /// of the weight to `dhead`. Entropies and log-sum-exps are those of [`Self::score`].
     #[must_use]
     pub fn score_back(
         &self,
@@ -178,7 +178,7 @@ impl Gpu {
         dnormed
     }
 
-    /// Some rows as an array of their own.
+    /// Copies some rows into a separate array.
     fn rows_of(&self, x: &Array, rows: &Range<usize>, cols: usize) -> Array {
         let mut y = self.alloc(rows.len() * cols, x.dtype());
         let place = |first| crate::Place::new(first, cols);

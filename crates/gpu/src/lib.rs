@@ -1,13 +1,13 @@
 //! Operations on a GPU: CUDA C++ kernels, compiled at run time, and the host side that launches them.
 //!
-//! * Kernels are text in `cuda/`. On a card NVRTC compiles them and products go to cuBLASLt; all libraries are loaded when a
-//!   card is opened, so nothing of CUDA is needed to build or to start this program.
-//! * With the feature `emulator`, g++ compiles the same text against `emu/`, which runs a fiber for each thread. Tests then run
-//!   every kernel and the whole host side on a machine without a card.
-//! * Sums have a fixed order, and no number is added atomically: the same card and libraries give the same bits.
+//! * Kernels are source text in `cuda/`. On a GPU, NVRTC compiles them and cuBLASLt computes products; all libraries
+//!   are loaded when a GPU is opened, so building or starting this program needs no part of CUDA.
+//! * With the feature `emulator`, g++ compiles the same text against `emu/`, which runs a fiber for each thread. Tests
+//!   then run every kernel and the complete host side on a machine without a GPU.
+//! * Sums have a fixed order, and no value is added atomically: the same GPU and libraries give the same bits.
 //!
-//! Functions take arrays and sizes, queue work and return new arrays. Sizes are the caller's business, as in
-//! `omnigrpo-kernels`. Shape legend: `t` rows, `h` width, `n`/`k` outputs/inputs of a linear layer, `d` head width.
+//! Functions take arrays and sizes, queue work and return new arrays. Callers ensure sizes, as in `omnigrpo-kernels`.
+//! Shape legend: `t` rows, `h` width, `n`/`k` outputs/inputs of a linear layer, `d` head width.
 
 mod attention;
 mod blas;

@@ -1,31 +1,30 @@
-//! CUDA's libraries, found where they are rather than where the loader looks alone.
+//! Finds CUDA's libraries, also in folders that the system loader does not search.
 
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// A library that a card's operations need.
+/// A library that GPU operations need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
-    /// As its file is called.
+    /// File name.
     pub name: &'static str,
-    /// The Python package that brings it.
+    /// Python package that contains it.
     pub package: &'static str,
-    /// Whether it can be loaded.
     pub found: bool,
-    /// Its file, where that is known.
+    /// Path of its file, if known.
     pub path: Option<PathBuf>,
 }
 
-/// The libraries of CUDA that a card's operations need, loaded from folders where they may be (see [`folders`]), else by the loader.
+/// Loads the CUDA libraries that GPU operations need, from [`folders`] if found there, otherwise by the system loader.
 #[must_use]
 pub fn libraries(given: &[PathBuf]) -> [Library; 2] {
     let folders = folders(given);
-    // NVRTC opens this one by its name while it compiles.
+    // NVRTC opens this one by name while it compiles.
     preload("nvrtc-builtins", &folders);
     let library = |name, stem, package, is_present: unsafe fn() -> bool| {
         let path = preload(stem, &folders);
-        // SAFETY: loading a library of CUDA runs its initialisers, which have no conditions.
+        // SAFETY: loading a CUDA library runs its initialisers, which have no preconditions.
         let found = path.is_some() || unsafe { is_present() };
         Library { name, package, found, path }
     };
@@ -35,14 +34,14 @@ pub fn libraries(given: &[PathBuf]) -> [Library; 2] {
     ]
 }
 
-/// Loads all of them.
+/// Loads all of them; fails if one is missing.
 pub(crate) fn check(given: &[PathBuf]) -> Result<()> {
     let missing = libraries(given).into_iter().find(|library| !library.found);
     missing.map_or(Ok(()), |Library { name, package, .. }| Err(Error::Library { library: name, package }))
 }
 
-/// Folders in which CUDA's libraries may be: those given, their `lib64` and `lib`, and the folders `nvidia/*/lib` that Python
-/// packages make below them or below the packages of a Python that is installed there.
+/// Returns folders that may contain CUDA's libraries: those given, their `lib64` and `lib`, and the folders
+/// `nvidia/*/lib` of Python packages below them or below the packages of a Python installed there.
 #[must_use]
 pub fn folders(given: &[PathBuf]) -> Vec<PathBuf> {
     let below = |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
@@ -65,12 +64,12 @@ pub fn folders(given: &[PathBuf]) -> Vec<PathBuf> {
     all
 }
 
-/// Loads a library by its full path, so that loading it by name finds it. The file, where one was found.
+/// Loads a library by its full path, so that loading it by name finds it. Returns its file, if found.
 pub(crate) fn preload(stem: &str, folders: &[PathBuf]) -> Option<PathBuf> {
     folders.iter().filter_map(|folder| newest(stem, folder)).find(|path| keep(path))
 }
 
-/// `lib<stem>.so.<number>` of the highest number.
+/// Finds `lib<stem>.so.<number>` with the highest number.
 fn newest(stem: &str, folder: &Path) -> Option<PathBuf> {
     let prefix = format!("lib{stem}.so.");
     let version = |path: &PathBuf| -> Option<u32> {
@@ -81,7 +80,7 @@ fn newest(stem: &str, folder: &Path) -> Option<PathBuf> {
 }
 
 fn keep(path: &Path) -> bool {
-    // SAFETY: CUDA's libraries have initialisers without conditions. It stays loaded for good.
+    // SAFETY: CUDA's libraries have initialisers without preconditions. The library is never unloaded.
     match unsafe { libloading::Library::new(path) } {
         Ok(library) => {
             std::mem::forget(library);

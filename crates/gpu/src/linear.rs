@@ -1,7 +1,7 @@
 //! Linear layers.
 //!
-//! Where a weight is bf16, or quantised and so widened to bf16, the other factor is rounded to bf16 as well and sums are f32;
-//! where it is f32, everything is.
+//! With a bf16 weight, or a quantised one, which is widened to bf16, the other factor is rounded to bf16 as well and
+//! sums are f32. With an f32 weight everything is f32.
 
 use half::bf16;
 use omnigrpo_kernels::quant::QuantBits;
@@ -9,19 +9,19 @@ use omnigrpo_kernels::quant::QuantBits;
 use crate::device::{Arg, Array, Dtype, Gpu, Launch};
 use crate::product::{Factor, Product};
 
-/// A weight of 8 or 4 bits on a device; the layout is that of `QuantMatrix::by_rows` in `omnigrpo_kernels`.
+/// A weight of 8 or 4 bits on a device, in the layout of `QuantMatrix::by_rows` in `omnigrpo_kernels`.
 #[derive(Debug)]
 pub struct Codes {
     bits: QuantBits,
     k: usize,
     codes: Array,
     scales: Array,
-    /// Words of codes of a row, scales of a row.
+    /// Words of codes per row, and scales per row.
     row: [usize; 2],
 }
 
 impl Codes {
-    /// From the host's codes and scales (`{min, step}`) of `n` rows of `k`.
+    /// Uploads codes and scales (`{min, step}`) of `n` rows of `k`.
     #[must_use]
     pub fn new(gpu: &Gpu, bits: QuantBits, [n, k]: [usize; 2], codes: &[u32], scales: &[[bf16; 2]]) -> Self {
         let row = [codes.len() / n.max(1), scales.len() / n.max(1)];
@@ -32,20 +32,20 @@ impl Codes {
 /// A weight `[n, k]` on a device.
 #[derive(Clone, Copy, Debug)]
 pub enum Weight<'a> {
-    /// As it is.
+    /// Values in f32 or bf16.
     Dense(&'a Array),
-    /// Quantised.
+    /// Codes of 8 or 4 bits.
     Codes(&'a Codes),
 }
 
-/// What is added to a product.
+/// Terms added to a product.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Plus<'a> {
-    /// A number for each column.
+    /// Bias of each column.
     pub bias: Option<&'a Array>,
-    /// Rows as wide as the output's, at the same columns.
+    /// Rows as wide as the output's, added at the same columns.
     pub residual: Option<&'a Array>,
-    /// What the output holds, instead of a residual.
+    /// Whether to add to the output's previous values, instead of a residual.
     pub output: bool,
 }
 
@@ -56,7 +56,7 @@ pub(crate) enum Factored<'a> {
 }
 
 impl Weight<'_> {
-    /// The dtype of both factors of a product with it.
+    /// Returns the dtype of both factors of a product with it.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
         match self {
@@ -86,16 +86,16 @@ impl Factored<'_> {
     }
 }
 
-/// Rows of a block of the few-row kernel's inputs, of its weights, and columns of a stage.
+/// Rows of a block of inputs and of weights in the few-row kernel, and columns of a stage.
 const FEW_ROWS: usize = 64;
 const WEIGHT_ROWS: usize = 64;
 const DEPTH: usize = 64;
 const STAGES: usize = 4;
-/// Blocks that keep a card of 132 multiprocessors busy.
+/// Number of blocks that keeps a GPU of 132 multiprocessors busy.
 const BLOCKS: usize = 264;
 
 impl Gpu {
-    /// Rows of a weight in its product's dtype: some by index, or `rows` from the first.
+    /// Returns rows of a weight in its product's dtype: some by index, or `rows` from the first.
     #[must_use]
     pub fn weight_rows(
         &self,
@@ -135,7 +135,7 @@ impl Gpu {
         self.each("linear/widen", rows * codes.k, &args);
     }
 
-    /// Rows `first..first + rows` of a weight.
+    /// Returns rows `first..first + rows` of a weight.
     pub(crate) fn factored<'a>(
         &self,
         weight: Weight<'a>,
@@ -153,8 +153,8 @@ impl Gpu {
         }
     }
 
-    /// Columns `col..col + n` of rows of `width` of `y` become, or are added, `x Wᵀ` of rows `first..first + n` of the
-    /// weight.
+    /// Sets columns `col..col + n` of rows of `width` of `y` to `x Wᵀ` with rows `first..first + n` of the weight, or
+    /// adds it to them.
     pub fn linear(
         &self,
         y: &mut Array,
@@ -179,7 +179,8 @@ impl Gpu {
         });
     }
 
-    /// As [`Self::linear`] for all rows of the weight, where the bits of a row depend on that row and the weight alone.
+    /// Computes [`Self::linear`] with all rows of the weight so that the bits of a row depend only on that row and the
+    /// weight.
     pub fn linear_rows(
         &self,
         y: &mut Array,
@@ -260,8 +261,8 @@ impl Gpu {
         (partial, parts)
     }
 
-    /// `dx [t, k]` becomes, or is added, `dy W` of rows `first..first + n` of the weight; their columns of `dy`, whose rows have
-    /// `width` elements, begin at `col`.
+    /// Sets `dx [t, k]` to `dy W` with rows `first..first + n` of the weight, or adds it. Their columns in `dy`, whose
+    /// rows have `width` elements, begin at `col`.
     pub fn linear_dx(
         &self,
         dx: &mut Array,
@@ -286,7 +287,7 @@ impl Gpu {
         });
     }
 
-    /// Adds `dyᵀ x` to rows `first..first + n` of a gradient `[_, k]` in f32, from factors in `dtype`.
+    /// Adds `dyᵀ x` to rows `first..first + n` of a gradient `[_, k]` in f32, with factors in `dtype`.
     pub fn linear_dw(
         &self,
         dw: &mut Array,

@@ -1,4 +1,4 @@
-//! Kernel text to machine code, by NVRTC, and a cache of it.
+//! Compiles kernels to machine code with NVRTC, and caches the result.
 
 use std::ffi::{CStr, CString, c_char};
 use std::io::Write;
@@ -12,35 +12,32 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 use crate::sources::PRIMITIVES;
 
-/// Most bytes of a file in the cache. Those of this program have a few megabytes.
+/// Maximum bytes of a file in the cache; this program's files have a few megabytes.
 const MAX_CUBIN_BYTES: u64 = 256 << 20;
 
 /// Machine code and the assembler's report (registers, shared memory, spills of each kernel; empty from the cache).
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// An image for the driver.
+    /// Image for the driver.
     pub cubin: Vec<u8>,
-    /// What the compiler and the assembler said.
+    /// Output of the compiler and the assembler.
     pub log: String,
 }
 
-/// Whether NVRTC can be loaded.
+/// Returns whether NVRTC can be loaded.
 #[must_use]
 pub fn is_present() -> bool {
-    // SAFETY: loading the library runs its initialisers, which have no conditions.
+    // SAFETY: loading the library runs its initialisers, which have no preconditions.
     unsafe { sys::is_culib_present() }
 }
 
-/// Its version, `[major, minor]`.
-///
-/// # Errors
-/// No NVRTC.
+/// Returns the version of NVRTC, `[major, minor]`. Fails if NVRTC is missing.
 pub fn version() -> Result<[i32; 2]> {
     if !is_present() {
         return Err(Error::Library { library: "libnvrtc", package: "nvidia-cuda-nvrtc" });
     }
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is there, and both addresses are valid.
+    // SAFETY: the library is loaded, and both addresses are valid.
     unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }
         .result()
         .map_err(|error| Error::Driver { call: "nvrtcVersion", what: error.to_string() })?;
@@ -56,10 +53,8 @@ fn options(arch: &str) -> [String; 4] {
     ]
 }
 
-/// Compiles a file of kernels for an architecture such as `sm_90a`. Needs no card.
-///
-/// # Errors
-/// No NVRTC, text that does not compile.
+/// Compiles a file of kernels for an architecture such as `sm_90a`. Needs no GPU. Fails if NVRTC is missing or the text
+/// does not compile.
 pub fn compile(file: &str, text: &str, arch: &str) -> Result<Compiled> {
     version()?;
     let bad = |log: String| Error::Compile { file: file.into(), arch: arch.into(), log };
@@ -81,7 +76,7 @@ pub fn compile(file: &str, text: &str, arch: &str) -> Result<Compiled> {
     }
     .result()
     .map_err(|error| bad(error.to_string()))?;
-    // SAFETY: the program was just created; buffers have the sizes that were asked for.
+    // SAFETY: the program was just created; buffers have the requested sizes.
     unsafe {
         let done = result::compile_program(program, &options(arch));
         let log = result::get_program_log(program).map(|log| text_of(&log)).unwrap_or_default();
@@ -106,12 +101,12 @@ fn text_of(log: &[c_char]) -> String {
     CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// As [`compile`], from `cache` where it has been compiled before. The name of a file in the cache is a hash of the text, the
-/// architecture, the options and the compiler's version; files appear there at once. The folder is the user's own
-/// ([`own_folder`]), and a file whose content is not what was stored is compiled again.
+/// Compiles like [`compile`], or returns the result from `cache`. The name of a file in the cache is a hash of the
+/// text, the architecture, the options and the compiler's version; files appear atomically. The folder must belong to
+/// the user ([`own_folder`]), and a file whose content differs from what was stored is compiled again.
 ///
 /// # Errors
-/// As [`compile`]. A cache that cannot be written is no error: the next start compiles again.
+/// The errors of [`compile`]. A cache that cannot be written is no error: the next start compiles again.
 pub fn compile_cached(file: &str, text: &str, arch: &str, cache: &Path) -> Result<Vec<u8>> {
     let mut hash = Sha256::new();
     for part in [PRIMITIVES, text, &options(arch).join(" "), &format!("{:?}", version()?)] {
@@ -122,7 +117,7 @@ pub fn compile_cached(file: &str, text: &str, arch: &str, cache: &Path) -> Resul
     cached(cache, &format!("{file}-{arch}-{hash}.cubin"), || Ok(compile(file, text, arch)?.cubin))
 }
 
-/// A file of the cache, made where it is not there or not what was stored.
+/// Returns a file of the cache; creates it if it is missing or altered.
 fn cached(cache: &Path, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
     let is_own = own_folder(cache).is_ok();
     if let Some(cubin) = is_own.then(|| load(cache, name)).flatten() {
@@ -135,7 +130,7 @@ fn cached(cache: &Path, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> R
     Ok(cubin)
 }
 
-/// The last bytes of a file of the cache: a hash of its name, its length and its code.
+/// Returns the last bytes of a file in the cache: a hash of its name, its length and its code.
 fn seal(name: &str, cubin: &[u8]) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update((name.len() as u64).to_le_bytes());
@@ -193,7 +188,7 @@ mod tests {
             assert_eq!((get(name), made.get()), (code.clone(), 2 + at), "compiled again");
             assert_eq!(std::fs::read(&path).unwrap(), whole, "and stored");
         }
-        // A file under the name of another.
+        // A file stored under another file's name.
         let before = made.get();
         std::fs::copy(&path, cache.join("head-sm_90a-00.cubin")).unwrap();
         assert_eq!((get("head-sm_90a-00.cubin"), made.get()), (code.clone(), before + 1));

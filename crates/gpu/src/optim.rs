@@ -4,26 +4,26 @@ use half::bf16;
 
 use crate::device::{Arg, Array, Dtype, Gpu};
 
-/// What one step needs besides the arrays (`torch.optim.AdamW`).
+/// Scalars of one step (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
     /// Learning rate.
     pub lr: f32,
-    /// Decay of both moments.
+    /// Decay rates of both moments.
     pub betas: [f32; 2],
-    /// Added to the root of the second moment.
+    /// Term added to the root of the second moment.
     pub eps: f32,
-    /// Decoupled decay.
+    /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// Factor of the gradient: clipping.
+    /// Factor of the gradient, for clipping.
     pub grad_scale: f32,
-    /// Which step of this weight it is, from 1.
+    /// Number of this step for the weight, from 1.
     pub count: u64,
 }
 
 impl Gpu {
-    /// One step in place. A bf16 weight with `rest` (16 bits an element) is updated as the f32 number from which it is rounded,
-    /// see [`Self::split_master`]; without, it is rounded after each step.
+    /// Applies one step in place. A bf16 weight with `rest` (16 bits per element) is updated as the f32 value from
+    /// which it is rounded, see [`Self::split_master`]; without `rest`, it is rounded after each step.
     pub fn adamw(
         &self,
         weight: &mut Array,
@@ -32,7 +32,7 @@ impl Gpu {
         grad: &Array,
         step: &Step,
     ) {
-        // Corrections in f64, as powers of numbers near 1 lose digits.
+        // Corrections in f64, because powers of numbers near 1 lose digits.
         let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powf(step.count as f64))) as f32;
         let Step { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, .. } = *step;
         let constants =
@@ -49,8 +49,8 @@ impl Gpu {
         self.each("elementwise/adamw", weight.len(), &args);
     }
 
-    /// The parts of f32 numbers that [`Self::adamw`] keeps of a bf16 weight: the weight, rounded to nearest even, and the
-    /// difference of bits. A number half-way that is rounded down becomes its lower neighbour.
+    /// Splits f32 values into the parts that [`Self::adamw`] stores for a bf16 weight: the weight, rounded to nearest
+    /// even, and the difference of bits. A value half-way that is rounded down becomes its lower neighbour.
     #[must_use]
     pub fn split_master(&self, master: &[f32]) -> (Array, Array) {
         let exact = |x: &f32| x.to_bits() - u32::from(x.to_bits() & 0x1_ffff == 0x8000);
@@ -61,7 +61,7 @@ impl Gpu {
         (self.upload_bf16(&uppers), self.upload_bf16(&rests))
     }
 
-    /// The f32 numbers that [`Self::adamw`] sees in a bf16 weight and the rest.
+    /// Returns the f32 values that [`Self::adamw`] reconstructs from a bf16 weight and the rest.
     #[must_use]
     pub fn join_master(&self, weight: &Array, rest: &Array) -> Vec<f32> {
         debug_assert_eq!(weight.dtype(), Dtype::Bf16);

@@ -1,4 +1,4 @@
-//! What a product is; cuBLASLt computes it on a card, plain loops on the emulator.
+//! Matrix products: cuBLASLt computes them on a GPU, plain loops on the emulator.
 
 use crate::device::{Array, Dtype};
 
@@ -12,7 +12,7 @@ pub(crate) struct Factor {
 }
 
 impl Factor {
-    /// Columns from `col` on of rows of `ld`.
+    /// Selects columns from `col` on, in rows of `ld`.
     pub(crate) fn new(array: &Array, col: usize, ld: usize) -> Self {
         Self { at: array.place(col), dtype: array.dtype(), ld, transposed: false }
     }
@@ -22,7 +22,7 @@ impl Factor {
     }
 }
 
-/// `c [m, n] (+)= a [m, k] · b [k, n]`, all row-major; both factors have the same dtype and sums are f32.
+/// A product `c [m, n] (+)= a [m, k] · b [k, n]`, all row-major; both factors have the same dtype and sums are f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub m: usize,

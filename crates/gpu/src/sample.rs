@@ -1,4 +1,4 @@
-//! Drawing tokens from rows of logits.
+//! Draws tokens from rows of logits.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,67 +6,65 @@ use std::sync::Arc;
 use crate::device::{Arg, Array, Dtype, Gpu, Launch, Pack};
 use crate::head::Marks;
 
-/// How tokens are drawn; see `cuda/sample.cu`.
+/// Sampling settings; see `cuda/sample.cu`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Logits are divided by this; 0 takes the most probable token.
+    /// Divisor of the logits; 0 takes the most probable token.
     pub temperature: f32,
-    /// Keep the smallest set of tokens with at least this probability; 1 keeps all.
+    /// Probability that the smallest set of kept tokens must reach; 1 keeps all.
     pub top_p: f32,
-    /// Keep this many tokens; 0 keeps all.
+    /// Number of most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Keep tokens with at least this share of the largest probability; 0 keeps all.
+    /// Smallest probability to keep, relative to the largest; 0 keeps all.
     pub min_p: f32,
-    /// Divides the positive and multiplies the negative logits of tokens already present; 1 does nothing.
+    /// Factor for logits of tokens already present: divides positive and multiplies negative logits; 1 does nothing.
     pub repetition_penalty: f32,
     /// Temperature of the recorded log-probabilities.
     pub scoring_temperature: f32,
 }
 
-/// What one row is drawn with.
+/// Inputs of one row's draw.
 #[derive(Clone, Debug, Default)]
 pub struct Row {
-    /// From the host, in [0, 1).
+    /// Uniform number from the host, in [0, 1).
     pub uniform: f64,
-    /// Distinct tokens that the penalty concerns.
+    /// Distinct tokens to which the repetition penalty applies.
     pub seen: Vec<u32>,
-    /// Whether the tokens named for it cannot be drawn.
+    /// Whether this row excludes the forbidden tokens.
     pub forbids: bool,
 }
 
 /// A drawn token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Drawn {
-    /// The token.
     pub id: u32,
-    /// Of softmax(logits / scoring temperature) before penalties, nats.
+    /// Log-probability under softmax(logits / scoring temperature) before penalties, in nats.
     pub logprob: f32,
-    /// Of the distribution that was sampled from, nats; 0 when greedy.
+    /// Log-probability under the distribution that was sampled from, in nats; 0 when greedy.
     pub sampler_logprob: f32,
-    /// Entropy of softmax(logits / scoring temperature), nats.
+    /// Entropy of softmax(logits / scoring temperature), in nats.
     pub entropy: f32,
 }
 
-/// How large the descriptions of a draw are: what its kernels and their memory depend on.
+/// Sizes of the tables of a draw, which determine its kernels and their memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DrawSize {
-    /// Rows.
     pub rows: usize,
-    /// Room for tokens that the penalty concerns, of all rows.
+    /// Capacity for penalised tokens of all rows.
     pub seen: usize,
-    /// Whether some row cannot draw everything.
+    /// Whether some row excludes tokens.
     pub forbids: bool,
 }
 
 impl DrawSize {
-    /// What these rows need.
+    /// Returns the sizes that these rows need.
     #[must_use]
     pub fn of(rows: &[Row], sampling: &Sampling) -> Self {
         let seen = if sampling.penalises() { rows.iter().map(|row| row.seen.len()).sum() } else { 0 };
         Self { rows: rows.len(), seen, forbids: rows.iter().any(|row| row.forbids) }
     }
 
-    /// One of few sizes that has room for as much, with rows that nobody reads.
+    /// Rounds up to one of a few sizes, filled with padding rows.
     #[must_use]
     pub fn rounded(self, rows: usize) -> Self {
         let seen = if self.seen == 0 { 0 } else { self.seen.next_power_of_two() };
@@ -80,7 +78,7 @@ impl Sampling {
     }
 }
 
-/// What rows are drawn with, on a device.
+/// Tables of rows to draw, on a device.
 #[derive(Debug)]
 pub struct Draws {
     whole: Arc<Array>,
@@ -88,7 +86,7 @@ pub struct Draws {
     size: DrawSize,
 }
 
-/// Where in a [`Pack`] they are.
+/// Offsets of the tables in a [`Pack`].
 #[derive(Clone, Debug)]
 pub struct DrawPlaces {
     zeros: usize,
@@ -100,7 +98,7 @@ pub struct DrawPlaces {
 }
 
 impl Draws {
-    /// Packs what rows are drawn with, and rows behind them up to `size`. Tokens beyond `vocab` are left out.
+    /// Packs the tables of rows, and padding rows up to `size`. Skips tokens beyond `vocab`.
     #[must_use]
     pub fn pack(
         pack: &mut Pack,
@@ -137,7 +135,7 @@ impl Draws {
         }
     }
 
-    /// Those that were packed into `whole`.
+    /// Creates a view of the tables that were packed into `whole`.
     #[must_use]
     pub fn over(whole: &Arc<Array>, at: DrawPlaces, size: DrawSize) -> Self {
         Self { whole: Arc::clone(whole), at, size }
@@ -145,8 +143,8 @@ impl Draws {
 }
 
 impl Gpu {
-    /// Draws a token from each row of `logits [rows, vocab]` in f32, which penalties change. Rows that say so cannot draw
-    /// `forbidden`. Waits for queued work.
+    /// Draws a token from each row of `logits [rows, vocab]` in f32, which penalties overwrite. Rows with `forbids`
+    /// exclude `forbidden`. Waits for queued work.
     #[must_use]
     pub fn sample(
         &self,
@@ -164,13 +162,13 @@ impl Gpu {
         self.read_drawn(&out)
     }
 
-    /// Room for the tokens that `rows` rows draw.
+    /// Allocates memory for the tokens that `rows` rows draw.
     #[must_use]
     pub fn drawn(&self, rows: usize) -> Array {
         self.alloc(4 * rows, Dtype::F32)
     }
 
-    /// The tokens that were drawn. Waits for queued work.
+    /// Returns the drawn tokens. Waits for queued work.
     #[must_use]
     pub fn read_drawn(&self, out: &Array) -> Vec<Drawn> {
         let drawn = |[id, rest @ ..]: [u32; 4]| {
@@ -180,7 +178,7 @@ impl Gpu {
         out.words::<[u32; 4]>().into_iter().map(drawn).collect()
     }
 
-    /// Queues the draw of a token from each row of `logits`, as [`Self::sample`]; they are rows `first..` of `draws` and `out`.
+    /// Queues the draw of [`Self::sample`] for each row of `logits`; they are rows `first..` of `draws` and `out`.
     pub fn draw(
         &self,
         out: &mut Array,

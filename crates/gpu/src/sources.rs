@@ -1,6 +1,6 @@
-//! The text of the kernels.
+//! Source text of the kernels.
 
-/// What every file includes.
+/// Text that every file includes.
 pub const PRIMITIVES: &str = include_str!("../cuda/prim.cuh");
 
 /// Name and text of each file of kernels.

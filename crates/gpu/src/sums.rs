@@ -2,12 +2,13 @@
 
 use crate::device::{Arg, Array, Dtype, Gpu, Launch};
 
-/// The other factor of a column sum: an array `[t, cols]`, and the addresses of means and reciprocal deviations of its rows.
+/// Second factor of a column sum: an array `[t, cols]`, and the addresses of means and reciprocal deviations of its
+/// rows.
 type By<'a> = (&'a Array, Option<u64>, Option<u64>);
 
-/// Rows of a part of a sum over rows.
+/// Rows in one part of a sum over rows.
 const PER_PART: usize = 256;
-/// Elements of a part of a sum over everything.
+/// Elements in one part of a sum over all elements.
 const PER_BLOCK: usize = 1 << 16;
 
 /// Weighted sums of rows, on a device: output row `r` is `Σ weights[i] · x[rows[i]]` over `offsets[r]..offsets[r + 1]`.
@@ -16,13 +17,13 @@ pub struct Mixture {
     offsets: Array,
     rows: Array,
     weights: Option<Array>,
-    /// Which rows the outputs are; `None` for all in order.
+    /// Output rows; `None` for all in order.
     targets: Option<Array>,
     len: usize,
 }
 
 impl Mixture {
-    /// From offsets (one more than there are outputs), rows and weights (all 1 where there are none).
+    /// Uploads offsets (one more than outputs), rows and weights (`None` means 1).
     #[must_use]
     pub fn new(gpu: &Gpu, offsets: &[u32], rows: &[u32], weights: Option<&[f32]>) -> Self {
         Self {
@@ -34,16 +35,16 @@ impl Mixture {
         }
     }
 
-    /// The rows of all outputs, one after the other.
+    /// Returns the input rows of all outputs, one after the other.
     pub(crate) fn rows(&self) -> &Array {
         &self.rows
     }
 
-    /// The reverse of sums: from `(row of the input, row of the output, weight)` in the order in which sums are taken. Only rows
-    /// that occur are outputs.
+    /// Builds the transpose from `(row of the input, row of the output, weight)`, in the order in which sums are taken.
+    /// Only rows that occur are outputs.
     #[must_use]
     pub fn reversed(gpu: &Gpu, mut terms: Vec<(u32, u32, f32)>) -> Self {
-        // Stable: what a row receives comes in the order given.
+        // A stable sort: each row's terms keep the given order.
         terms.sort_by_key(|term| term.0);
         let (mut targets, mut offsets) = (Vec::new(), Vec::new());
         for (i, term) in terms.iter().enumerate() {
@@ -60,7 +61,7 @@ impl Mixture {
 }
 
 impl Gpu {
-    /// Replaces rows of `y`, or adds to them, what `mixture` says of rows of `x`; both have `cols` columns.
+    /// Sets rows of `y` to the sums of `mixture` over rows of `x`, or adds these; both have `cols` columns.
     pub fn mix(&self, y: &mut Array, x: &Array, mixture: &Mixture, cols: usize, adds: bool) {
         let args = [
             y.arg(),
@@ -75,7 +76,8 @@ impl Gpu {
         self.each_row("sums/mix_rows", mixture.len, cols, &args);
     }
 
-    /// Adds to `to [cols]` the sums over `t` rows of the columns from `col` on of `a`, whose rows have `stride` elements.
+    /// Adds to `to [cols]` the sums over `t` rows of the columns from `col` on of `a`, whose rows have `stride`
+    /// elements.
     pub(crate) fn column_sums(
         &self,
         to: &mut Array,
@@ -111,8 +113,8 @@ impl Gpu {
         self.add_parts(to, &partial, parts);
     }
 
-    /// Adds to `to [cols]` the column sums of `a`, rows of `stride` elements from column `col` on; times `b [t, cols]` where
-    /// there is one.
+    /// Adds to `to [cols]` the column sums of `a`, with rows of `stride` elements from column `col` on, multiplied by
+    /// `b [t, cols]` if given.
     pub fn add_column_sums(&self, to: &mut Array, a: &Array, place: [usize; 2], b: Option<&Array>, t: usize) {
         self.column_sums(to, a, place, b.map(|b| (b, None, None)), t);
     }
@@ -123,7 +125,7 @@ impl Gpu {
         self.each("sums/add_parts", cols, &args);
     }
 
-    /// Parts of `Σ a · b` over `len` elements from given ones on, as f64.
+    /// Returns parts of `Σ a · b` in f64, over `len` elements that start at the given ones.
     pub(crate) fn dots(&self, a: (&Array, usize), b: (&Array, usize), len: usize) -> Array {
         let parts = len.div_ceil(PER_BLOCK);
         let partial = self.alloc(2 * parts, Dtype::F32);
@@ -138,7 +140,7 @@ impl Gpu {
         partial
     }
 
-    /// The sum of squares, in f64. Waits for queued work.
+    /// Returns the sum of squares in f64. Waits for queued work.
     #[must_use]
     pub fn sum_of_squares(&self, x: &Array) -> f64 {
         self.dots((x, 0), (x, 0), x.len()).words::<f64>().iter().sum()

@@ -1,11 +1,11 @@
-//! Recorded work, on the emulator: what it computes, whose memory it has, and what cannot be recorded.
+//! Recorded work on the emulator: its results, its memory, and what cannot be recorded.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::sync::Arc;
 
 use omnigrpo_gpu::{Arena, Array, Dtype, Error, Gpu, Place};
 
-/// `3 · (2 x) + x`, with an array in between that is given back and taken again.
+/// Computes `3 · (2 x) + x`, with an intermediate array that is freed and allocated again.
 fn work(gpu: &Gpu, input: &Arc<Array>, out: &mut Array) {
     let x = Array::part(input, 4, 3);
     let mut a = gpu.cast(&x, Dtype::F32);
@@ -29,13 +29,13 @@ fn write(gpu: &Gpu, to: &Array, x: [f32; 3]) {
 }
 
 #[test]
-fn a_record_runs_again_with_what_its_arrays_hold_then() {
+fn a_graph_replays_with_the_current_array_contents() {
     let gpu = Gpu::emulated(1);
     let (arena, mut out) = (Arena::new(&gpu), gpu.alloc(3, Dtype::F32));
     let x = input(&gpu, [1.0, 2.0, -4.0]);
     gpu.within(&arena, || work(&gpu, &x, &mut out));
     assert_eq!(out.to_vec(), [7.0, 14.0, -28.0]);
-    // Of a, b and c the third lies where the first was; blocks are as large as their arrays.
+    // The third of a, b and c reuses the block of the first; blocks are as large as their arrays.
     assert_eq!(arena.num_bytes(), 24);
     write(&gpu, &x, [10.0, 0.5, 1.0]);
     let graph = gpu.capture(&arena, || work(&gpu, &x, &mut out)).unwrap();
@@ -45,7 +45,7 @@ fn a_record_runs_again_with_what_its_arrays_hold_then() {
         gpu.replay(&graph, &[&out]);
         assert_eq!(out.to_vec(), numbers.map(|x| 7.0 * x));
     }
-    // Other work does not get its memory, and it does not matter who lives longest.
+    // Other work does not get its memory, and the order of drops does not matter.
     let others: Vec<Array> = (0..8).map(|_| gpu.zeros(3, Dtype::F32)).collect();
     drop(arena);
     gpu.replay(&graph, &[&out]);
@@ -55,13 +55,13 @@ fn a_record_runs_again_with_what_its_arrays_hold_then() {
 }
 
 #[test]
-fn what_a_record_does_not_write_is_not_left_from_before() {
+fn a_replay_leaves_nothing_of_an_earlier_run() {
     let gpu = Gpu::emulated(0);
     let (arena, out) = (Arena::new(&gpu), gpu.upload(&[1.0; 3]));
     let graph = gpu.capture(&arena, || ()).unwrap();
     gpu.replay(&graph, &[&out]);
     assert!(out.to_vec().iter().all(|x| x.is_nan()));
-    // Nor in memory between kernels: it is taken without being written, and begins as undefined in every run.
+    // Memory between kernels keeps nothing either: it starts undefined in every run.
     let mut out = gpu.upload(&[1.0; 3]);
     let copies = |out: &mut Array| {
         let (a, place) = (gpu.alloc(3, Dtype::F32), Place::new(0, 3));
@@ -73,9 +73,9 @@ fn what_a_record_does_not_write_is_not_left_from_before() {
     assert!(out.to_vec().iter().all(|x| x.is_nan()));
 }
 
-/// What only a plain run can do is said, and the device goes on as before.
+/// An operation that only a normal run can do is reported, and the device stays usable.
 #[test]
-fn what_cannot_be_recorded_is_refused() {
+fn unrecordable_work_is_refused() {
     let gpu = Gpu::emulated(0);
     let (arena, x) = (Arena::new(&gpu), input(&gpu, [1.0, 2.0, 3.0]));
     let mut out = gpu.zeros(3, Dtype::F32);
@@ -84,15 +84,18 @@ fn what_cannot_be_recorded_is_refused() {
         drop(gpu.alloc(8, Dtype::F32));
     });
     let refused = |f: &mut dyn FnMut()| gpu.capture(&arena, f).unwrap_err().to_string();
-    let begins = "work that is recorded to run again ";
+    let begins = "GPU work cannot be replayed: it ";
     let said = refused(&mut || assert!(out.to_vec().iter().all(|x| x.is_nan())));
     assert_eq!(said, format!("{begins}reads 12 bytes"));
-    assert_eq!(refused(&mut || drop(gpu.upload(&[1.0; 8]))), format!("{begins}brings 32 bytes of the host"));
-    assert_eq!(refused(&mut || write(&gpu, &x, [9.0; 3])), format!("{begins}brings 32 bytes of the host"));
+    assert_eq!(
+        refused(&mut || drop(gpu.upload(&[1.0; 8]))),
+        format!("{begins}uploads 32 bytes from the host")
+    );
+    assert_eq!(refused(&mut || write(&gpu, &x, [9.0; 3])), format!("{begins}uploads 32 bytes from the host"));
     assert_eq!(refused(&mut || gpu.check().unwrap()), format!("{begins}waits for its own results"));
     let said = refused(&mut || drop(gpu.alloc(1000, Dtype::F32)));
-    assert_eq!(said, format!("{begins}takes 4000 bytes of memory that the run before it did not take"));
-    // The first reason is told.
+    assert_eq!(said, format!("{begins}needs 4000 bytes of memory that the normal run did not use"));
+    // The first reason is reported.
     let said = refused(&mut || {
         work(&gpu, &x, &mut out);
         drop(out.to_vec());
@@ -105,7 +108,7 @@ fn what_cannot_be_recorded_is_refused() {
 }
 
 #[test]
-fn memory_stays_with_a_record_and_goes_with_it() {
+fn memory_lives_as_long_as_its_graph() {
     let gpu = Gpu::emulated_with(0, 1000);
     let free = || gpu.memory().unwrap()[0];
     let (arena, other) = (Arena::new(&gpu), gpu.alloc(25, Dtype::F32));
@@ -113,7 +116,7 @@ fn memory_stays_with_a_record_and_goes_with_it() {
     let work = || drop(gpu.zeros(100, Dtype::F32));
     gpu.within(&arena, work);
     assert_eq!(free(), 300, "the arena keeps what its arrays gave back");
-    // What is dropped while recording lives to its end; what is kept, as long as the record.
+    // Arrays dropped during a recording live until it ends; kept values live as long as the graph.
     let mut dropped = Some(other);
     let graph = gpu
         .capture(&arena, || {
@@ -134,15 +137,15 @@ fn memory_stays_with_a_record_and_goes_with_it() {
 }
 
 #[test]
-fn an_arena_without_memory_says_so_as_ever() {
+fn an_arena_without_memory_reports_it() {
     let gpu = Gpu::emulated_with(0, 100);
     gpu.within(&Arena::new(&gpu), || drop(gpu.alloc(50, Dtype::F32)));
     assert!(matches!(gpu.check(), Err(Error::Memory { wanted: 200, free: 100, total: 100 })));
 }
 
-/// Another thread's work does not become part of a record, and waits for its end.
+/// Another thread's work does not become part of a recording, and waits for its end.
 #[test]
-fn other_threads_wait_for_a_record() {
+fn other_threads_wait_for_a_recording() {
     let gpu = Gpu::emulated(0);
     let arena = Arena::new(&gpu);
     let mut out = gpu.zeros(1, Dtype::F32);
@@ -165,7 +168,7 @@ fn other_threads_wait_for_a_record() {
         assert_eq!(thread.join().unwrap(), [5.0]);
         assert!(graph.is_ok());
     });
-    // A panic within ends the record too.
+    // A panic inside also ends the recording.
     let panics = || gpu.capture(&arena, || std::panic::resume_unwind(Box::new(())));
     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
     assert_eq!(gpu.upload(&[6.0]).to_vec(), [6.0]);

@@ -1,4 +1,4 @@
-//! Kernels on the emulator against the f64 twin, under several schedules.
+//! Kernels on the emulator compared with the f64 twin, under several schedules.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use half::bf16;
@@ -13,11 +13,11 @@ use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{Mat, logprob, twin};
 
-/// Schedules: all threads together, and two in which warps run ahead and copies come early or late.
+/// Schedules: all threads together, and two in which warps run ahead and copies arrive early or late.
 const SCHEDULES: [u64; 3] = [0, 1, 2];
 
-/// The emulator, with kernels in which a fault has been planted where the test of the tests asks for it; or the card that
-/// `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
+/// Opens the emulator, with planted faults if the test of the tests requests them, or the GPU that `OMNIGRPO_TEST_CARD`
+/// names (bench/gpu/README.md).
 fn gpu(schedule: u64) -> Gpu {
     if let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") {
         static OPEN: std::sync::OnceLock<Gpu> = std::sync::OnceLock::new();
@@ -47,7 +47,7 @@ fn wide(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Numbers that are exact in `dtype`, on the device and for the twin.
+/// Returns numbers that are exact in `dtype`, on the device and for the twin.
 fn numbers(gpu: &Gpu, n: usize, dtype: Dtype, seed: u64) -> (Array, Vec<f64>) {
     let array = gpu.cast(&gpu.upload(&noise(n, seed)), dtype);
     let host = wide(&array.to_vec());
@@ -58,7 +58,7 @@ fn columns(x: &[f64], stride: usize, from: usize, width: usize) -> Vec<f64> {
     x.chunks(stride).flat_map(|row| &row[from..from + width]).copied().collect()
 }
 
-/// Relative error in the root mean square.
+/// Returns the relative error in the root mean square.
 fn error(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let d: f64 = got.iter().zip(want).map(|(a, b)| (a - b).powi(2)).sum();
@@ -67,7 +67,7 @@ fn error(got: &[f64], want: &[f64]) -> f64 {
     (d / n.max(1e-30)).sqrt()
 }
 
-/// Runs the same work under every schedule; it must give the same bits. Returns them.
+/// Runs the same work under every schedule, checks that the bits are equal, and returns them.
 fn under_every_schedule(run: impl Fn(&Gpu) -> Vec<Array>) -> Vec<Vec<f64>> {
     let bits = |schedule: u64| {
         let gpu = gpu(schedule);
@@ -93,7 +93,7 @@ fn near(got: &[Vec<f64>], want: &[Vec<f64>], bounds: &[f64], what: &str) {
     }
 }
 
-/// Forward and backward pass of one layout; the bits of all results.
+/// Runs the forward and backward pass of one layout; returns the bits of all results.
 fn attention(schedule: u64, layout: &AttentionLayout, t: usize, heads: Heads, dtype: Dtype) -> Vec<f32> {
     let gpu = gpu(schedule);
     let Heads { q, kv, d } = heads;
@@ -142,7 +142,7 @@ fn attention_under_every_schedule(layout: &AttentionLayout, t: usize, heads: Hea
     }
 }
 
-/// More than one tile of queries and of keys, ragged ends, shared prefixes, grouped queries.
+/// Builds a layout with more than one tile of queries and of keys, ragged ends, shared prefixes and grouped queries.
 fn groups() -> (AttentionLayout, usize) {
     (AttentionLayout::groups(&[(70, vec![37, 1]), (3, vec![30])]), 141)
 }
@@ -168,7 +168,7 @@ fn slow_attention_of_every_width() {
         let windows = AttentionLayout::full_blocks(&[64, 64, 16, 48]);
         attention(7, &windows, 192, Heads { q: 2, kv: 2, d }, Dtype::Bf16);
         attention(8, &AttentionLayout::causal(129), 129, Heads { q: 3, kv: 1, d }, Dtype::Bf16);
-        // Rows that are in no range stay zero, and later queries over earlier rows.
+        // Rows in no range stay zero; later queries see earlier rows.
         attention(
             9,
             &AttentionLayout::causal(130).only(&[0, 63, 64, 65, 129]),
@@ -198,9 +198,9 @@ fn plain_attention_of_any_width() {
     attention(3, &AttentionLayout::causal(20), 20, Heads { q: 1, kv: 1, d: 24 }, Dtype::Bf16);
 }
 
-/// Decoding over caches in pages, of completions that share prompts: as attention over prompt and own tokens, and the same bits in every
-/// batch. Widths with a kernel for tensor cores and without, more pairs of rows and heads than a tile has, prompts and completions of
-/// several parts, pages that are just full.
+/// Decoding over paged caches of completions that share prompts: equals attention over prompt and completion, with the
+/// same bits in every batch. Covers widths with and without a kernel for tensor cores, more pairs of rows and heads
+/// than a tile has, prompts and completions of several parts, and pages that are just full.
 #[test]
 fn decoding_does_not_depend_on_the_batch() {
     let cases = [
@@ -223,7 +223,7 @@ fn slow_decoding_of_every_width() {
     }
 }
 
-/// The pages of a completion, and what they hold.
+/// The pages of a completion, and their expected content.
 type Pages = Vec<(Array, Vec<f64>)>;
 
 fn decoding(dtype: Dtype, heads: Heads) {
@@ -335,7 +335,7 @@ fn a_row_has_the_same_bits_in_every_batch() {
     }
 }
 
-/// The optimizer against the twin over several steps; bf16 weights keep f32 values in two halves.
+/// The optimizer compared with the twin over several steps; bf16 weights store f32 values in two halves.
 #[test]
 fn adamw_in_two_halves_is_adamw_in_f32() {
     let gpu = gpu(1);
@@ -365,8 +365,9 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
     assert_eq!(weight.to_vec(), rounded);
 }
 
-/// Every kind of lower half below even and odd upper halves: the weight is rounded to nearest even as on the CPU, and the value is
-/// kept to the bit, but for a tie that is rounded down. A step with a rate of 0 in the kernel says the same as the host.
+/// Every kind of lower half below even and odd upper halves: the weight is rounded to nearest even as on the CPU, and
+/// the value is stored exactly, except for a tie that is rounded down. A kernel step with a learning rate of 0 agrees
+/// with the host.
 #[test]
 fn masters_round_to_even() {
     let gpu = gpu(0);
@@ -394,7 +395,8 @@ fn masters_round_to_even() {
     }
 }
 
-/// A step that ends half-way between two bf16 numbers: 0.75 · 348 = 261 goes down to 260, which is even, 0.75 · 356 = 267 up to 268.
+/// A step that ends half-way between two bf16 numbers: 0.75 · 348 = 261 rounds down to 260, which is even; 0.75 · 356 =
+/// 267 rounds up to 268.
 #[test]
 fn a_step_to_a_tie_rounds_to_even() {
     let gpu = gpu(0);
@@ -446,7 +448,7 @@ fn norms() {
     }
 }
 
-/// Sums over everything, of more than one block; sums of rows and their reverse.
+/// Sums over all elements, of more than one block; sums of rows and their transpose.
 #[test]
 fn sums() {
     let n = 66_001;
@@ -494,7 +496,7 @@ fn sums() {
     near(&got, &[vec![squares], y, back, columns], &[1e-6; 4], "sums");
 }
 
-/// The head in pieces of rows and of the vocabulary; tokens named twice, a row without targets.
+/// The head in pieces of rows and of the vocabulary, with repeated tokens and a row without targets.
 #[test]
 fn the_head() {
     let (rows, h, vocab, temperature) = (6, 20, 613, 0.7f32);
@@ -572,7 +574,7 @@ fn elements() {
     }
 }
 
-/// Pictures of 2×3, more rows of them than a part of a sum has, and patches that read a row twice and none.
+/// Images of 2×3 with more rows than one part of a sum, and patches that read a row twice or read none.
 #[test]
 fn convolutions() {
     let (c, side, many) = (5, [2, 3], 300);
@@ -619,7 +621,7 @@ fn convolutions() {
     near(&got, &want, &[2e-6; 10], "convolutions");
 }
 
-/// The gradient of a blend's logits is a sum of more than one part where alternatives are long.
+/// The gradient of a blend's logits is a sum of more than one part if alternatives are long.
 #[test]
 fn a_blend_of_several_parts() {
     let n = (1 << 16) + 5;
@@ -632,9 +634,9 @@ fn a_blend_of_several_parts() {
     near(&[wide(&dlogits.to_vec())], &[want], &[1e-5], "blend");
 }
 
-/// Experts of which one has no place: products by place and by expert, weights of places where logits are large, and gradients.
-/// Rows are longer than a block of threads handles at a time, products than a bf16 sum keeps exact. The bits of a place do not depend
-/// on the others.
+/// Experts, one of which has no place: products by place and by expert, weights of places with large logits, and
+/// gradients. Rows are longer than a block of threads handles at a time, and products are longer than a bf16 sum keeps
+/// exact. The bits of a place do not depend on other places.
 #[test]
 fn experts() {
     let (t, all, each, k, n, h) = (31, 5, 2, 67, 33, 1030);
@@ -663,7 +665,7 @@ fn experts() {
             let (mut dx, mut dw) = (gpu.alloc(count * k, dtype), gpu.upload(&noise(all * k * n, 4)));
             gpu.experts_dx(&mut dx, &dy, weight, &offsets, [k, n]);
             gpu.experts_dw(&mut dw, &x, &dy, (&offsets, dtype), [k, n]);
-            // The second expert with places, without the others.
+            // Compute the second expert with places alone.
             let (first, last) = (offsets[1], offsets[2]);
             let own: Vec<usize> = offsets.iter().map(|&at| at.clamp(first, last) - first).collect();
             let some = gpu.cast(&gpu.upload(&x.to_vec()[first * k..last * k]), dtype);
@@ -696,7 +698,7 @@ fn experts() {
     }
 }
 
-/// Weights of 8 and 4 bits, all rows and some; the numbers are those of the CPU, rounded to bf16.
+/// Weights of 8 and 4 bits, all rows and some; the values are those of the CPU, rounded to bf16.
 #[test]
 fn quantised_weights_are_widened() {
     let (n, k) = (3, 200);
@@ -720,7 +722,7 @@ fn quantised_weights_are_widened() {
     }
 }
 
-/// The draw of one row by sorting, in f64.
+/// Draws from one row by sorting, in f64.
 fn drawn(logits: &[f32], sampling: &Sampling, row: &Row, forbidden: &[u32]) -> Drawn {
     let softmax = |z: &[f64]| {
         let top = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -782,7 +784,7 @@ fn drawn(logits: &[f32], sampling: &Sampling, row: &Row, forbidden: &[u32]) -> D
 
 #[test]
 fn draws_are_those_of_a_sorted_row() {
-    // Multiples of 1/8, so that many are equal; more tokens than threads.
+    // Multiples of 1/8, of which many are equal; more tokens than threads.
     let vocab = 300;
     let logits: Vec<f32> = noise(4 * vocab, 1).iter().map(|x| (x * 16.0).round() / 8.0).collect();
     let plain = Sampling {
@@ -831,10 +833,10 @@ fn draws_are_those_of_a_sorted_row() {
     }
 }
 
-/// What fails stays with the device, and nothing is computed after it.
+/// The device stores its failure and computes nothing afterwards.
 #[test]
-fn a_failure_is_told_once_and_read_as_nan() {
-    // A device of its own: the failure stays with it.
+fn a_failure_is_reported_once_and_read_as_nan() {
+    // A separate device, which keeps the failure.
     let gpu = Gpu::emulated(0);
     let x = gpu.upload(&[1.0, 2.0]);
     assert_eq!(x.to_vec(), [1.0, 2.0]);
@@ -845,7 +847,7 @@ fn a_failure_is_told_once_and_read_as_nan() {
     assert!(gpu.zeros(3, Dtype::Bf16).to_vec().iter().all(|x| x.is_nan()));
 }
 
-/// A fault planted in a file of kernels, by text, and the tests one of which has to find it.
+/// A fault planted in a file of kernels by replacing text, and the tests of which one must find it.
 struct Fault {
     file: &'static str,
     what: &'static str,
@@ -857,7 +859,8 @@ const fn fault(file: &'static str, what: &'static str, from: &'static str, to: &
     Fault { file, what, from, to }
 }
 
-/// Faults of every kind: barriers, waits, masks, bounds, fragments, strides, formulas. Every occurrence of the text changes.
+/// Faults of every kind: barriers, waits, masks, bounds, fragments, strides, formulas. Every occurrence of the text is
+/// replaced.
 const FAULTS: &[Fault] = &[
     fault(
         "attention",
@@ -1102,7 +1105,7 @@ const FAULTS: &[Fault] = &[
     fault("elementwise", "ties are rounded up", "whole -= (whole & 0x1ffffu) == 0x8000u;", ""),
 ];
 
-/// A test of the tests: every fault makes one of them fail. Compiles changed kernels with g++ and runs this program again.
+/// Tests the tests: every fault makes one of them fail. Compiles changed kernels with g++ and runs this program again.
 #[test]
 #[ignore = "slow: compiles kernels anew for each fault"]
 fn slow_planted_faults_are_found() {
@@ -1110,7 +1113,7 @@ fn slow_planted_faults_are_found() {
     use std::process::{Command, Stdio};
     let (here, dir) = (Path::new(env!("CARGO_MANIFEST_DIR")), tempfile::tempdir().unwrap());
     let names: Vec<&str> = omnigrpo_gpu::sources::FILES.iter().map(|(name, _)| *name).collect();
-    // Two widths of heads are enough, and compile in half the time.
+    // Two head widths suffice, and compile in half the time.
     let text = |file: &str| {
         let path = here.join("cuda").join(format!("{file}.{}", if file == "prim" { "cuh" } else { "cu" }));
         std::fs::read_to_string(path).unwrap().replace("OF_WIDTH(80)\nOF_WIDTH(128)\n", "")
@@ -1142,7 +1145,7 @@ fn slow_planted_faults_are_found() {
     names.iter().for_each(|name| std::fs::write(base.join(format!("{name}.cu")), text(name)).unwrap());
     let objects: Vec<(&str, std::path::PathBuf)> =
         names.iter().copied().chain(["emu"]).map(|name| (name, compile(&base, name))).collect();
-    // Whether the tests of a file find something in kernels of which one file is replaced.
+    // Returns whether the tests of a file fail with kernels of which one file is replaced.
     let found = |file: &str, replaced: Option<&Path>| {
         let library = dir.path().join("kernels.so");
         let parts = objects.iter().map(|(name, object)| match replaced {
@@ -1192,7 +1195,7 @@ fn slow_planted_faults_are_found() {
     for (i, Fault { file, what, from, to }) in FAULTS.iter().enumerate() {
         let folder = dir.path().join(i.to_string());
         std::fs::create_dir(&folder).unwrap();
-        // A fault of what all files share is looked for with the norms or, of single elements, with those.
+        // The norms test a fault in the shared file; elementwise kernels test one that concerns single elements.
         let compiled = match *file {
             "prim" if what.contains("stored") => "elementwise",
             "prim" => "norms",

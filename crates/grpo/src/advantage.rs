@@ -1,33 +1,34 @@
-//! Rewards to advantages: how much better a completion is than the others of its prompt.
+//! Converts rewards to advantages: how much better a completion is than the others of its prompt.
 //!
 //! Sources: DeepSeekMath (arXiv 2402.03300) eq. 3 and TRL 1.16 `GRPOTrainer` for [`AdvantageKind::GroupStd`],
 //! [`AdvantageKind::Batch`], [`AdvantageKind::GroupCenter`] and [`normalize_then_sum`] (GDPO); the Qwen2.5-VL video
 //! trainer for [`AdvantageKind::GroupStdClamped`].
 //!
-//! A reward of `None` means "not scorable": the row takes no part in means and deviations and gets advantage 0.
+//! A reward of `None` means "not scorable": means and deviations exclude the row, and its advantage is 0.
 //!
 //! Differences from TRL:
 //! - Rewards that are equal up to rounding count as equal: a deviation of at most `1e-8 * max(1, max|R|)` is zero, and
-//!   such a group gets advantage exactly 0. A weighted sum that cancels leaves a residue around 1e-17 whose
+//!   such a group gets advantages of exactly 0. A weighted sum that cancels leaves a residue around 1e-17, whose
 //!   normalised value would be noise.
-//! - A group with a single scorable row gets advantage 0 there, not NaN turned into 0; the result is the same. So does a
-//!   group of one completion, whose sample deviation is NaN in torch.
+//! - A group with a single scorable row gets an advantage of 0 there, instead of NaN replaced by 0; the result is the
+//!   same. So does a group of one completion, whose sample deviation is NaN in torch.
 
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// Added to a standard deviation before dividing by it, as TRL does.
+/// Constant added to a standard deviation before dividing by it, following TRL.
 const STD_EPSILON: f64 = 1e-4;
 /// Lower bound of the population deviation in [`AdvantageKind::GroupStdClamped`].
 const STD_CLAMP: f64 = 0.01;
-/// Deviations up to this multiple of `max(1, max|R|)` are rounding, not information.
+/// Multiple of `max(1, max|R|)` up to which a deviation is rounding, not information.
 const ZERO_STD: f64 = 1e-8;
 
-/// Larger rewards are refused, so that squares and sums of them stay finite.
+/// Largest accepted reward; larger ones could make squares and sums infinite.
 const MAX_REWARD: f64 = 1e100;
 
-/// How the rewards of a group become advantages. `R` are a row's reward, all deviations are over scorable rows.
+/// Formula that converts the rewards of a group to advantages. `R` is a row's reward; all deviations are over scorable
+/// rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageKind {
@@ -38,33 +39,33 @@ pub enum AdvantageKind {
     Batch,
     /// `R - mean_group`. TRL `scale_rewards = none`, Dr. GRPO.
     GroupCenter,
-    /// `(R - mean_group) / max(std_group, 0.01)`, population deviation (n); if every group's deviation is below
-    /// 0.01, mean and deviation of the whole batch are used instead. With that fallback a group of equal rewards can
-    /// have a non-zero advantage.
+    /// `(R - mean_group) / max(std_group, 0.01)`, population deviation (n). If every group's deviation is below 0.01,
+    /// mean and deviation of the complete batch are used instead; a group of equal rewards can then have a non-zero
+    /// advantage.
     GroupStdClamped,
 }
 
-/// Advantages of a batch of groups, with the statistics they were made from.
+/// Advantages of a batch of groups, with the statistics they are computed from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advantages {
-    /// One per row, prompt-major; 0 for rows that are not scorable.
+    /// Advantage of each row, prompt-major; 0 for rows that are not scorable.
     pub values: Vec<f64>,
-    /// Mean reward per group over its scorable rows; `None` if it has none.
+    /// Mean reward of each group over its scorable rows; `None` if it has none.
     pub group_mean: Vec<Option<f64>>,
-    /// Deviation of the rewards per group: sample (n - 1), or population for [`AdvantageKind::GroupStdClamped`];
-    /// 0 with fewer than two scorable rows.
+    /// Deviation of the rewards of each group: sample (n - 1), or population for [`AdvantageKind::GroupStdClamped`]; 0
+    /// with fewer than two scorable rows.
     pub group_std: Vec<f64>,
-    /// Per group: its rewards do not tell its rows apart.
+    /// Whether all rewards of a group are equal.
     pub zero_std: Vec<bool>,
 }
 
-/// Advantages from one total reward per row.
+/// Computes advantages from one total reward per row.
 ///
 /// # Shapes
 /// `rewards`: `[prompts * group_size]`, prompt-major; `alpha` multiplies every advantage (`grpo_alpha`; 1 leaves them).
 ///
 /// # Errors
-/// A group size of 0, a number of rows that is no multiple of it, or a reward that is NaN, infinite or beyond 1e100.
+/// If the group size is 0, the number of rows is no multiple of it, or a reward is NaN, infinite or beyond 1e100.
 pub fn advantages(
     rewards: &[Option<f64>],
     group_size: usize,
@@ -99,30 +100,25 @@ pub fn advantages(
     Ok(with_groups(values, &groups))
 }
 
-/// Total reward per row, `sum_k weights[k] * values[k][row]`; rewards that are `None` are left out, and a row for which
-/// all are `None` has no total. TRL `sum_then_normalize`.
+/// Returns the total reward of each row, `sum_k weights[k] * values[k][row]`, without the rewards that are `None`. A
+/// row whose rewards are all `None` has no total. TRL `sum_then_normalize`.
 ///
 /// # Shapes
 /// `values`: one slice of `[rows]` per reward function; `weights`: one per reward function.
 ///
 /// # Errors
-/// Unequal lengths, or a value or weight that is NaN, infinite or beyond 1e100.
+/// If lengths differ, or a value or weight is NaN, infinite or beyond 1e100.
 pub fn weighted_sum(values: &[Vec<Option<f64>>], weights: &[f64]) -> Result<Vec<Option<f64>>, Error> {
     let rows = check_matrix(values, weights)?;
     Ok((0..rows).map(|row| sum_row(values, weights, row)).collect())
 }
 
-/// Advantages from several rewards that are normalised one by one before they are added (GDPO, TRL
-/// `normalize_then_sum`): `z_k = (r_k - mean_group r_k) / (std_group r_k + 1e-4)`, `S = sum_k w_k z_k`,
-/// `A = alpha * (S - mean_batch S) / (std_batch S + 1e-4)`.
+/// Computes advantages from several rewards, each of which is normalised before they are added (GDPO, TRL
+/// `normalize_then_sum`): `z_k = (r_k - mean_group r_k) / (std_group r_k + 1e-4)`, `S = sum_k w_k z_k`, `A = alpha * (S
+/// - mean_batch S) / (std_batch S + 1e-4)`.
 ///
-/// `group_mean`, `group_std` and `zero_std` of the result describe `S`.
-///
-/// # Shapes
-/// As [`weighted_sum`] and [`advantages`].
-///
-/// # Errors
-/// Those of [`weighted_sum`] and [`advantages`].
+/// `group_mean`, `group_std` and `zero_std` of the result describe `S`. Shapes and errors are those of [`weighted_sum`]
+/// and [`advantages`].
 pub fn normalize_then_sum(
     values: &[Vec<Option<f64>>],
     weights: &[f64],
@@ -171,7 +167,7 @@ fn sum_row(values: &[Vec<Option<f64>>], weights: &[f64], row: usize) -> Option<f
 /// Mean and deviation of the scorable rows of a slice.
 struct Spread {
     mean: Option<f64>,
-    /// 0 where rounding alone explains it.
+    /// Deviation; 0 if rounding alone explains it.
     std: f64,
 }
 
@@ -260,8 +256,8 @@ mod tests {
         }
     }
 
-    /// Rewards, then TRL's, the clamped and the centred advantages, to the printed digits. The reference rounds to
-    /// five decimals and prints what is left.
+    /// Rewards, then TRL's, the clamped and the centred advantages, to the printed digits. The reference rounds to five
+    /// decimals and prints the result.
     const GOLDEN: [[[f64; 4]; 4]; 5] = [
         [
             [1.0, 0.0, 0.0, 1.0],
@@ -301,7 +297,7 @@ mod tests {
 
     #[test]
     fn groups_are_consecutive_rows_and_batch_scale_keeps_the_group_mean() {
-        // Groups [0, 2] and [10, 14]: means 1 and 12; sample deviation over all four rows is sqrt(131 / 3) ...
+        // Groups [0, 2] and [10, 14]: means 1 and 12; the sample deviation over all four rows is sqrt(131 / 3) ...
         let rewards = [0.0, 2.0, 10.0, 14.0];
         let all = (rewards.iter().map(|r| (r - 6.5_f64).powi(2)).sum::<f64>() / 3.0).sqrt();
         let expected: Vec<f64> = [-1.0, 1.0, -2.0, 2.0].iter().map(|d| d / (all + 1e-4)).collect();
@@ -354,7 +350,7 @@ mod tests {
             assert_eq!(values(&[1.0, 0.0, 0.5], 1, kind), [0.0; 3], "{kind:?}");
         }
         assert_eq!(normalize_then_sum(&[some(&[1.0, 0.0])], &[1.0], 1, 1.0).unwrap().values, [0.0; 2]);
-        // The fallback compares with the whole batch: mean 0.5, deviation 0.5. A batch of one has neither.
+        // The fallback compares with the complete batch: mean 0.5, deviation 0.5. A batch of one has neither.
         assert_eq!(values(&[1.0, 0.0], 1, GroupStdClamped), [1.0, -1.0]);
         assert_eq!(values(&[1.0], 1, GroupStdClamped), [0.0]);
     }
@@ -373,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn weighted_sum_skips_what_does_not_apply() {
+    fn weighted_sum_skips_missing_rewards() {
         let accuracy = vec![Some(1.0), None, None];
         let format = vec![Some(0.5), Some(1.0), None];
         let got = weighted_sum(&[accuracy, format], &[0.7, 0.3]).unwrap();
@@ -383,7 +379,7 @@ mod tests {
 
     #[test]
     fn normalising_first_gives_rare_rewards_their_weight() {
-        // TRL's formula by hand. Groups of 2, two rewards with very different ranges.
+        // TRL's formula by hand, with groups of 2 and two rewards of very different ranges.
         let big = some(&[0.0, 100.0, 0.0, 0.0]);
         let small = some(&[0.1, 0.0, 0.0, 0.1]);
         let z_big = 50.0 / (5000_f64.sqrt() + 1e-4);

@@ -1,11 +1,12 @@
-//! A policy term of one's own: a function of ratio and log-probability that carries its derivatives along.
+//! Custom policy terms: functions of ratio and log-probability that carry their derivatives along.
 
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
-/// A number with its derivatives by the ratio and by the log-probability of a token (a dual number of two directions).
+/// A number with its derivatives with respect to the ratio and the log-probability of a token (a dual number with two
+/// directions).
 ///
-/// Arithmetic between two of them, and with plain numbers, follows the rules of derivatives, so a formula written with it is
-/// its own gradient.
+/// Arithmetic on these numbers and plain numbers follows the rules of differentiation, so a formula written with them
+/// also computes its gradient.
 ///
 /// ```
 /// use omnigrpo_grpo::Dual;
@@ -16,78 +17,74 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dual {
-    /// The number.
     pub value: f64,
-    /// Derivative by the token's ratio, with the log-probability held.
+    /// Derivative with respect to the token's ratio, with the log-probability fixed.
     pub d_ratio: f64,
-    /// Derivative by the token's log-probability, with the ratio held.
+    /// Derivative with respect to the token's log-probability, with the ratio fixed.
     pub d_logp: f64,
 }
 
 impl Dual {
-    /// A constant.
+    /// Creates a constant.
     #[must_use]
     pub fn constant(value: f64) -> Self {
         Self { value, d_ratio: 0.0, d_logp: 0.0 }
     }
 
-    /// The ratio itself.
+    /// Creates the ratio.
     #[must_use]
     pub fn ratio(value: f64) -> Self {
         Self { value, d_ratio: 1.0, d_logp: 0.0 }
     }
 
-    /// The log-probability itself.
+    /// Creates the log-probability.
     #[must_use]
     pub fn logp(value: f64) -> Self {
         Self { value, d_ratio: 0.0, d_logp: 1.0 }
     }
 
-    /// `f` of this number, where `slope` is the derivative of `f` there.
+    /// Applies a function with the given `value` and derivative `slope` at this number.
     #[must_use]
     pub fn map(self, value: f64, slope: f64) -> Self {
         Self { value, d_ratio: slope * self.d_ratio, d_logp: slope * self.d_logp }
     }
 
-    /// e to this power.
     #[must_use]
     pub fn exp(self) -> Self {
         let value = self.value.exp();
         self.map(value, value)
     }
 
-    /// The natural logarithm.
     #[must_use]
     pub fn ln(self) -> Self {
         self.map(self.value.ln(), 1.0 / self.value)
     }
 
-    /// The hyperbolic tangent.
     #[must_use]
     pub fn tanh(self) -> Self {
         let value = self.value.tanh();
         self.map(value, 1.0 - value * value)
     }
 
-    /// The smaller of two; of equal ones this.
+    /// Returns the smaller of two; `self` if they are equal.
     #[must_use]
     pub fn min(self, other: Self) -> Self {
         if other.value < self.value { other } else { self }
     }
 
-    /// The larger of two; of equal ones this.
+    /// Returns the larger of two; `self` if they are equal.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         if other.value > self.value { other } else { self }
     }
 
-    /// Bounded from both sides; the derivative is 0 beyond them.
+    /// Clamps to both bounds; the derivative is 0 beyond them.
     #[must_use]
     pub fn clamp(self, low: f64, high: f64) -> Self {
         self.max(Self::constant(low)).min(Self::constant(high))
     }
 
-    /// The number without its derivatives, as `detach` and `stopgrad` of other libraries.
+    /// Drops the derivatives, like `detach` and `stopgrad` of other libraries.
     #[must_use]
     pub fn detach(self) -> Self {
         Self::constant(self.value)
@@ -152,24 +149,24 @@ impl<T: Into<Dual>> Div<T> for Dual {
     }
 }
 
-/// Numbers of a token that a custom policy term reads.
+/// Values of one token that a custom policy term receives.
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyToken {
-    /// Probability under the current policy over that under the one that sampled; 1 in the first update.
+    /// Ratio of the probability under the current policy to that under the sampling policy; 1 in the first update.
     pub ratio: Dual,
     /// Log-probability under the current policy, in nats.
     pub logp: Dual,
-    /// Advantage of its completion.
     pub advantage: f64,
 }
 
-/// A policy term of one's own, the summand of one token: smaller is better, as every loss.
+/// A custom policy term, the summand of one token. Like every loss, smaller is better.
 ///
-/// A function and not a closure that captures, so that a plan stays a plain value: two runs with the same plan do the same.
+/// It is a function, not a capturing closure, so that a plan stays a plain value: two runs with the same plan do the
+/// same.
 #[derive(Clone, Copy)]
 pub struct CustomTerm(pub fn(PolicyToken) -> Dual);
 
-/// Without the address, which another process has elsewhere.
+/// Omits the function's address, which differs between processes.
 impl std::fmt::Debug for CustomTerm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("CustomTerm")

@@ -5,13 +5,13 @@
 //!                                                                              └──────────► MetricSums ─► metrics
 //! ```
 //!
-//! The loss is a scalar function of per-token log-probabilities (and entropies), so its gradient with respect to
-//! them is written down in closed form here and a tape only has to carry log-probabilities back to parameters.
-//! Nothing in this crate knows tensors, devices or models.
+//! The loss is a scalar function of per-token log-probabilities (and entropies). This crate computes its gradient with
+//! respect to them in closed form, so a tape only has to carry gradients from log-probabilities back to parameters. The
+//! crate does not depend on tensors, devices or models.
 //!
 //! Row order is prompt-major everywhere: `row = prompt * group_size + sample`. Tokens of one completion are contiguous.
 //!
-//! Four independent choices make an algorithm (advantage, surrogate, aggregation, KL); [`RECIPES`] names the known
+//! Four independent choices define an algorithm (advantage, surrogate, aggregation, KL); [`RECIPES`] names the known
 //! combinations.
 
 pub mod advantage;

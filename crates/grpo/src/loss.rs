@@ -1,33 +1,33 @@
 //! The loss of one optimizer step and its gradient with respect to log-probabilities and entropies.
 //!
-//! For completion `i` with `L_i` tokens, token `t`, `lp = log pi(token)`, `old` and `ref` the same under the sampling
-//! and the reference policy, advantage `A_i`:
+//! For completion `i` with `L_i` tokens and token `t`: `lp = log pi(token)`, `old` and `ref` are its log-probabilities
+//! under the sampling and the reference policy, and `A_i` is the advantage:
 //!
 //! ```text
 //! d_it  = lp_it - old_it                                  (0 when on-policy, with derivative 1)
 //! c_it  = exp(d_it)            RatioLevel::Token
 //! c_i   = exp(mean_t d_it)     RatioLevel::Sequence
 //! l_it  = surrogate(c, A_i, lp_it) * g_it * v_it
-//! g_it  = 1 for the `top_entropy` share of tokens with the highest entropy, else 0; see top_entropy_tokens
+//! g_it  = 1 for the fraction `top_entropy` of tokens with the highest entropy, else 0; see top_entropy_tokens
 //! v_it  = weight of the difference between sampler and policy, see Correction
 //! k_it  = kl(lp_it, ref_it, c)
 //! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
 //! ```
 //!
-//! `w_i` comes from [`Aggregation`] and a [`Normalizer`] that is made once for the whole optimizer step, so the loss of
-//! the step is the plain sum of the losses of its parts, however the groups are cut into parts.
+//! `w_i` comes from [`Aggregation`] and a [`Normalizer`] that is created once for the complete optimizer step, so the
+//! loss of the step is the plain sum of the losses of its parts, however the groups are divided.
 //!
-//! Source: TRL 1.16 `GRPOTrainer._compute_loss`; papers at each variant. The deliberate differences:
-//! - The exponent of every ratio is clamped to ±20, that of k3 to at most 20, with gradient 0 beyond. One token whose
-//!   probability collapsed would otherwise turn the step into infinity. Exponents within the bound are untouched.
-//! - The k3 exponent has no lower clamp: `exp` cannot overflow there and k3 grows only linearly, so the pull back
-//!   towards the reference stays. With [`Kl::K3Corrected`] the clamp bounds the value alone: its gradient is
-//!   `-c (ref - lp)`, linear on both sides.
-//! - The entropy bonus is a mean over the tokens of the whole optimizer step, not a mean of micro-batch means.
-//! - The tokens of the entropy gate are decided once for a rollout, from the entropies of the weights that sampled. TRL decides
-//!   them in each pass from that pass's own entropies.
+//! Source: TRL 1.16 `GRPOTrainer._compute_loss`; papers at each variant. Deliberate differences:
+//! - The exponent of every ratio is clamped to ±20, and that of k3 to at most 20, with gradient 0 beyond. Otherwise one
+//!   token with a collapsed probability would make the step infinite. Exponents within the bound are unchanged.
+//! - The k3 exponent has no lower clamp: `exp` cannot overflow there and k3 grows only linearly, so the pull towards
+//!   the reference persists. With [`Kl::K3Corrected`] the clamp bounds only the value: the gradient is `-c (ref - lp)`,
+//!   linear on both sides.
+//! - The entropy bonus is a mean over the tokens of the complete optimizer step, not a mean of micro-batch means.
+//! - The tokens of the entropy gate are chosen once per rollout, from the entropies of the sampling weights. TRL
+//!   chooses them in each pass, from that pass's entropies.
 //! - `dapo` and `cispo` divide by the tokens of the optimizer step, not by those of the generation batch divided by its
-//!   number of steps. Both are the same with one optimizer step per rollout.
+//!   number of steps. Both are equal with one optimizer step per rollout.
 
 use serde::{Deserialize, Serialize};
 
@@ -43,7 +43,7 @@ const MAX_EXPONENT: f64 = 20.0;
 #[serde(rename_all = "snake_case")]
 pub enum Surrogate {
     /// `-min(min(c, delta) A, clamp(c, 1 - low, 1 + high) A)`. PPO (arXiv 1707.06347); `high > low` is clip-higher
-    /// (DAPO, arXiv 2503.14476); `delta` bounds the ratio where the advantage is negative (INTELLECT-2).
+    /// (DAPO, arXiv 2503.14476); `delta` bounds the ratio if the advantage is negative (INTELLECT-2).
     Clip {
         /// Lower clip distance, in `[0, 1]`.
         low: f64,
@@ -63,17 +63,17 @@ pub enum Surrogate {
     Sapo {
         /// Temperature for positive advantages.
         pos: f64,
-        /// Temperature for the others.
+        /// Temperature for other advantages.
         neg: f64,
     },
     /// `-A lp`: the policy gradient without a ratio (REINFORCE). Its token sum is `-A log pi(completion)`.
     LogProb,
-    /// A function of the caller's, for tokens whose completion has an advantage. It is not written to files.
+    /// Custom function, for tokens whose completion has an advantage. Files cannot store it.
     #[serde(skip)]
     Custom(CustomTerm),
 }
 
-/// Over what the probability ratio is taken.
+/// Unit over which the probability ratio is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RatioLevel {
@@ -84,7 +84,7 @@ pub enum RatioLevel {
     Sequence,
 }
 
-/// The weight of a token in the loss.
+/// Weight of a token in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aggregation {
@@ -101,54 +101,54 @@ pub enum Aggregation {
     TokenSum,
 }
 
-/// Treatment of tokens whose probability differs between sampling and training: decoding
-/// has other kernels, and perhaps other weights (quantised ones). With `smp` the log-probability that the sampler computed,
+/// Correction for tokens whose probability during sampling differs from that during training, because decoding uses
+/// other kernels and possibly other weights (quantised ones). With `smp` the log-probability that the sampler computed,
 /// `d = old - smp`, and `w` the weight of [`CorrectionKind`]:
 ///
 /// ```text
 /// truncate: v = min(w, max), not below min        mask: v = w between min and max, else 0
 /// ```
 ///
-/// The weight is a constant of the gradient. Source: TRL 1.16 `vllm_importance_sampling_mode`; truncation is that of Espeholt
-/// et al. (arXiv 1802.01561), masking that of IcePop (Ling team 2025).
+/// The gradient treats the weight as a constant. Source: TRL 1.16 `vllm_importance_sampling_mode`. Truncation is that
+/// of Espeholt et al. (arXiv 1802.01561), masking that of IcePop (Ling team 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Correction {
-    /// The weight.
+    /// Kind of weight.
     pub kind: CorrectionKind,
-    /// Upper bound, above 0.
+    /// Upper bound of the weight, above 0.
     pub max: f64,
-    /// Lower bound; none, or below `max`.
+    /// Lower bound of the weight; `None`, or below `max`.
     pub min: Option<f64>,
 }
 
-/// Over what a [`Correction`] takes its weight, and what happens beyond the bounds.
+/// Unit over which a [`Correction`] takes its weight, and its behaviour beyond the bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CorrectionKind {
     /// No correction.
     #[default]
     Off,
-    /// `exp(d_t)` for each token, cut to the bounds (TIS).
+    /// `exp(d_t)` for each token, clamped to the bounds (TIS).
     TokenTruncate,
-    /// `exp(d_t)` for each token; tokens beyond the bounds teach nothing (MIS).
+    /// `exp(d_t)` for each token; tokens beyond the bounds get weight 0 (MIS).
     TokenMask,
-    /// `exp(sum_t d_t)` for a completion, cut to the bounds.
+    /// `exp(sum_t d_t)` for a completion, clamped to the bounds.
     SequenceTruncate,
-    /// `exp(sum_t d_t)` for a completion; completions beyond the bounds teach nothing.
+    /// `exp(sum_t d_t)` for a completion; completions beyond the bounds get weight 0.
     SequenceMask,
 }
 
 impl Correction {
-    /// None.
+    /// No correction.
     pub const OFF: Self = Self { kind: CorrectionKind::Off, max: 3.0, min: None };
 
-    /// Whether log-probabilities of the sampler are needed.
+    /// Returns whether log-probabilities of the sampler are needed.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.kind != CorrectionKind::Off
     }
 
-    /// The weight of each token of a completion, from `d`.
+    /// Returns the weight of each token of a completion, from `d`.
     fn weights(&self, d: impl Iterator<Item = f64>) -> Vec<f64> {
         use CorrectionKind::{Off, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate};
         let bounded = |d: f64| {
@@ -171,64 +171,59 @@ impl Correction {
     }
 }
 
-/// The per-token penalty for leaving the reference policy, times `beta`. With `x = ref - lp`:
+/// Per-token penalty for deviating from the reference policy, multiplied by `beta`. With `x = ref - lp`:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kl {
-    /// None; no reference is needed.
+    /// No penalty; no reference is needed.
     Off,
     /// `exp(x) - x - 1`, never negative (k3; Schulman 2020, "Approximating KL divergence").
     #[default]
     K3,
-    /// `(exp(x) - x - 1) c` with the gradient through `c` too: off-policy its gradient is that of the KL divergence
+    /// `(exp(x) - x - 1) c` with the gradient through `c` too. Off-policy, its gradient is that of the KL divergence
     /// (DeepSeek-V3.2; TRL `use_bias_correction_kl`).
     K3Corrected,
     /// `-x`: signed. Its token sum is `log pi(completion) - log ref(completion)` (k1 per sequence).
     K1,
 }
 
-/// A loss as independent choices; see the module for the formula.
+/// A loss as a set of independent choices; see the module for the formula.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LossPlan {
-    /// The policy term.
     pub surrogate: Surrogate,
-    /// Token or sequence ratios.
     pub ratio: RatioLevel,
-    /// Token weights.
     pub aggregation: Aggregation,
-    /// The KL estimator; without effect where `beta` is 0.
+    /// KL estimator; without effect if `beta` is 0.
     pub kl: Kl,
     /// Weight of the KL term; 0 needs no reference policy.
     pub beta: f64,
     /// Weight of the entropy bonus (mean entropy per token, in nats); 0 needs no entropies.
     pub entropy_coef: f64,
-    /// Share of a step's tokens, in (0, 1], that the policy term and the entropy bonus keep: those with the highest entropy.
-    /// [`top_entropy_tokens`] finds them, and [`Batch::kept`] names them.
+    /// Fraction of a step's tokens, in (0, 1], that the policy term and the entropy bonus keep: those with the highest
+    /// entropy. [`top_entropy_tokens`] finds them, and [`Batch::kept`] marks them.
     pub top_entropy: f64,
-    /// For the difference between sampler and policy.
+    /// Correction of the difference between sampler and policy.
     pub correction: Correction,
-    /// Leave completions that ran into the length limit out of policy term, KL and entropy. They stay in the number of
-    /// completions that [`Aggregation::SequenceMean`] and similar aggregations divide by, as in TRL.
+    /// Whether policy term, KL and entropy exclude completions that reached the length limit. As in TRL, they still
+    /// count in the number of completions that [`Aggregation::SequenceMean`] and other means over completions divide
+    /// by.
     pub mask_truncated_completions: bool,
 }
 
 impl LossPlan {
-    /// Whether a reference policy has to be evaluated.
+    /// Returns whether the loss needs a reference policy.
     #[must_use]
     pub fn needs_reference(&self) -> bool {
         self.beta != 0.0 && self.kl != Kl::Off
     }
 
-    /// Whether per-token entropies enter the loss; their gradient is zero otherwise.
+    /// Returns whether per-token entropies enter the loss; otherwise their gradient is zero.
     #[must_use]
     pub fn needs_entropy(&self) -> bool {
         self.entropy_coef != 0.0
     }
 
-    /// Checks the range of every number.
-    ///
-    /// # Errors
-    /// [`Error::Setting`] names the first setting outside its range.
+    /// Checks the range of every number. [`Error::Setting`] names the first setting outside its range.
     pub fn validate(&self) -> Result<(), Error> {
         let require = |ok: bool, setting, value, expected| {
             if ok { Ok(()) } else { Err(Error::Setting { setting, value, expected }) }
@@ -264,7 +259,7 @@ impl LossPlan {
     }
 }
 
-/// Completions with their tokens: a whole optimizer step or any part of it.
+/// Completions with their tokens: a complete optimizer step or any part of it.
 ///
 /// Per-token slices hold the tokens of completion 0, then those of completion 1, and so on, without padding.
 #[derive(Debug, Clone, Copy)]
@@ -273,11 +268,12 @@ pub struct Batch<'a> {
     pub lengths: &'a [usize],
     /// Log-probability of each token under the current policy, in nats, ≤ 0.
     pub logp: &'a [f64],
-    /// Log-probabilities under the policy that sampled; `None` if that is the current one (on-policy, ratio exactly 1).
+    /// Log-probability of each token under the sampling policy; `None` if that is the current one (on-policy, ratio
+    /// exactly 1).
     pub old: Option<&'a [f64]>,
-    /// Log-probabilities that the sampler computed, for [`Correction`].
+    /// Log-probability of each token as the sampler computed it, for [`Correction`].
     pub sampler: Option<&'a [f64]>,
-    /// Log-probabilities under the reference policy.
+    /// Log-probability of each token under the reference policy.
     pub reference: Option<&'a [f64]>,
     /// Entropy of the current policy at each token, in nats.
     pub entropy: Option<&'a [f64]>,
@@ -285,17 +281,17 @@ pub struct Batch<'a> {
     pub kept: Option<&'a [bool]>,
     /// Advantage of each completion.
     pub advantages: &'a [f64],
-    /// Whether a completion ran into the length limit.
+    /// Whether each completion reached the length limit.
     pub truncated: &'a [bool],
 }
 
-/// Finds the `top` share of a step's tokens with the highest entropy, to which policy term and entropy bonus are restricted
-/// (arXiv 2506.01939, TRL `top_entropy_quantile`). The KL term keeps all tokens. Returns whether each token is kept, or `None`
-/// if `top` is 1.
+/// Finds the fraction `top` of a step's tokens with the highest entropy, to which policy term and entropy bonus are
+/// restricted (arXiv 2506.01939, TRL `top_entropy_quantile`). The KL term keeps all tokens. Returns whether each token
+/// is kept, or `None` if `top` is 1.
 ///
-/// The gate keeps `n - ceil((1 - top) (n - 1))` of `n` tokens. These are as many as reach the linear `1 - top` quantile where no two
-/// entropies are equal. Of tokens with equal entropies the earlier ones are kept, so that the number stays the same. TRL keeps
-/// all that equal the quantile.
+/// The gate keeps `n - ceil((1 - top) (n - 1))` of `n` tokens. If no two entropies are equal, these are the tokens that
+/// reach the linear `1 - top` quantile. Of tokens with equal entropies, the earlier ones are kept, so that the number
+/// stays the same; TRL keeps all that equal the quantile.
 ///
 /// # Errors
 /// `top` outside (0, 1].
@@ -317,14 +313,14 @@ pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool
     Ok(Some(kept))
 }
 
-/// The denominators of one optimizer step, the same for all of its parts.
+/// Denominators of one optimizer step, the same for all of its parts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalizer {
-    /// Completions, masked and empty ones included.
+    /// Completions, including masked and empty ones.
     pub completions: usize,
     /// Tokens that count: those of truncated completions do not if the plan masks them.
     pub tokens: usize,
-    /// The length limit, in tokens; used by [`Aggregation::ConstantLength`].
+    /// Length limit in tokens; used by [`Aggregation::ConstantLength`].
     pub max_completion_length: usize,
     /// Tokens that count in this part's micro-batch; used by [`Aggregation::TokenMeanLocal`].
     pub micro_batch_tokens: usize,
@@ -335,10 +331,11 @@ pub struct Normalizer {
 }
 
 impl Normalizer {
-    /// For an optimizer step of one micro-batch, from the completions of the whole step on all ranks.
+    /// Creates the normalizer of an optimizer step of one micro-batch, from the completions of the complete step on all
+    /// ranks.
     ///
     /// # Errors
-    /// `lengths` and `truncated` differ in length, or `max_completion_length` is 0.
+    /// If `lengths` and `truncated` differ in length, or `max_completion_length` is 0.
     pub fn for_step(
         plan: &LossPlan,
         lengths: &[usize],
@@ -363,11 +360,11 @@ impl Normalizer {
         })
     }
 
-    /// Returns the part of the step that one of its `micro_batches` sees; `completions` are its own. Only
-    /// [`Aggregation::TokenMeanLocal`] tells micro-batches apart.
+    /// Returns the same step for one of its `micro_batches`, whose completions are given. Only
+    /// [`Aggregation::TokenMeanLocal`] distinguishes micro-batches.
     ///
     /// # Errors
-    /// `lengths` and `truncated` differ in length, or `micro_batches` is 0.
+    /// If `lengths` and `truncated` differ in length, or `micro_batches` is 0.
     pub fn for_micro_batch(
         &self,
         plan: &LossPlan,
@@ -381,7 +378,7 @@ impl Normalizer {
         Ok(Self { micro_batch_tokens: counted_tokens(plan, lengths, truncated)?, micro_batches, ..*self })
     }
 
-    /// Returns the same step with an entropy gate that keeps so many of the tokens that count.
+    /// Returns the same step with an entropy gate that keeps `kept_tokens` of the tokens that count.
     #[must_use]
     pub fn with_kept_tokens(self, kept_tokens: Option<usize>) -> Self {
         Self { kept_tokens, ..self }
@@ -409,7 +406,7 @@ fn counted_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool]) -> Res
     Ok(counted.fold(0, |sum: usize, (length, _)| sum.saturating_add(*length)))
 }
 
-/// Number of tokens that count and are kept. `kept` has an entry for each token of the completions.
+/// Returns the number of tokens that count and are kept. `kept` has an entry for each token of the completions.
 fn kept_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool], kept: &[bool]) -> usize {
     let mut start = 0;
     let mut of_completion = |(&length, &cut): (&usize, &bool)| {
@@ -420,7 +417,7 @@ fn kept_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool], kept: &[b
     lengths.iter().zip(truncated).map(&mut of_completion).sum()
 }
 
-/// The value of a batch's share of the loss, and its gradient.
+/// A batch's share of the loss, and its gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossOutput {
     /// `policy + kl_term + entropy_term`.
@@ -431,22 +428,22 @@ pub struct LossOutput {
     pub kl_term: f64,
     /// `-entropy_coef` times the mean entropy.
     pub entropy_term: f64,
-    /// Derivative of `loss` by each entry of [`Batch::logp`], where `old` and `reference` are constants.
+    /// Derivative of `loss` with respect to each entry of [`Batch::logp`]; `old` and `reference` are constants.
     pub dlogp: Vec<f64>,
-    /// Derivative of `loss` by each entry of [`Batch::entropy`]; empty if the batch has none.
+    /// Derivative of `loss` with respect to each entry of [`Batch::entropy`]; empty if the batch has none.
     pub dentropy: Vec<f64>,
-    /// Sums for the metrics of the step; add those of all parts.
+    /// Sums from which the step's metrics are computed; add those of all parts.
     pub sums: MetricSums,
 }
 
 /// Computes a batch's share of the loss of an optimizer step, with its gradient.
 ///
-/// Shares of the parts of one step add up to the loss of the step, and so do their gradients. Completions with
+/// The shares of all parts of a step add up to the loss of the step, and so do their gradients. Completions with
 /// advantage 0 get a policy gradient of exactly 0 and keep their KL gradient.
 ///
 /// # Errors
-/// A plan out of range, slices of the wrong length, a missing reference or entropy, a non-finite input (the message
-/// names completion and token), or a loss that overflows.
+/// If the plan is out of range, a slice has the wrong length, the reference or the entropies are missing, an input is
+/// not finite (the message names completion and token), or the loss overflows.
 pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> Result<LossOutput, Error> {
     plan.validate()?;
     let reference = check_batch(batch, plan, normalizer)?;
@@ -488,7 +485,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
             out.sums.add_corrected(plan.correction.kind, &weights);
             weights
         });
-        // Derivative of the loss by the completion's one ratio; spread over its tokens below.
+        // Derivative of the loss with respect to the completion's single ratio; distributed over its tokens below.
         let mut d_sequence = 0.0;
 
         let mut policy = 0.0;
@@ -518,7 +515,8 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
                 let term = kl_term(plan.kl, reference[t] - logp[t], ratio.value);
                 kl += term.value;
                 dlogp[t] += weight * plan.beta * term.d_logp;
-                // The derivative of exp(exponent) also where the exponent is clamped: it takes the pull of d_logp back.
+                // Uses the derivative of exp(exponent) even if the exponent is clamped, since it cancels the pull of
+                // d_logp.
                 let d_exponent = weight * plan.beta * term.d_ratio * ratio.value;
                 match plan.ratio {
                     RatioLevel::Token => dlogp[t] += d_exponent,
@@ -564,16 +562,16 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
 /// One factor of the loss with its partial derivatives.
 struct Term {
     value: f64,
-    /// By `lp`, with the ratio held.
+    /// Derivative with respect to `lp`, with the ratio fixed.
     d_logp: f64,
-    /// By the ratio, with `lp` held.
+    /// Derivative with respect to the ratio, with `lp` fixed.
     d_ratio: f64,
 }
 
 #[derive(Clone, Copy)]
 struct Ratio {
     value: f64,
-    /// Derivative of the value by its exponent: the value itself, or 0 where the exponent is clamped.
+    /// Derivative of the value with respect to its exponent: the value itself, or 0 if the exponent is clamped.
     d_exponent: f64,
 }
 
@@ -646,7 +644,7 @@ fn policy_term(surrogate: Surrogate, c: f64, a: f64, logp: f64) -> Term {
     }
 }
 
-/// `x = ref - lp`, `c` the ratio.
+/// Computes the KL term from `x = ref - lp` and the ratio `c`.
 fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
     let (k3, d_k3) = if x <= MAX_EXPONENT {
         (x.exp_m1() - x, -x.exp_m1())
@@ -656,7 +654,7 @@ fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
     match kl {
         Kl::Off => Term { value: 0.0, d_logp: 0.0, d_ratio: 0.0 },
         Kl::K3 => Term { value: k3, d_logp: d_k3, d_ratio: 0.0 },
-        // Where both are of the same token they add up to -x c at any distance, as without the clamp.
+        // If ratio and KL are of the same token, they add up to -x c at any distance, as without the clamp.
         Kl::K3Corrected => {
             let beyond = (x - MAX_EXPONENT).max(0.0);
             let d_logp = -x.min(MAX_EXPONENT).exp_m1() - beyond;
@@ -666,7 +664,7 @@ fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
     }
 }
 
-/// Tokens of one completion whose ratio lies outside the clip range on the side where that stops the gradient.
+/// Tokens of one completion whose ratio is outside the clip range on the side that stops the gradient.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Clipped {
     pub(crate) applies: bool,
@@ -704,7 +702,7 @@ fn check_batch<'a>(
     normalizer: &Normalizer,
 ) -> Result<Option<&'a [f64]>, Error> {
     let completions = batch.lengths.len();
-    // An overflowing sum cannot equal a slice length, so saturating keeps the check honest.
+    // An overflowing sum cannot equal a slice length, so saturation keeps the check correct.
     let tokens = batch.lengths.iter().fold(0_usize, |sum, length| sum.saturating_add(*length));
     expect_length("advantages", batch.advantages.len(), completions, "one per completion")?;
     expect_length("truncated", batch.truncated.len(), completions, "one per completion")?;
@@ -786,7 +784,7 @@ fn first_non_finite(values: &[f64], lengths: &[usize]) -> Option<usize> {
     values.iter().position(|v| !v.is_finite()).map(|at| locate(at, lengths).0)
 }
 
-/// Completion and token of a flat token index.
+/// Returns completion and token of a flat token index.
 fn locate(flat: usize, lengths: &[usize]) -> (usize, usize) {
     let mut start = 0;
     for (completion, length) in lengths.iter().enumerate() {

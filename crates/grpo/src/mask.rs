@@ -1,10 +1,10 @@
-//! Which tokens of a sampled row belong to the completion: everything up to and including the first stop token.
+//! Finds the tokens of a sampled row that belong to the completion: all up to and including the first stop token.
 
-/// Number of tokens that count towards the loss: up to and including the first id in `stop_ids`, or all of `ids` if
-/// none of them stops.
+/// Returns the number of tokens that count towards the loss: up to and including the first id in `stop_ids`, or all of
+/// `ids` if none of them stops.
 ///
-/// The stop token is part of the completion, since the policy has to learn to emit it. `stop_ids` must be the set the
-/// sampler stopped on; with another one, padding behind the stop would be scored.
+/// The stop token is part of the completion, since the policy must learn to emit it. `stop_ids` must be the set that
+/// stopped the sampler; another set would score padding after the stop.
 #[must_use]
 pub fn completion_length(ids: &[u32], stop_ids: &[u32]) -> usize {
     ids.iter().position(|id| stop_ids.contains(id)).map_or(ids.len(), |first_stop| first_stop + 1)

@@ -1,11 +1,11 @@
-//! Metrics of an optimizer step from sums that can be added over streams, micro-batches and ranks.
+//! Computes the metrics of an optimizer step from sums that can be added over streams, micro-batches and ranks.
 //!
-//! Names are TRL's (1.16). Beside them are those that trainers built on TRL 0.14 record (`completion_length`,
-//! `rewards/NAME`, `clip_ratio`), so that curves can be compared, and the Qwen-video trainer's `grpo/*`. Differences from
-//! TRL:
+//! Names are TRL's (1.16). In addition, the metrics contain the names of trainers built on TRL 0.14
+//! (`completion_length`, `rewards/NAME`, `clip_ratio`), so that curves can be compared, and the Qwen-video trainer's
+//! `grpo/*`. Differences from TRL:
 //! - `kl` is aggregated like the loss, so `loss = policy + beta * kl`; TRL's token mean is `kl/token_mean`.
-//! - `reward_std/group` is the mean of the groups' deviations, beside `reward_std` over the batch.
-//! - `frac_reward_zero_std` counts groups whose own rewards are equal, whatever the advantage is scaled by.
+//! - `reward_std/group` is the mean of the groups' deviations; `reward_std` is over the batch.
+//! - `frac_reward_zero_std` counts groups whose own rewards are equal, whatever scales the advantage.
 //! - `grpo/policy_seq_log_prob` is the mean over completions of their summed log-probability, in nats.
 
 use serde::{Deserialize, Serialize};
@@ -13,22 +13,20 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::loss::{Clipped, CorrectionKind, RatioLevel};
 
-/// A metric's name and value; `None` if nothing was there to measure (written as `null`).
+/// A metric's name and value; `None` if nothing was measured (written as `null`).
 pub type Metric = (String, Option<f64>);
 
 /// Count, mean and spread of numbers that arrive in parts.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Moments {
-    /// Numbers seen.
     pub count: u64,
-    /// Mean; 0 without any.
+    /// Mean of the numbers; 0 without any.
     pub mean: f64,
     /// Sum of squared differences from the mean.
     pub squares: f64,
 }
 
 impl Moments {
-    /// Adds one number.
     pub fn push(&mut self, value: f64) {
         self.merge(&Self { count: 1, mean: value, squares: 0.0 });
     }
@@ -46,13 +44,13 @@ impl Moments {
         self.count = count;
     }
 
-    /// The mean, if there is a number.
+    /// Returns the mean, if there is a number.
     #[must_use]
     pub fn mean(&self) -> Option<f64> {
         (self.count > 0).then_some(self.mean)
     }
 
-    /// The sample deviation (n - 1), if there are two numbers.
+    /// Returns the sample deviation (n - 1), if there are two numbers.
     #[must_use]
     pub fn std(&self) -> Option<f64> {
         (self.count > 1).then(|| (self.squares / (self.count - 1) as f64).sqrt())
@@ -95,10 +93,10 @@ struct RewardSums {
     values: Moments,
 }
 
-/// Everything the metrics of one optimizer step are made from.
+/// Sums from which the metrics of one optimizer step are computed.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct MetricSums {
-    // From the loss.
+    // Sums of the loss.
     loss: Option<f64>,
     policy: f64,
     kl: Option<f64>,
@@ -118,10 +116,10 @@ pub struct MetricSums {
     corrected: Moments,
     corrected_min: Option<f64>,
     corrected_max: Option<f64>,
-    // From the rollout.
+    // Sums of the rollout.
     lengths: Lengths,
     terminated: Lengths,
-    // From the rewards.
+    // Sums of the rewards.
     rewards: Vec<RewardSums>,
     total: Moments,
     group_std: Moments,
@@ -148,7 +146,7 @@ impl MetricSums {
         self.kl_tokens += tokens as u64;
     }
 
-    /// The weights of a completion's tokens; one for the completion where they are the same by definition.
+    /// Adds the weights of a completion's tokens; a single one if they are equal by definition.
     pub(crate) fn add_corrected(&mut self, kind: CorrectionKind, weights: &[f64]) {
         let whole = matches!(kind, CorrectionKind::SequenceTruncate | CorrectionKind::SequenceMask);
         for &weight in &weights[..if whole { weights.len().min(1) } else { weights.len() }] {
@@ -163,7 +161,7 @@ impl MetricSums {
             return;
         }
         let (low, high) = (clipped.low as f64 / tokens as f64, clipped.high as f64 / tokens as f64);
-        // With sequence ratios a completion is one unit, as in TRL.
+        // With sequence ratios, a completion is one unit, as in TRL.
         let units = if level == RatioLevel::Sequence { 1 } else { tokens as u64 };
         self.clip_units += units;
         self.clip_low += low * units as f64;
@@ -175,10 +173,7 @@ impl MetricSums {
     /// Adds sampled completions.
     ///
     /// # Shapes
-    /// `lengths` (tokens) and `truncated` (ran into the length limit): one entry per completion.
-    ///
-    /// # Errors
-    /// The slices differ in length.
+    /// `lengths` (tokens) and `truncated` (reached the length limit): one entry per completion.
     pub fn add_completions(&mut self, lengths: &[usize], truncated: &[bool]) -> Result<(), Error> {
         same_length("truncated", truncated.len(), lengths.len())?;
         for (length, truncated) in lengths.iter().zip(truncated) {
@@ -190,14 +185,11 @@ impl MetricSums {
         Ok(())
     }
 
-    /// Adds the rewards of whole groups: the values of each function (unweighted), the totals, and the advantages made
-    /// from them.
+    /// Adds the rewards of complete groups: the values of each function (unweighted), the totals, and `zero_std` of
+    /// their advantages.
     ///
     /// # Shapes
     /// `functions`: name and `[rows]` values per reward function; `totals`: `[rows]`, prompt-major.
-    ///
-    /// # Errors
-    /// The slices differ in length, or rows are no whole groups.
     pub fn add_rewards(
         &mut self,
         functions: &[(&str, &[Option<f64>])],
@@ -272,13 +264,13 @@ impl MetricSums {
         self.zero_std_groups += other.zero_std_groups;
     }
 
-    /// Mean total reward over scorable completions.
+    /// Returns the mean total reward over scorable completions.
     #[must_use]
     pub fn reward(&self) -> Option<f64> {
         self.total.mean()
     }
 
-    /// The metrics, in a fixed order. Parts that nothing was added for (rewards, completions, loss) are left out.
+    /// Returns the metrics in a fixed order, without parts to which nothing was added (rewards, completions, loss).
     #[must_use]
     pub fn metrics(&self) -> Vec<Metric> {
         let mut out: Vec<Metric> = Vec::new();
@@ -300,7 +292,7 @@ impl MetricSums {
                 put("clip_ratio/low_min", self.clip_low_min);
                 put("clip_ratio/high_mean", mean(self.clip_high, self.clip_units));
                 put("clip_ratio/high_max", self.clip_high_max);
-                // A ratio cannot be below and above the range at once, so the parts add up.
+                // A ratio cannot be both below and above the range, so the parts add up.
                 let region = mean(self.clip_low + self.clip_high, self.clip_units);
                 put("clip_ratio/region_mean", region);
                 put("clip_ratio", region);
@@ -314,7 +306,7 @@ impl MetricSums {
         }
         if self.lengths.count > 0 {
             for (infix, lengths) in [("length", &self.lengths), ("terminated_length", &self.terminated)] {
-                // TRL reports 0 where nothing terminated.
+                // TRL reports 0 if nothing terminated.
                 let some = |value: Option<f64>| Some(value.unwrap_or(0.0));
                 put(&format!("completions/mean_{infix}"), some(mean(lengths.sum as f64, lengths.count)));
                 put(&format!("completions/min_{infix}"), some(lengths.min.map(|n| n as f64)));
@@ -347,7 +339,8 @@ impl MetricSums {
         out
     }
 
-    /// Mean of the reward function of that name, else of the first whose name starts with it (`format_graded`).
+    /// Returns the mean of the reward function of this name, else of the first whose name starts with it
+    /// (`format_graded`).
     fn reward_named(&self, name: &str) -> Option<f64> {
         let exact = self.rewards.iter().find(|r| r.name == name);
         exact.or_else(|| self.rewards.iter().find(|r| r.name.starts_with(name))).and_then(|r| r.values.mean())

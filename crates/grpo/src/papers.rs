@@ -1,4 +1,4 @@
-//! Papers to cite for a loss, for people who publish what they trained with it.
+//! The papers behind a loss, for citation in published models.
 
 use crate::loss::{Aggregation, LossPlan, RatioLevel, Surrogate};
 
@@ -9,11 +9,10 @@ pub struct Paper {
     pub method: &'static str,
     /// Number on arXiv.
     pub arxiv: &'static str,
-    /// Title of the paper.
     pub title: &'static str,
-    /// The first author, with the year of the first version the key of the entry.
+    /// First author; with the year of the first version, the key of the entry.
     pub author: &'static str,
-    /// That year.
+    /// Year of the first version.
     pub year: u16,
 }
 
@@ -61,7 +60,7 @@ const SAPO: Paper = Paper {
 };
 
 impl Paper {
-    /// The entry of a bibliography.
+    /// Formats a BibTeX entry.
     #[must_use]
     pub fn bibtex(&self) -> String {
         let Self { arxiv, title, author, year, .. } = self;
@@ -75,7 +74,7 @@ impl Paper {
 }
 
 impl LossPlan {
-    /// The papers whose methods this loss has, the first one GRPO's.
+    /// Returns the papers whose methods this loss uses, GRPO's first.
     #[must_use]
     pub fn papers(&self) -> Vec<Paper> {
         let higher = matches!(self.surrogate, Surrogate::Clip { low, high, .. } if high > low);
@@ -113,7 +112,7 @@ mod tests {
         assert_eq!(of("cispo"), ["GRPO", "CISPO"]);
         assert_eq!(of("gspo"), ["GRPO", "GSPO"]);
         assert_eq!(of("sapo"), ["GRPO", "SAPO"]);
-        // The number that a recipe's source names is that of one of its papers.
+        // The arXiv number in a recipe's source belongs to one of its papers.
         for recipe in RECIPES.iter().filter(|recipe| recipe.source.contains("arXiv")) {
             assert!(
                 recipe.loss.papers().iter().any(|paper| recipe.source.contains(paper.arxiv)),

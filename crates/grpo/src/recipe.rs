@@ -1,7 +1,7 @@
 //! The published combinations of surrogate, ratio level, aggregation and KL, by name.
 //!
-//! A recipe fixes what the name stands for; every value stays open to its own setting. `beta` is 0.04 unless the source
-//! of a recipe says otherwise.
+//! A recipe sets everything that its name implies; each value can be changed by its own setting. `beta` is 0.04 unless
+//! the source of a recipe states another value.
 
 use crate::advantage::AdvantageKind;
 use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
@@ -11,9 +11,9 @@ use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
 /// ```
 /// use omnigrpo_grpo::{Aggregation, recipe};
 ///
-/// let dapo = recipe("dapo").ok_or("no such recipe")?;
+/// let dapo = recipe("dapo").ok_or("unknown recipe")?;
 /// assert_eq!(dapo.loss.aggregation, Aggregation::TokenMeanGlobal);
-/// // Every value stays open.
+/// // Each value can be changed.
 /// let mut loss = dapo.loss;
 /// loss.beta = 0.0;
 /// assert!(!loss.needs_reference());
@@ -21,17 +21,16 @@ use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Recipe {
-    /// The value of `loss_type`.
+    /// Value of `loss_type`.
     pub name: &'static str,
     /// One line for help texts.
     pub summary: &'static str,
-    /// Paper or program that the row follows.
+    /// Paper or program that the recipe follows.
     pub source: &'static str,
-    /// How rewards become advantages.
+    /// Formula of the advantages.
     pub advantage: AdvantageKind,
     /// Multiplier of the advantage (`grpo_alpha`).
     pub alpha: f64,
-    /// The loss.
     pub loss: LossPlan,
 }
 
@@ -49,7 +48,7 @@ const GRPO: LossPlan = LossPlan {
     mask_truncated_completions: false,
 };
 
-/// Every recipe; the first is the default.
+/// All recipes; the first is the default.
 pub const RECIPES: &[Recipe] = &[
     Recipe {
         name: "grpo",
@@ -140,14 +139,14 @@ pub const RECIPES: &[Recipe] = &[
     },
 ];
 
-/// The recipe of that name.
+/// Returns the recipe of this name.
 ///
 /// ```
 /// use omnigrpo_grpo::{AdvantageKind, recipe};
 ///
 /// let dr_grpo = recipe("dr_grpo").unwrap();
 /// assert_eq!(dr_grpo.advantage, AdvantageKind::GroupCenter);
-/// assert!(recipe("no such recipe").is_none());
+/// assert!(recipe("unknown recipe").is_none());
 /// ```
 #[must_use]
 pub fn recipe(name: &str) -> Option<&'static Recipe> {

@@ -1,4 +1,4 @@
-//! Losses and gradients against torch float64 autograd (`data/loss_golden.py`).
+//! Losses and gradients compared with torch float64 autograd (`data/loss_golden.py`).
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use omnigrpo_grpo::{

@@ -1,4 +1,4 @@
-//! Finite differences and identities of the losses, on data of this file.
+//! Finite differences and identities of the losses, on data generated in this file.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use omnigrpo_grpo::{
@@ -25,7 +25,7 @@ struct Data {
 const MAX_LENGTH: usize = 9;
 
 impl Data {
-    /// Numbers without structure from a multiplicative congruential sequence.
+    /// Generates unstructured numbers from a multiplicative congruential sequence.
     fn new(lengths: &[usize], off_policy: bool, seed: u64) -> Self {
         let mut state = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let mut uniform = move || {
@@ -82,7 +82,7 @@ impl Data {
         evaluate(&self.batch(), plan, &self.normalizer(plan)).unwrap()
     }
 
-    /// Completions `from..to` as a part of the same step.
+    /// Returns completions `from..to` as a part of the same step.
     fn part(&self, from: usize, to: usize) -> Self {
         let start: usize = self.lengths[..from].iter().sum();
         let end = start + self.lengths[from..to].iter().sum::<usize>();
@@ -104,7 +104,7 @@ fn close(got: f64, expected: f64, tolerance: f64) -> bool {
     (got - expected).abs() <= tolerance * expected.abs().max(1.0)
 }
 
-/// Every recipe with every KL.
+/// Yields every recipe with every KL.
 fn plans() -> impl Iterator<Item = (String, LossPlan)> {
     RECIPES.iter().flat_map(|row| {
         [(Kl::Off, 0.0), (Kl::K3, 0.3), (Kl::K3Corrected, 0.3), (Kl::K1, 0.3)].map(|(kl, beta)| {
@@ -115,7 +115,7 @@ fn plans() -> impl Iterator<Item = (String, LossPlan)> {
     })
 }
 
-/// The value whose derivative `dlogp` is: factors the formula holds constant stay at their first value.
+/// Returns the value whose derivative is `dlogp`: factors that the formula treats as constants keep their first value.
 fn surrogate_value(data: &Data, moved: &Data, plan: &LossPlan, normalizer: &Normalizer) -> f64 {
     let Surrogate::Cispo { cap } = plan.surrogate else {
         return evaluate(&moved.batch(), plan, normalizer).unwrap().loss;
@@ -143,7 +143,7 @@ fn gradients_equal_central_differences_for_every_recipe_and_kl() {
     let data = Data::new(&[4, 1, 3, 0, 5, 2], true, 3);
     let step = 1e-6;
     for (name, plan) in plans() {
-        // The gate is no part of CISPO's own formula above.
+        // CISPO's formula above does not contain the gate.
         let data = match plan.surrogate {
             Surrogate::Cispo { .. } => data.clone(),
             _ => data.clone().gated(0.8),
@@ -179,8 +179,9 @@ fn gradients_equal_central_differences_for_every_recipe_and_kl() {
 }
 
 #[test]
-fn a_correction_weighs_what_the_sampler_saw_differently() {
-    // d = ln 2, ln 1/4 and 0 in one completion; 3/4 and 0 in another: token weights 2, 1/4, 1 and 3/4, 1; of completions 1/2, 3/4.
+fn a_correction_weights_differences_from_the_sampler() {
+    // The differences are d = ln 2, ln 1/4 and 0 in one completion, ln 3/4 and 0 in another: token weights 2, 1/4, 1
+    // and 3/4, 1; completion weights 1/2, 3/4.
     let d = [2.0_f64.ln(), 0.25_f64.ln(), 0.0, 0.75_f64.ln(), 0.0];
     let data = Data {
         lengths: vec![3, 2],
@@ -294,7 +295,7 @@ fn bnpo_is_a_mean_of_micro_batch_means() {
 
 #[test]
 fn aggregations_agree_on_equal_lengths() {
-    // With every completion at the maximal length all means are the same mean.
+    // With every completion at the maximum length, all means are equal.
     let data = Data::new(&[MAX_LENGTH; 4], true, 7);
     let grpo = recipe("grpo").unwrap().loss;
     let expected = data.evaluate(&grpo);
@@ -405,10 +406,10 @@ fn documented_sequence_loss_of_one_completion() {
     }
 }
 
-/// PPO's clipped term written out as a function of one token: value and gradient are those of the built-in one, whose
+/// PPO's clipped term, written as a function of one token, has the value and gradient of the built-in term, whose
 /// gradient is written by hand.
 #[test]
-fn a_term_of_ones_own_is_its_own_gradient() {
+fn a_custom_term_has_the_gradient_of_the_built_in_one() {
     let clipped = CustomTerm(|PolicyToken { ratio, advantage, .. }| {
         let (free, bounded) = (ratio * advantage, ratio.clamp(0.8, 1.3) * advantage);
         -free.min(bounded)
@@ -439,7 +440,7 @@ fn dual_numbers_follow_the_rules_of_derivatives() {
     let (r, l, h) = (1.3, -0.7, 1e-6);
     let found = term(r, l);
     let by = |up: Dual, down: Dual| (up.value - down.value) / (2.0 * h);
-    // The detached factor moves with the ratio in the difference: its share is ln r.
+    // The detached factor moves with the ratio in the difference: it contributes ln r.
     let by_ratio = by(term(r + h, l), term(r - h, l)) - r.ln();
     assert!(close(found.d_ratio, by_ratio, 1e-6), "{} {by_ratio}", found.d_ratio);
     let by_logp = by(term(r, l + h), term(r, l - h));
@@ -506,8 +507,8 @@ fn a_collapsed_token_gives_a_finite_loss_with_consistent_gradient() {
     assert!(close(out.dlogp[0], 1.0, 1e-14));
 }
 
-/// Torch's autograd of TRL's `(exp(x) - x - 1) c` has the derivative `-x c`, however far the policy is from its reference
-/// and from the policy that sampled.
+/// The derivative that torch's autograd gives for TRL's `(exp(x) - x - 1) c` is `-x c`, however far the policy is from
+/// its reference and from the sampling policy.
 #[test]
 fn the_corrected_kl_pulls_in_proportion_to_the_distance() {
     let plan = LossPlan { kl: Kl::K3Corrected, beta: 0.5, ..recipe("grpo").unwrap().loss };
@@ -623,7 +624,7 @@ fn the_entropy_gate_keeps_the_tokens_above_a_linear_quantile() {
     assert_eq!(kept(&entropies, 1e-6), Some(vec![2]));
     assert_eq!((kept(&entropies, 1.0), kept(&[], 0.5)), (None, Some(vec![])));
     assert!(top_entropy_tokens(&entropies, 0.0).is_err());
-    // Where the quantile is one of many equal entropies, the number stays and the earlier tokens are kept.
+    // If the quantile is one of many equal entropies, the number stays and the earlier tokens are kept.
     assert_eq!(kept(&[1.0, 5.0, 1.0, 1.0, 0.0], 0.5), Some(vec![0, 1, 2]));
     // Eight tokens reach the quantile of 0.7, although (1 - 0.7) 10 is a little more than 3.
     let rising: Vec<f64> = (0..11).map(f64::from).collect();
@@ -632,9 +633,9 @@ fn the_entropy_gate_keeps_the_tokens_above_a_linear_quantile() {
     }
 }
 
-/// Which tokens pass was decided before, so entropies of the pass itself change nothing but the bonus; it is divided by those.
+/// The gate was decided before, so entropies of the pass change only the bonus, which is divided by the kept tokens.
 #[test]
-fn the_entropy_gate_does_not_look_at_the_pass() {
+fn the_entropy_gate_ignores_entropies_of_the_pass() {
     let plan = LossPlan { entropy_coef: 0.5, ..recipe("grpo").unwrap().loss };
     let data = Data::new(&[4, 3], true, 5).gated(0.4);
     let tokens = data.kept.as_ref().unwrap().iter().filter(|kept| **kept).count();

@@ -1,15 +1,16 @@
 //! Folders of the user's cache, which nobody else may write to.
 //!
-//! The program trusts its cache: it runs compiled code, and does not read headers again. So a folder counts only
-//! where it is no link, belongs to the user of this process, and no other account can write to it.
+//! The program trusts its cache: it runs compiled code and does not read cached headers again. Therefore a folder is
+//! used only if it is not a link, belongs to the user of this process, and no other account can write to it.
 
 use std::io::{Error, Result};
 use std::path::Path;
 
-/// Makes a folder for the user alone, or makes sure that the one which is there is.
+/// Creates a private folder for the user, or checks that the existing one is private.
 ///
 /// # Errors
-/// A folder that cannot be made, a link, another user's folder. The caller then works without a cache, where it can.
+/// If the folder cannot be created, is a link, or belongs to another user. The caller then works without a cache, if it
+/// can.
 pub fn own_folder(path: &Path) -> Result<()> {
     let refused = |what: &str| {
         Error::other(format!("{} {what}; set XDG_CACHE_HOME to a folder of your own", path.display()))
@@ -68,7 +69,7 @@ mod tests {
         fs::write(place.path().join("file"), "").unwrap();
         assert!(own_folder(&place.path().join("file")).is_err());
         assert!(own_folder(&place.path().join("file/below")).is_err());
-        // Only root can give a folder away; anybody finds root's own.
+        // Only root can change a folder's owner; other users find folders that root owns.
         let foreign = match rustix::process::geteuid().is_root() {
             true => {
                 std::os::unix::fs::chown(&victim, Some(65_534), None).unwrap();

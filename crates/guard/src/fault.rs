@@ -1,27 +1,27 @@
-//! The owner of an error: a row, the machine or the run.
+//! Classifies errors by cause: a row, the machine or the run.
 
 use std::error::Error;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// The owner of an error.
+/// Cause of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The row's: it can never be used, and is skipped.
+    /// A row that can never be used and is skipped.
     Row,
-    /// The machine's: the same work can succeed later. No row is skipped for it.
+    /// The machine: the same work can succeed later. No row is skipped.
     Machine,
-    /// The run's: its settings or its state.
+    /// The run: its settings or its state.
     Run,
 }
 
-/// An error of the system that belongs to the machine whatever its kind: a program that is not there, a thread that cannot be
-/// started, a folder that is away. It stands as a source among the causes of other errors.
+/// An error of the system that counts as a failure of the machine whatever its kind: a missing program, a thread that
+/// cannot be started, an unavailable folder. Other errors contain it as a source.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct MachineFailure(pub io::Error);
 
-/// Pauses between the attempts at what a failing machine kept from succeeding: 6.3 s in all.
+/// Pauses between attempts after a failure of the machine: 6.3 s in total.
 pub const WAITS: [Duration; 6] = [
     Duration::from_millis(100),
     Duration::from_millis(200),
@@ -31,12 +31,13 @@ pub const WAITS: [Duration; 6] = [
     Duration::from_millis(3200),
 ];
 
-/// Whether an error of the system is the machine's by itself: no threads, memory, descriptors or room left, a disk or a network
-/// drive that fails. A file that is missing or that may not be read is not.
+/// Returns whether an error of the system is a failure of the machine: too few threads, descriptors, or too little
+/// memory or storage, or a failing disk or network drive. A file that is missing or unreadable is not.
 #[must_use]
 pub fn is_machine(error: &io::Error) -> bool {
     use io::ErrorKind as K;
-    // Kinds alone are also made by code that waits for strangers (`TimedOut`, `WouldBlock`), so those need the system's number.
+    // Code that waits for others also produces some kinds (`TimedOut`, `WouldBlock`), so those need the system's error
+    // number.
     let by_kind = matches!(error.kind(), K::OutOfMemory | K::StorageFull | K::StaleNetworkFileHandle);
     #[cfg(unix)]
     let by_number = matches!(
@@ -60,7 +61,7 @@ pub fn is_machine(error: &io::Error) -> bool {
     by_kind || by_number
 }
 
-/// [`Fault::Machine`] where the error or one of its causes is the machine's, else `otherwise`.
+/// Returns [`Fault::Machine`] if the error or one of its causes is a failure of the machine, else `otherwise`.
 #[must_use]
 pub fn fault(error: &(dyn Error + 'static), otherwise: Fault) -> Fault {
     let mut next = Some(error);
@@ -73,11 +74,11 @@ pub fn fault(error: &(dyn Error + 'static), otherwise: Fault) -> Fault {
     otherwise
 }
 
-/// Tries again after each of the `waits` as long as the result is the machine's failure. No attempt begins later than the sum of
-/// the waits after the first, so that attempts which take long are not repeated.
+/// Retries after each of the `waits` while the result is a failure of the machine. No attempt begins later than the sum
+/// of the waits after the first, so slow attempts are not repeated.
 ///
 /// # Errors
-/// The last attempt's, or the first that is not the machine's.
+/// The error of the last attempt, or the first that is not a failure of the machine.
 pub fn retried<T, E: Error + 'static>(
     waits: &[Duration],
     mut attempt: impl FnMut() -> Result<T, E>,
@@ -111,13 +112,13 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn errors_of_the_system_are_the_machines_by_number() {
+    fn errors_of_the_system_are_classified_by_number() {
         for number in [11, 12, 24, 23, 5, 28, 116, 110] {
             let error = Outer(io::Error::from_raw_os_error(number));
             let expected = if cfg!(target_os = "linux") { Fault::Machine } else { fault(&error, Fault::Row) };
             assert_eq!(fault(&error, Fault::Row), expected, "{number}");
         }
-        // No such file, no permission, a directory, a file that grew too large, a name that is too long.
+        // A missing file, no permission, a directory, a file that grew too large, a name that is too long.
         for number in [2, 13, 21, 27, 36] {
             assert_eq!(
                 fault(&Outer(io::Error::from_raw_os_error(number)), Fault::Row),
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_that_code_makes_when_a_stranger_is_slow_are_not_the_machines() {
+    fn timeouts_of_others_are_not_failures_of_the_machine() {
         for (kind, expected) in [
             (io::ErrorKind::TimedOut, Fault::Run),
             (io::ErrorKind::WouldBlock, Fault::Run),

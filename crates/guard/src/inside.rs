@@ -1,12 +1,13 @@
-//! Files of a directory that somebody else made: a checkpoint, an adapter, a run directory, a cache.
+//! Opens files in directories from others: a checkpoint, an adapter, a run directory, a cache.
 //!
-//! A link in such a directory may name any file of this machine. What is read from there may be copied, shown or sent, so a
-//! file counts only where its resolved path lies within the resolved directory. One layout is known in which links lead
-//! out: in a cache of `huggingface_hub`, `models--x/snapshots/REVISION/NAME` is a link to `models--x/blobs/HASH`. These
-//! links are followed into the `blobs` of the same entry and nowhere else.
+//! A link in such a directory may point to any file on this machine, and the program may copy, show or send what it
+//! reads. Therefore a file is accepted only if its resolved path is inside the resolved directory. One known layout has
+//! links that lead outside: in a cache of `huggingface_hub`, `models--x/snapshots/REVISION/NAME` is a link to
+//! `models--x/blobs/HASH`. Such links are followed into the `blobs` of the same entry and nowhere else.
 //!
-//! Refused: links to other places, and what is no regular file (a pipe has no end, a device may act when it is opened).
-//! Not seen: a hard link, which is the file itself. Only who may already write beside a file can make one.
+//! Refused: links to other places, and anything that is not a regular file (a pipe has no end, a device may act when it
+//! is opened). Not detected: a hard link, which is the file itself. Only users who may already write to the directory
+//! can create one.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
@@ -36,16 +37,16 @@ impl std::fmt::Display for LeadsOut {
 
 impl std::error::Error for LeadsOut {}
 
-/// Whether an error is that of a link which leads out of its directory.
+/// Returns whether an error was caused by a link that leads out of its directory.
 #[must_use]
 pub fn leads_out(error: &Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<LeadsOut>())
 }
 
-/// The real path of a file or folder of `dir`, by its path from there.
+/// Returns the real path of a file or folder in `dir`, given its relative path.
 ///
 /// # Errors
-/// No such file; a link that leads out.
+/// If it does not exist, or a link leads out of the directory.
 pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
     let link = dir.join(name);
     let (home, target) = (dir.canonicalize()?, link.canonicalize()?);
@@ -56,8 +57,8 @@ pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
     }
 }
 
-/// The `blobs` of the cache entry that a resolved directory is a snapshot of. They are not resolved again: a `blobs` that is
-/// itself a link leads out.
+/// Returns the `blobs` of the cache entry whose snapshot is the resolved directory. This path is not resolved again: a
+/// `blobs` that is itself a link leads out.
 fn blobs_of(home: &Path) -> Option<PathBuf> {
     let snapshots =
         home.ancestors().find(|above| above.file_name().is_some_and(|name| name == "snapshots"))?;
@@ -66,16 +67,16 @@ fn blobs_of(home: &Path) -> Option<PathBuf> {
     ["models--", "datasets--"].iter().any(|kind| name.starts_with(kind)).then(|| entry.join("blobs"))
 }
 
-/// Opens a file of `dir`, by its path from there.
+/// Opens a file in `dir`, given its relative path.
 ///
 /// # Errors
-/// As [`resolve`]; what is no regular file; a file that is replaced meanwhile.
+/// The errors of [`resolve`]. Also if it is not a regular file, or is replaced during the call.
 pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
     let real = resolve(dir, name)?;
     let expected = regular(std::fs::symlink_metadata(&real)?)?;
     let mut options = File::options();
     options.read(true);
-    // A pipe may have taken the file's place: opening it does not wait for its other end.
+    // A pipe may have replaced the file: with this flag, opening it does not wait for its other end.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(
         &mut options,
@@ -89,17 +90,17 @@ pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
     }
 }
 
-/// Opens a file of a run for writing, with the given options. The last name of `path` must not be a link: what is written
-/// would go to another place.
+/// Opens a file of a run for writing, with the given options. The last component of `path` must not be a link, which
+/// would redirect the output.
 ///
 /// # Errors
-/// A link, anything else that is not a regular file, or the error of opening.
+/// If the path is a link or anything else that is not a regular file, or cannot be opened.
 pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
     if std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) {
         let message = format!("{} is a link, which is not followed; remove it", path.display());
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
-    // NOFOLLOW: a link that appears after the check. NONBLOCK: a pipe without a reader.
+    // NOFOLLOW guards against a link that appears after the check, NONBLOCK against a pipe without a reader.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(
         options,
@@ -110,13 +111,13 @@ pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
     Ok(file)
 }
 
-/// [`open`], of the directory that a path's last name stands in.
+/// Opens a file like [`open`], in the directory of its path.
 pub fn open_path(path: &Path) -> Result<File> {
     let (dir, name) = split(path);
     open(dir, name)
 }
 
-/// [`resolve`], of the directory that a path's last name stands in; a regular file.
+/// Returns the real path like [`resolve`], in the directory of the path; fails unless it is a regular file.
 pub fn resolve_path(path: &Path) -> Result<PathBuf> {
     let (dir, name) = split(path);
     let real = resolve(dir, name)?;
@@ -124,7 +125,10 @@ pub fn resolve_path(path: &Path) -> Result<PathBuf> {
     Ok(real)
 }
 
-/// The bytes of a file of `dir`, by its path from there, if it has at most `limit_bytes`.
+/// Reads a file in `dir`, given its relative path, if it has at most `limit_bytes`.
+///
+/// # Errors
+/// The errors of [`open`]. Also if the file is longer.
 pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<u8>> {
     let file = open(dir, name)?;
     let (mut num_bytes, mut bytes) = (file.metadata()?.len(), Vec::new());
@@ -141,13 +145,13 @@ pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<
     }
 }
 
-/// [`read`], of the directory that a path's last name stands in.
+/// Reads a file like [`read`], in the directory of its path.
 pub fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
     let (dir, name) = split(path);
     read(dir, name, limit_bytes)
 }
 
-/// Whether two paths lead to one file, by whatever links. Two paths of which one leads nowhere do not.
+/// Returns whether two paths lead to the same file, through any links; false if either leads nowhere.
 #[must_use]
 pub fn is_same_file(a: &Path, b: &Path) -> bool {
     let (Ok(one), Ok(other)) = (std::fs::metadata(a), std::fs::metadata(b)) else { return false };
@@ -249,13 +253,13 @@ mod tests {
         for name in ["other", "twice"] {
             assert!(leads_out(&text(&snapshot, name).unwrap_err()), "{name}");
         }
-        // An entry whose blobs are somebody's home.
+        // An entry whose blobs are a user's home.
         let forged = root.join("hub/models--org--forged");
         fs::create_dir_all(forged.join("snapshots/1")).unwrap();
         symlink(&root, forged.join("blobs")).unwrap();
         symlink("../../blobs/secret", forged.join("snapshots/1/LICENSE")).unwrap();
         assert!(leads_out(&text(&forged.join("snapshots/1"), "LICENSE").unwrap_err()));
-        // Equal links outside of a cache.
+        // Such links outside a cache lead out.
         fs::create_dir_all(root.join("plain/snapshots/1")).unwrap();
         fs::create_dir_all(root.join("plain/blobs")).unwrap();
         fs::write(root.join("plain/blobs/abc"), "x").unwrap();

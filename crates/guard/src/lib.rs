@@ -1,11 +1,12 @@
-//! Protection from foreign code and files: panics become values, errors are joined with their causes, files stay inside their
-//! directory ([`inside`]), and caches belong to one user ([`cache`]).
+//! Protects this program from foreign code and files: panics as values, errors with their causes as one text, files in
+//! foreign directories ([`inside`]), and private caches ([`cache`]).
 //!
-//! Decoders, tokenizers and rewards receive input that they were not made for. If one panics, the caller reports an error of that
-//! input. The process's panic hook runs before that, in words for programmers; a hook that asks [`is_guarded`] can stay silent there.
+//! Decoders, tokenizers and rewards receive input that they were not made for. If one panics, the caller reports it as
+//! an error of that input. The process's panic hook would have reported it before, in words for programmers; a hook
+//! that checks [`is_guarded`] can stay silent in exactly these cases.
 //!
-//! An error belongs to a row, to the machine or to the run ([`Fault`]): a row that cannot be used costs that row, a failure of the
-//! machine is retried ([`retried`]) and then stops the run, which loses nothing.
+//! An error belongs to a row, to the machine or to the run ([`Fault`]). An unusable row costs only that row. A failure
+//! of the machine is retried ([`retried`]) and then stops the run, which loses nothing.
 
 mod fault;
 
@@ -22,12 +23,12 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Runs code and returns its panic as a value, for the caller to report.
+/// Runs code and returns its panic as a value, which the caller reports.
 ///
-/// Values that the code was changing when it panicked must not be used any more.
+/// Values that the code was changing when it panicked must not be used again.
 ///
 /// # Errors
-/// The payload of a panic.
+/// The payload of the panic.
 pub fn guarded<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     DEPTH.set(DEPTH.get() + 1);
     let result = catch_unwind(AssertUnwindSafe(run));
@@ -35,14 +36,14 @@ pub fn guarded<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     result
 }
 
-/// Whether this thread is within [`guarded`].
+/// Returns whether this thread is inside [`guarded`].
 #[must_use]
 pub fn is_guarded() -> bool {
     DEPTH.get() > 0
 }
 
-/// Returns the messages of an error and its causes, the outermost first. A cause that the message before it repeats, as some libraries
-/// do, is left out.
+/// Returns the messages of an error and its causes, the outermost first. Omits a cause whose text the previous message
+/// contains, as some libraries repeat it.
 pub fn messages(error: &dyn Error) -> Vec<String> {
     let mut said = vec![error.to_string()];
     let mut next = error.source();
@@ -56,7 +57,7 @@ pub fn messages(error: &dyn Error) -> Vec<String> {
     said
 }
 
-/// [`messages`] as one text, for a place that has room for one: a cell, a line, a message that is sent.
+/// Joins [`messages`] to one text, for places with room for one: a cell, a line, a sent message.
 pub fn told(error: &dyn Error) -> String {
     messages(error).join(": ")
 }
@@ -65,7 +66,7 @@ pub fn told(error: &dyn Error) -> String {
 mod tests {
     use super::*;
 
-    /// An error that repeats its cause, or not.
+    /// An error that may repeat its cause.
     #[derive(Debug)]
     struct Failed(&'static str, Option<Box<Failed>>);
 
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_told_with_its_causes_each_once() {
+    fn an_error_lists_each_cause_once() {
         let error = |outer, middle| {
             let inner = Failed("no such file", None);
             Failed(outer, Some(Box::new(Failed(middle, Some(Box::new(inner))))))
@@ -93,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mark_is_there_within_and_gone_after_a_panic() {
+    fn the_guard_mark_ends_with_a_panic() {
         assert!(!is_guarded());
         let payload = guarded(|| {
             assert!(is_guarded());

@@ -11,7 +11,7 @@ use crate::simd::{Simd, exp, load, select, sigmoid, store};
 pub enum Activation {
     /// `x · sigmoid(x)`.
     Silu,
-    /// `x · Φ(x)`, the exact GELU; Φ to 1e-7.
+    /// `x · Φ(x)`, the exact GELU; Φ has an error of at most 1e-7.
     GeluErf,
     /// GELU with `tanh(√(2/π) (x + 0.044715 x³))`.
     GeluTanh,
@@ -21,15 +21,15 @@ pub enum Activation {
     Tanh,
 }
 
-/// `2 √(2/π)`: `(1 + tanh u) / 2 = sigmoid(2u)`.
+/// Constant `2 √(2/π)`, used in `(1 + tanh u) / 2 = sigmoid(2u)`.
 const TANH_SCALE: f32 = 1.595_769_2;
 const TANH_CUBE: f32 = 0.044_715;
 const QUICK_SCALE: f32 = 1.702;
 
-/// Φ(x) and its density.
+/// Returns Φ(x) and its density.
 ///
-/// Φ(−|x|) = e^(−x²/2) · t · R(t) / 2 with `t = 1 / (1 + |x| / (2√2))`; R is a Chebyshev fit of degree 8 to `erfcx` on
-/// t ∈ [0.25, 1], relative error 4e-8.
+/// Φ(−|x|) = e^(−x²/2) · t · R(t) / 2 with `t = 1 / (1 + |x| / (2√2))`. R is a Chebyshev fit of degree 8 to `erfcx` on
+/// t ∈ [0.25, 1] with a relative error of 4e-8.
 #[inline(always)]
 fn normal<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     let [one, half, zero] = [1.0, 0.5, 0.0].map(|c| simd.splat_f32s(c));
@@ -54,7 +54,7 @@ fn normal<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     (phi, simd.mul_f32s(bell, simd.splat_f32s(0.398_942_3)))
 }
 
-/// `act(x)` and `act′(x)`; what is not used is not computed.
+/// Returns `act(x)` and `act′(x)`. The compiler removes the one that the caller ignores.
 #[inline(always)]
 fn value_and_slope<S: Simd>(simd: S, act: Activation, x: S::f32s) -> (S::f32s, S::f32s) {
     let one = simd.splat_f32s(1.0);
@@ -125,13 +125,13 @@ simd_fn! {
     }
 }
 
-/// Elementary operations of one activation, for the decision to use threads.
+/// Elementary operations per element of an activation, used to decide on threads.
 const COST: usize = 8;
 
-/// Elements that one thread computes before it looks for more.
+/// Elements that a thread computes before it takes the next piece.
 const PIECE: usize = 4096;
 
-/// `act(x)`, elementwise.
+/// Returns `act(x)`, elementwise.
 #[must_use]
 pub fn forward(x: &[f32], act: Activation) -> Vec<f32> {
     let n = x.len();
@@ -141,16 +141,16 @@ pub fn forward(x: &[f32], act: Activation) -> Vec<f32> {
             for start in range.map(|piece| piece * PIECE) {
                 let len = PIECE.min(n - start);
                 y.clear(start, len);
-                // SAFETY: the pieces are disjoint, and this one has just been cleared.
+                // SAFETY: the pieces are disjoint, and this piece was just zeroed.
                 forward_part(act, unsafe { y.part(start, len) }, &x[start..start + len]);
             }
         });
     };
-    // SAFETY: the pieces cover all of it.
+    // SAFETY: the pieces cover the buffer.
     unsafe { buffer::written(n, fill) }
 }
 
-/// Replaces `x`, the input of [`forward`], by its gradient `dy · act′(x)`, elementwise.
+/// Replaces `x`, the input of [`forward`], with its gradient `dy · act′(x)`, elementwise.
 pub fn backward(dy: &[f32], act: Activation, x: &mut [f32]) {
     let n = x.len();
     let _span = span(Op::Activation, || (n * COST, 12 * n));
@@ -163,7 +163,7 @@ pub fn backward(dy: &[f32], act: Activation, x: &mut [f32]) {
     });
 }
 
-/// `silu(gate) · up [rows, i]` of `gate_up [rows, 2i]` with the gate first.
+/// Returns `silu(gate) · up [rows, i]` for `gate_up [rows, 2i]`, with the gate in the first `i` columns.
 #[must_use]
 pub fn swiglu_forward(gate_up: Mat) -> Vec<f32> {
     let (rows, i) = (gate_up.rows, gate_up.cols / 2);
@@ -175,7 +175,7 @@ pub fn swiglu_forward(gate_up: Mat) -> Vec<f32> {
     })
 }
 
-/// Replaces `gate_up [rows, 2i]`, the input of [`swiglu_forward`], by its gradient.
+/// Replaces `gate_up [rows, 2i]`, the input of [`swiglu_forward`], with its gradient.
 pub fn swiglu_backward(dy: Mat, gate_up: MatMut) {
     let (rows, i) = dy.dims();
     let _span = span(Op::Activation, || (2 * rows * i * COST, 20 * rows * i));

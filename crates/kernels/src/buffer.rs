@@ -1,14 +1,14 @@
-//! Making, copying and adding whole buffers, which takes several threads to keep up with the kernels around it.
+//! Creates, copies and adds large buffers, on several threads.
 
 use std::mem::MaybeUninit;
 
 use crate::MatMut;
 use crate::parallel::{Shared, ranges};
 
-/// Elements of a cache line, so that threads do not share one.
+/// Elements of a cache line. Ranges are multiples of it so that threads do not share a line.
 const LINE: usize = 16;
 
-/// `len` elements, each written by `fill(first element, where)` for consecutive parts.
+/// Returns `len` elements. `fill(first element, destination)` writes each consecutive part.
 fn build(len: usize, fill: impl Fn(usize, &mut [MaybeUninit<f32>]) + Sync) -> Vec<f32> {
     let write = |buffer: Shared| {
         ranges(len, LINE, len, |range| {
@@ -21,7 +21,7 @@ fn build(len: usize, fill: impl Fn(usize, &mut [MaybeUninit<f32>]) + Sync) -> Ve
     unsafe { written(len, write) }
 }
 
-/// `len` zeros.
+/// Returns `len` zeros.
 #[must_use]
 pub fn zeros(len: usize) -> Vec<f32> {
     build(len, |_, part| {
@@ -29,30 +29,30 @@ pub fn zeros(len: usize) -> Vec<f32> {
     })
 }
 
-/// `len` elements that `write` writes.
+/// Returns `len` elements written by `write`.
 ///
 /// # Safety
-/// `write` writes every element, and reads none before.
+/// `write` writes every element, and reads none before writing it.
 pub(crate) unsafe fn written(len: usize, write: impl FnOnce(Shared)) -> Vec<f32> {
     let mut buffer: Vec<f32> = Vec::with_capacity(len);
-    // SAFETY: the capacity, which nothing else refers to.
+    // SAFETY: this is the vector's spare capacity, which nothing else refers to.
     write(unsafe { Shared::raw(buffer.as_mut_ptr(), len) });
     // SAFETY: by the contract.
     unsafe { buffer.set_len(len) };
     buffer
 }
 
-/// `[rows, cols]` that `write` writes.
+/// Returns `[rows, cols]` written by `write`.
 ///
 /// # Safety
-/// As for [`written`].
+/// The requirement of [`written`] holds.
 pub(crate) unsafe fn matrix(rows: usize, cols: usize, write: impl FnOnce(MatMut)) -> Vec<f32> {
     // SAFETY: by the contract.
     unsafe { written(rows * cols, |data| write(MatMut::over(data, rows, cols))) }
 }
 
-/// `[rows, width]`, where `write(row, where)` writes each row. A row is cleared just before, while it is in the cache, so that
-/// memory is written once; `work` as in [`ranges`].
+/// Returns `[rows, width]`. `write(row, destination)` writes each row, which is zeroed just before, so memory passes
+/// through the cache once. `work` is that of [`ranges`].
 pub(crate) fn of_rows(
     rows: usize,
     width: usize,
@@ -72,13 +72,13 @@ pub(crate) fn of_rows(
     unsafe { written(rows * width, fill) }
 }
 
-/// `[rows, width]` of rows from anywhere, each of `width` elements.
+/// Concatenates the rows returned by `row`, each of `width` elements, into `[rows, width]`.
 #[must_use]
 pub fn of_parts<'a>(rows: usize, width: usize, row: impl Fn(usize) -> &'a [f32] + Sync) -> Vec<f32> {
     of_rows(rows, width, rows * width, |at, to| to.copy_from_slice(row(at)))
 }
 
-/// Returns a copy of the numbers.
+/// Copies a buffer.
 #[must_use]
 pub fn copy(from: &[f32]) -> Vec<f32> {
     build(from.len(), |start, part| {
@@ -88,7 +88,7 @@ pub fn copy(from: &[f32]) -> Vec<f32> {
     })
 }
 
-/// `to += from`, element by element.
+/// Computes `to += from`, element by element.
 pub fn add(to: &mut [f32], from: &[f32]) {
     assert_eq!(to.len(), from.len(), "buffers of different length");
     let (len, to) = (to.len(), Shared::new(to));
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whole_buffers_are_made_copied_and_added() {
+    fn buffers_are_created_copied_and_added() {
         for len in [0, 1, 15, 17, 100_003] {
             let x: Vec<f32> = (0..len).map(|i| i as f32).collect();
             let mut y = copy(&x);

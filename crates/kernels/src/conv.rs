@@ -1,35 +1,33 @@
-//! Kernels of convolutional projectors beside matrix products: depthwise 3×3 convolution, gathering of patches, sparse
-//! mixing of rows (pooling, interpolation), and two gates.
+//! Operations of convolutional projectors other than matrix products: depthwise 3×3 convolution, gathering of patches,
+//! sparse mixing of rows (pooling, interpolation), and two gates.
 //!
-//! Pictures are channels-last: a row is one position with its `c` channels, positions of a picture are row-major,
-//! pictures follow each other. A dense convolution is [`unfold`] and a linear layer, and this layout is why every loop
-//! here runs along contiguous channels.
+//! Images are channels-last: a row is one position with its `c` channels, the positions of an image are row-major, and
+//! images follow each other. In this layout every loop runs along contiguous channels. A dense convolution is
+//! [`unfold`] followed by a linear layer.
 
 use crate::buffer;
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::simd::{load, sigmoid, store};
 
-/// Elementary operations per element of a gate, for the decision to use threads.
+/// Elementary operations per element of a gate, used to decide on threads.
 const GATE_COST: usize = 8;
 
-/// An entry of a patch that lies outside of the picture and reads as zero; see [`unfold`].
+/// Source of a patch entry outside the image, which reads as zero; see [`unfold`].
 pub const OUTSIDE: u32 = u32::MAX;
 
-/// Rows as weighted sums of other rows: row `r` is `Σ weights[i] · x[rows[i]]` over `i` in
-/// `offsets[r]..offsets[r + 1]`.
+/// Rows as weighted sums of other rows: row `r` is `Σ weights[i] · x[rows[i]]` over `i` in `offsets[r]..offsets[r +
+/// 1]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowMix {
-    /// One more than there are output rows.
+    /// Offsets into `rows` and `weights`, one more than output rows.
     pub offsets: Vec<usize>,
-    /// Input rows.
     pub rows: Vec<u32>,
-    /// Weight of each source row.
     pub weights: Vec<f32>,
 }
 
 impl RowMix {
-    /// The mean of each list of rows.
+    /// Returns the mix that averages each list of rows.
     #[must_use]
     pub fn means(groups: impl IntoIterator<Item = Vec<u32>>) -> Self {
         let mut mix = Self { offsets: vec![0], rows: Vec::new(), weights: Vec::new() };
@@ -41,25 +39,24 @@ impl RowMix {
         mix
     }
 
-    /// The rows themselves, in this order.
+    /// Returns the mix that copies `rows` in this order.
     #[must_use]
     pub fn select(rows: Vec<u32>) -> Self {
         Self { offsets: (0..=rows.len()).collect(), weights: vec![1.0; rows.len()], rows }
     }
 
-    /// Output rows.
+    /// Returns the number of output rows.
     #[must_use]
     pub fn len(&self) -> usize {
         self.offsets.len().saturating_sub(1)
     }
 
-    /// Whether there is no output row.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// One more than the largest input row that is read.
+    /// Returns one more than the largest input row.
     #[must_use]
     pub fn reads(&self) -> usize {
         self.rows.iter().max().map_or(0, |&row| row as usize + 1)
@@ -87,7 +84,7 @@ simd_fn! {
     }
 }
 
-/// `[mix.len(), c]` from `x [_, c]`.
+/// Returns `[mix.len(), c]`, the mixed rows of `x [_, c]`.
 #[must_use]
 pub fn mix_forward(x: Mat, mix: &RowMix) -> Vec<f32> {
     buffer::of_rows(mix.len(), x.cols, mix.rows.len() * x.cols, |r, y| {
@@ -97,10 +94,10 @@ pub fn mix_forward(x: Mat, mix: &RowMix) -> Vec<f32> {
     })
 }
 
-/// Gradient of [`mix_forward`], added to `dx [_, c]`.
+/// Adds the gradient of [`mix_forward`] to `dx [_, c]`.
 pub fn mix_backward(dy: Mat, mix: &RowMix, dx: MatMut) {
     check("mix, backward", dy.rows == mix.len() && dx.cols == dy.cols);
-    // Threads own columns, so that a row that is read twice is always summed in order.
+    // Each thread owns columns, so that a repeated row is always summed in the same order.
     ranges(dy.cols, 64, mix.rows.len() * dy.cols, |cols| {
         for r in 0..mix.len() {
             for i in mix.offsets[r]..mix.offsets[r + 1] {
@@ -112,8 +109,8 @@ pub fn mix_backward(dy: Mat, mix: &RowMix, dx: MatMut) {
     });
 }
 
-/// Calls `f(tap, position of the output, position of the input)` for what a 3×3 window with one row of padding touches
-/// in output rows `lines` (of all pictures) of pictures `h × w`.
+/// Calls `f(tap, output position, input position)` for every tap inside the image of a 3×3 window with padding 1.
+/// `lines` selects output rows, counted over all images of `h × w`.
 #[inline]
 fn windows(lines: std::ops::Range<usize>, [h, w]: [usize; 2], mut f: impl FnMut(usize, usize, usize)) {
     for line in lines {
@@ -129,9 +126,9 @@ fn windows(lines: std::ops::Range<usize>, [h, w]: [usize; 2], mut f: impl FnMut(
     }
 }
 
-/// Depthwise 3×3 convolution with stride 1 and zero padding of 1 of pictures of `[h, w]` positions: `x` and the result
-/// `[n · h · w, c]`, `weight [c, 9]` as published (`[c, 1, 3, 3]`). With `transposed`, the gradient towards the input from that
-/// of the output.
+/// Computes a depthwise 3×3 convolution with stride 1 and zero padding 1. Images have `[h, w]` positions, `x` and the
+/// result are `[n · h · w, c]`, and `weight [c, 9]` has the published layout (`[c, 1, 3, 3]`). With `transposed`, maps
+/// the gradient of the output to that of the input.
 #[must_use]
 pub fn depthwise3(x: Mat, weight: &[f32], [h, w]: [usize; 2], transposed: bool) -> Vec<f32> {
     let (rows, c) = x.dims();
@@ -147,17 +144,17 @@ pub fn depthwise3(x: Mat, weight: &[f32], [h, w]: [usize; 2], transposed: bool) 
         ranges(rows / w.max(1), 1, rows * c * 9, |lines| {
             y.clear(lines.start * w * c, lines.len() * w * c);
             windows(lines, [h, w], |tap, to, from| {
-                // SAFETY: a position of one of this range's lines, which are disjoint and have been cleared.
+                // SAFETY: the position is in this range's lines, which are disjoint from others and zeroed.
                 let y = unsafe { y.part(to * c, c) };
                 add_product(y, x.row(from), &taps[tap * c..(tap + 1) * c]);
             });
         });
     };
-    // SAFETY: the lines cover all of it.
+    // SAFETY: the lines cover the buffer.
     unsafe { buffer::written(rows * c, fill) }
 }
 
-/// Gradient of [`depthwise3`] towards the weight, added to `dweight [c, 9]`.
+/// Adds the gradient of [`depthwise3`] for the weight to `dweight [c, 9]`.
 pub fn depthwise3_weight(dy: Mat, x: Mat, [h, w]: [usize; 2], dweight: &mut [f32]) {
     let (rows, c) = x.dims();
     let fits = rows.is_multiple_of(h * w) && dy.dims() == x.dims() && dweight.len() == 9 * c;
@@ -178,9 +175,9 @@ pub fn depthwise3_weight(dy: Mat, x: Mat, [h, w]: [usize; 2], dweight: &mut [f32
     }
 }
 
-/// Patches as rows: `y[r, ch · taps + k] = x[sources[r · taps + k], ch]`, or 0 where the source is [`OUTSIDE`]. With a
-/// weight `[out, c, taps…]` read as `[out, c · taps]`, a linear layer on them is a convolution. The result is
-/// `[sources.len() / taps, c · taps]`.
+/// Gathers patches into rows: `y[r, ch · taps + k] = x[sources[r · taps + k], ch]`, or 0 where the source is
+/// [`OUTSIDE`]. A linear layer on the result is a convolution if its weight is `[out, c, taps…]`, read as `[out, c ·
+/// taps]`. Returns `[sources.len() / taps, c · taps]`.
 #[must_use]
 pub fn unfold(x: Mat, sources: &[u32], taps: usize) -> Vec<f32> {
     check("unfold", sources.len().is_multiple_of(taps));
@@ -195,7 +192,7 @@ pub fn unfold(x: Mat, sources: &[u32], taps: usize) -> Vec<f32> {
     })
 }
 
-/// Gradient of [`unfold`], added to `dx [_, c]`.
+/// Adds the gradient of [`unfold`] to `dx [_, c]`.
 pub fn fold(dy: Mat, sources: &[u32], taps: usize, dx: MatMut) {
     check("fold", dy.rows * taps == sources.len() && dy.cols == taps * dx.cols);
     ranges(dx.cols, 16, sources.len() * dx.cols, |cols| {
@@ -230,14 +227,14 @@ simd_fn! {
     }
 }
 
-/// Rows of `x` for each row of `gate`.
+/// Returns the number of rows of `x` per row of `gate`.
 fn rows_per_gate(x: Mat, gate: Mat) -> usize {
     let s = x.rows / gate.rows.max(1);
     check("gate", x.dims() == (gate.rows * s, gate.cols));
     s
 }
 
-/// `x · sigmoid(gate)`: each row of `gate [n, c]` for `s` consecutive rows of `x [n · s, c]`.
+/// Returns `x · sigmoid(gate)`. Each row of `gate [n, c]` applies to `s` consecutive rows of `x [n · s, c]`.
 #[must_use]
 pub fn gate_forward(x: Mat, gate: Mat) -> Vec<f32> {
     let s = rows_per_gate(x, gate);
@@ -246,7 +243,7 @@ pub fn gate_forward(x: Mat, gate: Mat) -> Vec<f32> {
     })
 }
 
-/// Gradients of [`gate_forward`]: those of `x` and of `gate`.
+/// Returns the gradients of [`gate_forward`] for `x` and `gate`.
 #[must_use]
 pub fn gate_backward(dy: Mat, x: Mat, gate: Mat) -> (Vec<f32>, Vec<f32>) {
     check("gate, backward", dy.dims() == x.dims());
@@ -260,7 +257,7 @@ pub fn gate_backward(dy: Mat, x: Mat, gate: Mat) -> (Vec<f32>, Vec<f32>) {
     (gate_forward(dy, gate), dgate)
 }
 
-/// Probabilities of a few logits.
+/// Returns the softmax of a few logits.
 fn softmax(logits: &[f32]) -> Vec<f32> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let exp: Vec<f32> = logits.iter().map(|l| (l - max).exp()).collect();
@@ -268,7 +265,7 @@ fn softmax(logits: &[f32]) -> Vec<f32> {
     exp.iter().map(|e| e / sum).collect()
 }
 
-/// `Σ softmax(logits)ᵢ · x[i]`, `[len]` of `x [logits.len(), len]`.
+/// Returns `Σ softmax(logits)ᵢ · x[i]`, `[len]`, for `x [logits.len(), len]`.
 #[must_use]
 pub fn blend_forward(x: Mat, logits: &[f32]) -> Vec<f32> {
     check("blend", x.rows == logits.len());
@@ -276,18 +273,18 @@ pub fn blend_forward(x: Mat, logits: &[f32]) -> Vec<f32> {
     let fill = |y: Shared| {
         ranges(x.cols, 64, x.rows * x.cols, |range| {
             y.clear(range.start, range.len());
-            // SAFETY: the ranges are disjoint, and this one has just been cleared.
+            // SAFETY: the ranges are disjoint, and this range was just zeroed.
             let y = unsafe { y.part(range.start, range.len()) };
             for (i, &share) in shares.iter().enumerate() {
                 add_scaled(y, &x.row(i)[range.clone()], share);
             }
         });
     };
-    // SAFETY: the ranges cover all of it.
+    // SAFETY: the ranges cover the buffer.
     unsafe { buffer::written(x.cols, fill) }
 }
 
-/// Gradients of [`blend_forward`]: those of `x` and of the logits.
+/// Returns the gradients of [`blend_forward`] for `x` and the logits.
 #[must_use]
 pub fn blend_backward(dy: &[f32], x: Mat, logits: &[f32]) -> (Vec<f32>, Vec<f32>) {
     check("blend, backward", x.dims() == (logits.len(), dy.len()));

@@ -1,7 +1,7 @@
-//! Dropout whose mask is a function of keys: of a call, of a row and of a column, and of nothing else.
+//! Dropout whose mask depends only on three keys: call, row and column.
 //!
-//! Two columns share a number of 64 bits, the finaliser of SplitMix64 over a counter (Steele, Lea, Flood, 2014, "Fast splittable
-//! pseudorandom number generators"): a bijection whose outputs pass as random.
+//! Two columns share one 64-bit number, the finaliser of SplitMix64 applied to a counter (Steele, Lea, Flood, 2014,
+//! "Fast splittable pseudorandom number generators"): a bijection whose outputs pass tests of randomness.
 
 use std::sync::Arc;
 
@@ -9,25 +9,25 @@ use crate::buffer;
 use crate::mat::{Mat, check};
 use crate::profile::{Op, span};
 
-/// Which elements of an array one call drops.
+/// Describes which elements of an array one call drops.
 #[derive(Clone, Debug)]
 pub struct Mask {
     /// Key of the call.
     pub key: u64,
-    /// Keys of rows, if they are not their indices.
+    /// Keys of rows; `None` means their indices.
     pub rows: Option<Arc<[u64]>>,
-    /// Share of elements that are dropped, `0..1`.
+    /// Fraction of elements that are dropped, `0..1`.
     pub rate: f32,
 }
 
 impl Mask {
-    /// Returns the factor of numbers that are kept.
+    /// Returns the factor `1 / (1 − rate)` of the elements that are kept.
     #[must_use]
     pub fn keep(&self) -> f32 {
         1.0 / (1.0 - self.rate)
     }
 
-    /// The bound below which a number of 32 bits drops its element.
+    /// Returns the bound below which a 32-bit number drops its element.
     #[must_use]
     pub fn threshold(&self) -> u32 {
         // Below 2³², as the rate is below 1.
@@ -43,7 +43,7 @@ impl Mask {
         self.rows.as_ref().is_none_or(|keys| keys.len() == rows)
     }
 
-    /// The factor of each element of `[rows, cols]`: 0 or `1 / (1 − rate)`.
+    /// Returns the factor of each element of `[rows, cols]`: 0 or `1 / (1 − rate)`.
     #[must_use]
     pub fn factors(&self, rows: usize, cols: usize) -> Vec<f32> {
         check("dropout", self.fits(rows));
@@ -52,7 +52,7 @@ impl Mask {
     }
 }
 
-/// Each element of `x [rows, cols]` times its factor; what is dropped is 0 whatever it was.
+/// Multiplies each element of `x [rows, cols]` by its factor. A dropped element becomes 0 even if it was not finite.
 #[must_use]
 pub fn forward(x: Mat, mask: &Mask) -> Vec<f32> {
     let (rows, cols) = x.dims();
@@ -101,7 +101,7 @@ fn drop_block(y: &mut [f32; BLOCK], x: &[f32; BLOCK], at: usize, row: Row) {
     }
 }
 
-/// The finaliser of SplitMix64.
+/// Applies the finaliser of SplitMix64.
 #[inline(always)]
 #[must_use]
 pub fn mix(x: u64) -> u64 {
@@ -121,14 +121,14 @@ mod tests {
         let (rows, k) = (200, 101);
         let x = mask.factors(rows, k);
         let dropped = x.iter().filter(|x| **x == 0.0).count() as f64 / x.len() as f64;
-        // Four standard deviations of a share of 20,200 draws.
+        // Four standard deviations of the fraction dropped in 20,200 draws.
         assert!((dropped - 0.3).abs() < 4.0 * (0.3f64 * 0.7 / 20_200.0).sqrt(), "{dropped}");
         assert!(x.iter().all(|&x| x == 0.0 || x == 1.0 / 0.7));
         // Neither rows nor columns repeat.
         assert!(x.chunks_exact(k).skip(1).all(|row| row != &x[..k]));
         let columns = |j: usize| (0..rows).map(|i| x[i * k + j]).collect::<Vec<_>>();
         assert!((1..k).all(|j| columns(j) != columns(0)));
-        // By the definition, one element after the other.
+        // The definition, element by element.
         for (at, &x) in x.iter().enumerate() {
             let (i, j) = ((at / k) as u64, (at % k) as u64);
             let both = mix(mix(7 ^ i).wrapping_add((j / 2).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_its_mask_wherever_it_stands() {
+    fn the_mask_of_a_row_does_not_depend_on_its_position() {
         let of = |keys: &[u64]| Mask { key: 3, rows: Some(keys.into()), rate: 0.5 }.factors(keys.len(), 64);
         let (all, some) = (of(&[5, 9, 11]), of(&[11, 5]));
         assert_eq!((&some[..64], &some[64..]), (&all[128..], &all[..64]));

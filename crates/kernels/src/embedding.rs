@@ -1,4 +1,4 @@
-//! Embedding rows and their gradient. Ids are rows of a table `[vocab, h]`, all below `vocab`.
+//! Gathers embedding rows and scatters their gradients. Ids are row indices of a table `[vocab, h]`, all below `vocab`.
 
 use half::bf16;
 
@@ -7,7 +7,7 @@ use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
 use crate::{Stored, Weight, buffer};
 
-/// The rows `ids` of `table`, `[ids, h]`.
+/// Returns the rows `ids` of `table`, as `[ids, h]`.
 #[must_use]
 pub fn gather(table: Weight, ids: &[u32]) -> Vec<f32> {
     let (rows, h) = (ids.len(), table.dims().1);
@@ -30,13 +30,14 @@ simd_fn! {
     }
 }
 
-/// Gradient of [`gather`]: `dtable +=` rows of `dy [ids, h]`, in the order of the ids.
+/// Adds the gradient of [`gather`] to `dtable`: row `i` of `dy [ids, h]` is added to row `ids[i]`, in the order of the
+/// ids.
 pub fn scatter_add(dy: Mat, ids: &[u32], dtable: &mut [f32]) {
     let (rows, h) = dy.dims();
     let _span = span(Op::Embedding, || (rows * h, 12 * rows * h));
     check("scatter_add", rows == ids.len());
     let dtable = Shared::new(dtable);
-    // Threads own columns, so that a row that occurs twice is always summed in order.
+    // Each thread owns columns, so that a repeated row is always summed in the same order.
     ranges(h, 16, rows * h, |cols| {
         for (i, &id) in ids.iter().enumerate() {
             // SAFETY: the column ranges are disjoint.
@@ -48,7 +49,7 @@ pub fn scatter_add(dy: Mat, ids: &[u32], dtable: &mut [f32]) {
     });
 }
 
-/// `y [rows, h] +=` rows of `table` at `ids`; a row without id stays as it is.
+/// Adds rows of `table` at `ids` to `y [rows, h]`; a row without an id is unchanged.
 pub fn add_rows(table: Weight, ids: &[Option<u32>], y: MatMut) {
     check("add_rows", y.dims() == (ids.len(), table.dims().1));
     for (i, id) in ids.iter().enumerate() {
@@ -70,7 +71,7 @@ fn add_row(y: &mut [f32], row: Weight, weight: f32) {
     }
 }
 
-/// Gradient of [`add_rows`] for the table: `dtable +=` rows of `dy [rows, h]` at `ids`, in their order.
+/// Adds the gradient of [`add_rows`] to `dtable`: the rows of `dy [rows, h]` at `ids`, in their order.
 pub fn add_rows_backward(dy: Mat, ids: &[Option<u32>], dtable: &mut [f32]) {
     check("add_rows, backward", dy.rows == ids.len());
     for (i, id) in ids.iter().enumerate() {
@@ -80,7 +81,7 @@ pub fn add_rows_backward(dy: Mat, ids: &[Option<u32>], dtable: &mut [f32]) {
     }
 }
 
-/// `y [rows, h] +=` weighted sums of rows of `table`: row `r` receives `taps[r]`.
+/// Adds weighted sums of rows of `table` to `y [rows, h]`: row `r` receives `taps[r]`, pairs of table row and weight.
 pub fn add_mixed(table: Weight, taps: &[Vec<(u32, f32)>], y: MatMut) {
     check("add_mixed", y.dims() == (taps.len(), table.dims().1));
     for (i, taps) in taps.iter().enumerate() {
@@ -92,7 +93,7 @@ pub fn add_mixed(table: Weight, taps: &[Vec<(u32, f32)>], y: MatMut) {
     }
 }
 
-/// Gradient of [`add_mixed`] for the table, added in the order of the rows and their taps.
+/// Adds the gradient of [`add_mixed`] to `dtable`, in the order of rows and taps.
 pub fn add_mixed_backward(dy: Mat, taps: &[Vec<(u32, f32)>], dtable: &mut [f32]) {
     check("add_mixed, backward", dy.rows == taps.len());
     for (i, taps) in taps.iter().enumerate() {

@@ -1,11 +1,11 @@
-//! Feed-forward layers of which each row uses a few: products grouped by expert, and the weights of an expert's answers.
+//! Mixture-of-experts layers: products grouped by expert, and the weighting of expert outputs.
 //!
-//! A row and one of its experts are a *place*; places stand by expert, and by row within one. So an expert's places are
-//! consecutive rows, and its product is one of [`crate::linear`] over them. Weights are `[experts, k, n]`, the layout in
-//! which mixtures of experts are published: rows of inputs, `y = x W`. For [`crate::linear`] that is a layer with outputs and
-//! inputs exchanged: its gradient of the input is this product, and its product is this gradient.
+//! A *place* is a pair of a row and one of its experts. Places are sorted by expert, then by row, so an expert's places
+//! are consecutive rows and its product is a [`crate::linear`] call over them. Weights are `[experts, k, n]`, the
+//! published layout: `y = x W` for row vectors. [`crate::linear`] sees such a matrix as a layer with inputs and outputs
+//! exchanged: its input gradient is this product, and its product is this input gradient.
 //!
-//! Bits of a place depend on its row, its expert and the inner size alone.
+//! The bits of a place depend only on its row, its expert and the inner size.
 
 use std::ops::Range;
 
@@ -15,18 +15,19 @@ use crate::parallel::tasks;
 use crate::profile::{self, Op, span};
 use crate::{Weight, buffer};
 
-/// Which places an array of rows has: those of expert `e` are `offsets[e]..offsets[e + 1]`.
+/// Offsets of the places of each expert: those of expert `e` are `offsets[e]..offsets[e + 1]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Groups<'a>(pub &'a [usize]);
 
-/// Experts of a thread from which on each expert is one thread's; with fewer, threads share every expert's product.
+/// Number of experts per thread from which each expert is computed by one thread. With fewer, all threads share every
+/// expert's product.
 const ROUNDS: usize = 4;
 
 impl Groups<'_> {
-    /// Calls `f` with expert and places of every expert that has some; `work` is that of a place.
+    /// Calls `f(expert, places)` for every expert that has places. `work` is the work of one place.
     ///
-    /// A product inside runs on the thread that calls `f` where experts are many: small products do not wait for each
-    /// other then. Large ones go first, so that threads end together.
+    /// With many experts, a product inside `f` runs on the thread that calls `f`, so small products do not wait for
+    /// each other. Large products start first, so that threads finish together.
     fn each(&self, work: usize, f: impl Fn(usize, Range<usize>) + Sync) {
         let places = self.0.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
         let mut all: Vec<(usize, Range<usize>)> = places.filter(|(_, places)| !places.is_empty()).collect();
@@ -41,7 +42,7 @@ impl Groups<'_> {
         });
     }
 
-    /// Operations and bytes of a product of all places, for profiles.
+    /// Returns operations and bytes of a product of all places, for profiles.
     fn product(&self, places: usize, k: usize, w: Weight) -> (usize, usize) {
         let used = self.0.windows(2).filter(|ends| ends[0] < ends[1]).count();
         let (rows, n) = w.dims();
@@ -58,12 +59,11 @@ impl Groups<'_> {
     }
 }
 
-/// The experts of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Choices<'a> {
-    /// The places of each row, `[rows, experts of a row]`, ascending within a row.
+    /// Places of each row, `[rows, experts per row]`, ascending within a row.
     pub places: &'a [u32],
-    /// The expert of each place.
+    /// Expert of each place.
     pub experts: &'a [u32],
 }
 
@@ -77,7 +77,7 @@ impl Choices<'_> {
             && self.experts.iter().all(|&expert| (expert as usize) < experts)
     }
 
-    /// The weight of each place: softmax over the logits of its row's experts.
+    /// Returns the weight of each place: softmax over the logits of its row's experts.
     fn weights(&self, logits: Mat) -> Vec<f32> {
         let mut weights = vec![0.0; self.places.len()];
         let each = self.places.len() / logits.rows.max(1);
@@ -91,13 +91,14 @@ impl Choices<'_> {
     }
 }
 
-/// `y = x W` of each place `[places, k]` with its expert's matrix of `w [experts · k, n]`: `[places, n]`.
+/// Computes `y = x W` for places `x [places, k]`, each with its expert's matrix of `w [experts · k, n]`. Returns
+/// `[places, n]`.
 #[must_use]
 pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let ((places, k), n) = (x.dims(), w.dims().1);
     check("experts", groups.cover(places, w.dims().0, k));
     let _span = span(Op::Linear, || groups.product(places, k, w));
-    // SAFETY: every place is some expert's, whose product replaces it.
+    // SAFETY: every place belongs to an expert, whose product overwrites it.
     unsafe {
         buffer::matrix(places, n, |y| {
             groups.each(k * n, |expert, rows| {
@@ -108,13 +109,13 @@ pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     }
 }
 
-/// Gradient of [`forward`] for `x`: `dy Wᵀ`, `[places, k]`.
+/// Returns the gradient of [`forward`] for `x`: `dy Wᵀ`, `[places, k]`.
 #[must_use]
 pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let (places, k) = (dy.rows, w.dims().0 / groups.0.len().saturating_sub(1).max(1));
     check("experts, gradient of the input", groups.cover(places, w.dims().0, k) && dy.cols == w.dims().1);
     let _span = span(Op::LinearInput, || groups.product(places, k, w));
-    // SAFETY: every place is some expert's, whose product replaces it.
+    // SAFETY: every place belongs to an expert, whose product overwrites it.
     unsafe {
         buffer::matrix(places, k, |dx| {
             groups.each(k * dy.cols, |expert, rows| {
@@ -125,21 +126,22 @@ pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     }
 }
 
-/// Gradient of [`forward`] for `w`: `xᵀ dy` of each expert's places, added to `dw [experts · k, n]`. `bf16` says how the weight
-/// is stored.
+/// Adds the gradient of [`forward`] for `w` to `dw [experts · k, n]`: `xᵀ dy` over each expert's places. `bf16` states
+/// that the weight is stored as bf16.
 pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) {
     let ((places, k), n) = (x.dims(), dy.cols);
     check("experts, gradient of the weight", groups.cover(places, dw.rows, k) && dw.dims().1 == n);
     let _span = span(Op::LinearWeight, || (2 * places * k * n, 4 * (2 * dw.rows * n + places * (n + k))));
     groups.each(k * n, |expert, rows| {
-        // SAFETY: an expert is one task's.
+        // SAFETY: one task owns each expert.
         let dw = unsafe { dw.at_rows(expert * k..(expert + 1) * k) };
         let gradient = Gradient { dw, col: 0, bf16 };
         linear::backward_weight(x.row_range(rows.clone()), dy.row_range(rows), &mut [gradient]);
     });
 }
 
-/// Each place of `x [places, i]` times its weight: softmax over the logits of its row's experts, of `logits [rows, experts]`.
+/// Multiplies each place of `x [places, i]` by its weight: softmax over the logits of its row's experts, from `logits
+/// [rows, experts]`.
 #[must_use]
 pub fn weigh_forward(x: Mat, logits: Mat, choices: Choices) -> Vec<f32> {
     check("experts, weights", choices.fit(x.rows, logits.rows, logits.cols));
@@ -153,7 +155,7 @@ fn scaled(x: Mat, weights: &[f32]) -> Vec<f32> {
     })
 }
 
-/// Gradients of [`weigh_forward`]: `(dx [places, i], dlogits [rows, experts])`.
+/// Returns the gradients of [`weigh_forward`]: `(dx [places, i], dlogits [rows, experts])`.
 #[must_use]
 pub fn weigh_backward(dy: Mat, x: Mat, logits: Mat, choices: Choices) -> (Vec<f32>, Vec<f32>) {
     let fits = choices.fit(x.rows, logits.rows, logits.cols) && dy.dims() == x.dims();
@@ -173,7 +175,7 @@ pub fn weigh_backward(dy: Mat, x: Mat, logits: Mat, choices: Choices) -> (Vec<f3
     (scaled(dy, &weights), dlogits)
 }
 
-/// `Σ a · b` in an order that the length alone fixes.
+/// Returns `Σ a · b`, summed in an order that depends on the length alone.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 16];
     let (a, a_rest) = a.as_chunks::<16>();

@@ -1,13 +1,13 @@
-//! The blocked matrix product for many rows: what linear layers, their gradients and the head run on without matrix tiles.
+//! The blocked matrix product for many rows without matrix tiles; linear layers, their gradients and the head use it.
 //!
-//! A task owns a strip of output columns. For one block of the inner dimension after the other it packs its part of the
-//! right operand into panels of two vectors (widening bf16 on the way) and runs over all rows with register tiles of
-//! `6 × 2` vectors (`12 × 2` with the 32 registers of AVX-512). So every element of the right operand is packed once per
-//! call, into scratch that stays in the second-level cache and is kept by its thread, and tasks never wait for each other.
+//! A task owns a strip of output columns. For each block of the inner dimension, it packs its part of the right operand
+//! into panels of two vectors (widening bf16) and runs over all rows with register tiles of `6 × 2` vectors (`12 × 2`
+//! with the 32 registers of AVX-512). Every element of the right operand is therefore packed once per call, into
+//! thread-local scratch that stays in the second-level cache, and tasks never wait for each other.
 //!
-//! An output element is the sum, in order, of its blocks of the inner dimension, each a chain of multiply-adds in order.
-//! The blocks depend on the inner size alone, so the bits of an element do not depend on threads, on its place in the
-//! output or on what else is computed with it.
+//! An output element is the sum, in order, of its blocks of the inner dimension, each a chain of multiply-adds in
+//! order. The blocks depend on the inner size alone, so the bits of an element do not depend on threads, on its
+//! position in the output or on other elements of the call.
 
 use std::ops::Range;
 
@@ -18,15 +18,17 @@ use crate::Stored;
 use crate::simd::{self, Simd, Wide, load, load_ptr, prefetch, store_ptr, transpose};
 use crate::workspace::{LINE, Line, reserve};
 
-/// Longest block of the inner dimension: a panel (32 KiB with AVX2) streams from the second-level cache, and outputs are
-/// seldom read back.
+/// Longest block of the inner dimension. A panel (32 KiB with AVX2) streams from the second-level cache, and outputs
+/// are rarely read again.
 pub(crate) const DEPTH: usize = 512;
-/// Elements of the inner dimension that a loop takes at a time.
+/// Elements of the inner dimension per loop iteration.
 pub(crate) const STEP: usize = 8;
-/// Rows that are multiplied with one panel before the next: what they hold of a block stays in the second-level cache.
+/// Rows that are multiplied by one panel before the next panel; their elements in a block stay in the second-level
+/// cache.
 const ROWS: usize = 96;
 
-/// Cuts the inner dimension into nearly equal blocks of whole steps and about `depth` elements; depends on `k` alone.
+/// Cuts the inner dimension into nearly equal blocks of complete steps and about `depth` elements. The blocks depend on
+/// `k` alone.
 pub(crate) fn blocks(k: usize, step: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
     let step = k.div_ceil(k.div_ceil(depth).max(1)).next_multiple_of(step);
     (0..k).step_by(step.max(1)).map(move |start| start..k.min(start + step))
@@ -35,7 +37,7 @@ pub(crate) fn blocks(k: usize, step: usize, depth: usize) -> impl Iterator<Item 
 /// Rows of the largest register tile.
 const MAX_ROWS: usize = 12;
 
-/// Rows of a register tile.
+/// Returns the rows of a register tile.
 const fn tile_rows<S: Simd>() -> usize {
     if S::F32_LANES >= 16 { 12 } else { 6 }
 }
@@ -43,12 +45,12 @@ const fn tile_rows<S: Simd>() -> usize {
 /// Columns of a panel with the widest vectors.
 const MAX_PANEL: usize = 32;
 
-/// Columns of a panel.
+/// Returns the columns of a panel.
 const fn panel<S: Simd>() -> usize {
     2 * S::F32_LANES
 }
 
-/// Rows of a register tile and columns of a panel of the instruction set in use.
+/// Returns the rows of a register tile and the columns of a panel, for the instruction set in use.
 pub(crate) fn tile_shape() -> (usize, usize) {
     struct Shape;
     impl WithSimd for Shape {
@@ -61,31 +63,30 @@ pub(crate) fn tile_shape() -> (usize, usize) {
     simd::arch().dispatch(Shape)
 }
 
-/// A `depth × width` block of a right operand, to be packed into panels: panel `j` holds columns `j · panel..`, row by row,
-/// zero beyond `width`.
+/// A `depth × width` block of a right operand to pack into panels. Panel `j` holds columns `j · panel..`, row by row,
+/// padded with zeros beyond `width`.
 #[derive(Clone, Copy)]
 pub(crate) struct Pack<'a> {
     /// The matrix, from the first element of the block. Not quantised.
     pub from: Stored<'a>,
     /// Distance between two elements of the inner dimension.
     pub inner: usize,
-    /// Distance between two columns. This one or `inner` is 1.
+    /// Distance between two columns. `column` or `inner` is 1.
     pub column: usize,
     pub depth: usize,
     pub width: usize,
 }
 
 impl Pack<'_> {
-    /// Packs the block into `scratch`.
     pub(crate) fn run(self, scratch: &mut Vec<Line>) -> *const f32 {
-        // Whole panels of any width.
+        // Complete panels of any width.
         let to = reserve(scratch, self.depth * self.width.next_multiple_of(MAX_PANEL)).as_mut_ptr();
         simd::arch().dispatch(Packing { pack: self, to });
         to
     }
 }
 
-/// A [`Pack`] and where it goes: `width` rounded up to whole panels, times `depth` elements.
+/// A [`Pack`] with its destination: `depth` elements times `width`, rounded up to complete panels.
 struct Packing<'a> {
     pack: Pack<'a>,
     to: *mut f32,
@@ -105,7 +106,7 @@ impl Packing<'_> {
         for j in (0..columns).step_by(width) {
             let columns = width.min(columns - j);
             let from = &from[j * column..][..(columns - 1) * column + depth];
-            // SAFETY: panel j / width lies inside `to`, columns of `depth` elements in `from`.
+            // SAFETY: panel j / width is inside `to`, columns of `depth` elements are inside `from`.
             unsafe {
                 let to = self.to.add(j * depth);
                 if columns < width {
@@ -116,10 +117,10 @@ impl Packing<'_> {
         }
     }
 
-    /// Rows as they lie, all panels of a row before the next: it is read in order.
+    /// Copies rows in memory order: all panels of a row before the next row.
     #[inline(always)]
     fn copy<S: Simd, T: Wide>(&self, from: &[T]) {
-        /// Rows that are asked for ahead.
+        /// Number of rows to prefetch.
         const AHEAD: usize = 8;
         let Pack { inner, depth, width: columns, .. } = self.pack;
         let width = panel::<S>();
@@ -131,9 +132,9 @@ impl Packing<'_> {
                 for line in (0..width).step_by(LINE) {
                     prefetch(ahead.wrapping_add(j + line));
                 }
-                // A fixed length makes it two vectors.
+                // A slice of fixed length, so that the copy is two vectors.
                 let from = &row[j..j + width];
-                // SAFETY: row p of panel j / width lies inside `to`.
+                // SAFETY: row p of panel j / width is inside `to`.
                 let to = unsafe { std::slice::from_raw_parts_mut(self.to.add(j * depth + p * width), width) };
                 for c in 0..width {
                     to[c] = from[c].wide();
@@ -158,14 +159,14 @@ impl WithSimd for Packing<'_> {
         match self.pack.from {
             Stored::F32(from) => self.pack::<S, f32>(from),
             Stored::Bf16(from) => self.pack::<S, bf16>(from),
-            // Widened by the caller.
+            // The caller has widened it.
             Stored::Quantised(_) => {}
         }
     }
 }
 
-/// Packs a left operand that is contiguous across rows, `from[p · inner + i]`, into groups of a tile's rows:
-/// row `i` of group `g` at depth `p` is `to[(g · depth + p) · tile_rows + i]`, zero beyond `rows`.
+/// Packs a left operand that is contiguous across rows, `from[p · inner + i]`, into groups of a tile's rows: row `i` of
+/// group `g` at depth `p` is `to[(g · depth + p) · tile_rows + i]`, padded with zeros beyond `rows`.
 pub(crate) struct PackLeft<'a> {
     pub to: *mut f32,
     pub from: &'a [f32],
@@ -176,7 +177,7 @@ pub(crate) struct PackLeft<'a> {
 
 impl PackLeft<'_> {
     /// # Safety
-    /// `to` is writable for whole groups and not referenced elsewhere.
+    /// `to` is writable for complete groups, and nothing else refers to it.
     pub(crate) unsafe fn run(self) {
         simd::arch().dispatch(self);
     }
@@ -187,7 +188,7 @@ impl WithSimd for PackLeft<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        /// Rows that stay in the first-level cache while one group after the other takes its elements.
+        /// Rows that stay in the first-level cache while groups take their elements one after the other.
         const NEAR: usize = 32;
         let (side, lanes) = (tile_rows::<S>(), S::F32_LANES);
         for start in (0..self.depth).step_by(NEAR) {
@@ -200,8 +201,8 @@ impl WithSimd for PackLeft<'_> {
                         prefetch(from.as_ptr().wrapping_add(NEAR * self.inner));
                     }
                     let at = first * self.depth + p * side;
-                    // SAFETY: group and depth lie inside `to` by the contract of `run`; a vector that is wider than the
-                    // group ends before the group's last row does, and what it writes beyond, that row overwrites.
+                    // SAFETY: group and depth are inside `to` by the contract of `run`. A vector wider than the group
+                    // ends before the group's last row does, and that row overwrites the excess.
                     unsafe {
                         let to = self.to.add(at);
                         if width == side && lanes >= side && p + 1 < self.depth && from.len() >= lanes {
@@ -223,16 +224,17 @@ impl WithSimd for PackLeft<'_> {
 pub(crate) enum Left {
     /// Rows in place: element `(i, p)` is `data[i · stride + p]`.
     Rows { data: *const f32, stride: usize },
-    /// Output of [`PackLeft`].
+    /// Rows packed by [`PackLeft`].
     Packed(*const f32),
 }
 
-/// `c [m, n] = left [m, depth] · panels [depth, n]` on the calling thread, plus what `c` held if `old`, plus `bias [n]`.
+/// Computes `c [m, n] = left [m, depth] · panels [depth, n]` on the calling thread, plus the previous `c` if `old`,
+/// plus `bias [n]`.
 pub(crate) struct Multiply<'a> {
     pub c: *mut f32,
     pub ldc: usize,
     pub left: Left,
-    /// Output of [`Pack`].
+    /// Panels packed by [`Pack`].
     pub panels: *const f32,
     pub m: usize,
     pub depth: usize,
@@ -241,10 +243,10 @@ pub(crate) struct Multiply<'a> {
     pub bias: Option<&'a [f32]>,
 }
 
-/// One step of the inner dimension: `M` values of the left operand, `row` apart, times a row of a panel.
+/// Adds one step of the inner dimension: `M` values of the left operand, `row` apart, times a row of a panel.
 ///
 /// # Safety
-/// They are readable.
+/// All of them are readable.
 #[inline(always)]
 unsafe fn step<S: Simd, const M: usize>(
     simd: S,
@@ -271,12 +273,12 @@ unsafe fn step<S: Simd, const M: usize>(
 
 impl Multiply<'_> {
     /// # Safety
-    /// Everything that sizes and strides reach is in bounds; `c` is not referenced elsewhere.
+    /// All elements that sizes and strides address are in bounds; nothing else refers to `c`.
     pub(crate) unsafe fn run(self) {
         simd::arch().dispatch(self);
     }
 
-    /// The tile of `M` rows at row `i` and the panel at column `j`.
+    /// Computes the tile of `M` rows at row `i` and the panel at column `j`.
     #[inline(always)]
     unsafe fn tile<S: Simd, const M: usize, const PACKED: bool>(
         &self,
@@ -297,7 +299,7 @@ impl Multiply<'_> {
         let mut b = self.panels.wrapping_add(j * self.depth);
         let mut acc = [[simd.splat_f32s(0.0); 2]; M];
         if self.old {
-            // The output comes from a further cache than the operands.
+            // The output comes from a more distant cache than the operands.
             for r in 0..M {
                 prefetch(self.c.wrapping_add((i + r) * self.ldc + j));
             }
@@ -305,7 +307,7 @@ impl Multiply<'_> {
         // SAFETY: depth steps of the tile's rows and of the panel, in bounds by the contract of `run`.
         unsafe {
             for _ in 0..self.depth / 4 {
-                // Written out: the compiler unrolls a loop too late to keep the accumulators in registers.
+                // Unrolled by hand: the compiler unrolls a loop too late to keep the accumulators in registers.
                 step::<S, M>(simd, &mut acc, a, row, b);
                 step::<S, M>(simd, &mut acc, a.wrapping_add(step_a), row, b.wrapping_add(width));
                 step::<S, M>(simd, &mut acc, a.wrapping_add(2 * step_a), row, b.wrapping_add(2 * width));
@@ -321,7 +323,7 @@ impl Multiply<'_> {
         }
         let columns = self.n - j;
         let c = self.c.wrapping_add(i * self.ldc + j);
-        // Short loops of fixed length alone touch the accumulators, else they would live in memory.
+        // Only short loops of fixed length touch the accumulators, otherwise they would be stored in memory.
         if columns < width {
             let mut rest = [0.0f32; 2 * MAX_ROWS * 16];
             for r in 0..M {
@@ -357,7 +359,7 @@ impl Multiply<'_> {
             for r in 0..M {
                 for v in 0..2 {
                     let c = c.wrapping_add(r * self.ldc + v * lanes);
-                    // SAFETY: row i + r < m, whole vectors before n.
+                    // SAFETY: row i + r < m, complete vectors before n.
                     acc[r][v] = simd.add_f32s(acc[r][v], unsafe { load_ptr(simd, c, lanes) });
                 }
             }
@@ -381,7 +383,7 @@ impl Multiply<'_> {
             let end = self.m.min(first + ROWS);
             for j in (0..self.n).step_by(panel::<S>()) {
                 let mut i = first;
-                // SAFETY: every tile lies inside m rows; columns by the caller.
+                // SAFETY: every tile is inside m rows; the caller ensures the columns.
                 unsafe {
                     while i + M <= end {
                         self.tile::<S, M, PACKED>(simd, data, stride, i, j);

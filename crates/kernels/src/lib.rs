@@ -4,31 +4,31 @@
 //!
 //! # How kernels are called
 //!
-//! * **A matrix is a [`Mat`]**, a borrowed `[rows, cols]` whose rows may be parts of longer ones; a vector, or what is taken
-//!   element by element, is a slice. Sizes come from the operands; an argument says only what they cannot.
-//! * **Arguments** are the inputs, in backward passes the incoming gradient first; then what describes the operation (a
-//!   layout, heads, epsilon); then what is written.
-//! * **Results are returned**, statistics for the backward pass beside them, in memory that is written once. An argument is
-//!   written only where memory exists that the result joins, and it stands last, a [`MatMut`] or a `&mut` slice: gradients of
-//!   weights and inputs that are **added** to what is there, a buffer that is **replaced** by its gradient, and outputs that
-//!   are a part of a larger matrix (functions that end in `_into`).
-//! * **Work space is no argument.** A thread keeps what kernels need from one call to the next, all of it in the module
-//!   `workspace`.
-//! * **Scalars that go together** are one structure ([`attention::Shape`], [`optim::AdamW`], [`logprob::Targets`]). No
-//!   function has more than seven arguments.
-//! * **Operands that do not fit together** are a bug of the caller, and end the call at its start. The crate above checks
-//!   shapes and reports errors.
+//! * **A matrix is a [`Mat`]**: a borrowed `[rows, cols]` whose rows may be slices of longer rows. A vector, or
+//!   anything processed element by element, is a slice. Sizes come from the operands; an argument states a size only
+//!   when no operand does.
+//! * **Arguments** come in this order: inputs (in backward passes the incoming gradient first), the description of the
+//!   operation (layout, heads, epsilon), outputs.
+//! * **Results are returned** in memory that is written once, together with any statistics that the backward pass
+//!   needs. A kernel writes to an argument only if that memory already exists: gradients of weights and inputs that it
+//!   **adds to**, a buffer that it **replaces** with its gradient, and outputs that are part of a larger matrix
+//!   (functions that end in `_into`). Such an argument comes last, as a [`MatMut`] or a `&mut` slice.
+//! * **Scratch memory is not an argument.** Each thread reuses its own, all of it in the module `workspace`.
+//! * **Related scalars** form one structure ([`attention::Shape`], [`optim::AdamW`], [`logprob::Targets`]). No function
+//!   has more than seven arguments.
+//! * **Mismatched operands** are a bug of the caller and panic at the start of the call. The `ops` crate checks shapes
+//!   and reports errors.
 //!
-//! [`twin`] holds every op once more in plain `f64` loops, called in the same way; the tests compare the two.
+//! [`twin`] implements every op again as plain `f64` loops with the same interface; the tests compare the two.
 //!
 //! Two promises hold for all kernels:
 //!
-//! * **Threads do not change bits.** Work is split over outputs, or over parts of a sum that sizes alone determine and that
-//!   are added in order, so the number of threads of the rayon pool has no influence on a result.
-//! * **One body for all vector lengths.** The best of AVX-512, AVX2 and portable code is chosen at run time. Matrix
-//!   products and attention have a second body, for CPUs with matrix tiles. Results may differ between them in the last bits
-//!   (with bf16 weights by what tiles round, see [`linear`]),
-//!   so exact repeatability is per CPU model.
+//! * **The number of threads does not change bits.** Work is split over outputs, or over parts of a sum that depend on
+//!   sizes alone and are added in order.
+//! * **One body serves all vector lengths.** Kernels choose AVX-512, AVX2 or portable code at run time. Matrix products
+//!   and attention have a second body, for CPUs with matrix tiles. Results may differ between these in the last bits,
+//!   and with bf16 weights by the rounding of tiles (see [`linear`]), so results repeat exactly only on the same CPU
+//!   model.
 
 #[macro_use]
 mod simd;
@@ -69,14 +69,13 @@ pub use mat::{Mat, MatMut};
 pub use simd::{Instructions, limit_instructions};
 pub use tiles::rounds_bf16;
 
-/// The elements of a weight, row by row, in their storage dtype.
+/// Elements of a weight, in row-major order, in their storage dtype.
 #[derive(Clone, Copy, Debug)]
 pub enum Stored<'a> {
-    /// 32-bit floats.
     F32(&'a [f32]),
-    /// bfloat16; sums are `f32`. See [`linear`] for what is rounded.
+    /// Elements of type bfloat16, summed in `f32`. See [`linear`] for what is rounded.
     Bf16(&'a [bf16]),
-    /// 8 or 4 bits a weight, widened tile by tile.
+    /// Weights of 8 or 4 bits, widened tile by tile.
     Quantised(quant::QuantRows<'a>),
 }
 
@@ -89,7 +88,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// Everything from element `start` on; not for quantised weights, whose elements have no place of their own.
+    /// Returns the elements from `start` on. Quantised weights are unsupported: their elements have no address.
     fn from(self, start: usize) -> Self {
         match self {
             Self::F32(w) => Self::F32(&w[start..]),
@@ -108,10 +107,10 @@ pub struct Weight<'a> {
 }
 
 impl<'a> Weight<'a> {
-    /// `n` rows of `k` elements.
+    /// Creates a weight of `n` rows of `k` elements.
     ///
     /// # Panics
-    /// Another number of elements.
+    /// If `stored` does not hold `n · k` elements.
     #[must_use]
     #[track_caller]
     pub fn new(stored: Stored<'a>, n: usize, k: usize) -> Self {
@@ -119,39 +118,33 @@ impl<'a> Weight<'a> {
         Self { stored, n, k }
     }
 
-    /// 32-bit floats; see [`Self::new`].
     #[must_use]
     #[track_caller]
     pub fn f32(w: &'a [f32], n: usize, k: usize) -> Self {
         Self::new(Stored::F32(w), n, k)
     }
 
-    /// bfloat16; see [`Self::new`].
     #[must_use]
     #[track_caller]
     pub fn bf16(w: &'a [bf16], n: usize, k: usize) -> Self {
         Self::new(Stored::Bf16(w), n, k)
     }
 
-    /// Returns the elements.
     #[must_use]
     pub fn stored(self) -> Stored<'a> {
         self.stored
     }
 
-    /// Rows and columns.
     #[must_use]
     pub fn dims(self) -> (usize, usize) {
         (self.n, self.k)
     }
 
-    /// Whether it is stored as bfloat16.
     #[must_use]
     pub fn is_bf16(self) -> bool {
         matches!(self.stored, Stored::Bf16(_))
     }
 
-    /// Some of its rows.
     #[must_use]
     pub fn rows(self, rows: Range<usize>) -> Self {
         let elements = rows.start * self.k..rows.end * self.k;

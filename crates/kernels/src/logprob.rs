@@ -1,7 +1,8 @@
-//! Log-probabilities and entropies of `softmax(hidden · headᵀ / temperature)` without the logits matrix.
+//! Computes log-probabilities and entropies of `softmax(hidden · headᵀ / temperature)` without storing the matrix of
+//! logits.
 //!
-//! Logits exist for a block of rows and a chunk of the vocabulary at a time (at most 2 MiB); the softmax is accumulated
-//! over the chunks, in `f64` between chunks. The backward pass computes the logits again.
+//! Logits exist for one block of rows and one chunk of the vocabulary at a time (at most 2 MiB). The softmax is
+//! accumulated over the chunks, in `f64` between chunks. The backward pass recomputes the logits.
 
 use std::ops::Range;
 
@@ -18,28 +19,29 @@ const ROWS: usize = 512;
 /// Vocabulary entries of one chunk.
 const CHUNK: usize = 1024;
 
-/// Which tokens are scored at which rows: row `r` has the targets `tokens[offsets[r]..offsets[r + 1]]` (none, one or several).
+/// Tokens that are scored at each row: row `r` has the targets `tokens[offsets[r]..offsets[r + 1]]` (none, one or
+/// several).
 #[derive(Clone, Copy, Debug)]
 pub struct Targets<'a> {
     /// Token ids, below the size of the vocabulary.
     pub tokens: &'a [u32],
-    /// One more than there are rows.
+    /// Offsets into `tokens`, one more than rows.
     pub offsets: &'a [usize],
 }
 
 impl Targets<'_> {
-    /// The targets of a row.
+    /// Returns the range of a row's targets.
     pub(crate) fn of(self, row: usize) -> Range<usize> {
         self.offsets[row]..self.offsets[row + 1]
     }
 
-    /// Returns whether there are offsets for this number of rows and for all tokens.
+    /// Returns whether the offsets match `rows` and cover all tokens.
     fn fit(self, rows: usize) -> bool {
         self.offsets.len() == rows + 1 && self.offsets.last() == Some(&self.tokens.len())
     }
 }
 
-/// The distribution over tokens that a row gives.
+/// Output head: a weight and a temperature.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
     /// `[v, h]`.
@@ -55,30 +57,27 @@ pub struct Scores<T = f32> {
     pub logp: Vec<T>,
     /// Entropy of each row, in nats.
     pub entropy: Vec<T>,
-    /// Log-sum-exp of each row's logits, divided by the temperature.
+    /// Log-sum-exp of each row's logits after division by the temperature.
     pub lse: Vec<T>,
 }
 
-/// The statistics of rows that [`backward`] needs of [`Scores`].
+/// Per-row statistics of [`Scores`] that [`backward`] needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics<'a> {
-    /// Entropies.
     pub entropy: &'a [f32],
-    /// Log-sum-exps.
     pub lse: &'a [f32],
 }
 
-/// The gradient of [`Scores`].
 #[derive(Clone, Copy, Debug)]
 pub struct Gradient<'a, T = f32> {
     /// dL/dlogp of each target.
     pub logp: &'a [T],
-    /// dL/dentropy of each row, if not 0.
+    /// dL/dentropy of each row; `None` means 0.
     pub entropy: Option<&'a [T]>,
 }
 
-/// Calls `f(rows, vocabulary chunk, logits [rows, CHUNK])` for all blocks of rows and chunks, chunks innermost. Columns beyond
-/// the chunk hold nothing of use.
+/// Calls `f(rows, vocabulary chunk, logits [rows, CHUNK])` for all blocks of rows and chunks, chunks innermost. Columns
+/// beyond the chunk are undefined.
 fn for_logits(hidden: Mat, head: Weight, mut f: impl FnMut(Range<usize>, Range<usize>, &mut [f32])) {
     let (rows, v) = (hidden.rows, head.dims().0);
     let mut scratch = LOGITS.take();
@@ -98,7 +97,7 @@ fn for_logits(hidden: Mat, head: Weight, mut f: impl FnMut(Range<usize>, Range<u
 }
 
 simd_fn! {
-    /// Maximum `m` of `scale · logits`, `Σ e^(z − m)` and `Σ e^(z − m) (z − m)`.
+    /// Returns the maximum `m` of `z = scale · logits`, `Σ e^(z − m)` and `Σ e^(z − m) (z − m)`.
     fn row_sums<'a>(simd: S, logits: &'a [f32], scale: f32) -> (f32, f32, f32) {
         let lanes = S::F32_LANES;
         let whole = logits.len() / lanes * lanes;
@@ -129,11 +128,11 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `e^z` with `z = scale · logit − max`; `Σ e^z` and `Σ e^z z`.
+    /// Writes `e^z` with `z = scale · logit − max`; returns `Σ e^z` and `Σ e^z z`.
     fn row_weights<'a>(simd: S, weights: &'a mut [f32], logits: &'a [f32], scale: f32, max: f32) -> (f32, f32) {
         let (times, minus) = (simd.splat_f32s(scale), simd.splat_f32s(-max));
         let (mut sum, mut weighted) = (simd.splat_f32s(0.0), simd.splat_f32s(0.0));
-        // A token that is excluded has z = −∞ and adds 0, which the product alone would not give.
+        // An excluded token has z = −∞ and adds 0; the product alone would give NaN.
         let lowest = simd.splat_f32s(f32::MIN);
         let whole = logits.len() / S::F32_LANES * S::F32_LANES;
         for i in (0..logits.len()).step_by(S::F32_LANES) {
@@ -154,17 +153,17 @@ simd_fn! {
     }
 }
 
-/// Entries of a row of logits whose weights have one sum in [`Weights`].
+/// Number of weights per partial sum in [`Weights`].
 pub const WEIGHTS_CHUNK: usize = 1024;
 
-/// Weights to draw a token from: `e^(z − max z)` of every logit `z`, divided by a temperature.
+/// Unnormalised probabilities of a draw: `e^(z − max z)` of every logit `z`, after division by a temperature.
 #[derive(Clone, Debug)]
 pub struct Weights {
-    /// One per logit.
+    /// Weight of each logit.
     pub weights: Vec<f32>,
     /// Sums of [`WEIGHTS_CHUNK`] weights each.
     pub sums: Vec<f64>,
-    /// Sum of all.
+    /// Sum of all weights.
     pub total: f64,
     /// Log-sum-exp of the divided logits.
     pub lse: f64,
@@ -175,11 +174,11 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// `None` if a logit is NaN or +∞, or all are −∞.
+    /// Computes the weights of `logits / temperature`. Returns `None` if a logit is NaN or +∞, or if all are −∞.
     #[must_use]
     pub fn new(logits: &[f32], temperature: f32) -> Option<Self> {
         let scale = 1.0 / temperature;
-        // The maximum of the rounded products, as the weights use it: the largest weight is 1.
+        // The maximum is scaled and rounded like the weights, so the largest weight is 1.
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) * scale;
         if !max.is_finite() {
             return None;
@@ -199,7 +198,7 @@ impl Weights {
     }
 }
 
-/// Log-probability of every target, entropy and log-sum-exp of every row of `hidden [rows, h]`.
+/// Returns the log-probability of every target, and entropy and log-sum-exp of every row of `hidden [rows, h]`.
 #[must_use]
 pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     let rows = hidden.rows;
@@ -208,7 +207,7 @@ pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     let scale = 1.0 / head.temperature;
     let [mut entropy, mut lse] = [0; 2].map(|_| vec![0.0; rows]);
     let mut logp = vec![0.0; targets.tokens.len()];
-    // Per row: maximum, Σ e^(z − max), Σ e^(z − max) (z − max).
+    // Maximum, Σ e^(z − max) and Σ e^(z − max) (z − max) of each row.
     let mut state = vec![(f64::NEG_INFINITY, 0.0f64, 0.0f64); rows];
     let mut sums = vec![0.0; ROWS * 3];
     for_logits(hidden, head.weight, |block, chunk, logits| {
@@ -241,7 +240,7 @@ pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     Scores { logp, entropy, lse }
 }
 
-/// Joins the softmax sums of two disjoint sets of logits, rebasing both to the larger maximum.
+/// Merges the softmax sums of two disjoint sets of logits, rebasing both to the larger maximum.
 fn merge(a: (f64, f64, f64), b: (f64, f64, f64)) -> (f64, f64, f64) {
     // A NaN maximum must survive.
     let max = if a.0 > b.0 { a.0 } else { b.0 };
@@ -257,8 +256,8 @@ fn merge(a: (f64, f64, f64), b: (f64, f64, f64)) -> (f64, f64, f64) {
 }
 
 simd_fn! {
-    /// Turns a row of logits into its gradient, except for the targets' own terms:
-    /// `−p · (total + d_entropy · (log p + entropy)) · scale`, with `log p = scale · logit − lse`.
+    /// Replaces a row of logits with its gradient without the targets' own terms: `−p · (total + d_entropy · (log p +
+    /// entropy)) · scale`, with `log p = scale · logit − lse`.
     fn row_gradient<'a>(simd: S, logits: &'a mut [f32], scale: f32, lse: f32, entropy: f32, total: f32,
                         d_entropy: f32) -> () {
         let [times, minus_lse, slope, minus] = [scale, -lse, d_entropy, -scale].map(|x| simd.splat_f32s(x));
@@ -272,10 +271,10 @@ simd_fn! {
     }
 }
 
-/// Gradients of [`forward`]: that of `hidden`, `[rows, h]`, is returned, that of the head is added to `dhead [v, h]`.
+/// Returns the gradient of [`forward`] for `hidden`, `[rows, h]`, and adds that of the head to `dhead [v, h]`.
 ///
-/// `stats` are those that [`forward`] gave. With `p = softmax`, a logit gets
-/// `Σ dlogp (1[target] − p) − dentropy · p (log p + entropy)`, divided by the temperature.
+/// `stats` come from [`forward`]. With `p = softmax`, the gradient of a logit is `Σ dlogp (1[target] − p) − dentropy ·
+/// p (log p + entropy)`, divided by the temperature.
 #[must_use]
 pub fn backward(
     gradient: Gradient,
@@ -286,7 +285,7 @@ pub fn backward(
     mut dhead: Option<MatMut>,
 ) -> Vec<f32> {
     let ((rows, h), v) = (hidden.dims(), head.weight.dims().0);
-    // The logits are computed a second time, which is not useful work; a frozen head has no gradient of its own.
+    // Recomputing the logits does not count as useful work; a frozen head has no gradient product.
     let products = 1 + usize::from(dhead.is_some());
     let _span = span(Op::HeadBackward, || (2 * products * rows * h * v, 4 * (1 + 2 * products) * h * v));
     let (dlogp, dentropy) = (gradient.logp, gradient.entropy);
@@ -329,7 +328,7 @@ pub fn backward(
     dhidden
 }
 
-/// Logits `[rows, v]` of `hidden [rows, h]` with batch-invariant bits, for sampling.
+/// Returns the logits `[rows, v]` of `hidden [rows, h]` for sampling, with batch-invariant bits.
 #[must_use]
 pub fn logits_rows(hidden: Mat, head: Weight) -> Vec<f32> {
     let (rows, v) = (hidden.rows, head.dims().0);

@@ -1,16 +1,17 @@
-//! Matrices in memory that belongs to somebody else: what kernels read and write.
+//! Borrowed matrices that kernels read and write.
 
 use std::ops::Range;
 
 use crate::parallel::Shared;
 
-/// Ends a call whose operands do not fit together, which is a bug of the caller: the crate above checks and reports.
+/// Panics if operands do not fit together. That is a bug of the caller: the crate above checks shapes and reports
+/// errors.
 #[track_caller]
 pub(crate) fn check(op: &str, fits: bool) {
     assert!(fits, "{op}: operands do not fit together");
 }
 
-/// `[rows, cols]` to be read: row `r` begins at element `r · stride` of the data. All elements are there.
+/// A `[rows, cols]` matrix to read. Row `r` begins at element `r · stride` of the data, which holds every element.
 #[derive(Clone, Copy, Debug)]
 pub struct Mat<'a, T = f32> {
     pub(crate) data: &'a [T],
@@ -20,10 +21,10 @@ pub struct Mat<'a, T = f32> {
 }
 
 impl<'a, T> Mat<'a, T> {
-    /// Rows one after the other.
+    /// Creates a matrix of contiguous rows.
     ///
     /// # Panics
-    /// Another number of elements than `rows · cols`.
+    /// If `data` does not hold `rows · cols` elements.
     #[must_use]
     #[track_caller]
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
@@ -31,10 +32,10 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows, cols, stride: cols }
     }
 
-    /// Some columns of every row.
+    /// Returns the given columns of every row.
     ///
     /// # Panics
-    /// Columns that are not there.
+    /// If `columns` is out of range.
     #[must_use]
     #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Self {
@@ -43,10 +44,10 @@ impl<'a, T> Mat<'a, T> {
         Self { data, cols: columns.len(), ..self }
     }
 
-    /// Some rows.
+    /// Returns the given rows.
     ///
     /// # Panics
-    /// Rows that are not there.
+    /// If `rows` is out of range.
     #[must_use]
     #[track_caller]
     pub fn row_range(self, rows: Range<usize>) -> Self {
@@ -55,27 +56,25 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows: rows.len(), ..self }
     }
 
-    /// Rows and columns.
     #[must_use]
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
 
-    /// Row `r`.
     #[inline(always)]
     #[must_use]
     pub fn row(&self, r: usize) -> &'a [T] {
         self.part(r, 0, self.cols)
     }
 
-    /// `len` elements of row `r`, from column `at` on.
+    /// Returns `len` elements of row `r`, starting at column `at`.
     #[inline(always)]
     pub(crate) fn part(&self, r: usize, at: usize, len: usize) -> &'a [T] {
         &self.data[r * self.stride + at..][..len]
     }
 }
 
-/// `[rows, cols]` to be written; otherwise a [`Mat`]. What a kernel makes itself may hold nothing before.
+/// A `[rows, cols]` matrix to write, laid out like [`Mat`]. A kernel's own output may be uninitialised.
 #[derive(Debug)]
 pub struct MatMut<'a> {
     pub(crate) data: Shared<'a>,
@@ -85,40 +84,40 @@ pub struct MatMut<'a> {
 }
 
 impl Mat<'_, f64> {
-    /// Element `i` in the order of rows.
+    /// Returns element `i` in row-major order.
     pub(crate) fn at(&self, i: usize) -> f64 {
         self.row(i / self.cols)[i % self.cols]
     }
 }
 
 impl<'a> MatMut<'a> {
-    /// Rows one after the other.
+    /// Creates a matrix of contiguous rows.
     ///
     /// # Panics
-    /// Another number of elements than `rows · cols`.
+    /// If `data` does not hold `rows · cols` elements.
     #[must_use]
     #[track_caller]
     pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
         Self::over(Shared::new(data), rows, cols)
     }
 
-    /// Makes a matrix over memory that may be uninitialised.
+    /// Creates a matrix of contiguous rows over memory that may be uninitialised.
     #[track_caller]
     pub(crate) fn over(data: Shared<'a>, rows: usize, cols: usize) -> Self {
         assert!(data.len() == rows * cols, "{} elements for {rows}×{cols}", data.len());
         Self { data, rows, cols, stride: cols }
     }
 
-    /// Returns the same matrix for one more call.
+    /// Reborrows the matrix for another call.
     #[must_use]
     pub fn again(&mut self) -> MatMut<'_> {
         MatMut { data: self.data, rows: self.rows, cols: self.cols, stride: self.stride }
     }
 
-    /// Some columns of every row.
+    /// Returns the given columns of every row.
     ///
     /// # Panics
-    /// Columns that are not there.
+    /// If `columns` is out of range.
     #[must_use]
     #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Self {
@@ -127,10 +126,10 @@ impl<'a> MatMut<'a> {
         Self { data, cols: columns.len(), ..self }
     }
 
-    /// Some rows.
+    /// Returns the given rows.
     ///
     /// # Panics
-    /// Rows that are not there.
+    /// If `rows` is out of range.
     #[must_use]
     #[track_caller]
     pub fn row_range(self, rows: Range<usize>) -> Self {
@@ -139,35 +138,34 @@ impl<'a> MatMut<'a> {
         Self { data, rows: rows.len(), ..self }
     }
 
-    /// Some rows, for one of several threads.
+    /// Returns the given rows, so that several threads can write disjoint rows.
     ///
     /// # Safety
-    /// Nobody else writes or reads them meanwhile.
+    /// While the result is alive, nothing else reads or writes these rows.
     #[track_caller]
     pub(crate) unsafe fn at_rows(&self, rows: Range<usize>) -> Self {
         Self { data: self.data, ..*self }.row_range(rows)
     }
 
-    /// Rows and columns.
     #[must_use]
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
 
-    /// Row `r`.
+    /// Returns row `r`.
     ///
     /// # Safety
-    /// It holds numbers, and no other reference to it is alive.
+    /// The row is initialised, and no other reference to it is alive.
     #[inline(always)]
     pub(crate) unsafe fn row(&self, r: usize) -> &'a mut [f32] {
         // SAFETY: by the contract.
         unsafe { self.data.part(r * self.stride, self.cols) }
     }
 
-    /// Some elements of row `r`.
+    /// Returns the given columns of row `r`.
     ///
     /// # Safety
-    /// They hold numbers, and no other reference to them is alive.
+    /// They are initialised, and no other reference to them is alive.
     #[inline(always)]
     pub(crate) unsafe fn part(&self, r: usize, columns: Range<usize>) -> &'a mut [f32] {
         // SAFETY: by the contract.

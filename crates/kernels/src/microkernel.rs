@@ -1,8 +1,8 @@
-//! Small matrix products whose summation order is fixed by the inner dimension alone.
+//! Small matrix products whose summation order depends on the inner dimension alone.
 //!
-//! An element of a product has the same bits at any place in the output and with any number of rows and columns
-//! beside it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]), filled in
-//! order. Attention and decoding use these, where they do not use matrix tiles.
+//! An element of a product has the same bits at any position in the output, however many rows and columns are computed
+//! with it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]) is filled in order.
+//! Attention and decoding use these products when they do not use matrix tiles.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
@@ -16,9 +16,9 @@ use pulp::x86::V4;
 use crate::mat::Mat;
 use crate::simd::{self, Simd, load_ptr, prefetch, prefetch_far, store_ptr};
 
-/// `c [m, n] = a [m, k] · b [k, n]`, or `+=` if `accumulate`, single-threaded.
+/// Computes `c [m, n] = a [m, k] · b [k, n]`, or `+=` if `accumulate`, single-threaded.
 ///
-/// `a` is read element by element at any two strides; rows of `b` and `c` are contiguous, `ldb` and `ldc` apart.
+/// Both strides of `a` are arbitrary; rows of `b` and `c` are contiguous, `ldb` and `ldc` apart.
 pub(crate) struct Product {
     pub c: *mut f32,
     pub ldc: usize,
@@ -34,16 +34,17 @@ pub(crate) struct Product {
 }
 
 impl Product {
-    /// Runs the product in a function of its own, so that it is compiled once per instruction set.
+    /// Runs the product in a separate function, so that it is compiled once per instruction set.
     ///
     /// # Safety
-    /// All elements named by the strides and sizes are in bounds, those of `c` are not referenced elsewhere.
+    /// All elements addressed by strides and sizes are in bounds, and nothing else refers to those of `c`.
     #[inline(always)]
     pub(crate) unsafe fn run<S: Simd>(self, simd: S) {
         simd.vectorize(self);
     }
 
-    /// One tile of `ROWS` rows and `VECS` vectors (of the last, `tail` lanes if `TAIL`) at row `i`, column `j`.
+    /// Computes one tile of `ROWS` rows and `VECS` vectors at row `i`, column `j`; if `TAIL`, the last vector has
+    /// `tail` lanes.
     #[inline(always)]
     unsafe fn tile<S: Simd, const ROWS: usize, const VECS: usize, const TAIL: bool>(
         &self,
@@ -89,7 +90,7 @@ impl Product {
     #[inline(always)]
     unsafe fn rows<S: Simd, const VECS: usize, const TAIL: bool>(&self, simd: S, j: usize, tail: usize) {
         let mut i = 0;
-        // SAFETY: every tile lies inside m rows; columns by the caller.
+        // SAFETY: every tile is inside m rows; the caller ensures the columns.
         unsafe {
             while i + 6 <= self.m {
                 self.tile::<S, 6, VECS, TAIL>(simd, i, j, tail);
@@ -117,7 +118,7 @@ impl WithSimd for Product {
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = S::F32_LANES;
         let mut j = 0;
-        // SAFETY: the tiles partition the n columns; the rest is the contract of `run`.
+        // SAFETY: the tiles partition the n columns; the contract of `run` covers the rest.
         unsafe {
             while j + 2 * lanes <= self.n {
                 self.rows::<S, 2, false>(simd, j, 0);
@@ -138,53 +139,53 @@ impl WithSimd for Product {
 pub(crate) enum WeightPtr {
     F32(*const f32),
     Bf16(*const bf16),
-    /// bf16 that is multiplied as such ([`crate::paths::Path::Dot`]).
+    /// bf16 multiplied without widening ([`crate::paths::Path::Dot`]).
     Pairs(*const bf16),
 }
 
-/// `y [m, n] = x [m, k] · wᵀ + bias` for few rows, single-threaded; `w [n, k]` contiguous.
+/// Computes `y [m, n] = x [m, k] · wᵀ + bias` for few rows, single-threaded; `w [n, k]` is contiguous.
 ///
-/// Weights are streamed from memory, so everything is arranged for them: they are read in the order of memory and asked for
-/// ahead, and the rows of `x` come packed and stay in the caches.
+/// Reading the weights from memory limits the speed, so they are read in memory order and prefetched, while the packed
+/// rows of `x` stay in the caches.
 pub(crate) struct Dots<'a> {
     pub y: *mut f32,
     pub y_stride: usize,
-    /// Output of [`pack_rows`], for the dtype of the weights.
+    /// Rows packed by [`pack_rows`] for the dtype of the weights.
     pub x: *const f32,
     pub w: WeightPtr,
     pub bias: Option<&'a [f32]>,
     pub m: usize,
     pub k: usize,
     pub n: usize,
-    /// Row of `w`, at or beyond its end, that this thread will probably need when it is done.
+    /// Row of `w`, at or beyond its end, that this thread will probably need next.
     pub after: usize,
-    /// Whether the product is added to what `y` held.
+    /// Whether the product is added to the previous `y`.
     pub old: bool,
 }
 
-/// Rows of `x` that are multiplied together at most.
+/// Maximum number of rows of `x` that are multiplied together.
 const ROWS: usize = 8;
-/// Longest block of the inner dimension, each of which is summed by itself. Of a tile's rows so much stays in the first-level cache while
-/// further rows of `x` pass.
+/// Longest block of the inner dimension; blocks are summed separately. A block of a tile's weight rows stays in the
+/// first-level cache while further rows of `x` pass.
 const DEPTH: usize = 2048;
-/// Columns of `w` are padded to this in packed rows: two of the widest vectors.
+/// Padding of columns in packed rows: two of the widest vectors.
 const PAD: usize = 32;
-/// How far ahead weights are asked for into the second-level cache, bytes, beyond what the other rows of a tile take. It has room for
-/// more requests on their way than the first: with few of them memory would rest while products are made.
+/// Bytes by which weights are prefetched into the second-level cache, beyond the other rows of a tile. This cache can
+/// have more requests in flight than the first-level cache; with few requests memory would idle during products.
 const FAR: usize = 16 * 1024;
-/// How far ahead they are asked for from there into the first-level cache, bytes of a row.
+/// Bytes of a row by which weights are prefetched from there into the first-level cache.
 const NEAR: usize = 1024;
 
 /// Lanes of the vectors that multiply pairs of bf16.
 const PAIRED_LANES: usize = 16;
 
-/// Elements that [`pack_rows`] writes.
+/// Returns the number of elements that [`pack_rows`] writes.
 pub(crate) fn packed_len(m: usize, k: usize) -> usize {
     m.next_multiple_of(ROWS) * k.next_multiple_of(PAD)
 }
 
-/// How many of `rest` rows are multiplied together: up to four, or eight with the 32 registers of AVX-512. Those beyond `rest` are
-/// zeros.
+/// Returns how many of `rest` rows are multiplied together: up to four, or eight with the 32 registers of AVX-512. Rows
+/// beyond `rest` are zeros.
 #[inline(always)]
 fn side(lanes: usize, rest: usize) -> usize {
     match rest {
@@ -194,20 +195,21 @@ fn side(lanes: usize, rest: usize) -> usize {
     }
 }
 
-/// Packs rows of `x` for [`Dots`]: those that are multiplied together side by side, one vector of each after the other, zero
+/// Packs rows of `x` for [`Dots`]. Rows that are multiplied together are interleaved by vectors, padded with zeros
 /// beyond `m` and `k`.
 ///
-/// For bf16 weights every block of two vectors has its even elements first, since two neighbouring bf16 are widened as
+/// For bf16 weights, every block of two vectors has its even elements first, because two adjacent bf16 are widened as
 /// the low and the high half of one 32-bit lane. For [`WeightPtr::Pairs`] see [`round_rows`].
 pub(crate) fn pack_rows(x: Mat, bf16: bool, to: &mut [f32]) {
     simd::arch().dispatch(PackRows { to, x, bf16 });
 }
 
-/// [`pack_rows`] for bf16 weights that are multiplied as such: rounded, 32 elements a vector. Half of `to` is used.
+/// Packs rows for bf16 weights that are multiplied without widening: rounded, 32 elements per vector. Uses half of
+/// `to`.
 pub(crate) fn round_rows(x: Mat, to: &mut [f32]) {
     let (m, k) = x.dims();
     let padded = k.next_multiple_of(PAD);
-    // SAFETY: two bf16 in the place of each f32; any bits are valid for both.
+    // SAFETY: two bf16 fit in the memory of each f32; any bits are valid for both.
     let to = unsafe { std::slice::from_raw_parts_mut(to.as_mut_ptr().cast::<bf16>(), 2 * to.len()) };
     let mut i = 0;
     while i < m {
@@ -231,7 +233,7 @@ struct PackRows<'a> {
 }
 
 impl PackRows<'_> {
-    /// Packs two vectors of columns of one row, `0` to `1` and `2`.
+    /// Packs two vectors of columns of one row: its halves, or for bf16 its even and odd elements.
     #[inline(always)]
     fn block(x: &[f32], first: &mut [f32], second: &mut [f32], bf16: bool) {
         if bf16 {
@@ -286,7 +288,7 @@ impl WithSimd for PackRows<'_> {
     }
 }
 
-/// One block of the inner dimension: where it begins, its length, and whether the output already holds something.
+/// One block of the inner dimension: its start, its length, and whether the output already holds a value.
 #[derive(Clone, Copy)]
 struct Part {
     start: usize,
@@ -294,22 +296,22 @@ struct Part {
     old: bool,
 }
 
-/// Where a tile stands: first row of `x`, first row of `w`.
+/// Position of a tile: first row of `x`, first row of `w`.
 #[derive(Clone, Copy)]
 struct Place {
     i: usize,
     j: usize,
 }
 
-/// Storage of a weight, as [`Dots`] reads it: so many elements of a row at a time as two vectors of f32 have.
+/// Weight storage that [`Dots`] reads in units of the elements in two f32 vectors.
 trait Stored: Copy {
-    /// These elements in registers.
+    /// Registers for these elements.
     type Vecs<S: Simd>: Copy;
-    /// Vectors of a packed row of `x` that go with them.
+    /// Vectors of a packed row of `x` that match them.
     const OF_X: usize;
-    /// The elements from `w` on.
+    /// Loads the elements from `w` on.
     unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> Self::Vecs<S>;
-    /// The first `width` of them, the others zero.
+    /// Loads the first `width` elements; the others are zero.
     unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> Self::Vecs<S>;
     /// Adds the products with `R` packed rows from `x` on.
     unsafe fn add<S: Simd, const R: usize, const N: usize>(
@@ -320,7 +322,7 @@ trait Stored: Copy {
     );
 }
 
-/// [`Stored::add`] for widened weights.
+/// Implements [`Stored::add`] for widened weights.
 #[inline(always)]
 unsafe fn add_wide<S: Simd, const R: usize, const N: usize>(
     simd: S,
@@ -405,7 +407,7 @@ impl Stored for bf16 {
     }
 }
 
-/// A bf16 that is multiplied as such. Vectors have 16 lanes, each a pair of neighbours, on both sides.
+/// A bf16 that is multiplied without widening. Vectors have 16 lanes, each a pair of adjacent elements, on both sides.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 #[repr(transparent)]
@@ -440,8 +442,8 @@ impl Stored for Paired {
         w: [__m512bh; N],
     ) {
         for r in 0..R {
-            // SAFETY: packed rows hold a vector of every row; this code runs in `Dots::run_pairs` alone, where vectors of
-            // `S` are those of AVX-512 and the instruction exists.
+            // SAFETY: packed rows hold a vector of every row; only `Dots::run_pairs` runs this code, where vectors of
+            // `S` are those of AVX-512 and the CPU has the instruction.
             unsafe {
                 let x = x.add(r * S::F32_LANES).cast::<__m512bh>().read_unaligned();
                 for c in 0..N {
@@ -456,20 +458,20 @@ impl Stored for Paired {
 
 impl Dots<'_> {
     /// # Safety
-    /// All elements named by the strides and sizes are in bounds, those of `y` are not referenced elsewhere.
+    /// All elements addressed by strides and sizes are in bounds, and nothing else refers to those of `y`.
     pub(crate) unsafe fn run(self) {
         #[cfg(target_arch = "x86_64")]
         if let (WeightPtr::Pairs(w), Some(simd)) = (self.w, V4::try_new()) {
-            // SAFETY: by the contract; such weights are chosen where the instruction exists.
+            // SAFETY: by the contract; such weights are chosen only if the CPU has the instruction.
             return unsafe { self.run_pairs(simd, w.cast()) };
         }
         simd::arch().dispatch(self);
     }
 
-    /// Products of bf16.
+    /// Computes products of bf16 pairs.
     ///
     /// # Safety
-    /// That of [`Self::run`], and the instructions exist.
+    /// The requirements of [`Self::run`] hold, and the CPU has the instructions.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16")]
     unsafe fn run_pairs(&self, simd: V4, w: *const Paired) {
@@ -477,11 +479,11 @@ impl Dots<'_> {
         unsafe { self.tiles::<V4, Paired, ROWS, 3>(simd, w) }
     }
 
-    /// All weights, in tiles of `R × N` and smaller ones.
+    /// Processes all weights, in tiles of `R × N` and smaller ones.
     #[inline(always)]
     unsafe fn tiles<S: Simd, T: Stored, const R: usize, const N: usize>(&self, simd: S, w: *const T) {
         let mut j = 0;
-        // SAFETY: the groups partition the n columns; the rest is the contract of `run`.
+        // SAFETY: the groups partition the n columns; the contract of `run` covers the rest.
         unsafe {
             while j + N <= self.n {
                 self.group::<S, T, R, N>(simd, w, j);
@@ -494,7 +496,8 @@ impl Dots<'_> {
         }
     }
 
-    /// All rows of `x` and the `N` rows of `w` from `j` on, which stay in the first-level cache for a block of the inner dimension.
+    /// Multiplies all rows of `x` by the `N` rows of `w` from `j` on, which stay in the first-level cache for a block
+    /// of the inner dimension.
     #[inline(always)]
     unsafe fn group<S: Simd, T: Stored, const R: usize, const N: usize>(
         &self,
@@ -507,7 +510,7 @@ impl Dots<'_> {
             let mut i = 0;
             while i < self.m {
                 let (at, first) = (Place { i, j }, i == 0);
-                // SAFETY: the rows are those that were packed together.
+                // SAFETY: these rows were packed together.
                 i += unsafe {
                     match side(S::F32_LANES, self.m - i) {
                         1 if first => self.tile::<S, T, 1, N, true>(simd, w, part, at),
@@ -524,8 +527,9 @@ impl Dots<'_> {
         }
     }
 
-    /// Where a tile asks for weights in the order of memory, at each of its steps for as many bytes as it reads. The rows of a tile
-    /// are read side by side, so its last row is asked for while its first is read a row's length earlier.
+    /// Returns the address from which a tile prefetches weights in memory order, at each step as many bytes as it
+    /// reads. A tile reads its rows side by side, so it prefetches its last row one row length early, while it reads
+    /// its first.
     #[inline(always)]
     fn far<T, const N: usize>(&self, w: *const T, part: Part, j: usize) -> *const T {
         let done = j * self.k + part.start * N;
@@ -534,15 +538,16 @@ impl Dots<'_> {
         w.wrapping_add(if ahead < own {
             ahead
         } else if self.after > self.n {
-            // The thread will probably need these next.
+            // The row that this thread will probably need next.
             ahead + (self.after - self.n) * self.k
         } else {
-            // The thread's own rows again, which costs nothing.
+            // The tile's own rows again, which costs nothing.
             done
         })
     }
 
-    /// `R` rows of `x` and `N` of `w`; `R`. Asks for weights ahead if they are `STREAMED`: nobody has read them before.
+    /// Computes `R` rows of `x` times `N` rows of `w`; returns `R`. Prefetches weights if they are `STREAMED`, that is,
+    /// read for the first time.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const STREAMED: bool>(
         &self,
@@ -556,9 +561,9 @@ impl Dots<'_> {
         let mut acc = [[simd.splat_f32s(0.0); N]; R];
         let mut x = self.x.wrapping_add((i * self.k.next_multiple_of(PAD) + part.start * R) * T::OF_X / 2);
         let mut far = if STREAMED { self.far::<T, N>(w, part, j) } else { w };
-        // With one or two rows a tile is done with a line before the next arrives; the hardware follows.
+        // With one or two rows, a tile finishes a line before the next arrives; the hardware prefetcher suffices.
         let nearby = STREAMED && R > 2;
-        // The next prefetch, in this tile or one of the next, and the number of elements left in its row.
+        // Next address to prefetch, in this tile or a later one, and the elements left in its row.
         let ahead = part.start + NEAR / size_of::<T>();
         let (tiles, at) = (ahead / self.k.max(1), ahead % self.k.max(1));
         let (mut near, mut left) = (w.wrapping_add((tiles * N + j) * self.k + at), self.k - at);
@@ -582,7 +587,7 @@ impl Dots<'_> {
                     (near, left) = (near.wrapping_add(left + (N - 1) * self.k), self.k);
                 }
             }
-            // SAFETY: row j + c < n has enough elements; x is packed.
+            // SAFETY: row j + c < n, with these elements in bounds; x is packed.
             unsafe {
                 let mut w_vec = [T::whole(simd, w); N];
                 for c in 1..N {
@@ -594,7 +599,7 @@ impl Dots<'_> {
             w = w.wrapping_add(both);
         }
         if !part.len.is_multiple_of(both) {
-            // SAFETY: row j + c < n, what remains of it; x is packed.
+            // SAFETY: row j + c < n, its remaining elements; x is packed.
             unsafe {
                 let mut w_vec = [T::partial(simd, w, part.len % both); N];
                 for c in 1..N {
@@ -603,7 +608,7 @@ impl Dots<'_> {
                 T::add(simd, &mut acc, x, w_vec);
             }
         }
-        // Apart from the rest, else the accumulators would live in memory.
+        // A separate array, otherwise the accumulators would be stored in memory.
         let mut dots = [[0.0; N]; R];
         for r in 0..R {
             for c in 0..N {
@@ -631,14 +636,14 @@ impl WithSimd for Dots<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         // SAFETY: the contract of `run`.
         unsafe {
-            // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2, 8 × 3 most of the 32 of AVX-512;
-            // widening needs more.
+            // On AVX2, 4 × 3 accumulators, three weights and one input fill the 16 registers. On AVX-512, 8 × 3
+            // accumulators fill most of the 32; widening needs more.
             match (self.w, S::F32_LANES >= 16) {
                 (WeightPtr::F32(w), true) => self.tiles::<S, f32, ROWS, 3>(simd, w),
                 (WeightPtr::F32(w), false) => self.tiles::<S, f32, 4, 3>(simd, w),
                 (WeightPtr::Bf16(w), true) => self.tiles::<S, bf16, ROWS, 2>(simd, w),
                 (WeightPtr::Bf16(w), false) => self.tiles::<S, bf16, 4, 2>(simd, w),
-                // They have their own.
+                // Pairs run in `run_pairs`.
                 (WeightPtr::Pairs(_), _) => {}
             }
         }

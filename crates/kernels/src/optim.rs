@@ -1,10 +1,10 @@
-//! The optimizer's elementwise update and the gradient norm.
+//! The optimizer's elementwise update, and the sum of squares for the gradient norm.
 
 use crate::mat::check;
 use crate::parallel::{Shared, map, ranges};
 use crate::profile::{Op, span};
 
-/// Numbers of one update beside the arrays.
+/// Scalars of one update.
 #[derive(Clone, Copy)]
 struct Update {
     beta1: f32,
@@ -12,9 +12,9 @@ struct Update {
     eps: f32,
     decay: f32,
     grad_scale: f32,
-    /// Learning rate over the first bias correction.
+    /// Learning rate divided by the first bias correction.
     step_size: f32,
-    /// One over the root of the second bias correction.
+    /// Inverse square root of the second bias correction.
     root: f32,
 }
 
@@ -43,25 +43,25 @@ simd_fn! {
     }
 }
 
-/// The numbers of one AdamW step.
+/// Scalars of one AdamW step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW<T = f32> {
     /// Learning rate.
     pub lr: T,
-    /// Decay of both moments.
+    /// Decay rates of both moments.
     pub betas: [T; 2],
-    /// Added to the root of the second moment.
+    /// Term added to the root of the second moment.
     pub eps: T,
-    /// Decoupled decay.
+    /// Decoupled weight decay.
     pub weight_decay: T,
     /// Factor of the gradient (clipping, averaging).
     pub grad_scale: T,
-    /// Which step it is, from 1 on.
+    /// Number of the step, from 1 on.
     pub step: u64,
 }
 
 impl AdamW {
-    /// Returns the same numbers for the twin.
+    /// Converts the scalars to `f64` for the twin.
     #[must_use]
     pub fn wide(&self) -> AdamW<f64> {
         AdamW {
@@ -75,8 +75,9 @@ impl AdamW {
     }
 }
 
-/// One step in place, as `torch.optim.AdamW` does it (decoupled weight decay, bias-corrected moments): `weight`, its first
-/// moment `m` and its second moment `v` from `grad`, all of one length. Bias corrections are computed in `f64`.
+/// Applies one step in place, following `torch.optim.AdamW` (decoupled weight decay, bias-corrected moments). Updates
+/// `weight`, its first moment `m` and its second moment `v` from `grad`; all have the same length. Bias corrections are
+/// computed in `f64`.
 pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
     let n = weight.len();
     let _span = span(Op::Optimizer, || (12 * n, 28 * n));
@@ -96,7 +97,7 @@ pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mu
     });
 }
 
-/// The sum of squares, in `f64`, over blocks of fixed length added in order.
+/// Returns the sum of squares in `f64`, over blocks of fixed length added in order.
 #[must_use]
 pub fn sum_of_squares(x: &[f32]) -> f64 {
     let _span = span(Op::Optimizer, || (2 * x.len(), 4 * x.len()));

@@ -1,6 +1,6 @@
-//! Splitting outputs over threads, and staying on the calling thread when the work is small.
+//! Splits outputs over threads; small work stays on the calling thread.
 //!
-//! The rayon pool says how many threads there are; the module `team` holds those that kernels use.
+//! The size of the rayon pool sets the number of threads; the threads that kernels use belong to the module `team`.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::team;
 /// Elementary operations (multiply-adds, element updates) below which a second thread costs more than it saves.
 const MIN_PARALLEL: usize = 1 << 15;
 
-/// Threads that share the work of a kernel.
+/// Returns the number of threads that share the work of a kernel.
 #[must_use]
 pub fn threads() -> usize {
     rayon::current_num_threads()
@@ -20,7 +20,7 @@ pub fn threads() -> usize {
 
 /// Calls `f` for every number below `count`, on several threads if `work` (elementary operations in total) is large.
 ///
-/// Threads take the next number when they are done with one, so that a thread that is slow or starts late does less.
+/// A thread takes the next number when it finishes one, so that a slow or late thread does less.
 pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
     let threads = rayon::current_num_threads().min(count);
     if threads <= 1 || work < MIN_PARALLEL {
@@ -30,7 +30,7 @@ pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
     let next = AtomicUsize::new(0);
     team::run(threads, &|| {
         loop {
-            // Only a claim: what a number's task computes does not depend on who runs it.
+            // `Relaxed` suffices: a task's result does not depend on the thread that runs it.
             let i = next.fetch_add(1, Ordering::Relaxed);
             if i >= count {
                 break;
@@ -40,7 +40,8 @@ pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
     });
 }
 
-/// `f` of every item, in their order, on several threads if `work` (elementary operations in total) is large.
+/// Applies `f` to every item and returns the results in order. Uses several threads if `work` (elementary operations in
+/// total) is large.
 pub fn map<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     work: usize,
@@ -56,7 +57,7 @@ pub fn map<T: Send, R: Send>(
 }
 
 /// Calls `f` for consecutive ranges that cover `0..n`, on several threads if `work` (elementary operations in total) is
-/// large. Range bounds are multiples of `align`. Results must not depend on where ranges are cut.
+/// large. Range bounds are multiples of `align`. Results must not depend on the bounds.
 pub(crate) fn ranges(n: usize, align: usize, work: usize, f: impl Fn(Range<usize>) + Sync) {
     if n == 0 {
         return;
@@ -72,25 +73,25 @@ pub(crate) fn ranges(n: usize, align: usize, work: usize, f: impl Fn(Range<usize
     });
 }
 
-/// Part `i` of `parts` nearly equal ones of `0..n`.
+/// Returns part `i` of `0..n`, split into `parts` nearly equal parts.
 pub(crate) fn part(n: usize, parts: usize, i: usize) -> Range<usize> {
     i * n / parts..(i + 1) * n / parts
 }
 
-/// Columns of a strip, the work of one task, in panels: enough to read the left operand seldom.
+/// Panels in a strip, the work of one task: enough to read the left operand rarely.
 const STRIP_PANELS: usize = 6;
-/// Strips of a thread at least where strips are even, so that none waits long for the other.
+/// Minimum number of even strips per thread, so that no thread waits long for another.
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 const ROUNDS: usize = 2;
-/// Rows below which a strip is not divided among threads.
+/// Number of rows below which a strip is not divided among threads.
 const MIN_ROWS: usize = 96;
 
-/// How `widths` (columns of several outputs) and `m` rows are divided into tasks.
+/// Division of `widths` (columns of several outputs) and of `m` rows into tasks.
 pub(crate) struct Strips<'a> {
     pub widths: &'a [usize],
     /// Columns of a panel.
     pub panel: usize,
-    /// Panels of a strip at most.
+    /// Maximum number of panels in a strip.
     pub panels: usize,
     pub row_parts: usize,
 }
@@ -99,12 +100,12 @@ impl<'a> Strips<'a> {
     pub(crate) fn new(widths: &'a [usize], m: usize, panel: usize) -> Self {
         let threads = rayon::current_num_threads();
         let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
-        // Several strips per thread, so that none waits long for the last one.
+        // Several strips per thread keep the wait for the last one short.
         let panels = total.div_ceil(threads * 6).clamp(1, STRIP_PANELS);
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, 2 * threads)
     }
 
-    /// Returns the smallest number of strips, of `most` panels at most, that keeps the threads equally busy.
+    /// Divides into the smallest number of strips, each of at most `most` panels, that keeps the threads equally busy.
     #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
     pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize, most: usize) -> Self {
         let threads = rayon::current_num_threads();
@@ -114,7 +115,7 @@ impl<'a> Strips<'a> {
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, threads)
     }
 
-    /// Cuts the rows too where there are fewer strips than `tasks`.
+    /// Divides the rows too if there are fewer strips than `tasks`.
     fn divide_rows(mut self, m: usize, tasks: usize) -> Self {
         if rayon::current_num_threads() > 1 {
             self.row_parts = tasks.div_ceil(self.columns().max(1)).min(m / MIN_ROWS).max(1);
@@ -134,7 +135,7 @@ impl<'a> Strips<'a> {
         self.columns() * self.row_parts
     }
 
-    /// Output, its columns, and the part of the rows of task `i`.
+    /// Returns the output, its columns and the part of the rows of task `i`.
     pub(crate) fn get(&self, i: usize) -> (usize, Range<usize>, usize) {
         let (mut strip, row_part) = (i / self.row_parts, i % self.row_parts);
         for (at, &width) in self.widths.iter().enumerate() {
@@ -149,7 +150,7 @@ impl<'a> Strips<'a> {
     }
 }
 
-/// A mutable slice whose disjoint parts are written by several threads.
+/// A mutable slice whose disjoint parts several threads write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shared<'a> {
     data: *mut f32,
@@ -167,10 +168,10 @@ impl<'a> Shared<'a> {
         Self { data: data.as_mut_ptr(), len: data.len(), life: PhantomData }
     }
 
-    /// Memory that holds nothing yet: it is written through [`Self::ptr`] and [`Self::clear`] alone.
+    /// Wraps uninitialised memory, which is written only through [`Self::ptr`] and [`Self::clear`].
     ///
     /// # Safety
-    /// `len` elements can be written for as long as this lives, and nothing else refers to them.
+    /// `len` elements are writable while the result is alive, and nothing else refers to them.
     pub(crate) unsafe fn raw(data: *mut f32, len: usize) -> Self {
         Self { data, len, life: PhantomData }
     }
@@ -179,20 +180,20 @@ impl<'a> Shared<'a> {
         self.len
     }
 
-    /// Without the first `start` elements.
+    /// Skips the first `start` elements.
     pub(crate) fn from(self, start: usize) -> Self {
         assert!(start <= self.len);
         Self { data: self.ptr(start), len: self.len - start, life: PhantomData }
     }
 
-    /// Zeros in elements `start..start + len`, from one thread.
+    /// Zeroes elements `start..start + len`; one thread at a time may do so.
     pub(crate) fn clear(self, start: usize, len: usize) {
         assert!(start <= self.len && len <= self.len - start);
-        // SAFETY: in bounds; the maker of this value holds the memory for writing.
+        // SAFETY: in bounds; the creator of this value keeps the memory writable.
         unsafe { self.ptr(start).write_bytes(0, len) };
     }
 
-    /// Elements `start..start + len`, bounds checked.
+    /// Returns elements `start..start + len`, bounds-checked.
     ///
     /// # Safety
     /// No other reference to these elements is alive.
@@ -203,7 +204,7 @@ impl<'a> Shared<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
 
-    /// Returns a pointer to element `start`; the caller checks bounds and exclusive access.
+    /// Returns a pointer to element `start`; the caller ensures bounds and exclusive access.
     #[inline(always)]
     pub(crate) fn ptr(self, start: usize) -> *mut f32 {
         self.data.wrapping_add(start)

@@ -1,12 +1,13 @@
-//! Which instructions multiply bf16 weights: a choice by the model of the CPU, or by the program's user.
+//! Chooses the instructions that multiply bf16 weights: by CPU model, or as the user sets.
 //!
-//! A bf16 weight can be widened and multiplied as f32, which rounds nothing. Or the other factor is rounded to bf16 too, and products
-//! of pairs are added up in vectors (`VDPBF16PS`, AVX512-BF16) or in matrix tiles (AMX). Tiles are several times as fast as
-//! vectors wherever they exist. The instruction for vectors is not: Zen 4 and 5 start as many of it in a cycle as multiply-adds, so
-//! it doubles the rate; Sapphire and Emerald Rapids start one in two cycles beside four multiply-adds, so it halves it.
+//! There are two ways to multiply a bf16 weight. One widens it to f32 and rounds nothing. The other rounds the second
+//! factor to bf16 too and sums products of pairs, in vectors (`VDPBF16PS`, AVX512-BF16) or in matrix tiles (AMX).
+//! Wherever tiles exist, they are several times as fast as vectors. The vector instruction is not always faster than
+//! widening: Zen 4 and 5 start as many of it per cycle as multiply-adds, so it doubles the rate. Sapphire and Emerald
+//! Rapids start one in two cycles against four multiply-adds, so it halves the rate.
 //!
-//! So [`TABLE`] decides by vendor, family and model, never by a measurement of the moment: runs on one model then have the same bits.
-//! Models that it does not have widen.
+//! Therefore [`TABLE`] decides by vendor, family and model, never by a measurement at run time, so that runs on the
+//! same model give the same bits. Models missing from the table widen.
 
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
@@ -27,10 +28,10 @@ pub enum Path {
 }
 
 impl Path {
-    /// Every one, the slowest instruction first.
+    /// Every path, the slowest first.
     pub const ALL: [Self; 3] = [Self::Widened, Self::Dot, Self::Amx];
 
-    /// Returns its name among the settings.
+    /// Returns the name used in settings.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -40,7 +41,7 @@ impl Path {
         }
     }
 
-    /// Whether its instructions work here and are not switched off.
+    /// Returns whether the CPU runs this path's instructions and the user has not disabled them.
     #[must_use]
     pub fn works(self) -> bool {
         match self {
@@ -50,7 +51,7 @@ impl Path {
         }
     }
 
-    /// Why it does or does not work.
+    /// Returns the reason why the path does or does not work.
     #[must_use]
     pub fn why(self) -> &'static str {
         match self {
@@ -61,19 +62,19 @@ impl Path {
     }
 }
 
-/// The model of a CPU, as it identifies itself.
+/// A CPU model, as the CPU identifies itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cpu {
-    /// Twelve letters, such as `GenuineIntel`.
+    /// Vendor in twelve letters, such as `GenuineIntel`.
     pub vendor: [u8; 12],
-    /// Base and extended family, added.
+    /// Sum of base and extended family.
     pub family: u32,
-    /// Extended model above base model.
+    /// Model number, with the extended model in its upper bits.
     pub model: u32,
 }
 
 impl Cpu {
-    /// The one that this runs on; `None` where CPUs do not say it.
+    /// Identifies the current CPU; `None` on architectures without such an identification.
     #[must_use]
     pub fn here() -> Option<Self> {
         static FOUND: OnceLock<Option<Cpu>> = OnceLock::new();
@@ -95,7 +96,7 @@ impl Cpu {
         None
     }
 
-    /// Reads family and model out of the first word of leaf 1.
+    /// Decodes family and model from the first word of CPUID leaf 1.
     #[must_use]
     pub fn of_signature(vendor: [u8; 12], word: u32) -> Self {
         let (base, low) = (word >> 8 & 0xf, word >> 4 & 0xf);
@@ -104,7 +105,7 @@ impl Cpu {
         Self { vendor, family, model }
     }
 
-    /// Returns the row of the table for this model.
+    /// Returns the table's row for this model.
     #[must_use]
     pub fn row(self) -> Option<&'static Row> {
         TABLE.iter().find(|row| {
@@ -114,7 +115,7 @@ impl Cpu {
         })
     }
 
-    /// The path of this CPU if tiles and pairs work on it.
+    /// Returns the path for this CPU, given whether tiles (`amx`) and pairs (`dot`) work on it.
     #[must_use]
     pub fn path(self, amx: bool, dot: bool) -> Path {
         match self.row() {
@@ -138,12 +139,12 @@ pub struct Row {
     vendor: &'static str,
     family: u32,
     models: RangeInclusive<u32>,
-    /// The name of the models.
+    /// Name of the models.
     pub name: &'static str,
     /// Whether [`Path::Dot`] is faster than [`Path::Widened`].
     pub dot: bool,
-    /// GFLOP/s of products of many rows on two cores, widened and in pairs, where they were measured; else `dot` follows from how many
-    /// of both instructions the CPU starts in a cycle.
+    /// Measured GFLOP/s of products of many rows on two cores, widened and in pairs. If `None`, `dot` follows from how
+    /// many of each instruction the CPU starts per cycle.
     pub measured: Option<[f64; 2]>,
 }
 
@@ -161,7 +162,7 @@ const fn row(
 const AMD: &str = "AuthenticAMD";
 const INTEL: &str = "GenuineIntel";
 
-/// The ranges of AMD's models are those of the Linux kernel (`arch/x86/kernel/cpu/amd.c`).
+/// The ranges of AMD models follow the Linux kernel (`arch/x86/kernel/cpu/amd.c`).
 pub static TABLE: &[Row] = &[
     row(AMD, 25, 0x10..=0x1f, "Zen 4", true, None),
     row(AMD, 25, 0x60..=0xaf, "Zen 4", true, None),
@@ -173,23 +174,21 @@ pub static TABLE: &[Row] = &[
     row(INTEL, 6, 173..=174, "Granite Rapids", false, None),
 ];
 
-/// 0, or the path that was chosen.
+/// Path set by [`choose`], or 0.
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
-/// A path that was chosen and does not work here.
+/// The chosen path does not work on this CPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("products with bf16 weights cannot take the path {:?} here: {why}", path.name())]
+#[error("this machine cannot multiply bf16 weights with the path {:?}: {why}", path.name())]
 pub struct Unavailable {
-    /// The path.
     pub path: Path,
-    /// The reason why it does not work.
     pub why: &'static str,
 }
 
-/// Chooses the path of products with bf16 weights; `None`: by the model of the CPU. Not to be changed while a kernel runs.
+/// Sets the path of products with bf16 weights; `None` lets the CPU model decide. Do not call this while a kernel runs.
 ///
 /// # Errors
-/// A path that does not work here.
+/// If the path does not work on this machine.
 pub fn choose(path: Option<Path>) -> Result<(), Unavailable> {
     if let Some(path) = path.filter(|path| !path.works()) {
         return Err(Unavailable { path, why: path.why() });
@@ -205,7 +204,7 @@ pub fn chosen() -> Option<Path> {
     Path::ALL.into_iter().find(|path| *path as u8 == chosen)
 }
 
-/// The path of products with bf16 weights. Those with weights of few bits take it too, where rows are many.
+/// Returns the path of products with bf16 weights. Products of many rows with weights of few bits use it too.
 #[must_use]
 pub fn path() -> Path {
     chosen().filter(|path| path.works()).unwrap_or_else(|| match Cpu::here() {
@@ -225,17 +224,17 @@ mod tests {
     #[test]
     fn the_model_decides_and_unknown_ones_widen() {
         for (vendor, family, model, path) in [
-            // Genoa, Raphael, Bergamo; Milan, which has no such instruction, were it to announce one.
+            // Genoa, Raphael, Bergamo; Milan, which lacks the instruction even if it announced it.
             (AMD, 25, 0x11, Path::Dot),
             (AMD, 25, 0x61, Path::Dot),
             (AMD, 25, 0xa0, Path::Dot),
             (AMD, 25, 0x01, Path::Widened),
-            // Turin, Granite Ridge; what comes after Zen 5.
+            // Turin, Granite Ridge; models after Zen 5.
             (AMD, 26, 0x02, Path::Dot),
             (AMD, 26, 0x44, Path::Dot),
             (AMD, 26, 0x50, Path::Widened),
             (AMD, 27, 0x02, Path::Widened),
-            // Sapphire, Emerald, Granite Rapids, Cooper Lake, unknown ones.
+            // Sapphire and Emerald Rapids, Granite Rapids, Cooper Lake, unknown models.
             (INTEL, 6, 143, Path::Widened),
             (INTEL, 6, 207, Path::Widened),
             (INTEL, 6, 173, Path::Widened),
@@ -251,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_takes_what_was_faster() {
+    fn the_table_chooses_the_faster_path() {
         for row in TABLE {
             if let Some([widened, dot]) = row.measured {
                 assert_eq!(row.dot, dot > widened, "{}", row.name);
@@ -274,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_work_is_refused() {
+    fn an_unavailable_path_is_refused() {
         for path in Path::ALL {
             match choose(Some(path)) {
                 Ok(()) => assert_eq!(super::path(), path),

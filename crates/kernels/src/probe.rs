@@ -1,34 +1,35 @@
-//! Trials of instructions for products of matrices, halves and pairs.
+//! Tests which instructions for products of matrices, 16-bit floats and bytes work on this machine.
 //!
-//! On virtual machines, a CPU's announcement and a process's permissions differ: one may hide the leaf that describes
-//! matrix tiles while the kernel grants them and products are right, another may announce an instruction and refuse it
-//! with a signal. So a small product with a known result is tried in a forked child, which does nothing else: it
-//! ends by itself, by a signal, or after a few seconds by an alarm, and this process only looks at how.
+//! On virtual machines, what a CPU announces and what a process may use can differ. One machine hides the CPUID leaf
+//! that describes matrix tiles although the kernel grants them and products are correct; another announces an
+//! instruction and raises a signal when it runs. Therefore a forked child runs a small product with a known result and
+//! nothing else. The child exits, is killed by a signal, or is killed by an alarm after a few seconds; this process
+//! only reads its exit status.
 
 use std::sync::OnceLock;
 
-/// An instruction set that was tried.
+/// An instruction set and the outcome of its trial.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Feature {
     /// Name, such as `AMX`.
     pub name: &'static str,
-    /// Whether it works.
     pub works: bool,
-    /// How that is known, as half a sentence.
+    /// Evidence for `works`, as a clause that can follow a colon.
     pub why: String,
-    /// Whether a trial that was due gave no answer: it could not be made, or something other than its instructions ended it.
+    /// True if a required trial gave no answer: it could not start, or something other than the tested instructions
+    /// ended it.
     pub untried: bool,
 }
 
-/// Every instruction set that is tried, for display. Trials run once, at the first call; a program asks before it starts
-/// threads and fills its memory, when a child costs little and fails least.
+/// Returns every instruction set that is tested, for display. Trials run once, at the first call. Call this before the
+/// program starts threads and fills its memory: then a fork is cheap and rarely fails.
 #[must_use]
 pub fn features() -> [&'static Feature; 4] {
     [bf16(), vnni(), fp16(), amx()]
 }
 
-/// Returns a warning for each trial that could not be made: kernels, and with them the last bits of results, may differ from a
-/// run in which it could.
+/// Returns a warning for each trial that could not run: the choice of kernels, and so the last bits of results, may
+/// differ from a run in which it could.
 #[must_use]
 pub fn doubts() -> Vec<String> {
     features().into_iter().filter_map(doubt).collect()
@@ -44,25 +45,25 @@ fn doubt(feature: &Feature) -> Option<String> {
     })
 }
 
-/// Dot products of bf16 pairs in vectors.
+/// Tests dot products of bf16 pairs in vectors.
 pub(crate) fn bf16() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(|| system::vectors("AVX512-BF16", system::has_bf16(), system::try_bf16))
 }
 
-/// Dot products of four bytes in vectors.
+/// Tests dot products of four bytes in vectors.
 pub(crate) fn vnni() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(|| system::vectors("AVX512-VNNI", system::has_vnni(), system::try_vnni))
 }
 
-/// Arithmetic of 16-bit floats in vectors.
+/// Tests arithmetic of 16-bit floats in vectors.
 fn fp16() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(|| system::vectors("AVX512-FP16", system::has_fp16(), system::try_fp16))
 }
 
-/// Matrix tiles with bf16 products. Their kernels also use [`bf16`] vectors.
+/// Tests matrix tiles with bf16 products. Their kernels also use [`bf16`] vectors.
 pub(crate) fn amx() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(system::amx)
@@ -121,22 +122,22 @@ mod system {
 
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    /// After which a trial that hangs is ended.
+    /// Time limit of a trial.
     const TRIAL_SECS: libc::c_uint = 5;
 
-    /// How a trial ended.
+    /// Outcome of a trial.
     #[derive(Debug, PartialEq, Eq)]
     pub(super) enum Trial {
         Right,
         Wrong,
-        /// The signal that ended it.
+        /// Signal that killed the child.
         Signal(i32),
-        /// There was none, and the system's reason.
+        /// Reason of the operating system why no trial ran.
         None(String),
     }
 
     impl Trial {
-        /// `announced`: what to believe where nothing can be tried.
+        /// Turns the outcome into a feature. `announced` is the fallback if no trial ran.
         pub(super) fn verdict(self, name: &'static str, announced: bool) -> Feature {
             let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
             match self {
@@ -163,10 +164,10 @@ mod system {
         }
     }
 
-    /// Runs `trial` in a child. It may neither allocate nor lock anything: the process can have other threads, whose
-    /// locks nobody will release in the child.
+    /// Runs `trial` in a child process. `trial` must not allocate or take locks: another thread of this process may
+    /// hold a lock, which nothing in the child would release.
     pub(super) fn tried(trial: fn() -> bool) -> Trial {
-        // SAFETY: the child calls async-signal-safe functions and the trial, and leaves without running destructors.
+        // SAFETY: the child calls async-signal-safe functions and the trial, and exits without running destructors.
         let child = unsafe { libc::fork() };
         if child < 0 {
             return Trial::None(format!("no child: {}", Error::last_os_error()));
@@ -185,7 +186,7 @@ mod system {
         }
         let mut status = 0;
         loop {
-            // SAFETY: waits for the child and writes to a local.
+            // SAFETY: waits for the child and writes to a local variable.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
             let error = Error::last_os_error();
             if waited == child {
@@ -213,7 +214,7 @@ mod system {
         is_x86_feature_detected!("avx512f") && __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & 1 << 23 != 0
     }
 
-    /// Trials of vectors run only where the CPU announces them: no kernel hides these alone.
+    /// Runs a trial of vector instructions, but only if the CPU announces them: no operating system hides only these.
     pub(super) fn vectors(name: &'static str, announced: bool, trial: fn() -> bool) -> Feature {
         if announced {
             tried(trial).verdict(name, true)
@@ -222,9 +223,9 @@ mod system {
         }
     }
 
-    /// `1.5 · 2 + 3 · 0.5 + 1` in every lane.
+    /// Computes `1.5 · 2 + 3 · 0.5 + 1` in every lane.
     pub(super) fn try_bf16() -> bool {
-        // bf16 bits: the upper half of an f32's.
+        // The bits of a bf16 are the upper half of an f32's.
         let (a, b) = ([0x4040_3fc0_u32; 16], [0x3f00_4000_u32; 16]);
         let mut c = [1.0f32; 16];
         // SAFETY: the CPU announces AVX-512; loads and stores 64 bytes of each array.
@@ -240,7 +241,7 @@ mod system {
         c == [5.5; 16]
     }
 
-    /// `200·−2 + 1·3 + 255·127 + 0·9 + 7` in every lane: bytes without a sign times bytes with one.
+    /// Computes `200·−2 + 1·3 + 255·127 + 0·9 + 7` in every lane: unsigned bytes times signed bytes.
     pub(super) fn try_vnni() -> bool {
         let (a, b) = ([0x00ff_01c8_u32; 16], [0x097f_03fe_u32; 16]);
         let mut c = [7i32; 16];
@@ -257,7 +258,7 @@ mod system {
         c == [31_995; 16]
     }
 
-    /// `1.5 · 2 + 1` in every lane.
+    /// Computes `1.5 · 2 + 1` in every lane.
     pub(super) fn try_fp16() -> bool {
         let (a, b) = ([0x3e00_3e00_u32; 16], [0x4000_4000_u32; 16]);
         let mut c = [0x3c00_3c00_u32; 16];
@@ -274,7 +275,7 @@ mod system {
         c == [0x4400_4400; 16]
     }
 
-    /// Asks that this process may use tiles; changes nothing else.
+    /// Requests the permission of this process to use tiles; changes nothing else.
     fn permission() -> Result<(), Error> {
         // SAFETY: a system call without pointers.
         match unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } {
@@ -283,12 +284,13 @@ mod system {
         }
     }
 
-    /// Multiplies 16 × 32 by 32 × 16 numbers in tiles. The child has its parent's permission.
+    /// Multiplies 16 × 32 by 32 × 16 numbers in tiles. The child inherits its parent's permission.
     pub(super) fn try_amx() -> bool {
         let mut config = Config::default();
         config.row_bytes[..3].fill(64);
         config.rows[..3].fill(16);
-        // Pairs of bf16, 1 and 1 on the left, `j` and `j` on the right for column `j`: small integers are exact.
+        // The left operand holds pairs (1, 1), the right operand pairs (`j`, `j`) in column `j`: small integers are
+        // exact.
         let left = [0x3f80_3f80_u32; 256];
         let mut right = [0u32; 256];
         for (i, word) in right.iter_mut().enumerate() {
@@ -296,8 +298,8 @@ mod system {
             *word = bits << 16 | bits;
         }
         let mut product = [0.0f32; 256];
-        // SAFETY: tiles of 16 rows of 64 bytes are read from and written to arrays of that size. Where the instructions do
-        // not exist, a signal ends the child.
+        // SAFETY: the instructions read and write tiles of 16 rows of 64 bytes in arrays of that size. On a CPU without
+        // these instructions, a signal kills the child.
         unsafe {
             asm!(
                 "ldtilecfg [{config}]",
@@ -341,20 +343,20 @@ mod system {
     mod tests {
         use super::*;
 
-        /// An instruction that no CPU has.
+        /// Executes an instruction that no CPU has.
         fn illegal() -> bool {
-            // SAFETY: ends the child.
+            // SAFETY: kills the child.
             unsafe { asm!("ud2", options(nomem, nostack)) };
             true
         }
 
         fn unmapped() -> bool {
-            // SAFETY: none; it ends the child.
+            // SAFETY: unsound on purpose; it kills the child.
             unsafe { std::ptr::null::<u8>().add(1).read_volatile() == 0 }
         }
 
         #[test]
-        fn a_trial_that_is_refused_ends_the_child_alone() {
+        fn a_refused_trial_kills_only_the_child() {
             assert_eq!(tried(illegal), Trial::Signal(libc::SIGILL));
             assert_eq!(tried(unmapped), Trial::Signal(libc::SIGSEGV));
             assert_eq!(tried(|| true), Trial::Right);
@@ -391,7 +393,7 @@ mod system {
             );
         }
 
-        /// Where an instruction works here, its trial is right in this process too.
+        /// Checks that each trial also returns its expected result in this process if the instruction works.
         #[test]
         fn trials_compute_what_they_expect() {
             for (found, trial) in [

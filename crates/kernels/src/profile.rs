@@ -1,9 +1,9 @@
-//! Counters of time, floating-point operations and bytes by phase and kernel.
+//! Counters of time, floating-point operations and bytes, by phase and kernel.
 //!
-//! Off by default; a kernel then reads one flag. On, each call of a public kernel adds its wall time on the calling
-//! thread, its useful operations (a multiply-add is two; what is computed a second time does not count) and the bytes
-//! that it reads and writes at least once. A kernel called by another one counts in the outer one alone, so the times
-//! of a phase add up to at most the time of the phase. The counters belong to the process.
+//! Counting is off by default; a kernel then reads one flag. When it is on, each call of a public kernel adds its wall
+//! time on the calling thread, its useful operations (a multiply-add is two; recomputation does not count) and the
+//! bytes that it reads and writes at least once. A kernel called by another kernel counts only in the outer one, so the
+//! times of the kernels in a phase add up to at most the time of the phase. The counters are global to the process.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::{Stored, Weight, team};
 /// Kinds of work, in the order of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Op {
-    /// Outputs of linear layers, many rows.
+    /// Outputs of linear layers for many rows.
     Linear,
     /// Outputs of linear layers while decoding.
     LinearRows,
@@ -38,7 +38,7 @@ pub enum Op {
     Activation,
     /// Log-probabilities and entropies, or logits.
     Head,
-    /// Gradients of the output head.
+    /// Gradients of the head.
     HeadBackward,
     /// Embedding rows and their gradient.
     Embedding,
@@ -49,7 +49,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the name in tables.
+    /// Returns the name used in tables.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -72,12 +72,10 @@ impl Op {
     }
 }
 
-/// Time and work of one kind of work in one phase.
+/// Work of one kind in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Total {
-    /// Calls.
     pub calls: u64,
-    /// Wall time.
     pub time: Duration,
     /// Useful floating-point operations.
     pub flops: u64,
@@ -88,11 +86,10 @@ pub struct Total {
 /// A line of the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The phase that was entered last, `""` before the first.
+    /// Phase that was entered last, `""` before the first.
     pub phase: &'static str,
-    /// Which work.
+    /// Kind of work.
     pub op: Op,
-    /// How much.
     pub total: Total,
 }
 
@@ -108,14 +105,14 @@ static STATE: Mutex<State> = Mutex::new(State {
 struct State {
     phase: &'static str,
     since: Option<Instant>,
-    /// [`team::helped`] then.
+    /// Value of [`team::helped`] at the last change of phase.
     helped: Duration,
     phases: Vec<Phase>,
     entries: Vec<Entry>,
 }
 
 impl State {
-    /// Gives the time since the last change of phase to the phase that was active.
+    /// Adds the time since the last change of phase to the active phase.
     fn settle(&mut self, now: Instant) {
         if let Some(since) = self.since.replace(now) {
             let now_helped = team::helped();
@@ -132,26 +129,25 @@ impl State {
 /// Time of a phase, without the phases inside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Phase {
-    /// Name; `""` is outside of all phases.
+    /// Name; `""` for time outside of any phase.
     pub name: &'static str,
-    /// Wall time.
     pub time: Duration,
-    /// Time that threads beside the calling one worked in kernels, all of them together.
+    /// Time that helper threads worked in kernels, summed over the threads.
     pub helped: Duration,
 }
 
 impl Phase {
-    /// Threads at work on average, the calling one among them.
+    /// Returns the average number of working threads, including the calling one.
     #[must_use]
     pub fn threads(&self) -> f64 {
         1.0 + self.helped.as_secs_f64() / self.time.as_secs_f64().max(f64::MIN_POSITIVE)
     }
 }
 
-/// Counted work.
+/// Result of [`take`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// In order of first use.
+    /// Phases in order of first use.
     pub phases: Vec<Phase>,
     /// Lines in the order of the phases, then by kind of work.
     pub entries: Vec<Entry>,
@@ -161,7 +157,6 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Switches counting on or off.
 pub fn enable(on: bool) {
     let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
     (state.since, state.helped) = (on.then(Instant::now), team::helped());
@@ -169,13 +164,13 @@ pub fn enable(on: bool) {
     ON.store(on, Ordering::Relaxed);
 }
 
-/// Whether counting is on.
+/// Returns whether counting is on.
 #[must_use]
 pub fn enabled() -> bool {
     ON.load(Ordering::Relaxed)
 }
 
-/// Counts what follows in `phase`. Returns the phase before, to return to.
+/// Counts subsequent work in `phase`. Returns the previous phase, which the caller restores afterwards.
 pub fn enter(phase: &'static str) -> &'static str {
     if !enabled() {
         return "";
@@ -185,7 +180,7 @@ pub fn enter(phase: &'static str) -> &'static str {
     std::mem::replace(&mut state.phase, phase)
 }
 
-/// Everything counted since the last call.
+/// Returns everything counted since the last call and resets the counters.
 #[must_use]
 pub fn take() -> Profile {
     let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -195,11 +190,11 @@ pub fn take() -> Profile {
     Profile { phases, entries }
 }
 
-/// Counts from its making to its end; see [`span`].
+/// Counts from its creation until it is dropped; see [`span`].
 #[must_use]
 pub struct Span(Option<(Op, Instant, u64, u64)>);
 
-/// Counts work of a kind until the result is dropped. `flops` and `bytes` are evaluated only when counting is on.
+/// Counts work of one kind until the result is dropped. `flops` and `bytes` are evaluated only if counting is on.
 #[inline]
 pub fn span(op: Op, work: impl FnOnce() -> (usize, usize)) -> Span {
     if !enabled() || INSIDE.replace(true) {
@@ -209,11 +204,10 @@ pub fn span(op: Op, work: impl FnOnce() -> (usize, usize)) -> Span {
     Span(Some((op, Instant::now(), flops as u64, bytes as u64)))
 }
 
-/// Kernels that this thread calls until the result is dropped count in the one that called it from another thread.
+/// Marks this thread as a helper until dropped: its kernels count in the kernel of the calling thread.
 #[must_use]
 pub(crate) struct Inside(bool);
 
-/// See [`Inside`].
 pub(crate) fn inside() -> Inside {
     Inside(INSIDE.replace(true))
 }
@@ -243,7 +237,7 @@ impl Drop for Span {
     }
 }
 
-/// Operations and bytes of a product of `[m, k]` and a weight `[n, k]`.
+/// Returns operations and bytes of a product of `[m, k]` and a weight `[n, k]`.
 pub(crate) fn product(m: usize, w: Weight) -> (usize, usize) {
     let (n, k) = w.dims();
     let weight = match w.stored() {
@@ -254,7 +248,7 @@ pub(crate) fn product(m: usize, w: Weight) -> (usize, usize) {
     (2 * m * k * n, weight + 4 * m * (n + k))
 }
 
-/// [`product`] of several weights with the same input, which is read once.
+/// Returns operations and bytes of [`product`]s of several weights with the same input, which is read once.
 pub(crate) fn products(m: usize, layers: &[Layer]) -> (usize, usize) {
     let each = layers.iter().map(|layer| product(m, layer.w));
     let (flops, bytes) = each.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
@@ -266,7 +260,7 @@ pub(crate) fn products(m: usize, layers: &[Layer]) -> (usize, usize) {
 mod tests {
     use super::*;
 
-    // One test: the counters belong to the process, and tests of a binary share it.
+    // There is one test because the counters are global to the process.
     #[test]
     fn work_is_counted_once_by_phase_and_only_when_asked() {
         drop(span(Op::Norm, || unreachable!("off")));
@@ -282,7 +276,7 @@ mod tests {
         enter(before);
         enable(false);
         drop(span(Op::Norm, || (1, 1)));
-        // Other tests of this binary may have counted kernels of their own meanwhile.
+        // Other tests of this binary may have counted their kernels at the same time.
         let own = take();
         let of = |phase, op| own.entries.iter().find(|e| e.phase == phase && e.op == op).map(|e| e.total);
         let head = of("forward", Op::Head).unwrap_or_default();

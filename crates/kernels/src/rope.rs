@@ -25,7 +25,7 @@ simd_fn! {
     }
 }
 
-/// Rotates the heads that stand side by side in rows of `x [rows, heads · head_dim]`, in place.
+/// Rotates, in place, the heads that are side by side in rows of `x [rows, heads · head_dim]`.
 ///
 /// With `a = x[i]`, `b = x[i + D/2]` of a head: `(a, b) → (a cos − b sin, b cos + a sin)`. `inverse` applies the transpose,
 /// which is the gradient. `cos` and `sin` are `[rows, head_dim / 2]`.

@@ -1,33 +1,33 @@
-//! Drawing one token from one row of logits.
+//! Draws one token from one row of logits.
 //!
-//! The order of the steps is that of `transformers`' generation: repetition penalty, forbidden tokens, temperature, top-k,
+//! The steps follow the order of `transformers`' generation: repetition penalty, forbidden tokens, temperature, top-k,
 //! top-p, min-p. The recorded log-probability is that of `softmax(logits / scoring temperature)` before penalties and
-//! truncation, the distribution whose gradient training takes. The uniform number comes from outside, so the same one
-//! draws the same token everywhere.
+//! truncation, the distribution that training differentiates. The caller supplies the uniform number, so the same
+//! number draws the same token everywhere.
 
 use crate::logprob::{WEIGHTS_CHUNK, Weights};
 
-/// How tokens are drawn.
+/// Sampling settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampler<'a> {
-    /// Logits are divided by this; 0 takes the most probable token.
+    /// Divisor of the logits; 0 takes the most probable token.
     pub temperature: f32,
-    /// Keep this many tokens; 0 keeps all.
+    /// Number of most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Keep the smallest set of tokens with at least this probability; 1 keeps all.
+    /// Probability that the smallest set of kept tokens must reach; 1 keeps all.
     pub top_p: f32,
-    /// Keep tokens with at least this share of the largest probability; 0 keeps all.
+    /// Smallest probability to keep, relative to the largest; 0 keeps all.
     pub min_p: f32,
-    /// Divides the positive and multiplies the negative logits of tokens already present; 1 does nothing.
+    /// Factor for logits of tokens already present: divides positive and multiplies negative logits; 1 does nothing.
     pub repetition_penalty: f32,
     /// Temperature of the recorded log-probabilities.
     pub scoring_temperature: f32,
-    /// Tokens that some rows cannot draw: stop tokens of completions that are too short.
+    /// Tokens that some rows may not draw: stop tokens of completions that are too short.
     pub forbidden: &'a [u32],
 }
 
 impl Default for Sampler<'_> {
-    /// Any token, by softmax(logits).
+    /// Draws any token, with probabilities softmax(logits).
     fn default() -> Self {
         Self {
             temperature: 1.0,
@@ -42,31 +42,31 @@ impl Default for Sampler<'_> {
 }
 
 impl Sampler<'_> {
-    /// Whether only some tokens can be drawn.
+    /// Returns whether these settings exclude some tokens.
     #[must_use]
     pub fn truncates(&self) -> bool {
         self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0
     }
 }
 
-/// Settings of one draw.
+/// Inputs of one draw besides the logits.
 #[derive(Clone, Copy, Debug)]
 pub struct DrawFrom<'a> {
-    /// Tokens already present, which the repetition penalty falls on: prompt and completion so far.
+    /// Tokens already present (prompt, completion), to which the repetition penalty applies.
     pub seen: [&'a [u32]; 2],
-    /// Whether the forbidden tokens cannot be drawn.
+    /// Whether this row excludes the forbidden tokens.
     pub forbids: bool,
-    /// The place in the cumulative distribution, from 0 to below 1.
+    /// Position in the cumulative distribution, at least 0 and below 1.
     pub uniform: f64,
 }
 
 impl DrawFrom<'_> {
-    /// Returns the tokens that this row cannot draw.
+    /// Returns the tokens that this row may not draw.
     pub(crate) fn forbidden<'s>(&self, how: &Sampler<'s>) -> &'s [u32] {
         if self.forbids { how.forbidden } else { &[] }
     }
 
-    /// The tokens already present, each once.
+    /// Returns the distinct tokens already present.
     #[must_use]
     pub fn present(&self) -> Vec<u32> {
         let mut ids = self.seen.concat();
@@ -79,7 +79,6 @@ impl DrawFrom<'_> {
 /// A drawn token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
-    /// The token.
     pub id: u32,
     /// Log-probability under softmax(logits / scoring temperature), in nats.
     pub logprob: f32,
@@ -89,11 +88,11 @@ pub struct Draw {
     pub entropy: f32,
 }
 
-/// Draws a token. `logits` are changed. `None` if one is NaN or +∞, or if no token can be drawn.
+/// Draws a token and overwrites `logits`. Returns `None` if a logit is NaN or +∞, or if no token can be drawn.
 #[must_use]
 pub fn draw(logits: &mut [f32], how: &Sampler, from: &DrawFrom) -> Option<Draw> {
     let scored = Weights::new(logits, how.scoring_temperature)?;
-    // Only the few logits that penalties touch are remembered, for the chosen token's record.
+    // Only the few logits that penalties change are saved, to compute the log-probability of the chosen token.
     let mut raw: Vec<(u32, f32)> = Vec::new();
     if how.repetition_penalty != 1.0 {
         for id in from.present() {
@@ -126,7 +125,7 @@ pub fn draw(logits: &mut [f32], how: &Sampler, from: &DrawFrom) -> Option<Draw> 
     Some(Draw { id, logprob, sampler_logprob, entropy: scored.entropy as f32 })
 }
 
-/// The first of the largest logits.
+/// Returns the first index of the largest logit.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (i, &x) in logits.iter().enumerate() {
@@ -140,7 +139,7 @@ fn argmax(logits: &[f32]) -> u32 {
 fn from_all(weights: &Weights, u: f64) -> (u32, f32) {
     let bound = u * weights.total;
     let (mut sum, mut last) = (0.0, 0);
-    // First the chunk of the vocabulary, then the token in it; rounding may leave the last of either.
+    // Select the chunk of the vocabulary, then the token in it; rounding may leave the last of either.
     for (chunk, (w, own)) in weights.weights.chunks(WEIGHTS_CHUNK).zip(&weights.sums).enumerate() {
         if sum + own <= bound && chunk + 1 < weights.sums.len() {
             sum += own;
@@ -206,7 +205,7 @@ fn from_truncated(logits: &[f32], how: &Sampler, u: f64) -> (u32, f32) {
 mod tests {
     use super::*;
 
-    /// A vocabulary of several chunks: the inverse of the cumulative distribution, as summed one by one.
+    /// With a vocabulary of several chunks, draws equal the inverse of the cumulative distribution, summed one by one.
     #[test]
     fn any_chunk_can_be_drawn_from() {
         let logits: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 977) as f32 / 100.0).collect();
@@ -226,7 +225,7 @@ mod tests {
         assert_eq!(from_all(&weights, 1.0).0, 4999);
     }
 
-    /// Tokens of weight 0 are never drawn, wherever they stand; whole chunks of them too.
+    /// Tokens of weight 0 are never drawn, at any position, even if they fill complete chunks.
     #[test]
     fn a_token_without_weight_is_not_drawn() {
         for (len, only) in [(3072, 2000), (3072, 0), (3072, 3071), (1025, 3), (2048, 1024)] {

@@ -1,10 +1,10 @@
-//! A learnt scale per column, on the way into a residual stream.
+//! A learnt scale per column, applied before adding to a residual stream.
 
 use crate::buffer;
 use crate::mat::{Mat, check};
 use crate::parallel::{Shared, ranges};
 
-/// `residual + x · scale`; `x`, `residual` and the result `[rows, dim]`, `scale [dim]`.
+/// Returns `residual + x · scale`. `x`, `residual` and the result are `[rows, dim]`, `scale` is `[dim]`.
 #[must_use]
 pub fn residual_forward(x: Mat, residual: Mat, scale: &[f32]) -> Vec<f32> {
     let (rows, dim) = x.dims();
@@ -16,7 +16,7 @@ pub fn residual_forward(x: Mat, residual: Mat, scale: &[f32]) -> Vec<f32> {
     })
 }
 
-/// Gradient of [`residual_forward`] for `x`: `dy · scale`. That of the residual is `dy` itself.
+/// Returns the gradient of [`residual_forward`] for `x`: `dy · scale`. The gradient of the residual is `dy` itself.
 #[must_use]
 pub fn residual_backward_input(dy: Mat, scale: &[f32]) -> Vec<f32> {
     let (rows, dim) = dy.dims();
@@ -28,12 +28,12 @@ pub fn residual_backward_input(dy: Mat, scale: &[f32]) -> Vec<f32> {
     })
 }
 
-/// Gradient of [`residual_forward`] for the scale: `dscale [dim] += Σ_rows dy · x`, row by row.
+/// Adds the gradient of [`residual_forward`] for the scale: `dscale [dim] += Σ_rows dy · x`, row by row.
 pub fn residual_backward_scale(dy: Mat, x: Mat, dscale: &mut [f32]) {
     let (rows, dim) = dy.dims();
     check("scaled residual, gradient of the scale", x.dims() == (rows, dim) && dscale.len() == dim);
     let dscale = Shared::new(dscale);
-    // Threads own columns, so that every sum runs over the rows in order.
+    // Each thread owns columns, so that every sum runs over the rows in order.
     ranges(dim, 16, rows * dim, |cols| {
         // SAFETY: the column ranges are disjoint.
         let sums = unsafe { dscale.part(cols.start, cols.len()) };

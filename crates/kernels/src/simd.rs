@@ -1,4 +1,4 @@
-//! Run-time choice of the instruction set, and the vector functions shared by the kernels.
+//! Chooses the instruction set at run time and provides the vector functions that kernels share.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -6,43 +6,43 @@ use half::bf16;
 use pulp::Arch;
 pub(crate) use pulp::Simd;
 
-/// Which instructions kernels may use.
+/// Instructions that kernels may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Instructions {
-    /// All that the CPU has.
+    /// All instructions of the CPU.
     Best,
     /// All but matrix tiles.
     Pairs,
-    /// Vectors without products of bf16 and of pairs.
+    /// All but matrix tiles and products of bf16 and of bytes.
     Vectors,
-    /// Instructions that every CPU of the architecture has.
+    /// Instructions of the baseline CPU of the architecture.
     Portable,
 }
 
 static LIMIT: AtomicU8 = AtomicU8::new(Instructions::Best as u8);
 
-/// Limits the instructions that kernels of this process use; at the start there is no limit. For tests and for comparing
-/// machines; not to be changed while a kernel runs.
+/// Limits the instructions that kernels of this process use; by default there is no limit. Intended for tests and for
+/// comparing machines. Do not call this while a kernel runs.
 pub fn limit_instructions(to: Instructions) {
     LIMIT.store(to as u8, Ordering::Relaxed);
 }
 
-/// Whether kernels may use at least these.
+/// Returns whether kernels may use at least these.
 pub(crate) fn allowed(instructions: Instructions) -> bool {
     LIMIT.load(Ordering::Relaxed) <= instructions as u8
 }
 
-/// The vector instructions in use.
+/// Returns the vector instructions in use.
 #[inline]
 pub(crate) fn arch() -> Arch {
     if allowed(Instructions::Vectors) { Arch::new() } else { Arch::Scalar }
 }
 
-/// Defines a function whose body is compiled once per instruction set; the best one runs.
+/// Defines a function whose body is compiled once per instruction set; at run time the best one runs.
 ///
-/// The first argument names the SIMD token and its type. Code called from the body must be `#[inline(always)]`, else it
-/// is compiled for the baseline CPU; so closures stay out of hot loops.
+/// The first argument names the SIMD token and its type. Code called from the body must be `#[inline(always)]`,
+/// otherwise it is compiled for the baseline CPU. Hot loops therefore contain no closures.
 macro_rules! simd_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident<$($lt:lifetime),*>(
         $simd:ident: $S:ident, $($arg:ident: $ty:ty),* $(,)?
@@ -63,9 +63,9 @@ macro_rules! simd_fn {
     };
 }
 
-/// `e^x` for every lane, relative error below 2e-7.
+/// Computes `e^x` for every lane, with a relative error below 2e-7.
 ///
-/// Below −87.336 (the smallest normal result) the value is 0, above 88.376 it is infinite; NaN stays NaN.
+/// Below −87.336 (the smallest normal result) the value is 0, above 88.376 it is infinite; NaN stays NaN. The method:
 /// `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`, a polynomial in `r` (coefficients of the Cephes library's `expf`), times `2^n`.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
@@ -73,7 +73,7 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let magic = simd.splat_f32s(12_582_912.0);
     let shifted = simd.mul_add_e_f32s(x, simd.splat_f32s(core::f32::consts::LOG2_E), magic);
     let n = simd.sub_f32s(shifted, magic);
-    // ln 2 in two parts, the first exact in few bits so that n times it is exact.
+    // ln 2 in two parts; the first has few bits, so that n times it is exact.
     let r = simd.mul_add_e_f32s(n, simd.splat_f32s(-355.0 / 512.0), x);
     let r = simd.mul_add_e_f32s(n, simd.splat_f32s(2.121_944_4e-4), r);
     let mut p = simd.splat_f32s(1.987_569_1e-4);
@@ -91,10 +91,11 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     select(simd, over, simd.splat_f32s(f32::INFINITY), y)
 }
 
-/// `2^x` for every lane with `x` at most 127, relative error below 2e-7; 0 below −126, NaN stays NaN.
+/// Computes `2^x` for every lane with `x` at most 127, with a relative error below 2e-7. Below −126 the value is 0; NaN
+/// stays NaN.
 ///
-/// `x = n + f`, `|f| ≤ 1/2`, a polynomial in `f` (coefficients of the Cephes library's `exp2f`), times `2^n`. Fewer steps
-/// than `e^x` takes, of which a softmax consists for the most part.
+/// The method: `x = n + f`, `|f| ≤ 1/2`, a polynomial in `f` (coefficients of the Cephes library's `exp2f`), times
+/// `2^n`. It takes fewer steps than `e^x`, and exponentials are most of a softmax.
 #[inline(always)]
 pub(crate) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     // Adding 1.5·2^23 rounds to an integer and leaves it in the low bits.
@@ -111,7 +112,7 @@ pub(crate) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     select(simd, simd.less_than_f32s(x, simd.splat_f32s(-126.0)), simd.splat_f32s(0.0), y)
 }
 
-/// An element that is widened to f32.
+/// An element that can be widened to f32.
 pub(crate) trait Wide: Copy {
     fn wide(self) -> f32;
 }
@@ -130,10 +131,10 @@ impl Wide for bf16 {
     }
 }
 
-/// `to[c · to_stride + r] = from[r · from_stride + c]` for so many rows and columns of `from`.
+/// Computes `to[c · to_stride + r] = from[r · from_stride + c]` for the given numbers of rows and columns of `from`.
 ///
 /// # Safety
-/// All elements are there, and those of `to` are not referenced elsewhere.
+/// All elements are in bounds, and nothing else refers to those of `to`.
 pub(crate) unsafe fn transpose<T: Wide>(
     to: *mut f32,
     to_stride: usize,
@@ -153,7 +154,7 @@ pub(crate) unsafe fn transpose<T: Wide>(
     };
     #[cfg(not(target_arch = "x86_64"))]
     let (whole_rows, whole_columns) = (0, 0);
-    // Eight rows at a time, so that what is written lies together.
+    // Eight rows at a time, so that writes are contiguous.
     for first in (0..rows).step_by(8) {
         for c in if first < whole_rows { whole_columns } else { 0 }..columns {
             for r in first..rows.min(first + 8) {
@@ -180,14 +181,14 @@ mod squares {
     /// Rows and columns of a square.
     pub(super) const SIDE: usize = 8;
 
-    /// Four elements, widened.
+    /// Loads four elements, widened.
     ///
     /// # Safety
     /// They are readable.
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn four<T: Wide>(from: *const T) -> __m128 {
-        // SAFETY: by the contract; `Wide` is f32, or bf16 which is its upper half.
+        // SAFETY: by the contract; `Wide` is f32, or bf16, which is the upper half of an f32.
         unsafe {
             if size_of::<T>() == size_of::<f32>() {
                 _mm_loadu_ps(from.cast())
@@ -197,10 +198,10 @@ mod squares {
         }
     }
 
-    /// Transposes complete squares.
+    /// Implements [`super::transpose`] for complete squares.
     ///
     /// # Safety
-    /// As outside.
+    /// The requirements of [`super::transpose`] hold, and the CPU has AVX2.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn transpose<T: Wide>(
         to: *mut f32,
@@ -212,7 +213,7 @@ mod squares {
     ) {
         for c in (0..columns).step_by(SIDE / 2) {
             for r in (0..rows).step_by(SIDE) {
-                // Rows r to r + 4 in the lower halves, the four after them in the upper ones.
+                // Rows r to r + 4 in the lower halves, the next four in the upper halves.
                 let mut x: [__m256; 4] = [_mm256_setzero_ps(); 4];
                 for i in 0..4 {
                     let low = from.wrapping_add((r + i) * from_stride + c);
@@ -236,7 +237,7 @@ mod squares {
     }
 }
 
-/// Asks for the cache line at `ptr`, which need not be valid.
+/// Prefetches the cache line at `ptr`, which need not be valid.
 #[inline(always)]
 pub(crate) fn prefetch<T>(ptr: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -248,7 +249,7 @@ pub(crate) fn prefetch<T>(ptr: *const T) {
     let _ = ptr;
 }
 
-/// [`prefetch`] into the second-level cache.
+/// Prefetches into the second-level cache only; see [`prefetch`].
 #[inline(always)]
 pub(crate) fn prefetch_far<T>(ptr: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -260,14 +261,14 @@ pub(crate) fn prefetch_far<T>(ptr: *const T) {
     let _ = ptr;
 }
 
-/// `yes` where the mask is set, else `no`; pulp's own version for floats is not always inlined.
+/// Returns `yes` where the mask is set, else `no`. pulp's version for floats is not always inlined.
 #[inline(always)]
 pub(crate) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {
     let (yes, no) = (simd.transmute_u32s_f32s(yes), simd.transmute_u32s_f32s(no));
     simd.transmute_f32s_u32s(simd.select_u32s(mask, yes, no))
 }
 
-/// `s = 1 / (1 + e^-x)` and `1 − s` for every lane, both without cancellation or overflow.
+/// Returns `s = 1 / (1 + e^-x)` and `1 − s` for every lane, both without cancellation or overflow.
 #[inline(always)]
 pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     let one = simd.splat_f32s(1.0);
@@ -278,13 +279,13 @@ pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     (select(simd, negative, small, large), select(simd, negative, large, small))
 }
 
-/// The first `width ≤ lanes` elements at `ptr`, the other lanes zero.
+/// Loads the first `width ≤ lanes` elements at `ptr`; the other lanes are zero.
 ///
 /// # Safety
 /// `width` elements at `ptr` are readable.
 #[inline(always)]
 pub(crate) unsafe fn load_ptr<S: Simd>(simd: S, ptr: *const f32, width: usize) -> S::f32s {
-    // SAFETY: a whole vector or the masked part of it, both readable by the contract.
+    // SAFETY: a complete vector or its masked part, both readable by the contract.
     unsafe {
         if width == S::F32_LANES {
             ptr.cast::<S::f32s>().read_unaligned()
@@ -300,7 +301,7 @@ pub(crate) unsafe fn load_ptr<S: Simd>(simd: S, ptr: *const f32, width: usize) -
 /// `width` elements at `ptr` are writable.
 #[inline(always)]
 pub(crate) unsafe fn store_ptr<S: Simd>(simd: S, ptr: *mut f32, width: usize, value: S::f32s) {
-    // SAFETY: a whole vector or the masked part of it, both writable by the contract.
+    // SAFETY: a complete vector or its masked part, both writable by the contract.
     unsafe {
         if width == S::F32_LANES {
             ptr.cast::<S::f32s>().write_unaligned(value);
@@ -310,19 +311,19 @@ pub(crate) unsafe fn store_ptr<S: Simd>(simd: S, ptr: *mut f32, width: usize, va
     }
 }
 
-/// Elements `i..` of `x`, at most one vector of them, the other lanes zero.
+/// Loads elements `i..` of `x`, at most one vector of them; the other lanes are zero.
 #[inline(always)]
 pub(crate) fn load<S: Simd>(simd: S, x: &[f32], i: usize) -> S::f32s {
     let x = &x[i..];
-    // SAFETY: no more elements than the slice has.
+    // SAFETY: at most as many elements as the slice has.
     unsafe { load_ptr(simd, x.as_ptr(), x.len().min(S::F32_LANES)) }
 }
 
-/// Writes to elements `i..` of `x`, at most one vector of them.
+/// Writes elements `i..` of `x`, at most one vector of them.
 #[inline(always)]
 pub(crate) fn store<S: Simd>(simd: S, x: &mut [f32], i: usize, value: S::f32s) {
     let x = &mut x[i..];
-    // SAFETY: no more elements than the slice has.
+    // SAFETY: at most as many elements as the slice has.
     unsafe { store_ptr(simd, x.as_mut_ptr(), x.len().min(S::F32_LANES), value) }
 }
 

@@ -1,11 +1,12 @@
-//! Threads that help the calling thread with a kernel, and wait for the next one without sleeping.
+//! Helper threads that join the calling thread in a kernel and wait for the next kernel without sleeping.
 //!
-//! A decoder runs thousands of kernels a second, with little between them. A thread that sleeps in between is woken too late
-//! to help (tens of microseconds, more on a virtual machine), so helpers look for work for a while before they sleep. The
-//! caller never waits for a helper that has not begun: it closes the job when its own share is done and waits only for
-//! helpers inside.
+//! A decoder runs thousands of kernels per second with little between them. A sleeping thread wakes too late to help
+//! (tens of microseconds, more on a virtual machine), so helpers spin for a while before they sleep. The caller never
+//! waits for a helper that has not begun: it closes the job when its own share is done and waits only for helpers
+//! inside.
 //!
-//! There is one job at a time. A kernel called while another runs, from inside of it or from another thread, runs alone.
+//! One job runs at a time. A kernel called while another runs, from inside it or from another thread, runs without
+//! helpers.
 
 use std::any::Any;
 use std::hint::spin_loop;
@@ -17,42 +18,43 @@ use std::time::{Duration, Instant};
 
 use crate::profile;
 
-/// How long a helper looks for work before it sleeps.
+/// Time that a helper spins before it sleeps.
 const PATIENCE: Duration = Duration::from_micros(300);
-/// Looks at the job between two looks at the clock.
+/// Number of polls between two readings of the clock.
 const LOOKS: usize = 64;
 
-/// Fields of [`STATE`]: helpers inside in its low bits, whether the job takes helpers, and above them the job's number.
+/// Layout of [`STATE`]: the low bits count helpers inside, this bit marks a job that takes helpers, and the bits above
+/// hold the job's number.
 const OPEN: u64 = 1 << 16;
 const NEXT: u64 = 1 << 17;
 const INSIDE: u64 = OPEN - 1;
 
 static STATE: AtomicU64 = AtomicU64::new(0);
-/// The job, alive while it is open or a helper is inside.
+/// The current job, alive while it is open or a helper is inside.
 static JOB: AtomicPtr<Job> = AtomicPtr::new(std::ptr::null_mut());
-/// Set while a caller owns the team.
+/// True while a caller owns the team.
 static TAKEN: AtomicBool = AtomicBool::new(false);
 static ASLEEP: AtomicUsize = AtomicUsize::new(0);
 static HELPERS: Mutex<Vec<Thread>> = Mutex::new(Vec::new());
-/// Nanoseconds that helpers worked while the profile was on.
+/// Nanoseconds of work by helpers while profiling was on.
 static HELPED: AtomicU64 = AtomicU64::new(0);
 
-/// Time that helpers worked while the profile was on, all of them together; looking for work is none.
+/// Returns the time that helpers worked while profiling was on, summed over helpers, without their spinning.
 pub(crate) fn helped() -> Duration {
     Duration::from_nanos(HELPED.load(Ordering::Relaxed))
 }
 
 struct Job {
-    /// Calls what `work` points to.
+    /// Function that calls the closure behind `work`.
     call: unsafe fn(*const ()),
     work: *const (),
-    /// Helpers that may still join.
+    /// Number of helpers that may still join.
     wanted: AtomicUsize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-/// Runs `work` on the calling thread and on up to `threads − 1` helpers at the same time; back when all have returned.
-/// Whether a helper joins is left to chance, so `work` shares out what is to do.
+/// Runs `work` on the calling thread and on up to `threads − 1` helpers, and returns when all have finished. A helper
+/// may or may not join, so `work` itself must distribute the tasks.
 pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
     if threads <= 1 || TAKEN.swap(true, Ordering::Acquire) {
         return work();
@@ -73,7 +75,7 @@ pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
     {
         let _closing = Closing;
         JOB.store((&raw const job).cast_mut(), Ordering::Relaxed);
-        // The job is closed and empty, so this leaves a new number and an open job.
+        // The job is closed and empty, so this sets a new number and opens the job.
         STATE.fetch_add(NEXT | OPEN, Ordering::SeqCst);
         if ASLEEP.load(Ordering::SeqCst) > 0 {
             let threads = HELPERS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +89,7 @@ pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
     }
 }
 
-/// Closes the job and gives the team back, also when the caller's share panics.
+/// Closes the job and releases the team on drop, even if the caller's share panics.
 struct Closing;
 
 impl Drop for Closing {
@@ -97,14 +99,14 @@ impl Drop for Closing {
             if STATE.load(Ordering::Acquire) & INSIDE == 0 {
                 break;
             }
-            // A helper that lost its core needs one.
+            // A helper that was preempted needs a core.
             if looks % LOOKS == LOOKS - 1 { thread::yield_now() } else { spin_loop() }
         }
         TAKEN.store(false, Ordering::Release);
     }
 }
 
-/// Makes sure that there are `count` helpers; fewer where the system gives no more threads.
+/// Starts helpers until there are `count`; returns fewer if the system refuses more threads.
 fn gather(count: usize) -> usize {
     static MADE: AtomicUsize = AtomicUsize::new(0);
     if MADE.load(Ordering::Relaxed) < count {
@@ -119,20 +121,21 @@ fn gather(count: usize) -> usize {
     MADE.load(Ordering::Relaxed).min(count)
 }
 
-/// Runs a helper, without end.
+/// Runs a helper's endless loop.
 fn help() {
-    // The profile counts a helper's work for the job that it helps.
+    // Kernels called by a helper count in the kernel that it helps.
     let _inside = profile::inside();
     let mut last = 0;
     loop {
         let state = wait(last);
         last = state / NEXT;
         if STATE.compare_exchange(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
-            // Others joined or the job closed meanwhile: look again.
+            // Others joined or the job closed in the meantime: poll again.
             last = last.wrapping_sub(1);
             continue;
         }
-        // SAFETY: this thread is counted inside, so the caller keeps the job and what it works on until it leaves.
+        // SAFETY: the state counts this thread as inside, so the caller keeps the job and its data alive until the
+        // thread leaves.
         let job = unsafe { &*JOB.load(Ordering::Relaxed) };
         let joins = job.wanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
         if joins.is_ok() {
@@ -150,7 +153,7 @@ fn help() {
     }
 }
 
-/// Waits for an open job whose number is not `last`; the state that was seen.
+/// Waits for an open job whose number is not `last` and returns the state that contains it.
 fn wait(last: u64) -> u64 {
     let open = |state: u64| state & OPEN > 0 && state / NEXT != last;
     let look = || Some(STATE.load(Ordering::Acquire)).filter(|&state| open(state));
@@ -165,7 +168,7 @@ fn wait(last: u64) -> u64 {
             }
         }
         ASLEEP.fetch_add(1, Ordering::SeqCst);
-        // A job that was opened before this thread counted as asleep is seen here, a later one unparks it.
+        // The thread sees any job opened before it counted as asleep; a job opened later unparks it.
         let state = Some(STATE.load(Ordering::SeqCst)).filter(|&state| open(state));
         if state.is_none() {
             thread::park();
@@ -205,7 +208,7 @@ mod tests {
                         let threads = 1 + i % 5;
                         assert_eq!(sum(threads, 100), 4950);
                         if i % 500 == 0 {
-                            // Long enough for helpers to fall asleep.
+                            // Wait until helpers are asleep.
                             thread::sleep(4 * PATIENCE);
                         }
                     }
@@ -224,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_team_goes_on() {
+    fn a_panic_reaches_the_caller_and_the_team_continues() {
         let caller = thread::current().id();
         for _ in 0..50 {
             let helped = AtomicBool::new(false);
@@ -240,7 +243,7 @@ mod tests {
                     }
                 });
             }));
-            // Another test may own the team, then nobody helps and nobody panics.
+            // If another test owns the team, nobody helps and nobody panics.
             assert_eq!(result.is_err(), helped.into_inner());
             assert_eq!(sum(2, 100), 4950);
         }

@@ -1,7 +1,8 @@
 //! Every op again in plain `f64` loops: no SIMD, no threads, no tiling.
 //!
-//! This is the meaning of the kernels. Gradients here are checked by central differences, the fast kernels are checked
-//! against this module. Arguments are those of the kernels; everything is returned, gradients are those of this call alone.
+//! This module defines the meaning of the kernels. Tests check its gradients by central differences and the fast
+//! kernels against it. Arguments equal those of the kernels. Functions return all results; gradients are those of one
+//! call.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -17,7 +18,7 @@ use crate::sample::{Draw, DrawFrom, Sampler};
 type Mat64<'a> = Mat<'a, f64>;
 type Qkv64<'a> = Qkv<'a, f64>;
 
-/// `y [m, n] = x [m, k] · Wᵀ + b`, weight `[n, k]`.
+/// Returns `y [m, n] = x [m, k] · Wᵀ + b`, with weight `[n, k]`.
 #[must_use]
 pub fn linear_forward(x: Mat64, w: Mat64, bias: Option<&[f64]>) -> Vec<f64> {
     let (m, n) = (x.rows, w.rows);
@@ -31,7 +32,7 @@ pub fn linear_forward(x: Mat64, w: Mat64, bias: Option<&[f64]>) -> Vec<f64> {
     y
 }
 
-/// Gradients of [`linear_forward`]: `(dx [m, k], dw [n, k], db [n])`.
+/// Returns the gradients of [`linear_forward`]: `(dx [m, k], dw [n, k], db [n])`.
 #[must_use]
 pub fn linear_backward(dy: Mat64, x: Mat64, w: Mat64) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
     let ((m, n), k) = (dy.dims(), x.cols);
@@ -50,7 +51,7 @@ pub fn linear_backward(dy: Mat64, x: Mat64, w: Mat64) -> (Vec<f64>, Vec<f64>, Ve
     (dx, dw, db)
 }
 
-/// RMS norm: `y = x · rstd · weight`, `rstd = 1 / sqrt(mean(x²) + eps)`. Returns `(y, rstd [1, rows])`.
+/// Computes the RMS norm `y = x · rstd · weight`, `rstd = 1 / sqrt(mean(x²) + eps)`. Returns `(y, rstd [1, rows])`.
 #[must_use]
 pub fn rms_forward(x: Mat64, weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let (rows, dim) = x.dims();
@@ -65,7 +66,7 @@ pub fn rms_forward(x: Mat64, weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     (y, rstd)
 }
 
-/// Gradients of [`rms_forward`]: `(dx, dw)`.
+/// Returns the gradients of [`rms_forward`]: `(dx, dw)`.
 #[must_use]
 pub fn rms_backward(dy: Mat64, x: Mat64, weight: &[f64], rstd: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (rows, dim) = x.dims();
@@ -81,7 +82,8 @@ pub fn rms_backward(dy: Mat64, x: Mat64, weight: &[f64], rstd: &[f64]) -> (Vec<f
     (dx, dw)
 }
 
-/// Layer norm with biased variance. Returns `(y, stats [2, rows])`: `mean` and `rstd`.
+/// Computes the layer norm with biased variance. Returns `(y, stats [2, rows])`, where the statistics are `mean` and
+/// `rstd`.
 #[must_use]
 pub fn layer_forward(x: Mat64, weight: &[f64], bias: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let (rows, dim) = x.dims();
@@ -99,7 +101,7 @@ pub fn layer_forward(x: Mat64, weight: &[f64], bias: &[f64], eps: f64) -> (Vec<f
     (y, stats)
 }
 
-/// Gradients of [`layer_forward`]: `(dx, dw, db)`.
+/// Returns the gradients of [`layer_forward`]: `(dx, dw, db)`.
 #[must_use]
 pub fn layer_backward(dy: Mat64, x: Mat64, weight: &[f64], stats: &[f64]) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
     let (rows, dim) = x.dims();
@@ -119,7 +121,7 @@ pub fn layer_backward(dy: Mat64, x: Mat64, weight: &[f64], stats: &[f64]) -> (Ve
     (dx, dw, db)
 }
 
-/// Rotary embedding of `x [rows, heads · head_dim]`; see [`crate::rope::apply`].
+/// Applies rotary embedding to `x [rows, heads · head_dim]`; see [`crate::rope::apply`].
 #[must_use]
 pub fn rope(cos: Mat64, sin: Mat64, inverse: bool, x: Mat64) -> Vec<f64> {
     let half = cos.cols;
@@ -138,7 +140,8 @@ pub fn rope(cos: Mat64, sin: Mat64, inverse: bool, x: Mat64) -> Vec<f64> {
     y
 }
 
-/// The error function, by its Taylor series near 0 and the continued fraction of `erfc` elsewhere; error below 1e-14.
+/// Computes the error function by its Taylor series near 0 and the continued fraction of `erfc` elsewhere; error below
+/// 1e-14.
 #[must_use]
 pub fn erf(x: f64) -> f64 {
     let z = x.abs();
@@ -159,7 +162,7 @@ pub fn erf(x: f64) -> f64 {
     value.copysign(x)
 }
 
-/// The activation at one point and its derivative.
+/// Returns the activation at one point and its derivative.
 #[must_use]
 pub fn activation(act: Activation, x: f64) -> (f64, f64) {
     let gated = |u: f64, du: f64| {
@@ -181,7 +184,7 @@ pub fn activation(act: Activation, x: f64) -> (f64, f64) {
     }
 }
 
-/// `silu(gate) · up` of `[rows, 2i]` (gate first).
+/// Returns `silu(gate) · up` of `[rows, 2i]` (gate first).
 #[must_use]
 pub fn swiglu_forward(gate_up: Mat64) -> Vec<f64> {
     let i = gate_up.cols / 2;
@@ -192,7 +195,7 @@ pub fn swiglu_forward(gate_up: Mat64) -> Vec<f64> {
     (0..gate_up.rows * i).map(|p| at(p / i, p % i)).collect()
 }
 
-/// Gradient of [`swiglu_forward`], `[rows, 2i]`.
+/// Returns the gradient of [`swiglu_forward`], `[rows, 2i]`.
 #[must_use]
 pub fn swiglu_backward(dy: Mat64, gate_up: Mat64) -> Vec<f64> {
     let (rows, i) = dy.dims();
@@ -208,7 +211,7 @@ pub fn swiglu_backward(dy: Mat64, gate_up: Mat64) -> Vec<f64> {
     d
 }
 
-/// A token drawn from one row of logits, step by step as [`crate::sample::draw`] does it.
+/// Draws a token from one row of logits, with the steps of [`crate::sample::draw`].
 #[must_use]
 pub fn draw(logits: &[f64], how: &Sampler, from: &DrawFrom) -> Option<Draw> {
     let largest = |z: &[f64]| z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -276,7 +279,7 @@ pub fn draw(logits: &[f64], how: &Sampler, from: &DrawFrom) -> Option<Draw> {
     Some(drawn(*id, (weight(id) / total).ln()))
 }
 
-/// For every query row of `layout`: the query row and the key rows it sees, in order.
+/// Yields every query row of `layout` with the key rows it sees, in order.
 fn visible(layout: &AttentionLayout) -> impl Iterator<Item = (usize, Vec<usize>)> + '_ {
     layout.ranges.iter().flat_map(|range| {
         range.queries.clone().enumerate().map(move |(i, query)| {
@@ -290,7 +293,7 @@ fn visible(layout: &AttentionLayout) -> impl Iterator<Item = (usize, Vec<usize>)
     })
 }
 
-/// Softmax attention. Returns `(out [tq, q_heads · d], lse [tq, q_heads])`.
+/// Computes softmax attention. Returns `(out [tq, q_heads · d], lse [tq, q_heads])`.
 #[must_use]
 pub fn attention_forward(
     qkv: Qkv64,
@@ -322,7 +325,7 @@ pub fn attention_forward(
     (out, lse)
 }
 
-/// Gradients of [`attention_forward`]: `(dq, dk, dv)`.
+/// Returns the gradients of [`attention_forward`]: `(dq, dk, dv)`.
 #[must_use]
 pub fn attention_backward(
     dout: Mat64,
@@ -359,7 +362,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Log-probabilities of targets; see [`crate::logprob::forward`].
+/// Returns log-probabilities of targets; see [`crate::logprob::forward`].
 #[must_use]
 pub fn logprob_forward(hidden: Mat64, head: Mat64, targets: Targets, temperature: f64) -> Scores<f64> {
     let (rows, v) = (hidden.rows, head.rows);
@@ -378,7 +381,7 @@ pub fn logprob_forward(hidden: Mat64, head: Mat64, targets: Targets, temperature
     Scores { logp, entropy, lse }
 }
 
-/// Gradients of the logits of [`logprob_forward`], `[rows, v]`.
+/// Returns the gradients of the logits of [`logprob_forward`], `[rows, v]`.
 #[must_use]
 pub fn logit_gradients(
     gradient: Gradient<f64>,
@@ -405,7 +408,7 @@ pub fn logit_gradients(
     dlogits
 }
 
-/// Gradients of [`logprob_forward`]: `(dhidden, dhead)`.
+/// Returns the gradients of [`logprob_forward`]: `(dhidden, dhead)`.
 #[must_use]
 pub fn logprob_backward(
     gradient: Gradient<f64>,
@@ -419,13 +422,12 @@ pub fn logprob_backward(
     (dhidden, dhead)
 }
 
-/// Rows `ids` of `table`.
 #[must_use]
 pub fn gather(table: Mat64, ids: &[u32]) -> Vec<f64> {
     ids.iter().flat_map(|&id| table.row(id as usize)).copied().collect()
 }
 
-/// Gradient of [`gather`] for a table of `vocab` rows.
+/// Returns the gradient of [`gather`] for a table of `vocab` rows.
 #[must_use]
 pub fn scatter_add(dy: Mat64, ids: &[u32], vocab: usize) -> Vec<f64> {
     let h = dy.cols;
@@ -436,7 +438,7 @@ pub fn scatter_add(dy: Mat64, ids: &[u32], vocab: usize) -> Vec<f64> {
     d
 }
 
-/// One AdamW step in place; see [`crate::optim::adamw`].
+/// Applies one AdamW step in place; see [`crate::optim::adamw`].
 pub fn adamw(grad: &[f64], by: &AdamW<f64>, weight: &mut [f64], m: &mut [f64], v: &mut [f64]) {
     let AdamW { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, step } = *by;
     for i in 0..weight.len() {
@@ -450,14 +452,14 @@ pub fn adamw(grad: &[f64], by: &AdamW<f64>, weight: &mut [f64], m: &mut [f64], v
     }
 }
 
-/// `residual + x · scale`, `scale [dim]`.
+/// Returns `residual + x · scale`, `scale [dim]`.
 #[must_use]
 pub fn residual_forward(x: Mat64, residual: Mat64, scale: &[f64]) -> Vec<f64> {
     let row = |r: usize| x.row(r).iter().zip(residual.row(r)).zip(scale).map(|((x, r), s)| r + x * s);
     (0..x.rows).flat_map(row).collect()
 }
 
-/// Gradients of [`residual_forward`]: `(dx, dscale)`; that of the residual is `dy`.
+/// Returns the gradients of [`residual_forward`]: `(dx, dscale)`; that of the residual is `dy`.
 #[must_use]
 pub fn residual_backward(dy: Mat64, x: Mat64, scale: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (mut dx, mut dscale) = (Vec::new(), vec![0.0; scale.len()]);
@@ -470,7 +472,7 @@ pub fn residual_backward(dy: Mat64, x: Mat64, scale: &[f64]) -> (Vec<f64>, Vec<f
     (dx, dscale)
 }
 
-/// Rows as weighted sums; see [`crate::conv::mix_forward`].
+/// Returns weighted sums of rows; see [`crate::conv::mix_forward`].
 #[must_use]
 pub fn mix_forward(x: Mat64, mix: &RowMix) -> Vec<f64> {
     let c = x.cols;
@@ -484,7 +486,7 @@ pub fn mix_forward(x: Mat64, mix: &RowMix) -> Vec<f64> {
     y
 }
 
-/// Gradient of [`mix_forward`] for an input of `rows` rows.
+/// Returns the gradient of [`mix_forward`] for an input of `rows` rows.
 #[must_use]
 pub fn mix_backward(dy: Mat64, mix: &RowMix, rows: usize) -> Vec<f64> {
     let c = dy.cols;
@@ -498,8 +500,8 @@ pub fn mix_backward(dy: Mat64, mix: &RowMix, rows: usize) -> Vec<f64> {
     dx
 }
 
-/// Calls `f(output, input, weight)` with the indices of every product of a depthwise 3×3 convolution with padding 1 of
-/// `[rows, c]`.
+/// Calls `f(output, input, weight)` with the indices of every product of a depthwise 3×3 convolution of `[rows, c]`
+/// with padding 1.
 fn depthwise3_terms((rows, c): (usize, usize), [h, w]: [usize; 2], mut f: impl FnMut(usize, usize, usize)) {
     for (p, y, x, ch) in (0..rows * c).map(|i| (i / (h * w * c), i / (w * c) % h, i / c % w, i % c)) {
         for (a, b) in (0..9).map(|tap| (tap / 3, tap % 3)) {
@@ -511,7 +513,7 @@ fn depthwise3_terms((rows, c): (usize, usize), [h, w]: [usize; 2], mut f: impl F
     }
 }
 
-/// Depthwise 3×3 convolution; see [`crate::conv::depthwise3`].
+/// Computes a depthwise 3×3 convolution; see [`crate::conv::depthwise3`].
 #[must_use]
 pub fn depthwise3_forward(x: Mat64, weight: &[f64], side: [usize; 2]) -> Vec<f64> {
     let mut y = vec![0.0; x.rows * x.cols];
@@ -519,7 +521,7 @@ pub fn depthwise3_forward(x: Mat64, weight: &[f64], side: [usize; 2]) -> Vec<f64
     y
 }
 
-/// Gradients of [`depthwise3_forward`]: `(dx, dweight)`.
+/// Returns the gradients of [`depthwise3_forward`]: `(dx, dweight)`.
 #[must_use]
 pub fn depthwise3_backward(dy: Mat64, x: Mat64, weight: &[f64], side: [usize; 2]) -> (Vec<f64>, Vec<f64>) {
     let (mut dx, mut dw) = (vec![0.0; x.rows * x.cols], vec![0.0; weight.len()]);
@@ -530,7 +532,7 @@ pub fn depthwise3_backward(dy: Mat64, x: Mat64, weight: &[f64], side: [usize; 2]
     (dx, dw)
 }
 
-/// Patches as rows; see [`crate::conv::unfold`].
+/// Gathers patches into rows; see [`crate::conv::unfold`].
 #[must_use]
 pub fn unfold(x: Mat64, sources: &[u32], taps: usize) -> Vec<f64> {
     let c = x.cols;
@@ -543,7 +545,7 @@ pub fn unfold(x: Mat64, sources: &[u32], taps: usize) -> Vec<f64> {
     y
 }
 
-/// Gradient of [`unfold`] for an input of `rows` rows.
+/// Returns the gradient of [`unfold`] for an input of `rows` rows.
 #[must_use]
 pub fn fold(dy: Mat64, sources: &[u32], taps: usize, rows: usize) -> Vec<f64> {
     let c = dy.cols / taps;
@@ -556,7 +558,7 @@ pub fn fold(dy: Mat64, sources: &[u32], taps: usize, rows: usize) -> Vec<f64> {
     dx
 }
 
-/// `x · sigmoid(gate)`; see [`crate::conv::gate_forward`].
+/// Returns `x · sigmoid(gate)`; see [`crate::conv::gate_forward`].
 #[must_use]
 pub fn gate_forward(x: Mat64, gate: Mat64) -> Vec<f64> {
     let (n, c) = gate.dims();
@@ -564,7 +566,7 @@ pub fn gate_forward(x: Mat64, gate: Mat64) -> Vec<f64> {
     (0..x.rows * c).map(|i| x.at(i) / (1.0 + (-gate(i)).exp())).collect()
 }
 
-/// Gradients of [`gate_forward`]: `(dx, dgate)`.
+/// Returns the gradients of [`gate_forward`]: `(dx, dgate)`.
 #[must_use]
 pub fn gate_backward(dy: Mat64, x: Mat64, gate: Mat64) -> (Vec<f64>, Vec<f64>) {
     let (n, c) = gate.dims();
@@ -582,14 +584,14 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
     logits.iter().map(|l| l.exp() / sum).collect()
 }
 
-/// `Σ softmax(logits)ᵢ · x[i]`; see [`crate::conv::blend_forward`].
+/// Returns `Σ softmax(logits)ᵢ · x[i]`; see [`crate::conv::blend_forward`].
 #[must_use]
 pub fn blend_forward(x: Mat64, logits: &[f64]) -> Vec<f64> {
     let p = softmax(logits);
     (0..x.cols).map(|j| (0..p.len()).map(|i| p[i] * x.row(i)[j]).sum()).collect()
 }
 
-/// Gradients of [`blend_forward`]: `(dx, dlogits)`.
+/// Returns the gradients of [`blend_forward`]: `(dx, dlogits)`.
 #[must_use]
 pub fn blend_backward(dy: &[f64], x: Mat64, logits: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let p = softmax(logits);
@@ -599,7 +601,7 @@ pub fn blend_backward(dy: &[f64], x: Mat64, logits: &[f64]) -> (Vec<f64>, Vec<f6
     (dx, p.iter().zip(&dp).map(|(p, d)| p * (d - mean)).collect())
 }
 
-/// `y = x W` of each place; see [`crate::experts::forward`].
+/// Returns `y = x W` of each place; see [`crate::experts::forward`].
 #[must_use]
 pub fn experts_forward(x: Mat64, w: Mat64, groups: Groups) -> Vec<f64> {
     let (k, n) = (x.cols, w.cols);
@@ -614,7 +616,7 @@ pub fn experts_forward(x: Mat64, w: Mat64, groups: Groups) -> Vec<f64> {
     y
 }
 
-/// Gradients of [`experts_forward`]: `(dx [places, k], dw [experts · k, n])`.
+/// Returns the gradients of [`experts_forward`]: `(dx [places, k], dw [experts · k, n])`.
 #[must_use]
 pub fn experts_backward(dy: Mat64, x: Mat64, w: Mat64, groups: Groups) -> (Vec<f64>, Vec<f64>) {
     let (k, n) = (x.cols, w.cols);
@@ -632,7 +634,7 @@ pub fn experts_backward(dy: Mat64, x: Mat64, w: Mat64, groups: Groups) -> (Vec<f
     (dx, dw)
 }
 
-/// The weight of each place.
+/// Returns the weight of each place.
 fn expert_weights(logits: Mat64, choices: Choices) -> Vec<f64> {
     let mut weights = vec![0.0; choices.places.len()];
     let each = choices.places.len() / logits.rows.max(1);
@@ -644,14 +646,14 @@ fn expert_weights(logits: Mat64, choices: Choices) -> Vec<f64> {
     weights
 }
 
-/// Places times their weights; see [`crate::experts::weigh_forward`].
+/// Multiplies places by their weights; see [`crate::experts::weigh_forward`].
 #[must_use]
 pub fn weigh_forward(x: Mat64, logits: Mat64, choices: Choices) -> Vec<f64> {
     let weights = expert_weights(logits, choices);
     (0..x.rows).flat_map(|p| x.row(p).iter().map(|x| x * weights[p]).collect::<Vec<_>>()).collect()
 }
 
-/// Gradients of [`weigh_forward`]: `(dx [places, i], dlogits [rows, experts])`.
+/// Returns the gradients of [`weigh_forward`]: `(dx [places, i], dlogits [rows, experts])`.
 #[must_use]
 pub fn weigh_backward(dy: Mat64, x: Mat64, logits: Mat64, choices: Choices) -> (Vec<f64>, Vec<f64>) {
     let weights = expert_weights(logits, choices);

@@ -1,7 +1,7 @@
-//! Memory that a thread keeps from one kernel to the next.
+//! Scratch memory that a thread keeps from one kernel to the next.
 //!
-//! A kernel takes a buffer out of its cell while it runs and puts it back afterwards, so kernels that it calls meanwhile find
-//! an empty one.
+//! A kernel takes a buffer out of its cell while it runs and puts it back afterwards. A nested kernel finds an empty
+//! buffer.
 
 use std::cell::Cell;
 
@@ -10,12 +10,12 @@ use crate::attention;
 /// Floats of a cache line.
 pub(crate) const LINE: usize = 16;
 
-/// A cache line, so that panels are aligned.
+/// A cache line; its alignment aligns panels.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line([f32; LINE]);
 
-/// The first `len` floats of `scratch`, which grows if it must.
+/// Returns the first `len` floats of `scratch`, which grows if necessary.
 pub(crate) fn reserve(scratch: &mut Vec<Line>, len: usize) -> &mut [f32] {
     let lines = len.div_ceil(LINE);
     if scratch.len() < lines {
@@ -28,7 +28,7 @@ pub(crate) fn reserve(scratch: &mut Vec<Line>, len: usize) -> &mut [f32] {
 thread_local! {
     /// Panels of the right operand of a blocked product, of one task.
     pub(crate) static PANELS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
-    /// Groups of its left operand, of all tasks; packed rows while decoding.
+    /// Groups of the left operand of a blocked product, of all tasks; packed rows while decoding.
     pub(crate) static GROUPS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     /// A piece of a quantised weight, widened.
     pub(crate) static WIDE: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
@@ -36,14 +36,14 @@ thread_local! {
     pub(crate) static LOGITS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     /// Partial sums of the gradient of queries.
     pub(crate) static PARTIAL: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
-    /// Both operands of a product on tiles.
+    /// Groups of the left operand of a product on tiles; `RIGHT` holds panels of the right operand.
     pub(crate) static LEFT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     pub(crate) static RIGHT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     /// Keys and values packed for tiles, of all tasks.
     pub(crate) static PACKED: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
-    /// One task of attention by vectors.
+    /// Scratch of one task of attention by vectors.
     pub(crate) static VECTOR: Cell<attention::vector::Scratch> = Cell::default();
-    /// One task of attention on tiles.
+    /// Scratch of one task of attention on tiles.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     pub(crate) static TILED: Cell<attention::tiled::Scratch> = Cell::default();
 }

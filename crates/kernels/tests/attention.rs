@@ -3,7 +3,8 @@
 
 mod common;
 
-/// The best of this CPU, and the factor of all tolerances; `portable.rs` runs the same tests with another choice.
+/// Selects the best instructions of this CPU and returns the factor of all tolerances; `portable.rs` runs the same
+/// tests with another choice.
 #[allow(dead_code)]
 pub fn choose_instructions() -> f64 {
     1.0
@@ -13,7 +14,7 @@ use common::{close, noise, wide, with_threads};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
 use omnigrpo_kernels::{Mat, MatMut, twin};
 
-/// Queries, keys and values whose columns begin at `cols`.
+/// Splits rows into queries, keys and values whose columns begin at `cols`.
 fn parts<T: Copy>(x: Mat<T>, cols: [usize; 3], shape: Shape) -> Qkv<T> {
     let (q, kv) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     let [q, k, v] = [(cols[0], q), (cols[1], kv), (cols[2], kv)].map(|(at, n)| x.columns(at..at + n));
@@ -26,7 +27,8 @@ struct Case {
     shape: Shape,
 }
 
-/// Runs of `step` queries, each of which sees up to `window` keys before its run: ranges with starts close together.
+/// Builds runs of `step` queries, each of which sees up to `window` keys before its run: ranges whose starts are close
+/// together.
 fn sliding(rows: usize, step: usize, window: usize) -> AttentionLayout {
     let range = |start: usize| {
         let end = rows.min(start + step);
@@ -35,7 +37,7 @@ fn sliding(rows: usize, step: usize, window: usize) -> AttentionLayout {
     AttentionLayout { ranges: (0..rows).step_by(step).map(range).collect() }
 }
 
-/// Key ranges in descending order, one of them empty, and more queries than the keys of the causal range.
+/// Builds key ranges in descending order, one of them empty, with more queries than keys in the causal range.
 fn backwards() -> AttentionLayout {
     let range = |queries, keys, causal| QueryRange { queries, keys, causal };
     AttentionLayout {
@@ -76,7 +78,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// The first `n` queries see all rows, the others their own block of `n`.
+/// Builds a layout whose first `n` queries see all rows, and whose others see their own block of `n`.
 fn one_long(rows: usize, n: usize) -> AttentionLayout {
     let range = |start: usize| {
         let own = start..rows.min(start + n);
@@ -99,7 +101,7 @@ fn matches_the_twin_forward_and_backward() {
         let x64 = wide(&x);
         let qkv64 = parts(Mat::new(&x64, rows, stride), cols, shape);
         let (out64, lse64) = twin::attention_forward(qkv64, &layout, shape, f64::from(scale));
-        // Vectors add up 256 products in one chain per score.
+        // The tolerance for vectors: one chain per score adds up 256 products.
         close(&out, &out64, 4e-6);
         close(&lse, &lse64, 1e-6);
 
@@ -171,7 +173,7 @@ fn other_queries_do_not_change_bits() {
         let (part, _) = run(&x, n, &AttentionLayout::causal(n), shape);
         assert_eq!(part, whole[..n * 240], "first {n} rows");
     }
-    // A suffix has the same bits alone and among others.
+    // A suffix has the same bits alone and among other suffixes.
     let (several, _) = run(&x, 200, &AttentionLayout::prefix_suffixes(80, &[20, 1, 99]), shape);
     let (first, _) = run(&x, 100, &AttentionLayout::prefix_suffixes(80, &[20]), shape);
     assert_eq!(first, several[..100 * 240]);
@@ -186,7 +188,7 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     let packed = Qkv::packed(Mat::new(&x, 207, width), shape);
     let (all, all_lse) =
         attention::forward(packed, &AttentionLayout::prefix_suffixes(80, &suffixes), shape, 0.2);
-    // The last row of every suffix, decoded together.
+    // Decode the last rows of all suffixes together.
     let (mut start, mut ranges, mut q, mut expected) = (80, Vec::new(), Vec::new(), Vec::new());
     let mut expected_lse = Vec::new();
     for (i, len) in suffixes.iter().enumerate() {

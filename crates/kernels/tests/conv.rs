@@ -1,10 +1,10 @@
-//! The kernels of convolutional projectors: against their f64 twins, whose gradients are checked by central
-//! differences; bits do not depend on the number of threads.
+//! The kernels of convolutional projectors, compared with their f64 twins, whose gradients are checked by central
+//! differences. Bits do not depend on the number of threads.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod common;
 
-/// Uses the best instructions of the machine.
+/// Selects all instructions of this CPU.
 pub fn choose_instructions() -> f64 {
     1.0
 }
@@ -13,7 +13,7 @@ use common::{check_gradient, close, dot, noise, wide, with_threads};
 use omnigrpo_kernels::conv::{self, OUTSIDE, RowMix};
 use omnigrpo_kernels::{Mat, MatMut, twin};
 
-/// `R` rows of `C` numbers.
+/// Views `x` as `R` rows of `C` numbers.
 fn grid<const R: usize, const C: usize>(x: &[f64]) -> Mat<'_, f64> {
     Mat::new(x, R, C)
 }
@@ -42,7 +42,7 @@ fn depthwise_convolution_matches_its_twin() {
     check_gradient(&weight, &dw, |k| dot(&twin::depthwise3_forward(pictures(&x), k, side), &dy));
 }
 
-/// A 2×2 picture of one channel under a window that is 1 everywhere: every output is the sum of the picture.
+/// Convolves a 2×2 picture of one channel with a window of ones: every output is the sum of the picture.
 #[test]
 fn depthwise_convolution_pads_with_zeros() {
     let picture = Mat::new(&[1.0, 2.0, 3.0, 4.0], 4, 1);

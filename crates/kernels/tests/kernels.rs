@@ -1,9 +1,10 @@
-//! Every kernel except attention: against its f64 twin, against PyTorch, and for the independence of its bits.
+//! Every kernel except attention, compared with its f64 twin and with PyTorch, and the independence of its bits.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod common;
 
-/// The best of this CPU, and the factor of all tolerances; `portable.rs` runs the same tests with another choice.
+/// Selects the best instructions of this CPU and returns the factor of all tolerances; `portable.rs` runs the same
+/// tests with another choice.
 #[allow(dead_code)]
 pub fn choose_instructions() -> f64 {
     1.0
@@ -43,7 +44,7 @@ fn close64(got: &[f64], expected: &[f64]) {
     }
 }
 
-/// Spreads contiguous rows to a larger stride; the gaps hold NaN.
+/// Copies contiguous rows to a larger stride; the gaps hold NaN.
 fn spread(x: &[f32], rows: usize, width: usize, stride: usize) -> Vec<f32> {
     let mut y = vec![f32::NAN; rows * stride];
     for r in 0..rows {
@@ -56,7 +57,7 @@ fn unspread(y: &[f32], rows: usize, width: usize, stride: usize) -> Vec<f32> {
     (0..rows).flat_map(|r| y[r * stride..r * stride + width].to_vec()).collect()
 }
 
-/// The numbers that a product with such a weight multiplies: instructions for bf16 take bf16 alone.
+/// Returns the factors that a product with such a weight multiplies: instructions for bf16 take only bf16.
 fn factor(x: &[f32], bf16_weight: bool) -> Vec<f64> {
     if bf16_weight && rounds_bf16() {
         return x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect();
@@ -127,7 +128,7 @@ fn linear_matches_its_twin() {
 
 #[test]
 fn layers_with_one_input_are_one_call() {
-    // Different dtypes and widths, outputs side by side; more rows than one pass of packed gradients holds.
+    // Different dtypes and widths, outputs side by side, and more rows than one pass of packed gradients holds.
     let (m, k, widths) = (700, 40, [37usize, 8, 3000]);
     let n: usize = widths.iter().sum();
     let (x, dy) = (noise(m * k, 1), noise(m * n, 2));
@@ -181,7 +182,7 @@ fn layers_with_one_input_are_one_call() {
     close(&dx, &dx64, 1e-5);
 }
 
-/// More rows than are packed at a time, and a long inner size, which is cut into rounds.
+/// More rows than are packed at a time, and a long inner size, which is divided into rounds.
 #[test]
 fn many_rows_and_long_sums_match_their_twin() {
     let (m, k, n) = (2100, 3300, 24);
@@ -197,7 +198,7 @@ fn many_rows_and_long_sums_match_their_twin() {
         close(&y, &expected, 6e-6);
         assert_eq!(run(all.row_range(2040..m)), y[2040 * n..], "the last rows alone");
     }
-    // dw [m, n] from m columns of dy and a sum over k rows.
+    // Gradient dw [m, n] from m columns of dy, a sum over k rows.
     let x = noise(k * n, 4);
     for bf16 in [false, true] {
         let mut dw = vec![0.0; m * n];
@@ -235,9 +236,10 @@ fn few_long_rows_match_their_twin() {
     }
 }
 
-/// Layers of all kinds in one call, some of them rows of a weight that begin and end inside of a panel: the bits of each alone.
+/// Layers of all kinds in one call, some of them rows of a weight that begin and end inside a panel, have the bits of
+/// separate calls.
 #[test]
-fn layers_of_any_kind_are_those_of_their_own_calls() {
+fn layers_of_any_kind_equal_separate_calls() {
     fn part(matrix: &QuantMatrix, from: usize, to: usize) -> Weight<'_> {
         matrix.rows().rows(from, to).into()
     }
@@ -262,7 +264,7 @@ fn layers_of_any_kind_are_those_of_their_own_calls() {
         let x = Mat::new(&x, m, k);
         for accumulate in [false, true] {
             let run = |layers: &[Layer], width: usize| {
-                // Two columns beyond, which stay.
+                // Two more columns, which stay unchanged.
                 let mut y = vec![0.25; m * (width + 2)];
                 let to = MatMut::new(&mut y, m, width + 2).columns(0..width);
                 with_threads(threads, || linear::forward_rows_into(x, layers, accumulate, to));
@@ -288,9 +290,9 @@ fn quantised(bits: QuantBits, w: &[f32], n: usize, k: usize) -> QuantMatrix {
     QuantMatrix::from_rows(bits, n, k, |i, row| row.copy_from_slice(&w[i * k..(i + 1) * k])).unwrap()
 }
 
-/// Outputs and input gradients in memory that was not cleared: the same bits as in memory full of NaN that is given.
+/// Outputs and input gradients in uninitialised memory have the same bits as in given memory full of NaN.
 #[test]
-fn memory_of_their_own_is_written_whole() {
+fn returned_memory_is_written_completely() {
     for (m, k, widths) in [
         (7, 70, [33, 5, 64, 17]),
         (40, 64, [0, 32, 0, 8]),
@@ -325,7 +327,7 @@ fn memory_of_their_own_is_written_whole() {
     }
 }
 
-/// Rows and weights of very different size: the error is relative to the sum of absolute products.
+/// Rows and weights of very different magnitude: the error is relative to the sum of absolute products.
 #[test]
 fn linear_holds_its_precision_at_all_sizes() {
     let (m, k, n) = (33, 200, 40);
@@ -349,7 +351,7 @@ fn linear_holds_its_precision_at_all_sizes() {
             assert!(error < 1e-6, "{y} for {want}: {error} of {size}");
         }
     }
-    // A NaN stays a NaN, whatever its bits, and reaches its own row alone.
+    // NaN and infinity with any bits make the outputs of their own row non-finite, and no others.
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
     for bits in [0x7fc0_0000, 0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0x7f80_0000] {
         let mut x = noise(m * k, 1);
@@ -390,7 +392,7 @@ fn rows_do_not_depend_on_the_batch() {
     }
 }
 
-/// All kernels that may use threads, on sizes that do.
+/// Runs all kernels that may use threads, on sizes that do.
 fn everything() -> Vec<Vec<f32>> {
     let (m, k, n) = (300, 160, 192);
     let (x, w, dy) = (noise(m * k, 1), noise(n * k, 2), noise(m * n, 3));
@@ -523,12 +525,12 @@ fn rope_rotates_and_its_inverse_is_the_transpose() {
         assert_eq!(y[..col], x[..col], "columns outside of the heads stay");
         assert_eq!(y[columns.end..stride], x[columns.end..stride]);
     }
-    // One rotation by a right angle, by hand: (a, b) → (−b, a).
+    // One rotation by a right angle, computed by hand: (a, b) → (−b, a).
     let mut y = [1.0, 2.0, 3.0, 4.0];
     let (cos, sin) = (Mat::new(&[0.0, 1.0], 1, 2), Mat::new(&[1.0, 0.0], 1, 2));
     rope::apply(cos, sin, false, MatMut::new(&mut y, 1, 4));
     assert_eq!(y, [-3.0, 2.0, 1.0, 4.0]);
-    // ⟨g, R x⟩ = ⟨Rᵀ g, x⟩.
+    // The inverse is the transpose: ⟨g, R x⟩ = ⟨Rᵀ g, x⟩.
     let [x, g] = [3, 4].map(|seed| wide(&noise(rows * heads * d, seed)));
     let turned = |x: &[f64], inverse| twin::rope(c64, s64, inverse, Mat::new(x, rows, heads * d));
     assert!((dot(&g, &turned(&x, false)) - dot(&x, &turned(&g, true))).abs() < 1e-12);
@@ -626,7 +628,8 @@ fn log_probabilities_match_their_twin() {
                 let mut dlogits = twin::logit_gradients(gradient, hidden64, head64, targets, t64);
                 let mut bound = 5e-6;
                 if bf16 && rounds_bf16() {
-                    // A factor as well. Some of them lie so near the middle of two bf16 that the kernel takes the other.
+                    // The gradient is a factor too. Some elements are so near the middle of two bf16 that the kernel
+                    // takes the other one.
                     dlogits = factor(&narrow(&dlogits), true);
                     bound = 2e-4;
                 }
@@ -672,7 +675,7 @@ fn linear_twin_matches_central_differences() {
     check_gradient(&b, &db, |b| f(&x, &w, b));
 }
 
-/// Experts without places, with one and with many; the bits of a place do not depend on the others.
+/// Experts without places, with one and with many; the bits of a place do not depend on other places.
 #[test]
 fn experts_match_their_twins() {
     for (counts, k, n) in [
@@ -699,7 +702,7 @@ fn experts_match_their_twins() {
         let (x32, dy32) = (Mat::new(&x, places, k), Mat::new(&dy, places, n));
         for (weight, values) in weights {
             let bf16 = weight.is_bf16();
-            // Few bits are widened to what is multiplied.
+            // Weights of few bits are widened to the dtype that the CPU multiplies.
             let narrow = !matches!(weight.stored(), Stored::F32(_));
             let (x64, w64, dy64) = (factor(&x, narrow), factor(values, narrow), factor(&dy, narrow));
             let (x64, dy64) = (Mat::new(&x64, places, k), Mat::new(&dy64, places, n));
@@ -715,7 +718,7 @@ fn experts_match_their_twins() {
             let mut dw = vec![0.25; e * k * n];
             experts::backward_weight(dy32, x32, groups, bf16, MatMut::new(&mut dw, e * k, n));
             close(&dw, &dw64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
-            // The last place of the first expert that has some, alone.
+            // Compute the last place of the first expert that has places alone.
             if let Some(own) = counts.iter().position(|&count| count > 0) {
                 let place = offsets[own + 1] - 1;
                 let alone: Vec<usize> = (0..=e).map(|expert| usize::from(expert > own)).collect();

@@ -1,9 +1,9 @@
-//! Quantised weights: the error bound of a weight and of a product, tiles against rows, bits of a row.
+//! Quantised weights: the error bounds of a weight and of a product, tiles compared with rows, bits of a row.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod common;
 
-/// The best of this CPU, and the factor of all tolerances.
+/// Selects the best instructions of this CPU and returns the factor of all tolerances.
 #[allow(dead_code)]
 pub fn choose_instructions() -> f64 {
     1.0
@@ -27,7 +27,7 @@ fn widened(w: QuantRows) -> Vec<f32> {
     out
 }
 
-/// Half a step and the rounding of the result, as the module promises.
+/// Returns the promised error bound of each weight: half a step plus the rounding of the result.
 fn bounds(w: QuantRows, values: &[f32], n: usize, k: usize) -> Vec<f64> {
     let mut out = Vec::with_capacity(n * k);
     for i in 0..n {
@@ -70,8 +70,8 @@ fn every_weight_is_within_half_a_step() {
     assert!(QuantMatrix::from_rows(QuantBits::Four, 1, 2, |_, row| row.fill(f32::INFINITY)).is_none());
 }
 
-/// A group of inputs as decoding writes them where it multiplies bytes: in 16 bits a number beside weights of 8 bits, in 8 by halves of a
-/// group beside those of 4, and one that is far out as it is.
+/// Returns a group of inputs as decoding encodes them when it multiplies bytes: 16 bits per number beside weights of 8
+/// bits; 8 bits in halves of a group beside weights of 4 bits. An outlier keeps its value.
 fn bytes(bits: QuantBits, group: &[f32]) -> Vec<f64> {
     let (len, most_code, far_out) = match bits {
         QuantBits::Eight => (GROUP, 32_639.0, 32.0),
@@ -94,7 +94,7 @@ fn bytes(bits: QuantBits, group: &[f32]) -> Vec<f64> {
     group.chunks(len).flat_map(of_part).collect()
 }
 
-/// `x Wᵀ + b` as decoding computes it where it multiplies bytes: `Σ ŵ x` less `s·Σ (q − c)(x − x̂)` of each group.
+/// Computes `x Wᵀ + b` as decoding does when it multiplies bytes: `Σ ŵ x` less `s·Σ (q − c)(x − x̂)` of each group.
 fn rounded(x: Mat, w: QuantRows, bits: QuantBits, bias: &[f32]) -> Vec<f64> {
     let (m, middle) = (x.dims().0, f64::from(bits.levels()) / 2.0);
     let mut y = Vec::new();
@@ -115,12 +115,12 @@ fn rounded(x: Mat, w: QuantRows, bits: QuantBits, bias: &[f32]) -> Vec<f64> {
     y
 }
 
-/// Few rows against what their kernel promises: exact inputs, or inputs in bytes whose error is that of their own rounding.
+/// Few rows hold what their kernel promises: exact inputs, or inputs in bytes with only their own rounding error.
 #[test]
-fn few_rows_are_products_of_inputs_as_they_are_or_in_bytes() {
+fn few_rows_multiply_exact_inputs_or_bytes() {
     for (m, k, n) in [(1, 64, 16), (2, 65, 7), (3, 200, 33), (8, 1024, 48), (13, 320, 5)] {
         let (mut x, w, bias) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3));
-        // A group of zeros, one with an outlier.
+        // A group of zeros and one with an outlier.
         x[..k.min(64)].fill(0.0);
         x[m * k - 1] = 60.0;
         let rows = Mat::new(&x, m, k);
@@ -141,7 +141,7 @@ fn few_rows_are_products_of_inputs_as_they_are_or_in_bytes() {
             let error = want.iter().zip(&exact).map(|(want, exact)| (want - exact).abs() / size);
             let bound = if bits == QuantBits::Eight { 1e-4 } else { 0.03 };
             assert!(error.fold(0.0, f64::max) < bound, "{bits:?} {m}×{k}×{n}");
-            // Some of the rows of a weight that begin inside of a panel.
+            // Some rows of a weight that begin inside a panel.
             let part = 3.min(n - 1)..n - 1;
             let layers = [Layer {
                 w: matrix.rows().rows(part.start, part.end).into(),
@@ -164,14 +164,15 @@ fn few_rows_are_products_of_inputs_as_they_are_or_in_bytes() {
     }
 }
 
-/// Inputs of which some are far larger than the others: what the others add is as exact as without them, and a row has the same bits
-/// whether or not another row beside it has such inputs.
+/// With inputs of which some are far larger than the others, the others contribute as exactly as without them, and a
+/// row has the same bits whether or not another row has such inputs.
 #[test]
 fn outliers_cost_no_other_input_its_bits() {
     let (m, k, n) = (8, 320, 33);
     let (plain, usual) = (noise(n * k, 2), noise(m * k, 3));
     for (factor, every) in [(1.0, 1), (30.0, 320), (100.0, 320), (30.0, 64), (300.0, 64), (1e4, 64)] {
-        // The weights that meet outliers are as much smaller, so that the sum stays as large as without them.
+        // The weights that multiply outliers are smaller by the same factor, so that the sum stays as large as without
+        // them.
         let far_out = |at: usize| if at % k % every == 3 % every { factor } else { 1.0 };
         let x: Vec<f32> = usual.iter().enumerate().map(|(at, x)| x * far_out(at)).collect();
         let w: Vec<f32> = plain.iter().enumerate().map(|(at, w)| w / far_out(at)).collect();
@@ -198,8 +199,8 @@ fn outliers_cost_no_other_input_its_bits() {
     }
 }
 
-/// Inputs that are tiny, or not finite: the products of tiny ones are, those of a row with another are no numbers, and the others
-/// stay as they are.
+/// With inputs that are tiny or not finite: products of tiny inputs stay right, a row with a non-finite input gives NaN
+/// or infinity, and other rows are unchanged.
 #[test]
 fn inputs_of_any_size() {
     let (k, n) = (128, 17);
@@ -228,7 +229,7 @@ fn inputs_of_any_size() {
     }
 }
 
-/// The layout for cards holds the same numbers.
+/// The layout for GPUs holds the same numbers.
 #[test]
 fn codes_by_rows_are_the_same() {
     let (n, k) = (19, 200);
@@ -247,8 +248,8 @@ fn codes_by_rows_are_the_same() {
     }
 }
 
-/// `Σ |x|·bound` for the weights, `2⁻⁸·Σ|x ŵ|` for factors that are rounded to bf16, and `(k + 2)·2⁻²⁴·Σ|x ŵ|` for summing `k`
-/// products and a bias in f32 in any order.
+/// Products stay within `Σ |x|·bound` for the weights, `2⁻⁸·Σ|x ŵ|` for factors that are rounded to bf16, and `(k +
+/// 2)·2⁻²⁴·Σ|x ŵ|` for summing `k` products and a bias in f32 in any order.
 #[test]
 fn products_are_within_the_bound_of_their_weights() {
     for (m, k, n) in [(1, 64, 3), (5, 200, 9), (8, 1024, 33), (3, 65, 2), (70, 192, 40), (0, 64, 4)] {
@@ -284,7 +285,7 @@ fn products_are_within_the_bound_of_their_weights() {
                     }
                 }
             }
-            // Backward is that of the widened weights, where bf16 is multiplied of rounded ones.
+            // The gradient is that of the widened weights, which are rounded if the CPU multiplies bf16.
             let factor = |x: &[f32]| match rounds_bf16() {
                 true => x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect(),
                 false => wide(x),
@@ -322,7 +323,7 @@ fn rows_have_the_same_bits_in_any_batch_and_with_any_number_of_threads() {
 }
 
 #[test]
-fn pieces_are_those_of_the_whole() {
+fn widened_pieces_equal_one_product() {
     // More elements than one widened chunk.
     let (k, n) = (1100, 1000);
     let w = noise(n * k, 3);

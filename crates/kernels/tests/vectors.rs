@@ -1,5 +1,5 @@
-//! The tests of the kernels once more, on the code for CPUs without matrix tiles.
-// Both files include the same helpers.
+//! Runs the tests of the kernels on the code for CPUs without matrix tiles.
+// The test files share the helper module, which each includes.
 #![allow(missing_docs, clippy::duplicate_mod)]
 
 #[path = "attention.rs"]

@@ -181,7 +181,7 @@ fn an_outline_is_the_model_without_its_data() {
                     let refused = [param.values().map(drop), param.store(&vec![0.0; param.len()])];
                     for result in refused {
                         let message = told(&result.unwrap_err());
-                        assert!(message.contains("only its outline is here"), "{message}");
+                        assert!(message.contains("only its outline is loaded"), "{message}");
                     }
                 }
             }

@@ -1,18 +1,18 @@
 //! Low-rank adapters on frozen linear layers, and on frozen layers of experts.
 //!
-//! `y += s · B A drop(x)` with `A [r, k]`, `B [n, r]` in f32 whatever the frozen weight is stored in; `s` is `alpha / r`, or
-//! `alpha / √r` for rank-stabilised LoRA. Source: Hu et al., arXiv 2106.09685; Kalajdzievski, arXiv 2312.03732; the module
-//! structure is that of `peft` 0.21 `tuners/lora/layer.py`, where dropout is applied to the adapter's input alone.
+//! `y += s · B A drop(x)` with `A [r, k]` and `B [n, r]` in f32 for any dtype of the frozen weight; `s` is `alpha / r`,
+//! or `alpha / √r` for rank-stabilised LoRA. Source: Hu et al., arXiv 2106.09685; Kalajdzievski, arXiv 2312.03732. The
+//! module structure follows `peft` 0.21 `tuners/lora/layer.py`, where dropout applies only to the adapter's input.
 //!
-//! Gradients, with `u = A x̃`, `t = s · Bᵀ dy` and `x̃ = m ⊙ x / (1 − p)`: `dB += s · dy uᵀ`, `dA += t x̃ᵀ`,
-//! `dx += m ⊙ (Aᵀ t) / (1 − p)`. Nothing is computed for the frozen weight.
+//! Gradients, with `u = A x̃`, `t = s · Bᵀ dy` and `x̃ = m ⊙ x / (1 − p)`: `dB += s · dy uᵀ`, `dA += t x̃ᵀ`, `dx += m ⊙
+//! (Aᵀ t) / (1 − p)`. Nothing is computed for the frozen weight.
 //!
-//! Difference: a dropout mask is a function of (key of the update, adapter, row, column) and of nothing else. A recomputed
-//! block therefore sees the same mask, and a row sees it at any place in a packed stream. The [`Pass`](crate::Pass)
-//! has the keys; without them nothing is dropped.
+//! Difference: a dropout mask depends only on key of the update, adapter, row and column. A recomputed block therefore
+//! sees the same mask, and a row sees the same mask at any position in a packed stream. The [`Pass`](crate::Pass)
+//! carries the keys; without keys nothing is dropped.
 //!
-//! Experts have an adapter each: `y += s · x A B` with `A [e, k, r]`, `B [e, r, n]`, in the layout of their weights. They drop
-//! nothing, as `peft`'s `ParamWrapper`.
+//! Each expert has its own adapter: `y += s · x A B` with `A [e, k, r]`, `B [e, r, n]`, in the layout of the experts'
+//! weights. Following `peft`'s `ParamWrapper`, these adapters have no dropout.
 
 use std::sync::Arc;
 
@@ -31,11 +31,11 @@ pub struct Adapter {
     factors: Factors,
     scale: f32,
     rate: f32,
-    /// Keys the mask, so that layers drop independently.
+    /// Key of this adapter's masks, so that layers drop independently.
     id: u64,
 }
 
-/// `A` and `B`.
+/// Factors `A` and `B`.
 #[derive(Debug)]
 enum Factors {
     Linear(Linear, Linear),
@@ -43,10 +43,7 @@ enum Factors {
 }
 
 impl Adapter {
-    /// Adapters of experts from `A [e, k, r]` and `B [e, r, n]`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, weights that are not f32.
+    /// Creates adapters of experts from `A [e, k, r]` and `B [e, r, n]`, both f32.
     pub fn of_experts(a: Arc<Param>, b: Arc<Param>, scale: f32) -> Result<Self> {
         let refuse = |what: String| Err(Error::Weight { name: a.name().to_owned(), what });
         let (&[experts, _, rank], &[own, inner, _]) = (a.shape(), b.shape()) else {
@@ -63,10 +60,8 @@ impl Adapter {
         Ok(Self { factors, scale, rate: 0.0, id: 0 })
     }
 
-    /// An adapter from `A [r, k]` and `B [n, r]`. `rate` is the share of inputs dropped where a pass drops.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, weights that are not f32, a rate outside of `0..1`.
+    /// Creates an adapter from `A [r, k]` and `B [n, r]`, both f32. `rate`, in `0..1`, is the fraction of inputs
+    /// dropped in passes with dropout.
     pub fn new(a: Arc<Param>, b: Arc<Param>, scale: f32, rate: f32) -> Result<Self> {
         let refuse = |what: String| Err(Error::Weight { name: a.name().to_owned(), what });
         let (&[rank, k], &[n, inner]) = (a.shape(), b.shape()) else {
@@ -90,7 +85,7 @@ impl Adapter {
         Ok(Self { factors, scale, rate, id })
     }
 
-    /// `A`: `[r, k]`, of experts `[e, k, r]`.
+    /// Returns `A`: `[r, k]`, of experts `[e, k, r]`.
     #[must_use]
     pub fn a(&self) -> &Arc<Param> {
         match &self.factors {
@@ -99,7 +94,7 @@ impl Adapter {
         }
     }
 
-    /// `B`: `[n, r]`, of experts `[e, r, n]`.
+    /// Returns `B`: `[n, r]`, of experts `[e, r, n]`.
     #[must_use]
     pub fn b(&self) -> &Arc<Param> {
         match &self.factors {
@@ -108,7 +103,7 @@ impl Adapter {
         }
     }
 
-    /// `r`.
+    /// Returns the rank `r`.
     #[must_use]
     pub fn rank(&self) -> usize {
         match &self.factors {
@@ -123,7 +118,7 @@ impl Adapter {
         self.scale
     }
 
-    /// The shape of the weight it fits.
+    /// Returns the shape of the adapted weight.
     #[must_use]
     pub fn shape(&self) -> Vec<usize> {
         match &self.factors {
@@ -132,10 +127,7 @@ impl Adapter {
         }
     }
 
-    /// Adds the product of the factors to the numbers of a weight: merging.
-    ///
-    /// # Errors
-    /// Another length than the weight's.
+    /// Merges: adds the scaled product of the factors to the values of a weight.
     pub fn merge_into(&self, w: &mut [f32]) -> Result<()> {
         let shape = self.shape();
         if w.len() != shape.iter().product::<usize>() {
@@ -169,7 +161,7 @@ impl Adapter {
         Ok(())
     }
 
-    /// The factors of a linear layer.
+    /// Returns the factors of a linear layer.
     fn linear(&self) -> Result<(&Linear, &Linear)> {
         match &self.factors {
             Factors::Linear(a, b) => Ok((a, b)),
@@ -177,7 +169,7 @@ impl Adapter {
         }
     }
 
-    /// The factors of experts.
+    /// Returns the factors of experts.
     fn experts(&self) -> Result<(&ExpertLinear, &ExpertLinear)> {
         match &self.factors {
             Factors::Experts(a, b) => Ok((a, b)),
@@ -214,7 +206,7 @@ impl Adapter {
         dx.add(&a.backward(x, &t, routes)?)
     }
 
-    /// The mask of a call, or `None` where nothing is dropped.
+    /// Returns the mask of a call, or `None` without dropout.
     fn mask(&self, dropout: Option<&Dropout>, rows: usize) -> Result<Option<Mask>> {
         let Some(dropout) = dropout.filter(|_| self.rate > 0.0) else { return Ok(None) };
         if let Some(keys) = &dropout.rows
@@ -229,7 +221,7 @@ impl Adapter {
         Ok(Some(Mask { key: mix(dropout.key ^ self.id), rows, rate: self.rate }))
     }
 
-    /// `u = s · A x̃ [t, r]`
+    /// Computes `u = s · A x̃ [t, r]`.
     fn inner(&self, a: &Linear, x: &Rows, order: Order) -> Rows {
         let mut u = x.device().backend().linear(x, std::slice::from_ref(a), None, order);
         u.scale(self.scale);
@@ -252,8 +244,8 @@ impl Adapter {
         Ok(())
     }
 
-    /// Adds the gradients of `A` and `B` to their buffers and that of the input to `dx`. The layer's columns of `dy` begin
-    /// at `col`.
+    /// Adds the gradients of `A` and `B` to their buffers and that of the input to `dx`. The layer's columns of `dy`
+    /// begin at `col`.
     pub(crate) fn backward(
         &self,
         mut dx: Rows,

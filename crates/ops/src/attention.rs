@@ -10,67 +10,60 @@ use crate::host::Host;
 use crate::rope::RopeTable;
 use crate::rows::Rows;
 
-/// Which rows see which, made once for a stream.
+/// Layout of a stream's attention, created once per stream.
 pub type Layout = Host<AttentionLayout>;
 
 /// Heads of one attention layer. A packed row is `[q heads | k heads | v heads]`, each head `head_dim` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionHeads {
-    /// Query heads.
     pub q: usize,
     /// Key and value heads; each serves `q / kv` query heads.
     pub kv: usize,
-    /// Columns of one head.
     pub dim: usize,
 }
 
 impl AttentionHeads {
-    /// Columns of a packed row.
+    /// Returns the columns of a packed row.
     #[must_use]
     pub fn packed_width(self) -> usize {
         (self.q + 2 * self.kv) * self.dim
     }
 
-    /// Columns of the keys (and of the values).
+    /// Returns the columns of the keys (and of the values).
     #[must_use]
     pub fn kv_width(self) -> usize {
         self.kv * self.dim
     }
 
-    /// Columns of the queries and of the output.
+    /// Returns the columns of the queries and of the output.
     #[must_use]
     pub fn q_width(self) -> usize {
         self.q * self.dim
     }
 
-    /// `1 / sqrt(head_dim)`.
+    /// Returns `1 / sqrt(head_dim)`.
     #[must_use]
     pub fn scale(self) -> f32 {
         1.0 / (self.dim as f32).sqrt()
     }
 
-    /// The kernel's form.
+    /// Converts to the kernel's structure.
     #[must_use]
     pub(crate) fn shape(self) -> kernel::Shape {
         kernel::Shape { q_heads: self.q, kv_heads: self.kv, head_dim: self.dim }
     }
 
-    /// Softmax attention of packed rows `[t, (q + 2 kv) · d]` with themselves: the output `[t, q · d]` and `[t, q]`, the
-    /// log-sum-exp of each query, which is all that the backward pass needs beside them. Source: FlashAttention-2 (arXiv
-    /// 2307.08691), algorithms 1 and 2.
-    ///
-    /// # Errors
-    /// Another width, a layout for other rows.
+    /// Computes softmax self-attention of packed rows `[t, (q + 2 kv) · d]`. Returns the output `[t, q · d]` and the
+    /// log-sum-exp of each query `[t, q]`; together with the packed rows, these suffice for the backward pass. Source:
+    /// FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
     pub fn forward(self, qkv: &Rows, layout: &Layout) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         check_layout(layout, qkv)?;
         Ok(qkv.device().backend().attention(qkv, layout, self))
     }
 
-    /// The gradient of the packed rows from that of the output, `dout [t, q · d]`; the rest as [`Self::forward`] had it.
-    ///
-    /// # Errors
-    /// Shapes that differ.
+    /// Returns the gradient of the packed rows from `dout [t, q · d]`. The other arguments are those and the results of
+    /// [`Self::forward`].
     pub fn backward(self, qkv: &Rows, out: &Rows, lse: &Rows, dout: &Rows, layout: &Layout) -> Result<Rows> {
         self.check(qkv)?;
         for operand in [out, lse, dout] {
@@ -85,12 +78,9 @@ impl AttentionHeads {
         Ok(qkv.device().backend().attention_back(qkv, out, lse, dout, layout, self))
     }
 
-    /// Decoding: appends the keys and values of each row to its slot and gives its attention over prompt and slot, with its
-    /// log-sum-exps as [`Self::forward`] gives them where [`Device::remembers_decoding`](crate::Device::remembers_decoding),
-    /// elsewhere without rows.
-    ///
-    /// # Errors
-    /// Another width, another number of rows than slots, a full slot, a cache of another device or without this layer.
+    /// Appends the keys and values of each row to its slot and returns its attention over prompt and slot, for
+    /// decoding. Also returns the log-sum-exps of [`Self::forward`] if
+    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding), otherwise an array without rows.
     pub fn attend_cached(self, qkv: &Rows, layer: usize, batch: &mut DecodeBatch) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         let rows = batch.rows();
@@ -107,10 +97,7 @@ impl AttentionHeads {
         Ok(qkv.device().backend().attend_cached(qkv, layer, batch, self))
     }
 
-    /// Turns queries and keys of packed rows in place.
-    ///
-    /// # Errors
-    /// A table for other rows or heads.
+    /// Rotates queries and keys of packed rows in place.
     pub fn rotate(self, qkv: &mut Rows, table: &RopeTable, inverse: bool) -> Result<()> {
         self.check(qkv)?;
         if table.rows() != qkv.rows() || 2 * table.half != self.dim {
@@ -137,7 +124,7 @@ impl AttentionHeads {
     }
 }
 
-/// Kernels follow a layout's ranges without looking; a wrong one would read elsewhere.
+/// Kernels do not check a layout's ranges; a wrong range would read out of bounds.
 fn check_layout(layout: &Layout, qkv: &Rows) -> Result<()> {
     let rows = qkv.rows();
     let within = |range: &Range<usize>| range.start <= range.end && range.end <= rows;

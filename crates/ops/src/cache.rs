@@ -1,4 +1,4 @@
-//! Keys and values of a group: the prompt's once, then one region for each completion.
+//! Keys and values of a group: one region for the shared prompt, then one for each completion.
 
 use memmap2::MmapMut;
 
@@ -7,8 +7,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 
-/// The cache of one group. Row layout of each layer's buffer: `prompt | slot 0 | slot 1 | …`, a row holding the keys
-/// and then the values of one token, `2 · kv_width` numbers.
+/// The cache of one group. Each layer's buffer has the rows `prompt | slot 0 | slot 1 | …`; a row holds the keys and
+/// then the values of one token, `2 · kv_width` numbers.
 pub struct GroupCache {
     pub(crate) store: Store,
     device: Device,
@@ -16,26 +16,24 @@ pub struct GroupCache {
     pub(crate) heads: AttentionHeads,
     pub(crate) prompt_rows: usize,
     pub(crate) slot_rows: usize,
-    /// Rows written so far in each slot.
+    /// Number of rows written in each slot.
     pub(crate) lengths: Vec<usize>,
 }
 
-/// The numbers of a cache, by layer.
+/// Storage of a cache, by layer.
 pub(crate) enum Store {
-    /// Anonymous memory that is mapped lazily: a region for the longest allowed completion costs address space, not memory,
-    /// until rows are written.
+    /// Anonymous memory that is mapped lazily: until rows are written, the region for the longest allowed completion
+    /// costs address space but no memory.
     Cpu(Vec<MmapMut>),
     Twin(Vec<Vec<f64>>),
     Gpu(crate::gpu::Pages),
-    /// Counted, and nothing else. Full, as it may become.
+    /// Size of a full cache, counted without memory.
     Outline(#[allow(dead_code)] crate::outline::Span),
 }
 
 impl GroupCache {
-    /// An empty cache for a prompt of `prompt_rows` tokens and `slots` completions of at most `slot_rows` tokens.
-    ///
-    /// # Errors
-    /// No address space.
+    /// Creates an empty cache for a prompt of `prompt_rows` tokens and `slots` completions of at most `slot_rows`
+    /// tokens. Fails if address space is unavailable.
     pub fn new(
         device: Device,
         layers: usize,
@@ -49,9 +47,6 @@ impl GroupCache {
     }
 
     /// Writes the keys and values of a prompt's packed rows.
-    ///
-    /// # Errors
-    /// Another number of rows than the prompt has, another width, device or layer.
     pub fn write_prompt(&mut self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
         if qkv.rows() != self.prompt_rows || qkv.cols() != heads.packed_width() {
             let what = format!("{:?} for a prompt of {} rows", qkv.dims(), self.prompt_rows);
@@ -62,7 +57,7 @@ impl GroupCache {
         Ok(())
     }
 
-    /// Fails unless the cache is on the device of `qkv` and has this layer of these heads.
+    /// Fails unless the cache is on the device of `qkv` and has this layer with these heads.
     pub(crate) fn check(&self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
         self.device.check("key-value cache", qkv)?;
         if layer >= self.layers || heads != self.heads {
@@ -73,22 +68,19 @@ impl GroupCache {
         Ok(())
     }
 
-    /// First row and present length of a slot.
+    /// Returns the first row and the current length of a slot.
     pub(crate) fn slot(&self, slot: usize) -> (usize, usize) {
         (self.prompt_rows + slot * self.slot_rows, self.lengths[slot])
     }
 
-    /// Counts the token that each slot has been given in every layer.
+    /// Counts one more token in each slot, after all layers have appended it.
     pub fn advance(&mut self, slots: &[usize]) {
         for &slot in slots {
             self.lengths[slot] += 1;
         }
     }
 
-    /// Checks that `slot` can take another token.
-    ///
-    /// # Errors
-    /// A full slot.
+    /// Checks that `slot` has room for another token.
     pub fn check_room(&self, slot: usize) -> Result<()> {
         if self.lengths.get(slot).is_none_or(|&len| len >= self.slot_rows) {
             let what = format!("slot {slot} of {} is full at {} tokens", self.lengths.len(), self.slot_rows);

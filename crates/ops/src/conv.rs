@@ -11,21 +11,21 @@ use crate::{Linear, Param};
 
 pub use omnigrpo_kernels::conv::{OUTSIDE, RowMix};
 
-/// Rows as weighted sums of rows, made once for a pass.
+/// Mix of rows, created once per pass.
 pub type Mix = Host<RowMix>;
 
-/// The patches of a convolution: output row `r` reads rows `sources[r · taps..(r + 1) · taps]` of the input, or zero for
+/// Patches of a convolution: output row `r` reads rows `sources[r · taps..(r + 1) · taps]` of the input, or zero for
 /// [`OUTSIDE`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Patches {
-    /// Rows of the input, [`OUTSIDE`] included.
+    /// Input row of each tap, or [`OUTSIDE`].
     pub sources: Vec<u32>,
-    /// Positions under the window.
+    /// Positions in a window.
     pub taps: usize,
 }
 
 impl Patches {
-    /// Output rows.
+    /// Returns the number of output rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.sources.len() / self.taps.max(1)
@@ -148,44 +148,30 @@ impl Op<2> for Blend {
 }
 
 impl Tape {
-    /// A dense convolution of any dimension: `[t, c] → [patches.rows(), n]`. The layer's weight is the published
-    /// `[n, c, taps…]` read as `[n, c · taps]`. Patches are gathered again in the backward pass instead of being kept.
-    ///
-    /// # Errors
-    /// A weight of another width, a patch that reads a row the input does not have.
+    /// Computes a dense convolution of any dimension: `[t, c] → [patches.rows(), n]`. The layer's weight is the
+    /// published `[n, c, taps…]`, read as `[n, c · taps]`. The backward pass gathers patches again instead of storing
+    /// them.
     pub fn convolution(&mut self, x: &Var, layer: &Linear, patches: &Arc<Patches>) -> Result<Var> {
         self.apply(Convolution { layer: layer.clone(), patches: Arc::clone(patches) }, [x])
     }
 
-    /// Depthwise 3×3 convolution, stride 1, zero padding 1, without bias, of pictures of `side = [height, width]`:
-    /// `[n · h · w, c] → [n · h · w, c]`. `weight` is the published `[c, 1, 3, 3]`.
-    ///
-    /// # Errors
-    /// Rows that are no whole pictures, another number of channels.
+    /// Computes a depthwise 3×3 convolution with stride 1, zero padding 1 and no bias, for images of `side = [height,
+    /// width]`: `[n · h · w, c] → [n · h · w, c]`. `weight` is the published `[c, 1, 3, 3]`.
     pub fn depthwise3(&mut self, x: &Var, weight: &Arc<Param>, side: [usize; 2]) -> Result<Var> {
         self.apply(Depthwise { weight: Arc::clone(weight), side }, [x])
     }
 
-    /// Rows as weighted sums of rows, `[t, c] → [mix.len(), c]`: pooling, interpolation, selection.
-    ///
-    /// # Errors
-    /// A row that the input does not have.
+    /// Computes weighted sums of rows, `[t, c] → [mix.len(), c]`: pooling, interpolation, selection.
     pub fn mix(&mut self, x: &Var, mix: &Arc<Mix>) -> Result<Var> {
         self.apply(MixRows(Arc::clone(mix)), [x])
     }
 
-    /// `x · sigmoid(gate)`, each row of `gate [n, c]` for `s` consecutive rows of `x [n · s, c]`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit.
+    /// Computes `x · sigmoid(gate)`; each row of `gate [n, c]` applies to `s` consecutive rows of `x [n · s, c]`.
     pub fn gate(&mut self, x: &Var, gate: &Var) -> Result<Var> {
         self.apply(Gate, [x, gate])
     }
 
-    /// `Σ softmax(logits)ᵢ · xᵢ`: `x [k · t, c]` holds `k` alternatives of `t` rows, `logits` is `[1, k]`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit.
+    /// Computes `Σ softmax(logits)ᵢ · xᵢ`: `x [k · t, c]` holds `k` alternatives of `t` rows, `logits` is `[1, k]`.
     pub fn blend(&mut self, x: &Var, logits: &Var) -> Result<Var> {
         self.apply(Blend, [x, logits])
     }

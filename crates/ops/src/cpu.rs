@@ -1,4 +1,4 @@
-//! The CPU: f32 in main memory, kernels of `omnigrpo-kernels`.
+//! The CPU backend: f32 in main memory, with the kernels of `omnigrpo-kernels`.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -34,14 +34,14 @@ use crate::rows::{Data, Index, Rows};
 
 pub(crate) struct Cpu;
 
-/// Groups for each thread from which on a thread attends for whole groups.
+/// Groups per thread from which on each thread computes attention for complete groups.
 const GROUPS_PER_THREAD: usize = 4;
 
-/// Elements of unfolded patches that exist at a time (64 MiB of `f32`).
+/// Maximum elements of unfolded patches at a time (64 MiB of `f32`).
 const UNFOLDED: usize = 1 << 24;
 
 impl Rows {
-    /// The numbers of rows on the CPU.
+    /// Returns the values of rows on the CPU.
     pub(crate) fn cpu(&self) -> &[f32] {
         match &self.data {
             Data::Cpu(data) => data,
@@ -49,7 +49,7 @@ impl Rows {
         }
     }
 
-    /// Returns the numbers for writing; shared ones are copied first.
+    /// Returns the values for writing, after copying shared ones.
     pub(crate) fn cpu_mut(&mut self) -> &mut [f32] {
         match &mut self.data {
             Data::Cpu(data) => {
@@ -62,19 +62,19 @@ impl Rows {
         }
     }
 
-    /// Rows on the CPU, as kernels read them.
+    /// Views rows on the CPU as the kernels' matrix.
     fn mat(&self) -> Mat<'_> {
         Mat::new(self.cpu(), self.rows(), self.cols())
     }
 
-    /// Returns the matrix for writing.
+    /// Views rows on the CPU as the kernels' matrix for writing.
     fn mat_mut(&mut self) -> MatMut<'_> {
         let (rows, cols) = self.dims();
         MatMut::new(self.cpu_mut(), rows, cols)
     }
 }
 
-/// Runs `f` on layers as the kernels read them.
+/// Runs `f` on layers in the kernels' form.
 fn with_layers<R>(layers: &[Linear], f: impl FnOnce(&[Layer]) -> R) -> R {
     let guards: Vec<(WeightGuard, Option<WeightGuard>)> =
         layers.iter().map(|l| (l.weight().read(), l.bias().map(|bias| bias.read()))).collect();
@@ -86,12 +86,12 @@ fn with_layers<R>(layers: &[Linear], f: impl FnOnce(&[Layer]) -> R) -> R {
     f(&layers)
 }
 
-/// Runs `f` on the matrices of experts, one below the other.
+/// Runs `f` on the matrices of experts, stacked vertically.
 fn with_experts<R>(layer: &ExpertLinear, f: impl FnOnce(Weight) -> R) -> R {
     f(layer.weight().read().weight(layer.experts() * layer.k(), layer.n()))
 }
 
-/// Runs `f` on a table whose rows are `h` wide.
+/// Runs `f` on a table with rows of width `h`.
 fn with_table<R>(table: &Param, h: usize, f: impl FnOnce(Weight) -> R) -> R {
     f(table.read().weight(table.len() / h.max(1), h))
 }
@@ -103,7 +103,7 @@ fn accumulate(param: &Param, f: impl FnOnce(&mut [f32])) {
     }
 }
 
-/// `w [n, k] += s · leftᵀ right` of factors with `rank` rows.
+/// Computes `w [n, k] += s · leftᵀ right` for factors with `rank` rows.
 pub(crate) fn merge(w: &mut [f32], left: &[f32], right: &[f32], rank: usize, scale: f32) {
     let (n, k) = (left.len() / rank, right.len() / rank);
     let left: Vec<f32> = left.iter().map(|x| x * scale).collect();
@@ -356,7 +356,7 @@ impl Backend for Cpu {
                 (group, packed, MatMut::new(own, count, heads.q_width()), lse)
             })
             .collect();
-        // If there are many groups, each belongs to one thread, even a small one; a few groups share the threads one after the other.
+        // With many groups, each thread takes complete groups, however small; with few, all threads share each group.
         let work = if each.len() < GROUPS_PER_THREAD * parallel::threads() { 0 } else { usize::MAX };
         parallel::map(each, work, |(group, packed, out, lse)| {
             attend_group(group, layer, packed, heads, out, lse);
@@ -565,7 +565,7 @@ impl Backend for Cpu {
     }
 }
 
-/// The product for many rows, or the one whose rows are independent.
+/// Returns the product for many rows, or the one whose rows are independent.
 fn forward(order: Order) -> fn(Mat, &[Layer], bool, MatMut) {
     match order {
         Order::Blocked => product::forward_into,
@@ -573,12 +573,13 @@ fn forward(order: Order) -> fn(Mat, &[Layer], bool, MatMut) {
     }
 }
 
-/// The alternatives of a blend, each in one row.
+/// Views the alternatives of a blend as one row each.
 fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a> {
     Mat::new(x.cpu(), logits.cols(), x.len() / logits.cols())
 }
 
-/// Runs `f(rows, unfolded rows, their sources)` over pieces of a convolution's output, whose bounds depend on sizes alone.
+/// Calls `f(rows, unfolded rows, their sources)` for pieces of a convolution's output, whose bounds depend on sizes
+/// alone.
 fn pieces(x: &Rows, patches: &Patches, mut f: impl FnMut(Range<usize>, Mat, &[u32])) {
     let Patches { sources, taps } = patches;
     let width = x.cols() * taps;
@@ -591,7 +592,8 @@ fn pieces(x: &Rows, patches: &Patches, mut f: impl FnMut(Range<usize>, Mat, &[u3
     }
 }
 
-/// Appends the keys and values of `packed` to the group's slots and writes each query's attention over prompt and own slot.
+/// Appends the keys and values of `packed` to the group's slots and writes each query's attention over prompt and its
+/// slot.
 fn attend_group(
     group: &mut DecodeRows,
     layer: usize,
@@ -629,7 +631,7 @@ fn copy_kv(buffer: &mut [f32], first_row: usize, packed: &[f32], heads: Attentio
     }
 }
 
-/// A weight as f64, row by row.
+/// Returns a weight as f64, in row-major order.
 pub(crate) fn wide(weight: Stored) -> Vec<f64> {
     match weight {
         Stored::F32(data) => data.iter().map(|&x| f64::from(x)).collect(),

@@ -1,10 +1,11 @@
-//! Decoding: a token for each row in flight, one after the other.
+//! Decoding: repeatedly draws one token for each row in flight.
 //!
-//! On a card a token costs one upload, one read and, once its shape of batch has been met twice, one launch. A batch is filled up
-//! with rows that continue nothing to one of few numbers of rows, and so are its tables; everything that differs from token to
-//! token goes into one array whose place is that of the shape. The first batch of a shape is computed plainly in an arena, the
-//! second is recorded ([`omnigrpo_gpu::Graph`]), and from then on the record is run. Bits are those of plain launches, since a row's
-//! do not depend on the batch. What cannot be recorded is computed plainly, and said at the level `debug`.
+//! On a GPU a token costs one upload and one read, and one launch once its batch shape has occurred twice. Padding
+//! rows, which continue no completion, bring a batch to one of a few sizes; tables are padded likewise. Everything that
+//! differs from token to token is stored in one array at an address fixed by the shape. The first batch of a shape runs
+//! with plain launches in an arena, the second is recorded ([`omnigrpo_gpu::Graph`]), and later batches replay the
+//! recording. The bits equal those of plain launches, since a row's bits do not depend on the batch. If recording
+//! fails, tokens are computed with plain launches and the reason is logged at the level `debug`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,35 +24,34 @@ use crate::rows::Rows;
 
 /// Rows of a batch that belong to one group.
 pub struct DecodeRows<'a> {
-    /// The group's cache.
     pub cache: &'a mut GroupCache,
-    /// For each row, the completion it continues.
+    /// Completion that each row continues.
     pub slots: Vec<usize>,
 }
 
-/// The rows that decode together: those of the groups, one after the other.
+/// The rows that decode together: those of all groups, in order.
 pub struct DecodeBatch<'a> {
     pub(crate) groups: Vec<DecodeRows<'a>>,
-    /// Cache tables of the rows, as a card reads them; made for the first layer, and for the rows that fill up the batch.
+    /// Cache positions of the rows, padding included, as a GPU reads them; created for the first layer.
     pub(crate) tables: Option<Arc<Decoding>>,
     rows: usize,
 }
 
 impl<'a> DecodeBatch<'a> {
-    /// The rows of these groups.
+    /// Creates a batch of these groups' rows.
     #[must_use]
     pub fn new(groups: Vec<DecodeRows<'a>>) -> Self {
         let rows = groups.iter().map(|group| group.slots.len()).sum();
         Self { groups, tables: None, rows }
     }
 
-    /// Rows, those included that continue nothing.
+    /// Returns the number of rows, padding included.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Counts the token that every row has been given in every layer.
+    /// Counts one more token for every row, after all layers have appended it.
     pub fn advance(&mut self) {
         self.tables = None;
         for group in &mut self.groups {
@@ -60,16 +60,16 @@ impl<'a> DecodeBatch<'a> {
     }
 }
 
-/// Inputs of the pass that computes the next token of every row.
+/// Inputs for the next token of every row.
 pub struct TokenPass<'p, 'g> {
-    /// The last token of each row.
+    /// Last token of each row.
     pub ids: &'p Tokens,
-    /// Angles of the positions.
+    /// Rotary angles of each row.
     pub rope: &'p Arc<RopeTable>,
-    /// The rows and what they continue.
+    /// Rows and the completions they continue.
     pub batch: &'p mut DecodeBatch<'g>,
     draws: DrawsOf<'p>,
-    /// Rows that have been drawn from.
+    /// Number of rows for which a token has been drawn.
     drawn: usize,
 }
 
@@ -79,10 +79,7 @@ enum DrawsOf<'p> {
 }
 
 impl TokenPass<'_, '_> {
-    /// Draws from the logits of the rows that come next; all rows' are handed over, piece by piece.
-    ///
-    /// # Errors
-    /// More logits than there are rows, another device.
+    /// Draws tokens from the logits of the next rows. The caller passes the logits of all rows, piece by piece.
     pub fn draw(&mut self, mut logits: Rows) -> Result<()> {
         let (rows, vocab) = logits.dims();
         let these = self.drawn..self.drawn + rows;
@@ -103,22 +100,22 @@ impl TokenPass<'_, '_> {
     }
 }
 
-/// How tokens came about on a card.
+/// Statistics of decoding on a GPU.
 #[derive(Clone, Debug, Default)]
 pub struct Replays {
-    /// Shapes of batches that were recorded.
+    /// Number of batch shapes that were recorded.
     pub recorded: usize,
-    /// Tokens of all rows that came from running a record.
+    /// Number of tokens, over all rows, from replayed recordings.
     pub replayed: usize,
-    /// Passes whose kernels were launched one by one.
+    /// Number of tokens, over all rows, from individually launched kernels.
     pub plain: usize,
-    /// Why nothing is recorded any more.
+    /// Reason why recording stopped.
     pub refused: Option<String>,
 }
 
-/// The next tokens of rows, again and again, from one model and with one sampler.
+/// Repeatedly draws the next tokens of rows, from one model with one sampler.
 ///
-/// Weights do not change while it lives: what is recorded reads them where they were.
+/// Weights must not change during its lifetime: recordings read them at fixed addresses.
 pub struct NextTokens<'a> {
     device: Device,
     how: Sampler<'a>,
@@ -127,7 +124,7 @@ pub struct NextTokens<'a> {
 }
 
 impl<'a> NextTokens<'a> {
-    /// For logits of `vocab` tokens on a device.
+    /// Creates a decoder for logits of `vocab` tokens on a device.
     #[must_use]
     pub fn new(device: Device, how: Sampler<'a>, vocab: usize) -> Self {
         let card = match device {
@@ -137,7 +134,7 @@ impl<'a> NextTokens<'a> {
         Self { device, how, vocab, card }
     }
 
-    /// Returns the same decoder with every kernel launched separately.
+    /// Disables recordings, so that every kernel is launched individually.
     #[must_use]
     pub fn plain(mut self) -> Self {
         if let Some(card) = &mut self.card {
@@ -146,18 +143,16 @@ impl<'a> NextTokens<'a> {
         self
     }
 
-    /// How tokens came about, on a card.
+    /// Returns statistics of decoding on a GPU.
     #[must_use]
     pub fn replays(&self) -> Option<&Replays> {
         self.card.as_ref().map(|card| &card.replays)
     }
 
-    /// Draws a token for each row of `groups`, whose last tokens are `ids` with the angles `rope`, and counts it in the caches. `pass`
-    /// goes through the model and hands over logits; it is the same for all calls. What it does may be recorded instead of done, so
-    /// it reads no results. `None`: a logit is NaN or +∞, or no token can be drawn.
-    ///
-    /// # Errors
-    /// Numbers of rows that differ, a full cache, what `pass` returns.
+    /// Draws a token for each row of `groups` and counts it in the caches. `ids` are the rows' last tokens, `rope`
+    /// their angles. `pass` runs the model and passes the logits on; it must be the same for all calls and must not
+    /// read results, because its launches may be recorded instead of executed. Returns `None` if a logit is NaN or +∞,
+    /// or if no token can be drawn.
     pub fn next<E: From<Error>>(
         &mut self,
         ids: Vec<u32>,
@@ -198,23 +193,23 @@ impl<'a> NextTokens<'a> {
     }
 }
 
-/// All that kernels, grids and memory of a token depend on, besides the model.
+/// Everything besides the model that determines kernels, grids and memory of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     decoding: DecodingSize,
     draws: DrawSize,
 }
 
-/// A shape that has been met.
+/// A batch shape that has occurred.
 struct Met {
-    /// Numbers that differ from token to token.
+    /// Inputs that differ from token to token.
     input: Arc<Array>,
-    /// The tokens.
+    /// Drawn tokens.
     out: Array,
     graph: Option<Graph>,
 }
 
-/// Tokens on a card.
+/// Decoding state on a GPU.
 struct OnCard {
     card: Card,
     arena: Arena,
@@ -223,7 +218,7 @@ struct OnCard {
     records: bool,
 }
 
-/// Where in a pack a pass finds what it reads.
+/// Offsets in a pack of a pass's inputs.
 struct Places {
     ids: usize,
     angles: [usize; 2],
@@ -288,7 +283,7 @@ impl OnCard {
             let Met { out, graph, .. } = met;
             batch.rows = rows;
             let mut run = |out: &mut Array| -> Result<(), E> {
-                // Changes that a pass made to the batch do not show in the next one.
+                // Changes that a pass made to the batch do not carry over to the next one.
                 batch.tables = Some(Arc::clone(&tables));
                 let draws = DrawsOf::Card { card, how, draws: &draws, out };
                 let mut of = TokenPass { ids: &ids_of, rope: &rope, batch: &mut *batch, draws, drawn: 0 };

@@ -1,8 +1,8 @@
-//! Where arrays live, and the contract that every such place fulfils.
+//! Devices, and the contract that every device implements.
 //!
-//! A [`Device`] is a value: it is handed down, never looked up. Each operation of this crate asks the device of its
-//! first operand for its [`Backend`] and calls one method of it, so a match on the device happens once per operation.
-//! Backends check nothing but that operands are theirs; shapes are checked by the operations.
+//! A [`Device`] is a value: callers pass it down, nothing looks it up. Each operation of this crate obtains the
+//! [`Backend`] of its first operand's device and calls one of its methods, so a match on the device happens once per
+//! operation. Backends check only that operands are on their device; operations check shapes.
 
 use std::fmt;
 use std::ops::Range;
@@ -25,28 +25,28 @@ use crate::rope::RopeTable;
 use crate::rows::{Index, Rows};
 use crate::{cpu, outline, twin};
 
-/// A place where arrays live.
+/// A place where arrays are stored and computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Device {
-    /// f32 in main memory, with the kernels of `omnigrpo-kernels`.
+    /// CPU: f32 in main memory, with the kernels of `omnigrpo-kernels`.
     #[default]
     Cpu,
-    /// f64 in main memory, with plain loops: what the other devices are compared with.
+    /// Reference for tests: f64 in main memory, with plain loops.
     Twin,
-    /// An NVIDIA card, or its emulator: bf16 or f32 in its memory, with the kernels of `omnigrpo-gpu`.
+    /// NVIDIA GPU or its emulator: bf16 or f32 in its memory, with the kernels of `omnigrpo-gpu`.
     Gpu(crate::gpu::Card),
-    /// Nowhere: sizes without numbers, to know what a pass takes ([`footprint`](crate::footprint)). Weights may be outlines.
+    /// Sizes without values, to measure what a pass needs ([`footprint`](crate::footprint)). Weights may be outlines.
     Outline,
 }
 
 impl Device {
-    /// Every device of this build that every machine has. The emulator among them is a new one.
+    /// Returns every device of this build that exists on every machine, including a new emulator.
     #[must_use]
     pub fn all() -> Vec<Self> {
         [Self::Cpu, Self::Twin].into_iter().chain(Self::emulator()).collect()
     }
 
-    /// A new emulator of a card, in builds for tests.
+    /// Creates an emulator of a GPU, in builds for tests.
     #[must_use]
     pub fn emulator() -> Option<Self> {
         #[cfg(feature = "emulator")]
@@ -64,11 +64,8 @@ impl Device {
         }
     }
 
-    /// Waits for the work that is queued on this device, and says whether all of it was done. Operations on a card do not
-    /// fail: they are queued, and after a failure what is read back is NaN.
-    ///
-    /// # Errors
-    /// The first failure of the device, such as memory that did not suffice.
+    /// Waits for the queued work of this device and returns its first failure, such as insufficient memory. Operations
+    /// on a GPU do not fail themselves: they are queued, and after a failure all results are NaN.
     pub fn finish(self) -> Result<()> {
         match self {
             Self::Gpu(card) => card.finish(),
@@ -76,8 +73,8 @@ impl Device {
         }
     }
 
-    /// Rows whose logits are best formed and drawn from at once: on a card the token of every row in flight comes to the host in
-    /// one copy, on a CPU logits stay in its cache.
+    /// Returns how many rows of logits to compute and draw from at a time. On a GPU the tokens of all rows in flight
+    /// reach the host in one copy; on a CPU logits stay in its cache.
     #[must_use]
     pub fn logit_rows(self) -> usize {
         match self {
@@ -86,13 +83,13 @@ impl Device {
         }
     }
 
-    /// Whether decoding leaves what a backward pass needs, where the host can read it.
+    /// Returns whether decoding stores, readable by the host, what a backward pass needs.
     #[must_use]
     pub fn remembers_decoding(self) -> bool {
         self == Self::Cpu
     }
 
-    /// Fails where `rows` lives elsewhere.
+    /// Fails if `rows` is on another device.
     pub(crate) fn check(self, op: &'static str, rows: &Rows) -> Result<()> {
         match rows.device() {
             got if got == self => Ok(()),
@@ -112,80 +109,80 @@ impl fmt::Display for Device {
     }
 }
 
-/// Operations of a device: the complete interface between models and arithmetic.
+/// The operations of a device: the complete interface between models and arithmetic.
 ///
-/// `t` rows, `k` inputs, `n` outputs. Functions that return [`Rows`] make new ones; those that take `&mut Rows` add to or
-/// replace what is there, as each says. Gradients of weights are added to the weight's own buffer, and only for weights
-/// that are trained.
+/// `t` rows, `k` inputs, `n` outputs. Functions that return [`Rows`] create new ones; those with `&mut Rows` add to or
+/// replace existing values, as each states. Gradients of weights are added to the weight's own buffer, and only if the
+/// weight is trained.
 pub(crate) trait Backend: Sync {
     // Memory.
 
-    /// `[rows, cols]` of zeros.
+    /// Creates `[rows, cols]` of zeros.
     fn zeros(&self, rows: usize, cols: usize) -> Rows;
-    /// Rows from host numbers, row by row. `data.len() == rows · cols`.
+    /// Creates rows from host values in row-major order. `data.len() == rows · cols`.
     fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows;
-    /// The numbers, row by row, rounded to f32.
+    /// Returns the values in row-major order, rounded to f32.
     fn download(&self, x: &Rows) -> Vec<f32>;
-    /// The numbers, row by row, without rounding.
+    /// Returns the values in row-major order, without rounding.
     fn download_f64(&self, x: &Rows) -> Vec<f64>;
-    /// `to += from`
+    /// Computes `to += from`.
     fn add(&self, to: &mut Rows, from: &Rows);
-    /// `x *= by`
+    /// Computes `x *= by`.
     fn scale(&self, x: &mut Rows, by: f32);
-    /// The rows `index` of `x`, in that order.
+    /// Returns the rows `index` of `x`, in this order.
     fn select(&self, x: &Rows, index: &Index) -> Rows;
-    /// The reverse of [`Self::select`] for distinct rows: `rows` rows, zeros in the others.
+    /// Reverses [`Self::select`] for distinct rows: returns `rows` rows, zero where `index` has none.
     fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows;
-    /// Some columns of every row.
+    /// Returns some columns of every row.
     fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows;
     /// Replaces the columns from `first` on.
     fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows);
-    /// Replaces the rows from `first` on by the rows `range` of `from`.
+    /// Replaces the rows from `first` on with the rows `range` of `from`.
     fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>);
-    /// Replaces some rows by zeros.
+    /// Zeroes some rows.
     fn clear_rows(&self, x: &mut Rows, range: Range<usize>);
 
-    // Linear layers. Several layers have their outputs side by side.
+    // Linear layers. The outputs of several layers are side by side.
 
-    /// `x Wᵀ + b (+ residual)`, `[t, k] → [t, Σ n]`.
+    /// Computes `x Wᵀ + b (+ residual)`, `[t, k] → [t, Σ n]`.
     fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows;
-    /// Adds `x Wᵀ` to the columns of `y` from `col` on; no bias.
+    /// Adds `x Wᵀ` to the columns of `y` from `col` on, without bias.
     fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order);
-    /// `dy W`, `[t, Σ n] → [t, k]`.
+    /// Computes `dy W`, `[t, Σ n] → [t, k]`.
     fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows;
-    /// `dy W` of one layer, whose columns of `dy` begin at `col`, added to `dx` where there is one.
+    /// Computes `dy W` of one layer, whose columns of `dy` begin at `col`, and adds it to `dx` if given.
     fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows;
     /// Adds `dyᵀ x` and the column sums of `dy` to the gradients of weights and biases. The layers' columns of `dy`
     /// begin at `col`.
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]);
-    /// `x` with dropped elements as zeros and the rest times `1 / (1 − rate)`.
+    /// Zeroes dropped elements of `x` and multiplies the others by `1 / (1 − rate)`.
     fn dropout(&self, x: &Rows, mask: &omnigrpo_kernels::dropout::Mask) -> Rows;
 
-    // Experts. A row for each place.
+    // Experts. Arrays have one row per place.
 
-    /// Each place times its expert's matrix, `[p, k] → [p, n]`.
+    /// Multiplies each place by its expert's matrix, `[p, k] → [p, n]`.
     fn experts(&self, x: &Rows, layer: &ExpertLinear, routes: &Routes, order: Order) -> Rows;
-    /// `dy Wᵀ`, `[p, n] → [p, k]`.
+    /// Computes `dy Wᵀ`, `[p, n] → [p, k]`.
     fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows;
     /// Adds `xᵀ dy` of each expert's places to the gradient of its matrix.
     fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes);
-    /// Each place times the softmax over the logits `[t, experts]` of its row's experts.
+    /// Multiplies each place by its weight, the softmax over the logits `[t, experts]` of its row's experts.
     fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows;
-    /// The gradients of both.
+    /// Returns the gradients of `x` and `logits`.
     fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2];
 
     // Normalisation.
 
-    /// The norm of each row, and what its gradient needs.
+    /// Returns the normalised rows and the statistics for the backward pass.
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows);
-    /// Adds the gradient of the input to `dx`, those of weight and bias to their buffers.
+    /// Adds the gradient of the input to `dx`, and those of weight and bias to their buffers.
     fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm);
 
     // Attention. A packed row is `[queries | keys | values]`.
 
-    /// Attention of packed rows with themselves: `[t, q · d]` and the log-sum-exps `[t, q]`.
+    /// Computes self-attention of packed rows: `[t, q · d]` and the log-sum-exps `[t, q]`.
     fn attention(&self, qkv: &Rows, layout: &Layout, heads: AttentionHeads) -> (Rows, Rows);
-    /// The gradient of the packed rows.
+    /// Returns the gradient of the packed rows.
     fn attention_back(
         &self,
         qkv: &Rows,
@@ -195,7 +192,8 @@ pub(crate) trait Backend: Sync {
         layout: &Layout,
         heads: AttentionHeads,
     ) -> Rows;
-    /// Room for the keys and values of `rows` tokens in each layer: of a prompt and of `slots` completions of one length.
+    /// Creates a cache for the keys and values of a prompt of `rows` tokens and of `slots` completions of equal maximum
+    /// length, in each layer.
     fn cache(
         &self,
         layers: usize,
@@ -211,8 +209,8 @@ pub(crate) trait Backend: Sync {
         qkv: &Rows,
         heads: AttentionHeads,
     );
-    /// Appends each row to its slot's cache and gives its attention over prompt and slot, with its log-sum-exps where the
-    /// device has them ([`Device::remembers_decoding`]).
+    /// Appends each row to its slot's cache and returns its attention over prompt and slot, with its log-sum-exps if
+    /// [`Device::remembers_decoding`].
     fn attend_cached(
         &self,
         qkv: &Rows,
@@ -220,67 +218,67 @@ pub(crate) trait Backend: Sync {
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows);
-    /// Turns the first `heads` heads of each row in place.
+    /// Rotates the first `heads` heads of each row in place.
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool);
 
     // Elementwise.
 
-    /// `act(x)`
+    /// Computes `act(x)`.
     fn activation(&self, x: &Rows, act: Activation) -> Rows;
-    /// Replaces `x` by the gradient of the activation's input.
+    /// Replaces `x` with the gradient of the activation's input.
     fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation);
-    /// `silu(gate) · up`, `[t, 2i] → [t, i]`.
+    /// Computes `silu(gate) · up`, `[t, 2i] → [t, i]`.
     fn swiglu(&self, gate_up: &Rows) -> Rows;
-    /// Replaces `gate_up` by its gradient.
+    /// Replaces `gate_up` with its gradient.
     fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows);
-    /// `residual + x · scale`, the scale per column.
+    /// Computes `residual + x · scale`, with one scale per column.
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows;
-    /// The gradient of `x` of [`Self::scale_onto`]; that of the scale is added to its buffer.
+    /// Returns the gradient of [`Self::scale_onto`] for `x` and adds that of the scale to its buffer.
     fn scale_onto_back(&self, x: &Rows, dy: &Rows, scale: &Param) -> Rows;
 
     // Tables and sparse sums of rows.
 
-    /// Rows of a table.
+    /// Returns rows of a table.
     fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows;
-    /// Adds rows to those of a table's gradient.
+    /// Adds rows to rows of a table's gradient.
     fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows);
     /// Adds a row of a table to each row that has an id.
     fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids);
-    /// The table's gradient of [`Self::add_rows`].
+    /// Adds the table's gradient of [`Self::add_rows`].
     fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows);
     /// Adds a weighted sum of a table's rows to each row.
     fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps);
-    /// The table's gradient of [`Self::add_mixed`].
+    /// Adds the table's gradient of [`Self::add_mixed`].
     fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows);
-    /// Rows as weighted sums of rows.
+    /// Computes weighted sums of rows.
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows;
-    /// The gradient of [`Self::mix`] for an input of `rows` rows.
+    /// Returns the gradient of [`Self::mix`] for an input of `rows` rows.
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows;
 
     // Convolution over channels-last rows.
 
-    /// A convolution over gathered patches.
+    /// Computes a convolution over gathered patches.
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows;
-    /// The gradient of its input, which has `rows` rows; those of weight and bias are added to their buffers.
+    /// Returns the gradient of its input, and adds those of weight and bias to their buffers.
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows;
-    /// Depthwise 3×3 of pictures of `side = [height, width]`.
+    /// Computes a depthwise 3×3 convolution of images of `side = [height, width]`.
     fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
-    /// The gradient of its input; that of the weight is added to its buffer.
+    /// Returns the gradient of its input, and adds that of the weight to its buffer.
     fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
-    /// `x · sigmoid(gate)`, a row of the gate for consecutive rows of `x`.
+    /// Computes `x · sigmoid(gate)`; each row of the gate applies to consecutive rows of `x`.
     fn gate(&self, x: &Rows, gate: &Rows) -> Rows;
-    /// The gradients of both.
+    /// Returns the gradients of `x` and `gate`.
     fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2];
-    /// `Σ softmax(logits)ᵢ · xᵢ` over the alternatives of which `x` holds the rows.
+    /// Computes `Σ softmax(logits)ᵢ · xᵢ` over the alternatives in `x`.
     fn blend(&self, x: &Rows, logits: &Rows) -> Rows;
-    /// The gradients of both.
+    /// Returns the gradients of `x` and `logits`.
     fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2];
 
     // The output head.
 
-    /// Log-probabilities of targets, without a matrix of logits.
+    /// Returns log-probabilities of targets, without a matrix of logits.
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores;
-    /// The gradient of `normed`; that of the head is added to its buffer. `dentropy` is per row.
+    /// Returns the gradient of `normed` and adds that of the head to its buffer. `dentropy` is per row.
     fn score_back(
         &self,
         normed: &Rows,
@@ -290,15 +288,16 @@ pub(crate) trait Backend: Sync {
         dlogp: &[f32],
         dentropy: Option<&[f32]>,
     ) -> Rows;
-    /// `[t, vocabulary]`, each row by itself.
+    /// Returns logits `[t, vocabulary]`; rows are independent.
     fn logits(&self, normed: &Rows, head: &Param) -> Rows;
-    /// Draws a token from each row of logits, which are changed. `None`: a logit is NaN or +∞, or no token can be drawn.
+    /// Draws a token from each row of logits, which it overwrites. A draw is `None` if a logit is NaN or +∞, or if no
+    /// token can be drawn.
     fn draw(&self, logits: &mut Rows, how: &Sampler, from: &[DrawFrom]) -> Vec<Option<Draw>>;
 
     // The optimizer.
 
-    /// The sum of squares of all elements.
+    /// Returns the sum of squares of all elements.
     fn sum_of_squares(&self, x: &Rows) -> f64;
-    /// One AdamW step of a weight from its gradient.
+    /// Applies one AdamW step to a weight, using its gradient.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! Rows of a table: words, and what is added to rows of a stream (positions, token types, class tokens).
+//! Tables: word embeddings, and rows added to a stream (positions, token types, class tokens).
 
 use std::sync::Arc;
 
@@ -9,19 +9,16 @@ use crate::host::Host;
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
 
-/// For each row of a stream, a row of a table.
+/// Row of a table for each row of a stream.
 pub type Tokens = Host<Vec<u32>>;
 
-/// For each row of a stream, the row of a table that it receives, or none.
+/// Row of a table that each row of a stream receives, if any.
 pub type Ids = Host<Vec<Option<u32>>>;
 
-/// For each row of a stream, rows of a table with their weights.
+/// Rows of a table, with weights, for each row of a stream.
 pub type Taps = Host<Vec<Vec<(u32, f32)>>>;
 
-/// Rows `ids` of `table [v, h]`: `[ids.len(), h]`.
-///
-/// # Errors
-/// A table that is not whole rows, an id beyond its end.
+/// Returns rows `ids` of `table [v, h]`: `[ids.len(), h]`.
 pub fn embed(device: Device, table: &Param, ids: &Tokens) -> Result<Rows> {
     let h = table.shape().last().copied().unwrap_or(0);
     check(device, table, h, ids.iter().copied())?;
@@ -29,9 +26,6 @@ pub fn embed(device: Device, table: &Param, ids: &Tokens) -> Result<Rows> {
 }
 
 /// Adds `dx [ids.len(), h]` to the rows `ids` of the table's gradient.
-///
-/// # Errors
-/// Shapes that do not fit.
 pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
     check(dx.device(), table, dx.cols(), ids.iter().copied())?;
     if ids.len() != dx.rows() {
@@ -46,7 +40,10 @@ fn check(device: Device, table: &Param, h: usize, mut ids: impl Iterator<Item = 
     table.usable(device)?;
     let op = || format!("embedding {}", table.name());
     if h == 0 || !table.len().is_multiple_of(h) {
-        return Err(Error::shape(op(), format!("{} elements are no whole rows of {h}", table.len())));
+        return Err(Error::shape(
+            op(),
+            format!("the table has {} elements, expected a multiple of {h}", table.len()),
+        ));
     }
     let rows = table.len() / h;
     match ids.find(|&id| id as usize >= rows) {
@@ -106,16 +103,14 @@ impl Op for AddMixed {
 }
 
 impl Tape {
-    /// `y[i] = x[i] + table[ids[i]]`, `[t, h] → [t, h]`; a row without id passes unchanged. The table's elements are read as
-    /// `[v, h]`, whatever its published shape. With zeros as `x` this is an embedding whose gradient goes to the table.
-    ///
-    /// # Errors
-    /// Another number of ids than rows, a table that is not whole rows of `h`, an id beyond its end.
+    /// Computes `y[i] = x[i] + table[ids[i]]`, `[t, h] → [t, h]`; a row without an id is unchanged. The table's
+    /// elements are read as `[v, h]`, whatever its published shape. With zeros as `x`, this is an embedding whose
+    /// gradient reaches the table.
     pub fn add_rows(&mut self, x: &Var, table: &Arc<Param>, ids: &Arc<Ids>) -> Result<Var> {
         self.apply(AddRows { table: Arc::clone(table), ids: Arc::clone(ids) }, [x])
     }
 
-    /// `x [t, h]` plus, in row `r`, the sum of `weight · table[id]` over `taps[r]`.
+    /// Computes `x [t, h]` plus, in row `r`, the sum of `weight · table[id]` over `taps[r]`.
     pub fn add_mixed(&mut self, x: &Var, table: &Arc<Param>, taps: &Arc<Taps>) -> Result<Var> {
         self.apply(AddMixed { table: Arc::clone(table), taps: Arc::clone(taps) }, [x])
     }

@@ -1,46 +1,43 @@
 //! Errors of operations.
 
-/// An error of an operation. Nothing has been written to the arguments when one is returned.
+/// An error of an operation, which has then written nothing to its arguments.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Sizes that do not fit each other.
     #[error("{op}: {what}")]
     Shape {
-        /// The operation, with the weight's name where there is one.
+        /// Name of the operation, with the weight's name if it has one.
         op: String,
-        /// Actual and expected values.
+        /// Sizes, got and expected.
         what: String,
     },
     /// Operands on different devices.
     #[error("{op}: one operand is on {got}, the others are on {expected}; move it first")]
     Device {
-        /// The operation.
         op: &'static str,
-        /// Where the operand is.
+        /// Device of the operand.
         got: crate::Device,
-        /// Where the operation runs.
+        /// Device on which the operation runs.
         expected: crate::Device,
     },
-    /// A weight that cannot do what was asked of it.
+    /// A weight that does not support the requested operation.
     #[error("weight {name}: {what}")]
     Weight {
-        /// Published name.
         name: String,
-        /// Request, and what is possible.
+        /// Request, and what the weight supports.
         what: String,
     },
-    /// A failure of a card or its driver.
+    /// Failure of a GPU or its driver.
     #[error(transparent)]
     Gpu(#[from] omnigrpo_gpu::Error),
-    /// A tape that was used against its order.
+    /// Misuse of a tape.
     #[error("tape: {what}")]
     Tape {
-        /// Actual and expected values.
+        /// Cause, got and expected.
         what: String,
     },
 }
 
-/// The result of an operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {

@@ -1,13 +1,13 @@
-//! Mixtures of experts: which rows go to which experts, and products grouped by expert.
+//! Mixtures of experts: the choice of experts for each row, and products grouped by expert.
 //!
-//! A router's logits `[t, experts]` choose `topk` experts of each row: the largest logits, of equal ones those of lower index.
-//! A row and one of its experts are a *place*; places stand by expert, and by row within one, so that an expert's product is
-//! one over consecutive rows. The host makes the choice: a device returns the logits once and then receives
-//! indices. Logits that are not numbers choose as `f64::total_cmp` orders them; they make what comes after them NaN.
+//! A router's logits `[t, experts]` choose `topk` experts of each row: those with the largest logits; of equal logits,
+//! those with lower index. A *place* is a pair of a row and one of its experts. Places are sorted by expert, then by
+//! row, so that an expert's product runs over consecutive rows. The host makes the choice: a device sends the logits
+//! once and receives indices. NaN logits are ordered by `f64::total_cmp`; everything computed from them is NaN.
 //!
-//! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted instead of gone through expert by
-//! expert with masks, an expert's answer is weighted before its last product (which is linear) instead of after it, and a row
-//! sums its experts by index.
+//! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted instead of masked expert
+//! by expert; an expert's output is weighted before its last product (which is linear) instead of after it; a row sums
+//! its experts by index.
 //!
 //! Shapes: `t` rows, `e` experts, `p = t · topk` places, `k`/`n` inputs and outputs of an expert.
 
@@ -23,24 +23,22 @@ use crate::linear::Order;
 use crate::param::Param;
 use crate::rows::{Index, Rows};
 
-/// The experts of the rows of one pass.
+/// Routing of the rows of one pass.
 #[derive(Debug)]
 pub struct Routes {
-    /// The row of each place.
+    /// Row of each place.
     rows: Index,
-    /// The places of each row, with weights of 1.
+    /// Places of each row, with weights of 1.
     sums: Mix,
-    /// The expert of each place.
+    /// Expert of each place.
     experts: Host<Vec<u32>>,
-    /// Places of expert `i`: `offsets[i]..offsets[i + 1]`.
+    /// Offsets of places: those of expert `i` are `offsets[i]..offsets[i + 1]`.
     offsets: Vec<usize>,
 }
 
 impl Routes {
-    /// The experts that `logits [t, experts]` choose.
-    ///
-    /// # Errors
-    /// `topk` of 0 or more than there are experts.
+    /// Chooses `topk` experts for each row of `logits [t, experts]`. Fails if `topk` is 0 or exceeds the number of
+    /// experts.
     pub fn choose(logits: &Rows, topk: usize) -> Result<Self> {
         let (t, e) = logits.dims();
         if topk == 0 || topk > e {
@@ -51,7 +49,7 @@ impl Routes {
         for row in numbers.chunks_exact(e) {
             order.clear();
             order.extend(0..e);
-            // Both zeros are equal.
+            // Adding 0 makes both zeros equal.
             order.sort_unstable_by(|&a, &b| (row[b] + 0.0).total_cmp(&(row[a] + 0.0)).then(a.cmp(&b)));
             chosen.extend_from_slice(&order[..topk]);
         }
@@ -76,41 +74,41 @@ impl Routes {
         Ok(Self { rows: rows.into(), sums: sums.into(), experts: experts.into(), offsets })
     }
 
-    /// Places.
+    /// Returns the number of places.
     #[must_use]
     pub fn places(&self) -> usize {
         self.experts.len()
     }
 
-    /// Rows that were routed.
+    /// Returns the number of routed rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.sums.len()
     }
 
-    /// Places of each expert.
+    /// Returns the number of places of each expert.
     #[must_use]
     pub fn counts(&self) -> Vec<usize> {
         self.offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
-    /// Memory of the description, bytes.
+    /// Returns the bytes of this description in memory.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.places() * (size_of::<usize>() + 3 * size_of::<u32>()) + size_of_val(&self.offsets[..])
     }
 
-    /// Bounds of the experts' places.
+    /// Returns the bounds of the experts' places.
     pub(crate) fn offsets(&self) -> &[usize] {
         &self.offsets
     }
 
-    /// The places of all rows, row by row.
+    /// Returns the places of all rows, row by row.
     pub(crate) fn of_rows(&self) -> &Mix {
         &self.sums
     }
 
-    /// The expert of each place.
+    /// Returns the expert of each place.
     pub(crate) fn experts(&self) -> &Host<Vec<u32>> {
         &self.experts
     }
@@ -123,10 +121,7 @@ impl Routes {
         Choices { places: &self.sums.rows, experts: &self.experts }
     }
 
-    /// The row of each place: `[t, h] → [p, h]`. It is the gradient of [`Self::gather`].
-    ///
-    /// # Errors
-    /// Another number of rows than were routed.
+    /// Copies each row to its places: `[t, h] → [p, h]`. This is the gradient of [`Self::gather`].
     pub fn scatter(&self, x: &Rows) -> Result<Rows> {
         match x.rows() == self.rows() {
             true => x.select(&self.rows),
@@ -134,10 +129,7 @@ impl Routes {
         }
     }
 
-    /// The sum of each row's places: `[p, h] → [t, h]`. It is the gradient of [`Self::scatter`].
-    ///
-    /// # Errors
-    /// Another number of rows than places.
+    /// Sums each row's places: `[p, h] → [t, h]`. This is the gradient of [`Self::scatter`].
     pub fn gather(&self, x: &Rows) -> Result<Rows> {
         match x.rows() == self.places() {
             true => Ok(x.device().backend().mix(x, &self.sums)),
@@ -145,16 +137,13 @@ impl Routes {
         }
     }
 
-    /// Each place of `x [p, i]` times its weight: the softmax over the logits of its row's experts.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, another device.
+    /// Multiplies each place of `x [p, i]` by its weight: the softmax over the logits of its row's experts.
     pub fn weigh(&self, x: &Rows, logits: &Rows) -> Result<Rows> {
         self.check("weigh", x, logits)?;
         Ok(x.device().backend().weigh(x, logits, self))
     }
 
-    /// The gradients of both arguments of [`Self::weigh`].
+    /// Returns the gradients of [`Self::weigh`] for `x` and `logits`.
     pub fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> Result<[Rows; 2]> {
         self.check("weigh backward", x, logits)?;
         x.device().check("weigh backward", dy)?;
@@ -179,20 +168,22 @@ impl Routes {
     }
 }
 
-/// Losses of routers in one pass: what makes them use all experts alike, and keeps logits small. Each router adds to both.
+/// Auxiliary losses of the routers in one pass: one balances the use of experts, the other keeps logits small. Each
+/// router adds to both.
 ///
-/// Over the rows `r` that a router sees, with weights `w` that sum to `W`, probabilities `p = softmax(logits)`, `k` experts of a row
-/// of `e`, the share `f_j = Σ w_r [r uses j] / (k W)` of expert `j` and its mean probability `P_j = Σ w_r p_rj / W`:
+/// For the rows `r` of a router, with weights `w` that sum to `W`, probabilities `p = softmax(logits)` and `k` of `e`
+/// experts per row, let `f_j = Σ w_r [r uses j] / (k W)` be the fraction of expert `j` and `P_j = Σ w_r p_rj / W` its
+/// mean probability:
 ///
 /// ```text
-/// balance = e Σ_j f_j P_j                 1 where all experts are used alike
+/// balance = e Σ_j f_j P_j                 1 if all experts are used equally
 /// z       = Σ w_r logsumexp(logits_r)² / W
 /// ```
 ///
-/// The gradient added is that of `share · (aux · balance + z · z-loss)`, where the share is `W` as a part of what this router
-/// sees in a whole step; the choice `f` is a constant in it. A row that stands
-/// for several sequences, as a shared prompt does, weighs as many. Source: rhymes-ai/Aria `moe_lm.py`; Switch Transformers,
-/// arXiv 2101.03961 §2.2; ST-MoE, arXiv 2202.08906 §2.
+/// The gradient added is that of `share · (aux · balance + z · z-loss)`, where `share` is `W` divided by the weights of
+/// this router's rows in a complete step; the fractions `f` are constants in it. A row that belongs to several
+/// sequences, such as one of a shared prompt, has their number as its weight. Source: rhymes-ai/Aria `moe_lm.py`;
+/// Switch Transformers, arXiv 2101.03961 §2.2; ST-MoE, arXiv 2202.08906 §2.
 #[derive(Debug)]
 pub struct RouterLoss {
     aux: f64,
@@ -203,25 +194,24 @@ pub struct RouterLoss {
 }
 
 impl RouterLoss {
-    /// Losses with these coefficients. `step` has what the weights of all rows of a step sum to, and those of the rows that are
-    /// scored, to which the last block is limited; `weights` say how many sequences each row of this pass stands for.
+    /// Creates losses with these coefficients. `step` is the sum of the weights of all rows of a step, and that of the
+    /// scored rows, to which the last block is limited. `weights` is the number of sequences to which each row of this
+    /// pass belongs.
     #[must_use]
     pub fn new(aux: f64, z: f64, step: [usize; 2], weights: Vec<f32>) -> Self {
         let step = step.map(|tokens| tokens.max(1) as f64);
         Self { aux, z, step, weights, sums: Mutex::default() }
     }
 
-    /// Balance and z-loss so far, summed over routers and times their shares, without coefficients.
+    /// Returns balance and z-loss accumulated in this pass, summed over routers and multiplied by their shares, without
+    /// coefficients.
     #[must_use]
     pub fn losses(&self) -> [f64; 2] {
         *self.sums.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The gradient of a router's logits, whose losses are added to the sums. `rows` are the rows of the pass that were routed,
-    /// if not all were.
-    ///
-    /// # Errors
-    /// Other rows than the pass has.
+    /// Returns the gradient of a router's logits and adds its losses to the sums. `rows` are the routed rows of the
+    /// pass, if not all.
     pub fn gradient(&self, logits: &Rows, routes: &Routes, rows: Option<&[usize]>) -> Result<Rows> {
         let (t, e) = logits.dims();
         let weight = |r: usize| self.weights.get(rows.map_or(Some(r), |rows| rows.get(r).copied())?);
@@ -264,8 +254,8 @@ impl RouterLoss {
     }
 }
 
-/// A layer of which each expert has its own: weights `[experts, k, n]`, `y = x W`; an [`Adapter`](crate::Adapter) on the weight
-/// adds its low-rank term.
+/// A layer with separate weights `[experts, k, n]` for each expert, `y = x W`; an [`Adapter`](crate::Adapter) on the
+/// weight adds its low-rank term.
 #[derive(Clone, Debug)]
 pub struct ExpertLinear {
     weight: Arc<Param>,
@@ -274,10 +264,7 @@ pub struct ExpertLinear {
 }
 
 impl ExpertLinear {
-    /// The layer of every expert.
-    ///
-    /// # Errors
-    /// A weight of rank other than 3.
+    /// Creates the layer from a weight of rank 3.
     pub fn new(weight: Arc<Param>) -> Result<Self> {
         let &[_, k, n] = weight.shape() else {
             let what = format!("a layer of experts of shape {:?}; expected rank 3", weight.shape());
@@ -287,34 +274,30 @@ impl ExpertLinear {
         Ok(Self { weight, k, n })
     }
 
-    /// The weight.
     #[must_use]
     pub fn weight(&self) -> &Arc<Param> {
         &self.weight
     }
 
-    /// Experts.
+    /// Returns the number of experts.
     #[must_use]
     pub fn experts(&self) -> usize {
         self.weight.shape()[0]
     }
 
-    /// Inputs.
+    /// Returns the number of inputs.
     #[must_use]
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// Outputs.
+    /// Returns the number of outputs.
     #[must_use]
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// `[p, k] → [p, n]`. Whatever the order, the bits of a place depend on its row and its expert alone.
-    ///
-    /// # Errors
-    /// An input that is not one row of width `k` for each place, routes among another number of experts.
+    /// Computes `[p, k] → [p, n]`. In any order, the bits of a place depend only on its row and its expert.
     pub fn forward(&self, x: &Rows, routes: &Routes, order: Order) -> Result<Rows> {
         self.check(x, routes)?;
         let mut y = x.device().backend().experts(x, self, routes, order);
@@ -324,7 +307,8 @@ impl ExpertLinear {
         Ok(y)
     }
 
-    /// `dx [p, k]` for the input `x` of the forward pass and `dy [p, n]`; the weight's gradient is added to its buffer.
+    /// Returns `dx [p, k]` for the input `x` of the forward pass and `dy [p, n]`, and adds the weight's gradient to its
+    /// buffer.
     pub fn backward(&self, x: &Rows, dy: &Rows, routes: &Routes) -> Result<Rows> {
         self.check(x, routes)?;
         x.device().check("experts backward", dy)?;

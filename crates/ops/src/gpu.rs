@@ -1,9 +1,9 @@
-//! Cards: bf16 or f32 in their memory, kernels of `omnigrpo-gpu`.
+//! The GPU backend: bf16 or f32 in GPU memory, with the kernels of `omnigrpo-gpu`.
 //!
-//! An array is bf16 where everything it comes from is: a product with a bf16 (or quantised) weight rounds its other factor to
-//! bf16, and its output is bf16 if that factor was already. So the residual stream, which begins with f32 numbers, stays f32, and
-//! what a norm with a bf16 weight makes of it, up to the next sum with it, is bf16. With f32 weights everything is f32.
-//! Statistics, log-probabilities and gradients of weights are always f32.
+//! An array is bf16 if all its sources are. A product with a bf16 (or quantised) weight rounds its other factor to
+//! bf16; its output is bf16 if that factor already was. The residual stream, which begins with f32 values, therefore
+//! stays f32, and everything that a norm with a bf16 weight computes from it, up to the next sum with it, is bf16. With
+//! f32 weights everything is f32. Statistics, log-probabilities and gradients of weights are always f32.
 
 use std::fmt;
 use std::ops::Range;
@@ -35,28 +35,28 @@ use crate::param::{Param, ParamDtype, Values};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
 
-/// An open card, or the emulator of one. It stays open for as long as the process runs, so a handle is a value like any other
-/// [`Device`]. Two handles from two openings are two devices: each orders its own work.
+/// An open GPU, or an emulator. It stays open until the process ends, so a handle is a plain value like any other
+/// [`Device`]. Opening twice gives two devices, each with its own order of work.
 #[derive(Clone, Copy)]
 pub struct Card {
     gpu: &'static Gpu,
-    /// Stands for arrays that are elsewhere, which callers exclude.
+    /// Placeholder for arrays on other devices, which callers exclude.
     nothing: &'static Array,
     ordinal: Option<usize>,
 }
 
 impl Card {
-    /// Opens a card. `libraries` are folders in which CUDA's libraries are looked for before the loader's own; `cache` is a
+    /// Opens a GPU. `libraries` are folders to search for CUDA's libraries before the system loader does; `cache` is a
     /// folder for compiled kernels.
     ///
     /// # Errors
-    /// No driver, an old one, no such card, a missing library.
+    /// If the driver is missing or too old, the GPU does not exist, or a library is missing.
     pub fn open(ordinal: usize, libraries: &[PathBuf], cache: &Path) -> Result<Self> {
         Ok(Self::over(Gpu::cuda(ordinal, libraries, cache)?, Some(ordinal)))
     }
 
-    /// The emulator: kernels on the CPU, for tests, under a schedule in which warps run ahead of each other. `memory`: bytes that it
-    /// has; as many as the system gives where nothing is said.
+    /// Creates an emulator, which runs kernels on the CPU for tests, with a schedule in which warps run ahead of each
+    /// other. `memory` is its size in bytes; `None` means as much as the system provides.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn emulated(memory: Option<usize>) -> Self {
@@ -68,30 +68,28 @@ impl Card {
         Self { gpu: Box::leak(Box::new(gpu)), nothing, ordinal }
     }
 
-    /// Returns the driver's number of the card; `None` for the emulator.
+    /// Returns the driver's number for the GPU; `None` for an emulator.
     #[must_use]
     pub fn ordinal(self) -> Option<usize> {
         self.ordinal
     }
 
-    /// Returns the card's name.
     #[must_use]
     pub fn name(self) -> String {
         self.gpu.name()
     }
 
-    /// Bytes of its memory, free and in all; `None` where it does not say.
+    /// Returns free and total bytes of memory; `None` if unknown.
     #[must_use]
     pub fn memory(self) -> Option<[usize; 2]> {
         self.gpu.memory()
     }
 
-    /// Returns the card's kernels and memory.
     pub(crate) fn gpu(self) -> &'static Gpu {
         self.gpu
     }
 
-    /// Uploads to and reads from an emulator since it was opened; `None` for a card.
+    /// Returns the number of uploads to and reads from an emulator since it was opened; `None` for a GPU.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn traffic(self) -> Option<[u64; 2]> {
@@ -132,7 +130,7 @@ impl fmt::Debug for Card {
     }
 }
 
-/// A weight in the memory of a card.
+/// A weight in GPU memory.
 #[derive(Debug)]
 pub(crate) enum Weights {
     Dense(Array),
@@ -163,16 +161,16 @@ impl Weights {
     }
 }
 
-/// One card's copy of a weight.
+/// A weight's copy on one GPU.
 #[derive(Debug)]
 struct There {
     device: Device,
     weights: Arc<Weights>,
-    /// Whether it has changed since the host had it.
+    /// True if the copy has changed since the host last read it.
     newer: bool,
 }
 
-/// A card's copy of a weight, if it has one.
+/// A GPU's copy of a weight, if any.
 #[derive(Debug, Default)]
 pub(crate) struct Copy(Mutex<Option<There>>);
 
@@ -181,7 +179,7 @@ impl Copy {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The copy of `device`, made at first use. `make` fetches what another card has changed.
+    /// Returns the copy of `device`, created by `make` at first use. `make` fetches changes from another GPU.
     pub(crate) fn on(&self, device: Device, make: impl FnOnce() -> Weights) -> Arc<Weights> {
         if let Some(there) = self.lock().as_ref().filter(|there| there.device == device) {
             return Arc::clone(&there.weights);
@@ -195,7 +193,7 @@ impl Copy {
         *self.lock() = Some(There { device, weights: Arc::new(Weights::Dense(array)), newer: true });
     }
 
-    /// Brings the host up to date.
+    /// Copies changes back to the host.
     pub(crate) fn fetch(&self, host: &RwLock<Values>) {
         let mut copy = self.lock();
         if let Some(there) = copy.as_mut().filter(|there| there.newer)
@@ -210,14 +208,14 @@ impl Copy {
         }
     }
 
-    /// Fetches the numbers and drops the card's copy, so that the host can change them and the card receives them
+    /// Copies changes back to the host and drops the copy, before the host changes the values.
     pub(crate) fn fetch_and_forget(&self, host: &RwLock<Values>) {
         self.fetch(host);
         *self.lock() = None;
     }
 }
 
-/// A layer's weight and bias on the card.
+/// A layer's weight and bias on the GPU.
 struct Layer {
     weight: Arc<Weights>,
     bias: Option<Arc<Weights>>,
@@ -233,7 +231,7 @@ pub(crate) fn heads_of(heads: AttentionHeads) -> Heads {
     Heads { q: heads.q, kv: heads.kv, d: heads.dim }
 }
 
-/// bf16 if both factors of a product are.
+/// Returns bf16 if both factors of a product are, else f32.
 fn both(x: &Array, weight: &Weights) -> Dtype {
     match x.dtype() == Dtype::Bf16 && weight.weight().dtype() == Dtype::Bf16 {
         true => Dtype::Bf16,
@@ -257,7 +255,7 @@ pub(crate) fn draw_rows(from: &[DrawFrom]) -> Vec<Row> {
     from.iter().map(row).collect()
 }
 
-/// A draw whose numbers are numbers.
+/// Returns a draw only if its values are finite.
 pub(crate) fn sound(drawn: Drawn) -> Option<Draw> {
     let Drawn { id, logprob, sampler_logprob, entropy } = drawn;
     let all = [logprob, sampler_logprob, entropy];
@@ -282,7 +280,7 @@ impl Card {
         self.rows(data, 1, cols)
     }
 
-    /// The numbers of rows on this device.
+    /// Returns the array of rows on this device.
     fn of<'a>(&'a self, x: &'a Rows) -> &'a Array {
         match &x.data {
             Data::Gpu(_, data) => data,
@@ -290,7 +288,7 @@ impl Card {
         }
     }
 
-    /// Runs `f` on the numbers for writing; shared ones are copied first.
+    /// Runs `f` on the array for writing, after copying a shared one.
     pub(crate) fn change(&self, x: &mut Rows, f: impl FnOnce(&mut Array)) {
         if let Data::Gpu(_, data) = &mut x.data {
             if Arc::get_mut(data).is_none() {
@@ -315,7 +313,7 @@ impl Card {
         weights
     }
 
-    /// Runs `f` on a vector (norm, bias, scale) as it is stored.
+    /// Runs `f` on a vector (norm, bias, scale) in its storage dtype.
     fn vector<R>(&self, param: &Param, f: impl FnOnce(&Array) -> R) -> R {
         match &*self.weights(param) {
             Weights::Dense(array) => f(array),
@@ -330,7 +328,7 @@ impl Card {
         Layer { weight: self.weights(linear.weight()), bias, n: linear.n(), k: linear.k() }
     }
 
-    /// bf16 if both factors are.
+    /// Returns bf16 if both factors are, else f32.
     fn output(&self, x: Dtype, layers: &[Layer]) -> Dtype {
         let narrow = |layer: &Layer| layer.weight.weight().dtype() == Dtype::Bf16;
         match x == Dtype::Bf16 && layers.iter().all(narrow) {
@@ -339,13 +337,13 @@ impl Card {
         }
     }
 
-    /// The operand that the first layer's product reads, converted once for all.
+    /// Returns the operand of the first layer's product, converted once for all layers.
     fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Array> {
         let wanted = layers.first()?.weight.weight().dtype();
         (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
     }
 
-    /// `x Wᵀ + b (+ residual)`
+    /// Computes `x Wᵀ + b (+ residual)`.
     fn forward(
         &self,
         x: &Array,
@@ -388,14 +386,14 @@ impl Card {
         y
     }
 
-    /// `dy W` of layers whose columns of `dy` begin at `col`.
+    /// Computes `dy W` of layers whose columns of `dy` begin at `col`.
     fn back(&self, dx: Option<Array>, dy: &Rows, col: usize, layers: &[Layer]) -> Array {
         let (rows, width) = dy.dims();
         let dy = self.of(dy);
         let k = layers.first().map_or(0, |layer| layer.k);
         let mut adds = dx.is_some();
         let mut dx = dx.unwrap_or_else(|| {
-            // Several layers' parts are added up, which bf16 would round each time.
+            // The parts of several layers are summed; bf16 would round each time.
             let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), layers) };
             self.gpu.alloc(rows * k, dtype)
         });
@@ -410,7 +408,7 @@ impl Card {
         dx
     }
 
-    /// Adds up a table's gradient from `(row of the table, row of the stream, weight)`.
+    /// Adds weighted rows to a table's gradient; each term is `(row of the table, row of the stream, weight)`.
     fn scatter(&self, table: &Param, dy: &Rows, terms: Vec<(u32, u32, f32)>) {
         self.accumulate(table, |to| {
             let sums = Mixture::reversed(self.gpu, terms);
@@ -422,7 +420,7 @@ impl Card {
     fn add_taps(&self, x: &mut Rows, table: &Param, mixture: &Mixture, used: &[u32]) {
         let h = x.cols();
         let weights = self.weights(table);
-        // The rows that are read, in the table's order of use; a quantised table is widened.
+        // Gathers the rows that are read, in order of use; rows of a quantised table are widened.
         let index = self.gpu.upload_words(used);
         let own = self.gpu.weight_rows(weights.weight(), h, Some(&index), used.len(), Dtype::F32);
         self.change(x, |x| self.gpu.mix(x, &own, mixture, h, true));
@@ -434,12 +432,12 @@ impl Card {
         })
     }
 
-    /// The expert of each place.
+    /// Returns the expert of each place.
     fn experts_of(&self, routes: &Routes) -> Arc<Array> {
         routes.experts().on(self.device(), |experts| self.gpu.upload_words(experts))
     }
 
-    /// Makes room for the next token of each row, and runs `f` on what the rows continue.
+    /// Makes room for the next token of each row and runs `f` on the rows' cache positions.
     pub(crate) fn continued<T>(
         &self,
         groups: &mut [DecodeRows],
@@ -472,8 +470,8 @@ impl Card {
     }
 }
 
-/// A group's keys and values on a card, of all layers: the prompt's, and pages of each completion, made as it grows, in the dtype of
-/// what is written.
+/// Keys and values of a group on a GPU, for all layers: those of the prompt, and pages of each completion, allocated as
+/// it grows. Their dtype is that of the first rows written.
 #[derive(Debug)]
 pub(crate) struct Pages {
     layers: usize,
@@ -493,17 +491,17 @@ impl Pages {
         }
     }
 
-    /// The dtype of a group whose prompt has been written.
+    /// Returns the dtype of a group whose prompt has been written.
     pub(crate) fn dtype(group: &DecodeRows) -> Option<Dtype> {
         Some(Self::of(group)?.prompt.as_ref()?.dtype())
     }
 
-    /// The prompt's rows of `width` numbers in all layers.
+    /// Returns the prompt's rows of `width` values in all layers.
     fn prompt(&mut self, gpu: &Gpu, rows: usize, width: usize, dtype: Dtype) -> &mut Arc<Array> {
         self.prompt.get_or_insert_with(|| Arc::new(gpu.alloc(self.layers * rows * width, dtype)))
     }
 
-    /// Makes room for `len` tokens of a slot.
+    /// Makes room for `len` tokens in a slot.
     fn grow(&mut self, gpu: &Gpu, slot: usize, len: usize, width: usize, dtype: Dtype) {
         while self.own[slot].len() * PAGE < len {
             self.own[slot].push(gpu.alloc(self.layers * PAGE * width, dtype));
@@ -511,7 +509,7 @@ impl Pages {
     }
 }
 
-/// Taps by row, as sums over the rows of the table that occur, each in its place among all taps.
+/// Converts taps per row to sums over gathered table rows, one per tap; also returns the ids to gather.
 fn mixture_of(gpu: &Gpu, taps: impl Iterator<Item = Vec<(u32, f32)>>) -> (Mixture, Vec<u32>) {
     let (mut offsets, mut used, mut weights) = (vec![0], Vec::new(), Vec::new());
     for taps in taps {
@@ -1014,7 +1012,7 @@ impl Backend for Card {
         self.gpu.sum_of_squares(self.of(x))
     }
 
-    /// The weight stays on the card; moments and master do too, or travel.
+    /// Updates on the GPU. The weight stays there; moments and master stay too, or are transferred for each step.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         if matches!(param.dtype(), ParamDtype::Quantised(_)) {
             return param.write(|_| ());
@@ -1032,18 +1030,18 @@ impl Backend for Card {
     }
 }
 
-/// The optimizer's state of a weight, on the card that updates the weight.
+/// Optimizer state of a weight, on the GPU that updates the weight.
 #[derive(Debug)]
 pub(crate) struct State {
     card: Card,
     pub m: Array,
     pub v: Array,
-    /// Low bits of the f32 master that the bf16 weight does not contain.
+    /// Difference between the f32 master and the bf16 weight.
     pub rest: Option<Array>,
 }
 
 impl State {
-    /// The master, where there is one.
+    /// Returns the f32 master; empty without one.
     pub fn master(&self, param: &Param) -> Vec<f32> {
         match (&*self.card.weights(param), &self.rest) {
             (Weights::Dense(weight), Some(rest)) => self.card.gpu.join_master(weight, rest),
@@ -1051,19 +1049,19 @@ impl State {
         }
     }
 
-    /// All of it, for main memory.
+    /// Returns the state for main memory.
     pub fn numbers(&self, param: &Param) -> Numbers {
         Numbers { m: self.m.to_vec(), v: self.v.to_vec(), master: self.master(param) }
     }
 }
 
 impl Card {
-    /// The state of a weight on this card, from wherever it is, and a copy of the weight to update.
+    /// Brings a weight's state to this GPU from its current location, and returns a copy of the weight to update.
     fn state(&self, param: &Param, moments: &mut Moments, with_master: bool) -> (State, Array) {
         let copy = || self.vector(param, |weight| self.gpu.cast(weight, weight.dtype()));
         let numbers = match moments.take() {
             (Some(state), _) if state.card == *self => return (state, copy()),
-            // Another card's comes by way of main memory.
+            // State on another GPU moves through main memory.
             (Some(state), _) => state.numbers(param),
             (None, numbers) => numbers,
         };
@@ -1076,7 +1074,7 @@ impl Card {
                 let (weight, rest) = self.gpu.split_master(&numbers.master);
                 (weight, Some(rest))
             }
-            // The first step: the weight is its own master.
+            // First step: the weight is its own master.
             (true, true) => (copy(), Some(self.gpu.zeros(param.len(), Dtype::Bf16))),
             (false, _) => (copy(), None),
         };

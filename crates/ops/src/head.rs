@@ -7,20 +7,18 @@ use crate::Param;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 
-/// Which hidden rows are scored, and with which tokens: row `rows[i]` has the targets
-/// `tokens[offsets[i]..offsets[i + 1]]`.
+/// Rows to score and their target tokens: row `rows[i]` has the targets `tokens[offsets[i]..offsets[i + 1]]`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Targets {
     /// Distinct rows of the stream.
     pub rows: Vec<usize>,
-    /// `rows.len() + 1` offsets into `tokens`.
+    /// Offsets into `tokens`, `rows.len() + 1` of them.
     pub offsets: Vec<usize>,
-    /// Token ids.
     pub tokens: Vec<u32>,
 }
 
 impl Targets {
-    /// Fails unless each row has a piece of the tokens, in order, and all of them together have all.
+    /// Fails unless the offsets divide all tokens among the rows, in order.
     fn check(&self) -> Result<()> {
         let bounds = (self.offsets.first(), self.offsets.last());
         let whole = self.offsets.len() == self.rows.len() + 1
@@ -37,16 +35,16 @@ impl Targets {
         }
     }
 
-    /// The kernels' form.
+    /// Converts to the kernels' structure.
     pub(crate) fn kernel(&self) -> logprob::Targets<'_> {
         logprob::Targets { tokens: &self.tokens, offsets: &self.offsets }
     }
 }
 
-/// Log-probabilities of targets, and what their gradient needs.
+/// Log-probabilities of targets, and statistics for their gradient.
 #[derive(Debug)]
 pub struct Scores {
-    /// Per target, in nats, of softmax(logits / temperature): `[1, targets]`.
+    /// Log-probability of each target under softmax(logits / temperature), in nats: `[1, targets]`.
     pub logprobs: Rows,
     /// Entropy at each row, in nats: `[1, rows]`.
     pub entropies: Rows,
@@ -56,11 +54,8 @@ pub struct Scores {
     pub temperature: f32,
 }
 
-/// Log-probabilities and entropies of `targets` from `normed [targets.rows.len(), h]`, the rows of the targets alone, in
-/// vocabulary chunks.
-///
-/// # Errors
-/// Another number of rows or another width, a token out of range.
+/// Returns log-probabilities and entropies of `targets`. `normed [targets.rows.len(), h]` holds only the rows that have
+/// targets. The vocabulary is processed in chunks.
 pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Result<Scores> {
     check(normed, head)?;
     targets.check()?;
@@ -76,11 +71,8 @@ pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -
     Ok(normed.device().backend().score(normed, head, targets, temperature))
 }
 
-/// The gradient of `normed` of [`score`], with that of the head added to its buffer, from dL/dlogp per target and dL/dentropy
-/// per row.
-///
-/// # Errors
-/// Lengths that differ from the targets', scores on another device.
+/// Returns the gradient of [`score`] for `normed`, from dL/dlogp per target and dL/dentropy per row, and adds that of
+/// the head to its buffer.
 pub fn score_backward(
     normed: &Rows,
     head: &Param,
@@ -108,10 +100,7 @@ pub fn score_backward(
     Ok(normed.device().backend().score_back(normed, head, targets, scores, dlogp, dentropy))
 }
 
-/// Logits `[t, vocabulary]` for sampling. Rows do not influence each other.
-///
-/// # Errors
-/// Another width.
+/// Returns logits `[t, vocabulary]` for sampling. Rows do not influence each other.
 pub fn logits(normed: &Rows, head: &Param) -> Result<Rows> {
     check(normed, head)?;
     Ok(normed.device().backend().logits(normed, head))
@@ -129,10 +118,8 @@ fn check(normed: &Rows, head: &Param) -> Result<()> {
 }
 
 impl Rows {
-    /// Draws a token from each row of logits. `None`: a logit of the row is NaN or +∞, or no token of it can be drawn.
-    ///
-    /// # Errors
-    /// Another number of draws than rows.
+    /// Draws a token from each row of logits. A draw is `None` if a logit of the row is NaN or +∞, or if no token can
+    /// be drawn.
     pub fn draw(mut self, how: &Sampler, from: &[DrawFrom]) -> Result<Vec<Option<Draw>>> {
         if from.len() != self.rows() {
             return Err(Error::shape("draw", format!("{} draws from {} rows", from.len(), self.rows())));

@@ -1,4 +1,4 @@
-//! Descriptions that are made on the host and read on devices: layouts, indices, targets, tables.
+//! Descriptions that the host creates and devices read: layouts, indices, targets, tables.
 
 use std::any::Any;
 use std::fmt;
@@ -9,26 +9,26 @@ use crate::device::Device;
 
 type Copies = Mutex<Vec<(Device, Arc<dyn Any + Send + Sync>)>>;
 
-/// A value of the host, and the form in which a device reads it, made when it is first asked for. A description is made
-/// once for a stream and read by every layer.
+/// A value on the host with a device's form of it, which is created at first use. A description is created once per
+/// stream and read by every layer.
 pub struct Host<T> {
     value: T,
     copies: Copies,
 }
 
 impl<T> Host<T> {
-    /// A description without copies.
+    /// Creates a description without device forms.
     pub fn new(value: T) -> Self {
         Self { value, copies: Mutex::default() }
     }
 
-    /// A description that `device` has already.
+    /// Creates a description whose form for `device` exists already.
     pub(crate) fn given<C: Send + Sync + 'static>(value: T, device: Device, copy: C) -> Self {
         let copy: Arc<dyn Any + Send + Sync> = Arc::new(copy);
         Self { value, copies: Mutex::new(vec![(device, copy)]) }
     }
 
-    /// The form of `device`, made by `make` at the first call. One device has one form.
+    /// Returns the form for `device`, created by `make` at the first call. A device has one form.
     pub(crate) fn on<C: Send + Sync + 'static>(&self, device: Device, make: impl FnOnce(&T) -> C) -> Arc<C> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         let known = copies.iter().find(|(on, _)| *on == device).map(|(_, copy)| Arc::clone(copy));

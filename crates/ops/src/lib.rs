@@ -1,13 +1,13 @@
-//! Operations on rows of numbers, each with a backward pass written by hand, on any device.
+//! Operations on rows of numbers, each with a hand-written backward pass, on any device.
 //!
-//! * [`Rows`] is the one type of activations: `[rows, cols]` on a [`Device`]. What an operation does there is one contract that
-//!   every device implements; the f64 twin is one of them, and one test of each operation runs on all.
-//! * A weight is a [`Param`]: numbers plus a gradient buffer of its own. Operations hold their weights and add weight
-//!   gradients straight into that buffer, so a [`Tape`] only ever carries activations, and a frozen weight costs no
-//!   gradient work.
-//! * What holds for a whole pass (where it runs, how products sum, what adapters drop) is a [`Pass`] handed down by
-//!   reference; nothing about a pass hides in a model.
-//! * A shape or device that does not fit is an error that names the operation and both sides; kernels below do not check.
+//! * [`Rows`] is the only type of activations: `[rows, cols]` on a [`Device`]. Every device implements the same
+//!   contract for each operation; the f64 twin is one of them, and one test per operation runs on all devices.
+//! * A weight is a [`Param`]: values and a gradient buffer. Operations hold their weights and add weight gradients
+//!   directly to that buffer, so a [`Tape`] carries only activations, and a frozen weight costs no gradient work.
+//! * A [`Pass`] holds the settings of a complete pass (device, order of sums, dropout of adapters) and is passed down
+//!   by reference; models store no settings of a pass.
+//! * A mismatch of shapes or devices is an error that names the operation and both sides; the kernels below do not
+//!   check.
 //!
 //! Shape legend: `t` rows of the packed stream, `h` model width, `n`/`k` outputs/inputs of a linear layer,
 //! `d` head width, `v` vocabulary.

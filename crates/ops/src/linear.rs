@@ -1,8 +1,7 @@
 //! Linear layers: one input, one or several weights, optionally a residual in the same pass.
 //!
-//! `y = x Wᵀ (+ b)`, weights `[n, k]` as published; an [`Adapter`](crate::Adapter) on the weight adds its low-rank term.
-//! Only gradients that somebody needs are computed: a frozen layer gives `dx` alone. Accumulation is f32 for all weights
-//! alike.
+//! `y = x Wᵀ (+ b)`, with weights `[n, k]` as published; an [`Adapter`](crate::Adapter) on the weight adds its low-rank
+//! term. Only required gradients are computed: a frozen layer returns only `dx`. All dtypes accumulate in f32.
 
 use std::sync::Arc;
 
@@ -22,10 +21,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A linear layer.
-    ///
-    /// # Errors
-    /// A weight of rank other than 2 or a bias of another length than `n`.
+    /// Creates a linear layer from a weight of rank 2 and a bias of length `n`.
     pub fn new(weight: Arc<Param>, bias: Option<Arc<Param>>) -> Result<Self> {
         let &[n, k] = weight.shape() else {
             let what = format!("a linear layer of shape {:?}; expected rank 2", weight.shape());
@@ -36,11 +32,8 @@ impl Linear {
         Ok(layer)
     }
 
-    /// A linear layer over a weight whose published shape differs, such as a patch-embedding convolution:
-    /// its `n · k` elements are read as `[n, k]`.
-    ///
-    /// # Errors
-    /// Element counts that differ.
+    /// Creates a linear layer over a weight with another published shape, such as a patch-embedding convolution: its `n
+    /// · k` elements are read as `[n, k]`.
     pub fn reshaped(weight: Arc<Param>, bias: Option<Arc<Param>>, n: usize, k: usize) -> Result<Self> {
         if weight.len() != n * k || bias.as_ref().is_some_and(|b| b.len() != n) {
             let bias = bias.map(|b| b.len());
@@ -50,30 +43,28 @@ impl Linear {
         Ok(Self { weight, bias, n, k })
     }
 
-    /// Makes a layer without a bias.
+    /// Creates a reshaped layer without a bias.
     pub(crate) fn plain(weight: &Arc<Param>, n: usize, k: usize) -> Self {
         Self { weight: Arc::clone(weight), bias: None, n, k }
     }
 
-    /// Outputs.
+    /// Returns the number of outputs.
     #[must_use]
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Inputs.
+    /// Returns the number of inputs.
     #[must_use]
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// The bias, if there is one.
     #[must_use]
     pub fn bias(&self) -> Option<&Arc<Param>> {
         self.bias.as_ref()
     }
 
-    /// The weight.
     #[must_use]
     pub fn weight(&self) -> &Arc<Param> {
         &self.weight
@@ -83,15 +74,15 @@ impl Linear {
 /// The order in which a product sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
-    /// Blocked matrix product: training, scoring, prefill and towers.
+    /// Blocked matrix product, for training, scoring, prefill and towers.
     #[default]
     Blocked,
-    /// The bits of a row depend on that row and the weight alone, whatever else is in the batch: decode.
+    /// Product for decoding: the bits of a row depend only on that row and the weight, whatever else is in the batch.
     PerRow,
 }
 
-/// Layers that share an input, their outputs side by side in each row. One value serves a forward pass and its backward pass: adapters
-/// drop the same inputs in both.
+/// Layers that share an input, with their outputs side by side in each row. One value serves a forward pass and its
+/// backward pass, so adapters drop the same inputs in both.
 #[derive(Clone, Debug)]
 pub struct PackedLinear {
     layers: Vec<Linear>,
@@ -100,35 +91,33 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// The outputs of `layers` side by side in each row.
+    /// Creates the layers for a pass.
     #[must_use]
     pub fn new(layers: &[&Linear], pass: &Pass) -> Self {
         let layers = layers.iter().map(|&l| l.clone()).collect();
         Self { layers, order: pass.order, dropout: pass.dropout.clone() }
     }
 
-    /// For some rows of the pass only, given by their indices: adapters drop of them what they would drop among all.
+    /// Restricts the layers to some rows of the pass, given by index: adapters drop the same elements of them as among
+    /// all rows.
     #[must_use]
     pub fn of_rows(mut self, rows: &[usize]) -> Self {
         self.dropout = self.dropout.map(|dropout| dropout.of_rows(rows));
         self
     }
 
-    /// Columns of the output.
+    /// Returns the columns of the output.
     #[must_use]
     pub fn width(&self) -> usize {
         self.layers.iter().map(Linear::n).sum()
     }
 
-    /// `[t, k] → [t, width]`.
-    ///
-    /// # Errors
-    /// An input width that differs from `k`.
+    /// Computes `[t, k] → [t, width]`.
     pub fn forward(&self, x: &Rows) -> Result<Rows> {
         self.run(None, x)
     }
 
-    /// [`Self::forward`] plus `residual [t, width]`, in one pass over the output.
+    /// Computes [`Self::forward`] plus `residual [t, width]`, in one pass over the output.
     pub fn forward_onto(&self, residual: &Rows, x: &Rows) -> Result<Rows> {
         x.device().check("linear", residual)?;
         if residual.dims() != (x.rows(), self.width()) {
@@ -163,11 +152,8 @@ impl PackedLinear {
         }
     }
 
-    /// `dx [t, k]` for the input `x` of the forward pass and `dy [t, width]`, with weight and bias gradients added to their
-    /// buffers.
-    ///
-    /// # Errors
-    /// Shapes that are not those of the forward pass.
+    /// Returns `dx [t, k]` for the input `x` of the forward pass and `dy [t, width]`, and adds weight and bias
+    /// gradients to their buffers.
     pub fn backward(&self, x: &Rows, dy: &Rows) -> Result<Rows> {
         self.check_gradient(x, dy)?;
         let mut dx = dy.device().backend().linear_dx(dy, &self.layers);
@@ -185,7 +171,7 @@ impl PackedLinear {
         Ok(dx)
     }
 
-    /// [`Self::backward`] where nobody asks for the gradient of the input.
+    /// Runs [`Self::backward`] without the gradient of the input.
     fn backward_weights(&self, x: &Rows, dy: &Rows) -> Result<()> {
         if self.layers.iter().any(|layer| layer.weight.adapter().is_some()) {
             return self.backward(x, dy).map(drop);
@@ -226,10 +212,7 @@ impl Op for PackedLinear {
 }
 
 impl Tape {
-    /// `[t, k] → [t, n]`.
-    ///
-    /// # Errors
-    /// An input width that differs from `k`.
+    /// Computes `[t, k] → [t, n]`.
     pub fn linear(&mut self, x: &Var, layer: &Linear, pass: &Pass) -> Result<Var> {
         self.apply(PackedLinear::new(&[layer], pass), [x])
     }

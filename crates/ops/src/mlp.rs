@@ -10,16 +10,13 @@ use crate::rows::{Index, Rows};
 use crate::tape::{Op, Tape, Var};
 
 impl Rows {
-    /// `act(x)`
+    /// Computes `act(x)`.
     #[must_use]
     pub fn activated(&self, act: Activation) -> Self {
         self.device().backend().activation(self, act)
     }
 
-    /// Replaces the input of an activation by its gradient.
-    ///
-    /// # Errors
-    /// Another shape or device of `dy`.
+    /// Replaces the input of an activation with its gradient.
     pub fn activation_back(&mut self, dy: &Self, act: Activation) -> Result<()> {
         self.device().check("activation", dy)?;
         if dy.dims() != self.dims() {
@@ -29,10 +26,7 @@ impl Rows {
         Ok(())
     }
 
-    /// `silu(gate) · up` of rows `[gate | up]`.
-    ///
-    /// # Errors
-    /// An odd width.
+    /// Computes `silu(gate) · up` for rows `[gate | up]` of even width.
     pub fn swiglu(&self) -> Result<Self> {
         match self.cols().is_multiple_of(2) {
             true => Ok(self.device().backend().swiglu(self)),
@@ -40,10 +34,7 @@ impl Rows {
         }
     }
 
-    /// Replaces rows `[gate | up]` by their gradient.
-    ///
-    /// # Errors
-    /// Another shape or device of `dy`.
+    /// Replaces rows `[gate | up]` with their gradient.
     pub fn swiglu_back(&mut self, dy: &Self) -> Result<()> {
         self.device().check("swiglu", dy)?;
         if (dy.rows(), 2 * dy.cols()) != self.dims() {
@@ -53,10 +44,7 @@ impl Rows {
         Ok(())
     }
 
-    /// `residual + self · scale`, the scale `[cols]` per column.
-    ///
-    /// # Errors
-    /// Shapes that do not fit.
+    /// Computes `residual + self · scale`, with `scale [cols]` per column.
     pub fn scaled_onto(&self, residual: &Self, scale: &Param) -> Result<Self> {
         scale.usable(self.device())?;
         self.device().check("scaled residual", residual)?;
@@ -67,11 +55,8 @@ impl Rows {
         Ok(self.device().backend().scale_onto(self, residual, scale))
     }
 
-    /// The gradient of the input of [`Self::scaled_onto`], with that of the scale added to its buffer; that of the residual is
-    /// `dy`.
-    ///
-    /// # Errors
-    /// Another shape or device of `dy`.
+    /// Returns the gradient of [`Self::scaled_onto`] for its input, and adds that of the scale to its buffer; that of
+    /// the residual is `dy`.
     pub fn scaled_onto_back(&self, dy: &Self, scale: &Param) -> Result<Self> {
         self.device().check("scaled residual", dy)?;
         if dy.dims() != self.dims() {
@@ -130,7 +115,7 @@ impl Op for Reshape {
     }
 }
 
-/// Distinct rows, in some order.
+/// Selects distinct rows in a given order.
 struct Select(Arc<Index>);
 
 impl Op for Select {
@@ -145,7 +130,7 @@ impl Op for Select {
     }
 }
 
-/// Rows at distinct places among zeros.
+/// Places rows at distinct indices, with zeros elsewhere.
 struct Spread(Arc<Index>, usize);
 
 impl Op for Spread {
@@ -183,7 +168,7 @@ impl<const N: usize> Op<N> for Concat {
 }
 
 impl Tape {
-    /// `act(x)`
+    /// Computes `act(x)`.
     ///
     /// # Errors
     /// None at present; every tape method returns a result.
@@ -191,42 +176,27 @@ impl Tape {
         self.apply(Elementwise(act), [x])
     }
 
-    /// `a + b`
-    ///
-    /// # Errors
-    /// Different shapes.
+    /// Computes `a + b`.
     pub fn add(&mut self, a: &Var, b: &Var) -> Result<Var> {
         self.apply(Sum, [a, b])
     }
 
-    /// Returns the same numbers in rows of another width.
-    ///
-    /// # Errors
-    /// Another number of elements.
+    /// Reinterprets the values as rows of another width.
     pub fn reshape(&mut self, x: &Var, rows: usize, cols: usize) -> Result<Var> {
         self.apply(Reshape(rows, cols), [x])
     }
 
-    /// The rows `index`, which are distinct, in that order.
-    ///
-    /// # Errors
-    /// A row that is not there.
+    /// Returns the rows `index`, which are distinct, in this order.
     pub fn select(&mut self, x: &Var, index: &Arc<Index>) -> Result<Var> {
         self.apply(Select(Arc::clone(index)), [x])
     }
 
-    /// The reverse of [`Self::select`]: `rows` rows, zeros in those that `index` does not name.
-    ///
-    /// # Errors
-    /// Another number of rows than `index` has, a row beyond `rows`.
+    /// Reverses [`Self::select`]: returns `rows` rows, zero where `index` has none.
     pub fn spread(&mut self, x: &Var, index: &Arc<Index>, rows: usize) -> Result<Var> {
         self.apply(Spread(Arc::clone(index), rows), [x])
     }
 
-    /// Arrays of one width, one below the other.
-    ///
-    /// # Errors
-    /// Different widths.
+    /// Stacks arrays of the same width vertically.
     pub fn concat<const N: usize>(&mut self, parts: [&Var; N]) -> Result<Var> {
         self.apply(Concat, parts)
     }

@@ -12,18 +12,18 @@ use crate::tape::{Op, Tape, Var};
 pub enum Norm {
     /// `y = x / sqrt(mean(x²) + eps) · weight`.
     Rms {
-        /// `[h]`
+        /// Scale `[h]`.
         weight: Arc<Param>,
-        /// Added to the mean square.
+        /// Constant added to the mean square.
         eps: f32,
     },
     /// `y = (x − mean) / sqrt(var + eps) · weight + bias`, biased variance.
     Layer {
-        /// `[h]`
+        /// Scale `[h]`.
         weight: Arc<Param>,
-        /// `[h]`
+        /// Shift `[h]`.
         bias: Arc<Param>,
-        /// Added to the variance.
+        /// Constant added to the variance.
         eps: f32,
     },
 }
@@ -35,17 +35,14 @@ impl Norm {
         }
     }
 
-    /// Width of the rows it takes.
+    /// Returns the width of its rows.
     #[must_use]
     pub fn width(&self) -> usize {
         self.weight().len()
     }
 
-    /// `[t, h] → [t, h]`, and what the backward pass needs of it: `[1, t]` reciprocal deviations, for layer norm `[2, t]` with the
-    /// means in front.
-    ///
-    /// # Errors
-    /// A width that differs from the weight's.
+    /// Computes `[t, h] → [t, h]` and returns the statistics for the backward pass: `[1, t]` reciprocal deviations, for
+    /// layer norm `[2, t]` with the means first.
     pub fn forward(&self, x: &Rows) -> Result<(Rows, Rows)> {
         self.check(x)?;
         Ok(x.device().backend().norm(x, self))
@@ -53,9 +50,6 @@ impl Norm {
 
     /// Adds the gradient of the input to `dx [t, h]`, and those of weight and bias to their buffers. `x` and `stats`
     /// are those of [`Self::forward`].
-    ///
-    /// # Errors
-    /// Shapes that differ.
     pub fn backward(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows) -> Result<()> {
         self.check(x)?;
         for operand in [&*dx, stats, dy] {
@@ -94,10 +88,7 @@ impl Op for Norm {
 }
 
 impl Tape {
-    /// `[t, h] → [t, h]`.
-    ///
-    /// # Errors
-    /// A width that differs from the weight's.
+    /// Normalises `[t, h] → [t, h]`.
     pub fn norm(&mut self, x: &Var, norm: &Norm) -> Result<Var> {
         self.apply(norm.clone(), [x])
     }

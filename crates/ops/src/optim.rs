@@ -7,35 +7,35 @@ use omnigrpo_kernels::optim::AdamW;
 use crate::error::Result;
 use crate::param::Param;
 
-/// The numbers of the optimizer's state of one weight.
+/// Arrays of the optimizer's state of one weight.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Numbers {
     /// First moment.
     pub m: Vec<f32>,
     /// Second moment.
     pub v: Vec<f32>,
-    /// f32 value of a bf16 weight; empty for others, and where such a weight is updated without a master.
+    /// Master, the f32 value of a bf16 weight; empty for other weights and for bf16 weights updated without a master.
     pub master: Vec<f32>,
 }
 
-/// The optimizer's state of one weight: in main memory, or on the card that updates the weight, as [`Step::offload`] says.
+/// The optimizer's state of one weight, in main memory or on the GPU that updates the weight; see [`Step::offload`].
 #[derive(Debug, Default)]
 pub struct Moments {
-    /// Updates this weight has had.
+    /// Number of updates of this weight.
     pub step: u64,
-    /// Empty while the state is on a card.
+    /// Arrays, empty while the state is on a GPU.
     numbers: Numbers,
     card: Option<crate::gpu::State>,
 }
 
 impl Moments {
-    /// The state after so many updates.
+    /// Restores the state after `step` updates.
     #[must_use]
     pub fn new(step: u64, numbers: Numbers) -> Self {
         Self { step, numbers, card: None }
     }
 
-    /// First moment.
+    /// Returns the first moment.
     #[must_use]
     pub fn m(&self) -> Cow<'_, [f32]> {
         match &self.card {
@@ -44,7 +44,7 @@ impl Moments {
         }
     }
 
-    /// Second moment.
+    /// Returns the second moment.
     #[must_use]
     pub fn v(&self) -> Cow<'_, [f32]> {
         match &self.card {
@@ -53,7 +53,7 @@ impl Moments {
         }
     }
 
-    /// The f32 value of `param`, whose state this is; empty without a master.
+    /// Returns the f32 master of `param`, whose state this is; empty without a master.
     #[must_use]
     pub fn master(&self, param: &Param) -> Cow<'_, [f32]> {
         match &self.card {
@@ -62,7 +62,6 @@ impl Moments {
         }
     }
 
-    /// Whether there is a master.
     #[must_use]
     pub fn has_master(&self) -> bool {
         match &self.card {
@@ -71,7 +70,7 @@ impl Moments {
         }
     }
 
-    /// The numbers in main memory, for an update there: fetched from a card, zeros at first.
+    /// Returns the arrays in main memory for an update there: fetched from a GPU, or zeros at first.
     pub(crate) fn on_host(&mut self, param: &Param) -> &mut Numbers {
         if let Some(state) = self.card.take() {
             self.numbers = state.numbers(param);
@@ -81,12 +80,12 @@ impl Moments {
         &mut self.numbers
     }
 
-    /// Takes the state for an update on a card.
+    /// Takes the state for an update on a GPU.
     pub(crate) fn take(&mut self) -> (Option<crate::gpu::State>, Numbers) {
         (self.card.take(), std::mem::take(&mut self.numbers))
     }
 
-    /// Puts it back, into main memory or where it was updated.
+    /// Stores the state after an update on a GPU: in main memory if `offload`, otherwise on that GPU.
     pub(crate) fn put(&mut self, state: crate::gpu::State, param: &Param, offload: bool) {
         match offload {
             true => self.numbers = state.numbers(param),
@@ -95,27 +94,27 @@ impl Moments {
     }
 }
 
-/// Numbers of one AdamW step beside the arrays (`torch.optim.AdamW`).
+/// Scalars of one AdamW step (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
     /// Learning rate.
     pub lr: f32,
-    /// Decay of both moments.
+    /// Decay rates of both moments.
     pub betas: [f32; 2],
-    /// Added to the root of the second moment.
+    /// Term added to the root of the second moment.
     pub eps: f32,
-    /// Decoupled decay.
+    /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// Factor of the gradient: clipping.
+    /// Factor of the gradient, for clipping.
     pub grad_scale: f32,
-    /// Whether a bf16 weight is updated through an f32 master.
+    /// Whether bf16 weights are updated through an f32 master.
     pub master: bool,
-    /// Whether the state of a weight that a card updates stays in main memory, and travels for each step.
+    /// Whether main memory stores the state of weights that a GPU updates, and transfers it for each step.
     pub offload: bool,
 }
 
 impl Step {
-    /// The kernels' form for the update that is a weight's `step`-th.
+    /// Converts to the kernels' structure for a weight's update number `step`.
     pub(crate) fn kernel(&self, step: u64) -> AdamW {
         let Self { lr, betas, eps, weight_decay, grad_scale, .. } = *self;
         AdamW { lr, betas, eps, weight_decay, grad_scale, step }
@@ -123,11 +122,9 @@ impl Step {
 }
 
 impl Param {
-    /// One AdamW step in place from the gradient that has reached this weight, which is consumed. Returns whether there
-    /// was one. A card's step is queued; [`crate::Device::finish`] tells whether it was done.
-    ///
-    /// # Errors
-    /// A quantised weight.
+    /// Applies one AdamW step in place and consumes the weight's gradient. Returns `false` if no gradient has reached
+    /// the weight. On a GPU the step is queued; [`crate::Device::finish`] reports its failure. A quantised weight is an
+    /// error.
     pub fn adamw(&self, moments: &mut Moments, step: &Step) -> Result<bool> {
         let reached = self.with_grad(|grad| {
             let Some(grad) = grad else { return Ok(false) };

@@ -1,9 +1,8 @@
-//! A device without numbers: it counts what a pass would hold.
+//! A device without values, which counts the memory that a pass would hold.
 //!
-//! Its rows have a size and nothing else, so a complete step on the outline of a model runs in
-//! milliseconds, through the code that a real step runs through. A [`Footprint`] is the rows that the thread holds, and the most that
-//! it held together. Numbers that are read back are zeros. Kernels' own work space of a few megabytes is not in
-//! it, but for that of attention's gradient.
+//! An outlined array has only a size, so a complete step of an outlined model runs in milliseconds, through the same code as a
+//! real step. A [`Footprint`] reports the peak of the rows held by the thread. Values read back are zeros. The count
+//! excludes the kernels' scratch memory of a few megabytes, except that of attention's gradient.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -32,13 +31,13 @@ use omnigrpo_kernels::dropout::Mask;
 
 pub(crate) struct Outline;
 
-/// Purpose of the rows.
+/// Purpose for which rows are held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Held {
-    /// A pass: what it keeps for its backward pass, and what it works on.
+    /// Values that a pass stores for its backward pass or works on.
     #[default]
     Activations,
-    /// Outputs of towers and projectors, and what towers remember.
+    /// Outputs of towers and projectors, and values that towers remember.
     Features,
     /// Keys and values of completions in flight.
     Cache,
@@ -46,25 +45,25 @@ pub enum Held {
     Gradients,
 }
 
-/// Bytes of rows by what they are held for, in numbers of four bytes: at the moment when most was held but for caches, which lie in
-/// memory of their own, and the most of those at any moment.
+/// Peak bytes of rows by purpose, at four bytes per value. Caches have separate memory, so their peak is counted
+/// separately; the other purposes are those at the moment of their largest sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint([u64; 4]);
 
 impl Footprint {
-    /// Bytes held for something.
+    /// Returns the bytes held for a purpose.
     #[must_use]
     pub fn of(&self, held: Held) -> u64 {
         self.0[held as usize]
     }
 
-    /// All of it but caches.
+    /// Returns the bytes of all purposes except caches.
     #[must_use]
     pub fn passes(&self) -> u64 {
         self.0.iter().sum::<u64>() - self.of(Held::Cache)
     }
 
-    /// Returns the larger of both.
+    /// Combines the peaks of both.
     fn most(self, other: Self) -> Self {
         let mut most = if other.passes() > self.passes() { other } else { self };
         most.0[Held::Cache as usize] = self.of(Held::Cache).max(other.of(Held::Cache));
@@ -83,7 +82,8 @@ thread_local! {
     static COUNT: RefCell<Count> = RefCell::default();
 }
 
-/// Runs `f`, which works on rows of [`Device::Outline`], and gives the most that was held: `f`'s own and what there was before.
+/// Runs `f`, which works on rows of [`Device::Outline`], and returns the peak memory of rows, including those that
+/// existed before.
 pub fn footprint<R>(f: impl FnOnce() -> R) -> (R, Footprint) {
     let before = COUNT.with_borrow_mut(|count| std::mem::replace(&mut count.most, count.now));
     let result = f();
@@ -95,7 +95,7 @@ pub fn footprint<R>(f: impl FnOnce() -> R) -> (R, Footprint) {
     (result, most)
 }
 
-/// Runs `f`, whose rows of [`Device::Outline`] are held for something.
+/// Runs `f` and counts its rows of [`Device::Outline`] under `held`.
 pub fn holding<R>(held: Held, f: impl FnOnce() -> R) -> R {
     let before = COUNT.with_borrow_mut(|count| std::mem::replace(&mut count.held, held));
     let result = f();
@@ -103,7 +103,7 @@ pub fn holding<R>(held: Held, f: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Memory that is counted while it is there.
+/// Memory that is counted while the value exists.
 #[derive(Debug)]
 pub(crate) struct Span {
     held: Held,
@@ -131,7 +131,7 @@ impl Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        // A thread that ends counts no more.
+        // A thread that is ending no longer counts.
         let _ = COUNT.try_with(|count| {
             let now = &mut count.borrow_mut().now.0[self.held as usize];
             *now = now.saturating_sub(self.bytes);
@@ -144,7 +144,7 @@ impl Rows {
         Self::over(Data::Outline(Arc::new(Span::new(rows * cols))), rows, cols)
     }
 
-    /// The rows are written to: shared numbers would be copied first.
+    /// Counts a copy before writing if the rows are shared.
     fn touch(&mut self) {
         if let Data::Outline(span) = &mut self.data
             && Arc::get_mut(span).is_none()
@@ -158,7 +158,7 @@ fn same(x: &Rows) -> Rows {
     Rows::on_outline(x.rows(), x.cols())
 }
 
-/// The weight gets a gradient, if it is trained.
+/// Counts a gradient for the weight if it is trained.
 fn reach(param: &Param) {
     param.reach(Device::Outline);
 }

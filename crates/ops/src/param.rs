@@ -16,18 +16,16 @@ use crate::error::{Error, Result};
 use crate::outline::{Held, holding};
 use crate::rows::Rows;
 
-/// Which part of a model a weight belongs to. Learning rates and freezing go by part.
+/// Part of a model that a weight belongs to. Learning rates and freezing are set per part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Part {
-    /// The language model, embeddings and head included.
+    /// Language model, with embeddings and head.
     Llm,
-    /// The layers that map tower features to the language model's width.
+    /// Projector from tower features to the language model's width.
     Projector,
-    /// The vision tower.
     Vision,
-    /// The audio tower.
     Audio,
-    /// The text encoder that steers the projector.
+    /// Text encoder that conditions the projector.
     Instruction,
 }
 
@@ -35,7 +33,7 @@ impl Part {
     /// Every part, in display order.
     pub const ALL: [Self; 5] = [Self::Llm, Self::Projector, Self::Vision, Self::Audio, Self::Instruction];
 
-    /// The part's name in tables and messages.
+    /// Returns the name in tables and messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -48,28 +46,22 @@ impl Part {
     }
 }
 
-/// How a weight is stored.
+/// Storage dtype of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParamDtype {
-    /// 32-bit floats.
     F32,
-    /// bfloat16.
     Bf16,
-    /// Quantised: frozen, `[n, k]`, or such a matrix of each expert.
+    /// Quantised and frozen: a matrix `[n, k]`, or one per expert.
     Quantised(QuantBits),
 }
 
-/// The numbers of a weight.
 #[derive(Clone, Debug)]
 pub enum Values {
-    /// 32-bit floats.
     F32(Vec<f32>),
-    /// bfloat16.
     Bf16(Vec<bf16>),
 }
 
 impl Values {
-    /// Number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -78,16 +70,15 @@ impl Values {
         }
     }
 
-    /// Whether there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Some elements.
+    /// Returns a range of elements.
     ///
     /// # Panics
-    /// A range beyond the end.
+    /// If the range is out of bounds.
     #[must_use]
     pub fn slice(&self, range: std::ops::Range<usize>) -> Self {
         match self {
@@ -96,7 +87,7 @@ impl Values {
         }
     }
 
-    /// One after the other. Of different dtypes everything becomes f32.
+    /// Concatenates values; a mix of dtypes becomes f32.
     #[must_use]
     pub fn concat(parts: Vec<Self>) -> Self {
         if parts.iter().all(|part| matches!(part, Self::Bf16(_))) {
@@ -113,7 +104,7 @@ impl Values {
         Self::F32(parts.into_iter().flat_map(wide).collect())
     }
 
-    /// Rounded to bfloat16, to nearest even.
+    /// Rounds to bfloat16, to nearest even.
     #[must_use]
     pub fn into_bf16(self) -> Self {
         match self {
@@ -123,7 +114,7 @@ impl Values {
     }
 }
 
-/// Bytes of a weight in a mapped file below which its pages are kept.
+/// Bytes below which a weight in a mapped file keeps its pages.
 const LEAST_LOAN: usize = 64 << 10;
 
 #[derive(Clone, Debug)]
@@ -133,18 +124,18 @@ enum Data {
     Mapped(Arc<Storage<Mapped>>),
 }
 
-/// Numbers in a mapped file, f32 or bf16 as the weight says: read where they are, never written.
+/// Values in a mapped file, f32 or bf16 as the weight states, which are read in place and never written.
 #[derive(Clone, Debug)]
 struct Mapped {
     map: Arc<Mmap>,
     bytes: Range<usize>,
     dtype: ParamDtype,
-    /// Whether pages go back to the system when they have been read.
+    /// Whether pages are returned to the system after each read.
     on_loan: bool,
 }
 
 impl Mapped {
-    /// Empty where the bytes are no such numbers, which [`Param::mapped`] has ruled out.
+    /// Returns the values; empty if the bytes do not fit the dtype, which [`Param::mapped`] has excluded.
     fn stored(&self) -> Stored<'_> {
         let bytes = self.map.get(self.bytes.clone()).unwrap_or_default();
         match self.dtype {
@@ -161,13 +152,13 @@ impl Mapped {
         }
     }
 
-    /// Takes the pages out of this process. The system has the file's numbers still, or reads them again.
+    /// Releases the pages from this process. The system still caches the file, or reads it again.
     fn give_back(&self) {
         #[cfg(unix)]
         {
             let Range { start, end } = self.bytes;
-            // SAFETY: the map is shared with a file and read-only. Another reader of these pages, or of the neighbours' part of the first
-            // and last one, has the same bytes of the file brought back by the next access.
+            // SAFETY: the map is shared with a file and read-only. If another reader still uses these pages, or a
+            // neighbour uses part of the first or last one, its next access loads the same bytes from the file again.
             let done = unsafe {
                 self.map.unchecked_advise_range(
                     memmap2::UncheckedAdvice::DontNeed,
@@ -175,13 +166,13 @@ impl Mapped {
                     end.saturating_sub(start),
                 )
             };
-            // Only advice: where it is not taken the pages stay.
+            // This is only advice: if the system ignores it, the pages stay.
             drop(done);
         }
     }
 }
 
-/// The numbers of a weight on the host, and a card's copy of them.
+/// Values of a weight on the host, and a GPU's copy of them.
 #[derive(Debug)]
 struct Storage<T> {
     host: T,
@@ -199,14 +190,14 @@ impl Storage<RwLock<Values>> {
         Self::new(RwLock::new(values))
     }
 
-    /// For reading; what a card has changed is fetched first.
+    /// Locks the values for reading, after fetching changes from a GPU.
     fn read(&self) -> RwLockReadGuard<'_, Values> {
         self.copy.fetch(&self.host);
         self.host.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One weight of a model: its published name, its data and its gradient. A linear layer's weight may carry an
+/// One weight of a model: its published name, its values and its gradient. A linear layer's weight may have an
 /// [`Adapter`].
 #[derive(Debug)]
 pub struct Param {
@@ -217,14 +208,15 @@ pub struct Param {
     shape: Vec<usize>,
     is_outline: bool,
     trainable: AtomicBool,
-    /// Gradient in f32 whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
+    /// Gradient `[1, len]` in the device's compute dtype, whatever the weight's; `None` until a gradient reaches the
+    /// weight.
     grad: Mutex<Option<Rows>>,
     linear: AtomicBool,
     experts: AtomicBool,
     adapter: OnceLock<Arc<Adapter>>,
 }
 
-/// Read access to the data of a weight.
+/// Read access to the values of a weight.
 pub struct WeightGuard<'a>(Reading<'a>);
 
 enum Reading<'a> {
@@ -234,7 +226,7 @@ enum Reading<'a> {
     OnLoan(Loan<'a>),
 }
 
-/// Numbers in a mapped file until somebody has read them.
+/// Values in a mapped file; dropping this returns their pages.
 struct Loan<'a>(&'a Mapped);
 
 impl Drop for Loan<'_> {
@@ -244,7 +236,6 @@ impl Drop for Loan<'_> {
 }
 
 impl WeightGuard<'_> {
-    /// The data.
     #[must_use]
     pub fn stored(&self) -> Stored<'_> {
         match &self.0 {
@@ -258,16 +249,16 @@ impl WeightGuard<'_> {
         }
     }
 
-    /// The data as `[n, k]`, whatever the published shape.
+    /// Returns the values as `[n, k]`, whatever the published shape.
     ///
     /// # Panics
-    /// Another number of elements.
+    /// If the weight has another number of elements.
     #[must_use]
     pub fn weight(&self, n: usize, k: usize) -> Weight<'_> {
         Weight::new(self.stored(), n, k)
     }
 
-    /// The data as f32. Meant for vectors (norms, biases): other storage is widened into a copy.
+    /// Returns the values as f32. Meant for vectors (norms, biases): other dtypes are copied.
     #[must_use]
     pub fn f32(&self) -> Cow<'_, [f32]> {
         match self.stored() {
@@ -283,10 +274,7 @@ impl WeightGuard<'_> {
 }
 
 impl Param {
-    /// A weight named as in the published checkpoint. It starts frozen.
-    ///
-    /// # Errors
-    /// Another number of values than the shape has.
+    /// Creates a frozen weight with its published name. Fails if the number of values does not match the shape.
     pub fn new(name: impl Into<String>, part: Part, shape: &[usize], values: Values) -> Result<Self> {
         let name = name.into();
         if values.len() != shape.iter().product::<usize>() {
@@ -302,18 +290,16 @@ impl Param {
         Ok(Self::over(name, part, Data::Dense(Storage::values(values)), dtype, shape.to_vec()))
     }
 
-    /// A weight without its data, of which nothing takes memory: to know how large a model is, or to check the rest of one
-    /// after a weight that could not be read. Operations with it are errors but on [`Device::Outline`]; [`Self::read`] gives nothing.
+    /// Creates a weight without values, which takes no memory. It serves to measure a model, or to check the other
+    /// weights after one that could not be read. Operations with it fail, except on [`Device::Outline`]; [`Self::read`]
+    /// returns no values.
     #[must_use]
     pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
         let nothing = Data::Dense(Storage::values(Values::F32(Vec::new())));
         Self { is_outline: true, ..Self::over(name.into(), part, nothing, dtype, shape.to_vec()) }
     }
 
-    /// A quantised weight. It can never be trained.
-    ///
-    /// # Errors
-    /// A shape that is not `[.., n, k]` of the matrix.
+    /// Creates a quantised weight, which can never be trained. `shape` is `[.., n, k]` of the matrix.
     pub fn quantised(
         name: impl Into<String>,
         part: Part,
@@ -329,11 +315,11 @@ impl Param {
         Ok(Self::over(name, part, Data::Quantised(Storage::new(value)), dtype, shape.to_vec()))
     }
 
-    /// A frozen weight whose numbers stay in a mapped file, from a byte on. It can never be trained or written.
+    /// Creates a frozen weight whose values stay in a mapped file, from a byte on. It can never be trained or written.
     ///
     /// # Errors
-    /// Numbers that are not in the file, or begin where numbers of that size cannot be read; another dtype than f32 or bf16; a system
-    /// that has the other byte order than the file.
+    /// If the values extend beyond the file or are misaligned, the dtype is neither f32 nor bf16, or the system's byte
+    /// order differs from the file's.
     pub fn mapped(
         name: impl Into<String>,
         part: Part,
@@ -360,9 +346,8 @@ impl Param {
         Ok(Self::over(name, part, Data::Mapped(Storage::new(mapped)), dtype, shape.to_vec()))
     }
 
-    /// Returns the same weight, if it is in a mapped file, with pages that go back to the system after each read: it takes no
-    /// memory of the process between two readers, and the next one finds the numbers in the system's cache of files or
-    /// has them read again.
+    /// Makes a weight in a mapped file return its pages to the system after each read. Between reads it takes no memory
+    /// of the process; the next read finds the values in the system's file cache, or the system reads them again.
     #[must_use]
     pub fn on_loan(mut self) -> Self {
         if let Data::Mapped(mapped) = &self.data {
@@ -387,13 +372,11 @@ impl Param {
         }
     }
 
-    /// The published name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The part it belongs to.
     #[must_use]
     pub fn part(&self) -> Part {
         self.part
@@ -405,13 +388,12 @@ impl Param {
         &self.shape
     }
 
-    /// How it is stored.
     #[must_use]
     pub fn dtype(&self) -> ParamDtype {
         self.dtype
     }
 
-    /// Memory of the data, bytes; of an outline, what it would be.
+    /// Returns the bytes of the values; for an outline, those it would have.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         match (&self.data, self.dtype) {
@@ -425,36 +407,34 @@ impl Param {
         }
     }
 
-    /// Number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether the weight has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether its numbers are in a mapped file ([`Self::mapped`]).
+    /// Returns whether the values are in a mapped file ([`Self::mapped`]).
     #[must_use]
     pub fn is_mapped(&self) -> bool {
         matches!(self.data, Data::Mapped(_))
     }
 
-    /// Whether backward passes compute this weight's gradient.
+    /// Returns whether backward passes compute this weight's gradient.
     #[must_use]
     pub fn trainable(&self) -> bool {
         self.trainable.load(Ordering::Relaxed)
     }
 
-    /// Selects or freezes the weight.
+    /// Makes the weight trainable, or freezes it.
     pub fn set_trainable(&self, on: bool) {
         self.trainable.store(on, Ordering::Relaxed);
     }
 
-    /// A frozen copy with storage of its own and without an adapter: one weight of a reference model.
+    /// Copies the weight into separate storage, frozen and without an adapter, for a reference model.
     #[must_use]
     pub fn frozen_copy(&self) -> Self {
         let mut copy = self.bare();
@@ -464,7 +444,7 @@ impl Param {
         copy
     }
 
-    /// A frozen handle on the same storage, without an adapter.
+    /// Returns a frozen handle to the same storage, without an adapter.
     #[must_use]
     pub fn bare(&self) -> Self {
         let handle =
@@ -472,33 +452,30 @@ impl Param {
         Self { is_outline: self.is_outline, ..handle }
     }
 
-    /// Whether its numbers are not there.
+    /// Returns whether the weight has no values ([`Self::outline`]).
     #[must_use]
     pub fn is_outline(&self) -> bool {
         self.is_outline
     }
 
-    /// Fails for an outline on a device that needs the numbers.
+    /// Fails for an outline on a device that needs values.
     pub(crate) fn usable(&self, device: Device) -> Result<()> {
         match self.is_outline && device != Device::Outline {
             false => Ok(()),
             true => Err(Error::Weight {
                 name: self.name.clone(),
-                what: "only its outline is here, nothing was loaded".into(),
+                what: "only its outline is loaded, not its values".into(),
             }),
         }
     }
 
-    /// A frozen handle on the same storage under another name, without an adapter.
+    /// Returns a frozen handle to the same storage under another name, without an adapter.
     #[must_use]
     pub fn named(&self, name: impl Into<String>) -> Self {
         Self { name: name.into(), ..self.bare() }
     }
 
-    /// A copy of the numbers.
-    ///
-    /// # Errors
-    /// A quantised weight.
+    /// Copies the values. Fails for a quantised weight.
     pub fn values(&self) -> Result<Values> {
         match &self.data {
             Data::Mapped(mapped) => Ok(mapped.host.values()),
@@ -506,7 +483,7 @@ impl Param {
         }
     }
 
-    /// Whether this is the weight of a linear layer `[n, k]`, and so can carry an adapter.
+    /// Returns whether this is the weight of a linear layer `[n, k]`, which can have an adapter.
     #[must_use]
     pub fn is_linear(&self) -> bool {
         self.linear.load(Ordering::Relaxed)
@@ -516,7 +493,7 @@ impl Param {
         self.linear.store(true, Ordering::Relaxed);
     }
 
-    /// Whether this is the weight of a layer of experts `[e, k, n]`, and so can carry an adapter for each of them.
+    /// Returns whether this is the weight of a layer of experts `[e, k, n]`, each of which can have an adapter.
     #[must_use]
     pub fn is_experts(&self) -> bool {
         self.experts.load(Ordering::Relaxed)
@@ -526,16 +503,14 @@ impl Param {
         self.experts.store(true, Ordering::Relaxed);
     }
 
-    /// The adapter that is added to this weight's product.
+    /// Returns the adapter that is added to this weight's product.
     #[must_use]
     pub fn adapter(&self) -> Option<&Arc<Adapter>> {
         self.adapter.get()
     }
 
-    /// Gives the frozen weight of a linear layer, or of experts, an adapter.
-    ///
-    /// # Errors
-    /// A weight that is neither a linear layer's nor of experts, is trained itself, has an adapter, or has another shape than the adapter's.
+    /// Attaches an adapter to the frozen weight of a linear layer or of experts. Fails if the weight is of another
+    /// kind, is trained, has an adapter already, or differs in shape from the adapter.
     pub fn attach(&self, adapter: Arc<Adapter>) -> Result<()> {
         let shape = adapter.shape();
         let refuse = |what: String| Err(Error::Weight { name: self.name.clone(), what });
@@ -555,12 +530,12 @@ impl Param {
         Ok(())
     }
 
-    /// Read access to the data.
+    /// Locks the values for reading.
     pub fn read(&self) -> WeightGuard<'_> {
         WeightGuard(match &self.data {
             Data::Dense(values) => Reading::Dense(values.read()),
             Data::Quantised(matrix) => Reading::Quantised(&matrix.host),
-            // A few pages are not worth the call.
+            // For a few pages the system call is not worthwhile.
             Data::Mapped(mapped) if mapped.host.on_loan && mapped.host.bytes.len() >= LEAST_LOAN => {
                 Reading::OnLoan(Loan(&mapped.host))
             }
@@ -568,8 +543,8 @@ impl Param {
         })
     }
 
-    /// The gradient buffer on `device`, locked; created as zeros at first use, moved where another device had added to it.
-    /// `None` for a frozen weight.
+    /// Locks the gradient buffer on `device`. Creates zeros at first use, and moves a gradient from another device.
+    /// Returns `None` for a frozen weight.
     pub(crate) fn gradient(&self, device: Device) -> Option<GradGuard<'_>> {
         self.trainable().then(|| {
             let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
@@ -582,32 +557,31 @@ impl Param {
         })
     }
 
-    /// Marks the weight as reached: a gradient of zeros, where it has none. Does nothing for a frozen weight.
+    /// Creates a gradient of zeros if the weight has none. Does nothing for a frozen weight.
     pub fn reach(&self, device: Device) {
         drop(self.gradient(device));
     }
 
-    /// Runs `f` on the gradient `[1, len]`, if anything has reached this weight since [`Self::clear_grad`].
+    /// Runs `f` on the gradient `[1, len]`, or on `None` if no gradient has reached this weight since
+    /// [`Self::clear_grad`].
     pub fn with_grad<R>(&self, f: impl FnOnce(Option<&mut Rows>) -> R) -> R {
         let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
         f(grad.as_mut())
     }
 
-    /// A copy of the gradient, if anything has reached this weight since [`Self::clear_grad`].
+    /// Copies the gradient; `None` if no gradient has reached this weight since [`Self::clear_grad`].
     #[must_use]
     pub fn grad(&self) -> Option<Vec<f32>> {
         self.with_grad(|grad| grad.map(|grad| grad.to_vec()))
     }
 
-    /// Forgets the gradient and gives its memory back.
+    /// Drops the gradient and frees its memory.
     pub fn clear_grad(&self) {
         *self.grad.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Overwrites the data in place from f32 (rounded to nearest even for bf16), for the optimizer and for loading.
-    ///
-    /// # Errors
-    /// A length that differs, a quantised weight.
+    /// Overwrites the values in place from f32 (rounded to nearest even for bf16), for the optimizer and for loading.
+    /// Fails if the length differs or the weight is quantised.
     pub fn store(&self, data: &[f32]) -> Result<()> {
         if data.len() != self.len() {
             let what = format!("storing {} values into {}", data.len(), self.len());
@@ -623,20 +597,14 @@ impl Param {
         })
     }
 
-    /// Runs `f` on the data as f32 and stores what it leaves.
-    ///
-    /// # Errors
-    /// A quantised weight.
+    /// Runs `f` on the values as f32 and stores the result. Fails for a quantised weight.
     pub fn update(&self, f: impl FnOnce(&mut [f32])) -> Result<()> {
         let mut data = self.read().f32().into_owned();
         f(&mut data);
         self.store(&data)
     }
 
-    /// Runs `f` on the data in place.
-    ///
-    /// # Errors
-    /// A quantised weight.
+    /// Runs `f` on the values in place. Fails for a quantised weight.
     pub(crate) fn write<R>(&self, f: impl FnOnce(&mut Values) -> R) -> Result<R> {
         self.usable(Device::Cpu)?;
         match &self.data {
@@ -655,7 +623,7 @@ impl Param {
         }
     }
 
-    /// The weight in the memory of a card, copied there at first use.
+    /// Returns the weight in GPU memory, copied there at first use.
     pub(crate) fn on_gpu(&self, gpu: &omnigrpo_gpu::Gpu, device: Device) -> Arc<crate::gpu::Weights> {
         use crate::gpu::Weights;
         match &self.data {
@@ -667,14 +635,14 @@ impl Param {
         }
     }
 
-    /// Replaces the numbers by those in the memory of a card.
+    /// Replaces the values with an array in GPU memory.
     pub(crate) fn replace_on_gpu(&self, device: Device, array: omnigrpo_gpu::Array) {
         if let Data::Dense(values) = &self.data {
             values.copy.replace(device, array);
         }
     }
 
-    /// Whether both are handles on the same storage.
+    /// Returns whether both are handles to the same storage.
     #[must_use]
     pub fn shares_storage(&self, other: &Self) -> bool {
         match (&self.data, &other.data) {
@@ -690,17 +658,17 @@ impl Param {
 pub(crate) struct GradGuard<'a>(MutexGuard<'a, Option<Rows>>);
 
 impl GradGuard<'_> {
-    /// The gradient, where it lives as f32 on the CPU.
+    /// Returns the gradient, which is f32 on the CPU.
     pub(crate) fn cpu(&mut self) -> &mut [f32] {
         self.0.as_mut().map(Rows::cpu_mut).unwrap_or_default()
     }
 
-    /// The gradient wherever it lives.
+    /// Returns the gradient on any device.
     pub(crate) fn rows(&mut self) -> Option<&mut Rows> {
         self.0.as_mut()
     }
 
-    /// The gradient of the f64 twin.
+    /// Returns the gradient of the f64 twin.
     pub(crate) fn twin(&mut self) -> &mut [f64] {
         self.0.as_mut().map(Rows::twin_mut).unwrap_or_default()
     }

@@ -6,26 +6,26 @@ use omnigrpo_kernels::parallel;
 
 use crate::host::Host;
 
-/// Angles that a thread takes at a time, and what the cosine of one costs, in elementary operations.
+/// Angles that a thread takes at a time, and the cost of one cosine in elementary operations.
 const PART: usize = 512;
 const OPERATIONS: usize = 16;
 
-/// The angles of every row of a stream. Cosines and sines are computed when a device first reads them: an outline of a step never
-/// does, and they would be most of its time.
+/// The angles of every row of a stream. Cosines and sines are computed when a device first reads them: an outlined step
+/// never does, and they would take most of its time.
 ///
-/// One table serves all layers and heads. The rotation is the "rotate half" form: the pair of element `i` is
-/// `i + half`, with `half = head width / 2`.
+/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with
+/// `i + half`, where `half = head width / 2`.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
-    /// Pairs per head.
+    /// Number of pairs per head.
     pub half: usize,
     rows: usize,
-    /// `[rows, half]`, radians.
+    /// Angles `[rows, half]` in radians.
     angles: Vec<f32>,
     factor: f32,
     /// Cosines and sines, `[rows, half]` each.
     waves: OnceLock<[Vec<f32>; 2]>,
-    /// Copies of the table on devices.
+    /// Devices' forms of the table.
     pub(crate) copies: Host<()>,
 }
 
@@ -39,19 +39,18 @@ impl RopeTable {
         Self { half, rows, angles, factor: 1.0, waves: OnceLock::new(), copies: Host::default() }
     }
 
-    /// Makes a table of cosines and sines, `[rows, half]` each, that a device already has.
+    /// Creates a table from cosines and sines, `[rows, half]` each, that a device already has.
     pub(crate) fn of_waves(half: usize, waves: [Vec<f32>; 2], copies: Host<()>) -> Self {
         let rows = waves[0].len().checked_div(half).unwrap_or(0);
         Self { half, rows, angles: Vec::new(), factor: 1.0, waves: waves.into(), copies }
     }
 
-    /// Returns the table of a rotation that also stretches by `factor`; its transpose stretches as well.
+    /// Multiplies the rotation by `factor`; its transpose is multiplied as well.
     #[must_use]
     pub fn scaled(self, factor: f32) -> Self {
         Self { factor: self.factor * factor, waves: OnceLock::new(), copies: Host::default(), ..self }
     }
 
-    /// Number of rows of the stream.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.rows

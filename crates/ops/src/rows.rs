@@ -1,4 +1,4 @@
-//! The one value type of activations.
+//! The only type of activations.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::host::Host;
 
 /// A contiguous array `[rows, cols]` on a device: every activation, gradient and statistic.
 ///
-/// A clone shares the numbers; writing to one of two clones copies them first. Zero rows keep their width.
+/// Clones share their values; writing to a clone copies them first. An array of zero rows keeps its width.
 #[derive(Clone, Debug)]
 pub struct Rows {
     pub(crate) data: Data,
@@ -25,7 +25,7 @@ pub(crate) enum Data {
     Outline(Arc<crate::outline::Span>),
 }
 
-/// Which rows of an array, in which order.
+/// Indices of rows of an array, in order.
 pub type Index = Host<Vec<usize>>;
 
 impl Rows {
@@ -53,24 +53,18 @@ impl Rows {
         Self { data: Data::Gpu(card, Arc::new(data)), rows, cols }
     }
 
-    /// Zeros.
+    /// Creates rows of zeros.
     #[must_use]
     pub fn zeros(device: Device, rows: usize, cols: usize) -> Self {
         device.backend().zeros(rows, cols)
     }
 
-    /// Rows on the CPU that take ownership of `data`, row by row.
-    ///
-    /// # Errors
-    /// `data.len() != rows · cols`.
+    /// Creates rows on the CPU that take ownership of `data`, in row-major order. `data.len()` is `rows · cols`.
     pub fn from_vec(data: Vec<f32>, rows: usize, cols: usize) -> Result<Self> {
         Self::upload(Device::Cpu, data, rows, cols)
     }
 
-    /// Rows on `device` from host numbers, row by row.
-    ///
-    /// # Errors
-    /// `data.len() != rows · cols`.
+    /// Creates rows on `device` from host values in row-major order. `data.len()` is `rows · cols`.
     pub fn upload(device: Device, data: Vec<f32>, rows: usize, cols: usize) -> Result<Self> {
         if data.len() != rows * cols {
             return Err(Error::shape("rows", format!("{} numbers for {rows}×{cols}", data.len())));
@@ -78,7 +72,6 @@ impl Rows {
         Ok(device.backend().upload(data, rows, cols))
     }
 
-    /// Where the numbers are.
     #[must_use]
     pub fn device(&self) -> Device {
         match &self.data {
@@ -89,37 +82,32 @@ impl Rows {
         }
     }
 
-    /// Number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Width of a row.
     #[must_use]
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// Rows and columns.
     #[must_use]
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
 
-    /// Number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.rows * self.cols
     }
 
-    /// Whether there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Memory of the numbers, bytes.
+    /// Returns the bytes of the values.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         match &self.data {
@@ -130,7 +118,7 @@ impl Rows {
         }
     }
 
-    /// The numbers, row by row, as f32. Rows on the CPU that nobody shares are not copied.
+    /// Returns the values in row-major order as f32. Unshared rows on the CPU are not copied.
     #[must_use]
     pub fn into_vec(self) -> Vec<f32> {
         match self.data {
@@ -141,19 +129,19 @@ impl Rows {
         }
     }
 
-    /// A copy of the numbers, row by row, as f32.
+    /// Copies the values in row-major order as f32.
     #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         self.device().backend().download(self)
     }
 
-    /// A copy of the numbers, row by row, without rounding.
+    /// Copies the values in row-major order, without rounding.
     #[must_use]
     pub fn to_f64(&self) -> Vec<f64> {
         self.device().backend().download_f64(self)
     }
 
-    /// The numbers where the host can read them as f32.
+    /// Returns the values if the host can read them as f32.
     #[must_use]
     pub fn host(&self) -> Option<&[f32]> {
         match &self.data {
@@ -162,10 +150,7 @@ impl Rows {
         }
     }
 
-    /// Returns the same numbers in rows of another width.
-    ///
-    /// # Errors
-    /// Another number of elements.
+    /// Reinterprets the values as rows of another width.
     pub fn reshape(self, rows: usize, cols: usize) -> Result<Self> {
         if rows * cols != self.len() {
             return Err(Error::shape("reshape", format!("{}×{} to {rows}×{cols}", self.rows, self.cols)));
@@ -173,19 +158,13 @@ impl Rows {
         Ok(Self { data: self.data, rows, cols })
     }
 
-    /// The rows `index`, in that order.
-    ///
-    /// # Errors
-    /// A row that is not there.
+    /// Returns the rows `index`, in this order.
     pub fn select(&self, index: &Index) -> Result<Self> {
         self.check_index("select", index, self.rows)?;
         Ok(self.device().backend().select(self, index))
     }
 
-    /// The reverse of [`Self::select`] for distinct rows: `rows` rows, zeros in those that `index` does not name.
-    ///
-    /// # Errors
-    /// Another number of rows than `index` has, a row beyond `rows`.
+    /// Reverses [`Self::select`] for distinct rows: returns `rows` rows, zero where `index` has none.
     pub fn spread(&self, index: &Index, rows: usize) -> Result<Self> {
         if index.len() != self.rows {
             return Err(Error::shape("spread", format!("{} rows for {} places", self.rows, index.len())));
@@ -201,10 +180,7 @@ impl Rows {
         }
     }
 
-    /// Some columns of every row.
-    ///
-    /// # Errors
-    /// Columns that are not there.
+    /// Returns some columns of every row.
     pub fn columns(&self, columns: Range<usize>) -> Result<Self> {
         if columns.start > columns.end || columns.end > self.cols {
             return Err(Error::shape("columns", format!("{columns:?} of {}", self.cols)));
@@ -212,10 +188,7 @@ impl Rows {
         Ok(self.device().backend().columns(self, columns))
     }
 
-    /// Replaces the columns from `first` on by those of `from`.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, another device.
+    /// Replaces the columns from `first` on with those of `from`.
     pub fn set_columns(&mut self, first: usize, from: &Self) -> Result<()> {
         self.device().check("set_columns", from)?;
         if from.rows != self.rows || first + from.cols > self.cols {
@@ -228,10 +201,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Replaces the rows from `first` on by the rows `range` of `from`.
-    ///
-    /// # Errors
-    /// Rows that are not there, another width or device.
+    /// Replaces the rows from `first` on with the rows `range` of `from`.
     pub fn set_rows(&mut self, first: usize, from: &Self, range: Range<usize>) -> Result<()> {
         self.device().check("set_rows", from)?;
         if from.cols != self.cols || range.end > from.rows || first + range.len() > self.rows {
@@ -247,20 +217,14 @@ impl Rows {
         Ok(())
     }
 
-    /// A copy of some rows.
-    ///
-    /// # Errors
-    /// Rows that are not there.
+    /// Copies some rows.
     pub fn row_range(&self, range: Range<usize>) -> Result<Self> {
         let mut rows = Self::zeros(self.device(), range.len(), self.cols);
         rows.set_rows(0, self, range)?;
         Ok(rows)
     }
 
-    /// Replaces some rows by zeros.
-    ///
-    /// # Errors
-    /// Rows that are not there.
+    /// Zeroes some rows.
     pub fn clear_rows(&mut self, range: Range<usize>) -> Result<()> {
         if range.start > range.end || range.end > self.rows {
             return Err(Error::shape("clear_rows", format!("rows {range:?} of {}", self.rows)));
@@ -269,10 +233,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Arrays of one width, one below the other.
-    ///
-    /// # Errors
-    /// No array, different widths or devices.
+    /// Stacks arrays of the same width vertically.
     pub fn concat(parts: &[&Self]) -> Result<Self> {
         let Some(first) = parts.first() else { return Err(Error::shape("concat", "no array")) };
         let rows = parts.iter().map(|part| part.rows).sum();
@@ -286,9 +247,6 @@ impl Rows {
     }
 
     /// Adds `from` elementwise.
-    ///
-    /// # Errors
-    /// Another shape or device.
     pub fn add(&mut self, from: &Self) -> Result<()> {
         self.device().check("add", from)?;
         if self.dims() != from.dims() {
@@ -298,18 +256,16 @@ impl Rows {
         Ok(())
     }
 
-    /// Multiplies every element.
     pub fn scale(&mut self, by: f32) {
         self.device().backend().scale(self, by);
     }
 
-    /// The sum of squares of all elements.
     #[must_use]
     pub fn sum_of_squares(&self) -> f64 {
         self.device().backend().sum_of_squares(self)
     }
 
-    /// Returns the same numbers on another device.
+    /// Copies the values to another device.
     #[must_use]
     pub fn to_device(&self, device: Device) -> Self {
         if device == self.device() {

@@ -1,16 +1,17 @@
-//! The tape: what a pass did, and how its gradient goes back.
+//! The tape, which records a pass and computes its gradient.
 //!
-//! An operation is an [`Op`]: a forward and a backward pass written by hand. [`Tape::apply`] runs it on the values of the
-//! pass; what becomes of it depends on the tape alone:
+//! An operation is an [`Op`]: a hand-written forward and backward pass. [`Tape::apply`] runs it on the values of the
+//! pass. The tape's mode determines what is stored:
 //!
 //! * *off*: nothing is recorded (generation, scoring, a frozen tower);
-//! * *recording*: inputs and what the operation keeps are stored until [`Tape::backward`] frees them one operation after the
-//!   other; with `recompute`, blocks keep their inputs only and run a second time (Chen et al., arXiv 1604.06174);
-//! * *remembering*: nothing is recorded, but what blocks computed is left as a [`Memory`] for a later tape, which
-//!   *recalls* it instead of computing it again.
+//! * *recording*: inputs and the values that operations keep are stored until [`Tape::backward`] frees them one
+//!   operation after the other; with `recompute`, blocks keep only their inputs and run a second time (Chen et al.,
+//!   arXiv 1604.06174);
+//! * *remembering*: nothing is recorded, but the results of blocks are left as a [`Memory`] for a later tape, which
+//!   *recalls* them instead of computing them again.
 //!
-//! Operations hold their weights and add weight gradients to the weights' own buffers, so the tape carries activations
-//! only. A value that no gradient is asked for is a constant, and operations skip the gradient of constant inputs.
+//! Operations hold their weights and add weight gradients to the weights' buffers, so the tape carries only
+//! activations. A value that needs no gradient is a constant, and operations skip the gradient of constant inputs.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -20,7 +21,7 @@ use crate::rows::Rows;
 
 /// Values that an operation keeps from its forward pass for its backward pass.
 pub trait Kept: Send + 'static {
-    /// Memory of it, bytes.
+    /// Returns their bytes in memory.
     fn num_bytes(&self) -> usize;
 }
 
@@ -38,19 +39,17 @@ impl Kept for Rows {
 
 /// An operation from `N` values to one, with its derivative.
 pub trait Op<const N: usize = 1> {
-    /// Values that the backward pass needs beside the inputs.
+    /// Values that the backward pass needs besides the inputs.
     type Kept: Kept;
 
-    /// Whether it is worth running twice to save the memory of what it keeps, and worth remembering.
+    /// True for operations that are worth running twice to save the memory of their kept values, and worth remembering.
     const BLOCK: bool = false;
 
-    /// The output, and what the backward pass needs.
-    ///
-    /// # Errors
-    /// Shapes or devices that do not fit.
+    /// Returns the output and the values for the backward pass.
     fn forward(&self, inputs: [&Rows; N]) -> Result<(Rows, Self::Kept)>;
 
-    /// The gradients of the inputs that are `wanted`, from that of the output; those of weights are added to their buffers.
+    /// Returns the gradients of the inputs that are `wanted`, from that of the output, and adds those of weights to
+    /// their buffers.
     fn backward(
         &self,
         inputs: [&Rows; N],
@@ -64,24 +63,22 @@ pub trait Op<const N: usize = 1> {
 #[derive(Clone, Debug)]
 pub struct Var {
     rows: Rows,
-    /// Place on the tape; `None` for constants.
+    /// Index on the tape; `None` for constants.
     node: Option<usize>,
 }
 
 impl Var {
-    /// A value without a gradient.
+    /// Creates a value without a gradient.
     #[must_use]
     pub fn constant(rows: Rows) -> Self {
         Self { rows, node: None }
     }
 
-    /// The numbers.
     #[must_use]
     pub fn rows(&self) -> &Rows {
         &self.rows
     }
 
-    /// The numbers.
     #[must_use]
     pub fn into_rows(self) -> Rows {
         self.rows
@@ -91,12 +88,13 @@ impl Var {
 /// Results of the blocks of a pass, in order, for a second pass over the same input.
 #[derive(Default)]
 pub struct Memory {
-    /// The output of each block, and what its backward pass needs where that is known.
+    /// Output of each block, with the values for its backward pass if known.
     kept: VecDeque<Box<dyn Any + Send>>,
 }
 
 impl Memory {
-    /// The next block computed `y`, and `kept` for its backward pass; without, it is computed again there.
+    /// Appends the next block's output `y` and its values for the backward pass; if `None`, the backward pass computes
+    /// them again.
     pub fn push<K: Kept>(&mut self, y: Rows, kept: Option<K>) {
         self.kept.push_back(Box::new((y, kept)));
     }
@@ -114,7 +112,7 @@ enum Mode {
         recompute: bool,
         recalled: Memory,
     },
-    /// `None` once there was no room.
+    /// Results of blocks; `None` after the room was exceeded.
     Remember {
         memory: Option<Memory>,
         room: usize,
@@ -123,7 +121,7 @@ enum Mode {
 
 type Back = Box<dyn FnOnce(Rows) -> Result<Vec<Option<Rows>>>>;
 
-/// A recorded operation, or an input of the whole pass.
+/// A recorded operation, or an input of the pass.
 struct Node {
     inputs: Vec<Option<usize>>,
     back: Option<Back>,
@@ -136,31 +134,31 @@ pub struct Tape {
 }
 
 impl Tape {
-    /// A tape that records nothing.
+    /// Creates a tape that records nothing.
     #[must_use]
     pub fn off() -> Self {
         Self { mode: Mode::Off, nodes: Vec::new() }
     }
 
-    /// A tape that records. With `recompute`, what blocks keep is computed again in the backward pass.
+    /// Creates a tape that records. With `recompute`, the backward pass computes the values that blocks keep again.
     #[must_use]
     pub fn recording(recompute: bool) -> Self {
         Self { mode: Mode::Record { recompute, recalled: Memory::default() }, nodes: Vec::new() }
     }
 
-    /// A tape that records nothing, but keeps what blocks compute, up to `room` bytes in all.
+    /// Creates a tape that records nothing, but stores the results of blocks, up to `room` bytes in total.
     #[must_use]
     pub fn remembering(room: usize) -> Self {
         Self { mode: Mode::Remember { memory: Some(Memory::default()), room }, nodes: Vec::new() }
     }
 
-    /// A tape that records and takes what an earlier pass remembered; `recompute` as in [`Self::recording`].
+    /// Creates a tape that records and recalls the results of an earlier pass; `recompute` as in [`Self::recording`].
     #[must_use]
     pub fn recalling(memory: Memory, recompute: bool) -> Self {
         Self { mode: Mode::Record { recompute, recalled: memory }, nodes: Vec::new() }
     }
 
-    /// Returns what this pass remembered and the remaining bytes; nothing if there was no room for all of it.
+    /// Returns what this pass remembered and the number of unused bytes; `None` if the results exceeded the room.
     #[must_use]
     pub fn into_memory(self) -> Option<(Memory, usize)> {
         match self.mode {
@@ -169,7 +167,7 @@ impl Tape {
         }
     }
 
-    /// An input whose gradient [`Self::backward`] gives back.
+    /// Adds an input whose gradient [`Self::backward`] returns.
     pub fn input(&mut self, rows: Rows) -> Var {
         let node = matches!(self.mode, Mode::Record { .. }).then(|| self.push(Vec::new(), None));
         Var { rows, node }
@@ -180,7 +178,7 @@ impl Tape {
         self.nodes.len() - 1
     }
 
-    /// Runs an operation, and records it where the tape records.
+    /// Runs an operation, and records it if the tape records.
     pub fn apply<const N: usize, O: Op<N> + 'static>(&mut self, op: O, inputs: [&Var; N]) -> Result<Var> {
         let x = inputs.map(|input| &input.rows);
         let (recompute, recalled) = match &mut self.mode {
@@ -230,10 +228,8 @@ impl Tape {
         Ok(Var { rows: y, node: Some(node) })
     }
 
-    /// Runs several operations as one that is worth running twice to save memory: with `recompute` only its inputs are kept.
-    ///
-    /// # Errors
-    /// As `run`.
+    /// Runs several operations as one block: with `recompute` only its inputs are kept, and it runs twice to save
+    /// memory.
     pub fn segment<const N: usize>(
         &mut self,
         inputs: [&Var; N],
@@ -261,11 +257,9 @@ impl Tape {
         Ok(Var { rows: y, node: Some(node) })
     }
 
-    /// Carries `dy`, the gradient of `output`, back to the inputs, adding weight gradients on the way. Each operation is
-    /// freed as soon as its gradient is known.
-    ///
-    /// # Errors
-    /// A shape of `dy` that differs from the output's; a value that was not recorded.
+    /// Propagates `dy`, the gradient of `output`, back to the inputs, adding weight gradients on the way. Each
+    /// operation is freed as soon as its gradient is known. Fails if `dy` has another shape than `output`, or if
+    /// `output` was not recorded.
     pub fn backward(mut self, output: &Var, dy: Rows) -> Result<Gradients> {
         if output.rows.dims() != dy.dims() {
             let what = format!("the output is {:?}, its gradient {:?}", output.rows.dims(), dy.dims());
@@ -293,11 +287,10 @@ impl Tape {
     }
 }
 
-/// Gradients of the inputs of a pass.
 pub struct Gradients(Vec<Option<Rows>>);
 
 impl Gradients {
-    /// The gradient of an input, if any reached it.
+    /// Returns the gradient of an input, if any reached it.
     pub fn take(&mut self, input: &Var) -> Option<Rows> {
         self.0.get_mut(input.node?)?.take()
     }
@@ -310,7 +303,7 @@ mod tests {
     use super::*;
     use crate::Device;
 
-    /// `by · x`, as a block that keeps nothing.
+    /// Computes `by · x`, as a block that keeps nothing.
     struct Times(f32);
 
     impl Op for Times {
@@ -360,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_takes_what_another_remembered_within_its_room() {
+    fn a_pass_recalls_another_within_its_room() {
         let run = |tape: &mut Tape| {
             let x = tape.input(row(1.0));
             let y = tape.apply(Times(2.0), [&x]).unwrap();
@@ -374,7 +367,7 @@ mod tests {
         let (y, x) = run(&mut second);
         let mut gradients = second.backward(&y, row(1.0)).unwrap();
         assert_eq!(gradients.take(&x).unwrap().to_vec(), [6.0]);
-        // Outputs alone are enough for a pass that computes what blocks keep again.
+        // Outputs alone suffice for a pass that recomputes what blocks keep.
         let mut memory = Memory::default();
         memory.push(row(2.0), None::<()>);
         memory.push(row(7.0), None::<()>);
@@ -382,7 +375,7 @@ mod tests {
         let (y, x) = run(&mut third);
         assert_eq!(y.rows().to_vec(), [7.0]);
         assert_eq!(third.backward(&y, row(1.0)).unwrap().take(&x).unwrap().to_vec(), [6.0]);
-        // A part of the blocks is of no use.
+        // An incomplete memory would be useless.
         let mut first = Tape::remembering(7);
         run(&mut first);
         assert!(first.into_memory().is_none());

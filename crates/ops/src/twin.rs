@@ -1,4 +1,4 @@
-//! The f64 twin: plain loops over the formulas of `omnigrpo_kernels::twin`, for tests of everything else.
+//! The f64 twin: plain loops over the formulas of `omnigrpo_kernels::twin`, the reference for tests.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ use crate::rows::{Data, Index, Rows};
 pub(crate) struct Twin;
 
 impl Rows {
-    /// The numbers of rows of the twin.
+    /// Returns the values of the twin's rows.
     pub(crate) fn twin(&self) -> &[f64] {
         match &self.data {
             Data::Twin(data) => data,
@@ -39,7 +39,7 @@ impl Rows {
         }
     }
 
-    /// Returns the numbers for writing; shared ones are copied first.
+    /// Returns the values for writing, after copying shared ones.
     pub(crate) fn twin_mut(&mut self) -> &mut [f64] {
         match &mut self.data {
             Data::Twin(data) => Arc::make_mut(data).as_mut_slice(),
@@ -489,7 +489,7 @@ impl Backend for Twin {
         x.twin().iter().map(|x| x * x).sum()
     }
 
-    /// Computed in f64 and rounded to the f32 of weight and moments.
+    /// Computes in f64 and rounds to the f32 of weight and moments.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let round = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
@@ -511,7 +511,7 @@ impl Backend for Twin {
     }
 }
 
-/// The alternatives of a blend, each in one row.
+/// Views the alternatives of a blend as one row each.
 fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a, f64> {
     Mat::new(x.twin(), logits.cols(), x.len() / logits.cols())
 }

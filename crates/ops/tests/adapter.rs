@@ -43,7 +43,7 @@ struct Layers {
     dropout: Option<Dropout>,
 }
 
-/// A query, key and value layer of 8, 4 and 4 outputs; the first and last carry adapters.
+/// Builds query, key and value layers with 8, 4 and 4 outputs; the first and last have adapters.
 fn layers(base: Base, rate: f32, adapted: bool) -> Layers {
     let layers = [("q", 8, true), ("k", 4, false), ("v", 4, true)].map(|(name, n, with)| {
         let seed = n as u32 + u32::from(name.as_bytes()[0]);
@@ -85,7 +85,7 @@ fn input() -> Rows {
     Rows::from_vec(noise(ROWS * K, 1), ROWS, K).unwrap()
 }
 
-/// Output, and the gradient of the input for the coefficients of [`loss`].
+/// Returns the output, and the gradient of the input for the coefficients of [`loss`].
 fn tape(l: &Layers, recompute: bool) -> (Vec<f32>, Vec<f32>) {
     let mut tape = Tape::recording(recompute);
     let x = tape.input(input());
@@ -97,7 +97,7 @@ fn tape(l: &Layers, recompute: bool) -> (Vec<f32>, Vec<f32>) {
     (y.into_rows().into_vec(), dx.into_vec())
 }
 
-/// Σ c·y in f64.
+/// Computes Σ c·y in f64.
 fn loss(x: &Rows, l: &Layers) -> f64 {
     let y = run(x, l, Order::Blocked).unwrap();
     y.iter().zip(noise(y.len(), 50)).map(|(y, c)| f64::from(*y) * f64::from(c)).sum()
@@ -107,8 +107,8 @@ fn change(p: &Param, at: usize, by: f32) {
     p.update(|data| data[at] += by).unwrap();
 }
 
-/// The loss is linear in x, in A and in B, so central differences with a step of 1 are exact up to rounding: values of
-/// about 30 with 64 terms, differences of two of them, so 1e-4 leaves a margin of ten.
+/// The loss is linear in x, in A and in B, so central differences with a step of 1 are exact up to rounding. Values are
+/// about 30 with 64 terms and the loss subtracts two of them, so 1e-4 leaves a margin of ten.
 #[test]
 fn gradients_equal_central_differences() {
     for base in BASES {
@@ -118,7 +118,7 @@ fn gradients_equal_central_differences() {
                 l.dropout = Some(Dropout::new(9, Some([3u64, 1, 4, 1, 5].into())));
             }
             let (_, dx) = tape(&l, false);
-            // Products of less than 32 bits round both factors, here inputs and gradients of about 1.
+            // Products of less than 32 bits round both factors; here inputs and gradients are about 1.
             let rounded = base != Base::F32 && omnigrpo_kernels::rounds_bf16();
             let near = |got: f32, want: f64, what: &str| {
                 let error = (f64::from(got) - want).abs();
@@ -183,7 +183,7 @@ fn values_are_base_plus_the_scaled_product() {
             }
         }
         let plain = run(&x, &without, Order::Blocked).unwrap();
-        // B = 0 leaves the bits of the base; so does a handle without the adapter.
+        // B = 0 leaves the bits of the base layer; so does a handle without the adapter.
         let handle = |l: &Linear| {
             Linear::new(Arc::new(l.weight().bare()), Some(Arc::clone(l.bias().unwrap()))).unwrap()
         };
@@ -197,7 +197,7 @@ fn values_are_base_plus_the_scaled_product() {
     }
 }
 
-/// A residual goes in first and is summed with the rest in f32: the last bits may differ.
+/// A residual is added first and summed with the rest in f32, so the last bits may differ.
 #[test]
 fn a_residual_is_added() {
     let residual = Rows::from_vec(noise(ROWS * 16, 99), ROWS, 16).unwrap();

@@ -1,4 +1,5 @@
-//! Every operation on every device: outputs and gradients are those of the f64 twin, whose gradients are central differences.
+//! Every operation on every device: outputs and gradients equal those of the f64 twin, whose gradients are checked by
+//! central differences.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use omnigrpo_ops::{
     Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward,
 };
 
-/// The emulator of a card, or the card that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
+/// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
 fn card() -> Device {
     let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") else { return Device::emulator().unwrap() };
     let folders = ["/usr/local/cuda", "/usr/local", "/usr"].map(Into::into);
@@ -26,7 +27,7 @@ fn devices() -> Vec<Device> {
     all
 }
 
-/// Numbers that are multiples of 2⁻¹⁰, so that a step of that size is exact in f32.
+/// Returns multiples of 2⁻¹⁰, so that a step of that size is exact in f32.
 fn noise(n: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
     let next = |_| {
@@ -40,7 +41,7 @@ fn noise(n: usize, seed: u32) -> Vec<f32> {
 
 const STEP: f32 = 1.0 / 1024.0;
 
-/// The derivative at 0 by a central difference of fourth order.
+/// Returns the derivative at 0 by a central difference of fourth order.
 fn slope(f: impl Fn(f32) -> f64) -> f64 {
     (8.0 * (f(STEP) - f(-STEP)) - (f(2.0 * STEP) - f(-2.0 * STEP))) / (12.0 * f64::from(STEP))
 }
@@ -53,7 +54,7 @@ fn param(name: &str, shape: &[usize], seed: u32) -> Arc<Param> {
 
 type Run<'a> = dyn Fn(&mut Tape, &Pass, &[Var]) -> Result<Var> + 'a;
 
-/// An operation from some inputs, with its weights.
+/// An operation on some inputs, with its weights.
 struct Case<'a> {
     name: String,
     /// Rows and columns of each input.
@@ -91,7 +92,7 @@ impl Case<'_> {
         let dy = Rows::upload(device, noise(rows * cols, 99), rows, cols).unwrap();
         let mut gradients = tape.backward(&y, dy).unwrap();
         let of_inputs = inputs.iter().map(|x| gradients.take(x).unwrap().to_f64());
-        // No row, no gradient.
+        // Without rows there is no gradient.
         let of_params = self.params.iter().map(|p| match p.with_grad(|g| g.map(|g| g.to_f64())) {
             None if rows == 0 => vec![0.0; p.len()],
             grad => grad.unwrap(),
@@ -99,7 +100,7 @@ impl Case<'_> {
         Outcome { output: y.rows().to_f64(), gradients: of_inputs.chain(of_params).collect() }
     }
 
-    /// Σ c·y on the twin.
+    /// Computes Σ c·y on the twin.
     fn loss(&self, data: &[Vec<f32>]) -> f64 {
         let y = self.forward(Device::Twin, data, &mut Tape::off()).1.into_rows().to_f64();
         y.iter().zip(noise(y.len(), 99)).map(|(y, c)| y * f64::from(c)).sum()
@@ -108,7 +109,7 @@ impl Case<'_> {
     fn check(&self) {
         let name = &self.name;
         let twin = self.outcome(Device::Twin);
-        // Central differences of a few elements of everything.
+        // Compare central differences for a few elements of each.
         for (i, gradient) in twin.gradients.iter().enumerate() {
             let size = gradient.iter().fold(1.0f64, |a, g| a.max(g.abs()));
             for at in (0..gradient.len()).step_by(1 + gradient.len() / 7) {
@@ -161,18 +162,18 @@ fn check(
     Case { name: name.into(), inputs, params, run: &run }.check();
 }
 
-/// Widths: one, a pair, odd ones, more than a vector and more than a cache line of them.
+/// Widths: one, a pair, odd ones, more than a vector and more than a cache line of values.
 const SIZES: [usize; 5] = [1, 2, 5, 33, 200];
-/// Rows: none, one, several, more than a block.
+/// Row counts: none, one, several, more than a block.
 const ROWS: [usize; 4] = [0, 1, 4, 70];
 
-/// Sizes of both kinds, and the largest together.
+/// Yields pairs of small sizes, and the largest pair.
 fn sizes() -> impl Iterator<Item = (usize, usize)> {
     let widths = SIZES.iter().map(|&c| (4, c));
     widths.chain(ROWS.iter().map(|&t| (t, 33))).chain([(70, 200)])
 }
 
-/// An operation written as its two functions.
+/// An operation given by its two functions.
 struct Of<F, B>(F, B);
 
 impl<const N: usize, F, B> Op<N> for Of<F, B>
@@ -216,7 +217,7 @@ fn linear_layers() {
     }
 }
 
-/// Layers side by side of which one has an adapter, without and with dropout.
+/// Layers side by side, one of which has an adapter, without and with dropout.
 #[test]
 fn adapters() {
     for (t, k, n, rank) in [(0, 4, 3, 2), (1, 1, 1, 1), (5, 12, 7, 3), (70, 530, 40, 8)] {
@@ -238,7 +239,7 @@ fn adapters() {
     }
 }
 
-/// The layer of every expert, and the softmax over chosen logits; rows, experts, experts of a row, inputs, outputs.
+/// The layer of experts and the softmax over chosen logits; cases list rows, experts, experts per row, inputs, outputs.
 #[test]
 fn experts() {
     for (t, e, topk, k, n) in [
@@ -281,7 +282,7 @@ fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
         let x = Rows::upload(device, logits.concat(), 3, 4).unwrap();
         let routes = Routes::choose(&x, 2).unwrap();
         assert_eq!((routes.places(), routes.rows(), routes.counts()), (6, 3, vec![2, 2, 2, 0]), "{device}");
-        // By expert, and by row within one.
+        // Places by expert, then by row.
         let rows = Rows::upload(device, vec![0.0, 1.0, 2.0], 3, 1).unwrap();
         assert_eq!(routes.scatter(&rows).unwrap().to_vec(), [1.0, 2.0, 0.0, 1.0, 0.0, 2.0]);
         let places = Rows::upload(device, vec![1.0, 10.0, 2.0, 20.0, 4.0, 40.0], 6, 1).unwrap();
@@ -296,10 +297,10 @@ fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
     }
 }
 
-/// Two rows that stand for three sequences and one, computed by hand; and gradients with the choice held fixed.
+/// Two rows that belong to three sequences and to one, computed by hand; and gradients with a fixed choice of experts.
 #[test]
 fn losses_of_routers() {
-    // The weights of the rows sum to half of the step's.
+    // These rows have half of a step's weights.
     let logits = [0.0, 3f32.ln(), 3f32.ln(), 0.0];
     for device in devices() {
         let x = Rows::upload(device, logits.to_vec(), 2, 2).unwrap();
@@ -328,7 +329,7 @@ fn losses_of_routers() {
             assert!(far < 1e-6, "{device}: {got:?} for {want:?}");
         }
     }
-    // Rows by index, and central differences of the losses with the routes of the middle.
+    // Rows by index, and central differences of the losses with the routes of the centre.
     let (t, e, data) = (5, 6, noise(30, 3));
     let at = |data: &[f32]| Rows::upload(Device::Twin, data.to_vec(), t, e).unwrap();
     let routes = Routes::choose(&at(&data), 2).unwrap();
@@ -354,8 +355,8 @@ fn losses_of_routers() {
     );
 }
 
-/// Frozen experts of every dtype: devices agree with the twin, no gradient is made for them, and the bits of a place do not
-/// depend on the others where products are by row.
+/// Frozen experts of every dtype: devices agree with the twin, experts get no gradient, and with per-row products the
+/// bits of a place do not depend on the others.
 #[test]
 fn frozen_experts_of_every_dtype() {
     let (t, e, topk, k, n) = (20, 5, 2, 64, 70);
@@ -409,7 +410,7 @@ fn frozen_experts_of_every_dtype() {
     }
 }
 
-/// Weights that are frozen, rounded or quantised: devices agree with the twin on what the kernels read.
+/// Frozen, rounded or quantised weights: devices agree with the twin on the values that the kernels read.
 #[test]
 fn frozen_weights_of_every_dtype() {
     let (t, n, k) = (5, 24, 64);
@@ -419,8 +420,8 @@ fn frozen_weights_of_every_dtype() {
         Param::quantised("w", Part::Llm, &[n, k], QuantMatrix::from_rows(bits, n, k, row).unwrap()).unwrap()
     };
     let bf16 = Param::new("w", Part::Llm, &[n, k], Values::F32(values.clone()).into_bf16()).unwrap();
-    // A GPU rounds both factors to bf16, whatever of less than 32 bits the weight is stored in; a CPU where it multiplies bf16, and
-    // few rows that meet few bits where it multiplies bytes.
+    // A GPU rounds both factors to bf16 for any weight of less than 32 bits. A CPU does so if it multiplies bf16; with
+    // few rows and weights of few bits, it encodes inputs if it multiplies bytes.
     let rounds = |device: Device, param: &Param| match device {
         Device::Cpu if param.dtype() == ParamDtype::Bf16 => omnigrpo_kernels::rounds_bf16(),
         Device::Cpu => omnigrpo_kernels::rounds_bf16() || omnigrpo_kernels::quant::rounds_inputs(),
@@ -475,7 +476,7 @@ fn norms() {
     }
 }
 
-/// Difference in the root mean square, relative to that of the twin's numbers where it is more than 0.1.
+/// Returns the root-mean-square difference, relative to that of the twin's values if it is more than 0.1.
 fn far(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let square: f64 = got.iter().zip(want).map(|(a, b)| (a - b) * (a - b)).sum();
@@ -491,7 +492,7 @@ fn bf16_param(name: &str, shape: &[usize], seed: u32) -> Arc<Param> {
     Arc::new(param)
 }
 
-/// Two norms with bf16 weights, the first of f32 rows, the second of what the first makes, which on a card is bf16.
+/// Two norms with bf16 weights: the first of f32 rows, the second of the first's output, which is bf16 on a GPU.
 #[test]
 fn norms_with_bf16_weights() {
     for (t, h) in [(1, 5), (3, 40), (9, 257), (2, 1030)] {
@@ -541,7 +542,7 @@ fn norms_with_bf16_weights() {
     }
 }
 
-/// Rows of a bf16 table are its numbers exactly, and sums of gradients are f32.
+/// Rows of a bf16 table equal its values exactly, and sums of gradients are f32.
 #[test]
 fn bf16_tables() {
     for h in [1, 3, 40, 257] {
@@ -598,7 +599,7 @@ impl Op for Attend {
     }
 }
 
-/// Attention of `t` rows under a layout.
+/// Builds attention of `t` rows under a layout.
 fn attend(heads: AttentionHeads, layout: AttentionLayout, t: usize) -> Attend {
     let table = RopeTable::from_angles(t, heads.dim / 2, |row, angles| {
         angles.iter_mut().enumerate().for_each(|(i, a)| *a = row as f32 * 0.3 + i as f32);
@@ -625,7 +626,7 @@ fn attention_over_every_kind_of_layout() {
     }
 }
 
-/// Queries of some rows only, as in a last layer.
+/// Attention with queries of only some rows, as in a last layer.
 #[test]
 fn attention_of_chosen_rows() {
     let heads = AttentionHeads { q: 4, kv: 2, dim: 6 };
@@ -638,7 +639,7 @@ fn attention_of_chosen_rows() {
     });
 }
 
-/// Every width of head that published models have, over more rows than a tile.
+/// Every head width of published models, over more rows than a tile.
 #[test]
 fn attention_of_every_published_width() {
     for (dim, t) in [(64, 150), (72, 9), (80, 70), (128, 33)] {
@@ -652,7 +653,7 @@ fn attention_of_every_published_width() {
     }
 }
 
-/// Decoding over caches of two groups is attention over prompt and own rows of each completion.
+/// Decoding over caches of two groups equals attention over the prompt and each completion's rows.
 #[test]
 fn attention_over_a_cache() {
     let steps = 3u32;
@@ -671,7 +672,7 @@ fn attention_over_a_cache() {
                 cache.write_prompt(0, &rows(prompt, prompt as u32), heads).unwrap();
                 cache
             });
-            // One completion of the second group continues.
+            // In the second group, only one completion continues.
             let slots = [vec![1, 0], vec![1]];
             let mut got = Vec::new();
             for step in 0..steps {
@@ -790,7 +791,7 @@ fn tables_and_sums_of_rows() {
     }
 }
 
-/// Rows of a table, added to what the tape carries.
+/// Checks rows of a table added to a value of the tape.
 fn check_embedding(table: &Arc<Param>, ids: Vec<u32>) {
     let h = table.shape()[1];
     check(format!("embedding of {} ids in {h}", ids.len()), &[(ids.len(), h)], &[table], |tape, _, x| {
@@ -842,7 +843,7 @@ fn convolutions_and_gates() {
     }
 }
 
-/// The head: log-probabilities of targets and entropies of rows, weighed.
+/// The head: log-probabilities of targets and entropies of rows, weighted.
 #[test]
 fn the_head() {
     for (rows, h, vocab) in [(0, 9, 37), (1, 1, 1), (3, 9, 37), (2, 33, 2100), (600, 3, 5)] {
@@ -852,8 +853,8 @@ fn the_head() {
     assert!(omnigrpo_ops::score(&Rows::zeros(Device::Cpu, 2, 9), &head, &Targets::default(), 1.0).is_err());
 }
 
-/// A bf16 head below a bf16 norm, so that on a card all factors are bf16. The central differences are those of the test
-/// above, since the twin computes alike.
+/// A bf16 head after a bf16 norm, so that all factors are bf16 on a GPU. The test above covers central differences,
+/// since the twin computes both alike.
 #[test]
 fn a_bf16_head() {
     for (rows, h, vocab) in [(1, 8, 1), (3, 9, 37), (5, 72, 700)] {
@@ -895,7 +896,7 @@ fn a_bf16_head() {
 fn check_head(rows: usize, h: usize, vocab: usize) {
     let (what, temperature) = (format!("head of {rows}×{h}×{vocab}"), 0.75);
     let head = param("head", &[vocab, h], 1);
-    // Two targets, one, none, two, …
+    // Number of targets: two, one, none, two, …
     let counts: Vec<usize> = (0..rows).map(|row| [2, 1, 0][row % 3]).collect();
     let offsets = counts.iter().scan(0, |end, n| {
         *end += n;
@@ -923,7 +924,7 @@ fn check_head(rows: usize, h: usize, vocab: usize) {
     };
     let x = noise(rows * h, 2);
     let twin = run(Device::Twin, &x);
-    // Without weights of entropies, their part of the loss is not there.
+    // Without entropy weights, the loss has no entropy term.
     let loss = |x: &[f32], with_entropy: bool| {
         let [logp, entropy, ..] = run(Device::Twin, x);
         let weighed = |a: &[f64], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * f64::from(*b)).sum::<f64>();
@@ -1007,7 +1008,7 @@ fn the_optimizer() {
                     true => moments.master(&param).into_owned(),
                     false => param.read().f32().into_owned(),
                 };
-                // Without a master each step rounds to eight bits.
+                // Without a master, each step rounds to eight bits.
                 let bound = if bf16 && !master { 3.0 / 256.0 } else { 1e-5 };
                 for (i, [w, m, v]) in want.iter().enumerate() {
                     let far = (f64::from(exact[i]) - w).abs();
@@ -1020,8 +1021,8 @@ fn the_optimizer() {
     }
 }
 
-/// On a card the state lives beside the weight or in main memory, moves between devices, and gives the same bits; a bf16 weight is
-/// its master rounded to nearest even.
+/// On a GPU the state is stored next to the weight or in main memory, moves between devices, and gives the same bits; a
+/// bf16 weight is its master rounded to nearest even.
 #[test]
 fn the_optimizers_state_moves() {
     let n = 333;
@@ -1065,7 +1066,7 @@ fn the_optimizers_state_moves() {
     }
 }
 
-/// Passes on two devices reach one weight.
+/// Passes on two devices add to the gradient of one weight.
 #[test]
 fn a_gradient_moves_to_the_device_that_adds_to_it() {
     let table = param("table", &[3, 2], 1);
@@ -1078,7 +1079,7 @@ fn a_gradient_moves_to_the_device_that_adds_to_it() {
     assert_eq!(table.grad().unwrap(), [0.0, 0.0, n, 2.0 * n, 0.0, 0.0]);
 }
 
-/// Copies against plain loops.
+/// Copies compared with plain loops.
 #[test]
 fn memory_of_every_size() {
     for (rows, cols) in [(0, 3), (1, 1), (1, 5), (4, 3), (130, 67)] {
@@ -1139,7 +1140,7 @@ fn memory_operations() {
         assert!(x.select(&vec![4].into()).is_err() && x.columns(2..4).is_err() && x.row_range(3..5).is_err());
         let squares: f64 = host.iter().map(|x| f64::from(*x).powi(2)).sum();
         assert!((x.sum_of_squares() - squares).abs() < 1e-9);
-        // Another emulator is another device: a card beside the first.
+        // Another emulator is another device: a second GPU.
         for other in devices().into_iter().filter(|&other| other != device) {
             let error = y.clone().add(&x.to_device(other)).unwrap_err().to_string();
             assert!(error.contains(&other.to_string()) && error.contains("move it"), "{error}");
@@ -1147,8 +1148,8 @@ fn memory_operations() {
     }
 }
 
-/// A block of bf16 weights: what norms make of an f32 residual is bf16, attention runs on tensor cores, and outputs and all
-/// gradients are those of the twin up to bf16's rounding.
+/// A block of bf16 weights: norms of an f32 residual give bf16, attention runs on tensor cores, and outputs and all
+/// gradients equal those of the twin up to the rounding of bf16.
 #[test]
 fn a_block_of_bf16_weights_on_the_emulator() {
     let heads = AttentionHeads { q: 2, kv: 1, dim: 64 };
@@ -1193,7 +1194,6 @@ fn a_block_of_bf16_weights_on_the_emulator() {
         let act = gate_up.swiglu().unwrap();
         let z = packed(&down).forward_onto(&y, &act).unwrap();
         let bytes = [&x, &a, &packed_rows, &out, &y, &gate_up, &z].map(|rows| rows.num_bytes() / rows.len());
-        // Backward.
         let dz = Rows::upload(device, noise(t * h, 9), t, h).unwrap();
         let mut dgate_up = gate_up;
         dgate_up.swiglu_back(&packed(&down).backward(&act, &dz).unwrap()).unwrap();
@@ -1221,20 +1221,20 @@ fn a_block_of_bf16_weights_on_the_emulator() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error_and_no_panic() {
+fn mismatches_are_errors_not_panics() {
     let rows = |n: usize, cols: usize| Rows::zeros(Device::Cpu, n, cols);
     let heads = AttentionHeads { q: 2, kv: 1, dim: 4 };
-    // A rotation of part of a head would turn columns of the next one.
+    // A rotation of part of a head would rotate columns of the next head.
     let table = RopeTable::from_angles(3, 1, |_, _| ());
     let message = heads.rotate(&mut rows(3, 16), &table, false).unwrap_err().to_string();
     assert!(message.contains("heads of 4"), "{message}");
-    // A layout of more rows than there are.
+    // A layout of more rows than exist.
     let layout = AttentionLayout::causal(4).into();
     let message = heads.forward(&rows(3, 16), &layout).unwrap_err().to_string();
     assert!(message.contains("queries 0..4") && message.contains("of 3 rows"), "{message}");
     let (out, lse) = (rows(3, 8), rows(3, 2));
     assert!(heads.backward(&rows(3, 16), &out, &lse, &out, &layout).is_err());
-    // Offsets that skip, go back, or end early.
+    // Offsets that skip, decrease, or end early.
     let head = Param::new("head", Part::Llm, &[5, 2], Values::F32(vec![0.5; 10])).unwrap();
     let targets =
         |offsets: &[usize]| Targets { rows: vec![0, 1], offsets: offsets.to_vec(), tokens: vec![1, 2, 3] };
@@ -1247,7 +1247,7 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
     let scores = omnigrpo_ops::score(&rows(2, 2), &head, &good, 1.0).unwrap();
     assert!(omnigrpo_ops::score_backward(&rows(2, 2), &head, &good, &scores, &[0.0; 3], None).is_ok());
     assert!(omnigrpo_ops::score_backward(&rows(1, 2), &head, &good, &scores, &[0.0; 3], None).is_err());
-    // Scores, or a cache, on another device than the rows; a layer that the cache does not have, or not with these heads.
+    // Scores, or a cache, on another device than the rows; a layer that the cache lacks, or has with other heads.
     let there = Rows::zeros(Device::Twin, 2, 2);
     let message = omnigrpo_ops::score_backward(&there, &head, &good, &scores, &[0.0; 3], None);
     assert!(message.unwrap_err().to_string().contains("one operand is on cpu"));
@@ -1263,7 +1263,7 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
         let mut group = DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: vec![0] }]);
         assert!(heads.attend_cached(&x, layer, &mut group).is_err(), "layer {layer} of {heads:?}");
     }
-    // Weights of which only the outline is here.
+    // Weights that are only outlines.
     let outline = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::F32));
     let (x, matrix, vector) = (rows(2, 2), outline(&[5, 2]), outline(&[2]));
     let ids = Arc::new(vec![Some(1), None].into());
@@ -1276,7 +1276,7 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
         Tape::off().add_rows(&Var::constant(x.clone()), &matrix, &ids).unwrap_err(),
         depthwise.unwrap_err(),
     ] {
-        assert!(message.to_string().contains("only its outline is here"), "{message}");
+        assert!(message.to_string().contains("only its outline is loaded"), "{message}");
     }
 }
 

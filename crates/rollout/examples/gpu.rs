@@ -1,8 +1,8 @@
-//! Times a random model on a device: products and attention alone, a training pass with its optimizer step, and decoding. Writes a
-//! line of JSON for each; `bench/gpu/run.py` makes a page of them.
+//! Times a random model on a device: products and attention alone, a training pass with its optimizer step, and
+//! decoding. Writes one line of JSON for each; `bench/gpu/run.py` builds a page from them.
 //!
-//! `gpu DEVICE CONFIG_DIR PROMPT_TOKENS COMPLETIONS COMPLETION_TOKENS`, with `cuda:N`, `cpu` or `emulated` as device and a directory
-//! with the `config.json` of a family; no weights are needed.
+//! Usage: `gpu DEVICE CONFIG_DIR PROMPT_TOKENS COMPLETIONS COMPLETION_TOKENS`, with `cuda:N`, `cpu` or `emulated` as
+//! device and a directory with the `config.json` of a family; no weights are needed.
 #![allow(clippy::print_stdout, missing_docs)]
 
 use std::path::PathBuf;
@@ -37,7 +37,7 @@ fn device(name: &str) -> Result<Device, Error> {
     }
 }
 
-/// The least of several times, seconds, after one that compiles kernels and fills pools of memory.
+/// Returns the shortest of several times, in seconds, after a run that compiles kernels and fills memory pools.
 fn least<T>(device: Device, runs: usize, mut f: impl FnMut() -> Result<T, Error>) -> Result<f64, Error> {
     let mut best = f64::INFINITY;
     for run in 0..=runs {
@@ -56,7 +56,7 @@ fn numbers(n: usize) -> Vec<f32> {
     (0..n).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect()
 }
 
-/// Rows as a norm with a bf16 weight leaves them: bf16 on a card.
+/// Returns rows like the output of a norm with a bf16 weight: bf16 on a GPU.
 fn normed(device: Device, rows: usize, cols: usize) -> Result<Rows, Error> {
     let weight = Param::new("norm", Part::Llm, &[cols], Values::F32(vec![1.0; cols]).into_bf16())?;
     let x = Rows::upload(device, numbers(rows * cols), rows, cols)?;
@@ -73,7 +73,9 @@ fn main() -> Result<(), Error> {
         return Err("usage: gpu DEVICE CONFIG_DIR PROMPT_TOKENS COMPLETIONS COMPLETION_TOKENS".into());
     };
     let sizes = sizes.iter().map(|size| size.parse()).collect::<Result<Vec<usize>, _>>()?;
-    let &[prompt_tokens, group, tokens] = &sizes[..] else { return Err("three sizes are wanted".into()) };
+    let &[prompt_tokens, group, tokens] = &sizes[..] else {
+        return Err("expected PROMPT_TOKENS, COMPLETIONS and COMPLETION_TOKENS".into());
+    };
     let device = device(name)?;
     let options = LoadOptions { dtype: WeightDtype::BFloat16, device, ..LoadOptions::default() };
     let model = Model::random(&Checkpoint::open(config.as_ref())?, 1, &options)?;
@@ -93,7 +95,7 @@ fn main() -> Result<(), Error> {
     train(&model, prompt_tokens, group, tokens)
 }
 
-/// Products and attention of one layer at the rows of a packed stream, and products of a decoding batch.
+/// Times products and attention of one layer with the rows of a packed stream, and products of a decoding batch.
 fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
     let (device, pass) = (model.device(), model.pass());
     let layers = model.params().iter().filter(|p| p.name().contains(".layers.0.") && p.part() == Part::Llm);
@@ -148,7 +150,7 @@ fn prompt(tokens: usize) -> Prompt {
     }
 }
 
-/// Decoding of a group, a token each in a step: prefill, and the steps behind the first few.
+/// Times decoding of a group, one token each per step: prefill, and the steps after the first few.
 fn decode(
     model: &Model,
     prompt_tokens: usize,
@@ -189,7 +191,7 @@ fn decode(
     let weights: usize = model.params().iter().filter(|p| p.part() == Part::Llm).map(|p| p.num_bytes()).sum();
     let embedding = if decoder.tied() { 0 } else { decoder.embedding().num_bytes() };
     let config = decoder.config();
-    // Keys and values in bf16, the prompt's once; half of the completions' on average.
+    // Keys and values in bf16: the prompt's once, and on average half of the completions'.
     let cached = 4 * config.heads.kv_width() * config.layers * (prompt_tokens + group * tokens / 2);
     let replays = next.replays();
     told(
@@ -199,7 +201,8 @@ fn decode(
     Ok(())
 }
 
-/// A policy pass over the packed group, forward and backward, and an optimizer step of all weights of the language model.
+/// Times a policy pass over the packed group, forward and backward, and an optimizer step of all weights of the
+/// language model.
 fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Result<(), Error> {
     let (device, prompt) = (model.device(), prompt(prompt_tokens));
     let llm: Vec<_> = model.params().iter().filter(|p| p.part() == Part::Llm).collect();
@@ -219,7 +222,7 @@ fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Re
     let linear: usize = llm.iter().filter(|p| p.shape().len() == 2).map(|p| p.len()).sum();
     let products =
         6.0 * ((linear - if decoder.tied() { 0 } else { decoder.embedding().len() }) * rows) as f64;
-    // A row sees the prompt and half of its completion, forward two products, backward five.
+    // A row sees the prompt and on average half of its completion; forward is two products, backward five.
     let seen = (prompt_tokens * prompt_tokens / 2 + group * tokens * (prompt_tokens + tokens / 2)) as f64;
     let attention = 14.0 * seen * (config.heads.q * config.heads.dim * config.layers) as f64;
     told("policy", json!({ "rows": rows, "secs": secs, "flops": products + attention }));
@@ -239,7 +242,7 @@ fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Re
         updated += if param.adamw(moments, &step)? { param.len() } else { 0 };
     }
     device.finish()?;
-    // Read: weight, its rest, two moments, gradient; written: all but the gradient.
+    // Reads weight, its rest, two moments and gradient; writes all but the gradient.
     told(
         "optimizer",
         json!({ "weights": updated, "secs": started.elapsed().as_secs_f64(), "bytes": 28 * updated }),

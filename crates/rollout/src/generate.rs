@@ -1,4 +1,4 @@
-//! The generator: prefill per prompt, decode in one batch.
+//! The generator: one prefill per prompt, then decoding in one batch.
 
 use omnigrpo_kernels::profile;
 use omnigrpo_models::{DecoderMemory, Features, Model, NextTokens, Prompt, PromptBuilder};
@@ -11,58 +11,57 @@ use crate::sample::{SampleKey, SamplingParams};
 /// A prompt to complete.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// The rendered prompt.
+    /// Rendered prompt.
     pub prompt: &'a Prompt,
-    /// Features of its media, in order.
+    /// Features of the prompt's media, in order.
     pub features: &'a [Features],
-    /// Completions to sample.
+    /// Number of completions to sample.
     pub num_samples: usize,
-    /// Which rollout of the run.
+    /// Number of the rollout in the run.
     pub rollout: u64,
-    /// Dataset row.
     pub row: u64,
-    /// Number of the first completion, which keys its random numbers: not 0 where the row came before in the same
-    /// rollout and has completions already.
+    /// Number of the first completion, which keys its random numbers. Not 0 if an earlier request of the same rollout
+    /// sampled completions for the row.
     pub first_sample: u32,
 }
 
 impl<'a> Request<'a> {
-    /// Asks for one completion of a prompt that stands in no dataset.
+    /// Creates a request for one completion of a prompt that belongs to no dataset.
     #[must_use]
     pub fn new(prompt: &'a Prompt, features: &'a [Features]) -> Self {
         Self { prompt, features, num_samples: 1, rollout: 0, row: 0, first_sample: 0 }
     }
 }
 
-/// Why a completion ended.
+/// Reason why a completion ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
-    /// A stop token or stop string.
+    /// Stop token or stop string.
     Stop,
-    /// The length limit.
+    /// Length limit.
     Length,
 }
 
 /// A sampled completion.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Completion {
-    /// Token ids, stop token included.
+    /// Token ids, including the stop token.
     pub ids: Vec<u32>,
     /// Log-probability of each token under softmax(logits / scoring temperature), in nats.
     pub logprobs: Vec<f32>,
-    /// Log-probability of each token under the distribution it was drawn from (after penalties and truncation), in nats.
+    /// Log-probability of each token under the distribution it was drawn from (after penalties and truncation), in
+    /// nats.
     pub sampler_logprobs: Vec<f32>,
-    /// Entropy of softmax(logits / scoring temperature) at each token, nats.
+    /// Entropy of softmax(logits / scoring temperature) at each token, in nats.
     pub entropies: Vec<f32>,
-    /// Why it ended.
     pub finish_reason: FinishReason,
-    /// Text without control tokens, truncated before a stop string.
+    /// Decoded text without control tokens, truncated before a stop string.
     pub text: String,
 }
 
 impl Completion {
-    /// A completion that was recorded elsewhere: nothing is known of how it was drawn.
+    /// Creates a completion that was recorded elsewhere, without log-probabilities and entropies.
     #[must_use]
     pub fn recorded(ids: Vec<u32>, finish_reason: FinishReason, text: String) -> Self {
         let (logprobs, sampler_logprobs, entropies) = (Vec::new(), Vec::new(), Vec::new());
@@ -70,16 +69,15 @@ impl Completion {
     }
 }
 
-/// A token as it is drawn, for streaming to a terminal and for progress.
+/// A drawn token, for streaming to a terminal and for progress.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenEvent {
     /// Index of the request.
     pub request: usize,
     /// Sample in the group.
     pub sample: usize,
-    /// The token.
     pub id: u32,
-    /// Whether its completion ends with it.
+    /// Whether the completion ends with it.
     pub last: bool,
 }
 
@@ -100,15 +98,12 @@ pub struct TokenEvent {
 /// }
 /// ```
 pub struct Generator<'a> {
-    /// The model.
     pub model: &'a Model,
-    /// Tokenizer of the model.
     pub tokenizer: &'a Tokenizer,
-    /// Rules that end a completion.
+    /// Conditions that end a completion.
     pub stops: &'a StopSet,
-    /// How to sample.
     pub params: &'a SamplingParams,
-    /// Completions in flight at once, though a group is never split. Bounds memory, changes nothing else.
+    /// Maximum number of completions in flight, although a group is never split. Affects only memory use.
     pub max_live: usize,
 }
 
@@ -127,7 +122,7 @@ struct Sequence {
 }
 
 impl<'a> Generator<'a> {
-    /// A generator with the tokenizer and the stops that prompts are made with.
+    /// Creates a generator with the tokenizer and the stops of the prompt builder.
     #[must_use]
     pub fn new(
         model: &'a Model,
@@ -138,11 +133,11 @@ impl<'a> Generator<'a> {
         Self { model, tokenizer: prompts.tokenizer(), stops: prompts.stops(), params, max_live }
     }
 
-    /// Completes every request; the result is in request order, then sample order. `on_token` sees tokens as they
-    /// are drawn.
+    /// Completes every request; results are in request order, then sample order. `on_token` receives each token when it
+    /// is drawn.
     ///
     /// # Errors
-    /// Parameters out of range, features that do not fit, weights that have diverged.
+    /// If parameters are out of range, features do not fit, or weights have diverged.
     pub fn generate(
         &self,
         requests: &[Request<'a>],
@@ -151,8 +146,8 @@ impl<'a> Generator<'a> {
         self.generate_with(requests, on_token, None)
     }
 
-    /// Runs [`Self::generate`] and stores what the decoder computed in `memory`, which stays empty if the model
-    /// [cannot recall it](Model::can_recall).
+    /// Generates like [`Self::generate`] and stores the decoder's activations in `memory`, which stays empty if the
+    /// model [cannot recall them](Model::can_recall).
     pub fn generate_with(
         &self,
         requests: &[Request<'a>],
@@ -279,7 +274,7 @@ impl<'a> Generator<'a> {
         self.record(sequences, drawn, on_token)
     }
 
-    /// Returns the settings of a completion's next draw.
+    /// Returns the inputs of a completion's next draw.
     fn draw_from<'s>(&self, prompt: &'s Prompt, sequence: &'s Sequence) -> DrawFrom<'s> {
         let token = sequence.done.ids.len();
         DrawFrom {
@@ -289,14 +284,14 @@ impl<'a> Generator<'a> {
         }
     }
 
-    /// Appends the tokens that were drawn for these completions.
+    /// Appends the drawn tokens to their completions.
     fn record<'s>(
         &self,
         sequences: impl Iterator<Item = (usize, &'s mut Sequence)>,
         drawn: Vec<Option<Draw>>,
         on_token: &mut impl FnMut(TokenEvent),
     ) -> Result<()> {
-        // Tells why, where a card could not compute the logits.
+        // Returns the cause if a GPU could not compute the logits.
         self.model.device().finish()?;
         for ((request, sequence), drawn) in sequences.zip(drawn) {
             let SampleKey { row, sample, .. } = sequence.key;
@@ -318,7 +313,7 @@ impl<'a> Generator<'a> {
         let allowed = done.ids.len() >= self.params.min_completion_length;
         let hit = !self.stops.strings.is_empty()
             && sequence.matcher.push(&self.tokenizer.token_bytes(drawn.id)).is_some();
-        // A stop string ends the completion whatever its length: the text is cut there in any case.
+        // A stop string ends the completion whatever its length: the text is truncated there in any case.
         if hit || (allowed && self.stops.is_stop(drawn.id)) {
             done.finish_reason = FinishReason::Stop;
         }
@@ -329,10 +324,7 @@ impl<'a> Generator<'a> {
         Ok(completion)
     }
 
-    /// The text of completion ids: no control tokens, cut before a stop string.
-    ///
-    /// # Errors
-    /// Ids the tokenizer cannot decode.
+    /// Decodes completion ids to text without control tokens, truncated before a stop string.
     pub fn text_of(&self, ids: &[u32]) -> Result<String> {
         if self.stops.strings.is_empty() {
             return Ok(self.tokenizer.decode(ids, true)?);
@@ -357,7 +349,7 @@ impl<'a> Generator<'a> {
             || sequence.done.ids.len() >= self.params.max_completion_length
     }
 
-    /// Takes completions that have ended out of the batch, and groups without any left.
+    /// Removes finished completions from the batch, and groups that have none left.
     fn retire(&self, live: &mut Vec<Live>, finished: &mut [Vec<Option<Completion>>]) {
         for group in live.iter_mut() {
             let (over, going): (Vec<_>, Vec<_>) =

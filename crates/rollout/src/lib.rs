@@ -1,10 +1,10 @@
-//! Rollout: completions sampled from a model, with the log-probabilities that training will compare against.
+//! Rollout: samples completions from a model, with the log-probabilities that training compares with.
 //!
-//! A prompt is encoded and prefilled once; its completions decode together with those of other prompts, and each
-//! leaves the batch when it stops. For fixed weights a completion depends on its key alone, to the bit: not on batch
-//! mates, batch size or order.
+//! A prompt is encoded and prefilled once. Its completions decode together with those of other prompts, and each leaves
+//! the batch when it stops. For fixed weights the bits of a completion depend only on its key, not on other
+//! completions, batch size or order.
 //!
-//! Refused: sampling parameters from a checkpoint. What is sampled is what [`SamplingParams`] says.
+//! Sampling parameters in a checkpoint are ignored: [`SamplingParams`] alone decides.
 
 mod error;
 mod generate;

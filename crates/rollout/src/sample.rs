@@ -1,4 +1,4 @@
-//! How completions are sampled, and the random number of every token.
+//! Sampling parameters, and the random number of every token.
 
 use omnigrpo_ops::Sampler;
 use rand_chacha::ChaCha8Rng;
@@ -6,37 +6,37 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use crate::error::{Result, RolloutError};
 
-/// How completions are sampled.
+/// Sampling parameters.
 ///
 /// ```
 /// use omnigrpo_rollout::SamplingParams;
 ///
 /// let params = SamplingParams { temperature: 0.7, top_p: 0.95, max_completion_length: 64, ..SamplingParams::default() };
 /// params.validate()?;
-/// // Log-probabilities are those of the distribution at this temperature; greedy tokens have them at 1.
+/// // Recorded log-probabilities use this temperature; those of greedy tokens use 1.
 /// assert_eq!(params.scoring_temperature(), 0.7);
 /// assert_eq!(SamplingParams::greedy().scoring_temperature(), 1.0);
 /// # Ok::<(), omnigrpo_rollout::RolloutError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// Logits are divided by this; 0 takes the most probable token.
+    /// Divisor of the logits; 0 takes the most probable token.
     pub temperature: f32,
-    /// Keep the smallest set of tokens with at least this probability; 1 keeps all.
+    /// Probability that the smallest set of kept tokens must reach; 1 keeps all.
     pub top_p: f32,
-    /// Keep this many tokens; 0 keeps all.
+    /// Number of most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Keep tokens with at least this share of the largest probability; 0 keeps all.
+    /// Smallest probability to keep, relative to the largest; 0 keeps all.
     pub min_p: f32,
-    /// Divides the positive and multiplies the negative logits of tokens already present; 1 does nothing.
+    /// Factor for logits of tokens already present: divides positive and multiplies negative logits; 1 does nothing.
     pub repetition_penalty: f32,
-    /// Tokens at most.
+    /// Maximum number of tokens.
     pub max_completion_length: usize,
-    /// No stop token before this many tokens.
+    /// Number of tokens before which no stop token is drawn.
     pub min_completion_length: usize,
-    /// Temperature of the recorded log-probabilities. `None`: that of sampling (1 when greedy).
+    /// Temperature of the recorded log-probabilities. `None` means that of sampling (1 when greedy).
     pub logprob_temperature: Option<f32>,
-    /// Keys all random numbers.
+    /// Seed of all random numbers.
     pub seed: u64,
 }
 
@@ -57,16 +57,13 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// The most probable token each time.
+    /// Always takes the most probable token.
     #[must_use]
     pub fn greedy() -> Self {
         Self { temperature: 0.0, ..Self::default() }
     }
 
-    /// Checks every range.
-    ///
-    /// # Errors
-    /// The first parameter out of range.
+    /// Checks every range; the error names the first parameter out of range.
     pub fn validate(&self) -> Result<()> {
         let check = |ok: bool, name, got: String, expected| {
             if ok { Ok(()) } else { Err(RolloutError::Parameter { name, got, expected }) }
@@ -86,7 +83,7 @@ impl SamplingParams {
         check(finite(l, l > 0.0), "logprob_temperature", l.to_string(), "a number above 0")
     }
 
-    /// Returns what a device needs to know; completions below the minimum length cannot draw `forbidden`.
+    /// Converts to a device's settings; completions below the minimum length cannot draw `forbidden`.
     pub(crate) fn sampler<'a>(&self, forbidden: &'a [u32]) -> Sampler<'a> {
         Sampler {
             temperature: self.temperature,
@@ -99,26 +96,25 @@ impl SamplingParams {
         }
     }
 
-    /// Temperature of the recorded log-probabilities.
+    /// Returns the temperature of the recorded log-probabilities.
     #[must_use]
     pub fn scoring_temperature(&self) -> f32 {
         self.logprob_temperature.unwrap_or(if self.temperature > 0.0 { self.temperature } else { 1.0 })
     }
 }
 
-/// Key of a completion's random numbers, beside the seed.
+/// Inputs of a completion's random numbers besides the seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SampleKey {
-    /// Which rollout of the run (the optimizer step that asked for it).
+    /// Number of the rollout in the run (the optimizer step that requested it).
     pub rollout: u64,
-    /// Dataset row.
     pub row: u64,
     /// Sample of the row in this rollout.
     pub sample: u32,
 }
 
 impl SampleKey {
-    /// The uniform number in [0, 1) for token `token`.
+    /// Returns the uniform number in [0, 1) for token `token`.
     pub(crate) fn uniform(self, seed: u64, token: usize) -> f64 {
         let mut key = [0u8; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -139,7 +135,7 @@ mod tests {
 
     const KEY: SampleKey = SampleKey { rollout: 3, row: 7, sample: 1 };
 
-    /// Token `token` of a completion from a row of logits on the CPU.
+    /// Draws token `token` of a completion from a row of logits on the CPU.
     fn draw(
         logits: &mut [f32],
         params: &SamplingParams,
@@ -197,7 +193,7 @@ mod tests {
         }
     }
 
-    /// A token that is as good as certain has a log-probability of 0, not above, at a temperature that has no exact inverse.
+    /// A nearly certain token has a log-probability of 0, not above, at a temperature without an exact inverse.
     #[test]
     fn certainty_is_zero() {
         let params = SamplingParams { temperature: 0.7, ..params() };
@@ -218,7 +214,7 @@ mod tests {
         };
         assert_eq!(seen(params()), [0, 1, 2, 3]);
         assert_eq!(seen(SamplingParams { top_k: 2, ..params() }), [0, 1]);
-        // 0.5 + 0.3 reaches 0.79; the token that crosses the bound stays.
+        // 0.5 + 0.3 reaches 0.79; the token that crosses the bound is kept.
         assert_eq!(seen(SamplingParams { top_p: 0.79, ..params() }), [0, 1]);
         assert_eq!(seen(SamplingParams { top_p: 0.81, ..params() }), [0, 1, 2]);
         // 0.15 / 0.5 = 0.3, 0.05 / 0.5 = 0.1.
@@ -238,7 +234,7 @@ mod tests {
             max_completion_length: 4,
             ..params()
         };
-        // Token 0 is penalised to 0.2 and stop token 1 is masked, so 0.2 beats 0.0 and 0 is drawn.
+        // The penalty lowers token 0 to 0.2 and stop token 1 is masked, so 0.2 exceeds 0.0 and 0 is drawn.
         let d = draw(&mut logits.clone(), &p, KEY, 0, &[0], &[1]).unwrap();
         assert_eq!(d.id, 0);
         let z: f64 = logits.iter().map(|&x| f64::from(x / t).exp()).sum();
@@ -250,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_drawn_from_logits_that_are_no_numbers() {
+    fn no_token_is_drawn_from_non_finite_logits() {
         assert_eq!(draw(&mut [0.0, f32::NAN], &params(), KEY, 4, &[], &[]), None);
     }
 

@@ -1,5 +1,5 @@
 //! Sampling through the KV cache: equal to `transformers` without one, equal to the scoring of packed streams, and
-//! independent of everything but the weights and each sample's key. Data and scripts: `models/tests/golden/README.md`.
+//! dependent only on the weights and each sample's key. Data and scripts: `models/tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 #[path = "../../models/tests/support/mod.rs"]
@@ -89,7 +89,7 @@ fn sampled(tokens: usize) -> SamplingParams {
     SamplingParams { max_completion_length: tokens, seed: 11, ..SamplingParams::default() }
 }
 
-/// Scores completions as training does.
+/// Scores completions like training.
 fn scored(model: &Model, rows: &[&Row], groups: &[Vec<Completion>], temperature: f32) -> Vec<f32> {
     let streams: Vec<GroupStream> = rows
         .iter()
@@ -125,7 +125,7 @@ fn greedy_of_humanomni_equals_its_construction_without_a_cache() {
             for completion in &groups[0] {
                 assert_eq!(completion.ids, expected, "{name} {case}");
             }
-            // Training scores exactly what sampling recorded.
+            // Sampling records the values that training computes.
             let groups = setup.generate(&[&row], 4, &sampled(6), &StopSet::default(), 8);
             let delta = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
             assert!(delta <= 1e-4, "{name} {case}: recorded and scored differ by {delta}");
@@ -142,13 +142,13 @@ fn greedy_equals_transformers_without_a_cache() {
         for case in cases {
             let row = setup.row(case, 0);
             let expected = Golden::read(&format!("cases/{case}.{name}.safetensors")).ids("greedy");
-            // Stop tokens are not consulted by the golden script.
+            // The golden script ignores stop tokens.
             let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
             for completion in &groups[0] {
                 assert_eq!(completion.ids, expected, "{name} {case}");
                 assert_eq!(completion.finish_reason, FinishReason::Length);
                 assert_eq!(completion.text, setup.tokenizer.decode(&expected, true).unwrap());
-                // A drawn token is certain under the sampler, and recorded at temperature 1.
+                // A drawn token is certain under the greedy sampler, and recorded at temperature 1.
                 assert!(completion.sampler_logprobs.iter().all(|&p| p == 0.0));
             }
             let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
@@ -198,7 +198,7 @@ fn rollout_equals_training_log_probabilities() {
                 let d = max_diff(&completion.logprobs, &completion.sampler_logprobs);
                 assert!(d <= 1e-5, "{name}: nothing is cut off, yet the sampler differs by {d}");
             }
-            // The record can be asked for at another temperature.
+            // The record can use another temperature.
             let params = SamplingParams { logprob_temperature: Some(1.0), ..params };
             let again = setup.generate(&rows, 3, &params, &StopSet::default(), 64);
             let d = max_diff(&recorded(&again), &scored(&setup.model, &rows, &again, 1.0));
@@ -271,7 +271,7 @@ fn a_rollout_can_be_differentiated() {
             assert!(max_diff(&got, &want) <= 1e-4, "{name}: {}", max_diff(&got, &want));
             assert_ne!(got, want, "{name}: nothing was recalled");
             support::assert_close(&recalled, &expected, 1e-4, name);
-            // A stream of other completions is another one.
+            // A stream of other completions does not match the memory.
             let mut memory = DecoderMemory::new(room, outputs_only);
             generator.generate_with(&requests, |_| {}, Some(&mut memory)).unwrap();
             let other = PackedStream::new(&streams[..2]).unwrap();
@@ -280,7 +280,7 @@ fn a_rollout_can_be_differentiated() {
     }
 }
 
-/// The folder of a checkpoint's results in `models/tests/golden`.
+/// Returns the folder of a checkpoint's results in `models/tests/golden`.
 fn folder(name: &str) -> &'static str {
     match name {
         "qwen3_vl" => "qwen3_vl",
@@ -291,8 +291,8 @@ fn folder(name: &str) -> &'static str {
     }
 }
 
-/// Sampling runs on any device: the greedy text is the reference's, and what is recorded is what the device's training
-/// computes.
+/// Sampling runs on any device: the greedy text equals the reference's, and the recorded values equal those of the
+/// device's training pass.
 #[test]
 fn generation_on_every_device() {
     for (name, case) in FAMILIES {
@@ -304,15 +304,15 @@ fn generation_on_every_device() {
             assert!(groups[0].iter().all(|completion| completion.ids == expected), "{name}, {device}");
             let groups = setup.generate(&[&row], 3, &sampled(8), &StopSet::default(), 8);
             let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
-            // The sampler reads logits in f32 everywhere.
+            // The sampler reads logits in f32 on every device.
             let bound = if device == Device::Twin { 2e-6 } else { 1e-4 };
             assert!(d <= bound, "{name}, {device}: recorded and trained log-probabilities differ by {d}");
         }
     }
 }
 
-/// The kernels of a GPU, on the emulator: records are those of scoring up to the rounding of the weights' dtype, and completions do not
-/// depend on the batch to the bit.
+/// GPU kernels on the emulator: recorded values equal scores up to the rounding of the weights' dtype, and the bits of
+/// completions do not depend on the batch.
 #[test]
 fn rollouts_on_the_emulator() {
     for (name, case) in FAMILIES {
@@ -332,8 +332,9 @@ fn rollouts_on_the_emulator() {
     }
 }
 
-/// Completions of a few groups, some of which end before others: of each its tokens with the bits of what is recorded of them, and how
-/// they came about. Each token of all rows takes one upload and one read, which a card is asked for.
+/// Samples completions of a few groups, some of which end before others. Returns the tokens with the bits of their
+/// recorded values, and statistics of replays. Also checks that each token of all rows takes one upload and one read on
+/// a GPU.
 fn in_flight(
     model: &Model,
     groups: &[(u32, &[usize])],
@@ -350,7 +351,7 @@ fn in_flight(
         let mut cache = decoder.cache(ids.len(), ends.len(), most, &pass).unwrap();
         let x = decoder.embed(&ids, &pass).unwrap();
         let hidden = decoder.prefill(x, &decoder.rope_table(&positions), &mut cache, &pass, None).unwrap();
-        // The first token comes from here, and the last weights to the card.
+        // The first token is drawn here, and the last weights are uploaded to the GPU.
         decoder.logits(&hidden).unwrap();
         caches.push(cache);
     }
@@ -396,10 +397,10 @@ fn in_flight(
     (done.concat(), next.replays().unwrap().clone())
 }
 
-/// Whatever the family: what runs from a record is to the bit what kernels compute that are launched one by one, while rows end at
-/// different times.
+/// In every family, replayed recordings equal individually launched kernels bit for bit, while rows end at different
+/// times.
 #[test]
-fn recorded_tokens_are_those_of_single_launches() {
+fn replayed_tokens_equal_those_of_single_launches() {
     let names = ["qwen2_vl_tied", "qwen2_5_vl_untied", "qwen3_vl", "internvl_hf", "humanomni", "aria"];
     let groups: [(u32, &[usize]); 3] = [(5, &[3, 9, 7]), (12, &[5, 11]), (2, &[1])];
     for (i, name) in names.into_iter().enumerate() {
@@ -419,7 +420,7 @@ fn recorded_tokens_are_those_of_single_launches() {
         assert_eq!(recorded, own, "{name}");
         if name == "aria" {
             let why = how_recorded.refused.unwrap();
-            assert!(why.starts_with("work that is recorded to run again reads "), "{why}");
+            assert!(why.starts_with("GPU work cannot be replayed: it reads "), "{why}");
             assert_eq!((how_recorded.replayed, how_recorded.plain), (0, 11));
             continue;
         }
@@ -429,9 +430,10 @@ fn recorded_tokens_are_those_of_single_launches() {
     }
 }
 
-/// More tokens than a page has, more than a part of attention's sum has: tables grow, and records are made anew.
+/// More tokens than a page has, and more than a part of attention's sum has: tables grow, and recordings are created
+/// again.
 #[test]
-fn recorded_tokens_go_from_page_to_page() {
+fn replayed_tokens_cross_pages() {
     let options = LoadOptions { dtype: WeightDtype::BFloat16, device: card(), ..LoadOptions::default() };
     let model =
         Model::load_with(&Checkpoint::open(&checkpoint("qwen2_5_vl_tied")).unwrap(), &options).unwrap();
@@ -443,9 +445,9 @@ fn recorded_tokens_go_from_page_to_page() {
     assert!(by.refused.is_none() && by.replayed >= 255 && by.recorded >= 2, "{by:?}");
 }
 
-/// A card whose memory does not suffice says so, and not that the model's numbers are not finite.
+/// A GPU with insufficient memory reports that, and not that the model's logits are not finite.
 #[test]
-fn a_card_out_of_memory_says_so() {
+fn a_gpu_out_of_memory_reports_it() {
     let card = Card::emulated(Some(900_000));
     assert_eq!(card.memory(), Some([900_000; 2]));
     let setup = Setup::on("qwen2_5_vl_tied", WeightDtype::Auto, Device::Gpu(card));
@@ -469,7 +471,7 @@ fn a_card_out_of_memory_says_so() {
     assert!(error.contains("max_stream_tokens") && !error.contains("not finite"), "{error}");
 }
 
-/// Eight rows: images, videos, text, several media, two of them the same prompt under another row.
+/// Returns eight rows: images, videos, text, several media; two of them have the same prompt under another row.
 fn mixed(setup: &Setup) -> Vec<Row> {
     let cases = ["C", "D2", "B", "E", "A", "D1", "B", "C"];
     (0u64..).zip(cases).map(|(row, case)| setup.row(case, row)).collect()
@@ -506,7 +508,7 @@ fn completions_do_not_depend_on_batch_size_or_order() {
     }
 }
 
-/// The test above where matrices are large enough to be cut into tiles and over threads.
+/// Repeats the test above with matrices large enough to be divided into tiles and over threads.
 #[test]
 fn larger_models_keep_every_bit() {
     for name in QWENS {
@@ -579,7 +581,7 @@ fn samples_of_a_group_differ_and_keys_decide() {
     }
 }
 
-/// The fixtures' `generation_config.json` asks for top_k 1 at temperature 1e-6.
+/// The fixtures' `generation_config.json` sets top_k 1 and temperature 1e-6.
 #[test]
 fn generation_config_does_not_sample() {
     let dir = tempfile::TempDir::new().unwrap();
@@ -609,7 +611,7 @@ fn only_the_frames_of_a_video_change_its_completions() {
     for name in QWENS {
         let setup = Setup::new(name);
         let original = setup.row("D1", 0);
-        // The same prompt has its temporal patches in reverse.
+        // Reverse the temporal patches of the prompt.
         let mut prompt = original.prompt.clone();
         let mut medium = (*prompt.media[0]).clone();
         let slice = medium.data.len() / medium.shape.patches().unwrap().t;
@@ -656,27 +658,27 @@ fn stop_tokens_and_lengths_end_a_completion() {
     };
     let stop = |id: u32| StopSet { ids: vec![id], ..StopSet::default() };
 
-    // The last token that has not occurred before it ends the completion, and is part of it.
+    // The last token that has not occurred before ends the completion, and is part of it.
     let at = (0..free.len()).rev().find(|&i| !free[..i].contains(&free[i])).unwrap();
     assert!(at >= 2);
     let ended = run(&greedy(12), &stop(free[at]));
     assert_eq!((ended.ids.as_slice(), ended.finish_reason), (&free[..=at], FinishReason::Stop));
     assert_eq!(ended.logprobs.len(), at + 1);
 
-    // At the very limit a stop token still is a stop.
+    // At exactly the limit, a stop token still stops.
     let exact = run(&greedy(at + 1), &stop(free[at]));
     assert_eq!((exact.ids.as_slice(), exact.finish_reason), (&free[..=at], FinishReason::Stop));
     let short = run(&greedy(at), &stop(free[at]));
     assert_eq!((short.ids.as_slice(), short.finish_reason), (&free[..at], FinishReason::Length));
     assert_eq!(run(&greedy(1), &StopSet::default()).ids, free[..1]);
 
-    // Before the minimum it cannot be drawn; with the minimum at the limit every completion has that length.
+    // Before the minimum it cannot be drawn; if the minimum equals the limit, every completion has that length.
     let params = SamplingParams { min_completion_length: at + 3, ..greedy(at + 3) };
     let held = run(&params, &stop(free[at]));
     assert_eq!(held.ids.len(), at + 3);
     assert_eq!(held.ids[..at], free[..at]);
     assert!(!held.ids[..at + 2].contains(&free[at]));
-    // The record is that of the unmasked distribution.
+    // The recorded values are those of the unmasked distribution.
     let d = max_diff(&held.logprobs, &scored(&setup.model, &[&row], &[vec![held.clone()]], 1.0));
     assert!(d <= 1e-4, "{d}");
 }
@@ -700,11 +702,11 @@ fn control_tokens_are_not_text() {
 }
 
 #[test]
-fn stop_strings_end_a_completion_and_are_cut_off() {
+fn stop_strings_end_a_completion_and_are_removed() {
     let setup = Setup::new("qwen2_vl_tied");
     let row = setup.row("C", 0);
     let full = setup.generate(&[&row], 1, &greedy(40), &StopSet::default(), 64).remove(0).remove(0);
-    // Two characters of the free text, taken where both are plain.
+    // Two plain characters of the free text.
     let chars: Vec<char> = full.text.chars().collect();
     let at = (2..chars.len() - 1)
         .find(|&i| chars[i..i + 2].iter().all(char::is_ascii_graphic))
@@ -717,14 +719,14 @@ fn stop_strings_end_a_completion_and_are_cut_off() {
     assert_eq!(ended.text, expected);
     let n = ended.ids.len();
     assert_eq!(ended.ids, full.ids[..n]);
-    // It ends with the token that completes the string, not later.
+    // The completion ends with the token that completes the string, not later.
     let text = |ids: &[u32]| setup.tokenizer.decode(ids, true).unwrap();
     assert!(text(&full.ids[..n]).contains(&stop));
     assert!(!text(&full.ids[..n - 1]).contains(&stop));
 }
 
 #[test]
-fn events_tell_every_token_in_order() {
+fn events_report_every_token_in_order() {
     let setup = Setup::new("qwen2_5_vl_untied");
     let rows = [setup.row("B", 0), setup.row("C", 1)];
     let requests: Vec<Request> = rows

@@ -1,42 +1,42 @@
-//! How the backward pass is divided into tasks: the layout into components, their keys into chunks.
+//! Divides the backward pass into tasks: the layout into components, the keys of each into chunks.
 //!
-//! A task owns the rows of dk and dv of its chunk. A query that sees keys of several chunks gets a part of its dq from
-//! each: the first chunk writes to dq, the others to rows of a buffer, which are added in the order of the chunks. All of
-//! it follows from layout and shape alone, so bits do not depend on the number of threads.
+//! A task owns the rows of dk and dv of its chunk. A query that sees keys of several chunks receives a part of its dq
+//! from each. The first chunk writes to dq, the others to rows of a buffer, which are added in the order of the chunks.
+//! The division follows from layout and shape alone, so bits do not depend on the number of threads.
 
 use std::ops::Range;
 
 use super::{AttentionLayout, QueryRange, Shape};
 
-/// Chunks of a component at most.
+/// Maximum number of chunks of a component.
 const MAX_CHUNKS: usize = 8;
-/// Keys of a chunk that a query of the component sees on average, at least.
+/// Minimum number of keys of a chunk that a query of the component sees on average.
 const MIN_KEYS: u64 = 256;
-/// Tasks from which on more would not help.
+/// Number of tasks beyond which more tasks do not help.
 const ENOUGH_TASKS: usize = 32;
-/// Floats of all partial sums of dq (128 MiB); where dq itself is larger than that, twice as many as it has.
+/// Maximum floats of all partial sums of dq (128 MiB), or twice the size of dq if dq is larger than that.
 const MAX_PARTIAL: usize = 32 << 20;
-/// Chunks begin at multiples of this, counted from the start of a key range.
+/// Alignment of chunks, counted from the start of a key range.
 const ATOM: usize = 64;
-/// Starts of key ranges that are closer to the one before are not kept.
+/// Minimum distance between recorded starts of key ranges; closer ones are dropped.
 const NEAR: usize = 32;
 
 /// A query range that sees keys of a chunk.
 pub(super) struct Seen<'a> {
     pub range: &'a QueryRange,
-    /// First query that does.
+    /// First query that sees one.
     pub first: usize,
-    /// Row of the partial sums where those of `first` and the queries after it begin; if none, they go to dq itself.
+    /// Row of the partial sums where those of `first` and the following queries begin; `None` means dq itself.
     pub partial: Option<usize>,
 }
 
-/// Key rows whose gradients one task per key head computes, and who sees them.
+/// Key rows whose gradients one task per key head computes, and the query ranges that see them.
 pub(super) struct Chunk<'a> {
     pub keys: Range<usize>,
     pub seen: Vec<Seen<'a>>,
 }
 
-/// `count` rows of partial sums from `from` on belong to the query rows from `to` on.
+/// Partial sums to add: `count` rows from `from` on belong to the query rows from `to` on.
 #[derive(Clone, Copy)]
 pub(super) struct Sum {
     pub to: usize,
@@ -44,7 +44,7 @@ pub(super) struct Sum {
     pub count: usize,
 }
 
-/// The tasks of a backward pass.
+/// Tasks of a backward pass.
 #[derive(Default)]
 pub(super) struct Plan<'a> {
     pub chunks: Vec<Chunk<'a>>,
@@ -86,7 +86,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// First query of `range` that sees one of `keys`.
+/// Returns the first query of `range` that sees one of `keys`.
 pub(super) fn first_query(range: &QueryRange, keys: &Range<usize>) -> Option<usize> {
     let last = range.keys.len().wrapping_sub(1);
     let of = |(at, own): (usize, &Range<usize>)| {
@@ -100,7 +100,7 @@ pub(super) fn first_query(range: &QueryRange, keys: &Range<usize>) -> Option<usi
     range.keys.iter().enumerate().filter_map(of).min().filter(|&first| first < range.queries.len())
 }
 
-/// Runs of `keys` that begin where key ranges do, unless the one before began only just.
+/// Splits `keys` where key ranges begin, except right after another split.
 pub(super) fn pieces<'a>(
     ranges: impl Iterator<Item = &'a QueryRange>,
     keys: &Range<usize>,
@@ -119,7 +119,7 @@ pub(super) fn pieces<'a>(
     kept.iter().zip(ends).map(|(&start, &end)| start..end).collect()
 }
 
-/// The keys of a component in at most `most` chunks of nearly equal work.
+/// Cuts the keys of a component into at most `most` chunks of nearly equal work.
 fn cut(component: &[&QueryRange], most: usize) -> Vec<Range<usize>> {
     let hulls = || component.iter().map(|range| hull(range));
     let keys = hulls().map(|k| k.0).min().unwrap_or(0)..hulls().map(|k| k.1).max().unwrap_or(0);
@@ -138,7 +138,7 @@ fn cut(component: &[&QueryRange], most: usize) -> Vec<Range<usize>> {
     let count = wanted.clamp(1, most as u64);
     let (mut chunks, mut start, mut done) = (Vec::new(), keys.start, 0);
     for (atom, work) in atoms.iter().zip(work) {
-        // An atom belongs to the chunk in which its middle falls.
+        // An atom belongs to the chunk that contains its middle.
         if (done + work / 2) * count >= total * (chunks.len() as u64 + 1) && atom.start > start {
             chunks.push(start..atom.start);
             start = atom.start;
@@ -149,7 +149,7 @@ fn cut(component: &[&QueryRange], most: usize) -> Vec<Range<usize>> {
     chunks
 }
 
-/// About how many queries see the keys, summed over them.
+/// Estimates the number of queries that see each key, summed over the keys.
 fn pairs(component: &[&QueryRange], keys: &Range<usize>) -> u64 {
     let mut pairs = 0;
     for range in component {
@@ -171,7 +171,7 @@ fn hull(range: &QueryRange) -> (usize, usize) {
     (keys().map(|k| k.start).min().unwrap_or(0), keys().map(|k| k.end).max().unwrap_or(0))
 }
 
-/// Groups of ranges that share no key row with other groups.
+/// Groups the ranges so that different groups share no key row.
 fn components(layout: &AttentionLayout) -> Vec<Vec<&QueryRange>> {
     let mut ranges: Vec<(usize, usize, &QueryRange)> = Vec::new();
     for range in layout.ranges.iter().filter(|range| !range.queries.is_empty()) {

@@ -1,4 +1,4 @@
-//! Which query rows see which key rows.
+//! Layouts of attention: the key rows that each query row sees.
 
 use std::ops::Range;
 
@@ -6,11 +6,11 @@ use thiserror::Error;
 
 /// A run of consecutive query rows and the key rows they see.
 ///
-/// Every query of the run sees all of `keys[..last]`. Of the last key range it sees all rows, or, if `causal`, the first
-/// `i + 1 + (len_last − n_queries)` rows for the `i`-th of `n_queries` queries, so that the last query sees all of it.
+/// Every query of the run sees all rows of every key range but the last. It also sees all rows of the last range, or,
+/// if `causal`, the first `i + 1 + (len_last − n_queries)` of them for the `i`-th of `n_queries` queries, so that the
+/// last query sees them all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QueryRange {
-    /// Query rows.
     pub queries: Range<usize>,
     /// Key rows, in the order in which they are visited.
     pub keys: Vec<Range<usize>>,
@@ -19,14 +19,15 @@ pub struct QueryRange {
 }
 
 impl QueryRange {
-    /// How many rows of the last key range the `i`-th query sees.
+    /// Returns how many rows of the last key range the `i`-th query sees.
     #[inline]
     pub(crate) fn seen_of_last(&self, i: usize) -> usize {
         let len = self.keys.last().map_or(0, ExactSizeIterator::len);
         if self.causal { (i + 1 + len).saturating_sub(self.queries.len()) } else { len }
     }
 
-    /// The first query that sees row `at` of the last key range, which is causal; there may be none.
+    /// Returns the first query that sees row `at` of the last key range, which is causal; the index may lie past the
+    /// last query.
     #[inline]
     pub(crate) fn first_to_see(&self, at: usize) -> usize {
         let len = self.keys.last().map_or(0, ExactSizeIterator::len);
@@ -38,7 +39,7 @@ impl QueryRange {
 /// The attention pattern of one call: causal text, shared prefix with suffixes, vision windows, decode.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AttentionLayout {
-    /// Query ranges; together they cover every query row once.
+    /// Query ranges, which together cover every query row once.
     pub ranges: Vec<QueryRange>,
 }
 
@@ -60,23 +61,15 @@ pub enum LayoutError {
     /// A key range is reversed or reaches beyond the last key row.
     #[error("attention layout: query rows {queries:?} see key rows {got:?}, but there are {rows} key rows")]
     Keys {
-        /// The query range.
         queries: Range<usize>,
-        /// Key range.
+        /// Key range of these queries.
         got: Range<usize>,
         /// Number of key rows.
         rows: usize,
     },
     /// Two key ranges of one query range overlap, so a key would count twice.
     #[error("attention layout: query rows {queries:?} see key rows {first:?} and {second:?}, which overlap")]
-    Overlap {
-        /// The query range.
-        queries: Range<usize>,
-        /// One key range.
-        first: Range<usize>,
-        /// The other.
-        second: Range<usize>,
-    },
+    Overlap { queries: Range<usize>, first: Range<usize>, second: Range<usize> },
     /// A query sees no key, so its softmax is undefined.
     #[error("attention layout: query row {query} sees no key row; give it at least one")]
     Blind {
@@ -86,13 +79,13 @@ pub enum LayoutError {
 }
 
 impl AttentionLayout {
-    /// One causal sequence of `n` rows.
+    /// Creates one causal sequence of `n` rows.
     #[must_use]
     pub fn causal(n: usize) -> Self {
         Self { ranges: vec![QueryRange { queries: 0..n, keys: vec![0..n], causal: true }] }
     }
 
-    /// Consecutive blocks, each seeing itself completely (images, frames, windows).
+    /// Creates consecutive blocks, each of which sees itself completely (images, frames, windows).
     #[must_use]
     pub fn full_blocks(lens: &[usize]) -> Self {
         let mut start = 0;
@@ -104,7 +97,7 @@ impl AttentionLayout {
         Self { ranges: ranges.collect() }
     }
 
-    /// A causal prefix followed by suffixes, each of which sees the whole prefix and then itself causally.
+    /// Creates a causal prefix followed by suffixes; each suffix sees the complete prefix and then itself causally.
     #[must_use]
     pub fn prefix_suffixes(prefix_len: usize, suffix_lens: &[usize]) -> Self {
         let mut layout = Self::default();
@@ -112,7 +105,7 @@ impl AttentionLayout {
         layout
     }
 
-    /// Several groups of prefix and suffixes, one after the other in one stream.
+    /// Creates several groups of prefix and suffixes, consecutive in one stream.
     #[must_use]
     pub fn groups(groups: &[(usize, Vec<usize>)]) -> Self {
         let mut layout = Self::default();
@@ -143,7 +136,7 @@ impl AttentionLayout {
     /// Checks the layout against the number of query and key rows.
     ///
     /// # Errors
-    /// Query rows not covered exactly once, key rows out of bounds or counted twice, a query that sees nothing.
+    /// If query rows are not covered exactly once, key rows are out of bounds or counted twice, or a query sees no key.
     pub fn validate(&self, num_q: usize, num_k: usize) -> Result<(), LayoutError> {
         let mut by_start: Vec<&QueryRange> = self.ranges.iter().filter(|r| r.queries != (0..0)).collect();
         by_start.sort_by_key(|r| (r.queries.start, r.queries.end));
@@ -178,8 +171,8 @@ impl AttentionLayout {
         Ok(())
     }
 
-    /// Returns the same pattern for some of the query rows only: the others are in no range, and kernels skip them. `rows`
-    /// ascend.
+    /// Restricts the pattern to some query rows. Kernels leave the other rows unchanged, since no range contains them.
+    /// `rows` are ascending.
     #[must_use]
     pub fn only(&self, rows: &[usize]) -> Self {
         let mut ranges = Vec::new();
@@ -198,7 +191,8 @@ impl AttentionLayout {
         Self { ranges }
     }
 
-    /// Number of query-key pairs; the forward pass costs `4 · head_dim` floating-point operations per pair and head.
+    /// Returns the number of query-key pairs; the forward pass costs `4 · head_dim` floating-point operations per pair
+    /// and head.
     #[must_use]
     pub fn pairs(&self) -> u64 {
         let of_range = |range: &QueryRange| {
@@ -232,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn some_rows_see_what_they_saw() {
+    fn selected_rows_see_the_same_keys() {
         let layout = AttentionLayout::groups(&[(4, vec![3]), (1, vec![2])]);
         let some = layout.only(&[2, 3, 5, 8, 9]);
         let expected = [(2..4, vec![0..4]), (5..6, vec![0..4, 4..6]), (8..10, vec![7..8, 8..10])];

@@ -1,15 +1,17 @@
-//! Softmax attention over an [`AttentionLayout`], with an online softmax, so that no score matrix is stored.
+//! Softmax attention over an [`AttentionLayout`]; an online softmax avoids a stored score matrix.
 //!
 //! A *lane* is one query row of one query head. Lanes that share a key head are processed together against tiles of key
-//! rows, counted from the start of each key range. Scores are held transposed, `[keys, lanes]`, so that the softmax runs
-//! along vectors without horizontal sums. Where the CPU has AMX, [`forward`] and [`backward`] multiply on it.
+//! rows, counted from the start of each key range. Scores are stored transposed, `[keys, lanes]`, so that the softmax
+//! runs along vectors without horizontal sums. On CPUs with AMX, [`forward`] and [`backward`] multiply with it.
 //!
-//! The bits of a lane's result depend on its own query, the keys it sees and the division into key ranges only, not on
-//! other lanes: any batch of sequences agrees bit for bit among calls of [`forward`], and among calls of
-//! [`forward_decode_into`]. The two agree with each other bit for bit on CPUs without AMX, elsewhere as `f32` arithmetic does.
+//! The bits of a lane's result depend only on its query, the keys it sees and their division into key ranges, not on
+//! other lanes. Any batch of sequences therefore agrees bit for bit among calls of [`forward`], and among calls of
+//! [`forward_decode_into`]. The two functions agree with each other bit for bit on CPUs without AMX, and up to `f32`
+//! rounding with it.
 //!
-//! The backward pass recomputes the weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk and
-//! dv in query order; a chunk of keys is a task, and what several chunks give to a row of dq is added in their order.
+//! The backward pass recomputes the weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk
+//! and dv in query order. Each chunk of keys is a task; the contributions of several chunks to a row of dq are added in
+//! the order of the chunks.
 
 mod chunks;
 #[allow(clippy::single_range_in_vec_init)] // one key range is common, a list of key rows never meant
@@ -31,25 +33,22 @@ use crate::workspace::{PARTIAL, reserve};
 
 /// Multiply-adds below which a call stays on its thread.
 const MIN_PARALLEL: u64 = 1 << 16;
-/// Floats of partial sums for which a thread keeps its buffer (16 MiB).
+/// Maximum floats of partial sums for which a thread keeps its buffer (16 MiB).
 const KEPT_PARTIAL: usize = 4 << 20;
 
-/// Queries `[tq, q_heads · d]`, keys and values `[tk, kv_heads · d]`; heads lie one after the other.
+/// Queries `[tq, q_heads · d]`, keys and values `[tk, kv_heads · d]`, heads side by side.
 #[derive(Clone, Copy, Debug)]
 pub struct Qkv<'a, T = f32> {
-    /// Queries.
     pub q: Mat<'a, T>,
-    /// Keys.
     pub k: Mat<'a, T>,
-    /// Values.
     pub v: Mat<'a, T>,
 }
 
 impl<'a, T> Qkv<'a, T> {
-    /// The parts of rows `[q | k | v]`.
+    /// Splits rows `[q | k | v]`.
     ///
     /// # Panics
-    /// Rows of another width.
+    /// If the rows have another width.
     #[must_use]
     pub fn packed(rows: Mat<'a, T>, shape: Shape) -> Self
     where
@@ -61,7 +60,7 @@ impl<'a, T> Qkv<'a, T> {
         Self { q, k, v }
     }
 
-    /// Whether these are heads of that shape.
+    /// Returns whether the matrices have heads of this shape.
     fn fit(&self, shape: Shape) -> bool {
         let Shape { q_heads, kv_heads, head_dim: d } = shape;
         let kv = (self.k.rows, kv_heads * d);
@@ -72,7 +71,7 @@ impl<'a, T> Qkv<'a, T> {
     }
 }
 
-/// Where key row `r` of a head starts, whose columns begin at `at`; panics unless rows `r..r + n` of it are there.
+/// Returns a pointer to key row `r` of the head whose columns begin at `at`; panics unless rows `r..r + n` exist.
 #[inline(always)]
 fn key_rows(rows: Mat, r: usize, n: usize, at: usize, width: usize) -> *const f32 {
     rows.part(r + n - 1, at, width);
@@ -83,11 +82,8 @@ fn key_rows(rows: Mat, r: usize, n: usize, at: usize, width: usize) -> *const f3
 /// `h / (q_heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Query heads.
     pub q_heads: usize,
-    /// Key and value heads.
     pub kv_heads: usize,
-    /// Columns of one head.
     pub head_dim: usize,
 }
 
@@ -114,7 +110,7 @@ impl Block<'_> {
 /// Blocks whose lanes are processed together: one block, or several that share their first key range.
 type Unit<'a> = Vec<Block<'a>>;
 
-/// Cuts the layout into units of at most `max_lanes` lanes (at least one query).
+/// Divides the layout into units of at most `max_lanes` lanes (at least one query).
 fn units(layout: &AttentionLayout, group: usize, max_lanes: usize) -> Vec<Unit<'_>> {
     let max_queries = (max_lanes / group.max(1)).max(1);
     let mut units: Vec<Unit> = Vec::new();
@@ -139,7 +135,7 @@ fn units(layout: &AttentionLayout, group: usize, max_lanes: usize) -> Vec<Unit<'
     units
 }
 
-/// Everything a unit needs besides its blocks.
+/// Inputs that all units share.
 #[derive(Clone, Copy)]
 struct Call<'a> {
     q: Mat<'a>,
@@ -155,22 +151,23 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Where the forward pass writes: rows of `q_heads · d`, and of `q_heads`.
+/// Outputs of the forward pass: rows of `q_heads · d`, and of `q_heads`.
 #[derive(Clone, Copy)]
 struct Results<'a> {
     out: Shared<'a>,
     lse: Shared<'a>,
 }
 
-/// First lane of the block that sees key `at` of the causal range; lanes before it do not.
+/// Returns the first lane of the block that sees key `at` of the causal range; earlier lanes do not see it.
 #[inline(always)]
 fn first_lane(block: Block, group: usize, at: usize) -> usize {
     block.range.first_to_see(at).saturating_sub(block.first).min(block.count) * group
 }
 
-/// `softmax(scale · q kᵀ) v`, `[tq, q_heads · d]`, and as statistics `[tq, q_heads]` the log-sum-exp of the scaled scores.
+/// Returns `softmax(scale · q kᵀ) v`, `[tq, q_heads · d]`, and as statistics `[tq, q_heads]` the log-sum-exp of the
+/// scaled scores.
 ///
-/// The layout must be valid for the rows ([`AttentionLayout::validate`]). A query row outside of all ranges gives zeros.
+/// The layout must be valid for the rows ([`AttentionLayout::validate`]). A query row outside all ranges gives zeros.
 /// `scale` is positive.
 #[must_use]
 pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> (Vec<f32>, Vec<f32>) {
@@ -189,11 +186,12 @@ pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> 
     (out, lse)
 }
 
-/// Computes [`forward`] into `out [tq, q_heads · d]` and `lse [tq, q_heads]`; for decoding, where few queries see many keys. A
-/// query row outside of all ranges is not written.
+/// Writes [`forward`] to `out [tq, q_heads · d]` and `lse [tq, q_heads]`, for decoding, where few queries see many
+/// keys. A query row outside all ranges is not written.
 ///
 /// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
-/// once. Always by vector instructions, since a few lanes fill no tile and packed keys are read only once.
+/// once. This function always uses vector instructions: a few lanes fill no tile, and packed keys would be read only
+/// once.
 pub fn forward_decode_into(
     qkv: Qkv,
     layout: &AttentionLayout,
@@ -209,11 +207,11 @@ pub fn forward_decode_into(
     vector::forward(Call::new(qkv, shape, scale), layout, results);
 }
 
-/// Useful operations of a call, and the bytes of its rows.
+/// Returns the useful operations of a call and the bytes of its rows.
 fn work(layout: &AttentionLayout, shape: Shape, per_pair: usize) -> (usize, usize) {
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
-    // A key range that several queries share, a prefix, is read once.
+    // A key range that several queries share, such as a prefix, is read once.
     let mut seen: Vec<_> = layout.ranges.iter().flat_map(|r| &r.keys).map(|k| (k.start, k.end)).collect();
     seen.sort_unstable();
     seen.dedup();
@@ -222,7 +220,7 @@ fn work(layout: &AttentionLayout, shape: Shape, per_pair: usize) -> (usize, usiz
     (flops, 4 * d * per_pair / 2 * (queries * q_heads + keys * kv_heads))
 }
 
-/// Where [`backward`] writes.
+/// Outputs of [`backward`].
 #[derive(Clone, Copy)]
 struct Gradients<'a> {
     data: Shared<'a>,
@@ -235,10 +233,10 @@ struct Gradients<'a> {
 }
 
 impl<'a> Gradients<'a> {
-    /// `len` columns from `col` on of the row to which a chunk adds its part of dq of query `i` of a range.
+    /// Returns `len` columns from `col` on of the row to which a chunk adds its part of dq of query `i` of a range.
     ///
     /// # Safety
-    /// No other reference to them is alive.
+    /// No other reference to these elements is alive.
     #[inline(always)]
     unsafe fn dq(self, seen: &Seen, i: usize, col: usize, len: usize) -> &'a mut [f32] {
         // SAFETY: by the contract.
@@ -251,7 +249,7 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// Results of the forward pass, and the incoming gradient.
+/// Results of the forward pass and the incoming gradient.
 #[derive(Clone, Copy)]
 struct Saved<'a> {
     dout: Mat<'a>,
@@ -259,7 +257,7 @@ struct Saved<'a> {
     lse: &'a [f32],
 }
 
-/// Values that all tasks of a backward pass share.
+/// Inputs that all tasks of a backward pass share.
 #[derive(Clone, Copy)]
 struct Back<'a> {
     call: Call<'a>,
@@ -267,11 +265,11 @@ struct Back<'a> {
     grad: Gradients<'a>,
 }
 
-/// Gradients of [`forward`] with respect to q, k and v, side by side: `[rows, (q_heads + 2 kv_heads) · d]`. The layout is
-/// valid for this number of queries and keys.
+/// Returns the gradients of [`forward`] with respect to q, k and v, side by side: `[rows, (q_heads + 2 kv_heads) · d]`.
+/// The layout is valid for `rows` queries and keys.
 ///
-/// `out` and `lse` are what [`forward`] gave for the same arguments, `dout [rows, q_heads · d]` the incoming gradient.
-/// One task per key head and chunk of keys.
+/// `out` and `lse` are the results of [`forward`] for the same arguments, `dout [rows, q_heads · d]` is the incoming
+/// gradient. There is one task per key head and chunk of keys.
 #[must_use]
 pub fn backward(
     dout: Mat,
@@ -287,17 +285,17 @@ pub fn backward(
     let saved_fit = dout.dims() == dims && out.dims() == dims && lse.len() == rows * shape.q_heads;
     check("attention, backward", qkv.fit(shape) && qkv.k.rows == rows && saved_fit);
     let (saved, call) = (Saved { dout, out, lse }, Call::new(qkv, shape, scale));
-    // SAFETY: all of it is cleared before anything else.
+    // SAFETY: the function zeroes all of it first.
     unsafe { buffer::matrix(rows, width, |d| write_backward(call, saved, layout, d)) }
 }
 
-/// Elements that [`backward`] works on beside what it returns.
+/// Returns the number of elements that [`backward`] uses besides its result.
 #[must_use]
 pub fn backward_space(layout: &AttentionLayout, shape: Shape) -> usize {
     Plan::new(layout, shape).partial_rows * shape.q_heads * shape.head_dim
 }
 
-/// The rows are cleared, then added to.
+/// Zeroes the rows, then adds to them.
 fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut) {
     let shape = call.shape;
     let _span = span(Op::AttentionBackward, || work(layout, shape, 8));
@@ -334,7 +332,7 @@ fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut
         let (sums, rows) = &pieces[i];
         for sum in sums.iter() {
             for row in rows.start.max(sum.to)..rows.end.min(sum.to + sum.count) {
-                // SAFETY: every query row is in one range and there in one piece; its parts are complete.
+                // SAFETY: every query row is in one range and in one piece of it; its parts are complete.
                 let (to, from) = unsafe {
                     let from = grad.partial.part((sum.from + row - sum.to) * width, width);
                     (grad.data.part(row * stride, width), from)
@@ -348,7 +346,7 @@ fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut
     }
 }
 
-/// The query rows of partial sums in pieces, each with all that is added to them.
+/// Divides the query rows of partial sums into pieces, each with all the sums that are added to it.
 fn sum_pieces(sums: &Vec<Sum>) -> impl Iterator<Item = (&Vec<Sum>, Range<usize>)> {
     const ROWS: usize = 64;
     let start = sums.iter().map(|sum| sum.to).min().unwrap_or(0);

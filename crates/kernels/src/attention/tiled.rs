@@ -1,17 +1,18 @@
 //! Attention on AMX tiles ([`crate::tiles`]): all products are of 32 × 32 elements, with the softmax between them.
 //!
-//! A unit has up to 128 lanes in panels of 32, and meets tiles of up to 128 keys. Scores are transposed, `[keys, lanes]`:
-//! keys are the left operand as they lie, and weights, `[keys, lanes]`, are a right operand as they come, so outputs
-//! accumulate as `[head_dim, lanes]` and are rescaled along vectors. The softmax writes its weights cut into parts and in
-//! the order of an operand. Only lanes, values (forward) and keys (backward, for dq) are transposed as they are packed,
-//! once per unit, call and task, and outputs and dq once at the end.
+//! A unit has up to 128 lanes in panels of 32, and is multiplied with tiles of up to 128 keys. Scores are transposed,
+//! `[keys, lanes]`: keys are a left operand in their memory order, and weights, `[keys, lanes]`, are a right operand
+//! without transposition. Outputs therefore accumulate as `[head_dim, lanes]` and are rescaled along vectors. The
+//! softmax writes its weights split into parts and in operand order. Packing transposes only lanes, values (forward)
+//! and keys (backward, for dq), once per unit, call and task respectively; outputs and dq are transposed once at the
+//! end.
 //!
-//! A panel leaves out blocks of 32 keys that none of its lanes sees; other hidden keys get weight 0, which adds an exact
-//! zero. So the bits of a lane depend on what it sees and not on the lanes beside it, as in [`super::vector`], though
-//! they are other bits.
+//! A panel skips blocks of 32 keys that none of its lanes sees; other hidden keys get weight 0, which adds an exact
+//! zero. The bits of a lane therefore depend on what it sees and not on other lanes, as in [`super::vector`], although
+//! the bits differ between the two modules.
 //!
-//! The softmax takes about a third of the time. On Sapphire Rapids its vector instructions do not run beside those on tiles (a
-//! mix takes the sum of both times), so they are not interleaved.
+//! The softmax takes about a third of the time. On Sapphire Rapids its vector instructions do not overlap with tile
+//! instructions (a mix takes the sum of both times), so they are not interleaved.
 
 use std::collections::BTreeMap;
 use std::f32::consts::{LN_2, LOG2_E};
@@ -30,20 +31,19 @@ use crate::tiles::amx::{
 };
 use crate::workspace::{Line, PACKED, TILED, reserve};
 
-/// Lanes processed together, unless one key head has more query heads.
+/// Maximum number of lanes processed together, unless one key head has more query heads.
 const MAX_LANES: usize = 128;
 /// Key rows of a tile.
 const KEYS: usize = 128;
 /// Key rows whose operands the backward pass packs at a time.
 const PASS: usize = 512;
-/// Words of packed keys and values beyond which the forward pass takes units in several rounds (16 MiB).
+/// Words of packed keys and values beyond which the forward pass processes units in several rounds (16 MiB).
 const MAX_PACKED: usize = 4 << 20;
-/// Floats of a panel of scores, of an output of the kernel.
+/// Floats of a kernel's output, a panel of scores.
 const SQUARE: usize = GROUP * GROUP;
 /// Lanes of a vector.
 const LANES: usize = 16;
 
-/// Buffers of one thread.
 #[derive(Default)]
 pub(crate) struct Scratch {
     rows: Vec<Line>,
@@ -61,7 +61,8 @@ pub(crate) struct Scratch {
     weights: Vec<Line>,
     dscores_left: Vec<Line>,
     dscores_right: Vec<Line>,
-    /// Running maximum, times log₂ e, and sum of a lane; log-sum-exp, likewise, and `delta` in the backward pass.
+    /// Running maximum (times log₂ e) and sum of each lane; in the backward pass log-sum-exp (times log₂ e) and
+    /// `delta`.
     max: Vec<f32>,
     sum: Vec<f32>,
 }
@@ -73,7 +74,7 @@ simd_fn! {
     }
 }
 
-/// Whether this CPU has tiles and the vectors that go with them, and heads are not empty.
+/// Returns whether this CPU has tiles and their companion vector instructions, and heads are not empty.
 pub(super) fn available(shape: Shape) -> bool {
     shape.head_dim > 0 && amx::available() && vector_lanes() == LANES
 }
@@ -82,7 +83,7 @@ pub(super) fn available(shape: Shape) -> bool {
 struct Placed<'a> {
     block: Block<'a>,
     lanes: Range<usize>,
-    /// Which of those who see the chunk it belongs to.
+    /// Index of its query range among those that see the chunk.
     seen: usize,
 }
 
@@ -96,16 +97,16 @@ fn place<'a>(blocks: impl Iterator<Item = (usize, Block<'a>)>, group: usize) -> 
     blocks.map(place).collect()
 }
 
-/// Which of the keys of a tile the lanes of a panel see.
+/// Keys of a tile that the lanes of a panel see.
 struct Sight {
-    /// A word per key, a bit per lane.
+    /// Visibility: one word per key, one bit per lane.
     bits: [u32; KEYS],
-    /// The last key that a lane sees is before this one.
+    /// End of the keys that any lane sees.
     end: usize,
 }
 
 impl Sight {
-    /// Words for whole blocks of 32 keys.
+    /// Returns the words of complete blocks of 32 keys.
     fn bits(&self) -> &[u32] {
         &self.bits[..self.end.next_multiple_of(GROUP)]
     }
@@ -152,7 +153,7 @@ impl Sight {
     }
 }
 
-/// Copies one key head's query heads of every query, the columns of `rows`, to `[lanes, width]`, zero beyond head and lanes.
+/// Copies one key head's query heads of every query, the columns of `rows`, to `[lanes, width]`, padded with zeros.
 fn gather<'a>(
     rows: Mat,
     blocks: &[Placed],
@@ -177,10 +178,10 @@ fn gather<'a>(
     to
 }
 
-/// Packs lanes `[lanes, width]`, as columns with the head inside.
+/// Packs lanes `[lanes, width]` as columns, with the head as the inner dimension.
 ///
 /// # Safety
-/// `to` has room; both sizes are multiples of 32; AVX-512.
+/// `to` has room, both sizes are multiples of 32, and the CPU has AVX-512.
 unsafe fn pack_lanes(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
     for panel in 0..lanes / GROUP {
         let (to, from) =
@@ -190,10 +191,10 @@ unsafe fn pack_lanes(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
     }
 }
 
-/// Packs lanes `[lanes, width]`, with the head as columns and the lanes inside.
+/// Packs lanes `[lanes, width]` with the head as columns and the lanes as the inner dimension.
 ///
 /// # Safety
-/// As for [`pack_lanes`].
+/// The requirements of [`pack_lanes`] hold.
 unsafe fn pack_heads(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
     for panel in 0..width / GROUP {
         let (to, from) = (to.wrapping_add(panel * lanes / GROUP * BLOCK), from[panel * GROUP..].as_ptr());
@@ -202,10 +203,10 @@ unsafe fn pack_heads(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
     }
 }
 
-/// Packs key rows of a head in groups of 32, rows outside and the head inside.
+/// Packs key rows of a head in groups of 32, with the head as the inner dimension.
 ///
 /// # Safety
-/// `to` has room; AVX-512.
+/// `to` has room, and the CPU has AVX-512.
 unsafe fn pack_keys(to: *mut u32, rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     let deep = d.div_ceil(GROUP);
     for (i, key) in keys.clone().step_by(GROUP).enumerate() {
@@ -216,10 +217,11 @@ unsafe fn pack_keys(to: *mut u32, rows: Mat, keys: Range<usize>, at: usize, d: u
     }
 }
 
-/// Packs key rows of a head turned: 32 columns of the head outside and the keys inside, such groups `group` words apart.
+/// Packs transposed key rows of a head: groups of 32 columns of the head, `group` words apart, with the keys as the
+/// inner dimension.
 ///
 /// # Safety
-/// `to` has room; AVX-512.
+/// `to` has room, and the CPU has AVX-512.
 unsafe fn pack_turned(to: *mut u32, group: usize, rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     let from = key_rows(rows, keys.start, keys.len(), at, d);
     for (i, column) in (0..d).step_by(GROUP).enumerate() {
@@ -229,7 +231,7 @@ unsafe fn pack_turned(to: *mut u32, group: usize, rows: Mat, keys: Range<usize>,
     }
 }
 
-/// A range of keys that is packed: its length, and where that begins.
+/// Length and start of a packed key range.
 #[derive(Clone, Copy)]
 struct Place {
     len: usize,
@@ -237,7 +239,7 @@ struct Place {
 }
 
 impl Place {
-    /// Words of its keys; of its values as many.
+    /// Returns the words of its keys; its values take the same number.
     fn words(self, deep: usize) -> usize {
         self.len.div_ceil(GROUP) * deep * BLOCK
     }
@@ -246,19 +248,20 @@ impl Place {
 /// Packed keys and values of some heads, one after the other.
 struct Kept {
     words: Packed,
-    /// By the first row of a range.
+    /// Packed ranges, by their first row.
     places: BTreeMap<usize, Place>,
     /// Words of a head.
     head: usize,
 }
 
-/// The ranges that as many of the first units see as fit, the words that they take, and the number of units.
+/// Plans a round: returns the key ranges of as many leading units as fit, the words of these ranges, and the number of
+/// units.
 fn places(units: &[Unit], shape: Shape) -> (BTreeMap<usize, Place>, usize, usize) {
     let deep = shape.head_dim.div_ceil(GROUP);
     let mut places: BTreeMap<usize, Place> = BTreeMap::new();
     let (mut rows, mut count) = (0, 0);
     for unit in units {
-        // Keys that the unit sees beyond those that are loaded.
+        // Ranges that this unit adds to those of earlier units.
         let mut more: BTreeMap<usize, usize> = BTreeMap::new();
         for keys in unit.iter().flat_map(|block| &block.range.keys).filter(|keys| !keys.is_empty()) {
             if places.get(&keys.start).is_none_or(|place| place.len < keys.len()) {
@@ -283,7 +286,7 @@ fn places(units: &[Unit], shape: Shape) -> (BTreeMap<usize, Place>, usize, usize
     (places, end, count)
 }
 
-/// See the function of the same name outside.
+/// Runs [`super::forward`] on tiles.
 pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
     let Shape { q_heads, kv_heads, head_dim: d } = call.shape;
     let deep = d.div_ceil(GROUP);
@@ -300,7 +303,7 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
         let (places, head, count) = places(rest, call.shape);
         let (now, later) = rest.split_at(count);
         rest = later;
-        // A range that is longer than what is packed at a time goes head by head.
+        // If a range exceeds what is packed at a time, heads are processed one by one.
         let together = (MAX_PACKED / head.max(1)).clamp(1, kv_heads);
         let kept = Kept { words: Packed(words(&mut scratch, head * together)), places, head };
         let parts: Vec<(usize, Place, usize)> = kept
@@ -315,14 +318,14 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
                 let column = (first_head + at) * d;
                 let keys = start + first..start + place.len.min(first + KEYS);
                 let (to, step) = (kept.words.at(at * head + place.at), first / GROUP);
-                // SAFETY: the room is for this, and no other task has these keys of this head.
+                // SAFETY: the buffer has room, and no other task has these keys of this head.
                 unsafe {
                     pack_keys(to.wrapping_add(step * deep * BLOCK), call.k, keys.clone(), column, d);
                     let to = to.wrapping_add(place.words(deep) + step * BLOCK);
                     pack_turned(to, place.len.div_ceil(GROUP) * BLOCK, call.v, keys, column, d);
                 }
             });
-            // Units of a key head one after the other, so that what they read stays near; late ones see more.
+            // Units of one key head are consecutive, so that their operands stay in cache; later units see more.
             parallel::tasks(now.len() * heads, work, |i| {
                 let (at, unit) = (i / now.len(), &now[now.len() - 1 - i % now.len()]);
                 let mut scratch = TILED.take();
@@ -340,14 +343,15 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
 struct Running<'a> {
     max: &'a mut [f32],
     sum: &'a mut [f32],
-    /// The factor of what the lanes had.
+    /// Factor for previous sums of each lane.
     shrink: &'a mut [f32; GROUP],
 }
 
-/// Scores of whole blocks of keys become weights, cut into parts; what runs along with the panel's lanes is updated.
+/// Replaces scores of complete blocks of keys with weights, split into parts, and updates the running state of the
+/// panel's lanes.
 ///
 /// # Safety
-/// `scores [32 · steps, 32]`, and room for their weights.
+/// `scores` is `[32 · steps, 32]`, and there is room for the weights.
 #[inline(always)]
 unsafe fn softmax<S: Simd>(
     simd: S,
@@ -374,7 +378,7 @@ unsafe fn softmax<S: Simd>(
         let top = simd.max_f32s(simd.max_f32s(top[0], top[1]), simd.max_f32s(top[2], top[3]));
         let old = load(simd, &max[..at + LANES], at);
         let new = simd.max_f32s(simd.mul_f32s(top, scale), old);
-        // A lane that has seen nothing yet keeps −∞ as its maximum; any finite stand-in gives it weight 0.
+        // A lane that has seen nothing yet keeps −∞ as its maximum; any finite substitute gives it weight 0.
         let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
         let factor = exp2(simd, simd.sub_f32s(old, base));
         let minus = simd.neg_f32s(base);
@@ -386,7 +390,7 @@ unsafe fn softmax<S: Simd>(
                 let high = exp2(simd, simd.mul_add_e_f32s(score(key + LANES), scale, minus));
                 sums = [simd.add_f32s(sums[0], low), simd.add_f32s(sums[1], high)];
                 let to = weights.wrapping_add(step * BLOCK + v * PART / 2 + p * LANES);
-                // SAFETY: a line of the operand.
+                // SAFETY: one line of the operand.
                 unsafe { store_line(simd, to, cut(simd, low), cut(simd, high)) };
             }
         }
@@ -397,7 +401,7 @@ unsafe fn softmax<S: Simd>(
     }
 }
 
-/// `acc = acc · shrink + new`, `[32, 32]`, a factor per column.
+/// Computes `acc = acc · shrink + new`, `[32, 32]`, with one factor per column.
 ///
 /// # Safety
 /// `acc` has all elements.
@@ -432,7 +436,7 @@ simd_fn! {
         let col = kv_head * group * d;
         let rows = gather(call.q.columns(col..col + group * d), &blocks, d, lanes, width, &mut s.rows);
         let q = words(&mut s.q, panels * deep * BLOCK);
-        // SAFETY: room for it; the instructions exist.
+        // SAFETY: the buffer has room, and the CPU has the instructions.
         unsafe { pack_lanes(q, rows, lanes, width) };
         let acc = reserve(&mut s.acc, lanes * width);
         acc.fill(0.0);
@@ -452,7 +456,7 @@ simd_fn! {
             let own = &placed.block.range.keys[shared..];
             visits.extend(own.iter().map(|keys| (std::slice::from_ref(placed), keys)));
         }
-        // SAFETY: the instructions exist.
+        // SAFETY: the CPU has the instructions.
         let tiles = unsafe { Tiles::new() };
         for (blocks, range) in visits {
             let Some(place) = kept.places.get(&range.start) else { continue };
@@ -469,7 +473,7 @@ simd_fn! {
                         continue;
                     }
                     let lanes = panel * GROUP..(panel + 1) * GROUP;
-                    // SAFETY: scratch was sized above; the range is packed, `steps` blocks of 32 from `start` on.
+                    // SAFETY: scratch was sized above; the range is packed in `steps` blocks of 32 from `start` on.
                     unsafe {
                         for step in 0..steps {
                             let keys = keys.add((start / GROUP + step) * deep * BLOCK);
@@ -492,7 +496,7 @@ simd_fn! {
         drop(tiles);
         for panel in 0..panels {
             let at = panel * GROUP * width;
-            // SAFETY: a panel of accumulators, and room for as much.
+            // SAFETY: a panel of accumulators, and room for its transpose.
             unsafe { turn(rows[at..].as_mut_ptr(), acc[at..].as_ptr(), width, GROUP) };
         }
         for Placed { block, lanes, .. } in &blocks {
@@ -514,17 +518,17 @@ simd_fn! {
     }
 }
 
-/// A tile of the backward pass: its keys, and where operands of them begin, in blocks.
+/// A tile of the backward pass: its keys, and the block where its operands begin.
 struct KeyTile {
     keys: Range<usize>,
-    /// Groups of 32 keys before it.
+    /// Number of groups of 32 keys before it.
     group: usize,
-    /// Words to its turned keys, and from one group of columns to the next.
+    /// Words before its transposed keys, and words between groups of columns.
     turned: usize,
     turned_group: usize,
 }
 
-/// Values that the units of a chunk share.
+/// Inputs that the units of a chunk share.
 #[derive(Clone, Copy)]
 struct Pass<'a> {
     back: Back<'a>,
@@ -533,7 +537,7 @@ struct Pass<'a> {
     tiles: &'a [KeyTile],
 }
 
-/// Adds what a chunk of keys gives to the gradients of one key head.
+/// Adds the contribution of a chunk of keys to the gradients of one key head.
 pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
     let call = back.call;
     let (group, d) = (call.shape.group(), call.shape.head_dim);
@@ -552,7 +556,7 @@ pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
         let (mut tiles, mut group_at) = (Vec::new(), 0);
         for piece in pieces {
             let (at, count) = (group_at * deep * BLOCK, piece.len().div_ceil(GROUP));
-            // SAFETY: room for all groups of all pieces; the instructions exist.
+            // SAFETY: there is room for all groups of all pieces, and the CPU has the instructions.
             unsafe {
                 pack_keys(k.wrapping_add(at), call.k, piece.clone(), kv_head * d, d);
                 pack_keys(v.wrapping_add(at), call.v, piece.clone(), kv_head * d, d);
@@ -588,20 +592,20 @@ pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
     TILED.set(scratch);
 }
 
-/// The operands of a block of 32 keys and a panel that [`backward_scores`] writes.
+/// Operands of a block of 32 keys and a panel, written by [`backward_scores`].
 struct Operands {
-    /// Weights, a left operand with the keys outside.
+    /// Weights, a left operand with keys as rows.
     weights: *mut u32,
-    /// Score gradients, likewise.
+    /// Score gradients, a left operand with keys as rows.
     left: *mut u32,
-    /// Score gradients, a right operand with the keys inside.
+    /// Score gradients, a right operand with keys as the inner dimension.
     right: *mut u32,
 }
 
-/// Scores of a block of 32 keys and a panel become weights, their gradients become score gradients.
+/// Turns scores of a block of 32 keys and a panel into weights, and gradients of weights into gradients of scores.
 ///
 /// # Safety
-/// All of it is there.
+/// All operands are in bounds.
 #[inline(always)]
 unsafe fn backward_scores<S: Simd>(
     simd: S,
@@ -632,7 +636,7 @@ unsafe fn backward_scores<S: Simd>(
                 changes[half][v] = simd.mul_f32s(simd.mul_f32s(of_key[v], change), factor);
             }
             let to = weights.wrapping_add(half * PART / 2 + p * LANES);
-            // SAFETY: a line of the operand.
+            // SAFETY: one line of the operand.
             unsafe { store_line(simd, to, cut(simd, of_key[0]), cut(simd, of_key[1])) };
         }
         let [[a, b], [c, d]] = changes;
@@ -661,7 +665,7 @@ simd_fn! {
         let more = gather(heads(saved.dout), blocks, d, lanes, width, &mut s.more_rows);
         let (q, q_rows) = (words(&mut s.q, size), words(&mut s.q_rows, size));
         let (dout, dout_rows) = (words(&mut s.dout, size), words(&mut s.dout_rows, size));
-        // SAFETY: room for it; the instructions exist.
+        // SAFETY: the buffer has room, and the CPU has the instructions.
         unsafe {
             pack_lanes(q, rows, lanes, width);
             pack_heads(q_rows, rows, lanes, width);
@@ -695,7 +699,7 @@ simd_fn! {
         let [k, v, k_turned] = [&mut s.k, &mut s.v, &mut s.k_turned].map(|of| of.as_ptr().cast::<u32>());
         let mut product = Output([0.0; SQUARE]);
         let mut sight = Sight { bits: [0; KEYS], end: 0 };
-        // SAFETY: the instructions exist.
+        // SAFETY: the CPU has the instructions.
         let configured = unsafe { Tiles::new() };
         for KeyTile { keys, group: at, turned, turned_group } in tiles {
             // Panels that see each block of 32 keys.
@@ -748,7 +752,8 @@ simd_fn! {
                 }
             }
             let end = grad.stride * (keys.end - 1) + kv_head * d + d;
-            // SAFETY: this task alone writes these rows of the key head; the calls check the bounds, no reference stays.
+            // SAFETY: only this task writes these rows of the key head; the calls check the bounds and keep no
+            // reference.
             unsafe {
                 grad.data.part(end + grad.k_col, 0);
                 grad.data.part(end + grad.v_col, 0);
@@ -777,7 +782,7 @@ simd_fn! {
         drop(configured);
         for panel in 0..panels {
             let at = panel * GROUP * width;
-            // SAFETY: a panel of accumulators, and room for as much.
+            // SAFETY: a panel of accumulators, and room for its transpose.
             unsafe { turn(rows[at..].as_mut_ptr(), acc[at..].as_ptr(), width, GROUP) };
         }
         for Placed { block, lanes, seen } in blocks {

@@ -14,16 +14,16 @@ use crate::parallel;
 use crate::simd::{Simd, exp2, load, load_ptr, prefetch_far, select, store, store_ptr, transpose};
 use crate::workspace::{LINE, Line, VECTOR, reserve};
 
-/// Lanes processed together, unless one key head has more query heads.
+/// Maximum number of lanes processed together, unless one key head has more query heads.
 const MAX_LANES: usize = 64;
 /// Key rows of one tile.
 const TILE: usize = 64;
-/// Lanes and head columns in scratch are padded to this, the widest vector.
+/// Padding of lanes and head columns in scratch: the widest vector.
 const PAD: usize = 16;
 
-/// Lanes from which on rows of values are gathered before they are multiplied.
+/// Number of lanes from which rows of values are gathered before they are multiplied.
 const GATHER: usize = 32;
-/// Powers of two by which a score may exceed what its lane compares with before sums are rescaled: a weight is at most 2⁸.
+/// Powers of two by which a score may exceed its lane's reference before sums are rescaled: a weight is at most 2⁸.
 const SLACK: f32 = 8.0;
 
 /// Buffers of one thread; lanes are padded to `width`, head columns to `depth`.
@@ -37,7 +37,7 @@ pub(crate) struct Scratch {
     acc: Vec<Line>,
     scores: Vec<Line>,
     dscores: Vec<Line>,
-    /// Reference maximum of the scores, times log₂ e, and sum of a lane; the factor of a lane's earlier sum.
+    /// Reference of each lane's scores (times log₂ e), sum of weights, and factor for previous sums.
     max: Vec<f32>,
     sum: Vec<f32>,
     shrink: Vec<f32>,
@@ -58,7 +58,7 @@ struct Tile {
     causal_at: Option<usize>,
 }
 
-/// The tiles that a block sees of its key ranges `from..to`, as far as they are `within` these rows.
+/// Returns the tiles of key ranges `from..to` that a block sees, clipped to the rows `within`.
 fn tiles(block: Block, from: usize, to: usize, within: Range<usize>) -> Vec<Tile> {
     let mut tiles = Vec::new();
     let last = block.range.keys.len().wrapping_sub(1);
@@ -78,7 +78,8 @@ fn tiles(block: Block, from: usize, to: usize, within: Range<usize>) -> Vec<Tile
     tiles
 }
 
-/// `[lanes, d]` and `[d, width]`: one key head's query heads of every query, the columns of `rows`, zero beyond the lanes.
+/// Gathers one key head's query heads of every query, the columns of `rows`, to `[lanes, d]` and `[d, width]`, padded
+/// with zeros beyond the lanes.
 fn gather_lanes<'a>(
     rows: Mat,
     unit: &[Block],
@@ -105,7 +106,8 @@ fn gather_lanes<'a>(
     (plain, transposed)
 }
 
-/// Rows of a head side by side. As they lie, a power of two apart, few of them fit into the first-level cache together.
+/// Copies rows of a head next to each other. In place they are a power of two apart, and few of them fit in the
+/// first-level cache together.
 fn gather_rows(rows: Mat, keys: Range<usize>, at: usize, d: usize, to: &mut Vec<Line>) -> *const f32 {
     let to = reserve(to, keys.len() * d);
     for (to, key) in to.chunks_exact_mut(d.max(1)).zip(keys) {
@@ -114,7 +116,7 @@ fn gather_rows(rows: Mat, keys: Range<usize>, at: usize, d: usize, to: &mut Vec<
     to.as_ptr()
 }
 
-/// Asks for rows of a head, as far as there are any.
+/// Prefetches the existing rows of a head.
 #[inline(always)]
 fn ask(rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     for key in keys.start..keys.end.min(rows.rows) {
@@ -124,11 +126,11 @@ fn ask(rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     }
 }
 
-/// Online softmax of one tile for the first `n` lanes of `s.scores [len, width]`, those from `first` on of the unit: scores
-/// become weights, `max` and `sum` are updated, `shrink` is what the lanes had is worth now.
+/// Applies the online softmax to one tile, for the first `n` lanes of `s.scores [len, width]`, which are those from
+/// `first` on of the unit. Scores become weights; `max` and `sum` are updated; `shrink` becomes the factor for previous
+/// sums.
 ///
-/// The number that a lane's scores are compared with changes only when they exceed it by far, so that little has to be
-/// rescaled.
+/// The reference of a lane's scores changes only when they exceed it by more than [`SLACK`], so that rescaling is rare.
 #[inline(always)]
 fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usize, first: usize, n: usize) {
     let scores = reserve(&mut s.scores, len * width).as_mut_ptr();
@@ -142,7 +144,7 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
         let mut top = [infinite; 2];
         for key in (0..len).step_by(2) {
             let (first, second) = (column.wrapping_add(key * width), (key + 1).min(len - 1) * width);
-            // SAFETY: whole vectors, since `width` is padded.
+            // SAFETY: complete vectors, since `width` is padded.
             unsafe {
                 top[0] = simd.max_f32s(load_ptr(simd, first, S::F32_LANES), top[0]);
                 top[1] = simd.max_f32s(load_ptr(simd, column.wrapping_add(second), S::F32_LANES), top[1]);
@@ -151,7 +153,7 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
         let old = load(simd, &s.max[..end], at);
         let new = simd.max_f32s(simd.mul_f32s(simd.max_f32s(top[0], top[1]), scale), old);
         let new = select(simd, simd.greater_than_f32s(new, simd.add_f32s(old, slack)), new, old);
-        // A lane that has seen nothing yet keeps −∞; any finite stand-in gives it weight 0.
+        // A lane that has seen nothing yet keeps −∞; any finite substitute gives it weight 0.
         let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
         let shrink = exp2(simd, simd.sub_f32s(old, base));
         let minus = simd.neg_f32s(base);
@@ -172,19 +174,19 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
     }
 }
 
-/// Values that the tiles of a unit share.
+/// Inputs that the tiles of a unit share.
 #[derive(Clone, Copy)]
 struct Pass<'a> {
     call: Call<'a>,
     kv_head: usize,
-    /// Queries, transposed; it has a vector more than its `head_dim · width` elements.
+    /// Queries, transposed, with one vector more than `head_dim · width` elements.
     q_t: *const f32,
     acc: *mut f32,
     width: usize,
     depth: usize,
 }
 
-/// One tile for some lanes of a unit; `seen` if they have seen another before.
+/// Processes one tile for some lanes of a unit; `seen` if they have seen another tile before.
 #[inline(always)]
 fn forward_tile<S: Simd>(
     simd: S,
@@ -200,12 +202,13 @@ fn forward_tile<S: Simd>(
     let d = call.shape.head_dim;
     let n = lanes.len();
     if n < GATHER {
-        // Few lanes are done with rows before others arrive: while decoding, those of caches come from memory.
+        // A few lanes finish rows faster than memory delivers more: while decoding, rows of caches come from memory.
         ask(call.v, key..key + len, kv_head * d, d);
         ask(call.k, key + len..key + len + TILE, kv_head * d, d);
     }
     let scores = reserve(&mut s.scores, TILE * width);
-    // SAFETY: `key_rows` checks the key rows; scratch holds TILE × width scores, and queries for whole vectors of lanes.
+    // SAFETY: `key_rows` checks the key rows; scratch holds TILE × width scores, and queries for complete vectors of
+    // lanes.
     unsafe {
         Product {
             c: scores.as_mut_ptr(),
@@ -234,7 +237,7 @@ fn forward_tile<S: Simd>(
         if s.shrink[lane] != 1.0 {
             let shrink = simd.splat_f32s(s.shrink[lane]);
             for j in (0..d).step_by(S::F32_LANES) {
-                // SAFETY: `acc` holds a row of `depth ≥ d`, in whole vectors, per lane.
+                // SAFETY: `acc` holds a row of `depth ≥ d`, in complete vectors, per lane.
                 unsafe {
                     let to = acc.wrapping_add(lane * depth + j);
                     let x = simd.mul_f32s(load_ptr(simd, to, S::F32_LANES), shrink);
@@ -275,9 +278,9 @@ simd_fn! {
         let group = call.shape.group();
         let lanes = unit.iter().map(|b| b.count).sum::<usize>() * group;
         let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
-        // Taken out of the scratch, which the tiles use.
+        // Moved out of the scratch, which the tiles use.
         let (mut q, mut q_t, mut acc) = (take(&mut s.q), take(&mut s.q_t), take(&mut s.acc));
-        // The last lanes are read as a whole vector.
+        // The last lanes are read as a complete vector.
         reserve(&mut q_t, d * width + PAD);
         let col = kv_head * group * d;
         gather_lanes(call.q.columns(col..col + group * d), unit, d, width, &mut q, &mut q_t);
@@ -326,7 +329,8 @@ simd_fn! {
     }
 }
 
-/// Scores of one tile become weights, their gradients become score gradients; lanes `hidden(key)..` only.
+/// Turns scores of one tile into weights, and gradients of weights into gradients of scores, for lanes `hidden(key)..`
+/// only.
 #[inline(always)]
 fn backward_scores<S: Simd>(
     simd: S,
@@ -347,7 +351,7 @@ fn backward_scores<S: Simd>(
         for at in (lane..len * width).step_by(width) {
             let (score, change) =
                 (scores.as_mut_ptr().wrapping_add(at), dscores.as_mut_ptr().wrapping_add(at));
-            // SAFETY: whole vectors of both, since `width` is padded.
+            // SAFETY: complete vectors of both, since `width` is padded.
             unsafe {
                 let x = load_ptr(simd, score, S::F32_LANES);
                 let weight = exp2(simd, simd.mul_add_e_f32s(x, binary, minus_lse));
@@ -417,7 +421,7 @@ simd_fn! {
             backward_scores(simd, s, call.scale, width, group, block, tile);
             let (weights, changes) = (s.scores.as_ptr().cast(), s.dscores.as_ptr().cast());
             let end = grad.stride * (key + len - 1) + kv_head * d + d;
-            // SAFETY: this task alone writes this key head's rows; the calls check the bounds, no reference stays.
+            // SAFETY: only this task writes this key head's rows; the calls check the bounds and keep no reference.
             let (dk, dv) = unsafe {
                 grad.data.part(end + grad.k_col, 0);
                 grad.data.part(end + grad.v_col, 0);
@@ -434,7 +438,7 @@ simd_fn! {
                 accumulate: any,
             };
             any = true;
-            // SAFETY: as above; padding lanes are left out of all three sums.
+            // SAFETY: in bounds as above; all three sums exclude padding lanes.
             unsafe {
                 dv.run(simd);
                 dk.run(simd);
@@ -453,7 +457,7 @@ simd_fn! {
     }
 }
 
-/// Adds what a chunk of keys gives to the gradients of one key head.
+/// Adds the contribution of a chunk of keys to the gradients of one key head.
 pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
     let max_queries = (MAX_LANES / back.call.shape.group().max(1)).max(1);
     let mut scratch = VECTOR.take();
@@ -467,7 +471,7 @@ pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
     VECTOR.set(scratch);
 }
 
-/// See the function of the same name outside.
+/// Runs [`super::forward`] with vectors.
 pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
     let shape = call.shape;
     let run = |(unit, kv_head): (&Unit, usize)| {
@@ -482,7 +486,7 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
         cut.iter().for_each(|unit| (0..shape.kv_heads).for_each(|head| run((unit, head))));
         return;
     }
-    // Wide units read keys and values seldom; narrow ones keep more threads busy.
+    // Wide units read keys and values less often; narrow units keep more threads busy.
     for (lanes, least) in [(MAX_LANES / 2, 2 * threads), (PAD, threads)] {
         if cut.len() * shape.kv_heads < least {
             cut = units(layout, shape.group(), lanes);

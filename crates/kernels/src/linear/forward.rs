@@ -1,4 +1,4 @@
-//! The layers for many rows.
+//! Linear layers for many rows.
 
 use super::{Layer, any_quantised, each_wide, fit, outputs, work};
 use crate::gemm::{self, Left, Multiply, Pack};
@@ -9,19 +9,20 @@ use crate::tiles::{self, Right};
 use crate::workspace::PANELS;
 use crate::{Stored, buffer};
 
-/// `x Wᵀ + b` for many rows (prefill, scoring, training): `x [m, k]`, the outputs of the layers side by side in `[m, Σ n]`.
+/// Computes `x Wᵀ + b` for many rows (prefill, scoring, training): `x [m, k]`, with the outputs of the layers side by
+/// side in `[m, Σ n]`.
 #[must_use]
 pub fn forward(x: Mat, layers: &[Layer]) -> Vec<f32> {
-    // SAFETY: columns of all layers and all rows are some task's, whose first block overwrites.
+    // SAFETY: the tasks cover the columns of all layers and all rows, and the first block overwrites.
     unsafe { buffer::matrix(x.rows, outputs(layers), |y| write_forward(x, layers, false, y)) }
 }
 
-/// [`forward`] into `y [m, Σ n]`, which is replaced, or added to if `accumulate`.
+/// Writes [`forward`] to `y [m, Σ n]`: replaces `y`, or adds to it if `accumulate`.
 pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, y: MatMut) {
     write_forward(x, layers, accumulate, y);
 }
 
-/// Every element of the output is written, and read before only if `accumulate`.
+/// Writes every element of the output, and reads it first only if `accumulate`.
 fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let ((m, k), n) = (x.dims(), y.cols);
     let _span = span(Op::Linear, || profile::products(m, layers));

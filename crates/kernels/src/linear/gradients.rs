@@ -1,4 +1,4 @@
-//! Gradients of the layers: for their input, weights and biases.
+//! Gradients of linear layers for their input, weights and biases.
 
 use std::ops::Range;
 
@@ -11,36 +11,36 @@ use crate::tiles::{self, Right};
 use crate::workspace::{GROUPS, PANELS, reserve};
 use crate::{Stored, buffer};
 
-/// Elements of packed gradients that exist at a time (8 MiB).
+/// Maximum elements of packed gradients at a time (8 MiB).
 const PACKED_LEN: usize = 2 << 20;
 
 /// One weight gradient of a call.
 #[derive(Debug)]
 pub struct Gradient<'a> {
-    /// `[n, k]`, added to.
+    /// Gradient `[n, k]`, added to.
     pub dw: MatMut<'a>,
-    /// First of the layer's columns in a row of `dy`.
+    /// First column of the layer in a row of `dy`.
     pub col: usize,
     /// Whether the weight is bf16.
     pub bf16: bool,
 }
 
-/// Gradient of [`forward`](super::forward) for `x`: `dy · W`, `[m, k]`, summed over the layers, whose columns of `dy [m, Σ n]` stand side by
-/// side.
+/// Returns the gradient of [`forward`](super::forward) for `x`: `dy · W`, `[m, k]`, summed over the layers. The layers'
+/// columns are side by side in `dy [m, Σ n]`.
 #[must_use]
 pub fn backward_input(dy: Mat, layers: &[Layer]) -> Vec<f32> {
     let k = layers.first().map_or(0, |layer| layer.w.dims().1);
-    // SAFETY: all columns and rows are some task's, and the first block of the first layer overwrites; without any they are
-    // cleared.
+    // SAFETY: the tasks cover all columns and rows, and the first block of the first layer overwrites; without layers
+    // everything is zeroed.
     unsafe { buffer::matrix(dy.rows, k, |dx| write_backward(dy, layers, false, dx)) }
 }
 
-/// [`backward_input`] into `dx [m, k]`, which is replaced, or added to if `accumulate`.
+/// Writes [`backward_input`] to `dx [m, k]`: replaces `dx`, or adds to it if `accumulate`.
 pub fn backward_input_into(dy: Mat, layers: &[Layer], accumulate: bool, dx: MatMut) {
     write_backward(dy, layers, accumulate, dx);
 }
 
-/// Every element of the gradient is written, and read before only if `accumulate`.
+/// Writes every element of the gradient, and reads it first only if `accumulate`.
 fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
     let ((m, k), n) = (dx.dims(), dy.cols);
     let _span = span(Op::LinearInput, || profile::products(m, layers));
@@ -102,7 +102,8 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
     });
 }
 
-/// Gradients of [`forward`](super::forward) for weights: `dw [n, k] += dyᵀ · x` for several layers with the same input `x [m, k]`.
+/// Adds the gradients of [`forward`](super::forward) for weights: `dw [n, k] += dyᵀ · x` for several layers with the
+/// same input `x [m, k]`.
 pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     let (m, k) = x.dims();
     let n: usize = gradients.iter().map(|g| g.dw.rows).sum();
@@ -124,7 +125,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
         unsafe { tiles::multiply(&lefts, &right, m, k, true, rounded) }
     });
     let (side, panel) = gemm::tile_shape();
-    // The output of a task: place, first column of dy, groups of a tile's rows, groups before it.
+    // Per task: destination, first column of dy, groups of a tile's rows, groups before it.
     let mut before = 0;
     let outputs: Vec<(Shared, usize, usize, usize)> = gradients
         .iter()
@@ -151,7 +152,8 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
         rest = later;
         let depth: usize = now.iter().map(ExactSizeIterator::len).sum();
         let packed = reserve(&mut groups, depth * total * side);
-        // Where the packed columns of an output begin for a block: blocks one after the other, outputs inside.
+        // Returns where an output's packed columns begin for a block: blocks are consecutive, outputs are consecutive
+        // inside each.
         let place = |block: &Range<usize>, before: usize| {
             (block.start - first.start) * total * side + before * block.len() * side
         };
@@ -170,7 +172,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
                 let columns = groups.start * side..n.min(groups.end * side);
                 let to = to.ptr(place(block, before) + groups.start * side * block.len());
                 let from = &dy.data[block.start * dy.stride + col + columns.start..];
-                // SAFETY: groups of different tasks are disjoint and `place` keeps outputs and blocks apart.
+                // SAFETY: groups of different tasks are disjoint, and `place` separates outputs and blocks.
                 unsafe {
                     PackLeft { to, from, inner: dy.stride, depth: block.len(), rows: columns.len() }.run()
                 };
@@ -205,7 +207,8 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     GROUPS.set(groups);
 }
 
-/// Gradient of [`forward`](super::forward) for a bias: `db [n] +=` the column sums of `dy [m, n]`, added in row order.
+/// Adds the gradient of [`forward`](super::forward) for a bias: `db [n] +=` the column sums of `dy [m, n]`, in row
+/// order.
 pub fn backward_bias(dy: Mat, db: &mut [f32]) {
     let (m, n) = dy.dims();
     let _span = span(Op::LinearWeight, || (m * n, 4 * m * n));

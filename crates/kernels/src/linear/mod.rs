@@ -1,14 +1,15 @@
 //! Linear layers `y = x Wᵀ + b` and their gradients.
 //!
-//! [`forward`] and the gradients are blocked products for many rows, [`forward_rows_into`] is the kernel for decoding, limited by
-//! the memory that the weights come from. In all of them the bits of an output element depend on its own row of `x`, its
-//! row of the weight and the inner size, never on the other rows or columns of the call; weight gradients sum over the
-//! rows in order.
+//! [`forward`] and the gradients are blocked products for many rows. [`forward_rows_into`] is the decoding kernel,
+//! limited by the memory bandwidth of the weights. In all of them the bits of an output element depend only on its row
+//! of `x`, its row of the weight and the inner size, never on other rows or columns of the call. Weight gradients sum
+//! over the rows in order.
 //!
-//! Sums are `f32`. Where the CPU multiplies bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]), products with
-//! a bf16 weight round the other factor to bf16 too, and both factors of its gradient; elsewhere bf16 is widened and nothing
-//! is rounded. A bf16 number below 2⁻¹²⁶ counts as zero there. Weights of few bits are widened piece by piece, to bf16 where
-//! it is multiplied, else to f32 ([`crate::quant::keep_inputs`] says f32 everywhere); while decoding they are not ([`crate::quant`]).
+//! Sums are `f32`. If the CPU multiplies bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]), a product with a
+//! bf16 weight also rounds the other factor to bf16, the weight's gradient rounds both factors, and a bf16 number below
+//! 2⁻¹²⁶ counts as zero. On other CPUs bf16 is widened and nothing is rounded. Weights of few bits are widened piece by
+//! piece: to bf16 if the CPU multiplies bf16, else to f32 ([`crate::quant::keep_inputs`] forces f32 everywhere).
+//! Decoding multiplies them without widening ([`crate::quant`]).
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
@@ -25,28 +26,24 @@ use crate::quant::{PANEL, QuantRows};
 use crate::workspace::{WIDE, reserve};
 use crate::{Stored, Weight, quant, rounds_bf16};
 
-/// One weight of a call, and its bias.
+/// A weight of a call, with its bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Layer<'a> {
-    /// `[n, k]`.
     pub w: Weight<'a>,
-    /// `[n]`.
     pub bias: Option<&'a [f32]>,
 }
 
 impl<'a> Layer<'a> {
-    /// A layer without bias.
     #[must_use]
     pub fn new(w: Weight<'a>) -> Self {
         Self { w, bias: None }
     }
 
-    /// Outputs.
     fn n(&self) -> usize {
         self.w.dims().0
     }
 
-    /// A weight of few bits.
+    /// Returns the weight if it has few bits.
     fn few_bits(&self) -> Option<QuantRows<'a>> {
         match self.w.stored() {
             Stored::Quantised(w) => Some(w),
@@ -55,22 +52,22 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// Outputs of all layers, side by side.
+/// Returns the number of outputs of all layers, side by side.
 fn outputs(layers: &[Layer]) -> usize {
     layers.iter().map(Layer::n).sum()
 }
 
-/// Multiply-adds as elementary operations, for the decision to use threads.
+/// Returns multiply-adds as elementary operations, used to decide on threads.
 fn work(m: usize, k: usize, n: usize) -> usize {
     m * k * n / 8
 }
 
-/// Elements of a piece of a quantised weight that is widened at a time (8 MiB of bf16, 16 of f32): for each piece the other factor is
-/// packed anew.
+/// Elements of a quantised weight that are widened at a time (8 MiB of bf16, 16 MiB of f32). The other factor is packed
+/// again for each piece.
 const WIDE_LEN: usize = 1 << 22;
 
-/// Calls `f(first column of the layer's output, layer)` for every layer, a quantised one in widened pieces. Their bounds
-/// depend on `k` alone.
+/// Calls `f(first column of the layer's output, layer)` for every layer, for a quantised layer once per widened piece.
+/// The bounds of pieces depend on `k` alone.
 fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
     let mut col = 0;
     for &layer in layers {
@@ -83,7 +80,7 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
                 let bias = layer.bias.map(|bias| &bias[start..start + n]);
                 let (w, wide) = (w.rows(start, start + n), reserve(&mut scratch, n * k));
                 let w = if rounds_bf16() && !quant::keeps_inputs() {
-                    // SAFETY: two bf16 in the place of each f32; any bits are valid for both.
+                    // SAFETY: two bf16 fit in the memory of each f32; any bits are valid for both.
                     let wide = unsafe { std::slice::from_raw_parts_mut(wide.as_mut_ptr().cast(), n * k) };
                     w.widen_bf16(wide);
                     Weight::bf16(wide, n, k)
@@ -105,7 +102,7 @@ fn any_quantised(layers: &[Layer]) -> bool {
     layers.iter().any(|layer| layer.few_bits().is_some())
 }
 
-/// Whether `x`, layers and `y` fit together.
+/// Returns whether `x`, layers and `y` fit together.
 fn fit(x: Mat, layers: &[Layer], y: &MatMut) -> bool {
     let of_layer = |l: &Layer| l.w.dims().1 == x.cols && l.bias.is_none_or(|b| b.len() == l.n());
     y.dims() == (x.rows, outputs(layers)) && layers.iter().all(of_layer)

@@ -1,19 +1,19 @@
-//! Weight matrices of 8 or 4 bits a weight, for weights that are not trained.
+//! Weight matrices of 8 or 4 bits per weight, for weights that are not trained.
 //!
-//! A row is cut into groups of [`GROUP`] weights. A group keeps its minimum `m` and a step `s` in bf16, a weight its
-//! place `q` on that scale: `ŵ = q·s + m`, `q` in `0..=L` with `L` 255 or 15. `m` is rounded down and `s` up, so the scale
-//! covers the group, and with `q` rounded to nearest
+//! A row is cut into groups of [`GROUP`] weights. A group stores its minimum `m` and a step `s` in bf16, and each
+//! weight a code `q`: `ŵ = q·s + m`, `q` in `0..=L` with `L` 255 or 15. `m` is rounded down and `s` up, so the codes
+//! cover the group, and with `q` rounded to nearest
 //!
 //! `|ŵ − w| ≤ s/2 + 2⁻²⁴·|ŵ|`, `s ≤ 1.01·(max − m)/L`, `m ≥ min·(1 ± 2⁻⁷)`:
 //!
-//! half a step, plus the rounding of `ŵ` itself (`q·s` is exact in f32). Memory is 8.5 or 4.5 bits a weight. The scheme is
-//! the affine one of Jacob et al. (arXiv 1712.05877) per group; for normal weights its 4 bits have the error of NF4
-//! (Dettmers et al., arXiv 2305.14314) at the same size, and widening needs no table.
+//! half a step, plus the rounding of `ŵ` itself (`q·s` is exact in f32). Memory is 8.5 or 4.5 bits per weight. The
+//! scheme is the affine one of Jacob et al. (arXiv 1712.05877) per group. For normally distributed weights, 4 bits have
+//! the error of NF4 (Dettmers et al., arXiv 2305.14314) at the same size, and widening needs no table.
 //!
-//! The layout is that of decoding, which reads all of it for a few rows of inputs: [`PANEL`] rows stand together, and of each
-//! group first their scales, then their codes, four elements of every row at a time. A vector of 32-bit lanes so holds neighbouring
-//! rows, whose sums need not be added up across lanes, and memory is read from its start to its end. With 4 bits a byte holds
-//! an element in its low half and the one 32 further in the other.
+//! The layout serves decoding, which reads the complete matrix for a few rows of inputs. [`PANEL`] rows are stored
+//! together: for each group first their scales, then their codes, four elements of every row at a time. A vector of
+//! 32-bit lanes therefore holds adjacent rows, whose sums need no addition across lanes, and memory is read from start
+//! to end. With 4 bits, a byte holds an element in its low half and the element 32 further on in its high half.
 
 mod rows;
 
@@ -27,9 +27,9 @@ pub(crate) use rows::forward_rows;
 
 static KEEP_INPUTS: AtomicBool = AtomicBool::new(false);
 
-/// Keeps the inputs of products with these weights in f32, with many rows and with few, so that only the order of sums tells them
-/// apart. Otherwise products of many rows round them as [`crate::rounds_bf16`] says, and those of few rows as
-/// [`rounds_inputs`] says. Not to be changed while a kernel runs.
+/// Keeps the inputs of products with these weights in f32, for many rows and for few, so that the two differ only in
+/// the order of sums. By default, products of many rows round inputs if [`crate::rounds_bf16`], and those of few rows
+/// if [`rounds_inputs`]. Do not call this while a kernel runs.
 pub fn keep_inputs(keep: bool) {
     KEEP_INPUTS.store(keep, Ordering::Relaxed);
 }
@@ -38,7 +38,8 @@ pub(crate) fn keeps_inputs() -> bool {
     KEEP_INPUTS.load(Ordering::Relaxed)
 }
 
-/// Whether products of few rows with these weights write their inputs as two or three bytes, because this CPU multiplies bytes faster.
+/// Returns whether products of few rows with these weights write their inputs as two or three bytes, because this CPU
+/// multiplies bytes faster.
 #[must_use]
 pub fn rounds_inputs() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -47,14 +48,13 @@ pub fn rounds_inputs() -> bool {
     false
 }
 
-/// Weights that share a minimum and a step.
+/// Number of weights that share a minimum and a step.
 pub const GROUP: usize = 64;
-/// Rows that stand together.
+/// Number of rows that are stored together.
 pub const PANEL: usize = 16;
-/// Elements of a row in a word of codes, where a byte is one.
+/// Elements of a row in a word of codes; with 8 bits each is a byte.
 const LANE: usize = 4;
 
-/// Bits of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantBits {
     /// 256 levels.
@@ -64,7 +64,7 @@ pub enum QuantBits {
 }
 
 impl QuantBits {
-    /// Bits of a code.
+    /// Returns the bits of a code.
     #[must_use]
     pub const fn bits(self) -> usize {
         match self {
@@ -73,29 +73,29 @@ impl QuantBits {
         }
     }
 
-    /// The largest code.
+    /// Returns the largest code.
     #[must_use]
     pub const fn levels(self) -> u32 {
         (1 << self.bits()) - 1
     }
 
-    /// Words of codes of a row's group.
+    /// Returns the words of codes of a row's group.
     const fn words(self) -> usize {
         GROUP * self.bits() / 32
     }
 
-    /// Lines of a panel's group: scales and codes.
+    /// Returns the lines of a panel's group: scales and codes.
     const fn lines(self) -> usize {
         1 + self.words()
     }
 
-    /// Word of element `e` of a group, and the place of its low bit.
+    /// Returns the word of element `e` of a group and the position of its low bit.
     const fn place(self, e: usize) -> (usize, usize) {
         let span = LANE * self.words();
         (e % span / LANE, e % LANE * 8 + e / span * self.bits())
     }
 
-    /// Memory of a matrix, bytes.
+    /// Returns the bytes of a matrix `[n, k]`.
     #[must_use]
     pub const fn matrix_bytes(self, n: usize, k: usize) -> usize {
         n.div_ceil(PANEL) * k.div_ceil(GROUP) * self.lines() * size_of::<Line>()
@@ -110,9 +110,9 @@ struct Line([u32; PANEL]);
 /// Minimum and step of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Scale {
-    /// `m`: what code 0 stands for.
+    /// Value `m` of code 0.
     pub min: bf16,
-    /// `s`: the distance of neighbouring codes.
+    /// Distance `s` between adjacent codes.
     pub step: bf16,
 }
 
@@ -141,15 +141,15 @@ pub struct QuantRows<'a> {
     bits: QuantBits,
     n: usize,
     k: usize,
-    /// Place of the first row in its panel.
+    /// Index of the first row within its panel.
     first: usize,
-    /// From the panel of the first row to that of the last.
+    /// Lines from the panel of the first row to that of the last.
     lines: &'a [Line],
 }
 
 impl QuantMatrix {
-    /// Quantises rows that `row(i, buffer of k)` fills in, on several threads, so that the whole matrix never exists in f32.
-    /// `None` if a group's range is not finite.
+    /// Quantises rows on several threads; `row(i, buffer of k)` fills in row `i`, so that the complete matrix never
+    /// exists in f32. Returns `None` if a group's range is not finite.
     #[must_use]
     pub fn from_rows(
         bits: QuantBits,
@@ -170,26 +170,26 @@ impl QuantMatrix {
         fits.into_iter().all(|fits| fits).then_some(Self { bits, n, k, lines })
     }
 
-    /// The whole matrix, for kernels.
+    /// Returns all rows, for kernels.
     #[must_use]
     pub fn rows(&self) -> QuantRows<'_> {
         QuantRows { bits: self.bits, n: self.n, k: self.k, first: 0, lines: &self.lines }
     }
 
-    /// Bits of a code.
     #[must_use]
     pub fn bits(&self) -> QuantBits {
         self.bits
     }
 
-    /// Memory of codes and scales, bytes.
+    /// Returns the bytes of codes and scales.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         size_of_val(&*self.lines)
     }
 
-    /// Codes and scales row by row, as cards read them: a block is 16 words, and word `i` of a block holds its elements `i`,
-    /// `i + 16`, `i + 32`, … from its low bits up. A row has whole blocks, and a scale for each group of them.
+    /// Returns codes and scales row by row, the layout that GPUs read. A block is 16 words; word `i` holds the elements
+    /// `i`, `i + 16`, `i + 32`, … of the block from its low bits up. A row has complete blocks, and a scale for each
+    /// group in them.
     #[must_use]
     pub fn by_rows(&self) -> (Vec<u32>, Vec<Scale>) {
         const WORDS: usize = 16;
@@ -212,20 +212,20 @@ impl QuantMatrix {
     }
 }
 
-/// The largest bf16 that is not above `x`.
+/// Returns the largest bf16 that is not above `x`.
 fn round_down(x: f32) -> bf16 {
     let cut = (x.to_bits() >> 16) as u16;
-    // Cutting bits moves towards zero: up for a negative number.
+    // Truncation rounds towards zero, which is up for a negative number.
     bf16::from_bits(if x < 0.0 && x.to_bits() & 0xffff != 0 { cut + 1 } else { cut })
 }
 
-/// The smallest bf16 that is not below `x ≥ 0`.
+/// Returns the smallest bf16 that is not below `x ≥ 0`.
 fn round_up(x: f32) -> bf16 {
     let cut = (x.to_bits() >> 16) as u16;
     bf16::from_bits(if x.to_bits() & 0xffff != 0 { cut + 1 } else { cut })
 }
 
-/// Row `r` of a panel.
+/// Encodes row `r` of a panel; returns `false` if a group's range is not finite.
 fn encode(bits: QuantBits, row: &[f32], r: usize, panel: &mut [Line]) -> bool {
     let levels = bits.levels();
     for (group, lines) in row.chunks(GROUP).zip(panel.chunks_exact_mut(bits.lines())) {
@@ -248,42 +248,39 @@ fn encode(bits: QuantBits, row: &[f32], r: usize, panel: &mut [Line]) -> bool {
 }
 
 impl<'a> QuantRows<'a> {
-    /// Elements, `n · k`.
+    /// Returns the number of elements, `n · k`.
     #[must_use]
     pub fn len(self) -> usize {
         self.n * self.k
     }
 
-    /// Whether there are none.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }
 
-    /// Rows and columns.
     #[must_use]
     pub fn dims(self) -> (usize, usize) {
         (self.n, self.k)
     }
 
-    /// Bits of a code.
     #[must_use]
     pub fn bits(self) -> QuantBits {
         self.bits
     }
 
-    /// Memory of codes and scales, bytes; rows that stand together with others count in part.
+    /// Returns the bytes of codes and scales; a panel shared with other rows counts in part.
     #[must_use]
     pub fn num_bytes(self) -> usize {
         self.n * self.k.div_ceil(GROUP) * self.bits.lines() * size_of::<u32>()
     }
 
-    /// Lines of a panel.
+    /// Returns the lines of a panel.
     fn panel_lines(self) -> usize {
         self.k.div_ceil(GROUP) * self.bits.lines()
     }
 
-    /// Rows `start..end`.
+    /// Returns rows `start..end`.
     #[must_use]
     pub fn rows(self, start: usize, end: usize) -> Self {
         assert!(start <= end && end <= self.n, "rows {start}..{end} of {}", self.n);
@@ -293,31 +290,32 @@ impl<'a> QuantRows<'a> {
         Self { n, first: start % PANEL, lines: &self.lines[lines], ..self }
     }
 
-    /// Word of row `i` in line `at` of its group `g`.
+    /// Returns the word of row `i` in line `at` of its group `g`.
     fn word(self, i: usize, g: usize, at: usize) -> u32 {
         let i = self.first + i;
         self.lines[i / PANEL * self.panel_lines() + g * self.bits.lines() + at].0[i % PANEL]
     }
 
-    /// The scale of group `g` of row `i`.
+    /// Returns the scale of group `g` of row `i`.
     #[must_use]
     pub fn scale(self, i: usize, g: usize) -> Scale {
         Scale::of(self.word(i, g, 0))
     }
 
-    /// The code of element `p` of row `i`.
+    /// Returns the code of element `p` of row `i`.
     #[must_use]
     pub fn code(self, i: usize, p: usize) -> u32 {
         let (word, shift) = self.bits.place(p % GROUP);
         self.word(i, p / GROUP, 1 + word) >> shift & self.bits.levels()
     }
 
-    /// Writes all rows as f32 to `out [n, k]`. For tiles: a product with a whole weight goes through bounded pieces.
+    /// Writes all rows as f32 to `out [n, k]`. Meant for pieces of bounded size: products never widen a complete
+    /// weight.
     pub fn widen(self, out: &mut [f32]) {
         self.each_part(out, |out, w| widen_f32(out, w));
     }
 
-    /// [`Self::widen`], rounded to bf16.
+    /// Widens like [`Self::widen`], rounded to bf16.
     pub(crate) fn widen_bf16(self, out: &mut [bf16]) {
         self.each_part(out, |out, w| widen_bf16(out, w));
     }
@@ -331,7 +329,7 @@ impl<'a> QuantRows<'a> {
     }
 }
 
-/// A number that a weight is widened to.
+/// A number type that weights are widened to.
 trait Widened: Copy + Default {
     fn of(x: f32) -> Self;
 }
@@ -344,7 +342,7 @@ impl Widened for f32 {
 }
 
 impl Widened for bf16 {
-    /// To nearest, ties to even; weights are finite.
+    /// Rounds to nearest, ties to even; weights are finite.
     #[inline(always)]
     fn of(x: f32) -> Self {
         let bits = x.to_bits();
@@ -353,7 +351,7 @@ impl Widened for bf16 {
 }
 
 simd_fn! {
-    /// Every row of `w` as f32, compiled for the instruction set and vectorised.
+    /// Widens every row of `w` to f32, compiled for each instruction set and vectorised.
     fn widen_f32<'a>(simd: S, out: &'a mut [f32], w: QuantRows<'a>) -> () {
         let _ = simd;
         widen_rows(out, w);
@@ -361,7 +359,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// Writes the numbers as bf16.
+    /// Widens every row of `w` to bf16.
     fn widen_bf16<'a>(simd: S, out: &'a mut [bf16], w: QuantRows<'a>) -> () {
         let _ = simd;
         widen_rows(out, w);
@@ -380,7 +378,7 @@ fn widen_rows<T: Widened>(out: &mut [T], w: QuantRows) {
 fn widen_panels<T: Widened, const BITS: usize>(out: &mut [T], w: QuantRows) {
     let words = GROUP * BITS / 32;
     for (at, panel) in w.lines.chunks_exact(w.panel_lines().max(1)).enumerate() {
-        // Rows of this panel that are wanted.
+        // Requested rows of this panel.
         let rows = (at * PANEL).max(w.first)..((at + 1) * PANEL).min(w.first + w.n);
         for (g, lines) in panel.chunks_exact(1 + words).enumerate() {
             let mut codes = [[0u8; GROUP]; PANEL];

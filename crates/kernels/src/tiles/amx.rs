@@ -1,4 +1,4 @@
-//! Tiles and what is done with them: packing of operands, products of packed operands.
+//! AMX tiles: packing of operands and products of packed operands.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -15,13 +15,13 @@ pub(super) const STEP: usize = 32;
 pub(super) const SIDE: usize = 16;
 /// 32-bit words of a tile, each a pair of bf16.
 pub(super) const TILE: usize = SIDE * SIDE;
-/// Rows of a group and columns of a panel: two tiles of either, which makes four tiles of the output.
+/// Rows of a group and columns of a panel: two tiles each, so four tiles of the output.
 pub(crate) const GROUP: usize = 2 * SIDE;
-/// Parts of an `f32`.
+/// Number of bf16 parts of an `f32`.
 pub(crate) const PARTS: usize = 3;
 /// Words of two tiles: a part of 32 rows (or columns) at one step of the inner dimension.
 pub(crate) const PART: usize = 2 * TILE;
-/// Words of all parts of that.
+/// Words of all parts of 32 rows (or columns) at one step.
 pub(crate) const BLOCK: usize = PARTS * PART;
 
 /// Operand of `ldtilecfg`: the shape of each tile.
@@ -30,45 +30,43 @@ pub(crate) struct Config {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
-    /// Bytes of a row of each tile.
     pub(crate) row_bytes: [u16; 16],
-    /// Rows of each tile.
     pub(crate) rows: [u8; 16],
 }
 
 impl Default for Config {
-    /// Palette 1, the only one with tiles, and no tile in use.
+    /// Returns palette 1, the only one with tiles, with no tile in use.
     fn default() -> Self {
         Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
     }
 }
 
-/// Whether tiles for bf16 work here, and portable code is not asked for.
+/// Returns whether tiles for bf16 work on this machine and [`crate::limit_instructions`] allows them.
 pub(crate) fn available() -> bool {
     probe::amx().works && simd::allowed(Instructions::Best)
 }
 
-/// The tiles of this thread while it multiplies: all have 16 rows, of 64 bytes, but those of the right operand and of the
-/// output may be narrower.
+/// Tile configuration of this thread while it multiplies. All tiles have 16 rows of 64 bytes, except that tiles of the
+/// right operand and of the output may be narrower.
 ///
-/// The kernels use six of the eight. If the other hyperthread of a core is busy, there seem to be hardly more registers than those
-/// that programs name, and an instruction that writes a tile waits for a free one, unless few tiles have been written since
-/// they were configured. On Sapphire Rapids products with six tiles take 20 ns instead of 30 to 40 in such minutes, and
-/// asking for operands ahead makes that 16; they take 8 ns where the core is free, either way.
+/// The kernels use six of eight tiles. When the other hyperthread of a core is busy, there seem to be hardly more tile
+/// registers than programs name: an instruction that writes a tile waits for a free register, unless few tiles have
+/// been written since the configuration. In this state, products on Sapphire Rapids take 20 ns with six tiles instead
+/// of 30 to 40, and 16 ns with prefetched operands. When the core is free, they take 8 ns in any case.
 pub(crate) struct Tiles;
 
 impl Tiles {
     /// # Safety
-    /// The instructions exist.
+    /// The CPU has the instructions.
     pub(crate) unsafe fn new() -> Self {
         // SAFETY: by the contract.
         unsafe { Self::narrow(SIDE) }
     }
 
-    /// For right operands of `columns` columns.
+    /// Configures right operands of `columns` columns.
     ///
     /// # Safety
-    /// The instructions exist.
+    /// The CPU has the instructions.
     pub(super) unsafe fn narrow(columns: usize) -> Self {
         let mut config = Config::default();
         config.row_bytes[..6].fill(4 * columns as u16);
@@ -82,17 +80,17 @@ impl Tiles {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        // SAFETY: there are tiles if there is a `Tiles`.
+        // SAFETY: a `Tiles` exists only if the CPU has tiles.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
 
 /// An element of an operand in memory.
 pub(crate) trait Element: Copy {
-    /// The elements from `from` on whose bits are set, zero for the others.
+    /// Loads the elements from `from` on whose bits are set in `mask`, zero for the others.
     ///
     /// # Safety
-    /// They are readable, and there is AVX-512.
+    /// These elements are readable, and the CPU has AVX-512.
     unsafe fn load(from: *const Self, mask: __mmask16) -> __m512;
 }
 
@@ -115,7 +113,7 @@ impl Element for bf16 {
     }
 }
 
-/// Rows become columns.
+/// Transposes a square.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn transpose(rows: &mut [__m512; SIDE]) {
@@ -124,7 +122,7 @@ pub(super) fn transpose(rows: &mut [__m512; SIDE]) {
         half[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
         half[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
     }
-    // Element `4 q + c` of what follows: column `4 · lane + c` of rows `4 q..4 q + 4`.
+    // In the next array, element `4 q + c` holds column `4 · lane + c` of rows `4 q..4 q + 4`.
     let mut quarter = half;
     for i in (0..SIDE).step_by(4) {
         for j in 0..2 {
@@ -144,10 +142,10 @@ pub(super) fn transpose(rows: &mut [__m512; SIDE]) {
     }
 }
 
-/// `to [columns, rows] = fromᵀ`, both contiguous; `rows` and `columns` are multiples of 16.
+/// Computes `to [columns, rows] = fromᵀ`, both contiguous; `rows` and `columns` are multiples of 16.
 ///
 /// # Safety
-/// All elements are there, and AVX-512 is.
+/// All elements are in bounds, and the CPU has AVX-512.
 #[target_feature(enable = "avx512f")]
 pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: usize) {
     for i in (0..rows).step_by(SIDE) {
@@ -159,7 +157,7 @@ pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: 
             }
             transpose(&mut block);
             for (r, x) in block.into_iter().enumerate() {
-                // SAFETY: as above, in reverse.
+                // SAFETY: the transposed element, in bounds too.
                 unsafe { _mm512_storeu_ps(to.add((j + r) * rows + i), x) };
             }
         }
@@ -169,7 +167,7 @@ pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: 
 /// Writes `value` to the elements of `to [bits.len(), 32]` whose bit is not set.
 ///
 /// # Safety
-/// All elements are there, and AVX-512 is.
+/// All elements are in bounds, and the CPU has AVX-512.
 #[target_feature(enable = "avx512f")]
 pub(crate) unsafe fn hide(to: *mut f32, bits: &[u32], value: f32) {
     let value = _mm512_set1_ps(value);
@@ -183,7 +181,7 @@ pub(crate) unsafe fn hide(to: *mut f32, bits: &[u32], value: f32) {
     }
 }
 
-/// The parts of 16 numbers, each in the upper halves of the words, for [`store_line`].
+/// Splits 16 numbers into parts, each in the upper halves of the words, for [`store_line`].
 #[inline(always)]
 pub(crate) fn cut<S: Simd>(simd: S, x: S::f32s) -> [S::u32s; PARTS] {
     let (top, half) = (simd.splat_u32s(0xffff_0000), simd.splat_u32s(0x8000));
@@ -195,7 +193,7 @@ pub(crate) fn cut<S: Simd>(simd: S, x: S::f32s) -> [S::u32s; PARTS] {
     [first, second, simd.and_u32s(bits(rest), top)]
 }
 
-/// Writes a line of a tile for every part, of elements `p` and `p + 16` of the inner dimension.
+/// Writes a tile line for every part, from elements `p` and `p + 16` of the inner dimension.
 ///
 /// # Safety
 /// `to` is the line in the tile of the first part; vectors have 16 lanes.
@@ -214,7 +212,7 @@ pub(crate) unsafe fn store_line<S: Simd>(
     }
 }
 
-/// Writes a line of a tile for every part, of the words `(low, high)`.
+/// Writes a tile line for every part, from the words `(low, high)`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
@@ -223,7 +221,7 @@ unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
     let mut rest = [low, high];
     for q in 0..PARTS {
         let (mut a, mut b) = (_mm512_castps_si512(rest[0]), _mm512_castps_si512(rest[1]));
-        // The remainder after the first part has 16 bits, which need no rounding.
+        // The remainder after the first part has 16 bits, so its parts need no rounding.
         if q == 0 {
             (a, b) = (_mm512_add_epi32(a, half), _mm512_add_epi32(b, half));
         }
@@ -236,7 +234,7 @@ unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
     }
 }
 
-/// Rounds both to bf16 and makes words of them, `low` in the lower halves.
+/// Rounds both to bf16 and packs them into words, `low` in the lower halves.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn round(low: __m512, high: __m512) -> __m512i {
@@ -250,36 +248,36 @@ fn round(low: __m512, high: __m512) -> __m512i {
         order
     }
     const ORDER: [u16; 2 * SIDE] = order();
-    // SAFETY: vectors of 64 bytes, without a meaning of their own.
+    // SAFETY: plain vectors of 64 bytes.
     unsafe {
         let both: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
         _mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER.as_ptr().cast()), both)
     }
 }
 
-/// Part of 16 lines of memory that an operand covers: the number of lines, and the elements of each.
+/// Existing part of 16 lines of memory: the number of lines and a mask of the elements in each.
 #[derive(Clone, Copy)]
 struct Lines {
     count: usize,
     mask: __mmask16,
 }
 
-/// Where the 16 lines of one half of a tile's words are in memory.
+/// Position in memory of the 16 lines of one half of a tile's words.
 #[derive(Clone, Copy)]
 struct Half<T> {
     from: *const T,
-    /// Distance of two lines.
+    /// Distance between lines.
     line: usize,
-    /// How far ahead the next ones are asked for.
+    /// Prefetch distance.
     ahead: usize,
     lines: Lines,
 }
 
 impl<T: Element> Half<T> {
-    /// Line `i`. If `WHOLE`, nothing is missing.
+    /// Loads line `i`. If `WHOLE`, all lines and elements exist.
     ///
     /// # Safety
-    /// What `lines` has is readable, and there is AVX-512.
+    /// The part described by `lines` is readable, and the CPU has AVX-512.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn load<const WHOLE: bool>(&self, i: usize) -> __m512 {
@@ -293,11 +291,12 @@ impl<T: Element> Half<T> {
     }
 }
 
-/// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. With `turn`, lines of memory
-/// become columns of the tile, else lines. If `WHOLE`, nothing is missing.
+/// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. With `turn`, lines of
+/// memory become columns of the tile, otherwise lines. If `WHOLE`, all lines and elements exist.
 ///
 /// # Safety
-/// As [`pack`]. Closures would not have the instructions, so loops are written out.
+/// The requirements of [`pack`] hold. Loops are written out because closures would be compiled without the
+/// instructions.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
@@ -345,16 +344,16 @@ unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
     }
 }
 
-/// Words that a group or panel of `depth` elements of the inner dimension takes.
+/// Returns the words of a group or panel of `depth` elements of the inner dimension.
 pub(super) fn panel_len(parts: usize, depth: usize) -> usize {
     depth.div_ceil(STEP) * parts * PART
 }
 
-/// Packs `count ≤ 32` rows (or columns) with `depth` elements each, zero beyond: for every step of the inner dimension
-/// its `N` parts, of each the two tiles. One part is the rounded element.
+/// Packs `count ≤ 32` rows (or columns) of `depth` elements each, padded with zeros. Every step of the inner dimension
+/// has `N` parts of two tiles each. With `N = 1`, the part is the rounded element.
 ///
 /// # Safety
-/// `to` has [`panel_len`] words; `from` all elements; the instructions exist.
+/// `to` has [`panel_len`] words, `from` has all elements, and the CPU has the instructions.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(crate) unsafe fn pack<T: Element, const N: usize>(
     to: *mut u32,
@@ -368,7 +367,7 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
     let along = inner == 1;
     let (line, other) = if along { (outer, SIDE) } else { (inner, SIDE * inner) };
     let lanes = |count: usize| ((1u32 << count.min(SIDE)) - 1) as __mmask16;
-    // Rows are too short and too many to be foreseen by the CPU.
+    // The rows are too short and too many for the hardware prefetcher.
     let ahead = 2 * STEP * inner;
     for p in (0..depth).step_by(STEP) {
         let deep = depth - p;
@@ -382,7 +381,7 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
                 Half { from: from.wrapping_add(at * other), line, ahead, lines: Lines { count, mask } }
             };
             let (low, high) = (half(0), half(1));
-            // SAFETY: by the contract, and `lines` says what exists.
+            // SAFETY: by the contract, and `lines` describes what exists.
             unsafe {
                 if deep >= STEP && wide >= SIDE {
                     split::<T, N, true>(to, &low, &high, along != left);
@@ -397,7 +396,7 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
 #[repr(C, align(64))]
 pub(crate) struct Output(pub [f32; GROUP * GROUP]);
 
-/// The tile of the left operand; that of the right one follows.
+/// Tile of the left operand; the next tile holds the right one.
 const LEFT: usize = 4;
 
 /// Loads tile 0 or 1 of a part of the rows.
@@ -412,13 +411,13 @@ macro_rules! b {
         concat!("tileloadd tmm5, [{b} + {line} + 2048 * ", $part, " + 1024 * ", $j, "]")
     };
 }
-/// Adds the product of what was loaded to an accumulator.
+/// Adds the product of the loaded tiles to an accumulator.
 macro_rules! add {
     ($c:literal) => {
         concat!("tdpbf16ps tmm", $c, ", tmm4, tmm5")
     };
 }
-/// Asks for lines of a later step.
+/// Prefetches lines of a later step.
 macro_rules! ask {
     ($of:literal, $at:literal) => {
         concat!(
@@ -447,10 +446,11 @@ macro_rules! ask {
 }
 macro_rules! kernel {
     ($name:ident, $size:literal, $($step:expr),*) => {
-        /// `c [32, 32] = a · b` for a packed group and a packed panel of `steps ≥ 1` steps, rows of `c` being `ldc` apart.
+        /// Computes `c [32, 32] = a · b` for a packed group and a packed panel of `steps ≥ 1` steps; rows of `c` are
+        /// `ldc` apart.
         ///
         /// # Safety
-        /// All of them are there, and this thread has its tiles.
+        /// All of them are in bounds, and this thread has configured its tiles.
         pub(crate) unsafe fn $name(c: *mut f32, ldc: usize, a: *const u32, b: *const u32, steps: usize) {
             // SAFETY: by the contract.
             unsafe {
@@ -480,7 +480,7 @@ macro_rules! kernel {
         }
     };
 }
-// Part `p` of the rows or columns stands at `2048 p`. Neighbouring products share a factor.
+// Part `p` of the rows or columns begins at byte `2048 p`. Consecutive products share a factor.
 kernel!(
     multiply_wide,
     "6144",
@@ -610,7 +610,7 @@ kernel!(
     ask!("b", "4096 + 1792")
 );
 
-/// Writes `rows × columns` of what a kernel computed.
+/// Writes `rows × columns` of a kernel's output.
 #[target_feature(enable = "avx512f")]
 pub(crate) unsafe fn store(
     c: *mut f32,
@@ -635,7 +635,7 @@ pub(crate) unsafe fn store(
             None => _mm512_setzero_ps(),
         };
         for i in 0..rows {
-            // SAFETY: row i, and of its columns those of the mask.
+            // SAFETY: row i, and those of its columns that are in the mask.
             unsafe {
                 let to = c.add(i * ldc + v * SIDE);
                 let mut sum = _mm512_load_ps(from.0.as_ptr().add(i * GROUP + v * SIDE));
@@ -649,15 +649,15 @@ pub(crate) unsafe fn store(
     }
 }
 
-/// A buffer of 32-bit words in lines.
+/// Returns a scratch buffer of 32-bit words, aligned to cache lines.
 pub(crate) fn words(scratch: &mut Vec<Line>, len: usize) -> *mut u32 {
     reserve(scratch, len).as_mut_ptr().cast()
 }
 
-/// Where packed words go that several threads write.
+/// Destination of packed words that several threads write.
 #[derive(Clone, Copy)]
 pub(crate) struct Packed(pub *mut u32);
-// SAFETY: tasks write disjoint groups, and read when all are written.
+// SAFETY: tasks write disjoint groups, and read only after all are written.
 unsafe impl Send for Packed {}
 // SAFETY: as above.
 unsafe impl Sync for Packed {}

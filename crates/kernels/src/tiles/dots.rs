@@ -1,4 +1,4 @@
-//! Products of few rows with weights in bf16.
+//! Products of few rows with bf16 weights.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -10,10 +10,10 @@ use super::Dots;
 use super::amx::{GROUP, Output, SIDE, STEP, Tiles, transpose};
 use crate::gemm;
 
-/// Rows of weights that are multiplied together: two tiles.
+/// Weight rows that are multiplied together: two tiles.
 const ROWS: usize = 2 * SIDE;
 
-/// Columns of the tiles of `m` rows of `x`: narrow ones take less of the first-level cache.
+/// Returns the columns of the tiles of `m` rows of `x`; narrow tiles take less of the first-level cache.
 fn tile_width(m: usize) -> usize {
     if m <= 4 {
         4
@@ -24,16 +24,16 @@ fn tile_width(m: usize) -> usize {
     }
 }
 
-/// Rows of `x` that are multiplied together: first, number, and how many tiles they take.
+/// Divides `m` rows of `x` into chunks that are multiplied together: first row, number of rows, number of tiles.
 fn chunks(m: usize) -> impl Iterator<Item = (usize, usize, usize)> {
     (0..m).step_by(ROWS).map(move |i| (i, ROWS.min(m - i), ROWS.min(m - i).div_ceil(SIDE)))
 }
 
-/// See the function of the same name outside: for every chunk of rows and every step the tiles, rounded. Line `p` of a tile
+/// Packs rows for [`super::pack_rows`]: the rounded tiles of every chunk of rows and every step. Line `p` of a tile
 /// holds elements `2 p` and `2 p + 1` of every row.
 ///
 /// # Safety
-/// `to` has the length, `x` all rows; the instructions exist.
+/// `to` has the required length, `x` has all rows, and the CPU has the instructions.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(super) unsafe fn pack_rows(to: *mut u32, x: *const f32, stride: usize, m: usize, k: usize) {
     let width = tile_width(m);
@@ -65,7 +65,7 @@ pub(super) unsafe fn pack_rows(to: *mut u32, x: *const f32, stride: usize, m: us
     }
 }
 
-/// Asks for eight lines of weights.
+/// Prefetches eight lines of weights.
 macro_rules! ask {
     () => {
         "prefetcht0 [{ahead}]
@@ -80,12 +80,12 @@ macro_rules! ask {
     };
 }
 
-/// Inputs and output of a product of weights and packed rows.
+/// Operands and output of a product of weights and packed rows.
 struct Product {
-    /// For every tile of rows of `x` two of 16 weights by `width` rows.
+    /// Output: for every tile of rows of `x`, two tiles of 16 weights by `width` rows.
     out: *mut f32,
     w: *const bf16,
-    /// Distance of two rows of the weights.
+    /// Distance between two weight rows.
     w_bytes: usize,
     x: *const u32,
     width: usize,
@@ -93,10 +93,10 @@ struct Product {
     ahead: *const u8,
 }
 
-/// 32 rows of weights times one tile of rows of `x`, for at least one step. Asks for 2 KiB at every step.
+/// Multiplies 32 weight rows by one tile of rows of `x`, for at least one step. Prefetches 2 KiB at every step.
 ///
 /// # Safety
-/// Operands and output are there, and this thread has tiles of that width.
+/// Operands and output are in bounds, and this thread has configured tiles of that width.
 unsafe fn rows_1(of: &Product) {
     let &Product { out, w, w_bytes, x, width, steps, ahead } = of;
     let tile = SIDE * width;
@@ -131,10 +131,10 @@ unsafe fn rows_1(of: &Product) {
     }
 }
 
-/// Computes [`rows_1`] for two tiles of 16 rows of `x`.
+/// Multiplies like [`rows_1`], by two tiles of 16 rows of `x`.
 ///
 /// # Safety
-/// Operands and output are there, and this thread has whole tiles.
+/// Operands and output are in bounds, and this thread has configured full tiles.
 unsafe fn rows_2(of: &Product) {
     let &Product { out, w, w_bytes, x, steps, ahead, .. } = of;
     // SAFETY: by the contract.
@@ -172,20 +172,20 @@ unsafe fn rows_2(of: &Product) {
     }
 }
 
-/// The last elements of 32 rows of weights, fewer than a step, zero beyond.
+/// The last elements of 32 weight rows, fewer than a step, padded with zeros.
 #[repr(C, align(64))]
 struct Tail([bf16; ROWS * STEP]);
 
-/// See [`Dots`].
+/// Runs [`Dots`].
 ///
 /// # Safety
-/// The contract of its `run`.
+/// The requirements of its `run` hold.
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn run(of: &Dots) {
     let &Dots { w, m, k, ref columns, after, .. } = of;
     let width = tile_width(m);
     let n = columns.end;
-    // Fewer rows than are multiplied together are read from a copy.
+    // With fewer rows than are multiplied together, a padded copy is read.
     let mut few = Vec::new();
     let w = if n < ROWS {
         few.resize(ROWS * k, bf16::ZERO);
@@ -194,12 +194,12 @@ pub(super) unsafe fn run(of: &Dots) {
     } else {
         &w[..n * k]
     };
-    // SAFETY: the instructions exist.
+    // SAFETY: the CPU has the instructions.
     let tiles = unsafe { Tiles::narrow(width) };
     let (mut sum, mut more) = (Output([0.0; GROUP * GROUP]), Output([0.0; GROUP * GROUP]));
     let mut tail = Tail([bf16::ZERO; ROWS * STEP]);
     for j in columns.clone().step_by(ROWS) {
-        // The last rows are multiplied with some before them.
+        // The last rows are multiplied together with some rows before them.
         let first = j.min(n.max(ROWS) - ROWS);
         let rows = &w[first * k..(first + ROWS) * k];
         let next = of.w.as_ptr().wrapping_add(if j + ROWS < n { j + ROWS } else { after } * k);
@@ -224,7 +224,7 @@ pub(super) unsafe fn run(of: &Dots) {
                     let to = if begins { &mut sum } else { &mut more };
                     let out = to.0.as_mut_ptr();
                     let product = Product { out, w, w_bytes, x, width, steps, ahead };
-                    // SAFETY: 32 rows of weights, what was packed, and room for four tiles.
+                    // SAFETY: 32 weight rows, the packed rows, and room for four tiles.
                     unsafe { if tiles == 1 { rows_1(&product) } else { rows_2(&product) } };
                     x = x.wrapping_add(steps * tiles * SIDE * width);
                     ahead = ahead.wrapping_add(steps * ROWS * 2 * STEP);
@@ -245,10 +245,10 @@ pub(super) unsafe fn run(of: &Dots) {
     drop(tiles);
 }
 
-/// Writes the products of 32 weights from `first` on: two tiles in `from`, of which those of `columns` count.
+/// Writes the products of 32 weights from `first` on. `from` holds two tiles, of which only `columns` are written.
 ///
 /// # Safety
-/// These rows and columns of the output are there, and AVX-512.
+/// These rows and columns of the output are in bounds, and the CPU has AVX-512.
 #[target_feature(enable = "avx512f")]
 unsafe fn store_rows(
     of: &Dots,
@@ -267,7 +267,7 @@ unsafe fn store_rows(
             *line = unsafe { _mm512_maskz_loadu_ps(used, from.as_ptr()) };
         }
         transpose(&mut lines);
-        // Lanes of columns that are asked for.
+        // Mask of the lanes whose columns are requested.
         let below = |end: usize| (1u32 << end.saturating_sub(column).min(SIDE)) - 1;
         let mask = (below(columns.end) & !below(columns.start)) as __mmask16;
         let bias = match of.bias {

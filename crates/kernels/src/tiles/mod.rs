@@ -1,30 +1,32 @@
-//! Matrix products on AMX tiles: the blocked product of `gemm` for CPUs that multiply 16 × 32 by 32 × 16 bf16 numbers in
-//! one instruction.
+//! Matrix products on AMX tiles: the blocked product of `gemm` for CPUs that multiply 16 × 32 by 32 × 16 bf16 numbers
+//! in one instruction.
 //!
-//! The instruction has 32 times the rate of `f32` multiply-adds and sums in `f32`, but its factors are bf16. So a factor
-//! is written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`: `x` rounded, and the upper and lower half of the rest, which
-//! has 16 bits. Of the nine products of two such sums those below 2⁻²⁵ of the whole are left out:
+//! The instruction has 32 times the rate of `f32` multiply-adds and sums in `f32`, but its factors are bf16. Therefore
+//! a factor is written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`: `x` rounded, and the upper and lower half
+//! of the remainder, which has 16 bits. Of the nine products of two such sums, those below 2⁻²⁵ of the result are
+//! omitted:
 //!
 //! `x y ≈ x₁y₁ + x₁y₂ + x₂y₁ + x₂y₂ + x₁y₃ + x₃y₁`
 //!
-//! The error of a sum is that of adding up in `f32`, as elsewhere; the tests compare with `f64`. Different from `f32`
-//! arithmetic: numbers below 2⁻¹²⁶ count as zero, what a number has below that is lost, and a factor that rounds to infinity
-//! as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence
-//! Datatype For Higher-Precision Computations", arXiv 1904.06376.)
+//! The error of a sum is that of `f32` addition, as elsewhere; the tests compare with `f64`. Three things differ from
+//! `f32` arithmetic: numbers below 2⁻¹²⁶ count as zero, the bits of a number below 2⁻¹²⁶ are lost, and a factor that
+//! rounds to infinity as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16
+//! Artificial Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
 //!
-//! A bf16 weight is one number, and the factor beside it is rounded to one: one product. Vectors may add up products of bf16 pairs
-//! at twice the rate of `f32` ([`pairs`]): the same operands, packed in the same way, go through them, or neither
-//! ([`crate::paths`] chooses).
+//! A bf16 weight is one part, and the other factor is rounded to one: one product. Some CPUs add products of bf16 pairs
+//! in vectors at twice the rate of `f32` ([`pairs`]); the same packed operands can go through these instructions.
+//! [`crate::paths`] chooses between tiles, pairs and neither.
 //!
-//! Both operands are cut into tiles by `split` when they are packed. Pairs that the instruction adds up are elements `p`
-//! and `p + 16` of 32 neighbours of the inner dimension, on both sides.
+//! `split` cuts both operands into tiles during packing. The instruction adds products of pairs: elements `p` and `p +
+//! 16` of 32 consecutive elements of the inner dimension, in both operands.
 //!
-//! Decoding multiplies few rows with weights that are read once, which packing would make dearer. [`Dots`] takes bf16 weights
-//! as the left operand, whose tiles are rows as they stand in memory, and packs the rows of `x` as the right one, rounded,
-//! with neighbours as pairs. `f32` weights would have to be split on the way, and vectors are as fast as that.
+//! Decoding multiplies few rows by weights that are read once, so packing the weights would cost more than it saves.
+//! [`Dots`] takes bf16 weights as the left operand, whose tiles are rows in their memory order. It packs the rounded
+//! rows of `x` as the right operand, with adjacent elements as pairs. `f32` weights would have to be split on the way;
+//! vectors are as fast as that.
 //!
-//! An output element is the sum, in order, of the blocks of its inner dimension, each computed from zero in the same
-//! order whatever stands beside it: its bits depend on the inner size alone.
+//! An output element is the sum, in order, of the blocks of its inner dimension. Each block is computed from zero, in
+//! an order that does not depend on other elements, so the bits of an element depend on the inner size alone.
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub(crate) mod amx;
@@ -44,7 +46,7 @@ use crate::mat::Mat;
 use crate::parallel::Shared;
 use crate::paths::{self, Path};
 
-/// Whether products run on matrix tiles: CPU and system have them, and they are not switched off.
+/// Returns whether products run on matrix tiles: CPU and system support them, and they are not disabled.
 #[must_use]
 pub(crate) fn available() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -53,7 +55,7 @@ pub(crate) fn available() -> bool {
     false
 }
 
-/// Whether vectors multiply bf16: CPU and system can, and it is not switched off.
+/// Returns whether vectors multiply bf16: CPU and system support it, and it is not disabled.
 #[must_use]
 pub(crate) fn has_pairs() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -62,44 +64,45 @@ pub(crate) fn has_pairs() -> bool {
     false
 }
 
-/// Whether products with a bf16 weight round the other factor to bf16, because they are made by instructions that multiply only that.
+/// Returns whether products with a bf16 weight round the other factor to bf16, because their instructions multiply only
+/// bf16.
 #[must_use]
 pub fn rounds_bf16() -> bool {
     paths::path() != Path::Widened
 }
 
-/// Rows of the left operand, and where their products go.
+/// Rows of the left operand and the destination of their products.
 pub(crate) struct Left<'a> {
-    /// Element `(i, p)` is `from[i · outer + p · inner]`; one of the two is 1.
+    /// Elements: `(i, p)` is `from[i · outer + p · inner]`; `inner` or `outer` is 1.
     pub from: &'a [f32],
     pub outer: usize,
     pub inner: usize,
     pub rows: usize,
-    /// Row `i` begins at element `i · ldc`.
+    /// Output, whose row `i` begins at element `i · ldc`.
     pub c: Shared<'a>,
 }
 
-/// Columns of the right operand, and which columns of the output they make.
+/// Columns of the right operand and their position in the output.
 #[derive(Clone, Copy)]
 pub(crate) struct Right<'a> {
-    /// Element `(p, j)` is `from[p · inner + j · outer]`; one of the two is 1. Not quantised.
+    /// Elements: `(p, j)` is `from[p · inner + j · outer]`; `inner` or `outer` is 1. Not quantised.
     pub from: Stored<'a>,
     pub outer: usize,
     pub inner: usize,
     pub columns: usize,
     /// First column in a row of the output.
     pub at: usize,
-    /// Added once.
+    /// Bias, added once.
     pub bias: Option<&'a [f32]>,
 }
 
-/// `c = left · right (+ bias)` for every left and every right operand, with `k` the inner size; plus what `c` held if
-/// `old`. If `rounded`, both factors are rounded to bf16. Returns whether it is done; if not, this CPU cannot, and
-/// nothing has been written.
+/// Computes `c = left · right (+ bias)` for every left and every right operand with inner size `k`, and adds the
+/// previous `c` if `old`. If `rounded`, both factors are rounded to bf16. Returns `false`, without writing anything, if
+/// this CPU cannot do it.
 ///
 /// # Safety
-/// The operands have all elements that sizes and strides name, and so have the outputs, which do not overlap. All left
-/// operands have the same strides.
+/// All elements that sizes and strides address exist in operands and outputs. Outputs do not overlap. All left operands
+/// have the same strides.
 #[inline]
 pub(crate) unsafe fn multiply(
     lefts: &[Left],
@@ -115,7 +118,7 @@ pub(crate) unsafe fn multiply(
         if lefts.iter().all(|left| left.rows == 0) || rights.iter().all(|right| right.columns == 0) {
             return true;
         }
-        // SAFETY: the contract of this function, and the instructions exist.
+        // SAFETY: the contract of this function, and the CPU has the instructions.
         unsafe {
             if rounded {
                 product::multiply::<1>(lefts, rights, k, ldc, old, paths::path() == Path::Amx);
@@ -129,9 +132,9 @@ pub(crate) unsafe fn multiply(
     false
 }
 
-/// Elements that [`pack_rows`] writes.
+/// Returns the number of elements that [`pack_rows`] writes.
 pub(crate) fn packed_len(m: usize, k: usize) -> usize {
-    // At most 16 or 32 rows, in words of two bf16.
+    // Rows padded to 16 or 32, in words of two bf16.
     m.next_multiple_of(16) * k.next_multiple_of(32) / 2
 }
 
@@ -140,38 +143,39 @@ pub(crate) fn pack_rows(x: Mat, to: &mut [f32]) {
     let (m, k) = x.dims();
     assert!(available() && to.len() >= packed_len(m, k));
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    // SAFETY: the assertion; a matrix has all its elements.
+    // SAFETY: by the assertion; a matrix has all its elements.
     unsafe {
         dots::pack_rows(to.as_mut_ptr().cast(), x.data.as_ptr(), x.stride, m, k);
     }
 }
 
-/// Columns of `y [m, n] = x [m, k] · wᵀ + bias` for few rows and bf16 weights, single-threaded; only for CPUs with tiles.
+/// Computes columns of `y [m, n] = x [m, k] · wᵀ + bias` for few rows and bf16 weights, single-threaded; only for CPUs
+/// with tiles.
 ///
-/// The weights are the left operand, so that they come as they are, straight from memory: 32 of their rows at a time,
-/// while the next 32 are asked for. The rows of `x` are the columns of the right operand.
+/// The weights are the left operand and come straight from memory without packing: 32 of their rows at a time, while
+/// the next 32 are prefetched. The rows of `x` are the columns of the right operand.
 pub(crate) struct Dots<'a> {
-    /// Element `(0, 0)`.
+    /// Element `(0, 0)` of the output.
     pub y: *mut f32,
     pub y_stride: usize,
-    /// Output of [`pack_rows`].
+    /// Rows packed by [`pack_rows`].
     pub x: *const f32,
-    /// `[n, k]`.
+    /// Weight `[n, k]`.
     pub w: &'a [bf16],
     pub bias: Option<&'a [f32]>,
     pub m: usize,
     pub k: usize,
     pub columns: Range<usize>,
-    /// Row of `w` that this thread will probably need when it is done.
+    /// Row of `w` that this thread will probably need next.
     pub after: usize,
-    /// Whether the product is added to what `y` held.
+    /// Whether the product is added to the previous `y`.
     pub old: bool,
 }
 
 impl Dots<'_> {
     /// # Safety
-    /// `w` and `bias` have all rows up to the end of the columns, `y` has these columns of `m` rows, and nothing else
-    /// refers to them; [`available`], and `k > 0`.
+    /// `w` and `bias` have all rows up to the end of the columns. `y` has these columns of `m` rows, and nothing else
+    /// refers to them. [`available`] is true, and `k > 0`.
     pub(crate) unsafe fn run(self) {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         // SAFETY: by the contract.

@@ -1,6 +1,6 @@
-//! Packed operands in vectors that multiply pairs of bf16 (AVX512-BF16).
+//! Products of packed operands in vectors that multiply pairs of bf16 (AVX512-BF16).
 //!
-//! An instruction adds two products to each of 16 sums, one rounding after the other, to nearest; numbers below 2⁻¹²⁶
+//! An instruction adds two products to each of 16 sums, with one rounding to nearest after each; numbers below 2⁻¹²⁶
 //! count as zero.
 
 use std::arch::x86_64::*;
@@ -9,21 +9,21 @@ use super::amx::{GROUP, PART, SIDE, STEP, TILE};
 use crate::probe;
 use crate::simd::{self, Instructions};
 
-/// Rows of the output that are kept in registers.
+/// Output rows that are kept in registers.
 const ROWS: usize = 8;
 
-/// Whether the instructions work here and are not switched off. They bring all that packing needs.
+/// Returns whether the instructions work on this machine and are not disabled, including all that packing needs.
 pub(crate) fn available() -> bool {
     let works =
         probe::bf16().works && is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl");
     works && simd::allowed(Instructions::Pairs)
 }
 
-/// `c [32, 32] = a · b` for a packed group and a packed panel of `depth` elements, rows of `c` being `ldc` apart. Of `c` at least
-/// the first `rows` are written.
+/// Computes `c [32, 32] = a · b` for a packed group and a packed panel of `depth` elements; rows of `c` are `ldc`
+/// apart. Writes at least the first `rows` of `c`.
 ///
 /// # Safety
-/// All of them are there, and the instructions are.
+/// All of them are in bounds, and the CPU has the instructions.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(super) unsafe fn multiply(
     c: *mut f32,
@@ -38,7 +38,7 @@ pub(super) unsafe fn multiply(
         let mut a = a.wrapping_add(first / SIDE * TILE + first % SIDE * SIDE);
         let mut b = b;
         for done in (0..depth).step_by(STEP) {
-            // Pairs are elements 16 apart, beyond the depth zeros.
+            // Pairs are elements 16 apart, padded with zeros beyond the depth.
             for pair in 0..SIDE.min(depth - done) {
                 // SAFETY: line `pair` of both tiles of the panel, word `pair` of the rows; vectors of 64 bytes.
                 unsafe {

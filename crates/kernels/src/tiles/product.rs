@@ -1,4 +1,4 @@
-//! The blocked product.
+//! The blocked product on tiles.
 
 use std::ops::Range;
 
@@ -13,24 +13,25 @@ use crate::parallel::{Strips, part, tasks};
 use crate::simd;
 use crate::workspace::{LEFT, RIGHT};
 
-/// Groups of the left operand that are packed at a time, and words of them (16 MiB, or one block of those groups).
+/// Maximum groups of the left operand that are packed at a time, with at most [`PACKED_LEN`] words or one block of them.
 const GROUPS: usize = 64;
+/// Maximum words of packed groups (16 MiB).
 const PACKED_LEN: usize = 4 << 20;
-/// Words of the right operand that a thread packs at a time: they stay in its second-level cache (1 MiB of 2).
+/// Words of the right operand that a thread packs at a time; they stay in its second-level cache (1 MiB of 2).
 const PANELS_LEN: usize = 1 << 18;
-/// Elements of the inner dimension that are summed at a time. Outputs are read and written once for each block, which costs
-/// more than a left operand that is read for fewer panels.
+/// Elements of the inner dimension that are summed at a time. Outputs are read and written once per block. This costs
+/// more than reading the left operand for fewer panels.
 const DEPTH: usize = 1536;
 
 /// Groups of the left operand that a task packs.
 const RUN: usize = 4;
 
-/// Packs groups or panels, of each where it goes, where it comes from, and rows or columns. If the inner dimension is not
-/// the one along which elements are neighbours, they are packed step by step together, so that a line of memory is read
-/// once and rows are visited for more than a few elements.
+/// Packs groups or panels. Each item gives destination, source, and its number of rows or columns. If elements are not
+/// contiguous along the inner dimension, all items are packed together step by step, so that a line of memory is read
+/// once and each visit of a row takes more than a few elements.
 ///
 /// # Safety
-/// That of [`pack`] for each.
+/// The requirements of [`pack`] hold for each.
 unsafe fn pack_run<T: Element, const N: usize>(
     run: impl Iterator<Item = (*mut u32, *const T, usize)> + Clone,
     outer: usize,
@@ -48,10 +49,11 @@ unsafe fn pack_run<T: Element, const N: usize>(
     }
 }
 
-/// See the function of the same name outside; `N` is the number of parts.
+/// Multiplies for [`super::multiply`]; `N` is the number of parts.
 ///
 /// # Safety
-/// Its contract, and the instructions exist: those of tiles if `tiled` or there are several parts.
+/// The requirements of that function hold, and the CPU has the instructions: those of tiles if `tiled` or if there are
+/// several parts.
 pub(super) unsafe fn multiply<const N: usize>(
     lefts: &[Left],
     rights: &[Right],
@@ -87,7 +89,7 @@ pub(super) unsafe fn multiply<const N: usize>(
             let runs = groups.len().div_ceil(RUN);
             tasks(now.len() * runs, depth * groups.len() * GROUP, |i| {
                 let (block, run) = (&now[i / runs], i % runs * RUN..groups.len().min((i % runs + 1) * RUN));
-                // By the contract they are those of all.
+                // By the contract, all left operands have these strides.
                 let Left { outer, inner, .. } = lefts[0];
                 let group = |group: usize| {
                     let (at, row) = groups[group];
@@ -95,7 +97,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                     let from = from[row * outer + block.start * inner..].as_ptr();
                     (left.at(place(block, group)), from, GROUP.min(rows - row))
                 };
-                // SAFETY: tasks write different groups; the rest is the contract.
+                // SAFETY: tasks write different groups; the contract covers the rest.
                 unsafe { pack_run::<_, N>(run.map(group), outer, inner, true, block.len()) };
             });
             let strips = Strips::even(&widths, groups.len() * GROUP, GROUP, most);
@@ -104,7 +106,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                 let (at, columns, row_part) = strips.get(i);
                 let right = &rights[at];
                 let mut scratch = RIGHT.take();
-                // SAFETY: the instructions exist.
+                // SAFETY: the CPU has the instructions.
                 let tiles = tiled.then(|| unsafe { Tiles::new() });
                 let mut output = Output([0.0; GROUP * GROUP]);
                 for block in now {
@@ -127,7 +129,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                                 let run = run.map(|(to, start, count)| (to, w[start..].as_ptr(), count));
                                 pack_run::<_, N>(run, outer, inner, false, block.len());
                             }
-                            // Widened by the caller.
+                            // The caller has widened it.
                             Stored::Quantised(_) => {}
                         }
                     }
@@ -143,12 +145,12 @@ pub(super) unsafe fn multiply<const N: usize>(
                             let bias = right.bias.filter(|_| block.start == 0);
                             let bias = bias.map(|bias| &bias[column..column + count]);
                             let steps = block.len().div_ceil(STEP);
-                            // The output is prefetched while the tiles are multiplied.
+                            // Prefetch the output while the tiles are multiplied.
                             for i in 0..rows {
                                 simd::prefetch(c.wrapping_add(i * ldc));
                                 simd::prefetch(c.wrapping_add(i * ldc + SIDE));
                             }
-                            // Whole tiles that nothing is added to go where they belong.
+                            // Complete tiles without addends are stored directly in the output.
                             let whole = rows == GROUP && count == GROUP && bias.is_none() && !old;
                             let (to, stride) = if whole { (c, ldc) } else { (output.0.as_mut_ptr(), GROUP) };
                             // SAFETY: packed above; tasks write different columns or rows of the outputs.

@@ -1,7 +1,8 @@
 //! Inputs and comparisons shared by the kernel tests.
 #![allow(dead_code, clippy::unwrap_used)]
 
-/// Reproducible values in −1..1. Every test begins with them, so this is where the instruction set is chosen.
+/// Returns reproducible values in −1..1. Every test begins with them, so this function also selects the instruction
+/// set.
 pub fn noise(n: usize, seed: u32) -> Vec<f32> {
     crate::choose_instructions();
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
@@ -22,8 +23,8 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Every element within `tolerance` of the expected one, relative to the largest of it, the RMS of all and 0.1; portable
-/// code is allowed more, since it adds one element after the other and rounds products.
+/// Checks that every element is within `tolerance` of the expected one, relative to the largest of it, the RMS of all
+/// and 0.1. Portable code is allowed more, since it adds elements one by one and rounds products.
 #[track_caller]
 pub fn close(got: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len());
@@ -35,7 +36,7 @@ pub fn close(got: &[f32], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// `gradient` against central differences of `f` at `x`: relative error at most 1e-6 of the largest component.
+/// Checks `gradient` against central differences of `f` at `x`: relative error at most 1e-6 of the largest component.
 #[track_caller]
 pub fn check_gradient(x: &[f64], gradient: &[f64], f: impl Fn(&[f64]) -> f64) {
     let size = gradient.iter().fold(1e-3f64, |m, g| m.max(g.abs()));
