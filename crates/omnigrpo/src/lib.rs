@@ -75,6 +75,8 @@
 //! `cli` (default) adds the dependencies of the program. `https` and `parquet` (default) add rewards behind TLS and rows in
 //! parquet tables; both build C.
 
+#![warn(missing_docs)]
+
 mod training;
 
 pub use omnigrpo_data::{
