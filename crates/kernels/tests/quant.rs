@@ -70,12 +70,12 @@ fn every_weight_is_within_half_a_step() {
     assert!(QuantMatrix::from_rows(QuantBits::Four, 1, 2, |_, row| row.fill(f32::INFINITY)).is_none());
 }
 
-/// A group of inputs as decoding writes them where it multiplies bytes: in 16 bits a number beside weights of 8 bits, in 8 by halves of a
-/// group beside those of 4, and one that is far out as it is.
+/// A group of inputs as decoding writes them where the CPU multiplies bytes: in 16 bits a number beside 8-bit weights, in 8 bits by
+/// quarters of a group beside 4-bit weights, and one that is far out as it is.
 fn bytes(bits: QuantBits, group: &[f32]) -> Vec<f64> {
     let (len, most_code, far_out) = match bits {
         QuantBits::Eight => (GROUP, 32_639.0, 32.0),
-        QuantBits::Four => (GROUP / 2, 127.0, 5.0),
+        QuantBits::Four => (GROUP / 4, 127.0, 5.0),
     };
     let most_of = |x: &[f32]| x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let of_part = |x: &[f32]| {
@@ -115,7 +115,7 @@ fn rounded(x: Mat, w: QuantRows, bits: QuantBits, bias: &[f32]) -> Vec<f64> {
     y
 }
 
-/// Few rows against what their kernel promises: exact inputs, or inputs in bytes whose error is that of their own rounding.
+/// Few rows against what their kernel promises: exact inputs, or inputs whose error is that of their own rounding.
 #[test]
 fn few_rows_are_products_of_inputs_as_they_are_or_in_bytes() {
     for (m, k, n) in [(1, 64, 16), (2, 65, 7), (3, 200, 33), (8, 1024, 48), (13, 320, 5)] {

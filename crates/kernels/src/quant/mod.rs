@@ -38,7 +38,7 @@ pub(crate) fn keeps_inputs() -> bool {
     KEEP_INPUTS.load(Ordering::Relaxed)
 }
 
-/// Whether products of few rows with these weights write their inputs as two or three bytes, because this CPU multiplies bytes faster.
+/// Whether products of few rows with these weights write their inputs as bytes, which this CPU multiplies faster.
 #[must_use]
 pub fn rounds_inputs() -> bool {
     #[cfg(target_arch = "x86_64")]
