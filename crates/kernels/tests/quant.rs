@@ -71,11 +71,11 @@ fn every_weight_is_within_half_a_step() {
 }
 
 /// Returns a group of inputs as decoding encodes them when it multiplies bytes: 16 bits per number beside weights of 8
-/// bits; 8 bits in halves of a group beside weights of 4 bits. An outlier keeps its value.
+/// bits; 8 bits in quarters of a group beside weights of 4 bits. An outlier keeps its value.
 fn bytes(bits: QuantBits, group: &[f32]) -> Vec<f64> {
     let (len, most_code, far_out) = match bits {
         QuantBits::Eight => (GROUP, 32_639.0, 32.0),
-        QuantBits::Four => (GROUP / 2, 127.0, 5.0),
+        QuantBits::Four => (GROUP / 4, 127.0, 5.0),
     };
     let most_of = |x: &[f32]| x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let of_part = |x: &[f32]| {

@@ -38,7 +38,7 @@ pub(crate) fn keeps_inputs() -> bool {
     KEEP_INPUTS.load(Ordering::Relaxed)
 }
 
-/// Returns whether products of few rows with these weights write their inputs as two or three bytes, because this CPU
+/// Returns whether products of few rows with these weights write their inputs as bytes, because this CPU
 /// multiplies bytes faster.
 #[must_use]
 pub fn rounds_inputs() -> bool {

@@ -4,15 +4,14 @@
 //! they are, and scales once a group.
 //!
 //! Vectors of `f32` widen codes and round nothing. Where the CPU multiplies bytes (AVX512-VNNI), four times as fast, inputs are written
-//! as bytes: `x ≈ a·z`, `z` a whole number. With 8 bits a weight `z = 256·h + l` has two bytes and `a = max|x|/32639` for the group;
-//! with 4 bits, whose weights are coarser, it has one, and each half of the group its own `a = max|x|/127`. An input that is more than
-//! [`bytes::far_out`] times as large as the mean of the others counts as zero in `z` and is multiplied as f32; beside it the others would
-//! have few bits. With `c` the middle code, and with the sum of the inputs as they are,
+//! as bytes: `x ≈ a·z`, `z` a whole number. Beside 8-bit weights `z = 256·h + l` has two bytes and `a = max|x|/32639` for the group.
+//! Beside 4-bit weights, which are coarser, `z` has one byte and each quarter of the group its own `a = max|x|/127`. An input that is
+//! more than [`bytes::far_out`] times as large as the mean of the others would leave them few bits, so it counts as zero in `z` and is
+//! multiplied as f32. With `c` the middle code, and with the sum of the inputs as they are,
 //!
-//! `s·Σ q x ≈ s·(a·Σ q z + c·(Σ x − a·Σ z))`,
+//! `s·Σ q x ≈ s·(Σ a q z + c·(Σ x − Σ a z))`,
 //!
-//! which is off by `s·Σ (q − c)(x − a z)`, at most `s·L/2·Σ a/2`: rounding meets what weights are beside the middle of their range, not
-//! beside its end. Sums of bytes are exact.
+//! which is off by `s·Σ (q − c)(x − a z)`, at most `s·L/2·Σ a/2`. Sums of bytes are exact.
 //!
 //! [`keep_inputs`](super::keep_inputs) switches bytes off.
 
@@ -85,7 +84,7 @@ impl Inputs {
         Self::Wide(Sums { x: padded, sums, m, groups })
     }
 
-    /// The columns of a panel.
+    /// Computes the columns of a panel.
     fn multiply(&self, lines: &[Line], bits: QuantBits, to: &Columns) {
         match self {
             Self::Wide(inputs) => wide(inputs, lines, bits, to),
@@ -249,8 +248,7 @@ pub(crate) mod bytes {
 
     /// Rows that are multiplied together.
     const ROWS: usize = 8;
-    /// Lines that are asked for ahead, into the first-level cache and, since that has few requests on their way, before into the
-    /// second.
+    /// Lines to prefetch ahead, into the first-level cache and, since that allows few outstanding requests, earlier into the second.
     const NEAR: usize = 24;
     const FAR: usize = 320;
 
@@ -260,12 +258,20 @@ pub(crate) mod bytes {
         works && simd::allowed(Instructions::Pairs) && !super::super::keeps_inputs()
     }
 
-    /// How many times the mean of the others an input is that is multiplied as f32: with one byte sooner, since all of them go to the
-    /// ordinary ones. The largest of 32 normal numbers is three times their mean.
+    /// How many times as large as the mean of the others an input must be to be multiplied as f32. With one byte fewer times suffice,
+    /// since the others need all of its values: the largest of 16 normal numbers is two to three times their mean.
     pub(super) const fn far_out(bits: QuantBits) -> f32 {
         match bits {
             QuantBits::Eight => 32.0,
             QuantBits::Four => 5.0,
+        }
+    }
+
+    /// Inputs that share a step.
+    pub(super) const fn part_len(bits: QuantBits) -> usize {
+        match bits {
+            QuantBits::Eight => GROUP,
+            QuantBits::Four => GROUP / 4,
         }
     }
 
@@ -277,25 +283,33 @@ pub(crate) mod bytes {
         }
     }
 
-    /// What the sums of a group of a row are completed with.
+    /// Numbers that complete the sums of a group of a row.
     #[derive(Clone, Copy, Default)]
     struct Scales {
-        /// `a`, or that of each half.
-        steps: [f32; 2],
-        /// `c·(Σ x − a·Σ z)` of those that are not far out.
+        /// `a`, or that of each quarter.
+        steps: [f32; 4],
+        /// `c·(Σ x − Σ a z)` of the inputs that `z` stands for.
         middle: f32,
-        /// `Σ x`.
+        /// Sum of the same inputs.
         sum: f32,
-        /// Inputs that are far out, 0 where none is, and their places in the group.
-        outliers: [(f32, u32); 2],
     }
 
-    /// Inputs in bytes. Rows that are multiplied together stand together: of each group, and of each four neighbours in it, both bytes
+    /// An input that is multiplied as f32.
+    struct Outlier {
+        group: usize,
+        /// Its place in the group.
+        at: usize,
+        x: f32,
+    }
+
+    /// Inputs in bytes. Rows that are multiplied together are stored together: for each group and each four neighbours in it, the bytes
     /// of every row.
     pub(super) struct Inputs {
         z: Vec<i32>,
-        /// Of each group those of every row.
+        /// Those of every row, for each group.
         scales: Vec<Scales>,
+        /// Those of each row, in the order of groups.
+        outliers: Vec<Vec<Outlier>>,
         m: usize,
         groups: usize,
     }
@@ -315,31 +329,33 @@ pub(crate) mod bytes {
             let ((m, k), groups) = (x.dims(), x.cols.div_ceil(GROUP));
             let words = words_of(bits);
             let (mut z, mut scales) = (vec![0; m * groups * words], vec![Scales::default(); m * groups]);
+            let mut outliers: Vec<Vec<Outlier>> = (0..m).map(|_| Vec::new()).collect();
             let tiles = z.chunks_mut((ROWS * groups * words).max(1));
-            let tiles = tiles.zip(scales.chunks_mut((ROWS * groups).max(1)));
-            parallel::map(tiles.enumerate(), m * k, |(tile, (z, scales))| {
-                let (first, end) = (tile * ROWS, m.min(tile * ROWS + ROWS));
-                let mut i = first;
-                while i < end {
-                    let side = side(end - i);
-                    let (z, scales) =
-                        (&mut z[(i - first) * groups * words..], &mut scales[(i - first) * groups..]);
+            let tiles = tiles.zip(scales.chunks_mut((ROWS * groups).max(1))).zip(outliers.chunks_mut(ROWS));
+            parallel::map(tiles.enumerate(), m * k, |(tile, ((z, scales), outliers))| {
+                let (first, rows) = (tile * ROWS, outliers.len());
+                let mut i = 0;
+                while i < rows {
+                    let side = side(rows - i);
+                    let (z, scales) = (&mut z[i * groups * words..], &mut scales[i * groups..]);
                     for r in 0..side {
-                        for (g, x) in x.row(i + r).chunks(GROUP).enumerate() {
+                        let found = &mut outliers[i + r];
+                        for (g, x) in x.row(first + i + r).chunks(GROUP).enumerate() {
                             let mut group = [0.0; GROUP];
                             group[..x.len()].copy_from_slice(x);
                             let z = &mut z[g * side * words..][..side * words];
+                            let far = |at, x| found.push(Outlier { group: g, at, x });
                             // SAFETY: the instructions exist.
-                            scales[g * side + r] = unsafe { round(bits, &mut group, z, (side, r)) };
+                            scales[g * side + r] = unsafe { round(bits, &mut group, z, (side, r), far) };
                         }
                     }
                     i += side;
                 }
             });
-            Self { z, scales, m, groups }
+            Self { z, scales, outliers, m, groups }
         }
 
-        /// The columns of a panel.
+        /// Computes the columns of a panel.
         ///
         /// # Safety
         /// The instructions exist.
@@ -363,7 +379,10 @@ pub(crate) mod bytes {
             }
         }
 
-        /// `R` rows from `i` on, which are there.
+        /// Computes `R` rows from `i` on and returns `R`.
+        ///
+        /// # Safety
+        /// The rows and the instructions exist.
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         unsafe fn tile<const BITS: usize, const R: usize>(
@@ -376,8 +395,8 @@ pub(crate) mod bytes {
             debug_assert!(lines.len() == self.groups * (1 + words) && i + R <= self.m);
             let mut z = self.z[i * self.groups * words_of(bits_of::<BITS>())..].as_ptr();
             let mut scales = self.scales[i * self.groups..].as_ptr();
-            // Other rows find the panel where the first ones left it.
-            let ask = |line: *const Line| {
+            // Later rows find the panel where the first ones left it.
+            let prefetch = |line: *const Line| {
                 if i == 0 {
                     simd::prefetch(line.wrapping_add(NEAR));
                     simd::prefetch_far(line.wrapping_add(FAR));
@@ -387,73 +406,87 @@ pub(crate) mod bytes {
             let mut acc = [_mm512_setzero_ps(); R];
             let mut line = lines.as_ptr();
             for _ in 0..self.groups {
-                let mut dots = [[_mm512_setzero_si512(); 2]; R];
                 // SAFETY: `groups` groups of lines, inputs and scales.
                 unsafe {
-                    ask(line);
-                    let scale = _mm512_load_si512(line.cast());
-                    for t in 0..words {
-                        ask(line.wrapping_add(1 + t));
-                        let word = _mm512_load_si512(line.add(1 + t).cast());
-                        for part in 0..8 / BITS {
-                            let codes = match (BITS, part) {
-                                (8, _) => word,
-                                (_, 0) => _mm512_and_si512(word, half),
-                                _ => _mm512_and_si512(_mm512_srli_epi32::<4>(word), half),
-                            };
-                            let at = (part * words + t) * R;
+                    prefetch(line);
+                    // Two sums for each row: of `h` and of `l`, or of quarters, in turn, and of the group.
+                    let mut first = [_mm512_setzero_si512(); R];
+                    let mut second = [_mm512_setzero_si512(); R];
+                    if BITS == 8 {
+                        for t in 0..words {
+                            prefetch(line.wrapping_add(1 + t));
+                            let codes = _mm512_load_si512(line.add(1 + t).cast());
                             for r in 0..R {
-                                if BITS == 8 {
-                                    for p in 0..2 {
-                                        let four = _mm512_set1_epi32(*z.add((at + r) * 2 + p));
-                                        dots[r][p] = _mm512_dpbusd_epi32(dots[r][p], codes, four);
-                                    }
-                                } else {
-                                    let four = _mm512_set1_epi32(*z.add(at + r));
-                                    dots[r][part] = _mm512_dpbusd_epi32(dots[r][part], codes, four);
+                                let four = z.add((t * R + r) * 2);
+                                first[r] = _mm512_dpbusd_epi32(first[r], codes, _mm512_set1_epi32(*four));
+                                second[r] =
+                                    _mm512_dpbusd_epi32(second[r], codes, _mm512_set1_epi32(*four.add(1)));
+                            }
+                        }
+                        for r in 0..R {
+                            // At most 64 · 255 · 32639, which is below 2³⁰.
+                            let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(first[r]), second[r]);
+                            let Scales { steps, middle, .. } = *scales.add(r);
+                            let (a, middle) = (_mm512_set1_ps(steps[0]), _mm512_set1_ps(middle));
+                            let dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), a, middle);
+                            second[r] = _mm512_castps_si512(dot);
+                        }
+                    } else {
+                        for r in 0..R {
+                            second[r] = _mm512_castps_si512(_mm512_set1_ps((*scales.add(r)).middle));
+                        }
+                        for quarter in 0..4 {
+                            first = [_mm512_setzero_si512(); R];
+                            for t in 0..words / 2 {
+                                let at = quarter % 2 * (words / 2) + t;
+                                let word = _mm512_load_si512(line.add(1 + at).cast());
+                                if quarter < 2 {
+                                    prefetch(line.wrapping_add(1 + at));
                                 }
+                                let codes = if quarter < 2 { word } else { _mm512_srli_epi32::<4>(word) };
+                                let codes = _mm512_and_si512(codes, half);
+                                for r in 0..R {
+                                    let four = _mm512_set1_epi32(*z.add((quarter * (words / 2) + t) * R + r));
+                                    first[r] = _mm512_dpbusd_epi32(first[r], codes, four);
+                                }
+                            }
+                            for r in 0..R {
+                                let a = _mm512_set1_ps((*scales.add(r)).steps[quarter]);
+                                let dot = _mm512_castsi512_ps(second[r]);
+                                let dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(first[r]), a, dot);
+                                second[r] = _mm512_castps_si512(dot);
                             }
                         }
                     }
-                    let step = _mm512_and_si512(scale, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-                    let step = _mm512_castsi512_ps(step);
-                    let min = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(scale));
+                    let (min, step) = scale_of(_mm512_load_si512(line.cast()));
                     for r in 0..R {
-                        let Scales { steps, middle, sum, outliers } = *scales.add(r);
-                        let middle = _mm512_set1_ps(middle);
-                        let [first, second] = steps.map(|step| _mm512_set1_ps(step));
-                        let mut dot = if BITS == 8 {
-                            // At most 64 · 255 · 32639, which is below 2³⁰.
-                            let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(dots[r][0]), dots[r][1]);
-                            _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), first, middle)
-                        } else {
-                            let [a, b] = dots[r].map(|dot| _mm512_cvtepi32_ps(dot));
-                            _mm512_fmadd_ps(b, second, _mm512_fmadd_ps(a, first, middle))
-                        };
-                        for (outlier, at) in outliers {
-                            if outlier != 0.0 {
-                                let (word, shift) = bits_of::<BITS>().place(at as usize);
-                                let word = _mm512_load_si512(line.add(1 + word).cast());
-                                let code = _mm512_srlv_epi32(word, _mm512_set1_epi32(shift as i32));
-                                let code = _mm512_and_si512(code, _mm512_set1_epi32((1 << BITS) - 1));
-                                dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(outlier), dot);
-                            }
-                        }
-                        acc[r] = _mm512_fmadd_ps(dot, step, acc[r]);
-                        acc[r] = _mm512_fmadd_ps(_mm512_set1_ps(sum), min, acc[r]);
+                        acc[r] = _mm512_fmadd_ps(_mm512_castsi512_ps(second[r]), step, acc[r]);
+                        acc[r] = _mm512_fmadd_ps(_mm512_set1_ps((*scales.add(r)).sum), min, acc[r]);
                     }
                     line = line.add(1 + words);
                     z = z.add(R * words_of(bits_of::<BITS>()));
                     scales = scales.add(R);
                 }
             }
-            let mut out = [[0.0f32; PANEL]; R];
             for r in 0..R {
+                let mut sums = acc[r];
+                for outlier in &self.outliers[i + r] {
+                    let group = &lines[outlier.group * (1 + words)..][..1 + words];
+                    let (word, shift) = bits_of::<BITS>().place(outlier.at);
+                    // SAFETY: lines of a group.
+                    unsafe {
+                        let (min, step) = scale_of(_mm512_load_si512(group.as_ptr().cast()));
+                        let word = _mm512_load_si512(group[1 + word..].as_ptr().cast());
+                        let code = _mm512_srlv_epi32(word, _mm512_set1_epi32(shift as i32));
+                        let code = _mm512_and_si512(code, _mm512_set1_epi32((1 << BITS) - 1));
+                        let weight = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), step, min);
+                        sums = _mm512_fmadd_ps(weight, _mm512_set1_ps(outlier.x), sums);
+                    }
+                }
+                let mut out = [0.0f32; PANEL];
                 // SAFETY: sixteen floats.
-                unsafe { _mm512_storeu_ps(out[r].as_mut_ptr(), acc[r]) };
-            }
-            for r in 0..R {
-                to.store(i + r, 0, &out[r]);
+                unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sums) };
+                to.store(i + r, 0, &out);
             }
             R
         }
@@ -463,7 +496,16 @@ pub(crate) mod bytes {
         if BITS == 8 { QuantBits::Eight } else { QuantBits::Four }
     }
 
-    /// What [`Inputs`] hold of a group, which goes to row `r` of `side`. Numbers that are not finite make a sum that is none.
+    /// Minimum and step of a line of scales.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn scale_of(line: __m512i) -> (__m512, __m512) {
+        let step = _mm512_and_si512(line, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+        (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(line)), _mm512_castsi512_ps(step))
+    }
+
+    /// Writes a group of inputs as bytes for row `r` of `side`, and gives those that are far out to `far`. Numbers that are not finite
+    /// make a sum that is not.
     ///
     /// # Safety
     /// The instructions exist.
@@ -473,36 +515,37 @@ pub(crate) mod bytes {
         x: &mut [f32; GROUP],
         z: &mut [i32],
         (side, r): (usize, usize),
+        mut far: impl FnMut(usize, f32),
     ) -> Scales {
-        let mut out = Scales { sum: sum(x), ..Scales::default() };
-        // The largest number of two bytes with signs whose upper one does not overflow when it is rounded, or of one.
-        let (most_code, len) = match bits {
-            QuantBits::Eight => (32_639.0, GROUP),
-            QuantBits::Four => (127.0, GROUP / 2),
-        };
-        let mut steps = [(0.0, 0.0); 2];
+        let mut out = Scales::default();
+        // The largest number of two signed bytes whose upper one does not overflow when it is rounded, or of one.
+        let most_code = if bits == QuantBits::Eight { 32_639.0 } else { 127.0 };
+        let len = part_len(bits);
+        let mut inverses = [0.0; 4];
         for (part, x) in x.chunks_exact_mut(len).enumerate() {
             // SAFETY: the instructions exist.
             let (mut most, size) = unsafe { most_and_size(x) };
             if most * (len - 1) as f32 > far_out(bits) * (size - most) {
                 let at = x.iter().position(|x| x.abs() == most).unwrap_or(0);
-                out.outliers[part] = (std::mem::take(&mut x[at]), (part * len + at) as u32);
+                far(part * len + at, std::mem::take(&mut x[at]));
                 // SAFETY: as above.
                 most = unsafe { most_and_size(x) }.0;
             }
             let inverse = most_code / most;
-            // Nothing, or so small that this many steps of it are none: what remains is less than rounding is elsewhere.
-            steps[part] = if inverse.is_finite() { (most / most_code, inverse) } else { (0.0, 0.0) };
+            // Zeros, or so small that so many steps are zero: the remainder is below the rounding elsewhere.
+            if inverse.is_finite() {
+                (out.steps[part], inverses[part]) = (most / most_code, inverse);
+            }
         }
-        let mut total = [0; 2];
+        let mut near = 0.0;
         for (at, x) in x.as_chunks::<PANEL>().0.iter().enumerate() {
             let (mut high, mut low, part) = ([0i32; LANE], [0i32; LANE], at * PANEL / len);
             // SAFETY: sixteen floats and bytes.
             unsafe {
-                let scaled = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_set1_ps(steps[part].1));
+                let scaled = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_set1_ps(inverses[part]));
                 // To nearest, ties to even.
                 let rounded = _mm512_cvtps_epi32(scaled);
-                total[part] += _mm512_reduce_add_epi32(rounded);
+                near += out.steps[part] * _mm512_reduce_add_epi32(rounded) as f32;
                 let upper = _mm512_srai_epi32::<8>(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
                 let lower = _mm512_sub_epi32(rounded, _mm512_slli_epi32::<8>(upper));
                 _mm_storeu_si128(high.as_mut_ptr().cast(), _mm512_cvtsepi32_epi8(upper));
@@ -512,19 +555,17 @@ pub(crate) mod bytes {
                 let place = (at * LANE + e) * side + r;
                 match bits {
                     QuantBits::Eight => z[2 * place..2 * place + 2].copy_from_slice(&[high[e], low[e]]),
-                    // Its upper byte is 0.
+                    // The upper byte is 0.
                     QuantBits::Four => z[place] = low[e],
                 }
             }
         }
-        let [(first, _), (second, _)] = steps;
-        let near = first * total[0] as f32 + second * total[1] as f32;
-        out.middle = bits.levels() as f32 / 2.0 * (sum(x) - near);
-        out.steps = [first, second];
+        out.sum = sum(x);
+        out.middle = bits.levels() as f32 / 2.0 * (out.sum - near);
         out
     }
 
-    /// The largest size of the numbers, sixteen or more, and the sum of all sizes.
+    /// Returns the largest size of the numbers, sixteen or more, and the sum of all sizes.
     ///
     /// # Safety
     /// The instructions exist.
@@ -532,7 +573,7 @@ pub(crate) mod bytes {
     unsafe fn most_and_size(x: &[f32]) -> (f32, f32) {
         let (mut most, mut size) = (_mm512_setzero_ps(), _mm512_setzero_ps());
         for x in x.as_chunks::<PANEL>().0 {
-            // SAFETY: sixteen floats. Of a number and none, the maximum is its second operand.
+            // SAFETY: sixteen floats. If one operand is not a number, the maximum is the second.
             unsafe {
                 let x = _mm512_abs_ps(_mm512_loadu_ps(x.as_ptr()));
                 (most, size) = (_mm512_max_ps(x, most), _mm512_add_ps(size, x));
