@@ -687,7 +687,7 @@ def playlists(rng, number, into):
     return args, judge
 
 
-# --- Damaged run directories: what goes on from one is right, or says what is not ----------------------------------------
+# --- Damaged run directories: a resumed run is right, or says what is not ----------------------------------------------
 
 RESUME = (
     "train --model m --train_file rows.jsonl --eval_file rows.jsonl --eval_steps 2 --output_dir run --max_steps 6 --save_steps 2 --num_generations 2 "

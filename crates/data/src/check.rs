@@ -638,7 +638,7 @@ mod tests {
         let text = std::fs::read_to_string(cache.join(CACHE_NAME)).unwrap();
         let three: usize = text.lines().take(3).map(|line| line.len() + 1).sum();
         std::fs::write(cache.join(CACHE_NAME), &text[..three + 9]).unwrap();
-        // One of the other four is refused, and looked at again.
+        // The other four include one that is refused and looked at again.
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 4);
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 1);
     }

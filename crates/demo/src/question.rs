@@ -10,9 +10,9 @@ use crate::draw::{pick, shuffle};
 /// Subject of a question.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
-    /// Colour of the one shape.
+    /// Colour of the only shape.
     Colour,
-    /// Outline of the one shape.
+    /// Outline of the only shape.
     Shape,
     /// How many shapes there are.
     Count,

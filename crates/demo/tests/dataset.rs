@@ -170,7 +170,7 @@ fn the_same_seed_gives_the_same_bytes_and_another_seed_other_pictures() {
     for (file, digest) in &one.sha256 {
         assert_ne!(digest, &three.sha256[file]);
     }
-    // Rows pin their media (see above); the sizes of the other splits do not change a split.
+    // Rows pin their media (see above); sizes of other splits do not change a split.
     let alone = generate(&dir.path().join("alone"), 7, Sizes { sft: 0, train: 40, eval: 0 }).unwrap();
     assert_eq!(alone.sha256["train.jsonl"], one.sha256["train.jsonl"]);
 }

@@ -81,7 +81,7 @@ pub(crate) fn companion(dir: &Path, name: &Path) -> Result<Option<Vec<u8>>> {
     content.map(Some).map_err(ModelError::io(dir.join(name)))
 }
 
-/// Returns the sorted names of the files in `folder` of `dir` with this ending; none if there is no such folder.
+/// Returns the sorted names of the files in `folder` of `dir` with this ending; none if the folder does not exist.
 fn files_ending(dir: &Path, folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
     let path = dir.join(folder);
     let entries = match std::fs::read_dir(&path) {
@@ -110,7 +110,7 @@ impl Model {
         self.write(dir, None)
     }
 
-    /// Saves as [`Self::save_pretrained`] does, in the layout of this name: files of the other layout are rewritten.
+    /// Saves as [`Self::save_pretrained`] does, in the layout of this name: files of another layout are rewritten.
     ///
     /// # Errors
     /// As [`Self::save_pretrained`]; a layout the family does not have or that cannot express this checkpoint.

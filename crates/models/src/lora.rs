@@ -14,7 +14,7 @@ use crate::model::Model;
 /// Far above any use; bounds what a file can make the program allocate.
 pub(crate) const MAX_RANK: usize = 1 << 14;
 
-/// What adapters a model gets.
+/// Adapters of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraConfig {
     /// Rows of `A`, columns of `B`.
@@ -42,7 +42,7 @@ impl Default for LoraConfig {
 }
 
 impl LoraConfig {
-    /// What `B A` is multiplied with at some rank.
+    /// Returns the factor of `B A` at some rank.
     #[must_use]
     pub fn scale(&self, rank: usize) -> f32 {
         let rank = rank as f64;

@@ -5,7 +5,7 @@
 //! keys their order. So a file that changes is decoded again, and a medium that several rows show is decoded once. Errors are not
 //! kept.
 //!
-//! What came first stays, up to a bound in bytes. A pass over shuffled data comes back to a medium after most others: with room
+//! The store keeps the media that came first, up to a bound in bytes. A pass over shuffled data comes back to a medium after most others: with room
 //! for a share c of the data, what stays is found in a share c of all cases, while a store that made room for the newest (LRU)
 //! would find c + (1 − c) ln(1 − c), 6 % in the place of 33 % for a third, and nothing where the order is the same in each pass.
 
@@ -44,16 +44,16 @@ struct Kept {
     media: HashMap<Name, Arc<Decoded>>,
 }
 
-/// What a store holds, and how often it had what was asked for.
+/// Contents of a store, and how often it had a requested medium.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MediaUsage {
     /// The most it may hold, bytes; 0: it is off.
     pub max_bytes: u64,
-    /// What it holds, bytes.
+    /// Memory of the contents, bytes.
     pub bytes: u64,
     /// Media that were asked for while it was on.
     pub asked: u64,
-    /// Those among them that it had.
+    /// Requests that the store could answer.
     pub found: u64,
 }
 
@@ -64,7 +64,7 @@ pub(crate) struct Decoded {
 }
 
 impl Decoded {
-    /// What the heap holds of it, bytes.
+    /// Returns the bytes of the heap.
     fn num_bytes(&self) -> u64 {
         let MediumInput { data, frame_times_secs, .. } = &*self.input;
         let fixed = size_of::<Name>() + size_of::<Self>() + size_of::<MediumInput>();
@@ -90,7 +90,7 @@ impl MediaStore {
         }
     }
 
-    /// What is there.
+    /// Returns the usage.
     #[must_use]
     pub fn usage(&self) -> MediaUsage {
         self.kept().usage

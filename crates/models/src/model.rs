@@ -38,7 +38,7 @@ use crate::weights::{
 pub struct Model {
     checkpoint: Checkpoint,
     network: Network,
-    /// Those of the architecture, then those of adapters.
+    /// Weights of the architecture, then of adapters.
     params: Vec<Arc<Param>>,
     num_base: usize,
     /// Weights that came from directories of their own.
@@ -71,8 +71,8 @@ pub struct LoadOptions<'a> {
 /// Bytes that may be kept of towers for each trained weight.
 const KEPT_BYTES: usize = 8;
 
-/// What a tower made of one medium. Shared by every pass whose tower is the same; a clone shares the numbers. What the blocks
-/// computed is kept in [`Memories`].
+/// Output of a tower for one medium. Shared by every pass whose tower is the same; a clone shares the numbers. The results of the blocks
+/// are kept in [`Memories`].
 #[derive(Clone, Debug)]
 pub struct Features {
     /// Output of the tower, before the projector.
@@ -82,11 +82,11 @@ pub struct Features {
     pub rows: Rows,
 }
 
-/// What towers computed, by (group, medium), for the pass that differentiates them; see [`Model::encode_for_training`].
+/// Results of towers, by (group, medium), for the pass that differentiates them; see [`Model::encode_for_training`].
 #[derive(Debug, Default)]
 pub struct Memories(BTreeMap<(usize, usize), Memory>);
 
-/// What holds for a pass of one update beside weights and rows.
+/// Settings of a pass of one update beside weights and rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Training {
     /// Whether activations inside blocks are computed again in the backward pass instead of being kept: less memory, more
@@ -207,7 +207,7 @@ impl Model {
         Ok(Self::new(checkpoint.clone(), network, source.params, HashSet::new(), options.device))
     }
 
-    /// What [`Self::load_with`], or with `random` [`Self::random`], would give, without the data of its weights: their
+    /// Returns the outline of what [`Self::load_with`], or with `random` [`Self::random`], returns, without the data of its weights: their
     /// names, shapes and dtypes. Nothing can be computed with it.
     ///
     /// # Errors
@@ -229,12 +229,12 @@ impl Model {
         self.reference_on(self.device)
     }
 
-    /// As [`Self::reference`], with its passes on another device.
+    /// Makes a reference as [`Self::reference`] does, with its passes on another device.
     pub fn reference_on(&self, device: Device) -> Result<Self> {
         self.reference_with(device, None)
     }
 
-    /// As [`Self::reference`], for passes on the CPU, with the weights that are trained left in the checkpoint's files where these hold
+    /// Makes a reference for passes on the CPU, with the weights that are trained left in the checkpoint's files if these hold
     /// the very numbers: they take no memory between passes. Others are copied, as are those of files that cannot be mapped. The files
     /// must stay as they are while the reference is used ([`Self::files_unchanged`]).
     pub fn reference_in_place(&self) -> Result<Self> {
@@ -283,25 +283,25 @@ impl Model {
         &self.checkpoint
     }
 
-    /// Its family.
+    /// Returns the family.
     #[must_use]
     pub fn family(&self) -> &Family {
         self.checkpoint.family()
     }
 
-    /// Its language model.
+    /// Returns the language model.
     #[must_use]
     pub fn decoder(&self) -> &Decoder {
         &self.network.decoder
     }
 
-    /// Its weights in building order, those of adapters last.
+    /// Returns the weights in building order, those of adapters last.
     #[must_use]
     pub fn params(&self) -> &[Arc<Param>] {
         &self.params
     }
 
-    /// Its weights without those of adapters.
+    /// Returns the weights without those of adapters.
     #[must_use]
     pub fn base_params(&self) -> &[Arc<Param>] {
         &self.params[..self.num_base]
@@ -423,7 +423,7 @@ impl Model {
         prompt.media.iter().map(|m| self.encode(m, &prompt.instruction)).collect()
     }
 
-    /// As [`Self::encode_prompt`] for several prompts whose media a backward pass with the same weights will go through
+    /// Encodes several prompts as [`Self::encode_prompt`] does, for media that a backward pass with the same weights will go through
     /// ([`Self::backward_media`]), with the memories that it takes. What the blocks of a trained tower compute is kept for it,
     /// up to eight bytes for each trained weight, half of what weights, gradients and moments take; a medium beyond that
     /// runs once more there.
@@ -454,7 +454,7 @@ impl Model {
         Ok((all, memories))
     }
 
-    /// What a policy pass reads in place of `features`, which are those of the present weights: the same, unless adapters
+    /// Returns the features for a policy pass instead of `features`, which are those of the present weights: the same, unless adapters
     /// of towers or projectors drop inputs. Then it is what [`Self::backward_media`] will differentiate.
     pub fn features_in_training(
         &self,
@@ -478,7 +478,7 @@ impl Model {
             .collect()
     }
 
-    /// What the decoder reads of a prompt: token embeddings with features in their spans, and deep features.
+    /// Returns the decoder's input for a prompt: token embeddings with features in their spans, and deep features.
     ///
     /// # Errors
     /// Features that do not fill their spans.
@@ -571,7 +571,7 @@ impl Model {
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
     }
 
-    /// What the language model makes of each completion's last token but one, `[completions, h]`, behind its final norm: for a
+    /// Returns the language model's output for each completion's last token but one, `[completions, h]`, after its final norm: for a
     /// head of another kind than the vocabulary's. `features` are as in [`Self::score`].
     ///
     /// # Errors
@@ -598,7 +598,7 @@ impl Model {
             && !self.params.iter().any(|param| matches!(param.dtype(), ParamDtype::Quantised(_)))
     }
 
-    /// As [`Self::score`], keeping what a backward pass needs. `features` are those of the present weights, also where
+    /// Scores as [`Self::score`] does and keeps what a backward pass needs. `features` are those of the present weights, also where
     /// tower or projector are trained, as [`Self::features_in_training`] gives them.
     ///
     /// # Errors
@@ -613,7 +613,7 @@ impl Model {
         self.recall_pass(stream, features, temperature, training, Memory::default())
     }
 
-    /// As [`Self::train_pass`], with what blocks of the decoder have computed already; those do not run again
+    /// Runs [`Self::train_pass`] with results of decoder blocks from an earlier pass; those blocks do not run again
     /// ([`DecoderMemory::of_stream`](crate::DecoderMemory::of_stream)).
     pub fn recall_pass<'a>(
         &'a self,
@@ -753,7 +753,7 @@ impl StreamPass<'_> {
         self.router.clone()
     }
 
-    /// What the decoder computed of the targets, in the stream's order.
+    /// Returns the decoder's results for the targets, in the stream's order.
     #[must_use]
     pub fn scored(&self) -> &Scored {
         &self.scored

@@ -1,4 +1,4 @@
-//! What a checkpoint directory is called elsewhere.
+//! Names of a checkpoint directory elsewhere.
 
 use std::path::Path;
 

@@ -218,7 +218,7 @@ impl Model {
         for (name, (shape, data)) in &file.whole {
             let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
             match self.base_params().iter().find(|p| p.name() == name) {
-                // Of an outline there is nothing to overwrite.
+                // An outline has nothing to overwrite.
                 Some(param) if param.shape() == shape && param.is_outline() => {}
                 Some(param) if param.shape() == shape => param.store(data)?,
                 Some(param) => {
@@ -403,7 +403,7 @@ fn own_factors(
     }
 }
 
-/// The alphas of single layers, by the ends of their modules' names. Ranks are told by the tensors.
+/// Reads the alphas of single layers, by the ends of their modules' names. The tensors determine ranks.
 fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
     let Some(patterns) = config.section("alpha_pattern")? else { return Ok(Vec::new()) };
     let each = |name: &String| {
@@ -421,7 +421,7 @@ type Dense = (Vec<usize>, Vec<f32>);
 struct AdapterFile {
     /// `A` and `B` by the layer's published name without `weight`.
     pairs: BTreeMap<String, (Option<Dense>, Option<Dense>)>,
-    /// What the file calls those layers.
+    /// The file's names of those layers.
     modules: BTreeMap<String, String>,
     whole: BTreeMap<String, Dense>,
 }

@@ -29,7 +29,7 @@ pub struct Prompt {
     pub next_position: u32,
     /// Decoded media, in the order of the sample.
     pub media: Vec<Arc<MediumInput>>,
-    /// What the projector reads of the question; empty for families whose projector does not.
+    /// Ids of the question that the projector reads; empty for families whose projector does not.
     pub instruction: Vec<u32>,
     /// The rendered text, one marker per medium.
     pub text: String,
@@ -137,7 +137,7 @@ impl PromptBuilder {
         &self.tokenizer
     }
 
-    /// What ends a completion.
+    /// Returns the rules that end a completion.
     #[must_use]
     pub fn stops(&self) -> &StopSet {
         &self.stops

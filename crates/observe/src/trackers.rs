@@ -144,7 +144,7 @@ impl Trackers {
 
     fn warn(&self, name: &str, why: &str) {
         self.console.warning(&format!(
-            "{name} is told nothing more: {why}. The run goes on, and metrics.jsonl has everything"
+            "{name} receives nothing more: {why}. The run continues, and metrics.jsonl has everything"
         ));
     }
 }
@@ -263,7 +263,7 @@ mod tests {
         }
         trackers.finish(Duration::from_secs(20));
         assert_eq!((bad_steps.lock().unwrap().as_slice(), steps.lock().unwrap().len()), (&[1][..], 30));
-        let expected = "warning: made is told nothing more: the disk is full. The run goes on, and metrics.jsonl has \
+        let expected = "warning: made receives nothing more: the disk is full. The run continues, and metrics.jsonl has \
                         everything\n";
         assert_eq!(said(&buffer), expected);
     }

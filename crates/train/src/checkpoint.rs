@@ -60,12 +60,12 @@ pub struct TrainerState {
     pub evaluation_due: bool,
 }
 
-/// What a checkpoint holds beside the state.
+/// Parts of a checkpoint beside the state.
 #[derive(Clone, Copy)]
 pub struct Parts<'a> {
     /// The model.
     pub model: &'a Model,
-    /// The optimizer, of a checkpoint that another start can go on from.
+    /// Optimizer, for a checkpoint that another start can resume from.
     pub optimizer: Option<&'a AdamW>,
     /// The reference, where it moves.
     pub reference: Option<&'a Model>,
@@ -466,7 +466,7 @@ fn check_weights(model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// As [`check_weights`]: a checkpoint with such moments could not be loaded.
+/// Checks moments as [`check_weights`] checks weights: a checkpoint with such moments could not be loaded.
 fn check_moments(optimizer: &AdamW) -> Result<()> {
     for (param, moments) in optimizer.state() {
         for StatePart { what, of, .. } in state_parts(moments) {

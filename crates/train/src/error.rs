@@ -1,4 +1,4 @@
-//! What can go wrong in a run.
+//! Errors of a run.
 
 use std::path::PathBuf;
 
@@ -12,9 +12,9 @@ pub enum TrainError {
     Setting {
         /// The setting.
         name: String,
-        /// Its value.
+        /// Value of the setting.
         got: String,
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// A pattern that chooses weights is no regular expression.
@@ -24,13 +24,13 @@ pub enum TrainError {
         name: &'static str,
         /// The pattern.
         pattern: String,
-        /// Where it breaks off.
+        /// Position of the error.
         source: regex::Error,
     },
     /// Too few rows can be used.
     #[error("{what}")]
     Data {
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// The machine failed, and went on failing. No row is to blame, and the same work can succeed later.
@@ -74,7 +74,7 @@ pub enum TrainError {
     /// A checkpoint cannot be read or does not fit.
     #[error("checkpoint: {what}")]
     Checkpoint {
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// The optimizer's state cannot be written as safetensors.
@@ -90,9 +90,9 @@ pub enum TrainError {
     Damaged {
         /// The checkpoint.
         checkpoint: PathBuf,
-        /// What is wrong with it.
+        /// Problem of the file.
         what: String,
-        /// What reading it failed with, where that is what is wrong.
+        /// Error of reading it, if that is the problem.
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
     /// A file could not be read or written.
@@ -115,15 +115,15 @@ pub enum TrainError {
     /// A reward failed, and the completions it was asked about would be lost.
     #[error("a step could not be scored")]
     Unscored {
-        /// What it failed with.
+        /// Error of the reward.
         source: Box<omnigrpo_rewards::RewardError>,
-        /// Its rows with their completions, a JSON object each.
+        /// Rows with their completions, a JSON object each.
         rows: Vec<String>,
     },
     /// A reward failed; the completions it was asked about are kept.
     #[error("a step could not be scored; what was sampled is kept in {}", rows.display())]
     UnscoredKept {
-        /// What it failed with.
+        /// Error of the reward.
         source: Box<omnigrpo_rewards::RewardError>,
         /// Where.
         rows: PathBuf,

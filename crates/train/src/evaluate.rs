@@ -16,7 +16,7 @@ use crate::rows::{Ready, SkippedRow, Unusable, media_paths, prepare_all, request
 use crate::scoring;
 use crate::step::MAX_LIVE;
 
-/// What is evaluated and how.
+/// Rows and settings of an evaluation.
 #[derive(Clone)]
 pub struct EvalPlan {
     /// Makes prompts. Not those of training, where rows may draw their number of frames.
@@ -51,7 +51,7 @@ pub struct EvalOptions {
     pub max_live: usize,
     /// Rows are also reported by the value of this column.
     pub category: Option<String>,
-    /// What is measured besides the rewards.
+    /// Measures beside the rewards.
     pub measures: Measures,
 }
 
@@ -158,11 +158,11 @@ pub fn evaluate(
 pub struct Batch<'a> {
     /// Rows of the dataset, those that could not be used included.
     pub num_rows: u64,
-    /// Those that could be used, by number.
+    /// Usable rows, by number.
     pub judged: &'a [(u64, Judged)],
 }
 
-/// As [`evaluate`], without the rows that are done already. `each` sees every batch of the others as soon as it is scored.
+/// Evaluates as [`evaluate`] does, without the rows that are done already. `each` sees every batch of the others as soon as it is scored.
 pub fn evaluate_rest(
     model: &Model,
     rewards: &RewardSet,

@@ -7,17 +7,17 @@ use crate::error::Result;
 use crate::rollouts::Group;
 use crate::step::Algorithm;
 
-/// What is kept of a tower's forward pass.
+/// Part of a tower's forward pass that is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
     /// Features alone.
     Features,
-    /// What the backward pass of the first update needs besides.
+    /// Also the arrays that the backward pass of the first update needs.
     Activations,
 }
 
 impl Keep {
-    /// What a rollout keeps. Runs that recompute are short of memory, so their towers keep nothing either.
+    /// Returns what a rollout keeps. Runs that recompute are short of memory, so their towers keep nothing either.
     pub(crate) fn for_update(algorithm: &Algorithm) -> Self {
         if algorithm.recompute { Self::Features } else { Self::Activations }
     }

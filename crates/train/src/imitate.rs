@@ -71,7 +71,7 @@ pub fn imitate(
     })
 }
 
-/// What a supervised update did.
+/// Result of a supervised update.
 #[derive(Clone, Copy, Debug)]
 pub struct ImitationOutcome {
     /// Mean negative log-probability per target token, nats.
@@ -84,6 +84,6 @@ pub struct ImitationOutcome {
     pub params_without_grad: usize,
     /// Rows that went through the decoder.
     pub num_tokens: u64,
-    /// As of a [`StepOutcome`](crate::StepOutcome).
+    /// Losses of routers, as in a [`StepOutcome`](crate::StepOutcome).
     pub router: Option<[f64; 2]>,
 }

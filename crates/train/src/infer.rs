@@ -117,7 +117,7 @@ pub fn score_recorded(
 pub struct Generated<'a> {
     /// Rows that could be used.
     pub rows: &'a [PreparedRow],
-    /// Their completions.
+    /// Completions of each row.
     pub completions: &'a [Vec<Completion>],
     /// Rows that could not, by number.
     pub unusable: &'a [(u64, Unusable)],

@@ -24,7 +24,7 @@ use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::PreparedRow;
 use crate::step::{Algorithm, UpdateAt, update};
 
-/// Whose memory it is.
+/// Owner of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryOf {
     /// The machine's, with everything in it.
@@ -33,7 +33,7 @@ pub enum MemoryOf {
     Card,
 }
 
-/// What is trained on.
+/// Work of a step.
 #[derive(Clone, Debug)]
 pub enum Work {
     /// The rows of a rollout.
@@ -44,7 +44,7 @@ pub enum Work {
     None,
 }
 
-/// What a reference takes, beside the weights that it shares with the policy.
+/// Memory of a reference, beside the weights that it shares with the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReferenceKept {
     /// There is none.
@@ -55,7 +55,7 @@ pub enum ReferenceKept {
     InPlace,
 }
 
-/// What a run does, as far as memory depends on it.
+/// Parts of a run that memory depends on.
 #[derive(Clone, Debug)]
 pub struct MemoryPlan<'a> {
     /// The step.
@@ -101,7 +101,7 @@ pub struct Memory {
     pub activations: u64,
     /// Keys and values of completions in flight.
     pub cache: u64,
-    /// What the allocator cannot use.
+    /// Memory that the allocator cannot use.
     pub slack: u64,
     /// When passes hold most.
     pub peak: Phase,
@@ -126,7 +126,7 @@ impl Memory {
         self.parts().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// What is there from the first update on to the end, whatever the rows are.
+    /// Returns the memory from the first update to the end, whatever the rows are.
     #[must_use]
     pub fn lasting(&self) -> u64 {
         self.program + self.rewards + self.weights + self.adapters + self.optimizer + self.reference
@@ -199,7 +199,7 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     match &plan.work {
         Work::None => {}
         Work::Rollout(rows) => {
-            // Those of the next step are decoded meanwhile.
+            // The media of the next step are decoded at the same time.
             media = 2 * rows.iter().map(|row| media_bytes(&row.prompt)).sum::<u64>();
             let (done, seen) = footprint(|| reinforce(model, plan, rows, &mut take));
             done?;
@@ -240,13 +240,13 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     Ok(out)
 }
 
-/// What the decoded media of a prompt take, bytes.
+/// Returns the bytes of a prompt's decoded media.
 #[must_use]
 pub fn media_bytes(prompt: &Prompt) -> u64 {
     prompt.media.iter().map(|medium| 4 * medium.data.len() as u64).sum()
 }
 
-/// A rollout and its updates. `take` is told of the rollout; the rest is what is held around this call.
+/// Runs a rollout and its updates. `take` receives the footprint of the rollout; the rest is held around this call.
 fn reinforce(
     model: &Model,
     plan: &MemoryPlan,

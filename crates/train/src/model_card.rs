@@ -23,7 +23,7 @@ use crate::step::Algorithm;
 /// The picture of the card.
 const PICTURE: &str = "metrics.svg";
 
-/// What a card is made from.
+/// Contents of a card.
 pub(crate) struct Facts<'a> {
     pub(crate) run: &'a RunPlan,
     pub(crate) model: &'a Model,
@@ -214,7 +214,7 @@ impl Card {
     }
 }
 
-/// What decides the result, by the names of the settings.
+/// Returns the settings that decide the result, by their names.
 fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
     let Facts { run, model, algorithm, optimizer, .. } = facts;
     let mut all = vec![

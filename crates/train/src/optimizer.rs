@@ -61,7 +61,7 @@ impl Default for AdamWConfig {
     }
 }
 
-/// What one update did.
+/// Result of one update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
     /// Norm of all gradients together, before scaling.
@@ -111,7 +111,7 @@ impl AdamW {
                 None => skipped += 1,
                 Some((on, sum)) if sum.is_finite() => (device, squares) = (on, squares + sum),
                 Some((on, _)) => {
-                    // What a card could not compute is NaN.
+                    // A card returns NaN for numbers that it could not compute.
                     on.finish()?;
                     return Err(TrainError::NonFiniteGradient { name: param.name().to_owned() });
                 }
@@ -142,7 +142,7 @@ impl AdamW {
         Ok(Update { grad_norm, skipped })
     }
 
-    /// Its settings.
+    /// Returns the settings.
     #[must_use]
     pub fn config(&self) -> &AdamWConfig {
         &self.config

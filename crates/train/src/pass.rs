@@ -26,17 +26,17 @@ pub(crate) struct Pass<'a> {
     gradients: FeatureGradients,
     algorithm: &'a Algorithm,
     training: Training,
-    /// Of each completion, in the order of the rollout.
+    /// Length of each completion, in the order of the rollout.
     lengths: Vec<usize>,
     truncated: Vec<bool>,
-    /// Of the whole step.
+    /// Normalizer of the complete step.
     normalizer: Normalizer,
     /// Prompts of streams whose gradient is 0, which were not carried back.
     idle: Vec<usize>,
     passed: Passed,
 }
 
-/// What the passes found.
+/// Results of the passes.
 pub(crate) struct Passed {
     /// Whether the weights are those that sampled.
     pub(crate) on_policy: bool,

@@ -1,4 +1,4 @@
-//! What a run is asked to do, and what it leaves to say.
+//! Plan of a run, and its summary.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ pub enum ResumeFrom {
     Path(PathBuf),
 }
 
-/// What an update does.
+/// Objective of an update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Objective {
     /// GRPO: sample, score, reinforce.
@@ -85,7 +85,7 @@ impl Default for SyncReference {
 /// A run's length, records and checkpoints.
 #[derive(Clone, Debug)]
 pub struct RunPlan {
-    /// What an update does.
+    /// Objective of an update.
     pub objective: Objective,
     /// Updates; `None` for what the epochs need.
     pub max_steps: Option<u64>,
@@ -117,7 +117,7 @@ pub struct RunPlan {
     pub save_only_model: bool,
     /// Where to start.
     pub resume: ResumeFrom,
-    /// Go on from a checkpoint whose settings differ from this run's.
+    /// Resume from a checkpoint whose settings differ from this run's.
     pub allow_changed: bool,
     /// When to evaluate.
     pub eval: EvalWhen,
@@ -138,7 +138,7 @@ pub struct RunPlan {
     pub run_name: Option<String>,
     /// Take completions from the rows.
     pub replay: bool,
-    /// What to do about unusable rows.
+    /// Treatment of unusable rows.
     pub skip: SkipPolicy,
     /// Rows known to be unusable, with the reason, from the check before training.
     pub bad_rows: Vec<(u64, String, String)>,
@@ -216,7 +216,7 @@ pub trait Observer {
     }
 
     /// The `step`th update is done; its numbers are those of the line in `metrics.jsonl`. `Break` ends the run here, with a
-    /// checkpoint to go on from.
+    /// checkpoint to resume from.
     fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
         let _ = (step, metrics);
         ControlFlow::Continue(())
@@ -261,7 +261,7 @@ pub struct TrainSetup {
     pub algorithm: Algorithm,
     /// The optimizer.
     pub optimizer: AdamWConfig,
-    /// What is trained.
+    /// Trained weights.
     pub selection: Selection,
     /// Where the reference runs.
     pub reference_device: Device,
@@ -271,11 +271,11 @@ pub struct TrainSetup {
     pub lock: RunLock,
     /// Who looks on.
     pub observer: Box<dyn Observer>,
-    /// Starts those who else are told the numbers, once what an earlier run left is out of their way.
+    /// Starts the trackers, after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers>,
 }
 
-/// What a run leaves to say.
+/// Summary of a run.
 #[derive(Debug, Default)]
 pub struct RunSummary {
     /// Updates done in all.

@@ -1,4 +1,4 @@
-//! What a run writes and shows step by step: logs, console lines, evaluations, and the report at its end.
+//! Output of a run step by step: logs, console lines, evaluations, and the report at its end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use crate::rows::{PreparedRow, SkippedRow, media_paths};
 use crate::step::TokenNumbers;
 use crate::timing::peak_memory_bytes;
 
-/// Groups of a step whose best and worst completions are shown, with `log_completions`, and that trackers are told of.
+/// Groups of a step whose best and worst completions are shown, with `log_completions`, and sent to trackers.
 const SHOWN_GROUPS: usize = 2;
 /// How long the end of a run waits for its trackers.
 const TRACKERS_PATIENCE: Duration = Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! Rollouts that were recorded: completions, rewards and log-probabilities stand in the rows.
+//! Rollouts that were recorded: the rows have completions, rewards and log-probabilities.
 
 use omnigrpo_data::{RecordedCompletion, RecordedRewards};
 use omnigrpo_grpo::{advantage, mask};

@@ -1,9 +1,9 @@
 //! Where a run begins, and what becomes of what an earlier one left in its directory.
 //!
-//! A run goes on from a checkpoint whose settings and inputs are its own, or begins anew. Nothing that an earlier run made
+//! A run resumes from a checkpoint whose settings and inputs are its own, or starts from the beginning. Nothing that an earlier run made
 //! is deleted or overwritten by another: it is moved to `superseded-N` in the same directory, and the console says so. So is
 //! what no run made, if it has a name that this run writes.
-//! A run that goes on from its newest checkpoint drops what was logged behind it, since the same steps log it again.
+//! A run that resumes from its newest checkpoint drops the later logs, since the same steps log them again.
 //! Nothing is moved before the checkpoint has been loaded.
 
 use std::path::{Path, PathBuf};
@@ -139,7 +139,7 @@ impl Start {
             }
             return load(path, state);
         }
-        let mut why = "it left no checkpoint to go on from";
+        let mut why = "it left no checkpoint to resume from";
         let mut failed = None;
         for (_, path) in newest_first {
             let state = match checkpoint::read_state(&path) {
@@ -194,12 +194,12 @@ impl Start {
             Self::From(resumed) if !resumed.is_in(dir) => (
                 earlier_run(dir, model)?,
                 "what an earlier run made",
-                format!("the run goes on from {}", resumed.path.display()),
+                format!("the run resumes from {}", resumed.path.display()),
             ),
             Self::From(resumed) => (
                 behind(dir, resumed.state.global_step)?,
                 "what an earlier run made",
-                "the run goes on from an earlier checkpoint".to_owned(),
+                "the run resumes from an earlier checkpoint".to_owned(),
             ),
         };
         if paths.is_empty() && !matches!(self, Self::From(resumed) if resumed.is_in(dir)) {
@@ -326,7 +326,7 @@ fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
     Ok(places.any(|place| place != dir && place.join(name).is_file()))
 }
 
-/// What lies where no run had begun and would be overwritten.
+/// Returns files of others that the run would overwrite.
 fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     const AT_THE_END: [&str; 5] =
         ["README.md", "metrics.svg", "config.json", "adapter_config.json", "additional_chat_templates"];

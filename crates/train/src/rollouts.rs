@@ -1,4 +1,4 @@
-//! What an update learns from: groups of completions with their advantages.
+//! Input of an update: groups of completions with their advantages.
 
 use std::mem::{replace, take};
 
@@ -46,7 +46,7 @@ pub struct Group {
     pub row: PreparedRow,
     /// Features of its media, under the weights of the latest rollout or update.
     pub(crate) features: Vec<Features>,
-    /// Its completions.
+    /// Completions of the group.
     pub completions: Vec<Scored>,
 }
 
@@ -65,9 +65,9 @@ pub struct Rollouts {
     pub rewards: RewardMatrix,
     /// Whether the rewards of a group do not tell its completions apart, per group.
     pub(crate) zero_std: Vec<bool>,
-    /// What the towers computed for the features, until the first update takes it.
+    /// Results of the towers for the features, until the first update takes them.
     pub(crate) memories: Memories,
-    /// What the decoder computed for the completions, likewise.
+    /// Results of the decoder for the completions, until the first update takes them.
     pub(crate) recalled: Option<DecoderMemory>,
     /// Whether the weights have changed since the features were computed.
     pub(crate) updated: bool,
@@ -166,7 +166,7 @@ impl Rollouts {
         stream.len() == self.groups.len() && stream.iter().enumerate().all(whole)
     }
 
-    /// Those of a stream.
+    /// Returns the completions of a stream.
     pub(crate) fn members<'a>(&'a self, stream: &'a [Part]) -> impl Iterator<Item = &'a Scored> {
         stream.iter().flat_map(|part| &self.groups[part.group].completions[part.completions.clone()])
     }

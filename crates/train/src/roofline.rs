@@ -1,4 +1,4 @@
-//! What a machine can do, and what a step asks of it.
+//! Rates of a machine, and the work of a step.
 //!
 //! Two rates of the machine are measured with all threads: that of matrix products of the model's own shapes (the three of every
 //! layer: output, input gradient, weight gradient), and that of reading memory.
@@ -39,7 +39,7 @@ pub fn secs(profile: &Profile, phase: &str) -> f64 {
     of_phase.map(|own| own.time.as_secs_f64()).sum()
 }
 
-/// The same in backward passes.
+/// Useful kinds in backward passes.
 const GRADIENTS: &[Op] = &[Op::LinearInput, Op::LinearWeight, Op::AttentionBackward, Op::HeadBackward];
 
 /// Useful floating-point operations of a policy pass, forward and backward. Of forward passes it counts what was not kept from the
@@ -73,7 +73,7 @@ pub fn decode_bytes(model: &Model, rollout: RolloutShape) -> f64 {
     let llm = model.params().iter().filter(|p| p.part() == Part::Llm);
     let mut weights: usize = llm.map(|p| p.num_bytes()).sum();
     if !decoder.tied() {
-        // Of the embedding only a row per token is read.
+        // A token reads only one row of the embedding.
         weights -= decoder.embedding().num_bytes();
     }
     let row = 2 * config.heads.kv_width() * size_of::<f32>() * config.layers;
@@ -190,7 +190,7 @@ mod tests {
         profile.entries.push(entry("backward", Op::LinearInput, 110));
         profile.entries.push(entry("backward", Op::LinearWeight, 130));
         assert_eq!(policy_flops(&profile), 120.0 + 240.0);
-        // Half of it was computed again.
+        // One half was computed again.
         profile.entries.push(entry("backward", Op::Linear, 5));
         assert_eq!(policy_flops(&profile), 120.0 + 240.0 + 0.5 * 10.0);
     }

@@ -16,7 +16,7 @@ use crate::error::{Result, TrainError};
 use crate::features::encode_plain;
 use crate::scoring;
 
-/// What to do about rows that cannot be used.
+/// Treatment of rows that cannot be used.
 #[derive(Clone, Debug)]
 pub struct SkipPolicy {
     /// Stop at the first one.
@@ -46,7 +46,7 @@ impl SkipPolicy {
 pub struct SkippedRow {
     /// Index in the dataset.
     pub row: u64,
-    /// Its id.
+    /// Id of the row.
     pub id: String,
     /// Why.
     pub reason: String,
@@ -66,7 +66,7 @@ impl std::fmt::Display for SkippedRow {
 pub struct PreparedRow {
     /// The row.
     pub sample: Sample,
-    /// Its prompt, media decoded.
+    /// Prompt with decoded media.
     pub prompt: Arc<Prompt>,
     /// The pass over the data that drew it, from 0.
     pub epoch: u64,
@@ -92,7 +92,7 @@ impl PreparedRow {
 /// A row of a dataset that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unusable {
-    /// Its id.
+    /// Id of the row.
     pub id: String,
     /// Why.
     pub reason: String,
@@ -217,7 +217,7 @@ pub fn requests<'a>(
     .collect()
 }
 
-/// What a row becomes.
+/// Form of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Making {
     /// A prompt.
@@ -257,7 +257,7 @@ struct Ahead {
     thread: JoinHandle<(MadeRows, Duration)>,
 }
 
-/// What a row becomes, with its id.
+/// Makes a row into its form, with its id.
 fn make(
     dataset: &Dataset,
     prompts: &PromptBuilder,
@@ -401,7 +401,7 @@ impl RowSource {
     }
 }
 
-/// Where and why a row cannot be read; its index is told beside it.
+/// Returns where and why a row cannot be read; the caller adds its index.
 fn reason(error: &RowError) -> String {
     format!("{}:{}: {}", error.file.display(), error.line, told(&error.problem))
 }

@@ -95,7 +95,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             asked_to_stop |= summary.collapsed.is_some();
         }
 
-        // What an epoch's last rows have to teach is learned with the last update of their rollout.
+        // The last update of a rollout completes the epoch of its rows.
         let epoch_done = this.place.buffer.is_none() && epoch as u64 > this.place.epochs_seen;
         if epoch_done {
             if this.place.epochs_seen == 0 {
@@ -110,7 +110,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             EvalWhen::Epoch => epoch_done,
         };
         let mut improved = false;
-        // Before the checkpoint of the step: its logs are then complete, and going on from it evaluates nothing twice.
+        // Before the checkpoint of the step, so that its logs are complete and a resumed run evaluates nothing twice.
         if evaluate_now || step == total {
             improved = this.evaluate_step(step, &mut summary)?;
             asked_to_stop |= this.place.evaluation_due;
@@ -150,7 +150,7 @@ struct Place {
     evaluated_at: Option<u64>,
     /// The machine failed in the evaluation of this step.
     evaluation_due: bool,
-    /// Of a step whose checkpoint another start can go on from.
+    /// Step of the last checkpoint that another start can resume from.
     saved_at: Option<u64>,
 }
 
@@ -534,7 +534,7 @@ impl Loop {
         Ok(better)
     }
 
-    /// Writes a checkpoint, which another start can go on from if it is `whole`, with the optimizer's state.
+    /// Writes a checkpoint, with the optimizer's state if it is `whole`, so that another start can resume from it.
     fn save(&mut self, whole: bool) -> Result<()> {
         self.console.activity().enter("saving", Instant::now());
         self.records.sync()?;
@@ -567,7 +567,7 @@ impl Loop {
         Ok(())
     }
 
-    /// Leaves the model with its card, or a checkpoint to go on from; and the report.
+    /// Writes the model with its card, or a checkpoint to resume from; and the report.
     fn end(mut self, mut summary: RunSummary) -> Result<RunSummary> {
         let step = self.place.step;
         self.records.close(step, self.source.order().epochs_done());

@@ -20,7 +20,7 @@ pub enum ScheduleKind {
 /// A schedule over a known number of steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
-    /// Its shape.
+    /// Shape of the schedule.
     pub kind: ScheduleKind,
     /// Steps of warm-up.
     pub warmup_steps: u64,

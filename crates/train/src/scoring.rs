@@ -29,7 +29,7 @@ pub fn score(
     with_inputs(rows, seed, step, |inputs| Ok(rewards.score(inputs)?))
 }
 
-/// As [`score`], with the reward of that name alone.
+/// Scores as [`score`] does, with the reward of this name alone.
 pub(crate) fn score_by(
     rewards: &RewardSet,
     name: &str,

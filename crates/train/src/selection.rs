@@ -10,7 +10,7 @@ use regex::Regex;
 
 use crate::error::{Result, TrainError};
 
-/// What is trained whole. Adapters are always trained.
+/// Weights that are trained without an adapter. Adapters are always trained.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selection {
     /// The language model.

@@ -46,7 +46,7 @@ use crate::scoring;
 use crate::temporal;
 use crate::timing::timed;
 
-/// What an algorithm needs to know for a step. The same for all steps of a run.
+/// Settings of the algorithm for a step. They are equal for all steps of a run.
 #[derive(Clone, Debug)]
 pub struct Algorithm {
     /// Completions per prompt.
@@ -153,7 +153,7 @@ impl UpdateAt {
     }
 }
 
-/// What an update did.
+/// Result of an update.
 #[derive(Clone, Debug)]
 pub struct StepOutcome {
     /// Sums behind the metrics.
@@ -183,7 +183,7 @@ pub struct TokenNumbers {
     pub logprobs: Vec<f32>,
     /// Entropies of the policy.
     pub entropies: Vec<f32>,
-    /// What the ratio compares with; empty on-policy.
+    /// Log-probabilities that the ratio compares with; empty on-policy.
     pub old: Vec<f32>,
     /// Log-probabilities under the reference; empty without one.
     pub reference: Vec<f32>,
@@ -191,7 +191,7 @@ pub struct TokenNumbers {
     pub kept: Vec<bool>,
 }
 
-/// What a rollout is made with.
+/// Inputs of a rollout.
 #[derive(Clone, Copy)]
 pub struct Collector<'a> {
     /// The policy.
@@ -221,7 +221,7 @@ impl Collector<'_> {
     /// Samples completions for `rows` and scores them. `rollout` numbers the rollout, for its random numbers.
     ///
     /// With dynamic sampling (DAPO, arXiv 2503.14476, §3.2) a group whose rewards are all the same, from which nothing can be
-    /// learned, gives its place to one of the rows that `draw` gives, as often as the algorithm allows.
+    /// learned, gives its place to one of the rows that `draw` returns, up to the limit of the algorithm.
     pub fn collect(
         &self,
         rows: Vec<PreparedRow>,

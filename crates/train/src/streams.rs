@@ -10,7 +10,7 @@ use std::ops::Range;
 pub struct Part {
     /// Index of the group.
     pub group: usize,
-    /// Its completions.
+    /// Completions of the part.
     pub completions: Range<usize>,
 }
 

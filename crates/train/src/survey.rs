@@ -1,4 +1,4 @@
-//! What can be said about rows before there is a completion: rows that cannot be used, rows that the rewards cannot score, rewards
+//! Checks of rows before there is a completion: rows that cannot be used, rows that the rewards cannot score, rewards
 //! that apply to no row.
 
 use std::path::Path;
@@ -12,11 +12,11 @@ use omnigrpo_text::Part;
 use crate::error::Result;
 use crate::scoring;
 
-/// What is asked about every row.
+/// Settings of a check of every row.
 pub struct RowCheck<'a> {
     /// Makes prompts, whose length is estimated from headers of media; without it lengths are 0.
     pub prompts: Option<&'a PromptBuilder>,
-    /// What one medium may cost.
+    /// Limits of one medium.
     pub limits: &'a Limits,
     /// Asks rewards.
     pub survey: Option<&'a Survey<'a>>,
@@ -67,7 +67,7 @@ pub struct Survey<'a> {
     seen: Mutex<Surveyed>,
 }
 
-/// What rewards said about the rows that they were asked about.
+/// Answers of rewards about the rows that they were asked about.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Surveyed {
     /// Rows.
@@ -114,7 +114,7 @@ impl<'a> Survey<'a> {
         Ok(())
     }
 
-    /// What was said so far.
+    /// Returns the answers so far.
     #[must_use]
     pub fn seen(&self) -> Surveyed {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -1,4 +1,4 @@
-//! What `memory` says an update holds, beside what the allocator was asked for. A program of its own, for its allocator.
+//! The forecast of `memory` for an update, compared with the allocator's requests. A program of its own, for its allocator.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod setup;

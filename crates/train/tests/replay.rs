@@ -58,7 +58,7 @@ impl Expected {
         let text = std::fs::read(golden(&format!("replay/{name}.json"))).unwrap();
         let json: Value = serde_json::from_slice(&text).unwrap();
         let hyper = &json["hyper"];
-        // What the helpers of these tests assume.
+        // The helpers of these tests assume these settings.
         for (key, value) in [
             ("learning_rate", 1e-3),
             ("weight_decay", 0.1),
@@ -177,7 +177,7 @@ fn check_steps(name: &str, file: &str, device: Device, reference_on: Device) {
         // Weights that a checkpoint carries and no feature goes through.
         let unused = expected.tensors.f.iter().filter(|(k, v)| k.starts_with("delta_sketch.") && v[0] == 0.0);
         assert_eq!(outcome.params_without_grad, unused.count(), "{what}");
-        // What the update leaves for further ones are the log-probabilities before it.
+        // The update leaves the log-probabilities before it for further updates.
         let old: Vec<f32> = rollouts.completions().flat_map(|c| c.old.clone().unwrap()).collect();
         let want = &expected.tensors.f[&format!("step{index}.logp")];
         let d = max_diff(&old, want);

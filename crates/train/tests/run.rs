@@ -263,7 +263,7 @@ fn numbers_of_tokens_are_written_and_trackers_told() {
     let debug = std::fs::read_to_string(place.out("debug_random.txt")).unwrap();
     assert_eq!(debug.matches(" Random reward: ").count(), 2 * 2 * 3, "every completion of both rollouts");
 
-    // What lies behind the checkpoint is written again.
+    // Logs after the checkpoint are written again.
     std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
     let before = of(4);
     let mut setup = with_numbers();
@@ -379,7 +379,7 @@ fn resuming_in_the_middle_of_a_rollout_without_variance_is_exact() {
     }
 }
 
-/// What the rollout recorded stands in for a pass that would add nothing: metrics are those of the pass, but for rounding.
+/// The record of the rollout replaces a pass that would add nothing: metrics are those of the pass, except for rounding.
 #[test]
 fn what_was_drawn_counts_like_a_pass() {
     let place = Place::new();
@@ -667,7 +667,7 @@ fn checkpoints_of_other_settings_are_set_aside() {
     };
     run(new(0.04)).unwrap();
     let out = place.out("run");
-    // The same settings: nothing is left to do.
+    // With equal settings, nothing is left to do.
     assert_eq!(run(new(0.04)).unwrap().steps, 2);
     assert!(!out.join("superseded-1").exists());
 
@@ -1018,8 +1018,8 @@ fn a_reward_that_can_be_earned_rises() {
     assert!(last > first + 0.2, "{first} → {last}");
 }
 
-/// What an observer is told: every rollout before the update that learns from it, every update with the numbers of
-/// `metrics.jsonl`, every evaluation. Its `Break` leaves a checkpoint that another run goes on from.
+/// An observer sees every rollout before the update that learns from it, every update with the numbers of
+/// `metrics.jsonl`, every evaluation. Its `Break` leaves a checkpoint that another run resumes from.
 #[test]
 fn an_observer_sees_the_run_and_can_end_it() {
     #[derive(Clone, Default)]
@@ -1143,7 +1143,7 @@ fn imitation_lowers_the_answers_negative_log_likelihood() {
     setup.run.max_steps = Some(8);
     setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
 
-    // What the first step must report: minus the mean log-probability of the answers' tokens.
+    // The first step must report minus the mean log-probability of the answers' tokens.
     let (mut sum, mut count) = (0.0, 0);
     let builder = prompts(&checkpoint(NAME), 8);
     for row in 0..6 {
@@ -1242,7 +1242,7 @@ fn a_rollout_is_differentiated_where_it_fits() {
     }
 }
 
-/// What a tower kept from the rollout gives the update that running it again gives, to the bit.
+/// The activations that a tower kept from the rollout give the same update as running it again, to the bit.
 #[test]
 fn a_kept_tower_changes_nothing() {
     let place = Place::new();
@@ -1366,7 +1366,7 @@ fn frames_are_drawn_anew_in_every_epoch() {
     );
 }
 
-/// What a run says on the console.
+/// Returns the console's text of a run.
 fn said(setup: TrainSetup) -> String {
     #[derive(Clone, Default)]
     struct Shared(Arc<std::sync::Mutex<Vec<u8>>>);

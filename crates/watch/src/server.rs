@@ -695,7 +695,7 @@ mod tests {
             format!("bytes 5-{}/{}", PART_BYTES + 4, clip.len())
         );
         assert_eq!(response.into_body().read_to_vec().unwrap(), clip[5..5 + PART_BYTES as usize]);
-        assert_eq!(get(&url, &[]).1.len(), clip.len(), "whoever wants all gets it");
+        assert_eq!(get(&url, &[]).1.len(), clip.len(), "a request without a range gets all");
         assert!(refused(&server, "media?run=0&step=1&group=0&at=1").contains("/etc/passwd is not served"));
         refused(&server, "media?run=0&step=1&group=0&at=2");
         refused(&server, "media?run=0&step=1&at=0");

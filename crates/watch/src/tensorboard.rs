@@ -248,7 +248,7 @@ impl Message {
 mod tests {
     use super::*;
 
-    /// Returns the records of the one file in a directory, with checksums compared.
+    /// Returns the records of the only file in a directory, with checksums compared.
     fn records(directory: &Path) -> Vec<Vec<u8>> {
         let path = std::fs::read_dir(directory).unwrap().next().unwrap().unwrap().path();
         let bytes = std::fs::read(path).unwrap();

@@ -1,6 +1,6 @@
 //! Products of few rows with weights of few bits: decoding.
 //!
-//! Of a group of weights with minimum `m` and step `s`, and of its inputs, the product is `s·Σ q x + m·Σ x`. So codes are multiplied as
+//! A group of weights has a minimum `m` and a step `s`; with its inputs, the product is `s·Σ q x + m·Σ x`. So codes are multiplied as
 //! they are, and scales once a group.
 //!
 //! Vectors of `f32` widen codes and round nothing. Where the CPU multiplies bytes (AVX512-VNNI), four times as fast, inputs are written
@@ -297,7 +297,7 @@ pub(crate) mod bytes {
     /// An input that is multiplied as f32.
     struct Outlier {
         group: usize,
-        /// Its place in the group.
+        /// Place in the group.
         at: usize,
         x: f32,
     }
@@ -306,9 +306,9 @@ pub(crate) mod bytes {
     /// of every row.
     pub(super) struct Inputs {
         z: Vec<i32>,
-        /// Those of every row, for each group.
+        /// Scales of every row, for each group.
         scales: Vec<Scales>,
-        /// Those of each row, in the order of groups.
+        /// Outliers of each row, in the order of groups.
         outliers: Vec<Vec<Outlier>>,
         m: usize,
         groups: usize,

@@ -28,7 +28,7 @@ pub fn resample(clip: &AudioClip, sample_rate_hz: u32) -> Result<AudioClip, Medi
         MediaError::setting("resampling", format!("{from} Hz to {to} Hz ({e})"), "positive rates")
     };
     if from == 0 || to == 0 {
-        return Err(wrong(&"there is no such rate"));
+        return Err(wrong(&"a rate of 0 is invalid"));
     }
     if clip.samples.is_empty() {
         return Ok(AudioClip { samples: Vec::new(), sample_rate_hz });

@@ -19,7 +19,7 @@ pub enum FrameRule {
     Processor,
 }
 
-/// What a video without an audio track gives where its sound is asked for.
+/// Treatment of a video without an audio track whose sound is requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MissingAudio {
     /// An error: the row is bad.
@@ -59,9 +59,9 @@ pub struct MediaSettings {
     pub seed: u64,
     /// The medium that is read: keys the draw and the order.
     pub key: MediumKey,
-    /// What a file without sound gives.
+    /// Treatment of a file without sound.
     pub missing_audio: MissingAudio,
-    /// What one medium may cost.
+    /// Limits of one medium.
     pub limits: Limits,
     /// Most tiles of an image, for families that tile. What is open follows the checkpoint.
     pub max_tiles: Option<u32>,

@@ -9,7 +9,7 @@ use super::frames::file;
 use super::{MediaSettings, MediumInput, MediumShape, MissingAudio};
 use crate::error::Result;
 
-/// What a sound will become, given its header.
+/// Plans a sound from its header.
 ///
 /// # Errors
 /// A file without sound, unless the settings ask for silence then; a part that is too long or not there.

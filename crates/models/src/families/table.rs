@@ -10,15 +10,15 @@ use crate::error::Result;
 
 /// One family in the table.
 pub struct FamilyRow {
-    /// Its name in messages.
+    /// Name in messages.
     pub name: &'static str,
-    /// What it is, in a line.
+    /// Description in one line.
     pub doc: &'static str,
     /// Where the architecture is defined.
     pub source: &'static str,
     /// A small published checkpoint.
     pub published: &'static str,
-    /// What the hub calls the task of its models (their pipeline tag).
+    /// The hub's name for the task of its models (their pipeline tag).
     pub task: &'static str,
     /// Values of `model_type` in `config.json`.
     pub model_types: &'static [&'static str],
@@ -26,24 +26,24 @@ pub struct FamilyRow {
     pub architectures: &'static [&'static str],
     /// Reads configuration and processor files of a checkpoint directory.
     pub open: fn(&Path, &ConfigJson) -> Result<Roles>,
-    /// What `freeze_vision_modules` freezes: VLM-R1 tells these modules by a part of their names.
+    /// Modules that `freeze_vision_modules` freezes: VLM-R1 recognises them by a part of their names.
     pub vision_modules: &'static [Part],
-    /// What a user may set about a checkpoint besides its files.
+    /// Settings of a checkpoint besides its files.
     pub options: &'static [FamilyOption],
 }
 
 /// A key of `config.json` that a user may replace.
 #[derive(Clone, Copy, Debug)]
 pub struct FamilyOption {
-    /// Its name among settings.
+    /// Name among settings.
     pub name: &'static str,
     /// The key.
     pub key: &'static str,
-    /// What it holds.
+    /// Kind of the value.
     pub holds: OptionKind,
 }
 
-/// What an option of a family holds.
+/// Kind of a family option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptionKind {
     /// A value that is taken as it is.

@@ -119,7 +119,9 @@ pub enum Init {
 fn num_elements(name: &str, shape: &[usize]) -> Result<usize> {
     let len = shape.iter().try_fold(1usize, |n, &side| n.checked_mul(side)).filter(|&n| n < 1 << 48);
     len.ok_or_else(|| {
-        ModelError::weights(format!("tensor {name} would be {shape:?}: no file holds that many numbers; check the sizes in config.json"))
+        ModelError::weights(format!(
+            "tensor {name} would be {shape:?}: no file holds so many numbers; check the sizes in config.json"
+        ))
     })
 }
 
@@ -139,7 +141,7 @@ pub trait WeightSource {
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool>;
 
     /// Whether there is a tensor of this name: for tensors that only some checkpoints of an architecture have. A new
-    /// model has none of them.
+    /// model does not have them.
     fn has(&self, _name: &str) -> bool {
         false
     }

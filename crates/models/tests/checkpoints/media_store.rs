@@ -157,7 +157,7 @@ fn it_never_holds_more_than_it_may_and_what_came_first_stays() {
         let prompt = kept.build(row).unwrap();
         let medium = &prompt.media[0];
         let taken = store.usage().bytes - before;
-        // Its numbers, and what tells where they are.
+        // The bytes of the numbers, and of their key.
         let numbers = 4 * medium.data.len() as u64;
         assert!(taken > numbers && taken < numbers + 512, "{taken} for {numbers}");
         taken

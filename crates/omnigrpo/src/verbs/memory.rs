@@ -54,7 +54,7 @@ fn weights_fit_on(model: &Model, device: Device) -> Result<()> {
     }
 }
 
-/// What the memory is for.
+/// Returns the parts of the memory as text.
 pub fn parts(memory: &Memory) -> String {
     let some = memory.parts().into_iter().filter(|(_, bytes)| *bytes > 0);
     some.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect::<Vec<_>>().join(", ")
@@ -62,7 +62,7 @@ pub fn parts(memory: &Memory) -> String {
 
 /// Rows that stand for the others of a step at most: the longest.
 pub const PREPARED: usize = 64;
-/// The same for rows with media, whose numbers take address space.
+/// Limit for rows with media, whose numbers take address space.
 const PREPARED_WITH_MEDIA: usize = 8;
 
 /// The longest rows of a run, in outline: their media have a size and no content.
@@ -150,7 +150,7 @@ impl Longest {
     }
 }
 
-/// What a run with these settings and rows takes where the model is. The program itself is not in it.
+/// Returns the memory of a run with these settings and rows where the model is, without the program itself.
 pub fn of_run(
     settings: &Settings,
     checkpoint: &Checkpoint,
@@ -200,7 +200,7 @@ pub fn for_media(settings: &Settings, left: Option<u64>) -> u64 {
     }
 }
 
-/// Bytes that a store with that much room comes to hold of all decoded media, beside those of the moment, which are among them
+/// Returns the bytes of all decoded media that a store with this room comes to hold, beside those of the moment, which are among them
 /// where all have room.
 pub fn kept(all: u64, room: u64, of_the_moment: u64) -> u64 {
     if all <= room { all.saturating_sub(of_the_moment) } else { room }

@@ -21,15 +21,15 @@ const BAR: u64 = 40;
 
 /// A run with other flags.
 struct Way {
-    /// As they are typed.
+    /// Flags as they are typed.
     flags: String,
     memory: Memory,
 }
 
-/// What a run takes and what there is.
+/// Memory of a run, and the limit.
 struct Forecast {
     memory: Memory,
-    /// Of whom, and how many bytes this process may have there.
+    /// Bytes that this process may have, and the name of that memory.
     limit: Option<(u64, &'static str)>,
     /// Bytes of main memory for decoded media that are kept.
     for_media: u64,
@@ -38,7 +38,7 @@ struct Forecast {
 impl Forecast {
     fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Self> {
         let device = prepared.devices[0];
-        // What this process has already is in both.
+        // Both sides contain the memory that this process has already.
         let own = if device == Device::Cpu { memory::resident() } else { 0 };
         let limit = memory::free_on(device).map(|(free, whose)| (free + own, whose));
         let mut this = Self { memory: Memory::default(), limit, for_media: 0 };
@@ -46,7 +46,7 @@ impl Forecast {
         Ok(this)
     }
 
-    /// What a run with these settings and longest rows takes in all, and its room for decoded media, bytes.
+    /// Returns the memory of a run with these settings and longest rows, and its room for decoded media, bytes.
     fn complete(
         &self,
         settings: &Settings,
@@ -258,7 +258,7 @@ fn ways(
     }
     let mut ways = Vec::new();
     for flags in all {
-        // What contradicts another setting of the run is no way.
+        // Flags that contradict another setting of the run are skipped.
         let Some(settings) = changed(resolved, &flags) else { continue };
         let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
         let longest = match of_media.then(|| setup::prompts(&settings, checkpoint, true)) {

@@ -1,4 +1,4 @@
-//! What decides which completions are learned from, and against what.
+//! Rules that decide which completions are learned from, and against which others.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use omnigrpo_train::SyncReference;
 
 use super::*;
 
-/// Half of the six rows earn the same with every completion: those with a picture.
+/// Three of the six rows earn the same with every completion: those with a picture.
 fn by_picture(input: &RewardInput) -> f64 {
     if input.prompt.contains("colour") { 0.5 } else { input.key.sample as f64 }
 }
@@ -107,7 +107,7 @@ fn steps_share_a_generation() {
     assert_eq!(ends, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]);
     let mut plain = place.setup("whole");
     plain.run.max_steps = Some(1);
-    // As there, where the first of several updates runs its own forward pass.
+    // The first of several updates runs its own forward pass.
     plain.algorithm.recall = false;
     run(plain).unwrap();
     assert_eq!(ids(&whole, 1), drawn[..2]);

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::*;
 
-/// What the console showed.
+/// Text of the console.
 #[derive(Clone, Default)]
 struct Screen(Arc<Mutex<Vec<u8>>>);
 
@@ -91,7 +91,7 @@ fn a_run_without_a_checkpoint_is_set_aside_and_not_overwritten() {
     let (result, text) = with(1, "second");
     result.unwrap();
     assert!(text.contains("the earlier run in ") && text.contains("superseded-1"), "{text}");
-    assert!(text.contains("it left no checkpoint to go on from; starting anew"), "{text}");
+    assert!(text.contains("it left no checkpoint to resume from; starting anew"), "{text}");
     let aside = out.join("superseded-1");
     for (name, bytes) in kept.iter().zip(before) {
         assert!(std::fs::read(aside.join(name)).unwrap() == bytes, "{name}");
@@ -118,7 +118,7 @@ fn a_model_that_no_run_made_is_left_alone() {
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "somebody's");
 }
 
-/// What a user keeps in a run's directory stays, but for names that the run writes: those are moved and not overwritten.
+/// Files that a user keeps in a run's directory stay. The run moves and does not overwrite those whose names it writes.
 #[test]
 fn files_of_the_user_are_neither_taken_nor_overwritten() {
     let place = Place::new();
@@ -207,7 +207,7 @@ fn nothing_moves_before_a_checkpoint_has_been_loaded() {
     std::fs::write(&model, whole).unwrap();
     let (result, text) = shown(from_two(4));
     assert_eq!(result.unwrap().steps, 4);
-    assert!(text.contains("superseded-1: the run goes on from an earlier checkpoint"), "{text}");
+    assert!(text.contains("superseded-1: the run resumes from an earlier checkpoint"), "{text}");
     let aside = out.join("superseded-1");
     assert_eq!(checkpoints(&aside), ["checkpoint-4", "checkpoint-6"]);
     assert_eq!(names(&aside.join("rollouts")).len(), 4);

@@ -23,7 +23,7 @@ pub enum Generation {
 }
 
 impl Generation {
-    /// The times of a video's frames stand in the prompt as text, and each slice of frames is a picture of its own.
+    /// Returns whether the prompt contains the times of a video's frames as text, and each slice of frames is a picture of its own.
     pub fn times_as_text(self) -> bool {
         self == Self::Qwen3
     }

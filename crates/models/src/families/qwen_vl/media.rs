@@ -46,7 +46,7 @@ impl MediaReader {
         Ok(Self { processors })
     }
 
-    /// What a medium will become, given its header.
+    /// Plans a medium from its header.
     ///
     /// # Errors
     /// Options that exclude every choice, a kind or source these families do not take.

@@ -29,11 +29,11 @@ pub struct VisionTower {
     /// `[side², c]`
     positions: Option<Arc<Param>>,
     blocks: Vec<Arc<Block>>,
-    /// Of the tower's output, then those of deep features.
+    /// Mergers of the tower's output, then of deep features.
     mergers: Vec<Merger>,
 }
 
-/// What makes a token of the patches of a cell.
+/// Layers that make a token of the patches of a cell.
 #[derive(Clone)]
 struct Merger {
     norm: Norm,
@@ -45,9 +45,9 @@ struct Merger {
 
 /// Names of the layers that differ between generations.
 struct Names {
-    /// Of the plain feed-forward layer.
+    /// Names of the plain feed-forward layer.
     fc: [&'static str; 2],
-    /// Of the merger.
+    /// Names of the merger.
     merger: [&'static str; 3],
 }
 
