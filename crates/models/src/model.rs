@@ -760,7 +760,7 @@ impl StreamPass<'_> {
     }
 
     /// Adds the gradients of every trained weight of the decoder, given dL/dlogp and dL/dentropy per scored token. What
-    /// reaches the features goes on with [`Model::backward_media`]; it is empty where neither towers nor projectors
+    /// reaches the features continues in [`Model::backward_media`]; it is empty where neither towers nor projectors
     /// are trained.
     ///
     /// # Errors

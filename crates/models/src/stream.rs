@@ -50,7 +50,7 @@ pub struct PackedStream {
     lengths: Vec<usize>,
 }
 
-/// The hash of a sequence that goes on with `id`.
+/// Returns the hash of a sequence that continues with `id`.
 pub(crate) fn next_key(key: u64, id: u32) -> u64 {
     (key.rotate_left(23) ^ (u64::from(id) + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }

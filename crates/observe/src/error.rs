@@ -33,7 +33,7 @@ pub enum Error {
     Occupied {
         /// The output directory.
         path: PathBuf,
-        /// A file of the other run.
+        /// A file of that run.
         found: String,
     },
     /// Another process writes the output directory.

@@ -150,7 +150,7 @@ fn parse(path: &Path) -> Result<Value, Problem> {
 /// Reads a file and returns a line per field: what it does in this run, whose model is on a GPU or not.
 ///
 /// # Errors
-/// A file that cannot be read, fields that are unknown, that differ from a setting, or that ask for what is unsupported.
+/// A file that cannot be read, fields that are unknown, that differ from a setting, or that request something unsupported.
 pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String>, Problem> {
     let place = path.display().to_string();
     let json = parse(path)?;

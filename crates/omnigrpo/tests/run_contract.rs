@@ -178,7 +178,7 @@ fn a_run_resumes_only_where_it_makes_sense() {
     );
     let lower = format!("{} --learning_rate 1e-7 --allow_changed_settings", line("b", 4));
     let lower = place.run(&lower).ok().stderr;
-    assert!(lower.contains("going on with changed settings: learning_rate: 1e-6 → 1e-7"), "{lower}");
+    assert!(lower.contains("resuming with changed settings: learning_rate: 1e-6 → 1e-7"), "{lower}");
     assert!(lower.contains("at step 3 of 4"), "{lower}");
 }
 

@@ -104,7 +104,7 @@ pub trait Reward: Send + Sync {
     /// completion: what can be wrong with one is therefore `None`, and counted in [`Self::take_logged`].
     ///
     /// # Errors
-    /// Whatever keeps it from scoring; the caller must not go on with a made-up value.
+    /// Any problem that keeps it from scoring; the caller must not use a made-up value instead.
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError>;
 
     /// Returns the records of the batch that it scored last; called once per batch.

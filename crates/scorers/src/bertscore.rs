@@ -1,6 +1,6 @@
 //! `bertscore`: how much of a text and its reference mean the same, token by token.
 //!
-//! Each token of one side is matched with the most similar token of the other by the cosine of contextual embeddings;
+//! Each token is matched with the most similar token on the opposite side by the cosine of contextual embeddings;
 //! the mean over the candidate's tokens is precision, over the reference's recall. Start and end tokens can be matched
 //! but have no weight. Source: arXiv 1904.09675 and its package `bert_score` 0.3.13, whose numbers these are.
 //! Difference: sequences are not padded, so a token all of whose similarities are negative keeps its best one, where

@@ -106,7 +106,7 @@ impl Start {
             let differences = differences(run, &state);
             if !differences.is_empty() {
                 let all: Vec<&str> = differences.iter().map(|(_, text)| text.as_str()).collect();
-                console.line(&format!("going on with changed settings: {}", all.join("; ")));
+                console.line(&format!("resuming with changed settings: {}", all.join("; ")));
             }
             let changed = differences.into_iter().map(|(name, _)| name).collect();
             Ok(Self::From(Box::new(Resumed { path, state, changed })))
@@ -158,7 +158,7 @@ impl Start {
             // Where a load failed, the model may have weights of that checkpoint: it cannot begin anew.
             if let (Some(differing), None) = (&differing, &failed) {
                 return anew(&format!(
-                    "its settings differ ({differing}; RunPlan::allow_changed goes on with the new ones)"
+                    "its settings differ ({differing}; RunPlan::allow_changed resumes with the new ones)"
                 ));
             }
             if differing.is_some() {

@@ -115,7 +115,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             improved = this.evaluate_step(step, &mut summary)?;
             asked_to_stop |= this.place.evaluation_due;
         }
-        // A stop on the last step leaves nothing to go on with.
+        // A stop on the last step leaves no work for another start.
         let interrupted = step < total && (asked_to_stop || stop.load(Ordering::Relaxed));
         let save_now = interrupted
             || this.run.save_every.is_some_and(|time| last_save.elapsed() >= time)

@@ -102,7 +102,7 @@ impl LogMel {
     /// Reads the features that the `preprocessor_config.json` of a Whisper checkpoint describes.
     ///
     /// # Errors
-    /// A file that cannot be read, belongs to another feature extractor, or asks for what this one does not do.
+    /// A file that cannot be read, belongs to another feature extractor, or requests an unsupported step.
     pub fn from_config(path: &Path) -> Result<Self, MediaError> {
         let text = omnigrpo_guard::inside::read_path(path, crate::limits::MAX_CONFIG_BYTES)
             .map_err(|source| MediaError::Read { path: path.to_owned(), source })?;

@@ -141,10 +141,10 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| no_new_adapter(s)),
     row("lora_target_modules", Words, at!(lora.targets), TUNES)
         .help(
-            "Layers that get an adapter: `all-linear` for those of the language model; ends of module names, \
-             looked up there first, then in tower and projector; regular expressions over complete names; or \
-             `experts` for every expert of a mixture, each with its own adapter (`lora_dropout 0`). The head \
-             never gets one.",
+            "Layers that get an adapter. `all-linear`: those of the language model. Ends of module names are \
+             looked up there first, then in tower and projector. Regular expressions match complete names. \
+             `experts`: every expert of a mixture, each with its own adapter (`lora_dropout 0`). The head never \
+             gets one.",
         )
         .alias(&["lora_targets"])
         .idle(|s, _| no_new_adapter(s)),

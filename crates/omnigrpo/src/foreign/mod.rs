@@ -166,7 +166,7 @@ fn on(value: &str) -> Option<bool> {
     }
 }
 
-/// A setting that asks for what is unsupported unless its value turns it off.
+/// A setting that requests something unsupported unless its value turns it off.
 fn off(value: &str, advice: &'static str) -> Fate {
     let none = matches!(
         value.to_ascii_lowercase().as_str(),

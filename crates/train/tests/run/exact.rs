@@ -241,7 +241,7 @@ fn a_generation_keeps_the_reference_it_was_sampled_under() {
 }
 
 /// Frames that are drawn and shuffled are those of row and medium: a copy of the data in another folder gives the same bits, and a
-/// run goes on with it.
+/// run resumes with it.
 #[test]
 fn a_copy_of_the_data_gives_the_same_bits() {
     let (place, copy) = (Place::new(), TempDir::new().unwrap());

@@ -513,7 +513,7 @@ fn changed_settings_go_on_where_that_is_allowed() {
     changed.run.allow_changed = true;
     let (result, text) = shown(changed);
     assert_eq!(result.unwrap().steps_here, 2);
-    assert!(text.contains("going on with changed settings: learning_rate: 0.001 → 0.0001"), "{text}");
+    assert!(text.contains("resuming with changed settings: learning_rate: 0.001 → 0.0001"), "{text}");
     let rates: Vec<f64> =
         lines(&out.join("metrics.jsonl")).iter().map(|row| number(row, "learning_rate")).collect();
     assert_eq!(rates, [1e-3, 1e-3, 1e-4, 1e-4]);

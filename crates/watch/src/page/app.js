@@ -39,7 +39,7 @@ class Run {
       const kept = Object.keys(row).some((name) => name.startsWith('eval_')) ? this.evals : this.rows;
       this.seconds += row.step_time ?? 0;
       row['\0seconds'] = this.seconds;
-      // A step that is there already was written again by a run that went on from a checkpoint.
+      // A run that resumed from a checkpoint wrote this step again.
       while (kept.length && kept.at(-1).step >= row.step) kept.pop();
       kept.push(row);
     }

@@ -1,6 +1,6 @@
 //! Media of HumanOmni: a fixed number of square frames, thirty seconds of sound.
 //!
-//! Source: HumanMLLM/HumanOmni `humanomni/mm_utils.py`. Frames stand in the middle of equal shares of the clip. The sound
+//! Source: HumanMLLM/HumanOmni `humanomni/mm_utils.py`. Frames are the middles of equal shares of the clip. The sound
 //! of a clip is a medium of its own beside its frames, as another tower reads it. Differences: training, evaluation and
 //! generation prepare frames alike (the original stretches them at inference); sound that cannot be read is an error
 //! of the row, not silence, unless the run asks for silence.
