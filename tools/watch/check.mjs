@@ -373,6 +373,9 @@ try {
 
   // The page outlives its server, and connects to the next one.
   writeFileSync(join(dir, 'page.url'), `${url}\n`, { mode: 0o600 });
+  // The program believes the file only with the mark of its place on the disk.
+  const { dev, ino } = statSync(join(dir, 'page.url'));
+  appendFileSync(join(dir, 'page.url'), `# ${dev}:${ino}\n`);
   await tab.goto(`${url}#/charts`);
   await tab.waitForSelector('.chart canvas');
   child.kill();

@@ -18,13 +18,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use omnigrpo_data::MediumRef;
-use omnigrpo_guard::told;
+use omnigrpo_guard::{Fault, fault, told};
 use omnigrpo_models::{MediaClassifier, MediumInput, ModelError, Prompt, SequenceClassifier, WeightDtype};
 use omnigrpo_ops::Pass;
 use omnigrpo_rewards::{Logged, Reward, RewardError, RewardInput, TokenLimit};
 use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn};
 
 use crate::error::{Result, ScorerError};
+
+/// Reason why a row cannot be scored. If [`omnigrpo_guard::fault`] says that it is the machine's, the row may be good.
+type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// A frozen model that gives prompt and completion one number.
 pub struct RewardModel {
@@ -94,12 +97,14 @@ impl RewardModel {
         is_model.then(|| (name.unwrap_or_else(last), place))
     }
 
-    fn of_row(&self, index: usize, input: &RewardInput<'_>, what: String) -> RewardError {
-        RewardError::Row {
-            reward: self.name.clone(),
-            row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
-            what,
+    /// Returns the error of a row or, if the machine failed, of the reward: its source then shows that.
+    fn of_row(&self, index: usize, input: &RewardInput<'_>, source: Cause) -> RewardError {
+        let reward = self.name.clone();
+        if fault(&*source, Fault::Row) == Fault::Machine {
+            return RewardError::Failed { reward, source };
         }
+        let row = format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample);
+        RewardError::Row { reward, row, what: told(&*source) }
     }
 }
 
@@ -116,17 +121,17 @@ fn conversation(
     model: &MediaClassifier,
     input: &RewardInput<'_>,
     last: &mut Option<(Vec<MediumRef>, Vec<Arc<MediumInput>>)>,
-) -> Result<Option<Prompt>, String> {
+) -> Result<Option<Prompt>, Cause> {
     let asked = input.media.to_vec();
     let read = match last.take().filter(|(before, _)| *before == asked) {
         Some((_, read)) => read,
-        None => model.media(&asked).map_err(|e| told(&e))?,
+        None => model.media(&asked)?,
     };
     *last = Some((asked, read.clone()));
     match model.conversation(&turns(input), read) {
         Ok(prompt) => Ok(Some(prompt)),
         Err(ModelError::PromptTooLong { .. }) => Ok(None),
-        Err(error) => Err(told(&error)),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -138,7 +143,7 @@ fn placed(fits: &[bool], scores: Vec<f32>) -> Vec<Option<f64>> {
 
 impl TextReader {
     /// The tokens of prompt and completion, or what is wrong with them.
-    fn ids(&self, input: &RewardInput<'_>) -> Result<Vec<u32>, String> {
+    fn ids(&self, input: &RewardInput<'_>) -> Result<Vec<u32>, Cause> {
         let is_list = |name: &&str| input.columns.get(*name).is_some_and(serde_json::Value::is_array);
         let is_text = input.columns.get("prompt").is_some_and(serde_json::Value::is_string)
             && ["conversations", "messages"].iter().all(|name| !is_list(name));
@@ -151,7 +156,7 @@ impl TextReader {
             None if !is_text && !encoder => {
                 return Err("the row is a conversation, and the reward model has no chat template to write it with: put \
                             its chat_template.jinja into its directory, or give `prompt` as a text"
-                    .to_owned());
+                    .into());
             }
             _ => {
                 let between = if is_text { "" } else { "\n" };
@@ -159,9 +164,9 @@ impl TextReader {
                 if encoder { self.tokenizer.encode_framed(&text) } else { self.tokenizer.encode_text(&text) }
             }
         };
-        let ids = ids.map_err(|e| told(&e))?;
+        let ids = ids?;
         match ids.len() {
-            0 => Err("the reward model got no token: prompt and completion are empty".to_owned()),
+            0 => Err("the reward model got no token: prompt and completion are empty".into()),
             _ => Ok(ids),
         }
     }
@@ -235,7 +240,7 @@ impl Reward for RewardModel {
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         let asked = match &self.model {
             Reader::Text(text) => text.ids(row).map(|ids| ids.len()),
-            Reader::Media(model) => model.check(&turns(row), row.media).map_err(|e| told(&e)),
+            Reader::Media(model) => model.check(&turns(row), row.media).map_err(Cause::from),
         };
         let most = self.max_tokens();
         let tokens = asked.and_then(|tokens| match tokens {
@@ -243,7 +248,8 @@ impl Reward for RewardModel {
             _ => Err(format!(
                 "the prompt alone is {tokens} tokens for the reward model, which reads at most {most}; nothing is cut: shorten \
                  the prompt, or take another model"
-            )),
+            )
+            .into()),
         });
         let tokens = tokens.map_err(|what| self.of_row(0, row, what))?;
         self.longest_prompt.fetch_max(tokens, Ordering::Relaxed);

@@ -123,8 +123,11 @@ fn attempted<T>(
             Err(error) => return Ok(Err(Unusable { id: dataset.id(row), reason: reason(&error) })),
         };
         let id = sample.id.clone();
-        if let Some(Err(reason)) = rewards.map(|rewards| scoring::applies(rewards, &sample)) {
-            return Ok(Err(Unusable { id, reason }));
+        if let Some(Err(why)) = rewards.map(|rewards| scoring::applies(rewards, &sample)) {
+            return match fault(&*why, Fault::Row) {
+                Fault::Machine => Err(machine(&id, why)),
+                _ => Ok(Err(Unusable { id, reason: told(&*why) })),
+            };
         }
         match build(sample) {
             Ok(made) => Ok(Ok(made)),

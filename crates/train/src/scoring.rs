@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use omnigrpo_data::{Sample, ThinkMode};
+use omnigrpo_data::{Cause, Sample, ThinkMode};
 use omnigrpo_guard::told;
 use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -43,18 +43,20 @@ pub(crate) fn score_by(
 /// Whether each reward applies to a row, whatever the completion; `None` where only a score can tell.
 ///
 /// # Errors
-/// Why no completion of the row can be scored.
-pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>, String> {
+/// Why no completion of the row can be scored, or a failure of the machine ([`omnigrpo_guard::fault`]).
+pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>, Cause> {
     let nothing = completion(String::new(), Vec::new());
     let asked = with_inputs(&[(sample, &[nothing])], 0, 0, |inputs| {
         Ok(inputs.iter().map(|i| rewards.applies(i)).next())
     });
     match asked {
         Ok(Some(Ok(applies))) => Ok(applies),
-        Ok(Some(Err(RewardError::Row { reward, what, .. }))) => Err(format!("reward `{reward}`: {what}")),
-        Ok(Some(Err(error))) => Err(told(&error)),
+        Ok(Some(Err(RewardError::Row { reward, what, .. }))) => {
+            Err(format!("reward `{reward}`: {what}").into())
+        }
+        Ok(Some(Err(error))) => Err(error.into()),
         Ok(None) => Ok(Vec::new()),
-        Err(error) => Err(told(&error)),
+        Err(error) => Err(error.into()),
     }
 }
 

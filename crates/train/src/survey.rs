@@ -101,7 +101,7 @@ impl<'a> Survey<'a> {
     ///
     /// # Errors
     /// Why no completion of the row can be scored.
-    pub fn ask(&self, sample: &Sample) -> Result<(), String> {
+    pub fn ask(&self, sample: &Sample) -> Result<(), Cause> {
         let applies = scoring::applies(self.rewards, sample)?;
         let says = |part: &Part| matches!(part, Part::Text(text) if text.contains("<answer"));
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);

@@ -95,7 +95,7 @@ impl Server {
         let path = directory.join(Self::ADDRESS_FILE);
         let kept = Address::kept(&directory);
         let mut server = Self::serve(vec![Run { dir: directory }], port, kept)?;
-        write_private(&path, &format!("{}\n", server.url)).map_err(Error::io("write", &path))?;
+        write_address(&path, &server.url).map_err(Error::io("write", &path))?;
         server.address_file = Some(path);
         Ok(server)
     }
@@ -173,14 +173,16 @@ impl Address {
     /// The address that a run directory holds; `None` where it holds none that only its owner knows.
     fn kept(directory: &Path) -> Option<Self> {
         let file = inside::open(directory, Server::ADDRESS_FILE).ok()?;
-        #[cfg(unix)]
-        if std::os::unix::fs::MetadataExt::mode(&file.metadata().ok()?) & 0o077 != 0 {
-            return None;
-        }
+        let found = file.metadata().ok()?;
         let mut text = String::new();
         file.take(256).read_to_string(&mut text).ok()?;
-        let (port, token) =
-            text.strip_prefix("http://127.0.0.1:")?.trim_end().strip_suffix('/')?.split_once('/')?;
+        let mut lines = text.lines();
+        let (address, mark) = (lines.next()?, lines.next()?);
+        // Another account's file, one that others can read, or a copy: the person who packed it would know the token.
+        if mark != mark_of(&found)? {
+            return None;
+        }
+        let (port, token) = address.strip_prefix("http://127.0.0.1:")?.strip_suffix('/')?.split_once('/')?;
         let is_token =
             token.len() == 32 && token.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         Some(Self { port: port.parse().ok()?, token: token.to_owned() }).filter(|_| is_token)
@@ -194,8 +196,24 @@ fn new_token() -> io::Result<String> {
     Ok(secret.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Writes a new file that its owner alone can read, in the place of one that may be there.
-fn write_private(path: &Path, text: &str) -> io::Result<()> {
+/// Returns text that only the very file has which this account wrote for itself: its place on the disk. `None` if others own it or can
+/// read it, or if the system does not say.
+fn mark_of(file: &fs::Metadata) -> Option<String> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt as _;
+        let is_own = file.uid() == rustix::process::geteuid().as_raw() && file.mode() & 0o077 == 0;
+        is_own.then(|| format!("# {}:{}", file.dev(), file.ino()))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = file;
+        None
+    }
+}
+
+/// Writes the address of a page, and the mark of the file, to a new file that its owner alone can read. It replaces an old one.
+fn write_address(path: &Path, url: &str) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -204,7 +222,9 @@ fn write_private(path: &Path, text: &str) -> io::Result<()> {
     options.write(true).create_new(true);
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    options.open(path)?.write_all(text.as_bytes())
+    let mut file = options.open(path)?;
+    let mark = mark_of(&file.metadata()?).unwrap_or_default();
+    file.write_all(format!("{url}\n{mark}\n").as_bytes())
 }
 
 fn json_answer(value: &Value) -> Answer {
@@ -549,7 +569,7 @@ mod tests {
         fs::write(root.join("metrics.jsonl"), "{\"step\":1}\n").unwrap();
         let live = Server::start_live(root.clone(), 0).unwrap();
         let (url, file) = (live.url().to_owned(), root.join(Server::ADDRESS_FILE));
-        assert_eq!(fs::read_to_string(&file).unwrap(), format!("{url}\n"));
+        assert_eq!(fs::read_to_string(&file).unwrap().lines().next(), Some(&*url));
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
         // While the run serves its page, another server has the token and a port of its own.
         let second = Server::start(std::slice::from_ref(&root), 0).unwrap();
@@ -583,6 +603,11 @@ mod tests {
         fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
         assert_ne!(token(Server::start(std::slice::from_ref(&root), 0).unwrap().url()), token(&url));
         fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        let copy = directory.path().join("copy");
+        fs::create_dir(&copy).unwrap();
+        fs::copy(&file, copy.join(Server::ADDRESS_FILE)).unwrap();
+        assert!(Address::kept(&root).is_some());
+        assert_eq!(Address::kept(&copy), None, "a copy may come from anybody");
         for text in [
             "",
             "http://127.0.0.1:80/",

@@ -229,7 +229,11 @@ pub fn ask_before_evaluation(
         if let Err(why) = survey.ask(&sample) {
             bad += 1;
             if bad <= SHOWN {
-                context.console.line(&format!("evaluations will skip row {row} ({}): {why}", sample.id));
+                context.console.line(&format!(
+                    "evaluations will skip row {row} ({}): {}",
+                    sample.id,
+                    omnigrpo_guard::told(&*why)
+                ));
             }
         }
     }
