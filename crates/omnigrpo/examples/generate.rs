@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
     let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
 
-    // A question of one's own beside a picture of the generated task. Paths begin in the folder that is named.
+    // A question about a picture of the generated task. Paths start in the given directory.
     let folder = dir.join("data");
     let rows = std::fs::read_to_string(folder.join("eval.jsonl"))?;
     let picture = rows.lines().filter_map(|row| serde_json::from_str::<serde_json::Value>(row).ok());

@@ -1,5 +1,5 @@
-//! A model family that is not in the table: Llama's language models, which read text only. The example draws random weights
-//! for a small one and lets it babble: `cargo run --release --example own_family -- runs/llama`
+//! A model family that is not in the table: Llama's language models, which read text only. The example draws random
+//! weights for a small one and samples from it: `cargo run --release --example own_family -- runs/llama`
 #![allow(clippy::print_stdout)]
 
 use std::path::{Path, PathBuf};
@@ -102,7 +102,7 @@ impl Encoder for TextOnly {
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let dir = PathBuf::from(std::env::args().nth(1).unwrap_or_else(|| "runs/llama".into()));
-    // A small configuration beside the embedded model's tokenizer.
+    // A small configuration with the tokenizer of the embedded model.
     demo::write_model(&dir)?;
     std::fs::remove_file(dir.join("model.safetensors"))?;
     let vocab = omnigrpo::Tokenizer::from_dir(&dir)?.vocab_size();

@@ -1,4 +1,4 @@
-//! Log-probabilities of given answers: `cargo run --release --example score -- runs/score`
+//! Computes log-probabilities of given answers: `cargo run --release --example score -- runs/score`
 #![allow(clippy::print_stdout)]
 
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! A reward as a service, asked by a reward set in the same process: `cargo run --example serve_reward`. Called with
+//! Serves a reward and asks it from the same process: `cargo run --example serve_reward`. Called with
 //! `serve ADDRESS` it only serves, for `omnigrpo train --reward_funcs http://ADDRESS`.
 #![allow(clippy::print_stdout)]
 
@@ -6,7 +6,7 @@ use omnigrpo::{RewardInput, RewardOptions, RowKey, Think, build_rewards};
 use omnigrpo_watch::http::{Answer, Http, Limits, Request};
 use serde_json::{Map, Value, json};
 
-/// The share of the completion's words that the solution has, too.
+/// Returns the share of the completion's words that are also in the solution.
 fn overlap(item: &Value) -> Option<f64> {
     let words = |key: &str| item[key].as_str().map(|text| text.split_whitespace().collect::<Vec<_>>());
     let (answer, solution) = (words("completion")?, words("solution")?);
@@ -14,7 +14,7 @@ fn overlap(item: &Value) -> Option<f64> {
     Some(shared as f64 / answer.len().max(1) as f64)
 }
 
-/// Answers a request as docs/rewards.md has it: a list of rows becomes a list of numbers, null where there is none.
+/// Answers a request in the protocol of docs/rewards.md: a list of rows becomes a list of numbers, null for none.
 fn answer(request: &Request) -> Answer {
     let Ok(body) = serde_json::from_slice::<Value>(request.body()) else {
         return Answer::new(400, "text/plain", "this is no JSON\n");

@@ -11,7 +11,7 @@ use omnigrpo::{
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let dir = PathBuf::from(std::env::args().nth(1).unwrap_or_else(|| "runs/brief".into()));
-    // Any checkpoint of a known family and any file of rows will do; these are in the program.
+    // Any checkpoint of a known family and any file of rows works; these two are embedded in the program.
     demo::write_model(&dir.join("model"))?;
     demo::generate(&dir.join("data"), 1, demo::Sizes { sft: 0, train: 64, eval: 0 })?;
 

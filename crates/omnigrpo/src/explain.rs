@@ -235,37 +235,41 @@ pub fn print_config(resolved: &Resolved) -> String {
     out
 }
 
-/// Returns the command line of a run with the settings that the user or a preset gave. Paths are file names alone: it is
-/// shown to others.
+/// Returns the command line of a run with the settings that the user gave. Paths are file names alone, and programs of rewards are
+/// left out: the card of the model shows the line to others.
 pub fn command(resolved: &Resolved) -> String {
     let name_of = |text: &str| match omnigrpo_fetch::is_repo_name(text) && !Path::new(text).exists() {
         true => text.to_owned(),
-        false => {
-            Path::new(text).file_name().map_or_else(|| text.to_owned(), |name| name.to_string_lossy().into())
+        false => Path::new(text).file_name().map_or(text.into(), |name| name.to_string_lossy().into()),
+    };
+    let spec = |text: &str| match (text.split_once("cmd:"), text.contains("://")) {
+        (Some((name, _)), _) => format!("{name}cmd:…"),
+        (None, true) => text.to_owned(),
+        (None, false) => name_of(text),
+    };
+    let is_place = |text: &str| Path::new(text).is_absolute() || Path::new(text).exists();
+    let quoted = |text: String| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:=,%…".contains(c);
+        match !text.is_empty() && text.chars().all(plain) {
+            true => text,
+            false => format!("'{}'", text.replace('\'', r"'\''")),
         }
     };
-    let quoted = |text: &str| match text.is_empty()
-        || text.contains(|c: char| !c.is_ascii_alphanumeric() && !"_-./:=,%".contains(c))
-    {
-        true => format!("'{}'", text.replace('\'', "'\\''")),
-        false => text.to_owned(),
-    };
     let mut out = format!("omnigrpo {}", resolved.verb.name());
-    for given in resolved.values.given() {
-        let Given { flag, value, origin } = given;
+    for Given { flag, value, origin } in resolved.values.given() {
         if matches!(origin, Origin::Preset(_) | Origin::Environment(_)) || flag.command_line_only {
             continue;
         }
-        let words: Vec<String> = match without_secrets(flag, &value) {
-            Value::Texts(texts) => texts
-                .iter()
-                .map(|text| if text.contains('/') { name_of(text) } else { text.clone() })
-                .collect(),
-            Value::Text(text) if text.contains('/') => vec![name_of(&text)],
-            Value::Floats(numbers) => numbers.iter().map(f64::to_string).collect(),
-            other => vec![plain(&other)],
+        let words: Vec<String> = match (flag.kind, without_secrets(flag, &value)) {
+            (Kind::Specs, Value::Texts(texts)) => texts.iter().map(|text| spec(text)).collect(),
+            (Kind::Paths(_), Value::Texts(texts)) => texts.iter().map(|text| name_of(text)).collect(),
+            (_, Value::Texts(texts)) => texts,
+            (Kind::Path, Value::Text(text)) => vec![name_of(&text)],
+            (_, Value::Text(text)) if is_place(&text) => vec![name_of(&text)],
+            (_, Value::Floats(numbers)) => numbers.iter().map(f64::to_string).collect(),
+            (_, other) => vec![plain(&other)],
         };
-        let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
+        let words: Vec<String> = words.into_iter().map(quoted).collect();
         out.push_str(&format!(" \\\n  --{} {}", flag.name, words.join(" ")));
     }
     out
@@ -326,7 +330,7 @@ pub fn reference() -> String {
             match flag.kind {
                 Kind::Choice(names) | Kind::Choices(names) => {
                     for (name, about) in names() {
-                        help.push_str(&format!("<br>`{name}`: {}", about.trim().trim_end_matches('.')));
+                        help.push_str(&format!(" <br>`{name}`: {}.", about.trim().trim_end_matches('.')));
                     }
                 }
                 kind => help.push_str(&format!(" ({})", expected(&kind))),
@@ -336,4 +340,35 @@ pub fn reference() -> String {
         }
     }
     out
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::environment::Environment;
+    use crate::{cli, config};
+
+    #[test]
+    fn a_command_line_for_others_names_no_place_and_no_program() {
+        let yaml = "model_name_or_path: /home/me/models/tiny\ntrain_file: [/data/a b.jsonl, rows.jsonl]\nlearning_rate: 1e-5\n\
+                    system_prompt: Answer yes/no, it's easy.\nreward_funcs: [accuracy, \"mine=cmd:./r --key 1\", /home/me/f.py:g]\n\
+                    output_dir: /home/me/runs/first\nuse_peft: true\n";
+        let layer = config::parse(yaml, "test", |_| Origin::Flag);
+        let resolved = cli::resolve(Verb::Train, layer, Environment::default()).unwrap();
+        let text = command(&resolved);
+        assert!(text.starts_with("omnigrpo train \\\n  --"), "{text}");
+        for line in [
+            "  --model_name_or_path tiny",
+            "  --train_file 'a b.jsonl' rows.jsonl",
+            "  --learning_rate 1e-5",
+            r"  --system_prompt 'Answer yes/no, it'\''s easy.'",
+            "  --reward_funcs accuracy mine=cmd:… f.py:g",
+            "  --output_dir first",
+            "  --use_peft true",
+        ] {
+            assert!(text.lines().any(|own| own.trim_end_matches(" \\") == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("home") && !text.contains("key"), "{text}");
+    }
 }

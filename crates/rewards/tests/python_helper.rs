@@ -81,14 +81,14 @@ fn medium(kind: MediumKind, source: MediumSource) -> MediumRef {
     MediumRef { kind, source, options: MediumOptions::default() }
 }
 
-/// Returns the result of `ask` for rows as a run would have them.
+/// Calls `ask` on rows of a run.
 fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {
     let mut columns = Map::new();
     columns.insert("factor".to_owned(), json!(2));
     with_columns(&columns, rows, ask)
 }
 
-/// Runs `on` with other columns in each row.
+/// Calls `ask` on rows that all have these columns.
 fn with_columns<T>(
     columns: &Map<String, Value>,
     rows: &[(&str, Option<&str>)],

@@ -274,8 +274,8 @@ pub const FLAGS: &[Flag] = &[
     row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
         .help("Optimizer passes over the completions of each rollout."),
     row("steps_per_generation", int(1, 1024), at!(run.steps_per_generation), GRPO)
-        .help("Optimizer steps that share one rollout. The rollout has as many batches of prompts, and each step \
-             takes its own part of them."),
+        .help("Optimizer steps that share one rollout. The rollout holds the prompts of all these steps, and each \
+             step takes its own part of them."),
     row(
         "sync_ref_model",
         Bool,

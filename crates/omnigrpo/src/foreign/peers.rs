@@ -398,6 +398,10 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "write the rows as JSON lines: no code of datasets is run")
     }),
     (&["data.trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
+    (&["data.tool_config_path", "data.function_tool_path"], |v| off(v, NO_TURNS)),
+    (&["data.override_chat_template"], |v| {
+        off(v, "write the template into the checkpoint's chat_template.jinja")
+    }),
     (&["data.reward_fn_key"], |_| Dropped("a reward gets every column of a row")),
     (&["data.*"], |_| Dropped(READ_AHEAD)),
     // The model.
@@ -424,6 +428,27 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.model.target_modules", "worker.actor.model.lora.target_modules"], |v| {
         Becomes("lora_target_modules", listed(v))
     }),
+    (&["actor_rollout_ref.model.lora_adapter_path"], |v| Becomes("adapter_name_or_path", v.into())),
+    (&["actor_rollout_ref.model.exclude_modules", "worker.actor.model.lora.exclude_modules"], |v| {
+        off(v, "use `lora_target_modules` with a regular expression over complete names")
+    }),
+    (&["actor_rollout_ref.model.custom_chat_template"], |v| {
+        off(v, "write the template into the checkpoint's chat_template.jinja")
+    }),
+    (
+        &[
+            "actor_rollout_ref.model.tokenizer_path",
+            "actor_rollout_ref.model.hf_config_path",
+            "actor_rollout_ref.model.override_config.*",
+            "actor_rollout_ref.model.override_config",
+            "actor_rollout_ref.model.trust_remote_code",
+            "actor_rollout_ref.model.external_lib",
+            "worker.actor.model.tokenizer_path",
+            "worker.actor.model.override_config",
+            "worker.actor.model.trust_remote_code",
+        ],
+        |_| Dropped(IN_CHECKPOINT),
+    ),
     (&["actor_rollout_ref.model.*", "worker.actor.model.*"], |_| Dropped(OWN_KERNELS)),
     // The update.
     (&["actor_rollout_ref.actor.optim.lr", "worker.actor.optim.lr"], |v| Becomes("learning_rate", v.into())),
@@ -454,7 +479,7 @@ pub(super) const TABLE: &[Row] = &[
     (
         &["actor_rollout_ref.actor.optim.lr_scheduler_type", "worker.actor.optim.lr_scheduler_type"],
         |v| match v {
-            "constant" => Dropped("the rate is constant after its warm-up"),
+            "constant" => Becomes("lr_scheduler_type", "constant_with_warmup".into()),
             v => Becomes("lr_scheduler_type", v.into()),
         },
     ),
@@ -471,6 +496,21 @@ pub(super) const TABLE: &[Row] = &[
             _ => Refused("leave it out: the only optimizer is AdamW"),
         }
     }),
+    (&["actor_rollout_ref.actor.optim.min_lr_ratio", "worker.actor.optim.min_lr_ratio"], |v| {
+        off(v, "leave it out: a falling learning rate ends at 0")
+    }),
+    (&["actor_rollout_ref.actor.optim.warmup_style"], |v| match v {
+        "constant" => Becomes("lr_scheduler_type", "constant_with_warmup".into()),
+        v => Becomes("lr_scheduler_type", v.into()),
+    }),
+    (&["actor_rollout_ref.actor.optim.*", "worker.actor.optim.*"], |_| {
+        Dropped("the optimizer is AdamW, and `lr_scheduler_type` sets the course of its rate")
+    }),
+    (&["worker.actor.loss_type"], |v| match v {
+        "default" => Dropped("the loss is GRPO's, as `loss_type` says"),
+        "gspo" | "cispo" | "sapo" => Becomes("loss_type", v.into()),
+        _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
+    }),
     (&["actor_rollout_ref.actor.policy_loss.loss_mode"], |v| match v {
         "vanilla" => Dropped("the loss is GRPO's, as `loss_type` says"),
         "gspo" | "sapo" => Becomes("loss_type", v.into()),
@@ -479,8 +519,12 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.actor.clip_ratio_c", "worker.actor.clip_ratio_dual"], |v| {
         Becomes("delta", v.into())
     }),
-    (&["actor_rollout_ref.actor.tau_pos"], |v| Becomes("sapo_temperature_pos", v.into())),
-    (&["actor_rollout_ref.actor.tau_neg"], |v| Becomes("sapo_temperature_neg", v.into())),
+    (&["actor_rollout_ref.actor.tau_pos", "worker.actor.tau_positive"], |v| {
+        Becomes("sapo_temperature_pos", v.into())
+    }),
+    (&["actor_rollout_ref.actor.tau_neg", "worker.actor.tau_negative"], |v| {
+        Becomes("sapo_temperature_neg", v.into())
+    }),
     (
         &["actor_rollout_ref.actor.fsdp_config.optimizer_offload", "worker.actor.offload.offload_optimizer"],
         |v| Becomes("offload_optimizer", v.into()),
@@ -659,6 +703,24 @@ pub(super) const TABLE: &[Row] = &[
         }),
         _ => Dropped("a run resumes by itself"),
     }),
+    (&["trainer.load_checkpoint_path"], |v| Becomes("resume_from_checkpoint", v.into())),
+    (&["trainer.find_last_checkpoint"], |v| match on(v) {
+        Some(false) => Becomes("resume_from_checkpoint", "never".into()),
+        _ => Dropped("a run resumes by itself"),
+    }),
+    (&["trainer.save_model_only"], |v| Becomes("save_only_model", v.into())),
+    (
+        &[
+            "trainer.project_name",
+            "trainer.log_val_generations",
+            "trainer.val_generations_to_log",
+            "trainer.rollout_data_dir",
+            "trainer.validation_data_dir",
+        ],
+        |_| Dropped("the run directory holds metrics, rollouts and evaluations"),
+    ),
+    (&["trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"], |_| Dropped("GRPO has no critic")),
+    (&["trainer.max_try_make_batch"], |_| Dropped("`max_resample_times` sets it")),
     (&["trainer.val_only"], |v| off(v, "use `omnigrpo eval`")),
     (&["trainer.n_gpus_per_node", "trainer.nnodes", "trainer.*", "ray_kwargs.*", "ray_init.*"], |_| {
         Dropped(ONE_MACHINE)
