@@ -75,7 +75,7 @@ fn every_weight_is_within_half_a_step() {
 fn bytes(bits: QuantBits, group: &[f32]) -> Vec<f64> {
     let (len, most_code, far_out) = match bits {
         QuantBits::Eight => (GROUP, 32_639.0, 32.0),
-        QuantBits::Four => (GROUP / 4, 127.0, 5.0),
+        QuantBits::Four => (GROUP / 4, 127.0, 3.5),
     };
     let most_of = |x: &[f32]| x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let of_part = |x: &[f32]| {

@@ -92,7 +92,7 @@ fn four_bits_under_adapters_and_patterns() {
             .fails(code, parts);
     };
     fails("--load_in_4bit", 2, &["quantised weights cannot be trained", "--use_peft"]);
-    fails("--use_peft --load_in_4bit --load_in_8bit", 2, &["8 and in 4 bits"]);
+    fails("--use_peft --load_in_4bit --load_in_8bit", 2, &["8 and 4 bits"]);
     fails("--lora_r 8", 2, &["lora_r", "`use_peft` is false"]);
     fails("--use_peft --lora_target_modules nothing_here", 1, &["nothing_here", "names no linear layer"]);
     fails("--trainable_patterns nothing_here", 1, &["nothing_here", "matches no weight"]);

@@ -25,7 +25,7 @@ fn a_name_gives_the_directories_and_the_log_tells_environment_model_and_steps_in
     let mut command = place.command(&format!("{TRAIN} --exp_name first --max_steps 2"));
     let stderr = ran(command.env("DS_SKIP_CUDA_CHECK", "1")).ok().stderr;
     let parts = [
-        "DS_SKIP_CUDA_CHECK is on: no effect",
+        "DS_SKIP_CUDA_CHECK is on: it has no effect",
         "omnigrpo ",
         "model ",
         "a step takes 1 prompt of 2 completions",

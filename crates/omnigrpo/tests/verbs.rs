@@ -787,7 +787,7 @@ fn a_run_too_large_for_the_memory_is_an_error_before_it_begins() {
         ],
     );
     assert!(
-        refused.stderr.contains("no flag that `omnigrpo plan` knows of makes it fit"),
+        refused.stderr.contains("no flag that `omnigrpo plan` tries makes it fit"),
         "{}",
         refused.stderr
     );

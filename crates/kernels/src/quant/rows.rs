@@ -263,7 +263,7 @@ pub(crate) mod bytes {
     pub(super) const fn far_out(bits: QuantBits) -> f32 {
         match bits {
             QuantBits::Eight => 32.0,
-            QuantBits::Four => 5.0,
+            QuantBits::Four => 3.5,
         }
     }
 

@@ -328,6 +328,7 @@ mod tests {
             "token-mean",
             "seq",
             "['console','wandb']",
+            "token_truncate",
         ];
         for name in trainers::TABLE
             .iter()

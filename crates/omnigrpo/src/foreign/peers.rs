@@ -22,6 +22,11 @@ const PARTS: &str = "use the `tune_mm_` settings, and `trainable_patterns` for s
 const LENGTHS: &str = "leave it out: the reward has the numbers of its source (`omnigrpo rewards list`)";
 const ONE_MACHINE: &str = "the run is one process on one machine";
 
+/// Names the function of a file as a reward; verl's own name is the default.
+fn scored_by(path: &str, name: Option<&str>) -> Fate {
+    Becomes("reward_funcs", format!("{path}:{}", name.unwrap_or("compute_score")))
+}
+
 /// Rows of the table of settings.
 pub(super) const TABLE: &[Row] = &[
     // ms-swift.
@@ -649,10 +654,9 @@ pub(super) const TABLE: &[Row] = &[
     (&["worker.reward.reward_function", "worker.reward.score_function"], |v| {
         Becomes("reward_funcs", v.into())
     }),
-    (&["custom_reward_function.path", "reward.custom_reward_function.path"], |_| {
-        Depends("custom_reward_function.name", |path, name| {
-            Becomes("reward_funcs", format!("{path}:{}", name.unwrap_or("compute_score")))
-        })
+    (&["custom_reward_function.path"], |_| Depends("custom_reward_function.name", scored_by)),
+    (&["reward.custom_reward_function.path"], |_| {
+        Depends("reward.custom_reward_function.name", scored_by)
     }),
     (&["custom_reward_function.name", "reward.custom_reward_function.name"], |_| {
         Dropped("it goes with custom_reward_function.path")
