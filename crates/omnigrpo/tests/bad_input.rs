@@ -499,7 +499,10 @@ fn a_group_of_one_trains_on_the_kl_term_aloud_or_not_at_all() {
     let line = TRAIN.replace("--num_generations 2", "--num_generations 1");
     place.run(&format!("{line} --train_file rows.jsonl --beta 0")).fails(
         2,
-        &["a group of one completion has nothing to be compared with", "expected: `--num_generations` 2 or more"],
+        &[
+            "a group of one completion has nothing to be compared with",
+            "expected: `--num_generations` 2 or more",
+        ],
     );
     assert!(!place.exists("run"));
     let ran =

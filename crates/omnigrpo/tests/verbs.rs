@@ -786,11 +786,7 @@ fn a_run_too_large_for_the_memory_is_an_error_before_it_begins() {
             "what is free",
         ],
     );
-    assert!(
-        refused.stderr.contains("no flag that `omnigrpo plan` tries makes it fit"),
-        "{}",
-        refused.stderr
-    );
+    assert!(refused.stderr.contains("no flag that `omnigrpo plan` tries makes it fit"), "{}", refused.stderr);
     assert!(!place.exists("run/metrics.jsonl"));
 }
 

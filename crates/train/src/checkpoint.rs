@@ -299,7 +299,9 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
         };
         let least = if name.ends_with(".v") { 0.0 } else { f32::NEG_INFINITY };
         match values.iter().position(|x| *x < least) {
-            Some(i) => Err(damaged(&format!("element {i} of {name} is {}", values[i]))),
+            Some(i) => {
+                Err(damaged(&format!("tensor {name}: element {i} is {}, expected at least 0", values[i])))
+            }
             None => Ok(values),
         }
     };

@@ -276,7 +276,8 @@ fn trained(dir: &Path, device: Device) -> String {
         .unwrap_or_default()
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok()?["step_time"].as_f64())
-        .sum();
+        // The sum of no numbers is -0.
+        .fold(0.0, |sum, secs| sum + secs);
     let time = match secs {
         secs if secs >= 3600.0 => format!("{:.1} h", secs / 3600.0),
         secs if secs >= 60.0 => format!("{:.1} min", secs / 60.0),

@@ -655,9 +655,7 @@ pub(super) const TABLE: &[Row] = &[
         Becomes("reward_funcs", v.into())
     }),
     (&["custom_reward_function.path"], |_| Depends("custom_reward_function.name", scored_by)),
-    (&["reward.custom_reward_function.path"], |_| {
-        Depends("reward.custom_reward_function.name", scored_by)
-    }),
+    (&["reward.custom_reward_function.path"], |_| Depends("reward.custom_reward_function.name", scored_by)),
     (&["custom_reward_function.name", "reward.custom_reward_function.name"], |_| {
         Dropped("it goes with custom_reward_function.path")
     }),

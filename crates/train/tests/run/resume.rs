@@ -302,7 +302,7 @@ fn moments_and_states_that_cannot_be_are_refused() {
         let mut bytes = whole.clone();
         bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
         std::fs::write(&moments, bytes).unwrap();
-        refused(&format!("optimizer.safetensors: element 0 of {name} is {value}"));
+        refused(&format!("optimizer.safetensors: tensor {name}: element 0 is {value}"));
     }
     std::fs::write(&moments, &whole).unwrap();
 
