@@ -507,7 +507,7 @@ fn a_group_of_one_trains_on_the_kl_term_aloud_or_not_at_all() {
     assert!(!place.exists("run"));
     let ran =
         place.run(&format!("{line} --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3")).ok();
-    let said = "every advantage is 0, and only the KL term is trained on";
+    let said = "every advantage is 0 and only the KL term is trained on";
     assert!(ran.stderr.contains(said) && place.text("run/log.txt").contains(said), "{}", ran.stderr);
     let metrics = place.lines("run/metrics.jsonl");
     // At first the policy equals the reference, and the KL term is flat.

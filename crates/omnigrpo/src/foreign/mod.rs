@@ -329,6 +329,10 @@ mod tests {
             "seq",
             "['console','wandb']",
             "token_truncate",
+            "adamw",
+            "default",
+            "gspo",
+            "k3",
         ];
         for name in trainers::TABLE
             .iter()
