@@ -246,13 +246,16 @@ fn check_row(
 /// A bad row: where it is, what is wrong, and the kind of the medium that was found nowhere.
 type Bad = (Origin, String, Option<MediumKind>);
 
+/// The prompt of a good row with the bytes of its media, or a bad row.
+type Checked = Result<(LongPrompt, u64), Bad>;
+
 /// The row with its place among the longest and the bytes of its media, or what is wrong with it. An error is the machine's.
 fn checked(
     dataset: &Dataset,
     row: u64,
     options: &CheckOptions,
     cache: &Cache,
-) -> Result<(Option<Sample>, Result<(LongPrompt, u64), Bad>), DataError> {
+) -> Result<(Option<Sample>, Checked), DataError> {
     let judged = |origin: &Origin, source: Cause| match fault(&*source, Fault::Row) {
         Fault::Machine => {
             Err(DataError::Machine { path: origin.file.to_path_buf(), line: origin.line, source })
