@@ -351,9 +351,9 @@ mod tests {
 
     #[test]
     fn a_command_line_for_others_names_no_place_and_no_program() {
-        let yaml = "model_name_or_path: /home/me/models/tiny\ntrain_file: [/data/a b.jsonl, rows.jsonl]\nlearning_rate: 1e-5\n\
-                    system_prompt: Answer yes/no, it's easy.\nreward_funcs: [accuracy, \"mine=cmd:./r --key 1\", /home/me/f.py:g]\n\
-                    output_dir: /home/me/runs/first\nuse_peft: true\n";
+        let yaml = "model_name_or_path: /srv/me/models/tiny\ntrain_file: [/data/a b.jsonl, rows.jsonl]\nlearning_rate: 1e-5\n\
+                    system_prompt: Answer yes/no, it's easy.\nreward_funcs: [accuracy, \"mine=cmd:./r --key 1\", /srv/me/f.py:g]\n\
+                    output_dir: /srv/me/runs/first\nuse_peft: true\n";
         let layer = config::parse(yaml, "test", |_| Origin::Flag);
         let resolved = cli::resolve(Verb::Train, layer, Environment::default()).unwrap();
         let text = command(&resolved);
@@ -369,6 +369,6 @@ mod tests {
         ] {
             assert!(text.lines().any(|own| own.trim_end_matches(" \\") == line), "{line} is not in\n{text}");
         }
-        assert!(!text.contains("home") && !text.contains("key"), "{text}");
+        assert!(!text.contains("srv") && !text.contains("key"), "{text}");
     }
 }

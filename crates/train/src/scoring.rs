@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use omnigrpo_data::{Cause, Sample, ThinkMode};
-use omnigrpo_guard::told;
 use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde_json::{Value, json};
