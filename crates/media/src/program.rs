@@ -148,15 +148,21 @@ pub(crate) fn run<T>(
         });
         let (tail, watchdog) = threads.inspect_err(|_| {
             // Nobody would bound it. The pipes that it holds end with it.
-            kill(child);
+            kill(&mut child.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
             let _ = wait(child, Instant::now() + Duration::from_secs(5));
         })?;
         let value = consume(&mut stdout);
         drop(stdout); // a child that still writes ends on the closed pipe
-        let status = wait(child, deadline + Duration::from_secs(5));
+        let ended = wait(child, deadline + Duration::from_secs(5));
         drop(done);
-        let killed = watchdog.join().unwrap_or(None);
-        Ok((value, status, killed, tail.join().unwrap_or_default()))
+        let mut killed = watchdog.join().unwrap_or(None);
+        // A child of several threads may compute too long between two looks.
+        if killed.is_none()
+            && ended.as_ref().is_ok_and(|(_, computed)| computed.is_some_and(|time| time >= limit))
+        {
+            killed = Some(Killed::Computed);
+        }
+        Ok((value, ended.map(|(status, _)| status), killed, tail.join().unwrap_or_default()))
     });
     let (value, status, killed, stderr_tail) = ran.map_err(|e: io::Error| not_started(path, program, e))?;
     match killed {
@@ -202,9 +208,12 @@ fn watch(
 ) -> Option<Killed> {
     let started = Instant::now();
     loop {
-        let computed = {
-            let child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            processor_time(&child).unwrap_or_else(|| started.elapsed())
+        // It is reaped under the same lock, so its number is its own in here.
+        let mut child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let computed = match processor_time(&child) {
+            Some(time) => time,
+            None if cfg!(target_os = "linux") => return None,
+            None => started.elapsed(),
         };
         let killed = match (computed >= limit, Instant::now() >= deadline) {
             (true, _) => Some(Killed::Computed),
@@ -212,9 +221,10 @@ fn watch(
             _ => None,
         };
         if killed.is_some() {
-            kill(child);
+            kill(&mut child);
             return killed;
         }
+        drop(child);
         // A child with one decoding thread cannot reach its limit before.
         let next = (limit - computed).min(deadline.saturating_duration_since(Instant::now()));
         match is_done.recv_timeout(next.max(SHORTEST_LOOK)) {
@@ -239,13 +249,30 @@ fn processor_time(child: &Child) -> Option<Duration> {
     })
 }
 
+/// Returns true if the child has ended and waits to be reaped.
+#[cfg(target_os = "linux")]
+fn has_ended(child: &Child) -> bool {
+    // SAFETY: all zeros is a value of this plain structure.
+    let mut ended: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the call writes one `siginfo_t`, and `WNOWAIT` leaves the child to be reaped. A failure means that nobody has to
+    // wait for it, which `try_wait` will report.
+    unsafe {
+        libc::waitid(libc::P_PID, child.id(), &mut ended, libc::WEXITED | libc::WNOHANG | libc::WNOWAIT) != 0
+            || ended.si_pid() != 0
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn has_ended(_: &Child) -> bool {
+    true
+}
+
 #[cfg(not(target_os = "linux"))]
 fn processor_time(_: &Child) -> Option<Duration> {
     None
 }
 
-fn kill(child: &Mutex<Child>) {
-    let mut child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+fn kill(child: &mut Child) {
     // It may have ended by itself meanwhile, which is as good.
     #[cfg(unix)]
     if let Ok(group) = libc::pid_t::try_from(child.id()) {
@@ -256,13 +283,19 @@ fn kill(child: &Mutex<Child>) {
     let _ = child.kill();
 }
 
-/// Waits for the end of the child without holding the lock that the watchdog needs. After `deadline` (the kill has not
-/// worked, for instance on a dead network drive) the child is left alone.
-fn wait(child: &Mutex<Child>, deadline: Instant) -> io::Result<ExitStatus> {
+/// Waits for the end of the child without holding the lock that the watchdog needs. Also returns how long it computed, if the
+/// system tells. After `deadline` (the kill has not worked, for instance on a dead network drive) the child is left alone.
+fn wait(child: &Mutex<Child>, deadline: Instant) -> io::Result<(ExitStatus, Option<Duration>)> {
     loop {
-        let status = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).try_wait()?;
-        if let Some(status) = status {
-            return Ok(status);
+        {
+            let mut child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            if has_ended(&child) {
+                // Only until it is reaped.
+                let computed = processor_time(&child);
+                if let Some(status) = child.try_wait()? {
+                    return Ok((status, computed));
+                }
+            }
         }
         if Instant::now() > deadline {
             return Err(io::Error::new(ErrorKind::TimedOut, "the process does not end"));
@@ -344,6 +377,19 @@ mod tests {
         let error = run("sh", &args, Path::new("clip.mp4"), Duration::from_millis(100), read).err().unwrap();
         assert!(matches!(error, MediaError::Timeout { limit_secs: 0.1, .. }), "{error}");
         assert_eq!(fault(&error, Fault::Row), Fault::Row);
+    }
+
+    /// Between two looks it computes in four processes, so only its end shows how long.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_time_of_a_child_that_ended_counts() {
+        let child = Command::new("sh")
+            .args(["-c", "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"])
+            .spawn()
+            .unwrap();
+        let (status, computed) = wait(&Mutex::new(child), Instant::now() + Duration::from_secs(60)).unwrap();
+        assert!(status.success());
+        assert!(computed.unwrap() > Duration::from_millis(1), "{computed:?}");
     }
 
     #[test]

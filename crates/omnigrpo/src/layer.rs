@@ -53,10 +53,13 @@ impl Layer {
             let secret = ["token", "secret", "webhook_url"].iter().any(|word| shown.ends_with(word));
             let value = if secret { "…" } else { text.as_str() };
             match foreign::fate(&entry.name, &text, others) {
-                Some(Fate::Becomes(name, value)) => becoming.push((name, value, entry)),
+                Some(Fate::Becomes(name, value)) => becoming.push((false, name, value, entry)),
                 Some(Fate::BecomesAll(settings)) => {
                     becoming.extend(
-                        settings.iter().map(|(name, value)| (*name, (*value).to_owned(), entry.clone())),
+                        settings
+                            .into_iter()
+                            .enumerate()
+                            .map(|(at, (name, value))| (at > 0, name, value, entry.clone())),
                     );
                 }
                 Some(Fate::Dropped(why)) => layer.dropped.push((format!("{shown} {value}"), why.into())),
@@ -70,7 +73,19 @@ impl Layer {
                 },
             }
         }
-        for (name, value, entry) in becoming {
+        // What is only implied comes last.
+        becoming.sort_by_key(|(implied, ..)| *implied);
+        let mut became: Vec<(&str, String, String)> = Vec::new();
+        for (implied, name, value, entry) in becoming {
+            if let Some((_, first, shown)) = became.iter().find(|(known, ..)| *known == name) {
+                if !implied && *first != value {
+                    let problem = Problem::usage(format!("two settings give `{name}`"))
+                        .got(format!("`{shown}` gives {first}, `{}` gives {value}", entry.shown()))
+                        .expected("one of them");
+                    layer.problem(&entry.origin, problem);
+                }
+                continue;
+            }
             let rivals: &[&str] = if name == "train_file" {
                 &["train_file", "dataset_use", "data_file_paths"]
             } else {
@@ -82,6 +97,7 @@ impl Layer {
                 layer.dropped.push((format!("{} {value}", entry.shown()), why));
                 continue;
             }
+            became.push((name, value.clone(), entry.shown()));
             let entry = Entry { name: name.into(), raw: Some(Raw::Arguments(vec![value])), ..entry };
             match layer.setting(&entry, verb) {
                 Ok(given) => layer.given.push(given),

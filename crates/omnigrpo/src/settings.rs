@@ -183,13 +183,15 @@ pub struct Batch {
     pub per_device: usize,
     /// Such batches per optimizer step.
     pub accumulation: usize,
+    /// Optimizer steps that share one rollout; such batches per rollout if `unit` is completions. `None` for one step.
+    pub per_generation: Option<usize>,
 }
 
 impl Default for Batch {
     fn default() -> Self {
         let per_device = Algorithm::default().prompts_per_micro_batch;
         let accumulation = RunPlan::default().prompts_per_step / per_device.max(1);
-        Self { unit: BatchUnit::Prompts, per_device, accumulation }
+        Self { unit: BatchUnit::Prompts, per_device, accumulation, per_generation: None }
     }
 }
 
@@ -436,7 +438,7 @@ impl Settings {
 
     /// Converts the batch of a step to prompts and stores it in the plans.
     fn count_in_prompts(&mut self) -> Result<(), Problem> {
-        let Batch { unit, per_device, accumulation } = self.batch;
+        let Batch { unit, per_device, accumulation, per_generation } = self.batch;
         let each = self.algorithm.num_generations;
         let (at_a_time, prompts) = match unit {
             BatchUnit::Prompts => (per_device, per_device * accumulation),
@@ -457,6 +459,23 @@ impl Settings {
             }
         };
         (self.algorithm.prompts_per_micro_batch, self.run.prompts_per_step) = (at_a_time, prompts);
+        self.run.steps_per_generation = match (unit, per_generation) {
+            (_, None) => 1,
+            (BatchUnit::Prompts, Some(steps)) => steps,
+            // A rollout of a part of a step still has the weights of that step.
+            (BatchUnit::Completions, Some(batches)) if accumulation.is_multiple_of(batches) => 1,
+            (BatchUnit::Completions, Some(batches)) if batches.is_multiple_of(accumulation) => {
+                batches / accumulation
+            }
+            (BatchUnit::Completions, Some(batches)) => {
+                return Err(Problem::usage("the batches of a rollout do not form complete steps")
+                    .got(format!(
+                        "`steps_per_generation` {batches}, `gradient_accumulation_steps` {accumulation}"
+                    ))
+                    .expected("a multiple of `gradient_accumulation_steps` with `--batch_unit completions`, as in TRL")
+                    .help("`--batch_unit prompts` counts optimizer steps"));
+            }
+        };
         Ok(())
     }
 

@@ -669,15 +669,33 @@ mod sources {
     #[test]
     fn scripts_of_peers_start_with_notes() {
         let shown = |line: &str, of: &[&str]| {
-            let words: Vec<&str> =
-                ["train", "--batch_unit", "prompts"].into_iter().chain(line.split_whitespace()).collect();
+            let words: Vec<&str> = ["train"].into_iter().chain(line.split_whitespace()).collect();
             let config = printed(&words);
             let notes: Vec<&str> = config.lines().take_while(|line| !line.is_empty()).collect();
             [notes.join("\n"), of.iter().map(|name| setting(&config, name)).collect::<Vec<_>>().join("\n")]
                 .join("\n")
         };
-        let of = ["train_file", "use_peft", "max_completion_length", "num_generations"];
+        let of = ["train_file", "use_peft", "max_completion_length", "num_generations", "batch_unit"];
         insta::assert_snapshot!("source_swift", shown(SWIFT, &of));
+        // Without a word about it, the learning rate of verl is constant, and its lower bound counts.
+        let verl = "actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.clip_ratio=0.3 \
+                    actor_rollout_ref.actor.clip_ratio_low=0.1";
+        let schedule = |more: &str| {
+            let config = shown(&format!("{verl} {more}"), &["lr_scheduler_type", "epsilon"]);
+            config
+                .lines()
+                .rev()
+                .take(2)
+                .map(|line| line.split(' ').nth(1).unwrap().to_owned())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(schedule(""), ["0.1", "constant_with_warmup"]);
+        assert_eq!(schedule("actor_rollout_ref.actor.optim.warmup_style=cosine"), ["0.1", "cosine"]);
+        let warm = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1";
+        assert_eq!(
+            schedule(&format!("{warm} actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"))[1],
+            "cosine"
+        );
         let of = [
             "train_file",
             "eval_file",
@@ -691,6 +709,19 @@ mod sources {
             "source_easy_r1",
             shown(EASY_R1, &["train_file", "dataset_train_split", "reward_funcs"])
         );
+    }
+
+    #[test]
+    fn two_foreign_settings_that_contradict_each_other_are_an_error() {
+        let error = refused(&["train", "--dataset_name", "a.jsonl", "--dataset", "b.jsonl"]);
+        for part in
+            ["two settings give `train_file`", "`--dataset_name` gives a.jsonl", "`--dataset` gives b.jsonl"]
+        {
+            assert!(error.contains(part), "{error}");
+        }
+        let several = refused(&["train", "data.train_files=[a@train,b@train]"]);
+        assert!(several.contains("each with its own"), "{several}");
+        printed(&["train", "--dataset_name", "a.jsonl", "--dataset", "a.jsonl"]);
     }
 
     #[test]

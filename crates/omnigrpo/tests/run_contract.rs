@@ -328,6 +328,40 @@ fn batches_are_counted_as_the_source_counts() {
     assert!(!place.exists("b"));
 }
 
+/// TRL counts batches per rollout; three of them are one step here. The stored configuration keeps its unit, so a resumed run
+/// does not divide twice.
+#[test]
+fn batches_of_a_rollout_are_counted_as_the_source_counts() {
+    let place = Place::new();
+    let line = "train --model M --train_file rows.jsonl --reward_funcs random --num_generations 2 --max_completion_length 4 \
+                --threads 1 --save_steps 1 --batch_unit completions --per_device_train_batch_size 2 \
+                --gradient_accumulation_steps 3";
+    let prompts = |dir: &str, step: usize| {
+        let path = format!("{dir}/rollouts/step-{step:06}.jsonl");
+        if place.exists(&path) { place.lines(&path).len() / 2 } else { 0 }
+    };
+    for (batches, of_rollout) in [(1, 3), (3, 3), (6, 6)] {
+        let dir = format!("of-{batches}");
+        place.run(&format!("{line} --max_steps 2 --steps_per_generation {batches} --output_dir {dir}")).ok();
+        assert_eq!(prompts(&dir, 1) + prompts(&dir, 2), 6, "{batches} batches");
+        assert_eq!(place.lines(&format!("{dir}/metrics.jsonl")).len(), 2);
+        place.run(&format!("train --config {dir}/config.yaml --max_steps 4")).ok();
+        assert_eq!(
+            (1..=4).map(|step| prompts(&dir, step)).sum::<usize>(),
+            12,
+            "{of_rollout} prompts of a rollout"
+        );
+    }
+    place.run(&format!("{line} --max_steps 2 --steps_per_generation 4 --output_dir wrong")).fails(
+        2,
+        &[
+            "do not form complete steps",
+            "`steps_per_generation` 4",
+            "a multiple of `gradient_accumulation_steps`",
+        ],
+    );
+}
+
 /// Settings file in the fine-tuning code of Qwen2.5-VL and VLM-R1.
 #[test]
 fn deepspeed_settings_with_offload_are_explained() {

@@ -273,9 +273,18 @@ pub const FLAGS: &[Flag] = &[
     .idle(|s, _| no_gate(s)),
     row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
         .help("Optimizer passes over the completions of each rollout."),
-    row("steps_per_generation", int(1, 1024), at!(run.steps_per_generation), GRPO)
-        .help("Optimizer steps that share one rollout. The rollout holds the prompts of all these steps, and each \
-             step takes its own part of them."),
+    row(
+        "steps_per_generation",
+        int(1, 1024),
+        Place { field: "run.steps_per_generation", ..at!(batch.per_generation) },
+        GRPO,
+    )
+    .help(
+        "Optimizer steps that share one rollout. The rollout holds the prompts of all these steps, and each \
+         step takes its own part of them. With `batch_unit` completions it counts batches, as in TRL: \
+         `gradient_accumulation_steps` of them are one step.",
+    )
+    .unset("one optimizer step"),
     row(
         "sync_ref_model",
         Bool,

@@ -13,7 +13,8 @@ use omnigrpo_data::QUESTION_TEMPLATES;
 pub enum Fate {
     /// Another name of this setting with this value, unless that setting is given.
     Becomes(&'static str, String),
-    /// Several settings, each unless it is given.
+    /// Several settings, each unless it is given. Those after the first are implied: another setting that becomes the same
+    /// one counts instead.
     BecomesAll(Vec<(&'static str, String)>),
     /// Depends on another setting of the same source; `None` if that one is not given.
     Depends(&'static str, fn(&str, Option<&str>) -> Fate),

@@ -22,6 +22,8 @@ const PARTS: &str = "use the `tune_mm_` settings, and `trainable_patterns` for s
 const LENGTHS: &str = "leave it out: the reward has the numbers of its source (`omnigrpo rewards list`)";
 const ONE_MACHINE: &str = "the run is one process on one machine";
 
+const SPLITS: &str = "one name may have a split; write several into `dataset_use`, each with its own";
+
 /// Names the function of a file as a reward; verl's own name is the default.
 fn scored_by(path: &str, name: Option<&str>) -> Fate {
     Becomes("reward_funcs", format!("{path}:{}", name.unwrap_or("compute_score")))
@@ -31,7 +33,8 @@ fn scored_by(path: &str, name: Option<&str>) -> Fate {
 pub(super) const TABLE: &[Row] = &[
     // ms-swift.
     (&["rlhf_type"], |v| match v {
-        "grpo" => Dropped("`train` is GRPO"),
+        // Its batches count completions.
+        "grpo" => Becomes("batch_unit", "completions".into()),
         _ => Refused("leave it out: `train` is GRPO, `sft` is supervised"),
     }),
     (&["train_type", "tuner_type"], |v| match v {
@@ -369,6 +372,7 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["data.train_files"], rows),
     (&["data.val_files"], |v| match listed(v).split_once('@') {
+        Some((_, rest)) if rest.contains(',') => Refused(SPLITS),
         Some((name, split)) => {
             BecomesAll(vec![("eval_file", name.to_owned()), ("dataset_test_split", split.to_owned())])
         }
@@ -456,17 +460,20 @@ pub(super) const TABLE: &[Row] = &[
     ),
     (&["actor_rollout_ref.model.*", "worker.actor.model.*"], |_| Dropped(OWN_KERNELS)),
     // The update.
-    (&["actor_rollout_ref.actor.optim.lr", "worker.actor.optim.lr"], |v| Becomes("learning_rate", v.into())),
+    // The rate stays constant after its warm-up in both, unless another schedule is given.
+    (&["actor_rollout_ref.actor.optim.lr", "worker.actor.optim.lr"], |v| {
+        BecomesAll(vec![
+            ("learning_rate", v.to_owned()),
+            ("lr_scheduler_type", "constant_with_warmup".to_owned()),
+        ])
+    }),
     (&["actor_rollout_ref.actor.optim.weight_decay", "worker.actor.optim.weight_decay"], |v| {
         Becomes("weight_decay", v.into())
     }),
     (&["actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "worker.actor.optim.lr_warmup_ratio"], |v| {
         match v.parse() {
             Ok(0.0) => Dropped("the rate starts at its peak"),
-            _ => BecomesAll(vec![
-                ("warmup_ratio", v.to_owned()),
-                ("lr_scheduler_type", "constant_with_warmup".to_owned()),
-            ]),
+            _ => Becomes("warmup_ratio", v.to_owned()),
         }
     }),
     (&["actor_rollout_ref.actor.grad_clip", "worker.actor.max_grad_norm"], |v| {
@@ -490,10 +497,7 @@ pub(super) const TABLE: &[Row] = &[
     ),
     (&["actor_rollout_ref.actor.optim.lr_warmup_steps", "worker.actor.optim.lr_warmup_steps"], |v| match v {
         "-1" | "0" => Dropped("the share of all steps says it"),
-        v => BecomesAll(vec![
-            ("warmup_steps", v.to_owned()),
-            ("lr_scheduler_type", "constant_with_warmup".to_owned()),
-        ]),
+        v => Becomes("warmup_steps", v.to_owned()),
     }),
     (&["actor_rollout_ref.actor.optim.optimizer", "worker.actor.optim.strategy"], |v| {
         match v.to_ascii_lowercase().as_str() {
@@ -540,7 +544,13 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.actor.clip_ratio_high", "worker.actor.clip_ratio_high"], |v| {
         Becomes("epsilon_high", v.into())
     }),
-    (&["actor_rollout_ref.actor.clip_ratio"], |v| Becomes("epsilon", v.into())),
+    // verl takes the lower bound where both are given.
+    (&["actor_rollout_ref.actor.clip_ratio"], |_| {
+        Depends("actor_rollout_ref.actor.clip_ratio_low", |v, low| match low {
+            Some(_) => Dropped("`clip_ratio_low` is given"),
+            None => Becomes("epsilon", v.to_owned()),
+        })
+    }),
     (&["actor_rollout_ref.actor.entropy_coeff"], |v| match v.parse() {
         Ok(0.0) => Dropped("no bonus on entropy"),
         _ => Becomes("entropy_coef", v.into()),
@@ -765,6 +775,7 @@ fn rows(v: &str) -> Fate {
         return Refused("a number of rows behind `#` is unsupported; use `dataset_use` with `%`");
     }
     match files.split_once('@') {
+        Some((_, rest)) if rest.contains(',') => Refused(SPLITS),
         Some((name, split)) => {
             BecomesAll(vec![("train_file", name.to_owned()), ("dataset_train_split", split.to_owned())])
         }
