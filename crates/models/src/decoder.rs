@@ -375,11 +375,12 @@ impl Decoder {
     #[must_use]
     pub fn rope_table(&self, positions: &[Position]) -> Arc<RopeTable> {
         let half = self.frequencies.len();
-        let axes = self.config.rope.axes.as_deref().unwrap_or_default();
-        let table = RopeTable::from_angles(positions.len(), half, |row, angles| {
+        let axes = self.config.rope.axes.clone().unwrap_or_default();
+        let (positions, frequencies) = (positions.to_vec(), self.frequencies.clone());
+        let table = RopeTable::from_angles(positions.len(), half, move |row, angles| {
             for (i, angle) in angles.iter_mut().enumerate() {
                 let axis = axes.get(i).copied().unwrap_or(0);
-                *angle = positions[row][axis] as f32 * self.frequencies[i];
+                *angle = positions[row][axis] as f32 * frequencies[i];
             }
         });
         Arc::new(table.scaled(self.config.rope.attention()))

@@ -591,8 +591,14 @@ impl Model {
     /// way), and there are no experts.
     #[must_use]
     pub fn can_recall(&self) -> bool {
+        self.can_recall_on(self.device)
+    }
+
+    /// Returns [`Self::can_recall`] of the same model on another device.
+    #[must_use]
+    pub fn can_recall_on(&self, device: Device) -> bool {
         let drops = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
-        self.device.remembers_decoding()
+        device.remembers_decoding()
             && !drops
             && self.decoder().config().experts.is_none()
             && !self.params.iter().any(|param| matches!(param.dtype(), ParamDtype::Quantised(_)))

@@ -73,7 +73,7 @@ impl Layer {
                 },
             }
         }
-        // What is only implied comes last.
+        // Implied settings come last.
         becoming.sort_by_key(|(implied, ..)| *implied);
         let mut became: Vec<(&str, String, String)> = Vec::new();
         for (implied, name, value, entry) in becoming {

@@ -812,6 +812,20 @@ fn a_plan_says_what_a_run_takes_and_begins_none() {
     let sum: u64 = json["parts"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum();
     assert_eq!((json["total"].as_u64(), json["fits"].as_bool()), (Some(sum), Some(true)));
 
+    // Shorter completions take less time; an epoch has all of its steps.
+    line(&planned, "time on this machine");
+    let time = &json["time"];
+    let [longest, half] = &time["with_completions"].as_array().unwrap()[..] else { panic!("{time}") };
+    let number = |of: &Value, name: &str| of[name].as_f64().unwrap();
+    assert_eq!(number(longest, "completion_tokens"), 2.0 * number(half, "completion_tokens"));
+    let phases = longest["phases"].as_object().unwrap();
+    for phase in ["rollout", "reference", "forward", "backward", "optimizer"] {
+        assert!(phases[phase].as_f64().unwrap() > 0.0, "{phase}: {time}");
+    }
+    let (step, epoch) = (number(longest, "step_secs"), number(longest, "epoch_secs"));
+    assert!((epoch - step * number(time, "steps_per_epoch")).abs() < 1e-9 * epoch, "{time}");
+    assert!(number(&longest["phases"], "rollout") > number(&half["phases"], "rollout"), "{time}");
+
     // The reference stays in the files and is read one weight after the other, unless it moves or the files have another precision.
     let reference = |more: &str| {
         place.run(&format!("plan {flags} {more} --json plan.json")).ok();

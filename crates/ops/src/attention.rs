@@ -14,7 +14,7 @@ use crate::rows::Rows;
 pub type Layout = Host<AttentionLayout>;
 
 /// Heads of one attention layer. A packed row is `[q heads | k heads | v heads]`, each head `head_dim` columns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionHeads {
     pub q: usize,
     /// Key and value heads; each serves `q / kv` query heads.

@@ -37,6 +37,7 @@ mod rope;
 mod rows;
 mod tape;
 mod twin;
+mod work;
 
 pub use adapter::Adapter;
 pub use attention::{AttentionHeads, Layout};
@@ -63,3 +64,4 @@ pub use pass::{Dropout, Pass};
 pub use rope::RopeTable;
 pub use rows::{Index, Rows};
 pub use tape::{Gradients, Kept, Memory, Op, Tape, Var};
+pub use work::{Rates, Work, phase, repeated, work};

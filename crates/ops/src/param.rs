@@ -47,7 +47,7 @@ impl Part {
 }
 
 /// Storage dtype of a weight.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ParamDtype {
     F32,
     Bf16,

@@ -1,27 +1,30 @@
 //! Rotary position tables.
 
-use std::sync::OnceLock;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 
 use omnigrpo_kernels::parallel;
 
 use crate::host::Host;
 
+type Fill = dyn Fn(usize, &mut [f32]) + Send + Sync;
+
 /// Angles that a thread takes at a time, and the cost of one cosine in elementary operations.
 const PART: usize = 512;
 const OPERATIONS: usize = 16;
 
-/// The angles of every row of a stream. Cosines and sines are computed when a device first reads them: an outlined step
-/// never does, and they would take most of its time.
+/// The angles of every row of a stream. They, their cosines and sines are computed when a device first reads them: an outlined
+/// step never does, and they would take most of its time.
 ///
 /// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with
 /// `i + half`, where `half = head width / 2`.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct RopeTable {
     /// Number of pairs per head.
     pub half: usize,
     rows: usize,
-    /// Angles `[rows, half]` in radians.
-    angles: Vec<f32>,
+    /// Writes the `half` angles of a row, in radians.
+    fill: Arc<Fill>,
     factor: f32,
     /// Cosines and sines, `[rows, half]` each.
     waves: OnceLock<[Vec<f32>; 2]>,
@@ -29,20 +32,30 @@ pub struct RopeTable {
     pub(crate) copies: Host<()>,
 }
 
+impl fmt::Debug for RopeTable {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_struct("RopeTable")
+            .field("rows", &self.rows)
+            .field("half", &self.half)
+            .finish_non_exhaustive()
+    }
+}
+
 impl RopeTable {
     /// Builds the table from each row's angles; `fill(row, angles)` writes `half` angles in radians.
-    pub fn from_angles(rows: usize, half: usize, mut fill: impl FnMut(usize, &mut [f32])) -> Self {
-        let mut angles = vec![0.0f32; rows * half];
-        for (row, out) in angles.chunks_exact_mut(half.max(1)).enumerate() {
-            fill(row, out);
-        }
-        Self { half, rows, angles, factor: 1.0, waves: OnceLock::new(), copies: Host::default() }
+    pub fn from_angles(
+        rows: usize,
+        half: usize,
+        fill: impl Fn(usize, &mut [f32]) + Send + Sync + 'static,
+    ) -> Self {
+        let fill: Arc<Fill> = Arc::new(fill);
+        Self { half, rows, fill, factor: 1.0, waves: OnceLock::new(), copies: Host::default() }
     }
 
     /// Creates a table from cosines and sines, `[rows, half]` each, that a device already has.
     pub(crate) fn of_waves(half: usize, waves: [Vec<f32>; 2], copies: Host<()>) -> Self {
         let rows = waves[0].len().checked_div(half).unwrap_or(0);
-        Self { half, rows, angles: Vec::new(), factor: 1.0, waves: waves.into(), copies }
+        Self { half, rows, fill: Arc::new(|_, _| ()), factor: 1.0, waves: waves.into(), copies }
     }
 
     /// Multiplies the rotation by `factor`; its transpose is multiplied as well.
@@ -59,12 +72,21 @@ impl RopeTable {
     /// Returns cosines and sines, `[rows, half]` each, times the factor.
     #[must_use]
     pub fn waves(&self) -> &[Vec<f32>; 2] {
+        let angles = || {
+            let mut angles = vec![0.0f32; self.rows * self.half];
+            let rows = angles.chunks_exact_mut(self.half.max(1)).enumerate();
+            rows.for_each(|(row, out)| (self.fill)(row, out));
+            angles
+        };
         // PyTorch rounds the angle to f32 and computes its cosine exactly to f32.
-        let of_each = |f: fn(f64) -> f64| {
+        let of_each = |angles: &[f32], f: fn(f64) -> f64| {
             let wave = |&a: &f32| f(f64::from(a)) as f32 * self.factor;
             let some = |part: &[f32]| part.iter().map(wave).collect::<Vec<_>>();
-            parallel::map(self.angles.chunks(PART), OPERATIONS * self.angles.len(), some).concat()
+            parallel::map(angles.chunks(PART), OPERATIONS * angles.len(), some).concat()
         };
-        self.waves.get_or_init(|| [of_each(f64::cos), of_each(f64::sin)])
+        self.waves.get_or_init(|| {
+            let angles = angles();
+            [of_each(&angles, f64::cos), of_each(&angles, f64::sin)]
+        })
     }
 }

@@ -12,7 +12,10 @@ use std::time::Instant;
 
 use omnigrpo_models::{Features, Model, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_ops::{DecodeBatch, DecodeRows, Device, Footprint, Held, ParamDtype, footprint, holding};
+use omnigrpo_ops::{
+    DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, ParamDtype, Sampler, footprint, holding,
+    phase, repeated,
+};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 
@@ -207,24 +210,13 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         }
         Work::Examples(examples) => {
             media = 2 * examples.iter().map(|example| media_bytes(&example.prompt)).sum::<u64>();
-            let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
-            let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
-            let mut timer = PhaseTimer::start(Instant::now());
-            let (done, seen) = footprint(|| {
-                imitate(model, &mut optimizer, at, plan.algorithm, examples, &mut timer).map(drop)
-            });
+            let (done, seen) = footprint(|| imitated(model, plan, examples));
             done?;
             take(Phase::Update, seen);
         }
     }
-    if let Some((prompts, num_generations)) = &plan.evaluation {
-        let (done, seen) = footprint(|| {
-            let encode = |prompt: &Arc<Prompt>| Ok(model.encode_prompt(prompt)?);
-            let features =
-                holding(Held::Features, || prompts.iter().map(encode).collect::<Result<Vec<_>>>())?;
-            let pairs: Vec<_> = prompts.iter().map(|prompt| &**prompt).zip(&features).collect();
-            complete(model, plan.algorithm, &pairs, *num_generations)
-        });
+    if let Some((prompts, _)) = &plan.evaluation {
+        let (done, seen) = footprint(|| evaluate(model, plan));
         done?;
         take(Phase::Evaluation, seen);
         media = media.max(prompts.iter().map(|prompt| media_bytes(prompt)).sum());
@@ -246,8 +238,27 @@ pub fn media_bytes(prompt: &Prompt) -> u64 {
     prompt.media.iter().map(|medium| 4 * medium.data.len() as u64).sum()
 }
 
+/// Runs a supervised update.
+pub(crate) fn imitated(model: &Model, plan: &MemoryPlan, examples: &[SftExample]) -> Result<()> {
+    let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
+    let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
+    let mut timer = PhaseTimer::start(Instant::now());
+    imitate(model, &mut optimizer, at, plan.algorithm, examples, &mut timer).map(drop)
+}
+
+/// Completes the prompts of an evaluation.
+pub(crate) fn evaluate(model: &Model, plan: &MemoryPlan) -> Result<()> {
+    let Some((prompts, num_generations)) = &plan.evaluation else { return Ok(()) };
+    let encode = |prompt: &Arc<Prompt>| Ok(model.encode_prompt(prompt)?);
+    let features = phase("encode", || {
+        holding(Held::Features, || prompts.iter().map(encode).collect::<Result<Vec<_>>>())
+    })?;
+    let pairs: Vec<_> = prompts.iter().map(|prompt| &**prompt).zip(&features).collect();
+    complete(model, plan.algorithm, &pairs, *num_generations)
+}
+
 /// Runs a rollout and its updates. `take` receives the footprint of the rollout; the rest is held around this call.
-fn reinforce(
+pub(crate) fn reinforce(
     model: &Model,
     plan: &MemoryPlan,
     rows: &[PreparedRow],
@@ -259,8 +270,9 @@ fn reinforce(
     let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
     let prompts = || rows.iter().map(|row| &*row.prompt);
     let (encoded, seen) = footprint(|| {
-        let (features, memories) =
-            holding(Held::Features, || features::encode(model, Keep::for_update(algorithm), prompts()))?;
+        let (features, memories) = phase("encode", || {
+            holding(Held::Features, || features::encode(model, Keep::for_update(algorithm), prompts()))
+        })?;
         let pairs: Vec<_> = prompts().zip(&features).collect();
         complete(model, algorithm, &pairs, size)?;
         Ok::<_, TrainError>((features, memories))
@@ -300,8 +312,18 @@ fn reinforce(
     Ok(())
 }
 
-/// Completions of prompts: prefill of each that are in flight together, and a step of decoding with all of them.
+/// Completions of prompts: prefill of each that are in flight together, and a step of decoding with all of them, which stands for
+/// all steps: completions are half done in it.
 fn complete(
+    model: &Model,
+    algorithm: &Algorithm,
+    prompts: &[(&Prompt, &Vec<Features>)],
+    size: usize,
+) -> Result<()> {
+    phase("rollout", || completed(model, algorithm, prompts, size))
+}
+
+fn completed(
     model: &Model,
     algorithm: &Algorithm,
     prompts: &[(&Prompt, &Vec<Features>)],
@@ -317,17 +339,26 @@ fn complete(
             let hidden =
                 decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass, None)?;
             decoder.logits(&hidden)?;
+            (0..slots / 2).for_each(|_| cache.advance(&(0..size).collect::<Vec<_>>()));
             caches.push(cache);
         }
         if slots == 0 {
             continue;
         }
         let flying = prompts.len() * size;
-        let x = decoder.embed(&vec![0; flying], &pass)?;
         let rows = caches.iter_mut().map(|cache| DecodeRows { cache, slots: (0..size).collect() });
         let mut rows = DecodeBatch::new(rows.collect());
-        let hidden = decoder.decode(x, &decoder.rope_table(&vec![[0; 3]; flying]), &mut rows, &pass, None)?;
-        decoder.logits(&hidden.row_range(0..flying.min(pass.device.logit_rows()))?)?;
+        repeated(slots as f64, || {
+            let x = decoder.embed(&vec![0; flying], &pass)?;
+            let rope = decoder.rope_table(&vec![[0; 3]; flying]);
+            let hidden = decoder.decode(x, &rope, &mut rows, &pass, None)?;
+            for first in (0..flying).step_by(pass.device.logit_rows()) {
+                let some = first..flying.min(first + pass.device.logit_rows());
+                let from = vec![DrawFrom { seen: [&[], &[]], forbids: false, uniform: 0.0 }; some.len()];
+                decoder.logits(&hidden.row_range(some)?)?.draw(&Sampler::default(), &from)?;
+            }
+            Ok::<_, TrainError>(())
+        })?;
     }
     Ok(())
 }

@@ -12,7 +12,9 @@ use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 use serde_json::{Map, Value};
 
+use crate::error::Result;
 use crate::evaluate::{EvalPlan, Evaluation};
+use crate::length::Length;
 use crate::optimizer::AdamWConfig;
 use crate::rollouts::Rollouts;
 use crate::rows::SkipPolicy;
@@ -163,6 +165,32 @@ impl RunPlan {
     #[must_use]
     pub fn lends_reference(&self, device: Device) -> bool {
         device == Device::Cpu && self.sync_reference.is_none()
+    }
+
+    /// Returns the updates of the run with so many usable rows.
+    ///
+    /// # Errors
+    /// No usable row.
+    pub fn num_steps(&self, usable: usize) -> Result<u64> {
+        Ok(Length::of(self, usable)?.total)
+    }
+
+    /// Returns the updates of an epoch with so many usable rows.
+    #[must_use]
+    pub fn steps_per_epoch(&self, usable: usize) -> u64 {
+        usable.div_ceil(self.prompts_per_step.max(1)) as u64 * self.num_iterations as u64
+    }
+
+    /// Returns the evaluations of a run of so many updates, if there are rows to evaluate on.
+    #[must_use]
+    pub fn num_evaluations(&self, steps: u64, steps_per_epoch: u64) -> u64 {
+        let every = match self.eval {
+            EvalWhen::Never => return u64::from(self.eval_on_start),
+            EvalWhen::Steps(every) => every,
+            EvalWhen::Epoch => steps_per_epoch,
+        };
+        // The last update is evaluated in any case.
+        u64::from(self.eval_on_start) + steps.div_ceil(every.max(1))
     }
 }
 

@@ -4,12 +4,13 @@ use std::time::Instant;
 
 use omnigrpo_kernels::profile;
 use omnigrpo_observe::PhaseTimer;
+use omnigrpo_ops::phase;
 
 /// Runs `f` as the phase `name`.
 pub(crate) fn timed<R>(timer: &mut PhaseTimer, name: &'static str, f: impl FnOnce() -> R) -> R {
     timer.enter(name, Instant::now());
     let before = profile::enter(name);
-    let result = f();
+    let result = phase(name, f);
     profile::enter(before);
     timer.leave(Instant::now());
     result

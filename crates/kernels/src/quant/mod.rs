@@ -55,7 +55,7 @@ pub const PANEL: usize = 16;
 /// Elements of a row in a word of codes; with 8 bits each is a byte.
 const LANE: usize = 4;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QuantBits {
     /// 256 levels.
     Eight,

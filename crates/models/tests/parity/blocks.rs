@@ -258,9 +258,10 @@ impl Built {
         let half = heads.dim / 2;
         // Pairs belong to the axes in turn, and positions go differently along each.
         let rope = (case.axes > 0).then(|| {
-            let table = RopeTable::from_angles(T, half, |row, angles| {
+            let axes = case.axes;
+            let table = RopeTable::from_angles(T, half, move |row, angles| {
                 for (pair, angle) in angles.iter_mut().enumerate() {
-                    let position = [row, row / 2, 7 * row % 5][pair % case.axes];
+                    let position = [row, row / 2, 7 * row % 5][pair % axes];
                     *angle = position as f32 / (1 + pair) as f32;
                 }
             });

@@ -50,8 +50,8 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP),
     row("dry_run", Bool, at!(io.dry_run), TUNES)
         .help(
-            "Check the rows, print the memory of the run and the settings that lower it, and stop before a \
-             weight is loaded. `omnigrpo plan` does this for `train`.",
+            "Check the rows, print the memory of the run, the settings that lower it and on a CPU its time, and \
+             stop before a weight is loaded. `omnigrpo plan` does this for `train`.",
         )
         .command_line_only()
         .free(TUNES),

@@ -33,7 +33,7 @@ fn scored_by(path: &str, name: Option<&str>) -> Fate {
 pub(super) const TABLE: &[Row] = &[
     // ms-swift.
     (&["rlhf_type"], |v| match v {
-        // Its batches count completions.
+        // ms-swift counts completions in a batch.
         "grpo" => Becomes("batch_unit", "completions".into()),
         _ => Refused("leave it out: `train` is GRPO, `sft` is supervised"),
     }),

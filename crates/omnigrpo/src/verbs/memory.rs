@@ -6,9 +6,9 @@ use std::sync::Arc;
 use anyhow::Result;
 use omnigrpo_data::{Dataset, MediumKind, Sample};
 use omnigrpo_models::{Checkpoint, MediumShape, Model, Prompt, PromptBuilder, SftExample};
-use omnigrpo_ops::Device;
+use omnigrpo_ops::{Device, Rates};
 use omnigrpo_train::{
-    Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, ReferenceKept, Work, media_bytes,
+    Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, ReferenceKept, StepTime, Work, media_bytes,
 };
 
 use super::setup;
@@ -62,6 +62,8 @@ pub fn parts(memory: &Memory) -> String {
 
 /// Rows that stand for the others of a step at most: the longest.
 pub const PREPARED: usize = 64;
+/// Rows, evenly spaced over the dataset, that stand for the others when time is predicted.
+pub const TYPICAL: usize = 16;
 /// Limit for rows with media, whose numbers take address space.
 const PREPARED_WITH_MEDIA: usize = 8;
 
@@ -141,11 +143,20 @@ impl Longest {
         self.rows.iter().map(|row| &*row.prompt).chain(examples)
     }
 
-    /// So many rows, the longest first; from the start again where there are fewer.
-    fn work(&self, count: usize, objective: Objective) -> Work {
+    /// Number of rows that can be used.
+    fn len(&self) -> usize {
+        self.rows.len().max(self.examples.len())
+    }
+
+    /// So many rows from `first` on, the longest before the others; from the start again where there are fewer.
+    fn work(&self, first: usize, count: usize, objective: Objective) -> Work {
         match objective {
-            Objective::Imitate => Work::Examples(self.examples.iter().cycle().take(count).cloned().collect()),
-            Objective::Reinforce => Work::Rollout(self.rows.iter().cycle().take(count).cloned().collect()),
+            Objective::Imitate => {
+                Work::Examples(self.examples.iter().cycle().skip(first).take(count).cloned().collect())
+            }
+            Objective::Reinforce => {
+                Work::Rollout(self.rows.iter().cycle().skip(first).take(count).cloned().collect())
+            }
         }
     }
 }
@@ -157,8 +168,35 @@ pub fn of_run(
     prepared: &Prepared,
     longest: &Longest,
 ) -> Result<Memory> {
-    let Prepared { objective, devices: [device, reference_device], .. } = *prepared;
     let outline = setup::trained_outline(settings, checkpoint)?;
+    Ok(omnigrpo_train::memory(&outline, &plan(settings, prepared, longest, 0))?)
+}
+
+/// Returns the time of a step and of a batch of an evaluation on this machine's CPU, with completions of a length in tokens. `typical`
+/// are rows as a step draws them.
+pub fn step_time(
+    settings: &Settings,
+    checkpoint: &Checkpoint,
+    prepared: &Prepared,
+    typical: &Longest,
+    completion_tokens: usize,
+    rates: &mut Rates,
+) -> Result<StepTime> {
+    let outline = setup::trained_outline(settings, checkpoint)?;
+    let mut settings = settings.clone();
+    settings.limit_completions(completion_tokens);
+    settings.algorithm.sampling.min_completion_length = 0;
+    let rollout = settings.run.prompts_per_step * settings.run.steps_per_generation;
+    // Every row is seen once.
+    let steps = typical.len().div_ceil(rollout).max(1);
+    let plans: Vec<MemoryPlan> =
+        (0..steps).map(|step| plan(&settings, prepared, typical, step * rollout)).collect();
+    Ok(omnigrpo_train::step_time(&outline, &plans, settings.run.num_iterations, rates)?)
+}
+
+/// Returns what a step takes into account, with the rows from `first` on.
+fn plan<'s>(settings: &'s Settings, prepared: &Prepared, longest: &Longest, first: usize) -> MemoryPlan<'s> {
+    let Prepared { objective, devices: [device, reference_device], .. } = *prepared;
     let prompts = settings.run.prompts_per_step;
     let rows = match objective {
         Objective::Imitate => prompts,
@@ -179,16 +217,15 @@ pub fn of_run(
     } else {
         ReferenceKept::Copied
     };
-    let plan = MemoryPlan {
+    MemoryPlan {
         algorithm: &settings.algorithm,
         optimizer: &settings.optimizer,
-        work: longest.work(rows, objective),
+        work: longest.work(first, rows, objective),
         prompts_per_step: prompts,
         evaluation,
         reference,
         of: if device == Device::Cpu { MemoryOf::Host } else { MemoryOf::Card },
-    };
-    Ok(omnigrpo_train::memory(&outline, &plan)?)
+    }
 }
 
 /// Bytes for decoded media that are kept, where so many are left; none where nobody knows.

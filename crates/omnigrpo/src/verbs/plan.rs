@@ -1,10 +1,11 @@
-//! `plan`, and what `train` knows of memory before it loads a model: by part, and with which flags a run would take less.
+//! `plan`, and what `train` knows of memory before it loads a model: by part, and with which flags a run would take less. `plan` also
+//! predicts the time of a run on the CPU.
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::MediumKind;
 use omnigrpo_models::{Checkpoint, MediumShape};
-use omnigrpo_ops::Device;
-use omnigrpo_train::{Memory, Phase};
+use omnigrpo_ops::{Device, Rates};
+use omnigrpo_train::{Memory, Objective, Phase, StepTime};
 use serde_json::{Map, Value as Json, json};
 
 use super::memory::{self, Longest, size};
@@ -76,16 +77,137 @@ impl Forecast {
     }
 }
 
+/// Predicted time of a run on this machine.
+struct Times {
+    /// Tokens of a completion, and a step with completions of that length.
+    steps: Vec<(usize, StepTime)>,
+    num_steps: u64,
+    steps_per_epoch: u64,
+    /// Evaluations, and batches of each.
+    evaluations: [u64; 2],
+}
+
+impl Times {
+    /// Measures rates for about a second and predicts with them; `None` on a card, whose rates are not measured.
+    fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Option<Self>> {
+        if prepared.devices.iter().any(|device| *device != Device::Cpu) {
+            return Ok(None);
+        }
+        let longest = settings.algorithm.sampling.max_completion_length;
+        let lengths = match prepared.objective {
+            Objective::Imitate => vec![longest],
+            Objective::Reinforce if longest == 1 => vec![1],
+            Objective::Reinforce => vec![longest, longest / 2],
+        };
+        let mut rates = Rates::default();
+        let of = |tokens| {
+            let time =
+                memory::step_time(settings, checkpoint, prepared, &prepared.typical, tokens, &mut rates);
+            Ok((tokens, time?))
+        };
+        let (run, rows) = (&settings.run, prepared.usable_rows());
+        let (num_steps, steps_per_epoch) = (run.num_steps(rows)?, run.steps_per_epoch(rows));
+        let evaluations = prepared.eval.as_ref().map_or([0, 0], |plan| {
+            let batches = plan.rows.len().div_ceil(plan.options.batch_rows.max(1)) as u64;
+            [run.num_evaluations(num_steps, steps_per_epoch), batches]
+        });
+        Ok(Some(Self {
+            steps: lengths.into_iter().map(of).collect::<Result<_>>()?,
+            num_steps,
+            steps_per_epoch,
+            evaluations,
+        }))
+    }
+
+    /// Returns the seconds of steps and evaluations, with completions as long as in `step`.
+    fn of_steps(&self, step: &StepTime, steps: u64, evaluations: u64) -> f64 {
+        steps as f64 * step.total() + (evaluations * self.evaluations[1]) as f64 * step.evaluation
+    }
+
+    fn table(&self) -> String {
+        let mut out =
+            "\ntime on this machine, without rewards, reading media and saving checkpoints\n\n".to_owned();
+        for (tokens, step) in &self.steps {
+            let of = |phases: &[&str]| {
+                step.phases
+                    .iter()
+                    .filter(|(name, _)| phases.contains(name))
+                    .map(|(_, secs)| secs)
+                    .sum::<f64>()
+            };
+            let parts = [
+                ("media", of(&["encode"])),
+                ("completions", of(&["rollout"])),
+                ("reference", of(&["reference"])),
+                ("update", of(&["forward", "backward"])),
+                ("optimizer", of(&["optimizer"])),
+            ];
+            let parts: Vec<String> = parts
+                .iter()
+                .filter(|(_, secs)| *secs > 0.005 * step.total())
+                .map(|(name, secs)| format!("{name} {}", duration(*secs)))
+                .collect();
+            if self.steps.len() > 1 {
+                out.push_str(&format!("completions of {tokens} tokens\n"));
+            }
+            let line =
+                |name: &str, secs: f64, note: &str| format!("  {name:12}{:>9}  {note}\n", duration(secs));
+            out.push_str(&line("a step", step.total(), &parts.join(", ")));
+            let epoch = self.of_steps(step, self.steps_per_epoch, 0);
+            out.push_str(&line("an epoch", epoch, &format!("{} steps", self.steps_per_epoch)));
+            let [evaluations, _] = self.evaluations;
+            let note = match evaluations {
+                0 => format!("{} steps", self.num_steps),
+                each => format!("{} steps and {each} evaluations", self.num_steps),
+            };
+            out.push_str(&line("the run", self.of_steps(step, self.num_steps, evaluations), &note));
+        }
+        out
+    }
+
+    fn as_json(&self) -> Json {
+        let each = self.steps.iter().map(|(tokens, step)| {
+            json!({
+                "completion_tokens": tokens,
+                "step_secs": step.total(),
+                "phases": step.phases.iter().copied().collect::<std::collections::BTreeMap<_, _>>(),
+                "epoch_secs": self.of_steps(step, self.steps_per_epoch, 0),
+                "run_secs": self.of_steps(step, self.num_steps, self.evaluations[0]),
+            })
+        });
+        json!({
+            "steps": self.num_steps,
+            "steps_per_epoch": self.steps_per_epoch,
+            "evaluations": self.evaluations[0],
+            "with_completions": each.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Returns a time as people write it, with two to three digits.
+fn duration(secs: f64) -> String {
+    match secs {
+        s if s < 1.0 => format!("{:.0} ms", 1e3 * s),
+        s if s < 100.0 => format!("{s:.1} s"),
+        s if s < 6000.0 => format!("{:.0} min", s / 60.0),
+        s if s < 360_000.0 => format!("{:.1} h", s / 3600.0),
+        s => format!("{:.1} days", s / 86_400.0),
+    }
+}
+
 /// Prints what a run takes; an error where it does not fit.
 pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
     let ways = ways(resolved, checkpoint, prepared, &forecast)?;
+    let times = Times::new(&resolved.settings, checkpoint, prepared)?;
     if let Some(path) = &resolved.settings.io.json {
-        let text = serde_json::to_string_pretty(&as_json(&forecast, &ways))?;
+        let mut found = as_json(&forecast, &ways);
+        found["time"] = times.as_ref().map_or(Json::Null, Times::as_json);
+        let text = serde_json::to_string_pretty(&found)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    print(&table(&forecast, &ways))?;
+    print(&(table(&forecast, &ways) + &times.map_or(String::new(), |times| times.table())))?;
     match too_much(&forecast, &ways) {
         Some(problem) => Err(problem.into()),
         None => Ok(()),
@@ -270,7 +392,8 @@ fn ways(
         if of_media && longest.prompt_tokens() >= prepared.longest.prompt_tokens() {
             continue;
         }
-        let (memory, _) = forecast.complete(&settings, checkpoint, prepared, longest)?;
+        // Such as adapters on weights that are trained as a whole.
+        let Ok((memory, _)) = forecast.complete(&settings, checkpoint, prepared, longest) else { continue };
         ways.push(Way { flags: typed(&flags), memory });
     }
     let base = forecast.memory.total();

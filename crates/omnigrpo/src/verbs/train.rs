@@ -195,12 +195,20 @@ pub struct Prepared {
     pub eval: Option<EvalPlan>,
     bad_rows: Vec<(u64, String, String)>,
     pub longest: Longest,
+    /// Rows as steps draw them.
+    pub typical: Longest,
     /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` where rows were not checked.
     row_media_bytes: Option<f64>,
     eval_media_bytes: Option<f64>,
 }
 
 impl Prepared {
+    /// Returns the number of rows that can be drawn.
+    pub fn usable_rows(&self) -> usize {
+        let bad: HashSet<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
+        self.rows.iter().filter(|row| !bad.contains(row)).count()
+    }
+
     /// Returns an upper bound of the bytes of all decoded media of a run: those that the check summed up, as many times as each may be
     /// kept.
     pub fn media_bytes(&self, run: &RunPlan) -> u64 {
@@ -317,6 +325,10 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         options: eval_options(settings),
     });
     let longest = Longest::prepare(&prompts, &dataset, &longest, objective);
+    let usable: Vec<u64> = rows.iter().copied().filter(|row| !bad.contains(row)).collect();
+    let some = usable.len().min(memory::TYPICAL);
+    let typical: Vec<u64> = (0..some).map(|at| usable[at * usable.len() / some]).collect();
+    let typical = Longest::prepare(&prompts, &dataset, &typical, objective);
     Ok(Prepared {
         objective,
         devices,
@@ -330,6 +342,7 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         eval,
         bad_rows,
         longest,
+        typical,
         row_media_bytes,
         eval_media_bytes: eval_media_bytes.or(row_media_bytes),
     })

@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Index, Layout, Linear, Norm, Param, Part, Pass, RopeTable, Tape, Var,
+    Activation, AttentionLayout, Device, Index, Layout, Linear, Norm, Param, Part, Pass, RopeTable, Rows,
+    Tape, Var,
 };
 
 use super::config::{Generation, VisionConfig};
@@ -177,12 +178,19 @@ impl VisionTower {
         }
         let plan = WindowPlan::new(&self.config, grid);
         let unit = self.config.merge * self.config.merge;
-        let mut rows = Vec::with_capacity(patches.len());
-        for &token in &plan.order {
-            rows.extend_from_slice(&patches[token * unit * len..(token + 1) * unit * len]);
-        }
+        let in_order = || {
+            let mut rows = Vec::with_capacity(patches.len());
+            for &token in &plan.order {
+                rows.extend_from_slice(&patches[token * unit * len..(token + 1) * unit * len]);
+            }
+            rows
+        };
         let rope = self.rope(grid, &plan.order);
-        let x = constant(rows, n, len, pass)?;
+        // Numbers of a large picture are not even read where only sizes count.
+        let x = match pass.device {
+            Device::Outline => Var::constant(Rows::zeros(pass.device, n, len)),
+            _ => constant(in_order(), n, len, pass)?,
+        };
         let mut x = tape.linear(&x, &self.patch_embed, pass)?;
         if let (Some(table), Some(side)) = (&self.positions, self.config.positions) {
             x = tape.add_mixed(&x, table, &Arc::new(position_taps(grid, self.config.merge, side).into()))?;
@@ -265,7 +273,8 @@ impl VisionTower {
             (0..quarter).map(|i| (1.0 / 10_000f64.powf(i as f64 / quarter as f64)) as f32).collect();
         let (merge, unit) = (self.config.merge, self.config.merge * self.config.merge);
         let (cells_w, cells) = (grid.w / merge, grid.h / merge * (grid.w / merge));
-        Arc::new(RopeTable::from_angles(order.len() * unit, 2 * quarter, |row, angles| {
+        let order = order.to_vec();
+        Arc::new(RopeTable::from_angles(order.len() * unit, 2 * quarter, move |row, angles| {
             let (cell, inner) = (order[row / unit] % cells, row % unit);
             let y = cell / cells_w * merge + inner / merge;
             let x = cell % cells_w * merge + inner % merge;

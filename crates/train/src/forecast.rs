@@ -1,0 +1,99 @@
+//! How long a step takes, before anything is loaded.
+//!
+//! A step over real prompts runs on [`Device::Outline`](omnigrpo_ops::Device::Outline), through the code of every other step, which
+//! lists its operations ([`omnigrpo_ops::work`]). Their times are measured on this machine's CPU. All completions have the same
+//! length. Rewards, the decoding of media, logs and checkpoints are not included.
+
+use std::collections::HashMap;
+
+use omnigrpo_models::Model;
+use omnigrpo_ops::{Device, Rates, Work as Operations, work};
+
+use crate::error::{Result, TrainError};
+use crate::memory::{MemoryPlan, Work, evaluate, imitated, reinforce};
+
+/// Seconds of a step by phase.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepTime {
+    /// Each phase of `metrics.jsonl` with its seconds, in the order of a step.
+    pub phases: Vec<(&'static str, f64)>,
+    /// An evaluation of the planned prompts.
+    pub evaluation: f64,
+}
+
+impl StepTime {
+    /// Returns the seconds of the step.
+    #[must_use]
+    pub fn total(&self) -> f64 {
+        self.phases.iter().map(|(_, secs)| secs).sum()
+    }
+}
+
+/// Phases in the order of a step.
+const PHASES: [&str; 6] = ["encode", "rollout", "reference", "forward", "backward", "optimizer"];
+const EVALUATION: &str = "evaluation";
+
+/// Returns the mean time of the optimizer steps of each plan. A plan has the rows of one rollout or update; rollouts are
+/// shared by all of their updates, `num_iterations` passes among them. Operations that `rates` does not know are measured and added
+/// to it.
+///
+/// # Errors
+/// A model on another device; as a step.
+pub fn step_time(
+    model: &Model,
+    plans: &[MemoryPlan],
+    num_iterations: usize,
+    rates: &mut Rates,
+) -> Result<StepTime> {
+    if model.device() != Device::Outline {
+        let device = model.device().to_string();
+        return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
+    }
+    let mut all = Operations::default();
+    for plan in plans {
+        let (done, mut own) = work(|| match &plan.work {
+            Work::None => Ok(()),
+            Work::Rollout(rows) => reinforce(model, plan, rows, &mut |_, _| {}),
+            Work::Examples(examples) => imitated(model, plan, examples),
+        });
+        done?;
+        let mut updates = 1;
+        if let Work::Rollout(rows) = &plan.work {
+            updates = rows.len().div_ceil(plan.prompts_per_step.max(1)) * num_iterations;
+            let passes = num_iterations as f64;
+            if recalls(model, plan) {
+                // What the decoder computes is copied when it is kept, and once more into the order of the stream.
+                let kept = own.outputs("forward");
+                own.add_copies("rollout", kept);
+                // Later passes compute what the first one recalls.
+                own.scale_blocks("forward", (passes - 1.0) / passes);
+                own.add_copies("forward", kept / passes);
+            }
+            ["forward", "backward", "optimizer"].iter().for_each(|phase| own.scale(phase, passes));
+        }
+        PHASES.iter().for_each(|phase| own.scale(phase, 1.0 / (updates * plans.len()) as f64));
+        all.add(own);
+    }
+    // Plans differ in their rows alone.
+    if let Some(plan) = plans.first() {
+        let (done, mut own) = work(|| evaluate(model, plan));
+        done?;
+        PHASES.iter().for_each(|phase| own.rename(phase, EVALUATION));
+        all.add(own);
+    }
+    let secs: HashMap<&str, f64> = all.seconds(rates)?;
+    let of = |phase: &'static str| (phase, secs.get(phase).copied().unwrap_or(0.0));
+    Ok(StepTime { phases: PHASES.map(of).into(), evaluation: of(EVALUATION).1 })
+}
+
+/// Returns true if the first update of these rows differentiates what their rollout computed.
+fn recalls(model: &Model, plan: &MemoryPlan) -> bool {
+    let (Work::Rollout(rows), algorithm) = (&plan.work, plan.algorithm) else { return false };
+    let decoded = algorithm.num_generations * algorithm.sampling.max_completion_length.saturating_sub(1);
+    let tokens: usize = rows.iter().map(|row| row.prompt.ids.len() + decoded).sum();
+    algorithm.recall
+        && algorithm.router.is_off()
+        && model.can_recall_on(Device::Cpu)
+        && rows.len() <= algorithm.prompts_per_micro_batch
+        && tokens <= algorithm.stream_rows()
+}
