@@ -20,7 +20,7 @@ MOST_EXCEPTIONS = 10
 LONG = 38
 KINDS = (".rs", ".md", ".yaml", ".py", ".sh", ".js", ".html", ".toml", ".cu")
 # Quotations, generated text, and this list.
-EXCLUDED = ("CHANGELOG.md", "tools/prose.py", "/tests/data/", "/golden/")
+EXCLUDED = ("tools/prose.py", "/tests/data/", "/golden/")
 # Phrases, and what to write in their place.
 PHRASES = [(re.compile(pattern, re.I), better) for pattern, better in [
     (r"\bgo(?:es|ing)? on (?:from|with)\b", "resume from, continue with"),

@@ -169,7 +169,7 @@ pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String
     if problems.is_empty() {
         return Ok(lines);
     }
-    Err(Problem::usage("the DeepSpeed file asks for something this run does not do")
+    Err(Problem::usage("unsupported setting in the DeepSpeed file")
         .at(place)
         .got(problems.join("\n"))
         .help("change the file or the settings, or leave `deepspeed` out"))

@@ -54,9 +54,9 @@ const REPEATED: Duration = Duration::from_millis(4);
 pub(crate) enum Call {
     /// Product with a weight `[n, k]`.
     Linear { rows: usize, k: usize, n: usize, dtype: ParamDtype, per_row: bool },
-    /// Its gradient with respect to the rows.
+    /// Gradient of a linear product with respect to the rows.
     LinearDx { rows: usize, k: usize, n: usize, dtype: ParamDtype },
-    /// Its gradient with respect to the weight.
+    /// Gradient of a linear product with respect to the weight.
     LinearDw { rows: usize, k: usize, n: usize, dtype: ParamDtype },
     /// Attention with a mean number of keys for each query.
     Attention { queries: usize, keys: usize, heads: AttentionHeads, back: bool },
@@ -650,7 +650,7 @@ mod tests {
         let (call, share) = of(1000, 64);
         assert_eq!(call, of(1024, 64).0);
         assert!((share - 1000.0 / 1024.0).abs() < 1e-12);
-        // What is not measured is a factor.
+        // The factor scales the measured part to the whole product.
         let (part, whole) =
             (Product::of(512, 4096, 512, ParamDtype::Bf16), Product::of(1024, 4096, 4096, ParamDtype::Bf16));
         assert_eq!((part.rows, whole.rows), (512, 512));

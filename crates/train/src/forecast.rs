@@ -62,7 +62,7 @@ pub fn step_time(
             updates = rows.len().div_ceil(plan.prompts_per_step.max(1)) * num_iterations;
             let passes = num_iterations as f64;
             if recalls(model, plan) {
-                // What the decoder computes is copied when it is kept, and once more into the order of the stream.
+                // The decoder's outputs are copied when they are kept, and once more into the order of the stream.
                 let kept = own.outputs("forward");
                 own.add_copies("rollout", kept);
                 // Later passes compute what the first one recalls.
