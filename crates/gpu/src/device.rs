@@ -158,7 +158,7 @@ impl Gpu {
     /// folder for compiled kernels.
     ///
     /// # Errors
-    /// If the driver is missing or too old, the GPU does not exist, or a library is missing.
+    /// Returns an error if the driver is missing or too old, the GPU does not exist, or a library is missing.
     pub fn cuda(ordinal: usize, libraries: &[std::path::PathBuf], cache: &std::path::Path) -> Result<Self> {
         Ok(Self::over(Driver::Cuda(Box::new(Cuda::open(ordinal, libraries, cache)?))))
     }

@@ -244,7 +244,7 @@ impl Gpu {
     /// [within](Self::within) the arena; arrays that it leaves are undefined until the graph is replayed.
     ///
     /// # Errors
-    /// If `work` reads its results, uploads, or needs memory that the normal run did not use; if the driver refuses; or
+    /// Returns an error if `work` reads its results, uploads, or needs memory that the normal run did not use; if the driver refuses; or
     /// if the device has failed before.
     pub fn capture(&self, arena: &Arena, work: impl FnOnce()) -> Result<Graph> {
         self.healthy()?;

@@ -11,7 +11,7 @@ use crate::simd::{Simd, exp, load, select, sigmoid, store};
 pub enum Activation {
     /// `x · sigmoid(x)`.
     Silu,
-    /// `x · Φ(x)`, the exact GELU; Φ has an error of at most 1e-7.
+    /// `x · Φ(x)`, the exact GELU. Φ is computed with an error of at most 1e-7.
     GeluErf,
     /// GELU with `tanh(√(2/π) (x + 0.044715 x³))`.
     GeluTanh,
@@ -21,7 +21,7 @@ pub enum Activation {
     Tanh,
 }
 
-/// Constant `2 √(2/π)`, used in `(1 + tanh u) / 2 = sigmoid(2u)`.
+/// The constant `2 √(2/π)` in `(1 + tanh u) / 2 = sigmoid(2u)`.
 const TANH_SCALE: f32 = 1.595_769_2;
 const TANH_CUBE: f32 = 0.044_715;
 const QUICK_SCALE: f32 = 1.702;
@@ -54,7 +54,7 @@ fn normal<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     (phi, simd.mul_f32s(bell, simd.splat_f32s(0.398_942_3)))
 }
 
-/// Returns `act(x)` and `act′(x)`. The compiler removes the one that the caller ignores.
+/// Returns `act(x)` and `act′(x)`. The compiler removes the computation of a result that the caller ignores.
 #[inline(always)]
 fn value_and_slope<S: Simd>(simd: S, act: Activation, x: S::f32s) -> (S::f32s, S::f32s) {
     let one = simd.splat_f32s(1.0);
@@ -125,13 +125,13 @@ simd_fn! {
     }
 }
 
-/// Elementary operations per element of an activation, used to decide on threads.
+/// Elementary operations per element of an activation, used to decide how many threads share the work.
 const COST: usize = 8;
 
-/// Elements that a thread computes before it takes the next piece.
+/// Elements that a thread processes before it takes the next piece.
 const PIECE: usize = 4096;
 
-/// Returns `act(x)`, elementwise.
+/// Returns `act(x)` for every element of `x`.
 #[must_use]
 pub fn forward(x: &[f32], act: Activation) -> Vec<f32> {
     let n = x.len();
@@ -146,11 +146,11 @@ pub fn forward(x: &[f32], act: Activation) -> Vec<f32> {
             }
         });
     };
-    // SAFETY: the pieces cover the buffer.
+    // SAFETY: together, the pieces cover the whole buffer.
     unsafe { buffer::written(n, fill) }
 }
 
-/// Replaces `x`, the input of [`forward`], with its gradient `dy · act′(x)`, elementwise.
+/// Replaces each element of `x`, the input of [`forward`], with its gradient `dy · act′(x)`.
 pub fn backward(dy: &[f32], act: Activation, x: &mut [f32]) {
     let n = x.len();
     let _span = span(Op::Activation, || (n * COST, 12 * n));
@@ -182,7 +182,7 @@ pub fn swiglu_backward(dy: Mat, gate_up: MatMut) {
     check("swiglu, backward", gate_up.dims() == (rows, 2 * i));
     ranges(rows, 1, rows * i * COST, |range| {
         for r in range {
-            // SAFETY: every row is visited once.
+            // SAFETY: each row is visited exactly once.
             let (gate, up) = unsafe { gate_up.row(r) }.split_at_mut(i);
             swiglu_gradient_row(gate, up, dy.row(r));
         }

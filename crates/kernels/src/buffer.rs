@@ -1,14 +1,14 @@
-//! Creates, copies and adds large buffers, on several threads.
+//! Multi-threaded creation, copying and addition of large buffers.
 
 use std::mem::MaybeUninit;
 
 use crate::MatMut;
 use crate::parallel::{Shared, ranges};
 
-/// Elements of a cache line. Ranges are multiples of it so that threads do not share a line.
+/// Elements of a cache line. Range bounds are multiples of this number so that two threads never write to the same line.
 const LINE: usize = 16;
 
-/// Returns `len` elements. `fill(first element, destination)` writes each consecutive part.
+/// Returns a buffer of `len` elements. Calls `fill(first element, destination)` for consecutive parts that cover the buffer.
 fn build(len: usize, fill: impl Fn(usize, &mut [MaybeUninit<f32>]) + Sync) -> Vec<f32> {
     let write = |buffer: Shared| {
         ranges(len, LINE, len, |range| {
@@ -17,7 +17,7 @@ fn build(len: usize, fill: impl Fn(usize, &mut [MaybeUninit<f32>]) + Sync) -> Ve
             fill(range.start, unsafe { std::slice::from_raw_parts_mut(start, range.len()) });
         });
     };
-    // SAFETY: the ranges cover the buffer, and `fill` writes every element of each.
+    // SAFETY: the ranges cover the buffer, and `fill` writes every element of its range.
     unsafe { written(len, write) }
 }
 
@@ -29,30 +29,30 @@ pub fn zeros(len: usize) -> Vec<f32> {
     })
 }
 
-/// Returns `len` elements written by `write`.
+/// Returns a buffer of `len` elements that `write` fills.
 ///
 /// # Safety
-/// `write` writes every element, and reads none before writing it.
+/// `write` must write every element, and must not read an element before writing it.
 pub(crate) unsafe fn written(len: usize, write: impl FnOnce(Shared)) -> Vec<f32> {
     let mut buffer: Vec<f32> = Vec::with_capacity(len);
     // SAFETY: this is the vector's spare capacity, which nothing else refers to.
     write(unsafe { Shared::raw(buffer.as_mut_ptr(), len) });
-    // SAFETY: by the contract.
+    // SAFETY: guaranteed by this function's contract.
     unsafe { buffer.set_len(len) };
     buffer
 }
 
-/// Returns `[rows, cols]` written by `write`.
+/// Returns a `[rows, cols]` buffer that `write` fills.
 ///
 /// # Safety
-/// The requirement of [`written`] holds.
+/// `write` must meet the requirement of [`written`].
 pub(crate) unsafe fn matrix(rows: usize, cols: usize, write: impl FnOnce(MatMut)) -> Vec<f32> {
-    // SAFETY: by the contract.
+    // SAFETY: guaranteed by this function's contract.
     unsafe { written(rows * cols, |data| write(MatMut::over(data, rows, cols))) }
 }
 
-/// Returns `[rows, width]`. `write(row, destination)` writes each row, which is zeroed just before, so memory passes
-/// through the cache once. `work` is that of [`ranges`].
+/// Returns a `[rows, width]` buffer. Each row is zeroed and then passed to `write(row, destination)` at once, so that memory
+/// passes through the cache only once. `work` has the meaning that it has in [`ranges`].
 pub(crate) fn of_rows(
     rows: usize,
     width: usize,
@@ -63,16 +63,16 @@ pub(crate) fn of_rows(
         ranges(rows, 1, work, |range| {
             for row in range {
                 buffer.clear(row * width, width);
-                // SAFETY: every row is visited once, and has just been cleared.
+                // SAFETY: each row is visited exactly once and was zeroed in the line above.
                 write(row, unsafe { buffer.part(row * width, width) });
             }
         });
     };
-    // SAFETY: all rows are cleared.
+    // SAFETY: every row is zeroed.
     unsafe { written(rows * width, fill) }
 }
 
-/// Concatenates the rows returned by `row`, each of `width` elements, into `[rows, width]`.
+/// Concatenates the slices that `row` returns for each row, each of `width` elements, into `[rows, width]`.
 #[must_use]
 pub fn of_parts<'a>(rows: usize, width: usize, row: impl Fn(usize) -> &'a [f32] + Sync) -> Vec<f32> {
     of_rows(rows, width, rows * width, |at, to| to.copy_from_slice(row(at)))

@@ -10,24 +10,25 @@ use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::simd::{load, sigmoid, store};
 
-/// Elementary operations per element of a gate, used to decide on threads.
+/// Elementary operations per element of a gate, used to decide how many threads share the work.
 const GATE_COST: usize = 8;
 
-/// Source of a patch entry outside the image, which reads as zero; see [`unfold`].
+/// Source index of a patch entry that is outside the image and therefore reads as zero; see [`unfold`].
 pub const OUTSIDE: u32 = u32::MAX;
 
-/// Rows as weighted sums of other rows: row `r` is `Σ weights[i] · x[rows[i]]` over `i` in `offsets[r]..offsets[r +
-/// 1]`.
+/// A matrix whose rows are weighted sums of the rows of another matrix.
+///
+/// Row `r` is `Σ weights[i] · x[rows[i]]` over `i` in `offsets[r]..offsets[r + 1]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowMix {
-    /// Offsets into `rows` and `weights`, one more than output rows.
+    /// Offsets into `rows` and `weights`; one more entry than there are output rows.
     pub offsets: Vec<usize>,
     pub rows: Vec<u32>,
     pub weights: Vec<f32>,
 }
 
 impl RowMix {
-    /// Returns the mix that averages each list of rows.
+    /// Returns a mix that averages each list of rows.
     #[must_use]
     pub fn means(groups: impl IntoIterator<Item = Vec<u32>>) -> Self {
         let mut mix = Self { offsets: vec![0], rows: Vec::new(), weights: Vec::new() };
@@ -39,7 +40,7 @@ impl RowMix {
         mix
     }
 
-    /// Returns the mix that copies `rows` in this order.
+    /// Returns a mix that copies `rows` in the given order.
     #[must_use]
     pub fn select(rows: Vec<u32>) -> Self {
         Self { offsets: (0..=rows.len()).collect(), weights: vec![1.0; rows.len()], rows }
@@ -56,7 +57,7 @@ impl RowMix {
         self.len() == 0
     }
 
-    /// Returns one more than the largest input row.
+    /// Returns the index of the largest input row plus one.
     #[must_use]
     pub fn reads(&self) -> usize {
         self.rows.iter().max().map_or(0, |&row| row as usize + 1)
@@ -64,7 +65,7 @@ impl RowMix {
 }
 
 simd_fn! {
-    /// `y += a · x`
+    /// Computes `y += a · x`.
     fn add_scaled<'a>(simd: S, y: &'a mut [f32], x: &'a [f32], a: f32) -> () {
         let a = simd.splat_f32s(a);
         for i in (0..y.len()).step_by(S::F32_LANES) {
@@ -75,7 +76,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `y += w · x`, elementwise.
+    /// Computes `y += w · x` for every element.
     fn add_product<'a>(simd: S, y: &'a mut [f32], x: &'a [f32], w: &'a [f32]) -> () {
         for i in (0..y.len()).step_by(S::F32_LANES) {
             let sum = simd.mul_add_e_f32s(load(simd, x, i), load(simd, w, i), load(simd, y, i));
@@ -84,7 +85,7 @@ simd_fn! {
     }
 }
 
-/// Returns `[mix.len(), c]`, the mixed rows of `x [_, c]`.
+/// Returns the mixed rows of `x [_, c]`, as `[mix.len(), c]`.
 #[must_use]
 pub fn mix_forward(x: Mat, mix: &RowMix) -> Vec<f32> {
     buffer::of_rows(mix.len(), x.cols, mix.rows.len() * x.cols, |r, y| {
@@ -97,7 +98,7 @@ pub fn mix_forward(x: Mat, mix: &RowMix) -> Vec<f32> {
 /// Adds the gradient of [`mix_forward`] to `dx [_, c]`.
 pub fn mix_backward(dy: Mat, mix: &RowMix, dx: MatMut) {
     check("mix, backward", dy.rows == mix.len() && dx.cols == dy.cols);
-    // Each thread owns columns, so that a repeated row is always summed in the same order.
+    // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
     ranges(dy.cols, 64, mix.rows.len() * dy.cols, |cols| {
         for r in 0..mix.len() {
             for i in mix.offsets[r]..mix.offsets[r + 1] {
@@ -109,8 +110,8 @@ pub fn mix_backward(dy: Mat, mix: &RowMix, dx: MatMut) {
     });
 }
 
-/// Calls `f(tap, output position, input position)` for every tap inside the image of a 3×3 window with padding 1.
-/// `lines` selects output rows, counted over all images of `h × w`.
+/// Calls `f(tap, output position, input position)` for every tap inside the image of a 3×3 window with padding 1. `lines` selects
+/// the output lines, which are counted over all images of `h × w`.
 #[inline]
 fn windows(lines: std::ops::Range<usize>, [h, w]: [usize; 2], mut f: impl FnMut(usize, usize, usize)) {
     for line in lines {
@@ -126,9 +127,10 @@ fn windows(lines: std::ops::Range<usize>, [h, w]: [usize; 2], mut f: impl FnMut(
     }
 }
 
-/// Computes a depthwise 3×3 convolution with stride 1 and zero padding 1. Images have `[h, w]` positions, `x` and the
-/// result are `[n · h · w, c]`, and `weight [c, 9]` has the published layout (`[c, 1, 3, 3]`). With `transposed`, maps
-/// the gradient of the output to that of the input.
+/// Computes a depthwise 3×3 convolution with stride 1 and zero padding 1.
+///
+/// Images have `[h, w]` positions, and `x` and the result are `[n · h · w, c]`. `weight [c, 9]` has the layout of published
+/// weights (`[c, 1, 3, 3]`). If `transposed`, the function maps the gradient of the output to the gradient of the input.
 #[must_use]
 pub fn depthwise3(x: Mat, weight: &[f32], [h, w]: [usize; 2], transposed: bool) -> Vec<f32> {
     let (rows, c) = x.dims();
@@ -144,17 +146,17 @@ pub fn depthwise3(x: Mat, weight: &[f32], [h, w]: [usize; 2], transposed: bool) 
         ranges(rows / w.max(1), 1, rows * c * 9, |lines| {
             y.clear(lines.start * w * c, lines.len() * w * c);
             windows(lines, [h, w], |tap, to, from| {
-                // SAFETY: the position is in this range's lines, which are disjoint from others and zeroed.
+                // SAFETY: the position belongs to a line of this range. No other range contains the line, and it has been zeroed.
                 let y = unsafe { y.part(to * c, c) };
                 add_product(y, x.row(from), &taps[tap * c..(tap + 1) * c]);
             });
         });
     };
-    // SAFETY: the lines cover the buffer.
+    // SAFETY: the lines cover the whole buffer.
     unsafe { buffer::written(rows * c, fill) }
 }
 
-/// Adds the gradient of [`depthwise3`] for the weight to `dweight [c, 9]`.
+/// Adds the gradient of [`depthwise3`] with respect to its weight to `dweight [c, 9]`.
 pub fn depthwise3_weight(dy: Mat, x: Mat, [h, w]: [usize; 2], dweight: &mut [f32]) {
     let (rows, c) = x.dims();
     let fits = rows.is_multiple_of(h * w) && dy.dims() == x.dims() && dweight.len() == 9 * c;
@@ -175,9 +177,10 @@ pub fn depthwise3_weight(dy: Mat, x: Mat, [h, w]: [usize; 2], dweight: &mut [f32
     }
 }
 
-/// Gathers patches into rows: `y[r, ch · taps + k] = x[sources[r · taps + k], ch]`, or 0 where the source is
-/// [`OUTSIDE`]. A linear layer on the result is a convolution if its weight is `[out, c, taps…]`, read as `[out, c ·
-/// taps]`. Returns `[sources.len() / taps, c · taps]`.
+/// Gathers patches into rows: `y[r, ch · taps + k] = x[sources[r · taps + k], ch]`, or 0 if the source is [`OUTSIDE`]. Returns
+/// `[sources.len() / taps, c · taps]`.
+///
+/// If a weight `[out, c, taps…]` is read as `[out, c · taps]`, a linear layer that applies it to the result is a convolution.
 #[must_use]
 pub fn unfold(x: Mat, sources: &[u32], taps: usize) -> Vec<f32> {
     check("unfold", sources.len().is_multiple_of(taps));
@@ -217,7 +220,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `y *= s (1 − s)`, `s = sigmoid(gate)`.
+    /// Computes `y *= s (1 − s)` with `s = sigmoid(gate)`.
     fn gate_slope_row<'a>(simd: S, y: &'a mut [f32], gate: &'a [f32]) -> () {
         for i in (0..y.len()).step_by(S::F32_LANES) {
             let (open, closed) = sigmoid(simd, load(simd, gate, i));
@@ -227,7 +230,7 @@ simd_fn! {
     }
 }
 
-/// Returns the number of rows of `x` per row of `gate`.
+/// Returns the number of rows of `x` that share a row of `gate`.
 fn rows_per_gate(x: Mat, gate: Mat) -> usize {
     let s = x.rows / gate.rows.max(1);
     check("gate", x.dims() == (gate.rows * s, gate.cols));
@@ -243,7 +246,7 @@ pub fn gate_forward(x: Mat, gate: Mat) -> Vec<f32> {
     })
 }
 
-/// Returns the gradients of [`gate_forward`] for `x` and `gate`.
+/// Returns the gradients of [`gate_forward`] with respect to `x` and `gate`.
 #[must_use]
 pub fn gate_backward(dy: Mat, x: Mat, gate: Mat) -> (Vec<f32>, Vec<f32>) {
     check("gate, backward", dy.dims() == x.dims());
@@ -257,7 +260,7 @@ pub fn gate_backward(dy: Mat, x: Mat, gate: Mat) -> (Vec<f32>, Vec<f32>) {
     (gate_forward(dy, gate), dgate)
 }
 
-/// Returns the softmax of a few logits.
+/// Returns the softmax of a short list of logits.
 fn softmax(logits: &[f32]) -> Vec<f32> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let exp: Vec<f32> = logits.iter().map(|l| (l - max).exp()).collect();
@@ -265,7 +268,7 @@ fn softmax(logits: &[f32]) -> Vec<f32> {
     exp.iter().map(|e| e / sum).collect()
 }
 
-/// Returns `Σ softmax(logits)ᵢ · x[i]`, `[len]`, for `x [logits.len(), len]`.
+/// Returns `Σ softmax(logits)ᵢ · x[i]` as `[len]`, for `x [logits.len(), len]`.
 #[must_use]
 pub fn blend_forward(x: Mat, logits: &[f32]) -> Vec<f32> {
     check("blend", x.rows == logits.len());
@@ -280,11 +283,11 @@ pub fn blend_forward(x: Mat, logits: &[f32]) -> Vec<f32> {
             }
         });
     };
-    // SAFETY: the ranges cover the buffer.
+    // SAFETY: together, the ranges cover the whole buffer.
     unsafe { buffer::written(x.cols, fill) }
 }
 
-/// Returns the gradients of [`blend_forward`] for `x` and the logits.
+/// Returns the gradients of [`blend_forward`] with respect to `x` and the logits.
 #[must_use]
 pub fn blend_backward(dy: &[f32], x: Mat, logits: &[f32]) -> (Vec<f32>, Vec<f32>) {
     check("blend, backward", x.dims() == (logits.len(), dy.len()));

@@ -1,7 +1,7 @@
 //! Dropout whose mask depends only on three keys: call, row and column.
 //!
-//! Two columns share one 64-bit number, the finaliser of SplitMix64 applied to a counter (Steele, Lea, Flood, 2014,
-//! "Fast splittable pseudorandom number generators"): a bijection whose outputs pass tests of randomness.
+//! Two columns share one 64-bit number: a counter to which the finaliser of SplitMix64 is applied (Steele, Lea, Flood, 2014,
+//! "Fast splittable pseudorandom number generators"). The finaliser is a bijection whose outputs pass tests of randomness.
 
 use std::sync::Arc;
 
@@ -9,28 +9,28 @@ use crate::buffer;
 use crate::mat::{Mat, check};
 use crate::profile::{Op, span};
 
-/// Describes which elements of an array one call drops.
+/// The keys and the rate that decide which elements of an array a call drops.
 #[derive(Clone, Debug)]
 pub struct Mask {
     /// Key of the call.
     pub key: u64,
-    /// Keys of rows; `None` means their indices.
+    /// Keys of the rows; `None` means that each row's index is its key.
     pub rows: Option<Arc<[u64]>>,
-    /// Fraction of elements that are dropped, `0..1`.
+    /// Fraction of the elements to drop, in `0..1`.
     pub rate: f32,
 }
 
 impl Mask {
-    /// Returns the factor `1 / (1 − rate)` of the elements that are kept.
+    /// Returns `1 / (1 − rate)`, the factor of the elements that are kept.
     #[must_use]
     pub fn keep(&self) -> f32 {
         1.0 / (1.0 - self.rate)
     }
 
-    /// Returns the bound below which a 32-bit number drops its element.
+    /// Returns the threshold for the 32-bit random numbers: an element is dropped if its number is below the threshold.
     #[must_use]
     pub fn threshold(&self) -> u32 {
-        // Below 2³², as the rate is below 1.
+        // The product is below 2³² because the rate is below 1.
         (f64::from(self.rate) * 2f64.powi(32)) as u32
     }
 
@@ -43,7 +43,7 @@ impl Mask {
         self.rows.as_ref().is_none_or(|keys| keys.len() == rows)
     }
 
-    /// Returns the factor of each element of `[rows, cols]`: 0 or `1 / (1 − rate)`.
+    /// Returns the factor of each element of a `[rows, cols]` array: 0 or `1 / (1 − rate)`.
     #[must_use]
     pub fn factors(&self, rows: usize, cols: usize) -> Vec<f32> {
         check("dropout", self.fits(rows));
@@ -68,7 +68,7 @@ struct Row {
     keep: f32,
 }
 
-/// Columns of a block.
+/// Number of columns in a block.
 const BLOCK: usize = 16;
 
 simd_fn! {
@@ -101,7 +101,7 @@ fn drop_block(y: &mut [f32; BLOCK], x: &[f32; BLOCK], at: usize, row: Row) {
     }
 }
 
-/// Applies the finaliser of SplitMix64.
+/// Applies the finaliser of SplitMix64 to a number.
 #[inline(always)]
 #[must_use]
 pub fn mix(x: u64) -> u64 {
@@ -121,14 +121,14 @@ mod tests {
         let (rows, k) = (200, 101);
         let x = mask.factors(rows, k);
         let dropped = x.iter().filter(|x| **x == 0.0).count() as f64 / x.len() as f64;
-        // Four standard deviations of the fraction dropped in 20,200 draws.
+        // The tolerance is four standard deviations of the dropped fraction in 20,200 draws.
         assert!((dropped - 0.3).abs() < 4.0 * (0.3f64 * 0.7 / 20_200.0).sqrt(), "{dropped}");
         assert!(x.iter().all(|&x| x == 0.0 || x == 1.0 / 0.7));
-        // Neither rows nor columns repeat.
+        // No row and no column repeats another.
         assert!(x.chunks_exact(k).skip(1).all(|row| row != &x[..k]));
         let columns = |j: usize| (0..rows).map(|i| x[i * k + j]).collect::<Vec<_>>();
         assert!((1..k).all(|j| columns(j) != columns(0)));
-        // The definition, element by element.
+        // Compare with the definition, element by element.
         for (at, &x) in x.iter().enumerate() {
             let (i, j) = ((at / k) as u64, (at % k) as u64);
             let both = mix(mix(7 ^ i).wrapping_add((j / 2).wrapping_mul(0x9e37_79b9_7f4a_7c15)));

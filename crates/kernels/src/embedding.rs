@@ -1,4 +1,6 @@
-//! Gathers embedding rows and scatters their gradients. Ids are row indices of a table `[vocab, h]`, all below `vocab`.
+//! Gathering of embedding rows, and scattering of their gradients.
+//!
+//! Ids are row indices of a table `[vocab, h]`. Each id is below `vocab`.
 
 use half::bf16;
 
@@ -7,7 +9,7 @@ use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
 use crate::{Stored, Weight, buffer};
 
-/// Returns the rows `ids` of `table`, as `[ids, h]`.
+/// Returns the rows of `table` whose indices are `ids`, as `[ids, h]`.
 #[must_use]
 pub fn gather(table: Weight, ids: &[u32]) -> Vec<f32> {
     let (rows, h) = (ids.len(), table.dims().1);
@@ -30,14 +32,13 @@ simd_fn! {
     }
 }
 
-/// Adds the gradient of [`gather`] to `dtable`: row `i` of `dy [ids, h]` is added to row `ids[i]`, in the order of the
-/// ids.
+/// Adds the gradient of [`gather`] to `dtable`. Row `i` of `dy [ids, h]` is added to row `ids[i]`, in the order of the ids.
 pub fn scatter_add(dy: Mat, ids: &[u32], dtable: &mut [f32]) {
     let (rows, h) = dy.dims();
     let _span = span(Op::Embedding, || (rows * h, 12 * rows * h));
     check("scatter_add", rows == ids.len());
     let dtable = Shared::new(dtable);
-    // Each thread owns columns, so that a repeated row is always summed in the same order.
+    // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
     ranges(h, 16, rows * h, |cols| {
         for (i, &id) in ids.iter().enumerate() {
             // SAFETY: the column ranges are disjoint.
@@ -49,12 +50,12 @@ pub fn scatter_add(dy: Mat, ids: &[u32], dtable: &mut [f32]) {
     });
 }
 
-/// Adds rows of `table` at `ids` to `y [rows, h]`; a row without an id is unchanged.
+/// Adds row `ids[i]` of `table` to row `i` of `y [rows, h]`. A row without an id is unchanged.
 pub fn add_rows(table: Weight, ids: &[Option<u32>], y: MatMut) {
     check("add_rows", y.dims() == (ids.len(), table.dims().1));
     for (i, id) in ids.iter().enumerate() {
         let Some(row) = id.map(|id| id as usize) else { continue };
-        // SAFETY: one row after the other.
+        // SAFETY: rows are processed one after the other.
         add_row(unsafe { y.row(i) }, table.rows(row..row + 1), 1.0);
     }
 }
@@ -71,7 +72,8 @@ fn add_row(y: &mut [f32], row: Weight, weight: f32) {
     }
 }
 
-/// Adds the gradient of [`add_rows`] to `dtable`: the rows of `dy [rows, h]` at `ids`, in their order.
+/// Adds the gradient of [`add_rows`] to `dtable`: adds each row of `dy [rows, h]` that has an id to the table row of that id, in
+/// the order of the rows.
 pub fn add_rows_backward(dy: Mat, ids: &[Option<u32>], dtable: &mut [f32]) {
     check("add_rows, backward", dy.rows == ids.len());
     for (i, id) in ids.iter().enumerate() {
@@ -81,19 +83,20 @@ pub fn add_rows_backward(dy: Mat, ids: &[Option<u32>], dtable: &mut [f32]) {
     }
 }
 
-/// Adds weighted sums of rows of `table` to `y [rows, h]`: row `r` receives `taps[r]`, pairs of table row and weight.
+/// Adds weighted sums of rows of `table` to `y [rows, h]`. `taps[r]` lists the terms of row `r` as pairs of a table row and a
+/// weight.
 pub fn add_mixed(table: Weight, taps: &[Vec<(u32, f32)>], y: MatMut) {
     check("add_mixed", y.dims() == (taps.len(), table.dims().1));
     for (i, taps) in taps.iter().enumerate() {
         for &(id, weight) in taps {
             let row = id as usize;
-            // SAFETY: one row after the other.
+            // SAFETY: rows are processed one after the other.
             add_row(unsafe { y.row(i) }, table.rows(row..row + 1), weight);
         }
     }
 }
 
-/// Adds the gradient of [`add_mixed`] to `dtable`, in the order of rows and taps.
+/// Adds the gradient of [`add_mixed`] to `dtable`, in the order of the rows and their taps.
 pub fn add_mixed_backward(dy: Mat, taps: &[Vec<(u32, f32)>], dtable: &mut [f32]) {
     check("add_mixed, backward", dy.rows == taps.len());
     for (i, taps) in taps.iter().enumerate() {

@@ -1,11 +1,13 @@
 //! Mixture-of-experts layers: products grouped by expert, and the weighting of expert outputs.
 //!
-//! A *place* is a pair of a row and one of its experts. Places are sorted by expert, then by row, so an expert's places
-//! are consecutive rows and its product is a [`crate::linear`] call over them. Weights are `[experts, k, n]`, the
-//! published layout: `y = x W` for row vectors. [`crate::linear`] sees such a matrix as a layer with inputs and outputs
-//! exchanged: its input gradient is this product, and its product is this input gradient.
+//! A *place* is a pair of a row and one of its experts. Places are sorted by expert, then by row. The places of an expert are
+//! therefore consecutive rows, and their product is one [`crate::linear`] call.
 //!
-//! The bits of a place depend only on its row, its expert and the inner size.
+//! Weights are `[experts, k, n]`, the layout of published weights: `y = x W` for row vectors. To [`crate::linear`], such a matrix
+//! is a layer whose inputs and outputs are exchanged. Our product is therefore the input gradient of that layer, and our input
+//! gradient is its product.
+//!
+//! The bits of a place's result depend only on its row, its expert and the inner size.
 
 use std::ops::Range;
 
@@ -15,19 +17,19 @@ use crate::parallel::tasks;
 use crate::profile::{self, Op, span};
 use crate::{Weight, buffer};
 
-/// Offsets of the places of each expert: those of expert `e` are `offsets[e]..offsets[e + 1]`.
+/// Offsets of the places of each expert: expert `e` has the places `offsets[e]..offsets[e + 1]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Groups<'a>(pub &'a [usize]);
 
-/// Number of experts per thread from which each expert is computed by one thread. With fewer, all threads share every
-/// expert's product.
+/// Minimum number of experts per thread at which each expert is computed by a single thread. With fewer experts, all threads
+/// share the product of every expert.
 const ROUNDS: usize = 4;
 
 impl Groups<'_> {
     /// Calls `f(expert, places)` for every expert that has places. `work` is the work of one place.
     ///
-    /// With many experts, a product inside `f` runs on the thread that calls `f`, so small products do not wait for
-    /// each other. Large products start first, so that threads finish together.
+    /// With many experts, a product inside `f` runs on the thread that calls `f`, so that small products do not wait for each
+    /// other. Large products start first, so that all threads finish at about the same time.
     fn each(&self, work: usize, f: impl Fn(usize, Range<usize>) + Sync) {
         let places = self.0.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
         let mut all: Vec<(usize, Range<usize>)> = places.filter(|(_, places)| !places.is_empty()).collect();
@@ -42,7 +44,7 @@ impl Groups<'_> {
         });
     }
 
-    /// Returns operations and bytes of a product of all places, for profiles.
+    /// Returns the operations and bytes of the products of all places, for profiles.
     fn product(&self, places: usize, k: usize, w: Weight) -> (usize, usize) {
         let used = self.0.windows(2).filter(|ends| ends[0] < ends[1]).count();
         let (rows, n) = w.dims();
@@ -61,7 +63,7 @@ impl Groups<'_> {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Choices<'a> {
-    /// Places of each row, `[rows, experts per row]`, ascending within a row.
+    /// Places of each row, `[rows, experts per row]`, in ascending order within a row.
     pub places: &'a [u32],
     /// Expert of each place.
     pub experts: &'a [u32],
@@ -77,7 +79,7 @@ impl Choices<'_> {
             && self.experts.iter().all(|&expert| (expert as usize) < experts)
     }
 
-    /// Returns the weight of each place: softmax over the logits of its row's experts.
+    /// Returns the weight of each place: the softmax over the logits of the experts that its row has chosen.
     fn weights(&self, logits: Mat) -> Vec<f32> {
         let mut weights = vec![0.0; self.places.len()];
         let each = self.places.len() / logits.rows.max(1);
@@ -91,14 +93,14 @@ impl Choices<'_> {
     }
 }
 
-/// Computes `y = x W` for places `x [places, k]`, each with its expert's matrix of `w [experts · k, n]`. Returns
-/// `[places, n]`.
+/// Computes `y = x W` for places `x [places, k]`. Each place is multiplied by the matrix of its expert in `w [experts · k, n]`.
+/// Returns `[places, n]`.
 #[must_use]
 pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let ((places, k), n) = (x.dims(), w.dims().1);
     check("experts", groups.cover(places, w.dims().0, k));
     let _span = span(Op::Linear, || groups.product(places, k, w));
-    // SAFETY: every place belongs to an expert, whose product overwrites it.
+    // SAFETY: every place belongs to an expert, and that expert's product overwrites it.
     unsafe {
         buffer::matrix(places, n, |y| {
             groups.each(k * n, |expert, rows| {
@@ -109,13 +111,13 @@ pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     }
 }
 
-/// Returns the gradient of [`forward`] for `x`: `dy Wᵀ`, `[places, k]`.
+/// Returns the gradient of [`forward`] with respect to `x`: `dy Wᵀ`, `[places, k]`.
 #[must_use]
 pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let (places, k) = (dy.rows, w.dims().0 / groups.0.len().saturating_sub(1).max(1));
     check("experts, gradient of the input", groups.cover(places, w.dims().0, k) && dy.cols == w.dims().1);
     let _span = span(Op::LinearInput, || groups.product(places, k, w));
-    // SAFETY: every place belongs to an expert, whose product overwrites it.
+    // SAFETY: every place belongs to an expert, and that expert's product overwrites it.
     unsafe {
         buffer::matrix(places, k, |dx| {
             groups.each(k * dy.cols, |expert, rows| {
@@ -126,22 +128,22 @@ pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     }
 }
 
-/// Adds the gradient of [`forward`] for `w` to `dw [experts · k, n]`: `xᵀ dy` over each expert's places. `bf16` states
-/// that the weight is stored as bf16.
+/// Adds the gradient of [`forward`] with respect to `w` to `dw [experts · k, n]`: `xᵀ dy` over the places of each expert. `bf16`
+/// is true if the weight is stored as bf16.
 pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) {
     let ((places, k), n) = (x.dims(), dy.cols);
     check("experts, gradient of the weight", groups.cover(places, dw.rows, k) && dw.dims().1 == n);
     let _span = span(Op::LinearWeight, || (2 * places * k * n, 4 * (2 * dw.rows * n + places * (n + k))));
     groups.each(k * n, |expert, rows| {
-        // SAFETY: one task owns each expert.
+        // SAFETY: each expert is computed by one task.
         let dw = unsafe { dw.at_rows(expert * k..(expert + 1) * k) };
         let gradient = Gradient { dw, col: 0, bf16 };
         linear::backward_weight(x.row_range(rows.clone()), dy.row_range(rows), &mut [gradient]);
     });
 }
 
-/// Multiplies each place of `x [places, i]` by its weight: softmax over the logits of its row's experts, from `logits
-/// [rows, experts]`.
+/// Multiplies each place of `x [places, i]` by its weight. The weight is the softmax over the logits of the experts that its row
+/// has chosen, from `logits [rows, experts]`.
 #[must_use]
 pub fn weigh_forward(x: Mat, logits: Mat, choices: Choices) -> Vec<f32> {
     check("experts, weights", choices.fit(x.rows, logits.rows, logits.cols));
@@ -161,7 +163,7 @@ pub fn weigh_backward(dy: Mat, x: Mat, logits: Mat, choices: Choices) -> (Vec<f3
     let fits = choices.fit(x.rows, logits.rows, logits.cols) && dy.dims() == x.dims();
     check("experts, gradient of weights", fits);
     let weights = choices.weights(logits);
-    // dL/dweight of each place.
+    // Gradient of the loss with respect to the weight of each place.
     let dots = buffer::of_rows(x.rows, 1, x.rows * x.cols, |p, to| to[0] = dot(dy.row(p), x.row(p)));
     let mut dlogits = vec![0.0; logits.rows * logits.cols];
     let each = choices.places.len() / logits.rows.max(1);

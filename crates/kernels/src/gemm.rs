@@ -1,13 +1,14 @@
-//! The blocked matrix product for many rows without matrix tiles; linear layers, their gradients and the head use it.
+//! The blocked matrix product for many rows on CPUs without matrix tiles. Linear layers, their gradients and the output head use
+//! it.
 //!
-//! A task owns a strip of output columns. For each block of the inner dimension, it packs its part of the right operand
-//! into panels of two vectors (widening bf16) and runs over all rows with register tiles of `6 × 2` vectors (`12 × 2`
-//! with the 32 registers of AVX-512). Every element of the right operand is therefore packed once per call, into
+//! A task computes a strip of output columns. For each block of the inner dimension, it packs its part of the right operand into
+//! panels of two vectors (widening bf16). It then multiplies all rows by these panels, in register tiles of `6 × 2` vectors (`12
+//! × 2` with the 32 registers of AVX-512). Every element of the right operand is therefore packed once per call, into
 //! thread-local scratch that stays in the second-level cache, and tasks never wait for each other.
 //!
-//! An output element is the sum, in order, of its blocks of the inner dimension, each a chain of multiply-adds in
-//! order. The blocks depend on the inner size alone, so the bits of an element do not depend on threads, on its
-//! position in the output or on other elements of the call.
+//! An output element is the sum of its blocks of the inner dimension, added in order. Each block is a chain of multiply-adds in
+//! order. The blocks depend on the inner size alone. The bits of an element therefore do not depend on the number of threads, on
+//! its position in the output or on other elements of the call.
 
 use std::ops::Range;
 
@@ -18,39 +19,39 @@ use crate::Stored;
 use crate::simd::{self, Simd, Wide, load, load_ptr, prefetch, store_ptr, transpose};
 use crate::workspace::{LINE, Line, reserve};
 
-/// Longest block of the inner dimension. A panel (32 KiB with AVX2) streams from the second-level cache, and outputs
-/// are rarely read again.
+/// Length of the longest block of the inner dimension. With this length, a panel (32 KiB with AVX2) streams from the second-level
+/// cache, and outputs are rarely read again.
 pub(crate) const DEPTH: usize = 512;
-/// Elements of the inner dimension per loop iteration.
+/// Elements of the inner dimension that a loop iteration processes.
 pub(crate) const STEP: usize = 8;
-/// Rows that are multiplied by one panel before the next panel; their elements in a block stay in the second-level
-/// cache.
+/// Number of rows that are multiplied by a panel before the next panel. The elements of these rows in a block stay in the
+/// second-level cache.
 const ROWS: usize = 96;
 
-/// Cuts the inner dimension into nearly equal blocks of complete steps and about `depth` elements. The blocks depend on
-/// `k` alone.
+/// Divides the inner dimension into blocks of nearly equal length, made of complete steps and about `depth` elements long. The
+/// blocks depend on `k` alone.
 pub(crate) fn blocks(k: usize, step: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
     let step = k.div_ceil(k.div_ceil(depth).max(1)).next_multiple_of(step);
     (0..k).step_by(step.max(1)).map(move |start| start..k.min(start + step))
 }
 
-/// Rows of the largest register tile.
+/// Number of rows of the largest register tile.
 const MAX_ROWS: usize = 12;
 
-/// Returns the rows of a register tile.
+/// Returns the number of rows of a register tile.
 const fn tile_rows<S: Simd>() -> usize {
     if S::F32_LANES >= 16 { 12 } else { 6 }
 }
 
-/// Columns of a panel with the widest vectors.
+/// Number of columns of a panel with the widest vectors.
 const MAX_PANEL: usize = 32;
 
-/// Returns the columns of a panel.
+/// Returns the number of columns of a panel.
 const fn panel<S: Simd>() -> usize {
     2 * S::F32_LANES
 }
 
-/// Returns the rows of a register tile and the columns of a panel, for the instruction set in use.
+/// Returns the number of rows of a register tile and of columns of a panel, for the instruction set in use.
 pub(crate) fn tile_shape() -> (usize, usize) {
     struct Shape;
     impl WithSimd for Shape {
@@ -63,15 +64,16 @@ pub(crate) fn tile_shape() -> (usize, usize) {
     simd::arch().dispatch(Shape)
 }
 
-/// A `depth × width` block of a right operand to pack into panels. Panel `j` holds columns `j · panel..`, row by row,
-/// padded with zeros beyond `width`.
+/// A `depth × width` block of a right operand that is packed into panels.
+///
+/// Panel `j` holds the columns from `j · panel` on, row by row, padded with zeros beyond `width`.
 #[derive(Clone, Copy)]
 pub(crate) struct Pack<'a> {
-    /// The matrix, from the first element of the block. Not quantised.
+    /// The elements of the matrix, starting at the first element of the block. They are not quantised.
     pub from: Stored<'a>,
-    /// Distance between two elements of the inner dimension.
+    /// Distance between adjacent elements of the inner dimension.
     pub inner: usize,
-    /// Distance between two columns. `column` or `inner` is 1.
+    /// Distance between adjacent columns. Either `column` or `inner` is 1.
     pub column: usize,
     pub depth: usize,
     pub width: usize,
@@ -79,14 +81,14 @@ pub(crate) struct Pack<'a> {
 
 impl Pack<'_> {
     pub(crate) fn run(self, scratch: &mut Vec<Line>) -> *const f32 {
-        // Complete panels of any width.
+        // Reserve complete panels, whatever their width.
         let to = reserve(scratch, self.depth * self.width.next_multiple_of(MAX_PANEL)).as_mut_ptr();
         simd::arch().dispatch(Packing { pack: self, to });
         to
     }
 }
 
-/// A [`Pack`] with its destination: `depth` elements times `width`, rounded up to complete panels.
+/// A [`Pack`] and its destination, which has room for `depth` times `width` elements, with `width` rounded up to complete panels.
 struct Packing<'a> {
     pack: Pack<'a>,
     to: *mut f32,
@@ -106,7 +108,7 @@ impl Packing<'_> {
         for j in (0..columns).step_by(width) {
             let columns = width.min(columns - j);
             let from = &from[j * column..][..(columns - 1) * column + depth];
-            // SAFETY: panel j / width is inside `to`, columns of `depth` elements are inside `from`.
+            // SAFETY: panel `j / width` is inside `to`, and the columns of `depth` elements are inside `from`.
             unsafe {
                 let to = self.to.add(j * depth);
                 if columns < width {
@@ -117,10 +119,10 @@ impl Packing<'_> {
         }
     }
 
-    /// Copies rows in memory order: all panels of a row before the next row.
+    /// Copies the rows in memory order: a row is copied to all panels before the next row is read.
     #[inline(always)]
     fn copy<S: Simd, T: Wide>(&self, from: &[T]) {
-        /// Number of rows to prefetch.
+        /// Number of rows by which prefetching runs ahead.
         const AHEAD: usize = 8;
         let Pack { inner, depth, width: columns, .. } = self.pack;
         let width = panel::<S>();
@@ -132,7 +134,7 @@ impl Packing<'_> {
                 for line in (0..width).step_by(LINE) {
                     prefetch(ahead.wrapping_add(j + line));
                 }
-                // A slice of fixed length, so that the copy is two vectors.
+                // A slice of fixed length lets the compiler copy two vectors.
                 let from = &row[j..j + width];
                 // SAFETY: row p of panel j / width is inside `to`.
                 let to = unsafe { std::slice::from_raw_parts_mut(self.to.add(j * depth + p * width), width) };
@@ -159,14 +161,15 @@ impl WithSimd for Packing<'_> {
         match self.pack.from {
             Stored::F32(from) => self.pack::<S, f32>(from),
             Stored::Bf16(from) => self.pack::<S, bf16>(from),
-            // The caller has widened it.
+            // The caller has already widened quantised weights.
             Stored::Quantised(_) => {}
         }
     }
 }
 
-/// Packs a left operand that is contiguous across rows, `from[p · inner + i]`, into groups of a tile's rows: row `i` of
-/// group `g` at depth `p` is `to[(g · depth + p) · tile_rows + i]`, padded with zeros beyond `rows`.
+/// Packs a left operand whose rows are adjacent in memory, `from[p · inner + i]`, into groups of a tile's rows.
+///
+/// Row `i` of group `g` at depth `p` is written to `to[(g · depth + p) · tile_rows + i]`. Rows beyond `rows` are zeros.
 pub(crate) struct PackLeft<'a> {
     pub to: *mut f32,
     pub from: &'a [f32],
@@ -176,8 +179,10 @@ pub(crate) struct PackLeft<'a> {
 }
 
 impl PackLeft<'_> {
+    /// Packs the operand.
+    ///
     /// # Safety
-    /// `to` is writable for complete groups, and nothing else refers to it.
+    /// `to` must be writable for complete groups, and nothing else may refer to it.
     pub(crate) unsafe fn run(self) {
         simd::arch().dispatch(self);
     }
@@ -188,7 +193,7 @@ impl WithSimd for PackLeft<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        /// Rows that stay in the first-level cache while groups take their elements one after the other.
+        /// Number of rows that stay in the first-level cache while one group after the other copies its elements of them.
         const NEAR: usize = 32;
         let (side, lanes) = (tile_rows::<S>(), S::F32_LANES);
         for start in (0..self.depth).step_by(NEAR) {
@@ -201,8 +206,8 @@ impl WithSimd for PackLeft<'_> {
                         prefetch(from.as_ptr().wrapping_add(NEAR * self.inner));
                     }
                     let at = first * self.depth + p * side;
-                    // SAFETY: group and depth are inside `to` by the contract of `run`. A vector wider than the group
-                    // ends before the group's last row does, and that row overwrites the excess.
+                    // SAFETY: group and depth are inside `to`, as the contract of `run` requires. A vector wider than the group
+                    // ends before the last row of the group does, and that row overwrites the excess.
                     unsafe {
                         let to = self.to.add(at);
                         if width == side && lanes >= side && p + 1 < self.depth && from.len() >= lanes {
@@ -228,8 +233,9 @@ pub(crate) enum Left {
     Packed(*const f32),
 }
 
-/// Computes `c [m, n] = left [m, depth] · panels [depth, n]` on the calling thread, plus the previous `c` if `old`,
-/// plus `bias [n]`.
+/// A product that runs on the calling thread: `c [m, n] = left [m, depth] · panels [depth, n]`.
+///
+/// If `old`, the previous `c` is added. `bias [n]` is added if it is given.
 pub(crate) struct Multiply<'a> {
     pub c: *mut f32,
     pub ldc: usize,
@@ -243,10 +249,11 @@ pub(crate) struct Multiply<'a> {
     pub bias: Option<&'a [f32]>,
 }
 
-/// Adds one step of the inner dimension: `M` values of the left operand, `row` apart, times a row of a panel.
+/// Adds one step of the inner dimension: multiplies `M` values of the left operand, which are `row` elements apart, by one row of
+/// a panel.
 ///
 /// # Safety
-/// All of them are readable.
+/// All of these elements must be readable.
 #[inline(always)]
 unsafe fn step<S: Simd, const M: usize>(
     simd: S,
@@ -255,7 +262,7 @@ unsafe fn step<S: Simd, const M: usize>(
     row: usize,
     b: *const f32,
 ) {
-    // SAFETY: by the contract.
+    // SAFETY: guaranteed by this function's contract.
     let b = unsafe {
         [
             b.cast::<S::f32s>().read_unaligned(),
@@ -263,7 +270,7 @@ unsafe fn step<S: Simd, const M: usize>(
         ]
     };
     for r in 0..M {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         let x = simd.splat_f32s(unsafe { *a.wrapping_add(r * row) });
         for v in 0..2 {
             acc[r][v] = simd.mul_add_e_f32s(x, b[v], acc[r][v]);
@@ -272,13 +279,15 @@ unsafe fn step<S: Simd, const M: usize>(
 }
 
 impl Multiply<'_> {
+    /// Runs the product.
+    ///
     /// # Safety
-    /// All elements that sizes and strides address are in bounds; nothing else refers to `c`.
+    /// All elements that sizes and strides address must be in bounds, and nothing else may refer to `c`.
     pub(crate) unsafe fn run(self) {
         simd::arch().dispatch(self);
     }
 
-    /// Computes the tile of `M` rows at row `i` and the panel at column `j`.
+    /// Computes the tile of `M` rows that begins at row `i` and at the panel of column `j`.
     #[inline(always)]
     unsafe fn tile<S: Simd, const M: usize, const PACKED: bool>(
         &self,
@@ -299,15 +308,15 @@ impl Multiply<'_> {
         let mut b = self.panels.wrapping_add(j * self.depth);
         let mut acc = [[simd.splat_f32s(0.0); 2]; M];
         if self.old {
-            // The output comes from a more distant cache than the operands.
+            // Prefetch the output, which comes from a more distant cache than the operands.
             for r in 0..M {
                 prefetch(self.c.wrapping_add((i + r) * self.ldc + j));
             }
         }
-        // SAFETY: depth steps of the tile's rows and of the panel, in bounds by the contract of `run`.
+        // SAFETY: the loop reads `depth` steps of the tile's rows and of the panel, which are in bounds by the contract of `run`.
         unsafe {
             for _ in 0..self.depth / 4 {
-                // Unrolled by hand: the compiler unrolls a loop too late to keep the accumulators in registers.
+                // The loop is unrolled by hand: the compiler would unroll it too late to keep the accumulators in registers.
                 step::<S, M>(simd, &mut acc, a, row, b);
                 step::<S, M>(simd, &mut acc, a.wrapping_add(step_a), row, b.wrapping_add(width));
                 step::<S, M>(simd, &mut acc, a.wrapping_add(2 * step_a), row, b.wrapping_add(2 * width));
@@ -323,12 +332,12 @@ impl Multiply<'_> {
         }
         let columns = self.n - j;
         let c = self.c.wrapping_add(i * self.ldc + j);
-        // Only short loops of fixed length touch the accumulators, otherwise they would be stored in memory.
+        // Only short loops of fixed length may touch the accumulators. Otherwise the compiler would keep them in memory.
         if columns < width {
             let mut rest = [0.0f32; 2 * MAX_ROWS * 16];
             for r in 0..M {
                 for v in 0..2 {
-                    // SAFETY: M rows of a panel's width.
+                    // SAFETY: `M` rows of a panel's width are in bounds.
                     unsafe {
                         store_ptr(simd, rest.as_mut_ptr().add(r * width + v * lanes), lanes, acc[r][v])
                     };
@@ -359,7 +368,7 @@ impl Multiply<'_> {
             for r in 0..M {
                 for v in 0..2 {
                     let c = c.wrapping_add(r * self.ldc + v * lanes);
-                    // SAFETY: row i + r < m, complete vectors before n.
+                    // SAFETY: row i + r < m, and the vectors are complete and end before column n.
                     acc[r][v] = simd.add_f32s(acc[r][v], unsafe { load_ptr(simd, c, lanes) });
                 }
             }
@@ -383,7 +392,7 @@ impl Multiply<'_> {
             let end = self.m.min(first + ROWS);
             for j in (0..self.n).step_by(panel::<S>()) {
                 let mut i = first;
-                // SAFETY: every tile is inside m rows; the caller ensures the columns.
+                // SAFETY: every tile is inside the m rows, and the caller ensures that the columns are in bounds.
                 unsafe {
                     while i + M <= end {
                         self.tile::<S, M, PACKED>(simd, data, stride, i, j);
@@ -415,7 +424,7 @@ impl WithSimd for Multiply<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        // SAFETY: the contract of `run`.
+        // SAFETY: guaranteed by the contract of `run`.
         unsafe {
             match (self.left, tile_rows::<S>()) {
                 (Left::Rows { data, stride }, 12) => self.rows::<S, 12, false>(simd, data, stride),

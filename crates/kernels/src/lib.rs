@@ -69,13 +69,13 @@ pub use mat::{Mat, MatMut};
 pub use simd::{Instructions, limit_instructions};
 pub use tiles::rounds_bf16;
 
-/// Elements of a weight, in row-major order, in their storage dtype.
+/// The elements of a weight in row-major order, in the dtype in which they are stored.
 #[derive(Clone, Copy, Debug)]
 pub enum Stored<'a> {
     F32(&'a [f32]),
-    /// Elements of type bfloat16, summed in `f32`. See [`linear`] for what is rounded.
+    /// bfloat16 elements, summed in `f32`. See [`linear`] for the values that are rounded.
     Bf16(&'a [bf16]),
-    /// Weights of 8 or 4 bits, widened tile by tile.
+    /// Weights of 8 or 4 bits, which are widened tile by tile.
     Quantised(quant::QuantRows<'a>),
 }
 
@@ -88,7 +88,8 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// Returns the elements from `start` on. Quantised weights are unsupported: their elements have no address.
+    /// Returns the elements from index `start` to the end. A quantised weight is returned unchanged, because its elements have no
+    /// address.
     fn from(self, start: usize) -> Self {
         match self {
             Self::F32(w) => Self::F32(&w[start..]),
@@ -110,7 +111,7 @@ impl<'a> Weight<'a> {
     /// Creates a weight of `n` rows of `k` elements.
     ///
     /// # Panics
-    /// If `stored` does not hold `n · k` elements.
+    /// Panics if `stored` does not hold `n · k` elements.
     #[must_use]
     #[track_caller]
     pub fn new(stored: Stored<'a>, n: usize, k: usize) -> Self {

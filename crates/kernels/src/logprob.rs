@@ -1,8 +1,7 @@
-//! Computes log-probabilities and entropies of `softmax(hidden · headᵀ / temperature)` without storing the matrix of
-//! logits.
+//! Log-probabilities and entropies of `softmax(hidden · headᵀ / temperature)`, computed without storing the matrix of logits.
 //!
-//! Logits exist for one block of rows and one chunk of the vocabulary at a time (at most 2 MiB). The softmax is
-//! accumulated over the chunks, in `f64` between chunks. The backward pass recomputes the logits.
+//! Only the logits of one block of rows and one chunk of the vocabulary exist at a time (at most 2 MiB). The softmax is
+//! accumulated over the chunks, in `f64` from one chunk to the next. The backward pass recomputes the logits.
 
 use std::ops::Range;
 
@@ -14,23 +13,22 @@ use crate::profile::{self, Op, span};
 use crate::simd::{exp, load, select, store};
 use crate::workspace::{LOGITS, reserve};
 
-/// Rows of one block of logits.
+/// Number of rows in a block of logits.
 const ROWS: usize = 512;
-/// Vocabulary entries of one chunk.
+/// Number of vocabulary entries in a chunk.
 const CHUNK: usize = 1024;
 
-/// Tokens that are scored at each row: row `r` has the targets `tokens[offsets[r]..offsets[r + 1]]` (none, one or
-/// several).
+/// Tokens to score at each row. Row `r` has the targets `tokens[offsets[r]..offsets[r + 1]]` (none, one or several).
 #[derive(Clone, Copy, Debug)]
 pub struct Targets<'a> {
-    /// Token ids, below the size of the vocabulary.
+    /// Token ids. Each is below the size of the vocabulary.
     pub tokens: &'a [u32],
-    /// Offsets into `tokens`, one more than rows.
+    /// Offsets into `tokens`; one more entry than there are rows.
     pub offsets: &'a [usize],
 }
 
 impl Targets<'_> {
-    /// Returns the range of a row's targets.
+    /// Returns the range of `tokens` that holds a row's targets.
     pub(crate) fn of(self, row: usize) -> Range<usize> {
         self.offsets[row]..self.offsets[row + 1]
     }
@@ -41,12 +39,12 @@ impl Targets<'_> {
     }
 }
 
-/// Output head: a weight and a temperature.
+/// An output head: a weight and a temperature.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
-    /// `[v, h]`.
+    /// Weight of the head, `[v, h]`.
     pub weight: Weight<'a>,
-    /// Divisor of the logits.
+    /// Temperature, by which the logits are divided.
     pub temperature: f32,
 }
 
@@ -61,7 +59,7 @@ pub struct Scores<T = f32> {
     pub lse: Vec<T>,
 }
 
-/// Per-row statistics of [`Scores`] that [`backward`] needs.
+/// The per-row statistics of [`Scores`] that [`backward`] needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics<'a> {
     pub entropy: &'a [f32],
@@ -70,14 +68,14 @@ pub struct Statistics<'a> {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Gradient<'a, T = f32> {
-    /// dL/dlogp of each target.
+    /// Gradient of the loss with respect to the log-probability of each target.
     pub logp: &'a [T],
-    /// dL/dentropy of each row; `None` means 0.
+    /// Gradient of the loss with respect to the entropy of each row; `None` means 0.
     pub entropy: Option<&'a [T]>,
 }
 
-/// Calls `f(rows, vocabulary chunk, logits [rows, CHUNK])` for all blocks of rows and chunks, chunks innermost. Columns
-/// beyond the chunk are undefined.
+/// Calls `f(rows, vocabulary chunk, logits [rows, CHUNK])` for every block of rows and every chunk; the inner loop runs over the
+/// chunks. Columns beyond the chunk have undefined values.
 fn for_logits(hidden: Mat, head: Weight, mut f: impl FnMut(Range<usize>, Range<usize>, &mut [f32])) {
     let (rows, v) = (hidden.rows, head.dims().0);
     let mut scratch = LOGITS.take();
@@ -97,7 +95,7 @@ fn for_logits(hidden: Mat, head: Weight, mut f: impl FnMut(Range<usize>, Range<u
 }
 
 simd_fn! {
-    /// Returns the maximum `m` of `z = scale · logits`, `Σ e^(z − m)` and `Σ e^(z − m) (z − m)`.
+    /// Returns `m = max z`, `Σ e^(z − m)` and `Σ e^(z − m) (z − m)`, with `z = scale · logits`.
     fn row_sums<'a>(simd: S, logits: &'a [f32], scale: f32) -> (f32, f32, f32) {
         let lanes = S::F32_LANES;
         let whole = logits.len() / lanes * lanes;
@@ -128,11 +126,11 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// Writes `e^z` with `z = scale · logit − max`; returns `Σ e^z` and `Σ e^z z`.
+    /// Writes `e^z` with `z = scale · logit − max`, and returns `Σ e^z` and `Σ e^z z`.
     fn row_weights<'a>(simd: S, weights: &'a mut [f32], logits: &'a [f32], scale: f32, max: f32) -> (f32, f32) {
         let (times, minus) = (simd.splat_f32s(scale), simd.splat_f32s(-max));
         let (mut sum, mut weighted) = (simd.splat_f32s(0.0), simd.splat_f32s(0.0));
-        // An excluded token has z = −∞ and adds 0; the product alone would give NaN.
+        // An excluded token has z = −∞ and must add 0. The product `e^z z` alone would be NaN.
         let lowest = simd.splat_f32s(f32::MIN);
         let whole = logits.len() / S::F32_LANES * S::F32_LANES;
         for i in (0..logits.len()).step_by(S::F32_LANES) {
@@ -153,23 +151,23 @@ simd_fn! {
     }
 }
 
-/// Number of weights per partial sum in [`Weights`].
+/// Number of weights that each partial sum in [`Weights`] covers.
 pub const WEIGHTS_CHUNK: usize = 1024;
 
-/// Unnormalised probabilities of a draw: `e^(z − max z)` of every logit `z`, after division by a temperature.
+/// Unnormalised probabilities from which a token is drawn: `e^(z − max z)` of every logit `z` after division by a temperature.
 #[derive(Clone, Debug)]
 pub struct Weights {
     /// Weight of each logit.
     pub weights: Vec<f32>,
-    /// Sums of [`WEIGHTS_CHUNK`] weights each.
+    /// Partial sums, each of [`WEIGHTS_CHUNK`] weights.
     pub sums: Vec<f64>,
     /// Sum of all weights.
     pub total: f64,
-    /// Log-sum-exp of the divided logits.
+    /// Log-sum-exp of the logits after division by the temperature.
     pub lse: f64,
     /// Entropy of the distribution, in nats.
     pub entropy: f64,
-    /// Factor of the logits: one over the temperature.
+    /// Factor that multiplies the logits: one over the temperature.
     pub scale: f32,
 }
 
@@ -178,7 +176,7 @@ impl Weights {
     #[must_use]
     pub fn new(logits: &[f32], temperature: f32) -> Option<Self> {
         let scale = 1.0 / temperature;
-        // The maximum is scaled and rounded like the weights, so the largest weight is 1.
+        // The maximum is scaled and rounded in the same way as the weights, so that the largest weight is 1.
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) * scale;
         if !max.is_finite() {
             return None;
@@ -198,7 +196,7 @@ impl Weights {
     }
 }
 
-/// Returns the log-probability of every target, and entropy and log-sum-exp of every row of `hidden [rows, h]`.
+/// Returns the log-probability of every target, and the entropy and log-sum-exp of every row of `hidden [rows, h]`.
 #[must_use]
 pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     let rows = hidden.rows;
@@ -207,7 +205,7 @@ pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     let scale = 1.0 / head.temperature;
     let [mut entropy, mut lse] = [0; 2].map(|_| vec![0.0; rows]);
     let mut logp = vec![0.0; targets.tokens.len()];
-    // Maximum, Σ e^(z − max) and Σ e^(z − max) (z − max) of each row.
+    // Per row: the maximum, Σ e^(z − max) and Σ e^(z − max) (z − max).
     let mut state = vec![(f64::NEG_INFINITY, 0.0f64, 0.0f64); rows];
     let mut sums = vec![0.0; ROWS * 3];
     for_logits(hidden, head.weight, |block, chunk, logits| {
@@ -215,7 +213,7 @@ pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
         ranges(block.len(), 1, block.len() * chunk.len() * 2, |range| {
             for i in range {
                 let (max, sum, weighted) = row_sums(&logits[i * CHUNK..i * CHUNK + chunk.len()], scale);
-                // SAFETY: every row is visited once.
+                // SAFETY: each row is visited exactly once.
                 unsafe { shared.part(i * 3, 3) }.copy_from_slice(&[max, sum, weighted]);
             }
         });
@@ -240,9 +238,9 @@ pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     Scores { logp, entropy, lse }
 }
 
-/// Merges the softmax sums of two disjoint sets of logits, rebasing both to the larger maximum.
+/// Merges the softmax sums of two disjoint sets of logits. Both are first rescaled to the larger maximum.
 fn merge(a: (f64, f64, f64), b: (f64, f64, f64)) -> (f64, f64, f64) {
-    // A NaN maximum must survive.
+    // If a maximum is NaN, the result must be NaN.
     let max = if a.0 > b.0 { a.0 } else { b.0 };
     let rebase = |(m, sum, weighted): (f64, f64, f64)| {
         if sum == 0.0 {
@@ -256,8 +254,9 @@ fn merge(a: (f64, f64, f64), b: (f64, f64, f64)) -> (f64, f64, f64) {
 }
 
 simd_fn! {
-    /// Replaces a row of logits with its gradient without the targets' own terms: `−p · (total + d_entropy · (log p +
-    /// entropy)) · scale`, with `log p = scale · logit − lse`.
+    /// Replaces a row of logits with its gradient, without the terms of the targets themselves.
+    ///
+    /// The gradient is `−p · (total + d_entropy · (log p + entropy)) · scale`, with `log p = scale · logit − lse`.
     fn row_gradient<'a>(simd: S, logits: &'a mut [f32], scale: f32, lse: f32, entropy: f32, total: f32,
                         d_entropy: f32) -> () {
         let [times, minus_lse, slope, minus] = [scale, -lse, d_entropy, -scale].map(|x| simd.splat_f32s(x));
@@ -271,10 +270,11 @@ simd_fn! {
     }
 }
 
-/// Returns the gradient of [`forward`] for `hidden`, `[rows, h]`, and adds that of the head to `dhead [v, h]`.
+/// Returns the gradient of [`forward`] with respect to `hidden`, `[rows, h]`, and adds the gradient with respect to the head to
+/// `dhead [v, h]`.
 ///
-/// `stats` come from [`forward`]. With `p = softmax`, the gradient of a logit is `Σ dlogp (1[target] − p) − dentropy ·
-/// p (log p + entropy)`, divided by the temperature.
+/// `stats` come from [`forward`]. With `p = softmax`, the gradient of a logit is `Σ dlogp (1[target] − p) − dentropy · p (log p +
+/// entropy)`, divided by the temperature.
 #[must_use]
 pub fn backward(
     gradient: Gradient,
@@ -285,7 +285,7 @@ pub fn backward(
     mut dhead: Option<MatMut>,
 ) -> Vec<f32> {
     let ((rows, h), v) = (hidden.dims(), head.weight.dims().0);
-    // Recomputing the logits does not count as useful work; a frozen head has no gradient product.
+    // The profile does not count the recomputation of logits as useful work. A frozen head needs no product for its gradient.
     let products = 1 + usize::from(dhead.is_some());
     let _span = span(Op::HeadBackward, || (2 * products * rows * h * v, 4 * (1 + 2 * products) * h * v));
     let (dlogp, dentropy) = (gradient.logp, gradient.entropy);
@@ -300,7 +300,7 @@ pub fn backward(
         ranges(block.len(), 1, block.len() * chunk.len() * 2, |range| {
             for i in range {
                 let r = block.start + i;
-                // SAFETY: every row is visited once.
+                // SAFETY: each row is visited exactly once.
                 let row = unsafe { shared.part(i * CHUNK, chunk.len()) };
                 let total: f32 = dlogp[targets.of(r)].iter().sum();
                 let slope = dentropy.map_or(0.0, |d| d[r]);
@@ -328,7 +328,8 @@ pub fn backward(
     dhidden
 }
 
-/// Returns the logits `[rows, v]` of `hidden [rows, h]` for sampling, with batch-invariant bits.
+/// Returns the logits `[rows, v]` of `hidden [rows, h]` for sampling. The bits of a row do not depend on the other rows of the
+/// batch.
 #[must_use]
 pub fn logits_rows(hidden: Mat, head: Weight) -> Vec<f32> {
     let (rows, v) = (hidden.rows, head.dims().0);

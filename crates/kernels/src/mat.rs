@@ -4,14 +4,16 @@ use std::ops::Range;
 
 use crate::parallel::Shared;
 
-/// Panics if operands do not fit together. That is a bug of the caller: the crate above checks shapes and reports
+/// Panics if the operands do not fit together. Such a mismatch is a bug of the caller: the `ops` crate checks shapes and reports
 /// errors.
 #[track_caller]
 pub(crate) fn check(op: &str, fits: bool) {
     assert!(fits, "{op}: operands do not fit together");
 }
 
-/// A `[rows, cols]` matrix to read. Row `r` begins at element `r · stride` of the data, which holds every element.
+/// A `[rows, cols]` matrix to read.
+///
+/// Row `r` begins at element `r · stride` of the data. Every element of the matrix is inside the data.
 #[derive(Clone, Copy, Debug)]
 pub struct Mat<'a, T = f32> {
     pub(crate) data: &'a [T],
@@ -24,7 +26,7 @@ impl<'a, T> Mat<'a, T> {
     /// Creates a matrix of contiguous rows.
     ///
     /// # Panics
-    /// If `data` does not hold `rows · cols` elements.
+    /// Panics if `data` does not hold `rows · cols` elements.
     #[must_use]
     #[track_caller]
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
@@ -35,7 +37,7 @@ impl<'a, T> Mat<'a, T> {
     /// Returns the given columns of every row.
     ///
     /// # Panics
-    /// If `columns` is out of range.
+    /// Panics if `columns` is out of range.
     #[must_use]
     #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Self {
@@ -47,7 +49,7 @@ impl<'a, T> Mat<'a, T> {
     /// Returns the given rows.
     ///
     /// # Panics
-    /// If `rows` is out of range.
+    /// Panics if `rows` is out of range.
     #[must_use]
     #[track_caller]
     pub fn row_range(self, rows: Range<usize>) -> Self {
@@ -74,7 +76,7 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
-/// A `[rows, cols]` matrix to write, laid out like [`Mat`]. A kernel's own output may be uninitialised.
+/// A `[rows, cols]` matrix to write, laid out like [`Mat`]. The memory of a kernel's own output may be uninitialised.
 #[derive(Debug)]
 pub struct MatMut<'a> {
     pub(crate) data: Shared<'a>,
@@ -94,7 +96,7 @@ impl<'a> MatMut<'a> {
     /// Creates a matrix of contiguous rows.
     ///
     /// # Panics
-    /// If `data` does not hold `rows · cols` elements.
+    /// Panics if `data` does not hold `rows · cols` elements.
     #[must_use]
     #[track_caller]
     pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
@@ -117,7 +119,7 @@ impl<'a> MatMut<'a> {
     /// Returns the given columns of every row.
     ///
     /// # Panics
-    /// If `columns` is out of range.
+    /// Panics if `columns` is out of range.
     #[must_use]
     #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Self {
@@ -129,7 +131,7 @@ impl<'a> MatMut<'a> {
     /// Returns the given rows.
     ///
     /// # Panics
-    /// If `rows` is out of range.
+    /// Panics if `rows` is out of range.
     #[must_use]
     #[track_caller]
     pub fn row_range(self, rows: Range<usize>) -> Self {
@@ -141,7 +143,7 @@ impl<'a> MatMut<'a> {
     /// Returns the given rows, so that several threads can write disjoint rows.
     ///
     /// # Safety
-    /// While the result is alive, nothing else reads or writes these rows.
+    /// While the result is alive, nothing else may read or write these rows.
     #[track_caller]
     pub(crate) unsafe fn at_rows(&self, rows: Range<usize>) -> Self {
         Self { data: self.data, ..*self }.row_range(rows)
@@ -155,20 +157,20 @@ impl<'a> MatMut<'a> {
     /// Returns row `r`.
     ///
     /// # Safety
-    /// The row is initialised, and no other reference to it is alive.
+    /// The row must be initialised, and no other reference to it may be alive.
     #[inline(always)]
     pub(crate) unsafe fn row(&self, r: usize) -> &'a mut [f32] {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { self.data.part(r * self.stride, self.cols) }
     }
 
     /// Returns the given columns of row `r`.
     ///
     /// # Safety
-    /// They are initialised, and no other reference to them is alive.
+    /// These elements must be initialised, and no other reference to them may be alive.
     #[inline(always)]
     pub(crate) unsafe fn part(&self, r: usize, columns: Range<usize>) -> &'a mut [f32] {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { self.data.part(r * self.stride + columns.start, columns.len()) }
     }
 }

@@ -1,8 +1,8 @@
 //! Small matrix products whose summation order depends on the inner dimension alone.
 //!
-//! An element of a product has the same bits at any position in the output, however many rows and columns are computed
-//! with it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]) is filled in order.
-//! Attention and decoding use these products when they do not use matrix tiles.
+//! An element of a product has the same bits at any position in the output, however many rows and columns are computed with it.
+//! The reason is that a single accumulator per element ([`Product`]) or a single vector of accumulators ([`Dots`]) takes the
+//! terms in order. Attention and decoding use these products when they do not use matrix tiles.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
@@ -16,9 +16,9 @@ use pulp::x86::V4;
 use crate::mat::Mat;
 use crate::simd::{self, Simd, load_ptr, prefetch, prefetch_far, store_ptr};
 
-/// Computes `c [m, n] = a [m, k] · b [k, n]`, or `+=` if `accumulate`, single-threaded.
+/// A single-threaded product: `c [m, n] = a [m, k] · b [k, n]`, or `c += a · b` if `accumulate`.
 ///
-/// Both strides of `a` are arbitrary; rows of `b` and `c` are contiguous, `ldb` and `ldc` apart.
+/// Both strides of `a` are arbitrary. Rows of `b` and `c` are contiguous and begin `ldb` and `ldc` elements apart.
 pub(crate) struct Product {
     pub c: *mut f32,
     pub ldc: usize,
@@ -34,17 +34,17 @@ pub(crate) struct Product {
 }
 
 impl Product {
-    /// Runs the product in a separate function, so that it is compiled once per instruction set.
+    /// Runs the product. This is a separate function so that it is compiled once per instruction set.
     ///
     /// # Safety
-    /// All elements addressed by strides and sizes are in bounds, and nothing else refers to those of `c`.
+    /// All elements that strides and sizes address must be in bounds, and nothing else may refer to the elements of `c`.
     #[inline(always)]
     pub(crate) unsafe fn run<S: Simd>(self, simd: S) {
         simd.vectorize(self);
     }
 
-    /// Computes one tile of `ROWS` rows and `VECS` vectors at row `i`, column `j`; if `TAIL`, the last vector has
-    /// `tail` lanes.
+    /// Computes the tile of `ROWS` rows and `VECS` vectors at row `i` and column `j`. If `TAIL`, the last vector has `tail`
+    /// lanes.
     #[inline(always)]
     unsafe fn tile<S: Simd, const ROWS: usize, const VECS: usize, const TAIL: bool>(
         &self,
@@ -61,7 +61,7 @@ impl Product {
         for _ in 0..self.k {
             let mut b_vec = [simd.splat_f32s(0.0); VECS];
             for v in 0..VECS {
-                // SAFETY: row p < k and columns j.. < n of `b`.
+                // SAFETY: row p < k, and the columns from j on are below n, in `b`.
                 b_vec[v] = unsafe { load_ptr(simd, b.wrapping_add(v * lanes), width(v)) };
             }
             for r in 0..ROWS {
@@ -90,7 +90,7 @@ impl Product {
     #[inline(always)]
     unsafe fn rows<S: Simd, const VECS: usize, const TAIL: bool>(&self, simd: S, j: usize, tail: usize) {
         let mut i = 0;
-        // SAFETY: every tile is inside m rows; the caller ensures the columns.
+        // SAFETY: every tile is inside the m rows, and the caller ensures that the columns are in bounds.
         unsafe {
             while i + 6 <= self.m {
                 self.tile::<S, 6, VECS, TAIL>(simd, i, j, tail);
@@ -118,7 +118,7 @@ impl WithSimd for Product {
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = S::F32_LANES;
         let mut j = 0;
-        // SAFETY: the tiles partition the n columns; the contract of `run` covers the rest.
+        // SAFETY: the tiles partition the n columns; the contract of `run` guarantees the rest.
         unsafe {
             while j + 2 * lanes <= self.n {
                 self.rows::<S, 2, false>(simd, j, 0);
@@ -134,46 +134,46 @@ impl WithSimd for Product {
     }
 }
 
-/// Storage of the weight side of [`Dots`].
+/// Pointer to the weights of [`Dots`], by storage type.
 #[derive(Clone, Copy)]
 pub(crate) enum WeightPtr {
     F32(*const f32),
     Bf16(*const bf16),
-    /// bf16 multiplied without widening ([`crate::paths::Path::Dot`]).
+    /// bf16 weights that are multiplied without widening ([`crate::paths::Path::Dot`]).
     Pairs(*const bf16),
 }
 
-/// Computes `y [m, n] = x [m, k] · wᵀ + bias` for few rows, single-threaded; `w [n, k]` is contiguous.
+/// A single-threaded product for few rows: `y [m, n] = x [m, k] · wᵀ + bias`; `w [n, k]` is contiguous.
 ///
-/// Reading the weights from memory limits the speed, so they are read in memory order and prefetched, while the packed
-/// rows of `x` stay in the caches.
+/// The speed is limited by reading the weights from memory. They are therefore read in memory order and prefetched, while the
+/// packed rows of `x` stay in the caches.
 pub(crate) struct Dots<'a> {
     pub y: *mut f32,
     pub y_stride: usize,
-    /// Rows packed by [`pack_rows`] for the dtype of the weights.
+    /// Rows that [`pack_rows`] has packed for the dtype of the weights.
     pub x: *const f32,
     pub w: WeightPtr,
     pub bias: Option<&'a [f32]>,
     pub m: usize,
     pub k: usize,
     pub n: usize,
-    /// Row of `w`, at or beyond its end, that this thread will probably need next.
+    /// Row of `w`, at or beyond the end of this part, that this thread will probably need next.
     pub after: usize,
-    /// Whether the product is added to the previous `y`.
+    /// True if the product is added to the previous `y`.
     pub old: bool,
 }
 
-/// Maximum number of rows of `x` that are multiplied together.
+/// Maximum number of rows of `x` that are multiplied at the same time.
 const ROWS: usize = 8;
-/// Longest block of the inner dimension; blocks are summed separately. A block of a tile's weight rows stays in the
-/// first-level cache while further rows of `x` pass.
+/// Length of the longest block of the inner dimension. Blocks are summed separately. The weights of a tile in a block stay in the
+/// first-level cache while further rows of `x` are multiplied by them.
 const DEPTH: usize = 2048;
 /// Padding of columns in packed rows: two of the widest vectors.
 const PAD: usize = 32;
-/// Bytes by which weights are prefetched into the second-level cache, beyond the other rows of a tile. This cache can
-/// have more requests in flight than the first-level cache; with few requests memory would idle during products.
+/// Bytes by which weights are prefetched into the second-level cache, in addition to the other rows of a tile. The second-level
+/// cache can have more requests in flight than the first-level cache. With few requests, memory would be idle during products.
 const FAR: usize = 16 * 1024;
-/// Bytes of a row by which weights are prefetched from there into the first-level cache.
+/// Bytes of a row by which weights are prefetched from the second-level cache into the first-level cache.
 const NEAR: usize = 1024;
 
 /// Lanes of the vectors that multiply pairs of bf16.
@@ -184,8 +184,8 @@ pub(crate) fn packed_len(m: usize, k: usize) -> usize {
     m.next_multiple_of(ROWS) * k.next_multiple_of(PAD)
 }
 
-/// Returns how many of `rest` rows are multiplied together: up to four, or eight with the 32 registers of AVX-512. Rows
-/// beyond `rest` are zeros.
+/// Returns how many of the `rest` remaining rows are multiplied at the same time: up to four, or eight with the 32 registers of
+/// AVX-512. Rows beyond `rest` are zeros.
 #[inline(always)]
 fn side(lanes: usize, rest: usize) -> usize {
     match rest {
@@ -195,21 +195,21 @@ fn side(lanes: usize, rest: usize) -> usize {
     }
 }
 
-/// Packs rows of `x` for [`Dots`]. Rows that are multiplied together are interleaved by vectors, padded with zeros
-/// beyond `m` and `k`.
+/// Packs rows of `x` for [`Dots`]. Rows that are multiplied at the same time are interleaved vector by vector, and padded with
+/// zeros beyond `m` and `k`.
 ///
-/// For bf16 weights, every block of two vectors has its even elements first, because two adjacent bf16 are widened as
-/// the low and the high half of one 32-bit lane. For [`WeightPtr::Pairs`] see [`round_rows`].
+/// For bf16 weights, the even elements come first in every block of two vectors: two adjacent bf16 numbers are the low and the
+/// high half of one 32-bit lane, and are widened separately. For [`WeightPtr::Pairs`] see [`round_rows`].
 pub(crate) fn pack_rows(x: Mat, bf16: bool, to: &mut [f32]) {
     simd::arch().dispatch(PackRows { to, x, bf16 });
 }
 
-/// Packs rows for bf16 weights that are multiplied without widening: rounded, 32 elements per vector. Uses half of
-/// `to`.
+/// Packs rows for bf16 weights that are multiplied without widening. The rows are rounded to bf16, with 32 elements per vector,
+/// and use half of `to`.
 pub(crate) fn round_rows(x: Mat, to: &mut [f32]) {
     let (m, k) = x.dims();
     let padded = k.next_multiple_of(PAD);
-    // SAFETY: two bf16 fit in the memory of each f32; any bits are valid for both.
+    // SAFETY: the memory of each f32 has room for two bf16, and any bits are valid for both types.
     let to = unsafe { std::slice::from_raw_parts_mut(to.as_mut_ptr().cast::<bf16>(), 2 * to.len()) };
     let mut i = 0;
     while i < m {
@@ -233,7 +233,7 @@ struct PackRows<'a> {
 }
 
 impl PackRows<'_> {
-    /// Packs two vectors of columns of one row: its halves, or for bf16 its even and odd elements.
+    /// Packs two vectors of columns of one row: the two halves, or for bf16 the even and the odd elements.
     #[inline(always)]
     fn block(x: &[f32], first: &mut [f32], second: &mut [f32], bf16: bool) {
         if bf16 {
@@ -296,24 +296,24 @@ struct Part {
     old: bool,
 }
 
-/// Position of a tile: first row of `x`, first row of `w`.
+/// Position of a tile: its first row of `x` and its first row of `w`.
 #[derive(Clone, Copy)]
 struct Place {
     i: usize,
     j: usize,
 }
 
-/// Weight storage that [`Dots`] reads in units of the elements in two f32 vectors.
+/// A storage type of weights. [`Dots`] reads it in units of as many elements as two f32 vectors have.
 trait Stored: Copy {
-    /// Registers for these elements.
+    /// Vector registers that hold a unit.
     type Vecs<S: Simd>: Copy;
-    /// Vectors of a packed row of `x` that match them.
+    /// Number of vectors that the same elements take in a packed row of `x`.
     const OF_X: usize;
-    /// Loads the elements from `w` on.
+    /// Loads a unit that starts at `w`.
     unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> Self::Vecs<S>;
-    /// Loads the first `width` elements; the others are zero.
+    /// Loads the first `width` elements of a unit; the others are zero.
     unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> Self::Vecs<S>;
-    /// Adds the products with `R` packed rows from `x` on.
+    /// Adds the products of a unit and `R` packed rows that start at `x`.
     unsafe fn add<S: Simd, const R: usize, const N: usize>(
         simd: S,
         acc: &mut [[S::f32s; N]; R],
@@ -332,7 +332,7 @@ unsafe fn add_wide<S: Simd, const R: usize, const N: usize>(
 ) {
     for half in 0..2 {
         for r in 0..R {
-            // SAFETY: packed rows hold two vectors of every row.
+            // SAFETY: packed rows contain two vectors of every row.
             let x = unsafe { x.add((half * R + r) * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
             for c in 0..N {
                 acc[r][c] = simd.mul_add_e_f32s(x, w[c][half], acc[r][c]);
@@ -347,7 +347,7 @@ impl Stored for f32 {
 
     #[inline(always)]
     unsafe fn whole<S: Simd>(_: S, w: *const Self) -> [S::f32s; 2] {
-        // SAFETY: two readable vectors.
+        // SAFETY: two vectors are readable.
         unsafe {
             [w.cast::<S::f32s>().read_unaligned(), w.add(S::F32_LANES).cast::<S::f32s>().read_unaligned()]
         }
@@ -356,7 +356,7 @@ impl Stored for f32 {
     #[inline(always)]
     unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2] {
         let first = width.min(S::F32_LANES);
-        // SAFETY: `width` readable elements.
+        // SAFETY: `width` elements are readable.
         unsafe { [load_ptr(simd, w, first), load_ptr(simd, w.wrapping_add(first), width - first)] }
     }
 
@@ -367,7 +367,7 @@ impl Stored for f32 {
         x: *const f32,
         w: [[S::f32s; 2]; N],
     ) {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { add_wide(simd, acc, x, w) }
     }
 }
@@ -378,7 +378,7 @@ impl Stored for bf16 {
 
     #[inline(always)]
     unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2] {
-        // SAFETY: two vectors of 16-bit elements are one of 32-bit lanes.
+        // SAFETY: two vectors of 16-bit elements have the size of one vector of 32-bit lanes.
         let pairs = unsafe { w.cast::<S::u32s>().read_unaligned() };
         let even = simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16));
         let odd = simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000));
@@ -388,7 +388,7 @@ impl Stored for bf16 {
     #[inline(always)]
     unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2] {
         let mut tail = [bf16::ZERO; PAD];
-        // SAFETY: `width` readable elements, fewer than PAD.
+        // SAFETY: `width` elements are readable, and `width` is less than `PAD`.
         unsafe {
             w.copy_to_nonoverlapping(tail.as_mut_ptr(), width);
             Self::whole(simd, tail.as_ptr())
@@ -402,12 +402,12 @@ impl Stored for bf16 {
         x: *const f32,
         w: [[S::f32s; 2]; N],
     ) {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { add_wide(simd, acc, x, w) }
     }
 }
 
-/// A bf16 that is multiplied without widening. Vectors have 16 lanes, each a pair of adjacent elements, on both sides.
+/// A bf16 number that is multiplied without widening. Vectors on both sides have 16 lanes, each with a pair of adjacent elements.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 #[repr(transparent)]
@@ -420,14 +420,14 @@ impl Stored for Paired {
 
     #[inline(always)]
     unsafe fn whole<S: Simd>(_: S, w: *const Self) -> __m512bh {
-        // SAFETY: 32 readable elements.
+        // SAFETY: 32 elements are readable.
         unsafe { w.cast::<__m512bh>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> __m512bh {
         let mut tail = [Self(bf16::ZERO); PAD];
-        // SAFETY: `width` readable elements, fewer than PAD.
+        // SAFETY: `width` elements are readable, and `width` is less than `PAD`.
         unsafe {
             w.copy_to_nonoverlapping(tail.as_mut_ptr(), width);
             Self::whole(simd, tail.as_ptr())
@@ -442,8 +442,8 @@ impl Stored for Paired {
         w: [__m512bh; N],
     ) {
         for r in 0..R {
-            // SAFETY: packed rows hold a vector of every row; only `Dots::run_pairs` runs this code, where vectors of
-            // `S` are those of AVX-512 and the CPU has the instruction.
+            // SAFETY: packed rows contain a vector of every row. Only `Dots::run_pairs` runs this code; there the vectors of `S`
+            // are those of AVX-512, and the CPU has the instruction.
             unsafe {
                 let x = x.add(r * S::F32_LANES).cast::<__m512bh>().read_unaligned();
                 for c in 0..N {
@@ -457,12 +457,14 @@ impl Stored for Paired {
 }
 
 impl Dots<'_> {
+    /// Runs the product.
+    ///
     /// # Safety
-    /// All elements addressed by strides and sizes are in bounds, and nothing else refers to those of `y`.
+    /// All elements that strides and sizes address must be in bounds, and nothing else may refer to the elements of `y`.
     pub(crate) unsafe fn run(self) {
         #[cfg(target_arch = "x86_64")]
         if let (WeightPtr::Pairs(w), Some(simd)) = (self.w, V4::try_new()) {
-            // SAFETY: by the contract; such weights are chosen only if the CPU has the instruction.
+            // SAFETY: guaranteed by this function's contract. Such weights are chosen only if the CPU has the instruction.
             return unsafe { self.run_pairs(simd, w.cast()) };
         }
         simd::arch().dispatch(self);
@@ -471,19 +473,19 @@ impl Dots<'_> {
     /// Computes products of bf16 pairs.
     ///
     /// # Safety
-    /// The requirements of [`Self::run`] hold, and the CPU has the instructions.
+    /// The requirements of [`Self::run`] must be met, and the CPU must have the instructions.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16")]
     unsafe fn run_pairs(&self, simd: V4, w: *const Paired) {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { self.tiles::<V4, Paired, ROWS, 3>(simd, w) }
     }
 
-    /// Processes all weights, in tiles of `R × N` and smaller ones.
+    /// Processes all weights, in tiles of `R × N` and then in smaller ones.
     #[inline(always)]
     unsafe fn tiles<S: Simd, T: Stored, const R: usize, const N: usize>(&self, simd: S, w: *const T) {
         let mut j = 0;
-        // SAFETY: the groups partition the n columns; the contract of `run` covers the rest.
+        // SAFETY: the groups partition the n columns; the contract of `run` guarantees the rest.
         unsafe {
             while j + N <= self.n {
                 self.group::<S, T, R, N>(simd, w, j);
@@ -496,8 +498,8 @@ impl Dots<'_> {
         }
     }
 
-    /// Multiplies all rows of `x` by the `N` rows of `w` from `j` on, which stay in the first-level cache for a block
-    /// of the inner dimension.
+    /// Multiplies all rows of `x` by the `N` rows of `w` from row `j` on. These rows of `w` stay in the first-level cache for a
+    /// block of the inner dimension.
     #[inline(always)]
     unsafe fn group<S: Simd, T: Stored, const R: usize, const N: usize>(
         &self,
@@ -527,9 +529,9 @@ impl Dots<'_> {
         }
     }
 
-    /// Returns the address from which a tile prefetches weights in memory order, at each step as many bytes as it
-    /// reads. A tile reads its rows side by side, so it prefetches its last row one row length early, while it reads
-    /// its first.
+    /// Returns the address from which a tile prefetches weights. Prefetching follows memory order, and each step prefetches as
+    /// many bytes as it reads. A tile reads its rows side by side. It therefore prefetches its last row one row length early,
+    /// while it reads its first row.
     #[inline(always)]
     fn far<T, const N: usize>(&self, w: *const T, part: Part, j: usize) -> *const T {
         let done = j * self.k + part.start * N;
@@ -538,16 +540,16 @@ impl Dots<'_> {
         w.wrapping_add(if ahead < own {
             ahead
         } else if self.after > self.n {
-            // The row that this thread will probably need next.
+            // Prefetch the row that this thread will probably need next.
             ahead + (self.after - self.n) * self.k
         } else {
-            // The tile's own rows again, which costs nothing.
+            // Prefetch the tile's own rows again, which costs nothing.
             done
         })
     }
 
-    /// Computes `R` rows of `x` times `N` rows of `w`; returns `R`. Prefetches weights if they are `STREAMED`, that is,
-    /// read for the first time.
+    /// Multiplies `R` rows of `x` by `N` rows of `w`, and returns `R`. Prefetches weights if they are `STREAMED`, that is, read
+    /// for the first time.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const STREAMED: bool>(
         &self,
@@ -561,9 +563,9 @@ impl Dots<'_> {
         let mut acc = [[simd.splat_f32s(0.0); N]; R];
         let mut x = self.x.wrapping_add((i * self.k.next_multiple_of(PAD) + part.start * R) * T::OF_X / 2);
         let mut far = if STREAMED { self.far::<T, N>(w, part, j) } else { w };
-        // With one or two rows, a tile finishes a line before the next arrives; the hardware prefetcher suffices.
+        // With one or two rows, a tile finishes a line before the next one arrives, so the hardware prefetcher is enough.
         let nearby = STREAMED && R > 2;
-        // Next address to prefetch, in this tile or a later one, and the elements left in its row.
+        // The next address to prefetch, in this tile or a later one, and the number of elements left in its row.
         let ahead = part.start + NEAR / size_of::<T>();
         let (tiles, at) = (ahead / self.k.max(1), ahead % self.k.max(1));
         let (mut near, mut left) = (w.wrapping_add((tiles * N + j) * self.k + at), self.k - at);
@@ -587,7 +589,7 @@ impl Dots<'_> {
                     (near, left) = (near.wrapping_add(left + (N - 1) * self.k), self.k);
                 }
             }
-            // SAFETY: row j + c < n, with these elements in bounds; x is packed.
+            // SAFETY: row j + c < n, these elements are in bounds, and `x` is packed.
             unsafe {
                 let mut w_vec = [T::whole(simd, w); N];
                 for c in 1..N {
@@ -599,7 +601,7 @@ impl Dots<'_> {
             w = w.wrapping_add(both);
         }
         if !part.len.is_multiple_of(both) {
-            // SAFETY: row j + c < n, its remaining elements; x is packed.
+            // SAFETY: row j + c < n, its remaining elements are in bounds, and `x` is packed.
             unsafe {
                 let mut w_vec = [T::partial(simd, w, part.len % both); N];
                 for c in 1..N {
@@ -608,7 +610,7 @@ impl Dots<'_> {
                 T::add(simd, &mut acc, x, w_vec);
             }
         }
-        // A separate array, otherwise the accumulators would be stored in memory.
+        // With a separate array, the compiler keeps the accumulators in registers rather than in memory.
         let mut dots = [[0.0; N]; R];
         for r in 0..R {
             for c in 0..N {
@@ -634,16 +636,16 @@ impl WithSimd for Dots<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        // SAFETY: the contract of `run`.
+        // SAFETY: guaranteed by the contract of `run`.
         unsafe {
-            // On AVX2, 4 × 3 accumulators, three weights and one input fill the 16 registers. On AVX-512, 8 × 3
-            // accumulators fill most of the 32; widening needs more.
+            // On AVX2, 4 × 3 accumulators, three weights and one input fill the 16 registers. On AVX-512, 8 × 3 accumulators fill
+            // most of the 32 registers. bf16 has only 8 × 2 accumulators, because widening needs registers too.
             match (self.w, S::F32_LANES >= 16) {
                 (WeightPtr::F32(w), true) => self.tiles::<S, f32, ROWS, 3>(simd, w),
                 (WeightPtr::F32(w), false) => self.tiles::<S, f32, 4, 3>(simd, w),
                 (WeightPtr::Bf16(w), true) => self.tiles::<S, bf16, ROWS, 2>(simd, w),
                 (WeightPtr::Bf16(w), false) => self.tiles::<S, bf16, 4, 2>(simd, w),
-                // Pairs run in `run_pairs`.
+                // Pairs are handled by `run_pairs`.
                 (WeightPtr::Pairs(_), _) => {}
             }
         }
@@ -676,7 +678,7 @@ mod tests {
             product(&mut c_t, &a_t, &b, m, k, n, true);
             for i in 0..m {
                 for j in 0..n {
-                    // Multiples of 1/128 with few bits: exact in f32.
+                    // The values are multiples of 1/128 with few bits, so that the sums are exact in f32.
                     let dot: f32 = (0..k).map(|p| a[i * k + p] * b[p * n + j]).sum();
                     assert_eq!(c[i * n + j], 1.0 + dot, "{m}x{k}x{n} at {i},{j}");
                 }

@@ -173,7 +173,7 @@ pub fn rms_forward(x: Mat, weight: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
     let mut stats = vec![0.0; rows];
     let rstd = Shared::new(&mut stats);
     let y = buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
-        // SAFETY: every row is visited once.
+        // SAFETY: each row is visited exactly once.
         let rstd = unsafe { rstd.part(r, 1) };
         rstd[0] = rms_row(y, x.row(r), weight, eps);
     });
@@ -189,7 +189,7 @@ pub fn rms_backward(dy: Mat, x: Mat, weight: &[f32], stats: &[f32], dx: MatMut, 
     check("rms norm, backward", of_weight && of_rows);
     ranges(rows, 1, rows * dim * COST, |range| {
         for r in range {
-            // SAFETY: every row is visited once.
+            // SAFETY: each row is visited exactly once.
             let dx = unsafe { dx.row(r) };
             rms_gradient_row(dx, dy.row(r), x.row(r), weight, stats[r]);
         }
@@ -209,7 +209,7 @@ pub fn layer_forward(x: Mat, weight: &[f32], bias: &[f32], eps: f32) -> (Vec<f32
     let mut stats = vec![0.0; 2 * rows];
     let of_row = Shared::new(&mut stats);
     let y = buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
-        // SAFETY: every row is visited once.
+        // SAFETY: each row is visited exactly once.
         let (mean, rstd) = unsafe { (of_row.part(r, 1), of_row.part(rows + r, 1)) };
         (mean[0], rstd[0]) = layer_row(y, x.row(r), weight, bias, eps);
     });
@@ -234,7 +234,7 @@ pub fn layer_backward(
     let (mean, rstd) = stats.split_at(rows);
     ranges(rows, 1, rows * dim * COST, |range| {
         for r in range {
-            // SAFETY: every row is visited once.
+            // SAFETY: each row is visited exactly once.
             let dx = unsafe { dx.row(r) };
             layer_gradient_row(dx, dy.row(r), x.row(r), weight, mean[r], rstd[r]);
         }

@@ -188,7 +188,7 @@ pub struct Unavailable {
 /// Sets the path of products with bf16 weights; `None` lets the CPU model decide. Do not call this while a kernel runs.
 ///
 /// # Errors
-/// If the path does not work on this machine.
+/// Returns an error if the path does not work on this machine.
 pub fn choose(path: Option<Path>) -> Result<(), Unavailable> {
     if let Some(path) = path.filter(|path| !path.works()) {
         return Err(Unavailable { path, why: path.why() });

@@ -158,7 +158,7 @@ pub(crate) unsafe fn transpose<T: Wide>(
     for first in (0..rows).step_by(8) {
         for c in if first < whole_rows { whole_columns } else { 0 }..columns {
             for r in first..rows.min(first + 8) {
-                // SAFETY: by the contract.
+                // SAFETY: guaranteed by this function's contract.
                 unsafe {
                     *to.wrapping_add(c * to_stride + r) = (*from.wrapping_add(r * from_stride + c)).wide()
                 };
@@ -217,7 +217,7 @@ mod squares {
                 let mut x: [__m256; 4] = [_mm256_setzero_ps(); 4];
                 for i in 0..4 {
                     let low = from.wrapping_add((r + i) * from_stride + c);
-                    // SAFETY: by the contract.
+                    // SAFETY: guaranteed by this function's contract.
                     x[i] = unsafe { _mm256_set_m128(four(low.wrapping_add(4 * from_stride)), four(low)) };
                 }
                 let (a, b) = (_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
@@ -229,7 +229,7 @@ mod squares {
                     _mm256_shuffle_ps::<0b11_10_11_10>(b, d),
                 ];
                 for i in 0..4 {
-                    // SAFETY: by the contract.
+                    // SAFETY: guaranteed by this function's contract.
                     unsafe { _mm256_storeu_ps(to.wrapping_add((c + i) * to_stride + r), turned[i]) };
                 }
             }

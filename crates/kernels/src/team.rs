@@ -63,7 +63,7 @@ pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
     /// # Safety
     /// `work` points to a living `F`.
     unsafe fn call<F: Fn()>(work: *const ()) {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { (*work.cast::<F>())() }
     }
     let job = Job {

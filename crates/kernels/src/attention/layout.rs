@@ -136,7 +136,7 @@ impl AttentionLayout {
     /// Checks the layout against the number of query and key rows.
     ///
     /// # Errors
-    /// If query rows are not covered exactly once, key rows are out of bounds or counted twice, or a query sees no key.
+    /// Returns an error if query rows are not covered exactly once, key rows are out of bounds or counted twice, or a query sees no key.
     pub fn validate(&self, num_q: usize, num_k: usize) -> Result<(), LayoutError> {
         let mut by_start: Vec<&QueryRange> = self.ranges.iter().filter(|r| r.queries != (0..0)).collect();
         by_start.sort_by_key(|r| (r.queries.start, r.queries.end));

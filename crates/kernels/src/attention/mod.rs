@@ -48,7 +48,7 @@ impl<'a, T> Qkv<'a, T> {
     /// Splits rows `[q | k | v]`.
     ///
     /// # Panics
-    /// If the rows have another width.
+    /// Panics if the rows have another width.
     #[must_use]
     pub fn packed(rows: Mat<'a, T>, shape: Shape) -> Self
     where
@@ -239,7 +239,7 @@ impl<'a> Gradients<'a> {
     /// No other reference to these elements is alive.
     #[inline(always)]
     unsafe fn dq(self, seen: &Seen, i: usize, col: usize, len: usize) -> &'a mut [f32] {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe {
             match seen.partial {
                 Some(row) => self.partial.part((row + i - seen.first) * self.width + col, len),

@@ -367,7 +367,7 @@ unsafe fn softmax<S: Simd>(
     let zero = simd.splat_f32s(0.0);
     for v in 0..GROUP / LANES {
         let at = v * LANES;
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         let score = |key: usize| unsafe { load_ptr(simd, scores.add(key * GROUP + at), LANES) };
         let mut top = [infinite; 4];
         for key in (0..steps * GROUP).step_by(4) {
@@ -410,7 +410,7 @@ unsafe fn accumulate<S: Simd>(simd: S, acc: *mut f32, shrink: Option<&[f32; GROU
     for v in (0..GROUP).step_by(LANES) {
         let shrink = shrink.map_or(simd.splat_f32s(1.0), |shrink| load(simd, &shrink[..v + LANES], v));
         for i in (v..SQUARE).step_by(GROUP) {
-            // SAFETY: by the contract.
+            // SAFETY: guaranteed by this function's contract.
             unsafe {
                 let old = load_ptr(simd, acc.add(i), LANES);
                 let new = load_ptr(simd, new.0.as_ptr().add(i), LANES);
@@ -627,7 +627,7 @@ unsafe fn backward_scores<S: Simd>(
             let mut of_key = [simd.splat_f32s(0.0); 2];
             for v in 0..2 {
                 let at = (p + half * LANES) * GROUP + v * LANES;
-                // SAFETY: by the contract.
+                // SAFETY: guaranteed by this function's contract.
                 let (score, change) = unsafe {
                     (load_ptr(simd, scores.add(at), LANES), load_ptr(simd, dscores.add(at), LANES))
                 };

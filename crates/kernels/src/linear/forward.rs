@@ -47,7 +47,7 @@ fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let left = [tiles::Left { from: x.data, outer: x.stride, inner: 1, rows: m, c: y.data }];
     let mut rest = Vec::new();
     for (rights, rounded) in [(wide, false), (narrow, true)] {
-        // SAFETY: the check above bounds rows and columns.
+        // SAFETY: the check above ensures that rows and columns are in bounds.
         if !unsafe { tiles::multiply(&left, &rights, k, y.stride, accumulate, rounded) } {
             rest.extend(rights);
         }
@@ -71,7 +71,7 @@ fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
             let bias = bias.filter(|_| block.start == 0).map(|bias| &bias[columns.clone()]);
             let data = x.data.as_ptr().wrapping_add(rows.start * x.stride + block.start);
             let left = Left::Rows { data, stride: x.stride };
-            // SAFETY: the check above bounds rows and columns; tasks write disjoint columns or rows.
+            // SAFETY: the check above ensures that rows and columns are in bounds; tasks write disjoint columns or rows.
             unsafe { Multiply { c, ldc, left, panels, m, depth, n, old, bias }.run() };
             old = true;
         }

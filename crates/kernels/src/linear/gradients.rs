@@ -65,7 +65,7 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
         let (from, n) = (layer.w.stored(), layer.n());
         let left = tiles::Left { from: &dy.data[col..], outer: dy.stride, inner: 1, rows: m, c: dx.data };
         let right = Right { from, outer: 1, inner: k, columns: k, at: 0, bias: None };
-        // SAFETY: the check above bounds rows and columns.
+        // SAFETY: the check above ensures that rows and columns are in bounds.
         if unsafe { tiles::multiply(&[left], &[right], n, dx.stride, old, layer.w.is_bf16()) } {
             old = true;
         } else {
@@ -93,7 +93,7 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
                 let panels = Pack { from, inner: k, column: 1, depth, width: n }.run(&mut scratch);
                 let data = dy.data.as_ptr().wrapping_add(rows.start * dy.stride + col + block.start);
                 let left = Left::Rows { data, stride: dy.stride };
-                // SAFETY: the check above bounds rows and columns; tasks write disjoint columns or rows.
+                // SAFETY: the check above ensures that rows and columns are in bounds; tasks write disjoint columns or rows.
                 unsafe { Multiply { c, ldc, left, panels, m, depth, n, old, bias: None }.run() };
                 old = true;
             }
@@ -121,7 +121,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
             let (from, rows, c) = (&dy.data[g.col..], g.dw.rows, g.dw.data);
             lefts.push(tiles::Left { from, outer: 1, inner: dy.stride, rows, c });
         }
-        // SAFETY: the check above bounds rows and columns.
+        // SAFETY: the check above ensures that rows and columns are in bounds.
         unsafe { tiles::multiply(&lefts, &right, m, k, true, rounded) }
     });
     let (side, panel) = gemm::tile_shape();

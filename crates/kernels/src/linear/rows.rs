@@ -72,7 +72,7 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
         let after = if next == at { after.start.max(columns.end) } else { columns.end };
         if let (Stored::Bf16(w), true) = (w.stored(), tiled) {
             let (x, old) = (narrow.as_ptr(), accumulate);
-            // SAFETY: the check above bounds rows and columns; tasks write disjoint columns.
+            // SAFETY: the check above ensures that rows and columns are in bounds; tasks write disjoint columns.
             unsafe { tiles::Dots { y, y_stride, x, w, bias, m, k, columns, after, old }.run() };
             return;
         }
@@ -84,7 +84,7 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
         };
         let (y, after) = (y.wrapping_add(columns.start), after - columns.start);
         let (n, bias) = (columns.len(), bias.map(|bias| &bias[columns]));
-        // SAFETY: the check above bounds rows and columns; tasks write disjoint columns.
+        // SAFETY: the check above ensures that rows and columns are in bounds; tasks write disjoint columns.
         unsafe { Dots { y, y_stride, x, w, bias, m, k, n, after, old: accumulate }.run() };
     });
     GROUPS.set(scratch);

@@ -59,7 +59,7 @@ impl Tiles {
     /// # Safety
     /// The CPU has the instructions.
     pub(crate) unsafe fn new() -> Self {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { Self::narrow(SIDE) }
     }
 
@@ -98,7 +98,7 @@ impl Element for f32 {
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn load(from: *const Self, mask: __mmask16) -> __m512 {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { _mm512_maskz_loadu_ps(mask, from) }
     }
 }
@@ -107,7 +107,7 @@ impl Element for bf16 {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn load(from: *const Self, mask: __mmask16) -> __m512 {
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         let narrow = unsafe { _mm256_maskz_loadu_epi16(mask, from.cast()) };
         _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)))
     }
@@ -207,7 +207,7 @@ pub(crate) unsafe fn store_line<S: Simd>(
     let half = simd.splat_u32s(16);
     for q in 0..PARTS {
         let pair = simd.or_u32s(simd.wrapping_dyn_shr_u32s(low[q], half), high[q]);
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { to.add(q * PART).cast::<S::u32s>().write_unaligned(pair) };
     }
 }
@@ -286,7 +286,7 @@ impl<T: Element> Half<T> {
         }
         let from = self.from.wrapping_add(i * self.line);
         simd::prefetch(from.wrapping_add(self.ahead));
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe { T::load(from, if WHOLE { !0 } else { self.lines.mask }) }
     }
 }
@@ -305,7 +305,7 @@ unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
     high: &Half<T>,
     turn: bool,
 ) {
-    // SAFETY: by the contract.
+    // SAFETY: guaranteed by this function's contract.
     unsafe {
         if !turn {
             for i in 0..SIDE {
@@ -452,7 +452,7 @@ macro_rules! kernel {
         /// # Safety
         /// All of them are in bounds, and this thread has configured its tiles.
         pub(crate) unsafe fn $name(c: *mut f32, ldc: usize, a: *const u32, b: *const u32, steps: usize) {
-            // SAFETY: by the contract.
+            // SAFETY: guaranteed by this function's contract.
             unsafe {
                 asm!(
                     "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",

@@ -100,7 +100,7 @@ struct Product {
 unsafe fn rows_1(of: &Product) {
     let &Product { out, w, w_bytes, x, width, steps, ahead } = of;
     let tile = SIDE * width;
-    // SAFETY: by the contract.
+    // SAFETY: guaranteed by this function's contract.
     unsafe {
         asm!(
             "tilezero tmm0", "tilezero tmm1",
@@ -137,7 +137,7 @@ unsafe fn rows_1(of: &Product) {
 /// Operands and output are in bounds, and this thread has configured full tiles.
 unsafe fn rows_2(of: &Product) {
     let &Product { out, w, w_bytes, x, steps, ahead, .. } = of;
-    // SAFETY: by the contract.
+    // SAFETY: guaranteed by this function's contract.
     unsafe {
         asm!(
             "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",

@@ -178,7 +178,7 @@ impl Dots<'_> {
     /// refers to them. [`available`] is true, and `k > 0`.
     pub(crate) unsafe fn run(self) {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        // SAFETY: by the contract.
+        // SAFETY: guaranteed by this function's contract.
         unsafe {
             dots::run(&self);
         }

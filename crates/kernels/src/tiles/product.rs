@@ -43,7 +43,7 @@ unsafe fn pack_run<T: Element, const N: usize>(
     for p in (0..depth).step_by(step) {
         for (to, from, count) in run.clone() {
             let (to, from) = (to.wrapping_add(panel_len(N, p)), from.wrapping_add(p * inner));
-            // SAFETY: by the contract.
+            // SAFETY: guaranteed by this function's contract.
             unsafe { pack::<T, N>(to, from, outer, inner, left, count, step.min(depth - p)) };
         }
     }
@@ -118,7 +118,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                         (panels.wrapping_add(j * len), start, GROUP.min(columns.end - column))
                     };
                     let run = columns.clone().step_by(GROUP).enumerate().map(panel);
-                    // SAFETY: the contract.
+                    // SAFETY: guaranteed by this function's contract.
                     unsafe {
                         match right.from {
                             Stored::F32(w) => {
