@@ -1,6 +1,6 @@
 //! RMS norm and layer norm over the last dimension.
 //!
-//! Rows are independent outputs. Weight gradients are summed row by row; each thread owns a range of columns.
+//! Rows are independent outputs. Weight gradients are summed row by row. Each thread computes a range of columns.
 
 use crate::buffer;
 use crate::mat::{Mat, MatMut, check};
@@ -8,13 +8,13 @@ use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
 use crate::simd::{Simd, load, store};
 
-/// Elementary operations per element, used to decide on threads.
+/// Elementary operations per element, used to decide how many threads share the work.
 const COST: usize = 2;
 
-/// Computes `Σ x · y` in an order fixed by the length.
+/// Returns `Σ x · y`, summed in an order that depends on the length alone.
 #[inline(always)]
 fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
-    // Four accumulators break the chain of dependent additions.
+    // Four accumulators shorten the chain of dependent additions.
     let mut acc = [simd.splat_f32s(0.0); 4];
     for (p, i) in (0..x.len()).step_by(S::F32_LANES).enumerate() {
         acc[p % 4] = simd.mul_add_e_f32s(load(simd, x, i), load(simd, y, i), acc[p % 4]);
@@ -22,7 +22,7 @@ fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     total(simd, acc)
 }
 
-/// Returns the sum of all lanes of four accumulators.
+/// Returns the sum over all lanes of four accumulators.
 #[inline(always)]
 fn total<S: Simd>(simd: S, acc: [S::f32s; 4]) -> f32 {
     simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(acc[0], acc[1]), simd.add_f32s(acc[2], acc[3])))
@@ -40,7 +40,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `dx += rstd · (dy w − x̂ · mean(dy w x̂))`.
+    /// Computes `dx += rstd · (dy w − x̂ · mean(dy w x̂))` for one row.
     fn rms_gradient_row<'a>(simd: S, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32], weight: &'a [f32],
                             rstd: f32) -> () {
         let mut along = [simd.splat_f32s(0.0); 4];
@@ -81,7 +81,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `dx += rstd · (dy w − mean(dy w) − x̂ · mean(dy w x̂))`.
+    /// Computes `dx += rstd · (dy w − mean(dy w) − x̂ · mean(dy w x̂))` for one row.
     fn layer_gradient_row<'a>(simd: S, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32], weight: &'a [f32],
                               mean: f32, rstd: f32) -> () {
         let n = x.len() as f32;
@@ -104,7 +104,7 @@ simd_fn! {
     }
 }
 
-/// Operands of a weight gradient: incoming gradient, input, and statistics of each row.
+/// Operands of a weight gradient: the incoming gradient, the input, and the statistics of each row.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     dy: Mat<'a>,
@@ -114,8 +114,8 @@ struct Rows<'a> {
 }
 
 simd_fn! {
-    /// Adds, for columns from `first` on and rows in order, `dw += Σ_rows dy · (x − mean) · rstd` and `db += Σ_rows
-    /// dy`.
+    /// Computes `dw += Σ_rows dy · (x − mean) · rstd` and `db += Σ_rows dy` for the columns that start at `first`. Rows are added
+    /// in order.
     fn add_columns<'a>(simd: S, dw: &'a mut [f32], db: Option<&'a mut [f32]>, rows: Rows<'a>, first: usize) -> () {
         const VECS: usize = 4;
         let width = dw.len();
@@ -151,7 +151,7 @@ simd_fn! {
     }
 }
 
-/// Adds `dw [dim] += Σ_rows dy · (x − mean) · rstd` and `db [dim] += Σ_rows dy`; each thread owns columns.
+/// Computes `dw [dim] += Σ_rows dy · (x − mean) · rstd` and `db [dim] += Σ_rows dy`. Each thread computes its own columns.
 fn weight_gradient(rows: Rows, dw: &mut [f32], db: Option<&mut [f32]>) {
     let (count, dim) = rows.x.dims();
     let (dw, db) = (Shared::new(dw), db.map(Shared::new));
@@ -163,8 +163,8 @@ fn weight_gradient(rows: Rows, dw: &mut [f32], db: Option<&mut [f32]>) {
     });
 }
 
-/// Returns `x · rstd · weight` with `rstd = 1 / sqrt(mean(x²) + eps)`, and the statistics `[1, rows]`, which are
-/// `rstd`. `x` and the result are `[rows, dim]`.
+/// Returns `x · rstd · weight` with `rstd = 1 / sqrt(mean(x²) + eps)`, and `rstd` as statistics `[1, rows]`. `x` and the result
+/// are `[rows, dim]`.
 #[must_use]
 pub fn rms_forward(x: Mat, weight: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
     let (rows, dim) = x.dims();
@@ -199,8 +199,8 @@ pub fn rms_backward(dy: Mat, x: Mat, weight: &[f32], stats: &[f32], dx: MatMut, 
     }
 }
 
-/// Returns `(x − mean) · rstd · weight + bias` with biased variance, and the statistics `[2, rows]`: `mean` and `rstd`.
-/// `x` and the result are `[rows, dim]`.
+/// Returns `(x − mean) · rstd · weight + bias`, where the variance is the biased one, and the statistics `[2, rows]`: `mean` and
+/// `rstd`. `x` and the result are `[rows, dim]`.
 #[must_use]
 pub fn layer_forward(x: Mat, weight: &[f32], bias: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
     let (rows, dim) = x.dims();
@@ -216,7 +216,7 @@ pub fn layer_forward(x: Mat, weight: &[f32], bias: &[f32], eps: f32) -> (Vec<f32
     (y, stats)
 }
 
-/// Adds the gradients of [`layer_forward`] to `dx [rows, dim]` and to `dw` and `db` `[dim]`.
+/// Adds the gradients of [`layer_forward`] to `dx [rows, dim]`, `dw [dim]` and `db [dim]`.
 pub fn layer_backward(
     dy: Mat,
     x: Mat,

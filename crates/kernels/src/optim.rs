@@ -1,10 +1,10 @@
-//! The optimizer's elementwise update, and the sum of squares for the gradient norm.
+//! The elementwise update of the optimizer, and the sum of squares for the gradient norm.
 
 use crate::mat::check;
 use crate::parallel::{Shared, map, ranges};
 use crate::profile::{Op, span};
 
-/// Scalars of one update.
+/// Scalar parameters of one update.
 #[derive(Clone, Copy)]
 struct Update {
     beta1: f32,
@@ -19,7 +19,7 @@ struct Update {
 }
 
 simd_fn! {
-    // Plain arithmetic: the compiler vectorises it for the chosen instruction set.
+    // The body is plain arithmetic, which the compiler vectorises for the chosen instruction set.
     fn update<'a>(_simd: S, u: Update, weight: &'a mut [f32], m: &'a mut [f32], v: &'a mut [f32],
                   grad: &'a [f32]) -> () {
         for (((w, m), v), g) in weight.iter_mut().zip(m).zip(v).zip(grad) {
@@ -43,25 +43,25 @@ simd_fn! {
     }
 }
 
-/// Scalars of one AdamW step.
+/// Scalar parameters of one AdamW step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW<T = f32> {
     /// Learning rate.
     pub lr: T,
-    /// Decay rates of both moments.
+    /// Decay rates of the first and the second moment.
     pub betas: [T; 2],
-    /// Term added to the root of the second moment.
+    /// Term added to the square root of the second moment.
     pub eps: T,
     /// Decoupled weight decay.
     pub weight_decay: T,
-    /// Factor of the gradient (clipping, averaging).
+    /// Factor that multiplies the gradient (clipping, averaging).
     pub grad_scale: T,
-    /// Number of the step, from 1 on.
+    /// Number of the step, counted from 1.
     pub step: u64,
 }
 
 impl AdamW {
-    /// Converts the scalars to `f64` for the twin.
+    /// Converts the scalars to `f64` for [`crate::twin`].
     #[must_use]
     pub fn wide(&self) -> AdamW<f64> {
         AdamW {
@@ -75,8 +75,9 @@ impl AdamW {
     }
 }
 
-/// Applies one step in place, following `torch.optim.AdamW` (decoupled weight decay, bias-corrected moments). Updates
-/// `weight`, its first moment `m` and its second moment `v` from `grad`; all have the same length. Bias corrections are
+/// Applies one step in place, following `torch.optim.AdamW` (decoupled weight decay, bias-corrected moments).
+///
+/// Updates `weight`, its first moment `m` and its second moment `v` from `grad`. All have the same length. Bias corrections are
 /// computed in `f64`.
 pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
     let n = weight.len();
@@ -97,7 +98,7 @@ pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mu
     });
 }
 
-/// Returns the sum of squares in `f64`, over blocks of fixed length added in order.
+/// Returns the sum of squares in `f64`. Blocks of fixed length are summed separately and added in order.
 #[must_use]
 pub fn sum_of_squares(x: &[f32]) -> f64 {
     let _span = span(Op::Optimizer, || (2 * x.len(), 4 * x.len()));

@@ -1,6 +1,6 @@
-//! Splits outputs over threads; small work stays on the calling thread.
+//! Division of outputs among threads. Small work stays on the calling thread.
 //!
-//! The size of the rayon pool sets the number of threads; the threads that kernels use belong to the module `team`.
+//! The size of the rayon pool sets the number of threads. The threads that run kernels are managed by the module `team`.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::team;
 
-/// Elementary operations (multiply-adds, element updates) below which a second thread costs more than it saves.
+/// Number of elementary operations (multiply-adds, element updates) below which a second thread costs more than it saves.
 const MIN_PARALLEL: usize = 1 << 15;
 
 /// Returns the number of threads that share the work of a kernel.
@@ -18,9 +18,9 @@ pub fn threads() -> usize {
     rayon::current_num_threads()
 }
 
-/// Calls `f` for every number below `count`, on several threads if `work` (elementary operations in total) is large.
+/// Calls `f` for every number below `count`. Uses several threads if `work` (elementary operations in total) is large.
 ///
-/// A thread takes the next number when it finishes one, so that a slow or late thread does less.
+/// A thread takes the next number when it finishes one, so that a slow or late thread does less of the work.
 pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
     let threads = rayon::current_num_threads().min(count);
     if threads <= 1 || work < MIN_PARALLEL {
@@ -30,7 +30,7 @@ pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
     let next = AtomicUsize::new(0);
     team::run(threads, &|| {
         loop {
-            // `Relaxed` suffices: a task's result does not depend on the thread that runs it.
+            // `Relaxed` is enough: the result of a task does not depend on the thread that runs it.
             let i = next.fetch_add(1, Ordering::Relaxed);
             if i >= count {
                 break;
@@ -56,8 +56,9 @@ pub fn map<T: Send, R: Send>(
     slots.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner).1).collect()
 }
 
-/// Calls `f` for consecutive ranges that cover `0..n`, on several threads if `work` (elementary operations in total) is
-/// large. Range bounds are multiples of `align`. Results must not depend on the bounds.
+/// Calls `f` for consecutive ranges that cover `0..n`. Uses several threads if `work` (elementary operations in total) is large.
+///
+/// Range bounds are multiples of `align`. The results of `f` must not depend on the bounds.
 pub(crate) fn ranges(n: usize, align: usize, work: usize, f: impl Fn(Range<usize>) + Sync) {
     if n == 0 {
         return;
@@ -73,23 +74,23 @@ pub(crate) fn ranges(n: usize, align: usize, work: usize, f: impl Fn(Range<usize
     });
 }
 
-/// Returns part `i` of `0..n`, split into `parts` nearly equal parts.
+/// Splits `0..n` into `parts` nearly equal parts and returns part `i`.
 pub(crate) fn part(n: usize, parts: usize, i: usize) -> Range<usize> {
     i * n / parts..(i + 1) * n / parts
 }
 
-/// Panels in a strip, the work of one task: enough to read the left operand rarely.
+/// Maximum number of panels in a strip, which is the work of one task. With this number, the left operand is rarely read again.
 const STRIP_PANELS: usize = 6;
-/// Minimum number of even strips per thread, so that no thread waits long for another.
+/// Minimum number of equal strips per thread, so that no thread waits long for another.
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 const ROUNDS: usize = 2;
-/// Number of rows below which a strip is not divided among threads.
+/// Minimum number of rows in each part when the rows of a strip are divided among threads.
 const MIN_ROWS: usize = 96;
 
-/// Division of `widths` (columns of several outputs) and of `m` rows into tasks.
+/// Division of the columns of several outputs (`widths`) and of `m` rows into tasks.
 pub(crate) struct Strips<'a> {
     pub widths: &'a [usize],
-    /// Columns of a panel.
+    /// Number of columns in a panel.
     pub panel: usize,
     /// Maximum number of panels in a strip.
     pub panels: usize,
@@ -100,12 +101,13 @@ impl<'a> Strips<'a> {
     pub(crate) fn new(widths: &'a [usize], m: usize, panel: usize) -> Self {
         let threads = rayon::current_num_threads();
         let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
-        // Several strips per thread keep the wait for the last one short.
+        // With several strips per thread, the wait for the last strip is short.
         let panels = total.div_ceil(threads * 6).clamp(1, STRIP_PANELS);
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, 2 * threads)
     }
 
-    /// Divides into the smallest number of strips, each of at most `most` panels, that keeps the threads equally busy.
+    /// Divides the columns into the smallest number of strips, each of at most `most` panels, that keeps all threads equally
+    /// busy.
     #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
     pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize, most: usize) -> Self {
         let threads = rayon::current_num_threads();
@@ -115,7 +117,7 @@ impl<'a> Strips<'a> {
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, threads)
     }
 
-    /// Divides the rows too if there are fewer strips than `tasks`.
+    /// Divides the rows as well if there are fewer strips than `tasks`.
     fn divide_rows(mut self, m: usize, tasks: usize) -> Self {
         if rayon::current_num_threads() > 1 {
             self.row_parts = tasks.div_ceil(self.columns().max(1)).min(m / MIN_ROWS).max(1);
@@ -135,7 +137,7 @@ impl<'a> Strips<'a> {
         self.columns() * self.row_parts
     }
 
-    /// Returns the output, its columns and the part of the rows of task `i`.
+    /// Returns the index of the output, the columns and the part of the rows that belong to task `i`.
     pub(crate) fn get(&self, i: usize) -> (usize, Range<usize>, usize) {
         let (mut strip, row_part) = (i / self.row_parts, i % self.row_parts);
         for (at, &width) in self.widths.iter().enumerate() {
@@ -150,7 +152,7 @@ impl<'a> Strips<'a> {
     }
 }
 
-/// A mutable slice whose disjoint parts several threads write.
+/// A mutable slice that several threads write in disjoint parts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shared<'a> {
     data: *mut f32,
@@ -158,7 +160,7 @@ pub(crate) struct Shared<'a> {
     life: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: the only access is through `part` and `ptr`, whose callers keep threads on disjoint elements.
+// SAFETY: `part` and `ptr` are the only access, and their callers ensure that threads use disjoint elements.
 unsafe impl Send for Shared<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Shared<'_> {}
@@ -171,7 +173,7 @@ impl<'a> Shared<'a> {
     /// Wraps uninitialised memory, which is written only through [`Self::ptr`] and [`Self::clear`].
     ///
     /// # Safety
-    /// `len` elements are writable while the result is alive, and nothing else refers to them.
+    /// While the result is alive, `len` elements must be writable, and nothing else may refer to them.
     pub(crate) unsafe fn raw(data: *mut f32, len: usize) -> Self {
         Self { data, len, life: PhantomData }
     }
@@ -180,31 +182,31 @@ impl<'a> Shared<'a> {
         self.len
     }
 
-    /// Skips the first `start` elements.
+    /// Returns the slice without its first `start` elements.
     pub(crate) fn from(self, start: usize) -> Self {
         assert!(start <= self.len);
         Self { data: self.ptr(start), len: self.len - start, life: PhantomData }
     }
 
-    /// Zeroes elements `start..start + len`; one thread at a time may do so.
+    /// Zeroes elements `start..start + len`. Two threads must not zero the same elements at the same time.
     pub(crate) fn clear(self, start: usize, len: usize) {
         assert!(start <= self.len && len <= self.len - start);
-        // SAFETY: in bounds; the creator of this value keeps the memory writable.
+        // SAFETY: the elements are in bounds, and the creator of this value keeps the memory writable.
         unsafe { self.ptr(start).write_bytes(0, len) };
     }
 
-    /// Returns elements `start..start + len`, bounds-checked.
+    /// Returns elements `start..start + len`, and panics if they are out of bounds.
     ///
     /// # Safety
-    /// No other reference to these elements is alive.
+    /// No other reference to these elements may be alive.
     #[inline(always)]
     pub(crate) unsafe fn part(self, start: usize, len: usize) -> &'a mut [f32] {
         assert!(start <= self.len && len <= self.len - start);
-        // SAFETY: in bounds by the assertion, exclusive by the contract.
+        // SAFETY: the assertion checks the bounds, and this function's contract guarantees exclusive access.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
 
-    /// Returns a pointer to element `start`; the caller ensures bounds and exclusive access.
+    /// Returns a pointer to element `start`. The caller must ensure that it stays in bounds and has exclusive access.
     #[inline(always)]
     pub(crate) fn ptr(self, start: usize) -> *mut f32 {
         self.data.wrapping_add(start)

@@ -1,13 +1,14 @@
-//! Chooses the instructions that multiply bf16 weights: by CPU model, or as the user sets.
+//! Choice of the instructions that multiply bf16 weights, by CPU model or by the user's setting.
 //!
-//! There are two ways to multiply a bf16 weight. One widens it to f32 and rounds nothing. The other rounds the second
-//! factor to bf16 too and sums products of pairs, in vectors (`VDPBF16PS`, AVX512-BF16) or in matrix tiles (AMX).
-//! Wherever tiles exist, they are several times as fast as vectors. The vector instruction is not always faster than
-//! widening: Zen 4 and 5 start as many of it per cycle as multiply-adds, so it doubles the rate. Sapphire and Emerald
-//! Rapids start one in two cycles against four multiply-adds, so it halves the rate.
+//! There are two ways to multiply a bf16 weight. The first widens it to f32 and rounds nothing. The second also rounds the other
+//! factor to bf16 and sums products of pairs, in vectors (`VDPBF16PS`, AVX512-BF16) or in matrix tiles (AMX).
 //!
-//! Therefore [`TABLE`] decides by vendor, family and model, never by a measurement at run time, so that runs on the
-//! same model give the same bits. Models missing from the table widen.
+//! Tiles are several times as fast as vectors on every CPU that has them. The vector instruction is not always faster than
+//! widening. Zen 4 and 5 start as many of these instructions per cycle as multiply-adds, so the instruction doubles the rate.
+//! Sapphire and Emerald Rapids start one of them in two cycles but four multiply-adds, so the instruction halves the rate.
+//!
+//! Therefore [`TABLE`] decides by vendor, family and model. The choice never depends on a measurement at run time, so that runs
+//! on the same model give the same bits. On models that are not in the table, weights are widened.
 
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
@@ -15,20 +16,20 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use crate::{probe, tiles};
 
-/// A way to multiply with bf16 weights.
+/// A way to multiply by bf16 weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Path {
-    /// Weights are widened to f32; nothing is rounded.
+    /// Widening to f32, without rounding.
     Widened = 1,
-    /// Vectors multiply pairs of bf16.
+    /// Products of bf16 pairs in vectors.
     Dot,
-    /// Matrix tiles multiply bf16.
+    /// Products of bf16 in matrix tiles.
     Amx,
 }
 
 impl Path {
-    /// Every path, the slowest first.
+    /// All paths, from the slowest to the fastest.
     pub const ALL: [Self; 3] = [Self::Widened, Self::Dot, Self::Amx];
 
     /// Returns the name used in settings.
@@ -41,7 +42,7 @@ impl Path {
         }
     }
 
-    /// Returns whether the CPU runs this path's instructions and the user has not disabled them.
+    /// Returns true if the CPU runs the instructions of this path and the user has not disabled them.
     #[must_use]
     pub fn works(self) -> bool {
         match self {
@@ -51,7 +52,7 @@ impl Path {
         }
     }
 
-    /// Returns the reason why the path does or does not work.
+    /// Returns the reason why the path works or does not work.
     #[must_use]
     pub fn why(self) -> &'static str {
         match self {
@@ -62,10 +63,10 @@ impl Path {
     }
 }
 
-/// A CPU model, as the CPU identifies itself.
+/// A CPU model, as reported by the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cpu {
-    /// Vendor in twelve letters, such as `GenuineIntel`.
+    /// Vendor name of twelve letters, such as `GenuineIntel`.
     pub vendor: [u8; 12],
     /// Sum of base and extended family.
     pub family: u32,
@@ -74,7 +75,7 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// Identifies the current CPU; `None` on architectures without such an identification.
+    /// Returns the model of the current CPU, or `None` on architectures whose CPUs do not report it.
     #[must_use]
     pub fn here() -> Option<Self> {
         static FOUND: OnceLock<Option<Cpu>> = OnceLock::new();
@@ -105,7 +106,7 @@ impl Cpu {
         Self { vendor, family, model }
     }
 
-    /// Returns the table's row for this model.
+    /// Returns the row of [`TABLE`] for this model.
     #[must_use]
     pub fn row(self) -> Option<&'static Row> {
         TABLE.iter().find(|row| {
@@ -115,7 +116,7 @@ impl Cpu {
         })
     }
 
-    /// Returns the path for this CPU, given whether tiles (`amx`) and pairs (`dot`) work on it.
+    /// Returns the path for this CPU. `amx` and `dot` are true if tiles and bf16 pairs work on it.
     #[must_use]
     pub fn path(self, amx: bool, dot: bool) -> Path {
         match self.row() {
@@ -133,7 +134,7 @@ impl std::fmt::Display for Cpu {
     }
 }
 
-/// CPU models whose vectors multiply bf16.
+/// A row of [`TABLE`]: CPU models whose vectors multiply bf16.
 #[derive(Debug)]
 pub struct Row {
     vendor: &'static str,
@@ -141,10 +142,10 @@ pub struct Row {
     models: RangeInclusive<u32>,
     /// Name of the models.
     pub name: &'static str,
-    /// Whether [`Path::Dot`] is faster than [`Path::Widened`].
+    /// True if [`Path::Dot`] is faster than [`Path::Widened`].
     pub dot: bool,
-    /// Measured GFLOP/s of products of many rows on two cores, widened and in pairs. If `None`, `dot` follows from how
-    /// many of each instruction the CPU starts per cycle.
+    /// Measured GFLOP/s of products of many rows on two cores: widened, and in pairs. If `None`, nothing was measured, and `dot`
+    /// follows from the number of instructions of each kind that the CPU starts per cycle.
     pub measured: Option<[f64; 2]>,
 }
 
@@ -162,7 +163,7 @@ const fn row(
 const AMD: &str = "AuthenticAMD";
 const INTEL: &str = "GenuineIntel";
 
-/// The ranges of AMD models follow the Linux kernel (`arch/x86/kernel/cpu/amd.c`).
+/// The ranges of AMD models are taken from the Linux kernel (`arch/x86/kernel/cpu/amd.c`).
 pub static TABLE: &[Row] = &[
     row(AMD, 25, 0x10..=0x1f, "Zen 4", true, None),
     row(AMD, 25, 0x60..=0xaf, "Zen 4", true, None),
@@ -174,10 +175,10 @@ pub static TABLE: &[Row] = &[
     row(INTEL, 6, 173..=174, "Granite Rapids", false, None),
 ];
 
-/// Path set by [`choose`], or 0.
+/// Path that [`choose`] has set, or 0 if none is set.
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
-/// The chosen path does not work on this CPU.
+/// Error: the chosen path does not work on this CPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("this machine cannot multiply bf16 weights with the path {:?}: {why}", path.name())]
 pub struct Unavailable {
@@ -185,7 +186,8 @@ pub struct Unavailable {
     pub why: &'static str,
 }
 
-/// Sets the path of products with bf16 weights; `None` lets the CPU model decide. Do not call this while a kernel runs.
+/// Sets the path of products with bf16 weights. With `None`, the CPU model decides. Do not call this function while a kernel
+/// runs.
 ///
 /// # Errors
 /// Returns an error if the path does not work on this machine.
@@ -197,14 +199,14 @@ pub fn choose(path: Option<Path>) -> Result<(), Unavailable> {
     Ok(())
 }
 
-/// Returns the path that [`choose`] set last.
+/// Returns the path that the last call of [`choose`] set.
 #[must_use]
 pub fn chosen() -> Option<Path> {
     let chosen = CHOSEN.load(Ordering::Relaxed);
     Path::ALL.into_iter().find(|path| *path as u8 == chosen)
 }
 
-/// Returns the path of products with bf16 weights. Products of many rows with weights of few bits use it too.
+/// Returns the path of products with bf16 weights. Products of many rows with 8-bit or 4-bit weights use it too.
 #[must_use]
 pub fn path() -> Path {
     chosen().filter(|path| path.works()).unwrap_or_else(|| match Cpu::here() {
@@ -224,17 +226,17 @@ mod tests {
     #[test]
     fn the_model_decides_and_unknown_ones_widen() {
         for (vendor, family, model, path) in [
-            // Genoa, Raphael, Bergamo; Milan, which lacks the instruction even if it announced it.
+            // Genoa, Raphael and Bergamo; then Milan, which must not use the instruction even if it reports it.
             (AMD, 25, 0x11, Path::Dot),
             (AMD, 25, 0x61, Path::Dot),
             (AMD, 25, 0xa0, Path::Dot),
             (AMD, 25, 0x01, Path::Widened),
-            // Turin, Granite Ridge; models after Zen 5.
+            // Turin and Granite Ridge; then models after Zen 5.
             (AMD, 26, 0x02, Path::Dot),
             (AMD, 26, 0x44, Path::Dot),
             (AMD, 26, 0x50, Path::Widened),
             (AMD, 27, 0x02, Path::Widened),
-            // Sapphire and Emerald Rapids, Granite Rapids, Cooper Lake, unknown models.
+            // Sapphire and Emerald Rapids, Granite Rapids, Cooper Lake; then unknown models.
             (INTEL, 6, 143, Path::Widened),
             (INTEL, 6, 207, Path::Widened),
             (INTEL, 6, 173, Path::Widened),

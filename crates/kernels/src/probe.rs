@@ -1,10 +1,11 @@
-//! Tests which instructions for products of matrices, 16-bit floats and bytes work on this machine.
+//! Tests of the instructions for products of matrices, 16-bit floats and bytes: do they work on this machine?
 //!
-//! On virtual machines, what a CPU announces and what a process may use can differ. One machine hides the CPUID leaf
-//! that describes matrix tiles although the kernel grants them and products are correct; another announces an
-//! instruction and raises a signal when it runs. Therefore a forked child runs a small product with a known result and
-//! nothing else. The child exits, is killed by a signal, or is killed by an alarm after a few seconds; this process
-//! only reads its exit status.
+//! On virtual machines, the instructions that a CPU announces can differ from those that a process may use. One machine hides the
+//! CPUID leaf that describes matrix tiles, although the kernel allows tiles and products are correct. Another machine announces
+//! an instruction but raises a signal when it runs.
+//!
+//! Therefore each test forks a child that only runs a small product with a known result. The child exits, is killed by a signal,
+//! or is killed by an alarm after a few seconds. This process reads only its exit status.
 
 use std::sync::OnceLock;
 
@@ -14,22 +15,24 @@ pub struct Feature {
     /// Name, such as `AMX`.
     pub name: &'static str,
     pub works: bool,
-    /// Evidence for `works`, as a clause that can follow a colon.
+    /// Reason for the value of `works`, as a clause that can follow a colon.
     pub why: String,
-    /// True if a required trial gave no answer: it could not start, or something other than the tested instructions
-    /// ended it.
+    /// True if a required trial gave no answer: the trial could not start, or something other than the tested instructions ended
+    /// it.
     pub untried: bool,
 }
 
-/// Returns every instruction set that is tested, for display. Trials run once, at the first call. Call this before the
-/// program starts threads and fills its memory: then a fork is cheap and rarely fails.
+/// Returns every instruction set that is tested, for display.
+///
+/// Trials run once, at the first call. Call this function before the program starts threads and fills its memory, because a fork
+/// is then cheap and rarely fails.
 #[must_use]
 pub fn features() -> [&'static Feature; 4] {
     [bf16(), vnni(), fp16(), amx()]
 }
 
-/// Returns a warning for each trial that could not run: the choice of kernels, and so the last bits of results, may
-/// differ from a run in which it could.
+/// Returns a warning for each trial that could not run. In such a case, the choice of kernels, and therefore the last bits of
+/// results, may differ from a run in which the trial worked.
 #[must_use]
 pub fn doubts() -> Vec<String> {
     features().into_iter().filter_map(doubt).collect()
@@ -45,25 +48,25 @@ fn doubt(feature: &Feature) -> Option<String> {
     })
 }
 
-/// Tests dot products of bf16 pairs in vectors.
+/// Returns the result of the test of dot products of bf16 pairs in vectors.
 pub(crate) fn bf16() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(|| system::vectors("AVX512-BF16", system::has_bf16(), system::try_bf16))
 }
 
-/// Tests dot products of four bytes in vectors.
+/// Returns the result of the test of dot products of four bytes in vectors.
 pub(crate) fn vnni() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(|| system::vectors("AVX512-VNNI", system::has_vnni(), system::try_vnni))
 }
 
-/// Tests arithmetic of 16-bit floats in vectors.
+/// Returns the result of the test of arithmetic with 16-bit floats in vectors.
 fn fp16() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(|| system::vectors("AVX512-FP16", system::has_fp16(), system::try_fp16))
 }
 
-/// Tests matrix tiles with bf16 products. Their kernels also use [`bf16`] vectors.
+/// Returns the result of the test of matrix tiles with bf16 products. Kernels that use tiles also use [`bf16`] vectors.
 pub(crate) fn amx() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
     FOUND.get_or_init(system::amx)
@@ -122,7 +125,7 @@ mod system {
 
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    /// Time limit of a trial.
+    /// Time limit of a trial, in seconds.
     const TRIAL_SECS: libc::c_uint = 5;
 
     /// Outcome of a trial.
@@ -132,12 +135,12 @@ mod system {
         Wrong,
         /// Signal that killed the child.
         Signal(i32),
-        /// Reason of the operating system why no trial ran.
+        /// Operating system's reason why no trial ran.
         None(String),
     }
 
     impl Trial {
-        /// Turns the outcome into a feature. `announced` is the fallback if no trial ran.
+        /// Converts the outcome to a [`Feature`]. `announced` decides if no trial ran.
         pub(super) fn verdict(self, name: &'static str, announced: bool) -> Feature {
             let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
             match self {
@@ -164,16 +167,16 @@ mod system {
         }
     }
 
-    /// Runs `trial` in a child process. `trial` must not allocate or take locks: another thread of this process may
-    /// hold a lock, which nothing in the child would release.
+    /// Runs `trial` in a child process. `trial` must not allocate or take locks, because another thread of this process may hold
+    /// a lock that nothing in the child would release.
     pub(super) fn tried(trial: fn() -> bool) -> Trial {
-        // SAFETY: the child calls async-signal-safe functions and the trial, and exits without running destructors.
+        // SAFETY: the child calls only async-signal-safe functions and the trial, and exits without running destructors.
         let child = unsafe { libc::fork() };
         if child < 0 {
             return Trial::None(format!("no child: {}", Error::last_os_error()));
         }
         if child == 0 {
-            // SAFETY: as above; pointers are to locals.
+            // SAFETY: as above; all pointers point to local variables.
             unsafe {
                 let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
                 libc::setrlimit(libc::RLIMIT_CORE, &raw const none);
@@ -186,7 +189,7 @@ mod system {
         }
         let mut status = 0;
         loop {
-            // SAFETY: waits for the child and writes to a local variable.
+            // SAFETY: the call waits for the child and writes to a local variable.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
             let error = Error::last_os_error();
             if waited == child {
@@ -214,7 +217,8 @@ mod system {
         is_x86_feature_detected!("avx512f") && __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & 1 << 23 != 0
     }
 
-    /// Runs a trial of vector instructions, but only if the CPU announces them: no operating system hides only these.
+    /// Runs a trial of vector instructions, but only if the CPU announces them. No operating system hides only these
+    /// instructions.
     pub(super) fn vectors(name: &'static str, announced: bool, trial: fn() -> bool) -> Feature {
         if announced {
             tried(trial).verdict(name, true)
@@ -228,7 +232,7 @@ mod system {
         // The bits of a bf16 are the upper half of an f32's.
         let (a, b) = ([0x4040_3fc0_u32; 16], [0x3f00_4000_u32; 16]);
         let mut c = [1.0f32; 16];
-        // SAFETY: the CPU announces AVX-512; loads and stores 64 bytes of each array.
+        // SAFETY: the CPU announces AVX-512, and the instructions load and store 64 bytes of each array.
         unsafe {
             asm!(
                 "vmovups zmm0, [{c}]", "vmovups zmm1, [{a}]", "vmovups zmm2, [{b}]",
@@ -241,7 +245,7 @@ mod system {
         c == [5.5; 16]
     }
 
-    /// Computes `200·−2 + 1·3 + 255·127 + 0·9 + 7` in every lane: unsigned bytes times signed bytes.
+    /// Computes `200·−2 + 1·3 + 255·127 + 0·9 + 7` in every lane: products of unsigned and signed bytes.
     pub(super) fn try_vnni() -> bool {
         let (a, b) = ([0x00ff_01c8_u32; 16], [0x097f_03fe_u32; 16]);
         let mut c = [7i32; 16];
@@ -275,22 +279,22 @@ mod system {
         c == [0x4400_4400; 16]
     }
 
-    /// Requests the permission of this process to use tiles; changes nothing else.
+    /// Requests permission for this process to use tiles. This changes nothing else.
     fn permission() -> Result<(), Error> {
-        // SAFETY: a system call without pointers.
+        // SAFETY: this is a system call without pointers.
         match unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } {
             0 => Ok(()),
             _ => Err(Error::last_os_error()),
         }
     }
 
-    /// Multiplies 16 × 32 by 32 × 16 numbers in tiles. The child inherits its parent's permission.
+    /// Multiplies a 16 × 32 by a 32 × 16 matrix in tiles. The child inherits its parent's permission to use tiles.
     pub(super) fn try_amx() -> bool {
         let mut config = Config::default();
         config.row_bytes[..3].fill(64);
         config.rows[..3].fill(16);
-        // The left operand holds pairs (1, 1), the right operand pairs (`j`, `j`) in column `j`: small integers are
-        // exact.
+        // The left operand holds pairs (1, 1), and column `j` of the right operand holds pairs (`j`, `j`). Products of such small
+        // integers are exact.
         let left = [0x3f80_3f80_u32; 256];
         let mut right = [0u32; 256];
         for (i, word) in right.iter_mut().enumerate() {
@@ -322,7 +326,7 @@ mod system {
         const BITS: u32 = 1 << 22 | 1 << 24;
         let most = __cpuid(0).eax;
         let bits = most >= 7 && __cpuid_count(7, 0).edx & BITS == BITS;
-        // Eight tiles of 16 rows of 64 bytes.
+        // The palette must have eight tiles of 16 rows of 64 bytes.
         let palette = most >= 0x1d && {
             let leaf = __cpuid_count(0x1d, 1);
             leaf.ebx >> 16 >= 8 && leaf.ebx & 0xffff >= 64 && leaf.ecx & 0xffff >= 16
@@ -343,15 +347,15 @@ mod system {
     mod tests {
         use super::*;
 
-        /// Executes an instruction that no CPU has.
+        /// Executes an instruction that is invalid on every CPU.
         fn illegal() -> bool {
-            // SAFETY: kills the child.
+            // SAFETY: the instruction kills the child.
             unsafe { asm!("ud2", options(nomem, nostack)) };
             true
         }
 
         fn unmapped() -> bool {
-            // SAFETY: unsound on purpose; it kills the child.
+            // SAFETY: the access is invalid on purpose and kills the child.
             unsafe { std::ptr::null::<u8>().add(1).read_volatile() == 0 }
         }
 

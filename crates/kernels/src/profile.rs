@@ -1,9 +1,11 @@
 //! Counters of time, floating-point operations and bytes, by phase and kernel.
 //!
-//! Counting is off by default; a kernel then reads one flag. When it is on, each call of a public kernel adds its wall
-//! time on the calling thread, its useful operations (a multiply-add is two; recomputation does not count) and the
-//! bytes that it reads and writes at least once. A kernel called by another kernel counts only in the outer one, so the
-//! times of the kernels in a phase add up to at most the time of the phase. The counters are global to the process.
+//! Counting is off by default; a kernel then only reads one flag. If it is on, each call of a public kernel adds its wall time on
+//! the calling thread, its useful operations, and the bytes that it reads and writes at least once. A multiply-add counts as two
+//! operations; recomputation does not count.
+//!
+//! A kernel that another kernel calls counts only as part of the outer kernel. The times of the kernels in a phase therefore add
+//! up to at most the time of the phase. The counters are global to the process.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,34 +15,34 @@ use std::time::{Duration, Instant};
 use crate::linear::Layer;
 use crate::{Stored, Weight, team};
 
-/// Kinds of work, in the order of the tables.
+/// A kind of work, in the order of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Op {
-    /// Outputs of linear layers for many rows.
+    /// Forward pass of linear layers for many rows.
     Linear,
-    /// Outputs of linear layers while decoding.
+    /// Forward pass of linear layers for few rows (decoding).
     LinearRows,
     /// Gradients of linear layers with respect to their inputs.
     LinearInput,
-    /// Gradients of weights and biases.
+    /// Gradients of linear layers with respect to weights and biases.
     LinearWeight,
-    /// Attention.
+    /// Forward pass of attention.
     Attention,
-    /// Attention over a cache.
+    /// Attention over a cache (decoding).
     AttentionDecode,
     /// Gradients of attention.
     AttentionBackward,
-    /// Normalisation, both ways.
+    /// Normalisation, forward and backward.
     Norm,
-    /// Rotary positions, both ways.
+    /// Rotary position embedding, forward and backward.
     Rope,
-    /// Activations and gated products, both ways.
+    /// Activations and gated products, forward and backward.
     Activation,
-    /// Log-probabilities and entropies, or logits.
+    /// Log-probabilities and entropies, or logits, of the output head.
     Head,
-    /// Gradients of the head.
+    /// Gradients of the output head.
     HeadBackward,
-    /// Embedding rows and their gradient.
+    /// Lookup of embedding rows, forward and backward.
     Embedding,
     /// Gradient norm and weight update.
     Optimizer,
@@ -72,21 +74,21 @@ impl Op {
     }
 }
 
-/// Work of one kind in one phase.
+/// Totals of one kind of work in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Total {
     pub calls: u64,
     pub time: Duration,
     /// Useful floating-point operations.
     pub flops: u64,
-    /// Bytes read or written, each operand once per call.
+    /// Bytes read or written; each operand counts once per call.
     pub bytes: u64,
 }
 
 /// A line of the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Phase that was entered last, `""` before the first.
+    /// Name of the phase, or `""` for work before the first phase.
     pub phase: &'static str,
     /// Kind of work.
     pub op: Op,
@@ -105,14 +107,14 @@ static STATE: Mutex<State> = Mutex::new(State {
 struct State {
     phase: &'static str,
     since: Option<Instant>,
-    /// Value of [`team::helped`] at the last change of phase.
+    /// Value of [`team::helped`] when the phase last changed.
     helped: Duration,
     phases: Vec<Phase>,
     entries: Vec<Entry>,
 }
 
 impl State {
-    /// Adds the time since the last change of phase to the active phase.
+    /// Adds the time since the phase last changed to the active phase.
     fn settle(&mut self, now: Instant) {
         if let Some(since) = self.since.replace(now) {
             let now_helped = team::helped();
@@ -126,30 +128,30 @@ impl State {
     }
 }
 
-/// Time of a phase, without the phases inside it.
+/// Time spent in a phase, without the phases inside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Phase {
-    /// Name; `""` for time outside of any phase.
+    /// Name of the phase, or `""` for time outside of all phases.
     pub name: &'static str,
     pub time: Duration,
-    /// Time that helper threads worked in kernels, summed over the threads.
+    /// Time that helper threads spent working in kernels, summed over the threads.
     pub helped: Duration,
 }
 
 impl Phase {
-    /// Returns the average number of working threads, including the calling one.
+    /// Returns the average number of working threads, including the calling thread.
     #[must_use]
     pub fn threads(&self) -> f64 {
         1.0 + self.helped.as_secs_f64() / self.time.as_secs_f64().max(f64::MIN_POSITIVE)
     }
 }
 
-/// Result of [`take`].
+/// The result of [`take`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
     /// Phases in order of first use.
     pub phases: Vec<Phase>,
-    /// Lines in the order of the phases, then by kind of work.
+    /// Entries in the order of the phases, then by kind of work.
     pub entries: Vec<Entry>,
 }
 
@@ -164,13 +166,13 @@ pub fn enable(on: bool) {
     ON.store(on, Ordering::Relaxed);
 }
 
-/// Returns whether counting is on.
+/// Returns true if counting is on.
 #[must_use]
 pub fn enabled() -> bool {
     ON.load(Ordering::Relaxed)
 }
 
-/// Counts subsequent work in `phase`. Returns the previous phase, which the caller restores afterwards.
+/// Assigns subsequent work to `phase`. Returns the previous phase, which the caller must restore afterwards.
 pub fn enter(phase: &'static str) -> &'static str {
     if !enabled() {
         return "";
@@ -180,7 +182,7 @@ pub fn enter(phase: &'static str) -> &'static str {
     std::mem::replace(&mut state.phase, phase)
 }
 
-/// Returns everything counted since the last call and resets the counters.
+/// Returns everything that was counted since the last call, and resets the counters.
 #[must_use]
 pub fn take() -> Profile {
     let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -190,7 +192,7 @@ pub fn take() -> Profile {
     Profile { phases, entries }
 }
 
-/// Counts from its creation until it is dropped; see [`span`].
+/// Guard that counts from its creation until it is dropped; see [`span`].
 #[must_use]
 pub struct Span(Option<(Op, Instant, u64, u64)>);
 
@@ -204,7 +206,8 @@ pub fn span(op: Op, work: impl FnOnce() -> (usize, usize)) -> Span {
     Span(Some((op, Instant::now(), flops as u64, bytes as u64)))
 }
 
-/// Marks this thread as a helper until dropped: its kernels count in the kernel of the calling thread.
+/// Guard that marks this thread as a helper until it is dropped. Kernels on this thread count as part of the kernel of the
+/// calling thread.
 #[must_use]
 pub(crate) struct Inside(bool);
 
@@ -237,7 +240,7 @@ impl Drop for Span {
     }
 }
 
-/// Returns operations and bytes of a product of `[m, k]` and a weight `[n, k]`.
+/// Returns the operations and bytes of a product of `[m, k]` and a weight `[n, k]`.
 pub(crate) fn product(m: usize, w: Weight) -> (usize, usize) {
     let (n, k) = w.dims();
     let weight = match w.stored() {
@@ -248,7 +251,7 @@ pub(crate) fn product(m: usize, w: Weight) -> (usize, usize) {
     (2 * m * k * n, weight + 4 * m * (n + k))
 }
 
-/// Returns operations and bytes of [`product`]s of several weights with the same input, which is read once.
+/// Returns the operations and bytes of [`product`]s of several weights and the same input, which is read once.
 pub(crate) fn products(m: usize, layers: &[Layer]) -> (usize, usize) {
     let each = layers.iter().map(|layer| product(m, layer.w));
     let (flops, bytes) = each.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
@@ -260,7 +263,7 @@ pub(crate) fn products(m: usize, layers: &[Layer]) -> (usize, usize) {
 mod tests {
     use super::*;
 
-    // There is one test because the counters are global to the process.
+    // There is only one test because the counters are global to the process.
     #[test]
     fn work_is_counted_once_by_phase_and_only_when_asked() {
         drop(span(Op::Norm, || unreachable!("off")));
@@ -276,7 +279,7 @@ mod tests {
         enter(before);
         enable(false);
         drop(span(Op::Norm, || (1, 1)));
-        // Other tests of this binary may have counted their kernels at the same time.
+        // Other tests of this binary may have run kernels, and counted them, at the same time.
         let own = take();
         let of = |phase, op| own.entries.iter().find(|e| e.phase == phase && e.op == op).map(|e| e.total);
         let head = of("forward", Op::Head).unwrap_or_default();

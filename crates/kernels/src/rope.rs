@@ -25,10 +25,10 @@ simd_fn! {
     }
 }
 
-/// Rotates, in place, the heads that are side by side in rows of `x [rows, heads · head_dim]`.
+/// Rotates, in place, the heads that are side by side in the rows of `x [rows, heads · head_dim]`.
 ///
-/// With `a = x[i]`, `b = x[i + D/2]` of a head: `(a, b) → (a cos − b sin, b cos + a sin)`. `inverse` applies the transpose,
-/// which is the gradient. `cos` and `sin` are `[rows, head_dim / 2]`.
+/// With `a = x[i]` and `b = x[i + D/2]` of a head: `(a, b) → (a cos − b sin, b cos + a sin)`. If `inverse`, the function applies
+/// the transpose, which gives the gradient. `cos` and `sin` are `[rows, head_dim / 2]`.
 pub fn apply(cos: Mat, sin: Mat, inverse: bool, x: MatMut) {
     let (rows, half) = cos.dims();
     let _span = span(Op::Rope, || (3 * rows * x.cols, 8 * rows * x.cols));
@@ -38,7 +38,7 @@ pub fn apply(cos: Mat, sin: Mat, inverse: bool, x: MatMut) {
         for r in range {
             let (cos, sin) = (cos.row(r), sin.row(r));
             for head in (0..x.cols).step_by((2 * half).max(1)) {
-                // SAFETY: heads of different rows are disjoint and each is visited once.
+                // SAFETY: the heads of different rows are disjoint, and each head is visited once.
                 rotate(unsafe { x.part(r, head..head + 2 * half) }, cos, sin, sign);
             }
         }

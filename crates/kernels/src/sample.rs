@@ -1,33 +1,34 @@
-//! Draws one token from one row of logits.
+//! Sampling of one token from one row of logits.
 //!
-//! The steps follow the order of `transformers`' generation: repetition penalty, forbidden tokens, temperature, top-k,
-//! top-p, min-p. The recorded log-probability is that of `softmax(logits / scoring temperature)` before penalties and
-//! truncation, the distribution that training differentiates. The caller supplies the uniform number, so the same
-//! number draws the same token everywhere.
+//! The steps follow the order of text generation in `transformers`: repetition penalty, forbidden tokens, temperature, top-k,
+//! top-p, min-p. The recorded log-probability is that of `softmax(logits / scoring temperature)` before penalties and truncation,
+//! because training differentiates that distribution. The caller supplies the uniform random number, so the same number draws the
+//! same token everywhere.
 
 use crate::logprob::{WEIGHTS_CHUNK, Weights};
 
 /// Sampling settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampler<'a> {
-    /// Divisor of the logits; 0 takes the most probable token.
+    /// Temperature, by which the logits are divided; 0 takes the most probable token.
     pub temperature: f32,
-    /// Number of most probable tokens to keep; 0 keeps all.
+    /// Number of the most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Probability that the smallest set of kept tokens must reach; 1 keeps all.
+    /// Probability that the kept tokens must reach together; the smallest such set is kept. 1 keeps all tokens.
     pub top_p: f32,
-    /// Smallest probability to keep, relative to the largest; 0 keeps all.
+    /// Smallest probability to keep, relative to the largest probability; 0 keeps all.
     pub min_p: f32,
-    /// Factor for logits of tokens already present: divides positive and multiplies negative logits; 1 does nothing.
+    /// Penalty of tokens that are already present: positive logits are divided by it, and negative logits are multiplied by it. 1
+    /// has no effect.
     pub repetition_penalty: f32,
     /// Temperature of the recorded log-probabilities.
     pub scoring_temperature: f32,
-    /// Tokens that some rows may not draw: stop tokens of completions that are too short.
+    /// Tokens that some rows must not draw: stop tokens, for completions that are still too short.
     pub forbidden: &'a [u32],
 }
 
 impl Default for Sampler<'_> {
-    /// Draws any token, with probabilities softmax(logits).
+    /// Returns settings that can draw any token, with the probabilities softmax(logits).
     fn default() -> Self {
         Self {
             temperature: 1.0,
@@ -42,31 +43,31 @@ impl Default for Sampler<'_> {
 }
 
 impl Sampler<'_> {
-    /// Returns whether these settings exclude some tokens.
+    /// Returns true if these settings can exclude tokens.
     #[must_use]
     pub fn truncates(&self) -> bool {
         self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0
     }
 }
 
-/// Inputs of one draw besides the logits.
+/// The inputs of one draw besides the logits.
 #[derive(Clone, Copy, Debug)]
 pub struct DrawFrom<'a> {
-    /// Tokens already present (prompt, completion), to which the repetition penalty applies.
+    /// Tokens that are already present (prompt, completion). The repetition penalty applies to them.
     pub seen: [&'a [u32]; 2],
-    /// Whether this row excludes the forbidden tokens.
+    /// True if this row must not draw the forbidden tokens.
     pub forbids: bool,
-    /// Position in the cumulative distribution, at least 0 and below 1.
+    /// Uniform random number, the position in the cumulative distribution; at least 0 and below 1.
     pub uniform: f64,
 }
 
 impl DrawFrom<'_> {
-    /// Returns the tokens that this row may not draw.
+    /// Returns the tokens that this row must not draw.
     pub(crate) fn forbidden<'s>(&self, how: &Sampler<'s>) -> &'s [u32] {
         if self.forbids { how.forbidden } else { &[] }
     }
 
-    /// Returns the distinct tokens already present.
+    /// Returns the tokens that are already present, without duplicates.
     #[must_use]
     pub fn present(&self) -> Vec<u32> {
         let mut ids = self.seen.concat();
@@ -82,7 +83,7 @@ pub struct Draw {
     pub id: u32,
     /// Log-probability under softmax(logits / scoring temperature), in nats.
     pub logprob: f32,
-    /// Log-probability under the distribution that was drawn from, in nats; 0 when greedy.
+    /// Log-probability under the distribution from which the token was drawn, in nats; 0 for greedy sampling.
     pub sampler_logprob: f32,
     /// Entropy of softmax(logits / scoring temperature), in nats.
     pub entropy: f32,
@@ -92,7 +93,7 @@ pub struct Draw {
 #[must_use]
 pub fn draw(logits: &mut [f32], how: &Sampler, from: &DrawFrom) -> Option<Draw> {
     let scored = Weights::new(logits, how.scoring_temperature)?;
-    // Only the few logits that penalties change are saved, to compute the log-probability of the chosen token.
+    // Save only the few logits that penalties change. They are needed for the log-probability of the chosen token.
     let mut raw: Vec<(u32, f32)> = Vec::new();
     if how.repetition_penalty != 1.0 {
         for id in from.present() {
@@ -125,7 +126,7 @@ pub fn draw(logits: &mut [f32], how: &Sampler, from: &DrawFrom) -> Option<Draw> 
     Some(Draw { id, logprob, sampler_logprob, entropy: scored.entropy as f32 })
 }
 
-/// Returns the first index of the largest logit.
+/// Returns the index of the largest logit; the first index if there are several.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (i, &x) in logits.iter().enumerate() {
@@ -139,7 +140,8 @@ fn argmax(logits: &[f32]) -> u32 {
 fn from_all(weights: &Weights, u: f64) -> (u32, f32) {
     let bound = u * weights.total;
     let (mut sum, mut last) = (0.0, 0);
-    // Select the chunk of the vocabulary, then the token in it; rounding may leave the last of either.
+    // Select the chunk of the vocabulary, then the token in the chunk. Because of rounding, either search may end at the last
+    // candidate.
     for (chunk, (w, own)) in weights.weights.chunks(WEIGHTS_CHUNK).zip(&weights.sums).enumerate() {
         if sum + own <= bound && chunk + 1 < weights.sums.len() {
             sum += own;
@@ -175,7 +177,7 @@ fn from_truncated(logits: &[f32], how: &Sampler, u: f64) -> (u32, f32) {
     if how.top_p < 1.0 {
         let total: f64 = weights.iter().sum();
         let (mut sum, mut n) = (0.0, 0);
-        // The token that crosses the bound is kept.
+        // The token at which the sum crosses the bound is kept.
         while n < weights.len() && (n == 0 || sum < f64::from(how.top_p) * total) {
             sum += weights[n];
             n += 1;
@@ -205,7 +207,7 @@ fn from_truncated(logits: &[f32], how: &Sampler, u: f64) -> (u32, f32) {
 mod tests {
     use super::*;
 
-    /// With a vocabulary of several chunks, draws equal the inverse of the cumulative distribution, summed one by one.
+    /// With a vocabulary of several chunks, draws must equal the inverse of the cumulative distribution, summed token by token.
     #[test]
     fn any_chunk_can_be_drawn_from() {
         let logits: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 977) as f32 / 100.0).collect();
@@ -225,7 +227,7 @@ mod tests {
         assert_eq!(from_all(&weights, 1.0).0, 4999);
     }
 
-    /// Tokens of weight 0 are never drawn, at any position, even if they fill complete chunks.
+    /// Tokens of weight 0 must never be drawn, at any position, even if they fill complete chunks.
     #[test]
     fn a_token_without_weight_is_not_drawn() {
         for (len, only) in [(3072, 2000), (3072, 0), (3072, 3071), (1025, 3), (2048, 1024)] {

@@ -1,4 +1,4 @@
-//! A learnt scale per column, applied before adding to a residual stream.
+//! A learned scale per column, applied before the addition to a residual stream.
 
 use crate::buffer;
 use crate::mat::{Mat, check};
@@ -16,7 +16,8 @@ pub fn residual_forward(x: Mat, residual: Mat, scale: &[f32]) -> Vec<f32> {
     })
 }
 
-/// Returns the gradient of [`residual_forward`] for `x`: `dy · scale`. The gradient of the residual is `dy` itself.
+/// Returns the gradient of [`residual_forward`] with respect to `x`: `dy · scale`. The gradient with respect to the residual is
+/// `dy` itself.
 #[must_use]
 pub fn residual_backward_input(dy: Mat, scale: &[f32]) -> Vec<f32> {
     let (rows, dim) = dy.dims();
@@ -28,12 +29,12 @@ pub fn residual_backward_input(dy: Mat, scale: &[f32]) -> Vec<f32> {
     })
 }
 
-/// Adds the gradient of [`residual_forward`] for the scale: `dscale [dim] += Σ_rows dy · x`, row by row.
+/// Adds the gradient of [`residual_forward`] with respect to the scale: `dscale [dim] += Σ_rows dy · x`, row by row.
 pub fn residual_backward_scale(dy: Mat, x: Mat, dscale: &mut [f32]) {
     let (rows, dim) = dy.dims();
     check("scaled residual, gradient of the scale", x.dims() == (rows, dim) && dscale.len() == dim);
     let dscale = Shared::new(dscale);
-    // Each thread owns columns, so that every sum runs over the rows in order.
+    // Each thread computes its own columns, so that every sum runs over the rows in order.
     ranges(dim, 16, rows * dim, |cols| {
         // SAFETY: the column ranges are disjoint.
         let sums = unsafe { dscale.part(cols.start, cols.len()) };

@@ -1,4 +1,4 @@
-//! Chooses the instruction set at run time and provides the vector functions that kernels share.
+//! Choice of the instruction set at run time, and the vector functions that kernels share.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -6,29 +6,30 @@ use half::bf16;
 use pulp::Arch;
 pub(crate) use pulp::Simd;
 
-/// Instructions that kernels may use.
+/// A limit on the instructions that kernels may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Instructions {
-    /// All instructions of the CPU.
+    /// All instructions that the CPU has.
     Best,
-    /// All but matrix tiles.
+    /// All instructions except matrix tiles.
     Pairs,
-    /// All but matrix tiles and products of bf16 and of bytes.
+    /// All instructions except matrix tiles and products of bf16 and of bytes.
     Vectors,
-    /// Instructions of the baseline CPU of the architecture.
+    /// Only the instructions of the architecture's baseline CPU.
     Portable,
 }
 
 static LIMIT: AtomicU8 = AtomicU8::new(Instructions::Best as u8);
 
-/// Limits the instructions that kernels of this process use; by default there is no limit. Intended for tests and for
-/// comparing machines. Do not call this while a kernel runs.
+/// Limits the instructions that kernels of this process use. By default there is no limit.
+///
+/// The function is intended for tests and for comparing machines. Do not call it while a kernel runs.
 pub fn limit_instructions(to: Instructions) {
     LIMIT.store(to as u8, Ordering::Relaxed);
 }
 
-/// Returns whether kernels may use at least these.
+/// Returns true if the limit permits these instructions.
 pub(crate) fn allowed(instructions: Instructions) -> bool {
     LIMIT.load(Ordering::Relaxed) <= instructions as u8
 }
@@ -39,10 +40,10 @@ pub(crate) fn arch() -> Arch {
     if allowed(Instructions::Vectors) { Arch::new() } else { Arch::Scalar }
 }
 
-/// Defines a function whose body is compiled once per instruction set; at run time the best one runs.
+/// Defines a function whose body is compiled once per instruction set. At run time, the best available version runs.
 ///
-/// The first argument names the SIMD token and its type. Code called from the body must be `#[inline(always)]`,
-/// otherwise it is compiled for the baseline CPU. Hot loops therefore contain no closures.
+/// The first argument names the SIMD token and its type. Code that the body calls must be `#[inline(always)]`; otherwise it is
+/// compiled for the baseline CPU. For this reason, hot loops contain no closures.
 macro_rules! simd_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident<$($lt:lifetime),*>(
         $simd:ident: $S:ident, $($arg:ident: $ty:ty),* $(,)?
@@ -65,15 +66,15 @@ macro_rules! simd_fn {
 
 /// Computes `e^x` for every lane, with a relative error below 2e-7.
 ///
-/// Below −87.336 (the smallest normal result) the value is 0, above 88.376 it is infinite; NaN stays NaN. The method:
-/// `x = n ln 2 + r`, `|r| ≤ ln 2 / 2`, a polynomial in `r` (coefficients of the Cephes library's `expf`), times `2^n`.
+/// Below −87.336 (the smallest normal result) the value is 0; above 88.376 it is infinite; NaN stays NaN. The method is `x = n ln
+/// 2 + r` with `|r| ≤ ln 2 / 2`: a polynomial in `r` (with the coefficients of `expf` in the Cephes library) times `2^n`.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    // Adding 1.5·2^23 rounds to an integer and leaves it in the low bits.
+    // Adding 1.5·2^23 rounds to an integer, which is then in the low bits.
     let magic = simd.splat_f32s(12_582_912.0);
     let shifted = simd.mul_add_e_f32s(x, simd.splat_f32s(core::f32::consts::LOG2_E), magic);
     let n = simd.sub_f32s(shifted, magic);
-    // ln 2 in two parts; the first has few bits, so that n times it is exact.
+    // ln 2 is split into two parts. The first part has few bits, so that `n` times it is exact.
     let r = simd.mul_add_e_f32s(n, simd.splat_f32s(-355.0 / 512.0), x);
     let r = simd.mul_add_e_f32s(n, simd.splat_f32s(2.121_944_4e-4), r);
     let mut p = simd.splat_f32s(1.987_569_1e-4);
@@ -91,14 +92,14 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     select(simd, over, simd.splat_f32s(f32::INFINITY), y)
 }
 
-/// Computes `2^x` for every lane with `x` at most 127, with a relative error below 2e-7. Below −126 the value is 0; NaN
-/// stays NaN.
+/// Computes `2^x` for every lane, for `x` of at most 127, with a relative error below 2e-7. Below −126 the value is 0; NaN stays
+/// NaN.
 ///
-/// The method: `x = n + f`, `|f| ≤ 1/2`, a polynomial in `f` (coefficients of the Cephes library's `exp2f`), times
-/// `2^n`. It takes fewer steps than `e^x`, and exponentials are most of a softmax.
+/// The method is `x = n + f` with `|f| ≤ 1/2`: a polynomial in `f` (with the coefficients of `exp2f` in the Cephes library) times
+/// `2^n`. It takes fewer steps than `e^x`. This matters because exponentials take most of the time of a softmax.
 #[inline(always)]
 pub(crate) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    // Adding 1.5·2^23 rounds to an integer and leaves it in the low bits.
+    // Adding 1.5·2^23 rounds to an integer, which is then in the low bits.
     let magic = simd.splat_f32s(12_582_912.0);
     let shifted = simd.add_f32s(x, magic);
     let f = simd.sub_f32s(x, simd.sub_f32s(shifted, magic));
@@ -112,7 +113,7 @@ pub(crate) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     select(simd, simd.less_than_f32s(x, simd.splat_f32s(-126.0)), simd.splat_f32s(0.0), y)
 }
 
-/// An element that can be widened to f32.
+/// An element type that can be widened to f32.
 pub(crate) trait Wide: Copy {
     fn wide(self) -> f32;
 }
@@ -134,7 +135,7 @@ impl Wide for bf16 {
 /// Computes `to[c · to_stride + r] = from[r · from_stride + c]` for the given numbers of rows and columns of `from`.
 ///
 /// # Safety
-/// All elements are in bounds, and nothing else refers to those of `to`.
+/// All elements must be in bounds, and nothing else may refer to the elements of `to`.
 pub(crate) unsafe fn transpose<T: Wide>(
     to: *mut f32,
     to_stride: usize,
@@ -146,7 +147,7 @@ pub(crate) unsafe fn transpose<T: Wide>(
     #[cfg(target_arch = "x86_64")]
     let (whole_rows, whole_columns) = if allowed(Instructions::Vectors) && is_x86_feature_detected!("avx2") {
         let whole = (rows / squares::SIDE * squares::SIDE, columns / squares::SIDE * squares::SIDE);
-        // SAFETY: AVX2 was detected; the rest is the contract.
+        // SAFETY: AVX2 was detected; this function's contract guarantees the rest.
         unsafe { squares::transpose(to, to_stride, from, from_stride, whole.0, whole.1) };
         whole
     } else {
@@ -154,7 +155,7 @@ pub(crate) unsafe fn transpose<T: Wide>(
     };
     #[cfg(not(target_arch = "x86_64"))]
     let (whole_rows, whole_columns) = (0, 0);
-    // Eight rows at a time, so that writes are contiguous.
+    // Eight rows are processed at a time, so that writes are contiguous.
     for first in (0..rows).step_by(8) {
         for c in if first < whole_rows { whole_columns } else { 0 }..columns {
             for r in first..rows.min(first + 8) {
@@ -178,17 +179,18 @@ mod squares {
 
     use super::Wide;
 
-    /// Rows and columns of a square.
+    /// Number of rows and of columns of a square.
     pub(super) const SIDE: usize = 8;
 
-    /// Loads four elements, widened.
+    /// Loads four elements and widens them.
     ///
     /// # Safety
-    /// They are readable.
+    /// The elements must be readable.
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn four<T: Wide>(from: *const T) -> __m128 {
-        // SAFETY: by the contract; `Wide` is f32, or bf16, which is the upper half of an f32.
+        // SAFETY: this function's contract guarantees readable elements. `Wide` is f32, or bf16, which is the upper half of an
+        // f32.
         unsafe {
             if size_of::<T>() == size_of::<f32>() {
                 _mm_loadu_ps(from.cast())
@@ -198,10 +200,10 @@ mod squares {
         }
     }
 
-    /// Implements [`super::transpose`] for complete squares.
+    /// Transposes complete squares, as [`super::transpose`] describes.
     ///
     /// # Safety
-    /// The requirements of [`super::transpose`] hold, and the CPU has AVX2.
+    /// The requirements of [`super::transpose`] must be met, and the CPU must have AVX2.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn transpose<T: Wide>(
         to: *mut f32,
@@ -213,7 +215,7 @@ mod squares {
     ) {
         for c in (0..columns).step_by(SIDE / 2) {
             for r in (0..rows).step_by(SIDE) {
-                // Rows r to r + 4 in the lower halves, the next four in the upper halves.
+                // The lower halves hold rows r to r + 3, the upper halves the next four rows.
                 let mut x: [__m256; 4] = [_mm256_setzero_ps(); 4];
                 for i in 0..4 {
                     let low = from.wrapping_add((r + i) * from_stride + c);
@@ -237,11 +239,11 @@ mod squares {
     }
 }
 
-/// Prefetches the cache line at `ptr`, which need not be valid.
+/// Prefetches the cache line at `ptr`. The pointer need not be valid.
 #[inline(always)]
 pub(crate) fn prefetch<T>(ptr: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint that does not fault; SSE is part of the architecture.
+    // SAFETY: a prefetch is a hint that does not fault, and SSE is part of the architecture.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(ptr.cast());
     }
@@ -261,14 +263,14 @@ pub(crate) fn prefetch_far<T>(ptr: *const T) {
     let _ = ptr;
 }
 
-/// Returns `yes` where the mask is set, else `no`. pulp's version for floats is not always inlined.
+/// Returns `yes` in the lanes where the mask is set, and `no` in the others. pulp's version for floats is not always inlined.
 #[inline(always)]
 pub(crate) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {
     let (yes, no) = (simd.transmute_u32s_f32s(yes), simd.transmute_u32s_f32s(no));
     simd.transmute_f32s_u32s(simd.select_u32s(mask, yes, no))
 }
 
-/// Returns `s = 1 / (1 + e^-x)` and `1 − s` for every lane, both without cancellation or overflow.
+/// Returns `s = 1 / (1 + e^-x)` and `1 − s` for every lane. Both are computed without cancellation or overflow.
 #[inline(always)]
 pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     let one = simd.splat_f32s(1.0);
@@ -279,13 +281,13 @@ pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     (select(simd, negative, small, large), select(simd, negative, large, small))
 }
 
-/// Loads the first `width ≤ lanes` elements at `ptr`; the other lanes are zero.
+/// Loads the first `width ≤ lanes` elements at `ptr`. The other lanes are zero.
 ///
 /// # Safety
-/// `width` elements at `ptr` are readable.
+/// `width` elements at `ptr` must be readable.
 #[inline(always)]
 pub(crate) unsafe fn load_ptr<S: Simd>(simd: S, ptr: *const f32, width: usize) -> S::f32s {
-    // SAFETY: a complete vector or its masked part, both readable by the contract.
+    // SAFETY: this function's contract guarantees that a complete vector or its masked part is readable.
     unsafe {
         if width == S::F32_LANES {
             ptr.cast::<S::f32s>().read_unaligned()
@@ -298,10 +300,10 @@ pub(crate) unsafe fn load_ptr<S: Simd>(simd: S, ptr: *const f32, width: usize) -
 /// Writes the first `width ≤ lanes` lanes to `ptr`.
 ///
 /// # Safety
-/// `width` elements at `ptr` are writable.
+/// `width` elements at `ptr` must be writable.
 #[inline(always)]
 pub(crate) unsafe fn store_ptr<S: Simd>(simd: S, ptr: *mut f32, width: usize, value: S::f32s) {
-    // SAFETY: a complete vector or its masked part, both writable by the contract.
+    // SAFETY: this function's contract guarantees that a complete vector or its masked part is writable.
     unsafe {
         if width == S::F32_LANES {
             ptr.cast::<S::f32s>().write_unaligned(value);
@@ -311,19 +313,19 @@ pub(crate) unsafe fn store_ptr<S: Simd>(simd: S, ptr: *mut f32, width: usize, va
     }
 }
 
-/// Loads elements `i..` of `x`, at most one vector of them; the other lanes are zero.
+/// Loads at most one vector of elements from the start of `x`. If `x` is shorter, the other lanes are zero.
 #[inline(always)]
 pub(crate) fn load<S: Simd>(simd: S, x: &[f32], i: usize) -> S::f32s {
     let x = &x[i..];
-    // SAFETY: at most as many elements as the slice has.
+    // SAFETY: the function reads at most as many elements as the slice has.
     unsafe { load_ptr(simd, x.as_ptr(), x.len().min(S::F32_LANES)) }
 }
 
-/// Writes elements `i..` of `x`, at most one vector of them.
+/// Writes at most one vector of elements to the start of `x`.
 #[inline(always)]
 pub(crate) fn store<S: Simd>(simd: S, x: &mut [f32], i: usize, value: S::f32s) {
     let x = &mut x[i..];
-    // SAFETY: at most as many elements as the slice has.
+    // SAFETY: the function writes at most as many elements as the slice has.
     unsafe { store_ptr(simd, x.as_mut_ptr(), x.len().min(S::F32_LANES), value) }
 }
 

@@ -1,12 +1,12 @@
-//! Helper threads that join the calling thread in a kernel and wait for the next kernel without sleeping.
+//! Helper threads that join the calling thread in a kernel, and wait for the next kernel without sleeping.
 //!
-//! A decoder runs thousands of kernels per second with little between them. A sleeping thread wakes too late to help
-//! (tens of microseconds, more on a virtual machine), so helpers spin for a while before they sleep. The caller never
-//! waits for a helper that has not begun: it closes the job when its own share is done and waits only for helpers
-//! inside.
+//! A decoder runs thousands of kernels per second with little work between them. A sleeping thread wakes too late to help (after
+//! tens of microseconds, or more on a virtual machine). Helpers therefore spin for a while before they sleep. The caller never
+//! waits for a helper that has not begun: it closes the job when its own share is done, and waits only for the helpers that have
+//! joined.
 //!
-//! One job runs at a time. A kernel called while another runs, from inside it or from another thread, runs without
-//! helpers.
+//! Only one job runs at a time. A kernel that is called while another kernel runs, from inside it or from another thread, runs
+//! without helpers.
 
 use std::any::Any;
 use std::hint::spin_loop;
@@ -18,28 +18,28 @@ use std::time::{Duration, Instant};
 
 use crate::profile;
 
-/// Time that a helper spins before it sleeps.
+/// Time that a helper spins before it goes to sleep.
 const PATIENCE: Duration = Duration::from_micros(300);
 /// Number of polls between two readings of the clock.
 const LOOKS: usize = 64;
 
-/// Layout of [`STATE`]: the low bits count helpers inside, this bit marks a job that takes helpers, and the bits above
-/// hold the job's number.
+/// Bit of [`STATE`] that marks a job that helpers can still join. The bits below count the helpers inside the job, and the bits
+/// above hold the number of the job.
 const OPEN: u64 = 1 << 16;
 const NEXT: u64 = 1 << 17;
 const INSIDE: u64 = OPEN - 1;
 
 static STATE: AtomicU64 = AtomicU64::new(0);
-/// The current job, alive while it is open or a helper is inside.
+/// The current job. The pointer is valid while the job is open or a helper is inside.
 static JOB: AtomicPtr<Job> = AtomicPtr::new(std::ptr::null_mut());
-/// True while a caller owns the team.
+/// True while a caller uses the team.
 static TAKEN: AtomicBool = AtomicBool::new(false);
 static ASLEEP: AtomicUsize = AtomicUsize::new(0);
 static HELPERS: Mutex<Vec<Thread>> = Mutex::new(Vec::new());
-/// Nanoseconds of work by helpers while profiling was on.
+/// Nanoseconds that helpers worked while profiling was on.
 static HELPED: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the time that helpers worked while profiling was on, summed over helpers, without their spinning.
+/// Returns the time that helpers worked while profiling was on, summed over the helpers. Time spent spinning does not count.
 pub(crate) fn helped() -> Duration {
     Duration::from_nanos(HELPED.load(Ordering::Relaxed))
 }
@@ -48,20 +48,22 @@ struct Job {
     /// Function that calls the closure behind `work`.
     call: unsafe fn(*const ()),
     work: *const (),
-    /// Number of helpers that may still join.
+    /// Number of helpers that can still join.
     wanted: AtomicUsize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-/// Runs `work` on the calling thread and on up to `threads − 1` helpers, and returns when all have finished. A helper
-/// may or may not join, so `work` itself must distribute the tasks.
+/// Runs `work` on the calling thread and on up to `threads − 1` helpers, and returns when all of them have finished. It is not
+/// certain that a helper joins, so `work` itself must distribute its tasks.
 pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
     if threads <= 1 || TAKEN.swap(true, Ordering::Acquire) {
         return work();
     }
     let helpers = gather(threads - 1);
+    /// Calls the closure behind a pointer.
+    ///
     /// # Safety
-    /// `work` points to a living `F`.
+    /// `work` must point to a living `F`.
     unsafe fn call<F: Fn()>(work: *const ()) {
         // SAFETY: guaranteed by this function's contract.
         unsafe { (*work.cast::<F>())() }
@@ -75,7 +77,7 @@ pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
     {
         let _closing = Closing;
         JOB.store((&raw const job).cast_mut(), Ordering::Relaxed);
-        // The job is closed and empty, so this sets a new number and opens the job.
+        // The job is closed and has no helpers inside, so this addition sets a new number and opens the job.
         STATE.fetch_add(NEXT | OPEN, Ordering::SeqCst);
         if ASLEEP.load(Ordering::SeqCst) > 0 {
             let threads = HELPERS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,7 +91,7 @@ pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
     }
 }
 
-/// Closes the job and releases the team on drop, even if the caller's share panics.
+/// Guard that closes the job and releases the team when it is dropped, even if the caller's share panics.
 struct Closing;
 
 impl Drop for Closing {
@@ -99,14 +101,14 @@ impl Drop for Closing {
             if STATE.load(Ordering::Acquire) & INSIDE == 0 {
                 break;
             }
-            // A helper that was preempted needs a core.
+            // Yield, because a helper that was preempted needs a core.
             if looks % LOOKS == LOOKS - 1 { thread::yield_now() } else { spin_loop() }
         }
         TAKEN.store(false, Ordering::Release);
     }
 }
 
-/// Starts helpers until there are `count`; returns fewer if the system refuses more threads.
+/// Starts helpers until there are `count`. Returns a smaller number if the system refuses more threads.
 fn gather(count: usize) -> usize {
     static MADE: AtomicUsize = AtomicUsize::new(0);
     if MADE.load(Ordering::Relaxed) < count {
@@ -121,21 +123,21 @@ fn gather(count: usize) -> usize {
     MADE.load(Ordering::Relaxed).min(count)
 }
 
-/// Runs a helper's endless loop.
+/// Runs the endless loop of a helper.
 fn help() {
-    // Kernels called by a helper count in the kernel that it helps.
+    // Kernels that a helper calls count as part of the kernel that it helps.
     let _inside = profile::inside();
     let mut last = 0;
     loop {
         let state = wait(last);
         last = state / NEXT;
         if STATE.compare_exchange(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
-            // Others joined or the job closed in the meantime: poll again.
+            // Other helpers joined or the job closed in the meantime, so poll again.
             last = last.wrapping_sub(1);
             continue;
         }
-        // SAFETY: the state counts this thread as inside, so the caller keeps the job and its data alive until the
-        // thread leaves.
+        // SAFETY: the state counts this thread as inside, so the caller keeps the job and its data alive until this thread
+        // leaves.
         let job = unsafe { &*JOB.load(Ordering::Relaxed) };
         let joins = job.wanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
         if joins.is_ok() {
@@ -153,7 +155,7 @@ fn help() {
     }
 }
 
-/// Waits for an open job whose number is not `last` and returns the state that contains it.
+/// Waits for an open job whose number is not `last`, and returns the state that contains that number.
 fn wait(last: u64) -> u64 {
     let open = |state: u64| state & OPEN > 0 && state / NEXT != last;
     let look = || Some(STATE.load(Ordering::Acquire)).filter(|&state| open(state));
@@ -168,7 +170,8 @@ fn wait(last: u64) -> u64 {
             }
         }
         ASLEEP.fetch_add(1, Ordering::SeqCst);
-        // The thread sees any job opened before it counted as asleep; a job opened later unparks it.
+        // This load sees every job that was opened before this thread counted as asleep. A job that is opened later unparks this
+        // thread.
         let state = Some(STATE.load(Ordering::SeqCst)).filter(|&state| open(state));
         if state.is_none() {
             thread::park();
@@ -184,7 +187,7 @@ fn wait(last: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Tasks that add up the numbers below `count`.
+    /// Adds up the numbers below `count`, one task per number.
     fn sum(threads: usize, count: usize) -> usize {
         let (next, total) = (AtomicUsize::new(0), AtomicUsize::new(0));
         run(threads, &|| {
@@ -208,7 +211,7 @@ mod tests {
                         let threads = 1 + i % 5;
                         assert_eq!(sum(threads, 100), 4950);
                         if i % 500 == 0 {
-                            // Wait until helpers are asleep.
+                            // Wait until the helpers are asleep.
                             thread::sleep(4 * PATIENCE);
                         }
                     }
@@ -243,7 +246,7 @@ mod tests {
                     }
                 });
             }));
-            // If another test owns the team, nobody helps and nobody panics.
+            // If another test uses the team, there is no helper and nothing panics.
             assert_eq!(result.is_err(), helped.into_inner());
             assert_eq!(sum(2, 100), 4950);
         }

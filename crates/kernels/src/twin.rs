@@ -1,8 +1,8 @@
-//! Every op again in plain `f64` loops: no SIMD, no threads, no tiling.
+//! A second implementation of every op in plain `f64` loops: no SIMD, no threads, no tiling.
 //!
-//! This module defines the meaning of the kernels. Tests check its gradients by central differences and the fast
-//! kernels against it. Arguments equal those of the kernels. Functions return all results; gradients are those of one
-//! call.
+//! This module defines what the kernels compute. Tests check its gradients by central differences, and compare the fast kernels
+//! with it. The arguments are those of the kernels. Functions return all their results; a gradient is that of a single call,
+//! without a previous sum.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -18,7 +18,7 @@ use crate::sample::{Draw, DrawFrom, Sampler};
 type Mat64<'a> = Mat<'a, f64>;
 type Qkv64<'a> = Qkv<'a, f64>;
 
-/// Returns `y [m, n] = x [m, k] · Wᵀ + b`, with weight `[n, k]`.
+/// Returns `y [m, n] = x [m, k] · Wᵀ + b`, for a weight `W [n, k]`.
 #[must_use]
 pub fn linear_forward(x: Mat64, w: Mat64, bias: Option<&[f64]>) -> Vec<f64> {
     let (m, n) = (x.rows, w.rows);
@@ -51,7 +51,8 @@ pub fn linear_backward(dy: Mat64, x: Mat64, w: Mat64) -> (Vec<f64>, Vec<f64>, Ve
     (dx, dw, db)
 }
 
-/// Computes the RMS norm `y = x · rstd · weight`, `rstd = 1 / sqrt(mean(x²) + eps)`. Returns `(y, rstd [1, rows])`.
+/// Returns the RMS norm and its statistics: `(y, rstd [1, rows])`, with `y = x · rstd · weight` and `rstd = 1 / sqrt(mean(x²) +
+/// eps)`.
 #[must_use]
 pub fn rms_forward(x: Mat64, weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let (rows, dim) = x.dims();
@@ -82,8 +83,7 @@ pub fn rms_backward(dy: Mat64, x: Mat64, weight: &[f64], rstd: &[f64]) -> (Vec<f
     (dx, dw)
 }
 
-/// Computes the layer norm with biased variance. Returns `(y, stats [2, rows])`, where the statistics are `mean` and
-/// `rstd`.
+/// Returns the layer norm, whose variance is the biased one, as `(y, stats [2, rows])`. The statistics are `mean` and `rstd`.
 #[must_use]
 pub fn layer_forward(x: Mat64, weight: &[f64], bias: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let (rows, dim) = x.dims();
@@ -121,7 +121,7 @@ pub fn layer_backward(dy: Mat64, x: Mat64, weight: &[f64], stats: &[f64]) -> (Ve
     (dx, dw, db)
 }
 
-/// Applies rotary embedding to `x [rows, heads · head_dim]`; see [`crate::rope::apply`].
+/// Applies rotary position embedding to `x [rows, heads · head_dim]`; see [`crate::rope::apply`].
 #[must_use]
 pub fn rope(cos: Mat64, sin: Mat64, inverse: bool, x: Mat64) -> Vec<f64> {
     let half = cos.cols;
@@ -140,8 +140,8 @@ pub fn rope(cos: Mat64, sin: Mat64, inverse: bool, x: Mat64) -> Vec<f64> {
     y
 }
 
-/// Computes the error function by its Taylor series near 0 and the continued fraction of `erfc` elsewhere; error below
-/// 1e-14.
+/// Returns the error function, computed with its Taylor series near 0 and with the continued fraction of `erfc` elsewhere. The
+/// error is below 1e-14.
 #[must_use]
 pub fn erf(x: f64) -> f64 {
     let z = x.abs();
@@ -162,7 +162,7 @@ pub fn erf(x: f64) -> f64 {
     value.copysign(x)
 }
 
-/// Returns the activation at one point and its derivative.
+/// Returns the activation at one point, and its derivative there.
 #[must_use]
 pub fn activation(act: Activation, x: f64) -> (f64, f64) {
     let gated = |u: f64, du: f64| {
@@ -184,7 +184,7 @@ pub fn activation(act: Activation, x: f64) -> (f64, f64) {
     }
 }
 
-/// Returns `silu(gate) · up` of `[rows, 2i]` (gate first).
+/// Returns `silu(gate) · up` for `[rows, 2i]`, with the gate in the first `i` columns.
 #[must_use]
 pub fn swiglu_forward(gate_up: Mat64) -> Vec<f64> {
     let i = gate_up.cols / 2;
@@ -279,7 +279,7 @@ pub fn draw(logits: &[f64], how: &Sampler, from: &DrawFrom) -> Option<Draw> {
     Some(drawn(*id, (weight(id) / total).ln()))
 }
 
-/// Yields every query row of `layout` with the key rows it sees, in order.
+/// Yields every query row of `layout` together with the key rows that it sees, in order.
 fn visible(layout: &AttentionLayout) -> impl Iterator<Item = (usize, Vec<usize>)> + '_ {
     layout.ranges.iter().flat_map(|range| {
         range.queries.clone().enumerate().map(move |(i, query)| {
@@ -293,7 +293,7 @@ fn visible(layout: &AttentionLayout) -> impl Iterator<Item = (usize, Vec<usize>)
     })
 }
 
-/// Computes softmax attention. Returns `(out [tq, q_heads · d], lse [tq, q_heads])`.
+/// Returns softmax attention and its log-sum-exp: `(out [tq, q_heads · d], lse [tq, q_heads])`.
 #[must_use]
 pub fn attention_forward(
     qkv: Qkv64,
@@ -362,7 +362,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Returns log-probabilities of targets; see [`crate::logprob::forward`].
+/// Returns the log-probabilities of the targets; see [`crate::logprob::forward`].
 #[must_use]
 pub fn logprob_forward(hidden: Mat64, head: Mat64, targets: Targets, temperature: f64) -> Scores<f64> {
     let (rows, v) = (hidden.rows, head.rows);
@@ -381,7 +381,7 @@ pub fn logprob_forward(hidden: Mat64, head: Mat64, targets: Targets, temperature
     Scores { logp, entropy, lse }
 }
 
-/// Returns the gradients of the logits of [`logprob_forward`], `[rows, v]`.
+/// Returns the gradient with respect to the logits in [`logprob_forward`], `[rows, v]`.
 #[must_use]
 pub fn logit_gradients(
     gradient: Gradient<f64>,
@@ -459,7 +459,7 @@ pub fn residual_forward(x: Mat64, residual: Mat64, scale: &[f64]) -> Vec<f64> {
     (0..x.rows).flat_map(row).collect()
 }
 
-/// Returns the gradients of [`residual_forward`]: `(dx, dscale)`; that of the residual is `dy`.
+/// Returns the gradients of [`residual_forward`]: `(dx, dscale)`. The gradient with respect to the residual is `dy`.
 #[must_use]
 pub fn residual_backward(dy: Mat64, x: Mat64, scale: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (mut dx, mut dscale) = (Vec::new(), vec![0.0; scale.len()]);
@@ -500,8 +500,8 @@ pub fn mix_backward(dy: Mat64, mix: &RowMix, rows: usize) -> Vec<f64> {
     dx
 }
 
-/// Calls `f(output, input, weight)` with the indices of every product of a depthwise 3×3 convolution of `[rows, c]`
-/// with padding 1.
+/// Calls `f(output, input, weight)` with the three indices of every product in a depthwise 3×3 convolution of `[rows, c]` with
+/// padding 1.
 fn depthwise3_terms((rows, c): (usize, usize), [h, w]: [usize; 2], mut f: impl FnMut(usize, usize, usize)) {
     for (p, y, x, ch) in (0..rows * c).map(|i| (i / (h * w * c), i / (w * c) % h, i / c % w, i % c)) {
         for (a, b) in (0..9).map(|tap| (tap / 3, tap % 3)) {
@@ -601,7 +601,7 @@ pub fn blend_backward(dy: &[f64], x: Mat64, logits: &[f64]) -> (Vec<f64>, Vec<f6
     (dx, p.iter().zip(&dp).map(|(p, d)| p * (d - mean)).collect())
 }
 
-/// Returns `y = x W` of each place; see [`crate::experts::forward`].
+/// Returns `y = x W` for each place; see [`crate::experts::forward`].
 #[must_use]
 pub fn experts_forward(x: Mat64, w: Mat64, groups: Groups) -> Vec<f64> {
     let (k, n) = (x.cols, w.cols);
