@@ -1,42 +1,43 @@
-//! Divides the backward pass into tasks: the layout into components, the keys of each into chunks.
+//! Division of the backward pass into tasks: the layout is divided into components, and the keys of each component into chunks.
 //!
-//! A task owns the rows of dk and dv of its chunk. A query that sees keys of several chunks receives a part of its dq
-//! from each. The first chunk writes to dq, the others to rows of a buffer, which are added in the order of the chunks.
-//! The division follows from layout and shape alone, so bits do not depend on the number of threads.
+//! A task computes the rows of dk and dv of its chunk. A query that sees keys of several chunks receives a part of its dq from
+//! each of them. The first chunk writes to dq. The other chunks write to rows of a buffer, which are added in the order of the
+//! chunks. The division follows from layout and shape alone, so the bits do not depend on the number of threads.
 
 use std::ops::Range;
 
 use super::{AttentionLayout, QueryRange, Shape};
 
-/// Maximum number of chunks of a component.
+/// Maximum number of chunks in a component.
 const MAX_CHUNKS: usize = 8;
-/// Minimum number of keys of a chunk that a query of the component sees on average.
+/// Minimum number of keys of a chunk that a query of the component must see on average.
 const MIN_KEYS: u64 = 256;
 /// Number of tasks beyond which more tasks do not help.
 const ENOUGH_TASKS: usize = 32;
-/// Maximum floats of all partial sums of dq (128 MiB), or twice the size of dq if dq is larger than that.
+/// Maximum number of floats in all partial sums of dq (128 MiB). If dq is larger than that, the maximum is twice the size of dq.
 const MAX_PARTIAL: usize = 32 << 20;
-/// Alignment of chunks, counted from the start of a key range.
+/// Alignment of chunk bounds, counted from the start of a key range.
 const ATOM: usize = 64;
-/// Minimum distance between recorded starts of key ranges; closer ones are dropped.
+/// Minimum distance between recorded starts of key ranges. A start that is closer to the previous one is dropped.
 const NEAR: usize = 32;
 
 /// A query range that sees keys of a chunk.
 pub(super) struct Seen<'a> {
     pub range: &'a QueryRange,
-    /// First query that sees one.
+    /// First query that sees a key of the chunk.
     pub first: usize,
-    /// Row of the partial sums where those of `first` and the following queries begin; `None` means dq itself.
+    /// Row of the partial sums that belongs to `first`; the following queries have the following rows. `None` means that the
+    /// chunk writes to dq itself.
     pub partial: Option<usize>,
 }
 
-/// Key rows whose gradients one task per key head computes, and the query ranges that see them.
+/// Key rows whose gradients are computed by one task per key head, and the query ranges that see these rows.
 pub(super) struct Chunk<'a> {
     pub keys: Range<usize>,
     pub seen: Vec<Seen<'a>>,
 }
 
-/// Partial sums to add: `count` rows from `from` on belong to the query rows from `to` on.
+/// Partial sums to add: the `count` rows that start at `from` are added to the query rows that start at `to`.
 #[derive(Clone, Copy)]
 pub(super) struct Sum {
     pub to: usize,
@@ -44,12 +45,12 @@ pub(super) struct Sum {
     pub count: usize,
 }
 
-/// Tasks of a backward pass.
+/// The tasks of a backward pass.
 #[derive(Default)]
 pub(super) struct Plan<'a> {
     pub chunks: Vec<Chunk<'a>>,
     pub partial_rows: usize,
-    /// Sums to add for each query range, in this order.
+    /// Sums to add to each query range, in the order of addition.
     pub sums: Vec<Vec<Sum>>,
 }
 
@@ -86,7 +87,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Returns the first query of `range` that sees one of `keys`.
+/// Returns the first query of `range` that sees a key in `keys`.
 pub(super) fn first_query(range: &QueryRange, keys: &Range<usize>) -> Option<usize> {
     let last = range.keys.len().wrapping_sub(1);
     let of = |(at, own): (usize, &Range<usize>)| {
@@ -100,7 +101,7 @@ pub(super) fn first_query(range: &QueryRange, keys: &Range<usize>) -> Option<usi
     range.keys.iter().enumerate().filter_map(of).min().filter(|&first| first < range.queries.len())
 }
 
-/// Splits `keys` where key ranges begin, except right after another split.
+/// Splits `keys` where key ranges begin, except shortly after another split.
 pub(super) fn pieces<'a>(
     ranges: impl Iterator<Item = &'a QueryRange>,
     keys: &Range<usize>,
@@ -119,7 +120,7 @@ pub(super) fn pieces<'a>(
     kept.iter().zip(ends).map(|(&start, &end)| start..end).collect()
 }
 
-/// Cuts the keys of a component into at most `most` chunks of nearly equal work.
+/// Divides the keys of a component into at most `most` chunks of nearly equal work.
 fn cut(component: &[&QueryRange], most: usize) -> Vec<Range<usize>> {
     let hulls = || component.iter().map(|range| hull(range));
     let keys = hulls().map(|k| k.0).min().unwrap_or(0)..hulls().map(|k| k.1).max().unwrap_or(0);
@@ -149,7 +150,7 @@ fn cut(component: &[&QueryRange], most: usize) -> Vec<Range<usize>> {
     chunks
 }
 
-/// Estimates the number of queries that see each key, summed over the keys.
+/// Estimates the number of query-key pairs: the queries that see each key, summed over the keys.
 fn pairs(component: &[&QueryRange], keys: &Range<usize>) -> u64 {
     let mut pairs = 0;
     for range in component {
@@ -171,7 +172,7 @@ fn hull(range: &QueryRange) -> (usize, usize) {
     (keys().map(|k| k.start).min().unwrap_or(0), keys().map(|k| k.end).max().unwrap_or(0))
 }
 
-/// Groups the ranges so that different groups share no key row.
+/// Groups the query ranges so that different groups share no key row.
 fn components(layout: &AttentionLayout) -> Vec<Vec<&QueryRange>> {
     let mut ranges: Vec<(usize, usize, &QueryRange)> = Vec::new();
     for range in layout.ranges.iter().filter(|range| !range.queries.is_empty()) {

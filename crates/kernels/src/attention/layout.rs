@@ -4,46 +4,46 @@ use std::ops::Range;
 
 use thiserror::Error;
 
-/// A run of consecutive query rows and the key rows they see.
+/// Consecutive query rows, and the key rows that they see.
 ///
-/// Every query of the run sees all rows of every key range but the last. It also sees all rows of the last range, or,
-/// if `causal`, the first `i + 1 + (len_last − n_queries)` of them for the `i`-th of `n_queries` queries, so that the
-/// last query sees them all.
+/// Every query of the range sees all rows of every key range except the last. If `causal` is false, it also sees all rows of the
+/// last key range. If `causal` is true, the `i`-th of `n_queries` queries sees the first `i + 1 + (len_last − n_queries)` rows of
+/// the last key range, so that the last query sees all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QueryRange {
     pub queries: Range<usize>,
-    /// Key rows, in the order in which they are visited.
+    /// Ranges of key rows, in the order in which they are visited.
     pub keys: Vec<Range<usize>>,
-    /// Whether the last key range is causal.
+    /// True if the last key range is causal.
     pub causal: bool,
 }
 
 impl QueryRange {
-    /// Returns how many rows of the last key range the `i`-th query sees.
+    /// Returns the number of rows of the last key range that the `i`-th query sees.
     #[inline]
     pub(crate) fn seen_of_last(&self, i: usize) -> usize {
         let len = self.keys.last().map_or(0, ExactSizeIterator::len);
         if self.causal { (i + 1 + len).saturating_sub(self.queries.len()) } else { len }
     }
 
-    /// Returns the first query that sees row `at` of the last key range, which is causal; the index may lie past the
-    /// last query.
+    /// Returns the index of the first query that sees row `at` of the last key range, which must be causal. The index may be
+    /// beyond the last query.
     #[inline]
     pub(crate) fn first_to_see(&self, at: usize) -> usize {
         let len = self.keys.last().map_or(0, ExactSizeIterator::len);
-        // Query i sees at + 1 rows or more when i + 1 + len − n ≥ at + 1.
+        // Query i sees at least at + 1 rows if i + 1 + len − n ≥ at + 1.
         (at + self.queries.len()).saturating_sub(len)
     }
 }
 
-/// The attention pattern of one call: causal text, shared prefix with suffixes, vision windows, decode.
+/// The attention pattern of one call: causal text, a shared prefix with suffixes, vision windows, or decoding.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AttentionLayout {
-    /// Query ranges, which together cover every query row once.
+    /// Query ranges, which together contain every query row once.
     pub ranges: Vec<QueryRange>,
 }
 
-/// A layout that does not fit its rows.
+/// Error: a layout does not fit its rows.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum LayoutError {
     /// Query ranges overlap, leave a gap, or do not end at the last row.
@@ -51,29 +51,29 @@ pub enum LayoutError {
         "attention layout: query rows {got:?} follow row {expected}; ranges must cover 0..{rows} once, without gap"
     )]
     Queries {
-        /// The first range that does not continue the cover (in order of their starts).
+        /// The first range, in the order of their starts, that does not begin where the previous range ends.
         got: Range<usize>,
-        /// Where it should start.
+        /// Row at which this range should start.
         expected: usize,
         /// Number of query rows.
         rows: usize,
     },
-    /// A key range is reversed or reaches beyond the last key row.
+    /// A key range is reversed or extends beyond the last key row.
     #[error("attention layout: query rows {queries:?} see key rows {got:?}, but there are {rows} key rows")]
     Keys {
         queries: Range<usize>,
-        /// Key range of these queries.
+        /// Invalid key range of these queries.
         got: Range<usize>,
         /// Number of key rows.
         rows: usize,
     },
-    /// Two key ranges of one query range overlap, so a key would count twice.
+    /// Two key ranges of one query range overlap, so that a key would count twice.
     #[error("attention layout: query rows {queries:?} see key rows {first:?} and {second:?}, which overlap")]
     Overlap { queries: Range<usize>, first: Range<usize>, second: Range<usize> },
     /// A query sees no key, so its softmax is undefined.
     #[error("attention layout: query row {query} sees no key row; give it at least one")]
     Blind {
-        /// The first such query row.
+        /// The first query row that sees no key.
         query: usize,
     },
 }
@@ -85,7 +85,7 @@ impl AttentionLayout {
         Self { ranges: vec![QueryRange { queries: 0..n, keys: vec![0..n], causal: true }] }
     }
 
-    /// Creates consecutive blocks, each of which sees itself completely (images, frames, windows).
+    /// Creates consecutive blocks. Each block sees all of its own rows (images, frames, windows).
     #[must_use]
     pub fn full_blocks(lens: &[usize]) -> Self {
         let mut start = 0;
@@ -97,7 +97,7 @@ impl AttentionLayout {
         Self { ranges: ranges.collect() }
     }
 
-    /// Creates a causal prefix followed by suffixes; each suffix sees the complete prefix and then itself causally.
+    /// Creates a causal prefix followed by suffixes. Each suffix sees the complete prefix and, causally, itself.
     #[must_use]
     pub fn prefix_suffixes(prefix_len: usize, suffix_lens: &[usize]) -> Self {
         let mut layout = Self::default();
@@ -105,7 +105,7 @@ impl AttentionLayout {
         layout
     }
 
-    /// Creates several groups of prefix and suffixes, consecutive in one stream.
+    /// Creates several groups of a prefix and its suffixes, consecutive in one stream.
     #[must_use]
     pub fn groups(groups: &[(usize, Vec<usize>)]) -> Self {
         let mut layout = Self::default();
@@ -116,7 +116,7 @@ impl AttentionLayout {
         layout
     }
 
-    /// Appends a group that starts at row `start`; returns its end.
+    /// Appends a group that starts at row `start`, and returns the end of the group.
     fn push_group(&mut self, start: usize, prefix_len: usize, suffix_lens: &[usize]) -> usize {
         let prefix = start..start + prefix_len;
         let mut end = prefix.end;
@@ -133,10 +133,11 @@ impl AttentionLayout {
         end
     }
 
-    /// Checks the layout against the number of query and key rows.
+    /// Checks the layout against the number of query rows and key rows.
     ///
     /// # Errors
-    /// Returns an error if query rows are not covered exactly once, key rows are out of bounds or counted twice, or a query sees no key.
+    /// Returns an error if the ranges do not contain every query row exactly once, a key row is out of bounds or counts twice, or
+    /// a query sees no key.
     pub fn validate(&self, num_q: usize, num_k: usize) -> Result<(), LayoutError> {
         let mut by_start: Vec<&QueryRange> = self.ranges.iter().filter(|r| r.queries != (0..0)).collect();
         by_start.sort_by_key(|r| (r.queries.start, r.queries.end));
@@ -171,8 +172,8 @@ impl AttentionLayout {
         Ok(())
     }
 
-    /// Restricts the pattern to some query rows. Kernels leave the other rows unchanged, since no range contains them.
-    /// `rows` are ascending.
+    /// Restricts the pattern to the query rows `rows`, which are ascending. Kernels leave the other rows unchanged, because no
+    /// range contains them.
     #[must_use]
     pub fn only(&self, rows: &[usize]) -> Self {
         let mut ranges = Vec::new();
@@ -191,8 +192,7 @@ impl AttentionLayout {
         Self { ranges }
     }
 
-    /// Returns the number of query-key pairs; the forward pass costs `4 · head_dim` floating-point operations per pair
-    /// and head.
+    /// Returns the number of query-key pairs. The forward pass takes `4 · head_dim` floating-point operations per pair and head.
     #[must_use]
     pub fn pairs(&self) -> u64 {
         let of_range = |range: &QueryRange| {
@@ -234,7 +234,7 @@ mod tests {
         for (range, (queries, keys)) in some.ranges.iter().zip(expected) {
             assert_eq!((&range.queries, &range.keys, range.causal), (&queries, &keys, true));
         }
-        // 3 + 4, 4 + 2, (1 + 1) + (1 + 2).
+        // The pairs are 3 + 4, 4 + 2 and (1 + 1) + (1 + 2).
         assert_eq!(some.pairs(), 18);
         assert_eq!(layout.only(&(0..10).collect::<Vec<_>>()).ranges, layout.ranges);
         assert_eq!(layout.only(&[]).ranges, []);
@@ -244,9 +244,9 @@ mod tests {
     fn pairs_are_counted() {
         assert_eq!(AttentionLayout::causal(4).pairs(), 10);
         assert_eq!(AttentionLayout::full_blocks(&[2, 3]).pairs(), 13);
-        // Prefix 3: 6 pairs; suffix 2: (3 + 1) + (3 + 2).
+        // The prefix of 3 has 6 pairs; the suffix of 2 has (3 + 1) + (3 + 2).
         assert_eq!(AttentionLayout::prefix_suffixes(3, &[2]).pairs(), 15);
-        // Two new queries after three cached rows: 4 + 5.
+        // Two new queries after three cached rows have 4 + 5 pairs.
         let cached = QueryRange { queries: 0..2, keys: vec![0..5], causal: true };
         assert_eq!(AttentionLayout { ranges: vec![cached] }.pairs(), 9);
     }

@@ -1,17 +1,18 @@
-//! Softmax attention over an [`AttentionLayout`]; an online softmax avoids a stored score matrix.
+//! Softmax attention over an [`AttentionLayout`]. An online softmax makes it unnecessary to store the matrix of scores.
 //!
-//! A *lane* is one query row of one query head. Lanes that share a key head are processed together against tiles of key
-//! rows, counted from the start of each key range. Scores are stored transposed, `[keys, lanes]`, so that the softmax
-//! runs along vectors without horizontal sums. On CPUs with AMX, [`forward`] and [`backward`] multiply with it.
+//! A *lane* is one query row of one query head. Lanes that share a key head are processed together, one tile of key rows after
+//! the other. Tiles are counted from the start of each key range. Scores are stored transposed, `[keys, lanes]`, so that the
+//! softmax runs along vectors without horizontal sums. On CPUs with AMX, [`forward`] and [`backward`] use its tiles for their
+//! products.
 //!
-//! The bits of a lane's result depend only on its query, the keys it sees and their division into key ranges, not on
-//! other lanes. Any batch of sequences therefore agrees bit for bit among calls of [`forward`], and among calls of
-//! [`forward_decode_into`]. The two functions agree with each other bit for bit on CPUs without AMX, and up to `f32`
-//! rounding with it.
+//! The bits of a lane's result depend only on its query, on the keys that it sees and on the division of these keys into key
+//! ranges. They do not depend on other lanes. Results for any batch of sequences therefore agree bit for bit among calls of
+//! [`forward`], and among calls of [`forward_decode_into`]. The two functions agree with each other bit for bit on CPUs without
+//! AMX, and up to `f32` rounding on CPUs with AMX.
 //!
-//! The backward pass recomputes the weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk
-//! and dv in query order. Each chunk of keys is a task; the contributions of several chunks to a row of dq are added in
-//! the order of the chunks.
+//! The backward pass recomputes the weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691), and adds to dk and dv in
+//! query order. Each chunk of keys is a task. If several chunks contribute to a row of dq, their parts are added in the order of
+//! the chunks.
 
 mod chunks;
 #[allow(clippy::single_range_in_vec_init)] // one key range is common, a list of key rows never meant
@@ -31,12 +32,12 @@ use crate::parallel::{self, Shared};
 use crate::profile::{Op, span};
 use crate::workspace::{PARTIAL, reserve};
 
-/// Multiply-adds below which a call stays on its thread.
+/// Number of multiply-adds below which a call stays on its thread.
 const MIN_PARALLEL: u64 = 1 << 16;
-/// Maximum floats of partial sums for which a thread keeps its buffer (16 MiB).
+/// Maximum number of floats in partial sums for which a thread keeps its buffer (16 MiB).
 const KEPT_PARTIAL: usize = 4 << 20;
 
-/// Queries `[tq, q_heads · d]`, keys and values `[tk, kv_heads · d]`, heads side by side.
+/// Queries `[tq, q_heads · d]`, and keys and values `[tk, kv_heads · d]`. The heads of a row are side by side.
 #[derive(Clone, Copy, Debug)]
 pub struct Qkv<'a, T = f32> {
     pub q: Mat<'a, T>,
@@ -45,7 +46,7 @@ pub struct Qkv<'a, T = f32> {
 }
 
 impl<'a, T> Qkv<'a, T> {
-    /// Splits rows `[q | k | v]`.
+    /// Creates a call from a matrix whose rows are `[q | k | v]`.
     ///
     /// # Panics
     /// Panics if the rows have another width.
@@ -60,7 +61,7 @@ impl<'a, T> Qkv<'a, T> {
         Self { q, k, v }
     }
 
-    /// Returns whether the matrices have heads of this shape.
+    /// Returns true if the matrices have heads of this shape.
     fn fit(&self, shape: Shape) -> bool {
         let Shape { q_heads, kv_heads, head_dim: d } = shape;
         let kv = (self.k.rows, kv_heads * d);
@@ -71,15 +72,15 @@ impl<'a, T> Qkv<'a, T> {
     }
 }
 
-/// Returns a pointer to key row `r` of the head whose columns begin at `at`; panics unless rows `r..r + n` exist.
+/// Returns a pointer to key row `r` of the head whose columns begin at `at`. Panics if rows `r..r + n` are out of bounds.
 #[inline(always)]
 fn key_rows(rows: Mat, r: usize, n: usize, at: usize, width: usize) -> *const f32 {
     rows.part(r + n - 1, at, width);
     rows.part(r, at, width).as_ptr()
 }
 
-/// Heads of one attention call. `q_heads` is a multiple of `kv_heads`; query head `h` uses key head
-/// `h / (q_heads / kv_heads)`.
+/// Numbers and size of the heads of an attention call. `q_heads` is a multiple of `kv_heads`; query head `h` uses key head `h /
+/// (q_heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub q_heads: usize,
@@ -93,7 +94,7 @@ impl Shape {
     }
 }
 
-/// Queries `first..first + count` of `range`, counted from its start.
+/// The queries `first..first + count` of `range`, counted from the start of the range.
 #[derive(Clone, Copy)]
 struct Block<'a> {
     range: &'a QueryRange,
@@ -107,10 +108,10 @@ impl Block<'_> {
     }
 }
 
-/// Blocks whose lanes are processed together: one block, or several that share their first key range.
+/// Blocks whose lanes are processed together: either one block, or several blocks with the same first key range.
 type Unit<'a> = Vec<Block<'a>>;
 
-/// Divides the layout into units of at most `max_lanes` lanes (at least one query).
+/// Divides the layout into units of at most `max_lanes` lanes. A unit has at least one query.
 fn units(layout: &AttentionLayout, group: usize, max_lanes: usize) -> Vec<Unit<'_>> {
     let max_queries = (max_lanes / group.max(1)).max(1);
     let mut units: Vec<Unit> = Vec::new();
@@ -151,24 +152,23 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Outputs of the forward pass: rows of `q_heads · d`, and of `q_heads`.
+/// Outputs of the forward pass: `out` with rows of `q_heads · d` elements, and `lse` with rows of `q_heads` elements.
 #[derive(Clone, Copy)]
 struct Results<'a> {
     out: Shared<'a>,
     lse: Shared<'a>,
 }
 
-/// Returns the first lane of the block that sees key `at` of the causal range; earlier lanes do not see it.
+/// Returns the first lane of the block that sees key `at` of the causal range. Earlier lanes do not see this key.
 #[inline(always)]
 fn first_lane(block: Block, group: usize, at: usize) -> usize {
     block.range.first_to_see(at).saturating_sub(block.first).min(block.count) * group
 }
 
-/// Returns `softmax(scale · q kᵀ) v`, `[tq, q_heads · d]`, and as statistics `[tq, q_heads]` the log-sum-exp of the
-/// scaled scores.
+/// Returns `softmax(scale · q kᵀ) v` as `[tq, q_heads · d]`, and the log-sum-exp of the scaled scores as `[tq, q_heads]`.
 ///
-/// The layout must be valid for the rows ([`AttentionLayout::validate`]). A query row outside all ranges gives zeros.
-/// `scale` is positive.
+/// The layout must be valid for the rows ([`AttentionLayout::validate`]). A query row outside all ranges gives zeros. `scale`
+/// must be positive.
 #[must_use]
 pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> (Vec<f32>, Vec<f32>) {
     let _span = span(Op::Attention, || work(layout, shape, 4));
@@ -186,12 +186,11 @@ pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> 
     (out, lse)
 }
 
-/// Writes [`forward`] to `out [tq, q_heads · d]` and `lse [tq, q_heads]`, for decoding, where few queries see many
-/// keys. A query row outside all ranges is not written.
+/// Writes the results of [`forward`] to `out [tq, q_heads · d]` and `lse [tq, q_heads]`. The function is meant for decoding,
+/// where few queries see many keys. A query row outside all ranges is not written.
 ///
-/// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
-/// once. This function always uses vector instructions: a few lanes fill no tile, and packed keys would be read only
-/// once.
+/// Single queries that share their first key range are processed together, so a prefix that many sequences share is read once.
+/// This function always uses vector instructions: a few lanes do not fill a tile, and packed keys would be read only once.
 pub fn forward_decode_into(
     qkv: Qkv,
     layout: &AttentionLayout,
@@ -207,11 +206,11 @@ pub fn forward_decode_into(
     vector::forward(Call::new(qkv, shape, scale), layout, results);
 }
 
-/// Returns the useful operations of a call and the bytes of its rows.
+/// Returns the useful operations of a call and the bytes of its rows, for profiles.
 fn work(layout: &AttentionLayout, shape: Shape, per_pair: usize) -> (usize, usize) {
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
-    // A key range that several queries share, such as a prefix, is read once.
+    // A key range that several queries share, such as a prefix, is read only once.
     let mut seen: Vec<_> = layout.ranges.iter().flat_map(|r| &r.keys).map(|k| (k.start, k.end)).collect();
     seen.sort_unstable();
     seen.dedup();
@@ -220,23 +219,23 @@ fn work(layout: &AttentionLayout, shape: Shape, per_pair: usize) -> (usize, usiz
     (flops, 4 * d * per_pair / 2 * (queries * q_heads + keys * kv_heads))
 }
 
-/// Outputs of [`backward`].
+/// Outputs of [`backward`], shared by all its tasks.
 #[derive(Clone, Copy)]
 struct Gradients<'a> {
     data: Shared<'a>,
     stride: usize,
     k_col: usize,
     v_col: usize,
-    /// Partial sums of dq, rows of `width`.
+    /// Partial sums of dq, in rows of `width` elements.
     partial: Shared<'a>,
     width: usize,
 }
 
 impl<'a> Gradients<'a> {
-    /// Returns `len` columns from `col` on of the row to which a chunk adds its part of dq of query `i` of a range.
+    /// Returns `len` columns, starting at `col`, of the row to which a chunk adds its part of dq for query `i` of a range.
     ///
     /// # Safety
-    /// No other reference to these elements is alive.
+    /// No other reference to these elements may be alive.
     #[inline(always)]
     unsafe fn dq(self, seen: &Seen, i: usize, col: usize, len: usize) -> &'a mut [f32] {
         // SAFETY: guaranteed by this function's contract.
@@ -249,7 +248,7 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// Results of the forward pass and the incoming gradient.
+/// Results of the forward pass, and the incoming gradient.
 #[derive(Clone, Copy)]
 struct Saved<'a> {
     dout: Mat<'a>,
@@ -266,10 +265,9 @@ struct Back<'a> {
 }
 
 /// Returns the gradients of [`forward`] with respect to q, k and v, side by side: `[rows, (q_heads + 2 kv_heads) · d]`.
-/// The layout is valid for `rows` queries and keys.
 ///
-/// `out` and `lse` are the results of [`forward`] for the same arguments, `dout [rows, q_heads · d]` is the incoming
-/// gradient. There is one task per key head and chunk of keys.
+/// The layout must be valid for `rows` queries and keys. `out` and `lse` are the results of [`forward`] for the same arguments,
+/// and `dout [rows, q_heads · d]` is the incoming gradient. Each pair of a key head and a chunk of keys is a task.
 #[must_use]
 pub fn backward(
     dout: Mat,
@@ -285,17 +283,17 @@ pub fn backward(
     let saved_fit = dout.dims() == dims && out.dims() == dims && lse.len() == rows * shape.q_heads;
     check("attention, backward", qkv.fit(shape) && qkv.k.rows == rows && saved_fit);
     let (saved, call) = (Saved { dout, out, lse }, Call::new(qkv, shape, scale));
-    // SAFETY: the function zeroes all of it first.
+    // SAFETY: the function first zeroes all elements.
     unsafe { buffer::matrix(rows, width, |d| write_backward(call, saved, layout, d)) }
 }
 
-/// Returns the number of elements that [`backward`] uses besides its result.
+/// Returns the number of elements of scratch memory that [`backward`] needs in addition to its result.
 #[must_use]
 pub fn backward_space(layout: &AttentionLayout, shape: Shape) -> usize {
     Plan::new(layout, shape).partial_rows * shape.q_heads * shape.head_dim
 }
 
-/// Zeroes the rows, then adds to them.
+/// Zeroes the rows, then adds the gradients to them.
 fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut) {
     let shape = call.shape;
     let _span = span(Op::AttentionBackward, || work(layout, shape, 8));
@@ -332,7 +330,7 @@ fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut
         let (sums, rows) = &pieces[i];
         for sum in sums.iter() {
             for row in rows.start.max(sum.to)..rows.end.min(sum.to + sum.count) {
-                // SAFETY: every query row is in one range and in one piece of it; its parts are complete.
+                // SAFETY: every query row is in one range and in one piece of the range, and its partial sums are complete.
                 let (to, from) = unsafe {
                     let from = grad.partial.part((sum.from + row - sum.to) * width, width);
                     (grad.data.part(row * stride, width), from)
@@ -346,7 +344,7 @@ fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut
     }
 }
 
-/// Divides the query rows of partial sums into pieces, each with all the sums that are added to it.
+/// Divides the query rows of partial sums into pieces. Each piece comes with all the sums that are added to it.
 fn sum_pieces(sums: &Vec<Sum>) -> impl Iterator<Item = (&Vec<Sum>, Range<usize>)> {
     const ROWS: usize = 64;
     let start = sums.iter().map(|sum| sum.to).min().unwrap_or(0);

@@ -1,18 +1,17 @@
-//! Attention on AMX tiles ([`crate::tiles`]): all products are of 32 × 32 elements, with the softmax between them.
+//! Attention on AMX tiles ([`crate::tiles`]): all products have 32 × 32 outputs, and the softmax runs between them.
 //!
-//! A unit has up to 128 lanes in panels of 32, and is multiplied with tiles of up to 128 keys. Scores are transposed,
-//! `[keys, lanes]`: keys are a left operand in their memory order, and weights, `[keys, lanes]`, are a right operand
-//! without transposition. Outputs therefore accumulate as `[head_dim, lanes]` and are rescaled along vectors. The
-//! softmax writes its weights split into parts and in operand order. Packing transposes only lanes, values (forward)
-//! and keys (backward, for dq), once per unit, call and task respectively; outputs and dq are transposed once at the
-//! end.
+//! A unit has up to 128 lanes in panels of 32, and is multiplied by tiles of up to 128 keys. Scores are transposed, `[keys,
+//! lanes]`. Keys are therefore a left operand in their memory order, and the weights, `[keys, lanes]`, are a right operand that
+//! needs no transposition. Outputs accumulate as `[head_dim, lanes]` and are rescaled along vectors. The softmax writes its
+//! weights split into parts and in the order of the operand. Packing transposes only three things: lanes once per unit, values
+//! once per call (forward), and keys once per task (backward, for dq). Outputs and dq are transposed once at the end.
 //!
-//! A panel skips blocks of 32 keys that none of its lanes sees; other hidden keys get weight 0, which adds an exact
-//! zero. The bits of a lane therefore depend on what it sees and not on other lanes, as in [`super::vector`], although
-//! the bits differ between the two modules.
+//! A panel skips blocks of 32 keys that none of its lanes sees. Other hidden keys get weight 0, which adds an exact zero. The
+//! bits of a lane therefore depend on the keys that it sees and not on other lanes, as in [`super::vector`]. The bits differ
+//! between the two modules.
 //!
-//! The softmax takes about a third of the time. On Sapphire Rapids its vector instructions do not overlap with tile
-//! instructions (a mix takes the sum of both times), so they are not interleaved.
+//! The softmax takes about a third of the time. On Sapphire Rapids its vector instructions do not overlap with tile instructions
+//! (a mix takes the sum of both times), so they are not interleaved.
 
 use std::collections::BTreeMap;
 use std::f32::consts::{LN_2, LOG2_E};
@@ -31,17 +30,18 @@ use crate::tiles::amx::{
 };
 use crate::workspace::{Line, PACKED, TILED, reserve};
 
-/// Maximum number of lanes processed together, unless one key head has more query heads.
+/// Maximum number of lanes that are processed together. The only exception is a key head that more query heads share.
 const MAX_LANES: usize = 128;
-/// Key rows of a tile.
+/// Number of key rows in a tile.
 const KEYS: usize = 128;
-/// Key rows whose operands the backward pass packs at a time.
+/// Number of key rows whose operands the backward pass packs at a time.
 const PASS: usize = 512;
-/// Words of packed keys and values beyond which the forward pass processes units in several rounds (16 MiB).
+/// Maximum number of words of packed keys and values (16 MiB). If there are more, the forward pass processes the units in several
+/// rounds.
 const MAX_PACKED: usize = 4 << 20;
-/// Floats of a kernel's output, a panel of scores.
+/// Number of floats in a kernel's output, which is a panel of scores.
 const SQUARE: usize = GROUP * GROUP;
-/// Lanes of a vector.
+/// Number of lanes in a vector.
 const LANES: usize = 16;
 
 #[derive(Default)]
@@ -61,8 +61,7 @@ pub(crate) struct Scratch {
     weights: Vec<Line>,
     dscores_left: Vec<Line>,
     dscores_right: Vec<Line>,
-    /// Running maximum (times log₂ e) and sum of each lane; in the backward pass log-sum-exp (times log₂ e) and
-    /// `delta`.
+    /// Running maximum (times log₂ e) and sum of each lane. In the backward pass, log-sum-exp (times log₂ e) and `delta`.
     max: Vec<f32>,
     sum: Vec<f32>,
 }
@@ -74,16 +73,16 @@ simd_fn! {
     }
 }
 
-/// Returns whether this CPU has tiles and their companion vector instructions, and heads are not empty.
+/// Returns true if this CPU has tiles and the vector instructions that go with them, and the heads are not empty.
 pub(super) fn available(shape: Shape) -> bool {
     shape.head_dim > 0 && amx::available() && vector_lanes() == LANES
 }
 
-/// A block and its lanes in a unit.
+/// A block and the position of its lanes in a unit.
 struct Placed<'a> {
     block: Block<'a>,
     lanes: Range<usize>,
-    /// Index of its query range among those that see the chunk.
+    /// Index of the block's query range among the ranges that see the chunk.
     seen: usize,
 }
 
@@ -97,16 +96,16 @@ fn place<'a>(blocks: impl Iterator<Item = (usize, Block<'a>)>, group: usize) -> 
     blocks.map(place).collect()
 }
 
-/// Keys of a tile that the lanes of a panel see.
+/// The keys of a tile that the lanes of a panel see.
 struct Sight {
-    /// Visibility: one word per key, one bit per lane.
+    /// Visibility, with one word per key and one bit per lane.
     bits: [u32; KEYS],
-    /// End of the keys that any lane sees.
+    /// End of the keys that at least one lane sees.
     end: usize,
 }
 
 impl Sight {
-    /// Returns the words of complete blocks of 32 keys.
+    /// Returns the words of all complete blocks of 32 keys that are needed.
     fn bits(&self) -> &[u32] {
         &self.bits[..self.end.next_multiple_of(GROUP)]
     }
@@ -153,7 +152,7 @@ impl Sight {
     }
 }
 
-/// Copies one key head's query heads of every query, the columns of `rows`, to `[lanes, width]`, padded with zeros.
+/// Copies the query heads of one key head (the columns of `rows`), for every query, to `[lanes, width]`, padded with zeros.
 fn gather<'a>(
     rows: Mat,
     blocks: &[Placed],
@@ -178,55 +177,55 @@ fn gather<'a>(
     to
 }
 
-/// Packs lanes `[lanes, width]` as columns, with the head as the inner dimension.
+/// Packs lanes `[lanes, width]` as columns. The inner dimension is the head dimension.
 ///
 /// # Safety
-/// `to` has room, both sizes are multiples of 32, and the CPU has AVX-512.
+/// `to` must have room, both sizes must be multiples of 32, and the CPU must have AVX-512.
 unsafe fn pack_lanes(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
     for panel in 0..lanes / GROUP {
         let (to, from) =
             (to.wrapping_add(panel * width / GROUP * BLOCK), from[panel * GROUP * width..].as_ptr());
-        // SAFETY: 32 rows of `width`.
+        // SAFETY: 32 rows of `width` elements are in bounds.
         unsafe { pack::<_, PARTS>(to, from, width, 1, false, GROUP, width) };
     }
 }
 
-/// Packs lanes `[lanes, width]` with the head as columns and the lanes as the inner dimension.
+/// Packs lanes `[lanes, width]` with the head dimension as columns. The inner dimension is the lanes.
 ///
 /// # Safety
-/// The requirements of [`pack_lanes`] hold.
+/// The requirements of [`pack_lanes`] must be met.
 unsafe fn pack_heads(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
     for panel in 0..width / GROUP {
         let (to, from) = (to.wrapping_add(panel * lanes / GROUP * BLOCK), from[panel * GROUP..].as_ptr());
-        // SAFETY: 32 columns of `lanes` rows.
+        // SAFETY: 32 columns of `lanes` rows are in bounds.
         unsafe { pack::<_, PARTS>(to, from, 1, width, false, GROUP, lanes) };
     }
 }
 
-/// Packs key rows of a head in groups of 32, with the head as the inner dimension.
+/// Packs the key rows of a head in groups of 32. The inner dimension is the head dimension.
 ///
 /// # Safety
-/// `to` has room, and the CPU has AVX-512.
+/// `to` must have room, and the CPU must have AVX-512.
 unsafe fn pack_keys(to: *mut u32, rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     let deep = d.div_ceil(GROUP);
     for (i, key) in keys.clone().step_by(GROUP).enumerate() {
         let count = GROUP.min(keys.end - key);
         let (to, from) = (to.wrapping_add(i * deep * BLOCK), key_rows(rows, key, count, at, d));
-        // SAFETY: `key_rows` checked the rows.
+        // SAFETY: `key_rows` has checked the rows.
         unsafe { pack::<_, PARTS>(to, from, rows.stride, 1, true, count, d) };
     }
 }
 
-/// Packs transposed key rows of a head: groups of 32 columns of the head, `group` words apart, with the keys as the
-/// inner dimension.
+/// Packs the transposed key rows of a head in groups of 32 columns of the head. Groups begin `group` words apart. The inner
+/// dimension is the keys.
 ///
 /// # Safety
-/// `to` has room, and the CPU has AVX-512.
+/// `to` must have room, and the CPU must have AVX-512.
 unsafe fn pack_turned(to: *mut u32, group: usize, rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     let from = key_rows(rows, keys.start, keys.len(), at, d);
     for (i, column) in (0..d).step_by(GROUP).enumerate() {
         let (to, from) = (to.wrapping_add(i * group), from.wrapping_add(column));
-        // SAFETY: `key_rows` checked the rows.
+        // SAFETY: `key_rows` has checked the rows.
         unsafe { pack::<_, PARTS>(to, from, 1, rows.stride, true, GROUP.min(d - column), keys.len()) };
     }
 }
@@ -239,29 +238,29 @@ struct Place {
 }
 
 impl Place {
-    /// Returns the words of its keys; its values take the same number.
+    /// Returns the number of words of the range's keys. Its values take the same number.
     fn words(self, deep: usize) -> usize {
         self.len.div_ceil(GROUP) * deep * BLOCK
     }
 }
 
-/// Packed keys and values of some heads, one after the other.
+/// Packed keys and values of several heads, one head after the other.
 struct Kept {
     words: Packed,
-    /// Packed ranges, by their first row.
+    /// Packed ranges, keyed by their first row.
     places: BTreeMap<usize, Place>,
-    /// Words of a head.
+    /// Number of words per head.
     head: usize,
 }
 
-/// Plans a round: returns the key ranges of as many leading units as fit, the words of these ranges, and the number of
-/// units.
+/// Plans a round of as many units from the start of `units` as fit. Returns the key ranges of these units, the words that the
+/// ranges take, and the number of units.
 fn places(units: &[Unit], shape: Shape) -> (BTreeMap<usize, Place>, usize, usize) {
     let deep = shape.head_dim.div_ceil(GROUP);
     let mut places: BTreeMap<usize, Place> = BTreeMap::new();
     let (mut rows, mut count) = (0, 0);
     for unit in units {
-        // Ranges that this unit adds to those of earlier units.
+        // The ranges of this unit that no earlier unit has.
         let mut more: BTreeMap<usize, usize> = BTreeMap::new();
         for keys in unit.iter().flat_map(|block| &block.range.keys).filter(|keys| !keys.is_empty()) {
             if places.get(&keys.start).is_none_or(|place| place.len < keys.len()) {
@@ -303,7 +302,7 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
         let (places, head, count) = places(rest, call.shape);
         let (now, later) = rest.split_at(count);
         rest = later;
-        // If a range exceeds what is packed at a time, heads are processed one by one.
+        // If a range exceeds the maximum that is packed at a time, the heads are processed one by one.
         let together = (MAX_PACKED / head.max(1)).clamp(1, kv_heads);
         let kept = Kept { words: Packed(words(&mut scratch, head * together)), places, head };
         let parts: Vec<(usize, Place, usize)> = kept
@@ -318,14 +317,14 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
                 let column = (first_head + at) * d;
                 let keys = start + first..start + place.len.min(first + KEYS);
                 let (to, step) = (kept.words.at(at * head + place.at), first / GROUP);
-                // SAFETY: the buffer has room, and no other task has these keys of this head.
+                // SAFETY: the buffer has room, and no other task writes these keys of this head.
                 unsafe {
                     pack_keys(to.wrapping_add(step * deep * BLOCK), call.k, keys.clone(), column, d);
                     let to = to.wrapping_add(place.words(deep) + step * BLOCK);
                     pack_turned(to, place.len.div_ceil(GROUP) * BLOCK, call.v, keys, column, d);
                 }
             });
-            // Units of one key head are consecutive, so that their operands stay in cache; later units see more.
+            // The units of one key head are consecutive, so that their operands stay in the cache. Later units see more keys.
             parallel::tasks(now.len() * heads, work, |i| {
                 let (at, unit) = (i / now.len(), &now[now.len() - 1 - i % now.len()]);
                 let mut scratch = TILED.take();
@@ -339,19 +338,19 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
     }
 }
 
-/// State of the softmax for the lanes of a panel.
+/// The state of the softmax for the lanes of a panel.
 struct Running<'a> {
     max: &'a mut [f32],
     sum: &'a mut [f32],
-    /// Factor for previous sums of each lane.
+    /// Factor that each lane's previous sums are multiplied by.
     shrink: &'a mut [f32; GROUP],
 }
 
-/// Replaces scores of complete blocks of keys with weights, split into parts, and updates the running state of the
+/// Replaces the scores of complete blocks of keys with weights that are split into parts, and updates the running state of the
 /// panel's lanes.
 ///
 /// # Safety
-/// `scores` is `[32 · steps, 32]`, and there is room for the weights.
+/// `scores` must be `[32 · steps, 32]`, and there must be room for the weights.
 #[inline(always)]
 unsafe fn softmax<S: Simd>(
     simd: S,
@@ -378,7 +377,7 @@ unsafe fn softmax<S: Simd>(
         let top = simd.max_f32s(simd.max_f32s(top[0], top[1]), simd.max_f32s(top[2], top[3]));
         let old = load(simd, &max[..at + LANES], at);
         let new = simd.max_f32s(simd.mul_f32s(top, scale), old);
-        // A lane that has seen nothing yet keeps −∞ as its maximum; any finite substitute gives it weight 0.
+        // A lane that has seen no key yet keeps −∞ as its maximum. Any finite substitute gives the key weight 0.
         let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
         let factor = exp2(simd, simd.sub_f32s(old, base));
         let minus = simd.neg_f32s(base);
@@ -390,7 +389,7 @@ unsafe fn softmax<S: Simd>(
                 let high = exp2(simd, simd.mul_add_e_f32s(score(key + LANES), scale, minus));
                 sums = [simd.add_f32s(sums[0], low), simd.add_f32s(sums[1], high)];
                 let to = weights.wrapping_add(step * BLOCK + v * PART / 2 + p * LANES);
-                // SAFETY: one line of the operand.
+                // SAFETY: one line of the operand is in bounds.
                 unsafe { store_line(simd, to, cut(simd, low), cut(simd, high)) };
             }
         }
@@ -404,7 +403,7 @@ unsafe fn softmax<S: Simd>(
 /// Computes `acc = acc · shrink + new`, `[32, 32]`, with one factor per column.
 ///
 /// # Safety
-/// `acc` has all elements.
+/// All elements of `acc` must be in bounds.
 #[inline(always)]
 unsafe fn accumulate<S: Simd>(simd: S, acc: *mut f32, shrink: Option<&[f32; GROUP]>, new: &Output) {
     for v in (0..GROUP).step_by(LANES) {
@@ -473,7 +472,7 @@ simd_fn! {
                         continue;
                     }
                     let lanes = panel * GROUP..(panel + 1) * GROUP;
-                    // SAFETY: scratch was sized above; the range is packed in `steps` blocks of 32 from `start` on.
+                    // SAFETY: scratch was sized above, and the range is packed in `steps` blocks of 32 from `start` on.
                     unsafe {
                         for step in 0..steps {
                             let keys = keys.add((start / GROUP + step) * deep * BLOCK);
@@ -496,7 +495,7 @@ simd_fn! {
         drop(tiles);
         for panel in 0..panels {
             let at = panel * GROUP * width;
-            // SAFETY: a panel of accumulators, and room for its transpose.
+            // SAFETY: there is a panel of accumulators, and room for its transpose.
             unsafe { turn(rows[at..].as_mut_ptr(), acc[at..].as_ptr(), width, GROUP) };
         }
         for Placed { block, lanes, .. } in &blocks {
@@ -518,12 +517,12 @@ simd_fn! {
     }
 }
 
-/// A tile of the backward pass: its keys, and the block where its operands begin.
+/// A tile of the backward pass: its keys, and the positions of its packed operands.
 struct KeyTile {
     keys: Range<usize>,
-    /// Number of groups of 32 keys before it.
+    /// Number of groups of 32 keys before this tile.
     group: usize,
-    /// Words before its transposed keys, and words between groups of columns.
+    /// Number of words before the tile's transposed keys, and number of words between groups of columns.
     turned: usize,
     turned_group: usize,
 }
@@ -592,20 +591,20 @@ pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
     TILED.set(scratch);
 }
 
-/// Operands of a block of 32 keys and a panel, written by [`backward_scores`].
+/// Operands for a block of 32 keys and a panel, written by [`backward_scores`].
 struct Operands {
-    /// Weights, a left operand with keys as rows.
+    /// Weights, packed as a left operand with keys as rows.
     weights: *mut u32,
-    /// Score gradients, a left operand with keys as rows.
+    /// Score gradients, packed as a left operand with keys as rows.
     left: *mut u32,
-    /// Score gradients, a right operand with keys as the inner dimension.
+    /// Score gradients, packed as a right operand with keys as the inner dimension.
     right: *mut u32,
 }
 
-/// Turns scores of a block of 32 keys and a panel into weights, and gradients of weights into gradients of scores.
+/// Converts the scores of a block of 32 keys and a panel to weights, and the gradients of weights to gradients of scores.
 ///
 /// # Safety
-/// All operands are in bounds.
+/// All operands must be in bounds.
 #[inline(always)]
 unsafe fn backward_scores<S: Simd>(
     simd: S,
@@ -636,12 +635,12 @@ unsafe fn backward_scores<S: Simd>(
                 changes[half][v] = simd.mul_f32s(simd.mul_f32s(of_key[v], change), factor);
             }
             let to = weights.wrapping_add(half * PART / 2 + p * LANES);
-            // SAFETY: one line of the operand.
+            // SAFETY: one line of the operand is in bounds.
             unsafe { store_line(simd, to, cut(simd, of_key[0]), cut(simd, of_key[1])) };
         }
         let [[a, b], [c, d]] = changes;
         let [a, b, c, d] = [cut(simd, a), cut(simd, b), cut(simd, c), cut(simd, d)];
-        // SAFETY: lines of the operands.
+        // SAFETY: these lines of the operands are in bounds.
         unsafe {
             store_line(simd, left.wrapping_add(p * LANES), a, b);
             store_line(simd, left.wrapping_add(PART / 2 + p * LANES), c, d);
@@ -672,7 +671,7 @@ simd_fn! {
             pack_lanes(dout, more, lanes, width);
             pack_heads(dout_rows, more, lanes, width);
         }
-        // Padding has weight 0.
+        // This maximum gives padding lanes weight 0.
         reset(&mut s.max, lanes, f32::INFINITY);
         reset(&mut s.sum, lanes, 0.0);
         for Placed { block, lanes, .. } in blocks {
@@ -702,13 +701,13 @@ simd_fn! {
         // SAFETY: the CPU has the instructions.
         let configured = unsafe { Tiles::new() };
         for KeyTile { keys, group: at, turned, turned_group } in tiles {
-            // Panels that see each block of 32 keys.
+            // The panels that see each block of 32 keys.
             let mut seeing = [const { 0..0 }; KEYS / GROUP];
             for panel in 0..panels {
                 sight.look(blocks, group, panel, keys);
                 let steps = sight.end.div_ceil(GROUP);
                 let at = at * deep * BLOCK;
-                // SAFETY: scratch was sized above; the tile is packed.
+                // SAFETY: scratch was sized above, and the tile is packed.
                 unsafe {
                     for step in 0..steps {
                         let at = at + step * deep * BLOCK;
@@ -722,7 +721,7 @@ simd_fn! {
                         if seeing.start == seeing.end {
                             *seeing = panel..panel;
                         }
-                        // Panels in between that see nothing.
+                        // Panels between the first and the last that do not see the block.
                         for hole in seeing.end..panel {
                             weights.add(of(hole)).write_bytes(0, BLOCK);
                             left.add(of(hole)).write_bytes(0, BLOCK);
@@ -752,8 +751,7 @@ simd_fn! {
                 }
             }
             let end = grad.stride * (keys.end - 1) + kv_head * d + d;
-            // SAFETY: only this task writes these rows of the key head; the calls check the bounds and keep no
-            // reference.
+            // SAFETY: only this task writes these rows of the key head. The calls check the bounds and keep no reference.
             unsafe {
                 grad.data.part(end + grad.k_col, 0);
                 grad.data.part(end + grad.v_col, 0);
@@ -782,14 +780,14 @@ simd_fn! {
         drop(configured);
         for panel in 0..panels {
             let at = panel * GROUP * width;
-            // SAFETY: a panel of accumulators, and room for its transpose.
+            // SAFETY: there is a panel of accumulators, and room for its transpose.
             unsafe { turn(rows[at..].as_mut_ptr(), acc[at..].as_ptr(), width, GROUP) };
         }
         for Placed { block, lanes, seen } in blocks {
             for i in 0..block.count {
                 for g in 0..group {
                     let lane = lanes.start + i * group + g;
-                    // SAFETY: a query row is in one block of the chunk, and this is the only task of its key head.
+                    // SAFETY: each query row is in only one block of the chunk, and this is the only task of its key head.
                     let dq = unsafe { grad.dq(&chunk.seen[*seen], block.first + i, col + g * d, d) };
                     dq.iter_mut().zip(&rows[lane * width..]).for_each(|(to, x)| *to += x);
                 }

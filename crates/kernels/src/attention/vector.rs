@@ -1,4 +1,4 @@
-//! Attention with the vector instructions of any CPU: small products of [`crate::microkernel`] between softmaxes.
+//! Attention with the vector instructions of any CPU: small products of [`crate::microkernel`], with the softmax between them.
 
 use std::f32::consts::{LN_2, LOG2_E};
 use std::mem::take;
@@ -14,19 +14,19 @@ use crate::parallel;
 use crate::simd::{Simd, exp2, load, load_ptr, prefetch_far, select, store, store_ptr, transpose};
 use crate::workspace::{LINE, Line, VECTOR, reserve};
 
-/// Maximum number of lanes processed together, unless one key head has more query heads.
+/// Maximum number of lanes that are processed together. The only exception is a key head that more query heads share.
 const MAX_LANES: usize = 64;
-/// Key rows of one tile.
+/// Number of key rows in a tile.
 const TILE: usize = 64;
-/// Padding of lanes and head columns in scratch: the widest vector.
+/// Number of elements to which lanes and head columns are padded in scratch: the lanes of the widest vector.
 const PAD: usize = 16;
 
-/// Number of lanes from which rows of values are gathered before they are multiplied.
+/// Minimum number of lanes at which the rows of values are gathered before they are multiplied.
 const GATHER: usize = 32;
-/// Powers of two by which a score may exceed its lane's reference before sums are rescaled: a weight is at most 2⁸.
+/// Powers of two by which a score may exceed its lane's reference before the sums are rescaled. A weight is at most 2⁸.
 const SLACK: f32 = 8.0;
 
-/// Buffers of one thread; lanes are padded to `width`, head columns to `depth`.
+/// Buffers of one thread. Lanes are padded to `width`, and head columns to `depth`.
 #[derive(Default)]
 pub(crate) struct Scratch {
     q: Vec<Line>,
@@ -37,7 +37,7 @@ pub(crate) struct Scratch {
     acc: Vec<Line>,
     scores: Vec<Line>,
     dscores: Vec<Line>,
-    /// Reference of each lane's scores (times log₂ e), sum of weights, and factor for previous sums.
+    /// Reference of each lane's scores (times log₂ e), sum of weights, and factor that previous sums are multiplied by.
     max: Vec<f32>,
     sum: Vec<f32>,
     shrink: Vec<f32>,
@@ -50,7 +50,8 @@ fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
     x.resize(len, value);
 }
 
-/// Key rows `key..key + len`; `causal_at` is the offset in the causal range if some lane does not see all of them.
+/// A tile of key rows `key..key + len`. `causal_at` is its offset in the causal range if at least one lane does not see all of
+/// the rows.
 #[derive(Clone, Copy)]
 struct Tile {
     key: usize,
@@ -58,7 +59,7 @@ struct Tile {
     causal_at: Option<usize>,
 }
 
-/// Returns the tiles of key ranges `from..to` that a block sees, clipped to the rows `within`.
+/// Returns the tiles of the key ranges `from..to` that a block sees. They are clipped to the rows `within`.
 fn tiles(block: Block, from: usize, to: usize, within: Range<usize>) -> Vec<Tile> {
     let mut tiles = Vec::new();
     let last = block.range.keys.len().wrapping_sub(1);
@@ -78,8 +79,8 @@ fn tiles(block: Block, from: usize, to: usize, within: Range<usize>) -> Vec<Tile
     tiles
 }
 
-/// Gathers one key head's query heads of every query, the columns of `rows`, to `[lanes, d]` and `[d, width]`, padded
-/// with zeros beyond the lanes.
+/// Gathers the query heads of one key head (the columns of `rows`), for every query, to `[lanes, d]` and `[d, width]`. Elements
+/// beyond the lanes are padded with zeros.
 fn gather_lanes<'a>(
     rows: Mat,
     unit: &[Block],
@@ -101,13 +102,13 @@ fn gather_lanes<'a>(
     if lanes < width {
         transposed.fill(0.0);
     }
-    // SAFETY: `lanes` rows of `d` elements, and `d` rows of `width`, which is no less than `lanes`.
+    // SAFETY: the buffers have `lanes` rows of `d` elements, and `d` rows of `width` elements; `width` is at least `lanes`.
     unsafe { transpose(transposed.as_mut_ptr(), width, plain.as_ptr(), d, lanes, d) };
     (plain, transposed)
 }
 
-/// Copies rows of a head next to each other. In place they are a power of two apart, and few of them fit in the
-/// first-level cache together.
+/// Copies the rows of a head so that they are adjacent. In their matrix, rows are a power of two apart, and few of them fit in
+/// the first-level cache at the same time.
 fn gather_rows(rows: Mat, keys: Range<usize>, at: usize, d: usize, to: &mut Vec<Line>) -> *const f32 {
     let to = reserve(to, keys.len() * d);
     for (to, key) in to.chunks_exact_mut(d.max(1)).zip(keys) {
@@ -116,7 +117,7 @@ fn gather_rows(rows: Mat, keys: Range<usize>, at: usize, d: usize, to: &mut Vec<
     to.as_ptr()
 }
 
-/// Prefetches the existing rows of a head.
+/// Prefetches the rows of a head, as far as they are in bounds.
 #[inline(always)]
 fn ask(rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     for key in keys.start..keys.end.min(rows.rows) {
@@ -126,11 +127,11 @@ fn ask(rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     }
 }
 
-/// Applies the online softmax to one tile, for the first `n` lanes of `s.scores [len, width]`, which are those from
-/// `first` on of the unit. Scores become weights; `max` and `sum` are updated; `shrink` becomes the factor for previous
-/// sums.
+/// Applies the online softmax to one tile, for the first `n` lanes of `s.scores [len, width]`. These lanes start at lane `first`
+/// of the unit.
 ///
-/// The reference of a lane's scores changes only when they exceed it by more than [`SLACK`], so that rescaling is rare.
+/// Scores become weights, `max` and `sum` are updated, and `shrink` becomes the factor that previous sums are multiplied by. The
+/// reference of a lane's scores changes only when they exceed it by more than [`SLACK`], so that rescaling is rare.
 #[inline(always)]
 fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usize, first: usize, n: usize) {
     let scores = reserve(&mut s.scores, len * width).as_mut_ptr();
@@ -144,7 +145,7 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
         let mut top = [infinite; 2];
         for key in (0..len).step_by(2) {
             let (first, second) = (column.wrapping_add(key * width), (key + 1).min(len - 1) * width);
-            // SAFETY: complete vectors, since `width` is padded.
+            // SAFETY: all vectors are complete, because `width` is padded.
             unsafe {
                 top[0] = simd.max_f32s(load_ptr(simd, first, S::F32_LANES), top[0]);
                 top[1] = simd.max_f32s(load_ptr(simd, column.wrapping_add(second), S::F32_LANES), top[1]);
@@ -153,7 +154,7 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
         let old = load(simd, &s.max[..end], at);
         let new = simd.max_f32s(simd.mul_f32s(simd.max_f32s(top[0], top[1]), scale), old);
         let new = select(simd, simd.greater_than_f32s(new, simd.add_f32s(old, slack)), new, old);
-        // A lane that has seen nothing yet keeps −∞; any finite substitute gives it weight 0.
+        // A lane that has seen no key yet keeps −∞. Any finite substitute gives the key weight 0.
         let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
         let shrink = exp2(simd, simd.sub_f32s(old, base));
         let minus = simd.neg_f32s(base);
@@ -179,14 +180,14 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
 struct Pass<'a> {
     call: Call<'a>,
     kv_head: usize,
-    /// Queries, transposed, with one vector more than `head_dim · width` elements.
+    /// Transposed queries, with `head_dim · width` elements and one vector more.
     q_t: *const f32,
     acc: *mut f32,
     width: usize,
     depth: usize,
 }
 
-/// Processes one tile for some lanes of a unit; `seen` if they have seen another tile before.
+/// Processes one tile for some lanes of a unit. `seen` is true if these lanes have seen another tile before.
 #[inline(always)]
 fn forward_tile<S: Simd>(
     simd: S,
@@ -202,12 +203,13 @@ fn forward_tile<S: Simd>(
     let d = call.shape.head_dim;
     let n = lanes.len();
     if n < GATHER {
-        // A few lanes finish rows faster than memory delivers more: while decoding, rows of caches come from memory.
+        // With few lanes, a row is finished faster than memory delivers the next: during decoding, rows of caches come from
+        // memory.
         ask(call.v, key..key + len, kv_head * d, d);
         ask(call.k, key + len..key + len + TILE, kv_head * d, d);
     }
     let scores = reserve(&mut s.scores, TILE * width);
-    // SAFETY: `key_rows` checks the key rows; scratch holds TILE × width scores, and queries for complete vectors of
+    // SAFETY: `key_rows` checks the key rows. Scratch has room for TILE × width scores, and for queries in complete vectors of
     // lanes.
     unsafe {
         Product {
@@ -237,7 +239,7 @@ fn forward_tile<S: Simd>(
         if s.shrink[lane] != 1.0 {
             let shrink = simd.splat_f32s(s.shrink[lane]);
             for j in (0..d).step_by(S::F32_LANES) {
-                // SAFETY: `acc` holds a row of `depth ≥ d`, in complete vectors, per lane.
+                // SAFETY: `acc` has one row of `depth ≥ d` elements per lane, in complete vectors.
                 unsafe {
                     let to = acc.wrapping_add(lane * depth + j);
                     let x = simd.mul_f32s(load_ptr(simd, to, S::F32_LANES), shrink);
@@ -278,9 +280,9 @@ simd_fn! {
         let group = call.shape.group();
         let lanes = unit.iter().map(|b| b.count).sum::<usize>() * group;
         let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
-        // Moved out of the scratch, which the tiles use.
+        // These buffers are moved out of the scratch because the tiles use the scratch.
         let (mut q, mut q_t, mut acc) = (take(&mut s.q), take(&mut s.q_t), take(&mut s.acc));
-        // The last lanes are read as a complete vector.
+        // Extra room, because the last lanes are read as a complete vector.
         reserve(&mut q_t, d * width + PAD);
         let col = kv_head * group * d;
         gather_lanes(call.q.columns(col..col + group * d), unit, d, width, &mut q, &mut q_t);
@@ -315,7 +317,7 @@ simd_fn! {
                     // SAFETY: every query row is in one unit, and this is the only task of its key head.
                     let (out, lse) = unsafe { (results.out.part(head * d, d), results.lse.part(head, 1)) };
                     if seen {
-                        // SAFETY: a row of a lane that has been written; the tiles are done.
+                        // SAFETY: the row of this lane has been written, and no tile uses it any more.
                         let sums = unsafe { std::slice::from_raw_parts(pass.acc.add(lane * depth), d) };
                         out.iter_mut().zip(sums).for_each(|(y, x)| *y = x * inverse);
                     } else {
@@ -329,8 +331,8 @@ simd_fn! {
     }
 }
 
-/// Turns scores of one tile into weights, and gradients of weights into gradients of scores, for lanes `hidden(key)..`
-/// only.
+/// Converts the scores of one tile to weights, and the gradients of weights to gradients of scores. Key `key` is processed only
+/// for the lanes from `hidden(key)` on.
 #[inline(always)]
 fn backward_scores<S: Simd>(
     simd: S,
@@ -351,7 +353,7 @@ fn backward_scores<S: Simd>(
         for at in (lane..len * width).step_by(width) {
             let (score, change) =
                 (scores.as_mut_ptr().wrapping_add(at), dscores.as_mut_ptr().wrapping_add(at));
-            // SAFETY: complete vectors of both, since `width` is padded.
+            // SAFETY: the vectors of both are complete, because `width` is padded.
             unsafe {
                 let x = load_ptr(simd, score, S::F32_LANES);
                 let weight = exp2(simd, simd.mul_add_e_f32s(x, binary, minus_lse));
@@ -413,7 +415,7 @@ simd_fn! {
                 c: reserve(&mut s.dscores, TILE * width).as_mut_ptr(), a: key_rows(call.v, key, len, kv_head * d, d),
                 a_row: call.v.stride, b: dout_t, ..scores
             };
-            // SAFETY: `key_rows` checked the rows of v; scratch was sized above.
+            // SAFETY: `key_rows` has checked the rows of v, and scratch was sized above.
             unsafe {
                 scores.run(simd);
                 dscores.run(simd);
@@ -421,7 +423,7 @@ simd_fn! {
             backward_scores(simd, s, call.scale, width, group, block, tile);
             let (weights, changes) = (s.scores.as_ptr().cast(), s.dscores.as_ptr().cast());
             let end = grad.stride * (key + len - 1) + kv_head * d + d;
-            // SAFETY: only this task writes this key head's rows; the calls check the bounds and keep no reference.
+            // SAFETY: only this task writes the rows of this key head. The calls check the bounds and keep no reference.
             let (dk, dv) = unsafe {
                 grad.data.part(end + grad.k_col, 0);
                 grad.data.part(end + grad.v_col, 0);
@@ -438,7 +440,7 @@ simd_fn! {
                 accumulate: any,
             };
             any = true;
-            // SAFETY: in bounds as above; all three sums exclude padding lanes.
+            // SAFETY: in bounds for the same reasons as above. All three sums exclude padding lanes.
             unsafe {
                 dv.run(simd);
                 dk.run(simd);
@@ -446,8 +448,8 @@ simd_fn! {
             }
         }
         for lane in 0..if any { lanes } else { 0 } {
-            // SAFETY: a query row is in one block of the chunk, and this is the only task of its key head; the sums of
-            // a lane have been written.
+            // SAFETY: each query row is in only one block of the chunk, and this is the only task of its key head. The sums of
+            // the lane have been written.
             let (dq, sums) = unsafe {
                 let dq = grad.dq(seen, block.first + lane / group, col + lane % group * d, d);
                 (dq, std::slice::from_raw_parts(acc.add(lane * depth), d))
@@ -486,7 +488,7 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
         cut.iter().for_each(|unit| (0..shape.kv_heads).for_each(|head| run((unit, head))));
         return;
     }
-    // Wide units read keys and values less often; narrow units keep more threads busy.
+    // Wide units read keys and values less often. Narrow units keep more threads busy.
     for (lanes, least) in [(MAX_LANES / 2, 2 * threads), (PAD, threads)] {
         if cut.len() * shape.kv_heads < least {
             cut = units(layout, shape.group(), lanes);

@@ -9,20 +9,20 @@ use crate::tiles::{self, Right};
 use crate::workspace::PANELS;
 use crate::{Stored, buffer};
 
-/// Computes `x Wᵀ + b` for many rows (prefill, scoring, training): `x [m, k]`, with the outputs of the layers side by
-/// side in `[m, Σ n]`.
+/// Computes `x Wᵀ + b` for many rows (prefill, scoring, training). `x` is `[m, k]`, and the result `[m, Σ n]` has the outputs of
+/// the layers side by side.
 #[must_use]
 pub fn forward(x: Mat, layers: &[Layer]) -> Vec<f32> {
-    // SAFETY: the tasks cover the columns of all layers and all rows, and the first block overwrites.
+    // SAFETY: the tasks cover the columns of all layers and all rows, and the first block overwrites the output.
     unsafe { buffer::matrix(x.rows, outputs(layers), |y| write_forward(x, layers, false, y)) }
 }
 
-/// Writes [`forward`] to `y [m, Σ n]`: replaces `y`, or adds to it if `accumulate`.
+/// Writes the result of [`forward`] to `y [m, Σ n]`. Replaces `y`, or adds to it if `accumulate`.
 pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, y: MatMut) {
     write_forward(x, layers, accumulate, y);
 }
 
-/// Writes every element of the output, and reads it first only if `accumulate`.
+/// Writes every element of the output. Reads the previous output only if `accumulate`.
 fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let ((m, k), n) = (x.dims(), y.cols);
     let _span = span(Op::Linear, || profile::products(m, layers));

@@ -1,4 +1,4 @@
-//! Gradients of linear layers for their input, weights and biases.
+//! Gradients of linear layers with respect to their input, weights and biases.
 
 use std::ops::Range;
 
@@ -11,36 +11,36 @@ use crate::tiles::{self, Right};
 use crate::workspace::{GROUPS, PANELS, reserve};
 use crate::{Stored, buffer};
 
-/// Maximum elements of packed gradients at a time (8 MiB).
+/// Maximum number of elements of gradients that are packed at a time (8 MiB).
 const PACKED_LEN: usize = 2 << 20;
 
-/// One weight gradient of a call.
+/// The weight gradient of one layer in a call.
 #[derive(Debug)]
 pub struct Gradient<'a> {
-    /// Gradient `[n, k]`, added to.
+    /// Gradient `[n, k]`, to which the result is added.
     pub dw: MatMut<'a>,
-    /// First column of the layer in a row of `dy`.
+    /// Index of the layer's first column in a row of `dy`.
     pub col: usize,
-    /// Whether the weight is bf16.
+    /// True if the weight is stored as bf16.
     pub bf16: bool,
 }
 
-/// Returns the gradient of [`forward`](super::forward) for `x`: `dy · W`, `[m, k]`, summed over the layers. The layers'
-/// columns are side by side in `dy [m, Σ n]`.
+/// Returns the gradient of [`forward`](super::forward) with respect to `x`: `dy · W`, `[m, k]`, summed over the layers. The
+/// columns of the layers are side by side in `dy [m, Σ n]`.
 #[must_use]
 pub fn backward_input(dy: Mat, layers: &[Layer]) -> Vec<f32> {
     let k = layers.first().map_or(0, |layer| layer.w.dims().1);
-    // SAFETY: the tasks cover all columns and rows, and the first block of the first layer overwrites; without layers
+    // SAFETY: the tasks cover all columns and rows, and the first block of the first layer overwrites the output. Without layers,
     // everything is zeroed.
     unsafe { buffer::matrix(dy.rows, k, |dx| write_backward(dy, layers, false, dx)) }
 }
 
-/// Writes [`backward_input`] to `dx [m, k]`: replaces `dx`, or adds to it if `accumulate`.
+/// Writes the result of [`backward_input`] to `dx [m, k]`. Replaces `dx`, or adds to it if `accumulate`.
 pub fn backward_input_into(dy: Mat, layers: &[Layer], accumulate: bool, dx: MatMut) {
     write_backward(dy, layers, accumulate, dx);
 }
 
-/// Writes every element of the gradient, and reads it first only if `accumulate`.
+/// Writes every element of the gradient. Reads the previous gradient only if `accumulate`.
 fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
     let ((m, k), n) = (dx.dims(), dy.cols);
     let _span = span(Op::LinearInput, || profile::products(m, layers));
@@ -102,8 +102,8 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
     });
 }
 
-/// Adds the gradients of [`forward`](super::forward) for weights: `dw [n, k] += dyᵀ · x` for several layers with the
-/// same input `x [m, k]`.
+/// Adds the gradients of [`forward`](super::forward) with respect to the weights of several layers with the same input `x [m,
+/// k]`: `dw [n, k] += dyᵀ · x`.
 pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     let (m, k) = x.dims();
     let n: usize = gradients.iter().map(|g| g.dw.rows).sum();
@@ -125,7 +125,8 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
         unsafe { tiles::multiply(&lefts, &right, m, k, true, rounded) }
     });
     let (side, panel) = gemm::tile_shape();
-    // Per task: destination, first column of dy, groups of a tile's rows, groups before it.
+    // For each task: the destination, the first column of dy, the number of groups of a tile's rows, and the number of groups
+    // before them.
     let mut before = 0;
     let outputs: Vec<(Shared, usize, usize, usize)> = gradients
         .iter()
@@ -152,8 +153,8 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
         rest = later;
         let depth: usize = now.iter().map(ExactSizeIterator::len).sum();
         let packed = reserve(&mut groups, depth * total * side);
-        // Returns where an output's packed columns begin for a block: blocks are consecutive, outputs are consecutive
-        // inside each.
+        // Returns the position at which the packed columns of an output begin for a block. Blocks are consecutive, and outputs
+        // are consecutive inside each block.
         let place = |block: &Range<usize>, before: usize| {
             (block.start - first.start) * total * side + before * block.len() * side
         };
@@ -195,7 +196,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
                     let left = Left::Packed(packed[place(block, before) + rows.start * depth..].as_ptr());
                     let c = dw.ptr(rows.start * k + columns.start);
                     let m = rows.len();
-                    // SAFETY: `packed` and `panels` hold these sizes; tasks write disjoint rows or columns of dw.
+                    // SAFETY: `packed` and `panels` have these sizes, and tasks write disjoint rows or columns of dw.
                     unsafe {
                         Multiply { c, ldc: k, left, panels, m, depth, n: width, old: true, bias: None }.run()
                     };
@@ -207,7 +208,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     GROUPS.set(groups);
 }
 
-/// Adds the gradient of [`forward`](super::forward) for a bias: `db [n] +=` the column sums of `dy [m, n]`, in row
+/// Adds the gradient of [`forward`](super::forward) with respect to a bias: `db [n] +=` the column sums of `dy [m, n]`, in row
 /// order.
 pub fn backward_bias(dy: Mat, db: &mut [f32]) {
     let (m, n) = dy.dims();

@@ -1,15 +1,16 @@
 //! Linear layers `y = x Wᵀ + b` and their gradients.
 //!
-//! [`forward`] and the gradients are blocked products for many rows. [`forward_rows_into`] is the decoding kernel,
-//! limited by the memory bandwidth of the weights. In all of them the bits of an output element depend only on its row
-//! of `x`, its row of the weight and the inner size, never on other rows or columns of the call. Weight gradients sum
+//! [`forward`] and the gradients are blocked products for many rows. [`forward_rows_into`] is the kernel for decoding, whose
+//! speed is limited by reading the weights from memory. In all of them, the bits of an output element depend only on its row of
+//! `x`, its row of the weight and the inner size. They never depend on other rows or columns of the call. Weight gradients sum
 //! over the rows in order.
 //!
-//! Sums are `f32`. If the CPU multiplies bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]), a product with a
-//! bf16 weight also rounds the other factor to bf16, the weight's gradient rounds both factors, and a bf16 number below
-//! 2⁻¹²⁶ counts as zero. On other CPUs bf16 is widened and nothing is rounded. Weights of few bits are widened piece by
-//! piece: to bf16 if the CPU multiplies bf16, else to f32 ([`crate::quant::keep_inputs`] forces f32 everywhere).
-//! Decoding multiplies them without widening ([`crate::quant`]).
+//! Sums are `f32`. Some CPUs multiply bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]). On these CPUs, a product with
+//! a bf16 weight also rounds the other factor to bf16, the gradient of the weight rounds both factors, and a bf16 number below
+//! 2⁻¹²⁶ counts as zero. On other CPUs, bf16 is widened and nothing is rounded.
+//!
+//! Quantised weights are widened piece by piece: to bf16 if the CPU multiplies bf16, else to f32 ([`crate::quant::keep_inputs`]
+//! forces f32 everywhere). Decoding multiplies them without widening ([`crate::quant`]).
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
@@ -26,7 +27,7 @@ use crate::quant::{PANEL, QuantRows};
 use crate::workspace::{WIDE, reserve};
 use crate::{Stored, Weight, quant, rounds_bf16};
 
-/// A weight of a call, with its bias.
+/// One layer of a call: a weight with its bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Layer<'a> {
     pub w: Weight<'a>,
@@ -43,7 +44,7 @@ impl<'a> Layer<'a> {
         self.w.dims().0
     }
 
-    /// Returns the weight if it has few bits.
+    /// Returns the weight if it is quantised.
     fn few_bits(&self) -> Option<QuantRows<'a>> {
         match self.w.stored() {
             Stored::Quantised(w) => Some(w),
@@ -52,22 +53,22 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// Returns the number of outputs of all layers, side by side.
+/// Returns the total number of outputs of all layers.
 fn outputs(layers: &[Layer]) -> usize {
     layers.iter().map(Layer::n).sum()
 }
 
-/// Returns multiply-adds as elementary operations, used to decide on threads.
+/// Returns the number of multiply-adds, used to decide how many threads share the work.
 fn work(m: usize, k: usize, n: usize) -> usize {
     m * k * n / 8
 }
 
-/// Elements of a quantised weight that are widened at a time (8 MiB of bf16, 16 MiB of f32). The other factor is packed
+/// Number of elements of a quantised weight that are widened at a time (8 MiB of bf16, 16 MiB of f32). The other factor is packed
 /// again for each piece.
 const WIDE_LEN: usize = 1 << 22;
 
-/// Calls `f(first column of the layer's output, layer)` for every layer, for a quantised layer once per widened piece.
-/// The bounds of pieces depend on `k` alone.
+/// Calls `f(first column of the layer's output, layer)` for every layer. For a quantised layer, calls `f` once per widened piece.
+/// The bounds of the pieces depend on `k` alone.
 fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
     let mut col = 0;
     for &layer in layers {
@@ -80,7 +81,7 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
                 let bias = layer.bias.map(|bias| &bias[start..start + n]);
                 let (w, wide) = (w.rows(start, start + n), reserve(&mut scratch, n * k));
                 let w = if rounds_bf16() && !quant::keeps_inputs() {
-                    // SAFETY: two bf16 fit in the memory of each f32; any bits are valid for both.
+                    // SAFETY: the memory of each f32 has room for two bf16, and any bits are valid for both types.
                     let wide = unsafe { std::slice::from_raw_parts_mut(wide.as_mut_ptr().cast(), n * k) };
                     w.widen_bf16(wide);
                     Weight::bf16(wide, n, k)
@@ -102,7 +103,7 @@ fn any_quantised(layers: &[Layer]) -> bool {
     layers.iter().any(|layer| layer.few_bits().is_some())
 }
 
-/// Returns whether `x`, layers and `y` fit together.
+/// Returns true if the shapes of `x`, the layers and `y` fit together.
 fn fit(x: Mat, layers: &[Layer], y: &MatMut) -> bool {
     let of_layer = |l: &Layer| l.w.dims().1 == x.cols && l.bias.is_none_or(|b| b.len() == l.n());
     y.dims() == (x.rows, outputs(layers)) && layers.iter().all(of_layer)

@@ -12,8 +12,8 @@ use crate::{Stored, quant, tiles};
 
 /// Computes [`forward_into`](super::forward_into) for few rows (decoding).
 ///
-/// Row `i` of `y` depends only on row `i` of `x` and on the weights, bit for bit, for any `m`. Weights are streamed
-/// once; the kernel is fast up to about 32 rows.
+/// Row `i` of `y` depends only on row `i` of `x` and on the weights, bit for bit, for any `m`. The weights are read from memory
+/// once. The kernel is fast for up to about 32 rows.
 pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let ((m, k), n) = (x.dims(), y.cols);
     let _span = span(Op::LinearRows, || profile::products(m, layers));
@@ -59,7 +59,8 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     let (plain, narrow) = (&*plain, &*narrow);
     let widths: Vec<usize> = layers.iter().map(Layer::n).collect();
     let threads = rayon::current_num_threads();
-    // Strips of complete tiles; with vectors about sixteen per thread, so that no thread waits long for another.
+    // Strips consist of complete tiles. With vectors, there are about sixteen strips per thread, so that no thread waits long for
+    // another.
     let (panel, each, least) = if tiled { (32, 4, 1) } else { (6, 16, 4) };
     let panels = n.div_ceil(panel * each * threads).max(least);
     let strips = Strips { widths: &widths, panel, panels, row_parts: 1 };
@@ -67,7 +68,7 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
         let (at, columns, _) = strips.get(i);
         let Layer { w, bias } = layers[at];
         let (y, y_stride) = (y.data.ptr(widths[..at].iter().sum::<usize>()), y.stride);
-        // The other threads probably take the strips in between.
+        // Other threads probably take the strips between this one and the next.
         let (next, after, _) = strips.get(i + threads);
         let after = if next == at { after.start.max(columns.end) } else { columns.end };
         if let (Stored::Bf16(w), true) = (w.stored(), tiled) {

@@ -1,19 +1,19 @@
 //! Weight matrices of 8 or 4 bits per weight, for weights that are not trained.
 //!
-//! A row is cut into groups of [`GROUP`] weights. A group stores its minimum `m` and a step `s` in bf16, and each
-//! weight a code `q`: `ŵ = q·s + m`, `q` in `0..=L` with `L` 255 or 15. `m` is rounded down and `s` up, so the codes
-//! cover the group, and with `q` rounded to nearest
+//! A row is divided into groups of [`GROUP`] weights. A group stores its minimum `m` and a step `s` in bf16, and for each weight
+//! a code `q`. The stored weight is `ŵ = q·s + m`, with `q` in `0..=L`, where `L` is 255 or 15. Because `m` is rounded down and
+//! `s` up, the codes cover the group. If `q` is rounded to nearest,
 //!
 //! `|ŵ − w| ≤ s/2 + 2⁻²⁴·|ŵ|`, `s ≤ 1.01·(max − m)/L`, `m ≥ min·(1 ± 2⁻⁷)`:
 //!
-//! half a step, plus the rounding of `ŵ` itself (`q·s` is exact in f32). Memory is 8.5 or 4.5 bits per weight. The
-//! scheme is the affine one of Jacob et al. (arXiv 1712.05877) per group. For normally distributed weights, 4 bits have
-//! the error of NF4 (Dettmers et al., arXiv 2305.14314) at the same size, and widening needs no table.
+//! the error is half a step, plus the rounding of `ŵ` itself (`q·s` is exact in f32). A weight takes 8.5 or 4.5 bits of memory.
+//! The scheme is the affine one of Jacob et al. (arXiv 1712.05877), applied per group. For normally distributed weights, 4 bits
+//! have the error of NF4 (Dettmers et al., arXiv 2305.14314) at the same size, and widening needs no table.
 //!
-//! The layout serves decoding, which reads the complete matrix for a few rows of inputs. [`PANEL`] rows are stored
-//! together: for each group first their scales, then their codes, four elements of every row at a time. A vector of
-//! 32-bit lanes therefore holds adjacent rows, whose sums need no addition across lanes, and memory is read from start
-//! to end. With 4 bits, a byte holds an element in its low half and the element 32 further on in its high half.
+//! The layout is designed for decoding, which reads the complete matrix for a few rows of inputs. [`PANEL`] rows are stored
+//! together. Each group begins with the scales of all rows. The codes follow, four elements of every row at a time. A vector of
+//! 32-bit lanes therefore holds adjacent rows, whose sums need no addition across lanes, and memory is read from start to end.
+//! With 4 bits, the low half of a byte holds an element, and the high half holds the element 32 positions later.
 
 mod rows;
 
@@ -27,9 +27,11 @@ pub(crate) use rows::forward_rows;
 
 static KEEP_INPUTS: AtomicBool = AtomicBool::new(false);
 
-/// Keeps the inputs of products with these weights in f32, for many rows and for few, so that the two differ only in
-/// the order of sums. By default, products of many rows round inputs if [`crate::rounds_bf16`], and those of few rows
-/// if [`rounds_inputs`]. Do not call this while a kernel runs.
+/// Keeps the inputs of products with quantised weights in f32, both for many rows and for few, so that the two differ only in the
+/// order of sums.
+///
+/// By default, products of many rows round inputs if [`crate::rounds_bf16`], and products of few rows round them if
+/// [`rounds_inputs`]. Do not call this function while a kernel runs.
 pub fn keep_inputs(keep: bool) {
     KEEP_INPUTS.store(keep, Ordering::Relaxed);
 }
@@ -38,8 +40,8 @@ pub(crate) fn keeps_inputs() -> bool {
     KEEP_INPUTS.load(Ordering::Relaxed)
 }
 
-/// Returns whether products of few rows with these weights write their inputs as bytes, because this CPU
-/// multiplies bytes faster.
+/// Returns true if products of few rows with quantised weights convert their inputs to bytes, because this CPU multiplies bytes
+/// faster.
 #[must_use]
 pub fn rounds_inputs() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -48,23 +50,23 @@ pub fn rounds_inputs() -> bool {
     false
 }
 
-/// Number of weights that share a minimum and a step.
+/// Number of weights in a group, which share a minimum and a step.
 pub const GROUP: usize = 64;
-/// Number of rows that are stored together.
+/// Number of rows in a panel, which are stored together.
 pub const PANEL: usize = 16;
-/// Elements of a row in a word of codes; with 8 bits each is a byte.
+/// Number of elements of a row in a word of codes. With 8 bits, each element is one byte.
 const LANE: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QuantBits {
-    /// 256 levels.
+    /// 8-bit codes with 256 levels.
     Eight,
-    /// 16 levels.
+    /// 4-bit codes with 16 levels.
     Four,
 }
 
 impl QuantBits {
-    /// Returns the bits of a code.
+    /// Returns the number of bits in a code.
     #[must_use]
     pub const fn bits(self) -> usize {
         match self {
@@ -79,35 +81,35 @@ impl QuantBits {
         (1 << self.bits()) - 1
     }
 
-    /// Returns the words of codes of a row's group.
+    /// Returns the number of words that the codes of a row's group take.
     const fn words(self) -> usize {
         GROUP * self.bits() / 32
     }
 
-    /// Returns the lines of a panel's group: scales and codes.
+    /// Returns the number of lines that a group of a panel takes: scales and codes.
     const fn lines(self) -> usize {
         1 + self.words()
     }
 
-    /// Returns the word of element `e` of a group and the position of its low bit.
+    /// Returns the index of the word that contains element `e` of a group, and the position of the element's low bit.
     const fn place(self, e: usize) -> (usize, usize) {
         let span = LANE * self.words();
         (e % span / LANE, e % LANE * 8 + e / span * self.bits())
     }
 
-    /// Returns the bytes of a matrix `[n, k]`.
+    /// Returns the number of bytes that a matrix `[n, k]` takes.
     #[must_use]
     pub const fn matrix_bytes(self, n: usize, k: usize) -> usize {
         n.div_ceil(PANEL) * k.div_ceil(GROUP) * self.lines() * size_of::<Line>()
     }
 }
 
-/// A word of each row of a panel.
+/// One 32-bit word for each row of a panel.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C, align(64))]
 struct Line([u32; PANEL]);
 
-/// Minimum and step of a group.
+/// The minimum and the step of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Scale {
     /// Value `m` of code 0.
@@ -135,21 +137,21 @@ pub struct QuantMatrix {
     lines: Vec<Line>,
 }
 
-/// Rows of a [`QuantMatrix`].
+/// Consecutive rows of a [`QuantMatrix`].
 #[derive(Clone, Copy, Debug)]
 pub struct QuantRows<'a> {
     bits: QuantBits,
     n: usize,
     k: usize,
-    /// Index of the first row within its panel.
+    /// Index of the first of these rows within its panel.
     first: usize,
-    /// Lines from the panel of the first row to that of the last.
+    /// Lines of all panels from the first row's panel to the last row's panel.
     lines: &'a [Line],
 }
 
 impl QuantMatrix {
-    /// Quantises rows on several threads; `row(i, buffer of k)` fills in row `i`, so that the complete matrix never
-    /// exists in f32. Returns `None` if a group's range is not finite.
+    /// Quantises rows on several threads. `row(i, buffer of k)` writes row `i`, so that the complete matrix never exists in f32.
+    /// Returns `None` if the range of a group is not finite.
     #[must_use]
     pub fn from_rows(
         bits: QuantBits,
@@ -181,15 +183,16 @@ impl QuantMatrix {
         self.bits
     }
 
-    /// Returns the bytes of codes and scales.
+    /// Returns the number of bytes of the codes and scales.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         size_of_val(&*self.lines)
     }
 
-    /// Returns codes and scales row by row, the layout that GPUs read. A block is 16 words; word `i` holds the elements
-    /// `i`, `i + 16`, `i + 32`, … of the block from its low bits up. A row has complete blocks, and a scale for each
-    /// group in them.
+    /// Returns codes and scales row by row, in the layout that GPUs read.
+    ///
+    /// A block consists of 16 words. Word `i` holds the elements `i`, `i + 16`, `i + 32`, … of the block, starting at its low
+    /// bits. A row consists of complete blocks, and has a scale for each group in them.
     #[must_use]
     pub fn by_rows(&self) -> (Vec<u32>, Vec<Scale>) {
         const WORDS: usize = 16;
@@ -212,20 +215,20 @@ impl QuantMatrix {
     }
 }
 
-/// Returns the largest bf16 that is not above `x`.
+/// Returns the largest bf16 that is at most `x`.
 fn round_down(x: f32) -> bf16 {
     let cut = (x.to_bits() >> 16) as u16;
-    // Truncation rounds towards zero, which is up for a negative number.
+    // Truncation rounds towards zero, so it rounds a negative number up.
     bf16::from_bits(if x < 0.0 && x.to_bits() & 0xffff != 0 { cut + 1 } else { cut })
 }
 
-/// Returns the smallest bf16 that is not below `x ≥ 0`.
+/// Returns the smallest bf16 that is at least `x`, for `x ≥ 0`.
 fn round_up(x: f32) -> bf16 {
     let cut = (x.to_bits() >> 16) as u16;
     bf16::from_bits(if x.to_bits() & 0xffff != 0 { cut + 1 } else { cut })
 }
 
-/// Encodes row `r` of a panel; returns `false` if a group's range is not finite.
+/// Encodes row `r` of a panel. Returns `false` if the range of a group is not finite.
 fn encode(bits: QuantBits, row: &[f32], r: usize, panel: &mut [Line]) -> bool {
     let levels = bits.levels();
     for (group, lines) in row.chunks(GROUP).zip(panel.chunks_exact_mut(bits.lines())) {
@@ -269,13 +272,14 @@ impl<'a> QuantRows<'a> {
         self.bits
     }
 
-    /// Returns the bytes of codes and scales; a panel shared with other rows counts in part.
+    /// Returns the number of bytes of the codes and scales. If a panel also contains other rows, only the share of these rows
+    /// counts.
     #[must_use]
     pub fn num_bytes(self) -> usize {
         self.n * self.k.div_ceil(GROUP) * self.bits.lines() * size_of::<u32>()
     }
 
-    /// Returns the lines of a panel.
+    /// Returns the number of lines in a panel.
     fn panel_lines(self) -> usize {
         self.k.div_ceil(GROUP) * self.bits.lines()
     }
@@ -309,13 +313,13 @@ impl<'a> QuantRows<'a> {
         self.word(i, p / GROUP, 1 + word) >> shift & self.bits.levels()
     }
 
-    /// Writes all rows as f32 to `out [n, k]`. Meant for pieces of bounded size: products never widen a complete
+    /// Writes all rows as f32 to `out [n, k]`. The function is meant for pieces of bounded size: products never widen a complete
     /// weight.
     pub fn widen(self, out: &mut [f32]) {
         self.each_part(out, |out, w| widen_f32(out, w));
     }
 
-    /// Widens like [`Self::widen`], rounded to bf16.
+    /// Widens all rows like [`Self::widen`], but rounds them to bf16.
     pub(crate) fn widen_bf16(self, out: &mut [bf16]) {
         self.each_part(out, |out, w| widen_bf16(out, w));
     }
@@ -329,7 +333,7 @@ impl<'a> QuantRows<'a> {
     }
 }
 
-/// A number type that weights are widened to.
+/// A number type to which weights are widened.
 trait Widened: Copy + Default {
     fn of(x: f32) -> Self;
 }
@@ -342,7 +346,7 @@ impl Widened for f32 {
 }
 
 impl Widened for bf16 {
-    /// Rounds to nearest, ties to even; weights are finite.
+    /// Rounds to nearest, ties to even. The value must be finite, as weights are.
     #[inline(always)]
     fn of(x: f32) -> Self {
         let bits = x.to_bits();
@@ -351,7 +355,7 @@ impl Widened for bf16 {
 }
 
 simd_fn! {
-    /// Widens every row of `w` to f32, compiled for each instruction set and vectorised.
+    /// Widens every row of `w` to f32. The loop is compiled for each instruction set, and vectorised.
     fn widen_f32<'a>(simd: S, out: &'a mut [f32], w: QuantRows<'a>) -> () {
         let _ = simd;
         widen_rows(out, w);
@@ -378,7 +382,7 @@ fn widen_rows<T: Widened>(out: &mut [T], w: QuantRows) {
 fn widen_panels<T: Widened, const BITS: usize>(out: &mut [T], w: QuantRows) {
     let words = GROUP * BITS / 32;
     for (at, panel) in w.lines.chunks_exact(w.panel_lines().max(1)).enumerate() {
-        // Requested rows of this panel.
+        // The rows of this panel that were requested.
         let rows = (at * PANEL).max(w.first)..((at + 1) * PANEL).min(w.first + w.n);
         for (g, lines) in panel.chunks_exact(1 + words).enumerate() {
             let mut codes = [[0u8; GROUP]; PANEL];
@@ -396,7 +400,7 @@ fn widen_panels<T: Widened, const BITS: usize>(out: &mut [T], w: QuantRows) {
                 let (min, step) = (scale.min.to_f32(), scale.step.to_f32());
                 let mut wide = [T::default(); GROUP];
                 for (wide, code) in wide.iter_mut().zip(codes[row % PANEL]) {
-                    // q · s is exact, so this has the bits of a fused multiply-add.
+                    // `q · s` is exact, so the result has the same bits as a fused multiply-add.
                     *wide = T::of(f32::from(code) * step + min);
                 }
                 let out = &mut out[(row - w.first) * w.k + g * GROUP..];

@@ -1,19 +1,22 @@
-//! Products of few rows with weights of few bits: decoding.
+//! Products of few rows (decoding) with weights of 8 or 4 bits.
 //!
-//! A group of weights has a minimum `m` and a step `s`; with its inputs, the product is `s·Σ q x + m·Σ x`. So codes are multiplied as
-//! they are, and scales once a group.
+//! A group of weights has a minimum `m` and a step `s`. Its product with the inputs is `s·Σ q x + m·Σ x`. Codes are therefore
+//! multiplied without conversion to weights, and the scales are applied once per group.
 //!
-//! Vectors of `f32` widen codes and round nothing. Where the CPU multiplies bytes (AVX512-VNNI), four times as fast, inputs are written
-//! as bytes: `x ≈ a·z`, `z` a whole number. Beside 8-bit weights `z = 256·h + l` has two bytes and `a = max|x|/32639` for the group.
-//! Beside 4-bit weights, which are coarser, `z` has one byte and each quarter of the group its own `a = max|x|/127`. An input that is
-//! more than [`bytes::far_out`] times as large as the mean of the others would leave them few bits, so it counts as zero in `z` and is
-//! multiplied as f32. With `c` the middle code, and with the sum of the inputs as they are,
+//! `f32` vectors widen the codes and round nothing. CPUs that multiply bytes (AVX512-VNNI) do so four times as fast, so there the
+//! inputs are converted to bytes: `x ≈ a·z`, where `z` is an integer. With 8-bit weights, `z = 256·h + l` has two bytes, and `a =
+//! max|x|/32639` for the group. With 4-bit weights, which are coarser, `z` has one byte, and each quarter of the group has its
+//! own `a = max|x|/127`.
 //!
-//! `s·Σ q x ≈ s·(Σ a q z + c·(Σ x − Σ a z))`,
+//! An input that is more than [`bytes::far_out`] times as large as the mean of the others would leave few bits for the others.
+//! Such an input counts as zero in `z` and is multiplied as f32. With `c` the middle code, and with the sum of the unrounded
+//! inputs,
 //!
-//! which is off by `s·Σ (q − c)(x − a z)`, at most `s·L/2·Σ a/2`. Sums of bytes are exact.
+//! `s·Σ q x ≈ s·(Σ a q z + c·(Σ x − Σ a z))`.
 //!
-//! [`keep_inputs`](super::keep_inputs) switches bytes off.
+//! The error is `s·Σ (q − c)(x − a z)`, at most `s·L/2·Σ a/2`. Sums of bytes are exact.
+//!
+//! [`keep_inputs`](super::keep_inputs) disables the conversion to bytes.
 
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::ranges;
@@ -21,8 +24,9 @@ use crate::simd::{Simd, store_ptr};
 
 use super::{GROUP, LANE, Line, PANEL, QuantBits, QuantRows};
 
-/// `y [m, Σ n] = x [m, k] Wᵀ + b` of layers whose weights have the same number of bits, or that added to `y`; bits of a row depend on
-/// it, its weights and `k` alone.
+/// Computes `y [m, Σ n] = x [m, k] Wᵀ + b` for layers whose weights have the same number of bits. Adds to `y` if `accumulate`.
+///
+/// The bits of a row depend only on its inputs, the weights and `k`.
 pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accumulate: bool, y: MatMut) {
     let ((m, k), n) = (x.dims(), y.cols);
     let Some((first, _)) = layers.first() else { return };
@@ -34,13 +38,13 @@ pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accum
     let of = |w: &QuantRows| (w.first + w.n).div_ceil(PANEL);
     let panels = layers.iter().map(|(w, _)| of(w)).sum();
     ranges(panels, 1, m * n * k / 8, |panels| {
-        // The first panel of a layer and its first column.
+        // For each layer: its first panel and its first column.
         let (mut before, mut column) = (0, 0);
         for &(w, bias) in layers {
             let own = panels.start.max(before)..panels.end.min(before + of(&w));
             for panel in own.start - before..own.end.max(own.start) - before {
                 let lines = &w.lines[panel * w.panel_lines()..][..w.panel_lines()];
-                // The first column of the panel, which may stand before the first of the weight.
+                // First column of the panel. It may be before the first column of the weight.
                 let (first, skip) = (panel * PANEL, w.first);
                 inputs.multiply(
                     lines,
@@ -53,14 +57,14 @@ pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accum
     });
 }
 
-/// Rows of inputs as a kernel reads them.
+/// Rows of inputs, in the format that a kernel reads.
 enum Inputs {
     Wide(Sums),
     #[cfg(target_arch = "x86_64")]
     Bytes(bytes::Inputs),
 }
 
-/// Inputs `[m, groups · GROUP]`, zero beyond `k`, and the sums of their groups.
+/// Inputs `[m, groups · GROUP]`, which are zero beyond `k`, and the sum of each group.
 struct Sums {
     x: Vec<f32>,
     sums: Vec<f32>,
@@ -89,13 +93,13 @@ impl Inputs {
         match self {
             Self::Wide(inputs) => wide(inputs, lines, bits, to),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: made where the instructions exist.
+            // SAFETY: this variant is created only if the CPU has the instructions.
             Self::Bytes(inputs) => unsafe { inputs.multiply(lines, bits, to) },
         }
     }
 }
 
-/// `Σ x` in a fixed order.
+/// Returns `Σ x`, summed in a fixed order.
 #[inline(always)]
 fn sum(x: &[f32; GROUP]) -> f32 {
     let mut sums = [0.0f32; PANEL];
@@ -105,13 +109,13 @@ fn sum(x: &[f32; GROUP]) -> f32 {
     sums.iter().sum()
 }
 
-/// Where the sums of a panel go.
+/// Destination of the sums of a panel.
 struct Columns<'a> {
     y: &'a MatMut<'a>,
     bias: Option<&'a [f32]>,
-    /// Column of `y` that is the layer's first.
+    /// Index of the layer's first column in a row of `y`.
     column: usize,
-    /// Row of the panels that is the first of this one, and the one that is column 0 of the layer.
+    /// Row of the panels at which this panel begins, and row that is column 0 of the layer.
     first: usize,
     skip: usize,
     n: usize,
@@ -119,11 +123,12 @@ struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Row `i` of columns from lane `lane` of the panel on.
+    /// Writes sums of row `i` for the columns that begin at lane `lane` of the panel. Ignores lanes that are not columns of the
+    /// layer.
     #[inline(always)]
     fn store(&self, i: usize, lane: usize, sums: &[f32]) {
         let row = self.first + lane;
-        // Lanes that are columns of the layer.
+        // Only the lanes `start..end` are columns of the layer.
         let start = self.skip.saturating_sub(row).min(sums.len());
         let end = (self.skip + self.n).saturating_sub(row).min(sums.len());
         if start == 0 && end == sums.len() {
@@ -133,14 +138,14 @@ impl Columns<'_> {
         }
     }
 
-    /// Row `i`, columns from `j` on.
+    /// Writes sums of row `i` for the columns from `j` on.
     #[inline(always)]
     fn write(&self, i: usize, j: usize, sums: &[f32]) {
         let y = self.y.data.ptr(i * self.y.stride + self.column + j);
         let bias = self.bias.map(|bias| &bias[j..j + sums.len()]);
         for (at, sum) in sums.iter().enumerate() {
             let sum = sum + bias.map_or(0.0, |bias| bias[at]);
-            // SAFETY: row i and columns j.. < n of the layer in y; a panel is one task's.
+            // SAFETY: row i and the columns from j to n of the layer are in y, and each panel belongs to one task.
             unsafe {
                 let y = y.wrapping_add(at);
                 y.write(if self.accumulate { *y + sum } else { sum });
@@ -149,11 +154,11 @@ impl Columns<'_> {
     }
 }
 
-/// A vector of a line, from word `first` on.
+/// Loads a vector of a line, starting at word `first`.
 #[inline(always)]
 fn load<S: Simd>(line: &Line, first: usize) -> S::u32s {
     let words = &line.0[first..first + S::F32_LANES];
-    // SAFETY: as many words as a vector has lanes.
+    // SAFETY: `words` has as many words as a vector has lanes.
     unsafe { words.as_ptr().cast::<S::u32s>().read_unaligned() }
 }
 
@@ -181,7 +186,7 @@ simd_fn! {
 }
 
 impl Sums {
-    /// `R` rows from `i` on. Sums are made in the order of groups and of elements.
+    /// Computes the `R` rows from `i` on. The order of summation is that of the groups and of their elements.
     #[inline(always)]
     fn tile<S: Simd, const BITS: usize, const R: usize>(
         &self,
@@ -192,7 +197,7 @@ impl Sums {
     ) {
         let (lanes, words) = (S::F32_LANES, GROUP * BITS / 32);
         let mask = simd.splat_u32s((1 << BITS) - 1);
-        // 2²³ + q has q in its low bits.
+        // The number 2²³ + q has q in its low bits.
         let (magic, offset) = (simd.splat_u32s(0x4b00_0000), simd.splat_f32s(8_388_608.0));
         for first in (0..PANEL).step_by(lanes) {
             let mut acc = [simd.splat_f32s(0.0); R];
@@ -236,7 +241,7 @@ impl Sums {
     }
 }
 
-/// Products of bytes.
+/// Products of codes and inputs in bytes.
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod bytes {
     use std::arch::x86_64::*;
@@ -246,20 +251,23 @@ pub(crate) mod bytes {
     use crate::simd::{self, Instructions};
     use crate::{parallel, probe};
 
-    /// Rows that are multiplied together.
+    /// Number of rows that are multiplied together.
     const ROWS: usize = 8;
-    /// Lines to prefetch ahead, into the first-level cache and, since that allows few outstanding requests, earlier into the second.
+    /// Number of lines by which the first-level cache is prefetched. This cache allows few outstanding requests, so the
+    /// second-level cache is prefetched earlier, by `FAR` lines.
     const NEAR: usize = 24;
     const FAR: usize = 320;
 
-    /// Whether the instructions work here and are not switched off.
+    /// Returns true if the instructions work on this machine and are not disabled.
     pub(crate) fn available() -> bool {
         let works = probe::vnni().works && is_x86_feature_detected!("avx512bw");
         works && simd::allowed(Instructions::Pairs) && !super::super::keeps_inputs()
     }
 
-    /// How many times as large as the mean of the others an input must be to be multiplied as f32. With one byte fewer times suffice,
-    /// since the others need all of its values: the largest of 16 normal numbers is two to three times their mean.
+    /// Returns the ratio of an input to the mean of the others above which the input is multiplied as f32.
+    ///
+    /// The ratio is smaller with one byte, because the other inputs then need all values of the byte. The largest of 16 normally
+    /// distributed numbers is two to three times their mean.
     pub(super) const fn far_out(bits: QuantBits) -> f32 {
         match bits {
             QuantBits::Eight => 32.0,
@@ -267,7 +275,7 @@ pub(crate) mod bytes {
         }
     }
 
-    /// Inputs that share a step.
+    /// Returns the number of inputs that share a step.
     pub(super) const fn part_len(bits: QuantBits) -> usize {
         match bits {
             QuantBits::Eight => GROUP,
@@ -275,7 +283,7 @@ pub(crate) mod bytes {
         }
     }
 
-    /// Words of a group of a row, four neighbours each: of `h` and of `l`, or of `z`.
+    /// Returns the number of words that a group of a row takes. A word has four adjacent bytes: of `h` and of `l`, or of `z`.
     const fn words_of(bits: QuantBits) -> usize {
         match bits {
             QuantBits::Eight => 2 * GROUP / LANE,
@@ -286,27 +294,27 @@ pub(crate) mod bytes {
     /// Numbers that complete the sums of a group of a row.
     #[derive(Clone, Copy, Default)]
     struct Scales {
-        /// `a`, or that of each quarter.
+        /// The step `a` of the group, or of each quarter of it.
         steps: [f32; 4],
-        /// `c·(Σ x − Σ a z)` of the inputs that `z` stands for.
+        /// The term `c·(Σ x − Σ a z)`, over the inputs that `z` represents.
         middle: f32,
-        /// Sum of the same inputs.
+        /// Sum `Σ x` over the same inputs.
         sum: f32,
     }
 
     /// An input that is multiplied as f32.
     struct Outlier {
         group: usize,
-        /// Place in the group.
+        /// Position in the group.
         at: usize,
         x: f32,
     }
 
-    /// Inputs in bytes. Rows that are multiplied together are stored together: for each group and each four neighbours in it, the bytes
-    /// of every row.
+    /// Inputs in bytes. Rows that are multiplied together are stored together: for each group, and for each four adjacent inputs
+    /// in it, the bytes of every row follow each other.
     pub(super) struct Inputs {
         z: Vec<i32>,
-        /// Scales of every row, for each group.
+        /// Scales of each row for each group.
         scales: Vec<Scales>,
         /// Outliers of each row, in the order of groups.
         outliers: Vec<Vec<Outlier>>,
@@ -314,7 +322,7 @@ pub(crate) mod bytes {
         groups: usize,
     }
 
-    /// How many of `rest` rows are multiplied together.
+    /// Returns how many of the `rest` remaining rows are multiplied together.
     const fn side(rest: usize) -> usize {
         match rest {
             ROWS.. => ROWS,
@@ -345,7 +353,7 @@ pub(crate) mod bytes {
                             group[..x.len()].copy_from_slice(x);
                             let z = &mut z[g * side * words..][..side * words];
                             let far = |at, x| found.push(Outlier { group: g, at, x });
-                            // SAFETY: the instructions exist.
+                            // SAFETY: the CPU has the instructions.
                             scales[g * side + r] = unsafe { round(bits, &mut group, z, (side, r), far) };
                         }
                     }
@@ -358,12 +366,12 @@ pub(crate) mod bytes {
         /// Computes the columns of a panel.
         ///
         /// # Safety
-        /// The instructions exist.
+        /// The CPU must have the instructions.
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         pub(super) unsafe fn multiply(&self, lines: &[Line], bits: QuantBits, to: &Columns) {
             let mut i = 0;
             while i < self.m {
-                // SAFETY: rows that exist.
+                // SAFETY: the rows are in bounds.
                 unsafe {
                     i += match (side(self.m - i), bits) {
                         (ROWS, QuantBits::Eight) => self.tile::<8, ROWS>(lines, i, to),
@@ -379,10 +387,10 @@ pub(crate) mod bytes {
             }
         }
 
-        /// Computes `R` rows from `i` on and returns `R`.
+        /// Computes the `R` rows from `i` on, and returns `R`.
         ///
         /// # Safety
-        /// The rows and the instructions exist.
+        /// The rows must be in bounds, and the CPU must have the instructions.
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         unsafe fn tile<const BITS: usize, const R: usize>(
@@ -395,7 +403,7 @@ pub(crate) mod bytes {
             debug_assert!(lines.len() == self.groups * (1 + words) && i + R <= self.m);
             let mut z = self.z[i * self.groups * words_of(bits_of::<BITS>())..].as_ptr();
             let mut scales = self.scales[i * self.groups..].as_ptr();
-            // Later rows find the panel where the first ones left it.
+            // Only the first rows prefetch: later rows find the panel in the cache.
             let prefetch = |line: *const Line| {
                 if i == 0 {
                     simd::prefetch(line.wrapping_add(NEAR));
@@ -406,10 +414,11 @@ pub(crate) mod bytes {
             let mut acc = [_mm512_setzero_ps(); R];
             let mut line = lines.as_ptr();
             for _ in 0..self.groups {
-                // SAFETY: `groups` groups of lines, inputs and scales.
+                // SAFETY: lines, inputs and scales are available for `groups` groups.
                 unsafe {
                     prefetch(line);
-                    // Two sums for each row: of `h` and of `l`, or of quarters, in turn, and of the group.
+                    // Each row has two sums. With 8 bits, they are the sum of `h` and the sum of `l`. With 4 bits, they are the
+                    // sum of the current quarter and the sum of the group.
                     let mut first = [_mm512_setzero_si512(); R];
                     let mut second = [_mm512_setzero_si512(); R];
                     if BITS == 8 {
@@ -424,7 +433,7 @@ pub(crate) mod bytes {
                             }
                         }
                         for r in 0..R {
-                            // At most 64 · 255 · 32639, which is below 2³⁰.
+                            // The result is at most 64 · 255 · 32639, which is below 2³⁰.
                             let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(first[r]), second[r]);
                             let Scales { steps, middle, .. } = *scales.add(r);
                             let (a, middle) = (_mm512_set1_ps(steps[0]), _mm512_set1_ps(middle));
@@ -473,7 +482,7 @@ pub(crate) mod bytes {
                 for outlier in &self.outliers[i + r] {
                     let group = &lines[outlier.group * (1 + words)..][..1 + words];
                     let (word, shift) = bits_of::<BITS>().place(outlier.at);
-                    // SAFETY: lines of a group.
+                    // SAFETY: the lines belong to one group.
                     unsafe {
                         let (min, step) = scale_of(_mm512_load_si512(group.as_ptr().cast()));
                         let word = _mm512_load_si512(group[1 + word..].as_ptr().cast());
@@ -484,7 +493,7 @@ pub(crate) mod bytes {
                     }
                 }
                 let mut out = [0.0f32; PANEL];
-                // SAFETY: sixteen floats.
+                // SAFETY: `out` has sixteen floats.
                 unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sums) };
                 to.store(i + r, 0, &out);
             }
@@ -496,7 +505,7 @@ pub(crate) mod bytes {
         if BITS == 8 { QuantBits::Eight } else { QuantBits::Four }
     }
 
-    /// Minimum and step of a line of scales.
+    /// Returns the minimum and the step from a line of scales.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn scale_of(line: __m512i) -> (__m512, __m512) {
@@ -504,11 +513,11 @@ pub(crate) mod bytes {
         (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(line)), _mm512_castsi512_ps(step))
     }
 
-    /// Writes a group of inputs as bytes for row `r` of `side`, and gives those that are far out to `far`. Numbers that are not finite
-    /// make a sum that is not.
+    /// Writes a group of inputs as bytes for row `r` of `side`, and passes outliers to `far`. If an input is not finite, the sum
+    /// is not finite either.
     ///
     /// # Safety
-    /// The instructions exist.
+    /// The CPU must have the instructions.
     #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn round(
         bits: QuantBits,
@@ -518,12 +527,13 @@ pub(crate) mod bytes {
         mut far: impl FnMut(usize, f32),
     ) -> Scales {
         let mut out = Scales::default();
-        // The largest number of two signed bytes whose upper one does not overflow when it is rounded, or of one.
+        // With two signed bytes, the largest number whose upper byte does not overflow when it is rounded; with one byte, the
+        // largest number.
         let most_code = if bits == QuantBits::Eight { 32_639.0 } else { 127.0 };
         let len = part_len(bits);
         let mut inverses = [0.0; 4];
         for (part, x) in x.chunks_exact_mut(len).enumerate() {
-            // SAFETY: the instructions exist.
+            // SAFETY: the CPU has the instructions.
             let (mut most, size) = unsafe { most_and_size(x) };
             if most * (len - 1) as f32 > far_out(bits) * (size - most) {
                 let at = x.iter().position(|x| x.abs() == most).unwrap_or(0);
@@ -532,7 +542,8 @@ pub(crate) mod bytes {
                 most = unsafe { most_and_size(x) }.0;
             }
             let inverse = most_code / most;
-            // Zeros, or so small that so many steps are zero: the remainder is below the rounding elsewhere.
+            // If the inverse is not finite, all inputs are zero or very small. They are then treated as zero, because the
+            // remainder is below the rounding of other inputs.
             if inverse.is_finite() {
                 (out.steps[part], inverses[part]) = (most / most_code, inverse);
             }
@@ -540,10 +551,10 @@ pub(crate) mod bytes {
         let mut near = 0.0;
         for (at, x) in x.as_chunks::<PANEL>().0.iter().enumerate() {
             let (mut high, mut low, part) = ([0i32; LANE], [0i32; LANE], at * PANEL / len);
-            // SAFETY: sixteen floats and bytes.
+            // SAFETY: the arrays have sixteen floats and sixteen bytes.
             unsafe {
                 let scaled = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_set1_ps(inverses[part]));
-                // To nearest, ties to even.
+                // This conversion rounds to nearest, ties to even.
                 let rounded = _mm512_cvtps_epi32(scaled);
                 near += out.steps[part] * _mm512_reduce_add_epi32(rounded) as f32;
                 let upper = _mm512_srai_epi32::<8>(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
@@ -555,7 +566,7 @@ pub(crate) mod bytes {
                 let place = (at * LANE + e) * side + r;
                 match bits {
                     QuantBits::Eight => z[2 * place..2 * place + 2].copy_from_slice(&[high[e], low[e]]),
-                    // The upper byte is 0.
+                    // With 4-bit weights, the upper byte is 0.
                     QuantBits::Four => z[place] = low[e],
                 }
             }
@@ -565,15 +576,15 @@ pub(crate) mod bytes {
         out
     }
 
-    /// Returns the largest size of the numbers, sixteen or more, and the sum of all sizes.
+    /// Returns the largest absolute value of at least sixteen numbers, and the sum of all absolute values.
     ///
     /// # Safety
-    /// The instructions exist.
+    /// The CPU must have the instructions.
     #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn most_and_size(x: &[f32]) -> (f32, f32) {
         let (mut most, mut size) = (_mm512_setzero_ps(), _mm512_setzero_ps());
         for x in x.as_chunks::<PANEL>().0 {
-            // SAFETY: sixteen floats. If one operand is not a number, the maximum is the second.
+            // SAFETY: `x` has sixteen floats. If one operand is NaN, the maximum is the second operand.
             unsafe {
                 let x = _mm512_abs_ps(_mm512_loadu_ps(x.as_ptr()));
                 (most, size) = (_mm512_max_ps(x, most), _mm512_add_ps(size, x));

@@ -9,19 +9,19 @@ use crate::probe;
 use crate::simd::{self, Instructions, Simd};
 use crate::workspace::{Line, reserve};
 
-/// Elements of the inner dimension that one instruction takes.
+/// Number of elements of the inner dimension that one instruction processes.
 pub(super) const STEP: usize = 32;
-/// Rows or columns of a tile.
+/// Number of rows or columns in a tile.
 pub(super) const SIDE: usize = 16;
-/// 32-bit words of a tile, each a pair of bf16.
+/// Number of 32-bit words in a tile. Each word is a pair of bf16.
 pub(super) const TILE: usize = SIDE * SIDE;
-/// Rows of a group and columns of a panel: two tiles each, so four tiles of the output.
+/// Number of rows in a group and of columns in a panel: two tiles each, so that a product has four tiles.
 pub(crate) const GROUP: usize = 2 * SIDE;
-/// Number of bf16 parts of an `f32`.
+/// Number of bf16 parts into which an `f32` is split.
 pub(crate) const PARTS: usize = 3;
-/// Words of two tiles: a part of 32 rows (or columns) at one step of the inner dimension.
+/// Number of words in two tiles: one part of 32 rows (or columns) at one step of the inner dimension.
 pub(crate) const PART: usize = 2 * TILE;
-/// Words of all parts of 32 rows (or columns) at one step.
+/// Number of words in all parts of 32 rows (or columns) at one step.
 pub(crate) const BLOCK: usize = PARTS * PART;
 
 /// Operand of `ldtilecfg`: the shape of each tile.
@@ -35,44 +35,46 @@ pub(crate) struct Config {
 }
 
 impl Default for Config {
-    /// Returns palette 1, the only one with tiles, with no tile in use.
+    /// Returns palette 1, the only palette with tiles. No tile is in use.
     fn default() -> Self {
         Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
     }
 }
 
-/// Returns whether tiles for bf16 work on this machine and [`crate::limit_instructions`] allows them.
+/// Returns true if tiles for bf16 work on this machine and [`crate::limit_instructions`] permits them.
 pub(crate) fn available() -> bool {
     probe::amx().works && simd::allowed(Instructions::Best)
 }
 
-/// Tile configuration of this thread while it multiplies. All tiles have 16 rows of 64 bytes, except that tiles of the
-/// right operand and of the output may be narrower.
+/// The tile configuration of this thread during a product. All tiles have 16 rows of 64 bytes, except that tiles of the right
+/// operand and of the output may be narrower.
 ///
-/// The kernels use six of eight tiles. When the other hyperthread of a core is busy, there seem to be hardly more tile
-/// registers than programs name: an instruction that writes a tile waits for a free register, unless few tiles have
-/// been written since the configuration. In this state, products on Sapphire Rapids take 20 ns with six tiles instead
-/// of 30 to 40, and 16 ns with prefetched operands. When the core is free, they take 8 ns in any case.
+/// The kernels use six of the eight tiles. When the other hyperthread of a core is busy, there seem to be hardly more tile
+/// registers than the program names: an instruction that writes a tile waits for a free register, unless few tiles have been
+/// written since the configuration. In this state, products on Sapphire Rapids take 20 ns with six tiles instead of 30 to 40 ns,
+/// and 16 ns with prefetched operands. When the core is free, they take 8 ns in any case.
 pub(crate) struct Tiles;
 
 impl Tiles {
+    /// Configures complete tiles.
+    ///
     /// # Safety
-    /// The CPU has the instructions.
+    /// The CPU must have the instructions.
     pub(crate) unsafe fn new() -> Self {
         // SAFETY: guaranteed by this function's contract.
         unsafe { Self::narrow(SIDE) }
     }
 
-    /// Configures right operands of `columns` columns.
+    /// Configures tiles for right operands of `columns` columns.
     ///
     /// # Safety
-    /// The CPU has the instructions.
+    /// The CPU must have the instructions.
     pub(super) unsafe fn narrow(columns: usize) -> Self {
         let mut config = Config::default();
         config.row_bytes[..6].fill(4 * columns as u16);
         config.row_bytes[LEFT] = 64;
         config.rows[..6].fill(16);
-        // SAFETY: reads the 64 bytes of `config`.
+        // SAFETY: the instruction reads the 64 bytes of `config`.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
         Self
     }
@@ -85,12 +87,12 @@ impl Drop for Tiles {
     }
 }
 
-/// An element of an operand in memory.
+/// An element type of an operand in memory.
 pub(crate) trait Element: Copy {
-    /// Loads the elements from `from` on whose bits are set in `mask`, zero for the others.
+    /// Loads the elements, starting at `from`, whose bits are set in `mask`. The others are zero.
     ///
     /// # Safety
-    /// These elements are readable, and the CPU has AVX-512.
+    /// These elements must be readable, and the CPU must have AVX-512.
     unsafe fn load(from: *const Self, mask: __mmask16) -> __m512;
 }
 
@@ -113,7 +115,7 @@ impl Element for bf16 {
     }
 }
 
-/// Transposes a square.
+/// Transposes a square of 16 × 16 elements.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn transpose(rows: &mut [__m512; SIDE]) {
@@ -142,22 +144,22 @@ pub(super) fn transpose(rows: &mut [__m512; SIDE]) {
     }
 }
 
-/// Computes `to [columns, rows] = fromᵀ`, both contiguous; `rows` and `columns` are multiples of 16.
+/// Computes `to [columns, rows] = fromᵀ`. Both are contiguous, and `rows` and `columns` are multiples of 16.
 ///
 /// # Safety
-/// All elements are in bounds, and the CPU has AVX-512.
+/// All elements must be in bounds, and the CPU must have AVX-512.
 #[target_feature(enable = "avx512f")]
 pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: usize) {
     for i in (0..rows).step_by(SIDE) {
         for j in (0..columns).step_by(SIDE) {
             let mut block = [_mm512_setzero_ps(); SIDE];
             for (r, x) in block.iter_mut().enumerate() {
-                // SAFETY: row i + r, columns j to j + 16.
+                // SAFETY: row i + r and columns j to j + 16 are in bounds.
                 *x = unsafe { _mm512_loadu_ps(from.add((i + r) * columns + j)) };
             }
             transpose(&mut block);
             for (r, x) in block.into_iter().enumerate() {
-                // SAFETY: the transposed element, in bounds too.
+                // SAFETY: the transposed elements are in bounds too.
                 unsafe { _mm512_storeu_ps(to.add((j + r) * rows + i), x) };
             }
         }
@@ -167,12 +169,12 @@ pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: 
 /// Writes `value` to the elements of `to [bits.len(), 32]` whose bit is not set.
 ///
 /// # Safety
-/// All elements are in bounds, and the CPU has AVX-512.
+/// All elements must be in bounds, and the CPU must have AVX-512.
 #[target_feature(enable = "avx512f")]
 pub(crate) unsafe fn hide(to: *mut f32, bits: &[u32], value: f32) {
     let value = _mm512_set1_ps(value);
     for (i, &bits) in bits.iter().enumerate().filter(|(_, bits)| **bits != u32::MAX) {
-        // SAFETY: row i.
+        // SAFETY: row i is in bounds.
         unsafe {
             let to = to.add(i * GROUP);
             _mm512_mask_storeu_ps(to, !bits as __mmask16, value);
@@ -181,7 +183,7 @@ pub(crate) unsafe fn hide(to: *mut f32, bits: &[u32], value: f32) {
     }
 }
 
-/// Splits 16 numbers into parts, each in the upper halves of the words, for [`store_line`].
+/// Splits 16 numbers into parts for [`store_line`]. Each part is in the upper halves of the words.
 #[inline(always)]
 pub(crate) fn cut<S: Simd>(simd: S, x: S::f32s) -> [S::u32s; PARTS] {
     let (top, half) = (simd.splat_u32s(0xffff_0000), simd.splat_u32s(0x8000));
@@ -193,10 +195,10 @@ pub(crate) fn cut<S: Simd>(simd: S, x: S::f32s) -> [S::u32s; PARTS] {
     [first, second, simd.and_u32s(bits(rest), top)]
 }
 
-/// Writes a tile line for every part, from elements `p` and `p + 16` of the inner dimension.
+/// Writes a line of a tile for every part, from the elements `p` and `p + 16` of the inner dimension.
 ///
 /// # Safety
-/// `to` is the line in the tile of the first part; vectors have 16 lanes.
+/// `to` must be the line in the tile of the first part, and vectors must have 16 lanes.
 #[inline(always)]
 pub(crate) unsafe fn store_line<S: Simd>(
     simd: S,
@@ -212,7 +214,7 @@ pub(crate) unsafe fn store_line<S: Simd>(
     }
 }
 
-/// Writes a tile line for every part, from the words `(low, high)`.
+/// Writes a line of a tile for every part, from the words `(low, high)`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
@@ -234,7 +236,7 @@ unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
     }
 }
 
-/// Rounds both to bf16 and packs them into words, `low` in the lower halves.
+/// Rounds both arguments to bf16 and packs them into words. `low` is in the lower halves.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn round(low: __m512, high: __m512) -> __m512i {
@@ -248,25 +250,25 @@ fn round(low: __m512, high: __m512) -> __m512i {
         order
     }
     const ORDER: [u16; 2 * SIDE] = order();
-    // SAFETY: plain vectors of 64 bytes.
+    // SAFETY: both types are plain vectors of 64 bytes.
     unsafe {
         let both: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
         _mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER.as_ptr().cast()), both)
     }
 }
 
-/// Existing part of 16 lines of memory: the number of lines and a mask of the elements in each.
+/// The part of 16 lines of memory that exists: the number of lines, and a mask of the elements in each line.
 #[derive(Clone, Copy)]
 struct Lines {
     count: usize,
     mask: __mmask16,
 }
 
-/// Position in memory of the 16 lines of one half of a tile's words.
+/// Position in memory of the 16 lines that fill one half of a tile's words.
 #[derive(Clone, Copy)]
 struct Half<T> {
     from: *const T,
-    /// Distance between lines.
+    /// Distance between adjacent lines.
     line: usize,
     /// Prefetch distance.
     ahead: usize,
@@ -277,7 +279,7 @@ impl<T: Element> Half<T> {
     /// Loads line `i`. If `WHOLE`, all lines and elements exist.
     ///
     /// # Safety
-    /// The part described by `lines` is readable, and the CPU has AVX-512.
+    /// The part that `lines` describes must be readable, and the CPU must have AVX-512.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn load<const WHOLE: bool>(&self, i: usize) -> __m512 {
@@ -291,12 +293,13 @@ impl<T: Element> Half<T> {
     }
 }
 
-/// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. With `turn`, lines of
-/// memory become columns of the tile, otherwise lines. If `WHOLE`, all lines and elements exist.
+/// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. If `turn`, lines of memory become
+/// columns of the tile; otherwise they become lines. If `WHOLE`, all lines and elements exist.
+///
+/// Loops are unrolled in the source, because closures would be compiled without the instructions.
 ///
 /// # Safety
-/// The requirements of [`pack`] hold. Loops are written out because closures would be compiled without the
-/// instructions.
+/// The requirements of [`pack`] must be met.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
@@ -344,16 +347,16 @@ unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
     }
 }
 
-/// Returns the words of a group or panel of `depth` elements of the inner dimension.
+/// Returns the number of words in a group or panel of `depth` elements of the inner dimension.
 pub(super) fn panel_len(parts: usize, depth: usize) -> usize {
     depth.div_ceil(STEP) * parts * PART
 }
 
-/// Packs `count ≤ 32` rows (or columns) of `depth` elements each, padded with zeros. Every step of the inner dimension
-/// has `N` parts of two tiles each. With `N = 1`, the part is the rounded element.
+/// Packs `count ≤ 32` rows (or columns) of `depth` elements each, padded with zeros. Every step of the inner dimension has `N`
+/// parts of two tiles each. If `N = 1`, the part is the rounded element.
 ///
 /// # Safety
-/// `to` has [`panel_len`] words, `from` has all elements, and the CPU has the instructions.
+/// `to` must have [`panel_len`] words, all elements of `from` must be in bounds, and the CPU must have the instructions.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(crate) unsafe fn pack<T: Element, const N: usize>(
     to: *mut u32,
@@ -367,7 +370,7 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
     let along = inner == 1;
     let (line, other) = if along { (outer, SIDE) } else { (inner, SIDE * inner) };
     let lanes = |count: usize| ((1u32 << count.min(SIDE)) - 1) as __mmask16;
-    // The rows are too short and too many for the hardware prefetcher.
+    // Prefetch, because the rows are too short and too many for the hardware prefetcher.
     let ahead = 2 * STEP * inner;
     for p in (0..depth).step_by(STEP) {
         let deep = depth - p;
@@ -381,7 +384,7 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
                 Half { from: from.wrapping_add(at * other), line, ahead, lines: Lines { count, mask } }
             };
             let (low, high) = (half(0), half(1));
-            // SAFETY: by the contract, and `lines` describes what exists.
+            // SAFETY: guaranteed by this function's contract; `lines` describes the part that exists.
             unsafe {
                 if deep >= STEP && wide >= SIDE {
                     split::<T, N, true>(to, &low, &high, along != left);
@@ -396,16 +399,16 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
 #[repr(C, align(64))]
 pub(crate) struct Output(pub [f32; GROUP * GROUP]);
 
-/// Tile of the left operand; the next tile holds the right one.
+/// Tile number of the left operand. The next tile holds the right operand.
 const LEFT: usize = 4;
 
-/// Loads tile 0 or 1 of a part of the rows.
+/// Loads tile 0 or 1 of one part of the rows.
 macro_rules! a {
     ($part:literal, $i:literal) => {
         concat!("tileloadd tmm4, [{a} + {line} + 2048 * ", $part, " + 1024 * ", $i, "]")
     };
 }
-/// Loads tile 0 or 1 of a part of the columns.
+/// Loads tile 0 or 1 of one part of the columns.
 macro_rules! b {
     ($part:literal, $j:literal) => {
         concat!("tileloadd tmm5, [{b} + {line} + 2048 * ", $part, " + 1024 * ", $j, "]")
@@ -446,11 +449,11 @@ macro_rules! ask {
 }
 macro_rules! kernel {
     ($name:ident, $size:literal, $($step:expr),*) => {
-        /// Computes `c [32, 32] = a · b` for a packed group and a packed panel of `steps ≥ 1` steps; rows of `c` are
-        /// `ldc` apart.
+        /// Computes `c [32, 32] = a · b` for a packed group and a packed panel of `steps ≥ 1` steps. Rows of `c` begin `ldc`
+        /// elements apart.
         ///
         /// # Safety
-        /// All of them are in bounds, and this thread has configured its tiles.
+        /// All elements must be in bounds, and this thread must have configured its tiles.
         pub(crate) unsafe fn $name(c: *mut f32, ldc: usize, a: *const u32, b: *const u32, steps: usize) {
             // SAFETY: guaranteed by this function's contract.
             unsafe {
@@ -480,11 +483,12 @@ macro_rules! kernel {
         }
     };
 }
-// Part `p` of the rows or columns begins at byte `2048 p`. Consecutive products share a factor.
+// Part `p` of the rows or columns begins at byte `2048 p`. Consecutive products share a factor. The comments give the parts of
+// rows and columns.
 kernel!(
     multiply_wide,
     "6144",
-    // Parts 0 and 2.
+    // Product of parts 0 and 2.
     a!(0, 0),
     b!(2, 0),
     add!(0),
@@ -502,7 +506,7 @@ kernel!(
     add!(2),
     ask!("a", "6144 + 256 * 3"),
     ask!("b", "6144 + 256 * 3"),
-    // 0 and 1.
+    // Product of parts 0 and 1.
     b!(1, 0),
     add!(2),
     ask!("a", "6144 + 256 * 4"),
@@ -519,7 +523,7 @@ kernel!(
     add!(3),
     ask!("a", "6144 + 256 * 7"),
     ask!("b", "6144 + 256 * 7"),
-    // 1 and 1.
+    // Product of parts 1 and 1.
     a!(1, 0),
     add!(1),
     ask!("a", "6144 + 256 * 8"),
@@ -536,7 +540,7 @@ kernel!(
     add!(3),
     ask!("a", "6144 + 256 * 11"),
     ask!("b", "6144 + 256 * 11"),
-    // 1 and 0.
+    // Product of parts 1 and 0.
     b!(0, 0),
     add!(2),
     ask!("a", "6144 + 256 * 12"),
@@ -553,7 +557,7 @@ kernel!(
     add!(3),
     ask!("a", "6144 + 256 * 15"),
     ask!("b", "6144 + 256 * 15"),
-    // 2 and 0.
+    // Product of parts 2 and 0.
     a!(2, 0),
     add!(1),
     ask!("a", "6144 + 256 * 16"),
@@ -570,7 +574,7 @@ kernel!(
     add!(3),
     ask!("a", "6144 + 256 * 19"),
     ask!("b", "6144 + 256 * 19"),
-    // 0 and 0.
+    // Product of parts 0 and 0.
     a!(0, 0),
     add!(1),
     ask!("a", "6144 + 256 * 20"),
@@ -610,7 +614,7 @@ kernel!(
     ask!("b", "4096 + 1792")
 );
 
-/// Writes `rows × columns` of a kernel's output.
+/// Writes the first `rows × columns` elements of a kernel's output.
 #[target_feature(enable = "avx512f")]
 pub(crate) unsafe fn store(
     c: *mut f32,
@@ -630,12 +634,12 @@ pub(crate) unsafe fn store(
             continue;
         }
         let bias = match bias {
-            // SAFETY: one number per column.
+            // SAFETY: `bias` has one number per column.
             Some(bias) => unsafe { _mm512_maskz_loadu_ps(mask, bias.as_ptr().add(v * SIDE)) },
             None => _mm512_setzero_ps(),
         };
         for i in 0..rows {
-            // SAFETY: row i, and those of its columns that are in the mask.
+            // SAFETY: row i and the columns in the mask are in bounds.
             unsafe {
                 let to = c.add(i * ldc + v * SIDE);
                 let mut sum = _mm512_load_ps(from.0.as_ptr().add(i * GROUP + v * SIDE));
@@ -649,15 +653,15 @@ pub(crate) unsafe fn store(
     }
 }
 
-/// Returns a scratch buffer of 32-bit words, aligned to cache lines.
+/// Returns a scratch buffer of 32-bit words that is aligned to cache lines.
 pub(crate) fn words(scratch: &mut Vec<Line>, len: usize) -> *mut u32 {
     reserve(scratch, len).as_mut_ptr().cast()
 }
 
-/// Destination of packed words that several threads write.
+/// Destination of packed words, which several threads write.
 #[derive(Clone, Copy)]
 pub(crate) struct Packed(pub *mut u32);
-// SAFETY: tasks write disjoint groups, and read only after all are written.
+// SAFETY: tasks write disjoint groups, and read only after all groups are written.
 unsafe impl Send for Packed {}
 // SAFETY: as above.
 unsafe impl Sync for Packed {}

@@ -10,10 +10,10 @@ use super::Dots;
 use super::amx::{GROUP, Output, SIDE, STEP, Tiles, transpose};
 use crate::gemm;
 
-/// Weight rows that are multiplied together: two tiles.
+/// Number of weight rows that are multiplied together: two tiles.
 const ROWS: usize = 2 * SIDE;
 
-/// Returns the columns of the tiles of `m` rows of `x`; narrow tiles take less of the first-level cache.
+/// Returns the number of columns in the tiles of `m` rows of `x`. Narrow tiles take less space in the first-level cache.
 fn tile_width(m: usize) -> usize {
     if m <= 4 {
         4
@@ -24,16 +24,17 @@ fn tile_width(m: usize) -> usize {
     }
 }
 
-/// Divides `m` rows of `x` into chunks that are multiplied together: first row, number of rows, number of tiles.
+/// Divides `m` rows of `x` into chunks that are multiplied together. Returns the first row, the number of rows and the number of
+/// tiles of each chunk.
 fn chunks(m: usize) -> impl Iterator<Item = (usize, usize, usize)> {
     (0..m).step_by(ROWS).map(move |i| (i, ROWS.min(m - i), ROWS.min(m - i).div_ceil(SIDE)))
 }
 
-/// Packs rows for [`super::pack_rows`]: the rounded tiles of every chunk of rows and every step. Line `p` of a tile
-/// holds elements `2 p` and `2 p + 1` of every row.
+/// Packs rows for [`super::pack_rows`]: the rounded tiles of every chunk of rows and every step. Line `p` of a tile has the
+/// elements `2 p` and `2 p + 1` of every row.
 ///
 /// # Safety
-/// `to` has the required length, `x` has all rows, and the CPU has the instructions.
+/// `to` must have the required length, `x` must have all rows, and the CPU must have the instructions.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(super) unsafe fn pack_rows(to: *mut u32, x: *const f32, stride: usize, m: usize, k: usize) {
     let width = tile_width(m);
@@ -47,7 +48,7 @@ pub(super) unsafe fn pack_rows(to: *mut u32, x: *const f32, stride: usize, m: us
                 let mut words = [_mm512_setzero_ps(); SIDE];
                 for (i, words) in words.iter_mut().enumerate().take(rows - tile * SIDE) {
                     let from = x.wrapping_add((first + tile * SIDE + i) * stride + p);
-                    // SAFETY: elements up to k of a row; vectors of 64 bytes.
+                    // SAFETY: only elements up to k of a row are read, and the vectors have 64 bytes.
                     *words = unsafe {
                         let low = _mm512_maskz_loadu_ps(masks[0], from);
                         let high = _mm512_maskz_loadu_ps(masks[1], from.wrapping_add(SIDE));
@@ -56,7 +57,7 @@ pub(super) unsafe fn pack_rows(to: *mut u32, x: *const f32, stride: usize, m: us
                 }
                 transpose(&mut words);
                 for words in words {
-                    // SAFETY: the tiles of this step lie inside `to`.
+                    // SAFETY: the tiles of this step are inside `to`.
                     unsafe { _mm512_mask_storeu_ps(to.cast(), used, words) };
                     to = to.wrapping_add(width);
                 }
@@ -82,10 +83,10 @@ macro_rules! ask {
 
 /// Operands and output of a product of weights and packed rows.
 struct Product {
-    /// Output: for every tile of rows of `x`, two tiles of 16 weights by `width` rows.
+    /// Output. For every tile of rows of `x`, it has two tiles of 16 weights by `width` rows.
     out: *mut f32,
     w: *const bf16,
-    /// Distance between two weight rows.
+    /// Distance between adjacent weight rows, in bytes.
     w_bytes: usize,
     x: *const u32,
     width: usize,
@@ -96,7 +97,7 @@ struct Product {
 /// Multiplies 32 weight rows by one tile of rows of `x`, for at least one step. Prefetches 2 KiB at every step.
 ///
 /// # Safety
-/// Operands and output are in bounds, and this thread has configured tiles of that width.
+/// Operands and output must be in bounds, and this thread must have configured tiles of that width.
 unsafe fn rows_1(of: &Product) {
     let &Product { out, w, w_bytes, x, width, steps, ahead } = of;
     let tile = SIDE * width;
@@ -131,10 +132,10 @@ unsafe fn rows_1(of: &Product) {
     }
 }
 
-/// Multiplies like [`rows_1`], by two tiles of 16 rows of `x`.
+/// Multiplies 32 weight rows like [`rows_1`], but by two tiles of 16 rows of `x`.
 ///
 /// # Safety
-/// Operands and output are in bounds, and this thread has configured full tiles.
+/// Operands and output must be in bounds, and this thread must have configured full tiles.
 unsafe fn rows_2(of: &Product) {
     let &Product { out, w, w_bytes, x, steps, ahead, .. } = of;
     // SAFETY: guaranteed by this function's contract.
@@ -172,20 +173,20 @@ unsafe fn rows_2(of: &Product) {
     }
 }
 
-/// The last elements of 32 weight rows, fewer than a step, padded with zeros.
+/// The last elements of 32 weight rows, if they are fewer than a step. They are padded with zeros.
 #[repr(C, align(64))]
 struct Tail([bf16; ROWS * STEP]);
 
 /// Runs [`Dots`].
 ///
 /// # Safety
-/// The requirements of its `run` hold.
+/// The requirements of [`Dots::run`] must be met.
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn run(of: &Dots) {
     let &Dots { w, m, k, ref columns, after, .. } = of;
     let width = tile_width(m);
     let n = columns.end;
-    // With fewer rows than are multiplied together, a padded copy is read.
+    // If the weight has fewer rows than are multiplied together, a padded copy is read.
     let mut few = Vec::new();
     let w = if n < ROWS {
         few.resize(ROWS * k, bf16::ZERO);
@@ -199,7 +200,7 @@ pub(super) unsafe fn run(of: &Dots) {
     let (mut sum, mut more) = (Output([0.0; GROUP * GROUP]), Output([0.0; GROUP * GROUP]));
     let mut tail = Tail([bf16::ZERO; ROWS * STEP]);
     for j in columns.clone().step_by(ROWS) {
-        // The last rows are multiplied together with some rows before them.
+        // The last rows are multiplied together with some of the rows before them.
         let first = j.min(n.max(ROWS) - ROWS);
         let rows = &w[first * k..(first + ROWS) * k];
         let next = of.w.as_ptr().wrapping_add(if j + ROWS < n { j + ROWS } else { after } * k);
@@ -224,7 +225,7 @@ pub(super) unsafe fn run(of: &Dots) {
                     let to = if begins { &mut sum } else { &mut more };
                     let out = to.0.as_mut_ptr();
                     let product = Product { out, w, w_bytes, x, width, steps, ahead };
-                    // SAFETY: 32 weight rows, the packed rows, and room for four tiles.
+                    // SAFETY: 32 weight rows and the packed rows are in bounds, and the output has room for four tiles.
                     unsafe { if tiles == 1 { rows_1(&product) } else { rows_2(&product) } };
                     x = x.wrapping_add(steps * tiles * SIDE * width);
                     ahead = ahead.wrapping_add(steps * ROWS * 2 * STEP);
@@ -237,7 +238,7 @@ pub(super) unsafe fn run(of: &Dots) {
             for tile in 0..tiles {
                 let from = &sum.0[tile * 2 * SIDE * width..];
                 let rows = i + tile * SIDE..i + count.min((tile + 1) * SIDE);
-                // SAFETY: these rows and columns of y.
+                // SAFETY: these rows and columns of y are in bounds.
                 unsafe { store_rows(of, from, width, rows, first, j..n.min(j + ROWS)) };
             }
         }
@@ -245,10 +246,10 @@ pub(super) unsafe fn run(of: &Dots) {
     drop(tiles);
 }
 
-/// Writes the products of 32 weights from `first` on. `from` holds two tiles, of which only `columns` are written.
+/// Writes the products of the 32 weights from `first` on. `from` has two tiles, of which only `columns` are written.
 ///
 /// # Safety
-/// These rows and columns of the output are in bounds, and the CPU has AVX-512.
+/// These rows and columns of the output must be in bounds, and the CPU must have AVX-512.
 #[target_feature(enable = "avx512f")]
 unsafe fn store_rows(
     of: &Dots,
@@ -263,7 +264,7 @@ unsafe fn store_rows(
         let column = first + half * SIDE;
         let mut lines = [_mm512_setzero_ps(); SIDE];
         for (line, from) in lines.iter_mut().zip(from.chunks_exact(width)) {
-            // SAFETY: `width` elements.
+            // SAFETY: `from` has `width` elements.
             *line = unsafe { _mm512_maskz_loadu_ps(used, from.as_ptr()) };
         }
         transpose(&mut lines);
@@ -271,13 +272,13 @@ unsafe fn store_rows(
         let below = |end: usize| (1u32 << end.saturating_sub(column).min(SIDE)) - 1;
         let mask = (below(columns.end) & !below(columns.start)) as __mmask16;
         let bias = match of.bias {
-            // SAFETY: the lanes of the mask are weights.
+            // SAFETY: the lanes in the mask are weights.
             Some(bias) => unsafe { _mm512_maskz_loadu_ps(mask, bias.as_ptr().wrapping_add(column)) },
             None => _mm512_setzero_ps(),
         };
         for (row, line) in rows.clone().zip(lines) {
             let to = of.y.wrapping_add(row * of.y_stride + column);
-            // SAFETY: the lanes of the mask are columns of this row.
+            // SAFETY: the lanes in the mask are columns of this row.
             unsafe {
                 let mut sum = _mm512_add_ps(line, bias);
                 if of.old {

@@ -1,32 +1,31 @@
-//! Matrix products on AMX tiles: the blocked product of `gemm` for CPUs that multiply 16 × 32 by 32 × 16 bf16 numbers
-//! in one instruction.
+//! Matrix products on AMX tiles: the blocked product of `gemm` for CPUs that multiply 16 × 32 by 32 × 16 bf16 numbers in one
+//! instruction.
 //!
-//! The instruction has 32 times the rate of `f32` multiply-adds and sums in `f32`, but its factors are bf16. Therefore
-//! a factor is written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`: `x` rounded, and the upper and lower half
-//! of the remainder, which has 16 bits. Of the nine products of two such sums, those below 2⁻²⁵ of the result are
-//! omitted:
+//! The instruction has 32 times the rate of `f32` multiply-adds and sums in `f32`, but its factors are bf16. A factor is
+//! therefore written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`: the rounded `x`, and the upper and the lower half of
+//! the remainder, which has 16 bits. Of the nine products of two such sums, those below 2⁻²⁵ of the result are omitted:
 //!
 //! `x y ≈ x₁y₁ + x₁y₂ + x₂y₁ + x₂y₂ + x₁y₃ + x₃y₁`
 //!
-//! The error of a sum is that of `f32` addition, as elsewhere; the tests compare with `f64`. Three things differ from
-//! `f32` arithmetic: numbers below 2⁻¹²⁶ count as zero, the bits of a number below 2⁻¹²⁶ are lost, and a factor that
-//! rounds to infinity as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16
-//! Artificial Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
+//! The error of a sum is that of `f32` addition, as elsewhere; the tests compare with `f64`. Three things differ from `f32`
+//! arithmetic. Numbers below 2⁻¹²⁶ count as zero. The bits of a number that are worth less than 2⁻¹²⁶ are lost. A factor that
+//! rounds to infinity as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 Artificial
+//! Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
 //!
-//! A bf16 weight is one part, and the other factor is rounded to one: one product. Some CPUs add products of bf16 pairs
-//! in vectors at twice the rate of `f32` ([`pairs`]); the same packed operands can go through these instructions.
+//! A bf16 weight has only one part, and the other factor is rounded to one part, so there is one product. Some CPUs add products
+//! of bf16 pairs in vectors at twice the rate of `f32` ([`pairs`]). The same packed operands can be used with these instructions.
 //! [`crate::paths`] chooses between tiles, pairs and neither.
 //!
-//! `split` cuts both operands into tiles during packing. The instruction adds products of pairs: elements `p` and `p +
-//! 16` of 32 consecutive elements of the inner dimension, in both operands.
+//! During packing, `split` divides both operands into tiles. The instruction adds products of pairs: elements `p` and `p + 16` of
+//! 32 consecutive elements of the inner dimension, in both operands.
 //!
-//! Decoding multiplies few rows by weights that are read once, so packing the weights would cost more than it saves.
-//! [`Dots`] takes bf16 weights as the left operand, whose tiles are rows in their memory order. It packs the rounded
-//! rows of `x` as the right operand, with adjacent elements as pairs. `f32` weights would have to be split on the way;
-//! vectors are as fast as that.
+//! Decoding multiplies few rows by weights that are read once, so packing the weights would cost more than it saves. [`Dots`]
+//! takes bf16 weights as the left operand, whose tiles are rows in their memory order. It packs the rounded rows of `x` as the
+//! right operand, with adjacent elements as pairs. `f32` weights would have to be split while they are read; vectors are as fast
+//! as that.
 //!
-//! An output element is the sum, in order, of the blocks of its inner dimension. Each block is computed from zero, in
-//! an order that does not depend on other elements, so the bits of an element depend on the inner size alone.
+//! An output element is the sum, in order, of the blocks of its inner dimension. Each block is computed from zero, in an order
+//! that does not depend on other elements. The bits of an element therefore depend on the inner size alone.
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub(crate) mod amx;
@@ -46,7 +45,7 @@ use crate::mat::Mat;
 use crate::parallel::Shared;
 use crate::paths::{self, Path};
 
-/// Returns whether products run on matrix tiles: CPU and system support them, and they are not disabled.
+/// Returns true if products run on matrix tiles, that is, if CPU and system support tiles and the user has not disabled them.
 #[must_use]
 pub(crate) fn available() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -55,7 +54,7 @@ pub(crate) fn available() -> bool {
     false
 }
 
-/// Returns whether vectors multiply bf16: CPU and system support it, and it is not disabled.
+/// Returns true if vectors multiply bf16, that is, if CPU and system support it and the user has not disabled it.
 #[must_use]
 pub(crate) fn has_pairs() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -64,45 +63,44 @@ pub(crate) fn has_pairs() -> bool {
     false
 }
 
-/// Returns whether products with a bf16 weight round the other factor to bf16, because their instructions multiply only
-/// bf16.
+/// Returns true if products with a bf16 weight round the other factor to bf16, because their instructions multiply only bf16.
 #[must_use]
 pub fn rounds_bf16() -> bool {
     paths::path() != Path::Widened
 }
 
-/// Rows of the left operand and the destination of their products.
+/// Rows of the left operand, and the destination of their products.
 pub(crate) struct Left<'a> {
-    /// Elements: `(i, p)` is `from[i · outer + p · inner]`; `inner` or `outer` is 1.
+    /// Elements: `(i, p)` is `from[i · outer + p · inner]`. Either `inner` or `outer` is 1.
     pub from: &'a [f32],
     pub outer: usize,
     pub inner: usize,
     pub rows: usize,
-    /// Output, whose row `i` begins at element `i · ldc`.
+    /// Output. Row `i` begins at element `i · ldc`.
     pub c: Shared<'a>,
 }
 
-/// Columns of the right operand and their position in the output.
+/// Columns of the right operand, and their position in the output.
 #[derive(Clone, Copy)]
 pub(crate) struct Right<'a> {
-    /// Elements: `(p, j)` is `from[p · inner + j · outer]`; `inner` or `outer` is 1. Not quantised.
+    /// Elements: `(p, j)` is `from[p · inner + j · outer]`. Either `inner` or `outer` is 1. The elements are not quantised.
     pub from: Stored<'a>,
     pub outer: usize,
     pub inner: usize,
     pub columns: usize,
-    /// First column in a row of the output.
+    /// Index of the first of these columns in a row of the output.
     pub at: usize,
-    /// Bias, added once.
+    /// Bias, which is added once.
     pub bias: Option<&'a [f32]>,
 }
 
-/// Computes `c = left · right (+ bias)` for every left and every right operand with inner size `k`, and adds the
-/// previous `c` if `old`. If `rounded`, both factors are rounded to bf16. Returns `false`, without writing anything, if
-/// this CPU cannot do it.
+/// Computes `c = left · right (+ bias)` for every left and every right operand with inner size `k`, and adds the previous `c` if
+/// `old`. If `rounded`, both factors are rounded to bf16. Returns `false`, without writing anything, if this CPU does not support
+/// the product.
 ///
 /// # Safety
-/// All elements that sizes and strides address exist in operands and outputs. Outputs do not overlap. All left operands
-/// have the same strides.
+/// All elements that sizes and strides address must exist in operands and outputs. Outputs must not overlap. All left operands
+/// must have the same strides.
 #[inline]
 pub(crate) unsafe fn multiply(
     lefts: &[Left],
@@ -118,7 +116,7 @@ pub(crate) unsafe fn multiply(
         if lefts.iter().all(|left| left.rows == 0) || rights.iter().all(|right| right.columns == 0) {
             return true;
         }
-        // SAFETY: the contract of this function, and the CPU has the instructions.
+        // SAFETY: guaranteed by this function's contract, and the CPU has the instructions.
         unsafe {
             if rounded {
                 product::multiply::<1>(lefts, rights, k, ldc, old, paths::path() == Path::Amx);
@@ -134,31 +132,31 @@ pub(crate) unsafe fn multiply(
 
 /// Returns the number of elements that [`pack_rows`] writes.
 pub(crate) fn packed_len(m: usize, k: usize) -> usize {
-    // Rows padded to 16 or 32, in words of two bf16.
+    // Rows are padded to 16 or 32, and stored in words of two bf16.
     m.next_multiple_of(16) * k.next_multiple_of(32) / 2
 }
 
-/// Packs rows of `x` for [`Dots`]; only for CPUs with tiles.
+/// Packs rows of `x` for [`Dots`]. Requires a CPU with tiles.
 pub(crate) fn pack_rows(x: Mat, to: &mut [f32]) {
     let (m, k) = x.dims();
     assert!(available() && to.len() >= packed_len(m, k));
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    // SAFETY: by the assertion; a matrix has all its elements.
+    // SAFETY: the assertion checks the length, and a matrix has all its elements.
     unsafe {
         dots::pack_rows(to.as_mut_ptr().cast(), x.data.as_ptr(), x.stride, m, k);
     }
 }
 
-/// Computes columns of `y [m, n] = x [m, k] · wᵀ + bias` for few rows and bf16 weights, single-threaded; only for CPUs
-/// with tiles.
+/// A single-threaded product for few rows and bf16 weights, which computes columns of `y [m, n] = x [m, k] · wᵀ + bias`. Requires
+/// a CPU with tiles.
 ///
-/// The weights are the left operand and come straight from memory without packing: 32 of their rows at a time, while
-/// the next 32 are prefetched. The rows of `x` are the columns of the right operand.
+/// The weights are the left operand and are read directly from memory without packing, 32 rows at a time, while the next 32 rows
+/// are prefetched. The rows of `x` are the columns of the right operand.
 pub(crate) struct Dots<'a> {
-    /// Element `(0, 0)` of the output.
+    /// Pointer to element `(0, 0)` of the output.
     pub y: *mut f32,
     pub y_stride: usize,
-    /// Rows packed by [`pack_rows`].
+    /// Rows that [`pack_rows`] has packed.
     pub x: *const f32,
     /// Weight `[n, k]`.
     pub w: &'a [bf16],
@@ -168,14 +166,16 @@ pub(crate) struct Dots<'a> {
     pub columns: Range<usize>,
     /// Row of `w` that this thread will probably need next.
     pub after: usize,
-    /// Whether the product is added to the previous `y`.
+    /// True if the product is added to the previous `y`.
     pub old: bool,
 }
 
 impl Dots<'_> {
+    /// Runs the product.
+    ///
     /// # Safety
-    /// `w` and `bias` have all rows up to the end of the columns. `y` has these columns of `m` rows, and nothing else
-    /// refers to them. [`available`] is true, and `k > 0`.
+    /// `w` and `bias` must have all rows up to the end of the columns. `y` must have these columns in `m` rows, and nothing else
+    /// may refer to them. [`available`] must be true, and `k > 0`.
     pub(crate) unsafe fn run(self) {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         // SAFETY: guaranteed by this function's contract.

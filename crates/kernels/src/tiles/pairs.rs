@@ -9,21 +9,21 @@ use super::amx::{GROUP, PART, SIDE, STEP, TILE};
 use crate::probe;
 use crate::simd::{self, Instructions};
 
-/// Output rows that are kept in registers.
+/// Number of output rows that are kept in registers.
 const ROWS: usize = 8;
 
-/// Returns whether the instructions work on this machine and are not disabled, including all that packing needs.
+/// Returns true if the instructions, including all that packing needs, work on this machine and are not disabled.
 pub(crate) fn available() -> bool {
     let works =
         probe::bf16().works && is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl");
     works && simd::allowed(Instructions::Pairs)
 }
 
-/// Computes `c [32, 32] = a · b` for a packed group and a packed panel of `depth` elements; rows of `c` are `ldc`
-/// apart. Writes at least the first `rows` of `c`.
+/// Computes `c [32, 32] = a · b` for a packed group and a packed panel of `depth` elements. Rows of `c` begin `ldc` elements
+/// apart. Writes at least the first `rows` rows of `c`.
 ///
 /// # Safety
-/// All of them are in bounds, and the CPU has the instructions.
+/// All elements must be in bounds, and the CPU must have the instructions.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(super) unsafe fn multiply(
     c: *mut f32,
@@ -38,9 +38,10 @@ pub(super) unsafe fn multiply(
         let mut a = a.wrapping_add(first / SIDE * TILE + first % SIDE * SIDE);
         let mut b = b;
         for done in (0..depth).step_by(STEP) {
-            // Pairs are elements 16 apart, padded with zeros beyond the depth.
+            // The elements of a pair are 16 apart, and padded with zeros beyond the depth.
             for pair in 0..SIDE.min(depth - done) {
-                // SAFETY: line `pair` of both tiles of the panel, word `pair` of the rows; vectors of 64 bytes.
+                // SAFETY: line `pair` of both tiles of the panel and word `pair` of the rows are in bounds, and vectors have 64
+                // bytes.
                 unsafe {
                     let b = b.add(pair * SIDE);
                     let right: [__m512bh; GROUP / SIDE] = [
@@ -61,7 +62,7 @@ pub(super) unsafe fn multiply(
         }
         for r in 0..ROWS {
             for v in 0..GROUP / SIDE {
-                // SAFETY: row `first + r` of the output.
+                // SAFETY: row `first + r` of the output is in bounds.
                 unsafe { _mm512_storeu_ps(c.add((first + r) * ldc + v * SIDE), acc[r][v]) };
             }
         }

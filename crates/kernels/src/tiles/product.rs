@@ -1,4 +1,4 @@
-//! The blocked product on tiles.
+//! The blocked matrix product on tiles.
 
 use std::ops::Range;
 
@@ -13,25 +13,27 @@ use crate::parallel::{Strips, part, tasks};
 use crate::simd;
 use crate::workspace::{LEFT, RIGHT};
 
-/// Maximum groups of the left operand that are packed at a time, with at most [`PACKED_LEN`] words or one block of them.
+/// Maximum number of groups of the left operand that are packed at a time. They take at most [`PACKED_LEN`] words, or consist of
+/// a single block.
 const GROUPS: usize = 64;
-/// Maximum words of packed groups (16 MiB).
+/// Maximum number of words in packed groups (16 MiB).
 const PACKED_LEN: usize = 4 << 20;
-/// Words of the right operand that a thread packs at a time; they stay in its second-level cache (1 MiB of 2).
+/// Number of words of the right operand that a thread packs at a time. They stay in its second-level cache (1 MiB of 2).
 const PANELS_LEN: usize = 1 << 18;
-/// Elements of the inner dimension that are summed at a time. Outputs are read and written once per block. This costs
+/// Number of elements of the inner dimension that are summed at a time. Outputs are read and written once per block. That costs
 /// more than reading the left operand for fewer panels.
 const DEPTH: usize = 1536;
 
-/// Groups of the left operand that a task packs.
+/// Number of groups of the left operand that a task packs.
 const RUN: usize = 4;
 
-/// Packs groups or panels. Each item gives destination, source, and its number of rows or columns. If elements are not
-/// contiguous along the inner dimension, all items are packed together step by step, so that a line of memory is read
-/// once and each visit of a row takes more than a few elements.
+/// Packs groups or panels. Each item gives the destination, the source, and the number of rows or columns.
+///
+/// If elements are not contiguous along the inner dimension, all items are packed together step by step. A line of memory is then
+/// read only once, and each visit of a row reads more than a few elements.
 ///
 /// # Safety
-/// The requirements of [`pack`] hold for each.
+/// The requirements of [`pack`] must be met for each item.
 unsafe fn pack_run<T: Element, const N: usize>(
     run: impl Iterator<Item = (*mut u32, *const T, usize)> + Clone,
     outer: usize,
@@ -49,11 +51,11 @@ unsafe fn pack_run<T: Element, const N: usize>(
     }
 }
 
-/// Multiplies for [`super::multiply`]; `N` is the number of parts.
+/// Multiplies for [`super::multiply`]. `N` is the number of parts.
 ///
 /// # Safety
-/// The requirements of that function hold, and the CPU has the instructions: those of tiles if `tiled` or if there are
-/// several parts.
+/// The requirements of [`super::multiply`] must be met. The CPU must have the instructions, including tiles if `tiled` or if
+/// there are several parts.
 pub(super) unsafe fn multiply<const N: usize>(
     lefts: &[Left],
     rights: &[Right],
@@ -62,7 +64,7 @@ pub(super) unsafe fn multiply<const N: usize>(
     old: bool,
     tiled: bool,
 ) {
-    // Operand and first row of every group.
+    // The operand and the first row of every group.
     let groups: Vec<(usize, usize)> = lefts
         .iter()
         .enumerate()
@@ -89,7 +91,7 @@ pub(super) unsafe fn multiply<const N: usize>(
             let runs = groups.len().div_ceil(RUN);
             tasks(now.len() * runs, depth * groups.len() * GROUP, |i| {
                 let (block, run) = (&now[i / runs], i % runs * RUN..groups.len().min((i % runs + 1) * RUN));
-                // By the contract, all left operands have these strides.
+                // All left operands have these strides, as the contract requires.
                 let Left { outer, inner, .. } = lefts[0];
                 let group = |group: usize| {
                     let (at, row) = groups[group];
@@ -97,7 +99,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                     let from = from[row * outer + block.start * inner..].as_ptr();
                     (left.at(place(block, group)), from, GROUP.min(rows - row))
                 };
-                // SAFETY: tasks write different groups; the contract covers the rest.
+                // SAFETY: tasks write different groups; this function's contract guarantees the rest.
                 unsafe { pack_run::<_, N>(run.map(group), outer, inner, true, block.len()) };
             });
             let strips = Strips::even(&widths, groups.len() * GROUP, GROUP, most);
@@ -129,7 +131,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                                 let run = run.map(|(to, start, count)| (to, w[start..].as_ptr(), count));
                                 pack_run::<_, N>(run, outer, inner, false, block.len());
                             }
-                            // The caller has widened it.
+                            // The caller has already widened quantised weights.
                             Stored::Quantised(_) => {}
                         }
                     }
@@ -145,15 +147,15 @@ pub(super) unsafe fn multiply<const N: usize>(
                             let bias = right.bias.filter(|_| block.start == 0);
                             let bias = bias.map(|bias| &bias[column..column + count]);
                             let steps = block.len().div_ceil(STEP);
-                            // Prefetch the output while the tiles are multiplied.
+                            // Prefetch the output during the product of tiles.
                             for i in 0..rows {
                                 simd::prefetch(c.wrapping_add(i * ldc));
                                 simd::prefetch(c.wrapping_add(i * ldc + SIDE));
                             }
-                            // Complete tiles without addends are stored directly in the output.
+                            // Complete tiles to which nothing is added are stored directly in the output.
                             let whole = rows == GROUP && count == GROUP && bias.is_none() && !old;
                             let (to, stride) = if whole { (c, ldc) } else { (output.0.as_mut_ptr(), GROUP) };
-                            // SAFETY: packed above; tasks write different columns or rows of the outputs.
+                            // SAFETY: the operands were packed above, and tasks write different columns or rows of the outputs.
                             unsafe {
                                 match (N, &tiles) {
                                     (1, None) => pairs::multiply(to, stride, a, b, block.len(), rows),
