@@ -46,7 +46,7 @@ pub struct Qkv<'a, T = f32> {
 }
 
 impl<'a, T> Qkv<'a, T> {
-    /// Creates a call from a matrix whose rows are `[q | k | v]`.
+    /// Splits a matrix whose rows are `[q | k | v]` into the three inputs.
     ///
     /// # Panics
     /// Panics if the rows have another width.
@@ -189,7 +189,7 @@ pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> 
 /// Writes the results of [`forward`] to `out [tq, q_heads · d]` and `lse [tq, q_heads]`. The function is meant for decoding,
 /// where few queries see many keys. A query row outside all ranges is not written.
 ///
-/// Single queries that share their first key range are processed together, so a prefix that many sequences share is read once.
+/// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read once.
 /// This function always uses vector instructions: a few lanes do not fill a tile, and packed keys would be read only once.
 pub fn forward_decode_into(
     qkv: Qkv,

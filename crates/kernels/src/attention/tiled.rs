@@ -105,7 +105,7 @@ struct Sight {
 }
 
 impl Sight {
-    /// Returns the words of all complete blocks of 32 keys that are needed.
+    /// Returns the words up to `end`, rounded up to a complete block of 32 keys.
     fn bits(&self) -> &[u32] {
         &self.bits[..self.end.next_multiple_of(GROUP)]
     }
