@@ -1,4 +1,4 @@
-//! Attention over an [`AttentionLayout`], on tensor cores if rows are bf16 and a head has 64, 72, 80 or 128 columns.
+//! Attention over an [`AttentionLayout`]. It runs on tensor cores if the rows are bf16 and a head has 64, 72, 80 or 128 columns.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use omnigrpo_kernels::attention::AttentionLayout;
 
 use crate::device::{Arg, Array, Dtype, Gpu, Launch, Pack};
 
-/// Heads of packed rows `[q heads | k heads | v heads]` of `d` columns each.
+/// Numbers of heads in packed rows `[q heads | k heads | v heads]`. Each head has `d` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {
     pub q: usize,
     pub kv: usize,
-    /// Columns of a head, at most 256.
+    /// Number of columns of a head, at most 256.
     pub d: usize,
 }
 
@@ -30,7 +30,8 @@ impl Heads {
         1.0 / (self.d as f32).sqrt()
     }
 
-    /// Returns the kernels for tensor cores and the padded width of a head in shared memory.
+    /// Returns the kernels that use tensor cores, and the padded width of a head in shared memory. Returns `None` if tensor cores
+    /// are unsupported.
     fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 4], usize)> {
         let names = match (dtype, self.d) {
             (Dtype::Bf16, 64) => [
@@ -63,10 +64,10 @@ impl Heads {
     }
 }
 
-/// Rows of a tile.
+/// Number of rows in a tile.
 const ROWS: usize = 64;
 
-/// Query rows `q[0]..q[1]` and the key rows they see: query `i` sees key `j` of `k[0]..k[1]` if `j < i + off`.
+/// The query rows `q[0]..q[1]` and the key rows that they see: query `i` sees key `j` of `k[0]..k[1]` if `j < i + off`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Item {
@@ -75,7 +76,7 @@ struct Item {
     off: i32,
 }
 
-/// Rows of one block of threads, and the items that include them.
+/// The rows of one block of threads, and the items that include these rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Tile {
@@ -96,16 +97,16 @@ impl Tiles {
     }
 }
 
-/// A layout on a device.
+/// An attention layout on a device.
 #[derive(Debug)]
 pub struct Pattern {
     by_query: Tiles,
     by_key: Tiles,
-    /// Whether every row is a query; if not, outputs start as zeros.
+    /// True if every row is a query. Otherwise, outputs are set to zero first.
     complete: bool,
 }
 
-/// Offset with which a query sees every key.
+/// Value of `off` that lets a query see every key.
 const ALL: i32 = 1 << 30;
 
 fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
@@ -133,7 +134,7 @@ fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
         let [begin, end] = [at as i32, rows.min(at + ROWS) as i32];
         let first = items.len() as i32;
         for item in all.iter().filter(|item| item.k[0] < end && item.k[1] > begin) {
-            // The first query that sees the first of these keys.
+            // First query that sees the first of these keys.
             let q = item.q[0].max(begin.max(item.k[0]) - item.off + 1);
             if q < item.q[1] {
                 items.push(Item { q: [q, item.q[1]], ..*item });
@@ -145,7 +146,7 @@ fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
 }
 
 impl Pattern {
-    /// Converts a layout to the form that kernels read, for `rows` rows.
+    /// Converts a layout for `rows` rows to the form that kernels read.
     #[must_use]
     pub fn new(gpu: &Gpu, layout: &AttentionLayout, rows: usize) -> Self {
         let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
@@ -157,19 +158,18 @@ impl Pattern {
     }
 }
 
-/// Rows of a page of a cache.
+/// Number of rows in a page of a cache.
 pub const PAGE: usize = 64;
 
-/// Completions that continue one prompt. Caches have the dtype of the packed rows; a row of one layer is `[keys |
-/// values]`.
+/// Completions that continue one prompt. Caches have the dtype of the packed rows. A row of one layer is `[keys | values]`.
 #[derive(Clone, Debug)]
 pub struct CachedGroup<'a> {
     /// Cache of the prompt, `[layer, prompt_rows, keys | values]`.
     pub prompt: &'a Array,
-    /// Rows of the prompt.
+    /// Number of rows of the prompt.
     pub prompt_rows: usize,
-    /// Pages of each completion, `[layer, PAGE, keys | values]` each, and its number of tokens, including the one being
-    /// decoded.
+    /// For each completion, its pages (each `[layer, PAGE, keys | values]`) and its number of tokens, including the token that is
+    /// being decoded.
     pub completions: Vec<(Vec<&'a Array>, usize)>,
 }
 
@@ -180,11 +180,11 @@ impl CachedGroup<'_> {
     }
 }
 
-/// A decoding row in the kernels' layout.
+/// A row to decode, in the layout that kernels read.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Row {
-    /// Low and high word of the prompt's address.
+    /// Low and high word of the address of the prompt's cache.
     prompt: [u32; 2],
     prompt_rows: u32,
     length: u32,
@@ -192,7 +192,7 @@ struct Row {
     none: u32,
 }
 
-/// Up to 64 pairs of a row and a query head that read the same keys.
+/// Up to 64 pairs of a row and a query head. The pairs read the same keys.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Pairs {
@@ -201,17 +201,17 @@ struct Pairs {
     none: u32,
 }
 
-/// Sizes of the tables of a decoding step, which determine its grids and the memory between its kernels.
+/// Sizes of the tables of a decoding step. They determine the grids of the step and the memory between its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DecodingSize {
     pub rows: usize,
     tiles: usize,
-    /// Number of parts of the longest prompt, and of the longest completion.
+    /// Number of parts of the longest prompt and of the longest completion.
     parts: [usize; 2],
 }
 
 impl DecodingSize {
-    /// Returns the sizes that these groups need.
+    /// Returns the sizes of the tables for these groups.
     #[must_use]
     pub fn of(groups: &[CachedGroup], heads: Heads) -> Self {
         let parts = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0).div_ceil(SPLIT);
@@ -231,14 +231,14 @@ impl DecodingSize {
         self.parts[1] * (SPLIT / PAGE)
     }
 
-    /// Rounds up to one of a few sizes, filled with padding rows.
+    /// Rounds up to one of a few sizes. Padding rows fill the rest.
     #[must_use]
     pub fn rounded(self, rows: usize) -> Self {
         Self { rows, tiles: self.tiles.next_power_of_two(), parts: self.parts.map(usize::next_power_of_two) }
     }
 }
 
-/// Tables of the rows of a decoding step, on a device; created once per step and read by every layer.
+/// Tables of the rows of a decoding step, on a device. They are created once per step, and every layer reads them.
 #[derive(Debug)]
 pub struct Decoding {
     rows: Array,
@@ -248,7 +248,7 @@ pub struct Decoding {
 }
 
 impl Decoding {
-    /// Uploads tables for the rows, in the order of groups and their completions.
+    /// Uploads the tables of the rows, in the order of the groups and their completions.
     #[must_use]
     pub fn new(gpu: &Gpu, groups: &[CachedGroup], heads: Heads) -> Self {
         let (mut pack, size) = (Pack::default(), DecodingSize::of(groups, heads));
@@ -256,7 +256,7 @@ impl Decoding {
         Self::over(&pack.upload(gpu), at, size)
     }
 
-    /// Packs tables of the given size; returns the offset of each.
+    /// Packs tables of the given size, and returns the offset of each table.
     #[must_use]
     pub fn pack(pack: &mut Pack, groups: &[CachedGroup], heads: Heads, size: DecodingSize) -> [usize; 3] {
         let words = |at: u64| [at as u32, (at >> 32) as u32];
@@ -279,7 +279,7 @@ impl Decoding {
             let rows = [first as u32, rows.len() as u32];
             tiles.extend((0..pairs).step_by(ROWS).map(|first| Pairs { rows, first, none: 0 }));
         }
-        // One extra row, for tiles without rows to read.
+        // Add one row, because tiles without rows read it.
         rows.resize(size.rows + 1, bytemuck::Zeroable::zeroed());
         tiles.resize(size.tiles, Pairs { rows: [size.rows as u32; 2], first: 0, none: 0 });
         [pack.add(&rows), pack.add(&pages), pack.add(&tiles)]
@@ -298,7 +298,7 @@ impl Decoding {
     }
 }
 
-/// Keys in one part of a decoding row's sum.
+/// Number of keys in one part of the sum of a decoding row.
 const SPLIT: usize = 256;
 
 impl Gpu {
@@ -306,8 +306,8 @@ impl Gpu {
         if pattern.complete { self.alloc(len, dtype) } else { self.zeros(len, dtype) }
     }
 
-    /// Computes self-attention of packed rows `[t, (q + 2 kv) · d]`: returns `[t, q · d]` in their dtype, and
-    /// log-sum-exps `[t, q]` in f32.
+    /// Computes self-attention of packed rows `[t, (q + 2 kv) · d]`. Returns the outputs `[t, q · d]` in the dtype of the rows,
+    /// and the log-sum-exps `[t, q]` in f32.
     #[must_use]
     pub fn attention(&self, qkv: &Array, pattern: &Pattern, heads: Heads) -> (Array, Array) {
         let Heads { q, kv, d } = heads;
@@ -338,7 +338,7 @@ impl Gpu {
         (out, lse)
     }
 
-    /// Returns the gradient of the packed rows, in their dtype.
+    /// Returns the gradient with respect to the packed rows, in their dtype.
     #[must_use]
     pub fn attention_back(
         &self,
@@ -393,8 +393,8 @@ impl Gpu {
         dqkv
     }
 
-    /// Appends keys and values of each packed row to its last page, and returns its attention over prompt and
-    /// completion. A row's bits do not depend on other rows.
+    /// Appends the keys and values of each packed row to the last page of its completion. Returns the row's attention over prompt
+    /// and completion. The bits of a row do not depend on other rows.
     #[must_use]
     pub fn attend_cached(&self, qkv: &Array, decoding: &Decoding, layer: usize, heads: Heads) -> Array {
         let Heads { q, kv, d } = heads;
@@ -407,8 +407,7 @@ impl Gpu {
         let args = [table, pages, low, qkv.arg(), stride, int(width), int(layer)];
         self.each_row("plain_attention/append", rows, width, &args);
         let partial = self.alloc(rows * q * parts * (2 + d), Dtype::F32);
-        // Tensor cores read the keys of a shared prompt once for all its completions; the plain kernel processes the
-        // rest.
+        // Tensor cores read the keys of a shared prompt once for all its completions. The plain kernel processes the other keys.
         let shared = heads.tensor_cores(qkv.dtype());
         if let Some(([.., kernel], width)) = shared {
             let shape = heads.shape(heads.scale());

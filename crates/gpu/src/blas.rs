@@ -1,8 +1,8 @@
-//! Matrix products by cuBLASLt.
+//! Matrix products computed by cuBLASLt.
 //!
-//! The plan for a shape is the first that cuBLASLt's heuristic returns, never the result of a measurement, so the same
-//! library gives the same bits. Matrices here are row-major and cuBLASLt's are column-major, so it computes `cᵀ = bᵀ
-//! aᵀ`.
+//! The plan for a shape is the first one that cuBLASLt's heuristic returns. It is never the result of a measurement, so the same
+//! library gives the same bits. Matrices in this crate are row-major and those of cuBLASLt are column-major, so cuBLASLt computes
+//! `cᵀ = bᵀ aᵀ`.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -21,12 +21,12 @@ pub(crate) struct Blas {
     plans: Mutex<HashMap<Key, Plan>>,
 }
 
-/// Properties that determine a plan.
+/// The properties of a product that determine its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [usize; 6],
     flags: [bool; 5],
-    /// Largest powers of two, up to 256, that divide the three addresses.
+    /// Largest powers of two, up to 256, by which the three addresses are divisible.
     aligned: [u32; 3],
 }
 
@@ -57,11 +57,11 @@ fn data_type(dtype: Dtype) -> sys::cudaDataType {
 }
 
 impl Blas {
-    /// Workspace in bytes that NVIDIA recommends for Hopper.
+    /// Size of the workspace in bytes, as NVIDIA recommends for Hopper.
     pub(crate) const WORKSPACE: usize = 32 << 20;
 
     pub(crate) fn new(workspace: u64) -> Result<Self> {
-        // SAFETY: loading the library has no conditions.
+        // SAFETY: loading the library has no preconditions.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::Library { library: "libcublasLt", package: "nvidia-cublas" });
         }
@@ -87,7 +87,7 @@ impl Blas {
         };
         let (alpha, beta) = (1.0f32, if p.adds { 1.0f32 } else { 0.0 });
         let [first, second, out] = plan.layouts;
-        // SAFETY: handles are alive; the addresses belong to arrays at least as large as the layouts state.
+        // SAFETY: the handles are alive, and the addresses belong to arrays at least as large as the layouts state.
         unsafe {
             result::matmul(
                 self.handle,
@@ -114,7 +114,7 @@ impl Blas {
     fn plan(&self, p: &Product, key: Key) -> std::result::Result<Plan, result::CublasError> {
         use sys::cublasLtMatmulDescAttributes_t as Descriptor;
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
-        // A row-major [rows, cols] is a column-major [cols, rows].
+        // A row-major [rows, cols] matrix is a column-major [cols, rows] matrix.
         let factor = |f: Factor, rows: usize, cols: usize| {
             let [rows, cols] = if f.transposed { [cols, rows] } else { [rows, cols] };
             result::create_matrix_layout(data_type(f.dtype), cols as u64, rows as u64, f.ld as i64)
@@ -128,10 +128,10 @@ impl Blas {
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,
         )?;
-        // Values of CUBLAS_OP_N and CUBLAS_OP_T in cublas_api.h, which the bindings of cuBLASLt lack.
+        // These are the values of CUBLAS_OP_N and CUBLAS_OP_T in cublas_api.h, which the bindings of cuBLASLt lack.
         let transposed = |f: Factor| i32::from(f.transposed);
         let preference = result::create_matmul_pref()?;
-        // SAFETY: each attribute receives a value of its type and size.
+        // SAFETY: each attribute is set to a value of its type and size.
         unsafe {
             for (which, value) in [
                 (Descriptor::CUBLASLT_MATMUL_DESC_TRANSA, transposed(p.b)),
@@ -172,7 +172,7 @@ impl Blas {
     }
 }
 
-// SAFETY: cuBLASLt's functions may be called from any thread; plans are behind a lock and never destroyed.
+// SAFETY: the functions of cuBLASLt may be called from any thread. Plans are behind a lock and never destroyed.
 unsafe impl Send for Blas {}
-// SAFETY: as above. Uses of the workspace are ordered by the single stream.
+// SAFETY: as above. A single stream orders all uses of the workspace.
 unsafe impl Sync for Blas {}

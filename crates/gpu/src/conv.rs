@@ -1,8 +1,8 @@
-//! Convolutions over channels-last rows as unfolding and products; depthwise convolutions; gates.
+//! Convolutions over channels-last rows, computed by unfolding and products; depthwise convolutions; gates.
 
 use crate::device::{Arg, Array, Dtype, Gpu, Launch};
 
-/// Patches of a convolution on a device.
+/// The patches of a convolution, on a device.
 #[derive(Debug)]
 pub struct Unfolding {
     sources: Array,
@@ -11,11 +11,11 @@ pub struct Unfolding {
     taps: usize,
 }
 
-/// Rows in one part of a depthwise weight's gradient.
+/// Number of rows in one part of the gradient of a depthwise weight.
 const PER_PART: usize = 256;
 
 impl Unfolding {
-    /// Uploads the input row under each tap of each output row (`u32::MAX` for none), for an input of `rows` rows.
+    /// Uploads the input row under each tap of each output row (`u32::MAX` if there is none), for an input of `rows` rows.
     #[must_use]
     pub fn new(gpu: &Gpu, sources: &[u32], taps: usize, rows: usize) -> Self {
         let mut counts = vec![0u32; rows + 1];
@@ -48,7 +48,7 @@ impl Unfolding {
 }
 
 impl Gpu {
-    /// Gathers patches into rows `[outputs, c · taps]`, from rows of `c` channels.
+    /// Gathers patches from rows of `c` channels into rows `[outputs, c · taps]`.
     #[must_use]
     pub fn unfold(&self, x: &Array, patches: &Unfolding, c: usize) -> Array {
         let count = patches.rows() * patches.taps;
@@ -80,7 +80,8 @@ impl Gpu {
         self.each("conv/fold", dx.len(), &args);
     }
 
-    /// Computes a depthwise 3×3 convolution of images of `[h, w]` positions; `flip` computes the gradient of the input.
+    /// Computes a depthwise 3×3 convolution of images of `[h, w]` positions. If `flip`, computes the gradient with respect to the
+    /// input.
     #[must_use]
     pub fn depthwise(&self, x: &Array, weight: &Array, [h, w]: [usize; 2], flip: bool) -> Array {
         let c = weight.len() / 9;
@@ -91,7 +92,7 @@ impl Gpu {
         y
     }
 
-    /// Adds the weight's gradient of [`Self::depthwise`] to `dw [c, 9]`.
+    /// Adds the gradient of [`Self::depthwise`] with respect to its weight to `dw [c, 9]`.
     pub fn depthwise_weight(&self, dw: &mut Array, dy: &Array, x: &Array, [h, w]: [usize; 2]) {
         let c = dw.len() / 9;
         let rows = x.len() / c.max(1);
@@ -106,7 +107,7 @@ impl Gpu {
         self.add_parts(dw, &partial, parts);
     }
 
-    /// Computes `x · sigmoid(gate)`; a row of `gate [n, c]` applies to consecutive rows of `x`.
+    /// Computes `x · sigmoid(gate)`. Each row of `gate [n, c]` applies to several consecutive rows of `x`.
     #[must_use]
     pub fn gate(&self, x: &Array, gate: &Array, c: usize) -> Array {
         let y = self.alloc(x.len(), x.dtype());
@@ -116,7 +117,7 @@ impl Gpu {
         y
     }
 
-    /// Returns the gradients of `x` and of the gate.
+    /// Returns the gradients with respect to `x` and the gate.
     #[must_use]
     pub fn gate_back(&self, x: &Array, gate: &Array, dy: &Array, c: usize) -> [Array; 2] {
         let dgate = self.alloc(gate.len(), gate.dtype());
@@ -127,7 +128,7 @@ impl Gpu {
         [self.gate(dy, gate, c), dgate]
     }
 
-    /// Computes `Σ softmax(logits)ᵢ · xᵢ` over alternatives that follow each other in `x`.
+    /// Computes `Σ softmax(logits)ᵢ · xᵢ` over the alternatives `xᵢ`, which are consecutive in `x`.
     #[must_use]
     pub fn blend(&self, x: &Array, logits: &Array) -> Array {
         let n = x.len() / logits.len().max(1);
@@ -137,7 +138,7 @@ impl Gpu {
         y
     }
 
-    /// Returns the gradients of `x` and of the logits.
+    /// Returns the gradients with respect to `x` and the logits.
     #[must_use]
     pub fn blend_back(&self, x: &Array, logits: &Array, dy: &Array) -> [Array; 2] {
         let (n, k) = (dy.len(), logits.len());

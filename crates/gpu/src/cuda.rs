@@ -1,4 +1,4 @@
-//! NVIDIA GPUs through the driver API. Libraries are loaded when a GPU is opened.
+//! NVIDIA GPUs, used through the driver API. Libraries are loaded when a GPU is opened.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -15,7 +15,7 @@ use crate::nvrtc;
 use crate::product::Product;
 use crate::sources::FILES;
 
-/// Oldest supported driver: cubins of CUDA 13 need a driver that supports CUDA 13.
+/// Oldest supported driver. The kernels are cubins of CUDA 13, which need a driver that supports CUDA 13.
 const OLDEST_DRIVER: i32 = 13_000;
 
 pub(crate) struct Cuda {
@@ -24,32 +24,32 @@ pub(crate) struct Cuda {
     stream: sys::CUstream,
     arch: String,
     cache: PathBuf,
-    /// Functions by `file/name`; a file is compiled when one of its kernels is first launched.
+    /// Functions by `file/name`. A file is compiled when one of its kernels is first launched.
     functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
     modules: Mutex<HashMap<&'static str, sys::CUmodule>>,
     blas: Blas,
 }
 
-/// Recorded work that can be replayed.
+/// Handle of recorded work that can be replayed.
 #[derive(Clone, Copy)]
 pub(crate) struct Recorded(sys::CUgraphExec);
 
-// SAFETY: the driver requires that calls with one graph do not overlap. The stream orders launches, and ownership
-// protects destruction.
+// SAFETY: the driver requires that calls with one graph do not overlap. The stream orders the launches, and ownership prevents
+// destruction during use.
 unsafe impl Send for Recorded {}
 // SAFETY: as above.
 unsafe impl Sync for Recorded {}
 
-// SAFETY: any thread whose current context is the handles' may use them, and `enter` sets it; tables are behind locks.
+// SAFETY: any thread may use the handles if their context is its current context, which `enter` ensures. Tables are behind locks.
 unsafe impl Send for Cuda {}
-// SAFETY: as above; the stream orders the work that threads queue.
+// SAFETY: as above. The stream orders the work that threads queue.
 unsafe impl Sync for Cuda {}
 
 fn said(call: &'static str) -> impl Fn(result::DriverError) -> Error {
     move |error| Error::Driver { call, what: error.to_string() }
 }
 
-/// Maps an error of a call that allocates memory.
+/// Converts the error of a call that allocates memory.
 fn memory_or(call: &'static str, wanted: usize) -> impl Fn(result::DriverError) -> Error {
     move |error| match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
@@ -60,32 +60,32 @@ fn memory_or(call: &'static str, wanted: usize) -> impl Fn(result::DriverError) 
     }
 }
 
-/// A GPU as the driver describes it.
+/// A GPU, as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     pub name: String,
     pub capability: [i32; 2],
-    /// Memory in bytes.
+    /// Size of the memory in bytes.
     pub memory: usize,
 }
 
-/// Versions and GPUs that the driver reports.
+/// The CUDA version and the GPUs that the driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
     /// Newest CUDA version that the driver supports, `1000 · major + 10 · minor`.
     pub supports: i32,
-    /// GPUs in the driver's order, without those hidden by `CUDA_VISIBLE_DEVICES`.
+    /// GPUs in the driver's order, without GPUs that `CUDA_VISIBLE_DEVICES` hides.
     pub cards: Vec<Found>,
 }
 
-/// Queries the driver. Fails if it is missing or returns an error.
+/// Queries the driver. Returns an error if the driver is missing or reports an error.
 pub fn survey() -> Result<Survey> {
-    // SAFETY: loading the driver's library has no conditions.
+    // SAFETY: loading the driver's library has no preconditions.
     if !unsafe { sys::is_culib_present() } {
         return Err(Error::NoDriver);
     }
     let mut supports = 0;
-    // SAFETY: the driver is loaded and the address valid; this call needs no initialisation.
+    // SAFETY: the driver is loaded and the address is valid. This call needs no initialisation.
     unsafe { sys::cuDriverGetVersion(&raw mut supports) }.result().map_err(said("cuDriverGetVersion"))?;
     let count = match result::init() {
         Ok(()) => result::device::get_count().map_err(said("cuDeviceGetCount"))?,
@@ -100,7 +100,7 @@ fn describe(ordinal: i32) -> Result<Found> {
     use sys::CUdevice_attribute_enum as Attribute;
     let device = result::device::get(ordinal).map_err(said("cuDeviceGet"))?;
     let name = result::device::get_name(device).map_err(said("cuDeviceGetName"))?;
-    // SAFETY: the device is one of the driver's.
+    // SAFETY: the driver returned this device.
     unsafe {
         let attribute =
             |which| result::device::get_attribute(device, which).map_err(said("cuDeviceGetAttribute"));
@@ -116,8 +116,8 @@ fn describe(ordinal: i32) -> Result<Found> {
 }
 
 impl Survey {
-    /// Returns the GPU of this number, if kernels can run on it. Fails if it does not exist, or if GPU or driver are
-    /// too old.
+    /// Returns the GPU with this number if kernels can run on it. Returns an error if the GPU does not exist, or if the GPU or
+    /// the driver is too old.
     pub fn usable(&self, ordinal: usize) -> Result<&Found> {
         let count = self.cards.len();
         let card = self.cards.get(ordinal).ok_or(Error::NoDevice { ordinal, count })?;
@@ -136,7 +136,7 @@ impl Survey {
 
 /// Returns the architecture whose code runs best on a GPU of this compute capability.
 fn arch(major: i32, minor: i32) -> String {
-    // Hopper and data-centre Blackwell have architecture-specific instructions, marked by an `a`.
+    // Hopper and data-centre Blackwell have architecture-specific instructions. The suffix `a` enables them.
     let own = matches!((major, minor), (9, 0) | (10, 0) | (10, 3));
     format!("sm_{major}{minor}{}", if own { "a" } else { "" })
 }
@@ -155,11 +155,11 @@ impl Cuda {
                 _ => said(call)(error),
             }
         };
-        // SAFETY: the driver returned the device and every handle below.
+        // SAFETY: the driver returned the device and all handles below.
         unsafe {
             let context = result::primary_ctx::retain(device).map_err(opened("cuDevicePrimaryCtxRetain"))?;
             result::ctx::set_current(context).map_err(said("cuCtxSetCurrent"))?;
-            // The pool keeps freed memory, so that the next step allocates it without a system call.
+            // The pool keeps freed memory, so that the next step can allocate it without a system call.
             let pool =
                 result::device::get_default_mem_pool(device).map_err(said("cuDeviceGetDefaultMemPool"))?;
             let mut keep = u64::MAX;
@@ -186,9 +186,9 @@ impl Cuda {
         }
     }
 
-    /// Makes this GPU's context the thread's.
+    /// Makes this GPU's context the current context of the thread.
     fn enter(&self) -> Result<()> {
-        // SAFETY: the context is retained while `self` lives.
+        // SAFETY: the context is retained as long as `self` lives.
         unsafe { result::ctx::set_current(self.context) }.map_err(said("cuCtxSetCurrent"))
     }
 
@@ -198,7 +198,7 @@ impl Cuda {
         unsafe { result::stream::synchronize(self.stream) }.map_err(said("cuStreamSynchronize"))
     }
 
-    /// Returns free and total bytes. Memory that the pool keeps counts as used.
+    /// Returns the numbers of free and total bytes. Memory that the pool keeps counts as used.
     pub(crate) fn memory(&self) -> Result<[usize; 2]> {
         self.enter()?;
         let (free, total) = result::mem_get_info().map_err(said("cuMemGetInfo"))?;
@@ -214,7 +214,7 @@ impl Cuda {
 
     pub(crate) fn free(&self, at: u64) -> Result<()> {
         self.enter()?;
-        // SAFETY: `at` is from `alloc` and freed once; queued work runs first.
+        // SAFETY: `at` is from `alloc` and is freed only once. Queued work runs first.
         unsafe { result::free_async(at, self.stream) }.map_err(said("cuMemFreeAsync"))
     }
 
@@ -226,20 +226,20 @@ impl Cuda {
 
     pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
         self.enter()?;
-        // SAFETY: the array has as many bytes. Host memory is pageable, so the driver stages it before the call
-        // returns.
+        // SAFETY: the array has at least as many bytes. Host memory is pageable, so the driver copies it to a buffer before the
+        // call returns.
         unsafe { result::memcpy_htod_async(at, from, self.stream) }.map_err(said("cuMemcpyHtoDAsync"))
     }
 
     pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
         self.enter()?;
-        // SAFETY: the array has as many bytes; the next line waits for the copy.
+        // SAFETY: the array has at least as many bytes, and the next line waits for the copy.
         unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(said("cuMemcpyDtoHAsync"))?;
         self.synchronize()
     }
 
-    /// Starts recording the stream's work instead of executing it. Calls of other threads are unaffected; this thread's
-    /// calls must not wait.
+    /// Starts recording the stream's work instead of executing it. Calls of other threads are unaffected. Calls of this thread
+    /// must not wait for the GPU.
     pub(crate) fn begin_capture(&self) -> Result<()> {
         self.enter()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -247,10 +247,10 @@ impl Cuda {
         unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(said("cuStreamBeginCapture"))
     }
 
-    /// Ends recording and returns the work, ready for replay.
+    /// Ends the recording, and returns the recorded work, ready for replay.
     pub(crate) fn end_capture(&self) -> Result<Recorded> {
         self.enter()?;
-        // SAFETY: the stream lives as long as `self`; the graph is destroyed once, after its instantiation.
+        // SAFETY: the stream lives as long as `self`. The graph is destroyed once, after its instantiation.
         unsafe {
             let graph = result::stream::end_capture(self.stream).map_err(said("cuStreamEndCapture"))?;
             let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map(Recorded);
@@ -265,13 +265,13 @@ impl Cuda {
 
     pub(crate) fn replay(&self, Recorded(graph): Recorded) -> Result<()> {
         self.enter()?;
-        // SAFETY: the graph belongs to this GPU and is alive, as are its inputs and outputs: `Graph` holds both.
+        // SAFETY: the graph belongs to this GPU and is alive. Its inputs and outputs are alive too, because `Graph` keeps them.
         unsafe { result::graph::launch(graph, self.stream) }.map_err(memory_or("cuGraphLaunch", 0))
     }
 
     pub(crate) fn forget(&self, Recorded(graph): Recorded) -> Result<()> {
         self.enter()?;
-        // SAFETY: as above; the graph is not used again. The driver waits for a launch in progress.
+        // SAFETY: as above; the graph is not used again. The driver waits for a launch that is in progress.
         unsafe { result::graph::exec_destroy(graph) }.map_err(said("cuGraphExecDestroy"))
     }
 
@@ -288,8 +288,8 @@ impl Cuda {
         };
         let function = self.function(launch)?;
         let [x, y, z] = launch.grid.map(|n| n as u32);
-        // SAFETY: the function belongs to a module that is never unloaded. The emulator, which runs the same calls in
-        // tests, compares arguments with parameters.
+        // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
+        // compares the arguments with the kernel's parameters.
         unsafe {
             if launch.shared > 48 << 10 {
                 let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -325,7 +325,7 @@ impl Cuda {
                     .find(|(known, _)| *known == file)
                     .ok_or_else(|| missing("no such file of kernels".into()))?;
                 let cubin = nvrtc::compile_cached(file, text, &self.arch, &self.cache)?;
-                // SAFETY: the image is a cubin, which contains its size.
+                // SAFETY: the image is a cubin, which states its own size.
                 let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }
                     .map_err(|error| missing(error.to_string()))?;
                 modules.insert(file, module);

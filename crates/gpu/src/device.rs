@@ -1,4 +1,4 @@
-//! Devices: memory, launches, products.
+//! Devices: memory, kernel launches and products.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::graph::{Blocks, Scope};
 use crate::product::Product;
 
-/// Storage type of numbers.
+/// The storage type of numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dtype {
     /// 32-bit floats.
@@ -21,7 +21,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Returns the bytes of one number.
+    /// Returns the number of bytes that one number takes.
     #[must_use]
     pub fn size(self) -> usize {
         match self {
@@ -39,15 +39,15 @@ pub(crate) enum Driver {
 
 /// A handle to a device.
 ///
-/// Work is queued and runs in order. Functions that queue work return no errors: the device stores the first failure,
-/// later work computes nothing, and results read back are NaN. [`Gpu::check`] returns the failure.
+/// Work is queued and runs in order. Functions that queue work return no errors. Instead, the device stores the first failure.
+/// After a failure, further work computes nothing, and results are read back as NaN. [`Gpu::check`] returns the failure.
 #[derive(Clone)]
 pub struct Gpu(Arc<Inner>);
 
 struct Inner {
     driver: Driver,
     failure: Mutex<Option<Error>>,
-    /// Lock held exclusively by a thread that needs the device alone; all others take it shared for each driver call.
+    /// Lock that gives a thread exclusive use of the device. All other threads acquire it in shared mode for each driver call.
     door: RwLock<()>,
     scope: Mutex<Option<Scope>>,
 }
@@ -55,7 +55,7 @@ struct Inner {
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arg {
-    /// Structure `Array` of prim.cuh.
+    /// The structure `Array` of prim.cuh.
     Array(u64, Dtype),
     Pointer(u64),
     Int(i32),
@@ -68,9 +68,9 @@ pub(crate) enum Arg {
 }
 
 impl Arg {
-    /// An absent array.
+    /// The argument for an absent array.
     pub(crate) const NO_ARRAY: Self = Self::Array(0, Dtype::F32);
-    /// An absent pointer.
+    /// The argument for an absent pointer.
     pub(crate) const NULL: Self = Self::Pointer(0);
 
     pub(crate) fn fields(fields: &[u32]) -> Self {
@@ -79,7 +79,7 @@ impl Arg {
         Self::Fields(all, fields.len())
     }
 
-    /// Encodes in C's layout: bytes at a multiple of 8, and how many are used.
+    /// Encodes the argument in C's layout. Returns the bytes, at a multiple of 8, and the number of bytes used.
     fn encode(self) -> ([u64; 4], usize) {
         let mut out = [0; 4];
         let size = match self {
@@ -116,7 +116,7 @@ impl Arg {
     }
 }
 
-/// Arguments of a launch in the form of `cuLaunchKernel`.
+/// The arguments of a launch, in the form that `cuLaunchKernel` takes.
 #[derive(Clone)]
 pub(crate) struct Args {
     values: Vec<[u64; 4]>,
@@ -133,14 +133,14 @@ impl Args {
     }
 }
 
-/// A kernel with its grid.
+/// A kernel and its grid.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Launch {
-    /// Name, as `file/name`.
+    /// Name of the kernel, as `file/name`.
     pub kernel: &'static str,
     pub grid: [usize; 3],
     pub threads: u32,
-    /// Bytes of dynamic shared memory.
+    /// Number of bytes of dynamic shared memory.
     pub shared: usize,
 }
 
@@ -150,11 +150,11 @@ impl Launch {
     }
 }
 
-/// Threads per block for kernels in which a thread has one piece of work.
+/// Number of threads per block in kernels whose threads each process one piece of work.
 const THREADS: usize = 256;
 
 impl Gpu {
-    /// Opens a GPU. `libraries` are folders to search for CUDA's libraries before the system loader does; `cache` is a
+    /// Opens a GPU. `libraries` are folders that are searched for CUDA's libraries before the system loader is used. `cache` is a
     /// folder for compiled kernels.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl Gpu {
         Ok(Self::over(Driver::Cuda(Box::new(Cuda::open(ordinal, libraries, cache)?))))
     }
 
-    /// Creates an emulator. `schedule` seeds the order in which threads run; 0 lets all advance together.
+    /// Creates an emulator. `schedule` is the seed of the order in which threads run; with 0, all threads advance together.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn emulated(schedule: u64) -> Self {
@@ -177,7 +177,7 @@ impl Gpu {
         Self::over(Driver::Emulated(Emulated::linked(schedule, memory)))
     }
 
-    /// Creates an emulator with kernels from a shared library, for tests that plant faults in kernels.
+    /// Creates an emulator that runs kernels from a shared library, for tests that insert faults into kernels.
     #[cfg(feature = "emulator")]
     pub fn emulated_from(library: &std::path::Path, schedule: u64) -> Result<Self> {
         Ok(Self::over(Driver::Emulated(Emulated::load(library, schedule)?)))
@@ -201,7 +201,7 @@ impl Gpu {
         }
     }
 
-    /// Returns free and total bytes of memory; `None` if unknown.
+    /// Returns the numbers of free and total bytes of memory, or `None` if they are unknown.
     #[must_use]
     pub fn memory(&self) -> Option<[usize; 2]> {
         match &self.0.driver {
@@ -211,8 +211,8 @@ impl Gpu {
         }
     }
 
-    /// Returns rows and elements of a piece of logits: 64 MiB of f32 on a GPU, and on the emulator little enough that
-    /// tests have several pieces.
+    /// Returns the number of rows and of elements in a piece of logits. On a GPU, a piece is 64 MiB of f32. On the emulator, it
+    /// is so small that tests have several pieces.
     pub(crate) fn piece(&self) -> [usize; 2] {
         match &self.0.driver {
             Driver::Cuda(_) => [2048, 1 << 24],
@@ -233,13 +233,13 @@ impl Gpu {
         self.0.scope.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no other thread has exclusive use of the device. The guard is held only during one driver call.
+    /// Waits until no other thread has exclusive use of the device. The caller keeps the guard only during one driver call.
     pub(crate) fn enter(&self) -> Option<RwLockReadGuard<'_, ()>> {
         let own = self.scope().as_ref().is_some_and(|scope| scope.thread == std::thread::current().id());
         (!own).then(|| self.0.door.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the number of uploads to and reads from an emulator since it was opened.
+    /// Returns the number of uploads to the emulator, and of reads from it, since it was opened.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn traffic(&self) -> Option<[u64; 2]> {
@@ -249,8 +249,8 @@ impl Gpu {
         }
     }
 
-    /// Rounds `rows` up to one of a few batch sizes, so that a graph serves many batches. Kernels for few rows process
-    /// at least 8 and at most 64 rows at a time; on the emulator every row costs time.
+    /// Rounds `rows` up to one of a few batch sizes, so that one graph serves many batches. Kernels for few rows process at least
+    /// 8 and at most 64 rows at a time. On the emulator, every additional row takes time.
     #[must_use]
     pub fn batch_of(&self, rows: usize) -> usize {
         let unit = match &self.0.driver {
@@ -264,7 +264,7 @@ impl Gpu {
         }
     }
 
-    /// Waits for queued work and returns the first failure of this device.
+    /// Waits for queued work, and returns the first failure of this device.
     pub fn check(&self) -> Result<()> {
         if !self.refuses(|| "waits for its own results".into()) {
             let _entered = self.enter();
@@ -277,7 +277,7 @@ impl Gpu {
         self.healthy()
     }
 
-    /// Returns the first failure known at this time, without waiting.
+    /// Returns the first failure that is known now, without waiting.
     pub(crate) fn healthy(&self) -> Result<()> {
         self.failure().clone().map_or(Ok(()), Err)
     }
@@ -286,7 +286,7 @@ impl Gpu {
         self.0.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores the first error: in the current recording if this thread records, otherwise in the device.
+    /// Stores the first error. If this thread records, the error is stored in the current recording, otherwise in the device.
     pub(crate) fn note<T>(&self, result: Result<T>) -> Option<T> {
         let failed = |error| self.refuse(error).map(|error| self.failure().get_or_insert(error).clone());
         result.map_err(failed).ok()
@@ -296,7 +296,7 @@ impl Gpu {
         self.failure().is_some()
     }
 
-    /// Allocates memory with undefined content.
+    /// Allocates memory with undefined contents.
     #[must_use]
     pub fn alloc(&self, len: usize, dtype: Dtype) -> Array {
         let bytes = len * dtype.size();
@@ -317,7 +317,7 @@ impl Gpu {
         }
     }
 
-    /// Frees memory of [`Self::driver_alloc`].
+    /// Frees memory that [`Self::driver_alloc`] allocated.
     pub(crate) fn free(&self, at: u64, bytes: usize) {
         if self.puts_off(at, bytes) {
             return;
@@ -330,7 +330,7 @@ impl Gpu {
         });
     }
 
-    /// Allocates zeros.
+    /// Allocates an array of zeros.
     #[must_use]
     pub fn zeros(&self, len: usize, dtype: Dtype) -> Array {
         let mut array = self.alloc(len, dtype);
@@ -338,7 +338,7 @@ impl Gpu {
         array
     }
 
-    /// Zeroes some elements.
+    /// Zeroes a range of elements.
     pub fn clear(&self, array: &mut Array, range: std::ops::Range<usize>) {
         let (at, bytes) = (array.place(range.start), range.len() * array.dtype.size());
         if bytes == 0 || self.failed() {
@@ -364,7 +364,7 @@ impl Gpu {
         self.upload_bytes(bytemuck::cast_slice(data), data.len(), Dtype::Bf16)
     }
 
-    /// Uploads descriptions (indices, offsets, tables): plain data, as words of 4 bytes.
+    /// Uploads plain data such as indices, offsets and tables, as words of 4 bytes.
     #[must_use]
     pub fn upload_words<T: bytemuck::NoUninit>(&self, data: &[T]) -> Array {
         let bytes: &[u8] = bytemuck::cast_slice(data);
@@ -377,7 +377,7 @@ impl Gpu {
         array
     }
 
-    /// Replaces the first words of an array in one copy, after the work queued before.
+    /// Replaces the first words of an array in one copy, after all work that is already queued.
     pub fn write_words(&self, array: &Array, words: &[u32]) {
         let words = &words[..words.len().min(array.num_bytes() / 4)];
         self.write(array.at, bytemuck::cast_slice(words));
@@ -400,7 +400,7 @@ impl Gpu {
         });
     }
 
-    /// Fills `to` from device memory, or with bytes of ones (NaN) after a failure.
+    /// Fills `to` from device memory. After a failure, fills it with bytes whose bits are all one (NaN).
     fn read(&self, at: u64, to: &mut [u8]) {
         let done = if to.is_empty() {
             true
@@ -420,7 +420,7 @@ impl Gpu {
         }
     }
 
-    /// Queues a kernel. A grid without blocks does nothing.
+    /// Queues a kernel. A launch whose grid has no blocks does nothing.
     pub(crate) fn launch(&self, launch: Launch, args: &[Arg]) {
         if self.failed() || launch.grid.contains(&0) {
             return;
@@ -441,15 +441,15 @@ impl Gpu {
         });
     }
 
-    /// Queues a kernel with a thread for each of `count` pieces of work.
+    /// Queues a kernel with one thread for each of `count` pieces of work.
     pub(crate) fn each(&self, kernel: &'static str, count: usize, args: &[Arg]) {
         let grid = [count.div_ceil(THREADS), 1, 1];
-        // In the emulator a short last block costs as much as a full one.
+        // In the emulator, a short last block takes as long as a full one.
         let threads = if grid[0] == 1 { count.next_multiple_of(32) } else { THREADS };
         self.launch(Launch { kernel, grid, threads: threads as u32, shared: 0 }, args);
     }
 
-    /// Queues a kernel with a block of threads for each of `rows` rows of `cols`.
+    /// Queues a kernel with one block of threads for each of `rows` rows of `cols` elements.
     pub(crate) fn each_row(&self, kernel: &'static str, rows: usize, cols: usize, args: &[Arg]) {
         let threads = cols.div_ceil(4).next_multiple_of(32).min(THREADS);
         self.launch(Launch { kernel, grid: [rows, 1, 1], threads: threads as u32, shared: 0 }, args);
@@ -478,7 +478,7 @@ impl std::fmt::Debug for Gpu {
     }
 }
 
-/// An array on a device. Dropping it frees its memory after the work queued before.
+/// An array on a device. When it is dropped, its memory is freed after all work that is already queued.
 #[derive(Debug)]
 pub struct Array {
     gpu: Gpu,
@@ -488,12 +488,12 @@ pub struct Array {
     memory: Memory,
 }
 
-/// Host descriptions that go to a device in one copy, each at a multiple of 16 bytes.
+/// Host data that is uploaded to a device in one copy. Each piece of data begins at a multiple of 16 bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Pack(Vec<u32>);
 
 impl Pack {
-    /// Adds plain data of complete words; returns the index of its first word.
+    /// Adds plain data that consists of complete words. Returns the index of its first word.
     pub fn add<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> usize {
         let first = self.0.len();
         let bytes: &[u8] = bytemuck::cast_slice(data);
@@ -514,7 +514,7 @@ impl Pack {
     }
 }
 
-/// Owner of an array's memory.
+/// The owner of an array's memory.
 #[derive(Debug)]
 enum Memory {
     Own,
@@ -527,7 +527,7 @@ enum Memory {
 }
 
 impl Array {
-    /// Creates an array from `len` words of `whole`, starting at a word that is a multiple of 4.
+    /// Creates an array from `len` words of `whole`. The first word must be at a multiple of 4.
     #[must_use]
     pub fn part(whole: &Arc<Self>, first: usize, len: usize) -> Self {
         let words = whole.num_bytes() / 4;
@@ -543,7 +543,7 @@ impl Array {
         self.len * self.dtype.size()
     }
 
-    /// Returns the device.
+    /// Returns the device on which the array is allocated.
     #[must_use]
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
@@ -564,7 +564,7 @@ impl Array {
         self.dtype
     }
 
-    /// Copies the values to the host as f32. Waits for queued work.
+    /// Copies the values to the host as f32, after waiting for queued work.
     #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         match self.dtype {
@@ -573,14 +573,14 @@ impl Array {
         }
     }
 
-    /// Copies the bytes to the host as other plain data.
+    /// Copies the bytes to the host and interprets them as another type of plain data.
     pub(crate) fn words<T: bytemuck::Pod>(&self) -> Vec<T> {
         let mut data = vec![T::zeroed(); self.len * self.dtype.size() / size_of::<T>()];
         self.gpu.read(self.at, bytemuck::cast_slice_mut(&mut data));
         data
     }
 
-    /// Copies the values to the host as bf16; f32 values are rounded.
+    /// Copies the values to the host as bf16. f32 values are rounded.
     #[must_use]
     pub fn to_bf16(&self) -> Vec<bf16> {
         match self.dtype {
@@ -589,7 +589,7 @@ impl Array {
         }
     }
 
-    /// Returns the address of an element.
+    /// Returns the device address of an element.
     pub(crate) fn place(&self, element: usize) -> u64 {
         match self.at {
             0 => 0,
@@ -602,12 +602,12 @@ impl Array {
         self.arg_at(0)
     }
 
-    /// Returns the array from an element on, as a kernel argument.
+    /// Returns the part of the array that starts at an element, as a kernel argument.
     pub(crate) fn arg_at(&self, element: usize) -> Arg {
         Arg::Array(self.place(element), self.dtype)
     }
 
-    /// Returns the address as a kernel argument, for parameters of a fixed dtype.
+    /// Returns the address as a kernel argument, for parameters whose dtype is fixed.
     pub(crate) fn pointer(&self) -> Arg {
         Arg::Pointer(self.at)
     }

@@ -1,22 +1,22 @@
-//! Copies, sums and functions of single elements.
+//! Copies, sums and elementwise functions.
 
 use omnigrpo_kernels::activation::Activation;
 
 use crate::device::{Arg, Array, Dtype, Gpu};
 
-/// Rows in memory: element of the first row, elements from row to row, and row indices.
+/// The position of rows in memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
-    /// Element of the first column of row 0.
+    /// Index of the element in the first column of row 0.
     pub first: usize,
-    /// Elements from row to row.
+    /// Distance between adjacent rows, in elements.
     pub stride: usize,
     /// Row indices, as words; `None` for 0, 1, 2, ….
     pub index: Option<&'a Array>,
 }
 
 impl<'a> Place<'a> {
-    /// Addresses rows of `stride` elements, from element `first` on.
+    /// Addresses rows of `stride` elements. The first row begins at element `first`.
     #[must_use]
     pub fn new(first: usize, stride: usize) -> Self {
         Self { first, stride, index: None }
@@ -33,7 +33,7 @@ impl<'a> Place<'a> {
     }
 }
 
-/// An array in the requested dtype: the array itself, or a copy.
+/// An array in the requested dtype: the array itself, or a converted copy.
 pub(crate) enum Held<'a> {
     Same(&'a Array),
     Cast(Array),
@@ -65,7 +65,7 @@ fn kind(act: Activation) -> Arg {
 }
 
 impl Gpu {
-    /// Copies an array into a dtype.
+    /// Returns a copy of an array, converted to a dtype.
     #[must_use]
     pub fn cast(&self, x: &Array, dtype: Dtype) -> Array {
         let y = self.alloc(x.len(), dtype);
@@ -80,19 +80,19 @@ impl Gpu {
         }
     }
 
-    /// Computes `to += from`.
+    /// Computes `to += from` for every element.
     pub fn add(&self, to: &mut Array, from: &Array) {
         let args = [to.arg(), from.arg(), Arg::Long(to.len() as i64)];
         self.each("elementwise/add", to.len().div_ceil(4), &args);
     }
 
-    /// Computes `x *= by`.
+    /// Computes `x *= by` for every element.
     pub fn scale(&self, x: &mut Array, by: f32) {
         let args = [x.arg(), Arg::Float(by), Arg::Long(x.len() as i64)];
         self.each("elementwise/scale", x.len().div_ceil(4), &args);
     }
 
-    /// Copies `rows × cols` values from one place to another.
+    /// Copies a rectangle of `rows × cols` values from one place to another.
     pub fn copy_rows(
         &self,
         to: &mut Array,
@@ -114,7 +114,8 @@ impl Gpu {
         self.each("elementwise/copy_rows", quads(rows, cols), &args);
     }
 
-    /// Sets columns `first..first + bias.len()` of rows of `stride` to the bias, plus those of `residual` if given.
+    /// Sets the columns `first..first + bias.len()` of rows of `stride` elements to the bias. If `residual` is given, its values
+    /// in these columns are added.
     pub fn bias_rows(
         &self,
         y: &mut Array,
@@ -135,7 +136,7 @@ impl Gpu {
         self.each("elementwise/bias_rows", quads(rows, bias.len()), &args);
     }
 
-    /// Computes `act(x)`.
+    /// Computes `act(x)` for every element.
     #[must_use]
     pub fn activation(&self, x: &Array, act: Activation) -> Array {
         let y = self.alloc(x.len(), x.dtype());
@@ -144,13 +145,13 @@ impl Gpu {
         y
     }
 
-    /// Replaces `x` with the gradient of the activation's input.
+    /// Replaces `x` with the gradient with respect to the input of the activation.
     pub fn activation_back(&self, x: &mut Array, dy: &Array, act: Activation) {
         let args = [x.arg(), dy.arg(), kind(act), Arg::Long(x.len() as i64)];
         self.each("elementwise/activation_back", x.len().div_ceil(4), &args);
     }
 
-    /// Computes `silu(gate) · up`, `[t, 2i] → [t, i]`.
+    /// Computes `silu(gate) · up` from `[t, 2i]` to `[t, i]`.
     #[must_use]
     pub fn swiglu(&self, gate_up: &Array, t: usize, i: usize) -> Array {
         let y = self.alloc(t * i, gate_up.dtype());
@@ -165,8 +166,8 @@ impl Gpu {
         self.each("elementwise/swiglu_back", quads(t, i), &args);
     }
 
-    /// Computes `x · scale (+ residual)` with one scale per column, in the dtype of the residual, or of `x` without
-    /// one.
+    /// Computes `x · scale (+ residual)` with one scale per column. The result has the dtype of the residual, or of `x` if there
+    /// is no residual.
     #[must_use]
     pub fn scale_columns(&self, x: &Array, residual: Option<&Array>, scale: &Array) -> Array {
         let (rows, cols) = (x.len() / scale.len().max(1), scale.len());
@@ -177,8 +178,7 @@ impl Gpu {
         y
     }
 
-    /// Rotates the first `heads` heads of `2 · half` columns of each row in place. `cos` and `sin` are f32 `[rows,
-    /// half]`.
+    /// Rotates, in place, the first `heads` heads of `2 · half` columns in each row. `cos` and `sin` are f32 `[rows, half]`.
     pub fn rotate(
         &self,
         x: &mut Array,
@@ -202,9 +202,10 @@ impl Gpu {
         self.each("elementwise/rotate", rows * heads * half, &args);
     }
 
-    /// Zeroes dropped elements of `x [rows, cols]` and multiplies the others by `keep`. Each pair of elements draws
-    /// from SplitMix64 of `key`, the row's key (its index without `row_keys`) and the pair's column; values below
-    /// `threshold` drop.
+    /// Zeroes dropped elements of `x [rows, cols]` and multiplies the others by `keep`.
+    ///
+    /// Each pair of elements draws its random bits from SplitMix64 of `key`, the key of the row (without `row_keys`, its index)
+    /// and the column of the pair. An element is dropped if its value is below `threshold`.
     #[must_use]
     pub fn dropout(
         &self,

@@ -1,6 +1,7 @@
-//! Kernels on the CPU, for tests; see `emu/emu.hpp`.
+//! Execution of kernels on the CPU, for tests; see `emu/emu.hpp`.
 //!
-//! An array starts as NaN and ends at a guard page; freeing it checks the bytes between its end and that page.
+//! A new array is filled with NaN, and its memory ends at a guard page. When the array is freed, the bytes between its end and
+//! that page are checked.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -58,13 +59,13 @@ unsafe extern "C" {
 
 pub(crate) struct Emulated {
     schedule: u64,
-    /// Bytes available and bytes in use.
+    /// Number of bytes available and in use.
     memory: usize,
     used: AtomicUsize,
     launches: AtomicU64,
-    /// Number of uploads and of reads.
+    /// Number of uploads and number of reads.
     traffic: [AtomicU64; 2],
-    /// Calls recorded instead of executed.
+    /// Calls that are recorded instead of executed.
     recording: Mutex<Option<Vec<Call>>>,
     launch: LaunchFn,
     product: ProductFn,
@@ -75,7 +76,7 @@ pub(crate) struct Emulated {
 pub(crate) enum Call {
     Launch(Launch, Args),
     Product(Product),
-    /// Fills bytes with a value: zeros, or the ones of an undefined array.
+    /// Fills bytes with a value: zeros, or the all-one bytes of an undefined array.
     Fill {
         at: u64,
         bytes: usize,
@@ -84,11 +85,11 @@ pub(crate) enum Call {
 }
 
 const PAGE: usize = 4096;
-/// Alignment of arrays; on a GPU it is 256.
+/// Alignment of arrays in bytes. On a GPU it is 256.
 const ALIGN: usize = 16;
 const TAIL: u8 = 0xa5;
 
-/// Returns the bytes up to the guard page; the array occupies the last ones.
+/// Returns the number of bytes up to the guard page. The array occupies the last of these bytes.
 fn room(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(PAGE)
 }
@@ -110,7 +111,7 @@ impl Emulated {
 
     pub(crate) fn load(path: &std::path::Path, schedule: u64) -> Result<Self> {
         let failed = |error: libloading::Error| Error::Cache { path: path.into(), what: error.to_string() };
-        // SAFETY: the library is the emulator compiled from this crate's sources, so its symbols have these types.
+        // SAFETY: the library is the emulator, compiled from the sources of this crate, so its symbols have these types.
         unsafe {
             let library = libloading::Library::new(path).map_err(failed)?;
             let launch = *library.get::<LaunchFn>(b"emulated_launch\0").map_err(failed)?;
@@ -135,7 +136,7 @@ impl Emulated {
                 total: self.memory,
             });
         }
-        // SAFETY: a new mapping with a page at either end; only its own bytes are written.
+        // SAFETY: this is a new mapping with a page at either end, and only its own bytes are written.
         unsafe {
             let base = libc::mmap(
                 std::ptr::null_mut(),
@@ -164,7 +165,8 @@ impl Emulated {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
         let tail = bytes.next_multiple_of(ALIGN) - bytes;
         let end = at as usize + bytes;
-        // SAFETY: `at` is from `alloc` with as many bytes, so the tail is mapped and the mapping begins where computed.
+        // SAFETY: `at` is from `alloc` with the same number of bytes. The tail is therefore mapped, and the mapping begins at the
+        // computed address.
         unsafe {
             let whole = std::slice::from_raw_parts(end as *const u8, tail).iter().all(|&byte| byte == TAIL);
             let base = (end + tail - room(bytes) - PAGE) as *mut c_void;
@@ -179,7 +181,7 @@ impl Emulated {
         }
     }
 
-    /// Returns the number of uploads and of reads.
+    /// Returns the number of uploads and the number of reads.
     pub(crate) fn traffic(&self) -> [u64; 2] {
         [0, 1].map(|i| self.traffic[i].load(Ordering::Relaxed))
     }
@@ -196,7 +198,7 @@ impl Emulated {
         self.recording().take().unwrap_or_default()
     }
 
-    /// Records a call if a recording is in progress, otherwise returns it.
+    /// Records a call if a recording is in progress. Otherwise, returns the call.
     fn record(&self, call: Call) -> Option<Call> {
         match self.recording().as_mut() {
             Some(calls) => {
@@ -236,7 +238,7 @@ impl Emulated {
 
     pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
         self.traffic[0].fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the callers' ranges are inside arrays from `alloc`.
+        // SAFETY: the callers' ranges are inside arrays that `alloc` returned.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, from.len()) };
         Ok(())
     }
@@ -262,12 +264,12 @@ impl Emulated {
             return fail("a name with a zero byte".into());
         };
         let grid = launch.grid.map(|n| n as u32);
-        // A different order for each launch; 0 stays 0.
+        // The order differs from launch to launch; 0 stays 0.
         let count = self.launches.fetch_add(1, Ordering::Relaxed);
         let seed = self.schedule.wrapping_mul(count.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15));
         let pointers = &mut args.pointers();
-        // SAFETY: pointers and sizes are those of `args`; the callee compares the sizes with the kernel's parameters.
-        // Kernels access only their arguments, as on a GPU.
+        // SAFETY: pointers and sizes are those of `args`, and the callee compares the sizes with the kernel's parameters. Kernels
+        // access only their arguments, as on a GPU.
         let why = unsafe {
             (self.launch)(
                 file.as_ptr(),
@@ -284,7 +286,7 @@ impl Emulated {
         if why.is_null() {
             return Ok(());
         }
-        // SAFETY: a text constant of the emulator.
+        // SAFETY: the pointer is to a text constant of the emulator.
         fail(unsafe { CStr::from_ptr(why) }.to_string_lossy().into_owned())
     }
 
@@ -311,6 +313,6 @@ impl Emulated {
 }
 
 fn fill(at: u64, bytes: usize, with: u8) {
-    // SAFETY: the callers' ranges are inside arrays from `alloc`.
+    // SAFETY: the callers' ranges are inside arrays that `alloc` returned.
     unsafe { std::ptr::write_bytes(at as *mut u8, with, bytes) };
 }

@@ -2,8 +2,10 @@
 
 use std::path::PathBuf;
 
-/// An error of a device. A device stores its first error, and later work computes nothing. Every caller receives this
-/// error, so it can be cloned and holds the messages of drivers and compilers as text.
+/// An error of a device.
+///
+/// A device stores its first error, and later work computes nothing. Every caller receives this error. It can therefore be
+/// cloned, and contains the messages of drivers and compilers as text.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Error {
     #[error(
@@ -11,26 +13,26 @@ pub enum Error {
          Debian: `sudo apt install nvidia-driver`), or use the CPU"
     )]
     NoDriver,
-    /// Driver older than the kernels need.
+    /// Driver that is older than the kernels require.
     #[error(
         "the NVIDIA driver supports CUDA {}.{}, expected {}.{} or newer (driver 580); update the driver, or use the CPU",
         got / 1000, got % 1000 / 10, expected / 1000, expected % 1000 / 10
     )]
     OldDriver {
-        /// Newest CUDA version it supports, `1000 · major + 10 · minor`.
+        /// Newest CUDA version that the driver supports, `1000 · major + 10 · minor`.
         got: i32,
-        /// Oldest supported version.
+        /// Oldest CUDA version that the driver must support.
         expected: i32,
     },
-    /// No GPU with this number.
+    /// GPU number that does not exist.
     #[error("there is no GPU {ordinal}: the driver reports {count} (CUDA_VISIBLE_DEVICES may hide others)")]
     NoDevice {
-        /// Requested number.
+        /// Requested GPU number.
         ordinal: usize,
-        /// Number of GPUs.
+        /// Number of GPUs that the driver reports.
         count: usize,
     },
-    /// GPU older than the kernels need.
+    /// GPU that is older than the kernels require.
     #[error(
         "{name} has compute capability {major}.{minor}, expected 8.0 or higher (Ampere, 2020); use another GPU or the CPU"
     )]
@@ -41,13 +43,13 @@ pub enum Error {
         /// Minor version of its compute capability.
         minor: i32,
     },
-    /// GPU in use by others, so that it cannot be opened.
+    /// GPU that cannot be opened because other processes use it.
     #[error(
         "{name} cannot be opened: {what}; another program holds it (`nvidia-smi` lists them): end it, or use another GPU or the CPU"
     )]
     Occupied {
         name: String,
-        /// Message of the driver.
+        /// Message from the driver.
         what: String,
     },
     /// CUDA library that is not installed.
@@ -56,12 +58,12 @@ pub enum Error {
          environment or with its folder in CUDA_HOME or LD_LIBRARY_PATH"
     )]
     Library {
-        /// File name.
+        /// File name of the library.
         library: &'static str,
-        /// Python package that contains it.
+        /// Python package that contains the library.
         package: &'static str,
     },
-    /// Insufficient GPU memory.
+    /// Insufficient GPU memory for an array.
     #[error(
         "out of GPU memory: {wanted} bytes needed, {free} of {total} free; lower the tokens of a pass (max_stream_tokens), \
          recompute activations (gradient_checkpointing), store the optimizer's state in main memory (offload_optimizer) and \
@@ -69,27 +71,27 @@ pub enum Error {
          (load_in_8bit, load_in_4bit)"
     )]
     Memory {
-        /// Bytes of the array that did not fit.
+        /// Size of the array that did not fit, in bytes.
         wanted: usize,
-        /// Bytes free at that time.
+        /// Number of bytes that were free at that time.
         free: usize,
-        /// Bytes of the GPU.
+        /// Memory of the GPU in bytes.
         total: usize,
     },
-    /// Kernels that did not compile.
+    /// File of kernels that does not compile.
     #[error("{file}.cu does not compile for {arch}: {log}")]
     Compile {
         file: String,
         arch: String,
-        /// Message of the compiler.
+        /// Message from the compiler.
         log: String,
     },
-    /// Launch that was refused or failed.
+    /// Kernel launch that was refused or failed.
     #[error("kernel {kernel}: {what}")]
     Launch {
-        /// Kernel, as `file/name`.
+        /// Name of the kernel, as `file/name`.
         kernel: String,
-        /// Message of the driver.
+        /// Message from the driver.
         what: String,
     },
     /// Work that cannot be recorded, or a graph that cannot be replayed.
@@ -98,29 +100,29 @@ pub enum Error {
         /// Reason, as a verb phrase.
         what: String,
     },
-    /// Product for which cuBLASLt has no algorithm, or which failed.
+    /// Product that failed, or for which cuBLASLt has no algorithm.
     #[error("product {m}×{n}×{k}: {what}")]
     Product {
         m: usize,
         n: usize,
-        /// Terms of each sum.
+        /// Number of terms in each sum.
         k: usize,
-        /// Message of cuBLASLt.
+        /// Message from cuBLASLt.
         what: String,
     },
     /// Driver call that failed.
     #[error("{call}: {what}")]
     Driver {
-        /// Name of the call.
+        /// Name of the driver call.
         call: &'static str,
-        /// Message of the driver.
+        /// Message from the driver.
         what: String,
     },
     /// File of compiled kernels that cannot be written or read.
     #[error("compiled kernels in {path}: {what}")]
     Cache {
         path: PathBuf,
-        /// Message of the system.
+        /// Message from the system.
         what: String,
     },
 }

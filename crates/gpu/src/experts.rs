@@ -1,7 +1,7 @@
 //! Mixtures of experts: products grouped by expert, and the weights of places.
 //!
-//! A place is a pair of a row and one of its experts. Places are sorted by expert, so an expert's product runs over
-//! consecutive rows. If the bits of a place may not depend on other places, one kernel processes all of them.
+//! A place is a pair of a row and one of its experts. Places are sorted by expert, so the product of an expert runs over
+//! consecutive rows. If the bits of a place must not depend on other places, one kernel processes all places.
 
 use std::ops::Range;
 
@@ -10,14 +10,14 @@ use crate::linear::Weight;
 use crate::product::{Factor, Product};
 use crate::sums::Mixture;
 
-/// Yields expert and places for every expert that has some, from the bounds of the places.
+/// Yields the index and the places of every expert that has places. `offsets` are the bounds of the places.
 fn groups(offsets: &[usize]) -> impl Iterator<Item = (usize, Range<usize>)> {
     let places = offsets.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
     places.filter(|(_, places)| !places.is_empty())
 }
 
 impl Gpu {
-    /// Sets `y [places, n]` to `x W` for each place with its expert's matrix of `weight [experts, k, n]`.
+    /// Sets each place of `y [places, n]` to `x W`, where `W` is the matrix of the place's expert in `weight [experts, k, n]`.
     pub fn experts(&self, y: &mut Array, x: &Array, weight: Weight, offsets: &[usize], [k, n]: [usize; 2]) {
         let x = self.held(x, weight.dtype());
         for (expert, rows) in groups(offsets) {
@@ -36,8 +36,8 @@ impl Gpu {
         }
     }
 
-    /// Computes [`Self::experts`] so that the bits of a place depend only on its row and its expert. `experts` holds
-    /// the expert of each place.
+    /// Computes the same product as [`Self::experts`], but the bits of a place depend only on its row and its expert. `experts`
+    /// lists the expert of each place.
     pub fn experts_rows(
         &self,
         y: &mut Array,
@@ -62,7 +62,7 @@ impl Gpu {
         }
     }
 
-    /// Sets `dx [places, k]` to `dy Wᵀ` for each place.
+    /// Sets each place of `dx [places, k]` to `dy Wᵀ`.
     pub fn experts_dx(
         &self,
         dx: &mut Array,
@@ -88,8 +88,8 @@ impl Gpu {
         }
     }
 
-    /// Adds `xᵀ dy` of each expert's places to its matrix of a gradient `[experts, k, n]` in f32, with factors in
-    /// `dtype`.
+    /// Adds `xᵀ dy` over the places of each expert to the expert's matrix in the f32 gradient `[experts, k, n]`. The factors of
+    /// the product are in `dtype`.
     pub fn experts_dw(
         &self,
         dw: &mut Array,
@@ -114,8 +114,9 @@ impl Gpu {
         }
     }
 
-    /// Returns the weight of each place, softmax over the logits `[rows, experts]` of its row's experts, and the
-    /// arguments that both passes share. `places` holds the places of each row, `experts` the expert of each place.
+    /// Returns the weight of each place, and the arguments that the forward and the backward pass share. The weight is the
+    /// softmax over the logits `[rows, experts]` of the experts that the place's row has chosen. `places` lists the places of
+    /// each row, and `experts` the expert of each place.
     fn place_weights(
         &self,
         logits: &Array,
@@ -146,13 +147,13 @@ impl Gpu {
         y
     }
 
-    /// Multiplies each place of `x` by its weight; `all` is the number of experts.
+    /// Multiplies each place of `x` by its weight. `all` is the number of experts.
     #[must_use]
     pub fn weigh(&self, x: &Array, logits: &Array, places: &Mixture, experts: &Array, all: usize) -> Array {
         self.scale_rows(x, &self.place_weights(logits, places, experts, all).0)
     }
 
-    /// Returns the gradients of [`Self::weigh`] for `x` and, in f32, for the logits.
+    /// Returns the gradients of [`Self::weigh`] with respect to `x` and, in f32, with respect to the logits.
     #[must_use]
     pub fn weigh_back(
         &self,

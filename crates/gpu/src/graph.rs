@@ -1,13 +1,16 @@
 //! Work that is recorded once and replayed by one call: a CUDA graph on a GPU, a list of calls on the emulator.
 //!
-//! A recording contains kernels with fixed addresses and numbers. Everything that differs between replays must
-//! therefore be in arrays at fixed addresses, and so must the memory between the kernels. An [`Arena`] provides it: it
-//! gives its blocks to nothing else while a graph lives. To create a graph, first run the work normally in
-//! [`Gpu::within`] the arena, which loads kernels and determines the blocks, then run it in [`Gpu::capture`]. All
-//! graphs of an arena share its blocks; the GPU replays one after the other.
+//! A recording contains kernels with fixed addresses and numbers. Everything that differs between replays must therefore be in
+//! arrays at fixed addresses. The memory between the kernels must have fixed addresses, too. An [`Arena`] provides such memory:
+//! while a graph lives, its blocks serve nothing else.
 //!
-//! While a device records, other threads wait. Work cannot be recorded if it needs the host in between (reads, uploads)
-//! or memory that the normal run did not use. [`Gpu::capture`] returns the reason, and the device stays usable.
+//! To create a graph, first run the work normally in [`Gpu::within`] the arena, which loads the kernels and determines the
+//! blocks. Then run the work in [`Gpu::capture`]. All graphs of an arena share its blocks; the GPU replays one graph after the
+//! other.
+//!
+//! While a device records, other threads wait. Work cannot be recorded if it needs the host in between (reads, uploads), or if it
+//! needs memory that the normal run did not use. [`Gpu::capture`] then returns the reason as an error, and the device stays
+//! usable.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockWriteGuard};
@@ -25,9 +28,9 @@ struct Block {
 
 /// Memory for work that is run repeatedly.
 ///
-/// A block has the size of the array that first requested it, and serves only arrays of that size, so on the emulator
-/// each still ends at its guard page. The arena keeps memory that arrays release until it and all its arrays are
-/// dropped.
+/// A block has the size of the array that first requested it, and serves only arrays of that size. On the emulator, each array
+/// therefore still ends at its guard page. When an array is dropped, the arena keeps its memory. The memory is freed when the
+/// arena and all its arrays are dropped.
 #[derive(Clone)]
 pub struct Arena(Arc<Blocks>);
 
@@ -63,7 +66,7 @@ impl Arena {
         Self(Arc::new(Blocks { gpu: gpu.clone(), all: Mutex::default() }))
     }
 
-    /// Returns the bytes of its blocks.
+    /// Returns the total number of bytes in the blocks of the arena.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.0.lock().iter().map(|block| block.bytes).sum()
@@ -81,7 +84,7 @@ impl Arena {
     }
 }
 
-/// State of a thread that has exclusive use of a device.
+/// The state of a thread that has exclusive use of a device.
 pub(crate) struct Scope {
     pub(crate) thread: ThreadId,
     arena: Arena,
@@ -91,7 +94,7 @@ pub(crate) struct Scope {
 /// A recording in progress.
 #[derive(Default)]
 struct Capture {
-    /// Reason why it cannot become a graph.
+    /// Reason why the recording cannot become a graph.
     refused: Option<Error>,
     /// Arrays outside the arena that were dropped during the recording.
     dropped: Vec<(u64, usize)>,
@@ -99,16 +102,16 @@ struct Capture {
     kept: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// Recorded work. It can be replayed any number of times while this value lives.
+/// Recorded work. It can be replayed any number of times as long as this value lives.
 pub struct Graph {
     gpu: Gpu,
     recorded: Recorded,
-    /// Memory between its kernels.
+    /// Memory that the kernels use between each other.
     _arena: Arena,
     _kept: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// Recorded work of a driver.
+/// Recorded work of a GPU or of the emulator.
 pub(crate) enum Recorded {
     Cuda(crate::cuda::Recorded),
     #[cfg(feature = "emulator")]
@@ -124,7 +127,7 @@ impl Drop for Graph {
     }
 }
 
-/// Ends a scope on drop, even if its work panics.
+/// Guard that ends a scope when it is dropped, even if the work in the scope panics.
 struct Within<'a> {
     gpu: &'a Gpu,
     alone: Option<RwLockWriteGuard<'a, ()>>,
@@ -133,7 +136,7 @@ struct Within<'a> {
 impl Within<'_> {
     fn close(&mut self) -> Option<Capture> {
         let capture = self.gpu.scope().take().and_then(|scope| scope.capture);
-        // Subsequent calls take the lock as all others do.
+        // From now on, calls acquire the lock in shared mode, as in all other threads.
         self.alone = None;
         let dropped = capture.iter().flat_map(|capture| &capture.dropped);
         dropped.for_each(|&(at, bytes)| self.gpu.free(at, bytes));
@@ -160,18 +163,18 @@ impl Gpu {
         Within { gpu: self, alone: Some(alone) }
     }
 
-    /// Runs `f` on this thread's scope, if it has one.
+    /// Runs `f` on the scope of this thread, if there is one.
     fn in_scope<T>(&self, f: impl FnOnce(&mut Scope) -> T) -> Option<T> {
         let own = std::thread::current().id();
         self.scope().as_mut().filter(|scope| scope.thread == own).map(f)
     }
 
-    /// Returns whether this thread records.
+    /// Returns true if this thread records.
     pub(crate) fn captures(&self) -> bool {
         self.in_scope(|scope| scope.capture.is_some()) == Some(true)
     }
 
-    /// Stores `error` as the reason why recording fails, if this thread records. Otherwise returns it.
+    /// Stores `error` as the reason why the recording fails if this thread records. Otherwise, returns the error.
     pub(crate) fn refuse(&self, error: Error) -> Option<Error> {
         let mut error = Some(error);
         self.in_scope(|scope| {
@@ -182,7 +185,7 @@ impl Gpu {
         error
     }
 
-    /// Returns whether this thread records; if so, stores the operation as the reason why recording fails.
+    /// Returns true if this thread records. In this case, stores the operation as the reason why the recording fails.
     pub(crate) fn refuses(&self, what: impl FnOnce() -> String) -> bool {
         let records = self.captures();
         if records {
@@ -191,12 +194,12 @@ impl Gpu {
         records
     }
 
-    /// Allocates from this thread's arena, if it has one.
+    /// Allocates memory from the arena of this thread, if there is one.
     pub(crate) fn arena_block(&self, bytes: usize) -> Option<(Result<u64>, Arc<Blocks>)> {
         let (arena, records) = self.in_scope(|scope| (scope.arena.clone(), scope.capture.is_some()))?;
         let found = match arena.free_block(bytes) {
             Some(at) => {
-                // Memory that is reused starts as undefined as new memory.
+                // Reused memory must start with undefined contents, as new memory does.
                 #[cfg(feature = "emulator")]
                 if let Driver::Emulated(emulated) = self.driver() {
                     emulated.poison(at, bytes);
@@ -211,7 +214,7 @@ impl Gpu {
         Some((found, arena.0))
     }
 
-    /// Delays freeing memory while this thread records; returns whether it does.
+    /// Postpones the freeing of memory if this thread records. Returns true if it was postponed.
     pub(crate) fn puts_off(&self, at: u64, bytes: usize) -> bool {
         let put_off = self.in_scope(|scope| {
             let dropped = scope.capture.as_mut().map(|capture| &mut capture.dropped);
@@ -223,7 +226,7 @@ impl Gpu {
         put_off == Some(true)
     }
 
-    /// Keeps `what` alive as long as the graph being recorded, which contains its address.
+    /// Keeps `what` alive as long as the graph that is being recorded, because the graph contains its address.
     pub fn keep<T: Any + Send + Sync>(&self, what: &Arc<T>) {
         self.in_scope(|scope| {
             if let Some(capture) = &mut scope.capture {
@@ -232,7 +235,7 @@ impl Gpu {
         });
     }
 
-    /// Runs work whose arrays come from `arena`. Other threads wait for this device in the meantime.
+    /// Runs work whose arrays are allocated from `arena`. Until it returns, other threads wait for this device.
     pub fn within<T>(&self, arena: &Arena, work: impl FnOnce() -> T) -> T {
         let mut scope = self.open(arena, None);
         let done = work();
@@ -240,12 +243,12 @@ impl Gpu {
         done
     }
 
-    /// Records the work that `work` queues instead of executing it. The same work must have run before
-    /// [within](Self::within) the arena; arrays that it leaves are undefined until the graph is replayed.
+    /// Records the operations that `work` queues instead of executing them. The same work must have run before,
+    /// [within](Self::within) the same arena. Arrays that `work` leaves are undefined until the graph is replayed.
     ///
     /// # Errors
-    /// Returns an error if `work` reads its results, uploads, or needs memory that the normal run did not use; if the driver refuses; or
-    /// if the device has failed before.
+    /// Returns an error if `work` reads its results, uploads data, or needs memory that the normal run did not use. Also returns
+    /// an error if the driver refuses the recording, or if the device has failed before.
     pub fn capture(&self, arena: &Arena, work: impl FnOnce()) -> Result<Graph> {
         self.healthy()?;
         let mut scope = self.open(arena, Some(Capture::default()));
@@ -257,7 +260,7 @@ impl Gpu {
         work();
         let recorded = self.end_recording();
         let Capture { refused, kept, .. } = scope.close().unwrap_or_default();
-        // Created first, so that an unusable recording is freed.
+        // The graph is created before the check, so that an unusable recording is freed.
         let graph = recorded.map(|recorded| Graph {
             gpu: self.clone(),
             recorded,
@@ -277,8 +280,8 @@ impl Gpu {
         }
     }
 
-    /// Queues recorded work, which replaces the content of `results`. The emulator ensures that nothing of an earlier
-    /// replay remains there.
+    /// Queues recorded work, which replaces the contents of `results`. The emulator first sets `results` to NaN, so that no value
+    /// of an earlier replay remains.
     pub fn replay(&self, graph: &Graph, results: &[&Array]) {
         let _entered = self.enter();
         if self.failed() {

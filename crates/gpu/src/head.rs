@@ -1,4 +1,4 @@
-//! The output head, computed in pieces of the vocabulary: no matrix `[rows, vocabulary]` is ever stored.
+//! The output head, computed in pieces of the vocabulary. A matrix `[rows, vocabulary]` is never stored.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,17 +6,17 @@ use std::sync::Arc;
 use crate::device::{Arg, Array, Dtype, Gpu};
 use crate::linear::Weight;
 
-/// Target tokens of each row, on a device: those at `offsets[row]..offsets[row + 1]`.
+/// The target tokens of each row, on a device. A row has the tokens at `offsets[row]..offsets[row + 1]`.
 #[derive(Debug)]
 pub struct Marks {
     offsets: Array,
     tokens: Array,
-    /// Offsets on the host, to divide rows into pieces.
+    /// Copy of the offsets on the host, used to divide rows into pieces.
     bounds: Vec<u32>,
 }
 
 impl Marks {
-    /// Uploads offsets, one more than rows, and tokens.
+    /// Uploads the tokens and their offsets. There is one more offset than there are rows.
     #[must_use]
     pub fn new(gpu: &Gpu, offsets: &[u32], tokens: &[u32]) -> Self {
         Self {
@@ -26,7 +26,7 @@ impl Marks {
         }
     }
 
-    /// Creates marks without tokens for `rows` rows, from an array of `rows + 1` zeros.
+    /// Creates a value without tokens for `rows` rows, from an array of `rows + 1` zeros.
     pub(crate) fn none(zeros: &Arc<Array>, first: usize, rows: usize) -> Self {
         let [offsets, tokens] = [rows + 1, 0].map(|len| Array::part(zeros, first, len));
         Self { offsets, tokens, bounds: vec![0; rows + 1] }
@@ -37,27 +37,27 @@ impl Marks {
     }
 }
 
-/// Returns pieces of rows, and the columns of a piece.
+/// Returns the pieces of the rows, and the number of columns of a piece.
 fn pieces(gpu: &Gpu, rows: usize, vocab: usize) -> (impl Iterator<Item = Range<usize>>, usize) {
     let [most, elements] = gpu.piece();
     let width = (elements / rows.clamp(1, most)).min(vocab).max(1);
     ((0..rows).step_by(most).map(move |at| at..rows.min(at + most)), width)
 }
 
-/// The output layer and its temperature.
+/// The weight and the temperature of the output layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
-    /// Weight `[vocab, h]`.
+    /// Weight of the layer, `[vocab, h]`.
     pub weight: Weight<'a>,
-    /// Number of tokens.
+    /// Number of tokens in the vocabulary.
     pub vocab: usize,
     pub h: usize,
-    /// Divisor of the logits.
+    /// Temperature, by which the logits are divided.
     pub temperature: f32,
 }
 
 impl Gpu {
-    /// Returns log-probabilities of targets, entropies `[rows]` and log-sum-exps `[rows]` of softmax(logits /
+    /// Returns the log-probabilities of the targets, the entropies `[rows]` and the log-sum-exps `[rows]` of softmax(logits /
     /// temperature).
     #[must_use]
     pub fn score(&self, normed: &Array, head: Head, marks: &Marks) -> [Array; 3] {
@@ -80,7 +80,7 @@ impl Gpu {
         out
     }
 
-    /// Scores logits that exist already.
+    /// Scores logits that have already been computed.
     pub(crate) fn score_logits(
         &self,
         logits: &Array,
@@ -125,8 +125,10 @@ impl Gpu {
         self.each("head/finish", rows.len(), &args);
     }
 
-    /// Returns the gradient of `normed` in f32, from those of log-probabilities and (if given) entropies, and adds that
-    /// of the weight to `dhead`. Entropies and log-sum-exps are those of [`Self::score`].
+    /// Returns the gradient with respect to `normed` in f32, and adds the gradient with respect to the weight to `dhead`.
+    ///
+    /// The function takes the gradients of the log-probabilities and, optionally, of the entropies. The entropies and
+    /// log-sum-exps must be those that [`Self::score`] returned.
     #[must_use]
     pub fn score_back(
         &self,
@@ -178,7 +180,7 @@ impl Gpu {
         dnormed
     }
 
-    /// Copies some rows into a separate array.
+    /// Copies a range of rows into a new array.
     fn rows_of(&self, x: &Array, rows: &Range<usize>, cols: usize) -> Array {
         let mut y = self.alloc(rows.len() * cols, x.dtype());
         let place = |first| crate::Place::new(first, cols);

@@ -1,13 +1,13 @@
-//! Operations on a GPU: CUDA C++ kernels, compiled at run time, and the host side that launches them.
+//! Operations on a GPU: CUDA C++ kernels, which are compiled at run time, and the host code that launches them.
 //!
-//! * Kernels are source text in `cuda/`. On a GPU, NVRTC compiles them and cuBLASLt computes products; all libraries
-//!   are loaded when a GPU is opened, so building or starting this program needs no part of CUDA.
-//! * With the feature `emulator`, g++ compiles the same text against `emu/`, which runs a fiber for each thread. Tests
-//!   then run every kernel and the complete host side on a machine without a GPU.
-//! * Sums have a fixed order, and no value is added atomically: the same GPU and libraries give the same bits.
+//! * The kernels are source text in `cuda/`. On a GPU, NVRTC compiles them, and cuBLASLt computes products. All libraries are
+//!   loaded when a GPU is opened, so CUDA is not needed to build or start this program.
+//! * With the feature `emulator`, g++ compiles the same text against `emu/`, which runs a fiber for each thread. Tests can then
+//!   run every kernel and the complete host code on a machine without a GPU.
+//! * Sums have a fixed order, and no value is added atomically. The same GPU and libraries therefore give the same bits.
 //!
-//! Functions take arrays and sizes, queue work and return new arrays. Callers ensure sizes, as in `omnigrpo-kernels`.
-//! Shape legend: `t` rows, `h` width, `n`/`k` outputs/inputs of a linear layer, `d` head width.
+//! Functions take arrays and sizes, queue work and return new arrays. Callers must ensure that sizes match, as in
+//! `omnigrpo-kernels`. The shapes use these names: `t` rows, `h` width, `n`/`k` outputs/inputs of a linear layer, `d` head width.
 
 mod attention;
 mod blas;

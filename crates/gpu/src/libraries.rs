@@ -1,4 +1,4 @@
-//! Finds CUDA's libraries, also in folders that the system loader does not search.
+//! Search for CUDA's libraries, including folders that the system loader does not search.
 
 use std::path::{Path, PathBuf};
 
@@ -7,20 +7,21 @@ use crate::error::{Error, Result};
 /// A library that GPU operations need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
-    /// File name.
+    /// File name of the library.
     pub name: &'static str,
-    /// Python package that contains it.
+    /// Python package that contains the library.
     pub package: &'static str,
     pub found: bool,
-    /// Path of its file, if known.
+    /// Path of the library's file, if known.
     pub path: Option<PathBuf>,
 }
 
-/// Loads the CUDA libraries that GPU operations need, from [`folders`] if found there, otherwise by the system loader.
+/// Loads the CUDA libraries that GPU operations need. A library is loaded from [`folders`] if it is found there, otherwise by the
+/// system loader.
 #[must_use]
 pub fn libraries(given: &[PathBuf]) -> [Library; 2] {
     let folders = folders(given);
-    // NVRTC opens this one by name while it compiles.
+    // NVRTC opens this library by name during compilation.
     preload("nvrtc-builtins", &folders);
     let library = |name, stem, package, is_present: unsafe fn() -> bool| {
         let path = preload(stem, &folders);
@@ -34,14 +35,16 @@ pub fn libraries(given: &[PathBuf]) -> [Library; 2] {
     ]
 }
 
-/// Loads all of them; fails if one is missing.
+/// Loads all libraries. Returns an error if one is missing.
 pub(crate) fn check(given: &[PathBuf]) -> Result<()> {
     let missing = libraries(given).into_iter().find(|library| !library.found);
     missing.map_or(Ok(()), |Library { name, package, .. }| Err(Error::Library { library: name, package }))
 }
 
-/// Returns folders that may contain CUDA's libraries: those given, their `lib64` and `lib`, and the folders
-/// `nvidia/*/lib` of Python packages below them or below the packages of a Python installed there.
+/// Returns the folders that may contain CUDA's libraries.
+///
+/// These are the given folders, their `lib64` and `lib`, and the folders `nvidia/*/lib` of Python packages. The packages are
+/// searched directly below the given folders, and below the packages of a Python that is installed there.
 #[must_use]
 pub fn folders(given: &[PathBuf]) -> Vec<PathBuf> {
     let below = |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
@@ -64,12 +67,12 @@ pub fn folders(given: &[PathBuf]) -> Vec<PathBuf> {
     all
 }
 
-/// Loads a library by its full path, so that loading it by name finds it. Returns its file, if found.
+/// Loads a library by its full path, so that a later load by name finds it. Returns the path of its file if it was found.
 pub(crate) fn preload(stem: &str, folders: &[PathBuf]) -> Option<PathBuf> {
     folders.iter().filter_map(|folder| newest(stem, folder)).find(|path| keep(path))
 }
 
-/// Finds `lib<stem>.so.<number>` with the highest number.
+/// Finds the file `lib<stem>.so.<number>` with the highest number.
 fn newest(stem: &str, folder: &Path) -> Option<PathBuf> {
     let prefix = format!("lib{stem}.so.");
     let version = |path: &PathBuf| -> Option<u32> {
@@ -80,7 +83,7 @@ fn newest(stem: &str, folder: &Path) -> Option<PathBuf> {
 }
 
 fn keep(path: &Path) -> bool {
-    // SAFETY: CUDA's libraries have initialisers without preconditions. The library is never unloaded.
+    // SAFETY: the initialisers of CUDA's libraries have no preconditions. The library is never unloaded.
     match unsafe { libloading::Library::new(path) } {
         Ok(library) => {
             std::mem::forget(library);

@@ -1,7 +1,7 @@
 //! Linear layers.
 //!
-//! With a bf16 weight, or a quantised one, which is widened to bf16, the other factor is rounded to bf16 as well and
-//! sums are f32. With an f32 weight everything is f32.
+//! With a bf16 weight, the other factor is rounded to bf16 as well, and sums are f32. The same holds for a quantised weight,
+//! which is widened to bf16. With an f32 weight, everything is f32.
 
 use half::bf16;
 use omnigrpo_kernels::quant::QuantBits;
@@ -9,19 +9,19 @@ use omnigrpo_kernels::quant::QuantBits;
 use crate::device::{Arg, Array, Dtype, Gpu, Launch};
 use crate::product::{Factor, Product};
 
-/// A weight of 8 or 4 bits on a device, in the layout of `QuantMatrix::by_rows` in `omnigrpo_kernels`.
+/// A weight of 8 or 4 bits on a device, in the layout that `QuantMatrix::by_rows` in `omnigrpo_kernels` returns.
 #[derive(Debug)]
 pub struct Codes {
     bits: QuantBits,
     k: usize,
     codes: Array,
     scales: Array,
-    /// Words of codes per row, and scales per row.
+    /// Number of words of codes per row, and number of scales per row.
     row: [usize; 2],
 }
 
 impl Codes {
-    /// Uploads codes and scales (`{min, step}`) of `n` rows of `k`.
+    /// Uploads the codes and scales (`{min, step}`) of `n` rows of `k` elements.
     #[must_use]
     pub fn new(gpu: &Gpu, bits: QuantBits, [n, k]: [usize; 2], codes: &[u32], scales: &[[bf16; 2]]) -> Self {
         let row = [codes.len() / n.max(1), scales.len() / n.max(1)];
@@ -41,22 +41,22 @@ pub enum Weight<'a> {
 /// Terms added to a product.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Plus<'a> {
-    /// Bias of each column.
+    /// Bias, with one number per column.
     pub bias: Option<&'a Array>,
-    /// Rows as wide as the output's, added at the same columns.
+    /// Rows of the same width as the output's rows. They are added at the same columns.
     pub residual: Option<&'a Array>,
-    /// Whether to add to the output's previous values, instead of a residual.
+    /// True if the product is added to the output's previous values, instead of a residual.
     pub output: bool,
 }
 
-/// A weight, or a piece of it, as products read it.
+/// A weight, or a piece of it, in the form that products read.
 pub(crate) enum Factored<'a> {
     Part(&'a Array, usize),
     Widened(Array),
 }
 
 impl Weight<'_> {
-    /// Returns the dtype of both factors of a product with it.
+    /// Returns the dtype of both factors in a product with this weight.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
         match self {
@@ -86,16 +86,18 @@ impl Factored<'_> {
     }
 }
 
-/// Rows of a block of inputs and of weights in the few-row kernel, and columns of a stage.
+/// Number of rows in a block of inputs. The next two constants are the rows in a block of weights and the columns of a stage. All
+/// three belong to the kernel for few rows.
 const FEW_ROWS: usize = 64;
 const WEIGHT_ROWS: usize = 64;
 const DEPTH: usize = 64;
 const STAGES: usize = 4;
-/// Number of blocks that keeps a GPU of 132 multiprocessors busy.
+/// Number of blocks that is enough to keep a GPU of 132 multiprocessors busy.
 const BLOCKS: usize = 264;
 
 impl Gpu {
-    /// Returns rows of a weight in its product's dtype: some by index, or `rows` from the first.
+    /// Returns rows of a weight in the dtype of its product: either the rows with the given indices, or `rows` rows from the
+    /// first on.
     #[must_use]
     pub fn weight_rows(
         &self,
@@ -153,8 +155,8 @@ impl Gpu {
         }
     }
 
-    /// Sets columns `col..col + n` of rows of `width` of `y` to `x Wᵀ` with rows `first..first + n` of the weight, or
-    /// adds it to them.
+    /// Sets the columns `col..col + n` of `y`, whose rows have `width` elements, to `x Wᵀ`, or adds the product to them. `W` is
+    /// rows `first..first + n` of the weight.
     pub fn linear(
         &self,
         y: &mut Array,
@@ -179,8 +181,8 @@ impl Gpu {
         });
     }
 
-    /// Computes [`Self::linear`] with all rows of the weight so that the bits of a row depend only on that row and the
-    /// weight.
+    /// Computes the same product as [`Self::linear`] with all rows of the weight, but the bits of a row depend only on that row
+    /// and the weight.
     pub fn linear_rows(
         &self,
         y: &mut Array,
@@ -261,8 +263,8 @@ impl Gpu {
         (partial, parts)
     }
 
-    /// Sets `dx [t, k]` to `dy W` with rows `first..first + n` of the weight, or adds it. Their columns in `dy`, whose
-    /// rows have `width` elements, begin at `col`.
+    /// Sets `dx [t, k]` to `dy W`, or adds the product to it. `W` is rows `first..first + n` of the weight. The columns of these
+    /// rows begin at `col` in `dy`, whose rows have `width` elements.
     pub fn linear_dx(
         &self,
         dx: &mut Array,
@@ -287,7 +289,7 @@ impl Gpu {
         });
     }
 
-    /// Adds `dyᵀ x` to rows `first..first + n` of a gradient `[_, k]` in f32, with factors in `dtype`.
+    /// Adds `dyᵀ x` to rows `first..first + n` of an f32 gradient `[_, k]`. The factors of the product are in `dtype`.
     pub fn linear_dw(
         &self,
         dw: &mut Array,

@@ -3,7 +3,7 @@
 use crate::device::{Arg, Array, Dtype, Gpu};
 
 impl Gpu {
-    /// Returns `x · rstd · weight` in `dtype`, and `rstd [t]`.
+    /// Returns `x · rstd · weight` in `dtype`, and `rstd` as `[t]`.
     #[must_use]
     pub fn rms(&self, x: &Array, weight: &Array, eps: f32, dtype: Dtype) -> (Array, Array) {
         let h = weight.len();
@@ -14,7 +14,8 @@ impl Gpu {
         (y, rstd)
     }
 
-    /// Returns `(x − mean) · rstd · weight + bias` in `dtype`, and `[2, t]` means and reciprocal deviations.
+    /// Returns `(x − mean) · rstd · weight + bias` in `dtype`, and statistics `[2, t]`: the means and the reciprocal standard
+    /// deviations.
     #[must_use]
     pub fn layer(&self, x: &Array, weight: &Array, bias: &Array, eps: f32, dtype: Dtype) -> (Array, Array) {
         let h = weight.len();
@@ -26,12 +27,12 @@ impl Gpu {
         (y, stats)
     }
 
-    /// Adds the gradient of [`Self::rms`] for its input to `dx`.
+    /// Adds the gradient of [`Self::rms`] with respect to its input to `dx`.
     pub fn rms_back(&self, dx: &mut Array, dy: &Array, x: &Array, rstd: &Array, weight: &Array) {
         self.norm_back("norms/rms_back", dx, dy, x, rstd, weight);
     }
 
-    /// Adds the gradient of [`Self::layer`] for its input to `dx`.
+    /// Adds the gradient of [`Self::layer`] with respect to its input to `dx`.
     pub fn layer_back(&self, dx: &mut Array, dy: &Array, x: &Array, stats: &Array, weight: &Array) {
         self.norm_back("norms/layer_back", dx, dy, x, stats, weight);
     }
@@ -50,8 +51,8 @@ impl Gpu {
         self.each_row(kernel, x.len() / h.max(1), h, &args);
     }
 
-    /// Adds the gradient of a norm's weight to `dw`. Means (none for RMS) and reciprocal deviations are each given as
-    /// an array and the element at which they begin.
+    /// Adds the gradient of a norm with respect to its weight to `dw`. The means (absent for RMS norm) and the reciprocal
+    /// standard deviations are each given as an array and the index of their first element.
     pub fn norm_weight(
         &self,
         dw: &mut Array,

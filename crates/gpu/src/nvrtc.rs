@@ -1,4 +1,4 @@
-//! Compiles kernels to machine code with NVRTC, and caches the result.
+//! Compilation of kernels to machine code with NVRTC, and a cache of the results.
 
 use std::ffi::{CStr, CString, c_char};
 use std::io::Write;
@@ -12,26 +12,26 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 use crate::sources::PRIMITIVES;
 
-/// Maximum bytes of a file in the cache; this program's files have a few megabytes.
+/// Maximum size of a file in the cache, in bytes. The files of this program have a few megabytes.
 const MAX_CUBIN_BYTES: u64 = 256 << 20;
 
-/// Machine code and the assembler's report (registers, shared memory, spills of each kernel; empty from the cache).
+/// Machine code of a file, and the report of the assembler.
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// Image for the driver.
+    /// Machine code, as an image that the driver loads.
     pub cubin: Vec<u8>,
-    /// Output of the compiler and the assembler.
+    /// Output of the compiler and the assembler (registers, shared memory and spills of each kernel).
     pub log: String,
 }
 
-/// Returns whether NVRTC can be loaded.
+/// Returns true if NVRTC can be loaded.
 #[must_use]
 pub fn is_present() -> bool {
     // SAFETY: loading the library runs its initialisers, which have no preconditions.
     unsafe { sys::is_culib_present() }
 }
 
-/// Returns the version of NVRTC, `[major, minor]`. Fails if NVRTC is missing.
+/// Returns the version of NVRTC as `[major, minor]`. Returns an error if NVRTC is missing.
 pub fn version() -> Result<[i32; 2]> {
     if !is_present() {
         return Err(Error::Library { library: "libnvrtc", package: "nvidia-cuda-nvrtc" });
@@ -53,8 +53,8 @@ fn options(arch: &str) -> [String; 4] {
     ]
 }
 
-/// Compiles a file of kernels for an architecture such as `sm_90a`. Needs no GPU. Fails if NVRTC is missing or the text
-/// does not compile.
+/// Compiles a file of kernels for an architecture such as `sm_90a`. This does not need a GPU. Returns an error if NVRTC is
+/// missing or the text does not compile.
 pub fn compile(file: &str, text: &str, arch: &str) -> Result<Compiled> {
     version()?;
     let bad = |log: String| Error::Compile { file: file.into(), arch: arch.into(), log };
@@ -76,7 +76,7 @@ pub fn compile(file: &str, text: &str, arch: &str) -> Result<Compiled> {
     }
     .result()
     .map_err(|error| bad(error.to_string()))?;
-    // SAFETY: the program was just created; buffers have the requested sizes.
+    // SAFETY: the program was just created, and the buffers have the sizes that NVRTC reported.
     unsafe {
         let done = result::compile_program(program, &options(arch));
         let log = result::get_program_log(program).map(|log| text_of(&log)).unwrap_or_default();
@@ -101,12 +101,15 @@ fn text_of(log: &[c_char]) -> String {
     CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Compiles like [`compile`], or returns the result from `cache`. The name of a file in the cache is a hash of the
-/// text, the architecture, the options and the compiler's version; files appear atomically. The folder must belong to
-/// the user ([`own_folder`]), and a file whose content differs from what was stored is compiled again.
+/// Returns the result of [`compile`] from `cache`, or compiles the file and stores the result there.
+///
+/// The name of a file in the cache is a hash of the text, the architecture, the options and the compiler's version. Files appear
+/// atomically. The folder must belong to the user ([`own_folder`]). If the content of a file differs from the content that was
+/// stored, the kernels are compiled again.
 ///
 /// # Errors
-/// The errors of [`compile`]. A cache that cannot be written is no error: the next start compiles again.
+/// Returns the errors of [`compile`]. If the cache cannot be written, this is not an error: the next start compiles the file
+/// again.
 pub fn compile_cached(file: &str, text: &str, arch: &str, cache: &Path) -> Result<Vec<u8>> {
     let mut hash = Sha256::new();
     for part in [PRIMITIVES, text, &options(arch).join(" "), &format!("{:?}", version()?)] {
@@ -117,7 +120,7 @@ pub fn compile_cached(file: &str, text: &str, arch: &str, cache: &Path) -> Resul
     cached(cache, &format!("{file}-{arch}-{hash}.cubin"), || Ok(compile(file, text, arch)?.cubin))
 }
 
-/// Returns a file of the cache; creates it if it is missing or altered.
+/// Returns the content of a file in the cache. Creates the file if it is missing or was altered.
 fn cached(cache: &Path, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
     let is_own = own_folder(cache).is_ok();
     if let Some(cubin) = is_own.then(|| load(cache, name)).flatten() {
@@ -130,7 +133,7 @@ fn cached(cache: &Path, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> R
     Ok(cubin)
 }
 
-/// Returns the last bytes of a file in the cache: a hash of its name, its length and its code.
+/// Returns the last bytes of a file in the cache: a hash of its name, the length of its code and the code.
 fn seal(name: &str, cubin: &[u8]) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update((name.len() as u64).to_le_bytes());
@@ -188,7 +191,7 @@ mod tests {
             assert_eq!((get(name), made.get()), (code.clone(), 2 + at), "compiled again");
             assert_eq!(std::fs::read(&path).unwrap(), whole, "and stored");
         }
-        // A file stored under another file's name.
+        // A file that was stored under the name of another file must not be used.
         let before = made.get();
         std::fs::copy(&path, cache.join("head-sm_90a-00.cubin")).unwrap();
         assert_eq!((get("head-sm_90a-00.cubin"), made.get()), (code.clone(), before + 1));

@@ -1,29 +1,31 @@
-//! AdamW.
+//! The update of weights by AdamW.
 
 use half::bf16;
 
 use crate::device::{Arg, Array, Dtype, Gpu};
 
-/// Scalars of one step (`torch.optim.AdamW`).
+/// Scalar parameters of one step (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
     /// Learning rate.
     pub lr: f32,
-    /// Decay rates of both moments.
+    /// Decay rates of the first and the second moment.
     pub betas: [f32; 2],
-    /// Term added to the root of the second moment.
+    /// Term added to the square root of the second moment.
     pub eps: f32,
     /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// Factor of the gradient, for clipping.
+    /// Factor that multiplies the gradient, for clipping.
     pub grad_scale: f32,
-    /// Number of this step for the weight, from 1.
+    /// Number of this step of the weight, counted from 1.
     pub count: u64,
 }
 
 impl Gpu {
-    /// Applies one step in place. A bf16 weight with `rest` (16 bits per element) is updated as the f32 value from
-    /// which it is rounded, see [`Self::split_master`]; without `rest`, it is rounded after each step.
+    /// Applies one step in place.
+    ///
+    /// A bf16 weight with `rest` (16 bits per element) is updated as the f32 value from which it was rounded; see
+    /// [`Self::split_master`]. Without `rest`, the weight is rounded after each step.
     pub fn adamw(
         &self,
         weight: &mut Array,
@@ -32,7 +34,7 @@ impl Gpu {
         grad: &Array,
         step: &Step,
     ) {
-        // Corrections in f64, because powers of numbers near 1 lose digits.
+        // The corrections are computed in f64, because powers of numbers near 1 lose digits.
         let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powf(step.count as f64))) as f32;
         let Step { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, .. } = *step;
         let constants =
@@ -49,8 +51,9 @@ impl Gpu {
         self.each("elementwise/adamw", weight.len(), &args);
     }
 
-    /// Splits f32 values into the parts that [`Self::adamw`] stores for a bf16 weight: the weight, rounded to nearest
-    /// even, and the difference of bits. A value half-way that is rounded down becomes its lower neighbour.
+    /// Splits f32 values into the two parts that [`Self::adamw`] stores for a bf16 weight: the weight, rounded to nearest even,
+    /// and the difference of the bits. If a value is half-way between two weights and is rounded down, its lower neighbour is
+    /// stored instead.
     #[must_use]
     pub fn split_master(&self, master: &[f32]) -> (Array, Array) {
         let exact = |x: &f32| x.to_bits() - u32::from(x.to_bits() & 0x1_ffff == 0x8000);
@@ -61,7 +64,7 @@ impl Gpu {
         (self.upload_bf16(&uppers), self.upload_bf16(&rests))
     }
 
-    /// Returns the f32 values that [`Self::adamw`] reconstructs from a bf16 weight and the rest.
+    /// Returns the f32 values that [`Self::adamw`] reconstructs from a bf16 weight and its `rest`.
     #[must_use]
     pub fn join_master(&self, weight: &Array, rest: &Array) -> Vec<f32> {
         debug_assert_eq!(weight.dtype(), Dtype::Bf16);

@@ -2,7 +2,7 @@
 
 use crate::device::{Array, Dtype};
 
-/// A factor: a matrix in memory with `ld` elements from row to row, or its transpose.
+/// A factor of a product: a matrix in memory whose rows begin `ld` elements apart, or its transpose.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Factor {
     pub at: u64,
@@ -12,7 +12,7 @@ pub(crate) struct Factor {
 }
 
 impl Factor {
-    /// Selects columns from `col` on, in rows of `ld`.
+    /// Selects the columns from `col` on of a matrix whose rows have `ld` elements.
     pub(crate) fn new(array: &Array, col: usize, ld: usize) -> Self {
         Self { at: array.place(col), dtype: array.dtype(), ld, transposed: false }
     }
@@ -22,7 +22,7 @@ impl Factor {
     }
 }
 
-/// A product `c [m, n] (+)= a [m, k] · b [k, n]`, all row-major; both factors have the same dtype and sums are f32.
+/// A product `c [m, n] (+)= a [m, k] · b [k, n]` of row-major matrices. Both factors have the same dtype, and sums are f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub m: usize,

@@ -1,4 +1,4 @@
-//! Draws tokens from rows of logits.
+//! Sampling of tokens from rows of logits.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,28 +9,29 @@ use crate::head::Marks;
 /// Sampling settings; see `cuda/sample.cu`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Divisor of the logits; 0 takes the most probable token.
+    /// Temperature, by which the logits are divided; 0 takes the most probable token.
     pub temperature: f32,
-    /// Probability that the smallest set of kept tokens must reach; 1 keeps all.
+    /// Probability that the kept tokens must reach together; the smallest such set is kept. 1 keeps all tokens.
     pub top_p: f32,
-    /// Number of most probable tokens to keep; 0 keeps all.
+    /// Number of the most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Smallest probability to keep, relative to the largest; 0 keeps all.
+    /// Smallest probability to keep, relative to the largest probability; 0 keeps all.
     pub min_p: f32,
-    /// Factor for logits of tokens already present: divides positive and multiplies negative logits; 1 does nothing.
+    /// Penalty of tokens that are already present: positive logits are divided by it, and negative logits are multiplied by it. 1
+    /// has no effect.
     pub repetition_penalty: f32,
     /// Temperature of the recorded log-probabilities.
     pub scoring_temperature: f32,
 }
 
-/// Inputs of one row's draw.
+/// The inputs of one row's draw besides the logits.
 #[derive(Clone, Debug, Default)]
 pub struct Row {
-    /// Uniform number from the host, in [0, 1).
+    /// Uniform random number from the host, in [0, 1).
     pub uniform: f64,
     /// Distinct tokens to which the repetition penalty applies.
     pub seen: Vec<u32>,
-    /// Whether this row excludes the forbidden tokens.
+    /// True if this row must not draw the forbidden tokens.
     pub forbids: bool,
 }
 
@@ -40,31 +41,31 @@ pub struct Drawn {
     pub id: u32,
     /// Log-probability under softmax(logits / scoring temperature) before penalties, in nats.
     pub logprob: f32,
-    /// Log-probability under the distribution that was sampled from, in nats; 0 when greedy.
+    /// Log-probability under the distribution from which the token was drawn, in nats; 0 for greedy sampling.
     pub sampler_logprob: f32,
     /// Entropy of softmax(logits / scoring temperature), in nats.
     pub entropy: f32,
 }
 
-/// Sizes of the tables of a draw, which determine its kernels and their memory.
+/// Sizes of the tables of a draw. They determine the kernels of the draw and their memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DrawSize {
     pub rows: usize,
-    /// Capacity for penalised tokens of all rows.
+    /// Capacity for the penalised tokens of all rows.
     pub seen: usize,
-    /// Whether some row excludes tokens.
+    /// True if at least one row excludes tokens.
     pub forbids: bool,
 }
 
 impl DrawSize {
-    /// Returns the sizes that these rows need.
+    /// Returns the sizes of the tables for these rows.
     #[must_use]
     pub fn of(rows: &[Row], sampling: &Sampling) -> Self {
         let seen = if sampling.penalises() { rows.iter().map(|row| row.seen.len()).sum() } else { 0 };
         Self { rows: rows.len(), seen, forbids: rows.iter().any(|row| row.forbids) }
     }
 
-    /// Rounds up to one of a few sizes, filled with padding rows.
+    /// Rounds up to one of a few sizes. Padding rows fill the rest.
     #[must_use]
     pub fn rounded(self, rows: usize) -> Self {
         let seen = if self.seen == 0 { 0 } else { self.seen.next_power_of_two() };
@@ -78,7 +79,7 @@ impl Sampling {
     }
 }
 
-/// Tables of rows to draw, on a device.
+/// Tables of the rows for which tokens are drawn, on a device.
 #[derive(Debug)]
 pub struct Draws {
     whole: Arc<Array>,
@@ -98,7 +99,7 @@ pub struct DrawPlaces {
 }
 
 impl Draws {
-    /// Packs the tables of rows, and padding rows up to `size`. Skips tokens beyond `vocab`.
+    /// Packs the tables of the rows, with padding rows up to `size`. Skips tokens at or beyond `vocab`.
     #[must_use]
     pub fn pack(
         pack: &mut Pack,
@@ -143,8 +144,8 @@ impl Draws {
 }
 
 impl Gpu {
-    /// Draws a token from each row of `logits [rows, vocab]` in f32, which penalties overwrite. Rows with `forbids`
-    /// exclude `forbidden`. Waits for queued work.
+    /// Draws a token from each row of `logits [rows, vocab]` in f32. Penalties overwrite the logits. Rows with `forbids` exclude
+    /// the tokens in `forbidden`. Waits for queued work.
     #[must_use]
     pub fn sample(
         &self,
@@ -162,7 +163,7 @@ impl Gpu {
         self.read_drawn(&out)
     }
 
-    /// Allocates memory for the tokens that `rows` rows draw.
+    /// Allocates memory for the tokens that are drawn for `rows` rows.
     #[must_use]
     pub fn drawn(&self, rows: usize) -> Array {
         self.alloc(4 * rows, Dtype::F32)
@@ -178,7 +179,8 @@ impl Gpu {
         out.words::<[u32; 4]>().into_iter().map(drawn).collect()
     }
 
-    /// Queues the draw of [`Self::sample`] for each row of `logits`; they are rows `first..` of `draws` and `out`.
+    /// Queues the draws of [`Self::sample`] for each row of `logits`. The rows have the indices from `first` on in `draws` and
+    /// `out`.
     pub fn draw(
         &self,
         out: &mut Array,

@@ -1,6 +1,6 @@
-//! Source text of the kernels.
+//! The source text of the kernels.
 
-/// Text that every file includes.
+/// Text of the header that every file includes.
 pub const PRIMITIVES: &str = include_str!("../cuda/prim.cuh");
 
 /// Name and text of each file of kernels.

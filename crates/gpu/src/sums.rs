@@ -1,29 +1,29 @@
-//! Sums over rows and elements, and rows as sums of rows.
+//! Sums over rows and elements, and weighted sums of rows.
 
 use crate::device::{Arg, Array, Dtype, Gpu, Launch};
 
-/// Second factor of a column sum: an array `[t, cols]`, and the addresses of means and reciprocal deviations of its
-/// rows.
+/// The second factor of a column sum: an array `[t, cols]`, and the addresses of the means and the reciprocal standard deviations
+/// of its rows.
 type By<'a> = (&'a Array, Option<u64>, Option<u64>);
 
-/// Rows in one part of a sum over rows.
+/// Number of rows in one part of a sum over rows.
 const PER_PART: usize = 256;
-/// Elements in one part of a sum over all elements.
+/// Number of elements in one part of a sum over all elements.
 const PER_BLOCK: usize = 1 << 16;
 
-/// Weighted sums of rows, on a device: output row `r` is `Σ weights[i] · x[rows[i]]` over `offsets[r]..offsets[r + 1]`.
+/// Weighted sums of rows, on a device. Output row `r` is `Σ weights[i] · x[rows[i]]` over `i` in `offsets[r]..offsets[r + 1]`.
 #[derive(Debug)]
 pub struct Mixture {
     offsets: Array,
     rows: Array,
     weights: Option<Array>,
-    /// Output rows; `None` for all in order.
+    /// Indices of the output rows; `None` means all rows in order.
     targets: Option<Array>,
     len: usize,
 }
 
 impl Mixture {
-    /// Uploads offsets (one more than outputs), rows and weights (`None` means 1).
+    /// Uploads offsets (one more than there are outputs), rows and weights (`None` means 1).
     #[must_use]
     pub fn new(gpu: &Gpu, offsets: &[u32], rows: &[u32], weights: Option<&[f32]>) -> Self {
         Self {
@@ -35,16 +35,16 @@ impl Mixture {
         }
     }
 
-    /// Returns the input rows of all outputs, one after the other.
+    /// Returns the input rows of all outputs, one output after the other.
     pub(crate) fn rows(&self) -> &Array {
         &self.rows
     }
 
-    /// Builds the transpose from `(row of the input, row of the output, weight)`, in the order in which sums are taken.
+    /// Creates the transposed sums from `(row of the input, row of the output, weight)`, in the order in which terms are added.
     /// Only rows that occur are outputs.
     #[must_use]
     pub fn reversed(gpu: &Gpu, mut terms: Vec<(u32, u32, f32)>) -> Self {
-        // A stable sort: each row's terms keep the given order.
+        // The sort is stable, so the terms of each row keep the given order.
         terms.sort_by_key(|term| term.0);
         let (mut targets, mut offsets) = (Vec::new(), Vec::new());
         for (i, term) in terms.iter().enumerate() {
@@ -61,7 +61,8 @@ impl Mixture {
 }
 
 impl Gpu {
-    /// Sets rows of `y` to the sums of `mixture` over rows of `x`, or adds these; both have `cols` columns.
+    /// Sets the rows of `y` to weighted sums of the rows of `x`, as `mixture` describes, or adds the sums to them. Both arrays
+    /// have `cols` columns.
     pub fn mix(&self, y: &mut Array, x: &Array, mixture: &Mixture, cols: usize, adds: bool) {
         let args = [
             y.arg(),
@@ -76,7 +77,7 @@ impl Gpu {
         self.each_row("sums/mix_rows", mixture.len, cols, &args);
     }
 
-    /// Adds to `to [cols]` the sums over `t` rows of the columns from `col` on of `a`, whose rows have `stride`
+    /// Sums columns over `t` rows, and adds the sums to `to [cols]`. The columns start at `col` in `a`, whose rows have `stride`
     /// elements.
     pub(crate) fn column_sums(
         &self,
@@ -113,8 +114,8 @@ impl Gpu {
         self.add_parts(to, &partial, parts);
     }
 
-    /// Adds to `to [cols]` the column sums of `a`, with rows of `stride` elements from column `col` on, multiplied by
-    /// `b [t, cols]` if given.
+    /// Adds column sums of `a` to `to [cols]`. The columns start at `col` in rows of `stride` elements. They are multiplied by `b
+    /// [t, cols]` if it is given.
     pub fn add_column_sums(&self, to: &mut Array, a: &Array, place: [usize; 2], b: Option<&Array>, t: usize) {
         self.column_sums(to, a, place, b.map(|b| (b, None, None)), t);
     }
@@ -125,7 +126,7 @@ impl Gpu {
         self.each("sums/add_parts", cols, &args);
     }
 
-    /// Returns parts of `Σ a · b` in f64, over `len` elements that start at the given ones.
+    /// Returns partial sums of `Σ a · b` in f64. The `len` elements of each array start at the given index.
     pub(crate) fn dots(&self, a: (&Array, usize), b: (&Array, usize), len: usize) -> Array {
         let parts = len.div_ceil(PER_BLOCK);
         let partial = self.alloc(2 * parts, Dtype::F32);
