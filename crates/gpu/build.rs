@@ -18,7 +18,7 @@ fn emulator() {
     build.file(here.join("emu/emu.cpp"));
     let files = std::fs::read_dir(here.join("cuda")).into_iter().flatten().flatten();
     for path in files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|e| e == "cu")) {
-        // A C++ file for each, because compilers go by the extension.
+        // Each kernel file needs a C++ wrapper, because compilers choose the language by the extension.
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
         let wrapper = out.join(format!("{name}.cpp"));
         let text = format!("#define KERNEL_FILE \"{name}\"\n#include \"{}\"\n", path.display());
@@ -27,6 +27,6 @@ fn emulator() {
         }
         build.file(wrapper);
     }
-    // Kernels register themselves in a table before `main`; nothing else refers to them.
+    // Kernels register themselves in a table before `main`. Nothing else refers to them, so the linker must keep the whole archive.
     build.link_lib_modifier("+whole-archive").compile("omnigrpo_kernels_emulated");
 }

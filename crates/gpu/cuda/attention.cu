@@ -1,24 +1,24 @@
 // Attention over ranges on tensor cores, following FlashAttention-2 (arXiv 2307.08691): a forward pass, and a backward
-// pass without atomics in two kernels, one for the gradient of queries and one for those of keys and values. Rows are
-// bf16, sums are f32.
+// pass without atomics. The backward pass has two kernels: one for the gradient with respect to queries, and one for
+// the gradients with respect to keys and values. Rows are bf16, sums are f32.
 //
-// A packed row is `[queries | keys | values]`, `stride` columns. A head has D columns, a multiple of 8; shared memory
-// pads it with zeros to a multiple of 16.
+// A packed row is `[queries | keys | values]` and has `stride` columns. A head has D columns, a multiple of 8. In
+// shared memory it is padded with zeros to a multiple of 16.
 #include "prim.cuh"
 
-/// Key rows `k0..k1` for queries `q0..q1`: query i sees key k if k < i + off.
+/// The key rows `k0..k1` for the queries `q0..q1`. Query i sees key k if k < i + off.
 struct Item { int q0, q1, k0, k1, off; };
-/// Rows of one block of threads, and the items that include them.
+/// The rows of one block of threads, and the items that include these rows.
 struct Tile { int row0, row1, item0, item1; };
 struct Shape { int stride, out_stride, heads, group; float scale; };
 
 constexpr int THREADS = 128, ROWS = 64;
 template <int D> constexpr int PADDED = (D + 15) / 16 * 16;
-/// Columns of a row in shared memory: eight extra put eight rows into different banks.
+/// Number of columns of a row in shared memory. The eight extra columns put eight rows into different banks.
 template <int D> constexpr int LINE = PADDED<D> + 8;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
-/// Loads rows `row..row + N` into shared memory, with zeros from `end` on and beyond a head.
+/// Loads the rows `row..row + N` into shared memory. Rows from `end` on and columns beyond the head are zeros.
 template <int D, int N> DEVICE void load_rows(u16* to, const u16* from, i64 stride, int row, int end) {
     constexpr int CHUNKS = PADDED<D> / 8;
     for (int i = threadIdx.x; i < N * CHUNKS; i += THREADS) {
@@ -32,17 +32,17 @@ template <int D> DEVICE void left(u32 (&a)[4], const u16* tile, int row, int col
     int lane = threadIdx.x % 32;
     load_matrices<false>(a, tile + (row + lane % 16) * LINE<D> + col + lane / 16 * 8);
 }
-/// Loads rows `row..row + 16` as columns of a right factor, with depth `col..col + 16`.
+/// Loads the rows `row..row + 16` as columns of a right factor. Its depth is the columns `col..col + 16`.
 template <int D> DEVICE void right_rows(u32 (&b)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
     load_matrices<false>(b, tile + (row + lane / 16 * 8 + lane % 8) * LINE<D> + col + lane / 8 % 2 * 8);
 }
-/// Loads columns `col..col + 16` of a right factor, whose depth is rows `row..row + 16`.
+/// Loads the columns `col..col + 16` of a right factor. Its depth is the rows `row..row + 16`.
 template <int D> DEVICE void right_cols(u32 (&b)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
     load_matrices<true>(b, tile + (row + lane % 16) * LINE<D> + col + lane / 16 * 8);
 }
-/// Computes `s[16, 8·N] = a-tile rows · b-tile rowsᵀ` over D columns.
+/// Computes `s[16, 8·N] = (rows of tile a) · (rows of tile b)ᵀ` over D columns.
 template <int D, int N> DEVICE void products(float (&s)[N][4], const u16* left_tile, int row, const u16* right_tile) {
     UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) s[j][e] = 0;
     UNROLL for (int c = 0; c < PADDED<D>; c += 16) {
@@ -95,8 +95,8 @@ template <int D> DEVICE void store_rows(u16* to, const float (&acc)[PADDED<D> / 
     }
 }
 
-/// Applies a step of the online softmax: scores become weights, and sums under a smaller maximum `m` (in units of
-/// `factor`) shrink.
+/// Applies a step of the online softmax. Scores become weights, and previous sums, taken with a smaller maximum `m` (in
+/// units of `factor`), are reduced.
 template <int D, int N> DEVICE void softmax_step(float (&s)[N][4], float (&acc)[PADDED<D> / 8][4], float (&m)[2], float (&l)[2], float factor) {
     UNROLL for (int h = 0; h < 2; h++) {
         float top = m[h];
@@ -156,7 +156,7 @@ template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u
     store_rows<D>(out + head * D, acc, f[0], f[1], sh.out_stride, tile.row0 + own, tile.row1);
 }
 
-/// Computes the gradient of queries. `delta[row, head] = Σ dout · out`.
+/// Computes the gradient with respect to queries. `delta[row, head] = Σ dout · out`.
 template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
     constexpr int LD = LINE<D>, N = ROWS / 8;
     DYNAMIC_SHARED(shared);
@@ -193,7 +193,8 @@ template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* l
     store_rows<D>(dq + head * D, acc, sh.scale, sh.scale, sh.stride, tile.row0 + own, tile.row1);
 }
 
-/// Computes the gradients of keys and values. A tile holds key rows; its items hold the queries that see them.
+/// Computes the gradients with respect to keys and values. A tile has key rows; its items have the queries that see
+/// these rows.
 template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
     constexpr int LD = LINE<D>, Q = 32, N = Q / 8;
     DYNAMIC_SHARED(shared);
@@ -233,14 +234,14 @@ template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, cons
     store_rows<D>(dv + kv * D, acc_v, 1, 1, sh.stride, tile.row0 + own, tile.row1);
 }
 
-/// Decoding row; see plain_attention.cu.
+/// A row to decode; see plain_attention.cu.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
-/// Up to 64 pairs of a query head and a row in `row0..row1`, which continue one prompt. Pairs are numbered
-/// from `first` on; pair i belongs to row `row0 + i / group`.
+/// Up to 64 pairs of a query head and a row in `row0..row1`. These rows continue one prompt. Pairs are numbered from
+/// `first` on, and pair i belongs to row `row0 + i / group`.
 struct Pairs { int row0, row1, first, none; };
 constexpr int SPLIT = 256;
 
-/// Computes part `blockIdx.z` of a prompt's keys for the rows that continue it, reading its keys and values once. The
+/// Computes part `blockIdx.z` of the keys of a prompt for all rows that continue it. Keys and values are read once. The
 /// output has the format of `decode` in plain_attention.cu.
 template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const Decode* rows, const Pairs* tiles, int layer, int parts, Shape sh) {
     constexpr int LD = LINE<D>, N = ROWS / 8, CHUNKS = PADDED<D> / 8;
@@ -288,7 +289,7 @@ template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const D
     }
 }
 
-/// Computes `delta[row, head] = Σ dout · out`, one warp each.
+/// Computes `delta[row, head] = Σ dout · out`, with one warp per row and head.
 KERNEL_OF(128, 4, delta, (float* delta, Array dout, Array out, i64 count, int d)) {
     i64 at = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     float sum = 0;

@@ -3,7 +3,7 @@
 
 constexpr u32 OUTSIDE = 0xffffffffu;
 
-/// Computes `y[i / taps, channel, i % taps] = x[sources[i], channel]`, zero for OUTSIDE.
+/// Computes `y[i / taps, channel, i % taps] = x[sources[i], channel]`, or zero if the source is OUTSIDE.
 KERNEL(unfold, (Array y, Array x, const u32* sources, i64 count, int taps, int c)) {
     i64 n = thread_index();
     if (n >= count * c) return;
@@ -12,8 +12,8 @@ KERNEL(unfold, (Array y, Array x, const u32* sources, i64 count, int taps, int c
     u32 source = sources[row * taps + tap];
     store(y, n, source == OUTSIDE ? 0.0f : load(x, (i64)source * c + channel));
 }
-/// Computes the gradient of `unfold`: `entries[offsets[row]..offsets[row + 1]]` are the places that read the row, in
-/// order.
+/// Computes the gradient of `unfold`. `entries[offsets[row]..offsets[row + 1]]` are the patch entries that read the
+/// row, in the order of addition.
 KERNEL(fold, (Array dx, Array dy, const u32* offsets, const u32* entries, i64 rows, int taps, int c)) {
     i64 n = thread_index();
     if (n >= rows * c) return;
@@ -23,7 +23,7 @@ KERNEL(fold, (Array dx, Array dy, const u32* offsets, const u32* entries, i64 ro
     for (u32 e = offsets[row]; e < offsets[row + 1]; e++) sum += load(dy, ((i64)(entries[e] / taps) * c + channel) * taps + entries[e] % taps);
     store(dx, n, sum);
 }
-/// Depthwise 3×3 convolution with padding 1; `flip` computes the gradient of the input.
+/// Computes a depthwise 3×3 convolution with padding 1. With `flip`, computes the gradient with respect to the input.
 KERNEL(depthwise, (Array y, Array x, Array weight, i64 rows, int h, int w, int c, int flip)) {
     i64 n = thread_index();
     if (n >= rows * c) return;
@@ -37,7 +37,7 @@ KERNEL(depthwise, (Array y, Array x, Array weight, i64 rows, int h, int w, int c
     }
     store(y, n, sum);
 }
-/// Computes `partial[part, channel · 9 + tap]`, the weight's gradient over the rows of a part.
+/// Computes `partial[part, channel · 9 + tap]`, the gradient with respect to the weight over the rows of a part.
 KERNEL(depthwise_weight, (float* partial, Array dy, Array x, i64 rows, int h, int w, int c, i64 per_part)) {
     int k = blockIdx.x * blockDim.x + threadIdx.x;
     if (k >= 9 * c) return;
@@ -51,7 +51,7 @@ KERNEL(depthwise_weight, (float* partial, Array dy, Array x, i64 rows, int h, in
     }
     partial[(i64)blockIdx.y * 9 * c + k] = sum;
 }
-/// Computes `x · sigmoid(gate)`; each row of the gate applies to `s` rows of `x`.
+/// Computes `x · sigmoid(gate)`. Each row of the gate applies to `s` rows of `x`.
 KERNEL(gate, (Array y, Array x, Array gate, i64 n, i64 s, int c)) {
     i64 i = thread_index();
     if (i >= n) return;
@@ -73,7 +73,7 @@ DEVICE float share(Array logits, int k, int which) {
     for (int i = 0; i < k; i++) sum += exp_(load(logits, i) - top);
     return exp_(load(logits, which) - top) / sum;
 }
-/// Computes `y = Σ softmax(logits)ᵢ · xᵢ` over `k` alternatives of `n` values.
+/// Computes `y = Σ softmax(logits)ᵢ · xᵢ` over `k` alternatives of `n` values each.
 KERNEL(blend, (Array y, Array x, Array logits, i64 n, int k)) {
     i64 j = thread_index();
     if (j >= n) return;
@@ -86,7 +86,8 @@ KERNEL(blend_back, (Array dx, Array dy, Array logits, i64 n, int k)) {
     if (j >= n * k) return;
     store(dx, j, share(logits, k, j / n) * load(dy, j % n));
 }
-/// Computes the logits' gradient from `dots[i · parts..]`, the parts of `Σ dy · xᵢ`. One thread.
+/// Computes the gradient with respect to the logits from `dots[i · parts..]`, the partial sums of `Σ dy · xᵢ`. Runs in
+/// one thread.
 KERNEL(blend_logits, (Array dlogits, const double* dots, Array logits, int parts, int k)) {
     double mean = 0;
     for (int i = 0; i < k * parts; i++) mean += share(logits, k, i / parts) * dots[i];

@@ -1,4 +1,5 @@
-// Elementwise kernels: copies, sums, activations, rotation, dropout, the optimizer. Four elements per thread.
+// Elementwise kernels: copies, sums, activations, rotation, dropout, the optimizer. Each thread processes four
+// elements.
 #include "prim.cuh"
 
 KERNEL(add, (Array to, Array from, i64 n)) {
@@ -27,7 +28,7 @@ KERNEL(copy_rows, (Array to, Array from, const u32* to_rows, const u32* from_row
     i64 t = (to_rows ? to_rows[row] : row) * to_stride, f = (from_rows ? from_rows[row] : row) * from_stride;
     store4(to, t + col, t + cols, load4(from, f + col, f + cols));
 }
-/// Computes `y[row] = bias (+ residual[row])` for columns of rows of `stride`.
+/// Computes `y[row] = bias (+ residual[row])` for some columns of rows of `stride` elements.
 KERNEL(bias_rows, (Array y, Array bias, Array residual, i64 rows, int cols, i64 stride)) {
     i64 i = thread_index(), quads = (cols + 3) / 4;
     if (i >= rows * quads) return;
@@ -41,7 +42,7 @@ KERNEL(bias_rows, (Array y, Array bias, Array residual, i64 rows, int cols, i64 
 }
 
 enum { GELU_ERF, GELU_TANH, QUICK_GELU, SILU, TANH };
-/// Returns the activation; `slope` receives its derivative.
+/// Returns the activation, and writes its derivative to `slope`.
 DEVICE float activate(int kind, float x, float& slope) {
     float u = x, du = 1;
     switch (kind) {
@@ -102,7 +103,7 @@ KERNEL(swiglu_back, (Array gate_up, Array dy, i64 rows, int inner)) {
     store4(gate_up, at + col, at + inner, g);
     store4(gate_up, at + inner + col, at + 2 * inner, u);
 }
-/// Computes `y = residual + x · scale`, with one scale per column; without a residual `y = x · scale`.
+/// Computes `y = residual + x · scale` with one scale per column. Without a residual, computes `y = x · scale`.
 KERNEL(scale_columns, (Array y, Array x, Array residual, Array scale, i64 rows, int cols)) {
     i64 i = thread_index(), quads = (cols + 3) / 4;
     if (i >= rows * quads) return;
@@ -112,7 +113,8 @@ KERNEL(scale_columns, (Array y, Array x, Array residual, Array scale, i64 rows, 
     for (int e = 0; e < 4; e++) v.x[e] = r.x[e] + v.x[e] * s.x[e];
     store4(y, at + col, at + cols, v);
 }
-/// Rotates the first `heads` heads of `2 · half` columns of each row in place; pairs are `half` apart.
+/// Rotates, in place, the first `heads` heads of `2 · half` columns in each row. The elements of a pair are `half`
+/// apart.
 KERNEL(rotate, (Array x, const float* cosines, const float* sines, i64 rows, int cols, int heads, int half, float sign)) {
     i64 i = thread_index();
     if (i >= rows * heads * half) return;
@@ -132,8 +134,8 @@ DEVICE u64 mixed(u64 x) {
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     return x ^ (x >> 31);
 }
-/// Zeroes elements whose random number is below `threshold` and multiplies the others by `keep`. Two columns share one
-/// number, which depends on `key`, the row's key (its index without `row_keys`) and the column.
+/// Zeroes the elements whose random number is below `threshold`, and multiplies the others by `keep`. Two columns share
+/// one number, which depends on `key`, the key of the row (without `row_keys`, its index) and the column.
 KERNEL(dropout, (Array y, Array x, const u64* row_keys, u64 key, u64 threshold, float keep, i64 rows, int cols)) {
     i64 i = thread_index(), pairs = (cols + 1) / 2;
     if (i >= rows * pairs) return;
@@ -148,9 +150,9 @@ KERNEL(dropout, (Array y, Array x, const u64* row_keys, u64 key, u64 threshold, 
 }
 
 struct AdamW { float lr, beta1, beta2, eps, decay, correction1, correction2, scale; };
-/// Applies one AdamW step. A bf16 weight is rounded to nearest even from an f32 master, of which `rest` stores the
-/// difference of bits: `master = (weight << 16) + rest`. If `rest` is null, the weight itself is the value. 16 bits
-/// cannot represent a tie that was rounded down, so such a value becomes its lower neighbour.
+/// Applies one AdamW step. A bf16 weight is rounded to nearest even from an f32 master. `rest` stores the difference of
+/// the bits: `master = (weight << 16) + rest`. If `rest` is null, the weight itself is the value. 16 bits cannot
+/// represent a tie that was rounded down, so the lower neighbour of such a value is stored instead.
 KERNEL(adamw, (Array weight, short* rest, float* m, float* v, const float* grad, i64 n, AdamW c)) {
     i64 i = thread_index();
     if (i >= n) return;
@@ -162,7 +164,7 @@ KERNEL(adamw, (Array weight, short* rest, float* m, float* v, const float* grad,
     w -= c.lr * (mi * c.correction1) / (sqrt_(vi * c.correction2) + c.eps);
     if (rest) {
         u32 whole = bits(w);
-        // A tie above an even half rounds down; all others round up.
+        // A tie above an even half rounds down; all other values round up.
         whole -= (whole & 0x1ffffu) == 0x8000u;
         u32 upper = (whole + 0x8000u) >> 16;
         ((u16*)weight.at)[i] = u16(upper);

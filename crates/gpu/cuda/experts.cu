@@ -1,8 +1,8 @@
-// Mixtures of experts. A place is a pair of a row and one of its experts; places are sorted by expert.
+// Mixtures of experts. A place is a pair of a row and one of its experts. Places are sorted by expert.
 #include "prim.cuh"
 
-/// Computes `y[p] = x[p] · W` with the matrix `[k, n]` of the place's expert (the first matrix if `experts` is null).
-/// One thread per output sums in order, so the bits of a place do not depend on other places.
+/// Computes `y[p] = x[p] · W`, where W is the `[k, n]` matrix of the place's expert (the first matrix if `experts` is
+/// null). One thread per output adds the terms in order, so the bits of a place do not depend on other places.
 KERNEL(rows_product, (Array y, Array x, Array w, const u32* experts, i64 places, int k, int n)) {
     i64 i = thread_index();
     if (i >= places * n) return;
@@ -12,7 +12,8 @@ KERNEL(rows_product, (Array y, Array x, Array w, const u32* experts, i64 places,
     for (int j = 0; j < k; j++) sum += load(x, place * k + j) * load(w, from + (i64)j * n);
     store(y, i, sum);
 }
-/// Computes the weight of each place: softmax over the logits of its row's experts. One thread per row.
+/// Computes the weight of each place: the softmax over the logits of the experts that its row has chosen. One thread
+/// per row.
 KERNEL(weights, (float* weights, Array logits, const u32* places, const u32* experts, i64 rows, int each, int all)) {
     i64 row = thread_index();
     if (row >= rows) return;
@@ -34,7 +35,7 @@ KERNEL(scale_rows, (Array y, Array x, const float* by, i64 rows, int cols)) {
     for (int e = 0; e < 4; e++) v.x[e] *= by[row];
     store4(y, at, end, v);
 }
-/// Computes `dots[row] = Σ a[row] · b[row]`, one block per row.
+/// Computes `dots[row] = Σ a[row] · b[row]`, with one block per row.
 KERNEL_OF(256, 4, row_dots, (float* dots, Array a, Array b, int cols)) {
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * cols, end = at + cols;
@@ -46,8 +47,8 @@ KERNEL_OF(256, 4, row_dots, (float* dots, Array a, Array b, int cols)) {
     sum = block_sum(sum, red);
     if (threadIdx.x == 0) dots[blockIdx.x] = sum;
 }
-/// Computes gradients of the logits, which start as zeros, from the weights of places and their gradients `dots`. One
-/// thread per row.
+/// Computes the gradients with respect to the logits from the weights of the places and their gradients `dots`. The
+/// output must be zero at the start. One thread per row.
 KERNEL(weights_back, (float* dlogits, const float* weights, const float* dots, const u32* places, const u32* experts, i64 rows, int each, int all)) {
     i64 row = thread_index();
     if (row >= rows) return;

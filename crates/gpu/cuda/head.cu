@@ -1,11 +1,12 @@
-// The output head over chunks of the vocabulary: log-probabilities of targets, entropies, and the gradient of logits.
+// The output head over chunks of the vocabulary: log-probabilities of targets, entropies, and the gradient with respect
+// to the logits.
 #include "prim.cuh"
 
-/// State of a row after some chunks: the largest logit, `s = Σ e^(z − top)` and `w = Σ (z − top) e^(z − top)`.
+/// State of a row after some chunks: the largest logit `top`, `s = Σ e^(z − top)` and `w = Σ (z − top) e^(z − top)`.
 struct Running { float top, s, w; };
 
-/// Adds the columns `first..first + width` of the vocabulary; `picked[t]` receives the logit of target t if it is among
-/// them. One block per row.
+/// Adds the columns `first..first + width` of the vocabulary to the state. If target t is among them, its logit is
+/// written to `picked[t]`. One block per row.
 KERNEL_OF(256, 4, statistics, (Running* running, float* picked, const float* logits, int width, u32 first, float inverse_temperature, const u32* offsets, const u32* tokens)) {
     SHARED(float, red, 32);
     const float* z = logits + (i64)blockIdx.x * width;
@@ -33,7 +34,7 @@ KERNEL_OF(256, 4, statistics, (Running* running, float* picked, const float* log
         running[blockIdx.x] = now;
     }
 }
-/// Computes `lse`, entropy, and log-probabilities in place of the picked logits, after the last chunk.
+/// Computes `lse` and the entropy after the last chunk, and replaces the picked logits with log-probabilities.
 KERNEL(finish, (float* logp, float* entropy, float* lse, const Running* running, const u32* offsets, int rows)) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
@@ -43,7 +44,7 @@ KERNEL(finish, (float* logp, float* entropy, float* lse, const Running* running,
     entropy[row] = log_s - r.w / r.s;
     for (u32 t = offsets[row]; t < offsets[row + 1]; t++) logp[t] -= lse[row];
 }
-/// Computes the gradient of a chunk of logits. One block per row; targets are added one after the other.
+/// Computes the gradient with respect to a chunk of logits. One block per row; targets are added one after the other.
 KERNEL_OF(256, 4, logit_gradients, (Array to, const float* logits, int width, u32 first, float inverse_temperature, const u32* offsets, const u32* tokens, const float* lse, const float* entropy, const float* dlogp, const float* dentropy)) {
     i64 at = (i64)blockIdx.x * width;
     float total = 0, de = dentropy ? dentropy[blockIdx.x] : 0, own = lse[blockIdx.x], h = entropy[blockIdx.x];

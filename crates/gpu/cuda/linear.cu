@@ -1,11 +1,11 @@
-// Computes y [rows, n] = x [rows, k] · Wᵀ for few rows (decoding), reading W [n, k] once. The weight is the left
-// factor, so that a row of x is a column of a tensor-core tile and its bits do not depend on the other rows. The split
-// of k depends only on n and k; parts are added in order.
+// Computes y [rows, n] = x [rows, k] · Wᵀ for few rows (decoding) and reads W [n, k] once. The weight is the left
+// factor. A row of x is therefore a column of a tensor-core tile, and its bits do not depend on the other rows. The
+// division of k into parts depends only on n and k; parts are added in order.
 #include "prim.cuh"
 
 constexpr int DEPTH = 64, WEIGHT_ROWS = 64, STAGES = 4, LINE = DEPTH + 8;
 
-/// Computes `partial[part, rows, n]` in f32, for up to `8 · BLOCKS` rows. Grid (n / 64, parts).
+/// Computes `partial[part, rows, n]` in f32, for up to `8 · BLOCKS` rows. The grid is (n / 64, parts).
 template <int BLOCKS> DEVICE void few_rows(float* partial, const u16* x, const u16* w, int rows, int n, int k, int steps) {
     DYNAMIC_SHARED(shared);
     u16 *sw = (u16*)shared, *sx = sw + STAGES * WEIGHT_ROWS * LINE;
@@ -47,7 +47,7 @@ template <int BLOCKS> DEVICE void few_rows(float* partial, const u16* x, const u
         if (out < n && row < rows) partial[((i64)blockIdx.y * rows + row) * n + out] = acc[b][e];
     }
 }
-/// Adds the parts in order to the bias and the residual, or to `y` itself.
+/// Adds the parts, in order, to the bias and the residual, or to `y` itself.
 KERNEL(few_rows_finish, (Array y, i64 y_stride, const float* partial, Array bias, Array residual, i64 residual_stride, int parts, i64 rows, int n)) {
     i64 i = thread_index();
     if (i >= rows * n) return;
@@ -60,7 +60,8 @@ KERNEL(few_rows_finish, (Array y, i64 y_stride, const float* partial, Array bias
 #define FEW(B) KERNEL_OF(128, 2, few_rows_##B, (float* partial, const u16* x, const u16* w, int rows, int n, int k, int steps)) { few_rows<B>(partial, x, w, rows, n, k, steps); }
 FEW(1) FEW(2) FEW(4) FEW(8)
 
-/// Computes the same products for any dtype and width without tensor cores: one warp per output of each row, one part.
+/// Computes the same products for any dtype and width without tensor cores. Each warp computes one output of each row,
+/// in one part.
 KERNEL_OF(128, 4, rows_product, (float* partial, Array x, Array w, int n, int k)) {
     int j = blockIdx.x * 4 + threadIdx.x / 32;
     float sum = 0;
@@ -69,8 +70,9 @@ KERNEL_OF(128, 4, rows_product, (float* partial, Array x, Array w, int n, int k)
     if (j < n && threadIdx.x % 32 == 0) partial[(i64)blockIdx.y * n + j] = sum;
 }
 
-/// Widens rows of a weight of 8 or 4 bits, some by index: `code · step + min`. A block of codes is 16 words; word i has
-/// elements i, i + 16, i + 32, … from its low bits up. 64 elements share a scale `{min, step}` in bf16.
+/// Widens rows of a weight of 8 or 4 bits, optionally selected by index: `code · step + min`. A block of codes is 16
+/// words. Word i has the elements i, i + 16, i + 32, …, starting at its low bits. 64 elements share a scale `{min,
+/// step}` in bf16.
 KERNEL(widen, (Array to, const u32* codes, const u32* scales, const u32* index, i64 rows, int k, int bits_, int row_words, int row_groups)) {
     i64 i = thread_index();
     if (i >= rows * k) return;

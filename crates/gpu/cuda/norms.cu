@@ -1,4 +1,5 @@
-// RMS and layer norm, one block of threads per row. Gradients of weights are column sums, in sums.cu.
+// RMS norm and layer norm, with one block of threads per row. Gradients with respect to weights are column sums (see
+// sums.cu).
 #include "prim.cuh"
 
 /// Computes `y = x · rstd · weight`.
@@ -18,7 +19,8 @@ KERNEL_OF(256, 4, rms, (Array y, float* rstd, Array x, Array weight, int dim, fl
         store4(y, at + j, at + dim, v);
     }
 }
-/// Computes `y = (x − mean) · rstd · weight + bias`. `stats` holds all means, then all reciprocal deviations.
+/// Computes `y = (x − mean) · rstd · weight + bias`. `stats` has all means, followed by all reciprocal standard
+/// deviations.
 KERNEL_OF(256, 4, layer, (Array y, float* stats, Array x, Array weight, Array bias, int dim, float eps)) {
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;
@@ -43,7 +45,7 @@ KERNEL_OF(256, 4, layer, (Array y, float* stats, Array x, Array weight, Array bi
         store4(y, at + j, at + dim, v);
     }
 }
-/// Adds the gradient of the input to `dx`.
+/// Adds the gradient with respect to the input to `dx`.
 KERNEL_OF(256, 4, rms_back, (Array dx, Array dy, Array x, const float* rstd, Array weight, int dim)) {
     SHARED(float, red, 32);
     i64 at = (i64)blockIdx.x * dim;

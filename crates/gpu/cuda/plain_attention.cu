@@ -1,6 +1,6 @@
-// Attention over ranges and over a cache for any dtype and head width up to 256, without tensor cores; used for f32
-// weights and odd widths. Each query (or key) and head has a block of 128 threads: first one thread per key, then one
-// per column.
+// Attention over ranges and over a cache without tensor cores, for any dtype and any head width up to 256. It is used
+// for f32 weights and for head widths that tensor cores do not support. Each query (or key) and head has a block of 128
+// threads. The block first has one thread per key, then one thread per column.
 #include "prim.cuh"
 
 struct Item { int q0, q1, k0, k1, off; };
@@ -22,14 +22,14 @@ DEVICE float dot(Array a, i64 at, Array b, i64 bt, int d) {
     }
     return sum;
 }
-/// Returns the end of the keys of an item that `row` sees.
+/// Returns the end of an item's keys that `row` sees.
 DEVICE int seen(Item it, int row) { return it.k1 < row + it.off ? it.k1 : row + it.off; }
 
 /// Online softmax over chunks of scores. A thread owns the output columns `threadIdx.x` and `threadIdx.x + 128`.
 struct Softmax {
     float top = -INFINITY, sum = 0, acc[COLUMNS] = {};
-    /// Adds a chunk. `score` is that of the thread's key, −∞ for none; `value(i, column)` is that of the chunk's i-th
-    /// key.
+    /// Adds a chunk. `score` is the score of the thread's key, or −∞ if it has none. `value(i, column)` is the value of
+    /// the i-th key of the chunk.
     template <class F> DEVICE void chunk(float score, float* p, float* red, int count, int d, F value) {
         float now = larger(top, block_max(score, red));
         float decay = now == -INFINITY ? 1 : exp_(top - now);
@@ -92,7 +92,8 @@ KERNEL_OF(128, 4, backward_q, (Array dq, Array dout, const float* lse, const flo
         if (j < d) store(dq, own + j, acc[c]);
     }
 }
-/// Computes the gradients of keys and values. Tiles hold key rows; their items hold the queries that see some of them.
+/// Computes the gradients with respect to keys and values. Tiles have key rows; their items have the queries that see
+/// some of these rows.
 KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse, const float* delta, Array q, Array k, Array v, const Tile* tiles, const Item* items, Shape sh, int d)) {
     SHARED(float, p, THREADS);
     SHARED(float, ds, THREADS);
@@ -129,13 +130,13 @@ KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse
     }
 }
 
-/// A decoding row: keys and values of its prompt (`[layer, row, keys | values]`), its number of tokens, including this
-/// one, and its first page in `pages` (`[layer, PAGE rows, keys | values]` each). A padding row has no tokens; its
-/// result is never read.
+/// A row to decode: the keys and values of its prompt (`[layer, row, keys | values]`), its number of tokens, including
+/// this one, and its first page in `pages` (each `[layer, PAGE rows, keys | values]`). A padding row has no tokens, and
+/// its result is never read.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
 constexpr int SPLIT = 256, PAGE = 64;
 
-/// Writes the keys and values of each row after its earlier tokens.
+/// Writes the keys and values of each row behind those of its earlier tokens.
 KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qkv, int stride, int width, int layer)) {
     Decode it = rows[blockIdx.x];
     int own = it.length - 1;
@@ -145,10 +146,10 @@ KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qk
         store4({pages[it.page + own / PAGE], cache_bf16}, to + j, to + width, load4(qkv, from + j, from + width));
 }
 
-/// Computes part `first + blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`: the online
-/// softmax's `{top, sum}` and sums of values `[row, head, part, 2 + d]`. The first `prompt_parts` of all `parts` belong
-/// to the prompt. Parts depend only on the position in prompt or completion, so a row's bits do not depend on other
-/// rows.
+/// Computes part `first + blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`. The results are
+/// `{top, sum}` of the online softmax and sums of values, `[row, head, part, 2 + d]`. The first `prompt_parts` of all
+/// `parts` belong to the prompt. The division into parts depends only on positions in the prompt or the completion, so
+/// the bits of a row do not depend on other rows.
 KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* const* pages, int cache_bf16, int layer, int first, int prompt_parts, int parts, int heads, int group, int stride, int d, float scale)) {
     SHARED(float, p, THREADS);
     SHARED(float, red, 32);
@@ -170,7 +171,7 @@ KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* co
     UNROLL for (int c = 0; c < COLUMNS; c++)
         if (int j = threadIdx.x + c * THREADS; j < d) to[2 + j] = s.acc[c];
 }
-/// Joins the parts in order; empty ones have a top of −∞.
+/// Joins the parts in order. Empty parts have a `top` of −∞.
 KERNEL(decode_join, (Array out, const float* partial, i64 count, int parts, int d)) {
     i64 i = thread_index();
     if (i >= count * d) return;

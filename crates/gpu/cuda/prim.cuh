@@ -54,7 +54,7 @@ DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"
 template <int NEWEST> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
 #endif
 
-/// An array of either dtype; `at` is null for an absent array. All threads take the same branch on the dtype.
+/// An array of either dtype. `at` is null for an absent array. All threads take the same branch on the dtype.
 struct Array { char* at; int bf16; };
 struct Four { float x[4]; };
 struct alignas(16) Words4 { u32 x[4]; };
@@ -65,7 +65,7 @@ DEVICE void store(Array a, i64 i, float v) {
     if (a.bf16) ((u16*)a.at)[i] = bf16(v);
     else ((float*)a.at)[i] = v;
 }
-/// Loads elements `i..i + 4`, with zeros from `end` on.
+/// Loads the elements `i..i + 4`. Elements from `end` on are zeros.
 DEVICE Four load4(Array a, i64 i, i64 end) {
     Four v = {};
     u64 at = (u64)a.at + i * (a.bf16 ? 2 : 4);
@@ -106,8 +106,8 @@ template <class T> DEVICE T warp_sum(T x) {
     for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
     return x;
 }
-/// Returns the sum over the block, with the same bits in every thread. `red` has 32 elements; blocks consist of full
-/// warps.
+/// Returns the sum over the block, with the same bits in every thread. `red` has 32 elements. Blocks must consist of
+/// full warps.
 template <class T> DEVICE T block_sum(T x, T* red) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = x;

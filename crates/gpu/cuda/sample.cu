@@ -1,16 +1,16 @@
-// Draws a token from each row of logits, one block per row. The steps follow the order of `transformers`: penalty,
-// minimum length, temperature, top-k, top-p, min-p. The host supplies the uniform number.
+// Draws a token from each row of logits, with one block per row. The steps follow the order of `transformers`:
+// repetition penalty, minimum length, temperature, top-k, top-p, min-p. The host supplies the uniform random number.
 //
-// Tokens are ordered by falling logit, equal ones by id. Nothing is sorted: a position in that order is found bit by
-// bit in a logit's key, with one sum over the row per bit, in fixed order.
+// Tokens are ordered by decreasing logit, and tokens with the same logit by id. Nothing is sorted. A position in that
+// order is found bit by bit in the key of a logit, with one sum over the row per bit, in a fixed order.
 #include "prim.cuh"
 
 struct Sampling { float temperature, top_p, min_p, scoring; int top_k; u32 vocab; };
 struct Drawn { u32 id; float logp, sampler_logp, entropy; };
-/// Tokens up to a position in the order.
+/// The tokens up to a position in the order.
 struct Cut { u32 key, id; };
 
-/// Maps floats to unsigned numbers of the same order.
+/// Maps floats to unsigned numbers that have the same order.
 DEVICE u32 key_of(float x) {
     u32 b = bits(x);
     return b >> 31 ? ~b : b | 0x80000000u;
@@ -22,7 +22,8 @@ template <class F> DEVICE double total(const float* z, u32 vocab, double* red, F
     for (u32 id = threadIdx.x; id < vocab; id += blockDim.x) sum += of(z[id], id);
     return block_sum(sum, red);
 }
-/// Returns the largest key for which the tokens at or above it sum to more than `bound` (with `reach`: to at least it).
+/// Returns the largest key for which the tokens at or above it sum to more than `bound` (with `reach`, to at least
+/// `bound`).
 template <class F> DEVICE u32 descend(const float* z, u32 vocab, double* red, double bound, bool reach, F of) {
     u32 key = 0;
     for (u32 bit = 0x80000000u; bit; bit >>= 1) {
@@ -32,7 +33,7 @@ template <class F> DEVICE u32 descend(const float* z, u32 vocab, double* red, do
     }
     return key;
 }
-/// Returns the id of the `rank`-th token of a key that `cut` keeps, or of the last one.
+/// Returns the id of the `rank`-th token with a certain key that `cut` keeps, or of the last such token.
 DEVICE u32 id_of(const float* z, u32 vocab, u32* counts, u32 key, Cut cut, u32 rank) {
     u32 per = (vocab + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * per, end = begin + per < vocab ? begin + per : vocab;
     u32 own = 0, before = 0, all = 0;
@@ -54,8 +55,8 @@ DEVICE u32 id_of(const float* z, u32 vocab, u32* counts, u32 key, Cut cut, u32 r
     return id;
 }
 
-/// Divides positive and multiplies negative logits of the tokens `ids[offsets[row]..offsets[row + 1]]`, which are
-/// distinct, and saves their previous values in `raw`.
+/// Divides the positive and multiplies the negative logits of the tokens `ids[offsets[row]..offsets[row + 1]]` by the
+/// penalty. These tokens are distinct. Their previous logits are saved in `raw`.
 KERNEL(penalise, (float* logits, float* raw, const u32* offsets, const u32* ids, u32 vocab, float penalty)) {
     float* z = logits + (i64)blockIdx.x * vocab;
     for (u32 i = offsets[blockIdx.x] + threadIdx.x; i < offsets[blockIdx.x + 1]; i += blockDim.x) {
@@ -68,7 +69,7 @@ KERNEL(forbid, (float* logits, const u32* forbids, const u32* ids, int count, u3
     if (!forbids[blockIdx.x]) return;
     for (int i = threadIdx.x; i < count; i += blockDim.x) logits[(i64)blockIdx.x * vocab + ids[i]] = -INFINITY;
 }
-/// Draws tokens. `lse` and `entropy` are those of the scoring temperature, before penalties.
+/// Draws tokens. `lse` and `entropy` belong to the scoring temperature, before penalties.
 KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, const u32* offsets, const u32* ids, const double* uniforms, const float* lse, const float* entropy, Sampling p)) {
     SHARED(double, red, 32);
     SHARED(float, red32, 32);
@@ -111,8 +112,8 @@ KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, cons
             double each = own(from_bits(key >> 31 ? key & 0x7fffffffu : ~key));
             id = id_of(z, vocab, counts, key, cut, (u32)((bound - above) / each));
         } else {
-            // In the order of ids: each thread sums a run of them, then one thread walks through the run that contains
-            // the bound.
+            // Search in the order of ids: each thread sums a range of them, then one thread searches the range that
+            // contains the bound.
             SHARED(double, runs, 256);
             u32 per = (vocab + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * per;
             double sum = 0;

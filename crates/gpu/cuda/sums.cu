@@ -1,8 +1,9 @@
-// Sums over many rows or elements, in an order that depends on sizes alone: parts first, then the parts in order.
+// Sums over many rows or elements, in an order that depends on sizes alone. Parts are summed first, and then added in
+// order.
 #include "prim.cuh"
 
-/// Computes `partial[part, j]`, the sum of `a[row, j]` over the part's rows, multiplied by `b[row, j]` if given, or by
-/// `(b − mean) · rstd`. One thread per column; rows of a part are added in order.
+/// Computes `partial[part, j]`, the sum of `a[row, j]` over the rows of the part. The terms are multiplied by `b[row,
+/// j]` if it is given, or by `(b − mean) · rstd`. One thread per column; the rows of a part are added in order.
 KERNEL(column_sums, (float* partial, Array a, i64 a_stride, Array b, const float* mean, const float* rstd, i64 rows, int cols, i64 per_part)) {
     int j = blockIdx.x * blockDim.x + threadIdx.x;
     if (j >= cols) return;
@@ -35,8 +36,8 @@ KERNEL_OF(256, 4, dots, (double* partial, Array a, Array b, i64 n, i64 per_block
     sum = block_sum(sum, red);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
-/// Computes rows as weighted sums of rows: sets row `targets[r]` (or `r`) of `y` to `Σ weights[i] · x[rows[i]]` over
-/// `offsets[r]..offsets[r + 1]`, in that order, or adds it. One block per row.
+/// Computes rows as weighted sums of rows. Sets row `targets[r]` (or `r`) of `y` to `Σ weights[i] · x[rows[i]]` over
+/// `offsets[r]..offsets[r + 1]`, in that order, or adds the sum to it. One block per row.
 KERNEL(mix_rows, (Array y, Array x, const u32* targets, const u32* offsets, const u32* rows, const float* weights, int cols, int adds)) {
     i64 at = (i64)(targets ? targets[blockIdx.x] : blockIdx.x) * cols;
     u32 begin = offsets[blockIdx.x], end = offsets[blockIdx.x + 1];

@@ -112,7 +112,7 @@ void wait_copies(unsigned newest) {
     }
 }
 
-/// Stacks of a host thread's fibers, kept for its next launch.
+/// Stacks of the fibers of a host thread, kept for its next launch.
 struct Stacks {
     char* at = nullptr;
     size_t bytes = 0;
@@ -155,8 +155,8 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
             b.warps[f.warp].alive = ++b.warps[f.warp].size;
             f.sp = first_frame(stacks + STACK * (i + 1), start);
         }
-        // With seed 0 all threads advance together. With others, a random warp runs ahead, for some steps or until it
-        // waits for the rest of the block, so every effect of a missing barrier occurs under some seed.
+        // With seed 0, all threads advance together. With another seed, a random warp runs ahead, for some steps or
+        // until it waits for the rest of the block. Every effect of a missing barrier therefore occurs under some seed.
         while (b.alive) {
             bool moved = false;
             unsigned from = 0, to = threads;
@@ -192,7 +192,7 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
     return nullptr;
 }
 
-/// A matrix in the layout of products: `[rows, cols]` with `ld` elements from row to row.
+/// A matrix in the layout of products: `[rows, cols]`, with `ld` elements from one row to the next.
 struct Operand { const char* at; int64_t ld; int bf16, transposed; };
 static std::vector<float> widened(Operand o, int64_t rows, int64_t cols) {
     std::vector<float> x(rows * cols);
@@ -204,7 +204,7 @@ static std::vector<float> widened(Operand o, int64_t rows, int64_t cols) {
 }
 }  // namespace emu
 
-/// Launches like cuLaunchKernel. Returns null, or the error.
+/// Launches a kernel like cuLaunchKernel. Returns null, or the error.
 extern "C" const char* emulated_launch(const char* file, const char* name, const unsigned* grid, unsigned threads, size_t shared, void** args, const size_t* sizes, size_t count, uint64_t seed) {
     for (emu::Kernel* k = emu::kernels; k; k = k->next) {
         if (strcmp(k->file, file) || strcmp(k->name, name)) continue;
@@ -214,7 +214,8 @@ extern "C" const char* emulated_launch(const char* file, const char* name, const
     }
     return "there is no such kernel";
 }
-/// Computes `c [m, n] (+)= a [m, k] · b [k, n]` with f32 sums over k in order; cuBLASLt does this on a GPU.
+/// Computes `c [m, n] (+)= a [m, k] · b [k, n]` with f32 sums over k in order. On a GPU, cuBLASLt computes this
+/// product.
 extern "C" void emulated_product(int64_t m, int64_t n, int64_t k, const emu::Operand* a, const emu::Operand* b, char* c, int64_t ldc, int bf16_out, int adds) {
     std::vector<float> x = emu::widened(*a, m, k), y = emu::widened(*b, k, n), sum(n);
     for (int64_t i = 0; i < m; i++) {

@@ -1,7 +1,7 @@
-// Runs CUDA C++ on the CPU, for tests: one fiber per thread, blocks one after the other. A seed determines which warp
-// runs and how far ahead of the others. Shared memory starts as NaN, and asynchronous copies arrive immediately or when
-// a thread waits for them, so a missing barrier or wait changes results from seed to seed. Only `prim.cuh` includes
-// this file.
+// Runs CUDA C++ on the CPU, for tests, with one fiber per thread and one block after the other. A seed determines which
+// warp runs, and how far ahead of the others. Shared memory starts as NaN. Asynchronous copies arrive immediately, or
+// when a thread waits for them. A missing barrier or wait therefore changes results from seed to seed. Only `prim.cuh`
+// includes this file.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -26,7 +26,8 @@ struct Fiber {
     std::vector<std::vector<Copy>> groups;  // of asynchronous copies, oldest first
     std::vector<Copy> open;
 };
-/// Values that the lanes of a warp exchange. With two slots, a fast lane's next exchange leaves the last one readable.
+/// Values that the lanes of a warp exchange. There are two slots, so the last exchange stays readable during the next
+/// exchange of a fast lane.
 struct Warp {
     unsigned size = 0, alive = 0, waiting = 0;
     const void* meeting = nullptr;  // the operation at which the lanes wait for each other
@@ -51,7 +52,7 @@ extern thread_local Block* block;
 extern thread_local Fiber* self;
 
 void wait_block();
-/// Waits for the other lanes of the warp, all at the operation `what`; the last one calls `last(warp, parity)`.
+/// Waits for the other lanes of the warp, all at the operation `what`. The last lane calls `last(warp, parity)`.
 void wait_warp(const void* what, void (*last)(Warp&, unsigned) = nullptr);
 void wait_copies(unsigned newest);
 void copy(Copy what);
@@ -60,7 +61,7 @@ void* shared_array(const void* place, size_t bytes);
 /// Ends the launch with a message.
 [[noreturn]] void fail(const char* why);
 
-/// Publishes `value` of this lane. The result holds those of all lanes until the exchange after the next.
+/// Publishes `value` of this lane. Returns the values of all lanes, which stay valid until the exchange after the next.
 template <class T> inline const unsigned char (*exchange(const T& value, void (*last)(Warp&, unsigned) = nullptr))[64] {
     static_assert(sizeof(T) <= 64);
     static const char place = 0;
@@ -77,7 +78,7 @@ template <class T> inline T of_lane(const unsigned char (*slots)[64], unsigned l
 }
 void multiply(Warp& warp, unsigned parity);
 
-/// A kernel and its entry with the argument array of cuLaunchKernel.
+/// A kernel, and its entry point, which takes the argument array of cuLaunchKernel.
 struct Kernel {
     const char *file, *name;
     void (*run)(void**);
@@ -139,7 +140,7 @@ inline uint16_t bf16(float f) {
     return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 inline uint32_t pack(float lo, float hi) { return bf16(lo) | uint32_t(bf16(hi)) << 16; }
-/// Computes `d[16×8] += a[16×16] · b[16×8]`, with fragments laid out as in mma.sync.m16n8k16.row.col.
+/// Computes `d[16×8] += a[16×16] · b[16×8]`, with the fragments of mma.sync.m16n8k16.row.col.
 inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     struct Fragments { uint32_t a[4], b[2]; } own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
     emu::exchange(own, emu::multiply);
@@ -159,8 +160,8 @@ template <bool TRANSPOSED> inline void load_matrices(uint32_t (&r)[4], const uin
                               : emu::of_lane<const uint16_t*>(slots, m * 8 + g)[2 * t + i];
         r[m] = x[0] | uint32_t(x[1]) << 16;
     }
-    // The instruction reads all lanes together; without this wait a fast lane could overwrite data that a slow one
-    // still reads.
+    // The instruction reads all lanes together. Without this wait, a fast lane could overwrite data that a slow lane
+    // has not read yet.
     emu::wait_warp(&place);
 }
 inline void copy_async(void* to, const void* from, bool valid) {

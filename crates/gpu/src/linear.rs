@@ -86,8 +86,8 @@ impl Factored<'_> {
     }
 }
 
-/// Number of rows in a block of inputs. The next two constants are the rows in a block of weights and the columns of a stage. All
-/// three belong to the kernel for few rows.
+/// Number of input rows in a block of the kernel for few rows. The constants below are its weight rows per block, the columns of
+/// a stage and the number of stages.
 const FEW_ROWS: usize = 64;
 const WEIGHT_ROWS: usize = 64;
 const DEPTH: usize = 64;
