@@ -323,7 +323,7 @@ impl Cuda {
                 let (_, text) = FILES
                     .iter()
                     .find(|(known, _)| *known == file)
-                    .ok_or_else(|| missing("no such file of kernels".into()))?;
+                    .ok_or_else(|| missing("the file of kernels does not exist".into()))?;
                 let cubin = nvrtc::compile_cached(file, text, &self.arch, &self.cache)?;
                 // SAFETY: the image is a cubin, which states its own size.
                 let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }
@@ -332,7 +332,7 @@ impl Cuda {
                 module
             }
         };
-        let symbol = CString::new(name).map_err(|_| missing("a name with a zero byte".into()))?;
+        let symbol = CString::new(name).map_err(|_| missing("the name contains a zero byte".into()))?;
         // SAFETY: modules are never unloaded.
         let function = unsafe { result::module::get_function(module, symbol) }
             .map_err(|error| missing(error.to_string()))?;

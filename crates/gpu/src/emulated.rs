@@ -175,7 +175,7 @@ impl Emulated {
                 true => Ok(()),
                 false => Err(Error::Driver {
                     call: "freeing an array",
-                    what: format!("a kernel wrote behind its {bytes} bytes"),
+                    what: format!("a kernel wrote beyond the end of its {bytes} bytes"),
                 }),
             }
         }
@@ -261,7 +261,7 @@ impl Emulated {
         let (file, name) = launch.file_and_name();
         let fail = |what: String| Err(Error::Launch { kernel: launch.kernel.into(), what });
         let (Ok(file), Ok(name)) = (CString::new(file), CString::new(name)) else {
-            return fail("a name with a zero byte".into());
+            return fail("the name contains a zero byte".into());
         };
         let grid = launch.grid.map(|n| n as u32);
         // The order differs from launch to launch; 0 stays 0.

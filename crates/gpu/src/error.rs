@@ -25,7 +25,9 @@ pub enum Error {
         expected: i32,
     },
     /// GPU number that does not exist.
-    #[error("there is no GPU {ordinal}: the driver reports {count} (CUDA_VISIBLE_DEVICES may hide others)")]
+    #[error(
+        "GPU {ordinal} does not exist: the driver reports {count} in total (CUDA_VISIBLE_DEVICES may hide others)"
+    )]
     NoDevice {
         /// Requested GPU number.
         ordinal: usize,
@@ -45,7 +47,7 @@ pub enum Error {
     },
     /// GPU that cannot be opened because other processes use it.
     #[error(
-        "{name} cannot be opened: {what}; another program holds it (`nvidia-smi` lists them): end it, or use another GPU or the CPU"
+        "{name} cannot be opened: {what}; another program uses this GPU (`nvidia-smi` lists programs); end that program, or use another GPU or the CPU"
     )]
     Occupied {
         name: String,
@@ -65,10 +67,10 @@ pub enum Error {
     },
     /// Insufficient GPU memory for an array.
     #[error(
-        "out of GPU memory: {wanted} bytes needed, {free} of {total} free; lower the tokens of a pass (max_stream_tokens), \
+        "out of GPU memory: {wanted} bytes needed, {free} of {total} free; lower the number of tokens per pass (max_stream_tokens), \
          recompute activations (gradient_checkpointing), store the optimizer's state in main memory (offload_optimizer) and \
-         the reference on the CPU (reference_device), or train adapters (use_peft) on weights in bfloat16 or fewer bits \
-         (load_in_8bit, load_in_4bit)"
+         the reference on the CPU (reference_device), or train adapters (use_peft) on weights in bfloat16, 8 bits \
+         (load_in_8bit) or 4 bits (load_in_4bit)"
     )]
     Memory {
         /// Size of the array that did not fit, in bytes.

@@ -58,7 +58,7 @@ fn options(arch: &str) -> [String; 4] {
 pub fn compile(file: &str, text: &str, arch: &str) -> Result<Compiled> {
     version()?;
     let bad = |log: String| Error::Compile { file: file.into(), arch: arch.into(), log };
-    let c = |s: &str| CString::new(s).map_err(|_| bad("a zero byte in the text".into()));
+    let c = |s: &str| CString::new(s).map_err(|_| bad("the text contains a zero byte".into()));
     let (source, name, header) = (c(text)?, c(&format!("{file}.cu"))?, c(PRIMITIVES)?);
     let headers = [header.as_ptr()];
     let names = [c"prim.cuh".as_ptr()];

@@ -56,7 +56,7 @@ impl Path {
     #[must_use]
     pub fn why(self) -> &'static str {
         match self {
-            Self::Widened => "every CPU can",
+            Self::Widened => "it works on every CPU",
             Self::Dot => &probe::bf16().why,
             Self::Amx => &probe::amx().why,
         }
@@ -178,9 +178,9 @@ pub static TABLE: &[Row] = &[
 /// Path that [`choose`] has set, or 0 if none is set.
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
-/// Error: the chosen path does not work on this CPU.
+/// Error of [`choose`]: the path does not work on this CPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("this machine cannot multiply bf16 weights with the path {:?}: {why}", path.name())]
+#[error("this machine cannot use the path {:?} for products with bf16 weights: {why}", path.name())]
 pub struct Unavailable {
     pub path: Path,
     pub why: &'static str,

@@ -42,7 +42,7 @@ fn doubt(feature: &Feature) -> Option<String> {
     let used = if feature.works { "used" } else { "not used" };
     feature.untried.then(|| {
         format!(
-            "warning: {}: {}; it is {used}, and results can differ in their last digits from a run that could try it",
+            "warning: {}: {}; it is {used}, and the last digits of results may differ from those of a run in which the test worked",
             feature.name, feature.why
         )
     })
@@ -106,11 +106,11 @@ mod system {
     }
 
     pub(super) fn vectors(name: &'static str, _announced: bool, _trial: fn() -> bool) -> Feature {
-        feature(name, false, "not looked for on this system")
+        feature(name, false, "not tested on this system")
     }
 
     pub(super) fn amx() -> Feature {
-        feature("AMX", false, "not looked for on this system")
+        feature("AMX", false, "not tested on this system")
     }
 }
 
@@ -144,9 +144,9 @@ mod system {
         pub(super) fn verdict(self, name: &'static str, announced: bool) -> Feature {
             let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
             match self {
-                Self::Right if announced => feature(name, true, "a trial product was right"),
-                Self::Right => feature(name, true, format!("{said}, but a trial product was right")),
-                Self::Wrong => feature(name, false, format!("{said}, but a trial product was wrong")),
+                Self::Right if announced => feature(name, true, "a test product was correct"),
+                Self::Right => feature(name, true, format!("{said}, but a test product was correct")),
+                Self::Wrong => feature(name, false, format!("{said}, but a test product was wrong")),
                 Self::Signal(signal) => {
                     let answers = [libc::SIGILL, libc::SIGSEGV, libc::SIGBUS].contains(&signal);
                     let signal = match signal {
@@ -156,12 +156,12 @@ mod system {
                         libc::SIGALRM => format!("a time limit of {TRIAL_SECS} s"),
                         other => format!("signal {other}"),
                     };
-                    let why = format!("{said}, but a trial ended with {signal}");
+                    let why = format!("{said}, but a test ended with {signal}");
                     Feature { untried: !answers, ..feature(name, false, why) }
                 }
                 Self::None(why) => Feature {
                     untried: true,
-                    ..feature(name, announced, format!("{said}; it could not be tried: {why}"))
+                    ..feature(name, announced, format!("{said}; the test could not run: {why}"))
                 },
             }
         }
@@ -173,7 +173,7 @@ mod system {
         // SAFETY: the child calls only async-signal-safe functions and the trial, and exits without running destructors.
         let child = unsafe { libc::fork() };
         if child < 0 {
-            return Trial::None(format!("no child: {}", Error::last_os_error()));
+            return Trial::None(format!("the child process did not start: {}", Error::last_os_error()));
         }
         if child == 0 {
             // SAFETY: as above; all pointers point to local variables.
@@ -196,7 +196,7 @@ mod system {
                 break;
             }
             if error.raw_os_error() != Some(libc::EINTR) {
-                return Trial::None(format!("its end was not seen: {error}"));
+                return Trial::None(format!("waiting for the child process failed: {error}"));
             }
         }
         if libc::WIFSIGNALED(status) {
@@ -338,7 +338,11 @@ mod system {
         }
         if let Err(error) = permission() {
             let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
-            return feature(NAME, false, format!("{said}, and the kernel refuses tiles: {error}"));
+            return feature(
+                NAME,
+                false,
+                format!("{said}, and the operating system does not permit tiles: {error}"),
+            );
         }
         tried(try_amx).verdict(NAME, announced)
     }
@@ -370,24 +374,24 @@ mod system {
         #[test]
         fn the_trial_decides_and_says_why() {
             let refused = tried(illegal).verdict("AMX", true);
-            let why = "the CPU announces it, but a trial ended with SIGILL (illegal instruction)";
+            let why = "the CPU announces it, but a test ended with SIGILL (illegal instruction)";
             assert_eq!(refused, feature("AMX", false, why));
             let hidden = Trial::Right.verdict("AMX", false);
             assert_eq!(
                 hidden,
-                feature("AMX", true, "the CPU does not announce it, but a trial product was right")
+                feature("AMX", true, "the CPU does not announce it, but a test product was correct")
             );
             assert!(!Trial::Wrong.verdict("AMX", true).works);
             let untried = Trial::None("no child: busy".into());
             let untried = untried.verdict("AMX", true);
-            let why = "the CPU announces it; it could not be tried: no child: busy";
+            let why = "the CPU announces it; the test could not run: no child: busy";
             assert_eq!(untried, Feature { untried: true, ..feature("AMX", true, why) });
             let hidden = Trial::None("no child: busy".into()).verdict("AMX", false);
             assert!(!hidden.works);
             assert_eq!(
                 super::super::doubt(&hidden).unwrap(),
-                "warning: AMX: the CPU does not announce it; it could not be tried: no child: busy; it is not used, and \
-                 results can differ in their last digits from a run that could try it"
+                "warning: AMX: the CPU does not announce it; the test could not run: no child: busy; it is not used, and \
+                 the last digits of results may differ from those of a run in which the test worked"
             );
             assert_eq!(super::super::doubt(&refused), None);
             let slow = Trial::Signal(libc::SIGALRM).verdict("AMX", true);

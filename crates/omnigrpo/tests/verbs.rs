@@ -1368,7 +1368,7 @@ fn gpus_that_cannot_be_used_are_errors() {
     let cuda = |n: &str| format!("{score} --device {n}");
     let cannot = "the GPU cannot be used";
     run(&cuda("cuda:3"), &[("DRIVER_CARDS", "2")])
-        .fails(1, &[cannot, "there is no GPU 3: the driver reports 2", "CUDA_VISIBLE_DEVICES"]);
+        .fails(1, &[cannot, "GPU 3 does not exist: the driver reports 2", "CUDA_VISIBLE_DEVICES"]);
     let old = ["the NVIDIA driver supports CUDA 12.4, expected 13.0 or newer", "update the driver"];
     run(&cuda("cuda"), &[("DRIVER_VERSION", "12040")])
         .fails(1, &[&[cannot, "--device cuda:0"], &old[..]].concat());
@@ -1389,7 +1389,7 @@ fn gpus_that_cannot_be_used_are_errors() {
             "{}",
             ran.stderr
         );
-        run(&cuda("cuda:0"), &[none]).fails(1, &[cannot, "there is no GPU 0: the driver reports 0"]);
+        run(&cuda("cuda:0"), &[none]).fails(1, &[cannot, "GPU 0 does not exist: the driver reports 0"]);
     }
     run(&cuda("gpu"), &[]).fails(2, &["no device has this name", "`gpu`", "`cuda:N`", "--device"]);
     let shown = run(&cuda("auto"), &[("DRIVER_CARDS", "0"), ("CUDA_VISIBLE_DEVICES", "")]).stderr;
@@ -1418,8 +1418,10 @@ fn gpus_that_cannot_be_used_are_errors() {
     }
     doctor(&[], &["cuda:0, which `--device auto` takes"]);
     for (code, what) in [("2", "out of memory"), ("46", "busy or unavailable")] {
-        run(&cuda("cuda"), &[("DRIVER_OPEN", code)])
-            .fails(1, &[cannot, "Stand-in cannot be opened", what, "another program holds it (`nvidia-smi`"]);
+        run(&cuda("cuda"), &[("DRIVER_OPEN", code)]).fails(
+            1,
+            &[cannot, "Stand-in cannot be opened", what, "another program uses this GPU (`nvidia-smi`"],
+        );
     }
     if !omnigrpo_gpu::libraries(&[])[0].found && omnigrpo_gpu::survey().is_err() {
         // This machine itself.

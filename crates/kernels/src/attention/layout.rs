@@ -43,12 +43,13 @@ pub struct AttentionLayout {
     pub ranges: Vec<QueryRange>,
 }
 
-/// Error: a layout does not fit its rows.
+/// Error of a layout that does not fit its rows.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum LayoutError {
     /// Query ranges overlap, leave a gap, or do not end at the last row.
     #[error(
-        "attention layout: query rows {got:?} follow row {expected}; ranges must cover 0..{rows} once, without gap"
+        "attention layout: got query rows {got:?}, expected a range that starts at {expected} and ends by {rows}; \
+         the ranges must cover 0..{rows} exactly once"
     )]
     Queries {
         /// The first range, in the order of their starts, that does not begin where the previous range ends.
@@ -59,7 +60,7 @@ pub enum LayoutError {
         rows: usize,
     },
     /// A key range is reversed or extends beyond the last key row.
-    #[error("attention layout: query rows {queries:?} see key rows {got:?}, but there are {rows} key rows")]
+    #[error("attention layout: query rows {queries:?} see key rows {got:?}, expected rows in 0..{rows}")]
     Keys {
         queries: Range<usize>,
         /// Invalid key range of these queries.
