@@ -1,7 +1,7 @@
-//! Tests of the instructions for products of matrices, 16-bit floats and bytes: do they work on this machine?
+//! Tests that find out which instructions for products of matrices, 16-bit floats and bytes work on this machine.
 //!
 //! On virtual machines, the instructions that a CPU announces can differ from those that a process may use. One machine hides the
-//! CPUID leaf that describes matrix tiles, although the kernel allows tiles and products are correct. Another machine announces
+//! CPUID leaf that describes matrix tiles, although the system allows tiles and products are correct. Another machine announces
 //! an instruction but raises a signal when it runs.
 //!
 //! Therefore each test forks a child that only runs a small product with a known result. The child exits, is killed by a signal,

@@ -253,8 +253,8 @@ pub(crate) mod bytes {
 
     /// Number of rows that are multiplied together.
     const ROWS: usize = 8;
-    /// Number of lines by which the first-level cache is prefetched. This cache allows few outstanding requests, so the
-    /// second-level cache is prefetched earlier, by `FAR` lines.
+    /// Number of lines by which prefetching into the first-level cache runs ahead. This cache allows few outstanding requests,
+    /// so lines are prefetched into the second-level cache earlier, by `FAR` lines.
     const NEAR: usize = 24;
     const FAR: usize = 320;
 
