@@ -12,7 +12,7 @@ pub(crate) struct Factor {
 }
 
 impl Factor {
-    /// Selects the columns from `col` on of a matrix whose rows have `ld` elements.
+    /// Selects the columns that start at `col` in a matrix whose rows have `ld` elements.
     pub(crate) fn new(array: &Array, col: usize, ld: usize) -> Self {
         Self { at: array.place(col), dtype: array.dtype(), ld, transposed: false }
     }

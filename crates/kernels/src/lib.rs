@@ -111,7 +111,7 @@ impl<'a> Weight<'a> {
     /// Creates a weight of `n` rows of `k` elements.
     ///
     /// # Panics
-    /// Panics if `stored` does not hold `n · k` elements.
+    /// Panics if `stored` does not have `n · k` elements.
     #[must_use]
     #[track_caller]
     pub fn new(stored: Stored<'a>, n: usize, k: usize) -> Self {

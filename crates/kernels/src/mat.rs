@@ -26,7 +26,7 @@ impl<'a, T> Mat<'a, T> {
     /// Creates a matrix of contiguous rows.
     ///
     /// # Panics
-    /// Panics if `data` does not hold `rows · cols` elements.
+    /// Panics if `data` does not have `rows · cols` elements.
     #[must_use]
     #[track_caller]
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
@@ -96,7 +96,7 @@ impl<'a> MatMut<'a> {
     /// Creates a matrix of contiguous rows.
     ///
     /// # Panics
-    /// Panics if `data` does not hold `rows · cols` elements.
+    /// Panics if `data` does not have `rows · cols` elements.
     #[must_use]
     #[track_caller]
     pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {

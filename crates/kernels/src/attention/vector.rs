@@ -117,7 +117,7 @@ fn gather_rows(rows: Mat, keys: Range<usize>, at: usize, d: usize, to: &mut Vec<
     to.as_ptr()
 }
 
-/// Prefetches the rows of a head, as far as they are in bounds.
+/// Prefetches the rows of a head, if they are in bounds.
 #[inline(always)]
 fn ask(rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     for key in keys.start..keys.end.min(rows.rows) {

@@ -138,7 +138,7 @@ impl Columns<'_> {
         }
     }
 
-    /// Writes sums of row `i` for the columns from `j` on.
+    /// Writes sums of row `i` for the columns that start at `j`.
     #[inline(always)]
     fn write(&self, i: usize, j: usize, sums: &[f32]) {
         let y = self.y.data.ptr(i * self.y.stride + self.column + j);
@@ -186,7 +186,7 @@ simd_fn! {
 }
 
 impl Sums {
-    /// Computes the `R` rows from `i` on. The order of summation is that of the groups and of their elements.
+    /// Computes the `R` rows that start at `i`. The order of summation is that of the groups and of their elements.
     #[inline(always)]
     fn tile<S: Simd, const BITS: usize, const R: usize>(
         &self,
@@ -387,7 +387,7 @@ pub(crate) mod bytes {
             }
         }
 
-        /// Computes the `R` rows from `i` on, and returns `R`.
+        /// Computes the `R` rows that start at `i`, and returns `R`.
         ///
         /// # Safety
         /// The rows must be in bounds, and the CPU must have the instructions.
