@@ -288,7 +288,7 @@ impl WithSimd for PackRows<'_> {
     }
 }
 
-/// One block of the inner dimension: its start, its length, and and a flag that is true if the output already has a value.
+/// One block of the inner dimension: its start, its length and a flag that is true if the output already has a value.
 #[derive(Clone, Copy)]
 struct Part {
     start: usize,

@@ -42,7 +42,7 @@ fn doubt(feature: &Feature) -> Option<String> {
     let used = if feature.works { "used" } else { "not used" };
     feature.untried.then(|| {
         format!(
-            "warning: {}: {}; it is {used}, and the last digits of results may differ from those of a run in which the test worked",
+            "warning: {}: {}; it is {used}, and the last digits of results may differ from those of a run in which the test could run",
             feature.name, feature.why
         )
     })
@@ -391,7 +391,7 @@ mod system {
             assert_eq!(
                 super::super::doubt(&hidden).unwrap(),
                 "warning: AMX: the CPU does not announce it; the test could not run: no child: busy; it is not used, and \
-                 the last digits of results may differ from those of a run in which the test worked"
+                 the last digits of results may differ from those of a run in which the test could run"
             );
             assert_eq!(super::super::doubt(&refused), None);
             let slow = Trial::Signal(libc::SIGALRM).verdict("AMX", true);
