@@ -21,12 +21,10 @@
 mod ffmpeg;
 mod mel;
 mod native;
-mod resample;
 
 use std::path::Path;
 
 pub use mel::{LogMel, MelSpectrogram};
-pub use resample::resample;
 
 use crate::{Limits, MediaError};
 
@@ -50,6 +48,18 @@ impl AudioClip {
     pub fn duration_s(&self) -> f64 {
         self.samples.len() as f64 / f64::from(self.sample_rate_hz.max(1))
     }
+}
+
+/// Returns the same sound at another rate, with `ceil(n · new rate / old rate)` samples.
+///
+/// # Errors
+/// Returns an error if a rate is 0.
+pub fn resample(clip: &AudioClip, sample_rate_hz: u32) -> Result<AudioClip, MediaError> {
+    let from = clip.sample_rate_hz;
+    let samples = omnigrpo_resample::resample(&clip.samples, from, sample_rate_hz).map_err(|reason| {
+        MediaError::setting("resampling", format!("{from} Hz to {sample_rate_hz} Hz ({reason})"), "positive rates")
+    })?;
+    Ok(AudioClip { samples, sample_rate_hz })
 }
 
 /// Which part of a sound to take.
