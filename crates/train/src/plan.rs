@@ -1,4 +1,4 @@
-//! Plan of a run, and its summary.
+//! Plan of a run and its summary.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -22,76 +22,76 @@ use crate::schedule::ScheduleKind;
 use crate::selection::Selection;
 use crate::step::Algorithm;
 
-/// When checkpoints are written.
+/// Condition for writing checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveWhen {
-    /// Only the model at the end.
+    /// No checkpoints, only the model at the end.
     Never,
-    /// Every so many updates.
+    /// Every given number of updates.
     Steps(u64),
     /// After every epoch.
     Epoch,
-    /// When the evaluation metric improves.
+    /// On every improvement of the evaluation metric.
     Best,
 }
 
-/// When the model is evaluated, besides the end.
+/// Condition for evaluating the model, in addition to the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvalWhen {
     /// Never.
     Never,
-    /// Every so many updates.
+    /// Every given number of updates.
     Steps(u64),
     /// After every epoch.
     Epoch,
 }
 
-/// Where to start.
+/// Starting point of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ResumeFrom {
-    /// Anew.
+    /// Start without a checkpoint.
     Start,
-    /// The newest checkpoint of the run directory that can be loaded, if its settings are this run's; anew without one.
+    /// Newest loadable checkpoint of the run directory, if its settings match; otherwise a start without a checkpoint.
     Newest,
-    /// The newest checkpoint, and no other start.
+    /// Newest checkpoint; it is an error if there is none.
     Must,
-    /// This checkpoint.
+    /// Checkpoint at this path.
     Path(PathBuf),
 }
 
 /// Objective of an update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Objective {
-    /// GRPO: sample, score, reinforce.
+    /// GRPO: sample and score completions, then reinforce them.
     Reinforce,
-    /// Supervised: imitate each row's reference answer.
+    /// Supervised training on each row's reference answer.
     Imitate,
 }
 
-/// A reference that follows the policy.
+/// Settings of a reference that follows the policy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SyncReference {
-    /// Updates between two moves.
+    /// Updates between two syncs.
     pub every: u64,
-    /// Share of the policy in the weights after a move.
+    /// Weight of the policy in the mixture after a sync.
     pub mixup: f64,
 }
 
 impl Default for SyncReference {
-    /// TRL's numbers.
+    /// Returns TRL's defaults.
     fn default() -> Self {
         Self { every: 512, mixup: 0.6 }
     }
 }
 
-/// A run's length, records and checkpoints.
+/// Length, records and checkpoints of a run.
 #[derive(Clone, Debug)]
 pub struct RunPlan {
     /// Objective of an update.
     pub objective: Objective,
-    /// Updates; `None` for what the epochs need.
+    /// Number of updates; `None` for as many as the epochs need.
     pub max_steps: Option<u64>,
-    /// Passes over the rows. Steps take rows across the end of a pass; the last one takes what is left of the last pass.
+    /// Passes over the rows. A step can span two passes. The last step takes the remaining rows of the last pass.
     pub num_epochs: f64,
     /// Prompts per update.
     pub prompts_per_step: usize,
