@@ -109,12 +109,11 @@ impl BufferState {
     }
 
     /// Restores the rollout, split into parts of `prompts_per_step` prompts. Prompts and features are recomputed from the rows
-    /// and
-    /// the weights.
+    /// and the weights.
     ///
     /// # Errors
-    /// Returns an error if a row can no longer be read, or if an earlier version wrote a checkpoint without the numbers that
-    /// this algorithm needs.
+    /// Returns an error if a row can no longer be read, or if an earlier version wrote a checkpoint without the numbers that this
+    /// algorithm needs.
     pub(crate) fn restore(
         &self,
         algorithm: &Algorithm,

@@ -1,8 +1,8 @@
 //! Checkpoints: the complete state of a run, so that a resumed run gives the same results as an uninterrupted one.
 //!
 //! `checkpoint-N/` contains these files:
-//! - The model in the layout in which it was published. If the model has an adapter, only the adapter in PEFT's layout and
-//!   every other tensor that is fully trained. The base model stays where the run found it.
+//! - The model in the layout in which it was published. If the model has an adapter, only the adapter in PEFT's layout and every
+//!   other tensor that is fully trained. The base model stays where the run found it.
 //! - `optimizer.safetensors`: moments and masters by weight name.
 //! - `trainer_state.json`: the remaining state.
 //! - `reference/`: the reference model, only if it follows the policy. Otherwise it is the model the run started from.
@@ -150,8 +150,8 @@ pub(crate) fn load_reference(checkpoint: &Path, reference: &Model) -> Result<()>
     Ok(())
 }
 
-/// Writes the trained model into `to`, next to the records of the run. The files are completed in a temporary directory and
-/// then moved one by one, `config.json` last.
+/// Writes the trained model into `to`, next to the records of the run. The files are completed in a temporary directory and then
+/// moved one by one, `config.json` last.
 ///
 /// # Errors
 /// Returns an error if a weight is not finite, or if the disk is full or read-only.
@@ -209,8 +209,7 @@ pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
 }
 
 /// Returns the last checkpoint with a sound policy if `step` is the first step whose metrics show a problem. These metrics
-/// describe
-/// completions of the policy before `step`, so the checkpoint of step `step - 1` may already have the problem and is not
+/// describe completions of the policy before `step`, so the checkpoint of step `step - 1` may already have the problem and is not
 /// returned.
 ///
 /// # Errors

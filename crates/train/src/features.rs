@@ -24,8 +24,8 @@ impl Keep {
     }
 }
 
-/// Computes the features of the media of prompts. [`prepare`](crate::prepare) builds the prompts first.
-/// A training step receives prompts that another thread built in advance. Features must be computed with the current weights.
+/// Computes the features of the media of prompts. [`prepare`](crate::prepare) builds the prompts first. A training step receives
+/// prompts that another thread built in advance. Features must be computed with the current weights.
 pub fn encode<'p>(
     model: &Model,
     keep: Keep,

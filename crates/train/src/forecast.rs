@@ -2,8 +2,7 @@
 //!
 //! A step over real prompts runs on [`Device::Outline`](omnigrpo_ops::Device::Outline) with the code of an ordinary step. The
 //! outline device records its operations ([`omnigrpo_ops::work`]), and their times are measured on this machine's CPU. All
-//! completions have the same
-//! length. Rewards, the decoding of media, logs and checkpoints are not included.
+//! completions have the same length. Rewards, the decoding of media, logs and checkpoints are not included.
 
 use std::collections::HashMap;
 

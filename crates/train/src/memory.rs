@@ -170,8 +170,7 @@ fn state_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
 }
 
 /// Computes the memory of a run from a model on [`Device::Outline`]. The model must have its adapters, and its trained weights
-/// must be
-/// marked ([`Selection::apply`](crate::Selection::apply)).
+/// must be marked ([`Selection::apply`](crate::Selection::apply)).
 ///
 /// # Errors
 /// Returns an error if the model is not on [`Device::Outline`], or if the step fails.

@@ -2,13 +2,12 @@
 //!
 //! Source: `torch.optim.AdamW` (decoupled decay, bias-corrected moments, epsilon outside the root), and
 //! `torch.nn.utils.clip_grad_norm_`. A bf16 weight is updated through an f32 master copy unless `pure_bf16` is set: at small
-//! learning rates, rounding to bf16 would cancel an update. A weight that nothing in the step could
-//! reach has no gradient and is skipped, as PyTorch skips `grad = None`. A weight that was reached with advantages of 0 has
-//! a gradient of 0. Momentum, decay and its count of updates still apply.
+//! learning rates, rounding to bf16 would cancel an update. A weight that nothing in the step could reach has no gradient and is
+//! skipped, as PyTorch skips `grad = None`. A weight that was reached with advantages of 0 has a gradient of 0. Momentum, decay
+//! and its count of updates still apply.
 //!
 //! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16. On a card the master consists of the
-//! bf16
-//! weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds 6 B of
+//! bf16 weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds 6 B of
 //! them.
 
 use std::collections::HashMap;

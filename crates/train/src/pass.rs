@@ -229,8 +229,8 @@ impl<'a> Pass<'a> {
     }
 
     /// Returns the log-probabilities and entropies of a stream's tokens from the rollout, or `None` if they are incomplete, the
-    /// weights
-    /// have changed or an adapter uses dropout. A pass through the model would give the same numbers, except for rounding.
+    /// weights have changed or an adapter uses dropout. A pass through the model would give the same numbers, except for
+    /// rounding.
     fn as_drawn(&self, parts: &[Part], rollouts: &Rollouts) -> Option<(Vec<f32>, Vec<f32>)> {
         let drops = self.model.lora().is_some_and(|lora| lora.dropout > 0.0);
         let completions = || rollouts.members(parts).map(|c| &c.completion);
@@ -294,8 +294,8 @@ pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut 
     score(model, algorithm, rollouts, streams, seen, |c, logp, _| c.old = Some(logp.to_vec()))
 }
 
-/// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream,
-/// so that the entropies do not depend on `max_stream_tokens`.
+/// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream, so
+/// that the entropies do not depend on `max_stream_tokens`.
 pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
     let streams = streams(rollouts, 0..rollouts.groups.len(), 1);
     let seen = |group: &Group| Ok(group.features.clone());
