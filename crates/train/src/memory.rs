@@ -222,7 +222,7 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         take(Phase::Evaluation, seen);
         media = media.max(prompts.iter().map(|prompt| media_bytes(prompt)).sum());
     }
-    // If the weights are bf16, a card stores most activations in bf16.
+    // If the weights are bf16, a card stores most of these values in bf16.
     let bf16 = model.decoder().embedding().dtype() == ParamDtype::Bf16;
     let narrow = |bytes: u64| if plan.of == MemoryOf::Card && bf16 { bytes / 2 } else { bytes };
     out.gradients = most.of(Held::Gradients);

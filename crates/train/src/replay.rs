@@ -1,4 +1,4 @@
-//! Rollouts that were recorded: the rows have completions, rewards and log-probabilities.
+//! Replay of recorded rollouts: the rows have completions, rewards and optionally log-probabilities.
 
 use omnigrpo_data::{RecordedCompletion, RecordedRewards};
 use omnigrpo_grpo::{advantage, mask};
@@ -15,11 +15,11 @@ use crate::rows::PreparedRow;
 use crate::step::Algorithm;
 use crate::timing::timed;
 
-/// Takes completions and rewards from the rows themselves instead of sampling. Tokens after the first stop token of a
-/// completion are dropped; other trainers record their padding there.
+/// Builds a rollout from the completions and rewards in the rows instead of sampling. Tokens after the first stop token of a
+/// completion are dropped, because other trainers record padding there.
 ///
 /// # Errors
-/// A row without completions or rewards, or with another number of them than the other rows.
+/// Returns an error if a row lacks completions or rewards, or if their number or names differ between rows.
 pub fn replay(
     model: &Model,
     prompts: &PromptBuilder,
@@ -87,7 +87,7 @@ pub fn replay(
     Rollouts::new(algorithm, groups, memories, rewards)
 }
 
-/// A completion up to its first stop token, with its log-probabilities where it has them.
+/// Reads a completion up to its first stop token, with its log-probabilities if it has any.
 fn read(prompts: &PromptBuilder, recorded: &RecordedCompletion) -> Result<Scored, String> {
     let mut ids = prompts.recorded_ids(recorded).map_err(|e| told(&e))?;
     let length = mask::completion_length(&ids, &prompts.stops().ids);

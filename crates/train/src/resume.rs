@@ -1,10 +1,9 @@
-//! Where a run begins, and what becomes of what an earlier one left in its directory.
+//! Choice of the starting point of a run, and treatment of the files of an earlier run in its directory.
 //!
-//! A run resumes from a checkpoint whose settings and inputs are its own, or starts from the beginning. Nothing that an earlier run made
-//! is deleted or overwritten by another: it is moved to `superseded-N` in the same directory, and the console says so. So is
-//! what no run made, if it has a name that this run writes.
-//! A run that resumes from its newest checkpoint drops the later logs, since the same steps log them again.
-//! Nothing is moved before the checkpoint has been loaded.
+//! A run resumes from a checkpoint with the same settings and inputs, or starts from the beginning. A run never deletes or
+//! overwrites the files of another run: it moves them to `superseded-N` in the same directory and reports this on the console. It
+//! also moves files that no run wrote if it would overwrite them. A run that resumes from its newest checkpoint drops the log
+//! entries after it, because the same steps write them again. Nothing is moved before the checkpoint has been loaded.
 
 use std::path::{Path, PathBuf};
 
@@ -18,9 +17,9 @@ use crate::error::{Result, TrainError};
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
 
-/// Settings that a place in the data belongs to.
+/// Settings on which a position in the data depends.
 const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
-/// What a run writes beside checkpoints and the model's own files.
+/// Files and directories that a run writes, other than checkpoints and the model's own files.
 const RECORDS: [&str; 18] = [
     "metrics.jsonl",
     "skipped.jsonl",
@@ -42,37 +41,37 @@ const RECORDS: [&str; 18] = [
     "additional_chat_templates",
 ];
 
-/// Where a run begins.
+/// Starting point of a run.
 pub(crate) enum Start {
-    /// At step 0.
+    /// Start at step 0.
     Anew {
-        /// Why what is there is not gone on from.
+        /// Reason for not resuming.
         why: String,
     },
-    /// At a checkpoint, which is in the model and the optimizer.
+    /// Start from a checkpoint, which has been loaded into the model and the optimizer.
     From(Box<Resumed>),
 }
 
-/// A checkpoint that has been loaded.
+/// Loaded checkpoint.
 pub(crate) struct Resumed {
     pub(crate) path: PathBuf,
     pub(crate) state: TrainerState,
-    /// Names of the settings that differ from the checkpoint's; empty unless that is allowed.
+    /// Names of the settings that differ from those of the checkpoint; empty unless differences are allowed.
     changed: Vec<String>,
 }
 
 impl Resumed {
-    /// Whether the next row is the one behind the checkpoint's last.
+    /// Returns true if the run continues with the row after the last one of the checkpoint.
     pub(crate) fn keeps_position(&self) -> bool {
         !self.changed.iter().any(|name| POSITION.contains(&name.as_str()))
     }
 
-    /// Whether a rollout in progress is what this run would have sampled.
+    /// Returns true if the run would have sampled the checkpoint's rollout in progress itself.
     pub(crate) fn keeps_rollout(&self) -> bool {
         self.changed.is_empty()
     }
 
-    /// Whether the checkpoint is one of this run directory.
+    /// Returns true if the checkpoint is in this run directory.
     pub(crate) fn is_in(&self, dir: &Path) -> bool {
         let real = |path: &Path| std::fs::canonicalize(path).ok();
         real(&self.path).and_then(|path| real(path.parent()?)) == real(dir)
@@ -80,7 +79,7 @@ impl Resumed {
 }
 
 impl Start {
-    /// Chooses where to begin and loads the checkpoint, if it is one.
+    /// Chooses the starting point and loads the checkpoint, if there is one.
     pub(crate) fn find(
         run: &RunPlan,
         dir: &Path,
@@ -155,7 +154,7 @@ impl Start {
                 continue;
             }
             let differing = describe(run, &state).filter(|_| !run.allow_changed);
-            // Where a load failed, the model may have weights of that checkpoint: it cannot begin anew.
+            // After a failed load, the model may have weights of that checkpoint, so the run cannot start from the beginning.
             if let (Some(differing), None) = (&differing, &failed) {
                 return anew(&format!(
                     "its settings differ ({differing}; RunPlan::allow_changed resumes with the new ones)"
@@ -176,7 +175,7 @@ impl Start {
         failed.map_or_else(|| anew(why), Err)
     }
 
-    /// Which logs are to be continued.
+    /// Returns how to treat existing logs.
     pub(crate) fn existing(&self) -> Existing {
         match self {
             Self::Anew { .. } => Existing::Refuse,
@@ -184,8 +183,8 @@ impl Start {
         }
     }
 
-    /// Moves away what does not belong to the run that begins here; `model` is the directory whose tokenizer and configuration
-    /// checkpoints will repeat.
+    /// Moves away the files that do not belong to this run. `model` is the directory from which checkpoints copy the tokenizer
+    /// and the configuration.
     pub(crate) fn make_room(&self, dir: &Path, model: &Path, console: &Console) -> Result<()> {
         let (mut paths, mut what, mut why) = match self {
             Self::Anew { why } => {
@@ -231,7 +230,7 @@ impl Start {
         std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
         for name in ["metrics.jsonl", "skipped.jsonl", "warnings.jsonl"] {
             let (from, to) = (dir.join(name), aside.join(name));
-            // Logs that go on are left here as well.
+            // Logs that the run continues are copied, not moved.
             if from.is_file() && !paths.contains(&from) {
                 let copied = inside::open(dir, name)
                     .and_then(|mut log| std::io::copy(&mut log, &mut std::fs::File::create(to)?));
@@ -250,7 +249,7 @@ impl Start {
     }
 }
 
-/// Name and description of each setting that differs from the checkpoint's.
+/// Returns the name and a description of each setting that differs from the checkpoint's.
 fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
     let (old, new) = (&state.fingerprint, &run.fingerprint);
     let names = new.keys().chain(old.keys().filter(|name| !new.contains_key(*name)));
@@ -274,7 +273,7 @@ fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
         .collect()
 }
 
-/// All differences in one text, if there are any.
+/// Returns all differences in one text; `None` without differences.
 fn describe(run: &RunPlan, state: &TrainerState) -> Option<String> {
     let texts: Vec<String> = differences(run, state).into_iter().map(|(_, text)| text).collect();
     (!texts.is_empty()).then(|| texts.join("; "))
@@ -292,7 +291,7 @@ fn entries(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(all)
 }
 
-/// Whether a run writes weights under this name.
+/// Returns true if a run writes weights under this name.
 fn is_weights(name: &str) -> bool {
     const WHOLE: [&str; 3] =
         ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"];
@@ -303,10 +302,10 @@ fn is_weights(name: &str) -> bool {
     WHOLE.contains(&name) || shard() == Some(true)
 }
 
-/// Says which checkpoints a resume does not look at.
+/// Reports the incomplete checkpoints, which a resume ignores.
 ///
 /// # Errors
-/// An unreadable directory.
+/// Returns an error if the directory cannot be read.
 pub(crate) fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
     for (_, path) in checkpoint::incomplete(dir)? {
         console.line(&format!(
@@ -317,7 +316,7 @@ pub(crate) fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
     Ok(())
 }
 
-/// Whether a run with this model writes code of this name, or one of the run's checkpoints has it.
+/// Returns true if the model's directory or a checkpoint of the run has a code file with this name.
 fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
     if !name.ends_with(".py") {
         return Ok(false);
@@ -326,13 +325,13 @@ fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
     Ok(places.any(|place| place != dir && place.join(name).is_file()))
 }
 
-/// Returns files of others that the run would overwrite.
+/// Returns files that no run wrote and that this run would overwrite.
 fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     const AT_THE_END: [&str; 5] =
         ["README.md", "metrics.svg", "config.json", "adapter_config.json", "additional_chat_templates"];
     let mut found = Vec::new();
     for (name, path) in entries(dir)? {
-        // A run that failed before its first step has written its settings.
+        // A run that failed before its first step has already written its `config.yaml`.
         let mine = || std::fs::read(&path).is_ok_and(|text| text.starts_with(b"# omnigrpo "));
         let hit = AT_THE_END.contains(&name.as_str())
             || COMPANIONS.contains(&name.as_str())
@@ -345,7 +344,7 @@ fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Everything of an earlier run in a directory; nothing where none had begun.
+/// Returns the files of an earlier run in a directory; an empty list if no run has started there.
 fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     let all = entries(dir)?;
     let checkpoints: Vec<PathBuf> = checkpoint::list(dir)?
@@ -387,8 +386,8 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Checkpoints behind `step` with the rollouts, evaluations and the model that came after it; nothing where `step` is the
-/// newest.
+/// Returns the checkpoints after `step` with the later rollouts and evaluations and the final model. The result is empty if
+/// `step` is the newest checkpoint.
 fn behind(dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
     let all = checkpoint::list(dir)?.into_iter().chain(checkpoint::incomplete(dir)?);
     let mut paths: Vec<PathBuf> = all.filter(|(newer, _)| *newer > step).map(|(_, path)| path).collect();
