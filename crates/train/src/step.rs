@@ -15,7 +15,7 @@
 //! Dᵢₜ = π_ref(oᵢₜ) / π(oᵢₜ) − log(π_ref(oᵢₜ) / π(oᵢₜ)) − 1
 //! ```
 //!
-//! with π(oᵢₜ) = π(oᵢₜ | q, oᵢ,₁ … oᵢ,ₜ₋₁). Each of the other algorithms changes one factor ([`omnigrpo_grpo::RECIPES`]):
+//! with π(oᵢₜ) = π(oᵢₜ | q, oᵢ,₁ … oᵢ,ₜ₋₁). Every other algorithm changes one factor ([`omnigrpo_grpo::RECIPES`]):
 //!
 //! | name | difference | code |
 //! |---|---|---|
