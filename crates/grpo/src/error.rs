@@ -75,8 +75,8 @@ pub enum Error {
     },
     /// Batch with more tokens or completions than its normalizer was created for.
     #[error(
-        "loss: the batch has {got} {unit}, but the normalizer was made for {expected}; make it from all completions \
-         of the optimizer step"
+        "loss: the batch has {got} {unit}, but the normalizer was created for {expected}; create it from all \
+         completions of the optimizer step"
     )]
     Normalizer {
         /// `"tokens"` or `"completions"`.

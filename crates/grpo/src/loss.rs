@@ -255,7 +255,7 @@ impl LossPlan {
         require(positive(max), "correction.max", max, "a finite ratio > 0")?;
         if let Some(min) = min {
             let below = min.is_finite() && (0.0..max).contains(&min);
-            require(below, "correction.min", min, "a ratio from 0 up, below the largest")?;
+            require(below, "correction.min", min, "a ratio of at least 0 and below correction.max")?;
         }
         Ok(())
     }
@@ -719,21 +719,21 @@ fn check_batch<'a>(
         return Err(Error::MissingInput {
             what: "entropies",
             needed_by: "entropy_coef",
-            remedy: "evaluate the policy with entropies or turn the setting off",
+            remedy: "compute the entropies of the policy or set entropy_coef to 0",
         });
     }
     if batch.kept.is_some() != normalizer.kept_tokens.is_some() {
         return Err(Error::MissingInput {
-            what: if batch.kept.is_some() { "number of tokens" } else { "tokens" },
+            what: if batch.kept.is_some() { "the number of kept tokens" } else { "the mask of kept tokens" },
             needed_by: "top_entropy",
-            remedy: "give Batch::kept and Normalizer::kept_tokens both, or neither",
+            remedy: "set both Batch::kept and Normalizer::kept_tokens, or neither",
         });
     }
     if batch.sampler.is_none() && plan.correction.is_on() {
         return Err(Error::MissingInput {
             what: "log-probabilities of the sampler",
             needed_by: "correction",
-            remedy: "sample the completions here, or turn the setting off",
+            remedy: "use sampled completions or turn the setting off",
         });
     }
 

@@ -130,15 +130,15 @@ impl BufferState {
         if let Some((setting, ..)) = needed.iter().find(|(_, needed, missing)| *needed && *missing) {
             return Err(TrainError::Checkpoint {
                 what: format!(
-                    "its rollout in progress has no numbers for {setting}: an earlier version wrote it; resume from a \
-                     checkpoint between two rollouts"
+                    "its rollout in progress lacks the data for {setting}, because an earlier version wrote it; \
+                     resume from a checkpoint without a rollout in progress"
                 ),
             });
         }
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (&row, &epoch)) in self.rows.iter().zip(&self.epochs).enumerate() {
             let row = prepare(dataset, prompts, None, row, epoch)?.map_err(|e| TrainError::Checkpoint {
-                what: format!("row {row} of a rollout in progress cannot be read any more: {}", e.reason),
+                what: format!("row {row} of a rollout in progress can no longer be read: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
             let mut sampled = self.sampled.get(r).into_iter().flatten();

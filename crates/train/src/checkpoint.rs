@@ -256,7 +256,7 @@ pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let path = checkpoint.join(STATE);
     if !path.is_file() {
         return Err(TrainError::Checkpoint {
-            what: format!("{} is no checkpoint: there is no {STATE} in it", checkpoint.display()),
+            what: format!("{} is not a checkpoint: it contains no {STATE}", checkpoint.display()),
         });
     }
     check_sums(checkpoint, Some(STATE))?;
@@ -265,17 +265,17 @@ pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let state: TrainerState =
         serde_json::from_slice(&text).map_err(|e| unreadable(checkpoint, STATE, e.into()))?;
     if state.buffer.as_ref().is_some_and(|buffer| !buffer.is_whole()) {
-        return Err(damaged(&"its rollout in progress has lists of other lengths"));
+        return Err(damaged(&"the lists of its rollout in progress differ in length"));
     }
     let step = state.global_step;
     if step_of(checkpoint).is_some_and(|named| named != step) {
-        return Err(damaged(&format!("it is of step {step}, the directory's name is of another")));
+        return Err(damaged(&format!("it is from step {step}, but the directory's name gives another step")));
     }
     if state.rollout > step || state.best.is_some_and(|(_, best)| best > step) {
-        return Err(damaged(&format!("a rollout or best step beyond step {step}")));
+        return Err(damaged(&format!("its number of rollouts or its best step exceeds step {step}")));
     }
     if let Some((name, had)) = state.optimizer_steps.iter().find(|(_, had)| **had > step || **had == 0) {
-        return Err(damaged(&format!("{name} had {had} updates in {step} steps")));
+        return Err(damaged(&format!("{name} had {had} updates, expected 1 to {step}")));
     }
     Ok(state)
 }
@@ -288,8 +288,8 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     if state.model_only {
         return Err(TrainError::Checkpoint {
             what: format!(
-                "{} was saved with RunPlan::save_only_model, without the optimizer's state: a run can start \
-                 from it, not resume from it",
+                "{} was saved with RunPlan::save_only_model, without the optimizer's state; a run can start from it \
+                 but cannot resume from it",
                 checkpoint.display()
             ),
         });
@@ -324,7 +324,7 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     let found = file.names().count();
     if found != known {
         return Err(damaged(&format!(
-            "{found} tensors, expected the {known} of the weights that {STATE} names"
+            "got {found} tensors, expected {known} for the weights listed in {STATE}"
         )));
     }
     optimizer.restore(moments)
@@ -429,7 +429,7 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
         let stays =
             |name: &str| Path::new(name).components().all(|part| matches!(part, Component::Normal(_)));
         let Some((expected, name)) = line.split_once("  ").filter(|(_, name)| stays(name)) else {
-            return Err(damaged(checkpoint, &format!("{SUMS} has the line {line:?}")));
+            return Err(damaged(checkpoint, &format!("{SUMS} has the invalid line {line:?}")));
         };
         listed.push((expected, name));
     }
@@ -441,7 +441,9 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
     listed.retain(|(_, name)| only.is_none_or(|only| only == *name));
     listed.par_iter().try_for_each(|(expected, name)| match sum(checkpoint, Path::new(name)) {
         Ok(got) if got == *expected => Ok(()),
-        Ok(_) => Err(damaged(checkpoint, &format!("{name} is not what was saved (its checksum differs)"))),
+        Ok(_) => {
+            Err(damaged(checkpoint, &format!("{name} has changed since it was saved (its checksum differs)")))
+        }
         Err(e) => Err(unreadable(checkpoint, name, e.into())),
     })
 }

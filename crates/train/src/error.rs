@@ -18,7 +18,7 @@ pub enum TrainError {
         what: String,
     },
     /// Invalid regular expression in a pattern that selects weights.
-    #[error("{name} {pattern:?} is no regular expression")]
+    #[error("{name} {pattern:?} is not a valid regular expression")]
     Pattern {
         /// Field with the pattern.
         name: &'static str,
@@ -34,7 +34,7 @@ pub enum TrainError {
         what: String,
     },
     /// Repeated failure of the machine. The row is not to blame, and the same work can succeed later.
-    #[error("the machine failed at row {row} ({id}), which may be good")]
+    #[error("the machine failed at row {row} ({id}); the row itself may be valid")]
     Machine {
         /// Index of the row in the dataset.
         row: u64,
@@ -45,7 +45,8 @@ pub enum TrainError {
     },
     /// Gradient that is not finite.
     #[error(
-        "the gradient of {name} is not finite; the step was not taken and weights are unchanged. Lower AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
+        "the gradient of {name} is not finite; the weights were not updated. Lower AdamWConfig::learning_rate or set \
+         AdamWConfig::max_grad_norm"
     )]
     NonFiniteGradient {
         /// Name of the weight.
@@ -63,7 +64,8 @@ pub enum TrainError {
     },
     /// Weight or optimizer state that is not finite.
     #[error(
-        "{what} of {name} is not finite; nothing was saved, and the last checkpoint stays the newest. Lower AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
+        "{what} of {name} is not finite; nothing was saved, and the previous checkpoint is still the newest. Lower \
+         AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
     )]
     NonFiniteState {
         /// Name of the weight.
@@ -113,7 +115,7 @@ pub enum TrainError {
     #[error(transparent)]
     Reward(#[from] omnigrpo_rewards::RewardError),
     /// Error of a reward, together with the completions to be scored, so that they are not lost.
-    #[error("a step could not be scored")]
+    #[error("the completions of a step could not be scored")]
     Unscored {
         /// Error of the reward.
         source: Box<omnigrpo_rewards::RewardError>,
@@ -121,7 +123,7 @@ pub enum TrainError {
         rows: Vec<String>,
     },
     /// Error of a reward; the completions were written to a file.
-    #[error("a step could not be scored; what was sampled is kept in {}", rows.display())]
+    #[error("the completions of a step could not be scored; they were saved to {}", rows.display())]
     UnscoredKept {
         /// Error of the reward.
         source: Box<omnigrpo_rewards::RewardError>,

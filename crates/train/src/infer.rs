@@ -49,8 +49,8 @@ pub fn logprobs(
     if tokens + longest > positions {
         return Err(TrainError::Data {
             what: format!(
-                "the prompt has {tokens} tokens with its media and a completion {longest}, the model has {positions} \
-                 positions"
+                "the prompt with its media has {tokens} tokens and the longest completion {longest}, but the model \
+                 has only {positions} positions"
             ),
         });
     }
@@ -62,7 +62,7 @@ pub fn logprobs(
         let stream = PackedStream::new(&[GroupStream { prompt, completions }])?;
         let (flat, _) = model.score(&stream, &features, temperature)?;
         if !flat.iter().all(|x| x.is_finite()) {
-            let what = "the model gives log-probabilities that are no numbers".to_owned();
+            let what = "the model returned log-probabilities that are not finite".to_owned();
             return Err(TrainError::Data { what });
         }
         logprobs.extend(stream.each(&flat).map(<[f32]>::to_vec));

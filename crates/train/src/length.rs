@@ -24,7 +24,7 @@ impl Length {
     pub(crate) fn of(run: &RunPlan, usable: usize) -> Result<Self> {
         if usable == 0 {
             return Err(TrainError::Data {
-                what: "no usable training row; `omnigrpo data check` lists why".into(),
+                what: "no usable training row; `omnigrpo data check` lists the reasons".into(),
             });
         }
         let per_step = run.prompts_per_step as u64;

@@ -190,7 +190,7 @@ impl AdamW {
                 _ => {
                     return Err(TrainError::Checkpoint {
                         what: format!(
-                            "the optimizer state of {name} ({} values) belongs to no trained weight of that size",
+                            "the optimizer state of {name} ({} values) does not match a trained weight of this size",
                             moments.m().len()
                         ),
                     });

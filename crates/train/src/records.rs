@@ -103,7 +103,7 @@ impl Records {
     fn notice(&self, in_place: bool, log: &str) {
         if !in_place {
             self.console.line(&format!(
-                "warning: {log} was removed or replaced while the run wrote it; it is begun anew and lacks the rows before"
+                "warning: {log} was removed or replaced while the run wrote it; the new file lacks the earlier rows"
             ));
         }
     }
@@ -228,8 +228,8 @@ impl Records {
         for warning in &mut warnings {
             if warning.begins {
                 let good = checkpoint::before(self.dir.root(), warning.since)?;
-                let good = good.map_or("No checkpoint is from before it".to_owned(), |(_, path)| {
-                    format!("The last checkpoint before it is {}", path.display())
+                let good = good.map_or("No checkpoint precedes the problem".to_owned(), |(_, path)| {
+                    format!("The last checkpoint before the problem is {}", path.display())
                 });
                 warning.text = format!("{}. {good}", warning.text);
                 self.console.warning(&warning.text);
@@ -298,8 +298,8 @@ impl Records {
         let more =
             if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
         self.console.line(&format!(
-            "warning: no {what} reached {shown}{more}. These weights are selected to be trained and stay as they are: no row \
-             has the kind of medium that they read, or nothing runs through them"
+            "warning: no {what} reached {shown}{more}. These weights are selected for training but stay unchanged: no \
+             row has the kind of medium that they process, or the model does not use them"
         ));
     }
 

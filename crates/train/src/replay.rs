@@ -41,7 +41,7 @@ pub fn replay(
         };
         if recorded.len() != algorithm.num_generations {
             return Err(fail(format!(
-                "{} completions, expected num_generations = {}",
+                "got {} completions, expected num_generations = {}",
                 recorded.len(),
                 algorithm.num_generations
             )));
@@ -55,8 +55,7 @@ pub fn replay(
         let expected = so_far.next().is_some_and(|first| first.old.is_some());
         if completions.iter().any(|c| c.old.is_some() != expected) {
             return Err(fail(
-                "expected `logprobs` of every completion of all rows of a step, or of none; add the missing ones or remove \
-                 the others"
+                "expected `logprobs` for all completions of a step or for none; add the missing ones or remove the others"
                     .into(),
             ));
         }
@@ -73,7 +72,8 @@ pub fn replay(
         for (i, (name, list)) in named.into_iter().enumerate() {
             if names.get(i) != Some(&name) || list.len() != completions.len() {
                 return Err(fail(format!(
-                    "rewards {name:?} with {} values do not fit the other rows",
+                    "the reward {name:?} has {} values; expected the reward names of the other rows, and one value \
+                     per completion",
                     list.len()
                 )));
             }
@@ -93,7 +93,11 @@ fn read(prompts: &PromptBuilder, recorded: &RecordedCompletion) -> Result<Scored
     let length = mask::completion_length(&ids, &prompts.stops().ids);
     let old = match &recorded.logprobs {
         Some(logprobs) if logprobs.len() != ids.len() => {
-            return Err(format!("{} logprobs for {} tokens", logprobs.len(), ids.len()));
+            return Err(format!(
+                "got {} logprobs for {} tokens, expected one per token",
+                logprobs.len(),
+                ids.len()
+            ));
         }
         given => given.as_ref().map(|given| given[..length].iter().map(|&x| x as f32).collect()),
     };

@@ -94,8 +94,8 @@ impl Start {
                     "RunPlan::max_steps",
                     &total_steps.to_string(),
                     format!(
-                        "{} is at step {} already; ask for more steps, name an earlier checkpoint, or start anew with \
-                         RunPlan::resume ResumeFrom::Start",
+                        "{} is already at step {}; increase the number of steps, name an earlier checkpoint, or start \
+                         from the beginning with RunPlan::resume ResumeFrom::Start",
                         path.display(),
                         state.global_step
                     ),
@@ -119,7 +119,7 @@ impl Start {
                 say_incomplete(dir, console)?;
                 let newest = checkpoint::list(dir)?.pop().map(|(_, path)| path);
                 if run.resume == ResumeFrom::Must && newest.is_none() {
-                    let what = format!("there is none to resume from in {}", dir.display());
+                    let what = format!("no checkpoint to resume from in {}", dir.display());
                     return Err(TrainError::Checkpoint { what });
                 }
                 newest.filter(|_| run.resume == ResumeFrom::Must)
@@ -130,8 +130,8 @@ impl Start {
             if let (false, Some(differing)) = (run.allow_changed, describe(run, &state)) {
                 return Err(TrainError::Checkpoint {
                     what: format!(
-                        "{} was written with other settings ({differing}); change them back, go on with the new ones \
-                         with RunPlan::allow_changed, or start anew with RunPlan::resume ResumeFrom::Start",
+                        "{} was written with other settings ({differing}); restore the old settings, use the new ones \
+                         with RunPlan::allow_changed, or start from the beginning with RunPlan::resume ResumeFrom::Start",
                         path.display()
                     ),
                 });
@@ -187,25 +187,27 @@ impl Start {
     /// and the configuration.
     pub(crate) fn make_room(&self, dir: &Path, model: &Path, console: &Console) -> Result<()> {
         let (mut paths, mut what, mut why) = match self {
-            Self::Anew { why } => {
-                (earlier_run(dir, model)?, "the earlier run", format!("{why}; starting anew"))
-            }
+            Self::Anew { why } => (
+                earlier_run(dir, model)?,
+                "the files of the earlier run",
+                format!("{why}; starting from the beginning"),
+            ),
             Self::From(resumed) if !resumed.is_in(dir) => (
                 earlier_run(dir, model)?,
-                "what an earlier run made",
+                "files of an earlier run",
                 format!("the run resumes from {}", resumed.path.display()),
             ),
             Self::From(resumed) => (
                 behind(dir, resumed.state.global_step)?,
-                "what an earlier run made",
+                "files of an earlier run",
                 "the run resumes from an earlier checkpoint".to_owned(),
             ),
         };
         if paths.is_empty() && !matches!(self, Self::From(resumed) if resumed.is_in(dir)) {
             paths = strangers(dir, model)?;
             let names = paths.iter().filter_map(|path| path.file_name()?.to_str());
-            why = format!("{}; this run writes files of these names", names.collect::<Vec<_>>().join(", "));
-            what = "what no run made";
+            why = format!("{}; this run writes files with these names", names.collect::<Vec<_>>().join(", "));
+            what = "files that no run wrote";
         }
         if paths.is_empty() {
             return Ok(());
@@ -218,7 +220,7 @@ impl Start {
                 "TrainSetup::lock",
                 &dir.display().to_string(),
                 format!(
-                    "{} would be moved, and the model comes from there; name another directory",
+                    "{} would be moved, but it contains the model to train; choose another directory",
                     path.display()
                 ),
             ));
@@ -244,7 +246,7 @@ impl Start {
             }
             std::fs::rename(&path, &to).map_err(TrainError::io(&path))?;
         }
-        console.line(&format!("{what} in {} was moved to {}: {why}", dir.display(), aside.display()));
+        console.line(&format!("{what} in {} were moved to {}: {why}", dir.display(), aside.display()));
         Ok(())
     }
 }
@@ -264,7 +266,7 @@ fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
         .map(|name| {
             let (old, new) = (old.get(name), new.get(name));
             let text = if is_digest(old) && is_digest(new) {
-                format!("{name}: not what it was")
+                format!("{name}: content has changed")
             } else {
                 format!("{name}: {} → {}", said(old), said(new))
             };
@@ -309,7 +311,7 @@ fn is_weights(name: &str) -> bool {
 pub(crate) fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
     for (_, path) in checkpoint::incomplete(dir)? {
         console.line(&format!(
-            "{} is passed over: there is no trainer_state.json in it, so it is not a whole checkpoint (was a copy cut off?)",
+            "{} is ignored: it contains no trainer_state.json, so the checkpoint is incomplete (was a copy interrupted?)",
             path.display()
         ));
     }
@@ -367,7 +369,7 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
         return Err(TrainError::setting(
             "TrainSetup::lock",
             &dir.display().to_string(),
-            format!("there is a model ({name}) that no run made; name another directory"),
+            format!("the directory contains a model ({name}) that no run wrote; choose another directory"),
         ));
     }
     let ours = |name: &str, path: &Path| {

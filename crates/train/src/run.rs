@@ -218,7 +218,7 @@ impl Loop {
         } = setup;
         let dir = lock.root();
         for name in checkpoint::remove_leftovers(dir)? {
-            console.line(&format!("removed {name}, which an earlier process had not finished"));
+            console.line(&format!("removed {name}, which an earlier process left incomplete"));
         }
         selection.apply(&model)?;
         console.line(summary(&model).trim_end());
@@ -235,7 +235,8 @@ impl Loop {
             return Err(TrainError::setting(
                 "sync_ref_model",
                 "true",
-                "with adapters the reference is the model without them, whose weights do not move; turn one of the two off"
+                "unsupported with adapters: the reference is then the model without them, whose weights are fixed; \
+                 turn one of the two off"
                     .into(),
             ));
         }
@@ -522,12 +523,12 @@ impl Loop {
             return Err(TrainError::setting(
                 "RunPlan::best_metric",
                 &self.run.best_metric,
-                format!("the evaluation has no such metric; it has {}", known.join(", ")),
+                format!("the evaluation has no metric of this name; expected one of {}", known.join(", ")),
             ));
         };
         let Some(value) = *value else {
             self.console.line(&format!(
-                "the evaluation after step {step} has no value of {name}, so it is not compared with the best one"
+                "the evaluation after step {step} has no value for {name}, so it is not compared with the best one"
             ));
             return Ok(false);
         };

@@ -103,7 +103,7 @@ impl Selection {
                 return Err(TrainError::setting(
                     "Selection::patterns",
                     pattern.as_str(),
-                    format!("matches no weight of the parts that are selected; those weights are {names}, …"),
+                    format!("matches no weight of the selected parts; their weights are {names}, …"),
                 ));
             }
         }
@@ -125,7 +125,7 @@ impl Selection {
                 return Err(TrainError::setting(
                     "LoraConfig::targets",
                     param.name(),
-                    "is selected to be trained whole and carries an adapter; leave it out of one of the two"
+                    "is selected for full training but also has an adapter; remove it from one of the two"
                         .into(),
                 ));
             }
@@ -133,14 +133,15 @@ impl Selection {
                 return Err(TrainError::setting(
                     "LoadOptions::quantization",
                     param.name(),
-                    "is selected to be trained whole; quantised weights stay as they are".into(),
+                    "is selected for full training, but quantised weights cannot be trained".into(),
                 ));
             }
             if on && param.is_mapped() {
                 return Err(TrainError::setting(
                     "LoadOptions::in_place",
                     param.name(),
-                    "is selected to be trained, and weights in mapped files cannot be written; load it without".into(),
+                    "is selected for training, but weights in mapped files cannot be changed; load the model without \
+                     this option".into(),
                 ));
             }
             param.set_trainable(on);

@@ -34,7 +34,7 @@ pub fn add_order_bonus(
         return Err(TrainError::setting(
             "TrainSetup::shuffled",
             "given",
-            "no reward of the run looks at answers, so none can need the order of frames; add `accuracy`"
+            "no reward of the run checks answers, so no answer can depend on the order of frames; add `accuracy`"
                 .into(),
         ));
     };
