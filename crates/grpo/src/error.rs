@@ -79,7 +79,7 @@ pub enum Error {
          completions of the optimizer step"
     )]
     Normalizer {
-        /// `"tokens"` or `"completions"`.
+        /// `"tokens"`, `"tokens kept"` or `"completions"`.
         unit: &'static str,
         got: usize,
         expected: usize,

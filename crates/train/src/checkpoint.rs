@@ -69,7 +69,7 @@ pub struct TrainerState {
 /// Parts of a checkpoint other than the state.
 #[derive(Clone, Copy)]
 pub struct Parts<'a> {
-    /// The model.
+    /// Model to save.
     pub model: &'a Model,
     /// Optimizer; `None` for a checkpoint that stores the model alone.
     pub optimizer: Option<&'a AdamW>,
@@ -251,7 +251,7 @@ fn step_of(checkpoint: &Path) -> Option<u64> {
 /// Reads the state of a checkpoint.
 ///
 /// # Errors
-/// Returns an error if the directory is no checkpoint, or if the state is damaged or inconsistent.
+/// Returns an error if the directory is not a checkpoint, or if the state is damaged or inconsistent.
 pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let path = checkpoint.join(STATE);
     if !path.is_file() {

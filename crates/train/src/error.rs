@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use omnigrpo_guard::{Fault, fault};
 
-/// An error of this crate.
+/// Error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// Setting with an unusable value.
@@ -22,7 +22,7 @@ pub enum TrainError {
     Pattern {
         /// Field with the pattern.
         name: &'static str,
-        /// The pattern.
+        /// Pattern with the error.
         pattern: String,
         /// Parser error with its position.
         source: regex::Error,

@@ -69,7 +69,7 @@ impl Default for EvalOptions {
     }
 }
 
-/// The result of an evaluation.
+/// Result of an evaluation.
 #[derive(Clone, Debug, Default)]
 pub struct Evaluation {
     /// `eval_*` metrics and tables.

@@ -10,9 +10,9 @@ use crate::step::Algorithm;
 /// Results of a tower's forward pass that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// Features alone.
+    /// Features only.
     Features,
-    /// Also the arrays that the backward pass of the first update needs.
+    /// Features and the arrays that the backward pass of the first update needs.
     Activations,
 }
 

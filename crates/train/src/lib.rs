@@ -1,6 +1,6 @@
 //! Training: the step, the loop, the optimizer, checkpoints and evaluation, and the scoring and generation of dataset rows.
 //!
-//! The code of the step ([`Collector::collect`], [`update`]) follows the algorithm line by line. All random numbers are keyed by
+//! The code of the step ([`Collector::collect`], [`update`]) follows the formulas of the algorithm. All random numbers are keyed by
 //! seed and position, so a step is a function of (weights, rows, seed) alone.
 
 mod buffer;

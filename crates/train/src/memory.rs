@@ -1,9 +1,8 @@
 //! Memory of a training run, estimated before anything is loaded.
 //!
-//! The sizes of weights, moments and masters follow from an outline of the model. To measure the memory held during a pass, a
-//! step
-//! over real prompts runs on [`Device::Outline`], which has sizes but no numbers. It runs the code of an ordinary step
-//! ([`update`](crate::update), [`imitate`](crate::imitate)). Every completion has the maximum length.
+//! The sizes of weights, moments and masters follow from an outline of the model. The memory held during a pass is
+//! measured: a step over real prompts runs on [`Device::Outline`], which has sizes but no numbers. It runs the code of an
+//! ordinary step ([`update`](crate::update), [`imitate`](crate::imitate)). Every completion has the maximum length.
 //!
 //! The heap of the process keeps memory that was freed ([`Memory::peak`]). The caches of completions are mapped and unmapped.
 //! The size of these caches is added to the peak of the passes, although both are not held at the same time.
@@ -72,7 +71,7 @@ pub struct MemoryPlan<'a> {
     pub prompts_per_step: usize,
     /// Prompts that an evaluation completes at the same time, and the number of completions per prompt.
     pub evaluation: Option<(Vec<Arc<Prompt>>, usize)>,
-    /// Memory form of the reference.
+    /// Storage of the reference weights.
     pub reference: ReferenceKept,
     /// Memory that holds the model.
     pub of: MemoryOf,
@@ -119,7 +118,7 @@ pub enum Phase {
     /// Reference, forward and backward pass.
     #[default]
     Update,
-    /// An evaluation.
+    /// Evaluation of the planned prompts.
     Evaluation,
 }
 
@@ -293,7 +292,7 @@ pub(crate) fn reinforce(
         features,
         completions: vec![Scored::new(completion.clone(), None); size],
     });
-    // The rewards differ within every group, so that no advantage is 0 for a whole group.
+    // The rewards differ within every group, so that every group has nonzero advantages.
     let total: Vec<Option<f64>> = (0..rows.len() * size).map(|i| Some((i % size) as f64)).collect();
     let rewards = RewardMatrix {
         names: vec!["reward".into()],

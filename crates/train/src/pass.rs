@@ -1,4 +1,4 @@
-//! The forward and backward passes of one update.
+//! Forward and backward passes of one update.
 //!
 //! The model processes completions in packed streams, one after the other, and sums their gradients. The backward pass of the
 //! media towers runs once, after the last stream.

@@ -165,8 +165,7 @@ impl Records {
                 if let Some(last) = tokens.last_mut() {
                     last.push_str(&decoder.finish());
                 }
-                // `old` contains the numbers of the first update, so only the first update itself records the sampled ones. After
-                // a resume no others exist.
+                // Later updates compare with the log-probabilities in `old`, so only the first update records the sampled ones.
                 let is_first = own.old.is_empty();
                 Tokens {
                     group: first_group + group,

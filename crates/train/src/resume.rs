@@ -66,7 +66,7 @@ impl Resumed {
         !self.changed.iter().any(|name| POSITION.contains(&name.as_str()))
     }
 
-    /// Returns true if the run would have sampled the checkpoint's rollout in progress itself.
+    /// Returns true if the settings of this run give the same rollout as the one in progress in the checkpoint.
     pub(crate) fn keeps_rollout(&self) -> bool {
         self.changed.is_empty()
     }

@@ -338,8 +338,8 @@ impl RowSource {
     /// Draws the next `count` rows with their prompts.
     ///
     /// # Errors
-    /// Returns an error if no usable row is left, if more rows were skipped than the policy allows, if the dataset was changed
-    /// while in use, or if the machine fails. After a failure of the machine, the caller must restore the order.
+    /// Returns an error if no usable row is left, or if more rows were skipped than the policy allows. Also returns an error if the
+    /// dataset was changed while in use or the machine fails. After a failure of the machine, the caller must restore the order.
     pub fn draw(&mut self, count: usize) -> Result<Vec<PreparedRow>> {
         let each = |made| if let Made::Prompt(row) = made { Some(row) } else { None };
         Ok(self.draw_made(count, Making::Prompt)?.into_iter().filter_map(each).collect())

@@ -1,4 +1,4 @@
-//! The training loop.
+//! Training loop.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -66,8 +66,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             Objective::Reinforce => this.reinforce(at, &mut timer),
         };
         let (mut metrics, reward) = match updated {
-            // Only drawing and scoring can report a machine failure, and both precede the update. Restoring the order undoes the
-            // step.
+            // Such an error occurs before the weights change, so restoring the order of rows undoes the step.
             Err(error) if error.fault() == Fault::Machine => {
                 *this.source.order_mut() = order;
                 summary.machine = Some(told(&error));
