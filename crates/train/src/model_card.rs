@@ -82,7 +82,7 @@ impl Card {
         let Facts { run, model, dataset, algorithm, .. } = facts;
         let imitate = run.objective == Objective::Imitate;
         let base = Origin::of(model.dir());
-        // `inside::read` follows no link out of the directory.
+        // `inside::read` does not follow links out of the directory.
         let fields = inside::read(model.dir(), "README.md", MAX_CARD_BYTES).unwrap_or_default();
         let fields = String::from_utf8_lossy(&fields);
         let own_name = || dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned());

@@ -164,11 +164,12 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// Trained weights without a gradient.
     pub params_without_grad: usize,
-    /// |log p(rollout) − log p(training)|: largest and mean over the tokens that went through the model, both at the scoring temperature.
-    /// Available only for sampled, on-policy steps. If the rollout was recalled, only the heads contribute to the difference.
+    /// Largest and mean |log p(rollout) − log p(training)| over the tokens that went through the model, at the scoring
+    /// temperature. Available only for sampled, on-policy steps. If the rollout was recalled, only the heads contribute to the
+    /// difference.
     pub rollout_gap: Option<(f64, f64)>,
-    /// |log p(rollout) − log q|: largest and mean. q is the distribution that tokens were drawn from, after temperature, penalties and
-    /// truncation. Available only for sampled, on-policy steps.
+    /// Largest and mean |log p(rollout) − log q|. q is the distribution that tokens were drawn from, after temperature, penalties
+    /// and truncation. Available only for sampled, on-policy steps.
     pub sampler_gap: Option<(f64, f64)>,
     /// Number of prompt and completion tokens that went through the model.
     pub num_tokens: u64,

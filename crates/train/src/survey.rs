@@ -60,7 +60,7 @@ impl RowCheck<'_> {
     }
 }
 
-/// Survey that finds the rows to which each reward applies. Several threads may use it.
+/// Counter of the rows to which each reward applies. Several threads may use it.
 pub struct Survey<'a> {
     rewards: &'a RewardSet,
     seen: Mutex<Surveyed>,
