@@ -1,17 +1,17 @@
-//! Converts rewards to advantages: how much better a completion is than the others of its prompt.
+//! Conversion of rewards to advantages. An advantage measures how much better a completion is than the others of its prompt.
 //!
 //! Sources: DeepSeekMath (arXiv 2402.03300) eq. 3 and TRL 1.16 `GRPOTrainer` for [`AdvantageKind::GroupStd`],
-//! [`AdvantageKind::Batch`], [`AdvantageKind::GroupCenter`] and [`normalize_then_sum`] (GDPO); the Qwen2.5-VL video
-//! trainer for [`AdvantageKind::GroupStdClamped`].
+//! [`AdvantageKind::Batch`], [`AdvantageKind::GroupCenter`] and [`normalize_then_sum`] (GDPO); the Qwen2.5-VL video trainer for
+//! [`AdvantageKind::GroupStdClamped`].
 //!
 //! A reward of `None` means "not scorable": means and deviations exclude the row, and its advantage is 0.
 //!
 //! Differences from TRL:
-//! - Rewards that are equal up to rounding count as equal: a deviation of at most `1e-8 * max(1, max|R|)` is zero, and
-//!   such a group gets advantages of exactly 0. A weighted sum that cancels leaves a residue around 1e-17, whose
-//!   normalised value would be noise.
-//! - A group with a single scorable row gets an advantage of 0 there, instead of NaN replaced by 0; the result is the
-//!   same. So does a group of one completion, whose sample deviation is NaN in torch.
+//! - Rewards that are equal up to rounding count as equal: a deviation of at most `1e-8 * max(1, max|R|)` is zero, and such a
+//!   group gets advantages of exactly 0. A weighted sum that cancels leaves a residue around 1e-17, whose normalised value would
+//!   be noise.
+//! - A group with a single scorable row has a deviation of 0, so its advantage is 0. TRL computes NaN and replaces it by 0. A
+//!   group of one completion also gets 0; its sample deviation is NaN in torch.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +21,7 @@ use crate::Error;
 const STD_EPSILON: f64 = 1e-4;
 /// Lower bound of the population deviation in [`AdvantageKind::GroupStdClamped`].
 const STD_CLAMP: f64 = 0.01;
-/// Multiple of `max(1, max|R|)` up to which a deviation is rounding, not information.
+/// Multiple of `max(1, max|R|)` below which a deviation is attributed to rounding.
 const ZERO_STD: f64 = 1e-8;
 
 /// Largest accepted reward; larger ones could make squares and sums infinite.
@@ -55,17 +55,18 @@ pub struct Advantages {
     /// Deviation of the rewards of each group: sample (n - 1), or population for [`AdvantageKind::GroupStdClamped`]; 0
     /// with fewer than two scorable rows.
     pub group_std: Vec<f64>,
-    /// Whether all rewards of a group are equal.
+    /// One flag per group; true if all its rewards are equal.
     pub zero_std: Vec<bool>,
 }
 
 /// Computes advantages from one total reward per row.
 ///
 /// # Shapes
-/// `rewards`: `[prompts * group_size]`, prompt-major; `alpha` multiplies every advantage (`grpo_alpha`; 1 leaves them).
+/// `rewards`: `[prompts * group_size]`, prompt-major; `alpha` multiplies every advantage (`grpo_alpha`; 1 leaves them unchanged).
 ///
 /// # Errors
-/// If the group size is 0, the number of rows is no multiple of it, or a reward is NaN, infinite or beyond 1e100.
+/// Returns an error if the group size is 0, or if the number of rows is not a multiple of it. Also returns an error if a reward
+/// is NaN, infinite or beyond 1e100, or if `alpha` is not finite.
 pub fn advantages(
     rewards: &[Option<f64>],
     group_size: usize,
@@ -100,25 +101,27 @@ pub fn advantages(
     Ok(with_groups(values, &groups))
 }
 
-/// Returns the total reward of each row, `sum_k weights[k] * values[k][row]`, without the rewards that are `None`. A
-/// row whose rewards are all `None` has no total. TRL `sum_then_normalize`.
+/// Returns the total reward of each row, `sum_k weights[k] * values[k][row]`, without the rewards that are `None`. A row whose
+/// rewards are all `None` has no total. TRL `sum_then_normalize`.
 ///
 /// # Shapes
 /// `values`: one slice of `[rows]` per reward function; `weights`: one per reward function.
 ///
 /// # Errors
-/// If lengths differ, or a value or weight is NaN, infinite or beyond 1e100.
+/// Returns an error if lengths differ, or if a value or weight is NaN, infinite or beyond 1e100.
 pub fn weighted_sum(values: &[Vec<Option<f64>>], weights: &[f64]) -> Result<Vec<Option<f64>>, Error> {
     let rows = check_matrix(values, weights)?;
     Ok((0..rows).map(|row| sum_row(values, weights, row)).collect())
 }
 
-/// Computes advantages from several rewards, each of which is normalised before they are added (GDPO, TRL
-/// `normalize_then_sum`): `z_k = (r_k - mean_group r_k) / (std_group r_k + 1e-4)`, `S = sum_k w_k z_k`, `A = alpha * (S
-/// - mean_batch S) / (std_batch S + 1e-4)`.
+/// Computes advantages from several rewards. Each reward is normalised before the rewards are added (GDPO, TRL
+/// `normalize_then_sum`): `z_k = (r_k - mean_group r_k) / (std_group r_k + 1e-4)`, `S = sum_k w_k z_k`, `A = alpha * (S -
+/// mean_batch S) / (std_batch S + 1e-4)`.
 ///
-/// `group_mean`, `group_std` and `zero_std` of the result describe `S`. Shapes and errors are those of [`weighted_sum`]
-/// and [`advantages`].
+/// The fields `group_mean`, `group_std` and `zero_std` of the result describe `S`. The shapes are those of [`weighted_sum`].
+///
+/// # Errors
+/// Returns the same errors as [`weighted_sum`] and [`advantages`].
 pub fn normalize_then_sum(
     values: &[Vec<Option<f64>>],
     weights: &[f64],
@@ -167,7 +170,7 @@ fn sum_row(values: &[Vec<Option<f64>>], weights: &[f64], row: usize) -> Option<f
 /// Mean and deviation of the scorable rows of a slice.
 struct Spread {
     mean: Option<f64>,
-    /// Deviation; 0 if rounding alone explains it.
+    /// Deviation; 0 if it can be attributed to rounding.
     std: f64,
 }
 
@@ -256,8 +259,7 @@ mod tests {
         }
     }
 
-    /// Rewards, then TRL's, the clamped and the centred advantages, to the printed digits. The reference rounds to five
-    /// decimals and prints the result.
+    /// Rewards, then the advantages of TRL, the clamped and the centred ones. The reference rounds to five decimals.
     const GOLDEN: [[[f64; 4]; 4]; 5] = [
         [
             [1.0, 0.0, 0.0, 1.0],
@@ -297,7 +299,7 @@ mod tests {
 
     #[test]
     fn groups_are_consecutive_rows_and_batch_scale_keeps_the_group_mean() {
-        // Groups [0, 2] and [10, 14]: means 1 and 12; the sample deviation over all four rows is sqrt(131 / 3) ...
+        // Groups [0, 2] and [10, 14] have means of 1 and 12. The sample deviation over all four rows is sqrt(131 / 3) ...
         let rewards = [0.0, 2.0, 10.0, 14.0];
         let all = (rewards.iter().map(|r| (r - 6.5_f64).powi(2)).sum::<f64>() / 3.0).sqrt();
         let expected: Vec<f64> = [-1.0, 1.0, -2.0, 2.0].iter().map(|d| d / (all + 1e-4)).collect();
@@ -311,9 +313,9 @@ mod tests {
 
     #[test]
     fn clamped_falls_back_to_the_batch_only_if_no_group_differs() {
-        // Both groups constant: batch mean 0.5, population deviation 0.5.
+        // Both groups are constant: the batch mean is 0.5, the population deviation 0.5.
         assert_close(&values(&[1.0, 1.0, 0.0, 0.0], 2, GroupStdClamped), &[1.0, 1.0, -1.0, -1.0], 1e-15);
-        // One group differs: the constant one stays at 0.
+        // One group differs, so the constant group stays at 0.
         assert_close(&values(&[1.0, 1.0, 0.0, 1.0], 2, GroupStdClamped), &[0.0, 0.0, -1.0, 1.0], 1e-15);
     }
 
@@ -350,7 +352,7 @@ mod tests {
             assert_eq!(values(&[1.0, 0.0, 0.5], 1, kind), [0.0; 3], "{kind:?}");
         }
         assert_eq!(normalize_then_sum(&[some(&[1.0, 0.0])], &[1.0], 1, 1.0).unwrap().values, [0.0; 2]);
-        // The fallback compares with the complete batch: mean 0.5, deviation 0.5. A batch of one has neither.
+        // The fallback uses the complete batch, with mean 0.5 and deviation 0.5. A batch of one row has no deviation.
         assert_eq!(values(&[1.0, 0.0], 1, GroupStdClamped), [1.0, -1.0]);
         assert_eq!(values(&[1.0], 1, GroupStdClamped), [0.0]);
     }

@@ -1,12 +1,11 @@
-//! Custom policy terms: functions of ratio and log-probability that carry their derivatives along.
+//! Custom policy terms: functions of ratio and log-probability that also compute their derivatives.
 
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
-/// A number with its derivatives with respect to the ratio and the log-probability of a token (a dual number with two
-/// directions).
+/// Number with its derivatives with respect to the ratio and the log-probability of a token (a dual number with two directions).
 ///
-/// Arithmetic on these numbers and plain numbers follows the rules of differentiation, so a formula written with them
-/// also computes its gradient.
+/// Arithmetic on these numbers and plain numbers follows the rules of differentiation, so a formula written with them also
+/// computes its gradient.
 ///
 /// ```
 /// use omnigrpo_grpo::Dual;
@@ -31,19 +30,19 @@ impl Dual {
         Self { value, d_ratio: 0.0, d_logp: 0.0 }
     }
 
-    /// Creates the ratio.
+    /// Creates the ratio variable, with a derivative of 1 with respect to itself.
     #[must_use]
     pub fn ratio(value: f64) -> Self {
         Self { value, d_ratio: 1.0, d_logp: 0.0 }
     }
 
-    /// Creates the log-probability.
+    /// Creates the log-probability variable, with a derivative of 1 with respect to itself.
     #[must_use]
     pub fn logp(value: f64) -> Self {
         Self { value, d_ratio: 0.0, d_logp: 1.0 }
     }
 
-    /// Applies a function with the given `value` and derivative `slope` at this number.
+    /// Applies a function, given its `value` and its derivative `slope` at this number.
     #[must_use]
     pub fn map(self, value: f64, slope: f64) -> Self {
         Self { value, d_ratio: slope * self.d_ratio, d_logp: slope * self.d_logp }
@@ -66,19 +65,19 @@ impl Dual {
         self.map(value, 1.0 - value * value)
     }
 
-    /// Returns the smaller of two; `self` if they are equal.
+    /// Returns the smaller of two numbers; `self` if they are equal.
     #[must_use]
     pub fn min(self, other: Self) -> Self {
         if other.value < self.value { other } else { self }
     }
 
-    /// Returns the larger of two; `self` if they are equal.
+    /// Returns the larger of two numbers; `self` if they are equal.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         if other.value > self.value { other } else { self }
     }
 
-    /// Clamps to both bounds; the derivative is 0 beyond them.
+    /// Clamps to both bounds. The derivatives are 0 outside them.
     #[must_use]
     pub fn clamp(self, low: f64, high: f64) -> Self {
         self.max(Self::constant(low)).min(Self::constant(high))
@@ -149,7 +148,7 @@ impl<T: Into<Dual>> Div<T> for Dual {
     }
 }
 
-/// Values of one token that a custom policy term receives.
+/// Inputs of a custom policy term for one token.
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyToken {
     /// Ratio of the probability under the current policy to that under the sampling policy; 1 in the first update.
@@ -159,14 +158,14 @@ pub struct PolicyToken {
     pub advantage: f64,
 }
 
-/// A custom policy term, the summand of one token. Like every loss, smaller is better.
+/// Custom policy term: the summand of one token. Smaller values are better, as in every loss.
 ///
-/// It is a function, not a capturing closure, so that a plan stays a plain value: two runs with the same plan do the
-/// same.
+/// It is a function pointer and cannot capture values. A plan therefore stays a plain value, and two runs with the same plan
+/// compute the same loss.
 #[derive(Clone, Copy)]
 pub struct CustomTerm(pub fn(PolicyToken) -> Dual);
 
-/// Omits the function's address, which differs between processes.
+/// Formats the term without the function's address, which differs between processes.
 impl std::fmt::Debug for CustomTerm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("CustomTerm")

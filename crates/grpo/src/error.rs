@@ -6,7 +6,7 @@ pub enum Error {
     /// Group size of 0.
     #[error("advantage: got 0 completions per prompt, expected at least 1")]
     EmptyGroups,
-    /// Rows that do not divide into complete groups.
+    /// Number of rows that is not a multiple of the group size.
     #[error("{what}: got {rows} rows, expected a multiple of the group size {group_size}")]
     PartialGroup { what: &'static str, rows: usize, group_size: usize },
     /// Slice with the wrong number of entries.
@@ -44,7 +44,7 @@ pub enum Error {
         token: usize,
         value: f64,
     },
-    /// Loss that overflowed although every input was finite.
+    /// Loss term or gradient that overflowed although every input was finite.
     #[error(
         "loss: the {what} of completion {completion} is {value} with finite inputs; lower beta or the rewards"
     )]
@@ -64,22 +64,22 @@ pub enum Error {
         needed_by: &'static str,
         remedy: &'static str,
     },
-    /// Setting of the loss plan outside its range.
+    /// Setting outside its range.
     #[error("loss: {setting} is {value}, expected {expected}")]
     Setting {
-        /// Field of the plan, such as `surrogate.high`.
+        /// Name of the setting, such as `surrogate.high`.
         setting: &'static str,
         value: f64,
         /// Accepted range.
         expected: &'static str,
     },
-    /// Batch with more tokens or completions than its normalizer was made for.
+    /// Batch with more tokens or completions than its normalizer was created for.
     #[error(
-        "loss: the batch has {got} {unit}, but the normalizer was made for {expected}; make it from all completions \
-         of the optimizer step"
+        "loss: the batch has {got} {unit}, but the normalizer was created for {expected}; create it from all \
+         completions of the optimizer step"
     )]
     Normalizer {
-        /// "tokens" or "completions".
+        /// `"tokens"`, `"tokens kept"` or `"completions"`.
         unit: &'static str,
         got: usize,
         expected: usize,

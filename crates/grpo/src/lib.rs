@@ -1,17 +1,17 @@
-//! The mathematics of group-relative policy optimisation in f64 over plain slices.
+//! Mathematics of group-relative policy optimisation in f64 over plain slices.
 //!
 //! ```text
 //! rewards ─► advantage ─► Batch { logp, old, reference, advantages, … } ─► loss::evaluate ─► loss, dL/dlogp, dL/dentropy
 //!                                                                              └──────────► MetricSums ─► metrics
 //! ```
 //!
-//! The loss is a scalar function of per-token log-probabilities (and entropies). This crate computes its gradient with
-//! respect to them in closed form, so a tape only has to carry gradients from log-probabilities back to parameters. The
-//! crate does not depend on tensors, devices or models.
+//! The loss is a scalar function of per-token log-probabilities (and entropies). This crate computes its gradient with respect to
+//! them in closed form, so backpropagation only has to start at the log-probabilities. The crate does not depend on tensors,
+//! devices or models.
 //!
-//! Row order is prompt-major everywhere: `row = prompt * group_size + sample`. Tokens of one completion are contiguous.
+//! The row order is prompt-major everywhere: `row = prompt * group_size + sample`. The tokens of one completion are contiguous.
 //!
-//! Four independent choices define an algorithm (advantage, surrogate, aggregation, KL); [`RECIPES`] names the known
+//! Four independent choices define an algorithm: advantage, surrogate, aggregation and KL. [`RECIPES`] names the known
 //! combinations.
 
 pub mod advantage;

@@ -1,7 +1,7 @@
-//! The loss of one optimizer step and its gradient with respect to log-probabilities and entropies.
+//! Loss of one optimizer step and its gradient with respect to log-probabilities and entropies.
 //!
-//! For completion `i` with `L_i` tokens and token `t`: `lp = log pi(token)`, `old` and `ref` are its log-probabilities
-//! under the sampling and the reference policy, and `A_i` is the advantage:
+//! For completion `i` with `L_i` tokens and token `t`: `lp = log pi(token)`, `old` and `ref` are its log-probabilities under the
+//! sampling and the reference policy, and `A_i` is the advantage:
 //!
 //! ```text
 //! d_it  = lp_it - old_it                                  (0 when on-policy, with derivative 1)
@@ -14,19 +14,19 @@
 //! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
 //! ```
 //!
-//! `w_i` comes from [`Aggregation`] and a [`Normalizer`] that is created once for the complete optimizer step, so the
-//! loss of the step is the plain sum of the losses of its parts, however the groups are divided.
+//! [`Aggregation`] and [`Normalizer`] determine `w_i`. The normalizer is created once for the complete optimizer step. The loss
+//! of the step is therefore the plain sum of the losses of its parts, however the groups are divided.
 //!
-//! Source: TRL 1.16 `GRPOTrainer._compute_loss`; papers at each variant. Deliberate differences:
-//! - The exponent of every ratio is clamped to ±20, and that of k3 to at most 20, with gradient 0 beyond. Otherwise one
-//!   token with a collapsed probability would make the step infinite. Exponents within the bound are unchanged.
-//! - The k3 exponent has no lower clamp: `exp` cannot overflow there and k3 grows only linearly, so the pull towards
-//!   the reference persists. With [`Kl::K3Corrected`] the clamp bounds only the value: the gradient is `-c (ref - lp)`,
-//!   linear on both sides.
+//! Source: TRL 1.16 `GRPOTrainer._compute_loss`; each variant names its paper. Deliberate differences:
+//! - The exponent of every ratio is clamped to ±20, and that of k3 to at most 20, with gradient 0 beyond. Otherwise one token
+//!   with a collapsed probability would make the step infinite. Exponents within the bound are unchanged.
+//! - The k3 exponent has no lower clamp: `exp` cannot overflow there and k3 grows only linearly, so the gradient still pulls
+//!   towards the reference. With [`Kl::K3Corrected`] the clamp limits only the value: the gradient is `-c (ref - lp)`, linear on
+//!   both sides.
 //! - The entropy bonus is a mean over the tokens of the complete optimizer step, not a mean of micro-batch means.
-//! - The tokens of the entropy gate are chosen once per rollout, from the entropies of the sampling weights. TRL
-//!   chooses them in each pass, from that pass's entropies.
-//! - `dapo` and `cispo` divide by the tokens of the optimizer step, not by those of the generation batch divided by its
+//! - The entropy gate selects its tokens once per rollout, from the entropies of the sampling weights. TRL selects them in each
+//!   pass, from the entropies of that pass.
+//! - `dapo` and `cispo` divide by the tokens of the optimizer step. TRL divides by the tokens of the generation batch over its
 //!   number of steps. Both are equal with one optimizer step per rollout.
 
 use serde::{Deserialize, Serialize};
@@ -38,7 +38,7 @@ use crate::metrics::MetricSums;
 /// Largest exponent of a probability ratio; `exp(20)` is 5e8.
 const MAX_EXPONENT: f64 = 20.0;
 
-/// The per-token policy term `l` as a function of the ratio `c`, the advantage `A` and the log-probability `lp`.
+/// Per-token policy term `l` as a function of the ratio `c`, the advantage `A` and the log-probability `lp`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Surrogate {
@@ -52,7 +52,7 @@ pub enum Surrogate {
         /// Upper bound of the unclipped ratio, above `1 + high`.
         delta: Option<f64>,
     },
-    /// `-c A`: the ratio without a clip.
+    /// `-c A`: the unclipped ratio.
     Ratio,
     /// `-stopgrad(min(c, cap)) A lp`: every token keeps a gradient (MiniMax-M1, arXiv 2506.13585).
     Cispo {
@@ -68,7 +68,7 @@ pub enum Surrogate {
     },
     /// `-A lp`: the policy gradient without a ratio (REINFORCE). Its token sum is `-A log pi(completion)`.
     LogProb,
-    /// Custom function, for tokens whose completion has an advantage. Files cannot store it.
+    /// Custom function, evaluated for tokens with a nonzero advantage. It cannot be serialized.
     #[serde(skip)]
     Custom(CustomTerm),
 }
@@ -101,27 +101,27 @@ pub enum Aggregation {
     TokenSum,
 }
 
-/// Correction for tokens whose probability during sampling differs from that during training, because decoding uses
-/// other kernels and possibly other weights (quantised ones). With `smp` the log-probability that the sampler computed,
-/// `d = old - smp`, and `w` the weight of [`CorrectionKind`]:
+/// Correction for tokens whose probability during sampling differs from that during training, because decoding uses other kernels
+/// and possibly other weights (quantised ones). `smp` is the log-probability that the sampler computed, `d = old - smp`, and `w`
+/// is the weight of [`CorrectionKind`]:
 ///
 /// ```text
 /// truncate: v = min(w, max), not below min        mask: v = w between min and max, else 0
 /// ```
 ///
-/// The gradient treats the weight as a constant. Source: TRL 1.16 `vllm_importance_sampling_mode`. Truncation is that
-/// of Espeholt et al. (arXiv 1802.01561), masking that of IcePop (Ling team 2025).
+/// The gradient treats the weight as a constant. Source: TRL 1.16 `vllm_importance_sampling_mode`. Truncation follows Espeholt et
+/// al. (arXiv 1802.01561), masking follows IcePop (Ling team 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Correction {
-    /// Kind of weight.
+    /// Kind of the weight.
     pub kind: CorrectionKind,
     /// Upper bound of the weight, above 0.
     pub max: f64,
-    /// Lower bound of the weight; `None`, or below `max`.
+    /// Lower bound of the weight, below `max`; `None` for no lower bound.
     pub min: Option<f64>,
 }
 
-/// Unit over which a [`Correction`] takes its weight, and its behaviour beyond the bounds.
+/// Unit of a [`Correction`]'s weight, and treatment of weights beyond the bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CorrectionKind {
@@ -142,13 +142,13 @@ impl Correction {
     /// No correction.
     pub const OFF: Self = Self { kind: CorrectionKind::Off, max: 3.0, min: None };
 
-    /// Returns whether log-probabilities of the sampler are needed.
+    /// Returns true if the correction needs log-probabilities of the sampler.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.kind != CorrectionKind::Off
     }
 
-    /// Returns the weight of each token of a completion, from `d`.
+    /// Returns the weight of each token of a completion. `d` is the difference `old - smp` of each token.
     fn weights(&self, d: impl Iterator<Item = f64>) -> Vec<f64> {
         use CorrectionKind::{Off, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate};
         let bounded = |d: f64| {
@@ -180,50 +180,52 @@ pub enum Kl {
     /// `exp(x) - x - 1`, never negative (k3; Schulman 2020, "Approximating KL divergence").
     #[default]
     K3,
-    /// `(exp(x) - x - 1) c` with the gradient through `c` too. Off-policy, its gradient is that of the KL divergence
-    /// (DeepSeek-V3.2; TRL `use_bias_correction_kl`).
+    /// `(exp(x) - x - 1) c`, where the gradient also flows through `c`. Off-policy, this gradient equals the gradient of the KL
+    /// divergence (DeepSeek-V3.2; TRL `use_bias_correction_kl`).
     K3Corrected,
-    /// `-x`: signed. Its token sum is `log pi(completion) - log ref(completion)` (k1 per sequence).
+    /// `-x`, which can be negative. Its token sum is `log pi(completion) - log ref(completion)` (k1 per sequence).
     K1,
 }
 
-/// A loss as a set of independent choices; see the module for the formula.
+/// Loss as a set of independent choices. The module documentation gives the formula.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LossPlan {
     pub surrogate: Surrogate,
     pub ratio: RatioLevel,
     pub aggregation: Aggregation,
-    /// KL estimator; without effect if `beta` is 0.
+    /// KL estimator; no effect if `beta` is 0.
     pub kl: Kl,
-    /// Weight of the KL term; 0 needs no reference policy.
+    /// Weight of the KL term. 0 requires no reference policy.
     pub beta: f64,
-    /// Weight of the entropy bonus (mean entropy per token, in nats); 0 needs no entropies.
+    /// Weight of the entropy bonus (mean entropy per token, in nats). 0 requires no entropies.
     pub entropy_coef: f64,
-    /// Fraction of a step's tokens, in (0, 1], that the policy term and the entropy bonus keep: those with the highest
+    /// Fraction of a step's tokens, in (0, 1], that count in the policy term and the entropy bonus: the tokens with the highest
     /// entropy. [`top_entropy_tokens`] finds them, and [`Batch::kept`] marks them.
     pub top_entropy: f64,
     /// Correction of the difference between sampler and policy.
     pub correction: Correction,
-    /// Whether policy term, KL and entropy exclude completions that reached the length limit. As in TRL, they still
-    /// count in the number of completions that [`Aggregation::SequenceMean`] and other means over completions divide
-    /// by.
+    /// True to exclude completions that reached the length limit from the policy term, the KL and the entropy. As in TRL, they
+    /// still count in the number of completions, by which [`Aggregation::SequenceMean`] and other means over completions divide.
     pub mask_truncated_completions: bool,
 }
 
 impl LossPlan {
-    /// Returns whether the loss needs a reference policy.
+    /// Returns true if the loss needs a reference policy.
     #[must_use]
     pub fn needs_reference(&self) -> bool {
         self.beta != 0.0 && self.kl != Kl::Off
     }
 
-    /// Returns whether per-token entropies enter the loss; otherwise their gradient is zero.
+    /// Returns true if the loss includes per-token entropies. Otherwise their gradient is zero.
     #[must_use]
     pub fn needs_entropy(&self) -> bool {
         self.entropy_coef != 0.0
     }
 
-    /// Checks the range of every number. [`Error::Setting`] names the first setting outside its range.
+    /// Checks the range of every number.
+    ///
+    /// # Errors
+    /// Returns [`Error::Setting`] with the first setting outside its range.
     pub fn validate(&self) -> Result<(), Error> {
         let require = |ok: bool, setting, value, expected| {
             if ok { Ok(()) } else { Err(Error::Setting { setting, value, expected }) }
@@ -253,7 +255,7 @@ impl LossPlan {
         require(positive(max), "correction.max", max, "a finite ratio > 0")?;
         if let Some(min) = min {
             let below = min.is_finite() && (0.0..max).contains(&min);
-            require(below, "correction.min", min, "a ratio from 0 up, below the largest")?;
+            require(below, "correction.min", min, "a ratio of at least 0 and below correction.max")?;
         }
         Ok(())
     }
@@ -261,15 +263,15 @@ impl LossPlan {
 
 /// Completions with their tokens: a complete optimizer step or any part of it.
 ///
-/// Per-token slices hold the tokens of completion 0, then those of completion 1, and so on, without padding.
+/// Per-token slices contain the tokens of completion 0, then those of completion 1, and so on, without padding.
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
-    /// Tokens per completion; an empty completion adds nothing but counts as a completion.
+    /// Tokens per completion. An empty completion adds nothing to the loss but counts as a completion.
     pub lengths: &'a [usize],
     /// Log-probability of each token under the current policy, in nats, ≤ 0.
     pub logp: &'a [f64],
-    /// Log-probability of each token under the sampling policy; `None` if that is the current one (on-policy, ratio
-    /// exactly 1).
+    /// Log-probability of each token under the sampling policy. `None` if the sampling policy is the current one (on-policy,
+    /// ratio exactly 1).
     pub old: Option<&'a [f64]>,
     /// Log-probability of each token as the sampler computed it, for [`Correction`].
     pub sampler: Option<&'a [f64]>,
@@ -277,24 +279,24 @@ pub struct Batch<'a> {
     pub reference: Option<&'a [f64]>,
     /// Entropy of the current policy at each token, in nats.
     pub entropy: Option<&'a [f64]>,
-    /// Whether policy term and entropy bonus keep each token; `None` keeps all. See [`top_entropy_tokens`].
+    /// Mask of the tokens that count in the policy term and the entropy bonus; `None` keeps all. See [`top_entropy_tokens`].
     pub kept: Option<&'a [bool]>,
     /// Advantage of each completion.
     pub advantages: &'a [f64],
-    /// Whether each completion reached the length limit.
+    /// One flag per completion; true if it reached the length limit.
     pub truncated: &'a [bool],
 }
 
-/// Finds the fraction `top` of a step's tokens with the highest entropy, to which policy term and entropy bonus are
-/// restricted (arXiv 2506.01939, TRL `top_entropy_quantile`). The KL term keeps all tokens. Returns whether each token
-/// is kept, or `None` if `top` is 1.
+/// Finds the fraction `top` of a step's tokens with the highest entropy (arXiv 2506.01939, TRL `top_entropy_quantile`). Only
+/// these tokens count in the policy term and the entropy bonus; the KL term keeps all tokens. Returns one flag per token, true if
+/// it is kept, or `None` if `top` is 1.
 ///
-/// The gate keeps `n - ceil((1 - top) (n - 1))` of `n` tokens. If no two entropies are equal, these are the tokens that
-/// reach the linear `1 - top` quantile. Of tokens with equal entropies, the earlier ones are kept, so that the number
-/// stays the same; TRL keeps all that equal the quantile.
+/// The gate keeps `n - ceil((1 - top) (n - 1))` of `n` tokens. If no two entropies are equal, these are the tokens that reach the
+/// linear `1 - top` quantile. Of tokens with equal entropies, the gate keeps the earlier ones, so that the number stays the same.
+/// TRL keeps all tokens that equal the quantile.
 ///
 /// # Errors
-/// `top` outside (0, 1].
+/// Returns an error if `top` is outside (0, 1].
 pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool>>, Error> {
     if !(top > 0.0 && top <= 1.0) {
         return Err(Error::Setting { setting: "top_entropy", value: top, expected: "a number in (0, 1]" });
@@ -304,7 +306,7 @@ pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool
     }
     let mut falling: Vec<usize> = (0..entropies.len()).collect();
     falling.sort_by(|&a, &b| entropies[b].total_cmp(&entropies[a]));
-    // 0.7 is not exact: (1 - 0.7) 10 is a little above 3.
+    // In f64, (1 - 0.7) * 10 is slightly above 3, so a small number is subtracted before rounding up.
     let position = (1.0 - top) * entropies.len().saturating_sub(1) as f64 - 1e-9;
     let mut kept = vec![false; entropies.len()];
     for &token in &falling[..entropies.len() - position.ceil().max(0.0) as usize] {
@@ -316,26 +318,25 @@ pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool
 /// Denominators of one optimizer step, the same for all of its parts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalizer {
-    /// Completions, including masked and empty ones.
+    /// Number of completions, including masked and empty ones.
     pub completions: usize,
-    /// Tokens that count: those of truncated completions do not if the plan masks them.
+    /// Number of tokens that count. Tokens of truncated completions do not count if the plan masks them.
     pub tokens: usize,
     /// Length limit in tokens; used by [`Aggregation::ConstantLength`].
     pub max_completion_length: usize,
-    /// Tokens that count in this part's micro-batch; used by [`Aggregation::TokenMeanLocal`].
+    /// Number of tokens that count in this part's micro-batch; used by [`Aggregation::TokenMeanLocal`].
     pub micro_batch_tokens: usize,
-    /// Micro-batches per optimizer step (gradient accumulation times ranks); used by [`Aggregation::TokenMeanLocal`].
+    /// Number of micro-batches per optimizer step (gradient accumulation times ranks); used by [`Aggregation::TokenMeanLocal`].
     pub micro_batches: usize,
-    /// Tokens that count and that the entropy gate keeps; `None` without a gate.
+    /// Number of tokens that count and are kept by the entropy gate; `None` without a gate.
     pub kept_tokens: Option<usize>,
 }
 
 impl Normalizer {
-    /// Creates the normalizer of an optimizer step of one micro-batch, from the completions of the complete step on all
-    /// ranks.
+    /// Creates the normalizer of an optimizer step with one micro-batch, from the completions of the complete step on all ranks.
     ///
     /// # Errors
-    /// If `lengths` and `truncated` differ in length, or `max_completion_length` is 0.
+    /// Returns an error if `lengths` and `truncated` differ in length, or if `max_completion_length` is 0.
     pub fn for_step(
         plan: &LossPlan,
         lengths: &[usize],
@@ -360,11 +361,11 @@ impl Normalizer {
         })
     }
 
-    /// Returns the same step for one of its `micro_batches`, whose completions are given. Only
-    /// [`Aggregation::TokenMeanLocal`] distinguishes micro-batches.
+    /// Returns the normalizer of the same step for one of its `micro_batches`. `lengths` and `truncated` describe the completions
+    /// of the micro-batch. Only [`Aggregation::TokenMeanLocal`] distinguishes micro-batches.
     ///
     /// # Errors
-    /// If `lengths` and `truncated` differ in length, or `micro_batches` is 0.
+    /// Returns an error if `lengths` and `truncated` differ in length, or if `micro_batches` is 0.
     pub fn for_micro_batch(
         &self,
         plan: &LossPlan,
@@ -378,7 +379,7 @@ impl Normalizer {
         Ok(Self { micro_batch_tokens: counted_tokens(plan, lengths, truncated)?, micro_batches, ..*self })
     }
 
-    /// Returns the same step with an entropy gate that keeps `kept_tokens` of the tokens that count.
+    /// Returns the normalizer of the same step with an entropy gate, which keeps `kept_tokens` of the tokens that count.
     #[must_use]
     pub fn with_kept_tokens(self, kept_tokens: Option<usize>) -> Self {
         Self { kept_tokens, ..self }
@@ -406,7 +407,7 @@ fn counted_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool]) -> Res
     Ok(counted.fold(0, |sum: usize, (length, _)| sum.saturating_add(*length)))
 }
 
-/// Returns the number of tokens that count and are kept. `kept` has an entry for each token of the completions.
+/// Returns the number of tokens that count and are kept. `kept` has one entry per token of the completions.
 fn kept_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool], kept: &[bool]) -> usize {
     let mut start = 0;
     let mut of_completion = |(&length, &cut): (&usize, &bool)| {
@@ -417,7 +418,7 @@ fn kept_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool], kept: &[b
     lengths.iter().zip(truncated).map(&mut of_completion).sum()
 }
 
-/// A batch's share of the loss, and its gradient.
+/// Share of a batch in the loss, and its gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossOutput {
     /// `policy + kl_term + entropy_term`.
@@ -432,18 +433,18 @@ pub struct LossOutput {
     pub dlogp: Vec<f64>,
     /// Derivative of `loss` with respect to each entry of [`Batch::entropy`]; empty if the batch has none.
     pub dentropy: Vec<f64>,
-    /// Sums from which the step's metrics are computed; add those of all parts.
+    /// Sums from which the step's metrics are computed. The caller merges the sums of all parts.
     pub sums: MetricSums,
 }
 
 /// Computes a batch's share of the loss of an optimizer step, with its gradient.
 ///
-/// The shares of all parts of a step add up to the loss of the step, and so do their gradients. Completions with
-/// advantage 0 get a policy gradient of exactly 0 and keep their KL gradient.
+/// The shares of all parts of a step add up to the loss of the step, and so do their gradients. Completions with advantage 0 get
+/// a policy gradient of exactly 0 but keep their KL gradient.
 ///
 /// # Errors
-/// If the plan is out of range, a slice has the wrong length, the reference or the entropies are missing, an input is
-/// not finite (the message names completion and token), or the loss overflows.
+/// Returns an error if the plan is out of range, a slice has the wrong length, or the reference or the entropies are missing.
+/// Also returns an error if an input is not finite (the message names completion and token) or the loss overflows.
 pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> Result<LossOutput, Error> {
     plan.validate()?;
     let reference = check_batch(batch, plan, normalizer)?;
@@ -485,7 +486,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
             out.sums.add_corrected(plan.correction.kind, &weights);
             weights
         });
-        // Derivative of the loss with respect to the completion's single ratio; distributed over its tokens below.
+        // Derivative of the loss with respect to the completion's single ratio. It is distributed over the tokens below.
         let mut d_sequence = 0.0;
 
         let mut policy = 0.0;
@@ -515,8 +516,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
                 let term = kl_term(plan.kl, reference[t] - logp[t], ratio.value);
                 kl += term.value;
                 dlogp[t] += weight * plan.beta * term.d_logp;
-                // Uses the derivative of exp(exponent) even if the exponent is clamped, since it cancels the pull of
-                // d_logp.
+                // This is the derivative of exp(exponent) even if the exponent is clamped, because part of it cancels d_logp.
                 let d_exponent = weight * plan.beta * term.d_ratio * ratio.value;
                 match plan.ratio {
                     RatioLevel::Token => dlogp[t] += d_exponent,
@@ -559,7 +559,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
     Ok(out)
 }
 
-/// One factor of the loss with its partial derivatives.
+/// Policy or KL term of one token with its partial derivatives.
 struct Term {
     value: f64,
     /// Derivative with respect to `lp`, with the ratio fixed.
@@ -654,7 +654,7 @@ fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
     match kl {
         Kl::Off => Term { value: 0.0, d_logp: 0.0, d_ratio: 0.0 },
         Kl::K3 => Term { value: k3, d_logp: d_k3, d_ratio: 0.0 },
-        // If ratio and KL are of the same token, they add up to -x c at any distance, as without the clamp.
+        // If the ratio and the KL belong to the same token, both derivatives add up to -x c for any x, as without the clamp.
         Kl::K3Corrected => {
             let beyond = (x - MAX_EXPONENT).max(0.0);
             let d_logp = -x.min(MAX_EXPONENT).exp_m1() - beyond;
@@ -664,7 +664,7 @@ fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
     }
 }
 
-/// Tokens of one completion whose ratio is outside the clip range on the side that stops the gradient.
+/// Number of tokens of one completion whose ratio is outside the clip range on the side that stops the gradient.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Clipped {
     pub(crate) applies: bool,
@@ -702,7 +702,7 @@ fn check_batch<'a>(
     normalizer: &Normalizer,
 ) -> Result<Option<&'a [f64]>, Error> {
     let completions = batch.lengths.len();
-    // An overflowing sum cannot equal a slice length, so saturation keeps the check correct.
+    // A saturated sum cannot equal a slice length, so saturation does not hide an overflow.
     let tokens = batch.lengths.iter().fold(0_usize, |sum, length| sum.saturating_add(*length));
     expect_length("advantages", batch.advantages.len(), completions, "one per completion")?;
     expect_length("truncated", batch.truncated.len(), completions, "one per completion")?;
@@ -719,21 +719,21 @@ fn check_batch<'a>(
         return Err(Error::MissingInput {
             what: "entropies",
             needed_by: "entropy_coef",
-            remedy: "evaluate the policy with entropies or turn the setting off",
+            remedy: "compute the entropies of the policy or set entropy_coef to 0",
         });
     }
     if batch.kept.is_some() != normalizer.kept_tokens.is_some() {
         return Err(Error::MissingInput {
-            what: if batch.kept.is_some() { "number of tokens" } else { "tokens" },
+            what: if batch.kept.is_some() { "the number of kept tokens" } else { "the mask of kept tokens" },
             needed_by: "top_entropy",
-            remedy: "give Batch::kept and Normalizer::kept_tokens both, or neither",
+            remedy: "set both Batch::kept and Normalizer::kept_tokens, or neither",
         });
     }
     if batch.sampler.is_none() && plan.correction.is_on() {
         return Err(Error::MissingInput {
             what: "log-probabilities of the sampler",
             needed_by: "correction",
-            remedy: "sample the completions here, or turn the setting off",
+            remedy: "use sampled completions or turn the setting off",
         });
     }
 
@@ -784,7 +784,7 @@ fn first_non_finite(values: &[f64], lengths: &[usize]) -> Option<usize> {
     values.iter().position(|v| !v.is_finite()).map(|at| locate(at, lengths).0)
 }
 
-/// Returns completion and token of a flat token index.
+/// Converts a flat token index to the completion and the token within it.
 fn locate(flat: usize, lengths: &[usize]) -> (usize, usize) {
     let mut start = 0;
     for (completion, length) in lengths.iter().enumerate() {

@@ -1,10 +1,10 @@
-//! Finds the tokens of a sampled row that belong to the completion: all up to and including the first stop token.
+//! Selection of the tokens of a sampled row that belong to the completion: all up to and including the first stop token.
 
-/// Returns the number of tokens that count towards the loss: up to and including the first id in `stop_ids`, or all of
-/// `ids` if none of them stops.
+/// Returns the number of tokens that count towards the loss: up to and including the first id in `stop_ids`, or all of `ids` if
+/// there is no stop token.
 ///
-/// The stop token is part of the completion, since the policy must learn to emit it. `stop_ids` must be the set that
-/// stopped the sampler; another set would score padding after the stop.
+/// The stop token is part of the completion, because the policy must learn to emit it. `stop_ids` must be the set that stopped
+/// the sampler. With another set, padding after the stop would count.
 #[must_use]
 pub fn completion_length(ids: &[u32], stop_ids: &[u32]) -> usize {
     ids.iter().position(|id| stop_ids.contains(id)).map_or(ids.len(), |first_stop| first_stop + 1)

@@ -1,11 +1,11 @@
-//! Computes the metrics of an optimizer step from sums that can be added over streams, micro-batches and ranks.
+//! Metrics of an optimizer step, computed from sums that can be added over streams, micro-batches and ranks.
 //!
-//! Names are TRL's (1.16). In addition, the metrics contain the names of trainers built on TRL 0.14
-//! (`completion_length`, `rewards/NAME`, `clip_ratio`), so that curves can be compared, and the Qwen-video trainer's
-//! `grpo/*`. Differences from TRL:
-//! - `kl` is aggregated like the loss, so `loss = policy + beta * kl`; TRL's token mean is `kl/token_mean`.
+//! The names follow TRL 1.16. In addition, the metrics contain the names of trainers built on TRL 0.14 (`completion_length`,
+//! `rewards/NAME`, `clip_ratio`), so that curves can be compared, and the Qwen-video trainer's `grpo/*`. Differences from TRL:
+//! - `kl` is aggregated like the loss, so `loss = policy + beta * kl` without an entropy bonus; TRL's token mean is
+//!   `kl/token_mean`.
 //! - `reward_std/group` is the mean of the groups' deviations; `reward_std` is over the batch.
-//! - `frac_reward_zero_std` counts groups whose own rewards are equal, whatever scales the advantage.
+//! - `frac_reward_zero_std` counts groups whose rewards are all equal, regardless of the scale of the advantage.
 //! - `grpo/policy_seq_log_prob` is the mean over completions of their summed log-probability, in nats.
 
 use serde::{Deserialize, Serialize};
@@ -13,14 +13,14 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::loss::{Clipped, CorrectionKind, RatioLevel};
 
-/// A metric's name and value; `None` if nothing was measured (written as `null`).
+/// Name and value of a metric; `None` if nothing was measured (written as `null`).
 pub type Metric = (String, Option<f64>);
 
-/// Count, mean and spread of numbers that arrive in parts.
+/// Count, mean and spread of a stream of numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Moments {
     pub count: u64,
-    /// Mean of the numbers; 0 without any.
+    /// Mean of the numbers; 0 if there are none.
     pub mean: f64,
     /// Sum of squared differences from the mean.
     pub squares: f64,
@@ -44,20 +44,20 @@ impl Moments {
         self.count = count;
     }
 
-    /// Returns the mean, if there is a number.
+    /// Returns the mean; `None` without numbers.
     #[must_use]
     pub fn mean(&self) -> Option<f64> {
         (self.count > 0).then_some(self.mean)
     }
 
-    /// Returns the sample deviation (n - 1), if there are two numbers.
+    /// Returns the sample deviation (n - 1); `None` with fewer than two numbers.
     #[must_use]
     pub fn std(&self) -> Option<f64> {
         (self.count > 1).then(|| (self.squares / (self.count - 1) as f64).sqrt())
     }
 }
 
-/// Mean and extremes of completion lengths, in tokens.
+/// Sum and extremes of completion lengths, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 struct Lengths {
     count: u64,
@@ -146,7 +146,7 @@ impl MetricSums {
         self.kl_tokens += tokens as u64;
     }
 
-    /// Adds the weights of a completion's tokens; a single one if they are equal by definition.
+    /// Adds the weights of a completion's tokens. With one weight per completion, only the first is added.
     pub(crate) fn add_corrected(&mut self, kind: CorrectionKind, weights: &[f64]) {
         let whole = matches!(kind, CorrectionKind::SequenceTruncate | CorrectionKind::SequenceMask);
         for &weight in &weights[..if whole { weights.len().min(1) } else { weights.len() }] {
@@ -173,7 +173,7 @@ impl MetricSums {
     /// Adds sampled completions.
     ///
     /// # Shapes
-    /// `lengths` (tokens) and `truncated` (reached the length limit): one entry per completion.
+    /// `lengths` (in tokens) and `truncated` (true at the length limit) have one entry per completion.
     pub fn add_completions(&mut self, lengths: &[usize], truncated: &[bool]) -> Result<(), Error> {
         same_length("truncated", truncated.len(), lengths.len())?;
         for (length, truncated) in lengths.iter().zip(truncated) {
@@ -185,11 +185,11 @@ impl MetricSums {
         Ok(())
     }
 
-    /// Adds the rewards of complete groups: the values of each function (unweighted), the totals, and `zero_std` of
-    /// their advantages.
+    /// Adds the rewards of complete groups: the unweighted values of each function, the totals, and the `zero_std` of their
+    /// advantages.
     ///
     /// # Shapes
-    /// `functions`: name and `[rows]` values per reward function; `totals`: `[rows]`, prompt-major.
+    /// `functions`: name and `[rows]` values per reward function; `totals`: `[rows]`, prompt-major; `zero_std`: `[groups]`.
     pub fn add_rewards(
         &mut self,
         functions: &[(&str, &[Option<f64>])],
@@ -270,7 +270,7 @@ impl MetricSums {
         self.total.mean()
     }
 
-    /// Returns the metrics in a fixed order, without parts to which nothing was added (rewards, completions, loss).
+    /// Returns the metrics in a fixed order. Parts to which nothing was added (rewards, completions, loss) are left out.
     #[must_use]
     pub fn metrics(&self) -> Vec<Metric> {
         let mut out: Vec<Metric> = Vec::new();
@@ -292,7 +292,7 @@ impl MetricSums {
                 put("clip_ratio/low_min", self.clip_low_min);
                 put("clip_ratio/high_mean", mean(self.clip_high, self.clip_units));
                 put("clip_ratio/high_max", self.clip_high_max);
-                // A ratio cannot be both below and above the range, so the parts add up.
+                // A ratio cannot be both below and above the range, so the two counts can be added.
                 let region = mean(self.clip_low + self.clip_high, self.clip_units);
                 put("clip_ratio/region_mean", region);
                 put("clip_ratio", region);
@@ -306,7 +306,7 @@ impl MetricSums {
         }
         if self.lengths.count > 0 {
             for (infix, lengths) in [("length", &self.lengths), ("terminated_length", &self.terminated)] {
-                // TRL reports 0 if nothing terminated.
+                // TRL reports 0 if no completion terminated.
                 let some = |value: Option<f64>| Some(value.unwrap_or(0.0));
                 put(&format!("completions/mean_{infix}"), some(mean(lengths.sum as f64, lengths.count)));
                 put(&format!("completions/min_{infix}"), some(lengths.min.map(|n| n as f64)));
@@ -339,7 +339,7 @@ impl MetricSums {
         out
     }
 
-    /// Returns the mean of the reward function of this name, else of the first whose name starts with it
+    /// Returns the mean of the reward function `name`, or else of the first function whose name starts with `name`
     /// (`format_graded`).
     fn reward_named(&self, name: &str) -> Option<f64> {
         let exact = self.rewards.iter().find(|r| r.name == name);
@@ -373,7 +373,7 @@ mod tests {
 
     #[test]
     fn reward_metrics_by_hand() {
-        // Totals 1.5, 0.5 | 0.5, 0.5: mean 0.75, deviation 0.5, group deviations 1/sqrt 2 and 0.
+        // Totals 1.5, 0.5 | 0.5, 0.5: the mean is 0.75, the deviation 0.5, the group deviations are 1/sqrt 2 and 0.
         let mut sums = MetricSums::default();
         record(
             &mut sums,

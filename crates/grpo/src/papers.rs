@@ -1,16 +1,16 @@
-//! The papers behind a loss, for citation in published models.
+//! Papers that describe a loss, for citation in published models.
 
 use crate::loss::{Aggregation, LossPlan, RatioLevel, Surrogate};
 
-/// A paper.
+/// Citation of a paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Paper {
     /// Name of the method.
     pub method: &'static str,
-    /// Number on arXiv.
+    /// Identifier on arXiv.
     pub arxiv: &'static str,
     pub title: &'static str,
-    /// First author; with the year of the first version, the key of the entry.
+    /// First author. The key of the BibTeX entry consists of the author and `year`.
     pub author: &'static str,
     /// Year of the first version.
     pub year: u16,
@@ -74,7 +74,7 @@ impl Paper {
 }
 
 impl LossPlan {
-    /// Returns the papers whose methods this loss uses, GRPO's first.
+    /// Returns the papers whose methods this loss uses, beginning with GRPO.
     #[must_use]
     pub fn papers(&self) -> Vec<Paper> {
         let higher = matches!(self.surrogate, Surrogate::Clip { low, high, .. } if high > low);
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(of("cispo"), ["GRPO", "CISPO"]);
         assert_eq!(of("gspo"), ["GRPO", "GSPO"]);
         assert_eq!(of("sapo"), ["GRPO", "SAPO"]);
-        // The arXiv number in a recipe's source belongs to one of its papers.
+        // The arXiv number in a recipe's source must be that of one of its papers.
         for recipe in RECIPES.iter().filter(|recipe| recipe.source.contains("arXiv")) {
             assert!(
                 recipe.loss.papers().iter().any(|paper| recipe.source.contains(paper.arxiv)),

@@ -1,7 +1,7 @@
-//! The published combinations of surrogate, ratio level, aggregation and KL, by name.
+//! Published combinations of surrogate, ratio level, aggregation and KL, by name.
 //!
-//! A recipe sets everything that its name implies; each value can be changed by its own setting. `beta` is 0.04 unless
-//! the source of a recipe states another value.
+//! A recipe sets every value that its name implies. Each value can be overridden by its own setting. `beta` is 0.04 unless the
+//! source of a recipe states another value.
 
 use crate::advantage::AdvantageKind;
 use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
@@ -21,9 +21,9 @@ use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Recipe {
-    /// Value of `loss_type`.
+    /// Name of the recipe: a value of `loss_type`.
     pub name: &'static str,
-    /// One line for help texts.
+    /// Summary in one line, for help texts.
     pub summary: &'static str,
     /// Paper or program that the recipe follows.
     pub source: &'static str,
@@ -139,7 +139,7 @@ pub const RECIPES: &[Recipe] = &[
     },
 ];
 
-/// Returns the recipe of this name.
+/// Returns the recipe with this name; `None` for an unknown name.
 ///
 /// ```
 /// use omnigrpo_grpo::{AdvantageKind, recipe};

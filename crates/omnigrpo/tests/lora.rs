@@ -97,7 +97,7 @@ fn four_bits_under_adapters_and_patterns() {
     fails("--use_peft --lora_target_modules nothing_here", 1, &["nothing_here", "names no linear layer"]);
     fails("--trainable_patterns nothing_here", 1, &["nothing_here", "matches no weight"]);
     fails("--use_peft --trainable_patterns mlp", 2, &["no part is trained as a whole"]);
-    fails("--use_peft --tune_mm_llm true", 1, &["carries an adapter"]);
+    fails("--use_peft --tune_mm_llm true", 1, &["also has an adapter"]);
     fails("--lora_modules_to_save merger", 2, &["tune_mm_mlp"]);
     place.run("export --model M --output_dir out").fails(2, &["nothing to change"]);
 }

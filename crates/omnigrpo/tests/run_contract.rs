@@ -156,7 +156,10 @@ fn a_run_resumes_only_where_it_makes_sense() {
     // With another learning rate it starts from the beginning and names the setting.
     let changed = place.run(&format!("{} --learning_rate 0.5", line("a", 1))).ok().stderr;
     assert!(!changed.contains("resuming"), "{changed}");
-    assert!(changed.contains("learning_rate: 1e-6 → 0.5") && changed.contains("starting anew"), "{changed}");
+    assert!(
+        changed.contains("learning_rate: 1e-6 → 0.5") && changed.contains("starting from the beginning"),
+        "{changed}"
+    );
     assert_eq!(place.lines("checkpoints/rl/a/metrics.jsonl").len(), 1);
 
     // With a new name, or an emptied directory, it starts from the beginning.
@@ -205,7 +208,7 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
     // Another answer with the same length.
     place.write("mine.jsonl", support::ROWS.replace("square", "circle"));
     let labels = place.run(&line("moved", "mine.jsonl", 4)).ok().stderr;
-    assert!(labels.contains("its settings differ (dataset: not what it was"), "{labels}");
+    assert!(labels.contains("its settings differ (dataset: content has changed"), "{labels}");
     assert!(labels.contains("run/superseded-1") && !labels.contains("resuming"), "{labels}");
     // Another picture with the same name and length.
     let mut picture = place.bytes("shapes.png");
@@ -213,7 +216,7 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
     place.write("shapes.png", &picture);
     place
         .run(&(line("moved", "mine.jsonl", 5) + " --resume_from_checkpoint run/checkpoint-4"))
-        .fails(1, &["other settings (media: not what it was)"]);
+        .fails(1, &["other settings (media: content has changed)"]);
     *picture.last_mut().unwrap() ^= 1;
     place.write("shapes.png", &picture);
     // Weights that were trained again, in the same file.
@@ -223,12 +226,12 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
     bytes[end..].copy_from_slice(&0.125f32.to_le_bytes());
     place.write(path, bytes);
     let weights = line("moved", "mine.jsonl", 5) + " --resume_from_checkpoint run/checkpoint-4";
-    place.run(&weights).fails(1, &["other settings (weights of the model: not what it was)"]);
+    place.run(&weights).fails(1, &["other settings (weights of the model: content has changed)"]);
     // Another tokenizer.
     let template = place.text("moved/chat_template.jinja");
     place.write("moved/chat_template.jinja", template + "{# #}");
     let files = place.run(&line("moved", "mine.jsonl", 4)).ok().stderr;
-    assert!(files.contains("files of the model: not what it was"), "{files}");
+    assert!(files.contains("files of the model: content has changed"), "{files}");
 }
 
 #[test]

@@ -430,7 +430,7 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
             &[
                 "reward `one`",
                 "1 value(s) for 2 completions",
-                "what was sampled is kept in run/rollouts/unscored-step-000001.jsonl",
+                "they were saved to run/rollouts/unscored-step-000001.jsonl",
             ],
         ),
     ];

@@ -1,4 +1,4 @@
-//! A rollout in the middle of its updates, as a checkpoint keeps it.
+//! State of a rollout that still has updates to come, as a checkpoint stores it.
 
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Memories, Model, PromptBuilder};
@@ -12,30 +12,30 @@ use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::prepare;
 use crate::step::Algorithm;
 
-/// A rollout in the middle of its updates.
+/// State of a rollout that still has updates to come.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct BufferState {
-    /// Updates done with it.
+    /// Number of updates already done with this rollout.
     pub iteration: usize,
-    /// Dataset rows.
+    /// Row numbers in the dataset.
     pub rows: Vec<u64>,
-    /// The pass over the data that drew each.
+    /// Pass over the data that drew each row.
     pub epochs: Vec<u64>,
-    /// Token ids per row and completion.
+    /// Token ids by row and completion.
     pub ids: Vec<Vec<Vec<u32>>>,
-    /// Text per row and completion.
+    /// Text by row and completion.
     pub texts: Vec<Vec<String>>,
-    /// Whether each ran into the length limit.
+    /// Completions that reached the length limit, by row and completion.
     pub truncated: Vec<Vec<bool>>,
-    /// Old log-probabilities per row, completion and token; f32 survives JSON exactly.
+    /// Old log-probabilities by row, completion and token. JSON preserves f32 values exactly.
     pub old: Vec<Vec<Vec<f32>>>,
-    /// Log-probabilities as they were sampled, likewise; empty for recorded completions.
+    /// Log-probabilities at sampling by row, completion and token; empty for recorded completions.
     #[serde(default)]
     pub sampled: Vec<Vec<Vec<f32>>>,
-    /// Log-probabilities under the reference, likewise; null where they are not known yet.
+    /// Log-probabilities under the reference by row, completion and token; null if they have not been computed yet.
     #[serde(default)]
     pub reference: Vec<Vec<Option<Vec<f32>>>>,
-    /// Whether the entropy gate keeps each token, likewise; null without a gate.
+    /// Decision of the entropy gate for each token, true if the token is kept; null without a gate.
     #[serde(default)]
     pub kept: Vec<Vec<Option<Vec<bool>>>>,
     /// Reward names.
@@ -49,7 +49,7 @@ pub struct BufferState {
 }
 
 impl BufferState {
-    /// The state of a rollout, which may be in parts, after `iteration` of its updates.
+    /// Captures the state of a rollout after `iteration` of its updates. The rollout may be split into parts.
     pub(crate) fn of(rollouts: &[Rollouts], iteration: usize) -> Self {
         fn each<T>(rollouts: &[Rollouts], what: impl Fn(&Scored) -> T) -> Vec<Vec<T>> {
             let groups = rollouts.iter().flat_map(|part| &part.groups);
@@ -80,7 +80,7 @@ impl BufferState {
         }
     }
 
-    /// Whether every list has an entry per row, completion and token; a damaged file may not.
+    /// Returns true if every list has an entry per row, completion and token. The lists of a damaged file may be shorter.
     pub(crate) fn is_whole(&self) -> bool {
         let rows = self.rows.len();
         let completions: usize = self.ids.iter().map(Vec::len).sum();
@@ -108,11 +108,12 @@ impl BufferState {
             && self.reward_values.iter().all(|values| values.len() == completions)
     }
 
-    /// The rollout again, in parts of so many prompts. Prompts and features are made anew: they are functions of the rows and
-    /// the weights.
+    /// Restores the rollout, split into parts of `prompts_per_step` prompts. Prompts and features are recomputed from the rows
+    /// and the weights.
     ///
     /// # Errors
-    /// Rows that cannot be read any more; a checkpoint of an earlier version without the numbers that this algorithm needs.
+    /// Returns an error if a row can no longer be read, or if an earlier version wrote a checkpoint without the numbers that this
+    /// algorithm needs.
     pub(crate) fn restore(
         &self,
         algorithm: &Algorithm,
@@ -129,15 +130,15 @@ impl BufferState {
         if let Some((setting, ..)) = needed.iter().find(|(_, needed, missing)| *needed && *missing) {
             return Err(TrainError::Checkpoint {
                 what: format!(
-                    "its rollout in progress has no numbers for {setting}: an earlier version wrote it; resume from a \
-                     checkpoint between two rollouts"
+                    "its rollout in progress lacks the data for {setting}, because an earlier version wrote it; \
+                     resume from a checkpoint without a rollout in progress"
                 ),
             });
         }
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (&row, &epoch)) in self.rows.iter().zip(&self.epochs).enumerate() {
             let row = prepare(dataset, prompts, None, row, epoch)?.map_err(|e| TrainError::Checkpoint {
-                what: format!("row {row} of a rollout in progress cannot be read any more: {}", e.reason),
+                what: format!("row {row} of a rollout in progress can no longer be read: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
             let mut sampled = self.sampled.get(r).into_iter().flatten();
@@ -168,7 +169,7 @@ impl BufferState {
     }
 }
 
-/// Whether a list is empty, or has an entry for each completion and in it one for each token.
+/// Returns true if `lists` is empty or has one value per completion and token. A completion without a list is accepted.
 fn per_token<T>(lists: &[Vec<Option<Vec<T>>>], ids: &[Vec<Vec<u32>>]) -> bool {
     let fits =
         |(own, ids): (&Option<Vec<T>>, &Vec<u32>)| own.as_ref().is_none_or(|own| own.len() == ids.len());

@@ -1,11 +1,16 @@
-//! Checkpoints: everything a run needs to go on as if it had never stopped.
+//! Checkpoints: the complete state of a run, so that a resumed run gives the same results as an uninterrupted one.
 //!
-//! `checkpoint-N/` holds the model in the published layout, or in PEFT's the adapter of a model that has one (and every
-//! tensor that is trained whole beside it; the base is where the run found it), `optimizer.safetensors` (moments and
-//! masters by weight name), `trainer_state.json`, and `SHA256SUMS` over all of them, which `sha256sum -c` reads. It is
-//! written under a temporary name, synced, and renamed, so a directory of that name with a `trainer_state.json` is always
-//! complete; a file that does not match its sum is refused before anything is loaded. The reference model is not stored,
-//! as it is the checkpoint the run started from, but where it moves: then it lies in `reference/`. Random numbers need no state; they are keyed by seed and step.
+//! `checkpoint-N/` contains these files:
+//! - The model in the layout in which it was published. If the model has an adapter, only the adapter in PEFT's layout and every
+//!   other tensor that is fully trained. The base model stays where the run found it.
+//! - `optimizer.safetensors`: moments and masters by weight name.
+//! - `trainer_state.json`: the remaining state.
+//! - `reference/`: the reference model, only if it follows the policy. Otherwise it is the model the run started from.
+//! - `SHA256SUMS` over all of these files, in the format of `sha256sum -c`.
+//!
+//! A checkpoint is written under a temporary name, synced, and renamed. A `checkpoint-N/` with a `trainer_state.json` is
+//! therefore always complete. Loading checks every file against its sum first and refuses a mismatch. Random numbers need no
+//! state: they are keyed by seed and step.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -31,50 +36,53 @@ const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const REFERENCE: &str = "reference";
 const SUMS: &str = "SHA256SUMS";
-/// Names that checkpoints and models have while they are written or removed.
+/// Name prefixes of checkpoints and models that are being written or removed.
 const UNFINISHED: [&str; 3] = ["tmp-checkpoint-", "tmp-old-checkpoint-", "tmp-final"];
 
-/// State of a run beside weights and moments.
+/// State of a run, except for weights and moments.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Optimizer updates done.
+    /// Number of optimizer updates done.
     pub global_step: u64,
-    /// Rollouts done.
+    /// Number of rollouts done.
     pub rollout: u64,
-    /// Where in the data.
+    /// Position in the data.
     pub order: OrderState,
-    /// Settings that decide whether resuming makes sense.
+    /// Settings that must match when a run resumes.
     pub fingerprint: serde_json::Map<String, serde_json::Value>,
-    /// Best value of the evaluation metric so far, and its step.
+    /// Best value of the evaluation metric so far, and the step that reached it.
     pub best: Option<(f64, u64)>,
-    /// Whether the optimizer's state was left out.
+    /// True if the checkpoint has no optimizer state.
     pub model_only: bool,
-    /// Updates each weight has had.
+    /// Number of updates of each weight.
     pub optimizer_steps: BTreeMap<String, u64>,
-    /// Epochs whose end has been seen. An epoch that ends with the drawing of `buffer` ends after its last update.
+    /// Number of epochs whose end was recorded. If drawing `buffer` completed an epoch, the epoch ends after the last update of
+    /// `buffer`.
     pub epochs_seen: u64,
-    /// A rollout that still has updates to come.
+    /// Rollout that still has updates to come.
     pub buffer: Option<BufferState>,
-    /// Whether the evaluation of this step is still to come, since the machine failed in it.
+    /// True if the evaluation of this step must be repeated because the machine failed during it.
     #[serde(default)]
     pub evaluation_due: bool,
 }
 
-/// Parts of a checkpoint beside the state.
+/// Parts of a checkpoint other than the state.
 #[derive(Clone, Copy)]
 pub struct Parts<'a> {
-    /// The model.
+    /// Model to save.
     pub model: &'a Model,
-    /// Optimizer, for a checkpoint that another start can resume from.
+    /// Optimizer; `None` for a checkpoint that stores the model alone.
     pub optimizer: Option<&'a AdamW>,
-    /// The reference, where it moves.
+    /// Reference model, if it follows the policy.
     pub reference: Option<&'a Model>,
 }
 
-/// Writes `checkpoint-N` into `output_dir` and removes the oldest ones over `limit`, but none of those to `keep`.
+/// Writes `checkpoint-N` into `output_dir`, then removes the oldest checkpoints over `limit`. Checkpoints in `keep` are never
+/// removed.
 ///
 /// # Errors
-/// A weight or moment that is not finite; a full or read-only disk. No incomplete checkpoint is left under its final name.
+/// Returns an error if a weight or moment is not finite, or if the disk is full or read-only. An incomplete checkpoint never has
+/// the final name.
 pub fn save(
     output_dir: &Path,
     Parts { model, optimizer, reference }: Parts,
@@ -104,21 +112,22 @@ pub fn save(
         write_sums(&temporary)?;
         sync_tree(&temporary)?;
         if target.exists() {
-            // Out of the way under a name that no resume looks at, so that an end in the middle leaves no half of it.
+            // `discard` renames the old checkpoint first, so an interruption leaves no half-removed checkpoint that a resume
+            // could load.
             discard(&target)?;
         }
         fs::rename(&temporary, &target).map_err(TrainError::io(&target))?;
         Ok(sync_directory(output_dir)?)
     })();
     if written.is_err() {
-        // Best effort: the error that counts is the one above.
+        // The cleanup may fail: the caller gets the first error.
         let _ = fs::remove_dir_all(&temporary);
     }
     written?;
     if let Some(limit) = limit {
         let mut all = list(output_dir)?;
         all.retain(|(step, path)| !keep.contains(&Some(*step)) && *path != target);
-        // The one just written counts, and stays.
+        // The new checkpoint counts towards the limit and is never removed.
         let surplus = all.len().saturating_sub(limit.max(1) - 1);
         for (_, path) in &all[..surplus] {
             discard(path)?;
@@ -127,11 +136,11 @@ pub fn save(
     Ok(target)
 }
 
-/// Gives a reference that moves the weights it had at a checkpoint. One of a run whose reference stood still has none; the
-/// reference then begins anew.
+/// Loads the weights of a moving reference from a checkpoint. If the checkpoint has none, because the reference of that run was
+/// fixed, the reference keeps its initial weights.
 ///
 /// # Errors
-/// Weights that cannot be read or do not fit.
+/// Returns an error if the weights cannot be read or do not fit.
 pub(crate) fn load_reference(checkpoint: &Path, reference: &Model) -> Result<()> {
     let dir = checkpoint.join(REFERENCE);
     if dir.is_dir() {
@@ -141,11 +150,11 @@ pub(crate) fn load_reference(checkpoint: &Path, reference: &Model) -> Result<()>
     Ok(())
 }
 
-/// Writes the trained model into `to`, beside a run's records: complete in a temporary directory first, then file by
-/// file into place, `config.json` last.
+/// Writes the trained model into `to`, next to the records of the run. The files are completed in a temporary directory and then
+/// moved one by one, `config.json` last.
 ///
 /// # Errors
-/// A weight that is not finite; a full or read-only disk.
+/// Returns an error if a weight is not finite, or if the disk is full or read-only.
 pub fn save_final(model: &Model, to: &Path) -> Result<()> {
     let from = to.join("tmp-final");
     if from.exists() {
@@ -153,21 +162,21 @@ pub fn save_final(model: &Model, to: &Path) -> Result<()> {
     }
     check_weights(model)?;
     model.save_trained(&from)?;
-    // A loss of power must not leave names without content.
+    // A power failure must not leave files without content.
     sync_tree(&from)?;
     let mut names: Vec<std::ffi::OsString> = Vec::new();
     for entry in fs::read_dir(&from).map_err(TrainError::io(&from))? {
         names.push(entry.map_err(TrainError::io(&from))?.file_name());
     }
     names.sort_by_key(|name| name == "config.json");
-    // An index of an earlier, sharded save would win over a single file.
+    // Loaders would prefer the index of an earlier, sharded save over the new single file.
     let index = to.join("model.safetensors.index.json");
     if index.exists() {
         fs::remove_file(&index).map_err(TrainError::io(&index))?;
     }
     for name in names {
         let (new, old) = (from.join(&name), to.join(&name));
-        // A folder cannot be renamed over one that has files.
+        // A directory cannot replace a non-empty directory by renaming.
         if new.is_dir() && old.is_dir() {
             fs::remove_dir_all(&old).map_err(TrainError::io(&old))?;
         }
@@ -177,7 +186,7 @@ pub fn save_final(model: &Model, to: &Path) -> Result<()> {
     Ok(sync_directory(to)?)
 }
 
-/// Removes a checkpoint so that it is never seen incomplete.
+/// Removes a checkpoint. It is renamed first, so that no incomplete checkpoint ever has its name.
 fn discard(checkpoint: &Path) -> Result<()> {
     let mut name = std::ffi::OsString::from("tmp-old-");
     name.push(checkpoint.file_name().unwrap_or_default());
@@ -189,37 +198,38 @@ fn discard(checkpoint: &Path) -> Result<()> {
     fs::remove_dir_all(&aside).map_err(TrainError::io(&aside))
 }
 
-/// Complete checkpoints of a run directory, oldest first.
+/// Returns the complete checkpoints of a run directory, oldest first.
 ///
 /// # Errors
-/// An unreadable directory.
+/// Returns an error if the directory cannot be read.
 pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = named(output_dir)?;
     found.retain(|(_, path)| path.join(STATE).is_file());
     Ok(found)
 }
 
-/// The last checkpoint whose policy was still sound, where the metrics of `step` are the first that show a problem. They are of
-/// completions of the policy before that step, so the checkpoint of the step before may be the one that has it.
+/// Returns the last checkpoint with a sound policy if `step` is the first step whose metrics show a problem. These metrics
+/// describe completions of the policy before `step`, so the checkpoint of step `step - 1` may already have the problem and is not
+/// returned.
 ///
 /// # Errors
-/// An unreadable directory.
+/// Returns an error if the directory cannot be read.
 pub(crate) fn before(output_dir: &Path, step: u64) -> Result<Option<(u64, PathBuf)>> {
     Ok(list(output_dir)?.into_iter().rfind(|(own, _)| *own + 1 < step))
 }
 
-/// Directories that are called checkpoints and lack `trainer_state.json`, oldest first. The program
-/// leaves none behind; a copy that was cut off does.
+/// Returns the directories that are named like checkpoints but lack `trainer_state.json`, oldest first. The program leaves no
+/// such directories; an interrupted copy does.
 ///
 /// # Errors
-/// An unreadable directory.
+/// Returns an error if the directory cannot be read.
 pub fn incomplete(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = named(output_dir)?;
     found.retain(|(_, path)| path.is_dir() && !path.join(STATE).is_file());
     Ok(found)
 }
 
-/// Everything that has the name of a checkpoint, oldest first.
+/// Returns every entry with the name of a checkpoint, sorted by step.
 fn named(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = Vec::new();
     if !output_dir.is_dir() {
@@ -233,7 +243,7 @@ fn named(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(found)
 }
 
-/// The step in a checkpoint's name.
+/// Parses the step from the name of a checkpoint.
 fn step_of(checkpoint: &Path) -> Option<u64> {
     checkpoint.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok()
 }
@@ -241,12 +251,12 @@ fn step_of(checkpoint: &Path) -> Option<u64> {
 /// Reads the state of a checkpoint.
 ///
 /// # Errors
-/// No checkpoint, or one that is damaged or contradicts itself.
+/// Returns an error if the directory is not a checkpoint, or if the state is damaged or inconsistent.
 pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let path = checkpoint.join(STATE);
     if !path.is_file() {
         return Err(TrainError::Checkpoint {
-            what: format!("{} is no checkpoint: there is no {STATE} in it", checkpoint.display()),
+            what: format!("{} is not a checkpoint: it contains no {STATE}", checkpoint.display()),
         });
     }
     check_sums(checkpoint, Some(STATE))?;
@@ -255,38 +265,38 @@ pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let state: TrainerState =
         serde_json::from_slice(&text).map_err(|e| unreadable(checkpoint, STATE, e.into()))?;
     if state.buffer.as_ref().is_some_and(|buffer| !buffer.is_whole()) {
-        return Err(damaged(&"its rollout in progress has lists of other lengths"));
+        return Err(damaged(&"the lists of its rollout in progress differ in length"));
     }
     let step = state.global_step;
     if step_of(checkpoint).is_some_and(|named| named != step) {
-        return Err(damaged(&format!("it is of step {step}, the directory's name is of another")));
+        return Err(damaged(&format!("it is from step {step}, but the directory's name gives another step")));
     }
     if state.rollout > step || state.best.is_some_and(|(_, best)| best > step) {
-        return Err(damaged(&format!("a rollout or best step beyond step {step}")));
+        return Err(damaged(&format!("its number of rollouts or its best step exceeds step {step}")));
     }
     if let Some((name, had)) = state.optimizer_steps.iter().find(|(_, had)| **had > step || **had == 0) {
-        return Err(damaged(&format!("{name} had {had} updates in {step} steps")));
+        return Err(damaged(&format!("{name} had {had} updates, expected 1 to {step}")));
     }
     Ok(state)
 }
 
-/// Loads weights and moments of a checkpoint. Nothing is changed where its files are not those that were saved.
+/// Loads weights and moments of a checkpoint. If a file is damaged, nothing is changed.
 ///
 /// # Errors
-/// Damaged files; tensors that do not fit the model; moments that are not finite.
+/// Returns an error if a file is damaged, a tensor does not fit the model, or a moment is not finite.
 pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &TrainerState) -> Result<()> {
     if state.model_only {
         return Err(TrainError::Checkpoint {
             what: format!(
-                "{} was saved with RunPlan::save_only_model, without the optimizer's state: a run can start \
-                 from it, not resume from it",
+                "{} was saved with RunPlan::save_only_model, without the optimizer's state; a run can start from it \
+                 but cannot resume from it",
                 checkpoint.display()
             ),
         });
     }
     check_sums(checkpoint, None)?;
     model.load_trained(checkpoint)?;
-    // One tensor at a time: a second copy of the optimizer's state would be the most that a run ever holds.
+    // The tensors are read one at a time: a second copy of the optimizer's state would exceed the peak memory of the run.
     let file = WeightFiles::open_file(&checkpoint.join(OPTIMIZER))?;
     let damaged = |what: &str| damaged(checkpoint, &format!("{OPTIMIZER}: {what}"));
     let floats = |name: &str| -> Result<Vec<f32>> {
@@ -314,14 +324,14 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     let found = file.names().count();
     if found != known {
         return Err(damaged(&format!(
-            "{found} tensors, expected the {known} of the weights that {STATE} names"
+            "got {found} tensors, expected {known} for the weights listed in {STATE}"
         )));
     }
     optimizer.restore(moments)
 }
 
 fn save_moments(dir: &Path, optimizer: &AdamW) -> Result<BTreeMap<String, u64>> {
-    /// A part of a weight's state, which comes from a card when it is written.
+    /// Part of the state of a weight. If it is on a card, it is copied to main memory only when it is written.
     struct Named<'a> {
         param: &'a Param,
         moments: &'a Moments,
@@ -363,7 +373,7 @@ fn save_moments(dir: &Path, optimizer: &AdamW) -> Result<BTreeMap<String, u64>> 
     Ok(steps)
 }
 
-/// Syncs the files of a directory and then their names.
+/// Syncs the files of a directory tree, then the directories.
 fn sync_tree(dir: &Path) -> Result<()> {
     for path in files_in(dir)? {
         if path.is_dir() {
@@ -384,7 +394,7 @@ fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The files of a directory and of its folders.
+/// Returns the files of a directory and its subdirectories.
 fn files_below(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in files_in(dir)? {
@@ -397,7 +407,7 @@ fn files_below(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Writes the sums of all files of a directory.
+/// Writes `SHA256SUMS` for all files of a directory.
 fn write_sums(dir: &Path) -> Result<()> {
     let sums: Result<Vec<String>> = files_below(dir)?
         .par_iter()
@@ -410,7 +420,7 @@ fn write_sums(dir: &Path) -> Result<()> {
     fs::write(&path, sums?.concat()).map_err(TrainError::io(path))
 }
 
-/// Compares files of a checkpoint with their sums: `only` one, or all.
+/// Compares the files of a checkpoint with their sums: the file `only`, or all files.
 fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
     let text = inside::open(checkpoint, SUMS).and_then(std::io::read_to_string);
     let text = text.map_err(|e| unreadable(checkpoint, SUMS, e.into()))?;
@@ -419,7 +429,7 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
         let stays =
             |name: &str| Path::new(name).components().all(|part| matches!(part, Component::Normal(_)));
         let Some((expected, name)) = line.split_once("  ").filter(|(_, name)| stays(name)) else {
-            return Err(damaged(checkpoint, &format!("{SUMS} has the line {line:?}")));
+            return Err(damaged(checkpoint, &format!("{SUMS} has the invalid line {line:?}")));
         };
         listed.push((expected, name));
     }
@@ -431,7 +441,9 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
     listed.retain(|(_, name)| only.is_none_or(|only| only == *name));
     listed.par_iter().try_for_each(|(expected, name)| match sum(checkpoint, Path::new(name)) {
         Ok(got) if got == *expected => Ok(()),
-        Ok(_) => Err(damaged(checkpoint, &format!("{name} is not what was saved (its checksum differs)"))),
+        Ok(_) => {
+            Err(damaged(checkpoint, &format!("{name} has changed since it was saved (its checksum differs)")))
+        }
         Err(e) => Err(unreadable(checkpoint, name, e.into())),
     })
 }
@@ -458,7 +470,7 @@ fn unreadable(checkpoint: &Path, name: &str, source: Box<dyn std::error::Error +
     TrainError::Damaged { checkpoint: checkpoint.to_owned(), what, source: Some(source) }
 }
 
-/// A model with a number that is not finite cannot go on, and must not replace one that can.
+/// Returns an error if a weight is not finite. Training cannot continue with such a model, and it must not replace a sound one.
 fn check_weights(model: &Model) -> Result<()> {
     for param in model.params().iter().filter(|p| p.trainable()) {
         if !param.read().f32().iter().all(|x| x.is_finite()) {
@@ -468,7 +480,7 @@ fn check_weights(model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Checks moments as [`check_weights`] checks weights: a checkpoint with such moments could not be loaded.
+/// Returns an error if a moment is not finite. A checkpoint with such a moment could not be loaded.
 fn check_moments(optimizer: &AdamW) -> Result<()> {
     for (param, moments) in optimizer.state() {
         for StatePart { what, of, .. } in state_parts(moments) {
@@ -480,9 +492,9 @@ fn check_moments(optimizer: &AdamW) -> Result<()> {
     Ok(())
 }
 
-/// A part of the optimizer's state of a weight.
+/// Part of the optimizer state of a weight.
 struct StatePart {
-    /// At the end of its tensor's name.
+    /// Suffix of the tensor's name.
     name: &'static str,
     what: &'static str,
     of: for<'a> fn(&'a Moments, &'a Param) -> Cow<'a, [f32]>,
@@ -497,10 +509,10 @@ fn state_parts(moments: &Moments) -> impl Iterator<Item = StatePart> {
     all.into_iter().take(if moments.has_master() { 3 } else { 2 })
 }
 
-/// Removes what was being written or removed when an earlier process ended, and names it.
+/// Removes files and directories that an earlier process left behind when it was interrupted, and returns their names.
 ///
 /// # Errors
-/// Something that cannot be removed.
+/// Returns an error if one of them cannot be removed.
 pub(crate) fn remove_leftovers(output_dir: &Path) -> Result<Vec<String>> {
     let mut removed = Vec::new();
     for dir in [output_dir.to_owned(), output_dir.join("eval")] {

@@ -4,151 +4,153 @@ use std::path::PathBuf;
 
 use omnigrpo_guard::{Fault, fault};
 
-/// An error of this crate.
+/// Error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// A setting that cannot be used.
+    /// Setting with an unusable value.
     #[error("{name}: {got:?}: {what}")]
     Setting {
-        /// The setting.
+        /// Name of the setting.
         name: String,
         /// Value of the setting.
         got: String,
         /// Problem and advice.
         what: String,
     },
-    /// A pattern that chooses weights is no regular expression.
-    #[error("{name} {pattern:?} is no regular expression")]
+    /// Invalid regular expression in a pattern that selects weights.
+    #[error("{name} {pattern:?} is not a valid regular expression")]
     Pattern {
-        /// The field.
+        /// Field with the pattern.
         name: &'static str,
-        /// The pattern.
+        /// Pattern with the error.
         pattern: String,
-        /// Position of the error.
+        /// Parser error with its position.
         source: regex::Error,
     },
-    /// Too few rows can be used.
+    /// Too few usable rows.
     #[error("{what}")]
     Data {
         /// Problem and advice.
         what: String,
     },
-    /// The machine failed, and went on failing. No row is to blame, and the same work can succeed later.
-    #[error("the machine failed at row {row} ({id}), which may be good")]
+    /// Repeated failure of the machine. The row is not to blame, and the same work can succeed later.
+    #[error("the machine failed at row {row} ({id}); the row itself may be valid")]
     Machine {
-        /// Index in the dataset.
+        /// Index of the row in the dataset.
         row: u64,
-        /// The row's id.
+        /// Id of the row.
         id: String,
-        /// The failure.
+        /// Failure of the machine.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A gradient overflowed.
+    /// Gradient that is not finite.
     #[error(
-        "the gradient of {name} is not finite; the step was not taken and weights are unchanged. Lower AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
+        "the gradient of {name} is not finite; the weights were not updated. Lower AdamWConfig::learning_rate or set \
+         AdamWConfig::max_grad_norm"
     )]
     NonFiniteGradient {
-        /// The weight.
+        /// Name of the weight.
         name: String,
     },
-    /// The loss overflowed.
+    /// Loss that is not finite.
     #[error("step {step}: {what}; the rows are in {}", rows.display())]
     NonFiniteLoss {
         /// Optimizer step.
         step: u64,
-        /// Which value.
+        /// Value that is not finite.
         what: String,
-        /// Where the offending rows were written.
+        /// File with the affected rows.
         rows: PathBuf,
     },
-    /// A weight or a moment of it overflowed.
+    /// Weight or optimizer state that is not finite.
     #[error(
-        "{what} of {name} is not finite; nothing was saved, and the last checkpoint stays the newest. Lower AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
+        "{what} of {name} is not finite; nothing was saved, and the previous checkpoint is still the newest. Lower \
+         AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
     )]
     NonFiniteState {
-        /// The weight.
+        /// Name of the weight.
         name: String,
-        /// Which of its numbers.
+        /// Part of its state.
         what: &'static str,
     },
-    /// A checkpoint cannot be read or does not fit.
+    /// Checkpoint that cannot be read or does not fit.
     #[error("checkpoint: {what}")]
     Checkpoint {
         /// Problem and advice.
         what: String,
     },
-    /// The optimizer's state cannot be written as safetensors.
+    /// Optimizer state that cannot be written as safetensors.
     #[error("{} cannot be written as safetensors", path.display())]
     Safetensors {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Cause of the failure.
         source: safetensors::SafeTensorError,
     },
-    /// A checkpoint's files are not those that were saved.
+    /// Checkpoint with damaged files.
     #[error("checkpoint: {} is damaged: {what}; resume from an earlier checkpoint", checkpoint.display())]
     Damaged {
-        /// The checkpoint.
+        /// Path of the checkpoint.
         checkpoint: PathBuf,
         /// Problem of the file.
         what: String,
-        /// Error of reading it, if that is the problem.
+        /// Read error, if reading failed.
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
-    /// A file could not be read or written.
+    /// File that cannot be read or written.
     #[error("{} cannot be read or written", path.display())]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's reason.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// Sampling failed.
+    /// Error of the sampler.
     #[error(transparent)]
     Rollout(#[from] omnigrpo_rollout::RolloutError),
-    /// The model failed.
+    /// Error of the model.
     #[error(transparent)]
     Model(#[from] omnigrpo_models::ModelError),
-    /// A reward failed.
+    /// Error of a reward.
     #[error(transparent)]
     Reward(#[from] omnigrpo_rewards::RewardError),
-    /// A reward failed, and the completions it was asked about would be lost.
-    #[error("a step could not be scored")]
+    /// Error of a reward, together with the completions to be scored, so that they are not lost.
+    #[error("the completions of a step could not be scored")]
     Unscored {
         /// Error of the reward.
         source: Box<omnigrpo_rewards::RewardError>,
-        /// Rows with their completions, a JSON object each.
+        /// Rows with their completions, one JSON object each.
         rows: Vec<String>,
     },
-    /// A reward failed; the completions it was asked about are kept.
-    #[error("a step could not be scored; what was sampled is kept in {}", rows.display())]
+    /// Error of a reward; the completions were written to a file.
+    #[error("the completions of a step could not be scored; they were saved to {}", rows.display())]
     UnscoredKept {
         /// Error of the reward.
         source: Box<omnigrpo_rewards::RewardError>,
-        /// Where.
+        /// File with the rows and completions.
         rows: PathBuf,
     },
-    /// The loss could not be computed.
+    /// Error of the loss.
     #[error(transparent)]
     Loss(#[from] omnigrpo_grpo::Error),
-    /// Metrics or rollouts could not be written.
+    /// Error while writing metrics or rollouts.
     #[error(transparent)]
     Observe(#[from] omnigrpo_observe::Error),
-    /// No row is left to draw, or a place in the order that it does not have.
+    /// Data order without a remaining row, or a position outside the order.
     #[error(transparent)]
     Order(#[from] omnigrpo_data::OrderError),
-    /// The dataset cannot be used.
+    /// Error of the dataset.
     #[error(transparent)]
     Dataset(#[from] omnigrpo_data::DataError),
-    /// An operation failed.
+    /// Error of a tensor operation.
     #[error(transparent)]
     Op(#[from] omnigrpo_ops::Error),
 }
 
 impl TrainError {
-    /// [`Fault::Machine`] for what the same command can get over once the machine is well, else [`Fault::Run`].
+    /// Returns [`Fault::Machine`] if the same command can succeed once the machine works again, otherwise [`Fault::Run`].
     ///
-    /// A file of the run that cannot be written is the run's: what it has done so far would not be complete.
+    /// A file that cannot be written is a fault of the run: without it, the results of the run would be incomplete.
     #[must_use]
     pub fn fault(&self) -> Fault {
         match self {
@@ -172,5 +174,5 @@ impl TrainError {
     }
 }
 
-/// The crate's result.
+/// Result type of this crate.
 pub type Result<T, E = TrainError> = std::result::Result<T, E>;

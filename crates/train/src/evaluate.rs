@@ -1,4 +1,4 @@
-//! Evaluation: completions on held-out rows, scored by the same rewards.
+//! Evaluation: samples completions for held-out rows and scores them with the rewards of training.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,18 +19,18 @@ use crate::step::MAX_LIVE;
 /// Rows and settings of an evaluation.
 #[derive(Clone)]
 pub struct EvalPlan {
-    /// Makes prompts. Not those of training, where rows may draw their number of frames.
+    /// Builder of the prompts. It differs from the one for training, where the number of frames can be random.
     pub prompts: Arc<PromptBuilder>,
-    /// Rows.
+    /// Dataset with the rows.
     pub dataset: Arc<Dataset>,
-    /// Which of them.
+    /// Row numbers to evaluate.
     pub rows: Vec<u64>,
-    /// How.
+    /// Sampling settings and measures.
     pub options: EvalOptions,
 }
 
 impl EvalPlan {
-    /// All rows of a dataset, one greedy completion each.
+    /// Creates a plan for all rows of a dataset with one greedy completion each.
     #[must_use]
     pub fn new(prompts: Arc<PromptBuilder>, dataset: Arc<Dataset>) -> Self {
         let rows = (0..dataset.len()).collect();
@@ -38,25 +38,25 @@ impl EvalPlan {
     }
 }
 
-/// How completions are sampled in an evaluation and what is measured.
+/// Settings for sampling completions in an evaluation, and the quantities to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvalOptions {
     /// Completions per row.
     pub num_generations: usize,
-    /// How they are sampled; greedy for one completion per row.
+    /// Sampling settings; greedy by default.
     pub sampling: SamplingParams,
-    /// Rows that are prepared and decoded together; changes memory and speed, never the result.
+    /// Number of rows that are prepared and decoded together. It affects memory and speed but not the result.
     pub batch_rows: usize,
-    /// Completions decoded at once.
+    /// Maximum number of completions decoded at the same time.
     pub max_live: usize,
-    /// Rows are also reported by the value of this column.
+    /// Column by whose values results are also reported.
     pub category: Option<String>,
-    /// Measures beside the rewards.
+    /// Measures in addition to the rewards.
     pub measures: Measures,
 }
 
 impl Default for EvalOptions {
-    /// One greedy completion a row.
+    /// Returns settings for one greedy completion per row.
     fn default() -> Self {
         Self {
             num_generations: 1,
@@ -69,33 +69,33 @@ impl Default for EvalOptions {
     }
 }
 
-/// The result of an evaluation.
+/// Result of an evaluation.
 #[derive(Clone, Debug, Default)]
 pub struct Evaluation {
-    /// The `eval_*` metrics and the tables.
+    /// `eval_*` metrics and tables.
     pub summary: Summary,
-    /// Every row.
+    /// Results by row.
     pub rows: Vec<EvalRow>,
     /// Rows that could not be used.
     pub skipped: Vec<SkippedRow>,
 }
 
 impl Evaluation {
-    /// A metric by name.
+    /// Returns the metric with this name.
     #[must_use]
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.summary.metric(name)
     }
 }
 
-/// A row that has been evaluated. It can be written down and taken up again: numbers come back as they were.
+/// Evaluated row. It can be serialized and restored without changing any number.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Judged {
     line: EvalRow,
     references: Vec<String>,
     tokens: usize,
     truncated: usize,
-    /// The line's numbers, bit for bit, since reading decimals may miss the last one.
+    /// Bit patterns of the line's numbers. Parsing decimals may change the last digit.
     bits: Vec<Option<u64>>,
 }
 
@@ -137,10 +137,10 @@ impl Judged {
 /// }
 /// ```
 ///
-/// `progress` is called with the number of rows just done.
+/// `progress` is called after every batch with the number of its rows. Unusable rows are left out and reported.
 ///
 /// # Errors
-/// As the rollout and the rewards; a row that cannot be used is left out and reported.
+/// Returns an error if sampling or a reward fails.
 pub fn evaluate(
     model: &Model,
     rewards: &RewardSet,
@@ -153,16 +153,17 @@ pub fn evaluate(
     })
 }
 
-/// Rows that were just evaluated.
+/// Batch of rows that were just evaluated.
 #[derive(Debug)]
 pub struct Batch<'a> {
-    /// Rows of the dataset, those that could not be used included.
+    /// Number of rows in the batch, including unusable rows.
     pub num_rows: u64,
-    /// Usable rows, by number.
+    /// Usable rows with their row numbers.
     pub judged: &'a [(u64, Judged)],
 }
 
-/// Evaluates as [`evaluate`] does, without the rows that are done already. `each` sees every batch of the others as soon as it is scored.
+/// Evaluates like [`evaluate`] but skips the rows in `done`. `each` is called with every batch of the remaining rows once it is
+/// scored.
 pub fn evaluate_rest(
     model: &Model,
     rewards: &RewardSet,
@@ -210,7 +211,7 @@ pub fn evaluate_rest(
     Ok(out)
 }
 
-/// A row of the result, without the columns it was made from: `span` of the scores are those of its completions.
+/// Returns the result of a row without the columns of its dataset. `span` is the range of its completions in `scores`.
 #[must_use]
 pub fn eval_row(
     sample: &Sample,
@@ -241,7 +242,7 @@ pub fn eval_row(
     }
 }
 
-/// Keys evaluation's random numbers apart from every rollout of training.
+/// Rollout number of evaluations. It separates their random numbers from those of every rollout in training.
 const EVAL_ROLLOUT: u64 = u64::MAX;
 
 fn plain(value: &Value) -> String {

@@ -1,4 +1,4 @@
-//! Features of media: for a rollout, again after an update, and as the reference sees them.
+//! Features of media: for a rollout, after an update, and for the reference.
 
 use omnigrpo_models::{Features, Memories, Model, Prompt};
 use omnigrpo_ops::Part::{Audio, Vision};
@@ -7,24 +7,25 @@ use crate::error::Result;
 use crate::rollouts::Group;
 use crate::step::Algorithm;
 
-/// Part of a tower's forward pass that is kept.
+/// Results of a tower's forward pass that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// Features alone.
+    /// Features only.
     Features,
-    /// Also the arrays that the backward pass of the first update needs.
+    /// Features and the arrays that the backward pass of the first update needs.
     Activations,
 }
 
 impl Keep {
-    /// Returns what a rollout keeps. Runs that recompute are short of memory, so their towers keep nothing either.
+    /// Returns the results that a rollout keeps. Recomputation is for runs that are short of memory, so their towers keep
+    /// features only.
     pub(crate) fn for_update(algorithm: &Algorithm) -> Self {
         if algorithm.recompute { Self::Features } else { Self::Activations }
     }
 }
 
-/// The second half of the way of a row, from prompts to the features of their media; [`prepare`](crate::prepare) is the first. A
-/// training step has prompts made ahead, on another thread, and features by the weights of the moment.
+/// Computes the features of the media of prompts. [`prepare`](crate::prepare) builds the prompts first. A training step receives
+/// prompts that another thread built in advance. Features must be computed with the current weights.
 pub fn encode<'p>(
     model: &Model,
     keep: Keep,
@@ -39,7 +40,7 @@ pub fn encode<'p>(
     }
 }
 
-/// Features alone.
+/// Computes features without keeping activations.
 pub(crate) fn encode_plain<'p>(
     model: &Model,
     prompts: impl IntoIterator<Item = &'p Prompt>,
@@ -47,7 +48,7 @@ pub(crate) fn encode_plain<'p>(
     Ok(encode(model, Keep::Features, prompts)?.0)
 }
 
-/// Renews features after an update: through the tower where it is trained, else through the projector alone.
+/// Recomputes features after an update. If no tower is trained, only the projector runs again.
 pub(crate) fn encode_again(model: &Model, groups: &mut [Group]) -> Result<()> {
     let towers = model.trains(Vision) || model.trains(Audio);
     for Group { row, features, .. } in groups {
@@ -59,8 +60,8 @@ pub(crate) fn encode_again(model: &Model, groups: &mut [Group]) -> Result<()> {
     Ok(())
 }
 
-/// Features as the reference sees them: the policy's where tower and projector are the same weights, the tower's output
-/// reused where only the projector differs.
+/// Returns the features for the reference. If the tower is trained, the reference computes them. If only the projector is
+/// trained, the reference projects the policy's tower output. Otherwise they are the policy's features.
 pub(crate) fn of_reference(
     reference: &Model,
     policy: &Model,

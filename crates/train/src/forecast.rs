@@ -1,8 +1,8 @@
-//! How long a step takes, before anything is loaded.
+//! Forecast of the time of a step, before anything is loaded.
 //!
-//! A step over real prompts runs on [`Device::Outline`](omnigrpo_ops::Device::Outline), through the code of every other step, which
-//! lists its operations ([`omnigrpo_ops::work`]). Their times are measured on this machine's CPU. All completions have the same
-//! length. Rewards, the decoding of media, logs and checkpoints are not included.
+//! A step over real prompts runs on [`Device::Outline`](omnigrpo_ops::Device::Outline) with the code of an ordinary step. The
+//! outline device records its operations ([`omnigrpo_ops::work`]), and their times are measured on this machine's CPU. All
+//! completions have the same length. Rewards, the decoding of media, logs and checkpoints are not included.
 
 use std::collections::HashMap;
 
@@ -15,14 +15,14 @@ use crate::memory::{MemoryPlan, Work, evaluate, imitated, reinforce};
 /// Seconds of a step by phase.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepTime {
-    /// Each phase of `metrics.jsonl` with its seconds, in the order of a step.
+    /// Seconds of each phase in `metrics.jsonl`, in the order of a step.
     pub phases: Vec<(&'static str, f64)>,
-    /// An evaluation of the planned prompts.
+    /// Seconds of an evaluation of the planned prompts.
     pub evaluation: f64,
 }
 
 impl StepTime {
-    /// Returns the seconds of the step.
+    /// Returns the sum of all phases in seconds.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.phases.iter().map(|(_, secs)| secs).sum()
@@ -33,12 +33,12 @@ impl StepTime {
 const PHASES: [&str; 6] = ["encode", "rollout", "reference", "forward", "backward", "optimizer"];
 const EVALUATION: &str = "evaluation";
 
-/// Returns the mean time of the optimizer steps of each plan. A plan has the rows of one rollout or update; rollouts are
-/// shared by all of their updates, `num_iterations` passes among them. Operations that `rates` does not know are measured and added
-/// to it.
+/// Returns the mean time of an optimizer step over `plans`. Each plan has the rows of one rollout or supervised update. The time
+/// of a rollout is divided among its updates, including the `num_iterations` passes. Operations without an entry in `rates` are
+/// measured and added to it.
 ///
 /// # Errors
-/// A model on another device; as a step.
+/// Returns an error if the model is not on [`Device::Outline`], or if the step fails.
 pub fn step_time(
     model: &Model,
     plans: &[MemoryPlan],
@@ -62,10 +62,11 @@ pub fn step_time(
             updates = rows.len().div_ceil(plan.prompts_per_step.max(1)) * num_iterations;
             let passes = num_iterations as f64;
             if recalls(model, plan) {
-                // The decoder's outputs are copied when they are kept, and once more into the order of the stream.
+                // The decoder's outputs are copied once when they are kept and once when they are put into the order of the
+                // stream.
                 let kept = own.outputs("forward");
                 own.add_copies("rollout", kept);
-                // Later passes compute what the first one recalls.
+                // The first pass reuses outputs of the rollout; later passes compute them.
                 own.scale_blocks("forward", (passes - 1.0) / passes);
                 own.add_copies("forward", kept / passes);
             }
@@ -74,7 +75,7 @@ pub fn step_time(
         PHASES.iter().for_each(|phase| own.scale(phase, 1.0 / (updates * plans.len()) as f64));
         all.add(own);
     }
-    // Plans differ in their rows alone.
+    // The plans differ only in their rows.
     if let Some(plan) = plans.first() {
         let (done, mut own) = work(|| evaluate(model, plan));
         done?;
@@ -86,7 +87,7 @@ pub fn step_time(
     Ok(StepTime { phases: PHASES.map(of).into(), evaluation: of(EVALUATION).1 })
 }
 
-/// Returns true if the first update of these rows differentiates what their rollout computed.
+/// Returns true if the first update of these rows reuses the forward pass of their rollout.
 fn recalls(model: &Model, plan: &MemoryPlan) -> bool {
     let (Work::Rollout(rows), algorithm) = (&plan.work, plan.algorithm) else { return false };
     let decoded = algorithm.num_generations * algorithm.sampling.max_completion_length.saturating_sub(1);

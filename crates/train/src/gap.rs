@@ -1,6 +1,6 @@
-//! How far log-probabilities of the same tokens lie apart.
+//! Difference between two computations of the same log-probabilities.
 
-/// The differences between two computations of log-probabilities.
+/// Maximum and sum of the differences between two computations of log-probabilities.
 #[derive(Default)]
 pub(crate) struct Gap {
     max: f64,
@@ -18,7 +18,7 @@ impl Gap {
         }
     }
 
-    /// Largest and mean difference; `None` without tokens.
+    /// Returns the largest and the mean difference; `None` without tokens.
     pub(crate) fn finish(&self) -> Option<(f64, f64)> {
         (self.tokens > 0).then(|| (self.max, self.sum / self.tokens as f64))
     }

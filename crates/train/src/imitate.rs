@@ -10,10 +10,10 @@ use crate::step::{Algorithm, UpdateAt};
 use crate::streams::pack;
 use crate::timing::timed;
 
-/// One supervised update: the mean negative log-probability of the targets' tokens.
+/// Performs a supervised update that minimizes the mean negative log-probability of the target tokens.
 ///
 /// # Errors
-/// A gradient that is not finite; weights are unchanged then.
+/// Returns an error if a gradient is not finite. The weights are unchanged then.
 pub fn imitate(
     model: &Model,
     optimizer: &mut AdamW,
@@ -74,16 +74,16 @@ pub fn imitate(
 /// Result of a supervised update.
 #[derive(Clone, Copy, Debug)]
 pub struct ImitationOutcome {
-    /// Mean negative log-probability per target token, nats.
+    /// Mean negative log-probability per target token, in nats.
     pub loss: f64,
-    /// Mean entropy at target tokens, nats.
+    /// Mean entropy at the target tokens, in nats.
     pub entropy: f64,
     /// Norm of the gradient before clipping.
     pub grad_norm: f64,
     /// Trained weights without a gradient.
     pub params_without_grad: usize,
-    /// Rows that went through the decoder.
+    /// Number of token positions that the decoder processed.
     pub num_tokens: u64,
-    /// Losses of routers, as in a [`StepOutcome`](crate::StepOutcome).
+    /// Router losses, as in [`StepOutcome`](crate::StepOutcome).
     pub router: Option<[f64; 2]>,
 }

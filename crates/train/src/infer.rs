@@ -1,4 +1,4 @@
-//! Completions and log-probabilities of rows, outside of training.
+//! Completions and log-probabilities of rows outside of training.
 
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
@@ -12,8 +12,8 @@ use crate::rows::{PreparedRow, Ready, Unusable, prepare, prepare_all, requests};
 use crate::step::Algorithm;
 use crate::streams::pack;
 
-/// Log-probability of each token of completions that are there already, in nats, under softmax(logits / `temperature`).
-/// `max_stream_tokens` bounds the tokens of one pass; all completions go through one by default.
+/// Returns the log-probability of each token of existing completions, in nats, under softmax(logits / `temperature`).
+/// `max_stream_tokens` limits the tokens of one pass. With `None`, one pass scores all completions.
 ///
 /// ```
 /// use std::path::Path;
@@ -36,7 +36,7 @@ use crate::streams::pack;
 /// ```
 ///
 /// # Errors
-/// Completions too long for the model, and a model whose numbers are not finite.
+/// Returns an error if a completion is too long for the model, or if a log-probability is not finite.
 pub fn logprobs(
     model: &Model,
     prompt: &Prompt,
@@ -49,8 +49,8 @@ pub fn logprobs(
     if tokens + longest > positions {
         return Err(TrainError::Data {
             what: format!(
-                "the prompt has {tokens} tokens with its media and a completion {longest}, the model has {positions} \
-                 positions"
+                "the prompt with its media has {tokens} tokens and the longest completion {longest}, but the model \
+                 has only {positions} positions"
             ),
         });
     }
@@ -62,7 +62,7 @@ pub fn logprobs(
         let stream = PackedStream::new(&[GroupStream { prompt, completions }])?;
         let (flat, _) = model.score(&stream, &features, temperature)?;
         if !flat.iter().all(|x| x.is_finite()) {
-            let what = "the model gives log-probabilities that are no numbers".to_owned();
+            let what = "the model returned log-probabilities that are not finite".to_owned();
             return Err(TrainError::Data { what });
         }
         logprobs.extend(stream.each(&flat).map(<[f32]>::to_vec));
@@ -70,10 +70,10 @@ pub fn logprobs(
     Ok(logprobs)
 }
 
-/// A row with the completions that it brings, scored.
+/// Row with its recorded completions and their log-probabilities.
 #[derive(Debug)]
 pub struct Recorded {
-    /// The row.
+    /// Prepared row.
     pub row: PreparedRow,
     /// Token ids of each completion.
     pub ids: Vec<Vec<u32>>,
@@ -81,11 +81,11 @@ pub struct Recorded {
     pub logprobs: Vec<Vec<f32>>,
 }
 
-/// Log-probabilities of the completions that rows of a dataset bring, as [`logprobs`]. `each` sees every row, by number, as soon
-/// as it is done, or why it cannot be scored.
+/// Computes the log-probabilities of the completions in the rows of a dataset, as [`logprobs`] does. `each` is called for every
+/// row, with the row number and either the result or the reason why the row cannot be scored.
 ///
 /// # Errors
-/// The machine's failure, and any error of `each`.
+/// Returns an error if the machine fails or `each` returns one.
 pub fn score_recorded(
     model: &Model,
     prompts: &PromptBuilder,
@@ -112,19 +112,19 @@ pub fn score_recorded(
     Ok(())
 }
 
-/// Some rows and what was sampled for them.
+/// Batch of rows with the completions sampled for them.
 #[derive(Debug)]
 pub struct Generated<'a> {
-    /// Rows that could be used.
+    /// Usable rows.
     pub rows: &'a [PreparedRow],
     /// Completions of each row.
     pub completions: &'a [Vec<Completion>],
-    /// Rows that could not, by number.
+    /// Unusable rows with their row numbers.
     pub unusable: &'a [(u64, Unusable)],
 }
 
-/// Samples completions for rows of a dataset, `options.batch_rows` at a time. `token` sees each token as it is drawn, `each`
-/// every batch as soon as it is done.
+/// Samples completions for rows of a dataset, `options.batch_rows` at a time. `token` is called for each token when it is
+/// drawn, and `each` for every batch when it is complete.
 ///
 /// ```
 /// use std::path::Path;
@@ -153,7 +153,7 @@ pub struct Generated<'a> {
 /// ```
 ///
 /// # Errors
-/// The errors of the generator and of `each`, and the machine's failure.
+/// Returns an error if the generator or the machine fails, or if `each` returns one.
 pub fn generate(
     model: &Model,
     prompts: &PromptBuilder,

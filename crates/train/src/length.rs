@@ -1,34 +1,34 @@
-//! How long a run is, in rows and updates.
+//! Length of a run in rows and updates.
 
 use crate::error::{Result, TrainError};
 use crate::plan::RunPlan;
 use crate::schedule::Schedule;
 
-/// The length of a run.
+/// Length of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Length {
-    /// Rows of a rollout.
+    /// Rows per rollout.
     per_rollout: u64,
-    /// Rows of all epochs.
+    /// Rows in all epochs.
     rows: u64,
     by_epochs: bool,
-    /// Updates.
+    /// Number of updates.
     pub(crate) total: u64,
 }
 
 impl Length {
-    /// That of a run with `usable` rows.
+    /// Computes the length of a run with `usable` rows.
     ///
     /// # Errors
-    /// No usable row.
+    /// Returns an error if no row is usable.
     pub(crate) fn of(run: &RunPlan, usable: usize) -> Result<Self> {
         if usable == 0 {
             return Err(TrainError::Data {
-                what: "no usable training row; `omnigrpo data check` lists why".into(),
+                what: "no usable training row; `omnigrpo data check` lists the reasons".into(),
             });
         }
         let per_step = run.prompts_per_step as u64;
-        // A product that should be whole may lie a little above.
+        // Rounding can leave an integral product slightly above the integer.
         let rows = (usable as f64 * run.num_epochs - 1e-6).ceil().max(1.0) as u64;
         let total = run
             .max_steps
@@ -37,8 +37,8 @@ impl Length {
         Ok(Self { per_rollout, rows, by_epochs: run.max_steps.is_none(), total })
     }
 
-    /// Rows of the rollout or batch with this number. A run that went on with changed settings can have more of them than the
-    /// epochs need; none is empty.
+    /// Returns the number of rows in the rollout or batch with this index. A run that resumes with changed settings can have more
+    /// rollouts than the epochs need; none of them is empty.
     pub(crate) fn num_rows(self, index: u64) -> usize {
         let left = self.rows.saturating_sub(index.saturating_mul(self.per_rollout));
         (if self.by_epochs && left > 0 { self.per_rollout.min(left) } else { self.per_rollout }) as usize

@@ -1,7 +1,7 @@
-//! Training: the step, the loop, the optimizer, checkpoints, evaluation; scoring and generation of dataset rows.
+//! Training: the step, the loop, the optimizer, checkpoints and evaluation, and the scoring and generation of dataset rows.
 //!
-//! The step ([`Collector::collect`], [`update`]) reads as the algorithm. Everything random is keyed by seed and place, so a step is a function of (weights,
-//! rows, seed) alone.
+//! The code of the step ([`Collector::collect`], [`update`]) follows the formulas of the algorithm. All random numbers are keyed by
+//! seed and position, so a step is a function of (weights, rows, seed) alone.
 
 mod buffer;
 pub mod checkpoint;

@@ -1,11 +1,11 @@
-//! How much memory training takes, before anything is loaded.
+//! Memory of a training run, estimated before anything is loaded.
 //!
-//! Weights, moments and masters are arithmetic over an outline of the model. What passes hold is not: a step over real prompts runs
-//! on [`Device::Outline`], which has sizes and no numbers, through the code of every other step
-//! ([`update`](crate::update), [`imitate`](crate::imitate)). Every completion is as long as it may become.
+//! The sizes of weights, moments and masters follow from an outline of the model. The memory held during a pass is
+//! measured: a step over real prompts runs on [`Device::Outline`], which has sizes but no numbers. It runs the code of an
+//! ordinary step ([`update`](crate::update), [`imitate`](crate::imitate)). Every completion has the maximum length.
 //!
-//! The heap of the program keeps what is freed ([`Memory::peak`]): caches of completions, which are mapped and given back, come on top
-//! of the most that passes ever held, though the two are not held together.
+//! The heap of the process keeps memory that was freed ([`Memory::peak`]). The caches of completions are mapped and unmapped.
+//! The size of these caches is added to the peak of the passes, although both are not held at the same time.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,112 +30,112 @@ use crate::step::{Algorithm, UpdateAt, update};
 /// Owner of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryOf {
-    /// The machine's, with everything in it.
+    /// Main memory of the machine, with everything in it.
     Host,
-    /// A card's that holds weights and gradients, and the optimizer's state unless that is offloaded.
+    /// Memory of a card, with weights, gradients and, unless it is offloaded, the optimizer's state.
     Card,
 }
 
 /// Work of a step.
 #[derive(Clone, Debug)]
 pub enum Work {
-    /// The rows of a rollout.
+    /// Rollout of these rows.
     Rollout(Vec<PreparedRow>),
-    /// The examples of a supervised update.
+    /// Supervised update with these examples.
     Examples(Vec<SftExample>),
-    /// Nothing: the model completes prompts.
+    /// No update: the model only completes prompts.
     None,
 }
 
-/// Memory of a reference, beside the weights that it shares with the policy.
+/// Memory of a reference, without the weights that it shares with the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReferenceKept {
-    /// There is none.
+    /// No reference.
     No,
-    /// Copies of the weights that are trained.
+    /// Copies of the trained weights.
     Copied,
-    /// One weight at a time, where the others can be read in the checkpoint's files ([`Model::reference_in_place`]).
+    /// One weight at a time, if the other weights can be read from the checkpoint's files ([`Model::reference_in_place`]).
     InPlace,
 }
 
-/// Parts of a run that memory depends on.
+/// Settings that determine the memory of a run.
 #[derive(Clone, Debug)]
 pub struct MemoryPlan<'a> {
-    /// The step.
+    /// Settings of the step.
     pub algorithm: &'a Algorithm,
-    /// The optimizer.
+    /// Settings of the optimizer.
     pub optimizer: &'a AdamWConfig,
-    /// The longest rows.
+    /// Longest rows of the run.
     pub work: Work,
-    /// Prompts of an update; a rollout may have those of several.
+    /// Prompts per update; a rollout may have the prompts of several updates.
     pub prompts_per_step: usize,
-    /// Prompts that an evaluation completes at once, and how many completions of each.
+    /// Prompts that an evaluation completes at the same time, and the number of completions per prompt.
     pub evaluation: Option<(Vec<Arc<Prompt>>, usize)>,
-    /// The reference that is kept there.
+    /// Storage of the reference weights.
     pub reference: ReferenceKept,
-    /// Where the model is.
+    /// Memory that holds the model.
     pub of: MemoryOf,
 }
 
-/// Bytes by what takes them.
+/// Bytes by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// The process before anything is loaded: program, tokenizer, rows. For the caller to fill in.
+    /// Process before anything is loaded: program, tokenizer and rows. The caller sets it.
     pub program: u64,
-    /// Models of rewards. For the caller to fill in.
+    /// Models of rewards. The caller sets it.
     pub rewards: u64,
-    /// Weights without those of adapters.
+    /// Weights except for those of adapters.
     pub weights: u64,
-    /// Adapters.
+    /// Weights of adapters.
     pub adapters: u64,
     /// Moments and masters of the optimizer.
     pub optimizer: u64,
-    /// The reference, as far as it is not the policy's weights.
+    /// Weights of the reference that are not shared with the policy.
     pub reference: u64,
-    /// Gradients, at the moment when passes hold most.
+    /// Gradients at the peak of the passes.
     pub gradients: u64,
-    /// Decoded media of this step and of the next one.
+    /// Decoded media of the current step and of the next one.
     pub media: u64,
-    /// Decoded media that are kept for later passes over the data, without those. For the caller to fill in.
+    /// Decoded media that are stored for later passes over the data, without `media`. The caller sets it.
     pub media_store: u64,
-    /// Features of media and what towers remember, at that moment.
+    /// Features of media and kept activations of towers, at the peak of the passes.
     pub features: u64,
-    /// Activations, at that moment.
+    /// Activations at the peak of the passes.
     pub activations: u64,
-    /// Keys and values of completions in flight.
+    /// Keys and values of the completions that are being decoded.
     pub cache: u64,
     /// Memory that the allocator cannot use.
     pub slack: u64,
-    /// When passes hold most.
+    /// Phase with the peak memory.
     pub peak: Phase,
 }
 
-/// A part of a step.
+/// Phase of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// Towers of the media, prompts and completions.
+    /// Media towers, prompts and completions.
     Rollout,
     /// Reference, forward and backward pass.
     #[default]
     Update,
-    /// An evaluation.
+    /// Evaluation of the planned prompts.
     Evaluation,
 }
 
 impl Memory {
-    /// All of it.
+    /// Returns the sum of all parts.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.parts().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the memory from the first update to the end, whatever the rows are.
+    /// Returns the memory that is in use from the first update to the end, regardless of the rows.
     #[must_use]
     pub fn lasting(&self) -> u64 {
         self.program + self.rewards + self.weights + self.adapters + self.optimizer + self.reference
     }
 
-    /// Each part with its name.
+    /// Returns each part with its name.
     #[must_use]
     pub fn parts(&self) -> [(&'static str, u64); 13] {
         [
@@ -156,8 +156,8 @@ impl Memory {
     }
 }
 
-/// Bytes of the optimizer's state for each value of a weight: two moments in f32, and a master of a bf16 weight, of which a card
-/// keeps the half that the weight lacks.
+/// Returns the bytes of the optimizer's state per value of a weight: two moments in f32, and a master for a bf16 weight. A card
+/// stores only the half of the master that the weight lacks.
 fn state_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
     let has_master = dtype == ParamDtype::Bf16 && !plan.optimizer.pure_bf16;
     match (plan.of, has_master) {
@@ -168,11 +168,11 @@ fn state_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
     }
 }
 
-/// The memory of a run with a model of which the outline is there, on [`Device::Outline`], with its adapters and with what is trained
-/// marked ([`Selection::apply`](crate::Selection::apply)).
+/// Computes the memory of a run from a model on [`Device::Outline`]. The model must have its adapters, and its trained weights
+/// must be marked ([`Selection::apply`](crate::Selection::apply)).
 ///
 /// # Errors
-/// A model on another device; as a step.
+/// Returns an error if the model is not on [`Device::Outline`], or if the step fails.
 pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     if model.device() != Device::Outline {
         let device = model.device().to_string();
@@ -221,7 +221,7 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         take(Phase::Evaluation, seen);
         media = media.max(prompts.iter().map(|prompt| media_bytes(prompt)).sum());
     }
-    // Between bf16 weights a card keeps most rows in bf16.
+    // If the weights are bf16, a card stores most of these values in bf16.
     let bf16 = model.decoder().embedding().dtype() == ParamDtype::Bf16;
     let narrow = |bytes: u64| if plan.of == MemoryOf::Card && bf16 { bytes / 2 } else { bytes };
     out.gradients = most.of(Held::Gradients);
@@ -257,7 +257,7 @@ pub(crate) fn evaluate(model: &Model, plan: &MemoryPlan) -> Result<()> {
     complete(model, plan.algorithm, &pairs, *num_generations)
 }
 
-/// Runs a rollout and its updates. `take` receives the footprint of the rollout; the rest is held around this call.
+/// Runs a rollout and its updates. `take` receives the footprint of the rollout. The caller measures the rest.
 pub(crate) fn reinforce(
     model: &Model,
     plan: &MemoryPlan,
@@ -292,7 +292,7 @@ pub(crate) fn reinforce(
         features,
         completions: vec![Scored::new(completion.clone(), None); size],
     });
-    // Rewards that tell the completions of every group apart.
+    // The rewards differ within every group, so that every group has nonzero advantages.
     let total: Vec<Option<f64>> = (0..rows.len() * size).map(|i| Some((i % size) as f64)).collect();
     let rewards = RewardMatrix {
         names: vec!["reward".into()],
@@ -312,8 +312,8 @@ pub(crate) fn reinforce(
     Ok(())
 }
 
-/// Completions of prompts: prefill of each that are in flight together, and a step of decoding with all of them, which stands for
-/// all steps: completions are half done in it.
+/// Completes prompts: a prefill for each prompt, then one decoding step for all completions in flight. The step stands for all
+/// decoding steps, so the completions have half their length in it.
 fn complete(
     model: &Model,
     algorithm: &Algorithm,

@@ -1,8 +1,8 @@
-//! The model card, `README.md` beside a trained model: what was trained from what, on what and how, for people and for
-//! the hub, which reads the fields at its top (their names and values: "Model Cards" in its documentation).
+//! Model card: the `README.md` next to a trained model. It states what was trained, from which base, on which data and how, for
+//! readers and for the hub. The hub reads the fields at the top (names and values: "Model Cards" in its documentation).
 //!
-//! Nothing in it names a place on this machine. A base that the hub does not know is named in the text alone, and the
-//! licence is there where the base's own card tells it.
+//! The card contains no path of this machine. A base that the hub does not know appears only in the text. The licence is included
+//! if the card of the base states it.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ use crate::optimizer::AdamWConfig;
 use crate::plan::{Objective, RunPlan};
 use crate::step::Algorithm;
 
-/// The picture of the card.
+/// File name of the card's picture.
 const PICTURE: &str = "metrics.svg";
 
 /// Contents of a card.
@@ -36,7 +36,7 @@ pub(crate) struct Facts<'a> {
     pub(crate) after: Option<&'a Evaluation>,
 }
 
-/// Writes card and picture into a run directory.
+/// Writes the card and its picture into a run directory.
 pub(crate) fn write(dir: &Path, facts: Facts) -> Result<()> {
     let picture = facts.run.curves.and_then(|draw| draw(dir));
     if let Some(svg) = &picture {
@@ -46,32 +46,32 @@ pub(crate) fn write(dir: &Path, facts: Facts) -> Result<()> {
     Ok(write_atomic(&dir.join("README.md"), |out| out.write_all(text.as_bytes()))?)
 }
 
-/// Most bytes of the card of the model that a run began with.
+/// Maximum size in bytes of the base model's card.
 const MAX_CARD_BYTES: u64 = 16 << 20;
 
 struct Card {
     name: String,
     base: Origin,
-    /// The base as the hub knows it.
+    /// Name of the base on the hub.
     hub_base: Option<String>,
-    /// Fields on the licence.
+    /// Licence fields.
     license: Vec<(&'static str, String)>,
-    /// Whether the directory holds adapters to the base.
+    /// True if the directory contains adapters for the base.
     adapter: bool,
-    /// The hub's name for what the model does.
+    /// Hub name of the model's task.
     task: &'static str,
     /// `grpo` or `sft`.
     method: &'static str,
-    /// The method in words.
+    /// Description of the method.
     how: String,
     num_steps: u64,
-    /// Place and time of training.
+    /// Machine and training time.
     trained: String,
     command: Option<String>,
-    /// Name and rows of each dataset.
+    /// Name and number of rows of each dataset.
     datasets: Vec<(String, u64)>,
     settings: Vec<(&'static str, Value)>,
-    /// Name and values before and after.
+    /// Name of each metric with its values before and after training.
     metrics: Vec<(String, Option<f64>, Option<f64>)>,
     picture: bool,
     bibliography: Vec<String>,
@@ -82,13 +82,13 @@ impl Card {
         let Facts { run, model, dataset, algorithm, .. } = facts;
         let imitate = run.objective == Objective::Imitate;
         let base = Origin::of(model.dir());
-        // Links out of the directory were refused when the checkpoint was opened.
+        // `inside::read` does not follow links out of the directory.
         let fields = inside::read(model.dir(), "README.md", MAX_CARD_BYTES).unwrap_or_default();
         let fields = String::from_utf8_lossy(&fields);
         let own_name = || dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned());
         let mut datasets: Vec<(String, u64)> = Vec::new();
         for (name, rows) in dataset.parts() {
-            // A dataset in several files is one.
+            // The files of one dataset are counted together.
             match datasets.iter_mut().find(|(own, _)| own == name) {
                 Some((_, all)) => *all += rows,
                 None => datasets.push((name.to_owned(), rows)),
@@ -103,7 +103,7 @@ impl Card {
             hub_base: match &base {
                 Origin { name, revision: Some(_) } => Some(name.clone()),
                 _ => model.checkpoint().config().get("_name_or_path").and_then(hub_name).or_else(|| {
-                    // An adapter belongs to the very weights it was trained on.
+                    // An adapter belongs to the exact weights it was trained on, so the base of the base does not apply.
                     let of_card = || field(&fields, "base_model").map(Value::from);
                     of_card().filter(|_| model.lora().is_none()).as_ref().and_then(hub_name)
                 }),
@@ -139,7 +139,7 @@ impl Card {
         }
     }
 
-    /// Fields for the hub, then text.
+    /// Returns the text of the card: the fields for the hub, then the description.
     fn text(&self) -> String {
         let mut text = format!("---\n{}---\n\n# {}\n\n", self.fields(), self.name);
         let Origin { name: base, revision } = &self.base;
@@ -189,7 +189,7 @@ impl Card {
         text
     }
 
-    /// The fields that the hub reads.
+    /// Returns the fields for the hub.
     fn fields(&self) -> String {
         let mut fields = Vec::new();
         if let Some(base) = &self.hub_base {
@@ -214,7 +214,7 @@ impl Card {
     }
 }
 
-/// Returns the settings that decide the result, by their names.
+/// Returns the names and values of the settings that determine the result.
 fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
     let Facts { run, model, algorithm, optimizer, .. } = facts;
     let mut all = vec![
@@ -263,20 +263,20 @@ fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
         ]);
     }
     all.extend([("seed", json!(algorithm.seed)), ("data_seed", json!(run.data_seed))]);
-    // Settings that are off say nothing.
+    // Warm-up settings that are off are left out.
     all.retain(|(name, value)| {
         !matches!(*name, "warmup_ratio" | "warmup_steps") || value.as_f64() != Some(0.0)
     });
     all
 }
 
-/// Names the machine, and the time of all steps in the records of the run directory.
+/// Describes the machine and the total time of all steps in the records of the run directory.
 fn trained(dir: &Path, device: Device) -> String {
     let secs: f64 = std::fs::read_to_string(dir.join("metrics.jsonl"))
         .unwrap_or_default()
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok()?["step_time"].as_f64())
-        // The sum of no numbers is -0.
+        // `sum` would return -0 for an empty list.
         .fold(0.0, |sum, secs| sum + secs);
     let time = match secs {
         secs if secs >= 3600.0 => format!("{:.1} h", secs / 3600.0),
@@ -298,7 +298,7 @@ fn trained(dir: &Path, device: Device) -> String {
     format!("Trained on {machine}; the steps took {time}.")
 }
 
-/// A name that the hub can have, `ORG/NAME`.
+/// Returns the value if it is a valid name on the hub, `ORG/NAME`.
 fn hub_name(value: &Value) -> Option<String> {
     let (org, name) = value.as_str()?.split_once('/')?;
     let part = |part: &str| {
@@ -310,16 +310,16 @@ fn hub_name(value: &Value) -> Option<String> {
     (part(org) && part(name)).then(|| format!("{org}/{name}"))
 }
 
-/// A plain value of the fields at the top of a card.
+/// Returns a scalar value of the fields at the top of a card.
 fn field(card: &str, key: &str) -> Option<String> {
     let fields = card.strip_prefix("---\n")?.split("\n---").next()?;
     let value = fields.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(": "))?;
     let value = value.trim().trim_matches(['"', '\'']);
-    // Lists and texts over several lines begin with a sign.
+    // Lists and multi-line strings begin with one of these characters.
     (!value.is_empty() && !value.starts_with(['[', '{', '|', '>', '&', '*', '!'])).then(|| value.to_owned())
 }
 
-/// A value of YAML: as it is where it can be mistaken for nothing else, else in quotes.
+/// Returns a YAML value. It is quoted unless it cannot be mistaken for anything else.
 fn plain(text: &str) -> String {
     let harmless = |c: char| c.is_ascii_alphanumeric() || "._-/".contains(c);
     let word =

@@ -1,13 +1,14 @@
 //! AdamW over a model's trained weights.
 //!
 //! Source: `torch.optim.AdamW` (decoupled decay, bias-corrected moments, epsilon outside the root), and
-//! `torch.nn.utils.clip_grad_norm_`. A bf16 weight is updated through an f32 master copy unless `pure_bf16` asks
-//! otherwise: at small learning rates an update of a bf16 weight rounds to nothing. A weight that nothing of the step could
-//! reach has no gradient and is skipped, as PyTorch skips `grad = None`; one that was reached with advantages of 0 has
-//! a gradient of 0, and momentum, decay and its count of updates go on.
+//! `torch.nn.utils.clip_grad_norm_`. A bf16 weight is updated through an f32 master copy unless `pure_bf16` is set: at small
+//! learning rates, rounding to bf16 would cancel an update. A weight that nothing in the step could reach has no gradient and is
+//! skipped, as PyTorch skips `grad = None`. A weight that was reached with advantages of 0 has a gradient of 0. Momentum, decay
+//! and its count of updates still apply.
 //!
-//! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16. On a card the master is the bf16 weight and
-//! the 2 B that it lacks, so weight, gradient, moments and master take 16 B; with `offload` the card has 6 B of them.
+//! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16. On a card the master consists of the
+//! bf16 weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds 6 B of
+//! them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,20 +32,21 @@ pub struct AdamWConfig {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Constant added to the root of the second moment.
     pub epsilon: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
-    /// Gradients are scaled down to this norm; 0 never scales.
+    /// Maximum norm of all gradients; larger gradients are scaled down. 0 disables scaling.
     pub max_grad_norm: f64,
-    /// Update bf16 weights without an f32 master.
+    /// True to update bf16 weights without an f32 master.
     pub pure_bf16: bool,
-    /// Keep moments and masters of weights on a card in main memory.
+    /// True to store the moments and masters of weights on a card in main memory.
     pub offload: bool,
 }
 
 impl Default for AdamWConfig {
-    /// The rates of TRL's trainer: 1e-6 for every part, betas 0.9 and 0.999, gradients clipped to a norm of 1, no decay.
+    /// Returns the defaults of TRL's trainer: 1e-6 for every part, betas 0.9 and 0.999, gradients clipped to a norm of 1, no
+    /// decay.
     fn default() -> Self {
         Self {
             learning_rate: 1e-6,
@@ -66,11 +68,11 @@ impl Default for AdamWConfig {
 pub struct Update {
     /// Norm of all gradients together, before scaling.
     pub grad_norm: f64,
-    /// Trained weights that had no gradient.
+    /// Number of trained weights without a gradient.
     pub skipped: usize,
 }
 
-/// AdamW.
+/// AdamW optimizer.
 pub struct AdamW {
     config: AdamWConfig,
     params: Vec<(Arc<Param>, f64, f64)>,
@@ -78,7 +80,7 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// An optimizer for the trained weights among `params`.
+    /// Creates an optimizer for the trained weights among `params`.
     #[must_use]
     pub fn new(config: AdamWConfig, params: &[Arc<Param>]) -> Self {
         let decayed = decayed_names(params);
@@ -97,10 +99,10 @@ impl AdamW {
         Self { config, params, state: HashMap::new() }
     }
 
-    /// One update from the accumulated gradients, which are consumed. `factor` scales every learning rate.
+    /// Applies the accumulated gradients and clears them. `factor` scales every learning rate.
     ///
     /// # Errors
-    /// A gradient that is not finite, by name; nothing is changed then.
+    /// Returns an error with the name of the weight if a gradient is not finite. Nothing is changed then.
     pub fn step(&mut self, factor: f64) -> Result<Update> {
         let mut squares = 0.0;
         let mut skipped = 0;
@@ -111,7 +113,7 @@ impl AdamW {
                 None => skipped += 1,
                 Some((on, sum)) if sum.is_finite() => (device, squares) = (on, squares + sum),
                 Some((on, _)) => {
-                    // A card returns NaN for numbers that it could not compute.
+                    // A card returns NaN if a computation failed; `finish` reports that failure.
                     on.finish()?;
                     return Err(TrainError::NonFiniteGradient { name: param.name().to_owned() });
                 }
@@ -148,35 +150,35 @@ impl AdamW {
         &self.config
     }
 
-    /// The base learning rate.
+    /// Returns the base learning rate.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {
         self.config.learning_rate
     }
 
-    /// Forgets all gradients.
+    /// Clears all gradients.
     pub fn clear(&self) {
         for (param, ..) in &self.params {
             param.clear_grad();
         }
     }
 
-    /// Each weight that has had an update, and its state.
+    /// Returns each weight that was updated at least once, with its state.
     pub fn state(&self) -> impl Iterator<Item = (&Param, &Moments)> {
         self.params.iter().filter_map(|(param, ..)| Some((&**param, self.state.get(param.name())?)))
     }
 
-    /// Names of trained weights that no update has reached so far.
+    /// Returns the names of trained weights that were never updated.
     #[must_use]
     pub(crate) fn never_reached(&self) -> Vec<&str> {
         let names = self.params.iter().map(|(p, ..)| p.name());
         names.filter(|name| !self.state.contains_key(*name)).collect()
     }
 
-    /// Takes a saved state.
+    /// Restores a saved state.
     ///
     /// # Errors
-    /// A state for a weight that is not trained, or of another size.
+    /// Returns an error if a state belongs to a weight that is not trained or has another size.
     pub(crate) fn restore(&mut self, state: HashMap<String, Moments>) -> Result<()> {
         for (name, moments) in &state {
             let param = self.params.iter().find(|(p, ..)| p.name() == name);
@@ -188,7 +190,7 @@ impl AdamW {
                 _ => {
                     return Err(TrainError::Checkpoint {
                         what: format!(
-                            "the optimizer state of {name} ({} values) belongs to no trained weight of that size",
+                            "the optimizer state of {name} ({} values) does not match a trained weight of this size",
                             moments.m().len()
                         ),
                     });
@@ -203,7 +205,7 @@ impl AdamW {
         param.dtype() != ParamDtype::F32 && !self.config.pure_bf16
     }
 
-    /// Bytes of gradients, moments and masters when every weight has them.
+    /// Returns the bytes of gradients, moments and masters if every trained weight has them.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let each = |p: &Param| p.len() * (12 + if self.has_master(p) { 4 } else { 0 });

@@ -1,7 +1,7 @@
-//! The forward and backward passes of one update.
+//! Forward and backward passes of one update.
 //!
-//! Completions go through the model in packed streams, one after the other, and their gradients add up. Media go back
-//! through their towers once, after the last stream.
+//! The model processes completions in packed streams, one after the other, and sums their gradients. The backward pass of the
+//! media towers runs once, after the last stream.
 
 use std::mem::take;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use crate::step::{Algorithm, TokenNumbers};
 use crate::streams::{Part, pack};
 use crate::timing::timed;
 
-/// The passes of an update, on their way.
+/// State of the passes of an update.
 pub(crate) struct Pass<'a> {
     model: &'a Model,
     /// Feature gradients summed per prompt.
@@ -31,24 +31,24 @@ pub(crate) struct Pass<'a> {
     truncated: Vec<bool>,
     /// Normalizer of the complete step.
     normalizer: Normalizer,
-    /// Prompts of streams whose gradient is 0, which were not carried back.
+    /// Prompts of streams with a gradient of 0, which had no backward pass.
     idle: Vec<usize>,
     passed: Passed,
 }
 
 /// Results of the passes.
 pub(crate) struct Passed {
-    /// Whether the weights are those that sampled.
+    /// True if the weights have not changed since sampling.
     pub(crate) on_policy: bool,
     pub(crate) sums: MetricSums,
-    /// Between log-probabilities of rollout and pass.
+    /// Difference between the log-probabilities of the rollout and of the pass.
     pub(crate) gap: Gap,
     pub(crate) num_tokens: u64,
-    /// Losses of routers.
+    /// Losses of the routers.
     pub(crate) router: [f64; 2],
     /// Log-probabilities of each completion, in the order of the rollout.
     pub(crate) logprobs: Vec<Vec<f32>>,
-    /// All numbers of each, where the algorithm asks for them.
+    /// All numbers of each completion, if the algorithm records them.
     pub(crate) tokens: Vec<TokenNumbers>,
 }
 
@@ -96,7 +96,7 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Leaves the gradient of the step in the weights.
+    /// Runs the passes and leaves the gradient of the step in the weights.
     pub(crate) fn run(mut self, rollouts: &mut Rollouts, timer: &mut PhaseTimer) -> Result<Passed> {
         let algorithm = self.algorithm;
         let num_prompts = rollouts.groups.len();
@@ -139,13 +139,14 @@ impl<'a> Pass<'a> {
         let temperature = self.algorithm.sampling.scoring_temperature();
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
         let advantages: Vec<f64> = rollouts.members(parts).map(|c| c.advantage).collect();
-        // No term of the loss depends on these completions, so there is nothing to carry back; they count as all others do.
+        // No term of the loss depends on these completions, so they need no backward pass. They count in the metrics like all
+        // others.
         let idle = advantages.iter().all(|&a| a == 0.0)
             && !plan.needs_reference()
             && !plan.needs_entropy()
             && self.training.router.is_off();
         let stream = PackedStream::new(&rollouts.stream(parts))?;
-        // It fits the stream of the whole rollout; for any other one it would be memory held for nothing.
+        // The recalled pass fits only the stream of the complete rollout. For other streams it is dropped to free its memory.
         let recalled = rollouts.recalled.take().filter(|_| !rollouts.updated && rollouts.is_whole(parts));
 
         let drawn = if idle { self.as_drawn(parts, rollouts) } else { None };
@@ -227,8 +228,9 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Log-probabilities and entropies of a stream's tokens as the rollout saw them, where the weights are still the same and
-    /// no adapter drops inputs: what a pass through the model would give, but for rounding.
+    /// Returns the log-probabilities and entropies of a stream's tokens from the rollout, or `None` if they are incomplete, the
+    /// weights have changed or an adapter uses dropout. A pass through the model would give the same numbers, except for
+    /// rounding.
     fn as_drawn(&self, parts: &[Part], rollouts: &Rollouts) -> Option<(Vec<f32>, Vec<f32>)> {
         let drops = self.model.lora().is_some_and(|lora| lora.dropout > 0.0);
         let completions = || rollouts.members(parts).map(|c| &c.completion);
@@ -243,7 +245,7 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Streams of some groups of a rollout.
+/// Packs groups of a rollout into streams.
 fn streams(rollouts: &Rollouts, groups: Range<usize>, max_rows: usize) -> Vec<Vec<Part>> {
     let shapes: Vec<_> = rollouts.groups[groups.clone()].iter().map(Group::shape).collect();
     let mut streams = pack(&shapes, max_rows);
@@ -251,8 +253,8 @@ fn streams(rollouts: &Rollouts, groups: Range<usize>, max_rows: usize) -> Vec<Ve
     streams
 }
 
-/// Has a model score completions and gives each of them its log-probabilities and entropies. `seen` are the features of a group's
-/// media as the model sees them.
+/// Scores completions with a model and passes the log-probabilities and entropies of each to `keep`. `seen` returns the features
+/// of a group's media for this model.
 fn score(
     model: &Model,
     algorithm: &Algorithm,
@@ -267,7 +269,7 @@ fn score(
         let stream = PackedStream::new(&rollouts.stream(&parts))?;
         let mut features = Vec::with_capacity(parts.len());
         for part in &parts {
-            // A group that is cut goes on in the next stream.
+            // A group that was split continues in the next stream.
             let own = match last.take() {
                 Some((group, own)) if group == part.group => own,
                 _ => seen(&rollouts.groups[part.group])?,
@@ -285,22 +287,22 @@ fn score(
     Ok(())
 }
 
-/// Has the weights that sampled score the completions, for updates that come when the weights have changed.
+/// Scores the completions with the weights that sampled them, for updates after the weights have changed.
 pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
     let streams = streams(rollouts, 0..rollouts.groups.len(), algorithm.stream_rows());
     let seen = |group: &Group| Ok(group.features.clone());
     score(model, algorithm, rollouts, streams, seen, |c, logp, _| c.old = Some(logp.to_vec()))
 }
 
-/// Has the weights of the moment say how undecided they are at each token of recorded completions. Each completion is a stream
-/// of its own, so that the entropies do not depend on `max_stream_tokens`.
+/// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream, so
+/// that the entropies do not depend on `max_stream_tokens`.
 pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
     let streams = streams(rollouts, 0..rollouts.groups.len(), 1);
     let seen = |group: &Group| Ok(group.features.clone());
     score(model, algorithm, rollouts, streams, seen, |c, _, h| c.completion.entropies = h.to_vec())
 }
 
-/// Has the reference score the completions, in the streams of the update. They keep the numbers for all updates.
+/// Scores the completions with the reference, in the streams of the update. The completions store the numbers for all updates.
 pub(crate) fn reference_logprobs(
     reference: &Model,
     model: &Model,
@@ -314,6 +316,6 @@ pub(crate) fn reference_logprobs(
         micro_batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows())).collect();
     let seen = |group: &Group| features::of_reference(reference, model, &group.row.prompt, &group.features);
     score(reference, algorithm, rollouts, streams, seen, |c, logp, _| c.reference = Some(logp.to_vec()))?;
-    // Before anybody learns from them.
+    // The files are checked before the numbers are used.
     Ok(reference.files_unchanged()?)
 }

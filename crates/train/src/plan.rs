@@ -1,4 +1,4 @@
-//! Plan of a run, and its summary.
+//! Plan of a run and its summary.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -22,166 +22,169 @@ use crate::schedule::ScheduleKind;
 use crate::selection::Selection;
 use crate::step::Algorithm;
 
-/// When checkpoints are written.
+/// Condition for writing checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveWhen {
-    /// Only the model at the end.
+    /// No checkpoints, only the model at the end.
     Never,
-    /// Every so many updates.
+    /// Every given number of updates.
     Steps(u64),
     /// After every epoch.
     Epoch,
-    /// When the evaluation metric improves.
+    /// On every improvement of the evaluation metric.
     Best,
 }
 
-/// When the model is evaluated, besides the end.
+/// Condition for evaluating the model, in addition to the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvalWhen {
     /// Never.
     Never,
-    /// Every so many updates.
+    /// Every given number of updates.
     Steps(u64),
     /// After every epoch.
     Epoch,
 }
 
-/// Where to start.
+/// Starting point of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ResumeFrom {
-    /// Anew.
+    /// Start without a checkpoint.
     Start,
-    /// The newest checkpoint of the run directory that can be loaded, if its settings are this run's; anew without one.
+    /// Newest loadable checkpoint of the run directory, if its settings match; otherwise a start without a checkpoint.
     Newest,
-    /// The newest checkpoint, and no other start.
+    /// Newest checkpoint; it is an error if there is none.
     Must,
-    /// This checkpoint.
+    /// Checkpoint at this path.
     Path(PathBuf),
 }
 
 /// Objective of an update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Objective {
-    /// GRPO: sample, score, reinforce.
+    /// GRPO: sample and score completions, then reinforce them.
     Reinforce,
-    /// Supervised: imitate each row's reference answer.
+    /// Supervised training on each row's reference answer.
     Imitate,
 }
 
-/// A reference that follows the policy.
+/// Settings of a reference that follows the policy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SyncReference {
-    /// Updates between two moves.
+    /// Updates between two syncs.
     pub every: u64,
-    /// Share of the policy in the weights after a move.
+    /// Weight of the policy in the mixture after a sync.
     pub mixup: f64,
 }
 
 impl Default for SyncReference {
-    /// TRL's numbers.
+    /// Returns TRL's defaults.
     fn default() -> Self {
         Self { every: 512, mixup: 0.6 }
     }
 }
 
-/// A run's length, records and checkpoints.
+/// Length, records and checkpoints of a run.
 #[derive(Clone, Debug)]
 pub struct RunPlan {
     /// Objective of an update.
     pub objective: Objective,
-    /// Updates; `None` for what the epochs need.
+    /// Number of updates; `None` for as many as the epochs need.
     pub max_steps: Option<u64>,
-    /// Passes over the rows. Steps take rows across the end of a pass; the last one takes what is left of the last pass.
+    /// Passes over the rows. A step can span two passes. The last step takes the remaining rows of the last pass.
     pub num_epochs: f64,
     /// Prompts per update.
     pub prompts_per_step: usize,
-    /// Updates of each prompt of a rollout.
+    /// Updates per prompt of a rollout.
     pub num_iterations: usize,
-    /// Updates that share a rollout, each with prompts of its own.
+    /// Number of updates that share a rollout, each with different prompts.
     pub steps_per_generation: usize,
-    /// How the reference follows the policy; `None`: not at all.
+    /// Settings of a reference that follows the policy; `None` for a fixed reference.
     pub sync_reference: Option<SyncReference>,
-    /// How rewards of earlier passes decide which rows come, and in which order.
+    /// Rules that select and order rows by the rewards of earlier passes.
     pub lessons: Lessons,
-    /// The learning-rate schedule's shape.
+    /// Shape of the learning-rate schedule.
     pub schedule: ScheduleKind,
     /// Warm-up as a share of all updates.
     pub warmup_ratio: f64,
-    /// Warm-up in updates; wins over the share when not 0.
+    /// Warm-up in updates; takes precedence over `warmup_ratio` unless it is 0.
     pub warmup_steps: u64,
-    /// When to save.
+    /// Condition for writing checkpoints.
     pub save: SaveWhen,
-    /// Checkpoints to keep.
+    /// Maximum number of checkpoints to keep.
     pub save_limit: Option<usize>,
-    /// Also save when this much time has gone by since the last checkpoint.
+    /// Maximum time between checkpoints, in addition to `save`.
     pub save_every: Option<Duration>,
-    /// Leave the optimizer out of checkpoints, but for the one of an interruption.
+    /// True to leave the optimizer out of checkpoints, except for the one written on an interruption.
     pub save_only_model: bool,
-    /// Where to start.
+    /// Starting point of the run.
     pub resume: ResumeFrom,
-    /// Resume from a checkpoint whose settings differ from this run's.
+    /// True to resume from a checkpoint even if its settings differ from this run's.
     pub allow_changed: bool,
-    /// When to evaluate.
+    /// Condition for evaluations.
     pub eval: EvalWhen,
-    /// Evaluate before the first update.
+    /// True to evaluate before the first update.
     pub eval_on_start: bool,
     /// Metric of `SaveWhen::Best`; higher is better.
     pub best_metric: String,
-    /// Console lines are means over this many updates.
+    /// Updates per console line; the line shows means over them.
     pub logging_steps: u64,
-    /// The `grpo/*` metrics get a console line of their own, with means over this many updates, when it differs from
-    /// `logging_steps`.
+    /// Updates per console line of the `grpo/*` metrics. If the value differs from `logging_steps`, these metrics get a separate
+    /// line.
     pub grpo_logging_steps: u64,
-    /// Print a group's completions with their rewards at each console line. Files in `rollouts/` have them all.
+    /// True to print the completions and rewards of a few groups with each console line. The files in `rollouts/` contain all of
+    /// them.
     pub log_completions: bool,
-    /// Where completions are also written as the source systems log them.
+    /// Additional log of the completions in the format of the original systems.
     pub debug_log: Option<DebugLog>,
     /// Name of the run in the model card.
     pub run_name: Option<String>,
-    /// Take completions from the rows.
+    /// True to use the completions in the rows instead of sampling.
     pub replay: bool,
     /// Treatment of unusable rows.
     pub skip: SkipPolicy,
-    /// Rows known to be unusable, with the reason, from the check before training.
+    /// Unusable rows found by the check before training: row number, id and reason.
     pub bad_rows: Vec<(u64, String, String)>,
-    /// Order of the rows.
+    /// Seed for the order of the rows.
     pub data_seed: u64,
-    /// Settings and inputs that must agree between a checkpoint and the run that resumes it.
+    /// Settings and inputs that must match between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
-    /// Command line that the model card shows. It names no place on this machine.
+    /// Command line for the model card, without paths of this machine.
     pub command: Option<String>,
-    /// Draws the metrics of a run directory as SVG, for the model card; `None` where there is nothing to draw.
+    /// Function that draws the metrics of a run directory as SVG for the model card. It returns `None` if there is nothing to
+    /// draw.
     pub curves: Option<fn(&Path) -> Option<String>>,
-    /// End the run, with a checkpoint, when its policy runs away or its entropy collapses
+    /// True to end the run with a checkpoint if the policy diverges or its entropy collapses
     /// ([`Rule::collapse`](omnigrpo_observe::Rule)).
     pub stop_on_collapse: bool,
-    /// Files written beside the records at the start, by name: the resolved configuration, and what rewards keep.
+    /// Names and contents of files written next to the records at the start: the resolved configuration and data stored by
+    /// rewards.
     pub files: Vec<(&'static str, Vec<u8>)>,
 }
 
 impl RunPlan {
-    /// Whether a reference that runs there may stay in the checkpoint's files ([`Model::reference_in_place`]): one that moves is
-    /// written to.
+    /// Returns true if a reference on `device` can stay in the checkpoint's files ([`Model::reference_in_place`]). A reference
+    /// that follows the policy cannot, because its weights change.
     #[must_use]
     pub fn lends_reference(&self, device: Device) -> bool {
         device == Device::Cpu && self.sync_reference.is_none()
     }
 
-    /// Returns the updates of the run with so many usable rows.
+    /// Returns the number of updates of the run for `usable` rows.
     ///
     /// # Errors
-    /// No usable row.
+    /// Returns an error if no row is usable.
     pub fn num_steps(&self, usable: usize) -> Result<u64> {
         Ok(Length::of(self, usable)?.total)
     }
 
-    /// Returns the updates of an epoch with so many usable rows.
+    /// Returns the number of updates per epoch for `usable` rows.
     #[must_use]
     pub fn steps_per_epoch(&self, usable: usize) -> u64 {
         usable.div_ceil(self.prompts_per_step.max(1)) as u64 * self.num_iterations as u64
     }
 
-    /// Returns the evaluations of a run of so many updates, if there are rows to evaluate on.
+    /// Returns the number of evaluations in a run of `steps` updates, provided that there are rows to evaluate.
     #[must_use]
     pub fn num_evaluations(&self, steps: u64, steps_per_epoch: u64) -> u64 {
         let every = match self.eval {
@@ -189,13 +192,14 @@ impl RunPlan {
             EvalWhen::Steps(every) => every,
             EvalWhen::Epoch => steps_per_epoch,
         };
-        // The last update is evaluated in any case.
+        // The model is always evaluated after the last update.
         u64::from(self.eval_on_start) + steps.div_ceil(every.max(1))
     }
 }
 
 impl Default for RunPlan {
-    /// One pass over the rows, eight prompts an update, a checkpoint every hundred updates, no evaluation.
+    /// Returns a plan with one pass over the rows, eight prompts per update, a checkpoint every hundred updates and no
+    /// evaluation.
     fn default() -> Self {
         Self {
             objective: Objective::Reinforce,
@@ -236,90 +240,91 @@ impl Default for RunPlan {
     }
 }
 
-/// Looks on while a run trains, from inside its process. Every method does nothing unless it is written.
+/// Callbacks of a training run, called inside its process. The default implementations do nothing.
 pub trait Observer {
-    /// The scored completions that the update after `step` others learns from, when they are new.
+    /// Receives newly scored completions. The update after the first `step` updates trains on them.
     fn rollout(&mut self, step: u64, rollouts: &Rollouts) {
         let _ = (step, rollouts);
     }
 
-    /// The `step`th update is done; its numbers are those of the line in `metrics.jsonl`. `Break` ends the run here, with a
-    /// checkpoint to resume from.
+    /// Receives the metrics of update number `step`, as they are written to `metrics.jsonl`. `Break` ends the run with a
+    /// checkpoint from which it can resume.
     fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
         let _ = (step, metrics);
         ControlFlow::Continue(())
     }
 
-    /// The model after `step` updates lies in `checkpoint`, until checkpoints over the limit are removed.
+    /// Receives the path of the checkpoint after `step` updates. The run may remove it later to respect the limit of checkpoints.
     fn saved(&mut self, step: u64, checkpoint: &Path) {
         let _ = (step, checkpoint);
     }
 
-    /// The step of a checkpoint that is still being read: it outlasts the limit until a later checkpoint is saved.
+    /// Returns the step of a checkpoint that the observer is still reading. The run keeps that checkpoint when it next removes
+    /// old ones.
     fn reads(&self) -> Option<u64> {
         None
     }
 
-    /// The model after `step` updates has been evaluated.
+    /// Receives the evaluation of the model after `step` updates.
     fn evaluation(&mut self, step: u64, evaluation: &Evaluation) {
         let _ = (step, evaluation);
     }
 }
 
-/// Nobody looks on.
+/// Observer that does nothing.
 impl Observer for () {}
 
-/// Everything a run needs.
+/// Inputs and settings of a training run.
 pub struct TrainSetup {
-    /// The policy.
+    /// Policy to train.
     pub model: Model,
-    /// Makes prompts.
+    /// Builder of prompts.
     pub prompts: Arc<PromptBuilder>,
-    /// Makes prompts with shuffled frames, where answers that need their order earn a bonus.
+    /// Builder of prompts with shuffled frames; set if answers that need the order of the frames earn a bonus.
     pub shuffled: Option<Arc<PromptBuilder>>,
-    /// Training rows.
+    /// Dataset with the training rows.
     pub dataset: Arc<Dataset>,
-    /// Which rows of it are trained on.
+    /// Row numbers to train on.
     pub rows: Vec<u64>,
-    /// Held-out rows.
+    /// Evaluation on held-out rows.
     pub eval: Option<EvalPlan>,
-    /// The rewards.
+    /// Rewards that score the completions.
     pub rewards: RewardSet,
-    /// The algorithm.
+    /// Settings of the algorithm.
     pub algorithm: Algorithm,
-    /// The optimizer.
+    /// Settings of the optimizer.
     pub optimizer: AdamWConfig,
     /// Trained weights.
     pub selection: Selection,
-    /// Where the reference runs.
+    /// Device of the reference.
     pub reference_device: Device,
-    /// Length, records, checkpoints.
+    /// Length, records and checkpoints of the run.
     pub run: RunPlan,
-    /// The run directory, which no other process may write meanwhile.
+    /// Lock on the run directory, so that no other process writes to it.
     pub lock: RunLock,
-    /// Who looks on.
+    /// Observer of the run.
     pub observer: Box<dyn Observer>,
-    /// Starts the trackers, after files of an earlier run have been moved away.
+    /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
     pub trackers: Box<dyn FnOnce() -> Trackers>,
 }
 
 /// Summary of a run.
 #[derive(Debug, Default)]
 pub struct RunSummary {
-    /// Updates done in all.
+    /// Total number of updates done.
     pub steps: u64,
-    /// Updates done by this process.
+    /// Number of updates done by this process.
     pub steps_here: u64,
-    /// Whether it was asked to stop early, or the machine failed; it is saved and can go on.
+    /// True if the run stopped early, on request or because the machine failed. A checkpoint was saved, so the run can resume.
     pub interrupted: bool,
-    /// How the machine failed, where that is what stopped it.
+    /// Failure of the machine, if it stopped the run.
     pub machine: Option<String>,
-    /// Collapse that ended the run ([`RunPlan::stop_on_collapse`]), with what to do.
+    /// Collapse that ended the run ([`RunPlan::stop_on_collapse`]), with advice.
     pub collapsed: Option<String>,
     /// Evaluation before the first update.
     pub before: Option<Evaluation>,
-    /// Evaluation after the last.
+    /// Evaluation after the last update.
     pub after: Option<Evaluation>,
-    /// The closing tables.
+    /// Tables for the end of the run.
     pub report: Report,
 }

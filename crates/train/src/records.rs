@@ -1,4 +1,4 @@
-//! Output of a run step by step: logs, console lines, evaluations, and the report at its end.
+//! Output of a run: logs, console lines, evaluations, and the report at its end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,12 +23,12 @@ use crate::rows::{PreparedRow, SkippedRow, media_paths};
 use crate::step::TokenNumbers;
 use crate::timing::peak_memory_bytes;
 
-/// Groups of a step whose best and worst completions are shown, with `log_completions`, and sent to trackers.
+/// Maximum number of groups per step that are sent to trackers and, with `log_completions`, shown on the console.
 const SHOWN_GROUPS: usize = 2;
-/// How long the end of a run waits for its trackers.
+/// Maximum time that the end of a run waits for its trackers.
 const TRACKERS_PATIENCE: Duration = Duration::from_secs(60);
 
-/// The records of a running loop.
+/// Records of a running loop.
 pub(crate) struct Records {
     dir: RunDir,
     dataset: Arc<Dataset>,
@@ -44,9 +44,9 @@ pub(crate) struct Records {
     health: Health,
     rewards_seen: Vec<f64>,
     phase_sums: Vec<(String, f64)>,
-    /// Updates of this process.
+    /// Number of updates done by this process.
     pub(crate) steps_timed: u64,
-    /// Spent on other threads to read and decode rows.
+    /// Seconds that other threads spent on reading and decoding rows.
     pub(crate) ahead_secs: f64,
 }
 
@@ -103,23 +103,23 @@ impl Records {
     fn notice(&self, in_place: bool, log: &str) {
         if !in_place {
             self.console.line(&format!(
-                "warning: {log} was removed or replaced while the run wrote it; it is begun anew and lacks the rows before"
+                "warning: {log} was removed or replaced while the run wrote it; the new file lacks the earlier rows"
             ));
         }
     }
 
-    /// Keeps the completions of a step whose scoring failed.
+    /// Writes the completions of a step to a file after their scoring failed.
     pub(crate) fn keep_unscored(&self, step: u64, error: TrainError) -> TrainError {
         let TrainError::Unscored { source, rows } = error else { return error };
         let path = self.dir.root().join(format!("rollouts/unscored-step-{step:06}.jsonl"));
         match write_atomic(&path, |out| rows.iter().try_for_each(|row| writeln!(out, "{row}"))) {
             Ok(()) => TrainError::UnscoredKept { source, rows: path },
-            // The reward's own failure is the one to tell.
+            // The error of the reward matters more than the failure to write the file.
             Err(_) => TrainError::Unscored { source, rows },
         }
     }
 
-    /// The completions that `step` is about to train on.
+    /// Records the completions that `step` is about to train on.
     pub(crate) fn rollouts(&mut self, step: u64, epoch: f64, rollouts: &Rollouts) -> Result<()> {
         let lines = rollout_lines(&self.dataset, rollouts, epoch);
         self.dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
@@ -141,7 +141,7 @@ impl Records {
         Ok(())
     }
 
-    /// The numbers of an update's tokens.
+    /// Records the numbers of an update's tokens.
     pub(crate) fn tokens(
         &mut self,
         step: u64,
@@ -161,11 +161,11 @@ impl Records {
                 let mut decoder = StreamDecoder::new(false);
                 let mut tokens: Vec<String> =
                     completion.ids.iter().map(|&id| decoder.push(tokenizer, id)).collect();
-                // Bytes that never became a character.
+                // The last token also gets the remaining bytes that do not form a character.
                 if let Some(last) = tokens.last_mut() {
                     last.push_str(&decoder.finish());
                 }
-                // A later update compares with the numbers of the first, and one that is resumed knows no others.
+                // Later updates compare with the log-probabilities in `old`, so only the first update records the sampled ones.
                 let is_first = own.old.is_empty();
                 Tokens {
                     group: first_group + group,
@@ -183,7 +183,7 @@ impl Records {
         Ok(self.dir.write_tokens(step, &lines)?)
     }
 
-    /// The metrics of an update.
+    /// Records the metrics of an update.
     pub(crate) fn step(
         &mut self,
         step: u64,
@@ -221,14 +221,14 @@ impl Records {
         Ok(())
     }
 
-    /// Tells and keeps the problems that begin or end with a step.
+    /// Shows and records the problems that begin or end with a step.
     fn warn(&mut self, step: u64, metrics: &[Metric]) -> Result<()> {
         let mut warnings = self.health.add(step, metrics);
         for warning in &mut warnings {
             if warning.begins {
                 let good = checkpoint::before(self.dir.root(), warning.since)?;
-                let good = good.map_or("No checkpoint is from before it".to_owned(), |(_, path)| {
-                    format!("The last checkpoint before it is {}", path.display())
+                let good = good.map_or("No checkpoint precedes the problem".to_owned(), |(_, path)| {
+                    format!("The last checkpoint before the problem is {}", path.display())
                 });
                 warning.text = format!("{}. {good}", warning.text);
                 self.console.warning(&warning.text);
@@ -240,25 +240,25 @@ impl Records {
         Ok(self.dir.append_warnings(&warnings)?)
     }
 
-    /// The message of a collapse that lasts.
+    /// Returns the message of a collapse that is still in progress.
     pub(crate) fn collapse(&self) -> Option<String> {
         let (rule, since) = self.health.collapse()?;
         Some(format!("{} (since step {since}). {}", rule.title, rule.advice))
     }
 
-    /// The step of the last checkpoint from before the problems that last.
+    /// Returns the step of the last checkpoint from before the current problems.
     pub(crate) fn last_good(&self) -> Result<Option<u64>> {
         let Some(since) = self.health.since() else { return Ok(None) };
         Ok(checkpoint::before(self.dir.root(), since)?.map(|(step, _)| step))
     }
 
-    /// Shows the windows that were open when the run ended after `step`.
+    /// Shows the metrics of incomplete logging windows when the run ends after `step`.
     pub(crate) fn close(&mut self, step: u64, epoch: f64) {
         self.show_grpo_window(step, epoch);
         self.show_window(step, epoch);
     }
 
-    /// Waits a while for trackers that are still telling.
+    /// Waits up to [`TRACKERS_PATIENCE`] for trackers to send their remaining events.
     pub(crate) fn finish_trackers(&mut self) {
         self.trackers.finish(TRACKERS_PATIENCE);
     }
@@ -287,7 +287,7 @@ impl Records {
         }
     }
 
-    /// Warns of selected weights that no `what` (a row, a step) reached, by name.
+    /// Warns about selected weights that no `what` (a row, a step) reached, by name.
     pub(crate) fn unreached(&self, what: &str, names: &[&str]) {
         const SHOWN: usize = 5;
         if names.is_empty() {
@@ -297,12 +297,12 @@ impl Records {
         let more =
             if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
         self.console.line(&format!(
-            "warning: no {what} reached {shown}{more}. These weights are selected to be trained and stay as they are: no row \
-             has the kind of medium that they read, or nothing runs through them"
+            "warning: no {what} reached {shown}{more}. These weights are selected for training but stay unchanged: no \
+             row has the kind of medium that they process, or the model does not use them"
         ));
     }
 
-    /// The result of an evaluation: a row of metrics, its completions and its tables.
+    /// Records the result of an evaluation: its metrics, its completions and its tables.
     pub(crate) fn evaluation(&mut self, step: u64, epoch: f64, evaluation: &Evaluation) -> Result<()> {
         for row in &evaluation.skipped {
             self.skipped(step, row)?;
@@ -314,7 +314,7 @@ impl Records {
         write_atomic(&dir.join(format!("step-{step:06}.summary.json")), |out| {
             writeln!(out, "{:#}", evaluation.summary.to_json())
         })?;
-        // Last: where this row is, the evaluation is complete.
+        // The metrics are written last, so their row shows that the evaluation is complete.
         self.metrics(step, epoch, &evaluation.summary.metrics)?;
         self.track(step, epoch, &evaluation.summary.metrics);
         let shown: Vec<String> = evaluation
@@ -330,7 +330,7 @@ impl Records {
         Ok(())
     }
 
-    /// Keeps the rows behind a loss or gradient that is not finite.
+    /// Writes the rows that led to a loss or gradient that is not finite.
     pub(crate) fn offending_rows(&self, step: u64, rollouts: &Rollouts, error: TrainError) -> TrainError {
         let what = match &error {
             TrainError::Loss(e) => told(e),
@@ -345,7 +345,7 @@ impl Records {
         }
     }
 
-    /// The tables at the run's end.
+    /// Returns the tables for the end of the run.
     pub(crate) fn report(&self, summary: &RunSummary) -> Report {
         let names = summary.after.as_ref().map(|e| e.summary.metrics.clone()).unwrap_or_default();
         let mut before_after: Vec<BeforeAfter> = names
@@ -395,7 +395,7 @@ fn json_lines<T: Serialize>(rows: &[T]) -> Vec<u8> {
     lines
 }
 
-/// Metrics of an evaluation that are worth a line on the console.
+/// Returns true for evaluation metrics that are shown on the console.
 fn is_headline(name: &str) -> bool {
     const NAMES: [&str; 5] = ["eval_reward", "eval_accuracy", "eval_war", "eval_uar", "eval_parse_fail_rate"];
     NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
@@ -441,10 +441,10 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
     lines
 }
 
-/// For each path of a row's media the times of the frames that were sampled, seconds; nothing without clips.
+/// Returns the times of the sampled frames in seconds for each media path of a row. The result is empty if the row has no clip.
 fn frame_times(row: &PreparedRow, num_paths: usize) -> Vec<Vec<f64>> {
     let media = &row.prompt.media;
-    // A clip that is given as a list of frames, or whose sound is read too, is not one medium at one path.
+    // The media do not correspond to the paths if a clip is a list of frames or if its audio is also read.
     if media.len() != num_paths || media.iter().all(|medium| medium.frame_times_secs.is_empty()) {
         return Vec::new();
     }

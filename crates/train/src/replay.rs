@@ -1,4 +1,4 @@
-//! Rollouts that were recorded: the rows have completions, rewards and log-probabilities.
+//! Replay of recorded rollouts: the rows have completions, rewards and optionally log-probabilities.
 
 use omnigrpo_data::{RecordedCompletion, RecordedRewards};
 use omnigrpo_grpo::{advantage, mask};
@@ -15,11 +15,11 @@ use crate::rows::PreparedRow;
 use crate::step::Algorithm;
 use crate::timing::timed;
 
-/// Takes completions and rewards from the rows themselves instead of sampling. Tokens after the first stop token of a
-/// completion are dropped; other trainers record their padding there.
+/// Builds a rollout from the completions and rewards in the rows instead of sampling. Tokens after the first stop token of a
+/// completion are dropped, because other trainers record padding there.
 ///
 /// # Errors
-/// A row without completions or rewards, or with another number of them than the other rows.
+/// Returns an error if a row lacks completions or rewards, or if their number or names differ between rows.
 pub fn replay(
     model: &Model,
     prompts: &PromptBuilder,
@@ -41,7 +41,7 @@ pub fn replay(
         };
         if recorded.len() != algorithm.num_generations {
             return Err(fail(format!(
-                "{} completions, expected num_generations = {}",
+                "got {} completions, expected num_generations = {}",
                 recorded.len(),
                 algorithm.num_generations
             )));
@@ -55,8 +55,7 @@ pub fn replay(
         let expected = so_far.next().is_some_and(|first| first.old.is_some());
         if completions.iter().any(|c| c.old.is_some() != expected) {
             return Err(fail(
-                "expected `logprobs` of every completion of all rows of a step, or of none; add the missing ones or remove \
-                 the others"
+                "expected `logprobs` for all completions of a step or for none; add the missing ones or remove the others"
                     .into(),
             ));
         }
@@ -73,7 +72,8 @@ pub fn replay(
         for (i, (name, list)) in named.into_iter().enumerate() {
             if names.get(i) != Some(&name) || list.len() != completions.len() {
                 return Err(fail(format!(
-                    "rewards {name:?} with {} values do not fit the other rows",
+                    "the reward {name:?} has {} values; expected the reward names of the other rows, and one value \
+                     per completion",
                     list.len()
                 )));
             }
@@ -87,13 +87,17 @@ pub fn replay(
     Rollouts::new(algorithm, groups, memories, rewards)
 }
 
-/// A completion up to its first stop token, with its log-probabilities where it has them.
+/// Reads a completion up to its first stop token, with its log-probabilities if it has any.
 fn read(prompts: &PromptBuilder, recorded: &RecordedCompletion) -> Result<Scored, String> {
     let mut ids = prompts.recorded_ids(recorded).map_err(|e| told(&e))?;
     let length = mask::completion_length(&ids, &prompts.stops().ids);
     let old = match &recorded.logprobs {
         Some(logprobs) if logprobs.len() != ids.len() => {
-            return Err(format!("{} logprobs for {} tokens", logprobs.len(), ids.len()));
+            return Err(format!(
+                "got {} logprobs for {} tokens, expected one per token",
+                logprobs.len(),
+                ids.len()
+            ));
         }
         given => given.as_ref().map(|given| given[..length].iter().map(|&x| x as f32).collect()),
     };

@@ -1,10 +1,9 @@
-//! Where a run begins, and what becomes of what an earlier one left in its directory.
+//! Choice of the starting point of a run, and treatment of the files of an earlier run in its directory.
 //!
-//! A run resumes from a checkpoint whose settings and inputs are its own, or starts from the beginning. Nothing that an earlier run made
-//! is deleted or overwritten by another: it is moved to `superseded-N` in the same directory, and the console says so. So is
-//! what no run made, if it has a name that this run writes.
-//! A run that resumes from its newest checkpoint drops the later logs, since the same steps log them again.
-//! Nothing is moved before the checkpoint has been loaded.
+//! A run resumes from a checkpoint with the same settings and inputs, or starts from the beginning. A run never deletes or
+//! overwrites the files of another run: it moves them to `superseded-N` in the same directory and reports this on the console. It
+//! also moves files that no run wrote if it would overwrite them. A run that resumes from its newest checkpoint drops the log
+//! entries after it, because the same steps write them again. Nothing is moved before the checkpoint has been loaded.
 
 use std::path::{Path, PathBuf};
 
@@ -18,9 +17,9 @@ use crate::error::{Result, TrainError};
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
 
-/// Settings that a place in the data belongs to.
+/// Settings on which a position in the data depends.
 const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
-/// What a run writes beside checkpoints and the model's own files.
+/// Files and directories that a run writes, other than checkpoints and the model's own files.
 const RECORDS: [&str; 18] = [
     "metrics.jsonl",
     "skipped.jsonl",
@@ -42,37 +41,37 @@ const RECORDS: [&str; 18] = [
     "additional_chat_templates",
 ];
 
-/// Where a run begins.
+/// Starting point of a run.
 pub(crate) enum Start {
-    /// At step 0.
+    /// Start at step 0.
     Anew {
-        /// Why what is there is not gone on from.
+        /// Reason for not resuming.
         why: String,
     },
-    /// At a checkpoint, which is in the model and the optimizer.
+    /// Start from a checkpoint, which has been loaded into the model and the optimizer.
     From(Box<Resumed>),
 }
 
-/// A checkpoint that has been loaded.
+/// Loaded checkpoint.
 pub(crate) struct Resumed {
     pub(crate) path: PathBuf,
     pub(crate) state: TrainerState,
-    /// Names of the settings that differ from the checkpoint's; empty unless that is allowed.
+    /// Names of the settings that differ from those of the checkpoint; empty unless differences are allowed.
     changed: Vec<String>,
 }
 
 impl Resumed {
-    /// Whether the next row is the one behind the checkpoint's last.
+    /// Returns true if the run continues with the row after the last one of the checkpoint.
     pub(crate) fn keeps_position(&self) -> bool {
         !self.changed.iter().any(|name| POSITION.contains(&name.as_str()))
     }
 
-    /// Whether a rollout in progress is what this run would have sampled.
+    /// Returns true if the settings of this run give the same rollout as the one in progress in the checkpoint.
     pub(crate) fn keeps_rollout(&self) -> bool {
         self.changed.is_empty()
     }
 
-    /// Whether the checkpoint is one of this run directory.
+    /// Returns true if the checkpoint is in this run directory.
     pub(crate) fn is_in(&self, dir: &Path) -> bool {
         let real = |path: &Path| std::fs::canonicalize(path).ok();
         real(&self.path).and_then(|path| real(path.parent()?)) == real(dir)
@@ -80,7 +79,7 @@ impl Resumed {
 }
 
 impl Start {
-    /// Chooses where to begin and loads the checkpoint, if it is one.
+    /// Chooses the starting point and loads the checkpoint, if there is one.
     pub(crate) fn find(
         run: &RunPlan,
         dir: &Path,
@@ -95,8 +94,8 @@ impl Start {
                     "RunPlan::max_steps",
                     &total_steps.to_string(),
                     format!(
-                        "{} is at step {} already; ask for more steps, name an earlier checkpoint, or start anew with \
-                         RunPlan::resume ResumeFrom::Start",
+                        "{} is already at step {}; increase the number of steps, name an earlier checkpoint, or start \
+                         from the beginning with RunPlan::resume ResumeFrom::Start",
                         path.display(),
                         state.global_step
                     ),
@@ -120,7 +119,7 @@ impl Start {
                 say_incomplete(dir, console)?;
                 let newest = checkpoint::list(dir)?.pop().map(|(_, path)| path);
                 if run.resume == ResumeFrom::Must && newest.is_none() {
-                    let what = format!("there is none to resume from in {}", dir.display());
+                    let what = format!("no checkpoint to resume from in {}", dir.display());
                     return Err(TrainError::Checkpoint { what });
                 }
                 newest.filter(|_| run.resume == ResumeFrom::Must)
@@ -131,8 +130,8 @@ impl Start {
             if let (false, Some(differing)) = (run.allow_changed, describe(run, &state)) {
                 return Err(TrainError::Checkpoint {
                     what: format!(
-                        "{} was written with other settings ({differing}); change them back, go on with the new ones \
-                         with RunPlan::allow_changed, or start anew with RunPlan::resume ResumeFrom::Start",
+                        "{} was written with other settings ({differing}); restore the old settings, use the new ones \
+                         with RunPlan::allow_changed, or start from the beginning with RunPlan::resume ResumeFrom::Start",
                         path.display()
                     ),
                 });
@@ -155,7 +154,7 @@ impl Start {
                 continue;
             }
             let differing = describe(run, &state).filter(|_| !run.allow_changed);
-            // Where a load failed, the model may have weights of that checkpoint: it cannot begin anew.
+            // After a failed load, the model may have weights of that checkpoint, so the run cannot start from the beginning.
             if let (Some(differing), None) = (&differing, &failed) {
                 return anew(&format!(
                     "its settings differ ({differing}; RunPlan::allow_changed resumes with the new ones)"
@@ -176,7 +175,7 @@ impl Start {
         failed.map_or_else(|| anew(why), Err)
     }
 
-    /// Which logs are to be continued.
+    /// Returns how to treat existing logs.
     pub(crate) fn existing(&self) -> Existing {
         match self {
             Self::Anew { .. } => Existing::Refuse,
@@ -184,29 +183,31 @@ impl Start {
         }
     }
 
-    /// Moves away what does not belong to the run that begins here; `model` is the directory whose tokenizer and configuration
-    /// checkpoints will repeat.
+    /// Moves away the files that do not belong to this run. `model` is the directory from which checkpoints copy the tokenizer
+    /// and the configuration.
     pub(crate) fn make_room(&self, dir: &Path, model: &Path, console: &Console) -> Result<()> {
         let (mut paths, mut what, mut why) = match self {
-            Self::Anew { why } => {
-                (earlier_run(dir, model)?, "the earlier run", format!("{why}; starting anew"))
-            }
+            Self::Anew { why } => (
+                earlier_run(dir, model)?,
+                "the files of the earlier run",
+                format!("{why}; starting from the beginning"),
+            ),
             Self::From(resumed) if !resumed.is_in(dir) => (
                 earlier_run(dir, model)?,
-                "what an earlier run made",
+                "files of an earlier run",
                 format!("the run resumes from {}", resumed.path.display()),
             ),
             Self::From(resumed) => (
                 behind(dir, resumed.state.global_step)?,
-                "what an earlier run made",
+                "files of an earlier run",
                 "the run resumes from an earlier checkpoint".to_owned(),
             ),
         };
         if paths.is_empty() && !matches!(self, Self::From(resumed) if resumed.is_in(dir)) {
             paths = strangers(dir, model)?;
             let names = paths.iter().filter_map(|path| path.file_name()?.to_str());
-            why = format!("{}; this run writes files of these names", names.collect::<Vec<_>>().join(", "));
-            what = "what no run made";
+            why = format!("{}; this run writes files with these names", names.collect::<Vec<_>>().join(", "));
+            what = "files that no run wrote";
         }
         if paths.is_empty() {
             return Ok(());
@@ -219,7 +220,7 @@ impl Start {
                 "TrainSetup::lock",
                 &dir.display().to_string(),
                 format!(
-                    "{} would be moved, and the model comes from there; name another directory",
+                    "{} would be moved, but it contains the model to train; choose another directory",
                     path.display()
                 ),
             ));
@@ -231,7 +232,7 @@ impl Start {
         std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
         for name in ["metrics.jsonl", "skipped.jsonl", "warnings.jsonl"] {
             let (from, to) = (dir.join(name), aside.join(name));
-            // Logs that go on are left here as well.
+            // Logs that the run continues are copied, not moved.
             if from.is_file() && !paths.contains(&from) {
                 let copied = inside::open(dir, name)
                     .and_then(|mut log| std::io::copy(&mut log, &mut std::fs::File::create(to)?));
@@ -245,12 +246,12 @@ impl Start {
             }
             std::fs::rename(&path, &to).map_err(TrainError::io(&path))?;
         }
-        console.line(&format!("{what} in {} was moved to {}: {why}", dir.display(), aside.display()));
+        console.line(&format!("{what} in {} were moved to {}: {why}", dir.display(), aside.display()));
         Ok(())
     }
 }
 
-/// Name and description of each setting that differs from the checkpoint's.
+/// Returns the name and a description of each setting that differs from the checkpoint's.
 fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
     let (old, new) = (&state.fingerprint, &run.fingerprint);
     let names = new.keys().chain(old.keys().filter(|name| !new.contains_key(*name)));
@@ -265,7 +266,7 @@ fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
         .map(|name| {
             let (old, new) = (old.get(name), new.get(name));
             let text = if is_digest(old) && is_digest(new) {
-                format!("{name}: not what it was")
+                format!("{name}: content has changed")
             } else {
                 format!("{name}: {} → {}", said(old), said(new))
             };
@@ -274,7 +275,7 @@ fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
         .collect()
 }
 
-/// All differences in one text, if there are any.
+/// Returns all differences in one text; `None` without differences.
 fn describe(run: &RunPlan, state: &TrainerState) -> Option<String> {
     let texts: Vec<String> = differences(run, state).into_iter().map(|(_, text)| text).collect();
     (!texts.is_empty()).then(|| texts.join("; "))
@@ -292,7 +293,7 @@ fn entries(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(all)
 }
 
-/// Whether a run writes weights under this name.
+/// Returns true if a run writes weights under this name.
 fn is_weights(name: &str) -> bool {
     const WHOLE: [&str; 3] =
         ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"];
@@ -303,21 +304,21 @@ fn is_weights(name: &str) -> bool {
     WHOLE.contains(&name) || shard() == Some(true)
 }
 
-/// Says which checkpoints a resume does not look at.
+/// Reports the incomplete checkpoints, which a resume ignores.
 ///
 /// # Errors
-/// An unreadable directory.
+/// Returns an error if the directory cannot be read.
 pub(crate) fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
     for (_, path) in checkpoint::incomplete(dir)? {
         console.line(&format!(
-            "{} is passed over: there is no trainer_state.json in it, so it is not a whole checkpoint (was a copy cut off?)",
+            "{} is ignored: it contains no trainer_state.json, so the checkpoint is incomplete (was a copy interrupted?)",
             path.display()
         ));
     }
     Ok(())
 }
 
-/// Whether a run with this model writes code of this name, or one of the run's checkpoints has it.
+/// Returns true if the model's directory or a checkpoint of the run has a code file with this name.
 fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
     if !name.ends_with(".py") {
         return Ok(false);
@@ -326,13 +327,13 @@ fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
     Ok(places.any(|place| place != dir && place.join(name).is_file()))
 }
 
-/// Returns files of others that the run would overwrite.
+/// Returns files that no run wrote and that this run would overwrite.
 fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     const AT_THE_END: [&str; 5] =
         ["README.md", "metrics.svg", "config.json", "adapter_config.json", "additional_chat_templates"];
     let mut found = Vec::new();
     for (name, path) in entries(dir)? {
-        // A run that failed before its first step has written its settings.
+        // A run that failed before its first step has already written its `config.yaml`.
         let mine = || std::fs::read(&path).is_ok_and(|text| text.starts_with(b"# omnigrpo "));
         let hit = AT_THE_END.contains(&name.as_str())
             || COMPANIONS.contains(&name.as_str())
@@ -345,7 +346,7 @@ fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Everything of an earlier run in a directory; nothing where none had begun.
+/// Returns the files of an earlier run in a directory; an empty list if no run has started there.
 fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     let all = entries(dir)?;
     let checkpoints: Vec<PathBuf> = checkpoint::list(dir)?
@@ -368,7 +369,7 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
         return Err(TrainError::setting(
             "TrainSetup::lock",
             &dir.display().to_string(),
-            format!("there is a model ({name}) that no run made; name another directory"),
+            format!("the directory contains a model ({name}) that no run wrote; choose another directory"),
         ));
     }
     let ours = |name: &str, path: &Path| {
@@ -387,8 +388,8 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Checkpoints behind `step` with the rollouts, evaluations and the model that came after it; nothing where `step` is the
-/// newest.
+/// Returns the checkpoints after `step` with the later rollouts and evaluations and the final model. The result is empty if
+/// `step` is the newest checkpoint.
 fn behind(dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
     let all = checkpoint::list(dir)?.into_iter().chain(checkpoint::incomplete(dir)?);
     let mut paths: Vec<PathBuf> = all.filter(|(newer, _)| *newer > step).map(|(_, path)| path).collect();

@@ -12,20 +12,21 @@ use crate::rows::PreparedRow;
 use crate::step::Algorithm;
 use crate::streams::Part;
 
-/// A completion and what its updates need to know of it.
+/// Completion with the data that its updates need.
 #[derive(Clone, Debug)]
 pub struct Scored {
-    /// The completion.
+    /// Tokens and text of the completion.
     pub completion: Completion,
-    /// How much better it is than the others of its group; 0 before the rewards are in.
+    /// Advantage over the other completions of the group; 0 until the rewards are known.
     pub advantage: f64,
-    /// Log-probability of each token, in nats, that the ratio compares with: recorded ones, or those of the first
-    /// update. `None` before that one, which is on-policy.
+    /// Log-probability of each token in nats, for the denominator of the ratio: recorded, or computed before the weights changed.
+    /// `None` before the first update, which is on-policy.
     pub old: Option<Vec<f32>>,
-    /// Log-probability of each token under the reference, in nats: from the rollout on where the reference moves, else from the
-    /// first update on.
+    /// Log-probability of each token under the reference, in nats. It is computed with the rollout if the reference follows the
+    /// policy, otherwise in the first update.
     pub(crate) reference: Option<Vec<f32>>,
-    /// Whether policy term and entropy bonus keep each token, decided once for the rollout; `None` keeps all.
+    /// Mask of the tokens that count in the policy term and the entropy bonus. It is fixed for the whole rollout; `None` keeps
+    /// all tokens.
     pub(crate) kept: Option<Vec<bool>>,
 }
 
@@ -39,41 +40,41 @@ impl Scored {
     }
 }
 
-/// A row with its completions.
+/// Row with its completions.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// The row and its prompt.
+    /// Row and its prompt.
     pub row: PreparedRow,
-    /// Features of its media, under the weights of the latest rollout or update.
+    /// Features of the row's media, from the weights of the latest rollout or update.
     pub(crate) features: Vec<Features>,
     /// Completions of the group.
     pub completions: Vec<Scored>,
 }
 
 impl Group {
-    /// Lengths of prompt and completions, tokens.
+    /// Returns the lengths of the prompt and of each completion, in tokens.
     pub(crate) fn shape(&self) -> (usize, Vec<usize>) {
         (self.row.prompt.ids.len(), self.completions.iter().map(|c| c.completion.ids.len()).collect())
     }
 }
 
-/// The groups of a rollout, in drawing order, or a part of them: the input of an update, or of one in each iteration.
+/// Groups of a rollout in drawing order, or a part of them: the input of one update per iteration.
 pub struct Rollouts {
-    /// The groups.
+    /// Groups of completions.
     pub groups: Vec<Group>,
     /// Every reward of every completion, group by group.
     pub rewards: RewardMatrix,
-    /// Whether the rewards of a group do not tell its completions apart, per group.
+    /// One flag per group; true if all completions of the group have the same reward.
     pub(crate) zero_std: Vec<bool>,
-    /// Results of the towers for the features, until the first update takes them.
+    /// Results of the media towers; the first update takes them.
     pub(crate) memories: Memories,
-    /// Results of the decoder for the completions, until the first update takes them.
+    /// Results of the decoder for the completions; the first update takes them.
     pub(crate) recalled: Option<DecoderMemory>,
-    /// Whether the weights have changed since the features were computed.
+    /// True if the weights have changed since the features were computed.
     pub(crate) updated: bool,
 }
 
-/// How much better each completion is than the others of its group.
+/// Compares the completions of each group and returns their advantages.
 fn compare(algorithm: &Algorithm, rewards: &RewardMatrix) -> Result<Advantages> {
     let (size, alpha) = (algorithm.num_generations, algorithm.alpha);
     Ok(if algorithm.normalize_then_sum {
@@ -83,13 +84,13 @@ fn compare(algorithm: &Algorithm, rewards: &RewardMatrix) -> Result<Advantages> 
     })
 }
 
-/// Whether the rewards of each group do not tell its completions apart.
+/// Returns one flag per group, true if all completions of the group have the same reward.
 pub(crate) fn alike(algorithm: &Algorithm, rewards: &RewardMatrix) -> Result<Vec<bool>> {
     Ok(compare(algorithm, rewards)?.zero_std)
 }
 
 impl Rollouts {
-    /// Turns rewards into advantages.
+    /// Computes advantages from the rewards and stores them in the completions.
     pub(crate) fn new(
         algorithm: &Algorithm,
         mut groups: Vec<Group>,
@@ -103,8 +104,8 @@ impl Rollouts {
         Ok(Self { groups, rewards, zero_std, memories, recalled: None, updated: false })
     }
 
-    /// Decides which tokens policy term and entropy bonus keep, from the entropies of the weights that sampled. Completions that
-    /// do not count in the loss do not count here.
+    /// Selects the tokens that count in the policy term and the entropy bonus, by the entropies of the weights that sampled.
+    /// Completions that the loss leaves out are left out here as well.
     pub(crate) fn gate(&mut self, plan: &LossPlan) -> Result<()> {
         let counts = |c: &Scored| !(plan.mask_truncated_completions && c.is_truncated());
         let counted = self.completions().filter(|c| counts(c)).flat_map(|c| &c.completion.entropies);
@@ -118,14 +119,14 @@ impl Rollouts {
         Ok(())
     }
 
-    /// Tokens that policy term and entropy bonus keep; `None` where they keep all.
+    /// Returns the number of tokens that count in the policy term and the entropy bonus; `None` without a gate.
     pub(crate) fn kept_tokens(&self) -> Option<usize> {
         let each = self.completions().map(|c| c.kept.as_ref());
         each.map(|kept| kept.map(|kept| kept.iter().filter(|kept| **kept).count())).sum()
     }
 
-    /// Cuts it into parts of so many groups, each for an update of its own; all but the first are updated from when the weights
-    /// have already changed.
+    /// Splits the rollout into parts of at most `groups` groups. Each part has separate updates, so the weights have already
+    /// changed before the first update of every part but the first.
     pub(crate) fn split(mut self, groups: usize) -> Vec<Self> {
         if self.groups.len() <= groups {
             return vec![self];
@@ -141,7 +142,7 @@ impl Rollouts {
                 rewards: self.rewards.part(first..completions),
                 zero_std: self.zero_std[before..before + own.len()].to_vec(),
                 groups: own,
-                // They are of all groups together.
+                // These results belong to all groups together.
                 memories: Memories::default(),
                 recalled: None,
                 updated: !parts.is_empty(),
@@ -153,12 +154,12 @@ impl Rollouts {
         parts
     }
 
-    /// All completions, group by group.
+    /// Returns all completions, group by group.
     pub fn completions(&self) -> impl Iterator<Item = &Scored> {
         self.groups.iter().flat_map(|group| &group.completions)
     }
 
-    /// Whether a stream has every completion of every group.
+    /// Returns true if a stream has every completion of every group.
     pub(crate) fn is_whole(&self, stream: &[Part]) -> bool {
         let whole = |(at, part): (usize, &Part)| {
             part.group == at && part.completions == (0..self.groups[at].completions.len())
@@ -171,7 +172,7 @@ impl Rollouts {
         stream.iter().flat_map(|part| &self.groups[part.group].completions[part.completions.clone()])
     }
 
-    /// A stream as the model reads it.
+    /// Returns a stream in the form that the model reads.
     pub(crate) fn stream(&self, stream: &[Part]) -> Vec<GroupStream<'_>> {
         let group = |part: &Part| {
             let Group { row, completions, .. } = &self.groups[part.group];

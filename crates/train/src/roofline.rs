@@ -1,13 +1,14 @@
-//! Rates of a machine, and the work of a step.
+//! Rates of a machine and the work of a step.
 //!
-//! Two rates of the machine are measured with all threads: that of matrix products of the model's own shapes (the three of every
-//! layer: output, input gradient, weight gradient), and that of reading memory.
+//! Two rates of the machine are measured with all threads. One is the rate of matrix products in the shapes of the model (three
+//! per layer: output, input gradient, weight gradient). The other is the rate of reading memory.
 //!
-//! - Useful operations are those of linear layers, attention pairs and head and of their gradients, a multiply-add being two; what is
-//!   computed again does not count. A tower counts once forward for the rollout, once for the policy as far as that did not keep
-//!   what the rollout computed, and once for the reference; the decoder, for the policy, where that is not taken from the rollout.
-//! - A decoded token has to read the decoder's weights once, and every key and value that it sees once (a prompt once per group).
-//!   At the rate of reading memory, that is the least time decoding takes.
+//! - Useful operations are those of linear layers, attention pairs, the head and their gradients. A multiply-add counts as two.
+//!   Recomputation does not count. The forward pass of a tower counts for the rollout and for the reference. For the policy it
+//!   counts only if the rollout did not keep its results. The decoder's forward pass for the policy counts unless it is taken
+//!   from the rollout.
+//! - A decoded token must read the decoder's weights once, and every key and value that it attends to once (a prompt once per
+//!   group). At the rate of reading memory, this gives the minimum time of decoding.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -18,10 +19,10 @@ use omnigrpo_models::Model;
 use omnigrpo_ops::{ParamDtype, Part};
 use rayon::prelude::*;
 
-/// Kinds of work that count as useful.
+/// Operations that count as useful.
 const USEFUL: &[Op] = &[Op::Linear, Op::LinearRows, Op::Attention, Op::AttentionDecode, Op::Head];
 
-/// Useful floating-point operations of a phase, without those of backward passes.
+/// Returns the useful floating-point operations of a phase, without those of backward passes.
 #[must_use]
 pub fn useful_flops(profile: &Profile, phase: &str) -> f64 {
     flops(profile, phase, USEFUL)
@@ -32,18 +33,18 @@ fn flops(profile: &Profile, phase: &str, ops: &[Op]) -> f64 {
     of_phase.map(|e| e.total.flops).sum::<u64>() as f64
 }
 
-/// Seconds of a phase.
+/// Returns the seconds of a phase.
 #[must_use]
 pub fn secs(profile: &Profile, phase: &str) -> f64 {
     let of_phase = profile.phases.iter().filter(|own| own.name == phase);
     of_phase.map(|own| own.time.as_secs_f64()).sum()
 }
 
-/// Useful kinds in backward passes.
+/// Useful operations of backward passes.
 const GRADIENTS: &[Op] = &[Op::LinearInput, Op::LinearWeight, Op::AttentionBackward, Op::HeadBackward];
 
-/// Useful floating-point operations of a policy pass, forward and backward. Of forward passes it counts what was not kept from the
-/// rollout.
+/// Returns the useful floating-point operations of the policy's forward and backward pass. Forward results that were kept from
+/// the rollout do not count.
 #[must_use]
 pub fn policy_flops(step: &Profile) -> f64 {
     let forward = |phase: &str| flops(step, phase, &[Op::Linear, Op::Attention]);
@@ -51,20 +52,21 @@ pub fn policy_flops(step: &Profile) -> f64 {
     useful_flops(step, "forward") + flops(step, "backward", GRADIENTS) + again * useful_flops(step, "encode")
 }
 
-/// Lengths of a rollout whose prompts are alike, and its completions.
+/// Sizes of a rollout whose prompts all have the same length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RolloutShape {
-    /// Tokens of a prompt, those of media included.
+    /// Tokens per prompt, including those of media.
     pub prompt_tokens: usize,
-    /// Prompts.
+    /// Number of prompts.
     pub num_prompts: usize,
     /// Completions per prompt.
     pub num_generations: usize,
-    /// Tokens of a completion, at least 1.
+    /// Tokens per completion, at least 1.
     pub completion_tokens: usize,
 }
 
-/// Bytes that decoding has to read: for each token the decoder's weights, and keys and values, a prompt's once per group.
+/// Returns the number of bytes that decoding has to read: for each token the decoder's weights and the keys and values. Keys and
+/// values of a prompt are read once per group.
 #[must_use]
 pub fn decode_bytes(model: &Model, rollout: RolloutShape) -> f64 {
     let RolloutShape { prompt_tokens, num_prompts, num_generations, completion_tokens } = rollout;
@@ -78,17 +80,17 @@ pub fn decode_bytes(model: &Model, rollout: RolloutShape) -> f64 {
     }
     let row = 2 * config.heads.kv_width() * size_of::<f32>() * config.layers;
     let tokens = completion_tokens.saturating_sub(1);
-    // Token t sees the t before it, itself included.
+    // Token t attends to t decoded tokens, including itself.
     let own: usize = (1..=tokens).sum();
     (tokens * weights + num_prompts * row * (tokens * prompt_tokens + num_generations * own)) as f64
 }
 
-/// Floating-point operations per second of the products of the decoder's layers at `rows` rows.
+/// Measures the floating-point operations per second of the decoder's matrix products with `rows` rows.
 #[must_use]
 pub fn gemm_rate(model: &Model, rows: usize) -> f64 {
     let llm = model.params().iter().filter(|p| p.part() == Part::Llm);
     let layers = llm.filter(|p| p.name().contains(".layers."));
-    // The first weight of every shape, in its dtype, and how many there are.
+    // For each shape, the first weight and the number of weights with this shape.
     let mut shapes = Vec::new();
     for param in layers {
         if let [n, k] = *param.shape() {
@@ -120,10 +122,10 @@ pub fn gemm_rate(model: &Model, rows: usize) -> f64 {
     flops / secs.max(f64::MIN_POSITIVE)
 }
 
-/// Bytes per second that all threads together read from memory.
+/// Measures the bytes per second that all threads together read from memory.
 #[must_use]
 pub fn memory_rate() -> f64 {
-    // Far larger than caches.
+    // The data must be much larger than the caches.
     let data: Vec<f32> = vec![1.0; 1 << 26];
     let read = |part: &[f32]| {
         let mut sums = [0.0f32; 64];
@@ -138,7 +140,7 @@ pub fn memory_rate() -> f64 {
     (data.len() * size_of::<f32>()) as f64 / secs
 }
 
-/// The median seconds of `runs` calls, after one more that pays for first touches of memory.
+/// Returns the median seconds of `runs` calls. A first call, which touches the memory, is not counted.
 fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
     f();
     let time = |f: &mut dyn FnMut()| {
@@ -149,7 +151,7 @@ fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
     median((0..runs).map(|_| time(&mut f)).collect())
 }
 
-/// The median; the mean of the middle two of an even number, and NaN of nothing.
+/// Returns the median. For an even number of values it is the mean of the middle two, for none it is NaN.
 #[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
@@ -186,11 +188,11 @@ mod tests {
             ],
         };
         assert_eq!((useful_flops(&profile, "forward"), secs(&profile, "forward")), (120.0, 1.5));
-        // Everything of the tower was kept: its backward pass alone.
+        // The rollout kept all results of the tower, so only its backward pass runs.
         profile.entries.push(entry("backward", Op::LinearInput, 110));
         profile.entries.push(entry("backward", Op::LinearWeight, 130));
         assert_eq!(policy_flops(&profile), 120.0 + 240.0);
-        // One half was computed again.
+        // The backward pass recomputes half of the tower's results.
         profile.entries.push(entry("backward", Op::Linear, 5));
         assert_eq!(policy_flops(&profile), 120.0 + 240.0 + 0.5 * 10.0);
     }
@@ -214,7 +216,7 @@ mod tests {
         let llm =
             model.params().iter().filter(|p| p.part() == Part::Llm && !p.name().contains("embed_tokens"));
         assert_eq!(weights, llm.map(|p| p.num_bytes()).sum::<usize>() as f64);
-        // Three tokens after the first see 1, 2 and 3 rows of their own.
+        // Three tokens after the first attend to 1, 2 and 3 decoded tokens.
         assert_eq!(bytes(10, 2, 3, 4), 3.0 * weights + 2.0 * row * (3.0 * 10.0 + 3.0 * 6.0));
         assert!(gemm_rate(&model, 8) > 0.0);
     }

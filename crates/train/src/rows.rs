@@ -1,4 +1,4 @@
-//! Drawing rows and making prompts of them; a row that cannot be used costs itself, not the run.
+//! Drawing of rows and building of their prompts. An unusable row is skipped and does not end the run.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -16,24 +16,24 @@ use crate::error::{Result, TrainError};
 use crate::features::encode_plain;
 use crate::scoring;
 
-/// Treatment of rows that cannot be used.
+/// Treatment of unusable rows.
 #[derive(Clone, Debug)]
 pub struct SkipPolicy {
-    /// Stop at the first one.
+    /// True to stop at the first unusable row.
     pub strict: bool,
-    /// Stop when more than this share of all rows is skipped.
+    /// Maximum share of skipped rows; the run stops above it.
     pub max_share: f64,
 }
 
 impl Default for SkipPolicy {
-    /// At most one row in twenty: a broken dataset should not look like a small one.
+    /// Returns a policy that skips at most one row in twenty, so that a broken dataset does not pass for a small one.
     fn default() -> Self {
         Self { strict: false, max_share: 0.05 }
     }
 }
 
 impl SkipPolicy {
-    /// Whether so many of all rows may be skipped.
+    /// Returns true if `skipped` of `total` rows may be skipped.
     #[must_use]
     pub fn tolerates(&self, skipped: u64, total: u64) -> bool {
         let max_share = if self.strict { 0.0 } else { self.max_share };
@@ -41,68 +41,68 @@ impl SkipPolicy {
     }
 }
 
-/// A row that could not be used.
+/// Row that was skipped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SkippedRow {
-    /// Index in the dataset.
+    /// Index of the row in the dataset.
     pub row: u64,
     /// Id of the row.
     pub id: String,
-    /// Why.
+    /// Reason for skipping the row.
     pub reason: String,
-    /// Id of the row that took its place; none where no row was drawn for it.
+    /// Id of the row that replaced it; `None` without a replacement.
     pub replaced_by: Option<String>,
 }
 
 impl std::fmt::Display for SkippedRow {
-    /// For the console.
+    /// Formats the row for the console.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "skipped row {} (id {}): {}", self.row, self.id, self.reason)
     }
 }
 
-/// A row with its prompt.
+/// Row with its prompt.
 #[derive(Clone, Debug)]
 pub struct PreparedRow {
-    /// The row.
+    /// Row of the dataset.
     pub sample: Sample,
     /// Prompt with decoded media.
     pub prompt: Arc<Prompt>,
-    /// The pass over the data that drew it, from 0.
+    /// Pass over the data that drew the row, from 0.
     pub epoch: u64,
 }
 
 impl PreparedRow {
-    /// Decodes the media of a row and renders its prompt, as in that pass over the data.
+    /// Decodes the media of a row and renders its prompt for the given pass over the data.
     pub fn new(prompts: &PromptBuilder, sample: Sample, epoch: u64) -> omnigrpo_models::Result<Self> {
         let prompt = Arc::new(prompts.build_in(&sample, epoch)?);
         Ok(Self { sample, prompt, epoch })
     }
 
-    /// Makes a row whose media have the right size and no content ([`PromptBuilder::outline`]).
+    /// Builds a row whose media have the right size but no content ([`PromptBuilder::outline`]).
     ///
     /// # Errors
-    /// As [`PromptBuilder::outline`].
+    /// Returns an error if [`PromptBuilder::outline`] does.
     pub fn outline(prompts: &PromptBuilder, sample: Sample) -> omnigrpo_models::Result<Self> {
         let prompt = Arc::new(prompts.outline(&sample)?);
         Ok(Self { sample, prompt, epoch: 0 })
     }
 }
 
-/// A row of a dataset that cannot be used.
+/// Unusable row of a dataset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unusable {
     /// Id of the row.
     pub id: String,
-    /// Why.
+    /// Reason why the row is unusable.
     pub reason: String,
 }
 
-/// The outcome of preparing a row. The outer error is the machine's and says nothing about the row.
+/// Result of preparing a row. An outer error is a failure of the machine and does not concern the row.
 type Attempt<T> = Result<Result<T, Unusable>>;
 
-/// Reads a row of a dataset and makes something of it. With `rewards` a row that they cannot score is as unusable as one that
-/// cannot be read. A failure of the machine is waited for.
+/// Reads a row of a dataset and passes it to `build`. With `rewards`, a row that they cannot score counts as unusable. If the
+/// machine fails, the attempt is repeated after a pause.
 fn attempted<T>(
     dataset: &Dataset,
     rewards: Option<&RewardSet>,
@@ -133,7 +133,7 @@ fn attempted<T>(
             Ok(made) => Ok(Ok(made)),
             Err(error) if fault(&error, Fault::Row) == Fault::Machine => Err(machine(&id, error.into())),
             Err(error) => {
-                // A folder that has gone away since the row was read.
+                // Reading the row again shows whether the directory of its media has disappeared since.
                 drop(read()?);
                 Ok(Err(Unusable { id, reason: told(&error) }))
             }
@@ -142,12 +142,12 @@ fn attempted<T>(
     retried(&WAITS, attempt)
 }
 
-/// The way from a row of a dataset to its prompt, the same for training, evaluation, generation, scoring and measuring. With
-/// `rewards` a row that they cannot score is as unusable as one that cannot be read. [`encode`](crate::encode) goes on to the
-/// features of its media, and [`requests`] makes of both what a generator completes.
+/// Reads a row of a dataset and builds its prompt. Training, evaluation, generation, scoring and memory estimates all use this
+/// function. With `rewards`, a row that they cannot score counts as unusable. The next steps are [`encode`](crate::encode), which
+/// computes the features of the media, and [`requests`], which builds requests for a generator from prompts and features.
 ///
 /// # Errors
-/// [`TrainError::Machine`] where the machine failed and went on failing; within, why the row cannot be used.
+/// Returns [`TrainError::Machine`] if the machine failed repeatedly. The inner error gives the reason why the row is unusable.
 pub fn prepare(
     dataset: &Dataset,
     prompts: &PromptBuilder,
@@ -158,20 +158,20 @@ pub fn prepare(
     attempted(dataset, rewards, row, |sample| PreparedRow::new(prompts, sample, epoch))
 }
 
-/// Rows that are ready for a generator, and those that cannot be used.
+/// Rows that are ready for a generator, and unusable rows.
 #[derive(Default)]
 pub(crate) struct Ready {
     pub(crate) rows: Vec<PreparedRow>,
     /// Features of each row's media.
     pub(crate) features: Vec<Vec<Features>>,
-    /// By number.
+    /// Unusable rows with their row numbers.
     pub(crate) unusable: Vec<(u64, Unusable)>,
 }
 
-/// Prepares rows up to the features of their media.
+/// Prepares rows, including the features of their media.
 ///
 /// # Errors
-/// A failure of the machine, a dataset that was written to while in use.
+/// Returns an error if the machine fails or if the dataset was changed while in use.
 pub(crate) fn prepare_all(
     model: &Model,
     prompts: &PromptBuilder,
@@ -198,8 +198,8 @@ pub(crate) fn prepare_all(
     Ok(ready)
 }
 
-/// Asks for `num_samples` completions of each row. Samples of a row that comes again in the list are numbered on, so that
-/// their random numbers are others.
+/// Builds requests for `num_samples` completions of each row. If a row occurs more than once, the numbers of its samples
+/// continue, so that each sample gets different random numbers.
 #[must_use]
 pub fn requests<'a>(
     rows: &'a [PreparedRow],
@@ -220,12 +220,12 @@ pub fn requests<'a>(
     .collect()
 }
 
-/// Form of a row.
+/// Prepared form of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Making {
-    /// A prompt.
+    /// Prompt for sampling.
     Prompt,
-    /// A supervised example.
+    /// Supervised example.
     Example,
 }
 
@@ -234,12 +234,12 @@ enum Made {
     Example(SftExample),
 }
 
-/// Draws prepared rows in order; where one cannot be used the next takes its place.
+/// Source of prepared rows in order. An unusable row is replaced by the next one.
 ///
-/// While a step computes, [`Self::prepare_ahead`] has the rows of the next one read and decoded on another thread. That
-/// changes no result: the thread only makes what [`Self::draw`] would make of the same rows, the order moves when they
-/// are drawn, and a row that failed ahead is skipped when its turn comes. What a failing machine kept it from making, the thread
-/// itself included, is made when it is drawn.
+/// While a step computes, [`Self::prepare_ahead`] reads and decodes the rows of the next step on another thread. This does not
+/// change the result: the thread prepares the same rows as [`Self::draw`] would, the order advances only when rows are drawn, and
+/// an unusable row is skipped only when it is drawn. Rows that the thread could not prepare because the machine failed, or
+/// because the thread itself could not start, are prepared when they are drawn.
 pub struct RowSource {
     dataset: Arc<Dataset>,
     order: Order,
@@ -252,7 +252,7 @@ pub struct RowSource {
     ahead_time: Duration,
 }
 
-/// By row and epoch: the row's id and what was made of it, or why it cannot be used.
+/// For each row and epoch, either the row's id and prepared form or the reason why it is unusable.
 type MadeRows = HashMap<(u64, u64), Result<(String, Made), Unusable>>;
 
 struct Ahead {
@@ -260,7 +260,7 @@ struct Ahead {
     thread: JoinHandle<(MadeRows, Duration)>,
 }
 
-/// Makes a row into its form, with its id.
+/// Prepares a row in the requested form and returns it with its id.
 fn make(
     dataset: &Dataset,
     prompts: &PromptBuilder,
@@ -283,7 +283,7 @@ fn make(
 }
 
 impl RowSource {
-    /// A source over an order of the dataset's rows. `rewards` are those that will score completions of them.
+    /// Creates a source over an order of the dataset's rows. `rewards` are the rewards that will score their completions.
     #[must_use]
     pub fn new(
         dataset: Arc<Dataset>,
@@ -297,7 +297,7 @@ impl RowSource {
         Self { dataset, order, prompts, rewards, policy, total, fresh, ahead, ahead_time }
     }
 
-    /// Begins to make what the next `count` rows become, on another thread.
+    /// Starts preparing the next `count` rows on another thread.
     pub fn prepare_ahead(&mut self, count: usize, making: Making) {
         let mut order = self.order.clone();
         let rows: Vec<(u64, u64)> =
@@ -314,38 +314,38 @@ impl RowSource {
         self.ahead = thread.ok().map(|thread| Ahead { making, thread });
     }
 
-    /// Time spent on other threads since the last call, for rows that have been drawn.
+    /// Returns the time that other threads have spent since the last call on rows that were drawn.
     pub fn take_ahead_time(&mut self) -> Duration {
         std::mem::take(&mut self.ahead_time)
     }
 
-    /// The order, for checkpoints.
+    /// Returns the order, for checkpoints.
     pub fn order(&self) -> &Order {
         &self.order
     }
 
-    /// The order, for resuming.
+    /// Returns the order, for resuming.
     pub(crate) fn order_mut(&mut self) -> &mut Order {
         &mut self.order
     }
 
-    /// Rows skipped so far.
+    /// Returns the number of rows skipped so far.
     #[must_use]
     pub fn num_skipped(&self) -> usize {
         self.order.state().skipped.len()
     }
 
-    /// The next `count` rows with their prompts.
+    /// Draws the next `count` rows with their prompts.
     ///
     /// # Errors
-    /// No usable row left, more skipped rows than the policy allows, a dataset that was written to while in use, or the machine's
-    /// failure, after which the order is to be put back to where it was.
+    /// Returns an error if no usable row is left, or if more rows were skipped than the policy allows. Also returns an error if the
+    /// dataset was changed while in use or the machine fails. After a failure of the machine, the caller must restore the order.
     pub fn draw(&mut self, count: usize) -> Result<Vec<PreparedRow>> {
         let each = |made| if let Made::Prompt(row) = made { Some(row) } else { None };
         Ok(self.draw_made(count, Making::Prompt)?.into_iter().filter_map(each).collect())
     }
 
-    /// The next `count` rows as supervised examples.
+    /// Draws the next `count` rows as supervised examples.
     pub(crate) fn draw_sft(&mut self, count: usize) -> Result<Vec<SftExample>> {
         let each = |made| if let Made::Example(example) = made { Some(example) } else { None };
         Ok(self.draw_made(count, Making::Example)?.into_iter().filter_map(each).collect())
@@ -355,14 +355,14 @@ impl RowSource {
         let mut ready = HashMap::new();
         if let Some(ahead) = self.ahead.take()
             && ahead.making == making
-            // A thread that panicked made nothing: its rows are made here, and the panic comes again in view.
+            // If the thread panicked, its rows are prepared here, so that the panic occurs again on this thread.
             && let Ok((made, time)) = ahead.thread.join()
         {
             ready = made;
             self.ahead_time += time;
         }
         let mut out = Vec::with_capacity(count);
-        // From here on skipped rows wait for the row that takes their place.
+        // Rows skipped from here on are replaced by the next usable row.
         let mut waiting = self.fresh.len();
         while out.len() < count {
             let row = self.order.draw()?;
@@ -371,7 +371,7 @@ impl RowSource {
                 Some(made) => made,
                 None => make(&self.dataset, &self.prompts, self.rewards.as_deref(), at, making)?,
             };
-            // A file that changes is no fault of the row.
+            // A change of the dataset file is not the fault of the row.
             self.dataset.unchanged()?;
             match made {
                 Ok((id, value)) => {
@@ -385,7 +385,7 @@ impl RowSource {
         Ok(out)
     }
 
-    /// Rows skipped since the last call, also after an error.
+    /// Returns the rows skipped since the last call, even if drawing returned an error.
     pub fn take_skipped(&mut self) -> Vec<SkippedRow> {
         std::mem::take(&mut self.fresh)
     }
@@ -404,12 +404,12 @@ impl RowSource {
     }
 }
 
-/// Returns where and why a row cannot be read; the caller adds its index.
+/// Returns the file, the line and the problem of a row that cannot be read. The caller adds the row's index.
 fn reason(error: &RowError) -> String {
     format!("{}:{}: {}", error.file.display(), error.line, told(&error.problem))
 }
 
-/// Whether the share of skipped rows is still within bounds.
+/// Returns an error if the share of skipped rows is too large.
 pub(crate) fn check_share(skipped: u64, total: u64, max_share: f64) -> Result<()> {
     if !(SkipPolicy { strict: false, max_share }).tolerates(skipped, total) {
         return Err(TrainError::Data {
@@ -422,7 +422,7 @@ pub(crate) fn check_share(skipped: u64, total: u64, max_share: f64) -> Result<()
     Ok(())
 }
 
-/// Files of a sample's media, for rewards and records.
+/// Returns the paths of a sample's media files, for rewards and records.
 #[must_use]
 pub fn media_paths(sample: &Sample) -> Vec<PathBuf> {
     sample

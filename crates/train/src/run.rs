@@ -1,4 +1,4 @@
-//! The training loop.
+//! Training loop.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -35,8 +35,9 @@ use crate::timing::timed;
 /// Runs GRPO or supervised training.
 ///
 /// # Errors
-/// Settings that cannot work, unusable data, non-finite losses, a full disk. The last complete checkpoint stays usable. Where the
-/// machine fails in mid-run the run is saved and ends as if it had been asked to ([`RunSummary::machine`]).
+/// Returns an error if a setting is invalid, the data are unusable, a loss is not finite, or the disk is full. The last complete
+/// checkpoint stays usable. If the machine fails during a step, the run writes a checkpoint and ends without an error
+/// ([`RunSummary::machine`]).
 pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<RunSummary> {
     let mut this = Loop::begin(setup, console)?;
     let total = this.length.total;
@@ -65,7 +66,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             Objective::Reinforce => this.reinforce(at, &mut timer),
         };
         let (mut metrics, reward) = match updated {
-            // Rows are drawn before anything is learned, so the step has not happened once they are put back.
+            // Such an error occurs before the weights change, so restoring the order of rows undoes the step.
             Err(error) if error.fault() == Fault::Machine => {
                 *this.source.order_mut() = order;
                 summary.machine = Some(told(&error));
@@ -95,7 +96,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             asked_to_stop |= summary.collapsed.is_some();
         }
 
-        // The last update of a rollout completes the epoch of its rows.
+        // An epoch is complete after the last update on its rows.
         let epoch_done = this.place.buffer.is_none() && epoch as u64 > this.place.epochs_seen;
         if epoch_done {
             if this.place.epochs_seen == 0 {
@@ -110,12 +111,13 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             EvalWhen::Epoch => epoch_done,
         };
         let mut improved = false;
-        // Before the checkpoint of the step, so that its logs are complete and a resumed run evaluates nothing twice.
+        // The evaluation precedes the checkpoint of the step. The checkpoint's logs are then complete, and a resumed run does not
+        // repeat the evaluation.
         if evaluate_now || step == total {
             improved = this.evaluate_step(step, &mut summary)?;
             asked_to_stop |= this.place.evaluation_due;
         }
-        // A stop on the last step leaves no work for another start.
+        // A stop during the last step is not an interruption: no work remains.
         let interrupted = step < total && (asked_to_stop || stop.load(Ordering::Relaxed));
         let save_now = interrupted
             || this.run.save_every.is_some_and(|time| last_save.elapsed() >= time)
@@ -134,28 +136,28 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     this.end(summary)
 }
 
-/// How far a run has come.
+/// Progress of a run.
 #[derive(Default)]
 struct Place {
-    /// Updates done.
+    /// Number of updates done.
     step: u64,
-    /// Rollouts drawn.
+    /// Number of rollouts drawn.
     rollout: u64,
     epochs_seen: u64,
-    /// A rollout in progress: its parts, each for an update, and the updates made from it.
+    /// Rollout in progress: its parts, and the number of updates done with it.
     buffer: Option<(Vec<Rollouts>, usize)>,
-    /// The best evaluation and its step.
+    /// Best value of the evaluation metric and its step.
     best: Option<(f64, u64)>,
-    /// The step whose evaluation is in the records.
+    /// Step whose evaluation is in the records.
     evaluated_at: Option<u64>,
-    /// The machine failed in the evaluation of this step.
+    /// True if the machine failed during the evaluation of this step.
     evaluation_due: bool,
-    /// Step of the last checkpoint that another start can resume from.
+    /// Step of the last checkpoint with the optimizer's state, from which a run can resume.
     saved_at: Option<u64>,
 }
 
 impl Place {
-    /// Where a checkpoint stands. A rollout in progress is not in it yet.
+    /// Returns the progress stored in a checkpoint, without its rollout in progress.
     fn of(resumed: &Resumed, dir: &Path) -> Self {
         let state = &resumed.state;
         Self {
@@ -170,7 +172,7 @@ impl Place {
     }
 }
 
-/// A running loop.
+/// State of the training loop.
 struct Loop {
     model: Model,
     reference: Option<Model>,
@@ -189,12 +191,12 @@ struct Loop {
     records: Records,
     observer: Box<dyn Observer>,
     console: Console,
-    /// Let go after all else.
+    /// Lock on the run directory. It is the last field, so it is released last.
     lock: RunLock,
 }
 
 impl Loop {
-    /// Finds out where the run begins, and opens its records there.
+    /// Determines the starting point of the run and opens its records.
     fn begin(setup: TrainSetup, console: &Console) -> Result<Self> {
         let TrainSetup {
             model,
@@ -215,7 +217,7 @@ impl Loop {
         } = setup;
         let dir = lock.root();
         for name in checkpoint::remove_leftovers(dir)? {
-            console.line(&format!("removed {name}, which an earlier process had not finished"));
+            console.line(&format!("removed {name}, which an earlier process left incomplete"));
         }
         selection.apply(&model)?;
         console.line(summary(&model).trim_end());
@@ -232,7 +234,8 @@ impl Loop {
             return Err(TrainError::setting(
                 "sync_ref_model",
                 "true",
-                "with adapters the reference is the model without them, whose weights do not move; turn one of the two off"
+                "unsupported with adapters: the reference is then the model without them, whose weights are fixed; \
+                 turn one of the two off"
                     .into(),
             ));
         }
@@ -242,7 +245,7 @@ impl Loop {
         let order = Order::new(rows, run.data_seed, !run.replay, bad).learning(run.lessons);
         let length = Length::of(&run, order.num_usable())?;
         let rewards = Arc::new(rewards);
-        // Supervised examples and recorded rewards are not scored.
+        // Supervised examples and rows with recorded rewards are not scored.
         let scoring = (!imitate && !run.replay).then(|| Arc::clone(&rewards));
         let mut source =
             RowSource::new(Arc::clone(&dataset), order, Arc::clone(&prompts), scoring, run.skip.clone());
@@ -264,7 +267,7 @@ impl Loop {
                 place.buffer = Some((parts, saved.iteration));
             }
         }
-        // Everything that can be wrong with the checkpoint has been seen: now things may move.
+        // Files are moved only after the checkpoint has been loaded without an error.
         start.make_room(dir, model.dir(), console)?;
         let records = RunDir::open(dir, start.existing())?;
         let scored = !imitate && !run.replay;
@@ -315,7 +318,7 @@ impl Loop {
         })
     }
 
-    /// A supervised update.
+    /// Performs a supervised update.
     fn imitate(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<Vec<Metric>> {
         let (step, length) = (at.step, self.length);
         let drawn = timed(timer, "data", || self.source.draw_sft(length.num_rows(step)));
@@ -331,7 +334,7 @@ impl Loop {
         Ok(imitation_metrics(&outcome))
     }
 
-    /// An update from the rollout in progress or a new one, and the mean reward.
+    /// Performs an update from the rollout in progress or from a new one, and returns its metrics and the mean reward.
     fn reinforce(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<(Vec<Metric>, Option<f64>)> {
         let (mut parts, done) = match self.place.buffer.take() {
             Some(buffered) => buffered,
@@ -366,7 +369,7 @@ impl Loop {
         Ok((metrics, reward))
     }
 
-    /// Moves the reference towards the policy where that is due after so many updates: `α π + (1 − α) π_ref` of the weights
+    /// Moves the reference towards the policy if a sync is due after `step` updates. The new weights are `α π + (1 − α) π_ref`
     /// (TR-DPO, arXiv 2404.09656).
     fn move_reference(&self, step: u64) -> Result<()> {
         let (Some(reference), Some(sync)) = (&self.reference, self.run.sync_reference) else { return Ok(()) };
@@ -387,7 +390,7 @@ impl Loop {
         Ok(())
     }
 
-    /// The next rollout, in a part for each update of an iteration.
+    /// Samples the next rollout and splits it into one part per update of an iteration.
     fn rollout(&mut self, step: u64, timer: &mut PhaseTimer) -> Result<Vec<Rollouts>> {
         let (index, length) = (self.place.rollout, self.length);
         let drawn = timed(timer, "data", || self.source.draw(length.num_rows(index)));
@@ -423,7 +426,7 @@ impl Loop {
             if at > 0 && part.completions().any(|c| c.old.is_none()) {
                 timed(timer, "old", || old_logprobs(model, algorithm, part))?;
             }
-            // A reference that stays has the same numbers whenever an update asks for them.
+            // A fixed reference can be evaluated later, when an update needs it. A moving one must be evaluated now.
             if let Some(reference) = self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()) {
                 timed(timer, "reference", || reference_logprobs(reference, model, algorithm, part))?;
             }
@@ -485,11 +488,12 @@ impl Loop {
         Ok(Some(evaluation))
     }
 
-    /// Evaluates after a step, and says whether the model is the best so far. Where the machine fails the evaluation stays due, for
-    /// the next start.
+    /// Evaluates after a step and returns true if the model is the best so far. If the machine fails, the evaluation stays due
+    /// and is repeated when the run resumes.
     ///
     /// # Errors
-    /// The machine's too after the last step, which then has a checkpoint.
+    /// Returns an error if the evaluation fails. A failure of the machine is an error only after the last step, where a
+    /// checkpoint is saved first.
     fn evaluate_step(&mut self, step: u64, summary: &mut RunSummary) -> Result<bool> {
         self.place.evaluation_due = true;
         let evaluation = match self.evaluate(step, self.source.order().epochs_done()) {
@@ -509,7 +513,7 @@ impl Loop {
         Ok(improved)
     }
 
-    /// Whether an evaluation is the best so far; not where it has no value to compare.
+    /// Returns true if an evaluation is the best so far, and false if its metric has no value.
     fn improved(&mut self, step: u64, evaluation: Option<&Evaluation>) -> Result<bool> {
         let Some(evaluation) = evaluation else { return Ok(false) };
         let metrics = &evaluation.summary.metrics;
@@ -518,12 +522,12 @@ impl Loop {
             return Err(TrainError::setting(
                 "RunPlan::best_metric",
                 &self.run.best_metric,
-                format!("the evaluation has no such metric; it has {}", known.join(", ")),
+                format!("the evaluation has no metric of this name; expected one of {}", known.join(", ")),
             ));
         };
         let Some(value) = *value else {
             self.console.line(&format!(
-                "the evaluation after step {step} has no value of {name}, so it is not compared with the best one"
+                "the evaluation after step {step} has no value for {name}, so it is not compared with the best one"
             ));
             return Ok(false);
         };
@@ -534,7 +538,7 @@ impl Loop {
         Ok(better)
     }
 
-    /// Writes a checkpoint, with the optimizer's state if it is `whole`, so that another start can resume from it.
+    /// Writes a checkpoint. It includes the optimizer's state if `whole` is true; only then can a run resume from it.
     fn save(&mut self, whole: bool) -> Result<()> {
         self.console.activity().enter("saving", Instant::now());
         self.records.sync()?;
@@ -567,7 +571,7 @@ impl Loop {
         Ok(())
     }
 
-    /// Writes the model with its card, or a checkpoint to resume from; and the report.
+    /// Ends the run: writes the model with its card, or a checkpoint if the run was interrupted, and creates the report.
     fn end(mut self, mut summary: RunSummary) -> Result<RunSummary> {
         let step = self.place.step;
         self.records.close(step, self.source.order().epochs_done());
@@ -583,7 +587,7 @@ impl Loop {
                 self.records.unreached("step", &self.optimizer.never_reached());
             }
             if summary.after.is_none() {
-                // Resumed at the last step.
+                // The run resumed after its last step, so this process has no evaluation yet.
                 summary.after = self.evaluate(step, self.source.order().epochs_done())?;
             }
             checkpoint::save_final(&self.model, self.lock.root())?;
@@ -612,7 +616,7 @@ impl Loop {
     }
 }
 
-/// Says where the run goes on; the checkpoint's step if its evaluation is in the records.
+/// Reports where the run resumes. Returns the checkpoint's step if its evaluation is in the records.
 fn continued(records: &RunDir, resumed: &Resumed, total: u64, console: &Console) -> Result<Option<u64>> {
     let step = resumed.state.global_step;
     let continued = records.continued(step)?;

@@ -1,35 +1,35 @@
 //! Learning-rate schedules, as a factor on the base rate.
 //!
-//! Source: `transformers` `optimization.py`. Steps count from 0; the factor at step s is that of update s + 1.
+//! Source: `transformers` `optimization.py`. Steps count from 0: the factor at step s applies to update s + 1.
 
-/// How the learning rate changes over a run.
+/// Shape of a learning-rate schedule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleKind {
-    /// Always the base rate.
+    /// Base rate throughout.
     Constant,
-    /// The base rate after a linear warm-up.
+    /// Linear warm-up, then the base rate.
     ConstantWithWarmup,
-    /// Warm-up, then linearly to 0.
+    /// Linear warm-up, then a linear decay to 0.
     #[default]
     Linear,
-    /// Warm-up, then half a cosine to 0.
+    /// Linear warm-up, then half a cosine down to 0.
     Cosine,
 }
 
-/// A schedule over a known number of steps.
+/// Schedule over a known number of steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
     /// Shape of the schedule.
     pub kind: ScheduleKind,
-    /// Steps of warm-up.
+    /// Number of warm-up steps.
     pub warmup_steps: u64,
-    /// Optimizer steps of the whole run.
+    /// Number of optimizer steps in the whole run.
     pub total_steps: u64,
 }
 
 impl Schedule {
-    /// The factor for the update after `step` updates.
+    /// Returns the factor for update number `step + 1`.
     #[must_use]
     pub fn factor(&self, step: u64) -> f64 {
         if self.kind == ScheduleKind::Constant {
@@ -57,7 +57,7 @@ mod tests {
         (0..total_steps).map(|s| (schedule.factor(s) * 1e6).round() / 1e6).collect()
     }
 
-    /// `get_{linear,cosine,constant}_schedule_with_warmup` of `transformers`, evaluated by hand.
+    /// The expected values follow `get_{linear,cosine,constant}_schedule_with_warmup` of `transformers`, computed by hand.
     #[test]
     fn factors_are_those_of_transformers() {
         assert_eq!(factors(ScheduleKind::Linear, 2, 6), [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]);

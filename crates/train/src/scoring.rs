@@ -1,4 +1,4 @@
-//! Completions to rewards.
+//! Scoring of completions.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::error::{Result, TrainError};
 use crate::rows::{PreparedRow, media_paths};
 
-/// Rows with their completions, as they are scored.
+/// Pairs rows with their completions for scoring.
 pub(crate) fn pairs<'a>(
     rows: &'a [PreparedRow],
     completions: &'a [Vec<Completion>],
@@ -18,7 +18,7 @@ pub(crate) fn pairs<'a>(
     rows.iter().zip(completions).map(|(row, own)| (&row.sample, own.as_slice())).collect()
 }
 
-/// Scores the completions of several rows, prompt-major.
+/// Scores the completions of several rows. The result is ordered by prompt, then completion.
 pub fn score(
     rewards: &RewardSet,
     rows: &[(&Sample, &[Completion])],
@@ -28,7 +28,7 @@ pub fn score(
     with_inputs(rows, seed, step, |inputs| Ok(rewards.score(inputs)?))
 }
 
-/// Scores as [`score`] does, with the reward of this name alone.
+/// Scores like [`score`], but only with the reward `name`.
 pub(crate) fn score_by(
     rewards: &RewardSet,
     name: &str,
@@ -39,10 +39,10 @@ pub(crate) fn score_by(
     with_inputs(rows, seed, step, |inputs| Ok(rewards.score_by(name, inputs)?))
 }
 
-/// Whether each reward applies to a row, whatever the completion; `None` where only a score can tell.
+/// Returns for each reward whether it applies to a row; `None` if this depends on the completion.
 ///
 /// # Errors
-/// Why no completion of the row can be scored, or a failure of the machine ([`omnigrpo_guard::fault`]).
+/// Returns an error if no completion of the row can be scored, or if the machine fails ([`omnigrpo_guard::fault`]).
 pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>, Cause> {
     let nothing = completion(String::new(), Vec::new());
     let asked = with_inputs(&[(sample, &[nothing])], 0, 0, |inputs| {
@@ -59,8 +59,8 @@ pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>
     }
 }
 
-/// Has the rewards outside of this process score one completion of a row, so that what cannot be started or reached is
-/// found before anything is sampled.
+/// Scores one completion of a row with the rewards outside of this process. If a reward cannot be started or reached, this fails
+/// before anything is sampled.
 pub fn probe(rewards: &RewardSet, sample: &Sample, text: String, ids: Vec<u32>) -> Result<()> {
     let probe = |inputs: &[RewardInput<'_>]| Ok(inputs.iter().try_for_each(|input| rewards.probe(input))?);
     with_inputs(&[(sample, &[completion(text, ids)])], 0, 0, probe)
@@ -70,7 +70,7 @@ fn completion(text: String, ids: Vec<u32>) -> Completion {
     Completion::recorded(ids, FinishReason::Stop, text)
 }
 
-/// The error of a scoring that failed, with the rows and what was sampled for them, in a form that rows are read in.
+/// Adds the rows and their completions to an error of scoring. Each row has the format of a dataset row.
 pub(crate) fn unscored(error: TrainError, rows: &[(&Sample, &[Completion])]) -> TrainError {
     let TrainError::Reward(source) = error else { return error };
     let line = |(sample, completions): &(&Sample, &[Completion])| {
@@ -121,8 +121,8 @@ fn with_inputs<T>(
     scored(&inputs)
 }
 
-/// For each row, how often it came before in the same list: its completions are numbered on, so that their random numbers
-/// are others.
+/// Returns for each row the number of its earlier occurrences in the list. The sample numbers of a repeated row continue, so that
+/// its completions get different random numbers.
 pub(crate) fn occurrences(rows: impl IntoIterator<Item = u64>) -> Vec<u32> {
     let mut seen = HashMap::new();
     let mut count = |row| {

@@ -1,4 +1,4 @@
-//! Which weights are trained, and how fast.
+//! Selection of the weights to train.
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -10,32 +10,34 @@ use regex::Regex;
 
 use crate::error::{Result, TrainError};
 
-/// Weights that are trained without an adapter. Adapters are always trained.
+/// Base weights to train. Adapters are always trained.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selection {
-    /// The language model.
+    /// True to train the language model.
     pub llm: bool,
-    /// The projector.
+    /// True to train the projector.
     pub projector: bool,
-    /// The vision and audio towers.
+    /// True to train the vision and audio towers.
     pub towers: bool,
-    /// The text encoder that steers the projector, where the family has one.
+    /// True to train the text encoder that conditions the projector, if the family has one.
     pub instruction: bool,
-    /// The gate between the branches of the projector, where the family has one; `None` goes with the projector.
+    /// True to train the gate between the branches of the projector, if the family has one; `None` for the same value as
+    /// `projector`.
     pub gate: Option<bool>,
-    /// If not empty: of those, only weights whose published name matches one of these regular expressions.
+    /// Regular expressions on published names. If the list is not empty, only selected weights that match one of them are
+    /// trained.
     pub patterns: Vec<String>,
 }
 
 impl Default for Selection {
-    /// The language model and the projector: a frozen tower runs once per step and medium.
+    /// Selects the language model and the projector. A frozen tower runs only once per step and medium.
     fn default() -> Self {
         Self { llm: true, projector: true, ..Self::NONE }
     }
 }
 
 impl Selection {
-    /// Every weight.
+    /// Selection of every weight.
     pub const ALL: Self = Self {
         llm: true,
         projector: true,
@@ -44,7 +46,7 @@ impl Selection {
         gate: None,
         patterns: Vec::new(),
     };
-    /// No weight of the base model, so that adapters alone are trained.
+    /// Selection of no base weight, so that only adapters are trained.
     pub const NONE: Self = Self {
         llm: false,
         projector: false,
@@ -75,11 +77,11 @@ impl Selection {
         self.patterns.iter().map(setting).collect()
     }
 
-    /// A function that says of a weight, by published name and part, whether it is trained whole. It needs no model, so
-    /// that what stays frozen can be quantised while it is read.
+    /// Returns a function that takes the published name and the part of a weight. It returns true if the weight itself is
+    /// trained. It needs no model, so frozen weights can be quantised while they are loaded.
     ///
     /// # Errors
-    /// A pattern that is no regular expression.
+    /// Returns an error if a pattern is not a valid regular expression.
     pub fn matcher(&self) -> Result<impl Fn(&str, Part) -> bool + '_> {
         let patterns = self.compiled()?;
         Ok(move |name: &str, part: Part| {
@@ -87,11 +89,11 @@ impl Selection {
         })
     }
 
-    /// Marks the selected weights and those of adapters as trained and all others as frozen.
+    /// Marks the selected weights and the weights of adapters as trained and all others as frozen.
     ///
     /// # Errors
-    /// Nothing selected, a pattern that is no regular expression or matches nothing, a weight that is quantised or
-    /// belongs to a layer with an adapter.
+    /// Returns an error if nothing is selected or a pattern is invalid or matches nothing. Also returns an error if a selected
+    /// weight is quantised, is in a mapped file, or belongs to a layer with an adapter.
     pub fn apply(&self, model: &Model) -> Result<()> {
         for pattern in &self.compiled()? {
             let own = || model.base_params().iter().filter(|p| self.part(p.name(), p.part()));
@@ -101,7 +103,7 @@ impl Selection {
                 return Err(TrainError::setting(
                     "Selection::patterns",
                     pattern.as_str(),
-                    format!("matches no weight of the parts that are selected; those weights are {names}, …"),
+                    format!("matches no weight of the selected parts; their weights are {names}, …"),
                 ));
             }
         }
@@ -123,7 +125,7 @@ impl Selection {
                 return Err(TrainError::setting(
                     "LoraConfig::targets",
                     param.name(),
-                    "is selected to be trained whole and carries an adapter; leave it out of one of the two"
+                    "is selected for full training but also has an adapter; remove it from one of the two"
                         .into(),
                 ));
             }
@@ -131,14 +133,15 @@ impl Selection {
                 return Err(TrainError::setting(
                     "LoadOptions::quantization",
                     param.name(),
-                    "is selected to be trained whole; quantised weights stay as they are".into(),
+                    "is selected for full training, but quantised weights cannot be trained".into(),
                 ));
             }
             if on && param.is_mapped() {
                 return Err(TrainError::setting(
                     "LoadOptions::in_place",
                     param.name(),
-                    "is selected to be trained, and weights in mapped files cannot be written; load it without".into(),
+                    "is selected for training, but weights in mapped files cannot be changed; load the model without \
+                     this option".into(),
                 ));
             }
             param.set_trainable(on);
@@ -165,8 +168,9 @@ fn module(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(module, _)| module)
 }
 
-/// A table of the model's parts: tensors, parameters, those trained, those of adapters among them, and memory: of the
-/// weights, and of what training adds (gradient, two moments, and for bf16 the master that `pure_bf16` does without).
+/// Returns a table of the model's parts. The columns are the number of tensors, the parameters, the trained parameters and the
+/// parameters of adapters. Two more give the memory of the weights and the memory that training adds: gradient, two moments, and
+/// a master for bf16, even if `pure_bf16` is set.
 #[must_use]
 pub fn summary(model: &Model) -> String {
     let mut out = format!(
@@ -210,9 +214,9 @@ pub fn summary(model: &Model) -> String {
     out
 }
 
-/// Names of the weights that are decayed, as `transformers`' `Trainer.get_decay_parameter_names` decides: not biases,
-/// not names with a `norm` or `layernorm` component, not the weights of layer norms. The RMS norms of Qwen2.5-VL's tower
-/// (`norm1`, `norm2`, `ln_q`) are none of these and are decayed there as well.
+/// Returns the names of the weights to which weight decay applies, as `transformers`' `Trainer.get_decay_parameter_names` does.
+/// Biases, names with a `norm` or `layernorm` component and weights of layer norms are excluded. The RMS norms of Qwen2.5-VL's
+/// tower (`norm1`, `norm2`, `ln_q`) match none of these rules, so `transformers` decays them, and so does this function.
 #[must_use]
 pub fn decayed_names(params: &[Arc<Param>]) -> HashSet<String> {
     let names: HashSet<&str> = params.iter().map(|p| p.name()).collect();

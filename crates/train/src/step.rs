@@ -7,7 +7,7 @@
 //! Aᵢ = (Rᵢ − mean R) / std R
 //! ```
 //!
-//! [`update`] takes one step of AdamW down the gradient of (the negative of its eq. 3; the KL estimate is its eq. 4)
+//! [`update`] takes one step of AdamW down the gradient of L (the negative of DeepSeekMath's eq. 3; the KL estimate is its eq. 4):
 //!
 //! ```text
 //! L   = − mean over q of  1/G Σᵢ 1/|oᵢ| Σₜ ( min(rᵢₜ Aᵢ, clip(rᵢₜ, 1−ε, 1+ε) Aᵢ) − β Dᵢₜ )
@@ -15,19 +15,20 @@
 //! Dᵢₜ = π_ref(oᵢₜ) / π(oᵢₜ) − log(π_ref(oᵢₜ) / π(oᵢₜ)) − 1
 //! ```
 //!
-//! with π(oᵢₜ) = π(oᵢₜ | q, oᵢ,₁ … oᵢ,ₜ₋₁). The other algorithms change one factor each ([`omnigrpo_grpo::RECIPES`]):
+//! with π(oᵢₜ) = π(oᵢₜ | q, oᵢ,₁ … oᵢ,ₜ₋₁). Every other algorithm changes one factor ([`omnigrpo_grpo::RECIPES`]):
 //!
-//! | name | what is different | in |
+//! | name | difference | code |
 //! |---|---|---|
-//! | Dr. GRPO, arXiv 2503.20783 | Aᵢ = Rᵢ − mean R; one constant, the longest completion allowed, in place of each \|oᵢ\| | `Advantages`, `Normalizer` |
+//! | Dr. GRPO, arXiv 2503.20783 | Aᵢ = Rᵢ − mean R; one constant, the maximum completion length, replaces each \|oᵢ\| | `Advantages`, `Normalizer` |
 //! | DAPO, arXiv 2503.14476 | Σᵢ Σₜ over the tokens of the whole step, divided by their number; clip from 1−ε to 1+ε_high | `Normalizer`, `LossPlan` |
 //! | GSPO, arXiv 2507.18071 | one ratio per completion: rᵢ = exp(1/\|oᵢ\| Σₜ log rᵢₜ) | `LossPlan` |
-//! | high-entropy tokens, arXiv 2506.01939 | the policy term keeps the share of tokens with the highest entropy | `top_entropy_tokens` |
-//! | TIS, MIS | each token weighs what the training pass found it to be likelier than the sampler did | `Correction` |
+//! | high-entropy tokens, arXiv 2506.01939 | the policy term keeps only the given share of tokens with the highest entropy | `top_entropy_tokens` |
+//! | TIS, MIS | each token is weighted by the ratio of its probability in the training pass to that in the sampler | `Correction` |
 //! | CISPO, arXiv 2506.13585 | min(rᵢₜ, cap) is a constant weight on Aᵢ log π(oᵢₜ) | `LossPlan` |
 //!
-//! L is a function of log-probabilities alone, so `omnigrpo_grpo::evaluate` gives L and dL/dlog π in closed form and the
-//! model carries the derivative back. Streams of a step add their gradients: the `Normalizer` is made for all of it first.
+//! L is a function of log-probabilities alone. `omnigrpo_grpo::evaluate` therefore computes L and dL/dlog π in closed form, and
+//! the backward pass of the model starts from that derivative. The streams of a step add up their gradients, so the
+//! `Normalizer` must first be computed for the whole step.
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
 use omnigrpo_models::{DecoderMemory, Memories, Model, PromptBuilder, RouterPlan, Training};
@@ -46,52 +47,52 @@ use crate::scoring;
 use crate::temporal;
 use crate::timing::timed;
 
-/// Settings of the algorithm for a step. They are equal for all steps of a run.
+/// Settings of the algorithm for a step. They are the same for all steps of a run.
 #[derive(Clone, Debug)]
 pub struct Algorithm {
     /// Completions per prompt.
     pub num_generations: usize,
-    /// How completions are sampled.
+    /// Sampling settings of the completions.
     pub sampling: SamplingParams,
-    /// Completions decoded at once.
+    /// Maximum number of completions decoded at the same time.
     pub max_live: usize,
-    /// How rewards become advantages.
+    /// Formula that turns rewards into advantages.
     pub advantage: AdvantageKind,
-    /// Multiplies every advantage.
+    /// Factor on every advantage.
     pub alpha: f64,
-    /// Normalise each reward before summing them.
+    /// True to normalise each reward before the rewards are summed.
     pub normalize_then_sum: bool,
-    /// The loss.
+    /// Settings of the loss.
     pub loss: LossPlan,
-    /// Losses of the routers of experts.
+    /// Losses of the expert routers.
     pub router: RouterPlan,
-    /// Rows of one packed stream at most; a larger group is split over streams that share its prompt. `None`: 4096, room
-    /// for several short groups or one of a long prompt.
+    /// Maximum rows per packed stream. A larger group is split over several streams that repeat its prompt. `None` stands for
+    /// 4096 rows, enough for several short groups or one with a long prompt.
     pub max_stream_tokens: Option<usize>,
-    /// Recompute activations in the backward pass.
+    /// True to recompute activations in the backward pass.
     pub recompute: bool,
-    /// Let the first update of a rollout differentiate what the rollout computed, instead of a forward pass that computes it
-    /// again, where that is the same up to rounding ([`Model::can_recall`]) and the rollout fits in one stream.
+    /// True to let the first update of a rollout reuse the rollout's own forward pass. This requires that both passes give the
+    /// same results up to rounding ([`Model::can_recall`]) and that the rollout fits in one stream.
     pub recall: bool,
-    /// Prompts of one micro-batch: the unit of `bnpo`'s mean.
+    /// Prompts per micro-batch, over which `bnpo` takes its mean.
     pub prompts_per_micro_batch: usize,
-    /// Keys all random numbers.
+    /// Seed of all random numbers.
     pub seed: u64,
-    /// How often groups whose rewards are all the same give their places to others; 0 keeps them.
+    /// Maximum number of times that groups with equal rewards are replaced by new ones; 0 keeps them.
     pub max_resample_times: usize,
-    /// Give each token's numbers with the outcome of an update.
+    /// True to return the numbers of each token with the outcome of an update.
     pub token_stats: bool,
 }
 
 impl Default for Algorithm {
-    /// The first recipe, `grpo`, with eight completions a prompt.
+    /// Returns the first recipe, `grpo`, with eight completions per prompt.
     fn default() -> Self {
         Self::of(&RECIPES[0])
     }
 }
 
 impl Algorithm {
-    /// A recipe with eight completions a prompt and seed 42.
+    /// Returns the settings of a recipe with eight completions per prompt and seed 42.
     #[must_use]
     pub fn of(recipe: &Recipe) -> Self {
         let seed = 42;
@@ -114,30 +115,31 @@ impl Algorithm {
         }
     }
 
-    /// Takes advantage, factor and loss from a recipe.
+    /// Copies the advantage, its factor and the loss from a recipe.
     pub fn follow(&mut self, recipe: &Recipe) {
         (self.advantage, self.alpha, self.loss) = (recipe.advantage, recipe.alpha, recipe.loss);
     }
 
-    /// Rows of one packed stream at most.
+    /// Returns the maximum number of rows per packed stream.
     #[must_use]
     pub fn stream_rows(&self) -> usize {
         self.max_stream_tokens.unwrap_or(STREAM_ROWS)
     }
 }
 
-/// Completions decoded at once: enough to share a pass over the weights, small enough for the caches of long prompts.
+/// Default maximum of completions decoded at once. It is large enough to share a pass over the weights and small enough for the
+/// caches of long prompts.
 pub const MAX_LIVE: usize = 64;
 
-/// Rows of a packed stream where nothing is given.
+/// Default maximum of rows per packed stream.
 pub const STREAM_ROWS: usize = 4096;
 
-/// Which update of a run one is.
+/// Position of an update in the run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct UpdateAt {
-    /// Updates before it.
+    /// Number of earlier updates.
     pub step: u64,
-    /// Factor of every learning rate: the schedule.
+    /// Factor of the schedule on every learning rate.
     pub learning_rate_factor: f64,
 }
 
@@ -162,51 +164,52 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// Trained weights without a gradient.
     pub params_without_grad: usize,
-    /// |log p(rollout) − log p(training)|, both at the scoring temperature, over the tokens that went through the model:
-    /// largest and mean. Only for sampled, on-policy steps. Where the rollout was recalled it is that of the heads alone.
+    /// Largest and mean |log p(rollout) − log p(training)| over the tokens that went through the model, at the scoring
+    /// temperature. Available only for sampled, on-policy steps. If the rollout was recalled, only the heads contribute to the
+    /// difference.
     pub rollout_gap: Option<(f64, f64)>,
-    /// |log p(rollout) − log q|, where q is the distribution that tokens were drawn from, after temperature, penalties and
-    /// truncation: largest and mean. Only for sampled, on-policy steps.
+    /// Largest and mean |log p(rollout) − log q|. q is the distribution that tokens were drawn from, after temperature, penalties
+    /// and truncation. Available only for sampled, on-policy steps.
     pub sampler_gap: Option<(f64, f64)>,
-    /// Prompt and completion tokens that went through the model.
+    /// Number of prompt and completion tokens that went through the model.
     pub num_tokens: u64,
-    /// Balance and z-loss of the routers of experts, summed over blocks, where they are asked for.
+    /// Balance loss and z-loss of the expert routers, summed over blocks, if they are enabled.
     pub router: Option<[f64; 2]>,
-    /// Numbers of each completion's tokens in the order of the rollout, where the algorithm asks for them.
+    /// Numbers of each completion's tokens in the order of the rollout, if the algorithm records them.
     pub tokens: Vec<TokenNumbers>,
 }
 
-/// Numbers of a completion's tokens in an update, nats.
+/// Numbers of a completion's tokens in an update, in nats.
 #[derive(Clone, Debug)]
 pub struct TokenNumbers {
     /// Log-probabilities under the policy before the update.
     pub logprobs: Vec<f32>,
     /// Entropies of the policy.
     pub entropies: Vec<f32>,
-    /// Log-probabilities that the ratio compares with; empty on-policy.
+    /// Log-probabilities in the denominator of the ratio; empty on-policy.
     pub old: Vec<f32>,
-    /// Log-probabilities under the reference; empty without one.
+    /// Log-probabilities under the reference; empty without a reference.
     pub reference: Vec<f32>,
-    /// Whether the entropy gate keeps each token; empty without one.
+    /// Decision of the entropy gate for each token, true if the token is kept; empty without a gate.
     pub kept: Vec<bool>,
 }
 
-/// Inputs of a rollout.
+/// Models and settings for collecting rollouts.
 #[derive(Clone, Copy)]
 pub struct Collector<'a> {
-    /// The policy.
+    /// Policy that samples.
     pub model: &'a Model,
-    /// Makes prompts.
+    /// Builder of prompts.
     pub prompts: &'a PromptBuilder,
-    /// Makes prompts with shuffled frames; with it, answers that need the order of the frames earn a bonus.
+    /// Builder of prompts with shuffled frames. If it is set, answers that need the order of the frames earn a bonus.
     pub shuffled: Option<&'a PromptBuilder>,
-    /// Score completions.
+    /// Rewards that score the completions.
     pub rewards: &'a RewardSet,
-    /// How many completions, and how they are drawn and compared.
+    /// Settings for the number of completions, their sampling and their comparison.
     pub algorithm: &'a Algorithm,
 }
 
-/// Sampled and scored completions before they are compared.
+/// Sampled and scored completions before advantages are computed.
 struct Sampled {
     groups: Vec<Group>,
     memories: Memories,
@@ -214,14 +217,14 @@ struct Sampled {
     rewards: RewardMatrix,
 }
 
-/// Added to a rollout's number for each time that groups of it are sampled again.
+/// Offset on a rollout's number for each time that its groups are sampled again.
 const AGAIN: u64 = 1 << 48;
 
 impl Collector<'_> {
-    /// Samples completions for `rows` and scores them. `rollout` numbers the rollout, for its random numbers.
+    /// Samples completions for `rows` and scores them. `rollout` is the number of the rollout, which keys its random numbers.
     ///
-    /// With dynamic sampling (DAPO, arXiv 2503.14476, §3.2) a group whose rewards are all the same, from which nothing can be
-    /// learned, gives its place to one of the rows that `draw` returns, up to the limit of the algorithm.
+    /// With dynamic sampling (DAPO, arXiv 2503.14476, §3.2), a group with equal rewards gives no gradient. It is replaced by one
+    /// of the rows that `draw` returns, up to the limit of the algorithm.
     pub fn collect(
         &self,
         rows: Vec<PreparedRow>,
@@ -246,7 +249,7 @@ impl Collector<'_> {
             for (to, (from, group)) in idle.into_iter().zip(telling) {
                 sampled.groups[to] = group;
                 sampled.rewards.replace(to * size, &others.rewards, from * size..(from + 1) * size);
-                // They are of the prompts that were there first.
+                // These results belong to the original prompts.
                 (sampled.memories, sampled.recalled) = (Memories::default(), None);
                 dropped += 1;
             }
@@ -297,7 +300,8 @@ impl Collector<'_> {
         Ok(Sampled { groups: groups.collect(), memories, recalled, rewards: matrix })
     }
 
-    /// Room for what the decoder computes, if the update will be one stream of these rows. That stream holds it in any case.
+    /// Returns a memory for the decoder's results if all rows fit in one micro-batch and the model can recall. The update would
+    /// hold these results anyway.
     fn memory(&self, rows: &[PreparedRow]) -> Option<DecoderMemory> {
         let Self { model, algorithm, .. } = *self;
         let together = rows.len() <= algorithm.prompts_per_micro_batch;
@@ -306,10 +310,10 @@ impl Collector<'_> {
     }
 }
 
-/// One optimizer update from scored rollouts.
+/// Performs one optimizer update from scored rollouts.
 ///
 /// # Errors
-/// A loss or gradient that is not finite; weights are unchanged then.
+/// Returns an error if a loss or gradient is not finite. The weights are unchanged then.
 pub fn update(
     model: &Model,
     reference: Option<&Model>,
@@ -337,7 +341,7 @@ pub fn update(
     let done = timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor))?;
     rollouts.updated = true;
     if passed.on_policy {
-        // Later updates of the same rollout compare with the first one.
+        // Later updates of the same rollout use the log-probabilities of the first one in their ratios.
         let completions = rollouts.groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(passed.logprobs).for_each(|(c, own)| c.old = Some(own));
     }

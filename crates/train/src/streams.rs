@@ -1,21 +1,21 @@
-//! Which completions share a stream.
+//! Packing of completions into streams.
 //!
-//! Groups are packed in order until a stream is full; a group that is larger than a stream is split into several with
-//! the same prompt. Neither changes the result beyond rounding.
+//! Groups are packed in order until a stream is full. A group that is larger than a stream is split into several streams with the
+//! same prompt. Packing and splitting change the result only by rounding.
 
 use std::ops::Range;
 
-/// Completions of one group that are in a stream.
+/// Completions of one group that share a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// Index of the group.
     pub group: usize,
-    /// Completions of the part.
+    /// Range of completions in the group.
     pub completions: Range<usize>,
 }
 
-/// Packs groups into streams of at most `max_rows` rows. `groups` holds the prompt length and completion lengths of
-/// each; a single completion with its prompt is never split.
+/// Packs groups into streams of at most `max_rows` rows. `groups` gives the prompt length and the completion lengths of each
+/// group. A single completion with its prompt is never split, even if it is longer.
 #[must_use]
 pub fn pack(groups: &[(usize, Vec<usize>)], max_rows: usize) -> Vec<Vec<Part>> {
     let mut streams: Vec<Vec<Part>> = Vec::new();

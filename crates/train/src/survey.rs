@@ -1,5 +1,4 @@
-//! Checks of rows before there is a completion: rows that cannot be used, rows that the rewards cannot score, rewards
-//! that apply to no row.
+//! Checks of rows before sampling: unusable rows, rows that the rewards cannot score, and rewards that apply to no row.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -14,25 +13,25 @@ use crate::scoring;
 
 /// Settings of a check of every row.
 pub struct RowCheck<'a> {
-    /// Makes prompts, whose length is estimated from headers of media; without it lengths are 0.
+    /// Builder of prompts, whose length is estimated from the media headers. Without it, lengths are 0.
     pub prompts: Option<&'a PromptBuilder>,
-    /// Limits of one medium.
+    /// Limits for each medium.
     pub limits: &'a Limits,
-    /// Asks rewards.
+    /// Survey of the rewards.
     pub survey: Option<&'a Survey<'a>>,
-    /// How many of the longest prompts are listed.
+    /// Number of the longest prompts to list.
     pub num_longest: usize,
-    /// Keeps what headers of media said, for the next check.
+    /// Directory that caches the contents of media headers for the next check.
     pub cache_dir: Option<&'a Path>,
-    /// Called with the rows done and all of them, from several threads.
+    /// Callback with the number of checked rows and of all rows. Several threads call it.
     pub progress: &'a (dyn Fn(u64, u64) + Sync),
 }
 
 impl RowCheck<'_> {
-    /// Reads every row and the header of every medium, on all threads. Problems of rows are in the report.
+    /// Reads every row and the header of every medium, on all threads. The report lists the problems of rows.
     ///
     /// # Errors
-    /// Threads that cannot be started, a cache that cannot be written, a machine that goes on failing.
+    /// Returns an error if threads cannot be started, the cache cannot be written, or the machine fails repeatedly.
     pub fn run(&self, dataset: &Dataset) -> Result<Report> {
         let probe = |medium: &MediumRef| Ok(probe_medium(medium, self.limits)?);
         let estimate = |sample: &Sample, headers: &[MediumInfo]| -> Result<Measure, Cause> {
@@ -61,27 +60,27 @@ impl RowCheck<'_> {
     }
 }
 
-/// Asks rewards about rows, from several threads.
+/// Counter of the rows to which each reward applies. Several threads may use it.
 pub struct Survey<'a> {
     rewards: &'a RewardSet,
     seen: Mutex<Surveyed>,
 }
 
-/// Answers of rewards about the rows that they were asked about.
+/// Results of a survey.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Surveyed {
-    /// Rows.
+    /// Number of rows surveyed.
     pub rows: u64,
-    /// Rows without a ground truth.
+    /// Number of rows without a ground truth.
     pub without_solution: u64,
-    /// Rows whose question speaks of `<answer>`.
+    /// Number of rows whose question mentions `<answer>`.
     pub tags_asked_for: u64,
-    /// For each reward its name and the rows that it applies to; `None` where only a score can tell.
+    /// Name of each reward and the number of rows to which it applies; `None` if this depends on the completion.
     pub applies: Vec<(String, Option<u64>)>,
 }
 
 impl Surveyed {
-    /// The first reward that applies to no row.
+    /// Returns the first reward that applies to no row.
     #[must_use]
     pub fn idle(&self) -> Option<&str> {
         let idle = self.applies.iter().find(|(_, rows)| *rows == Some(0) && self.rows > 0);
@@ -90,17 +89,17 @@ impl Surveyed {
 }
 
 impl<'a> Survey<'a> {
-    /// A survey of these rewards.
+    /// Creates a survey of these rewards.
     #[must_use]
     pub fn new(rewards: &'a RewardSet) -> Self {
         let applies = rewards.names().into_iter().map(|name| (name.to_owned(), Some(0))).collect();
         Self { rewards, seen: Mutex::new(Surveyed { applies, ..Surveyed::default() }) }
     }
 
-    /// Asks about a row.
+    /// Surveys one row.
     ///
     /// # Errors
-    /// Why no completion of the row can be scored.
+    /// Returns an error if no completion of the row can be scored.
     pub fn ask(&self, sample: &Sample) -> Result<(), Cause> {
         let applies = scoring::applies(self.rewards, sample)?;
         let says = |part: &Part| matches!(part, Part::Text(text) if text.contains("<answer"));
@@ -114,14 +113,14 @@ impl<'a> Survey<'a> {
         Ok(())
     }
 
-    /// Returns the answers so far.
+    /// Returns the results so far.
     #[must_use]
     pub fn seen(&self) -> Surveyed {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Asks about rows until each reward applies to one of them, and says which reward never does. A row that cannot be read or
-    /// scored is met when it is drawn.
+    /// Surveys rows until each reward applies to at least one of them, or until no row is left. Rows that cannot be read or
+    /// scored are ignored here and reported when they are drawn.
     #[must_use]
     pub fn ask_until_none_is_idle(&self, dataset: &Dataset, rows: &[u64]) -> Surveyed {
         for some in rows.chunks(256) {

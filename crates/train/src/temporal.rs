@@ -1,5 +1,5 @@
-//! T-GRPO: completions on shuffled frames, and the bonus of those that needed the order. The rule is
-//! [`omnigrpo_rewards::temporal_order_bonus`]; what is right is what the run's accuracy reward says, as a share of its
+//! T-GRPO: completions on shuffled frames, and a bonus for answers that need the order of frames. The rule is
+//! [`omnigrpo_rewards::temporal_order_bonus`]. The correctness of an answer is the run's accuracy reward as a share of its
 //! largest value.
 
 use omnigrpo_data::MediumKind;
@@ -17,11 +17,11 @@ use crate::step::Collector;
 /// Name of the bonus in metrics.
 const NAME: &str = "temporal_order";
 
-/// Keys the completions on shuffled frames apart from those of the same rollout.
+/// Bit in the rollout number that gives completions on shuffled frames different random numbers.
 const SHUFFLED: u64 = 1 << 63;
 
-/// Adds the bonus to scored completions. Rows without a video, or where the accuracy does not apply, have none.
-/// `shuffled` makes prompts with shuffled frames; half as many completions are sampled for them.
+/// Adds the bonus to scored completions. Rows without a video and rows to which the accuracy does not apply get none. `shuffled`
+/// builds prompts with shuffled frames. Half as many completions are sampled for them.
 pub fn add_order_bonus(
     collector: &Collector,
     shuffled: &PromptBuilder,
@@ -34,7 +34,7 @@ pub fn add_order_bonus(
         return Err(TrainError::setting(
             "TrainSetup::shuffled",
             "given",
-            "no reward of the run looks at answers, so none can need the order of frames; add `accuracy`"
+            "no reward of the run checks answers, so no answer can depend on the order of frames; add `accuracy`"
                 .into(),
         ));
     };

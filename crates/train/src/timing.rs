@@ -16,7 +16,7 @@ pub(crate) fn timed<R>(timer: &mut PhaseTimer, name: &'static str, f: impl FnOnc
     result
 }
 
-/// Largest resident memory of this process so far, bytes (`VmHWM`); `None` where the system does not say.
+/// Returns the largest resident memory of this process so far, in bytes (`VmHWM`); `None` if the system does not report it.
 #[must_use]
 pub fn peak_memory_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;

@@ -164,7 +164,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
 
         let model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
         let why = told(&Selection::ALL.apply(&model).unwrap_err());
-        assert!(why.contains("is selected to be trained whole; quantised"), "{why}");
+        assert!(why.contains("is selected for full training, but quantised"), "{why}");
     }
 }
 
@@ -201,7 +201,7 @@ fn patterns_select_within_parts_and_must_match() {
     model.add_lora(&lora(0.0)).unwrap();
     // The bias beside an adapted weight belongs to its module.
     let why = told(&pick(&["q_proj.bias"]).apply(&model).unwrap_err());
-    assert!(why.contains("q_proj.bias") && why.contains("carries an adapter"), "{why}");
+    assert!(why.contains("q_proj.bias") && why.contains("also has an adapter"), "{why}");
 }
 
 #[test]

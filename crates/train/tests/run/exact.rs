@@ -77,7 +77,7 @@ fn settings_that_exclude_each_other_are_refused() {
         (
             "a moving reference with adapters",
             adapters,
-            "sync_ref_model: \"true\": with adapters the reference is the model without them",
+            "sync_ref_model: \"true\": unsupported with adapters: the reference is then the model without them",
         ),
         (
             "a moving reference with a gate that keeps nothing",

@@ -58,7 +58,7 @@ fn rewards_that_say_nothing_are_told_apart() {
         "{text}"
     );
     assert!(
-        text.contains("TrainSetup::rewards") && text.ends_with("No checkpoint is from before it"),
+        text.contains("TrainSetup::rewards") && text.ends_with("No checkpoint precedes the problem"),
         "{text}"
     );
 }
@@ -121,7 +121,10 @@ fn a_policy_that_runs_away_is_told_and_the_checkpoint_before_it_stays() {
         "{text}"
     );
     let good = place.out("run").join("checkpoint-4");
-    assert!(text.ends_with(&format!("The last checkpoint before it is {}", good.display())), "{text}");
+    assert!(
+        text.ends_with(&format!("The last checkpoint before the problem is {}", good.display())),
+        "{text}"
+    );
     // Three are kept, and the one that the warning names.
     assert_eq!(
         checkpoints(&place.out("run")),

@@ -90,8 +90,8 @@ fn a_run_without_a_checkpoint_is_set_aside_and_not_overwritten() {
     let before: Vec<Vec<u8>> = kept.iter().map(|name| std::fs::read(out.join(name)).unwrap()).collect();
     let (result, text) = with(1, "second");
     result.unwrap();
-    assert!(text.contains("the earlier run in ") && text.contains("superseded-1"), "{text}");
-    assert!(text.contains("it left no checkpoint to resume from; starting anew"), "{text}");
+    assert!(text.contains("the files of the earlier run in ") && text.contains("superseded-1"), "{text}");
+    assert!(text.contains("it left no checkpoint to resume from; starting from the beginning"), "{text}");
     let aside = out.join("superseded-1");
     for (name, bytes) in kept.iter().zip(before) {
         assert!(std::fs::read(aside.join(name)).unwrap() == bytes, "{name}");
@@ -114,7 +114,10 @@ fn a_model_that_no_run_made_is_left_alone() {
     std::fs::create_dir(place.out("run")).unwrap();
     std::fs::write(&file, "somebody's").unwrap();
     let message = told(&run(place.setup("run")).unwrap_err());
-    assert!(message.contains("there is a model (model.safetensors) that no run made"), "{message}");
+    assert!(
+        message.contains("the directory contains a model (model.safetensors) that no run wrote"),
+        "{message}"
+    );
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "somebody's");
 }
 
@@ -138,9 +141,9 @@ fn files_of_the_user_are_neither_taken_nor_overwritten() {
     };
     let (result, text) = with(1);
     result.unwrap();
-    assert!(text.contains("what no run made in "), "{text}");
+    assert!(text.contains("files that no run wrote in "), "{text}");
     assert!(
-        text.contains("superseded-1: README.md, config.yaml; this run writes files of these names"),
+        text.contains("superseded-1: README.md, config.yaml; this run writes files with these names"),
         "{text}"
     );
     let aside = out.join("superseded-1");
@@ -170,7 +173,7 @@ fn a_checkpoint_that_was_copied_in_part_is_passed_over_aloud() {
     std::fs::remove_file(out.join("checkpoint-4/trainer_state.json")).unwrap();
     let (result, text) = with(4);
     assert_eq!(result.unwrap().steps_here, 2, "{text}");
-    assert!(text.contains("checkpoint-4 is passed over: there is no trainer_state.json in it"), "{text}");
+    assert!(text.contains("checkpoint-4 is ignored: it contains no trainer_state.json"), "{text}");
     // The steps that are made again do not overwrite what is left of it.
     assert!(out.join("superseded-1/checkpoint-4/model.safetensors").is_file(), "{text}");
     assert_eq!(checkpoints(&out), ["checkpoint-2", "checkpoint-4"]);
@@ -198,7 +201,7 @@ fn nothing_moves_before_a_checkpoint_has_been_loaded() {
     };
     let message = told(&run(from_two(8)).unwrap_err());
     assert!(
-        message.contains("checkpoint-2 is damaged: model.safetensors is not what was saved"),
+        message.contains("checkpoint-2 is damaged: model.safetensors has changed since it was saved"),
         "{message}"
     );
     assert!((names(&out), std::fs::read(out.join("metrics.jsonl")).unwrap()) == before);
@@ -362,7 +365,7 @@ fn what_a_kill_left_unfinished_is_removed() {
     let left: Vec<String> = names(&out).into_iter().filter(|n| n.contains("tmp")).collect();
     assert_eq!((left, names(&out.join("eval")).len()), (vec!["tmp-mine".to_owned()], 0));
     assert!(
-        text.contains("removed tmp-old-checkpoint-5, which an earlier process had not finished"),
+        text.contains("removed tmp-old-checkpoint-5, which an earlier process left incomplete"),
         "{text}"
     );
 }
@@ -385,7 +388,10 @@ fn a_checkpoint_without_optimizer_state_starts_a_run_and_does_not_resume_one() {
     // The same command works again.
     let (result, text) = shown(new(2));
     assert_eq!(result.unwrap().steps_here, 2);
-    assert!(text.contains("no optimizer state (RunPlan::save_only_model); starting anew"), "{text}");
+    assert!(
+        text.contains("no optimizer state (RunPlan::save_only_model); starting from the beginning"),
+        "{text}"
+    );
     assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-1"]);
 }
 
@@ -467,7 +473,7 @@ fn fewer_steps_than_are_done_are_refused() {
     let before = (names(&out), std::fs::read(out.join("README.md")).unwrap());
     let message = told(&run(new(3)).unwrap_err());
     assert!(
-        message.contains("max_steps: \"3\"") && message.contains("checkpoint-4 is at step 4 already"),
+        message.contains("max_steps: \"3\"") && message.contains("checkpoint-4 is already at step 4"),
         "{message}"
     );
     assert!((names(&out), std::fs::read(out.join("README.md")).unwrap()) == before);
@@ -527,14 +533,17 @@ fn changed_settings_go_on_where_that_is_allowed() {
     other.run.fingerprint.insert("dataset".into(), json!("0123456789abcdef0123456789abcdef"));
     let (result, text) = shown(other);
     result.unwrap();
-    assert!(text.contains("learning_rate: 0.0001 → unset") && text.contains("starting anew"), "{text}");
+    assert!(
+        text.contains("learning_rate: 0.0001 → unset") && text.contains("starting from the beginning"),
+        "{text}"
+    );
     let mut data = new(1e-4, 8);
     data.run.fingerprint.remove("learning_rate");
     data.run.fingerprint.insert("dataset".into(), json!("ffffffffffffffff0123456789abcdef"));
     data.run.allow_changed = true;
     let (result, text) = shown(data);
     result.unwrap();
-    assert!(text.contains("changed settings: dataset: not what it was"), "{text}");
+    assert!(text.contains("changed settings: dataset: content has changed"), "{text}");
     // Other rows are gone through from their beginning: a third of an epoch a step.
     let row = &lines(&out.join("metrics.jsonl"))[6];
     assert_eq!((number(row, "step"), number(row, "epoch")), (7.0, 2.0 / 6.0));
