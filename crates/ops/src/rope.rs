@@ -78,7 +78,7 @@ impl RopeTable {
             rows.for_each(|(row, out)| (self.fill)(row, out));
             angles
         };
-        // As in PyTorch, the angle is rounded to f32, and its cosine is accurate to f32.
+        // The angle is rounded to f32 and its cosine is accurate to f32, as in PyTorch.
         let of_each = |angles: &[f32], f: fn(f64) -> f64| {
             let wave = |&a: &f32| f(f64::from(a)) as f32 * self.factor;
             let some = |part: &[f32]| part.iter().map(wave).collect::<Vec<_>>();
