@@ -1,9 +1,9 @@
-//! Another sample rate, by FFT (`rubato`): the spectrum is cut at the lower Nyquist frequency with a squared
-//! Blackman-Harris window.
+//! Sample rate conversion by FFT (`rubato`). The spectrum is cut at the lower Nyquist frequency with a squared Blackman-Harris
+//! window.
 //!
-//! Against the exact band-limited signal the error is below 1e-5 of the peak up to 90 % of the lower Nyquist frequency, and
-//! what lies above it comes out below 1e-5. `soxr` (high quality), which librosa uses, gives the same speech
-//! within 0.2 % of its peak; see `tests/audio.rs` and `tests/data/make_audio.py`.
+//! Compared with the exact band-limited signal, the error is below 1e-5 of the peak up to 90 % of the lower Nyquist frequency.
+//! Frequencies above the lower Nyquist frequency are attenuated to below 1e-5. For speech, the result of `soxr` (high quality),
+//! which librosa uses, differs by less than 0.2 % of the peak; see `tests/audio.rs` and `tests/data/make_audio.py`.
 
 use rubato::audioadapter_buffers::direct::InterleavedSlice;
 use rubato::{Fft, FixedSync, Resampler, WindowFunction};
@@ -11,14 +11,14 @@ use rubato::{Fft, FixedSync, Resampler, WindowFunction};
 use super::AudioClip;
 use crate::MediaError;
 
-/// Least input samples per block: enough for a transition band of 2 % of the lower Nyquist frequency.
+/// Minimum number of input samples per block, which allows a transition band of 2 % of the lower Nyquist frequency.
 const MIN_BLOCK: usize = 4096;
 
-/// Returns the same sound at `sample_rate_hz`, with `ceil(n · new rate / old rate)` samples. A pure function of its input, independent of
-/// threads.
+/// Returns the same audio at `sample_rate_hz`, with `ceil(n · new rate / old rate)` samples. The result depends only on the
+/// input, not on the number of threads.
 ///
 /// # Errors
-/// A rate of 0.
+/// Returns an error if a rate is 0.
 pub fn resample(clip: &AudioClip, sample_rate_hz: u32) -> Result<AudioClip, MediaError> {
     if clip.sample_rate_hz == sample_rate_hz {
         return Ok(clip.clone());
@@ -33,7 +33,7 @@ pub fn resample(clip: &AudioClip, sample_rate_hz: u32) -> Result<AudioClip, Medi
     if clip.samples.is_empty() {
         return Ok(AudioClip { samples: Vec::new(), sample_rate_hz });
     }
-    // Whole blocks have `step * n` input samples; with an even n the filter delays by whole samples of the output.
+    // A block has `step * n` input samples. If n is even, the delay of the filter is a whole number of output samples.
     let step = from / gcd(from, to);
     let block = step * 2 * MIN_BLOCK.div_ceil(2 * step);
     let mut resampler =
