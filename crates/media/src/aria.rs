@@ -89,7 +89,7 @@ impl AriaProcessor {
             && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
         {
             let got = format!("{:?} and {:?}", self.mean, self.std);
-            ("image_mean and image_std", got, "numbers, std above 0")
+            ("image_mean and image_std", got, "finite numbers, with every std above 0")
         } else {
             return Ok(());
         };

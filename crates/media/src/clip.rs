@@ -33,8 +33,13 @@ impl ClipPixels {
         if short == 0 || long / short > MAX_ASPECT || self.crop_px > self.shorter_px {
             return Err(MediaError::Shape {
                 what: "picture for CLIP",
-                got: format!("{width}x{height}, resized to {} and cut to {}", self.shorter_px, self.crop_px),
-                expected: format!("sides that differ by a factor of at most {MAX_ASPECT}, a cut inside"),
+                got: format!(
+                    "{width}x{height}, resized to {} and cropped to {}",
+                    self.shorter_px, self.crop_px
+                ),
+                expected: format!(
+                    "sides that differ by a factor of at most {MAX_ASPECT}, and a crop inside the picture"
+                ),
             });
         }
         let longer = (u64::from(self.shorter_px) * u64::from(long) / u64::from(short)) as u32;

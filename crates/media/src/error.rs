@@ -43,7 +43,7 @@ pub enum MediaError {
         expected: &'static str,
     },
     /// Damaged content.
-    #[error("{}: cannot decode; the file is damaged or incomplete, replace it", path.display())]
+    #[error("{}: cannot decode the file, which is damaged or incomplete; replace it", path.display())]
     Decode {
         /// Path of the file.
         path: PathBuf,
@@ -51,7 +51,7 @@ pub enum MediaError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Video with fewer frames than expected.
-    #[error("{}: got {got} frames, expected {expected}; the video is truncated or damaged, replace it", path.display())]
+    #[error("{}: got {got} frames, expected {expected}; replace the video, which is truncated or damaged", path.display())]
     Truncated {
         /// Path of the file.
         path: PathBuf,
@@ -61,7 +61,7 @@ pub enum MediaError {
         expected: u64,
     },
     /// File without the audio track that was requested.
-    #[error("{}: the file has no audio track; remove the audio from the row or ask for silence in its place", path.display())]
+    #[error("{}: the file has no audio track; remove the audio from the row or request silence instead", path.display())]
     NoAudioTrack {
         /// Path of the file.
         path: PathBuf,
@@ -92,7 +92,7 @@ pub enum MediaError {
     },
     /// `ffmpeg` or `ffprobe` killed after a long time in which it used little processor time.
     #[error(
-        "{}: `{program}` was killed after {waited_secs} s in which it hardly computed; the machine is overloaded or its disk does not answer",
+        "{}: `{program}` was killed after {waited_secs} s in which it used hardly any processor time; the machine is overloaded or its disk does not respond",
         path.display()
     )]
     ProgramWaits {
@@ -106,7 +106,7 @@ pub enum MediaError {
         source: MachineFailure,
     },
     /// Error reported by `ffmpeg` or `ffprobe`.
-    #[error("{}: `{program}` failed ({status}): {stderr_tail}; the file is damaged or of an unsupported kind", path.display())]
+    #[error("{}: `{program}` failed ({status}): {stderr_tail}; the file is damaged or its format is unsupported", path.display())]
     ProgramFailed {
         /// Path of the file.
         path: PathBuf,

@@ -117,7 +117,7 @@ fn require_known(path: &Path, format: Option<ImageFormat>) -> Result<ImageFormat
     let got = match format {
         Some(format) if is_known(format) => return Ok(format),
         Some(format) => format!("the content is {format:?}"),
-        None => "the content is no known image format".into(),
+        None => "the content is not a supported image format".into(),
     };
     Err(MediaError::Format { path: path.to_owned(), got, expected: IMAGE_FORMATS })
 }
@@ -159,7 +159,7 @@ pub(crate) fn guarded<T>(
     decode: impl FnOnce() -> Result<T, MediaError>,
 ) -> Result<T, MediaError> {
     omnigrpo_guard::guarded(decode)
-        .unwrap_or_else(|_| Err(MediaError::decode(path, "the decoder stopped on an internal error")))
+        .unwrap_or_else(|_| Err(MediaError::decode(path, "the decoder failed with an internal error")))
 }
 
 fn decode(path: &Path, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {

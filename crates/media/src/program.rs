@@ -94,7 +94,7 @@ pub(crate) fn ffprobe<T: DeserializeOwned>(
     })?;
     output.require_success(path, "ffprobe")?;
     let answer = serde_json::from_str(&output.value)
-        .map_err(|e| MediaError::decode(path, format!("ffprobe gave an unreadable answer: {e}")))?;
+        .map_err(|e| MediaError::decode(path, format!("cannot parse the output of ffprobe: {e}")))?;
     Ok((answer, output.stderr_tail))
 }
 
@@ -173,7 +173,8 @@ pub(crate) fn run<T>(
             return Err(MediaError::Timeout { path: path.to_owned(), program, limit_secs });
         }
         Some(Killed::Waited) => {
-            let source = io::Error::new(ErrorKind::TimedOut, "it waited for its turn or for its file");
+            let source =
+                io::Error::new(ErrorKind::TimedOut, "it was waiting for the processor or for its file");
             return Err(MediaError::ProgramWaits {
                 path: path.to_owned(),
                 program,
@@ -184,7 +185,7 @@ pub(crate) fn run<T>(
         None => {}
     }
     let value = value.map_err(|e| failed(path, program, "its output could not be read", &e))?;
-    let status = status.map_err(|e| failed(path, program, "its end could not be awaited", &e))?;
+    let status = status.map_err(|e| failed(path, program, "its exit status could not be read", &e))?;
     Ok(Output { value, status, stderr_tail })
 }
 
@@ -302,7 +303,7 @@ fn wait(child: &Mutex<Child>, deadline: Instant) -> io::Result<(ExitStatus, Opti
             }
         }
         if Instant::now() > deadline {
-            return Err(io::Error::new(ErrorKind::TimedOut, "the process does not end"));
+            return Err(io::Error::new(ErrorKind::TimedOut, "the process has not ended"));
         }
         std::thread::sleep(Duration::from_millis(2));
     }

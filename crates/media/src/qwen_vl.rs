@@ -65,7 +65,7 @@ pub fn smart_resize(
         return Err(MediaError::Shape {
             what: "picture sides",
             got: format!("{width}x{height}"),
-            expected: format!("sides of at least 1 in a ratio of at most {MAX_ASPECT_RATIO}"),
+            expected: format!("sides of at least 1 with a ratio of at most {MAX_ASPECT_RATIO}"),
         });
     }
     let least = if rule == ResizeRule::QwenVlUtils { f } else { 0.0 };
@@ -84,9 +84,9 @@ pub fn smart_resize(
         return Err(MediaError::setting(
             "picture area bounds",
             format!(
-                "min_pixels {min_pixels} and max_pixels {max_pixels} make {width}x{height} to {w_bar}x{h_bar}"
+                "min_pixels {min_pixels} and max_pixels {max_pixels}, which resize {width}x{height} to {w_bar}x{h_bar}"
             ),
-            format!("bounds that leave sides of at least {factor} and fewer than 2^32 pixels"),
+            format!("bounds that result in sides of at least {factor} and fewer than 2^32 pixels"),
         ));
     }
     Ok((h_bar as u32, w_bar as u32))
@@ -247,7 +247,7 @@ impl Processors {
             (None, None) => {
                 let source = std::io::Error::new(
                     std::io::ErrorKind::NotFound,
-                    "no image processor (nor in processor_config.json)",
+                    "no image processor, neither here nor in processor_config.json",
                 );
                 return Err(MediaError::Read { path: dir.join("preprocessor_config.json"), source });
             }
@@ -301,8 +301,8 @@ impl ImageProcessor {
             let (Some(min), Some(max)) = (size.shortest_edge, size.longest_edge) else {
                 return Err(MediaError::setting(
                     "processor size",
-                    "a size without them",
-                    "`shortest_edge` and `longest_edge`, the least and largest area in pixels",
+                    "a size without both keys",
+                    "`shortest_edge` and `longest_edge`, the minimum and maximum area in pixels",
                 ));
             };
             (self.min_pixels, self.max_pixels) = (min, max);
@@ -333,12 +333,12 @@ impl ImageProcessor {
             ("patch_size, temporal_patch_size, merge_size", format!("{sizes:?}"), "each 1 to 64")
         } else if !(self.min_pixels <= self.max_pixels && self.max_pixels <= u64::from(u32::MAX)) {
             let got = format!("{} and {}", self.min_pixels, self.max_pixels);
-            ("min_pixels and max_pixels", got, "the minimum at most the maximum, and that below 2^32")
+            ("min_pixels and max_pixels", got, "minimum <= maximum < 2^32")
         } else if !(self.mean.iter().all(|m| m.is_finite()) && self.std.iter().all(|s| positive(*s))) {
             (
                 "image_mean and image_std",
                 format!("{:?} and {:?}", self.mean, self.std),
-                "numbers, std above 0",
+                "finite numbers, with every std above 0",
             )
         } else if !positive(self.rescale_factor) {
             ("rescale_factor", self.rescale_factor.to_string(), "a number above 0")

@@ -376,7 +376,7 @@ impl ClipBudget {
         }
         if factor == 0 || min_pixels > max_pixels || max_pixels > 1 << 40 {
             let got = format!("factor {factor}, {min_pixels} to {max_pixels} pixels");
-            let expected = "factor >= 1 and a minimum that is at most the maximum, which is at most 2^40";
+            let expected = "factor >= 1 and minimum <= maximum <= 2^40";
             return Err(MediaError::setting("area bounds of a video", got, expected));
         }
         let (f, n, slice) = (f64::from(factor), num_frames as f64, f64::from(slice_frames));
@@ -389,7 +389,7 @@ impl ClipBudget {
             return Err(MediaError::Shape {
                 what: "video sides",
                 got: format!("{width}x{height}"),
-                expected: format!("sides of at least 1 in a ratio of at most {MAX_ASPECT_RATIO}"),
+                expected: format!("sides of at least 1 with a ratio of at most {MAX_ASPECT_RATIO}"),
             });
         }
         let round = |x: f64, to: f64| (x / to).round_ties_even() * to;

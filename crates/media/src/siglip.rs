@@ -71,7 +71,7 @@ impl SiglipProcessor {
         };
         let (height, width) = config.size.map_or((side_px, side_px), |size| (size.height, size.width));
         if (height, width) != (side_px, side_px) {
-            return fail(format!("size {width}x{height}"), &format!("the tower's {side_px}x{side_px}"));
+            return fail(format!("size {width}x{height}"), &format!("the tower's size, {side_px}x{side_px}"));
         }
         if let Some(filter) = config.resample.filter(|&filter| filter != 3) {
             return fail(format!("resample {filter}"), "3 (bicubic)");

@@ -83,14 +83,14 @@ impl TileProcessor {
             ("side of a tile", format!("{} px", self.side_px), "1 to 16384 px")
         } else if !(1..=self.max_tiles).contains(&self.min_tiles) || self.max_tiles > MOST_TILES {
             let got = format!("{} to {}", self.min_tiles, self.max_tiles);
-            ("number of tiles", got, "a minimum of at least 1, and a maximum not below it and at most 1024")
+            ("number of tiles", got, "1 <= minimum <= maximum <= 1024")
         } else if !(self.mean.iter().all(|m| m.is_finite())
             && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
         {
             (
                 "image_mean and image_std",
                 format!("{:?} and {:?}", self.mean, self.std),
-                "numbers, std above 0",
+                "finite numbers, with every std above 0",
             )
         } else {
             return Ok(());

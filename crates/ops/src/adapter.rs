@@ -79,7 +79,7 @@ impl Adapter {
             return refuse(format!("an adapter in {:?} and {:?}; expected f32", a.dtype(), b.dtype()));
         }
         if !(0.0..1.0).contains(&rate) {
-            return refuse(format!("dropout {rate}; expected 0 or more and below 1"));
+            return refuse(format!("dropout {rate}; expected at least 0 and below 1"));
         }
         let id = a.name().bytes().fold(0xcbf2_9ce4_8422_2325, |h, byte| mix(h ^ u64::from(byte)));
         let factors = Factors::Linear(Linear::plain(&a, rank, k), Linear::plain(&b, n, rank));

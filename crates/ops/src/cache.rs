@@ -61,8 +61,10 @@ impl GroupCache {
     pub(crate) fn check(&self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
         self.device.check("key-value cache", qkv)?;
         if layer >= self.layers || heads != self.heads {
-            let what =
-                format!("layer {layer} of {heads:?} in a cache of {} of {:?}", self.layers, self.heads);
+            let what = format!(
+                "layer {layer} with {heads:?} in a cache of {} layers with {:?}",
+                self.layers, self.heads
+            );
             return Err(Error::shape("key-value cache", what));
         }
         Ok(())

@@ -306,7 +306,7 @@ impl OnCard {
                         self.replays.recorded += 1;
                     }
                     Err(why) => {
-                        tracing::debug!("decoding on {card} launches each kernel by itself: {why}");
+                        tracing::debug!("decoding on {card} launches each kernel individually: {why}");
                         self.replays.refused = Some(why.to_string());
                         self.records = false;
                     }

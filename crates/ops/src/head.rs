@@ -62,7 +62,7 @@ pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -
     let vocab = head.len() / normed.cols().max(1);
     if normed.rows() != targets.rows.len() || targets.tokens.iter().any(|&id| id as usize >= vocab) {
         let what = format!(
-            "{} rows for {} with targets, or a token outside of {vocab}",
+            "{} rows for {} with targets, or a token id of {vocab} or more",
             normed.rows(),
             targets.rows.len()
         );

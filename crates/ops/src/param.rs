@@ -521,10 +521,10 @@ impl Param {
             ));
         }
         if self.trainable() {
-            return refuse("an adapter on a weight that is trained itself; train one of the two".into());
+            return refuse("an adapter on a trained weight; train either the weight or the adapter".into());
         }
         if self.adapter.set(adapter).is_err() {
-            return refuse("a second adapter".into());
+            return refuse("a second adapter; a weight can have only one".into());
         }
         Ok(())
     }
@@ -583,7 +583,7 @@ impl Param {
     /// nearest even. Returns an error if the length differs or the weight is quantised.
     pub fn store(&self, data: &[f32]) -> Result<()> {
         if data.len() != self.len() {
-            let what = format!("storing {} values into {}", data.len(), self.len());
+            let what = format!("storing {} values into a weight of {}", data.len(), self.len());
             return Err(Error::Weight { name: self.name.clone(), what });
         }
         self.write(|values| match values {

@@ -67,7 +67,7 @@ impl Rows {
     /// Creates rows on `device` from host values in row-major order. `data.len()` must be `rows · cols`.
     pub fn upload(device: Device, data: Vec<f32>, rows: usize, cols: usize) -> Result<Self> {
         if data.len() != rows * cols {
-            return Err(Error::shape("rows", format!("{} numbers for {rows}×{cols}", data.len())));
+            return Err(Error::shape("rows", format!("{} values for {rows}×{cols}", data.len())));
         }
         Ok(device.backend().upload(data, rows, cols))
     }

@@ -208,7 +208,7 @@ impl Tape {
             Some(Ok(known)) => *known,
             Some(Err(_)) => {
                 return Err(Error::Tape {
-                    what: "another operation remembered this; expected the same pass".into(),
+                    what: "the remembered result is that of another operation; expected the memory of the same pass".into(),
                 });
             }
             None => {

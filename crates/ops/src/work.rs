@@ -538,7 +538,7 @@ fn cached(
     let mut caches = (0..groups)
         .map(|_| GroupCache::new(Device::Cpu, layers, heads, prompt, slots, own + 1))
         .collect::<std::io::Result<Vec<_>>>()
-        .map_err(|e| Error::shape("key-value cache", format!("no memory for it: {e}")))?;
+        .map_err(|e| Error::shape("key-value cache", format!("cannot allocate the memory: {e}")))?;
     let of_prompt = noise(prompt, heads.packed_width());
     for cache in &mut caches {
         (0..layers).for_each(|layer| cpu.cache_prompt(cache, layer, &of_prompt, heads));

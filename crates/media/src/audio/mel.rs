@@ -149,10 +149,10 @@ impl LogMel {
         }
         let num_samples = config.chunk_length.saturating_mul(config.sampling_rate as usize);
         if !(1..=600).contains(&config.chunk_length) || num_samples <= config.n_fft {
-            return wrong("chunk_length", &config.chunk_length, "1 to 600 seconds, more than a frame");
+            return wrong("chunk_length", &config.chunk_length, "1 to 600 seconds, and more than one frame");
         }
         if config.dither != 0.0 {
-            return wrong("dither", &config.dither, "0: features do not depend on chance");
+            return wrong("dither", &config.dither, "0, because features must not be random");
         }
         if config.do_normalize {
             return wrong("do_normalize", &true, "false");

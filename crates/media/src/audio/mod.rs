@@ -73,7 +73,7 @@ impl AudioRange {
     pub fn check(&self, path: &Path, duration_s: Option<f64>, limits: &Limits) -> Result<(), MediaError> {
         let bad = |what: &str, got: f64, expected: &str| {
             Err(MediaError::setting(
-                format!("{}: {what} of the range of seconds", path.display()),
+                format!("{}: {what} of the range in seconds", path.display()),
                 got,
                 expected,
             ))
@@ -165,7 +165,7 @@ pub fn read_audio(path: &Path, range: &AudioRange, limits: &Limits) -> Result<Au
             0 => Err(MediaError::decode(path, "the audio track is empty")),
             seen => range
                 .check(path, Some(seen as f64 / rate), limits)
-                .and(Err(MediaError::decode(path, "the range of seconds holds no sample"))),
+                .and(Err(MediaError::decode(path, "the range of seconds contains no samples"))),
         };
     }
     // If no header states the length, the limit can only be checked after decoding.
@@ -177,7 +177,7 @@ pub fn read_audio(path: &Path, range: &AudioRange, limits: &Limits) -> Result<Au
 
 fn check_info(path: &Path, info: &AudioInfo, limits: &Limits) -> Result<(), MediaError> {
     if info.sample_rate_hz == 0 || info.num_channels == 0 {
-        return Err(MediaError::decode(path, "the header gives a sample rate or a number of channels of 0"));
+        return Err(MediaError::decode(path, "the header states a sample rate or a number of channels of 0"));
     }
     let rate = u64::from(info.sample_rate_hz);
     Limits::check(path, "sample rate in Hz", rate, u64::from(limits.max_sample_rate_hz))
@@ -185,7 +185,7 @@ fn check_info(path: &Path, info: &AudioInfo, limits: &Limits) -> Result<(), Medi
 
 fn too_long(path: &Path, duration_s: f64, limits: &Limits) -> Result<(), MediaError> {
     let (got, max) = (duration_s.ceil() as u64, limits.max_audio_secs as u64);
-    Limits::check(path, "length of the sound in seconds (without an end to the part that is used)", got, max)
+    Limits::check(path, "length of the sound in seconds (the range has no end)", got, max)
 }
 
 /// Mono mix of a range, built up from interleaved samples as they are decoded.

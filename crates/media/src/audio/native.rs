@@ -140,7 +140,7 @@ impl NativeTrack {
             if got != expected && !buffer.is_empty() {
                 return Err(MediaError::decode(
                     &self.path,
-                    format!("rate and channels change from {expected:?} to {got:?} on the way"),
+                    format!("rate and channels change from {expected:?} to {got:?} within the file"),
                 ));
             }
             buffer.copy_to_vec_interleaved(&mut interleaved);
@@ -211,7 +211,7 @@ fn timeout(path: &Path, limits: &Limits) -> MediaError {
 
 fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, MediaError>) -> Result<T, MediaError> {
     omnigrpo_guard::guarded(work)
-        .unwrap_or_else(|_| Err(MediaError::decode(path, "the sound decoder failed on its content")))
+        .unwrap_or_else(|_| Err(MediaError::decode(path, "the sound decoder failed with an internal error")))
 }
 
 /// A file whose reads fail once the time limit has passed. This ends every loop of the decoder that reads.
