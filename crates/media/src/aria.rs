@@ -1,46 +1,47 @@
-//! Pictures as Aria sees them: squares that a picture fills from its left upper corner, with a mask of real pixels.
+//! Image processing of Aria: each picture becomes one or more squares, with a mask of real pixels.
 //!
-//! A picture's longer side becomes that of the square and the other one keeps the aspect ratio, but is never below a minimum,
-//! for which a narrow picture is stretched. What it does not fill is black. Where pictures are split, the picture first fills
-//! the best of some sizes, centred on black, and is cut into pieces from left to right and top to bottom; each piece, black
-//! borders included, is then a picture of its own.
+//! The longer side of a picture is resized to the side of the square. The other side keeps the aspect ratio, but a narrow picture
+//! is stretched so that this side reaches a minimum. The picture is in the upper left corner of the square, and the rest is
+//! black. If splitting is enabled, the picture is first resized to fit the best of several canvas sizes and centred on black. The
+//! canvas is then cut into pieces, from left to right and top to bottom. Each piece, including its black borders, is then
+//! processed as a picture.
 //!
-//! Pixels equal Pillow's bicubic followed by `u8 / 255` in f64, rounded to f32, then `(x - mean) / std` in f32.
+//! Pixels equal those of Pillow's bicubic resize, followed by `u8 / 255` in f64, rounded to f32, then `(x - mean) / std` in f32.
 //!
-//! Source: `transformers` 5.23 `models/aria/image_processing_pil_aria.py` and `select_best_resolution`,
-//! `get_patch_output_size` of its `image_processing_utils`. Difference: there a batch of pictures has the number of pieces of
-//! the one with most; here each has its own.
+//! Source: `transformers` 5.23 `models/aria/image_processing_pil_aria.py` and `select_best_resolution`, `get_patch_output_size`
+//! of its `image_processing_utils`. Difference: in the source, all pictures of a batch have as many pieces as the picture with
+//! the most pieces; here, each picture has only the pieces that it needs.
 
 use rayon::prelude::*;
 
 use crate::{MediaError, Rgb8Image, resize_bicubic};
 
-/// Numbers of a pixel: three colours and the mask.
+/// Channels of a pixel: three colours and the mask.
 const CHANNELS: usize = 4;
 
-/// Most pixels of a size to split to: 64 pieces of 980.
+/// Maximum number of pixels of a canvas: 64 pieces with a side of 980 pixels.
 const MOST_PIXELS: u64 = 64 * 980 * 980;
 
-/// Settings of the squares.
+/// Settings of Aria's image processing.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AriaProcessor {
-    /// Side of a square, pixels.
+    /// Side of a square, in pixels.
     pub side_px: u32,
-    /// Least length of a picture's shorter side, pixels.
+    /// Minimum length of a picture's shorter side, in pixels.
     pub min_side_px: u32,
-    /// Sizes `(height, width)` that pictures are split from, pixels; none for pictures that stay whole.
+    /// Canvas sizes `(height, width)` for splitting, in pixels. If empty, pictures are not split.
     pub split: Vec<(u32, u32)>,
-    /// Channel means on the scale 0 to 1.
+    /// Channel means, on a scale of 0 to 1.
     pub mean: [f64; 3],
-    /// Channel standard deviations, likewise.
+    /// Channel standard deviations, on a scale of 0 to 1.
     pub std: [f64; 3],
 }
 
-/// A piece of a picture on the canvas that it is cut from: left, top, width and height in pixels.
+/// Piece of a canvas: left, top, width and height in pixels.
 type Piece = [u32; 4];
 
 impl AriaProcessor {
-    /// The sizes in units of 490 px that published processors split to.
+    /// Returns the canvas sizes of the published processors, which are multiples of 490 px.
     #[must_use]
     pub fn published_split() -> Vec<(u32, u32)> {
         const UNITS: [(u32, u32); 19] = [
@@ -70,7 +71,7 @@ impl AriaProcessor {
     /// Checks the settings.
     ///
     /// # Errors
-    /// [`MediaError::Setting`] for impossible sizes or normalisation.
+    /// Returns [`MediaError::Setting`] for impossible sizes or an impossible normalisation.
     pub fn check(&self) -> Result<(), MediaError> {
         let too_large =
             |&&(h, w): &&(u32, u32)| h == 0 || w == 0 || u64::from(h) * u64::from(w) > MOST_PIXELS;
@@ -88,17 +89,17 @@ impl AriaProcessor {
             && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
         {
             let got = format!("{:?} and {:?}", self.mean, self.std);
-            ("image_mean and image_std", got, "numbers, std above 0")
+            ("image_mean and image_std", got, "finite numbers, with every std above 0")
         } else {
             return Ok(());
         };
         Err(MediaError::setting(what, got, expected))
     }
 
-    /// Squares that a picture of `width x height` becomes.
+    /// Returns the number of squares for a picture of `width x height`.
     ///
     /// # Errors
-    /// As [`check`](Self::check); [`MediaError::Shape`] for an empty picture.
+    /// Returns the errors of [`check`](Self::check), and [`MediaError::Shape`] for an empty picture.
     pub fn num_squares(&self, width: u32, height: u32) -> Result<usize, MediaError> {
         self.check()?;
         if width == 0 || height == 0 {
@@ -111,7 +112,7 @@ impl AriaProcessor {
         Ok(self.canvas(width, height).map_or(1, |size| self.pieces(size).len()))
     }
 
-    /// The size `(height, width)` that a picture is split from.
+    /// Returns the best canvas size `(height, width)` for a picture, or `None` if pictures are not split.
     fn canvas(&self, width: u32, height: u32) -> Option<(u32, u32)> {
         let (own_width, own_height) = (f64::from(width), f64::from(height));
         let own = u64::from(width) * u64::from(height);
@@ -128,7 +129,7 @@ impl AriaProcessor {
         best.map(|(size, ..)| size)
     }
 
-    /// The pieces of a canvas.
+    /// Returns the pieces of a canvas.
     fn pieces(&self, (height, width): (u32, u32)) -> Vec<Piece> {
         let side = self.side_px;
         let starts = |length: u32| (0..length).step_by(side as usize);
@@ -136,8 +137,8 @@ impl AriaProcessor {
         starts(height).flat_map(of_row).collect()
     }
 
-    /// A picture as squares, `[num_squares, 4, side, side]`: three planes of colours, then 1 where a pixel is real and 0 where
-    /// it fills up.
+    /// Converts a picture to squares, `[num_squares, 4, side, side]`: three colour planes, followed by a mask that is 1 for real
+    /// pixels and 0 for padding.
     pub fn process_image(&self, image: &Rgb8Image) -> Result<Vec<f32>, MediaError> {
         image.check()?;
         self.num_squares(image.width_px, image.height_px)?;
@@ -153,7 +154,7 @@ impl AriaProcessor {
         Ok(self.squares(&pieces))
     }
 
-    /// Frames of a video, each as one square, `[frames, 4, side, side]`.
+    /// Converts each frame of a video to one square, `[frames, 4, side, side]`.
     pub fn process_frames(&self, frames: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
         self.check()?;
         if frames.is_empty() {
@@ -167,7 +168,7 @@ impl AriaProcessor {
         Ok(self.squares(&frames))
     }
 
-    /// The size `(width, height)` of a picture of `width x height` in its square.
+    /// Returns the size `(width, height)` to which a picture of `width x height` is resized in its square.
     #[must_use]
     pub fn fitted_size(&self, width: u32, height: u32) -> (u32, u32) {
         let side = self.side_px;
@@ -176,7 +177,7 @@ impl AriaProcessor {
         if width >= height { (side, other(height)) } else { (other(width), side) }
     }
 
-    /// A picture in the size that it has in its square.
+    /// Resizes a picture to its size in the square.
     fn fitted(&self, image: &Rgb8Image) -> Result<Rgb8Image, MediaError> {
         let (width, height) = self.fitted_size(image.width_px, image.height_px);
         resize(image, width, height)
@@ -216,7 +217,8 @@ fn resize(image: &Rgb8Image, width: u32, height: u32) -> Result<Rgb8Image, Media
     resize_bicubic(image, width, height)
 }
 
-/// A picture as large as fits a canvas of this `(height, width)` with its aspect ratio, centred on black.
+/// Resizes a picture to the largest size that fits a canvas of `(height, width)` with the same aspect ratio, and centres it on
+/// black.
 fn centred(image: &Rgb8Image, (height, width): (u32, u32)) -> Result<Rgb8Image, MediaError> {
     let (own_width, own_height) = (f64::from(image.width_px), f64::from(image.height_px));
     let (by_width, by_height) = (f64::from(width) / own_width, f64::from(height) / own_height);
@@ -266,16 +268,16 @@ mod tests {
 
     #[test]
     fn a_split_picture_is_cut_row_by_row_with_its_borders() {
-        // 2 × 2 pieces of 2 px from 4 × 3: black above 3 rows, of which the odd one is below.
+        // A picture of 4 × 3 is split into 2 × 2 pieces of 2 px. The missing row is black and at the bottom.
         let p = AriaProcessor { split: vec![(4, 4), (2, 2)], ..whole(2, 1) };
         assert_eq!(p.num_squares(4, 3).unwrap(), 4);
         let squares = p.process_image(&Rgb8Image::filled(4, 3, [255; 3]).unwrap()).unwrap();
         let first: Vec<&[f32]> = squares.chunks_exact(16).map(|square| &square[..4]).collect();
         let (whole_piece, half) = ([1.0; 4], [1.0, 1.0, -1.0, -1.0]);
         assert_eq!(first, [&whole_piece, &whole_piece, &half, &half]);
-        // Borders of pieces are real pixels.
+        // The black borders of pieces count as real pixels.
         assert!(squares.chunks_exact(16).all(|square| square[12..] == [1.0; 4]));
-        // A size that wastes less wins where none shows more.
+        // If no size shows more of the picture, the size that wastes less is chosen.
         assert_eq!(p.canvas(2, 2), Some((2, 2)));
     }
 

@@ -1,149 +1,150 @@
-//! Errors of media files, worded so that the owner of the file can act on them.
+//! Errors of media files, worded so that the user can act on them.
 
 use std::path::{Path, PathBuf};
 
 use omnigrpo_guard::MachineFailure;
 
-/// Failure of reading, checking, decoding or laying out one medium.
+/// Failure to read, check, decode or process one medium.
 ///
-/// Every variant concerns one medium (or one setting), but for those with a [`MachineFailure`] as their source, which
-/// [`omnigrpo_guard::fault`] tells apart. None of them poisons the process, so a caller may skip the row and go on.
+/// Every variant concerns one medium or one setting. The exceptions are variants with a [`MachineFailure`] as their source, which
+/// [`omnigrpo_guard::fault`] distinguishes. After any of these errors, the process is still usable, so a caller may skip the row
+/// and continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MediaError {
-    /// The file is missing, unreadable, or not a regular file.
+    /// Missing or unreadable file, or a path that is not a regular file.
     #[error("cannot read {}; check that the path exists and is readable", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Error of the system.
         source: std::io::Error,
     },
-    /// A size goes over the limit in [`crate::Limits`].
+    /// A size above a limit in [`crate::Limits`].
     #[error("{}: {what} is {got}, the limit is {max}; shrink the file or raise the limit", path.display())]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The quantity, with its unit.
+        /// Name of the quantity, with its unit.
         what: &'static str,
-        /// Value of the file.
+        /// Size found in the file.
         got: u64,
         /// The limit.
         max: u64,
     },
-    /// The content is no format that is read here.
+    /// Content in an unsupported format.
     #[error("{}: {got}; expected {expected}; convert the file", path.display())]
     Format {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Description of the content.
         got: String,
-        /// Accepted kinds.
+        /// Supported formats.
         expected: &'static str,
     },
-    /// The content is damaged.
-    #[error("{}: cannot decode; the file is damaged or incomplete, replace it", path.display())]
+    /// Damaged content.
+    #[error("{}: cannot decode the file, which is damaged or incomplete; replace it", path.display())]
     Decode {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Error of the decoder.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The file holds fewer frames than its header promises.
-    #[error("{}: got {got} frames, expected {expected}; the video is truncated or damaged, replace it", path.display())]
+    /// Video with fewer frames than expected.
+    #[error("{}: got {got} frames, expected {expected}; replace the video, which is truncated or damaged", path.display())]
     Truncated {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Frames found.
+        /// Number of frames found.
         got: u64,
-        /// Frames announced or asked for.
+        /// Number of frames announced or requested.
         expected: u64,
     },
-    /// Sound was asked for and there is none.
-    #[error("{}: the file has no audio track; remove the audio from the row or ask for silence in its place", path.display())]
+    /// File without the audio track that was requested.
+    #[error("{}: the file has no audio track; remove the audio from the row or request silence instead", path.display())]
     NoAudioTrack {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// `ffmpeg` or `ffprobe` is not installed.
+    /// Missing program `ffmpeg` or `ffprobe`.
     #[error(
         "{}: this file needs the program `{program}`, which was not found; install ffmpeg (Debian/Ubuntu: \
          `apt install ffmpeg`, macOS: `brew install ffmpeg`, conda: `conda install ffmpeg`) and put it on PATH",
         path.display()
     )]
     ProgramMissing {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The program.
+        /// Name of the program.
         program: &'static str,
-        /// The answer of the system.
+        /// Error of the system.
         source: MachineFailure,
     },
-    /// `ffmpeg` or `ffprobe` is there and could not be started, or not be watched over.
+    /// Failure to start or monitor an installed `ffmpeg` or `ffprobe`.
     #[error("{}: the program `{program}` could not be started", path.display())]
     ProgramNotStarted {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The program.
+        /// Name of the program.
         program: &'static str,
-        /// The answer of the system.
+        /// Error of the system.
         source: MachineFailure,
     },
-    /// `ffmpeg` or `ffprobe` lived long and computed little, and was killed.
+    /// `ffmpeg` or `ffprobe` killed after a long time in which it used little processor time.
     #[error(
-        "{}: `{program}` was killed after {waited_secs} s in which it hardly computed; the machine is overloaded or its disk does not answer",
+        "{}: `{program}` was killed after {waited_secs} s in which it used hardly any processor time; the machine is overloaded or its disk does not respond",
         path.display()
     )]
     ProgramWaits {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The program.
+        /// Name of the program.
         program: &'static str,
-        /// How long it lived, in seconds.
+        /// Time for which the program ran, in seconds.
         waited_secs: f64,
-        /// The likely reason.
+        /// Likely cause.
         source: MachineFailure,
     },
-    /// `ffmpeg` or `ffprobe` ended with an error.
-    #[error("{}: `{program}` failed ({status}): {stderr_tail}; the file is damaged or of an unsupported kind", path.display())]
+    /// Error reported by `ffmpeg` or `ffprobe`.
+    #[error("{}: `{program}` failed ({status}): {stderr_tail}; the file is damaged or its format is unsupported", path.display())]
     ProgramFailed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The program.
+        /// Name of the program.
         program: &'static str,
         /// Exit status of the program.
         status: String,
-        /// The end of what it wrote to standard error.
+        /// End of the program's standard error.
         stderr_tail: String,
     },
-    /// `ffmpeg` or `ffprobe` took more processor time than it may and was killed; or a decoder of this program took more.
+    /// Processor time above the limit, used by `ffmpeg`, by `ffprobe` or by a decoder in this process. A child program is killed.
     #[error("{}: `{program}` did not finish within {limit_secs} s of processor time; shorten the file or raise the limit", path.display())]
     Timeout {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The program.
+        /// Name of the program or decoder.
         program: &'static str,
-        /// The limit in seconds.
+        /// Limit on processor time, in seconds.
         limit_secs: f64,
     },
-    /// A picture of a shape the model cannot take.
+    /// Picture or video whose shape the model does not support.
     #[error("{what}: got {got}, expected {expected}; crop or pad the picture")]
     Shape {
-        /// Name of the value.
+        /// Name of the quantity.
         what: &'static str,
-        /// The value found.
+        /// Value found.
         got: String,
-        /// The values accepted.
+        /// Accepted values.
         expected: String,
     },
-    /// A setting (processor file, sampling rule, limits) that makes no sense.
+    /// Invalid setting (processor file, sampling rule, limits).
     #[error("{what}: got {got}, expected {expected}")]
     Setting {
-        /// The setting.
+        /// Name of the setting.
         what: String,
-        /// The value found.
+        /// Value found.
         got: String,
-        /// The values accepted.
+        /// Accepted values.
         expected: String,
     },
 }

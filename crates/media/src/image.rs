@@ -1,16 +1,16 @@
-//! Picture files to 8-bit RGB.
+//! Decoding of picture files to 8-bit RGB.
 //!
-//! Reads PNG, JPEG, WebP, GIF, BMP and TIFF (first frame of an animation), recognised by content. The result is
-//! what Pillow and the `transformers` image processors make of the same file:
+//! PNG, JPEG, WebP, GIF, BMP and TIFF are supported and recognised by content. For an animation, the first frame is read. The
+//! result equals that of Pillow and the `transformers` image processors for the same file:
 //!
 //! * transparency (RGBA, grey + alpha, palette or `tRNS`) is composited on white with Pillow's rounding;
-//! * one-channel pictures are repeated over three channels; 16-bit colour keeps the high byte; 16-bit grey without alpha
-//!   is clipped at 255, as Pillow's conversion of mode `I;16` to RGB does (not scaled);
+//! * one-channel pictures are repeated over three channels; 16-bit colour keeps the high byte; 16-bit grey without alpha is
+//!   clipped at 255 and not scaled, as in Pillow's conversion of mode `I;16` to RGB;
 //! * the EXIF orientation is **not** applied, since Pillow does not apply it on `open`.
 //!
-//! Differences: lossy formats go through another decoder than Pillow's libjpeg-turbo and libwebp; JPEG pixels
-//! differ by up to 5 of 255 levels (0.4 on average). A JPEG without end marker is an error here, where the decoder
-//! would fill with grey.
+//! Differences: lossy formats are not decoded with libjpeg-turbo and libwebp, which Pillow uses. JPEG pixels differ by up to 5 of
+//! 255 levels (0.4 on average). A JPEG without an end marker is an error here, because the decoder would fill the missing part
+//! with grey.
 //!
 //! Source: `transformers` 5.23 `image_transforms.convert_to_rgb`, Pillow 13 `Convert.c`, `Paste.c`.
 
@@ -22,7 +22,7 @@ use rayon::prelude::*;
 
 use crate::{Limits, MediaError};
 
-/// The formats, as error messages name them.
+/// Supported formats, as listed in error messages.
 pub(crate) const IMAGE_FORMATS: &str = "a PNG, JPEG, WebP, GIF, BMP or TIFF image";
 
 /// An 8-bit RGB picture.
@@ -32,30 +32,30 @@ pub struct Rgb8Image {
     pub width_px: u32,
     /// Height in pixels, at least 1.
     pub height_px: u32,
-    /// `[height, width, 3]`, row-major, R G B.
+    /// Pixels `[height, width, 3]`, row-major, in the order R G B.
     pub pixels: Vec<u8>,
 }
 
 impl Rgb8Image {
-    /// A picture from its pixels `[height, width, 3]`.
+    /// Creates a picture from its pixels `[height, width, 3]`.
     ///
     /// # Errors
-    /// [`MediaError::Shape`] when a side is 0 or the length is not `height * width * 3`.
+    /// Returns [`MediaError::Shape`] if a side is 0 or the length is not `height * width * 3`.
     pub fn new(width_px: u32, height_px: u32, pixels: Vec<u8>) -> Result<Self, MediaError> {
         let image = Self { width_px, height_px, pixels };
         image.check()?;
         Ok(image)
     }
 
-    /// One colour everywhere.
+    /// Creates a picture of a single colour.
     ///
     /// # Errors
-    /// [`MediaError::Shape`] when a side is 0.
+    /// Returns [`MediaError::Shape`] if a side is 0.
     pub fn filled(width_px: u32, height_px: u32, rgb: [u8; 3]) -> Result<Self, MediaError> {
         Self::new(width_px, height_px, rgb.repeat(width_px as usize * height_px as usize))
     }
 
-    /// Fails when the fields, which are public, do not agree.
+    /// Returns an error if the public fields do not agree with each other.
     pub(crate) fn check(&self) -> Result<(), MediaError> {
         let expected = u64::from(self.width_px) * u64::from(self.height_px) * 3;
         if expected == 0 || self.pixels.len() as u64 != expected {
@@ -69,33 +69,33 @@ impl Rgb8Image {
     }
 }
 
-/// Size and format of a picture, from its header.
+/// Size and format of a picture, as stated in its header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageInfo {
     /// Width in pixels.
     pub width_px: u32,
     /// Height in pixels.
     pub height_px: u32,
-    /// File format, by content.
+    /// File format, recognised by content.
     pub format: ImageFormat,
 }
 
 /// Decodes a picture file.
 ///
 /// # Errors
-/// A file that cannot be read, is over a limit, of another format, or damaged.
+/// Returns an error if the file cannot be read, is over a limit, is damaged, or has an unsupported format.
 pub fn load_image(path: &Path, limits: &Limits) -> Result<Rgb8Image, MediaError> {
     decode(path, &limits.read(path)?, limits)
 }
 
-/// Decodes a picture held in memory; `name` stands for the path in errors.
+/// Decodes a picture in memory. Errors contain `name` in place of a path.
 pub fn load_image_bytes(name: &str, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
     let path = Path::new(name);
     Limits::check(path, "size in bytes", bytes.len() as u64, limits.max_file_bytes)?;
     decode(path, bytes, limits)
 }
 
-/// Reads size and format from a picture's header, without decoding it. Damage further on stays unseen.
+/// Reads the size and format from the header of a picture, without decoding the picture. Damage after the header is not detected.
 pub fn probe_image(path: &Path, limits: &Limits) -> Result<ImageInfo, MediaError> {
     let file = limits.open(path)?;
     let reader = ImageReader::new(source(BufReader::new(file)))
@@ -117,7 +117,7 @@ fn require_known(path: &Path, format: Option<ImageFormat>) -> Result<ImageFormat
     let got = match format {
         Some(format) if is_known(format) => return Ok(format),
         Some(format) => format!("the content is {format:?}"),
-        None => "the content is no known image format".into(),
+        None => "the content is not a supported image format".into(),
     };
     Err(MediaError::Format { path: path.to_owned(), got, expected: IMAGE_FORMATS })
 }
@@ -135,7 +135,7 @@ pub(crate) fn check_size(
     Limits::check(path, "number of pixels", num_pixels, limits.max_pixels)
 }
 
-/// A picture's bytes as one type, so that every decoder is compiled once.
+/// Reader of a picture's bytes, as a single type so that every decoder is compiled only once.
 pub(crate) type Source<'a> = Box<dyn BufSeek + 'a>;
 
 pub(crate) trait BufSeek: BufRead + Seek {}
@@ -146,20 +146,20 @@ pub(crate) fn source<'a>(from: impl BufSeek + 'a) -> Source<'a> {
     Box::new(from)
 }
 
-/// The limits as the decoders know them.
+/// Converts the limits to the form that the decoders expect.
 pub(crate) fn decoder_limits(limits: &Limits) -> image::Limits {
     let mut out = image::Limits::default();
     out.max_alloc = Some(limits.max_alloc_bytes);
     out
 }
 
-/// Runs a decoder. The decoders are memory-safe but young: a panic inside one is a damaged file, not our end.
+/// Runs a decoder. The decoders are memory-safe but may still have bugs, so a panic in a decoder is reported as a damaged file.
 pub(crate) fn guarded<T>(
     path: &Path,
     decode: impl FnOnce() -> Result<T, MediaError>,
 ) -> Result<T, MediaError> {
     omnigrpo_guard::guarded(decode)
-        .unwrap_or_else(|_| Err(MediaError::decode(path, "the decoder stopped on an internal error")))
+        .unwrap_or_else(|_| Err(MediaError::decode(path, "the decoder failed with an internal error")))
 }
 
 fn decode(path: &Path, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
@@ -180,8 +180,8 @@ fn decode(path: &Path, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, Media
     })
 }
 
-/// Whether an end-of-image marker follows the last start of scan. The JPEG decoder fills a cut file with grey.
-/// Inside a scan `FF` is never followed by `D9`, and a thumbnail's markers stand before the last scan.
+/// Returns whether an end-of-image marker follows the last start of scan. Without this check, the JPEG decoder would fill a
+/// truncated file with grey. Inside a scan, `FF` is never followed by `D9`. The markers of a thumbnail come before the last scan.
 fn jpeg_has_end(bytes: &[u8]) -> bool {
     let marker = |code: u8| move |pair: &[u8]| pair == [0xFF, code];
     let Some(scan) = bytes.windows(2).rposition(marker(0xDA)) else { return false };
@@ -215,8 +215,8 @@ pub(crate) fn rgb_from_dynamic(path: &Path, image: DynamicImage) -> Result<Rgb8I
     Rgb8Image::new(width_px, height_px, pixels)
 }
 
-/// Composites pixels of N channels, the last of them alpha, on white.
-/// Pillow's rounding: `t = 255 (255 - a) + v a + 128`, then `(t + t/256) / 256`, which is round(t/255) for all bytes.
+/// Composites pixels of N channels on white, where the last channel is alpha.
+/// Pillow's rounding is `t = 255 (255 - a) + v a + 128`, then `(t + t/256) / 256`, which equals round(t/255) for all bytes.
 fn on_white<const N: usize>(pixels: &[u8]) -> Vec<u8> {
     let mut out = vec![0u8; pixels.len() / N * 3];
     out.par_chunks_exact_mut(3).with_min_len(1 << 14).zip(pixels.par_chunks_exact(N)).for_each(|(rgb, p)| {

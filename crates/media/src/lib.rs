@@ -1,18 +1,18 @@
-//! Media files to pixels, frames, the patches that vision towers take, and the spectra that audio towers take.
+//! Media files: decodes pictures, videos and audio, and computes the patches for vision towers and the spectra for audio towers.
 //!
-//! Knows files, pixels and samples, no tensors. Everything here is a pure function of the file and the settings; nothing is random
-//! and nothing is cached. Files come from outside: every read and decode runs under [`Limits`].
+//! The crate works on files, pixels and samples, not on tensors. Every result depends only on the file and the settings: there is
+//! no randomness and no cache. Files may be malicious, so every read and decode runs under [`Limits`].
 //!
-//! * [`load_image`], [`probe_image`]: picture files as Pillow reads them.
+//! * [`load_image`], [`probe_image`]: picture files, decoded as Pillow decodes them.
 //! * [`resize_bicubic`]: the resize of Pillow 13, bit for bit.
 //! * [`decode_video`], [`probe_video`]: frames of video files, animations, directories and lists of pictures.
-//! * [`FrameSampling`], [`PixelBudget`], [`ClipBudget`]: which frames, and how large.
-//! * [`aria`]: squares with masks, as Aria sees pictures.
-//! * [`audio`]: sound files and the sound of videos, resampling, Whisper's log-mel features.
-//! * [`clip`]: the pixels that CLIP looks at.
-//! * [`tiles`]: square tiles of pictures, as InternVL sees them.
+//! * [`FrameSampling`], [`PixelBudget`], [`ClipBudget`]: the choice of frames and their size.
+//! * [`aria`]: squares with masks, the image processing of Aria.
+//! * [`audio`]: audio files and the audio of videos, resampling, Whisper's log-mel features.
+//! * [`clip`]: the image processing of CLIP.
+//! * [`tiles`]: square tiles of pictures, the image processing of InternVL.
 //! * [`qwen_vl`]: resizing rule, normalisation and patch order of Qwen2-VL and Qwen2.5-VL.
-//! * [`siglip`]: pictures for SigLIP towers.
+//! * [`siglip`]: the image processing of SigLIP towers.
 
 pub mod aria;
 pub mod audio;

@@ -1,4 +1,4 @@
-//! Bounds on what one file may cost.
+//! Limits on the resources used for one file.
 
 use std::fs::File;
 use std::io::Read;
@@ -7,27 +7,28 @@ use std::time::Duration;
 
 use crate::MediaError;
 
-/// Size of a processor's configuration; published ones have a few kilobytes, and 2 MB with mel filters.
+/// Maximum size of a processor's configuration. Published files have a few kilobytes, or 2 MB with mel filters.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Bounds on memory and time per medium. Files come from outside, so every decode runs under these.
+/// Limits on memory and time per medium. Files may be malicious, so every decode runs under these limits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Limits {
-    /// Largest image or animation file, bytes. Video and sound are streamed and not bound by it. 256 MiB.
+    /// Maximum size of an image or animation file, in bytes. It does not apply to video and audio, which are streamed. Default
+    /// 256 MiB.
     pub max_file_bytes: u64,
-    /// Largest picture or video frame, pixels. Pillow's own error threshold, 178 956 970.
+    /// Maximum number of pixels of a picture or video frame. Default 178 956 970, above which Pillow reports an error.
     pub max_pixels: u64,
-    /// Largest sum of buffers while decoding one picture, bytes. 1 GiB.
+    /// Maximum memory of all buffers for decoding one picture, in bytes. Default 1 GiB.
     pub max_alloc_bytes: u64,
-    /// Largest number of frames in an animation, a directory or a list. 100 000.
+    /// Maximum number of frames in an animation, a directory or a list. Default 100 000.
     pub max_frames: u64,
-    /// Largest sum of the frames kept of one video (after resizing), bytes. 2 GiB.
+    /// Maximum memory of the frames kept of one video (after resizing), in bytes. Default 2 GiB.
     pub max_video_bytes: u64,
-    /// Longest sound that is read without a range in seconds that picks a part of it, seconds. 1800.
+    /// Maximum length of audio that is read without a range of seconds, in seconds. Default 1800.
     pub max_audio_secs: f64,
-    /// Highest sample rate of sound, Hz. 768 000.
+    /// Maximum sample rate of audio, in Hz. Default 768 000.
     pub max_sample_rate_hz: u32,
-    /// Processor time for one run of `ffprobe` or `ffmpeg`, and for decoding one animation or sound. 120 s.
+    /// Maximum processor time for one run of `ffprobe` or `ffmpeg`, and for decoding one animation or audio file. Default 120 s.
     pub timeout: Duration,
 }
 
@@ -47,7 +48,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Fails unless `got <= max`, naming the quantity.
+    /// Returns an error that names the quantity if `got > max`.
     pub(crate) fn check(path: &Path, what: &'static str, got: u64, max: u64) -> Result<(), MediaError> {
         if got > max {
             return Err(MediaError::TooLarge { path: path.to_owned(), what, got, max });
@@ -55,10 +56,10 @@ impl Limits {
         Ok(())
     }
 
-    /// Fails unless a picture may be resized to this size. Rows can ask for any.
+    /// Checks a size to which a picture is to be resized. Rows can request any size.
     ///
     /// # Errors
-    /// [`MediaError::Setting`] for more than `max_pixels`.
+    /// Returns [`MediaError::Setting`] for more than `max_pixels`.
     pub fn check_resized(&self, width_px: u32, height_px: u32) -> Result<(), MediaError> {
         if u64::from(width_px) * u64::from(height_px) > self.max_pixels {
             return Err(MediaError::setting(
@@ -73,8 +74,8 @@ impl Limits {
         Ok(())
     }
 
-    /// Opens a regular file of at most `max_file_bytes`. Pipes and devices are refused before they are opened,
-    /// since opening or reading one may never return.
+    /// Opens a regular file of at most `max_file_bytes`. Pipes and devices are refused before they are opened, because opening or
+    /// reading one may block forever.
     pub(crate) fn open(&self, path: &Path) -> Result<File, MediaError> {
         require_regular_file(path)?;
         let read = |source| MediaError::Read { path: path.to_owned(), source };
@@ -84,7 +85,7 @@ impl Limits {
         Ok(file)
     }
 
-    /// Reads a whole file of at most `max_file_bytes`.
+    /// Reads a complete file of at most `max_file_bytes`.
     pub(crate) fn read(&self, path: &Path) -> Result<Vec<u8>, MediaError> {
         let mut bytes = Vec::new();
         self.open(path)?
@@ -96,7 +97,7 @@ impl Limits {
     }
 }
 
-/// Processor time of the thread that asks, so that a loaded machine makes no file a bad one.
+/// Stopwatch for the processor time of the current thread. On a busy machine, a file is therefore not rejected as too slow.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stopwatch(Duration);
 
@@ -105,7 +106,7 @@ impl Stopwatch {
         Self(thread_time())
     }
 
-    /// Since the start, which was on this thread.
+    /// Returns the processor time since the start, which must have been on the same thread.
     pub(crate) fn elapsed(self) -> Duration {
         thread_time().saturating_sub(self.0)
     }
@@ -114,7 +115,7 @@ impl Stopwatch {
 #[cfg(unix)]
 fn thread_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call writes one value of the type that it is given. Where it fails, no time passes.
+    // SAFETY: the call writes one value of the type that it receives. If the call fails, the time stays 0.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
@@ -125,7 +126,7 @@ fn thread_time() -> Duration {
     START.elapsed()
 }
 
-/// Fails unless `path` is (or links to) a regular file.
+/// Returns an error unless `path` is a regular file or a link to one.
 pub(crate) fn require_regular_file(path: &Path) -> Result<(), MediaError> {
     let read = |source| MediaError::Read { path: path.to_owned(), source };
     if !std::fs::metadata(path).map_err(read)?.is_file() {

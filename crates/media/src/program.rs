@@ -1,13 +1,13 @@
-//! The programs `ffprobe` and `ffmpeg`, run as children on one file.
+//! The programs `ffprobe` and `ffmpeg`, run as child processes on one file.
 //!
-//! A child gets no standard input, may open only this file (`-protocol_whitelist file,pipe`) as one of the usual
-//! containers (playlists and scripts that name other files are refused), runs under a bound on its address space, and is
-//! killed together with what it started when its time is up.
+//! A child gets no standard input. It may open only this file (`-protocol_whitelist file,pipe`), which must be one of the usual
+//! containers; playlists and scripts that refer to other files are refused. Its address space is limited. When its time is up, it
+//! is killed together with its own children.
 //!
-//! The limit counts processor time, so that a loaded machine makes no file a bad one. A child that lives [`WALL_FACTOR`] times as
-//! long without having used that time waits for something, a disk or its turn: this is a failure of the machine, and so is a
-//! program that is missing or cannot be started. Where the system does not tell the processor time of a child, its
-//! lifetime counts.
+//! The limit applies to processor time, so that a busy machine does not make a file fail. A child is also killed after
+//! [`WALL_FACTOR`] times the limit in real time. Such a child has been waiting for a disk or for the processor, which is a
+//! failure of the machine. A program that is missing or cannot be started is also a failure of the machine. If the system does
+//! not report the processor time of a child, real time counts.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -23,32 +23,33 @@ use serde::de::DeserializeOwned;
 
 use crate::{Limits, MediaError};
 
-/// Containers that hold their own streams.
+/// Containers that contain their streams, instead of referring to other files.
 const FORMATS: &str = "mov,matroska,webm,avi,flv,mpegts,mpeg,mpegvideo,m4v,ogg,asf,h264,hevc,ivf,nut,mxf,rm,swf,3gp,\
      wav,w64,aiff,au,caf,flac,mp3,aac,ac3,eac3,dts,amr,amrnb,amrwb,ape,wv,tta";
 
-/// Address space of a child. Far above what 8K video takes; keeps a hostile file from taking the machine's memory.
+/// Maximum address space of a child. It is far above the memory that 8K video needs, and prevents a malicious file from using all
+/// memory.
 #[cfg(target_os = "linux")]
 const MAX_ADDRESS_SPACE: u64 = 8 << 30;
 
-/// A child may live this many times as long as it may compute.
+/// Limit on the real time of a child, as a multiple of the limit on its processor time.
 const WALL_FACTOR: u32 = 10;
 
-/// How long a look at the processor time of a child takes effect at least.
+/// Minimum time between two checks of a child's processor time.
 const SHORTEST_LOOK: Duration = Duration::from_millis(10);
 
-/// Kept of a child's standard error.
+/// Number of bytes kept from the end of a child's standard error.
 const STDERR_TAIL_BYTES: usize = 2048;
 
-/// Largest answer of ffprobe that is read; a few hundred bytes are usual.
+/// Maximum number of bytes read from the output of ffprobe, which is usually a few hundred bytes.
 const MAX_PROBE_BYTES: u64 = 1 << 20;
 
-/// Messages of the demuxers of ffmpeg 4 to 7 about a file that ends inside a sample.
+/// Messages of the demuxers of ffmpeg 4 to 7 for a file that ends inside a sample.
 pub(crate) const TRUNCATION_SIGNS: [&str; 2] = ["partial file", "File ended prematurely"];
 
-/// Names the input file, and what may be opened.
+/// Returns the arguments that name the input file and restrict the files that may be opened.
 pub(crate) fn input_args(path: &Path) -> Vec<OsString> {
-    // `file:` keeps a name with a colon or a leading dash from being read as a protocol or a flag.
+    // The prefix `file:` prevents a name with a colon or a leading dash from being read as a protocol or a flag.
     let mut url = OsString::from("file:");
     url.push(path);
     let mut args: Vec<OsString> =
@@ -78,7 +79,7 @@ impl<T> Output<T> {
     }
 }
 
-/// Asks ffprobe about `path` in JSON; also gives the end of what it wrote to standard error.
+/// Runs ffprobe on `path` and parses its JSON output. Also returns the end of its standard error.
 pub(crate) fn ffprobe<T: DeserializeOwned>(
     path: &Path,
     args: &[&str],
@@ -93,20 +94,21 @@ pub(crate) fn ffprobe<T: DeserializeOwned>(
     })?;
     output.require_success(path, "ffprobe")?;
     let answer = serde_json::from_str(&output.value)
-        .map_err(|e| MediaError::decode(path, format!("ffprobe gave an unreadable answer: {e}")))?;
+        .map_err(|e| MediaError::decode(path, format!("cannot parse the output of ffprobe: {e}")))?;
     Ok((answer, output.stderr_tail))
 }
 
-/// Why a child was killed.
+/// Reason for killing a child.
 #[derive(Clone, Copy, PartialEq)]
 enum Killed {
-    /// It had computed as long as it may.
+    /// Processor time above the limit.
     Computed,
-    /// It had lived too long without computing so much.
+    /// Too much real time, without too much processor time.
     Waited,
 }
 
-/// Runs a program on `path`, hands its standard output to `consume`, and kills it when it has computed for `limit`.
+/// Runs a program on `path` and passes its standard output to `consume`. Kills the program when its processor time reaches
+/// `limit`.
 pub(crate) fn run<T>(
     program: &'static str,
     args: &[OsString],
@@ -115,7 +117,7 @@ pub(crate) fn run<T>(
     consume: impl FnOnce(&mut dyn Read) -> io::Result<T>,
 ) -> Result<Output<T>, MediaError> {
     let mut command = Command::new(program);
-    // A group of its own, so that what the child starts dies with it: such a process would hold the pipes open.
+    // The child gets its own process group, so that its children can be killed with it. They would otherwise keep the pipes open.
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     let mut child = command
@@ -128,7 +130,7 @@ pub(crate) fn run<T>(
             ErrorKind::NotFound => {
                 MediaError::ProgramMissing { path: path.to_owned(), program, source: MachineFailure(e) }
             }
-            // A request that is longer than the system takes, which the row asked for.
+            // The command line is too long for the system because of the row's request, so this is not a failure of the machine.
             ErrorKind::ArgumentListTooLong => failed(path, program, "could not be started", &e),
             _ => not_started(path, program, e),
         })?;
@@ -147,7 +149,7 @@ pub(crate) fn run<T>(
             Ok((tail, thread("time").spawn_scoped(scope, move || watch(child, limit, deadline, &is_done))?))
         });
         let (tail, watchdog) = threads.inspect_err(|_| {
-            // Nobody would bound it. The pipes that it holds end with it.
+            // Without the watchdog, nothing would limit the child. Killing it also closes its pipes.
             kill(&mut child.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
             let _ = wait(child, Instant::now() + Duration::from_secs(5));
         })?;
@@ -156,7 +158,7 @@ pub(crate) fn run<T>(
         let ended = wait(child, deadline + Duration::from_secs(5));
         drop(done);
         let mut killed = watchdog.join().unwrap_or(None);
-        // A child of several threads may compute too long between two looks.
+        // A child with several threads may exceed its limit between two checks.
         if killed.is_none()
             && ended.as_ref().is_ok_and(|(_, computed)| computed.is_some_and(|time| time >= limit))
         {
@@ -171,7 +173,8 @@ pub(crate) fn run<T>(
             return Err(MediaError::Timeout { path: path.to_owned(), program, limit_secs });
         }
         Some(Killed::Waited) => {
-            let source = io::Error::new(ErrorKind::TimedOut, "it waited for its turn or for its file");
+            let source =
+                io::Error::new(ErrorKind::TimedOut, "it was waiting for the processor or for its file");
             return Err(MediaError::ProgramWaits {
                 path: path.to_owned(),
                 program,
@@ -182,7 +185,7 @@ pub(crate) fn run<T>(
         None => {}
     }
     let value = value.map_err(|e| failed(path, program, "its output could not be read", &e))?;
-    let status = status.map_err(|e| failed(path, program, "its end could not be awaited", &e))?;
+    let status = status.map_err(|e| failed(path, program, "its exit status could not be read", &e))?;
     Ok(Output { value, status, stderr_tail })
 }
 
@@ -199,7 +202,8 @@ fn not_started(path: &Path, program: &'static str, source: io::Error) -> MediaEr
     MediaError::ProgramNotStarted { path: path.to_owned(), program, source: MachineFailure(source) }
 }
 
-/// Kills the child once it has computed for `limit` or lives at the `deadline`, unless `is_done` ends before.
+/// Kills the child once its processor time reaches `limit` or the `deadline` has passed. Stops early when the sender of `is_done`
+/// is dropped.
 fn watch(
     child: &Mutex<Child>,
     limit: Duration,
@@ -208,7 +212,7 @@ fn watch(
 ) -> Option<Killed> {
     let started = Instant::now();
     loop {
-        // It is reaped under the same lock, so its number is its own in here.
+        // The child is reaped under the same lock, so its process id is still valid here.
         let mut child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let computed = match processor_time(&child) {
             Some(time) => time,
@@ -225,7 +229,7 @@ fn watch(
             return killed;
         }
         drop(child);
-        // A child with one decoding thread cannot reach its limit before.
+        // A child with one decoding thread cannot reach its limit earlier.
         let next = (limit - computed).min(deadline.saturating_duration_since(Instant::now()));
         match is_done.recv_timeout(next.max(SHORTEST_LOOK)) {
             Err(RecvTimeoutError::Timeout) => {}
@@ -234,13 +238,13 @@ fn watch(
     }
 }
 
-/// How long a child has computed. `None` where the system does not tell, or no longer.
+/// Returns the processor time of a child, or `None` if the system does not report it or the child has been reaped.
 #[cfg(target_os = "linux")]
 fn processor_time(child: &Child) -> Option<Duration> {
     let pid = libc::pid_t::try_from(child.id()).ok()?;
     let (mut clock, mut time) = (0, libc::timespec { tv_sec: 0, tv_nsec: 0 });
-    // SAFETY: both calls write one value of the type that they are given, and outlive neither. A number that is no process's any more
-    // is an error of theirs.
+    // SAFETY: each call writes one value of the type that it receives, and keeps no reference to it. If the process no longer
+    // exists, the calls return an error.
     let known = unsafe {
         libc::clock_getcpuclockid(pid, &mut clock) == 0 && libc::clock_gettime(clock, &mut time) == 0
     };
@@ -249,13 +253,13 @@ fn processor_time(child: &Child) -> Option<Duration> {
     })
 }
 
-/// Returns true if the child has ended and waits to be reaped.
+/// Returns true if the child has ended and has not been reaped.
 #[cfg(target_os = "linux")]
 fn has_ended(child: &Child) -> bool {
-    // SAFETY: all zeros is a value of this plain structure.
+    // SAFETY: all zeros are a valid value of this plain structure.
     let mut ended: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the call writes one `siginfo_t`, and `WNOWAIT` leaves the child to be reaped. A failure means that nobody has to
-    // wait for it, which `try_wait` will report.
+    // SAFETY: the call writes one `siginfo_t`, and `WNOWAIT` does not reap the child. A failure means that there is no child to
+    // wait for, which `try_wait` will report.
     unsafe {
         libc::waitid(libc::P_PID, child.id(), &mut ended, libc::WEXITED | libc::WNOHANG | libc::WNOWAIT) != 0
             || ended.si_pid() != 0
@@ -273,24 +277,25 @@ fn processor_time(_: &Child) -> Option<Duration> {
 }
 
 fn kill(child: &mut Child) {
-    // It may have ended by itself meanwhile, which is as good.
+    // The child may already have ended, which is also fine.
     #[cfg(unix)]
     if let Ok(group) = libc::pid_t::try_from(child.id()) {
-        // SAFETY: a plain system call. The child is reaped only once its output has ended, so while somebody still waits for
-        // that output the group is its own.
+        // SAFETY: a plain system call. The child is reaped only after its output has ended. While its output is still being read,
+        // the process group is therefore that of the child.
         unsafe { libc::kill(-group, libc::SIGKILL) };
     }
     let _ = child.kill();
 }
 
-/// Waits for the end of the child without holding the lock that the watchdog needs. Also returns how long it computed, if the
-/// system tells. After `deadline` (the kill has not worked, for instance on a dead network drive) the child is left alone.
+/// Waits for the end of the child without holding the lock that the watchdog needs. Also returns its processor time, if the
+/// system reports it. After `deadline`, the child is abandoned: killing it had no effect, for example because of an unreachable
+/// network drive.
 fn wait(child: &Mutex<Child>, deadline: Instant) -> io::Result<(ExitStatus, Option<Duration>)> {
     loop {
         {
             let mut child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             if has_ended(&child) {
-                // Only until it is reaped.
+                // The processor time is available only until the child is reaped.
                 let computed = processor_time(&child);
                 if let Some(status) = child.try_wait()? {
                     return Ok((status, computed));
@@ -298,13 +303,13 @@ fn wait(child: &Mutex<Child>, deadline: Instant) -> io::Result<(ExitStatus, Opti
             }
         }
         if Instant::now() > deadline {
-            return Err(io::Error::new(ErrorKind::TimedOut, "the process does not end"));
+            return Err(io::Error::new(ErrorKind::TimedOut, "the process has not ended"));
         }
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// Reads to the end and keeps the last bytes.
+/// Reads the stream to its end and returns the last bytes.
 fn read_tail(stream: &mut dyn Read) -> String {
     let mut tail = VecDeque::with_capacity(2 * STDERR_TAIL_BYTES);
     let mut buffer = [0u8; 1024];
@@ -315,8 +320,8 @@ fn read_tail(stream: &mut dyn Read) -> String {
     String::from_utf8_lossy(tail.make_contiguous()).trim().to_owned()
 }
 
-/// Bounds the child's address space. Done from outside after the start: a limit set between fork and exec would
-/// make the start copy the page tables of this process, which may be large.
+/// Limits the child's address space. The limit is set from outside after the start. Setting it between fork and exec would make
+/// the start copy the page tables of this process, which may be large.
 #[cfg(target_os = "linux")]
 fn bound_memory(child: &Child) {
     let Ok(pid) = libc::pid_t::try_from(child.id()) else { return };
@@ -324,8 +329,8 @@ fn bound_memory(child: &Child) {
         rlim_cur: MAX_ADDRESS_SPACE as libc::rlim_t,
         rlim_max: MAX_ADDRESS_SPACE as libc::rlim_t,
     };
-    // SAFETY: `limit` outlives the call, the old limit is not asked for, and the child is not reaped yet, so the pid is its own.
-    // Failure leaves the child with the system's own limit.
+    // SAFETY: `limit` outlives the call, the old limit is not requested, and the child has not been reaped, so the process id is
+    // that of the child. If the call fails, the child keeps the system's limit.
     unsafe { libc::prlimit(pid, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) };
 }
 
@@ -353,13 +358,14 @@ mod tests {
     #[test]
     #[cfg(unix)]
     fn a_program_that_cannot_be_started_is_the_machines_failure() {
-        // A directory cannot be run, by root neither.
+        // A directory cannot be executed, even by root.
         let error = run("/", &[], Path::new("clip.mp4"), Duration::from_secs(1), |_| Ok(())).err().unwrap();
         assert!(matches!(error, MediaError::ProgramNotStarted { .. }), "{error}");
         assert_eq!(fault(&error, Fault::Row), Fault::Machine);
     }
 
-    /// The child computes for a short time after a long wait: with a limit of lifetime it would be a bad file.
+    /// The child waits for longer than the limit and then computes for a short time. If the limit applied to real time, the child
+    /// would be killed.
     #[test]
     #[cfg(target_os = "linux")]
     fn time_spent_waiting_is_not_counted() {
@@ -379,7 +385,7 @@ mod tests {
         assert_eq!(fault(&error, Fault::Row), Fault::Row);
     }
 
-    /// Between two looks it computes in four processes, so only its end shows how long.
+    /// The processor time of a child that has ended is still counted.
     #[test]
     #[cfg(target_os = "linux")]
     fn the_time_of_a_child_that_ended_counts() {

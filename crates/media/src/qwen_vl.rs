@@ -1,15 +1,15 @@
-//! Pictures and frames to the patch rows of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+//! Conversion of pictures and frames to the patch rows of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 //!
-//! A picture is resized so that both sides are multiples of `patch_size * merge_size` ([`smart_resize`]), scaled and
-//! normalised per channel, and cut into patches. Row order is the merger's: time slice, block row, block column, then the
-//! `merge_size x merge_size` patches inside a block; a row holds `[channel, time, y, x]`. A picture fills its one time
-//! slice by repetition; an incomplete last slice of a video repeats the last frame.
+//! A picture is resized so that both sides are multiples of `patch_size * merge_size` ([`smart_resize`]), scaled and normalised
+//! per channel, and cut into patches. The rows are in the order that the merger expects: time slice, block row, block column,
+//! then the `merge_size x merge_size` patches of a block. A row contains `[channel, time, y, x]`. A picture is repeated to fill
+//! its one time slice. If the last slice of a video is incomplete, the last frame is repeated.
 //!
-//! Pictures equal `Qwen2VLImageProcessorPil` exactly: `u8 * rescale_factor` in f64, rounded to f32, then `(x - mean) / std`
-//! in f32. Video frames are scaled as `Qwen2VLVideoProcessor` does (mean and std divided by the factor first), so
-//! frames that need no resizing are exact too; frames that do are resized by the bicubic of pictures. The published
-//! processor's torchvision kernel does not round between its passes: a level apart in smooth places, up to 20 of 255 in
-//! noise, where overshoot is cut off here between the passes.
+//! The values of pictures equal those of `Qwen2VLImageProcessorPil` exactly: `u8 * rescale_factor` in f64, rounded to f32, then
+//! `(x - mean) / std` in f32. Video frames are scaled as in `Qwen2VLVideoProcessor`, which first divides mean and std by the
+//! factor. Frames that need no resizing are therefore exact too. Other frames are resized with the same bicubic filter as
+//! pictures. The torchvision kernel of the published processor does not round between its two passes. The results differ by one
+//! level in smooth areas. In noise, they differ by up to 20 of 255 levels, because overshoot is clipped here between the passes.
 //!
 //! Source: `transformers` 5.23 `models/qwen2_vl/{image_processing_pil,video_processing}_qwen2_vl.py`, qwen-vl-utils 0.0.14.
 
@@ -21,28 +21,29 @@ use serde::Deserialize;
 
 use crate::{Limits, MediaError, Rgb8Image, resize_bicubic};
 
-/// Largest accepted ratio of the sides.
+/// Maximum ratio of the longer side to the shorter side.
 pub const MAX_ASPECT_RATIO: f64 = 200.0;
 
-/// Bytes of a processor file that are read at most; published ones have a few hundred.
+/// Maximum size of a processor file in bytes. Published files have a few hundred bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// The two published forms of [`smart_resize`]. They differ only for pictures with a side far below the factor.
+/// The two published variants of [`smart_resize`]. They differ only for pictures with a side far below the factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResizeRule {
-    /// `transformers`: a side may round to 0 before the area is looked at.
+    /// Variant of `transformers`, in which a side may round to 0 before the area is checked.
     Processor,
-    /// qwen-vl-utils: sides round to at least the factor. (Where it would shrink a side to 0 and fail later, the side
-    /// is the factor here.)
+    /// Variant of qwen-vl-utils, in which sides round to at least the factor. In a few cases, qwen-vl-utils shrinks a side to 0
+    /// and fails later; here, the side is then the factor.
     QwenVlUtils,
 }
 
-/// The size `(height, width)` a picture of `height x width` is resized to: multiples of `factor`, area within
-/// `[min_pixels, max_pixels]`, aspect ratio nearly kept. Rounding is to even on ties, arithmetic in f64, as in Python.
+/// Returns the size `(height, width)` to which a picture of `height x width` is resized. Both sides are multiples of `factor`,
+/// the area is within `[min_pixels, max_pixels]`, and the aspect ratio is nearly preserved. As in Python, ties round to even and
+/// the arithmetic is in f64.
 ///
 /// # Errors
-/// [`MediaError::Shape`] for an empty picture or sides in a ratio above 200; [`MediaError::Setting`] when the bounds
-/// are not `0 <= min <= max`, or leave no picture.
+/// Returns [`MediaError::Shape`] for an empty picture or a ratio of the sides above 200. Returns [`MediaError::Setting`] unless
+/// `0 <= min <= max`, or if no size satisfies the bounds.
 pub fn smart_resize(
     height: u32,
     width: u32,
@@ -64,7 +65,7 @@ pub fn smart_resize(
         return Err(MediaError::Shape {
             what: "picture sides",
             got: format!("{width}x{height}"),
-            expected: format!("sides of at least 1 in a ratio of at most {MAX_ASPECT_RATIO}"),
+            expected: format!("sides of at least 1 with a ratio of at most {MAX_ASPECT_RATIO}"),
         });
     }
     let least = if rule == ResizeRule::QwenVlUtils { f } else { 0.0 };
@@ -83,9 +84,9 @@ pub fn smart_resize(
         return Err(MediaError::setting(
             "picture area bounds",
             format!(
-                "min_pixels {min_pixels} and max_pixels {max_pixels} make {width}x{height} to {w_bar}x{h_bar}"
+                "min_pixels {min_pixels} and max_pixels {max_pixels}, which resize {width}x{height} to {w_bar}x{h_bar}"
             ),
-            format!("bounds that leave sides of at least {factor} and fewer than 2^32 pixels"),
+            format!("bounds that result in sides of at least {factor} and fewer than 2^32 pixels"),
         ));
     }
     Ok((h_bar as u32, w_bar as u32))
@@ -94,65 +95,65 @@ pub fn smart_resize(
 /// Extent of a medium in patches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PatchGrid {
-    /// Time slices (1 for a picture).
+    /// Number of time slices (1 for a picture).
     pub t: usize,
-    /// Patch rows.
+    /// Number of patch rows.
     pub h: usize,
-    /// Patch columns.
+    /// Number of patch columns.
     pub w: usize,
 }
 
 impl PatchGrid {
-    /// Number of patches, which is the number of rows the vision tower takes.
+    /// Returns the number of patches, which is the number of rows for the vision tower.
     pub fn num_patches(&self) -> usize {
         self.t * self.h * self.w
     }
 
-    /// Number of tokens in the prompt when `merge_size x merge_size` patches become one.
+    /// Returns the number of tokens in the prompt, if `merge_size x merge_size` patches become one token.
     pub fn num_tokens(&self, merge_size: usize) -> usize {
         self.num_patches() / (merge_size * merge_size).max(1)
     }
 }
 
-/// A medium as the vision tower takes it.
+/// A medium in the form of the vision tower's input.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Patches {
-    /// `[num_patches, row_len]`.
+    /// Patch values `[num_patches, row_len]`.
     pub rows: Vec<f32>,
-    /// `3 * temporal_patch_size * patch_size * patch_size`.
+    /// Length of a row, `3 * temporal_patch_size * patch_size * patch_size`.
     pub row_len: usize,
-    /// Extent; `rows.len() == grid.num_patches() * row_len`.
+    /// Extent in patches; `rows.len() == grid.num_patches() * row_len`.
     pub grid: PatchGrid,
 }
 
 /// Settings of the image or video processor of a Qwen-VL checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImageProcessor {
-    /// Side of a patch, pixels. 14.
+    /// Side of a patch, in pixels. Default 14.
     pub patch_size: u32,
-    /// Frames per time slice. 2.
+    /// Frames per time slice. Default 2.
     pub temporal_patch_size: u32,
-    /// Patches per side that the projector merges to one token. 2.
+    /// Patches per side that the projector merges into one token. Default 2.
     pub merge_size: u32,
-    /// Least area after resizing, pixels.
+    /// Minimum area after resizing, in pixels.
     pub min_pixels: u64,
-    /// Largest area after resizing, pixels; for a video, of one frame.
+    /// Maximum area after resizing, in pixels. For a video, it applies to each frame.
     pub max_pixels: u64,
-    /// Channel means on the scale after rescaling.
+    /// Channel means, on the scale after rescaling.
     pub mean: [f64; 3],
-    /// Channel standard deviations, likewise.
+    /// Channel standard deviations, on the scale after rescaling.
     pub std: [f64; 3],
-    /// Factor from bytes to the scale of `mean` and `std`. 1/255.
+    /// Factor that converts bytes to the scale of `mean` and `std`. Default 1/255.
     pub rescale_factor: f64,
-    /// Resize to fit; otherwise sides must fit already.
+    /// True to resize pictures. Otherwise, their sides must already be valid.
     pub do_resize: bool,
-    /// Multiply by `rescale_factor`.
+    /// True to multiply values by `rescale_factor`.
     pub do_rescale: bool,
-    /// Apply `mean` and `std`.
+    /// True to normalise values with `mean` and `std`.
     pub do_normalize: bool,
 }
 
-/// Published defaults of `Qwen2VLImageProcessor`.
+/// Creates the published defaults of `Qwen2VLImageProcessor`.
 impl Default for ImageProcessor {
     fn default() -> Self {
         Self {
@@ -171,7 +172,8 @@ impl Default for ImageProcessor {
     }
 }
 
-/// A processor file as published. Unknown keys are ignored: hub files carry many that concern other programs.
+/// Keys of a published processor file. Unknown keys are ignored, because published files contain many that concern other
+/// programs.
 #[derive(Deserialize)]
 struct RawProcessor {
     patch_size: Option<u32>,
@@ -189,7 +191,7 @@ struct RawProcessor {
     resample: Option<u32>,
 }
 
-/// Pixel bounds under their old names and under those of the general image processor.
+/// Bounds on pixels, under their old names or the names of the general image processor.
 #[derive(Deserialize)]
 struct RawSize {
     #[serde(alias = "min_pixels")]
@@ -204,23 +206,24 @@ struct RawProcessors {
     video_processor: Option<RawProcessor>,
 }
 
-/// The image and the video processor of a checkpoint.
+/// The image processor and the video processor of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Processors {
-    /// For pictures.
+    /// Processor for pictures.
     pub image: ImageProcessor,
-    /// For videos.
+    /// Processor for videos.
     pub video: ImageProcessor,
 }
 
 impl Processors {
-    /// Reads the processors of a checkpoint directory: `processor_config.json` (keys `image_processor`, `video_processor`),
-    /// else `preprocessor_config.json`; for videos `video_preprocessor_config.json` stands before the latter. What a file does
-    /// not say about videos is as in `video`.
+    /// Reads the processors of a checkpoint directory from `processor_config.json` (keys `image_processor`, `video_processor`).
+    /// If a key is missing there, the image processor is read from `preprocessor_config.json`. The video processor is read from
+    /// `video_preprocessor_config.json`, or else from `preprocessor_config.json`. Values that a file does not state for videos
+    /// are taken from `video`.
     ///
     /// # Errors
-    /// [`MediaError::Read`] when no file has an image processor; [`MediaError::Setting`] for a file that is no JSON
-    /// of that kind or holds impossible values.
+    /// Returns [`MediaError::Read`] if no file has an image processor. Returns [`MediaError::Setting`] if a file is not JSON of
+    /// the expected form or contains impossible values.
     pub fn load(dir: &Path, video: &ImageProcessor) -> Result<Self, MediaError> {
         let read = |name: &str| -> Result<Option<String>, MediaError> {
             let path = dir.join(name);
@@ -244,7 +247,7 @@ impl Processors {
             (None, None) => {
                 let source = std::io::Error::new(
                     std::io::ErrorKind::NotFound,
-                    "no image processor (nor in processor_config.json)",
+                    "no image processor, neither here nor in processor_config.json",
                 );
                 return Err(MediaError::Read { path: dir.join("preprocessor_config.json"), source });
             }
@@ -263,12 +266,12 @@ fn parse_json<'a, T: Deserialize<'a>>(what: &str, text: &'a str) -> Result<T, Me
 }
 
 impl ImageProcessor {
-    /// Published defaults of `Qwen2VLVideoProcessor`.
+    /// Returns the published defaults of `Qwen2VLVideoProcessor`.
     pub fn video_default() -> Self {
         Self { min_pixels: 128 * 28 * 28, max_pixels: 768 * 28 * 28, ..Self::default() }
     }
 
-    /// Published defaults of `Qwen3VLVideoProcessor`. Its pixels are those of a whole video.
+    /// Returns the published defaults of `Qwen3VLVideoProcessor`, whose bounds on pixels apply to a complete video.
     pub fn qwen3_video_default() -> Self {
         Self {
             patch_size: 16,
@@ -280,10 +283,10 @@ impl ImageProcessor {
         }
     }
 
-    /// Reads the text of a `preprocessor_config.json`; absent keys keep the published defaults.
+    /// Parses the text of a `preprocessor_config.json`. Absent keys keep the published defaults.
     ///
     /// # Errors
-    /// [`MediaError::Setting`] for other text or impossible values.
+    /// Returns [`MediaError::Setting`] for other text or impossible values.
     pub fn from_json(text: &str) -> Result<Self, MediaError> {
         Self::default().with(parse_json("preprocessor_config.json", text)?)
     }
@@ -298,8 +301,8 @@ impl ImageProcessor {
             let (Some(min), Some(max)) = (size.shortest_edge, size.longest_edge) else {
                 return Err(MediaError::setting(
                     "processor size",
-                    "a size without them",
-                    "`shortest_edge` and `longest_edge`, the least and largest area in pixels",
+                    "a size without both keys",
+                    "`shortest_edge` and `longest_edge`, the minimum and maximum area in pixels",
                 ));
             };
             (self.min_pixels, self.max_pixels) = (min, max);
@@ -323,19 +326,19 @@ impl ImageProcessor {
     }
 
     fn check(&self) -> Result<(), MediaError> {
-        // 64 is far above every published value and keeps all products below in range.
+        // A limit of 64 is far above every published value, and prevents overflow in all products below.
         let sizes = [self.patch_size, self.temporal_patch_size, self.merge_size];
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let (what, got, expected) = if !sizes.iter().all(|size| (1..=64).contains(size)) {
             ("patch_size, temporal_patch_size, merge_size", format!("{sizes:?}"), "each 1 to 64")
         } else if !(self.min_pixels <= self.max_pixels && self.max_pixels <= u64::from(u32::MAX)) {
             let got = format!("{} and {}", self.min_pixels, self.max_pixels);
-            ("min_pixels and max_pixels", got, "the minimum at most the maximum, and that below 2^32")
+            ("min_pixels and max_pixels", got, "minimum <= maximum < 2^32")
         } else if !(self.mean.iter().all(|m| m.is_finite()) && self.std.iter().all(|s| positive(*s))) {
             (
                 "image_mean and image_std",
                 format!("{:?} and {:?}", self.mean, self.std),
-                "numbers, std above 0",
+                "finite numbers, with every std above 0",
             )
         } else if !positive(self.rescale_factor) {
             ("rescale_factor", self.rescale_factor.to_string(), "a number above 0")
@@ -345,15 +348,16 @@ impl ImageProcessor {
         Err(MediaError::setting(what, got, expected))
     }
 
-    /// Both sides of a resized picture are multiples of this, pixels.
+    /// Returns the number of pixels of which both sides of a resized picture are multiples.
     pub fn factor(&self) -> u32 {
         self.patch_size * self.merge_size
     }
 
-    /// The size `(height, width)` a picture (or a video frame, without a token budget) is resized to.
+    /// Returns the size `(height, width)` to which a picture is resized, or a video frame without a token budget.
     ///
     /// # Errors
-    /// As [`smart_resize`]; with `do_resize` off, sides that are no multiples of [`factor`](Self::factor).
+    /// Returns the errors of [`smart_resize`]. If `do_resize` is off, returns an error unless the sides are multiples of
+    /// [`factor`](Self::factor).
     pub fn resized(&self, height: u32, width: u32) -> Result<(u32, u32), MediaError> {
         self.check()?;
         if self.do_resize {
@@ -364,10 +368,10 @@ impl ImageProcessor {
         Ok((height, width))
     }
 
-    /// Extent of `num_frames` frames resized to `height x width` (of a picture: 1 frame).
+    /// Returns the extent in patches of `num_frames` frames, resized to `height x width`. A picture counts as 1 frame.
     ///
     /// # Errors
-    /// [`MediaError::Shape`] when the sides are no multiples of [`factor`](Self::factor) or there is no frame.
+    /// Returns [`MediaError::Shape`] if a side is not a multiple of [`factor`](Self::factor) or there is no frame.
     pub fn grid(&self, num_frames: usize, height: u32, width: u32) -> Result<PatchGrid, MediaError> {
         self.require_multiples(height, width)?;
         if num_frames == 0 {
@@ -392,7 +396,7 @@ impl ImageProcessor {
         Ok(())
     }
 
-    /// A picture as patches: resized, normalised, cut.
+    /// Resizes and normalises a picture and cuts it into patches.
     pub fn process_image(&self, image: &Rgb8Image) -> Result<Patches, MediaError> {
         image.check()?;
         let (height, width) = self.resized(image.height_px, image.width_px)?;
@@ -400,11 +404,11 @@ impl ImageProcessor {
         self.patchify(&[image.as_ref()], &self.table(|c| self.exact_level(c)))
     }
 
-    /// Frames of one video as patches: resized to `height x width` (see [`resized`](Self::resized) and
-    /// [`crate::PixelBudget::frame_size`]), normalised, cut.
+    /// Resizes the frames of one video to `height x width`, normalises them and cuts them into patches. For the size, see
+    /// [`resized`](Self::resized) and [`crate::PixelBudget::frame_size`].
     ///
     /// # Errors
-    /// [`MediaError::Shape`] for no frames or sides that are no multiples of [`factor`](Self::factor).
+    /// Returns [`MediaError::Shape`] if there are no frames or a side is not a multiple of [`factor`](Self::factor).
     pub fn process_frames(
         &self,
         frames: &[Rgb8Image],
@@ -421,7 +425,7 @@ impl ImageProcessor {
         self.patchify(&frames, &self.table(|c| self.fused_level(c)))
     }
 
-    /// Value of every byte, per channel.
+    /// Returns the normalised value of every byte, for each channel.
     fn table<F: Fn(u8) -> f32>(&self, level: impl Fn(usize) -> F) -> [[f32; 256]; 3] {
         std::array::from_fn(|c| {
             let level = level(c);
@@ -429,7 +433,7 @@ impl ImageProcessor {
         })
     }
 
-    /// Pictures: rescale in f64, round to f32, then normalise in f32.
+    /// Returns the normalisation for pictures, which rescales in f64, rounds to f32 and normalises in f32.
     fn exact_level(&self, c: usize) -> impl Fn(u8) -> f32 {
         let factor = if self.do_rescale { self.rescale_factor } else { 1.0 };
         let (mean, std) =
@@ -437,7 +441,7 @@ impl ImageProcessor {
         move |byte| ((f64::from(byte) * factor) as f32 - mean) / std
     }
 
-    /// Videos: mean and std brought to the scale of bytes, in f32.
+    /// Returns the normalisation for videos, which converts mean and std to the scale of bytes, in f32.
     fn fused_level(&self, c: usize) -> impl Fn(u8) -> f32 {
         let (mean, std) =
             if self.do_normalize { (self.mean[c] as f32, self.std[c] as f32) } else { (0.0, 1.0) };
@@ -456,7 +460,7 @@ impl ImageProcessor {
         let width = first.width_px as usize;
         let blocks_down = grid.h / merge;
         let mut rows = vec![0f32; grid.num_patches() * row_len];
-        // One chunk per time slice and block row.
+        // Each chunk contains one block row of one time slice.
         rows.par_chunks_exact_mut(grid.w * merge * row_len).enumerate().for_each(|(chunk, rows)| {
             let (slice, block_row) = (chunk / blocks_down, chunk % blocks_down);
             for (i, row) in rows.chunks_exact_mut(row_len).enumerate() {

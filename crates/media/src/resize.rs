@@ -1,9 +1,9 @@
-//! Resampling that equals `Image.resize` of Pillow 13 on 8-bit RGB bit for bit.
+//! Resampling of 8-bit RGB that equals `Image.resize` of Pillow 13 bit for bit.
 //!
-//! Two passes, each rounding to 8 bits; a pass is skipped when its size does not change. Their order is Pillow 13's
-//! ([`vertical_first`]); Pillow 12 and earlier always begin with the horizontal one, which changes about a fifth of the
-//! values by one level where the orders differ. Weights are computed in f64, normalised, and rounded to fixed point with 22
-//! fraction bits; sums are exact integers, so the result does not depend on thread count or CPU.
+//! There are two passes, and each rounds to 8 bits. A pass is skipped if its size does not change. The order of the passes is
+//! that of Pillow 13 ([`vertical_first`]). Pillow 12 and earlier always begin with the horizontal pass; if the orders differ,
+//! about a fifth of the values differ by one level. Weights are computed in f64, normalised, and rounded to fixed point with 22
+//! fraction bits. Sums are exact integers, so the result does not depend on the number of threads or the CPU.
 //!
 //! Source: Pillow 13.0 `src/libImaging/Resample.c`.
 
@@ -14,10 +14,10 @@ use crate::{MediaError, Rgb8Image};
 
 const FRACTION_BITS: u32 = 22;
 
-/// Half-width of [`bicubic`] in input pixels, when not shrinking.
+/// Half-width of [`bicubic`] in input pixels, if the picture does not shrink.
 const SUPPORT: f64 = 2.0;
 
-/// Keys' cubic with a = -0.5.
+/// Computes Keys' cubic convolution kernel with a = -0.5.
 fn bicubic(x: f64) -> f64 {
     const A: f64 = -0.5;
     let x = x.abs();
@@ -34,7 +34,7 @@ fn bicubic(x: f64) -> f64 {
 struct Taps {
     /// First input pixel and number of weights, per output pixel.
     spans: Vec<(usize, usize)>,
-    /// `[outputs, stride]`.
+    /// Fixed-point weights `[outputs, stride]`.
     weights: Vec<i32>,
     stride: usize,
 }
@@ -51,7 +51,7 @@ impl Taps {
         let mut exact = vec![0f64; stride];
         for (x, fixed) in weights.chunks_exact_mut(stride).enumerate() {
             let centre = (x as f64 + 0.5) * scale;
-            // `as` cuts towards zero and saturates, as the C casts followed by the clamps do.
+            // Like the C casts with their clamps, `as` truncates towards zero and saturates.
             let first = (centre - support + 0.5) as usize;
             let last = ((centre + support + 0.5) as usize).min(num_in);
             let len = last - first;
@@ -79,11 +79,11 @@ fn round_to_u8(sum: i32) -> u8 {
     (sum >> FRACTION_BITS).clamp(0, 255) as u8
 }
 
-/// One row, horizontally. A type with an inlined `call`, so that it is compiled for the vector width chosen at run time;
-/// integer sums are the same at every width.
+/// Horizontal resampling of one row. It is a type with an inlined `call`, so that it is compiled for the vector width chosen at
+/// run time. Integer sums are the same at every width.
 struct Horizontal<'a> {
     row_in: &'a [u8],
-    /// Room for the row with four bytes per pixel, which fill vector registers.
+    /// Buffer for the row with four bytes per pixel, which fit vector registers.
     padded: &'a mut [u8],
     taps: &'a Taps,
     row_out: &'a mut [u8],
@@ -112,11 +112,11 @@ impl NullaryFnOnce for Horizontal<'_> {
     }
 }
 
-/// One row, vertically, from the rows under its weights.
+/// Vertical resampling of one row, from the input rows to which its weights apply.
 struct Vertical<'a> {
     rows: &'a [u8],
     weights: &'a [i32],
-    /// Room for a row.
+    /// Buffer for the sums of one row.
     sums: &'a mut [i32],
     row_out: &'a mut [u8],
 }
@@ -138,18 +138,18 @@ impl NullaryFnOnce for Vertical<'_> {
     }
 }
 
-/// Whether Pillow 13 runs the vertical pass before the horizontal one: where the height shrinks, and by more than twice
-/// what the width shrinks by, in pixels (a width that grows shrinks by less than nothing).
+/// Returns whether Pillow 13 runs the vertical pass before the horizontal pass. This is the case if the height shrinks, and by
+/// more than twice as many pixels as the width. If the width grows, its shrinkage counts as negative.
 fn vertical_first(from: (usize, usize), to: (usize, usize)) -> bool {
     let lost = |from: usize, to: usize| from as i64 - to as i64;
     let (columns, rows) = (lost(from.0, to.0), lost(from.1, to.1));
     rows > 0 && rows > 2 * columns
 }
 
-/// Resizes to `width_px` x `height_px` as Pillow's `resize(size, BICUBIC)`.
+/// Resizes to `width_px` x `height_px` with the same result as Pillow's `resize(size, BICUBIC)`.
 ///
 /// # Errors
-/// [`MediaError::Shape`] when a side is 0 or the picture's fields do not agree.
+/// Returns [`MediaError::Shape`] if a side is 0 or the picture's fields do not agree with each other.
 pub fn resize_bicubic(image: &Rgb8Image, width_px: u32, height_px: u32) -> Result<Rgb8Image, MediaError> {
     image.check()?;
     if width_px == 0 || height_px == 0 {
@@ -175,7 +175,7 @@ pub fn resize_bicubic(image: &Rgb8Image, width_px: u32, height_px: u32) -> Resul
     Ok(Rgb8Image { width_px, height_px, pixels })
 }
 
-/// Every row of `pixels`, `width` pixels long, resampled.
+/// Resamples every row of `pixels`, whose rows have `width` pixels.
 fn horizontally(pixels: &[u8], width: usize, taps: &Taps) -> Vec<u8> {
     let arch = pulp::Arch::new();
     let row_len = taps.spans.len() * 3;
@@ -187,7 +187,7 @@ fn horizontally(pixels: &[u8], width: usize, taps: &Taps) -> Vec<u8> {
     out
 }
 
-/// Every column of `pixels`, whose rows are `width` pixels long, resampled.
+/// Resamples every column of `pixels`, whose rows have `width` pixels.
 fn vertically(pixels: &[u8], width: usize, taps: &Taps) -> Vec<u8> {
     let arch = pulp::Arch::new();
     let row_len = width * 3;

@@ -1,57 +1,57 @@
-//! Which frames of a video are taken, and how large they become: pure functions of counts and rates.
+//! Choice of frames from a video and of their size. All functions depend only on counts and rates.
 //!
 //! | rule | source |
 //! |---|---|
 //! | [`FrameSampling::Qwen`] | qwen-vl-utils 0.0.14 `smart_nframes`, `calculate_video_frame_range` |
 //! | [`FrameSampling::Rate`] | `transformers` 5.23 `Qwen3VLVideoProcessor.sample_frames` |
 //! | [`FrameSampling::BaseInterval`] | qwen-vl-finetune `data_qwen.py` |
-//! | [`FrameSampling::Segments`] | data rows with `meta.frame_cnts`: every segment is seen |
+//! | [`FrameSampling::Segments`] | data rows with `meta.frame_cnts`: frames are taken from every segment |
 //! | [`FrameSampling::Midpoints`] | HumanOmni `mm_utils.frame_sample`, mode uniform |
 //!
-//! Rounding is to even on ties throughout, as in Python, NumPy and torch.
+//! Ties always round to even, as in Python, NumPy and torch.
 
 use crate::MediaError;
 use crate::qwen_vl::{MAX_ASPECT_RATIO, ResizeRule, smart_resize};
 
-/// Frames per time slice of the vision tower; qwen-vl-utils keeps frame counts a multiple of it.
+/// Frames per time slice of the vision tower. In qwen-vl-utils, frame counts are multiples of it.
 const FRAME_FACTOR: f64 = 2.0;
 
-/// Most frames that a rule which repeats frames may be asked for; as [`crate::Limits::max_frames`].
+/// Maximum number of frames for a rule that repeats frames, equal to the default of [`crate::Limits::max_frames`].
 const MOST_FRAMES: usize = 100_000;
 
-/// A rule that picks frames.
+/// Rule for choosing frames.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FrameSampling {
-    /// The rule of qwen-vl-utils: a rate or a count, evenly spaced from the first to the last frame of a time range.
+    /// Rule of qwen-vl-utils: a rate or a count of frames, evenly spaced from the first to the last frame of a time range.
     Qwen(QwenSampling),
-    /// The rule of `Qwen3VLVideoProcessor`: a rate, within bounds, evenly spaced from the first to the last frame; a short video
-    /// gives fewer frames.
+    /// Rule of `Qwen3VLVideoProcessor`: a rate within bounds on the count, with frames evenly spaced from the first to the last.
+    /// A short video yields fewer frames.
     Rate {
-        /// Frames per second to take. 2 in the source.
+        /// Frames to take per second. The value in the source is 2.
         fps: f64,
-        /// Least number of frames. 4 in the source.
+        /// Minimum number of frames. The value in the source is 4.
         min_frames: usize,
-        /// Largest number of frames. 768 in the source.
+        /// Maximum number of frames. The value in the source is 768.
         max_frames: usize,
     },
-    /// One frame per `interval_secs`, within bounds, evenly spaced from the first to the last frame; a short video gives
-    /// fewer frames.
+    /// One frame per `interval_secs`, within bounds on the count, evenly spaced from the first to the last frame. A short video
+    /// yields fewer frames.
     BaseInterval {
-        /// Seconds of video per frame. 2 in the source.
+        /// Seconds of video per frame. The value in the source is 2.
         interval_secs: f64,
-        /// Least number of frames.
+        /// Minimum number of frames.
         min_frames: usize,
-        /// Largest number of frames.
+        /// Maximum number of frames.
         max_frames: usize,
     },
-    /// `num_frames` from every segment; see [`segment_indices`].
+    /// A number of frames from every segment; see [`segment_indices`].
     Segments {
-        /// Length of each segment in frames. Some published files write them as floats.
+        /// Length of each segment in frames. The type is a float because some published files contain floats.
         frame_counts: Vec<f64>,
-        /// Frames per segment.
+        /// Number of frames per segment.
         num_frames: usize,
     },
-    /// Exactly `num_frames`, each from the middle of an equal share of the video; a short video repeats frames.
+    /// Exactly `num_frames` frames, each from the middle of an equal share of the video. Frames of a short video are repeated.
     Midpoints {
         /// Number of frames.
         num_frames: usize,
@@ -61,38 +61,38 @@ pub enum FrameSampling {
 /// Options of the rule of qwen-vl-utils.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct QwenSampling {
-    /// Frames per second to take. 2 when neither this nor `nframes` is given. Conflicts with `nframes`.
+    /// Frames to take per second. The default is 2 if `nframes` is absent. Conflicts with `nframes`.
     pub fps: Option<f64>,
     /// Number of frames to take, rounded to an even number.
     pub nframes: Option<usize>,
-    /// Whether a video (or time range) that has fewer frames than are asked for gives those it has, made even, or its
-    /// only one. Otherwise it is an error, as in qwen-vl-utils.
+    /// True to accept a video (or time range) with fewer frames than requested. All its frames are then taken, rounded down to an
+    /// even number, or its only frame. If false, such a video is an error, as in qwen-vl-utils.
     pub as_many_as_there_are: bool,
-    /// Least number of frames, with `fps`. 4.
+    /// Minimum number of frames, with `fps`. Default 4.
     pub min_frames: Option<usize>,
-    /// Largest number of frames, with `fps`. 768, or the length of the video.
+    /// Maximum number of frames, with `fps`. The default is 768 or the length of the video, whichever is smaller.
     pub max_frames: Option<usize>,
-    /// Start of the time range in seconds; the range is cut to the video.
+    /// Start of the time range in seconds. The range is clamped to the video.
     pub video_start: Option<f64>,
     /// End of the time range in seconds.
     pub video_end: Option<f64>,
 }
 
-/// The frames a rule picks.
+/// Frames chosen by a rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FrameChoice {
-    /// Indices into the video's frames, not decreasing.
+    /// Indices of the frames in the video, in non-decreasing order.
     pub indices: Vec<usize>,
     /// Frames taken per second of video.
     pub sampled_fps: f64,
 }
 
 impl FrameSampling {
-    /// Picks frames of a video of `num_frames` frames at `fps` frames per second.
+    /// Chooses frames of a video of `num_frames` frames at `fps` frames per second.
     ///
     /// # Errors
-    /// [`MediaError::Setting`] when the video is empty, its rate is not positive, or the rule's options exclude
-    /// every choice (as qwen-vl-utils fails for a video of one frame).
+    /// Returns [`MediaError::Setting`] if the video is empty, if its rate is not positive, or if no choice satisfies the rule's
+    /// options. The latter includes a video of one frame, for which qwen-vl-utils also fails.
     pub fn choose(&self, num_frames: usize, fps: f64) -> Result<FrameChoice, MediaError> {
         require_video(num_frames, fps)?;
         let whole = |indices: Vec<usize>| FrameChoice {
@@ -131,7 +131,7 @@ impl FrameSampling {
                     ));
                 }
                 let n = (num_frames as f64 / fps / interval_secs).round_ties_even() as usize;
-                // A video never gives more distinct frames than it has.
+                // The number of distinct frames is at most the number of frames of the video.
                 whole(linspace_cut(num_frames, n.clamp(*min_frames, *max_frames).min(num_frames)))
             }
             Self::Segments { frame_counts, num_frames: n } => {
@@ -156,8 +156,9 @@ impl FrameSampling {
         })
     }
 
-    /// Picks frames of a list of pictures. qwen-vl-utils takes every picture of a list, so its rule does here too unless a
-    /// rate, a count or a range is asked for; above 768 (or `max_frames`) they are thinned evenly. The other rules do not differ.
+    /// Chooses frames of a list of pictures. The Qwen rule takes every picture, as qwen-vl-utils does, unless a rate, a count or
+    /// a range is set. If there are more than `max_frames` pictures (default 768), it chooses evenly spaced ones. The other rules
+    /// work as for videos.
     pub fn choose_listed(&self, num_frames: usize, fps: f64) -> Result<FrameChoice, MediaError> {
         if let Self::Qwen(QwenSampling {
             fps: None,
@@ -182,7 +183,7 @@ impl FrameSampling {
 }
 
 impl QwenSampling {
-    /// First and last frame of the time range.
+    /// Returns the first and last frame of the time range.
     fn frame_range(&self, num_frames: usize, fps: f64) -> Result<(usize, usize), MediaError> {
         let duration = num_frames as f64 / fps;
         let clamp = |t: f64| t.clamp(0.0, duration) * fps;
@@ -204,7 +205,7 @@ impl QwenSampling {
         Ok((start, end))
     }
 
-    /// Number of frames out of `total`.
+    /// Returns the number of frames to take out of `total`.
     fn num_frames(&self, total: usize, video_fps: f64) -> Result<usize, MediaError> {
         if self.as_many_as_there_are && total == 1 {
             return Ok(1);
@@ -261,7 +262,7 @@ fn require_some(what: &str, n: usize) -> Result<(), MediaError> {
     if n == 0 { Err(MediaError::setting(what, 0, "at least 1")) } else { Ok(()) }
 }
 
-/// `torch.linspace(start, end, n).round()`: f32, from the nearer end, as torch computes it.
+/// Computes `torch.linspace(start, end, n).round()` in f32, starting from the nearer end as torch does.
 fn linspace_rounded(start: usize, end: usize, n: usize) -> Vec<usize> {
     let (first, last) = (start as f32, end as f32);
     let step = if n > 1 { (last - first) / (n - 1) as f32 } else { 0.0 };
@@ -274,7 +275,7 @@ fn linspace_rounded(start: usize, end: usize, n: usize) -> Vec<usize> {
         .collect()
 }
 
-/// `numpy.unique(numpy.linspace(0, len - 1, n, dtype=int))`: f64, cut towards zero, without repeats.
+/// Computes `numpy.unique(numpy.linspace(0, len - 1, n, dtype=int))`: in f64, truncated towards zero, without repeats.
 fn linspace_cut(len: usize, n: usize) -> Vec<usize> {
     let step = if n > 1 { (len - 1) as f64 / (n - 1) as f64 } else { 0.0 };
     let mut out: Vec<usize> =
@@ -283,11 +284,11 @@ fn linspace_cut(len: usize, n: usize) -> Vec<usize> {
     out
 }
 
-/// `n` evenly spaced indices inside every segment (first and last frame of a segment included), in time order. A segment
-/// with fewer than `n` frames gives all it has. `frame_counts` are rounded; the caller draws `n` where it is random.
+/// Returns `n` evenly spaced indices inside every segment, including its first and last frame, in time order. A segment with
+/// fewer than `n` frames yields all its frames. `frame_counts` are rounded. If `n` is to be random, the caller draws it.
 ///
 /// # Errors
-/// [`MediaError::Setting`] for no segments, a count that is not a number from 1 to 2^32, or `n` = 0.
+/// Returns [`MediaError::Setting`] if there are no segments, if a count is not a number from 1 to 2^32, or if `n` is 0.
 pub fn segment_indices(frame_counts: &[f64], n: usize) -> Result<Vec<usize>, MediaError> {
     require_some("frames per segment", n)?;
     require_some("number of segments", frame_counts.len())?;
@@ -305,19 +306,21 @@ pub fn segment_indices(frame_counts: &[f64], n: usize) -> Result<Vec<usize>, Med
     Ok(out)
 }
 
-/// How many pixels the frames of one video may have, in the manner of qwen-vl-utils.
+/// Limits on the area of each frame of a video, following qwen-vl-utils.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct PixelBudget {
-    /// Least area of a frame. 128 tokens' worth; less if `max_pixels` is less.
+    /// Minimum area of a frame, in pixels. The default is the area of 128 tokens, or `max_pixels` if that is less.
     pub min_pixels: Option<u64>,
-    /// Largest area of a frame, on top of the budget's own bound.
+    /// Maximum area of a frame, in pixels, in addition to the bound from `total_pixels`.
     pub max_pixels: Option<u64>,
-    /// Area of all frames together that the model's context allows, two frames making one slice. 90 % of 128 000 tokens' worth.
+    /// Total area of all frames that the model's context allows, in pixels, if two frames form one slice. The default is 90 % of
+    /// the area of 128 000 tokens.
     pub total_pixels: Option<f64>,
 }
 
 impl PixelBudget {
-    /// Least and largest area of each of `num_frames` frames, in pixels. `factor` is the side of a token in pixels (28).
+    /// Returns the minimum and maximum area of each of `num_frames` frames, in pixels. `factor` is the side of a token in pixels
+    /// (28).
     pub fn area_bounds(&self, num_frames: usize, factor: u32) -> (f64, f64) {
         let token = f64::from(factor) * f64::from(factor);
         let given_max = self.max_pixels.map_or(f64::INFINITY, |p| p as f64);
@@ -328,7 +331,7 @@ impl PixelBudget {
         (min, max.min(given_max))
     }
 
-    /// The size `(height, width)` that `num_frames` frames of `height x width` are resized to.
+    /// Returns the size `(height, width)` to which `num_frames` frames of `height x width` are resized.
     pub fn frame_size(
         &self,
         num_frames: usize,
@@ -341,23 +344,24 @@ impl PixelBudget {
     }
 }
 
-/// How many pixels all frames of one video may have together, in the manner of `Qwen3VLVideoProcessor`.
+/// Limits on the total number of pixels of all frames of a video, following `Qwen3VLVideoProcessor`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClipBudget {
-    /// Least number of pixels.
+    /// Minimum number of pixels.
     pub min_pixels: u64,
-    /// Largest number of pixels.
+    /// Maximum number of pixels.
     pub max_pixels: u64,
-    /// Frames of a time slice.
+    /// Number of frames per time slice.
     pub slice_frames: u32,
 }
 
 impl ClipBudget {
-    /// The size `(height, width)` that `num_frames` frames of `height x width` are resized to: multiples of `factor`.
+    /// Returns the size `(height, width)` to which `num_frames` frames of `height x width` are resized. Both are multiples of
+    /// `factor`.
     ///
     /// # Errors
-    /// [`MediaError::Setting`] for fewer frames than a slice has, or bounds that are not `min <= max`;
-    /// [`MediaError::Shape`] for an empty picture or sides in a ratio above 200.
+    /// Returns [`MediaError::Setting`] if there are fewer frames than a slice has, or unless `min <= max`. Returns
+    /// [`MediaError::Shape`] for an empty picture or a ratio of the sides above 200.
     pub fn frame_size(
         &self,
         num_frames: usize,
@@ -372,7 +376,7 @@ impl ClipBudget {
         }
         if factor == 0 || min_pixels > max_pixels || max_pixels > 1 << 40 {
             let got = format!("factor {factor}, {min_pixels} to {max_pixels} pixels");
-            let expected = "factor >= 1 and a minimum that is at most the maximum, which is at most 2^40";
+            let expected = "factor >= 1 and minimum <= maximum <= 2^40";
             return Err(MediaError::setting("area bounds of a video", got, expected));
         }
         let (f, n, slice) = (f64::from(factor), num_frames as f64, f64::from(slice_frames));
@@ -385,7 +389,7 @@ impl ClipBudget {
             return Err(MediaError::Shape {
                 what: "video sides",
                 got: format!("{width}x{height}"),
-                expected: format!("sides of at least 1 in a ratio of at most {MAX_ASPECT_RATIO}"),
+                expected: format!("sides of at least 1 with a ratio of at most {MAX_ASPECT_RATIO}"),
             });
         }
         let round = |x: f64, to: f64| (x / to).round_ties_even() * to;

@@ -1,7 +1,7 @@
-//! Pictures for SigLIP towers: made square, resized, normalised.
+//! Image processing of SigLIP towers: makes pictures square, resizes them and normalises them.
 //!
-//! Source: `transformers` 5.23 `SiglipImageProcessorPil` and, for the padding, HumanOmni's `mm_utils.expand2square`. The
-//! numbers are bit for bit those of the two.
+//! Source: `transformers` 5.23 `SiglipImageProcessorPil` and, for the padding, HumanOmni's `mm_utils.expand2square`. The values
+//! are identical to both, bit for bit.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -13,27 +13,27 @@ use crate::{MediaError, Rgb8Image, resize_bicubic};
 /// Treatment of a picture that is not square.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Squaring {
-    /// It is stretched.
+    /// Stretch the picture to a square.
     Stretch,
-    /// It is centred on a square of the mean colour.
+    /// Centre the picture on a square of the mean colour.
     Pad,
 }
 
-/// The processor of one tower.
+/// Settings of a tower's image processing.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SiglipProcessor {
-    /// Side of the output, pixels.
+    /// Side of the output, in pixels.
     pub side_px: u32,
-    /// Subtracted from colours in 0..1.
+    /// Channel means, which are subtracted from colours in 0..1.
     pub mean: [f32; 3],
-    /// Divides what is left.
+    /// Channel standard deviations, by which the difference is divided.
     pub std: [f32; 3],
     /// Treatment of a picture that is not square.
     pub squaring: Squaring,
 }
 
 impl SiglipProcessor {
-    /// The published processor for pictures of this size.
+    /// Creates the published processor for an output of `side_px`.
     #[must_use]
     pub fn new(side_px: u32, squaring: Squaring) -> Self {
         Self { side_px, mean: [0.5; 3], std: [0.5; 3], squaring }
@@ -42,8 +42,8 @@ impl SiglipProcessor {
     /// Reads a `preprocessor_config.json`.
     ///
     /// # Errors
-    /// [`MediaError::Setting`] for a file that cannot be read, another resampling than bicubic, sides that differ from
-    /// each other or from `side_px`.
+    /// Returns [`MediaError::Setting`] if the file cannot be read, if its resampling is not bicubic, or if its sides differ from
+    /// `side_px`.
     pub fn from_config(path: &Path, side_px: u32, squaring: Squaring) -> Result<Self, MediaError> {
         #[derive(Deserialize)]
         struct Size {
@@ -71,7 +71,7 @@ impl SiglipProcessor {
         };
         let (height, width) = config.size.map_or((side_px, side_px), |size| (size.height, size.width));
         if (height, width) != (side_px, side_px) {
-            return fail(format!("size {width}x{height}"), &format!("the tower's {side_px}x{side_px}"));
+            return fail(format!("size {width}x{height}"), &format!("the tower's size, {side_px}x{side_px}"));
         }
         if let Some(filter) = config.resample.filter(|&filter| filter != 3) {
             return fail(format!("resample {filter}"), "3 (bicubic)");
@@ -89,7 +89,7 @@ impl SiglipProcessor {
         Ok(Self { side_px, mean, std, squaring })
     }
 
-    /// Pixels `[pictures.len(), 3, side, side]`.
+    /// Returns the normalised pixels `[pictures.len(), 3, side, side]`.
     pub fn process(&self, pictures: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
         let cells = self.side_px as usize * self.side_px as usize;
         let levels = [0, 1, 2].map(|c| {

@@ -1,41 +1,41 @@
-//! Pictures as square tiles, as InternVL sees them.
+//! Image processing of InternVL: square tiles of pictures.
 //!
-//! A picture is resized to the arrangement of `columns x rows` tiles whose aspect ratio is nearest to its own, whatever that
-//! does to its shape, and cut row by row; the whole picture as one tile follows if there is more than one. Pixels are
-//! scaled and normalised per channel.
+//! A picture is resized to the arrangement of `columns x rows` tiles with the nearest aspect ratio, even if this distorts the
+//! picture. It is then cut row by row. If there is more than one tile, the complete picture follows as an additional tile. Pixels
+//! are scaled and normalised per channel.
 //!
-//! Pictures equal Pillow's bicubic followed by `u8 / 255` in f64, rounded to f32, then `(x - mean) / std` in f32, which is
-//! `GotOcr2ImageProcessorPil` and the published code of the original checkpoints alike.
+//! Pixels equal those of Pillow's bicubic resize, followed by `u8 / 255` in f64, rounded to f32, then `(x - mean) / std` in f32.
+//! Both `GotOcr2ImageProcessorPil` and the published code of the original checkpoints compute these values.
 //!
 //! Source: `dynamic_preprocess` in `internvl_chat` of OpenGVLab/InternVL; `transformers` 5.23
-//! `models/got_ocr2/image_processing_pil_got_ocr2.py`. Among arrangements of equally many tiles the order is that of
-//! `transformers` (fewer columns first); the original takes that of a hash set.
+//! `models/got_ocr2/image_processing_pil_got_ocr2.py`. Arrangements with the same number of tiles are ordered as in
+//! `transformers` (fewer columns first), whereas their order in the original code is that of a hash set.
 
 use rayon::prelude::*;
 
 use crate::{MediaError, Rgb8Image, resize_bicubic};
 
-/// Most tiles of a picture that a setting may ask for. Published values go up to 40.
+/// Maximum number of tiles in the settings. Published values do not exceed 40.
 const MOST_TILES: u32 = 1024;
 
 /// Settings of the tiling.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TileProcessor {
-    /// Side of a tile, pixels.
+    /// Side of a tile, in pixels.
     pub side_px: u32,
-    /// Fewest tiles, the thumbnail not counted.
+    /// Minimum number of tiles, without the thumbnail.
     pub min_tiles: u32,
-    /// Most tiles, the thumbnail not counted. 1 turns tiling off.
+    /// Maximum number of tiles, without the thumbnail. A value of 1 disables tiling.
     pub max_tiles: u32,
-    /// Whether the whole picture follows as one tile when there is more than one.
+    /// True to add the complete picture as a tile if there is more than one tile.
     pub thumbnail: bool,
-    /// Channel means on the scale 0 to 1.
+    /// Channel means, on a scale of 0 to 1.
     pub mean: [f64; 3],
-    /// Channel standard deviations, likewise.
+    /// Channel standard deviations, on a scale of 0 to 1.
     pub std: [f64; 3],
 }
 
-/// The published tiling with the normalisation of ImageNet.
+/// Creates the published settings, with the normalisation of ImageNet.
 impl Default for TileProcessor {
     fn default() -> Self {
         Self {
@@ -49,10 +49,10 @@ impl Default for TileProcessor {
     }
 }
 
-/// The arrangement `(columns, rows)` of `min_tiles` to `max_tiles` tiles for a picture of `width x height`.
+/// Returns the arrangement `(columns, rows)` of `min_tiles` to `max_tiles` tiles for a picture of `width x height`.
 ///
-/// The ratio nearest to the picture's wins. Of arrangements with exactly equal distance (1x1, 2x2 and 3x3 for a square) a later
-/// and larger one wins only while the picture has more than half of its pixels.
+/// The arrangement whose ratio is nearest to that of the picture is chosen. Several arrangements can be equally near (1x1, 2x2
+/// and 3x3 for a square). A larger one is then chosen only if the picture has more than half as many pixels as the arrangement.
 #[must_use]
 pub fn tile_grid(width: u32, height: u32, side_px: u32, min_tiles: u32, max_tiles: u32) -> (u32, u32) {
     let ratio = f64::from(width) / f64::from(height);
@@ -77,20 +77,20 @@ impl TileProcessor {
     /// Checks the settings.
     ///
     /// # Errors
-    /// [`MediaError::Setting`] for an impossible side, bounds or normalisation.
+    /// Returns [`MediaError::Setting`] for an impossible side, impossible bounds or an impossible normalisation.
     pub fn check(&self) -> Result<(), MediaError> {
         let (what, got, expected) = if !(1..=1 << 14).contains(&self.side_px) {
             ("side of a tile", format!("{} px", self.side_px), "1 to 16384 px")
         } else if !(1..=self.max_tiles).contains(&self.min_tiles) || self.max_tiles > MOST_TILES {
             let got = format!("{} to {}", self.min_tiles, self.max_tiles);
-            ("number of tiles", got, "a minimum of at least 1, and a maximum not below it and at most 1024")
+            ("number of tiles", got, "1 <= minimum <= maximum <= 1024")
         } else if !(self.mean.iter().all(|m| m.is_finite())
             && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
         {
             (
                 "image_mean and image_std",
                 format!("{:?} and {:?}", self.mean, self.std),
-                "numbers, std above 0",
+                "finite numbers, with every std above 0",
             )
         } else {
             return Ok(());
@@ -98,10 +98,10 @@ impl TileProcessor {
         Err(MediaError::setting(what, got, expected))
     }
 
-    /// Tiles of a picture of `width x height`, the thumbnail included.
+    /// Returns the number of tiles for a picture of `width x height`, including the thumbnail.
     ///
     /// # Errors
-    /// As [`check`](Self::check); [`MediaError::Shape`] for an empty picture.
+    /// Returns the errors of [`check`](Self::check), and [`MediaError::Shape`] for an empty picture.
     pub fn num_tiles(&self, width: u32, height: u32) -> Result<usize, MediaError> {
         let (columns, rows) = self.grid(width, height)?;
         let tiles = (columns * rows) as usize;
@@ -120,7 +120,7 @@ impl TileProcessor {
         Ok(tile_grid(width, height, self.side_px, self.min_tiles, self.max_tiles))
     }
 
-    /// A picture as tiles, `[num_tiles, 3, side, side]`.
+    /// Converts a picture to tiles, `[num_tiles, 3, side, side]`.
     pub fn process_image(&self, image: &Rgb8Image) -> Result<Vec<f32>, MediaError> {
         let (columns, rows) = self.grid(image.width_px, image.height_px)?;
         let side = self.side_px;
@@ -135,7 +135,7 @@ impl TileProcessor {
         Ok(self.normalise(&places))
     }
 
-    /// Frames of a video, each as one tile, `[frames, 3, side, side]`.
+    /// Converts each frame of a video to one tile, `[frames, 3, side, side]`.
     pub fn process_frames(&self, frames: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
         self.check()?;
         if frames.is_empty() {
@@ -153,7 +153,7 @@ impl TileProcessor {
         Ok(self.normalise(&places))
     }
 
-    /// Squares of pictures, given with their left upper corners, as planes of normalised numbers.
+    /// Returns squares of pictures as planes of normalised values. Each square is given by its picture and its upper left corner.
     fn normalise(&self, places: &[(&Rgb8Image, u32, u32)]) -> Vec<f32> {
         let table: [[f32; 256]; 3] = std::array::from_fn(|c| {
             std::array::from_fn(|byte| {
@@ -177,7 +177,7 @@ impl TileProcessor {
     }
 }
 
-/// Resizes; checks the picture in any case.
+/// Resizes a picture if its size differs. Checks the picture in either case.
 fn resize(image: &Rgb8Image, width: u32, height: u32) -> Result<Rgb8Image, MediaError> {
     image.check()?;
     if (image.width_px, image.height_px) == (width, height) {
@@ -190,34 +190,35 @@ fn resize(image: &Rgb8Image, width: u32, height: u32) -> Result<Rgb8Image, Media
 mod tests {
     use super::*;
 
-    /// Corners of the published rule, computed by hand.
+    /// Limit cases of the published rule, computed by hand.
     #[test]
     fn the_nearest_ratio_wins_and_ties_go_by_area() {
         let grid = |w, h, max| tile_grid(w, h, 448, 1, max);
-        // A square ties between 1x1, 2x2 and 3x3: the larger wins while the picture has more than half of its pixels.
+        // For a square, 1x1, 2x2 and 3x3 are equally near. The larger is chosen if the picture has more than half of its pixels.
         assert_eq!(grid(448, 448, 12), (1, 1));
         assert_eq!(grid(633, 633, 12), (1, 1)); // 400,689 px against 401,408
         assert_eq!(grid(634, 634, 12), (2, 2));
         assert_eq!(grid(950, 950, 12), (2, 2)); // 902,500 px against 903,168
         assert_eq!(grid(951, 951, 12), (3, 3));
         assert_eq!(grid(4000, 4000, 3), (1, 1));
-        // 2:1 ties between 2x1 and 4x2.
+        // For a ratio of 2:1, 2x1 and 4x2 are equally near.
         assert_eq!(grid(800, 400, 12), (2, 1));
         assert_eq!(grid(1800, 900, 12), (4, 2));
         assert_eq!(grid(1800, 900, 7), (2, 1));
-        // Ratios that no arrangement has.
+        // No arrangement has these ratios.
         assert_eq!(grid(10_000, 10, 12), (12, 1));
         assert_eq!(grid(10, 10_000, 12), (1, 12));
         assert_eq!(grid(300, 200, 6), (3, 2));
         assert_eq!(grid(1000, 370, 12), (5, 2));
         assert_eq!(grid(4000, 3000, 1), (1, 1));
-        // Fewest tiles; where nothing fits between the bounds there is one tile.
+        // The minimum number of tiles excludes 1x1.
         assert_eq!(tile_grid(100, 100, 448, 2, 12), (2, 2));
         assert_eq!(tile_grid(125, 100, 448, 2, 2), (1, 2));
         assert_eq!(tile_grid(2000, 1600, 448, 2, 2), (2, 1));
     }
 
-    /// 200 sizes under five bounds, as `transformers` chooses (`tools/goldens/make_internvl.py`).
+    /// 200 sizes with five pairs of bounds; the expected arrangements are those of `transformers`
+    /// (`tools/goldens/make_internvl.py`).
     #[test]
     fn arrangements_equal_transformers() {
         let rows: Vec<[u32; 6]> = serde_json::from_str(include_str!("../tests/data/tilings.json")).unwrap();
@@ -235,7 +236,7 @@ mod tests {
         assert_eq!(p.num_tiles(2, 2).unwrap(), 1);
         let without = TileProcessor { thumbnail: false, ..p.clone() };
         assert_eq!(without.num_tiles(4, 2).unwrap(), 2);
-        // Left tile black, right tile white: no resizing except for the thumbnail.
+        // The left tile is black and the right tile is white. Only the thumbnail is resized.
         let row = [0u8, 0, 0, 0, 0, 0, 255, 255, 255, 255, 255, 255];
         let image = Rgb8Image::new(4, 2, [row, row].concat()).unwrap();
         let tiles = p.process_image(&image).unwrap();

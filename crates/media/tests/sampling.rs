@@ -151,7 +151,7 @@ fn rates_and_clip_budgets_equal_the_published_processor() {
     }
     assert!(refused > 0);
     let budget = ClipBudget { min_pixels: 2, max_pixels: 1, slice_frames: 2 };
-    assert!(budget.frame_size(4, 64, 64, 32).unwrap_err().to_string().contains("at most the maximum"));
+    assert!(budget.frame_size(4, 64, 64, 32).unwrap_err().to_string().contains("minimum <= maximum"));
     let budget = ClipBudget { min_pixels: 1, max_pixels: 1 << 20, slice_frames: 2 };
     assert!(budget.frame_size(1, 64, 64, 32).unwrap_err().to_string().contains("picture as an image"));
     assert!(budget.frame_size(4, 0, 64, 32).is_err() && budget.frame_size(4, 64, 64, 0).is_err());

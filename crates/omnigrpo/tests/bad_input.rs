@@ -114,7 +114,7 @@ fn a_truncated_picture() {
     let whole = place.bytes("shapes.png");
     place.write("cut.png", &whole[..60]);
     with(&place, &format!(r#"{{"id": "bad", "image": "cut.png", {IMAGE_TAIL}"#));
-    let reason = ["cut.png: cannot decode", "the file is damaged or incomplete, replace it"];
+    let reason = ["cut.png: cannot decode", "which is damaged or incomplete; replace it"];
     let four = TRAIN.replace("--max_steps 2", "--max_steps 4");
     let over = place.run(&format!("{four} --train_file with.jsonl")).fails(1, &reason);
     assert!(over.stderr.contains("1 of 4 rows cannot be used, more than --max_skipped"), "{}", over.stderr);

@@ -81,7 +81,7 @@ fn a_decoder_that_waits_is_a_failure_of_the_machine() {
     place.write("clip.mp4", "anything");
     with(&place, CLIP);
     programs(&place, &[("ffprobe", "sleep 600; exit 0"), ("ffmpeg", "sleep 600; exit 0")]);
-    let said = "`ffprobe` was killed after 1 s in which it hardly computed";
+    let said = "`ffprobe` was killed after 1 s in which it used hardly any processor time";
     with_programs(&place, &format!("{TRAIN} --media_timeout_secs 0.1 --max_skipped 0.5")).fails(75, &[said]);
     assert!(!place.exists("run/skipped.jsonl"));
 }

@@ -1,18 +1,19 @@
 //! Low-rank adapters on frozen linear layers, and on frozen layers of experts.
 //!
-//! `y += s · B A drop(x)` with `A [r, k]` and `B [n, r]` in f32 for any dtype of the frozen weight; `s` is `alpha / r`,
-//! or `alpha / √r` for rank-stabilised LoRA. Source: Hu et al., arXiv 2106.09685; Kalajdzievski, arXiv 2312.03732. The
-//! module structure follows `peft` 0.21 `tuners/lora/layer.py`, where dropout applies only to the adapter's input.
+//! An adapter computes `y += s · B A drop(x)` with `A [r, k]` and `B [n, r]` in f32, whatever the dtype of the frozen weight. The
+//! scale `s` is `alpha / r`, or `alpha / √r` for rank-stabilised LoRA. Source: Hu et al., arXiv 2106.09685; Kalajdzievski, arXiv
+//! 2312.03732. The module structure follows `peft` 0.21 `tuners/lora/layer.py`, where dropout applies only to the adapter's
+//! input.
 //!
-//! Gradients, with `u = A x̃`, `t = s · Bᵀ dy` and `x̃ = m ⊙ x / (1 − p)`: `dB += s · dy uᵀ`, `dA += t x̃ᵀ`, `dx += m ⊙
-//! (Aᵀ t) / (1 − p)`. Nothing is computed for the frozen weight.
+//! Gradients, with `u = A x̃`, `t = s · Bᵀ dy` and `x̃ = m ⊙ x / (1 − p)`: `dB += s · dy uᵀ`, `dA += t x̃ᵀ`, `dx += m ⊙ (Aᵀ t) /
+//! (1 − p)`. Nothing is computed for the frozen weight.
 //!
-//! Difference: a dropout mask depends only on key of the update, adapter, row and column. A recomputed block therefore
-//! sees the same mask, and a row sees the same mask at any position in a packed stream. The [`Pass`](crate::Pass)
-//! carries the keys; without keys nothing is dropped.
+//! Difference: a dropout mask depends only on the keys of the update and the adapter, the row and the column. A block therefore
+//! has the same mask when it is recomputed, and a row has the same mask at any position in a packed stream. The
+//! [`Pass`](crate::Pass) carries the keys; without keys, nothing is dropped.
 //!
-//! Each expert has its own adapter: `y += s · x A B` with `A [e, k, r]`, `B [e, r, n]`, in the layout of the experts'
-//! weights. Following `peft`'s `ParamWrapper`, these adapters have no dropout.
+//! Each expert has a separate adapter: `y += s · x A B` with `A [e, k, r]` and `B [e, r, n]`, in the layout of the experts'
+//! weights. As in `peft`'s `ParamWrapper`, these adapters have no dropout.
 
 use std::sync::Arc;
 
@@ -31,11 +32,11 @@ pub struct Adapter {
     factors: Factors,
     scale: f32,
     rate: f32,
-    /// Key of this adapter's masks, so that layers drop independently.
+    /// Key of this adapter's masks, which makes the dropout of different layers independent.
     id: u64,
 }
 
-/// Factors `A` and `B`.
+/// Factors `A` and `B` of an adapter.
 #[derive(Debug)]
 enum Factors {
     Linear(Linear, Linear),
@@ -60,8 +61,8 @@ impl Adapter {
         Ok(Self { factors, scale, rate: 0.0, id: 0 })
     }
 
-    /// Creates an adapter from `A [r, k]` and `B [n, r]`, both f32. `rate`, in `0..1`, is the fraction of inputs
-    /// dropped in passes with dropout.
+    /// Creates an adapter from `A [r, k]` and `B [n, r]`, both f32. `rate`, in `0..1`, is the fraction of inputs that are dropped
+    /// in passes with dropout.
     pub fn new(a: Arc<Param>, b: Arc<Param>, scale: f32, rate: f32) -> Result<Self> {
         let refuse = |what: String| Err(Error::Weight { name: a.name().to_owned(), what });
         let (&[rank, k], &[n, inner]) = (a.shape(), b.shape()) else {
@@ -78,14 +79,14 @@ impl Adapter {
             return refuse(format!("an adapter in {:?} and {:?}; expected f32", a.dtype(), b.dtype()));
         }
         if !(0.0..1.0).contains(&rate) {
-            return refuse(format!("dropout {rate}; expected 0 or more and below 1"));
+            return refuse(format!("dropout {rate}; expected at least 0 and below 1"));
         }
         let id = a.name().bytes().fold(0xcbf2_9ce4_8422_2325, |h, byte| mix(h ^ u64::from(byte)));
         let factors = Factors::Linear(Linear::plain(&a, rank, k), Linear::plain(&b, n, rank));
         Ok(Self { factors, scale, rate, id })
     }
 
-    /// Returns `A`: `[r, k]`, of experts `[e, k, r]`.
+    /// Returns `A`, with shape `[r, k]`, or `[e, k, r]` for experts.
     #[must_use]
     pub fn a(&self) -> &Arc<Param> {
         match &self.factors {
@@ -94,7 +95,7 @@ impl Adapter {
         }
     }
 
-    /// Returns `B`: `[n, r]`, of experts `[e, r, n]`.
+    /// Returns `B`, with shape `[n, r]`, or `[e, r, n]` for experts.
     #[must_use]
     pub fn b(&self) -> &Arc<Param> {
         match &self.factors {
@@ -112,7 +113,7 @@ impl Adapter {
         }
     }
 
-    /// Returns the factor of `B A`.
+    /// Returns the scale `s`, the factor of `B A`.
     #[must_use]
     pub fn scale(&self) -> f32 {
         self.scale
@@ -127,7 +128,7 @@ impl Adapter {
         }
     }
 
-    /// Merges: adds the scaled product of the factors to the values of a weight.
+    /// Merges the adapter into a weight: adds the scaled product of the factors to the values `w`.
     pub fn merge_into(&self, w: &mut [f32]) -> Result<()> {
         let shape = self.shape();
         if w.len() != shape.iter().product::<usize>() {
@@ -138,7 +139,7 @@ impl Adapter {
         match &self.factors {
             Factors::Linear(a_layer, b_layer) => {
                 let (b, rank) = (b.f32(), a_layer.n());
-                // The product takes B by columns.
+                // The merge kernel expects `B` column by column.
                 let mut by_columns = vec![0.0; b.len()];
                 for (i, row) in b.chunks_exact(rank).enumerate() {
                     row.iter().enumerate().for_each(|(r, &x)| by_columns[r * b_layer.n() + i] = x);
@@ -161,7 +162,7 @@ impl Adapter {
         Ok(())
     }
 
-    /// Returns the factors of a linear layer.
+    /// Returns the factors of an adapter of a linear layer.
     fn linear(&self) -> Result<(&Linear, &Linear)> {
         match &self.factors {
             Factors::Linear(a, b) => Ok((a, b)),
@@ -169,7 +170,7 @@ impl Adapter {
         }
     }
 
-    /// Returns the factors of experts.
+    /// Returns the factors of an adapter of experts.
     fn experts(&self) -> Result<(&ExpertLinear, &ExpertLinear)> {
         match &self.factors {
             Factors::Experts(a, b) => Ok((a, b)),
@@ -196,7 +197,7 @@ impl Adapter {
         y.add(&b.forward(&u, routes, order)?)
     }
 
-    /// Adds the gradients of `A` and `B` to their buffers and that of the input to `dx`.
+    /// Adds the gradients of `A` and `B` to their buffers, and the gradient of the input to `dx`.
     pub(crate) fn backward_experts(&self, dx: &mut Rows, dy: &Rows, x: &Rows, routes: &Routes) -> Result<()> {
         let (a, b) = self.experts()?;
         let mut u = a.forward(x, routes, Order::Blocked)?;
@@ -206,7 +207,7 @@ impl Adapter {
         dx.add(&a.backward(x, &t, routes)?)
     }
 
-    /// Returns the mask of a call, or `None` without dropout.
+    /// Returns the dropout mask for `rows` rows, or `None` without dropout.
     fn mask(&self, dropout: Option<&Dropout>, rows: usize) -> Result<Option<Mask>> {
         let Some(dropout) = dropout.filter(|_| self.rate > 0.0) else { return Ok(None) };
         if let Some(keys) = &dropout.rows
@@ -228,7 +229,7 @@ impl Adapter {
         u
     }
 
-    /// Adds `s · B A drop(x)` to the columns of `y` from `col` on.
+    /// Adds `s · B A drop(x)` to the columns of `y`, starting at `col`.
     pub(crate) fn forward(
         &self,
         y: &mut Rows,
@@ -244,7 +245,7 @@ impl Adapter {
         Ok(())
     }
 
-    /// Adds the gradients of `A` and `B` to their buffers and that of the input to `dx`. The layer's columns of `dy`
+    /// Adds the gradients of `A` and `B` to their buffers, and the gradient of the input to `dx`. The layer's columns of `dy`
     /// begin at `col`.
     pub(crate) fn backward(
         &self,

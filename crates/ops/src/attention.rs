@@ -10,38 +10,38 @@ use crate::host::Host;
 use crate::rope::RopeTable;
 use crate::rows::Rows;
 
-/// Layout of a stream's attention, created once per stream.
+/// Attention layout of a stream, created once per stream.
 pub type Layout = Host<AttentionLayout>;
 
-/// Heads of one attention layer. A packed row is `[q heads | k heads | v heads]`, each head `head_dim` columns.
+/// Heads of one attention layer. A packed row is `[q heads | k heads | v heads]`, with `head_dim` columns per head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionHeads {
     pub q: usize,
-    /// Key and value heads; each serves `q / kv` query heads.
+    /// Number of key heads and of value heads; each serves `q / kv` query heads.
     pub kv: usize,
     pub dim: usize,
 }
 
 impl AttentionHeads {
-    /// Returns the columns of a packed row.
+    /// Returns the number of columns of a packed row.
     #[must_use]
     pub fn packed_width(self) -> usize {
         (self.q + 2 * self.kv) * self.dim
     }
 
-    /// Returns the columns of the keys (and of the values).
+    /// Returns the number of columns of the keys, which is also that of the values.
     #[must_use]
     pub fn kv_width(self) -> usize {
         self.kv * self.dim
     }
 
-    /// Returns the columns of the queries and of the output.
+    /// Returns the number of columns of the queries, which is also that of the output.
     #[must_use]
     pub fn q_width(self) -> usize {
         self.q * self.dim
     }
 
-    /// Returns `1 / sqrt(head_dim)`.
+    /// Returns the scale of the attention scores, `1 / sqrt(head_dim)`.
     #[must_use]
     pub fn scale(self) -> f32 {
         1.0 / (self.dim as f32).sqrt()
@@ -53,17 +53,17 @@ impl AttentionHeads {
         kernel::Shape { q_heads: self.q, kv_heads: self.kv, head_dim: self.dim }
     }
 
-    /// Computes softmax self-attention of packed rows `[t, (q + 2 kv) · d]`. Returns the output `[t, q · d]` and the
-    /// log-sum-exp of each query `[t, q]`; together with the packed rows, these suffice for the backward pass. Source:
-    /// FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
+    /// Computes softmax self-attention of packed rows `[t, (q + 2 kv) · d]`. Returns the output `[t, q · d]` and the log-sum-exp
+    /// of each query `[t, q]`. The backward pass needs only these two and the packed rows. Source: FlashAttention-2 (arXiv
+    /// 2307.08691), algorithms 1 and 2.
     pub fn forward(self, qkv: &Rows, layout: &Layout) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         check_layout(layout, qkv)?;
         Ok(qkv.device().backend().attention(qkv, layout, self))
     }
 
-    /// Returns the gradient of the packed rows from `dout [t, q · d]`. The other arguments are those and the results of
-    /// [`Self::forward`].
+    /// Returns the gradient of the packed rows, given the gradient `dout [t, q · d]` of the output. The other arguments are the
+    /// arguments and results of [`Self::forward`].
     pub fn backward(self, qkv: &Rows, out: &Rows, lse: &Rows, dout: &Rows, layout: &Layout) -> Result<Rows> {
         self.check(qkv)?;
         for operand in [out, lse, dout] {
@@ -78,9 +78,9 @@ impl AttentionHeads {
         Ok(qkv.device().backend().attention_back(qkv, out, lse, dout, layout, self))
     }
 
-    /// Appends the keys and values of each row to its slot and returns its attention over prompt and slot, for
-    /// decoding. Also returns the log-sum-exps of [`Self::forward`] if
-    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding), otherwise an array without rows.
+    /// Appends the keys and values of each row to its slot. Returns the attention of each row over its prompt and slot, for
+    /// decoding. Also returns the log-sum-exp values of [`Self::forward`] if
+    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true, and otherwise an array without rows.
     pub fn attend_cached(self, qkv: &Rows, layer: usize, batch: &mut DecodeBatch) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         let rows = batch.rows();
@@ -97,7 +97,7 @@ impl AttentionHeads {
         Ok(qkv.device().backend().attend_cached(qkv, layer, batch, self))
     }
 
-    /// Rotates queries and keys of packed rows in place.
+    /// Applies rotary positions to the queries and keys of packed rows, in place.
     pub fn rotate(self, qkv: &mut Rows, table: &RopeTable, inverse: bool) -> Result<()> {
         self.check(qkv)?;
         if table.rows() != qkv.rows() || 2 * table.half != self.dim {
@@ -124,7 +124,7 @@ impl AttentionHeads {
     }
 }
 
-/// Kernels do not check a layout's ranges; a wrong range would read out of bounds.
+/// Checks the ranges of a layout. Kernels do not check them, and a wrong range would read out of bounds.
 fn check_layout(layout: &Layout, qkv: &Rows) -> Result<()> {
     let rows = qkv.rows();
     let within = |range: &Range<usize>| range.start <= range.end && range.end <= rows;

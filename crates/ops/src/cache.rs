@@ -1,4 +1,4 @@
-//! Keys and values of a group: one region for the shared prompt, then one for each completion.
+//! Key-value cache of a group: one region for the shared prompt, followed by one region for each completion.
 
 use memmap2::MmapMut;
 
@@ -7,8 +7,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 
-/// The cache of one group. Each layer's buffer has the rows `prompt | slot 0 | slot 1 | …`; a row holds the keys and
-/// then the values of one token, `2 · kv_width` numbers.
+/// The cache of one group. The buffer of each layer has the rows `prompt | slot 0 | slot 1 | …`. A row contains the keys of one
+/// token, followed by the values: `2 · kv_width` numbers.
 pub struct GroupCache {
     pub(crate) store: Store,
     device: Device,
@@ -22,18 +22,18 @@ pub struct GroupCache {
 
 /// Storage of a cache, by layer.
 pub(crate) enum Store {
-    /// Anonymous memory that is mapped lazily: until rows are written, the region for the longest allowed completion
-    /// costs address space but no memory.
+    /// Anonymous memory that is mapped lazily. The region for the longest allowed completion occupies address space, but it uses
+    /// no memory until rows are written.
     Cpu(Vec<MmapMut>),
     Twin(Vec<Vec<f64>>),
     Gpu(crate::gpu::Pages),
-    /// Size of a full cache, counted without memory.
+    /// Size of a full cache, which is counted but not allocated.
     Outline(#[allow(dead_code)] crate::outline::Span),
 }
 
 impl GroupCache {
-    /// Creates an empty cache for a prompt of `prompt_rows` tokens and `slots` completions of at most `slot_rows`
-    /// tokens. Fails if address space is unavailable.
+    /// Creates an empty cache for a prompt of `prompt_rows` tokens and `slots` completions of at most `slot_rows` tokens. Returns
+    /// an error if address space is unavailable.
     pub fn new(
         device: Device,
         layers: usize,
@@ -46,7 +46,7 @@ impl GroupCache {
         Ok(Self { store, device, layers, heads, prompt_rows, slot_rows, lengths: vec![0; slots] })
     }
 
-    /// Writes the keys and values of a prompt's packed rows.
+    /// Writes the keys and values of a prompt, given its packed rows.
     pub fn write_prompt(&mut self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
         if qkv.rows() != self.prompt_rows || qkv.cols() != heads.packed_width() {
             let what = format!("{:?} for a prompt of {} rows", qkv.dims(), self.prompt_rows);
@@ -57,12 +57,14 @@ impl GroupCache {
         Ok(())
     }
 
-    /// Fails unless the cache is on the device of `qkv` and has this layer with these heads.
+    /// Returns an error unless the cache is on the device of `qkv` and has this layer with these heads.
     pub(crate) fn check(&self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
         self.device.check("key-value cache", qkv)?;
         if layer >= self.layers || heads != self.heads {
-            let what =
-                format!("layer {layer} of {heads:?} in a cache of {} of {:?}", self.layers, self.heads);
+            let what = format!(
+                "layer {layer} with {heads:?} in a cache of {} layers with {:?}",
+                self.layers, self.heads
+            );
             return Err(Error::shape("key-value cache", what));
         }
         Ok(())
@@ -73,14 +75,14 @@ impl GroupCache {
         (self.prompt_rows + slot * self.slot_rows, self.lengths[slot])
     }
 
-    /// Counts one more token in each slot, after all layers have appended it.
+    /// Increments the length of each slot, after all layers have appended the token.
     pub fn advance(&mut self, slots: &[usize]) {
         for &slot in slots {
             self.lengths[slot] += 1;
         }
     }
 
-    /// Checks that `slot` has room for another token.
+    /// Checks that `slot` has room for another token, and returns an error otherwise.
     pub fn check_room(&self, slot: usize) -> Result<()> {
         if self.lengths.get(slot).is_none_or(|&len| len >= self.slot_rows) {
             let what = format!("slot {slot} of {} is full at {} tokens", self.lengths.len(), self.slot_rows);

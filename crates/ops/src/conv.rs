@@ -1,5 +1,5 @@
-//! Ops of convolutional projectors over channels-last rows: dense convolution over gathered patches, depthwise 3×3,
-//! pooling and interpolation, and two gates.
+//! Operations of convolutional projectors on channels-last rows: dense convolution over gathered patches, depthwise 3×3
+//! convolution, pooling and interpolation, and two gates.
 
 use std::sync::Arc;
 
@@ -11,16 +11,16 @@ use crate::{Linear, Param};
 
 pub use omnigrpo_kernels::conv::{OUTSIDE, RowMix};
 
-/// Mix of rows, created once per pass.
+/// Weighted sums of rows, created once per pass.
 pub type Mix = Host<RowMix>;
 
-/// Patches of a convolution: output row `r` reads rows `sources[r · taps..(r + 1) · taps]` of the input, or zero for
-/// [`OUTSIDE`].
+/// Patches of a convolution. Output row `r` reads the input rows `sources[r · taps..(r + 1) · taps]`, where [`OUTSIDE`] means
+/// zeros.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Patches {
     /// Input row of each tap, or [`OUTSIDE`].
     pub sources: Vec<u32>,
-    /// Positions in a window.
+    /// Number of positions in a window.
     pub taps: usize,
 }
 
@@ -148,30 +148,30 @@ impl Op<2> for Blend {
 }
 
 impl Tape {
-    /// Computes a dense convolution of any dimension: `[t, c] → [patches.rows(), n]`. The layer's weight is the
-    /// published `[n, c, taps…]`, read as `[n, c · taps]`. The backward pass gathers patches again instead of storing
-    /// them.
+    /// Computes a dense convolution over any number of dimensions: `[t, c] → [patches.rows(), n]`. The layer's weight has the
+    /// published shape `[n, c, taps…]` and is read as `[n, c · taps]`. The backward pass gathers patches again, so they are not
+    /// stored.
     pub fn convolution(&mut self, x: &Var, layer: &Linear, patches: &Arc<Patches>) -> Result<Var> {
         self.apply(Convolution { layer: layer.clone(), patches: Arc::clone(patches) }, [x])
     }
 
-    /// Computes a depthwise 3×3 convolution with stride 1, zero padding 1 and no bias, for images of `side = [height,
-    /// width]`: `[n · h · w, c] → [n · h · w, c]`. `weight` is the published `[c, 1, 3, 3]`.
+    /// Computes a depthwise 3×3 convolution with stride 1, zero padding 1 and no bias, for images of `side = [height, width]`:
+    /// `[n · h · w, c] → [n · h · w, c]`. `weight` has the published shape `[c, 1, 3, 3]`.
     pub fn depthwise3(&mut self, x: &Var, weight: &Arc<Param>, side: [usize; 2]) -> Result<Var> {
         self.apply(Depthwise { weight: Arc::clone(weight), side }, [x])
     }
 
-    /// Computes weighted sums of rows, `[t, c] → [mix.len(), c]`: pooling, interpolation, selection.
+    /// Computes weighted sums of rows, `[t, c] → [mix.len(), c]`, for pooling, interpolation and selection.
     pub fn mix(&mut self, x: &Var, mix: &Arc<Mix>) -> Result<Var> {
         self.apply(MixRows(Arc::clone(mix)), [x])
     }
 
-    /// Computes `x · sigmoid(gate)`; each row of `gate [n, c]` applies to `s` consecutive rows of `x [n · s, c]`.
+    /// Computes `x · sigmoid(gate)`. Each row of `gate [n, c]` applies to `s` consecutive rows of `x [n · s, c]`.
     pub fn gate(&mut self, x: &Var, gate: &Var) -> Result<Var> {
         self.apply(Gate, [x, gate])
     }
 
-    /// Computes `Σ softmax(logits)ᵢ · xᵢ`: `x [k · t, c]` holds `k` alternatives of `t` rows, `logits` is `[1, k]`.
+    /// Computes `Σ softmax(logits)ᵢ · xᵢ`. `x [k · t, c]` contains `k` alternatives of `t` rows; `logits` is `[1, k]`.
     pub fn blend(&mut self, x: &Var, logits: &Var) -> Result<Var> {
         self.apply(Blend, [x, logits])
     }

@@ -34,10 +34,10 @@ use crate::rows::{Data, Index, Rows};
 
 pub(crate) struct Cpu;
 
-/// Groups per thread from which on each thread computes attention for complete groups.
+/// Minimum number of groups per thread for which each thread computes the attention of complete groups.
 const GROUPS_PER_THREAD: usize = 4;
 
-/// Maximum elements of unfolded patches at a time (64 MiB of `f32`).
+/// Maximum number of values in the patches unfolded at a time (64 MiB of `f32`).
 const UNFOLDED: usize = 1 << 24;
 
 impl Rows {
@@ -49,7 +49,7 @@ impl Rows {
         }
     }
 
-    /// Returns the values for writing, after copying shared ones.
+    /// Returns the values for writing. Shared values are copied first.
     pub(crate) fn cpu_mut(&mut self) -> &mut [f32] {
         match &mut self.data {
             Data::Cpu(data) => {
@@ -67,14 +67,14 @@ impl Rows {
         Mat::new(self.cpu(), self.rows(), self.cols())
     }
 
-    /// Views rows on the CPU as the kernels' matrix for writing.
+    /// Views rows on the CPU as the kernels' mutable matrix.
     fn mat_mut(&mut self) -> MatMut<'_> {
         let (rows, cols) = self.dims();
         MatMut::new(self.cpu_mut(), rows, cols)
     }
 }
 
-/// Runs `f` on layers in the kernels' form.
+/// Runs `f` on layers, converted to the kernels' structures.
 fn with_layers<R>(layers: &[Linear], f: impl FnOnce(&[Layer]) -> R) -> R {
     let guards: Vec<(WeightGuard, Option<WeightGuard>)> =
         layers.iter().map(|l| (l.weight().read(), l.bias().map(|bias| bias.read()))).collect();
@@ -86,7 +86,7 @@ fn with_layers<R>(layers: &[Linear], f: impl FnOnce(&[Layer]) -> R) -> R {
     f(&layers)
 }
 
-/// Runs `f` on the matrices of experts, stacked vertically.
+/// Runs `f` on the matrices of all experts, stacked vertically.
 fn with_experts<R>(layer: &ExpertLinear, f: impl FnOnce(Weight) -> R) -> R {
     f(layer.weight().read().weight(layer.experts() * layer.k(), layer.n()))
 }
@@ -96,14 +96,14 @@ fn with_table<R>(table: &Param, h: usize, f: impl FnOnce(Weight) -> R) -> R {
     f(table.read().weight(table.len() / h.max(1), h))
 }
 
-/// Runs `f` on the gradient of a weight that is trained.
+/// Runs `f` on the gradient of a weight if the weight is trained.
 fn accumulate(param: &Param, f: impl FnOnce(&mut [f32])) {
     if let Some(mut gradient) = param.gradient(Device::Cpu) {
         f(gradient.cpu());
     }
 }
 
-/// Computes `w [n, k] += s · leftᵀ right` for factors with `rank` rows.
+/// Computes `w [n, k] += s · leftᵀ right`, where both factors have `rank` rows.
 pub(crate) fn merge(w: &mut [f32], left: &[f32], right: &[f32], rank: usize, scale: f32) {
     let (n, k) = (left.len() / rank, right.len() / rank);
     let left: Vec<f32> = left.iter().map(|x| x * scale).collect();
@@ -356,7 +356,8 @@ impl Backend for Cpu {
                 (group, packed, MatMut::new(own, count, heads.q_width()), lse)
             })
             .collect();
-        // With many groups, each thread takes complete groups, however small; with few, all threads share each group.
+        // If there are many groups, each thread processes complete groups, however small. If there are few, all threads share
+        // each group.
         let work = if each.len() < GROUPS_PER_THREAD * parallel::threads() { 0 } else { usize::MAX };
         parallel::map(each, work, |(group, packed, out, lse)| {
             attend_group(group, layer, packed, heads, out, lse);
@@ -565,7 +566,7 @@ impl Backend for Cpu {
     }
 }
 
-/// Returns the product for many rows, or the one whose rows are independent.
+/// Returns the kernel for an order: the blocked product, or the product whose rows are independent.
 fn forward(order: Order) -> fn(Mat, &[Layer], bool, MatMut) {
     match order {
         Order::Blocked => product::forward_into,
@@ -573,13 +574,13 @@ fn forward(order: Order) -> fn(Mat, &[Layer], bool, MatMut) {
     }
 }
 
-/// Views the alternatives of a blend as one row each.
+/// Views each alternative of a blend as one row.
 fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a> {
     Mat::new(x.cpu(), logits.cols(), x.len() / logits.cols())
 }
 
-/// Calls `f(rows, unfolded rows, their sources)` for pieces of a convolution's output, whose bounds depend on sizes
-/// alone.
+/// Calls `f(rows, unfolded rows, their sources)` for each part of a convolution's output. The bounds of the parts depend only on
+/// sizes.
 fn pieces(x: &Rows, patches: &Patches, mut f: impl FnMut(Range<usize>, Mat, &[u32])) {
     let Patches { sources, taps } = patches;
     let width = x.cols() * taps;
@@ -592,8 +593,7 @@ fn pieces(x: &Rows, patches: &Patches, mut f: impl FnMut(Range<usize>, Mat, &[u3
     }
 }
 
-/// Appends the keys and values of `packed` to the group's slots and writes each query's attention over prompt and its
-/// slot.
+/// Appends the keys and values of `packed` to the group's slots. Writes the attention of each query over the prompt and its slot.
 fn attend_group(
     group: &mut DecodeRows,
     layer: usize,
@@ -631,7 +631,7 @@ fn copy_kv(buffer: &mut [f32], first_row: usize, packed: &[f32], heads: Attentio
     }
 }
 
-/// Returns a weight as f64, in row-major order.
+/// Returns the values of a weight as f64, in row-major order.
 pub(crate) fn wide(weight: Stored) -> Vec<f64> {
     match weight {
         Stored::F32(data) => data.iter().map(|&x| f64::from(x)).collect(),

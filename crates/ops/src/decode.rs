@@ -1,11 +1,11 @@
-//! Decoding: repeatedly draws one token for each row in flight.
+//! Decoding: repeatedly draws the next token of each row in a batch.
 //!
-//! On a GPU a token costs one upload and one read, and one launch once its batch shape has occurred twice. Padding
-//! rows, which continue no completion, bring a batch to one of a few sizes; tables are padded likewise. Everything that
-//! differs from token to token is stored in one array at an address fixed by the shape. The first batch of a shape runs
-//! with plain launches in an arena, the second is recorded ([`omnigrpo_gpu::Graph`]), and later batches replay the
-//! recording. The bits equal those of plain launches, since a row's bits do not depend on the batch. If recording
-//! fails, tokens are computed with plain launches and the reason is logged at the level `debug`.
+//! On a GPU, a token takes one upload and one read. Once a batch shape has occurred twice, it also takes only one launch. Padding
+//! rows, which belong to no completion, bring a batch to one of a few sizes; tables are padded likewise. Everything that differs
+//! from token to token is stored in one array, whose address is fixed for each shape. The first batch of a shape runs with plain
+//! launches in an arena. The second batch is recorded ([`omnigrpo_gpu::Graph`]), and later batches replay the recording. The bits
+//! equal those of plain launches, since the bits of a row do not depend on the batch. If recording fails, tokens are computed
+//! with plain launches and the reason is logged at level `debug`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,33 +25,33 @@ use crate::rows::Rows;
 /// Rows of a batch that belong to one group.
 pub struct DecodeRows<'a> {
     pub cache: &'a mut GroupCache,
-    /// Completion that each row continues.
+    /// Slot of the completion that each row continues.
     pub slots: Vec<usize>,
 }
 
-/// The rows that decode together: those of all groups, in order.
+/// Rows that decode together: the rows of all groups, in order.
 pub struct DecodeBatch<'a> {
     pub(crate) groups: Vec<DecodeRows<'a>>,
-    /// Cache positions of the rows, padding included, as a GPU reads them; created for the first layer.
+    /// Cache positions of all rows, including padding, in the form that a GPU reads. They are created for the first layer.
     pub(crate) tables: Option<Arc<Decoding>>,
     rows: usize,
 }
 
 impl<'a> DecodeBatch<'a> {
-    /// Creates a batch of these groups' rows.
+    /// Creates a batch of the rows of these groups.
     #[must_use]
     pub fn new(groups: Vec<DecodeRows<'a>>) -> Self {
         let rows = groups.iter().map(|group| group.slots.len()).sum();
         Self { groups, tables: None, rows }
     }
 
-    /// Returns the number of rows, padding included.
+    /// Returns the number of rows, including padding.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Counts one more token for every row, after all layers have appended it.
+    /// Increments the length of every row's slot, after all layers have appended the token.
     pub fn advance(&mut self) {
         self.tables = None;
         for group in &mut self.groups {
@@ -66,7 +66,7 @@ pub struct TokenPass<'p, 'g> {
     pub ids: &'p Tokens,
     /// Rotary angles of each row.
     pub rope: &'p Arc<RopeTable>,
-    /// Rows and the completions they continue.
+    /// Rows of the batch, with the completions that they continue.
     pub batch: &'p mut DecodeBatch<'g>,
     draws: DrawsOf<'p>,
     /// Number of rows for which a token has been drawn.
@@ -79,7 +79,7 @@ enum DrawsOf<'p> {
 }
 
 impl TokenPass<'_, '_> {
-    /// Draws tokens from the logits of the next rows. The caller passes the logits of all rows, piece by piece.
+    /// Draws tokens from the logits of the next rows. The caller passes the logits of all rows, in one or more parts.
     pub fn draw(&mut self, mut logits: Rows) -> Result<()> {
         let (rows, vocab) = logits.dims();
         let these = self.drawn..self.drawn + rows;
@@ -105,17 +105,17 @@ impl TokenPass<'_, '_> {
 pub struct Replays {
     /// Number of batch shapes that were recorded.
     pub recorded: usize,
-    /// Number of tokens, over all rows, from replayed recordings.
+    /// Number of tokens computed by replayed recordings, over all rows.
     pub replayed: usize,
-    /// Number of tokens, over all rows, from individually launched kernels.
+    /// Number of tokens computed by individually launched kernels, over all rows.
     pub plain: usize,
-    /// Reason why recording stopped.
+    /// Reason why recording was disabled.
     pub refused: Option<String>,
 }
 
-/// Repeatedly draws the next tokens of rows, from one model with one sampler.
+/// Decoder that repeatedly draws the next tokens of rows, from one model with one sampler.
 ///
-/// Weights must not change during its lifetime: recordings read them at fixed addresses.
+/// Weights must not change during its lifetime, because recordings read them at fixed addresses.
 pub struct NextTokens<'a> {
     device: Device,
     how: Sampler<'a>,
@@ -124,7 +124,7 @@ pub struct NextTokens<'a> {
 }
 
 impl<'a> NextTokens<'a> {
-    /// Creates a decoder for logits of `vocab` tokens on a device.
+    /// Creates a decoder on a device, for logits over `vocab` tokens.
     #[must_use]
     pub fn new(device: Device, how: Sampler<'a>, vocab: usize) -> Self {
         let card = match device {
@@ -134,7 +134,7 @@ impl<'a> NextTokens<'a> {
         Self { device, how, vocab, card }
     }
 
-    /// Disables recordings, so that every kernel is launched individually.
+    /// Disables recording, so that every kernel is launched individually.
     #[must_use]
     pub fn plain(mut self) -> Self {
         if let Some(card) = &mut self.card {
@@ -149,10 +149,10 @@ impl<'a> NextTokens<'a> {
         self.card.as_ref().map(|card| &card.replays)
     }
 
-    /// Draws a token for each row of `groups` and counts it in the caches. `ids` are the rows' last tokens, `rope`
-    /// their angles. `pass` runs the model and passes the logits on; it must be the same for all calls and must not
-    /// read results, because its launches may be recorded instead of executed. Returns `None` if a logit is NaN or +∞,
-    /// or if no token can be drawn.
+    /// Draws a token for each row of `groups` and increments the lengths in the caches. `ids` contains the last token of each
+    /// row, and `rope` its angles. `pass` runs the model and passes the logits to [`TokenPass::draw`]. It must be the same for
+    /// all calls and must not read results, because its launches may be recorded instead of executed. The result for a row is
+    /// `None` if one of its logits is NaN or +∞, or if no token can be drawn.
     pub fn next<E: From<Error>>(
         &mut self,
         ids: Vec<u32>,
@@ -193,14 +193,14 @@ impl<'a> NextTokens<'a> {
     }
 }
 
-/// Everything besides the model that determines kernels, grids and memory of a token.
+/// Sizes that determine, together with the model, the kernels, grids and memory for a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     decoding: DecodingSize,
     draws: DrawSize,
 }
 
-/// A batch shape that has occurred.
+/// State of a batch shape that has occurred.
 struct Met {
     /// Inputs that differ from token to token.
     input: Arc<Array>,
@@ -218,7 +218,7 @@ struct OnCard {
     records: bool,
 }
 
-/// Offsets in a pack of a pass's inputs.
+/// Offsets of a pass's inputs in their common array.
 struct Places {
     ids: usize,
     angles: [usize; 2],
@@ -283,7 +283,7 @@ impl OnCard {
             let Met { out, graph, .. } = met;
             batch.rows = rows;
             let mut run = |out: &mut Array| -> Result<(), E> {
-                // Changes that a pass made to the batch do not carry over to the next one.
+                // Each run starts with these tables, even if an earlier run has changed the batch.
                 batch.tables = Some(Arc::clone(&tables));
                 let draws = DrawsOf::Card { card, how, draws: &draws, out };
                 let mut of = TokenPass { ids: &ids_of, rope: &rope, batch: &mut *batch, draws, drawn: 0 };
@@ -306,7 +306,7 @@ impl OnCard {
                         self.replays.recorded += 1;
                     }
                     Err(why) => {
-                        tracing::debug!("decoding on {card} launches each kernel by itself: {why}");
+                        tracing::debug!("decoding on {card} launches each kernel individually: {why}");
                         self.replays.refused = Some(why.to_string());
                         self.records = false;
                     }

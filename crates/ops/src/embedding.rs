@@ -1,4 +1,4 @@
-//! Tables: word embeddings, and rows added to a stream (positions, token types, class tokens).
+//! Tables: word embeddings, and table rows added to a stream (positions, token types, class tokens).
 
 use std::sync::Arc;
 
@@ -9,16 +9,16 @@ use crate::host::Host;
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
 
-/// Row of a table for each row of a stream.
+/// Table index for each row of a stream.
 pub type Tokens = Host<Vec<u32>>;
 
-/// Row of a table that each row of a stream receives, if any.
+/// Optional table index for each row of a stream. The table row with that index is added to the stream's row.
 pub type Ids = Host<Vec<Option<u32>>>;
 
-/// Rows of a table, with weights, for each row of a stream.
+/// Table indices with weights, for each row of a stream.
 pub type Taps = Host<Vec<Vec<(u32, f32)>>>;
 
-/// Returns rows `ids` of `table [v, h]`: `[ids.len(), h]`.
+/// Returns the rows `ids` of `table [v, h]`, with shape `[ids.len(), h]`.
 pub fn embed(device: Device, table: &Param, ids: &Tokens) -> Result<Rows> {
     let h = table.shape().last().copied().unwrap_or(0);
     check(device, table, h, ids.iter().copied())?;
@@ -103,14 +103,14 @@ impl Op for AddMixed {
 }
 
 impl Tape {
-    /// Computes `y[i] = x[i] + table[ids[i]]`, `[t, h] → [t, h]`; a row without an id is unchanged. The table's
-    /// elements are read as `[v, h]`, whatever its published shape. With zeros as `x`, this is an embedding whose
-    /// gradient reaches the table.
+    /// Computes `y[i] = x[i] + table[ids[i]]`, `[t, h] → [t, h]`. A row without an id is unchanged. The table is read as `[v,
+    /// h]`, whatever its published shape. If `x` is zero, this is an embedding lookup whose gradient reaches the table.
     pub fn add_rows(&mut self, x: &Var, table: &Arc<Param>, ids: &Arc<Ids>) -> Result<Var> {
         self.apply(AddRows { table: Arc::clone(table), ids: Arc::clone(ids) }, [x])
     }
 
-    /// Computes `x [t, h]` plus, in row `r`, the sum of `weight · table[id]` over `taps[r]`.
+    /// Adds a weighted sum of table rows to each row of `x [t, h]`: row `r` receives the sum of `weight · table[id]` over
+    /// `taps[r]`.
     pub fn add_mixed(&mut self, x: &Var, table: &Arc<Param>, taps: &Arc<Taps>) -> Result<Var> {
         self.apply(AddMixed { table: Arc::clone(table), taps: Arc::clone(taps) }, [x])
     }

@@ -1,14 +1,14 @@
 //! Errors of operations.
 
-/// An error of an operation, which has then written nothing to its arguments.
+/// Error of an operation. An operation that fails has not written to its arguments.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Sizes that do not fit each other.
+    /// Sizes that do not match.
     #[error("{op}: {what}")]
     Shape {
-        /// Name of the operation, with the weight's name if it has one.
+        /// Name of the operation, with the name of the weight if there is one.
         op: String,
-        /// Sizes, got and expected.
+        /// Actual and expected sizes.
         what: String,
     },
     /// Operands on different devices.
@@ -24,16 +24,16 @@ pub enum Error {
     #[error("weight {name}: {what}")]
     Weight {
         name: String,
-        /// Request, and what the weight supports.
+        /// The request, and what the weight supports instead.
         what: String,
     },
     /// Failure of a GPU or its driver.
     #[error(transparent)]
     Gpu(#[from] omnigrpo_gpu::Error),
-    /// Misuse of a tape.
+    /// Invalid use of a tape.
     #[error("tape: {what}")]
     Tape {
-        /// Cause, got and expected.
+        /// Cause, with the actual and expected state.
         what: String,
     },
 }

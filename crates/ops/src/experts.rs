@@ -1,15 +1,15 @@
 //! Mixtures of experts: the choice of experts for each row, and products grouped by expert.
 //!
-//! A router's logits `[t, experts]` choose `topk` experts of each row: those with the largest logits; of equal logits,
-//! those with lower index. A *place* is a pair of a row and one of its experts. Places are sorted by expert, then by
-//! row, so that an expert's product runs over consecutive rows. The host makes the choice: a device sends the logits
-//! once and receives indices. NaN logits are ordered by `f64::total_cmp`; everything computed from them is NaN.
+//! For each row, the `topk` experts with the largest router logits `[t, experts]` are chosen. If logits are equal, the expert
+//! with the lower index is chosen. A *place* is a pair of a row and one of its experts. Places are sorted by expert, then by row,
+//! so that an expert's product runs over consecutive rows. The host chooses the experts: a device sends the logits once and
+//! receives indices. NaN logits are ordered by `f64::total_cmp`; everything computed from them is NaN.
 //!
-//! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted instead of masked expert
-//! by expert; an expert's output is weighted before its last product (which is linear) instead of after it; a row sums
-//! its experts by index.
+//! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted, instead of masked expert by
+//! expert; the output of an expert is weighted before its last product (which is linear) instead of after it; a row sums its
+//! experts in the order of their index.
 //!
-//! Shapes: `t` rows, `e` experts, `p = t · topk` places, `k`/`n` inputs and outputs of an expert.
+//! Shapes: `t` rows, `e` experts, `p = t · topk` places, `k` inputs and `n` outputs of an expert.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -28,16 +28,16 @@ use crate::rows::{Index, Rows};
 pub struct Routes {
     /// Row of each place.
     rows: Index,
-    /// Places of each row, with weights of 1.
+    /// Places of each row, all with weight 1.
     sums: Mix,
     /// Expert of each place.
     experts: Host<Vec<u32>>,
-    /// Offsets of places: those of expert `i` are `offsets[i]..offsets[i + 1]`.
+    /// Offsets of the experts' places: expert `i` has the places `offsets[i]..offsets[i + 1]`.
     offsets: Vec<usize>,
 }
 
 impl Routes {
-    /// Chooses `topk` experts for each row of `logits [t, experts]`. Fails if `topk` is 0 or exceeds the number of
+    /// Chooses `topk` experts for each row of `logits [t, experts]`. Returns an error if `topk` is 0 or exceeds the number of
     /// experts.
     pub fn choose(logits: &Rows, topk: usize) -> Result<Self> {
         let (t, e) = logits.dims();
@@ -49,7 +49,7 @@ impl Routes {
         for row in numbers.chunks_exact(e) {
             order.clear();
             order.extend(0..e);
-            // Adding 0 makes both zeros equal.
+            // Adding 0 turns -0 into 0, so that `total_cmp` treats both as equal.
             order.sort_unstable_by(|&a, &b| (row[b] + 0.0).total_cmp(&(row[a] + 0.0)).then(a.cmp(&b)));
             chosen.extend_from_slice(&order[..topk]);
         }
@@ -92,18 +92,18 @@ impl Routes {
         self.offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
-    /// Returns the bytes of this description in memory.
+    /// Returns the bytes that this routing occupies in memory.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.places() * (size_of::<usize>() + 3 * size_of::<u32>()) + size_of_val(&self.offsets[..])
     }
 
-    /// Returns the bounds of the experts' places.
+    /// Returns the offsets of the experts' places; see the field.
     pub(crate) fn offsets(&self) -> &[usize] {
         &self.offsets
     }
 
-    /// Returns the places of all rows, row by row.
+    /// Returns the places of each row, as sums with weights of 1.
     pub(crate) fn of_rows(&self) -> &Mix {
         &self.sums
     }
@@ -129,7 +129,7 @@ impl Routes {
         }
     }
 
-    /// Sums each row's places: `[p, h] → [t, h]`. This is the gradient of [`Self::scatter`].
+    /// Sums the places of each row: `[p, h] → [t, h]`. This is the gradient of [`Self::scatter`].
     pub fn gather(&self, x: &Rows) -> Result<Rows> {
         match x.rows() == self.places() {
             true => Ok(x.device().backend().mix(x, &self.sums)),
@@ -137,13 +137,13 @@ impl Routes {
         }
     }
 
-    /// Multiplies each place of `x [p, i]` by its weight: the softmax over the logits of its row's experts.
+    /// Multiplies each place of `x [p, i]` by its weight, which is the softmax over the logits of the experts of its row.
     pub fn weigh(&self, x: &Rows, logits: &Rows) -> Result<Rows> {
         self.check("weigh", x, logits)?;
         Ok(x.device().backend().weigh(x, logits, self))
     }
 
-    /// Returns the gradients of [`Self::weigh`] for `x` and `logits`.
+    /// Returns the gradients of [`Self::weigh`] with respect to `x` and `logits`.
     pub fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> Result<[Rows; 2]> {
         self.check("weigh backward", x, logits)?;
         x.device().check("weigh backward", dy)?;
@@ -168,22 +168,21 @@ impl Routes {
     }
 }
 
-/// Auxiliary losses of the routers in one pass: one balances the use of experts, the other keeps logits small. Each
-/// router adds to both.
+/// Auxiliary losses of the routers in one pass. One loss balances the use of experts; the other keeps logits small. Each router
+/// adds to both.
 ///
-/// For the rows `r` of a router, with weights `w` that sum to `W`, probabilities `p = softmax(logits)` and `k` of `e`
-/// experts per row, let `f_j = Σ w_r [r uses j] / (k W)` be the fraction of expert `j` and `P_j = Σ w_r p_rj / W` its
-/// mean probability:
+/// For the rows `r` of a router, with weights `w` that sum to `W`, probabilities `p = softmax(logits)` and `k` of `e` experts per
+/// row, let `f_j = Σ w_r [r uses j] / (k W)` be the fraction of expert `j` and `P_j = Σ w_r p_rj / W` its mean probability:
 ///
 /// ```text
 /// balance = e Σ_j f_j P_j                 1 if all experts are used equally
 /// z       = Σ w_r logsumexp(logits_r)² / W
 /// ```
 ///
-/// The gradient added is that of `share · (aux · balance + z · z-loss)`, where `share` is `W` divided by the weights of
-/// this router's rows in a complete step; the fractions `f` are constants in it. A row that belongs to several
-/// sequences, such as one of a shared prompt, has their number as its weight. Source: rhymes-ai/Aria `moe_lm.py`;
-/// Switch Transformers, arXiv 2101.03961 §2.2; ST-MoE, arXiv 2202.08906 §2.
+/// The gradient added is that of `share · (aux · balance + z · z-loss)`. Here `share` is `W` divided by the total weight of this
+/// router's rows in a complete step, and the fractions `f` are treated as constants. The weight of a row is the number of
+/// sequences to which it belongs, which is more than 1 for a shared prompt. Source: rhymes-ai/Aria `moe_lm.py`; Switch
+/// Transformers, arXiv 2101.03961 §2.2; ST-MoE, arXiv 2202.08906 §2.
 #[derive(Debug)]
 pub struct RouterLoss {
     aux: f64,
@@ -194,24 +193,24 @@ pub struct RouterLoss {
 }
 
 impl RouterLoss {
-    /// Creates losses with these coefficients. `step` is the sum of the weights of all rows of a step, and that of the
-    /// scored rows, to which the last block is limited. `weights` is the number of sequences to which each row of this
-    /// pass belongs.
+    /// Creates losses with the coefficients `aux` and `z`. `step` contains the total weight of all rows of a step, and of its
+    /// scored rows, to which the last block is limited. `weights` contains the number of sequences to which each row of this pass
+    /// belongs.
     #[must_use]
     pub fn new(aux: f64, z: f64, step: [usize; 2], weights: Vec<f32>) -> Self {
         let step = step.map(|tokens| tokens.max(1) as f64);
         Self { aux, z, step, weights, sums: Mutex::default() }
     }
 
-    /// Returns balance and z-loss accumulated in this pass, summed over routers and multiplied by their shares, without
+    /// Returns the balance loss and z-loss accumulated in this pass: sums over routers, multiplied by their shares but not by the
     /// coefficients.
     #[must_use]
     pub fn losses(&self) -> [f64; 2] {
         *self.sums.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the gradient of a router's logits and adds its losses to the sums. `rows` are the routed rows of the
-    /// pass, if not all.
+    /// Returns the gradient of a router's logits and adds the router's losses to the sums. `rows` lists the routed rows of the
+    /// pass; `None` means all rows.
     pub fn gradient(&self, logits: &Rows, routes: &Routes, rows: Option<&[usize]>) -> Result<Rows> {
         let (t, e) = logits.dims();
         let weight = |r: usize| self.weights.get(rows.map_or(Some(r), |rows| rows.get(r).copied())?);
@@ -254,8 +253,8 @@ impl RouterLoss {
     }
 }
 
-/// A layer with separate weights `[experts, k, n]` for each expert, `y = x W`; an [`Adapter`](crate::Adapter) on the
-/// weight adds its low-rank term.
+/// A layer with a separate weight for each expert, `y = x W` with weights `[experts, k, n]`. An [`Adapter`](crate::Adapter) on
+/// the weight adds a low-rank term.
 #[derive(Clone, Debug)]
 pub struct ExpertLinear {
     weight: Arc<Param>,
@@ -297,7 +296,7 @@ impl ExpertLinear {
         self.n
     }
 
-    /// Computes `[p, k] → [p, n]`. In any order, the bits of a place depend only on its row and its expert.
+    /// Computes `[p, k] → [p, n]`. For either order, the bits of a place depend only on its row and its expert.
     pub fn forward(&self, x: &Rows, routes: &Routes, order: Order) -> Result<Rows> {
         self.check(x, routes)?;
         let mut y = x.device().backend().experts(x, self, routes, order);
@@ -307,8 +306,8 @@ impl ExpertLinear {
         Ok(y)
     }
 
-    /// Returns `dx [p, k]` for the input `x` of the forward pass and `dy [p, n]`, and adds the weight's gradient to its
-    /// buffer.
+    /// Returns `dx [p, k]`, given the input `x` of the forward pass and the gradient `dy [p, n]` of the output. Adds the gradient
+    /// of the weight to its buffer.
     pub fn backward(&self, x: &Rows, dy: &Rows, routes: &Routes) -> Result<Rows> {
         self.check(x, routes)?;
         x.device().check("experts backward", dy)?;

@@ -1,9 +1,9 @@
-//! The GPU backend: bf16 or f32 in GPU memory, with the kernels of `omnigrpo-gpu`.
+//! The GPU backend: bf16 or f32 arrays in GPU memory, and the kernels of `omnigrpo-gpu`.
 //!
-//! An array is bf16 if all its sources are. A product with a bf16 (or quantised) weight rounds its other factor to
-//! bf16; its output is bf16 if that factor already was. The residual stream, which begins with f32 values, therefore
-//! stays f32, and everything that a norm with a bf16 weight computes from it, up to the next sum with it, is bf16. With
-//! f32 weights everything is f32. Statistics, log-probabilities and gradients of weights are always f32.
+//! An array is bf16 if all its sources are. A product with a bf16 or quantised weight rounds its other factor to bf16. Its output
+//! is bf16 only if that factor was already bf16. The residual stream begins with f32 values and therefore stays f32. A norm with
+//! a bf16 weight reads the residual stream, and everything computed from its output is bf16 until it is added to the stream. With
+//! f32 weights, everything is f32. Statistics, log-probabilities and gradients of weights are always f32.
 
 use std::fmt;
 use std::ops::Range;
@@ -35,28 +35,28 @@ use crate::param::{Param, ParamDtype, Values};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
 
-/// An open GPU, or an emulator. It stays open until the process ends, so a handle is a plain value like any other
-/// [`Device`]. Opening twice gives two devices, each with its own order of work.
+/// An open GPU or emulator. It stays open until the process ends, so a handle can be copied like any other [`Device`]. Opening
+/// the same GPU twice creates two devices, each with a separate order of work.
 #[derive(Clone, Copy)]
 pub struct Card {
     gpu: &'static Gpu,
-    /// Placeholder for arrays on other devices, which callers exclude.
+    /// Placeholder array for rows on other devices, which callers rule out.
     nothing: &'static Array,
     ordinal: Option<usize>,
 }
 
 impl Card {
-    /// Opens a GPU. `libraries` are folders to search for CUDA's libraries before the system loader does; `cache` is a
+    /// Opens a GPU. `libraries` are folders that are searched for CUDA's libraries before the system loader's paths. `cache` is a
     /// folder for compiled kernels.
     ///
     /// # Errors
-    /// If the driver is missing or too old, the GPU does not exist, or a library is missing.
+    /// Returns an error if the driver is missing or too old, the GPU does not exist, or a library is missing.
     pub fn open(ordinal: usize, libraries: &[PathBuf], cache: &Path) -> Result<Self> {
         Ok(Self::over(Gpu::cuda(ordinal, libraries, cache)?, Some(ordinal)))
     }
 
-    /// Creates an emulator, which runs kernels on the CPU for tests, with a schedule in which warps run ahead of each
-    /// other. `memory` is its size in bytes; `None` means as much as the system provides.
+    /// Creates an emulator for tests, which runs kernels on the CPU with a schedule in which some warps run ahead of others.
+    /// `memory` is its memory in bytes; `None` means all that the system provides.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn emulated(memory: Option<usize>) -> Self {
@@ -68,7 +68,7 @@ impl Card {
         Self { gpu: Box::leak(Box::new(gpu)), nothing, ordinal }
     }
 
-    /// Returns the driver's number for the GPU; `None` for an emulator.
+    /// Returns the driver's number for the GPU, or `None` for an emulator.
     #[must_use]
     pub fn ordinal(self) -> Option<usize> {
         self.ordinal
@@ -79,7 +79,7 @@ impl Card {
         self.gpu.name()
     }
 
-    /// Returns free and total bytes of memory; `None` if unknown.
+    /// Returns the free and total bytes of memory, or `None` if they are unknown.
     #[must_use]
     pub fn memory(self) -> Option<[usize; 2]> {
         self.gpu.memory()
@@ -89,7 +89,7 @@ impl Card {
         self.gpu
     }
 
-    /// Returns the number of uploads to and reads from an emulator since it was opened; `None` for a GPU.
+    /// Returns the number of uploads to an emulator and of reads from it, since it was opened. Returns `None` for a GPU.
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn traffic(self) -> Option<[u64; 2]> {
@@ -161,7 +161,7 @@ impl Weights {
     }
 }
 
-/// A weight's copy on one GPU.
+/// Copy of a weight on one GPU.
 #[derive(Debug)]
 struct There {
     device: Device,
@@ -170,7 +170,7 @@ struct There {
     newer: bool,
 }
 
-/// A GPU's copy of a weight, if any.
+/// Copy of a weight on a GPU, if there is one.
 #[derive(Debug, Default)]
 pub(crate) struct Copy(Mutex<Option<There>>);
 
@@ -179,7 +179,7 @@ impl Copy {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the copy of `device`, created by `make` at first use. `make` fetches changes from another GPU.
+    /// Returns the copy on `device`. If there is none, `make` creates it and fetches changes from another GPU.
     pub(crate) fn on(&self, device: Device, make: impl FnOnce() -> Weights) -> Arc<Weights> {
         if let Some(there) = self.lock().as_ref().filter(|there| there.device == device) {
             return Arc::clone(&there.weights);
@@ -208,7 +208,7 @@ impl Copy {
         }
     }
 
-    /// Copies changes back to the host and drops the copy, before the host changes the values.
+    /// Copies changes back to the host and drops the copy. The host can then change the values.
     pub(crate) fn fetch_and_forget(&self, host: &RwLock<Values>) {
         self.fetch(host);
         *self.lock() = None;
@@ -231,7 +231,7 @@ pub(crate) fn heads_of(heads: AttentionHeads) -> Heads {
     Heads { q: heads.q, kv: heads.kv, d: heads.dim }
 }
 
-/// Returns bf16 if both factors of a product are, else f32.
+/// Returns bf16 if both factors of a product are bf16, and f32 otherwise.
 fn both(x: &Array, weight: &Weights) -> Dtype {
     match x.dtype() == Dtype::Bf16 && weight.weight().dtype() == Dtype::Bf16 {
         true => Dtype::Bf16,
@@ -255,7 +255,7 @@ pub(crate) fn draw_rows(from: &[DrawFrom]) -> Vec<Row> {
     from.iter().map(row).collect()
 }
 
-/// Returns a draw only if its values are finite.
+/// Returns the draw if all its values are finite, and `None` otherwise.
 pub(crate) fn sound(drawn: Drawn) -> Option<Draw> {
     let Drawn { id, logprob, sampler_logprob, entropy } = drawn;
     let all = [logprob, sampler_logprob, entropy];
@@ -280,7 +280,7 @@ impl Card {
         self.rows(data, 1, cols)
     }
 
-    /// Returns the array of rows on this device.
+    /// Returns the array of rows that are on this device.
     fn of<'a>(&'a self, x: &'a Rows) -> &'a Array {
         match &x.data {
             Data::Gpu(_, data) => data,
@@ -288,7 +288,7 @@ impl Card {
         }
     }
 
-    /// Runs `f` on the array for writing, after copying a shared one.
+    /// Runs `f` on the array of `x`, so that `f` can change it. A shared array is copied first.
     pub(crate) fn change(&self, x: &mut Rows, f: impl FnOnce(&mut Array)) {
         if let Data::Gpu(_, data) = &mut x.data {
             if Arc::get_mut(data).is_none() {
@@ -300,7 +300,7 @@ impl Card {
         }
     }
 
-    /// Runs `f` on the gradient of a weight that is trained.
+    /// Runs `f` on the gradient of a weight if the weight is trained.
     fn accumulate(&self, param: &Param, f: impl FnOnce(&mut Array)) {
         if let Some(rows) = param.gradient(self.device()).as_mut().and_then(|guard| guard.rows()) {
             self.change(rows, f);
@@ -313,7 +313,7 @@ impl Card {
         weights
     }
 
-    /// Runs `f` on a vector (norm, bias, scale) in its storage dtype.
+    /// Runs `f` on a vector (norm, bias, scale) in the dtype in which it is stored.
     fn vector<R>(&self, param: &Param, f: impl FnOnce(&Array) -> R) -> R {
         match &*self.weights(param) {
             Weights::Dense(array) => f(array),
@@ -328,7 +328,7 @@ impl Card {
         Layer { weight: self.weights(linear.weight()), bias, n: linear.n(), k: linear.k() }
     }
 
-    /// Returns bf16 if both factors are, else f32.
+    /// Returns bf16 if the input and all weights are bf16, and f32 otherwise.
     fn output(&self, x: Dtype, layers: &[Layer]) -> Dtype {
         let narrow = |layer: &Layer| layer.weight.weight().dtype() == Dtype::Bf16;
         match x == Dtype::Bf16 && layers.iter().all(narrow) {
@@ -337,7 +337,7 @@ impl Card {
         }
     }
 
-    /// Returns the operand of the first layer's product, converted once for all layers.
+    /// Returns the input in the dtype of the first layer's weight, if several layers can share this conversion.
     fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Array> {
         let wanted = layers.first()?.weight.weight().dtype();
         (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
@@ -386,14 +386,14 @@ impl Card {
         y
     }
 
-    /// Computes `dy W` of layers whose columns of `dy` begin at `col`.
+    /// Computes `dy W` of layers, whose columns of `dy` begin at `col`, and adds it to `dx` if given.
     fn back(&self, dx: Option<Array>, dy: &Rows, col: usize, layers: &[Layer]) -> Array {
         let (rows, width) = dy.dims();
         let dy = self.of(dy);
         let k = layers.first().map_or(0, |layer| layer.k);
         let mut adds = dx.is_some();
         let mut dx = dx.unwrap_or_else(|| {
-            // The parts of several layers are summed; bf16 would round each time.
+            // The products of several layers are summed, and bf16 would round each partial sum.
             let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), layers) };
             self.gpu.alloc(rows * k, dtype)
         });
@@ -408,7 +408,7 @@ impl Card {
         dx
     }
 
-    /// Adds weighted rows to a table's gradient; each term is `(row of the table, row of the stream, weight)`.
+    /// Adds weighted rows to the gradient of a table. Each term is `(row of the table, row of the stream, weight)`.
     fn scatter(&self, table: &Param, dy: &Rows, terms: Vec<(u32, u32, f32)>) {
         self.accumulate(table, |to| {
             let sums = Mixture::reversed(self.gpu, terms);
@@ -416,11 +416,11 @@ impl Card {
         });
     }
 
-    /// Adds weighted rows of a table to rows.
+    /// Adds weighted rows of a table to `x`.
     fn add_taps(&self, x: &mut Rows, table: &Param, mixture: &Mixture, used: &[u32]) {
         let h = x.cols();
         let weights = self.weights(table);
-        // Gathers the rows that are read, in order of use; rows of a quantised table are widened.
+        // Gathers the table rows in order of use, in f32.
         let index = self.gpu.upload_words(used);
         let own = self.gpu.weight_rows(weights.weight(), h, Some(&index), used.len(), Dtype::F32);
         self.change(x, |x| self.gpu.mix(x, &own, mixture, h, true));
@@ -437,7 +437,7 @@ impl Card {
         routes.experts().on(self.device(), |experts| self.gpu.upload_words(experts))
     }
 
-    /// Makes room for the next token of each row and runs `f` on the rows' cache positions.
+    /// Allocates room for the next token of each row and runs `f` on the rows' cache positions.
     pub(crate) fn continued<T>(
         &self,
         groups: &mut [DecodeRows],
@@ -470,8 +470,8 @@ impl Card {
     }
 }
 
-/// Keys and values of a group on a GPU, for all layers: those of the prompt, and pages of each completion, allocated as
-/// it grows. Their dtype is that of the first rows written.
+/// Keys and values of a group on a GPU, for all layers: one array for the prompt, and pages for each completion that are
+/// allocated as it grows. The dtype is that of the first rows written.
 #[derive(Debug)]
 pub(crate) struct Pages {
     layers: usize,
@@ -491,17 +491,17 @@ impl Pages {
         }
     }
 
-    /// Returns the dtype of a group whose prompt has been written.
+    /// Returns the dtype of a group's cache, or `None` if the prompt has not been written.
     pub(crate) fn dtype(group: &DecodeRows) -> Option<Dtype> {
         Some(Self::of(group)?.prompt.as_ref()?.dtype())
     }
 
-    /// Returns the prompt's rows of `width` values in all layers.
+    /// Returns the array of the prompt's rows of `width` values in all layers, allocated at first use.
     fn prompt(&mut self, gpu: &Gpu, rows: usize, width: usize, dtype: Dtype) -> &mut Arc<Array> {
         self.prompt.get_or_insert_with(|| Arc::new(gpu.alloc(self.layers * rows * width, dtype)))
     }
 
-    /// Makes room for `len` tokens in a slot.
+    /// Allocates pages until a slot has room for `len` tokens.
     fn grow(&mut self, gpu: &Gpu, slot: usize, len: usize, width: usize, dtype: Dtype) {
         while self.own[slot].len() * PAGE < len {
             self.own[slot].push(gpu.alloc(self.layers * PAGE * width, dtype));
@@ -509,7 +509,8 @@ impl Pages {
     }
 }
 
-/// Converts taps per row to sums over gathered table rows, one per tap; also returns the ids to gather.
+/// Converts the taps of each row to weighted sums over gathered table rows, with one gathered row per tap. Also returns the ids
+/// to gather.
 fn mixture_of(gpu: &Gpu, taps: impl Iterator<Item = Vec<(u32, f32)>>) -> (Mixture, Vec<u32>) {
     let (mut offsets, mut used, mut weights) = (vec![0], Vec::new(), Vec::new());
     for taps in taps {
@@ -1012,7 +1013,8 @@ impl Backend for Card {
         self.gpu.sum_of_squares(self.of(x))
     }
 
-    /// Updates on the GPU. The weight stays there; moments and master stay too, or are transferred for each step.
+    /// Updates a weight on the GPU. The weight stays on the GPU; moments and master also stay there, unless they are transferred
+    /// for each step.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         if matches!(param.dtype(), ParamDtype::Quantised(_)) {
             return param.write(|_| ());
@@ -1041,7 +1043,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Returns the f32 master; empty without one.
+    /// Returns the f32 master, or an empty vector if there is none.
     pub fn master(&self, param: &Param) -> Vec<f32> {
         match (&*self.card.weights(param), &self.rest) {
             (Weights::Dense(weight), Some(rest)) => self.card.gpu.join_master(weight, rest),
@@ -1049,19 +1051,20 @@ impl State {
         }
     }
 
-    /// Returns the state for main memory.
+    /// Returns the state in the form for main memory.
     pub fn numbers(&self, param: &Param) -> Numbers {
         Numbers { m: self.m.to_vec(), v: self.v.to_vec(), master: self.master(param) }
     }
 }
 
 impl Card {
-    /// Brings a weight's state to this GPU from its current location, and returns a copy of the weight to update.
+    /// Moves the optimizer state of a weight to this GPU from its current location. Also returns a copy of the weight, which the
+    /// update changes.
     fn state(&self, param: &Param, moments: &mut Moments, with_master: bool) -> (State, Array) {
         let copy = || self.vector(param, |weight| self.gpu.cast(weight, weight.dtype()));
         let numbers = match moments.take() {
             (Some(state), _) if state.card == *self => return (state, copy()),
-            // State on another GPU moves through main memory.
+            // State is moved from another GPU through main memory.
             (Some(state), _) => state.numbers(param),
             (None, numbers) => numbers,
         };
@@ -1074,7 +1077,7 @@ impl Card {
                 let (weight, rest) = self.gpu.split_master(&numbers.master);
                 (weight, Some(rest))
             }
-            // First step: the weight is its own master.
+            // At the first step, the master is equal to the weight.
             (true, true) => (copy(), Some(self.gpu.zeros(param.len(), Dtype::Bf16))),
             (false, _) => (copy(), None),
         };

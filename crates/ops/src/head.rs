@@ -7,18 +7,18 @@ use crate::Param;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 
-/// Rows to score and their target tokens: row `rows[i]` has the targets `tokens[offsets[i]..offsets[i + 1]]`.
+/// Rows to score, with their target tokens: row `rows[i]` has the targets `tokens[offsets[i]..offsets[i + 1]]`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Targets {
-    /// Distinct rows of the stream.
+    /// Indices of distinct rows of the stream.
     pub rows: Vec<usize>,
-    /// Offsets into `tokens`, `rows.len() + 1` of them.
+    /// Offsets into `tokens`, with length `rows.len() + 1`.
     pub offsets: Vec<usize>,
     pub tokens: Vec<u32>,
 }
 
 impl Targets {
-    /// Fails unless the offsets divide all tokens among the rows, in order.
+    /// Returns an error unless the offsets assign each token to one row, in order.
     fn check(&self) -> Result<()> {
         let bounds = (self.offsets.first(), self.offsets.last());
         let whole = self.offsets.len() == self.rows.len() + 1
@@ -41,28 +41,28 @@ impl Targets {
     }
 }
 
-/// Log-probabilities of targets, and statistics for their gradient.
+/// Log-probabilities of targets, and statistics needed for the gradient.
 #[derive(Debug)]
 pub struct Scores {
-    /// Log-probability of each target under softmax(logits / temperature), in nats: `[1, targets]`.
+    /// Log-probability of each target under softmax(logits / temperature), in nats, with shape `[1, targets]`.
     pub logprobs: Rows,
-    /// Entropy at each row, in nats: `[1, rows]`.
+    /// Entropy of the distribution at each row, in nats, with shape `[1, rows]`.
     pub entropies: Rows,
-    /// Log-sum-exp of each row: `[1, rows]`.
+    /// Log-sum-exp of the logits of each row, with shape `[1, rows]`.
     pub lse: Rows,
-    /// Divisor of the logits.
+    /// Temperature, by which the logits are divided.
     pub temperature: f32,
 }
 
-/// Returns log-probabilities and entropies of `targets`. `normed [targets.rows.len(), h]` holds only the rows that have
-/// targets. The vocabulary is processed in chunks.
+/// Returns log-probabilities and entropies of `targets`. `normed [targets.rows.len(), h]` contains only the rows with targets.
+/// The vocabulary is processed in chunks.
 pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Result<Scores> {
     check(normed, head)?;
     targets.check()?;
     let vocab = head.len() / normed.cols().max(1);
     if normed.rows() != targets.rows.len() || targets.tokens.iter().any(|&id| id as usize >= vocab) {
         let what = format!(
-            "{} rows for {} with targets, or a token outside of {vocab}",
+            "{} rows for {} with targets, or a token id of {vocab} or more",
             normed.rows(),
             targets.rows.len()
         );
@@ -71,8 +71,8 @@ pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -
     Ok(normed.device().backend().score(normed, head, targets, temperature))
 }
 
-/// Returns the gradient of [`score`] for `normed`, from dL/dlogp per target and dL/dentropy per row, and adds that of
-/// the head to its buffer.
+/// Returns the gradient of [`score`] with respect to `normed`, given dL/dlogp per target and dL/dentropy per row. Adds the
+/// gradient of the head to its buffer.
 pub fn score_backward(
     normed: &Rows,
     head: &Param,
@@ -100,7 +100,7 @@ pub fn score_backward(
     Ok(normed.device().backend().score_back(normed, head, targets, scores, dlogp, dentropy))
 }
 
-/// Returns logits `[t, vocabulary]` for sampling. Rows do not influence each other.
+/// Returns logits `[t, vocabulary]` for sampling. The logits of a row do not depend on other rows.
 pub fn logits(normed: &Rows, head: &Param) -> Result<Rows> {
     check(normed, head)?;
     Ok(normed.device().backend().logits(normed, head))

@@ -1,4 +1,4 @@
-//! Descriptions that the host creates and devices read: layouts, indices, targets, tables.
+//! Values that the host creates and devices read: layouts, indices, targets, tables.
 
 use std::any::Any;
 use std::fmt;
@@ -9,26 +9,26 @@ use crate::device::Device;
 
 type Copies = Mutex<Vec<(Device, Arc<dyn Any + Send + Sync>)>>;
 
-/// A value on the host with a device's form of it, which is created at first use. A description is created once per
-/// stream and read by every layer.
+/// A value on the host, with copies in the form that each device needs. A copy is created at its first use. The value is created
+/// once per stream, and every layer reads it.
 pub struct Host<T> {
     value: T,
     copies: Copies,
 }
 
 impl<T> Host<T> {
-    /// Creates a description without device forms.
+    /// Creates a value without copies for devices.
     pub fn new(value: T) -> Self {
         Self { value, copies: Mutex::default() }
     }
 
-    /// Creates a description whose form for `device` exists already.
+    /// Creates a value for which `copy`, the copy for `device`, already exists.
     pub(crate) fn given<C: Send + Sync + 'static>(value: T, device: Device, copy: C) -> Self {
         let copy: Arc<dyn Any + Send + Sync> = Arc::new(copy);
         Self { value, copies: Mutex::new(vec![(device, copy)]) }
     }
 
-    /// Returns the form for `device`, created by `make` at the first call. A device has one form.
+    /// Returns the copy for `device`. The first call for a device creates it with `make`. There is one copy per device.
     pub(crate) fn on<C: Send + Sync + 'static>(&self, device: Device, make: impl FnOnce(&T) -> C) -> Arc<C> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         let known = copies.iter().find(|(on, _)| *on == device).map(|(_, copy)| Arc::clone(copy));

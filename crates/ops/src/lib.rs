@@ -1,16 +1,16 @@
 //! Operations on rows of numbers, each with a hand-written backward pass, on any device.
 //!
-//! * [`Rows`] is the only type of activations: `[rows, cols]` on a [`Device`]. Every device implements the same
-//!   contract for each operation; the f64 twin is one of them, and one test per operation runs on all devices.
-//! * A weight is a [`Param`]: values and a gradient buffer. Operations hold their weights and add weight gradients
-//!   directly to that buffer, so a [`Tape`] carries only activations, and a frozen weight costs no gradient work.
-//! * A [`Pass`] holds the settings of a complete pass (device, order of sums, dropout of adapters) and is passed down
-//!   by reference; models store no settings of a pass.
-//! * A mismatch of shapes or devices is an error that names the operation and both sides; the kernels below do not
+//! * [`Rows`] is the only type of activations: `[rows, cols]` on a [`Device`]. Every device implements the same contract for each
+//!   operation. The f64 twin is one of the devices, and one test per operation runs on all of them.
+//! * A weight is a [`Param`]: values and a gradient buffer. Operations hold references to their weights and add weight gradients
+//!   directly to that buffer. A [`Tape`] therefore carries only activations, and a frozen weight costs no gradient work.
+//! * A [`Pass`] contains the settings of a complete pass (device, order of sums, dropout of adapters) and is passed down by
+//!   reference. Models store no settings of a pass.
+//! * A mismatch of shapes or devices is an error that names the operation and both sides. The kernels that operations call do not
 //!   check.
 //!
-//! Shape legend: `t` rows of the packed stream, `h` model width, `n`/`k` outputs/inputs of a linear layer,
-//! `d` head width, `v` vocabulary.
+//! Shape legend: `t` rows of the packed stream, `h` model width, `n` outputs and `k` inputs of a linear layer, `d` head width,
+//! `v` vocabulary.
 
 mod adapter;
 mod attention;

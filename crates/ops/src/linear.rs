@@ -1,7 +1,7 @@
-//! Linear layers: one input, one or several weights, optionally a residual in the same pass.
+//! Linear layers: one input and one or more weights, with an optional residual added in the same pass.
 //!
-//! `y = x Wᵀ (+ b)`, with weights `[n, k]` as published; an [`Adapter`](crate::Adapter) on the weight adds its low-rank
-//! term. Only required gradients are computed: a frozen layer returns only `dx`. All dtypes accumulate in f32.
+//! A layer computes `y = x Wᵀ (+ b)`, with weights `[n, k]` as published. An [`Adapter`](crate::Adapter) on the weight adds a
+//! low-rank term. Only required gradients are computed: a frozen layer returns only `dx`. All dtypes accumulate in f32.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::pass::{Dropout, Pass};
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
 
-/// A weight `[n, k]` and its bias `[n]`.
+/// A weight `[n, k]` and an optional bias `[n]`.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Arc<Param>,
@@ -21,7 +21,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Creates a linear layer from a weight of rank 2 and a bias of length `n`.
+    /// Creates a linear layer from a weight of rank 2 and an optional bias of length `n`.
     pub fn new(weight: Arc<Param>, bias: Option<Arc<Param>>) -> Result<Self> {
         let &[n, k] = weight.shape() else {
             let what = format!("a linear layer of shape {:?}; expected rank 2", weight.shape());
@@ -32,8 +32,8 @@ impl Linear {
         Ok(layer)
     }
 
-    /// Creates a linear layer over a weight with another published shape, such as a patch-embedding convolution: its `n
-    /// · k` elements are read as `[n, k]`.
+    /// Creates a linear layer from a weight with another published shape, such as a patch-embedding convolution. The `n · k`
+    /// elements of the weight are read as `[n, k]`.
     pub fn reshaped(weight: Arc<Param>, bias: Option<Arc<Param>>, n: usize, k: usize) -> Result<Self> {
         if weight.len() != n * k || bias.as_ref().is_some_and(|b| b.len() != n) {
             let bias = bias.map(|b| b.len());
@@ -71,18 +71,18 @@ impl Linear {
     }
 }
 
-/// The order in which a product sums.
+/// Order of summation in a product.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
     /// Blocked matrix product, for training, scoring, prefill and towers.
     #[default]
     Blocked,
-    /// Product for decoding: the bits of a row depend only on that row and the weight, whatever else is in the batch.
+    /// Product for decoding: the bits of a row depend only on that row and the weight, not on the rest of the batch.
     PerRow,
 }
 
-/// Layers that share an input, with their outputs side by side in each row. One value serves a forward pass and its
-/// backward pass, so adapters drop the same inputs in both.
+/// Layers that share an input. Each output row contains the outputs of all layers side by side. The same value serves a forward
+/// pass and its backward pass, so adapters drop the same inputs in both.
 #[derive(Clone, Debug)]
 pub struct PackedLinear {
     layers: Vec<Linear>,
@@ -98,15 +98,15 @@ impl PackedLinear {
         Self { layers, order: pass.order, dropout: pass.dropout.clone() }
     }
 
-    /// Restricts the layers to some rows of the pass, given by index: adapters drop the same elements of them as among
-    /// all rows.
+    /// Restricts the layers to the rows of the pass given by index. Adapters drop the same elements of these rows as in the
+    /// complete pass.
     #[must_use]
     pub fn of_rows(mut self, rows: &[usize]) -> Self {
         self.dropout = self.dropout.map(|dropout| dropout.of_rows(rows));
         self
     }
 
-    /// Returns the columns of the output.
+    /// Returns the number of columns of the output.
     #[must_use]
     pub fn width(&self) -> usize {
         self.layers.iter().map(Linear::n).sum()
@@ -117,7 +117,7 @@ impl PackedLinear {
         self.run(None, x)
     }
 
-    /// Computes [`Self::forward`] plus `residual [t, width]`, in one pass over the output.
+    /// Computes [`Self::forward`] and adds `residual [t, width]`, in one pass over the output.
     pub fn forward_onto(&self, residual: &Rows, x: &Rows) -> Result<Rows> {
         x.device().check("linear", residual)?;
         if residual.dims() != (x.rows(), self.width()) {
@@ -152,8 +152,8 @@ impl PackedLinear {
         }
     }
 
-    /// Returns `dx [t, k]` for the input `x` of the forward pass and `dy [t, width]`, and adds weight and bias
-    /// gradients to their buffers.
+    /// Returns `dx [t, k]`, given the input `x` of the forward pass and the gradient `dy [t, width]` of the output. Adds weight
+    /// and bias gradients to their buffers.
     pub fn backward(&self, x: &Rows, dy: &Rows) -> Result<Rows> {
         self.check_gradient(x, dy)?;
         let mut dx = dy.device().backend().linear_dx(dy, &self.layers);
@@ -171,7 +171,7 @@ impl PackedLinear {
         Ok(dx)
     }
 
-    /// Runs [`Self::backward`] without the gradient of the input.
+    /// Runs [`Self::backward`] without computing the gradient of the input.
     fn backward_weights(&self, x: &Rows, dy: &Rows) -> Result<()> {
         if self.layers.iter().any(|layer| layer.weight.adapter().is_some()) {
             return self.backward(x, dy).map(drop);

@@ -1,4 +1,4 @@
-//! Elementwise operations: activations, sums, scaled residuals, shapes.
+//! Elementwise operations: activations, sums and scaled residuals. Also operations that select and rearrange rows.
 
 use std::sync::Arc;
 
@@ -10,13 +10,13 @@ use crate::rows::{Index, Rows};
 use crate::tape::{Op, Tape, Var};
 
 impl Rows {
-    /// Computes `act(x)`.
+    /// Returns `act(x)`.
     #[must_use]
     pub fn activated(&self, act: Activation) -> Self {
         self.device().backend().activation(self, act)
     }
 
-    /// Replaces the input of an activation with its gradient.
+    /// Replaces the input of an activation with its gradient, given the gradient `dy` of the output.
     pub fn activation_back(&mut self, dy: &Self, act: Activation) -> Result<()> {
         self.device().check("activation", dy)?;
         if dy.dims() != self.dims() {
@@ -26,7 +26,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Computes `silu(gate) · up` for rows `[gate | up]` of even width.
+    /// Returns `silu(gate) · up` for rows `[gate | up]` of even width.
     pub fn swiglu(&self) -> Result<Self> {
         match self.cols().is_multiple_of(2) {
             true => Ok(self.device().backend().swiglu(self)),
@@ -34,7 +34,7 @@ impl Rows {
         }
     }
 
-    /// Replaces rows `[gate | up]` with their gradient.
+    /// Replaces rows `[gate | up]` with their gradient, given the gradient `dy` of the output.
     pub fn swiglu_back(&mut self, dy: &Self) -> Result<()> {
         self.device().check("swiglu", dy)?;
         if (dy.rows(), 2 * dy.cols()) != self.dims() {
@@ -44,7 +44,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Computes `residual + self · scale`, with `scale [cols]` per column.
+    /// Returns `residual + self · scale`, with one factor per column in `scale [cols]`.
     pub fn scaled_onto(&self, residual: &Self, scale: &Param) -> Result<Self> {
         scale.usable(self.device())?;
         self.device().check("scaled residual", residual)?;
@@ -55,8 +55,8 @@ impl Rows {
         Ok(self.device().backend().scale_onto(self, residual, scale))
     }
 
-    /// Returns the gradient of [`Self::scaled_onto`] for its input, and adds that of the scale to its buffer; that of
-    /// the residual is `dy`.
+    /// Returns the gradient of [`Self::scaled_onto`] with respect to `self`, and adds the gradient of the scale to its buffer.
+    /// The gradient with respect to the residual is `dy`.
     pub fn scaled_onto_back(&self, dy: &Self, scale: &Param) -> Result<Self> {
         self.device().check("scaled residual", dy)?;
         if dy.dims() != self.dims() {
@@ -115,7 +115,7 @@ impl Op for Reshape {
     }
 }
 
-/// Selects distinct rows in a given order.
+/// Selection of distinct rows in a given order.
 struct Select(Arc<Index>);
 
 impl Op for Select {
@@ -130,7 +130,7 @@ impl Op for Select {
     }
 }
 
-/// Places rows at distinct indices, with zeros elsewhere.
+/// Placement of rows at distinct indices, with zeros elsewhere.
 struct Spread(Arc<Index>, usize);
 
 impl Op for Spread {
@@ -171,7 +171,7 @@ impl Tape {
     /// Computes `act(x)`.
     ///
     /// # Errors
-    /// None at present; every tape method returns a result.
+    /// Returns no error at present. The result type is that of all tape methods.
     pub fn activation(&mut self, x: &Var, act: Activation) -> Result<Var> {
         self.apply(Elementwise(act), [x])
     }
@@ -181,17 +181,17 @@ impl Tape {
         self.apply(Sum, [a, b])
     }
 
-    /// Reinterprets the values as rows of another width.
+    /// Reinterprets the values as an array with another number of rows and columns.
     pub fn reshape(&mut self, x: &Var, rows: usize, cols: usize) -> Result<Var> {
         self.apply(Reshape(rows, cols), [x])
     }
 
-    /// Returns the rows `index`, which are distinct, in this order.
+    /// Returns the rows listed in `index`, in that order. The indices must be distinct.
     pub fn select(&mut self, x: &Var, index: &Arc<Index>) -> Result<Var> {
         self.apply(Select(Arc::clone(index)), [x])
     }
 
-    /// Reverses [`Self::select`]: returns `rows` rows, zero where `index` has none.
+    /// Reverses [`Self::select`]: returns `rows` rows, which are zero except at `index`.
     pub fn spread(&mut self, x: &Var, index: &Arc<Index>, rows: usize) -> Result<Var> {
         self.apply(Spread(Arc::clone(index), rows), [x])
     }

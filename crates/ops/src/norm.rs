@@ -10,14 +10,14 @@ use crate::tape::{Op, Tape, Var};
 /// A normalisation layer.
 #[derive(Clone, Debug)]
 pub enum Norm {
-    /// `y = x / sqrt(mean(x²) + eps) · weight`.
+    /// RMS normalisation: `y = x / sqrt(mean(x²) + eps) · weight`.
     Rms {
         /// Scale `[h]`.
         weight: Arc<Param>,
         /// Constant added to the mean square.
         eps: f32,
     },
-    /// `y = (x − mean) / sqrt(var + eps) · weight + bias`, biased variance.
+    /// Layer normalisation with biased variance: `y = (x − mean) / sqrt(var + eps) · weight + bias`.
     Layer {
         /// Scale `[h]`.
         weight: Arc<Param>,
@@ -35,21 +35,21 @@ impl Norm {
         }
     }
 
-    /// Returns the width of its rows.
+    /// Returns the width of the rows that the layer normalises.
     #[must_use]
     pub fn width(&self) -> usize {
         self.weight().len()
     }
 
-    /// Computes `[t, h] → [t, h]` and returns the statistics for the backward pass: `[1, t]` reciprocal deviations, for
-    /// layer norm `[2, t]` with the means first.
+    /// Normalises `[t, h] → [t, h]` and returns the statistics for the backward pass. The statistics are the reciprocal
+    /// deviations `[1, t]`; for layer norm, they are `[2, t]`, with the means first.
     pub fn forward(&self, x: &Rows) -> Result<(Rows, Rows)> {
         self.check(x)?;
         Ok(x.device().backend().norm(x, self))
     }
 
-    /// Adds the gradient of the input to `dx [t, h]`, and those of weight and bias to their buffers. `x` and `stats`
-    /// are those of [`Self::forward`].
+    /// Adds the gradient of the input to `dx [t, h]`, and the gradients of weight and bias to their buffers. `x` and `stats` are
+    /// the input and the statistics of [`Self::forward`].
     pub fn backward(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows) -> Result<()> {
         self.check(x)?;
         for operand in [&*dx, stats, dy] {

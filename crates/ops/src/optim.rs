@@ -1,4 +1,4 @@
-//! The optimizer's update of one weight, and its state.
+//! The optimizer's update of a weight, and the state of that update.
 
 use std::borrow::Cow;
 
@@ -7,23 +7,23 @@ use omnigrpo_kernels::optim::AdamW;
 use crate::error::Result;
 use crate::param::Param;
 
-/// Arrays of the optimizer's state of one weight.
+/// Arrays of the optimizer's state for one weight.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Numbers {
     /// First moment.
     pub m: Vec<f32>,
     /// Second moment.
     pub v: Vec<f32>,
-    /// Master, the f32 value of a bf16 weight; empty for other weights and for bf16 weights updated without a master.
+    /// Master copy of a bf16 weight in f32. Empty for other weights, and for bf16 weights that are updated without a master.
     pub master: Vec<f32>,
 }
 
-/// The optimizer's state of one weight, in main memory or on the GPU that updates the weight; see [`Step::offload`].
+/// The optimizer's state for one weight, in main memory or on the GPU that updates the weight; see [`Step::offload`].
 #[derive(Debug, Default)]
 pub struct Moments {
-    /// Number of updates of this weight.
+    /// Number of updates applied to this weight.
     pub step: u64,
-    /// Arrays, empty while the state is on a GPU.
+    /// Arrays in main memory. They are empty while the state is on a GPU.
     numbers: Numbers,
     card: Option<crate::gpu::State>,
 }
@@ -53,7 +53,7 @@ impl Moments {
         }
     }
 
-    /// Returns the f32 master of `param`, whose state this is; empty without a master.
+    /// Returns the f32 master copy of `param`, the weight of this state. The result is empty if there is no master.
     #[must_use]
     pub fn master(&self, param: &Param) -> Cow<'_, [f32]> {
         match &self.card {
@@ -70,7 +70,8 @@ impl Moments {
         }
     }
 
-    /// Returns the arrays in main memory for an update there: fetched from a GPU, or zeros at first.
+    /// Returns the arrays in main memory, for an update there. Fetches them from the GPU if the state is on one; new moments are
+    /// zeros.
     pub(crate) fn on_host(&mut self, param: &Param) -> &mut Numbers {
         if let Some(state) = self.card.take() {
             self.numbers = state.numbers(param);
@@ -80,7 +81,7 @@ impl Moments {
         &mut self.numbers
     }
 
-    /// Takes the state for an update on a GPU.
+    /// Removes and returns the state, for an update on a GPU.
     pub(crate) fn take(&mut self) -> (Option<crate::gpu::State>, Numbers) {
         (self.card.take(), std::mem::take(&mut self.numbers))
     }
@@ -94,27 +95,27 @@ impl Moments {
     }
 }
 
-/// Scalars of one AdamW step (`torch.optim.AdamW`).
+/// Scalar parameters of one AdamW step (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
     /// Learning rate.
     pub lr: f32,
-    /// Decay rates of both moments.
+    /// Decay rates of the first and second moments.
     pub betas: [f32; 2],
-    /// Term added to the root of the second moment.
+    /// Term added to the square root of the second moment.
     pub eps: f32,
     /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// Factor of the gradient, for clipping.
+    /// Factor applied to the gradient, for clipping.
     pub grad_scale: f32,
-    /// Whether bf16 weights are updated through an f32 master.
+    /// True if bf16 weights are updated through an f32 master.
     pub master: bool,
-    /// Whether main memory stores the state of weights that a GPU updates, and transfers it for each step.
+    /// True if main memory stores the state of weights that a GPU updates. The state is then transferred for each step.
     pub offload: bool,
 }
 
 impl Step {
-    /// Converts to the kernels' structure for a weight's update number `step`.
+    /// Converts to the kernels' structure, for update number `step` of a weight.
     pub(crate) fn kernel(&self, step: u64) -> AdamW {
         let Self { lr, betas, eps, weight_decay, grad_scale, .. } = *self;
         AdamW { lr, betas, eps, weight_decay, grad_scale, step }
@@ -122,9 +123,8 @@ impl Step {
 }
 
 impl Param {
-    /// Applies one AdamW step in place and consumes the weight's gradient. Returns `false` if no gradient has reached
-    /// the weight. On a GPU the step is queued; [`crate::Device::finish`] reports its failure. A quantised weight is an
-    /// error.
+    /// Applies one AdamW step in place and consumes the weight's gradient. Returns `false` if the weight has no gradient. On a
+    /// GPU the step is queued, and [`crate::Device::finish`] reports its failure. Returns an error for a quantised weight.
     pub fn adamw(&self, moments: &mut Moments, step: &Step) -> Result<bool> {
         let reached = self.with_grad(|grad| {
             let Some(grad) = grad else { return Ok(false) };

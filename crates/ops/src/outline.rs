@@ -1,8 +1,8 @@
-//! A device without values, which counts the memory that a pass would hold.
+//! A device without values, which counts the memory that a pass would use.
 //!
-//! An outlined array has only a size, so a complete step of an outlined model runs in milliseconds, through the same code as a
-//! real step. A [`Footprint`] reports the peak of the rows held by the thread. Values read back are zeros. The count
-//! excludes the kernels' scratch memory of a few megabytes, except that of attention's gradient. [`crate::work`] lists the
+//! An outlined array has only a size. A complete step of an outlined model therefore runs in milliseconds, through the same code
+//! as a real step. A [`Footprint`] reports the peak memory of the thread's rows. Values that are read back are zeros. The count
+//! excludes the kernels' scratch memory of a few megabytes, except for the gradient of attention. [`crate::work`] lists the
 //! operations.
 
 use std::cell::RefCell;
@@ -35,13 +35,13 @@ use omnigrpo_kernels::dropout::Mask;
 
 pub(crate) struct Outline;
 
-/// Purpose for which rows are held.
+/// Purpose of rows in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Held {
-    /// Values that a pass stores for its backward pass or works on.
+    /// Values that a pass works on or keeps for its backward pass.
     #[default]
     Activations,
-    /// Outputs of towers and projectors, and values that towers remember.
+    /// Outputs of towers and projectors, and values remembered from towers.
     Features,
     /// Keys and values of completions in flight.
     Cache,
@@ -49,25 +49,25 @@ pub enum Held {
     Gradients,
 }
 
-/// Peak bytes of rows by purpose, at four bytes per value. Caches have separate memory, so their peak is counted
-/// separately; the other purposes are those at the moment of their largest sum.
+/// Peak bytes of rows by purpose, at four bytes per value. Caches use separate memory, so their peak is counted separately. For
+/// the other purposes, these are the bytes at the moment when their sum was largest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint([u64; 4]);
 
 impl Footprint {
-    /// Returns the bytes held for a purpose.
+    /// Returns the bytes used for a purpose.
     #[must_use]
     pub fn of(&self, held: Held) -> u64 {
         self.0[held as usize]
     }
 
-    /// Returns the bytes of all purposes except caches.
+    /// Returns the total bytes of all purposes except caches.
     #[must_use]
     pub fn passes(&self) -> u64 {
         self.0.iter().sum::<u64>() - self.of(Held::Cache)
     }
 
-    /// Combines the peaks of both.
+    /// Returns the footprint with the larger [`Self::passes`], combined with the larger cache peak of the two.
     fn most(self, other: Self) -> Self {
         let mut most = if other.passes() > self.passes() { other } else { self };
         most.0[Held::Cache as usize] = self.of(Held::Cache).max(other.of(Held::Cache));
@@ -86,8 +86,8 @@ thread_local! {
     static COUNT: RefCell<Count> = RefCell::default();
 }
 
-/// Runs `f`, which works on rows of [`Device::Outline`], and returns the peak memory of rows, including those that
-/// existed before.
+/// Runs `f`, which works on rows of [`Device::Outline`], and returns the peak memory of rows. Rows that existed before the call
+/// are included.
 pub fn footprint<R>(f: impl FnOnce() -> R) -> (R, Footprint) {
     let before = COUNT.with_borrow_mut(|count| std::mem::replace(&mut count.most, count.now));
     let result = f();
@@ -99,7 +99,7 @@ pub fn footprint<R>(f: impl FnOnce() -> R) -> (R, Footprint) {
     (result, most)
 }
 
-/// Runs `f` and counts its rows of [`Device::Outline`] under `held`.
+/// Runs `f` and counts its rows of [`Device::Outline`] for the purpose `held`.
 pub fn holding<R>(held: Held, f: impl FnOnce() -> R) -> R {
     let before = COUNT.with_borrow_mut(|count| std::mem::replace(&mut count.held, held));
     let result = f();
@@ -107,7 +107,7 @@ pub fn holding<R>(held: Held, f: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Memory that is counted while the value exists.
+/// Memory that is counted for as long as this value exists.
 #[derive(Debug)]
 pub(crate) struct Span {
     held: Held,
@@ -135,7 +135,7 @@ impl Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        // A thread that is ending no longer counts.
+        // The count no longer exists if the thread is ending.
         let _ = COUNT.try_with(|count| {
             let now = &mut count.borrow_mut().now.0[self.held as usize];
             *now = now.saturating_sub(self.bytes);
@@ -148,7 +148,7 @@ impl Rows {
         Self::over(Data::Outline(Arc::new(Span::new(rows * cols))), rows, cols)
     }
 
-    /// Counts a copy before writing if the rows are shared.
+    /// Counts a copy if the rows are shared, since a real device copies shared rows before it writes to them.
     fn touch(&mut self) {
         if let Data::Outline(span) = &mut self.data
             && Arc::get_mut(span).is_none()
@@ -162,7 +162,7 @@ fn same(x: &Rows) -> Rows {
     Rows::on_outline(x.rows(), x.cols())
 }
 
-/// Counts a gradient for the weight if it is trained.
+/// Counts a gradient of the weight if the weight is trained.
 fn reach(param: &Param) {
     param.reach(Device::Outline);
 }
@@ -174,13 +174,14 @@ fn reach_layers(layers: &[Linear]) {
     }
 }
 
-/// Lists the head, forward or, with whether it is trained, backward.
+/// Lists the scoring of rows by the head. `back` is `None` for the forward pass; for the backward pass, it is true if the head is
+/// trained.
 fn note_score(normed: &Rows, head: &Param, back: Option<bool>) {
     let (rows, h, dtype) = (normed.rows(), normed.cols(), head.dtype());
     note(|| Call::Score { rows, h, v: head.len() / h.max(1), dtype, back });
 }
 
-/// Elementwise operations of a 3×3 convolution of one channel.
+/// Elementwise operations per output of a 3×3 convolution of one channel.
 const DEPTHWISE: usize = 9;
 
 impl Backend for Outline {
@@ -438,7 +439,7 @@ impl Backend for Outline {
 
     fn convolution_back(&self, x: &Rows, _: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         let layers = std::slice::from_ref(layer);
-        // Unfolded, and folded again.
+        // The input is unfolded, and its gradient is folded.
         note_elements(2 * patches.rows() * layer.k());
         note_dx(patches.rows(), layers);
         note_dw(patches.rows(), layers);

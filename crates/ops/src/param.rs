@@ -16,16 +16,16 @@ use crate::error::{Error, Result};
 use crate::outline::{Held, holding};
 use crate::rows::Rows;
 
-/// Part of a model that a weight belongs to. Learning rates and freezing are set per part.
+/// Part of a model to which a weight belongs. Learning rates and freezing are set per part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Part {
-    /// Language model, with embeddings and head.
+    /// Language model, including embeddings and head.
     Llm,
-    /// Projector from tower features to the language model's width.
+    /// Projector, which maps tower features to the width of the language model.
     Projector,
     Vision,
     Audio,
-    /// Text encoder that conditions the projector.
+    /// Text encoder whose output conditions the projector.
     Instruction,
 }
 
@@ -33,7 +33,7 @@ impl Part {
     /// Every part, in display order.
     pub const ALL: [Self; 5] = [Self::Llm, Self::Projector, Self::Vision, Self::Audio, Self::Instruction];
 
-    /// Returns the name in tables and messages.
+    /// Returns the name of the part for tables and messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -51,7 +51,7 @@ impl Part {
 pub enum ParamDtype {
     F32,
     Bf16,
-    /// Quantised and frozen: a matrix `[n, k]`, or one per expert.
+    /// Quantised and frozen: one matrix `[n, k]`, or one per expert.
     Quantised(QuantBits),
 }
 
@@ -78,7 +78,7 @@ impl Values {
     /// Returns a range of elements.
     ///
     /// # Panics
-    /// If the range is out of bounds.
+    /// Panics if the range is out of bounds.
     #[must_use]
     pub fn slice(&self, range: std::ops::Range<usize>) -> Self {
         match self {
@@ -87,7 +87,7 @@ impl Values {
         }
     }
 
-    /// Concatenates values; a mix of dtypes becomes f32.
+    /// Concatenates values. If the dtypes differ, the result is f32.
     #[must_use]
     pub fn concat(parts: Vec<Self>) -> Self {
         if parts.iter().all(|part| matches!(part, Self::Bf16(_))) {
@@ -104,7 +104,7 @@ impl Values {
         Self::F32(parts.into_iter().flat_map(wide).collect())
     }
 
-    /// Rounds to bfloat16, to nearest even.
+    /// Rounds to nearest even bfloat16.
     #[must_use]
     pub fn into_bf16(self) -> Self {
         match self {
@@ -114,7 +114,7 @@ impl Values {
     }
 }
 
-/// Bytes below which a weight in a mapped file keeps its pages.
+/// Size in bytes below which a weight in a mapped file keeps its pages after a read.
 const LEAST_LOAN: usize = 64 << 10;
 
 #[derive(Clone, Debug)]
@@ -124,18 +124,18 @@ enum Data {
     Mapped(Arc<Storage<Mapped>>),
 }
 
-/// Values in a mapped file, f32 or bf16 as the weight states, which are read in place and never written.
+/// Values in a mapped file, in f32 or bf16. They are read in place and never written.
 #[derive(Clone, Debug)]
 struct Mapped {
     map: Arc<Mmap>,
     bytes: Range<usize>,
     dtype: ParamDtype,
-    /// Whether pages are returned to the system after each read.
+    /// True if pages are returned to the system after each read.
     on_loan: bool,
 }
 
 impl Mapped {
-    /// Returns the values; empty if the bytes do not fit the dtype, which [`Param::mapped`] has excluded.
+    /// Returns the values. They are empty if the bytes do not match the dtype, but [`Param::mapped`] excludes that.
     fn stored(&self) -> Stored<'_> {
         let bytes = self.map.get(self.bytes.clone()).unwrap_or_default();
         match self.dtype {
@@ -152,13 +152,13 @@ impl Mapped {
         }
     }
 
-    /// Releases the pages from this process. The system still caches the file, or reads it again.
+    /// Releases the pages from this process. The next read finds them in the system's file cache, or reads the file again.
     fn give_back(&self) {
         #[cfg(unix)]
         {
             let Range { start, end } = self.bytes;
-            // SAFETY: the map is shared with a file and read-only. If another reader still uses these pages, or a
-            // neighbour uses part of the first or last one, its next access loads the same bytes from the file again.
+            // SAFETY: the map is shared with a file and read-only. Another reader may still use these pages, or a neighbouring
+            // weight part of the first or last page. In both cases, the next access loads the same bytes from the file again.
             let done = unsafe {
                 self.map.unchecked_advise_range(
                     memmap2::UncheckedAdvice::DontNeed,
@@ -166,13 +166,13 @@ impl Mapped {
                     end.saturating_sub(start),
                 )
             };
-            // This is only advice: if the system ignores it, the pages stay.
+            // The call is only advice: if the system ignores it, the pages stay in memory.
             drop(done);
         }
     }
 }
 
-/// Values of a weight on the host, and a GPU's copy of them.
+/// Values of a weight on the host, and a copy of them on a GPU.
 #[derive(Debug)]
 struct Storage<T> {
     host: T,
@@ -190,15 +190,14 @@ impl Storage<RwLock<Values>> {
         Self::new(RwLock::new(values))
     }
 
-    /// Locks the values for reading, after fetching changes from a GPU.
+    /// Fetches changes from a GPU, and locks the values for reading.
     fn read(&self) -> RwLockReadGuard<'_, Values> {
         self.copy.fetch(&self.host);
         self.host.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One weight of a model: its published name, its values and its gradient. A linear layer's weight may have an
-/// [`Adapter`].
+/// One weight of a model: its published name, its values and its gradient. The weight of a linear layer can have an [`Adapter`].
 #[derive(Debug)]
 pub struct Param {
     name: String,
@@ -208,8 +207,8 @@ pub struct Param {
     shape: Vec<usize>,
     is_outline: bool,
     trainable: AtomicBool,
-    /// Gradient `[1, len]` in the device's compute dtype, whatever the weight's; `None` until a gradient reaches the
-    /// weight.
+    /// Gradient `[1, len]` in the device's compute dtype, whatever the dtype of the weight. It is `None` until a gradient reaches
+    /// the weight.
     grad: Mutex<Option<Rows>>,
     linear: AtomicBool,
     experts: AtomicBool,
@@ -226,7 +225,7 @@ enum Reading<'a> {
     OnLoan(Loan<'a>),
 }
 
-/// Values in a mapped file; dropping this returns their pages.
+/// Values in a mapped file, whose pages are returned to the system on drop.
 struct Loan<'a>(&'a Mapped);
 
 impl Drop for Loan<'_> {
@@ -252,13 +251,13 @@ impl WeightGuard<'_> {
     /// Returns the values as `[n, k]`, whatever the published shape.
     ///
     /// # Panics
-    /// If the weight has another number of elements.
+    /// Panics if the number of elements is not `n · k`.
     #[must_use]
     pub fn weight(&self, n: usize, k: usize) -> Weight<'_> {
         Weight::new(self.stored(), n, k)
     }
 
-    /// Returns the values as f32. Meant for vectors (norms, biases): other dtypes are copied.
+    /// Returns the values as f32. This is meant for vectors (norms, biases), because values of other dtypes are copied.
     #[must_use]
     pub fn f32(&self) -> Cow<'_, [f32]> {
         match self.stored() {
@@ -274,7 +273,7 @@ impl WeightGuard<'_> {
 }
 
 impl Param {
-    /// Creates a frozen weight with its published name. Fails if the number of values does not match the shape.
+    /// Creates a frozen weight with its published name. Returns an error if the number of values does not match the shape.
     pub fn new(name: impl Into<String>, part: Part, shape: &[usize], values: Values) -> Result<Self> {
         let name = name.into();
         if values.len() != shape.iter().product::<usize>() {
@@ -290,8 +289,8 @@ impl Param {
         Ok(Self::over(name, part, Data::Dense(Storage::values(values)), dtype, shape.to_vec()))
     }
 
-    /// Creates a weight without values, which takes no memory. It serves to measure a model, or to check the other
-    /// weights after one that could not be read. Operations with it fail, except on [`Device::Outline`]; [`Self::read`]
+    /// Creates a weight without values, which uses no memory. Such a weight serves to measure a model, or to continue checking
+    /// the other weights when one could not be read. Operations with it fail, except on [`Device::Outline`]. [`Self::read`]
     /// returns no values.
     #[must_use]
     pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
@@ -299,7 +298,7 @@ impl Param {
         Self { is_outline: true, ..Self::over(name.into(), part, nothing, dtype, shape.to_vec()) }
     }
 
-    /// Creates a quantised weight, which can never be trained. `shape` is `[.., n, k]` of the matrix.
+    /// Creates a quantised weight, which can never be trained. `shape` ends in the dimensions of the matrix, `[.., n, k]`.
     pub fn quantised(
         name: impl Into<String>,
         part: Part,
@@ -315,11 +314,11 @@ impl Param {
         Ok(Self::over(name, part, Data::Quantised(Storage::new(value)), dtype, shape.to_vec()))
     }
 
-    /// Creates a frozen weight whose values stay in a mapped file, from a byte on. It can never be trained or written.
+    /// Creates a frozen weight whose values stay in a mapped file, starting at byte `at`. It can never be trained or written.
     ///
     /// # Errors
-    /// If the values extend beyond the file or are misaligned, the dtype is neither f32 nor bf16, or the system's byte
-    /// order differs from the file's.
+    /// Returns an error if the values extend beyond the file or are misaligned, if the dtype is neither f32 nor bf16, or if the
+    /// byte order of the system differs from that of the file.
     pub fn mapped(
         name: impl Into<String>,
         part: Part,
@@ -346,8 +345,8 @@ impl Param {
         Ok(Self::over(name, part, Data::Mapped(Storage::new(mapped)), dtype, shape.to_vec()))
     }
 
-    /// Makes a weight in a mapped file return its pages to the system after each read. Between reads it takes no memory
-    /// of the process; the next read finds the values in the system's file cache, or the system reads them again.
+    /// Makes a weight in a mapped file return its pages to the system after each read. Between reads, the weight uses no memory
+    /// of the process. The next read finds the values in the system's file cache, or the system reads them again.
     #[must_use]
     pub fn on_loan(mut self) -> Self {
         if let Data::Mapped(mapped) = &self.data {
@@ -393,7 +392,7 @@ impl Param {
         self.dtype
     }
 
-    /// Returns the bytes of the values; for an outline, those it would have.
+    /// Returns the size of the values in bytes. For an outline, this is the size that its values would have.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         match (&self.data, self.dtype) {
@@ -434,7 +433,7 @@ impl Param {
         self.trainable.store(on, Ordering::Relaxed);
     }
 
-    /// Copies the weight into separate storage, frozen and without an adapter, for a reference model.
+    /// Returns a frozen copy of the weight in separate storage, without an adapter, for a reference model.
     #[must_use]
     pub fn frozen_copy(&self) -> Self {
         let mut copy = self.bare();
@@ -458,7 +457,7 @@ impl Param {
         self.is_outline
     }
 
-    /// Fails for an outline on a device that needs values.
+    /// Returns an error for an outline on a device that needs values.
     pub(crate) fn usable(&self, device: Device) -> Result<()> {
         match self.is_outline && device != Device::Outline {
             false => Ok(()),
@@ -475,7 +474,7 @@ impl Param {
         Self { name: name.into(), ..self.bare() }
     }
 
-    /// Copies the values. Fails for a quantised weight.
+    /// Returns a copy of the values. Returns an error for a quantised weight.
     pub fn values(&self) -> Result<Values> {
         match &self.data {
             Data::Mapped(mapped) => Ok(mapped.host.values()),
@@ -483,7 +482,7 @@ impl Param {
         }
     }
 
-    /// Returns whether this is the weight of a linear layer `[n, k]`, which can have an adapter.
+    /// Returns whether this is the weight `[n, k]` of a linear layer, which can have an adapter.
     #[must_use]
     pub fn is_linear(&self) -> bool {
         self.linear.load(Ordering::Relaxed)
@@ -493,7 +492,7 @@ impl Param {
         self.linear.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether this is the weight of a layer of experts `[e, k, n]`, each of which can have an adapter.
+    /// Returns whether this is the weight `[e, k, n]` of a layer of experts, which can have one adapter per expert.
     #[must_use]
     pub fn is_experts(&self) -> bool {
         self.experts.load(Ordering::Relaxed)
@@ -503,14 +502,14 @@ impl Param {
         self.experts.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the adapter that is added to this weight's product.
+    /// Returns the adapter whose output is added to this weight's product.
     #[must_use]
     pub fn adapter(&self) -> Option<&Arc<Adapter>> {
         self.adapter.get()
     }
 
-    /// Attaches an adapter to the frozen weight of a linear layer or of experts. Fails if the weight is of another
-    /// kind, is trained, has an adapter already, or differs in shape from the adapter.
+    /// Attaches an adapter to the frozen weight of a linear layer or of experts. Returns an error if the weight is of another
+    /// kind, is trained, already has an adapter, or differs in shape from the adapter.
     pub fn attach(&self, adapter: Arc<Adapter>) -> Result<()> {
         let shape = adapter.shape();
         let refuse = |what: String| Err(Error::Weight { name: self.name.clone(), what });
@@ -522,10 +521,10 @@ impl Param {
             ));
         }
         if self.trainable() {
-            return refuse("an adapter on a weight that is trained itself; train one of the two".into());
+            return refuse("an adapter on a trained weight; train either the weight or the adapter".into());
         }
         if self.adapter.set(adapter).is_err() {
-            return refuse("a second adapter".into());
+            return refuse("a second adapter; a weight can have only one".into());
         }
         Ok(())
     }
@@ -535,7 +534,7 @@ impl Param {
         WeightGuard(match &self.data {
             Data::Dense(values) => Reading::Dense(values.read()),
             Data::Quantised(matrix) => Reading::Quantised(&matrix.host),
-            // For a few pages the system call is not worthwhile.
+            // For a few pages, the system call costs more than it saves.
             Data::Mapped(mapped) if mapped.host.on_loan && mapped.host.bytes.len() >= LEAST_LOAN => {
                 Reading::OnLoan(Loan(&mapped.host))
             }
@@ -543,8 +542,8 @@ impl Param {
         })
     }
 
-    /// Locks the gradient buffer on `device`. Creates zeros at first use, and moves a gradient from another device.
-    /// Returns `None` for a frozen weight.
+    /// Locks the gradient buffer on `device`. The first use creates zeros; a gradient on another device is moved. Returns `None`
+    /// for a frozen weight.
     pub(crate) fn gradient(&self, device: Device) -> Option<GradGuard<'_>> {
         self.trainable().then(|| {
             let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
@@ -569,7 +568,7 @@ impl Param {
         f(grad.as_mut())
     }
 
-    /// Copies the gradient; `None` if no gradient has reached this weight since [`Self::clear_grad`].
+    /// Returns a copy of the gradient, or `None` if no gradient has reached this weight since [`Self::clear_grad`].
     #[must_use]
     pub fn grad(&self) -> Option<Vec<f32>> {
         self.with_grad(|grad| grad.map(|grad| grad.to_vec()))
@@ -580,11 +579,11 @@ impl Param {
         *self.grad.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Overwrites the values in place from f32 (rounded to nearest even for bf16), for the optimizer and for loading.
-    /// Fails if the length differs or the weight is quantised.
+    /// Overwrites the values in place with f32 values, for the optimizer and for loading. For a bf16 weight, they are rounded to
+    /// nearest even. Returns an error if the length differs or the weight is quantised.
     pub fn store(&self, data: &[f32]) -> Result<()> {
         if data.len() != self.len() {
-            let what = format!("storing {} values into {}", data.len(), self.len());
+            let what = format!("storing {} values into a weight of {}", data.len(), self.len());
             return Err(Error::Weight { name: self.name.clone(), what });
         }
         self.write(|values| match values {
@@ -597,14 +596,14 @@ impl Param {
         })
     }
 
-    /// Runs `f` on the values as f32 and stores the result. Fails for a quantised weight.
+    /// Runs `f` on the values as f32 and stores the result. Returns an error for a quantised weight.
     pub fn update(&self, f: impl FnOnce(&mut [f32])) -> Result<()> {
         let mut data = self.read().f32().into_owned();
         f(&mut data);
         self.store(&data)
     }
 
-    /// Runs `f` on the values in place. Fails for a quantised weight.
+    /// Runs `f` on the values in place. Returns an error for a quantised weight.
     pub(crate) fn write<R>(&self, f: impl FnOnce(&mut Values) -> R) -> Result<R> {
         self.usable(Device::Cpu)?;
         match &self.data {
@@ -623,7 +622,7 @@ impl Param {
         }
     }
 
-    /// Returns the weight in GPU memory, copied there at first use.
+    /// Returns the weight in GPU memory. It is copied there at first use.
     pub(crate) fn on_gpu(&self, gpu: &omnigrpo_gpu::Gpu, device: Device) -> Arc<crate::gpu::Weights> {
         use crate::gpu::Weights;
         match &self.data {
@@ -642,7 +641,7 @@ impl Param {
         }
     }
 
-    /// Returns whether both are handles to the same storage.
+    /// Returns whether both weights use the same storage.
     #[must_use]
     pub fn shares_storage(&self, other: &Self) -> bool {
         match (&self.data, &other.data) {
@@ -658,17 +657,17 @@ impl Param {
 pub(crate) struct GradGuard<'a>(MutexGuard<'a, Option<Rows>>);
 
 impl GradGuard<'_> {
-    /// Returns the gradient, which is f32 on the CPU.
+    /// Returns the gradient on the CPU, in f32.
     pub(crate) fn cpu(&mut self) -> &mut [f32] {
         self.0.as_mut().map(Rows::cpu_mut).unwrap_or_default()
     }
 
-    /// Returns the gradient on any device.
+    /// Returns the gradient, whatever its device.
     pub(crate) fn rows(&mut self) -> Option<&mut Rows> {
         self.0.as_mut()
     }
 
-    /// Returns the gradient of the f64 twin.
+    /// Returns the gradient on the f64 twin.
     pub(crate) fn twin(&mut self) -> &mut [f64] {
         self.0.as_mut().map(Rows::twin_mut).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! Settings of one pass through a model, passed down by reference.
+//! Settings of one pass through a model.
 
 use std::sync::Arc;
 
@@ -6,15 +6,15 @@ use crate::device::Device;
 use crate::experts::RouterLoss;
 use crate::linear::Order;
 
-/// One pass through a model.
+/// Settings of one pass through a model, which are passed down by reference.
 #[derive(Clone, Debug, Default)]
 pub struct Pass {
     pub device: Device,
-    /// Order in which products sum.
+    /// Order of summation in products.
     pub order: Order,
     /// Dropout of adapters, if any.
     pub dropout: Option<Dropout>,
-    /// Losses of the routers of experts, if any.
+    /// Losses of the experts' routers, if any.
     pub router: Option<Arc<RouterLoss>>,
 }
 
@@ -25,13 +25,13 @@ impl Pass {
         Self { device, ..Self::default() }
     }
 
-    /// Uses products whose rows do not depend on each other.
+    /// Uses products in which the bits of a row do not depend on other rows.
     #[must_use]
     pub fn per_row(self) -> Self {
         Self { order: Order::PerRow, ..self }
     }
 
-    /// Uses the given dropout.
+    /// Uses this dropout.
     #[must_use]
     pub fn dropping(self, dropout: Option<Dropout>) -> Self {
         Self { dropout, ..self }
@@ -46,13 +46,14 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Creates masks for the update identified by `key`. `rows` identifies each row of the pass; `None` means by index.
+    /// Creates masks for the update identified by `key`. `rows` contains the key of each row of the pass; `None` means that the
+    /// key of a row is its index.
     #[must_use]
     pub fn new(key: u64, rows: Option<Arc<[u64]>>) -> Self {
         Self { key: omnigrpo_kernels::dropout::mix(key), rows }
     }
 
-    /// Restricts the masks to some rows, by index.
+    /// Restricts the masks to the rows given by index.
     pub(crate) fn of_rows(&self, rows: &[usize]) -> Self {
         let keys = rows.iter().map(|&row| self.rows.as_ref().map_or(row as u64, |keys| keys[row]));
         Self { key: self.key, rows: Some(keys.collect()) }

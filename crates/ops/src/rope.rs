@@ -9,26 +9,26 @@ use crate::host::Host;
 
 type Fill = dyn Fn(usize, &mut [f32]) + Send + Sync;
 
-/// Angles that a thread takes at a time, and the cost of one cosine in elementary operations.
+/// Angles that a thread processes at a time; then the cost of one cosine in elementary operations.
 const PART: usize = 512;
 const OPERATIONS: usize = 16;
 
-/// The angles of every row of a stream. They, their cosines and sines are computed when a device first reads them: an outlined
-/// step never does, and they would take most of its time.
+/// Rotary angles of every row of a stream. The angles, cosines and sines are computed when a device first reads them. An outlined
+/// step never reads them; computing them would take most of its time.
 ///
-/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with
-/// `i + half`, where `half = head width / 2`.
+/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with `i + half`, where
+/// `half = head width / 2`.
 #[derive(Clone)]
 pub struct RopeTable {
     /// Number of pairs per head.
     pub half: usize,
     rows: usize,
-    /// Writes the `half` angles of a row, in radians.
+    /// Function that writes the `half` angles of a row, in radians.
     fill: Arc<Fill>,
     factor: f32,
     /// Cosines and sines, `[rows, half]` each.
     waves: OnceLock<[Vec<f32>; 2]>,
-    /// Devices' forms of the table.
+    /// Copies of the table in the form that each device needs.
     pub(crate) copies: Host<()>,
 }
 
@@ -42,7 +42,7 @@ impl fmt::Debug for RopeTable {
 }
 
 impl RopeTable {
-    /// Builds the table from each row's angles; `fill(row, angles)` writes `half` angles in radians.
+    /// Creates the table from a function: `fill(row, angles)` writes the `half` angles of a row, in radians.
     pub fn from_angles(
         rows: usize,
         half: usize,
@@ -52,13 +52,13 @@ impl RopeTable {
         Self { half, rows, fill, factor: 1.0, waves: OnceLock::new(), copies: Host::default() }
     }
 
-    /// Creates a table from cosines and sines, `[rows, half]` each, that a device already has.
+    /// Creates a table from cosines and sines, `[rows, half]` each. `copies` contains the copies that devices already have.
     pub(crate) fn of_waves(half: usize, waves: [Vec<f32>; 2], copies: Host<()>) -> Self {
         let rows = waves[0].len().checked_div(half).unwrap_or(0);
         Self { half, rows, fill: Arc::new(|_, _| ()), factor: 1.0, waves: waves.into(), copies }
     }
 
-    /// Multiplies the rotation by `factor`; its transpose is multiplied as well.
+    /// Multiplies the result of the rotation by `factor`, and the result of the inverse rotation as well.
     #[must_use]
     pub fn scaled(self, factor: f32) -> Self {
         Self { factor: self.factor * factor, waves: OnceLock::new(), copies: Host::default(), ..self }
@@ -69,7 +69,7 @@ impl RopeTable {
         self.rows
     }
 
-    /// Returns cosines and sines, `[rows, half]` each, times the factor.
+    /// Returns cosines and sines, `[rows, half]` each, multiplied by the factor.
     #[must_use]
     pub fn waves(&self) -> &[Vec<f32>; 2] {
         let angles = || {
@@ -78,7 +78,7 @@ impl RopeTable {
             rows.for_each(|(row, out)| (self.fill)(row, out));
             angles
         };
-        // PyTorch rounds the angle to f32 and computes its cosine exactly to f32.
+        // The angle is rounded to f32 and its cosine is accurate to f32, as in PyTorch.
         let of_each = |angles: &[f32], f: fn(f64) -> f64| {
             let wave = |&a: &f32| f(f64::from(a)) as f32 * self.factor;
             let some = |part: &[f32]| part.iter().map(wave).collect::<Vec<_>>();

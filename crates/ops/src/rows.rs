@@ -1,4 +1,4 @@
-//! The only type of activations.
+//! Rows, the only type of activations.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,9 +7,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
 
-/// A contiguous array `[rows, cols]` on a device: every activation, gradient and statistic.
+/// A contiguous array `[rows, cols]` on a device. Every activation, gradient and statistic is such an array.
 ///
-/// Clones share their values; writing to a clone copies them first. An array of zero rows keeps its width.
+/// Clones share their values, and a write to a clone copies them first. An array of zero rows keeps its width.
 #[derive(Clone, Debug)]
 pub struct Rows {
     pub(crate) data: Data,
@@ -59,15 +59,15 @@ impl Rows {
         device.backend().zeros(rows, cols)
     }
 
-    /// Creates rows on the CPU that take ownership of `data`, in row-major order. `data.len()` is `rows · cols`.
+    /// Creates rows on the CPU from `data` in row-major order, without copying. `data.len()` must be `rows · cols`.
     pub fn from_vec(data: Vec<f32>, rows: usize, cols: usize) -> Result<Self> {
         Self::upload(Device::Cpu, data, rows, cols)
     }
 
-    /// Creates rows on `device` from host values in row-major order. `data.len()` is `rows · cols`.
+    /// Creates rows on `device` from host values in row-major order. `data.len()` must be `rows · cols`.
     pub fn upload(device: Device, data: Vec<f32>, rows: usize, cols: usize) -> Result<Self> {
         if data.len() != rows * cols {
-            return Err(Error::shape("rows", format!("{} numbers for {rows}×{cols}", data.len())));
+            return Err(Error::shape("rows", format!("{} values for {rows}×{cols}", data.len())));
         }
         Ok(device.backend().upload(data, rows, cols))
     }
@@ -107,7 +107,7 @@ impl Rows {
         self.len() == 0
     }
 
-    /// Returns the bytes of the values.
+    /// Returns the size of the values in bytes.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         match &self.data {
@@ -118,7 +118,7 @@ impl Rows {
         }
     }
 
-    /// Returns the values in row-major order as f32. Unshared rows on the CPU are not copied.
+    /// Converts to a vector of the values in row-major order, as f32. Unshared rows on the CPU are not copied.
     #[must_use]
     pub fn into_vec(self) -> Vec<f32> {
         match self.data {
@@ -129,19 +129,19 @@ impl Rows {
         }
     }
 
-    /// Copies the values in row-major order as f32.
+    /// Returns a copy of the values in row-major order, as f32.
     #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         self.device().backend().download(self)
     }
 
-    /// Copies the values in row-major order, without rounding.
+    /// Returns a copy of the values in row-major order, without rounding.
     #[must_use]
     pub fn to_f64(&self) -> Vec<f64> {
         self.device().backend().download_f64(self)
     }
 
-    /// Returns the values if the host can read them as f32.
+    /// Returns the values if the host can read them as f32, and `None` otherwise.
     #[must_use]
     pub fn host(&self) -> Option<&[f32]> {
         match &self.data {
@@ -150,7 +150,7 @@ impl Rows {
         }
     }
 
-    /// Reinterprets the values as rows of another width.
+    /// Reinterprets the values as an array with another number of rows and columns.
     pub fn reshape(self, rows: usize, cols: usize) -> Result<Self> {
         if rows * cols != self.len() {
             return Err(Error::shape("reshape", format!("{}×{} to {rows}×{cols}", self.rows, self.cols)));
@@ -158,13 +158,13 @@ impl Rows {
         Ok(Self { data: self.data, rows, cols })
     }
 
-    /// Returns the rows `index`, in this order.
+    /// Returns the rows listed in `index`, in that order.
     pub fn select(&self, index: &Index) -> Result<Self> {
         self.check_index("select", index, self.rows)?;
         Ok(self.device().backend().select(self, index))
     }
 
-    /// Reverses [`Self::select`] for distinct rows: returns `rows` rows, zero where `index` has none.
+    /// Reverses [`Self::select`] for distinct rows: returns `rows` rows, which are zero except at `index`.
     pub fn spread(&self, index: &Index, rows: usize) -> Result<Self> {
         if index.len() != self.rows {
             return Err(Error::shape("spread", format!("{} rows for {} places", self.rows, index.len())));
@@ -180,7 +180,7 @@ impl Rows {
         }
     }
 
-    /// Returns some columns of every row.
+    /// Returns a range of columns of every row.
     pub fn columns(&self, columns: Range<usize>) -> Result<Self> {
         if columns.start > columns.end || columns.end > self.cols {
             return Err(Error::shape("columns", format!("{columns:?} of {}", self.cols)));
@@ -188,7 +188,7 @@ impl Rows {
         Ok(self.device().backend().columns(self, columns))
     }
 
-    /// Replaces the columns from `first` on with those of `from`.
+    /// Replaces columns with the columns of `from`, starting at column `first`.
     pub fn set_columns(&mut self, first: usize, from: &Self) -> Result<()> {
         self.device().check("set_columns", from)?;
         if from.rows != self.rows || first + from.cols > self.cols {
@@ -201,7 +201,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Replaces the rows from `first` on with the rows `range` of `from`.
+    /// Replaces rows with the rows `range` of `from`, starting at row `first`.
     pub fn set_rows(&mut self, first: usize, from: &Self, range: Range<usize>) -> Result<()> {
         self.device().check("set_rows", from)?;
         if from.cols != self.cols || range.end > from.rows || first + range.len() > self.rows {
@@ -217,14 +217,14 @@ impl Rows {
         Ok(())
     }
 
-    /// Copies some rows.
+    /// Returns a copy of a range of rows.
     pub fn row_range(&self, range: Range<usize>) -> Result<Self> {
         let mut rows = Self::zeros(self.device(), range.len(), self.cols);
         rows.set_rows(0, self, range)?;
         Ok(rows)
     }
 
-    /// Zeroes some rows.
+    /// Sets a range of rows to zero.
     pub fn clear_rows(&mut self, range: Range<usize>) -> Result<()> {
         if range.start > range.end || range.end > self.rows {
             return Err(Error::shape("clear_rows", format!("rows {range:?} of {}", self.rows)));
@@ -233,7 +233,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Stacks arrays of the same width vertically.
+    /// Concatenates arrays of the same width along the rows.
     pub fn concat(parts: &[&Self]) -> Result<Self> {
         let Some(first) = parts.first() else { return Err(Error::shape("concat", "no array")) };
         let rows = parts.iter().map(|part| part.rows).sum();
@@ -246,7 +246,7 @@ impl Rows {
         Ok(all)
     }
 
-    /// Adds `from` elementwise.
+    /// Adds `from` to these rows, elementwise.
     pub fn add(&mut self, from: &Self) -> Result<()> {
         self.device().check("add", from)?;
         if self.dims() != from.dims() {

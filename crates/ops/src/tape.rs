@@ -1,17 +1,16 @@
-//! The tape, which records a pass and computes its gradient.
+//! The tape, which records a pass and computes the gradient.
 //!
-//! An operation is an [`Op`]: a hand-written forward and backward pass. [`Tape::apply`] runs it on the values of the
-//! pass. The tape's mode determines what is stored:
+//! An operation is an [`Op`]: a hand-written forward and backward pass. [`Tape::apply`] runs it on the values of the pass. The
+//! tape's mode determines what is stored:
 //!
 //! * *off*: nothing is recorded (generation, scoring, a frozen tower);
-//! * *recording*: inputs and the values that operations keep are stored until [`Tape::backward`] frees them one
-//!   operation after the other; with `recompute`, blocks keep only their inputs and run a second time (Chen et al.,
-//!   arXiv 1604.06174);
-//! * *remembering*: nothing is recorded, but the results of blocks are left as a [`Memory`] for a later tape, which
-//!   *recalls* them instead of computing them again.
+//! * *recording*: inputs and kept values of operations are stored until [`Tape::backward`] frees them one operation after
+//!   another; with `recompute`, blocks keep only their inputs and run a second time (Chen et al., arXiv 1604.06174);
+//! * *remembering*: nothing is recorded, but the results of blocks are stored in a [`Memory`] for a later tape, which *recalls*
+//!   them instead of computing them again.
 //!
-//! Operations hold their weights and add weight gradients to the weights' buffers, so the tape carries only
-//! activations. A value that needs no gradient is a constant, and operations skip the gradient of constant inputs.
+//! Operations hold references to their weights and add gradients to the weights' buffers, so the tape carries only activations. A
+//! value that needs no gradient is a constant, and operations skip the gradients of constant inputs.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -21,7 +20,7 @@ use crate::rows::Rows;
 
 /// Values that an operation keeps from its forward pass for its backward pass.
 pub trait Kept: Send + 'static {
-    /// Returns their bytes in memory.
+    /// Returns the bytes that the values occupy in memory.
     fn num_bytes(&self) -> usize;
 }
 
@@ -37,18 +36,19 @@ impl Kept for Rows {
     }
 }
 
-/// An operation from `N` values to one, with its derivative.
+/// An operation with `N` inputs, one output and a derivative.
 pub trait Op<const N: usize = 1> {
-    /// Values that the backward pass needs besides the inputs.
+    /// Values that the backward pass needs in addition to the inputs.
     type Kept: Kept;
 
-    /// True for operations that are worth running twice to save the memory of their kept values, and worth remembering.
+    /// True for operations whose results are worth remembering, and which are worth running twice to save the memory of their
+    /// kept values.
     const BLOCK: bool = false;
 
-    /// Returns the output and the values for the backward pass.
+    /// Returns the output and the values that the backward pass needs.
     fn forward(&self, inputs: [&Rows; N]) -> Result<(Rows, Self::Kept)>;
 
-    /// Returns the gradients of the inputs that are `wanted`, from that of the output, and adds those of weights to
+    /// Returns the gradients of the `wanted` inputs, given the gradient `dy` of the output. Adds the gradients of weights to
     /// their buffers.
     fn backward(
         &self,
@@ -59,7 +59,7 @@ pub trait Op<const N: usize = 1> {
     ) -> Result<[Option<Rows>; N]>;
 }
 
-/// A value of a pass.
+/// A value computed or used in a pass.
 #[derive(Clone, Debug)]
 pub struct Var {
     rows: Rows,
@@ -85,16 +85,16 @@ impl Var {
     }
 }
 
-/// Results of the blocks of a pass, in order, for a second pass over the same input.
+/// Results of the blocks of a pass, in order, for a later pass over the same input.
 #[derive(Default)]
 pub struct Memory {
-    /// Output of each block, with the values for its backward pass if known.
+    /// Output of each block, with the values for its backward pass if they were stored.
     kept: VecDeque<Box<dyn Any + Send>>,
 }
 
 impl Memory {
-    /// Appends the next block's output `y` and its values for the backward pass; if `None`, the backward pass computes
-    /// them again.
+    /// Appends the output `y` of the next block and the values for its backward pass. If the values are `None`, the backward pass
+    /// computes them again.
     pub fn push<K: Kept>(&mut self, y: Rows, kept: Option<K>) {
         self.kept.push_back(Box::new((y, kept)));
     }
@@ -112,7 +112,7 @@ enum Mode {
         recompute: bool,
         recalled: Memory,
     },
-    /// Results of blocks; `None` after the room was exceeded.
+    /// Results of blocks; `None` once they exceed the available bytes.
     Remember {
         memory: Option<Memory>,
         room: usize,
@@ -140,25 +140,27 @@ impl Tape {
         Self { mode: Mode::Off, nodes: Vec::new() }
     }
 
-    /// Creates a tape that records. With `recompute`, the backward pass computes the values that blocks keep again.
+    /// Creates a tape that records. With `recompute`, blocks do not keep values, and the backward pass computes them again.
     #[must_use]
     pub fn recording(recompute: bool) -> Self {
         Self { mode: Mode::Record { recompute, recalled: Memory::default() }, nodes: Vec::new() }
     }
 
-    /// Creates a tape that records nothing, but stores the results of blocks, up to `room` bytes in total.
+    /// Creates a tape that records nothing, but stores up to `room` bytes of results of blocks.
     #[must_use]
     pub fn remembering(room: usize) -> Self {
         Self { mode: Mode::Remember { memory: Some(Memory::default()), room }, nodes: Vec::new() }
     }
 
-    /// Creates a tape that records and recalls the results of an earlier pass; `recompute` as in [`Self::recording`].
+    /// Creates a tape that records, and recalls the results of an earlier pass. `recompute` has the same meaning as in
+    /// [`Self::recording`].
     #[must_use]
     pub fn recalling(memory: Memory, recompute: bool) -> Self {
         Self { mode: Mode::Record { recompute, recalled: memory }, nodes: Vec::new() }
     }
 
-    /// Returns what this pass remembered and the number of unused bytes; `None` if the results exceeded the room.
+    /// Returns the results that this pass remembered and the number of unused bytes. Returns `None` if nothing was remembered or
+    /// the results exceeded the available bytes.
     #[must_use]
     pub fn into_memory(self) -> Option<(Memory, usize)> {
         match self.mode {
@@ -206,7 +208,7 @@ impl Tape {
             Some(Ok(known)) => *known,
             Some(Err(_)) => {
                 return Err(Error::Tape {
-                    what: "another operation remembered this; expected the same pass".into(),
+                    what: "the remembered result is that of another operation; expected the memory of the same pass".into(),
                 });
             }
             None => {
@@ -228,8 +230,8 @@ impl Tape {
         Ok(Var { rows: y, node: Some(node) })
     }
 
-    /// Runs several operations as one block: with `recompute` only its inputs are kept, and it runs twice to save
-    /// memory.
+    /// Runs several operations as one block. With `recompute`, the tape keeps only the inputs of the block, and the block runs
+    /// twice to save memory.
     pub fn segment<const N: usize>(
         &mut self,
         inputs: [&Var; N],
@@ -257,9 +259,9 @@ impl Tape {
         Ok(Var { rows: y, node: Some(node) })
     }
 
-    /// Propagates `dy`, the gradient of `output`, back to the inputs, adding weight gradients on the way. Each
-    /// operation is freed as soon as its gradient is known. Fails if `dy` has another shape than `output`, or if
-    /// `output` was not recorded.
+    /// Propagates `dy`, the gradient of `output`, back to the inputs, and adds weight gradients to their buffers. Each operation
+    /// is freed as soon as its gradient is computed. Returns an error if `dy` and `output` differ in shape, or if `output` was
+    /// not recorded.
     pub fn backward(mut self, output: &Var, dy: Rows) -> Result<Gradients> {
         if output.rows.dims() != dy.dims() {
             let what = format!("the output is {:?}, its gradient {:?}", output.rows.dims(), dy.dims());
@@ -290,7 +292,7 @@ impl Tape {
 pub struct Gradients(Vec<Option<Rows>>);
 
 impl Gradients {
-    /// Returns the gradient of an input, if any reached it.
+    /// Returns the gradient of an input, or `None` if no gradient reached it.
     pub fn take(&mut self, input: &Var) -> Option<Rows> {
         self.0.get_mut(input.node?)?.take()
     }
@@ -303,7 +305,7 @@ mod tests {
     use super::*;
     use crate::Device;
 
-    /// Computes `by · x`, as a block that keeps nothing.
+    /// Multiplication by a constant, `by · x`, as a block that keeps nothing.
     struct Times(f32);
 
     impl Op for Times {
@@ -367,7 +369,7 @@ mod tests {
         let (y, x) = run(&mut second);
         let mut gradients = second.backward(&y, row(1.0)).unwrap();
         assert_eq!(gradients.take(&x).unwrap().to_vec(), [6.0]);
-        // Outputs alone suffice for a pass that recomputes what blocks keep.
+        // A pass that recomputes the kept values of blocks needs only their outputs.
         let mut memory = Memory::default();
         memory.push(row(2.0), None::<()>);
         memory.push(row(7.0), None::<()>);
@@ -375,7 +377,7 @@ mod tests {
         let (y, x) = run(&mut third);
         assert_eq!(y.rows().to_vec(), [7.0]);
         assert_eq!(third.backward(&y, row(1.0)).unwrap().take(&x).unwrap().to_vec(), [6.0]);
-        // An incomplete memory would be useless.
+        // The results exceed the limit, so the tape returns none of them.
         let mut first = Tape::remembering(7);
         run(&mut first);
         assert!(first.into_memory().is_none());

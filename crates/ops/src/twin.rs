@@ -1,4 +1,4 @@
-//! The f64 twin: plain loops over the formulas of `omnigrpo_kernels::twin`, the reference for tests.
+//! The f64 twin, a reference for tests: plain loops over the formulas of `omnigrpo_kernels::twin`.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ use crate::rows::{Data, Index, Rows};
 pub(crate) struct Twin;
 
 impl Rows {
-    /// Returns the values of the twin's rows.
+    /// Returns the values of rows on the twin.
     pub(crate) fn twin(&self) -> &[f64] {
         match &self.data {
             Data::Twin(data) => data,
@@ -39,7 +39,7 @@ impl Rows {
         }
     }
 
-    /// Returns the values for writing, after copying shared ones.
+    /// Returns the values for writing. Shared values are copied first.
     pub(crate) fn twin_mut(&mut self) -> &mut [f64] {
         match &mut self.data {
             Data::Twin(data) => Arc::make_mut(data).as_mut_slice(),
@@ -56,7 +56,7 @@ fn values(param: &Param) -> Vec<f64> {
     wide(param.read().stored())
 }
 
-/// Adds to the gradient of a weight that is trained.
+/// Adds `gradient` to the gradient of a weight if the weight is trained.
 fn accumulate(param: &Param, gradient: &[f64]) {
     if let Some(mut guard) = param.gradient(Device::Twin) {
         guard.twin().iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g);
@@ -489,7 +489,7 @@ impl Backend for Twin {
         x.twin().iter().map(|x| x * x).sum()
     }
 
-    /// Computes in f64 and rounds to the f32 of weight and moments.
+    /// Computes the update in f64, and rounds it to the f32 of the weight and the moments.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let round = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
@@ -511,7 +511,7 @@ impl Backend for Twin {
     }
 }
 
-/// Views the alternatives of a blend as one row each.
+/// Views each alternative of a blend as one row.
 fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a, f64> {
     Mat::new(x.twin(), logits.cols(), x.len() / logits.cols())
 }

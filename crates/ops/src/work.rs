@@ -1,11 +1,11 @@
 //! Operations of a pass, and the time that they take on this machine.
 //!
-//! A pass over [`Device::Outline`] computes nothing. [`work`] lists the operations that the same pass would compute on a CPU, with
-//! their sizes. [`Work::seconds`] runs one operation of each kind and size with the CPU's kernels and adds the times up. Large
-//! operations are measured on a part of their rows or outputs, and weights are taken in turn from copies that exceed the
-//! caches, as the layers of a model do. A gradient is counted only for weights that are trained.
+//! A pass over [`Device::Outline`] computes nothing. [`work`] lists the operations that the same pass would compute on a CPU,
+//! with their sizes. [`Work::seconds`] runs one operation of each kind and size with the CPU's kernels and adds up the times. For
+//! a large operation, only some of its rows or outputs are measured. Successive calls use different copies of the weight, which
+//! together exceed the caches, as the layers of a model do. A gradient is counted only for weights that are trained.
 //!
-//! The time of the program between operations is not included: drawing numbers, rewards, logs, reading rows and media.
+//! The time between operations is not included: sampling, rewards, logs, and reading rows and media.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -32,31 +32,32 @@ use crate::param::{Param, ParamDtype, Part, Values};
 use crate::rope::RopeTable;
 use crate::rows::Rows;
 
-/// Floating-point operations of the part of a product that is measured.
+/// Limit on the floating-point operations of a measured product.
 const MEASURED_FLOPS: usize = 1_000_000_000;
-/// Rows of a product that are measured.
+/// Limit on the rows of a measured product.
 const MEASURED_ROWS: usize = 512;
-/// Bytes of a weight that are measured, and of the copies that take turns.
+/// Limit on the bytes of a measured weight, and on the bytes of all its copies.
 const MEASURED_BYTES: usize = 32 << 20;
-/// Values of an elementwise operation that are measured.
+/// Limit on the values of a measured elementwise operation.
 const MEASURED_VALUES: usize = 1 << 21;
-/// Keys of each query that are measured.
+/// Limit on the keys per query in measured attention.
 const MEASURED_KEYS: usize = 4096;
-/// Products of at most so many rows wait for their weights, which are taken from memory then.
+/// Largest number of rows for which a product is limited by reading its weights. Such a product is measured with weights that are
+/// not in a cache.
 const FEW_ROWS: usize = 64;
-/// Copies of a weight.
+/// Limit on the copies of a weight.
 const MOST_COPIES: usize = 32;
-/// An operation is repeated for this time, and at least twice.
+/// Minimum time for which an operation is repeated. It runs at least twice.
 const REPEATED: Duration = Duration::from_millis(4);
 
-/// Sizes of an operation.
+/// Kind and sizes of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Call {
     /// Product with a weight `[n, k]`.
     Linear { rows: usize, k: usize, n: usize, dtype: ParamDtype, per_row: bool },
-    /// Gradient of a linear product with respect to the rows.
+    /// Gradient of a linear product with respect to its input rows.
     LinearDx { rows: usize, k: usize, n: usize, dtype: ParamDtype },
-    /// Gradient of a linear product with respect to the weight.
+    /// Gradient of a linear product with respect to its weight.
     LinearDw { rows: usize, k: usize, n: usize, dtype: ParamDtype },
     /// Attention with a mean number of keys for each query.
     Attention { queries: usize, keys: usize, heads: AttentionHeads, back: bool },
@@ -66,11 +67,11 @@ pub(crate) enum Call {
     Score { rows: usize, h: usize, v: usize, dtype: ParamDtype, back: Option<bool> },
     /// Logits for sampling.
     Logits { rows: usize, h: usize, v: usize, dtype: ParamDtype },
-    /// Tokens from logits.
+    /// Sampling of tokens from logits.
     Draw { rows: usize, v: usize },
     /// Normalisation.
     Norm { rows: usize, dim: usize, back: bool },
-    /// Rotary positions.
+    /// Rotary position encoding.
     Rotate { rows: usize, heads: usize, half: usize },
     /// Gated product of the two halves of each row.
     Swiglu { rows: usize, width: usize, back: bool },
@@ -78,11 +79,11 @@ pub(crate) enum Call {
     Activation { len: usize, act: Activation, back: bool },
     /// Any other elementwise operation.
     Elementwise { len: usize },
-    /// Update of a weight by its optimizer, and the norm of its gradient.
+    /// Update of a weight by the optimizer, including the norm of the gradient.
     AdamW { len: usize, dtype: ParamDtype, master: bool },
 }
 
-/// Measured seconds of operations.
+/// Measured time of each operation, in seconds.
 #[derive(Clone, Debug, Default)]
 pub struct Rates(HashMap<Call, f64>);
 
@@ -108,7 +109,7 @@ pub fn work<R>(f: impl FnOnce() -> R) -> (R, Work) {
     (result, work.unwrap_or_default())
 }
 
-/// Runs `f` and counts its operations `times` times.
+/// Runs `f` and counts each of its operations `times` times.
 pub fn repeated<R>(times: f64, f: impl FnOnce() -> R) -> R {
     let before = LOG.with_borrow_mut(|log| {
         let inner = log.times * times;
@@ -127,7 +128,7 @@ pub fn phase<R>(phase: &'static str, f: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Lists an operation. The arguments are evaluated only inside of [`work`].
+/// Lists an operation. `call` is evaluated only inside [`work`].
 pub(crate) fn note(call: impl FnOnce() -> Call) {
     LOG.with_borrow_mut(|log| {
         if let Some(Work(calls)) = &mut log.work {
@@ -137,12 +138,12 @@ pub(crate) fn note(call: impl FnOnce() -> Call) {
     });
 }
 
-/// Lists an elementwise operation on so many values.
+/// Lists an elementwise operation on `len` values.
 pub(crate) fn note_elements(len: usize) {
     note(|| Call::Elementwise { len });
 }
 
-/// Lists a product of these layers.
+/// Lists a product of `rows` rows with each of these layers.
 pub(crate) fn note_linear(rows: usize, layers: &[Linear], order: Order) {
     note(|| Call::Linear {
         rows,
@@ -153,7 +154,7 @@ pub(crate) fn note_linear(rows: usize, layers: &[Linear], order: Order) {
     });
 }
 
-/// Lists the gradient of the rows of a product.
+/// Lists the gradient of a product with respect to its input rows.
 pub(crate) fn note_dx(rows: usize, layers: &[Linear]) {
     note(|| Call::LinearDx {
         rows,
@@ -163,14 +164,15 @@ pub(crate) fn note_dx(rows: usize, layers: &[Linear]) {
     });
 }
 
-/// Lists the gradients of those layers that are trained.
+/// Lists the weight gradients of the layers that are trained.
 pub(crate) fn note_dw(rows: usize, layers: &[Linear]) {
     for layer in layers.iter().filter(|layer| layer.weight().trainable()) {
         note(|| Call::LinearDw { rows, k: layer.k(), n: layer.n(), dtype: layer.weight().dtype() });
     }
 }
 
-/// Lists a product grouped by expert, with the places spread evenly over the experts. A pass without values cannot know more.
+/// Lists a product grouped by expert. The places are spread evenly over the experts, because the router's choice is unknown in a
+/// pass without values.
 pub(crate) fn note_experts(places: usize, experts: usize, call: impl Fn(usize) -> Call) {
     let touched = places.min(experts).max(1);
     repeated(touched as f64, || note(|| call(places.div_ceil(touched))));
@@ -200,25 +202,26 @@ pub(crate) fn note_cached(batch: &DecodeBatch, heads: AttentionHeads) {
     });
 }
 
-/// Query-key pairs of a range.
+/// Returns the number of query-key pairs of a range.
 fn pairs(range: &QueryRange) -> usize {
     let (queries, keys) = (range.queries.len(), range.keys.iter().map(|keys| keys.len()).sum::<usize>());
-    // The last query of a causal range sees all of its keys, each earlier one a key less.
+    // In a causal range, the last query sees all keys, and each earlier query sees one key less.
     let hidden = if range.causal { queries * queries.saturating_sub(1) / 2 } else { 0 };
     (queries * keys).saturating_sub(hidden)
 }
 
-/// Rounds to one of two sizes per power of two. Sizes up to 16 are kept, since the kernels differ there.
+/// Rounds up to one of two sizes per power of two. Sizes up to 16 are unchanged, because the kernels differ there.
 fn few(size: usize) -> usize {
     let step = (size.next_power_of_two() / 4).max(1);
     if size <= 16 { size } else { size.next_multiple_of(step) }
 }
 
 impl Work {
-    /// Returns the seconds of each phase. Measures the operations that `rates` does not know: about a second for a model.
+    /// Returns the seconds of each phase. Operations that are missing from `rates` are measured, which takes about a second for a
+    /// model.
     ///
     /// # Errors
-    /// If a synthetic operation fails, for instance without memory.
+    /// Returns an error if a measured operation fails, for example because memory is exhausted.
     pub fn seconds(&self, rates: &mut Rates) -> Result<HashMap<&'static str, f64>> {
         let mut out: HashMap<&'static str, f64> = HashMap::new();
         for ((phase, call), times) in &self.0 {
@@ -231,7 +234,7 @@ impl Work {
         Ok(out)
     }
 
-    /// Returns the numbers that the products and attentions of a phase return.
+    /// Returns the number of values that the products and attention operations of a phase output.
     #[must_use]
     pub fn outputs(&self, phase: &str) -> f64 {
         let of_phase = self.0.iter().filter(|((of, _), _)| *of == phase);
@@ -243,26 +246,26 @@ impl Work {
         of_phase.map(|((_, call), times)| times * outputs(call) as f64).sum()
     }
 
-    /// Adds the copying of so many numbers to a phase.
+    /// Adds the time to copy `numbers` values to a phase.
     pub fn add_copies(&mut self, phase: &'static str, numbers: f64) {
         let len = MEASURED_VALUES;
         *self.0.entry((phase, Call::Elementwise { len })).or_default() += numbers / len as f64;
     }
 
-    /// Multiplies the operations of a phase except those on the vocabulary.
+    /// Multiplies the counts of a phase's operations by a factor, except for scoring over the vocabulary.
     pub fn scale_blocks(&mut self, phase: &str, by: f64) {
         let blocks = |of: &str, call: &Call| of == phase && !matches!(call, Call::Score { .. });
         self.0.iter_mut().filter(|((of, call), _)| blocks(of, call)).for_each(|(_, times)| *times *= by);
     }
 
-    /// Counts the operations of a phase under another name.
+    /// Moves the operations of a phase to another phase.
     pub fn rename(&mut self, phase: &str, to: &'static str) {
         for ((of, call), times) in std::mem::take(&mut self.0) {
             *self.0.entry((if of == phase { to } else { of }, call)).or_default() += times;
         }
     }
 
-    /// Multiplies the operations of a phase.
+    /// Multiplies the counts of a phase's operations by a factor.
     pub fn scale(&mut self, phase: &str, by: f64) {
         self.0.iter_mut().filter(|((of, _), _)| *of == phase).for_each(|(_, times)| *times *= by);
     }
@@ -274,7 +277,7 @@ impl Work {
         }
     }
 
-    /// Returns the distinct kinds and sizes.
+    /// Returns the number of distinct operations, by kind and sizes.
     #[must_use]
     pub fn distinct(&self) -> usize {
         self.0.keys().map(|(_, call)| call).collect::<std::collections::HashSet<_>>().len()
@@ -282,7 +285,7 @@ impl Work {
 }
 
 impl Call {
-    /// Returns the operation with one of a few sizes, and how much of it the given one is.
+    /// Rounds the sizes of the operation up. Returns the rounded operation, and the given size as a fraction of the rounded size.
     fn rounded(mut self) -> (Self, f64) {
         let mut share = 1.0;
         let mut round = |size: &mut usize| {
@@ -309,7 +312,7 @@ impl Call {
         (self, share)
     }
 
-    /// Measures the operation and returns its seconds.
+    /// Runs the operation on synthetic values and returns the seconds that it takes.
     fn seconds(self) -> Result<f64> {
         let cpu = Device::Cpu.backend();
         match self {
@@ -332,7 +335,7 @@ impl Call {
                     cpu.linear_dw(&x, &dy, 0, layer);
                     cpu.zeros(0, 0)
                 };
-                // Gradients exist then.
+                // The first call allocates the gradients, so it is not measured.
                 weights.iter().for_each(|layer| drop(accumulate(std::slice::from_ref(layer))));
                 Ok(part.scale * in_turn(&weights, accumulate))
             }
@@ -410,7 +413,7 @@ impl Call {
                 let width = heads * 2 * half;
                 let measured = rows.min((MEASURED_VALUES / width.max(1)).max(1));
                 let table = RopeTable::from_angles(measured, half, |row, out| out.fill(row as f32));
-                // The table is made once per stream.
+                // A real pass computes this table once per stream, so it is not measured.
                 let _ = table.waves();
                 let mut x = noise(measured, width);
                 Ok(rows as f64 / measured.max(1) as f64 * timed(|| cpu.rotate(&mut x, &table, heads, false)))
@@ -464,7 +467,7 @@ impl Call {
     }
 }
 
-/// Part of a product that is measured.
+/// The measured part of a product.
 struct Product {
     rows: usize,
     n: usize,
@@ -516,7 +519,7 @@ impl Product {
             param.set_trainable(trained);
             Linear::new(Arc::new(param), None)
         };
-        // Gradients are read and written, four bytes per value.
+        // The operation reads and writes gradients, with four bytes per value.
         let copies = if trained { MEASURED_BYTES / (4 * self.n * k.max(1)) } else { self.copies };
         (0..copies.clamp(1, MOST_COPIES)).map(one).collect()
     }
@@ -535,7 +538,7 @@ fn cached(
     let mut caches = (0..groups)
         .map(|_| GroupCache::new(Device::Cpu, layers, heads, prompt, slots, own + 1))
         .collect::<std::io::Result<Vec<_>>>()
-        .map_err(|e| Error::shape("key-value cache", format!("no memory for it: {e}")))?;
+        .map_err(|e| Error::shape("key-value cache", format!("cannot allocate the memory: {e}")))?;
     let of_prompt = noise(prompt, heads.packed_width());
     for cache in &mut caches {
         (0..layers).for_each(|layer| cpu.cache_prompt(cache, layer, &of_prompt, heads));
@@ -551,8 +554,8 @@ fn cached(
     }))
 }
 
-/// The median seconds of `f`, which gets one of the weights at a time. Results are kept until they exceed the caches, as activations
-/// are.
+/// Returns the median seconds of `f`, which receives a different copy of the weight at each call. Results are kept until they
+/// exceed the caches, as activations are in a real pass.
 fn in_turn(weights: &[Linear], f: impl Fn(&[Linear]) -> Rows) -> f64 {
     let (mut turn, mut kept, mut bytes) = (0, VecDeque::new(), 0);
     timed(|| {
@@ -566,7 +569,7 @@ fn in_turn(weights: &[Linear], f: impl Fn(&[Linear]) -> Rows) -> f64 {
     })
 }
 
-/// The median seconds of `f`, after one call that pays for first touches of memory.
+/// Returns the median seconds of `f`. A first call, which touches memory for the first time, is not measured.
 fn timed(mut f: impl FnMut()) -> f64 {
     f();
     let (started, mut secs) = (Instant::now(), Vec::new());
@@ -579,7 +582,7 @@ fn timed(mut f: impl FnMut()) -> f64 {
     secs[(secs.len() - 1) / 2]
 }
 
-/// A small number that varies.
+/// Returns a small value that varies with `at`.
 fn value(at: usize) -> f32 {
     (at * 37 % 101) as f32 / 500.0 - 0.1
 }
@@ -628,7 +631,7 @@ mod tests {
             (("backward", Call::LinearDw { rows: 3, k: 4, n: 8, dtype }), 2.0),
         ];
         assert_eq!(calls, expected.into());
-        // Outside of `work` nothing is listed.
+        // Outside `work`, nothing is listed.
         outline.linear(&x, std::slice::from_ref(&frozen), None, Order::Blocked);
         assert_eq!(work(|| ()).1.distinct(), 0);
     }
@@ -638,7 +641,7 @@ mod tests {
         let range = |queries, keys, causal| QueryRange { queries, keys: vec![keys], causal };
         assert_eq!(pairs(&range(0..4, 0..4, true)), 10);
         assert_eq!(pairs(&range(0..4, 0..4, false)), 16);
-        // Two tokens of a completion after a prompt of three.
+        // The range has two tokens of a completion after a prompt of three tokens.
         let after = QueryRange { queries: 3..5, keys: vec![0..3, 3..5], causal: true };
         assert_eq!(pairs(&after), 4 + 5);
     }
@@ -646,7 +649,7 @@ mod tests {
     #[test]
     fn a_product_of_twice_the_size_takes_about_twice_the_time() {
         let of = |rows, n| Call::Linear { rows, k: 64, n, dtype: ParamDtype::F32, per_row: false }.rounded();
-        // The rest of a rounded size is a share of it.
+        // A size is rounded up, and the share accounts for the difference.
         let (call, share) = of(1000, 64);
         assert_eq!(call, of(1024, 64).0);
         assert!((share - 1000.0 / 1024.0).abs() < 1e-12);
@@ -663,7 +666,7 @@ mod tests {
         assert!(once > 0.0 && once < 60.0);
     }
 
-    /// One operation of each kind: a kind that cannot be measured would panic or fail here.
+    /// Returns one operation of each kind. A kind that cannot be measured panics or fails here.
     fn every_kind() -> Vec<Call> {
         let heads = AttentionHeads { q: 4, kv: 2, dim: 16 };
         let dtypes = [ParamDtype::F32, ParamDtype::Bf16, ParamDtype::Quantised(crate::QuantBits::Four)];

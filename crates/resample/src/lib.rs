@@ -1,9 +1,10 @@
-//! Sounds at another sample rate, by FFT (`rubato`). The spectrum is cut at the lower Nyquist frequency with a squared
-//! Blackman-Harris window.
+//! Sample rate conversion by FFT (`rubato`). The spectrum is cut at the lower Nyquist frequency with a squared Blackman-Harris
+//! window.
 //!
-//! Up to 90 % of the lower Nyquist frequency the error against the exact band-limited signal is below 1e-5 of the peak. Frequencies
-//! above it leave less than 1e-5. `soxr` (high quality), which librosa uses, gives the same speech within 0.2 % of its peak; see
-//! `tests/audio.rs` and `tests/data/make_audio.py` of `omnigrpo-media`.
+//! Compared with the exact band-limited signal, the error is below 1e-5 of the peak up to 90 % of the lower Nyquist frequency.
+//! Frequencies above the lower Nyquist frequency are attenuated to below 1e-5. For speech, the result of `soxr` (high quality),
+//! which librosa uses, differs by less than 0.2 % of the peak; see `tests/audio.rs` and `tests/data/make_audio.py` of
+//! `omnigrpo-media`.
 //!
 //! This is a crate because `rubato` compiles a whole FFT library into the crate that calls it, which takes four times as long at the
 //! optimisation of the media crate.
@@ -11,7 +12,7 @@
 use rubato::audioadapter_buffers::direct::InterleavedSlice;
 use rubato::{Fft, FixedSync, Resampler, WindowFunction};
 
-/// Least input samples per block: enough for a transition band of 2 % of the lower Nyquist frequency.
+/// Minimum number of input samples per block, which allows a transition band of 2 % of the lower Nyquist frequency.
 const MIN_BLOCK: usize = 4096;
 
 /// Returns the `samples` of one channel at another rate: `ceil(n · to / from)` samples. Both rates are in Hz. The result depends on the

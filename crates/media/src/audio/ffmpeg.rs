@@ -1,4 +1,4 @@
-//! Sound through `ffprobe` and `ffmpeg` (see [`crate::program`]): Opus, and the audio track of any file they read.
+//! Audio decoded by `ffprobe` and `ffmpeg` (see [`crate::program`]): Opus, and the audio track of any file that they read.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -10,7 +10,7 @@ use super::{AudioInfo, Mix};
 use crate::program::{TRUNCATION_SIGNS, ffprobe, input_args, run};
 use crate::{Limits, MediaError};
 
-/// Bytes taken from the pipe at a time.
+/// Maximum number of bytes read from the pipe at a time.
 const CHUNK_BYTES: usize = 1 << 16;
 
 #[derive(Deserialize)]
@@ -51,8 +51,8 @@ pub(super) fn probe(path: &Path, limits: &Limits) -> Result<AudioInfo, MediaErro
 /// Decodes into `mix` until it is full or the track ends.
 pub(super) fn decode(mix: &mut Mix<'_>, info: &AudioInfo, limits: &Limits) -> Result<(), MediaError> {
     let path = mix.path;
-    // Decoded from the start, so that the range begins at the same sample whatever can be sought in the container. A little
-    // more than the range, since time is not counted in samples here.
+    // The file is decoded from its start, so that the range begins at the same sample even if seeking in the container is
+    // inexact. The time limit of `ffmpeg` is not exact to a sample, so a little more than the range is decoded.
     let end_s = mix.first.saturating_add(mix.num_wanted) as f64 / f64::from(info.sample_rate_hz) + 0.1;
     let mut args: Vec<OsString> =
         ["-v", "error", "-nostdin", "-xerror", "-threads", "1"].map(Into::into).into();

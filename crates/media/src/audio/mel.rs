@@ -1,8 +1,13 @@
 //! Whisper's log-mel features.
 //!
-//! Padded with zeros or cut to the window (30 s), reflected by half a frame at both ends, cut into frames of `n_fft` samples
-//! every `hop_length`, weighted with a periodic Hann window; power spectrum; Slaney's mel filters with area norm from 0 to
-//! 8000 Hz; log10 of at least 1e-10; raised to at least (maximum - 8); (x + 4) / 4. The last frame is dropped. Computed in f64.
+//! The steps are:
+//!
+//! * Pad the audio with zeros, or cut it, to the window (30 s). Reflect half a frame at both ends.
+//! * Cut frames of `n_fft` samples every `hop_length` samples, and weight them with a periodic Hann window.
+//! * Compute the power spectrum, and apply Slaney's mel filters with area norm from 0 to 8000 Hz.
+//! * Take log10 of at least 1e-10, and raise values below (maximum - 8) to that bound. Compute (x + 4) / 4.
+//!
+//! The last frame is dropped. Everything is computed in f64.
 //!
 //! Source: `transformers` 5.23 `models/whisper/feature_extraction_whisper.py`, `audio_utils.mel_filter_bank`.
 
@@ -14,30 +19,30 @@ use serde::Deserialize;
 use super::{AudioClip, resample};
 use crate::MediaError;
 
-/// Upper end of the filters, Hz.
+/// Upper frequency limit of the filters, in Hz.
 const MAX_HZ: f64 = 8000.0;
-/// Where Slaney's scale turns from linear to logarithmic, Hz and mel.
+/// Point at which Slaney's scale changes from linear to logarithmic, in Hz and in mel.
 const BREAK_HZ: f64 = 1000.0;
 const BREAK_MEL: f64 = 15.0;
-/// Mel per unit of the natural logarithm above the break: 27 for a factor of 6.4.
+/// Mel per unit of the natural logarithm above that point: 27 mel for a factor of 6.4.
 const MEL_PER_LOG: f64 = 27.0;
-/// Least power.
+/// Minimum power before the logarithm.
 const FLOOR: f64 = 1e-10;
-/// Decades below the maximum that are kept.
+/// Number of decades below the maximum that are kept.
 const RANGE: f64 = 8.0;
 
-/// Log-mel features of one sound.
+/// Log-mel features of one audio clip.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MelSpectrogram {
-    /// `[num_mels, num_frames]`, row-major.
+    /// Features `[num_mels, num_frames]`, row-major.
     pub data: Vec<f32>,
-    /// Number of filters.
+    /// Number of mel filters.
     pub num_mels: usize,
     /// Number of frames.
     pub num_frames: usize,
 }
 
-/// Turns sound into log-mel features as one checkpoint's processor says.
+/// Converter from audio to log-mel features, with the settings of a checkpoint's processor.
 #[derive(Clone)]
 pub struct LogMel {
     sample_rate_hz: u32,
@@ -49,14 +54,14 @@ pub struct LogMel {
     fourier: Arc<Fourier>,
 }
 
-/// The part of a mel filter that is not 0.
+/// Nonzero part of a mel filter.
 #[derive(Clone)]
 struct Filter {
     first_bin: usize,
     weights: Vec<f64>,
 }
 
-/// The keys of `preprocessor_config.json` that decide the features; the others do not.
+/// Keys of `preprocessor_config.json` that affect the features.
 #[derive(Deserialize)]
 #[serde(default)]
 struct Config {
@@ -90,19 +95,19 @@ impl Default for Config {
 }
 
 impl LogMel {
-    /// Whisper's own: 16 kHz, 30 s, frames of 400 samples every 160. `num_mels` is 128 for large-v3, 80 for its
-    /// predecessors.
+    /// Creates the published converter of Whisper: 16 kHz, 30 s, and frames of 400 samples every 160 samples. `num_mels` is 128
+    /// for large-v3 and 80 for its predecessors.
     ///
     /// # Errors
-    /// No mel filter at all, or more than 1024.
+    /// Returns an error if `num_mels` is 0 or above 1024.
     pub fn whisper(num_mels: usize) -> Result<Self, MediaError> {
         Self::new(&Config { feature_size: num_mels, ..Config::default() })
     }
 
-    /// Reads the features that the `preprocessor_config.json` of a Whisper checkpoint describes.
+    /// Creates the converter described by the `preprocessor_config.json` of a Whisper checkpoint.
     ///
     /// # Errors
-    /// A file that cannot be read, belongs to another feature extractor, or requests an unsupported step.
+    /// Returns an error if the file cannot be read, belongs to another feature extractor, or requests an unsupported step.
     pub fn from_config(path: &Path) -> Result<Self, MediaError> {
         let text = omnigrpo_guard::inside::read_path(path, crate::limits::MAX_CONFIG_BYTES)
             .map_err(|source| MediaError::Read { path: path.to_owned(), source })?;
@@ -113,7 +118,7 @@ impl LogMel {
                 "the preprocessor_config.json of a Whisper model",
             )
         };
-        // Through a map, since a list would pass for a struct without any key.
+        // The text is parsed as a map first, because a list would be accepted as a structure without keys.
         let map: serde_json::Map<_, _> = serde_json::from_slice(&text).map_err(wrong)?;
         let config: Config = serde_json::from_value(map.into()).map_err(wrong)?;
         Self::new(&config)
@@ -144,10 +149,10 @@ impl LogMel {
         }
         let num_samples = config.chunk_length.saturating_mul(config.sampling_rate as usize);
         if !(1..=600).contains(&config.chunk_length) || num_samples <= config.n_fft {
-            return wrong("chunk_length", &config.chunk_length, "1 to 600 seconds, more than a frame");
+            return wrong("chunk_length", &config.chunk_length, "1 to 600 seconds, and more than one frame");
         }
         if config.dither != 0.0 {
-            return wrong("dither", &config.dither, "0: features do not depend on chance");
+            return wrong("dither", &config.dither, "0, because features must not be random");
         }
         if config.do_normalize {
             return wrong("do_normalize", &true, "false");
@@ -172,42 +177,42 @@ impl LogMel {
         })
     }
 
-    /// Rate the features are made at, Hz.
+    /// Returns the sample rate from which features are computed, in Hz.
     pub fn sample_rate_hz(&self) -> u32 {
         self.sample_rate_hz
     }
 
-    /// Seconds of sound that the features cover; longer sound is cut.
+    /// Returns the seconds of audio that the features cover. Longer audio is cut.
     pub fn window_s(&self) -> f64 {
         self.num_samples as f64 / f64::from(self.sample_rate_hz)
     }
 
-    /// Number of mel filters.
+    /// Returns the number of mel filters.
     pub fn num_mels(&self) -> usize {
         self.filters.len()
     }
 
-    /// Number of frames, the same for every sound: 3000 for Whisper.
+    /// Returns the number of frames, which is the same for all audio: 3000 for Whisper.
     pub fn num_frames(&self) -> usize {
         self.num_samples / self.hop_length
     }
 
-    /// Features of a sound at any rate.
+    /// Computes the features of a clip at any sample rate.
     pub fn features_of(&self, clip: &AudioClip) -> Result<MelSpectrogram, MediaError> {
         self.features(&resample(clip, self.sample_rate_hz)?.samples)
     }
 
-    /// Features `[num_mels, num_frames]` of samples at [`Self::sample_rate_hz`], padded or cut to the window.
+    /// Computes the features `[num_mels, num_frames]` of samples at [`Self::sample_rate_hz`], padded or cut to the window.
     ///
     /// # Errors
-    /// A sample that is not a finite number.
+    /// Returns an error if a sample is not a finite number.
     pub fn features(&self, samples: &[f32]) -> Result<MelSpectrogram, MediaError> {
         let samples = &samples[..samples.len().min(self.num_samples)];
         if let Some(i) = samples.iter().position(|x| !x.is_finite()) {
             return Err(MediaError::setting(format!("sample {i}"), samples[i], "a finite number"));
         }
         let at = |i: i64| {
-            // Reflected without repeating the border; the border itself may lie in the padding.
+            // Samples are reflected without repeating the border. The border itself may be in the padding.
             let last = self.num_samples as i64 - 1;
             let i = if i < 0 { -i } else { last - (last - i).abs() };
             samples.get(i as usize).map_or(0.0, |&x| f64::from(x))
@@ -243,17 +248,17 @@ impl LogMel {
     }
 }
 
-/// The discrete Fourier transform of real frames of one even length, as a product with a table: at 400 samples it takes tens of
-/// microseconds, and a library for it took a tenth of the time in which this crate compiles.
+/// Discrete Fourier transform of real frames of one even length, as a product with a table. It takes tens of microseconds for 400
+/// samples. A library for it took a tenth of the compile time of this crate.
 struct Fourier {
-    /// `cos` and `-sin` of 2π·k·i / n, `[n / 2 + 1 samples i, n / 2 + 1 bins k]`.
+    /// Table of `cos` and `-sin` of 2π·k·i / n, `[n / 2 + 1 samples i, n / 2 + 1 bins k]`.
     turns: Vec<[f64; 2]>,
 }
 
 impl Fourier {
     fn new(n: usize) -> Self {
         let half = n / 2;
-        // The product is reduced before it is scaled, so that large ones lose no bits.
+        // The product is reduced modulo n before it is scaled, so that large products lose no bits.
         let turn = |i: usize, k: usize| {
             let (sin, cos) = (std::f64::consts::TAU * ((i * k) % n) as f64 / n as f64).sin_cos();
             [cos, -sin]
@@ -262,8 +267,8 @@ impl Fourier {
         Self { turns }
     }
 
-    /// Writes the bins 0 to n / 2 of a frame of n samples. Samples i and n - i share their cosine, and their sine but for
-    /// its sign.
+    /// Writes the bins 0 to n / 2 of a frame of n samples. Samples i and n - i have the same cosine, and their sines differ only
+    /// in sign.
     fn transform(&self, frame: &[f64], bins: &mut [[f64; 2]]) {
         let n = frame.len();
         bins.fill([0.0; 2]);
@@ -278,7 +283,8 @@ impl Fourier {
     }
 }
 
-/// Triangles between equal steps of Slaney's mel scale, each of area 2 over its width in Hz.
+/// Returns triangular filters whose edges are equally spaced on Slaney's mel scale. The height of a filter is 2 divided by its
+/// width in Hz.
 fn mel_filters(num_mels: usize, n_fft: usize, sample_rate_hz: f64) -> Vec<Filter> {
     let top = mel_from_hz(MAX_HZ);
     let edges: Vec<f64> =

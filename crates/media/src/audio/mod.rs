@@ -1,22 +1,23 @@
-//! Sound: files and the audio tracks of videos to mono samples, and on to the log-mel features that Whisper encoders take.
+//! Audio: decodes files and the audio tracks of videos to mono samples, and computes the log-mel features for Whisper encoders.
 //!
-//! WAV, AIFF, FLAC, MP3, AAC and ALAC (bare or in MP4), ADPCM and Vorbis in Ogg are decoded in this process
-//! (`symphonia`); Opus and every other kind goes through `ffmpeg`. The content determines the kind, never the name. Channels are mixed
-//! to their mean at the source's own rate; [`resample()`] brings the mix to the rate a model hears.
+//! WAV, AIFF, FLAC, MP3, AAC and ALAC (bare or in MP4), ADPCM and Vorbis in Ogg are decoded in this process (`symphonia`). Opus
+//! and all other kinds are decoded by `ffmpeg`. The kind is determined from the content, never from the file name. Channels are
+//! mixed to their mean at the sample rate of the source. [`resample()`] converts the mix to the rate that a model expects.
 //!
-//! | function | gives |
+//! | function | result |
 //! |---|---|
-//! | [`probe_audio`] | rate, channels, duration, from the headers |
+//! | [`probe_audio`] | rate, channels and duration, from the headers |
 //! | [`read_audio`] | mono samples of a range of seconds |
-//! | [`resample()`] | the same sound at another rate |
+//! | [`resample()`] | the same audio at another rate |
 //! | [`LogMel`] | log-mel features `[mels, frames]` |
 //!
-//! Refused: sound longer than [`Limits::max_audio_secs`] if no end is given, samples that are not numbers, files that end before
-//! their header says, files without an audio track (silence is something a caller has to ask for:
-//! [`AudioClip::silence`]).
+//! These inputs are errors: audio longer than [`Limits::max_audio_secs`] if no end is given, samples that are not numbers, files
+//! that end earlier than their header states, and files without an audio track. A caller that needs silence must request it:
+//! [`AudioClip::silence`].
 //!
-//! Differences from `decord`, which the published HumanOmni code reads sound with: a failure is an error there turned into ten seconds
-//! of zeros; the encoder delay of AAC in MP4 (1024 or 2112 samples) is not cut by the decoder in this process.
+//! Differences from `decord`, with which the published HumanOmni code reads audio: a failure is an error, whereas that code
+//! substitutes ten seconds of zeros; the decoder in this process does not remove the encoder delay of AAC in MP4 (1024 or 2112
+//! samples).
 
 mod ffmpeg;
 mod mel;
@@ -28,23 +29,23 @@ pub use mel::{LogMel, MelSpectrogram};
 
 use crate::{Limits, MediaError};
 
-/// Mono sound.
+/// Mono audio.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AudioClip {
-    /// Samples, nominally from -1 to 1.
+    /// Samples, nominally between -1 and 1.
     pub samples: Vec<f32>,
     /// Samples per second.
     pub sample_rate_hz: u32,
 }
 
 impl AudioClip {
-    /// Silence, for a medium that has no sound of its own.
+    /// Creates silence, for a medium without audio.
     pub fn silence(duration_s: f64, sample_rate_hz: u32) -> Self {
         let num_samples = (duration_s.max(0.0) * f64::from(sample_rate_hz)).round() as usize;
         Self { samples: vec![0.0; num_samples], sample_rate_hz }
     }
 
-    /// Length in seconds.
+    /// Returns the length in seconds.
     pub fn duration_s(&self) -> f64 {
         self.samples.len() as f64 / f64::from(self.sample_rate_hz.max(1))
     }
@@ -62,27 +63,27 @@ pub fn resample(clip: &AudioClip, sample_rate_hz: u32) -> Result<AudioClip, Medi
     Ok(AudioClip { samples, sample_rate_hz })
 }
 
-/// Which part of a sound to take.
+/// Part of the audio to read.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct AudioRange {
-    /// First second taken; 0 if absent.
+    /// Start of the range in seconds; 0 if absent.
     pub start_s: Option<f64>,
-    /// Where the range ends, seconds; the end of the sound if absent or later than that.
+    /// End of the range in seconds. If it is absent or beyond the end of the audio, the range ends with the audio.
     pub end_s: Option<f64>,
-    /// Most seconds taken from the start of the range on, such as the window of a [`LogMel`]. What comes after is not even
-    /// decoded. Open if absent.
+    /// Maximum length in seconds from the start of the range, such as the window of a [`LogMel`]. Later audio is not decoded.
+    /// Unlimited if absent.
     pub keep_s: Option<f64>,
 }
 
 impl AudioRange {
-    /// Fails for a range that [`read_audio`] would refuse, given the length of the sound as far as it is known.
+    /// Checks that [`read_audio`] would accept the range, given the length of the audio if it is known.
     ///
     /// # Errors
-    /// A range that is empty, lies behind the end, or is too long.
+    /// Returns an error if the range is empty, starts beyond the end of the audio, or is too long.
     pub fn check(&self, path: &Path, duration_s: Option<f64>, limits: &Limits) -> Result<(), MediaError> {
         let bad = |what: &str, got: f64, expected: &str| {
             Err(MediaError::setting(
-                format!("{}: {what} of the range of seconds", path.display()),
+                format!("{}: {what} of the range in seconds", path.display()),
                 got,
                 expected,
             ))
@@ -107,18 +108,18 @@ impl AudioRange {
     }
 }
 
-/// Header of a sound.
+/// Properties of audio, as stated in a file's headers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AudioInfo {
-    /// Samples per second and channel.
+    /// Samples per second in each channel.
     pub sample_rate_hz: u32,
     /// Number of channels.
     pub num_channels: u32,
-    /// Length in seconds, where a header says.
+    /// Length in seconds, if a header states it.
     pub duration_s: Option<f64>,
 }
 
-/// Reads what the headers of a sound file, or of the first audio track of a video file, say. Damage further on stays unseen.
+/// Reads the headers of an audio file, or of the first audio track of a video file. Damage after the headers is not detected.
 pub fn probe_audio(path: &Path, limits: &Limits) -> Result<AudioInfo, MediaError> {
     let info = match native::open(path, limits)? {
         Some(track) => track.info,
@@ -128,12 +129,12 @@ pub fn probe_audio(path: &Path, limits: &Limits) -> Result<AudioInfo, MediaError
     Ok(info)
 }
 
-/// Decodes a range of a sound file, or of the first audio track of a video file, to mono (the mean of the channels)
-/// at the file's own rate.
+/// Decodes a range of an audio file, or of the first audio track of a video file. The result is mono (the mean of the channels)
+/// at the sample rate of the file.
 ///
 /// # Errors
-/// A file that is missing, damaged, cut off, over a limit, too slow, or without sound; a range outside the sound; `ffmpeg`
-/// missing for a kind that needs it.
+/// Returns an error if the file is missing, damaged, truncated, over a limit, too slow to decode or without audio, if the range
+/// is outside the audio, or if `ffmpeg` is required but missing.
 pub fn read_audio(path: &Path, range: &AudioRange, limits: &Limits) -> Result<AudioClip, MediaError> {
     range.check(path, None, limits)?;
     let native = native::open(path, limits)?;
@@ -145,7 +146,7 @@ pub fn read_audio(path: &Path, range: &AudioRange, limits: &Limits) -> Result<Au
     let rate = f64::from(info.sample_rate_hz);
     range.check(path, info.duration_s, limits)?;
     let start_s = range.start_s.unwrap_or(0.0);
-    // Without an end, no more than the limit is ever decoded.
+    // If no end is given, the length that is decoded is limited.
     let mut end_s = range.end_s.unwrap_or(start_s + limits.max_audio_secs);
     end_s = range.keep_s.map_or(end_s, |keep_s| end_s.min(start_s + keep_s));
     let first = (start_s * rate).round() as u64;
@@ -174,10 +175,10 @@ pub fn read_audio(path: &Path, range: &AudioRange, limits: &Limits) -> Result<Au
             0 => Err(MediaError::decode(path, "the audio track is empty")),
             seen => range
                 .check(path, Some(seen as f64 / rate), limits)
-                .and(Err(MediaError::decode(path, "the range of seconds holds no sample"))),
+                .and(Err(MediaError::decode(path, "the range of seconds contains no samples"))),
         };
     }
-    // Where no header told the length, the limit shows only here.
+    // If no header states the length, the limit can only be checked after decoding.
     if range.end_s.is_none() && range.keep_s.is_none() && mix.is_full() {
         too_long(path, limits.max_audio_secs + 1.0, limits)?;
     }
@@ -186,7 +187,7 @@ pub fn read_audio(path: &Path, range: &AudioRange, limits: &Limits) -> Result<Au
 
 fn check_info(path: &Path, info: &AudioInfo, limits: &Limits) -> Result<(), MediaError> {
     if info.sample_rate_hz == 0 || info.num_channels == 0 {
-        return Err(MediaError::decode(path, "the header gives a sample rate or a number of channels of 0"));
+        return Err(MediaError::decode(path, "the header states a sample rate or a number of channels of 0"));
     }
     let rate = u64::from(info.sample_rate_hz);
     Limits::check(path, "sample rate in Hz", rate, u64::from(limits.max_sample_rate_hz))
@@ -194,17 +195,17 @@ fn check_info(path: &Path, info: &AudioInfo, limits: &Limits) -> Result<(), Medi
 
 fn too_long(path: &Path, duration_s: f64, limits: &Limits) -> Result<(), MediaError> {
     let (got, max) = (duration_s.ceil() as u64, limits.max_audio_secs as u64);
-    Limits::check(path, "length of the sound in seconds (without an end to the part that is used)", got, max)
+    Limits::check(path, "length of the sound in seconds (the range has no end)", got, max)
 }
 
-/// Collects the mono mix of a range while interleaved samples arrive.
+/// Mono mix of a range, built up from interleaved samples as they are decoded.
 struct Mix<'a> {
     path: &'a Path,
     num_channels: usize,
-    /// Index of the first frame (one sample per channel) wanted.
+    /// Index of the first frame in the range (a frame is one sample per channel).
     first: u64,
     num_wanted: u64,
-    /// Frames that have come by.
+    /// Number of frames received so far.
     seen: u64,
     samples: Vec<f32>,
 }
@@ -214,7 +215,7 @@ impl Mix<'_> {
         self.samples.len() as u64 >= self.num_wanted
     }
 
-    /// Takes whole frames, interleaved.
+    /// Adds complete frames of interleaved samples.
     fn push(&mut self, interleaved: &[f32]) -> Result<(), MediaError> {
         for frame in interleaved.chunks_exact(self.num_channels) {
             if self.seen >= self.first && !self.is_full() {

@@ -1,7 +1,7 @@
-//! Sound that is decoded in this process, with `symphonia`.
+//! Audio that is decoded in this process, with `symphonia`.
 //!
-//! The decoder is foreign code that reads hostile files: the file is read through a [`Source`] that fails once the time
-//! is up, packets are decoded one by one, and a panic becomes an error.
+//! The decoder is third-party code that may read malicious files. The file is therefore read through a [`Source`] that fails once
+//! the time limit has passed, packets are decoded one by one, and a panic becomes an error.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -18,19 +18,19 @@ use super::{AudioInfo, Mix};
 use crate::limits::{Stopwatch, require_regular_file};
 use crate::{Limits, MediaError};
 
-/// An open audio track and the decoder for it.
+/// An open audio track and its decoder.
 pub(super) struct NativeTrack {
     path: PathBuf,
     reader: Box<dyn FormatReader>,
     decoder: Box<dyn AudioDecoder>,
     track_id: u32,
-    /// Frames the header promises.
+    /// Number of frames stated in the header.
     num_frames: Option<u64>,
     started: Stopwatch,
     pub(super) info: AudioInfo,
 }
 
-/// Opens the first audio track, or gives `None` for a kind of file or sound that only ffmpeg reads.
+/// Opens the first audio track. Returns `None` if only ffmpeg can read this kind of file or audio.
 pub(super) fn open(path: &Path, limits: &Limits) -> Result<Option<NativeTrack>, MediaError> {
     require_regular_file(path)?;
     let started = Stopwatch::start();
@@ -56,7 +56,7 @@ pub(super) fn open(path: &Path, limits: &Limits) -> Result<Option<NativeTrack>, 
             Err(error) => return unreadable(path, error, started, limits),
         };
         let Some(track) = reader.first_track(TrackType::Audio) else {
-            // A container without sound; one whose tracks were not understood is left to ffmpeg.
+            // The container has no audio. If some of its tracks are of an unknown kind, the file is left to ffmpeg.
             let understood = reader.tracks().iter().all(|track| track.codec_params.is_some());
             return if understood && !reader.tracks().is_empty() {
                 Err(MediaError::NoAudioTrack { path: path.to_owned() })
@@ -92,8 +92,8 @@ pub(super) fn open(path: &Path, limits: &Limits) -> Result<Option<NativeTrack>, 
     }))
 }
 
-/// Whether the file begins as one of the kinds read here. `symphonia` itself would look for such a beginning anywhere in the first
-/// megabyte, and take a FLAC track in another container for a FLAC file.
+/// Returns whether the file begins with the signature of a supported kind. `symphonia` would search the first megabyte for such a
+/// signature, and take a FLAC track in another container for a FLAC file.
 fn is_native(path: &Path, mut file: &File) -> Result<bool, MediaError> {
     let read = |source| MediaError::Read { path: path.to_owned(), source };
     let mut start = Vec::new();
@@ -140,7 +140,7 @@ impl NativeTrack {
             if got != expected && !buffer.is_empty() {
                 return Err(MediaError::decode(
                     &self.path,
-                    format!("rate and channels change from {expected:?} to {got:?} on the way"),
+                    format!("rate and channels change from {expected:?} to {got:?} within the file"),
                 ));
             }
             buffer.copy_to_vec_interleaved(&mut interleaved);
@@ -157,7 +157,8 @@ impl NativeTrack {
         }
     }
 
-    /// Samples that may be missing at the end of a whole file: some encoders promise their padding.
+    /// Returns the number of samples that may be missing at the end of an intact file. Some encoders include their padding in the
+    /// header's count.
     fn slack(&self) -> u64 {
         let codec = self.decoder.codec_info().short_name;
         let lossless = codec.starts_with("pcm") || codec == "flac" || codec == "alac";
@@ -179,7 +180,7 @@ impl NativeTrack {
     }
 }
 
-/// Returns the error of opening a file; `None` sends the file to ffmpeg.
+/// Returns the error of opening a file, or `None` if ffmpeg should open it.
 fn unreadable<T>(
     path: &Path,
     error: Error,
@@ -194,7 +195,7 @@ fn unreadable<T>(
             tracing::debug!(path = %path.display(), what, "left to ffmpeg");
             Ok(None)
         }
-        // The probe ran to the end of the file and knew nothing in it.
+        // The probe reached the end of the file without recognising its content.
         Error::IoError(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
         error => Err(MediaError::decode(path, error)),
     }
@@ -210,10 +211,10 @@ fn timeout(path: &Path, limits: &Limits) -> MediaError {
 
 fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, MediaError>) -> Result<T, MediaError> {
     omnigrpo_guard::guarded(work)
-        .unwrap_or_else(|_| Err(MediaError::decode(path, "the sound decoder failed on its content")))
+        .unwrap_or_else(|_| Err(MediaError::decode(path, "the sound decoder failed with an internal error")))
 }
 
-/// A file whose reads fail once the time is up, which ends any loop of the decoder that reads.
+/// A file whose reads fail once the time limit has passed. This ends every loop of the decoder that reads.
 struct Source {
     file: File,
     num_bytes: u64,

@@ -1,8 +1,8 @@
 //! GIF and WebP animations as videos.
 //!
-//! The rate is the number of frames over the sum of their delays. A delay of 10 ms or less counts as 100 ms, as
-//! browsers play it. Frames are composited on white, as pictures are; those of a GIF equal Pillow's,
-//! those of a WebP that blends frames may differ by 1 of 255 levels.
+//! The rate is the number of frames divided by the sum of their delays. A delay of 10 ms or less counts as 100 ms, as in
+//! browsers. Frames are composited on white, like pictures. The frames of a GIF equal those of Pillow. The frames of a WebP that
+//! blends frames may differ by 1 of 255 levels.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::{Limits, MediaError};
 
 const PROGRAM: &str = "animation decoder";
 
-/// Size and start time of every frame, and the end, in seconds.
+/// Frame size, start time of every frame and end time of the animation, in seconds.
 struct Timing {
     size: (u32, u32),
     starts_s: Vec<f64>,
@@ -37,7 +37,8 @@ impl Timing {
     }
 }
 
-/// The frames of an animation, limited before the first is decoded. A still picture has one.
+/// Opens an animation and returns its size and frames. Limits apply before the first frame is decoded. A still WebP picture has
+/// no frames.
 fn open<'a>(
     bytes: &'a [u8],
     format: ImageFormat,
@@ -56,7 +57,7 @@ fn open<'a>(
     })
 }
 
-/// Walks the frames until `visit` says stop (returns false), under the limits of time and number.
+/// Decodes the frames, within the limits of time and number, until `visit` returns false. A still picture has one frame.
 fn walk(
     path: &Path,
     bytes: &[u8],

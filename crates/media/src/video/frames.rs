@@ -1,7 +1,7 @@
 //! Directories and lists of pictures as videos.
 //!
-//! Each picture is resized once, to the size the video's budget gives; qwen-vl-utils resizes each as a picture first (with a factor
-//! of 56 in version 0.0.14) and then again as a frame.
+//! Each picture is resized once, to the size given by the video's budget. In contrast, qwen-vl-utils resizes each picture twice:
+//! as a picture (with a factor of 56 in version 0.0.14), and then as a frame.
 
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::{Limits, MediaError, Rgb8Image, load_image, probe_image};
 
 const EXTENSIONS: [&str; 8] = ["png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff"];
 
-/// The pictures of a directory (not of those below it) by name; hidden files and other kinds are left out.
+/// Returns the pictures of a directory, sorted by name. Subdirectories, hidden files and other kinds of files are ignored.
 pub(super) fn list(dir: &Path, limits: &Limits) -> Result<Vec<PathBuf>, MediaError> {
     let read = |source| MediaError::Read { path: dir.to_owned(), source };
     let mut names = Vec::new();
@@ -36,7 +36,8 @@ pub(super) fn list(dir: &Path, limits: &Limits) -> Result<Vec<PathBuf>, MediaErr
     Ok(names.into_iter().map(|name| dir.join(name)).collect())
 }
 
-/// Compares names with runs of digits as numbers, so that `frame_10` comes after `frame_2`; equal ones as plain text.
+/// Compares names with runs of digits as numbers, so that `frame_10` comes after `frame_2`. Names that are equal in this order
+/// are compared as plain text.
 fn natural_order(a: &str, b: &str) -> Ordering {
     fn split(s: &str) -> Option<(bool, &str, &str)> {
         let digit = s.chars().next()?.is_ascii_digit();

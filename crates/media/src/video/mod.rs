@@ -1,7 +1,8 @@
-//! Videos to frames: files through `ffmpeg`, animations, directories and lists of pictures.
+//! Decoding of videos to frames: files (through `ffmpeg`), animations, directories and lists of pictures.
 //!
-//! Only the frames a [`FrameSampling`] picks are kept, and each is resized as it arrives, so memory is bounded by the frames
-//! kept. What one file may cost is in [`Limits`]; a file that ends early, is damaged, or takes too long is an error.
+//! Only the frames that a [`FrameSampling`] chooses are kept. Each frame is resized as soon as it is decoded, so memory is
+//! bounded by the frames kept. [`Limits`] bounds the resources for one file. A file that is truncated, damaged or too slow to
+//! decode is an error.
 
 mod animation;
 mod ffmpeg;
@@ -17,30 +18,30 @@ use crate::limits::require_regular_file;
 use crate::sampling::{ClipBudget, FrameChoice, FrameSampling, PixelBudget};
 use crate::{Limits, MediaError, Rgb8Image, resize_bicubic};
 
-/// Rate a list or directory of pictures counts as, frames per second (qwen-vl-utils).
+/// Default rate of a list or directory of pictures, in frames per second, as in qwen-vl-utils.
 pub const LISTED_FPS: f64 = 2.0;
 
-/// Where a video comes from.
+/// Source of a video.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VideoSource {
-    /// A video file, or a GIF or WebP animation (told apart by content). An animation's own delays give its rate.
+    /// A video file, or a GIF or WebP animation (distinguished by content). The rate of an animation follows from its delays.
     File(PathBuf),
-    /// A directory of pictures, in the order of their names with numbers compared as numbers.
+    /// A directory of pictures, sorted by name with numbers compared as numbers.
     FrameDir(PathBuf),
-    /// Pictures in the given order.
+    /// A list of pictures, in the given order.
     FrameList(Vec<PathBuf>),
 }
 
 impl VideoSource {
-    /// A directory is a [`FrameDir`](Self::FrameDir), anything else a [`File`](Self::File).
+    /// Creates a [`FrameDir`](Self::FrameDir) if the path is a directory, and a [`File`](Self::File) otherwise.
     pub fn from_path(path: &Path) -> Self {
         if path.is_dir() { Self::FrameDir(path.to_owned()) } else { Self::File(path.to_owned()) }
     }
 
-    /// The files it is made of, in time order.
+    /// Returns the files of the source, in time order.
     ///
     /// # Errors
-    /// A directory that cannot be read, has no pictures, or more than the limits allow.
+    /// Returns an error if a directory cannot be read, has no pictures, or has more pictures than the limits allow.
     pub fn files(&self, limits: &Limits) -> Result<Vec<PathBuf>, MediaError> {
         match self {
             Self::File(path) => Ok(vec![path.clone()]),
@@ -50,40 +51,40 @@ impl VideoSource {
     }
 }
 
-/// Frames and sizes to take from a video.
+/// Frames to take from a video, and their size.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VideoRequest {
-    /// Which frames.
+    /// Rule for choosing frames.
     pub sampling: FrameSampling,
-    /// How large.
+    /// Size of the frames.
     pub size: FrameSize,
-    /// Rate of a list or directory of pictures, frames per second; [`LISTED_FPS`] if absent. An error with
-    /// any other source, which has a rate of its own.
+    /// Rate of a list or directory of pictures, in frames per second; [`LISTED_FPS`] if absent. For a file, which has its own
+    /// rate, a value is an error.
     pub listed_fps: Option<f64>,
 }
 
-/// How large the frames become.
+/// Size to which frames are resized.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FrameSize {
-    /// The sizes of the file.
+    /// Size of the frames in the file.
     Native,
-    /// This size, whatever the shape was.
+    /// Fixed size, whatever the aspect ratio of the frames.
     Exact {
         /// Width in pixels.
         width_px: u32,
         /// Height in pixels.
         height_px: u32,
     },
-    /// Multiples of `factor` within a budget; see [`PixelBudget::frame_size`].
+    /// Multiples of `factor` within a budget for each frame; see [`PixelBudget::frame_size`].
     Budget {
-        /// The budget.
+        /// Budget for each frame.
         budget: PixelBudget,
         /// Side of a token in pixels; see [`crate::qwen_vl::ImageProcessor::factor`].
         factor: u32,
     },
-    /// Multiples of `factor` within a budget of all frames; see [`ClipBudget::frame_size`].
+    /// Multiples of `factor` within a budget for all frames together; see [`ClipBudget::frame_size`].
     Clip {
-        /// The budget.
+        /// Budget for all frames together.
         budget: ClipBudget,
         /// Side of a token in pixels.
         factor: u32,
@@ -91,7 +92,7 @@ pub enum FrameSize {
 }
 
 impl FrameSize {
-    /// `(width, height)` of `num_frames` frames that were `width x height`.
+    /// Returns the size `(width, height)` to which `num_frames` frames of `width x height` are resized.
     pub fn resolve(&self, num_frames: usize, width: u32, height: u32) -> Result<(u32, u32), MediaError> {
         match self {
             Self::Native => Ok((width, height)),
@@ -106,10 +107,10 @@ impl FrameSize {
     }
 }
 
-/// Extent of a video as far as its headers tell.
+/// Size, number of frames and rate of a video, as stated in its headers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VideoInfo {
-    /// Width in pixels, before any rotation the file asks for (none is applied).
+    /// Width in pixels. A rotation in the file's metadata is not applied.
     pub width_px: u32,
     /// Height in pixels.
     pub height_px: u32,
@@ -117,34 +118,36 @@ pub struct VideoInfo {
     pub num_frames: usize,
     /// Average frames per second.
     pub fps: f64,
-    /// `num_frames / fps`, seconds.
+    /// Duration in seconds, `num_frames / fps`.
     pub duration_s: f64,
 }
 
-/// Frames of a video.
+/// Decoded frames of a video.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VideoFrames {
-    /// The frames, all of one size, in time order.
+    /// Frames in time order, all of the same size.
     pub frames: Vec<Rgb8Image>,
     /// Index of each frame in the source.
     pub indices: Vec<usize>,
-    /// Time of each frame in the source, seconds: `index / source_fps`, for an animation the sum of the delays before.
+    /// Time of each frame in the source, in seconds. It is `index / source_fps`, or for an animation the sum of the delays of the
+    /// earlier frames.
     pub timestamps_s: Vec<f64>,
-    /// Average rate of the source, frames per second.
+    /// Average rate of the source, in frames per second.
     pub source_fps: f64,
-    /// Frames taken per second of source.
+    /// Number of frames taken per second of the source.
     pub sampled_fps: f64,
 }
 
 impl VideoFrames {
-    /// Seconds per time slice of `temporal_patch_size` frames, which sets the temporal positions of Qwen2.5-VL.
+    /// Returns the seconds per time slice of `temporal_patch_size` frames, from which the temporal positions of Qwen2.5-VL are
+    /// computed.
     pub fn second_per_grid_t(&self, temporal_patch_size: u32) -> f64 {
         f64::from(temporal_patch_size) / self.sampled_fps
     }
 }
 
-/// Reads the extent of a video from its headers. Cheap for video files whose header holds the frame count; others
-/// are scanned, animations decoded. Damage further on stays unseen.
+/// Reads the size, number of frames and rate of a video from its headers. This is fast for video files whose header states the
+/// number of frames. Other video files are scanned, and animations are decoded. Damage after the headers is not detected.
 pub fn probe_video(
     source: &VideoSource,
     listed_fps: Option<f64>,
@@ -161,11 +164,11 @@ pub fn probe_video(
     }
 }
 
-/// Decodes the frames of a video that `request` asks for.
+/// Decodes the frames of a video that `request` selects.
 ///
 /// # Errors
-/// Files that are missing, damaged, truncated, over a limit or too slow; `ffmpeg` missing; a choice of frames the video
-/// cannot give.
+/// Returns an error if a file is missing, damaged, truncated, over a limit or too slow to decode, if `ffmpeg` is missing, or if
+/// the requested frames do not exist in the video.
 pub fn decode_video(
     source: &VideoSource,
     request: &VideoRequest,
@@ -218,10 +221,10 @@ fn kind_of(path: &Path) -> Result<Kind, MediaError> {
     }
 }
 
-/// The frames a request picks, once the extent of the source is known.
+/// Frames and sizes selected by a request for a source with known properties.
 struct Plan {
     choice: FrameChoice,
-    /// `choice.indices` without repeats: what has to be decoded, in this order.
+    /// Indices to decode, in this order: `choice.indices` without repeats.
     distinct: Vec<usize>,
     native: (u32, u32),
     size: (u32, u32),
@@ -253,7 +256,7 @@ impl Plan {
         resize_bicubic(&frame, self.size.0, self.size.1)
     }
 
-    /// The result, from the decoded distinct frames.
+    /// Builds the result from the distinct frames, which have been decoded.
     fn finish(
         self,
         path: &Path,
