@@ -1,8 +1,10 @@
 //! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
 //!
 //! A run is one process, so nothing is sharded, and communication buffers have no counterpart.
-//! A number in both the file and the settings must agree, as in the `transformers` trainer; `auto` takes the setting. An
-//! unsupported field is an error, and so is a field that is not in the table. Fields: <https://www.deepspeed.ai/docs/config-json/>.
+//! A number that is in both the file and the settings must be the same in both, as in the `transformers` trainer. `auto` takes
+//! the
+//! value of the setting. An unsupported field is an error, and so is a field that is not in the table. Fields:
+//! <https://www.deepspeed.ai/docs/config-json/>.
 
 use std::path::Path;
 
@@ -13,20 +15,20 @@ use serde_json::Value;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Files larger than this are no settings.
+/// Maximum size of a file, bytes. A larger file contains no settings.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Meaning of a field.
 enum Field {
-    /// A number that a setting gives as well.
+    /// A number that must equal the value of a setting.
     Same(&'static str, fn(&Settings) -> f64),
-    /// Numbers that settings give as well.
+    /// A list of numbers that must equal the values of settings.
     SameList(&'static str, fn(&Settings) -> Vec<f64>),
-    /// It has no effect, for the reason given.
+    /// A field without effect, for the given reason.
     NoEffect(&'static str),
-    /// Read by its own function.
+    /// A field with its own reader.
     Read(fn(&Value, &Settings) -> Result<String, String>),
-    /// Read by a function that also asks whether the model is on a GPU.
+    /// A field with its own reader, which also gets whether the model is on a GPU.
     ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
 }
 
@@ -147,10 +149,11 @@ fn parse(path: &Path) -> Result<Value, Problem> {
     if json.is_object() { Ok(json) } else { Err(unreadable("no JSON object".into())) }
 }
 
-/// Reads a file and returns a line per field: what it does in this run, whose model is on a GPU or not.
+/// Reads a file and returns one line per field that explains its effect in this run. `on_gpu` is true if the model is on a GPU.
 ///
 /// # Errors
-/// A file that cannot be read, fields that are unknown, that differ from a setting, or that request something unsupported.
+/// Returns an error if the file cannot be read, or if a field is unknown, differs from a setting, or requests something
+/// unsupported.
 pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String>, Problem> {
     let place = path.display().to_string();
     let json = parse(path)?;
@@ -175,7 +178,7 @@ pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String
         .help("change the file or the settings, or leave `deepspeed` out"))
 }
 
-/// The leaves of nested objects with their paths. Lists are leaves.
+/// Collects the leaves of nested objects with their paths. Lists are leaves.
 fn collect<'v>(path: &str, value: &'v Value, leaves: &mut Vec<(String, &'v Value)>) {
     match value.as_object() {
         Some(fields) => {
@@ -311,8 +314,8 @@ fn offload_param(value: &Value, _: &Settings, on_gpu: bool) -> Result<String, St
     }
 }
 
-/// Whether a file asks for the optimizer's state in host memory. A file that cannot be read asks for nothing here:
-/// [`read`] reports it.
+/// Returns true if a file requests that the optimizer's state be kept in host memory. Returns false if the file cannot be read,
+/// because [`read`] reports that.
 pub fn offloads_optimizer(path: &Path) -> bool {
     let Ok(json) = parse(path) else { return false };
     let zero = &json["zero_optimization"];

@@ -1,4 +1,6 @@
-//! Settings that contradict each other, and settings that are missing. The row of a setting says when it has no effect.
+//! Checks for settings that contradict each other and for missing settings. The row of a setting in the flag table defines when
+//! the
+//! setting has no effect.
 
 use std::path::Path;
 
@@ -14,11 +16,12 @@ use crate::settings::{REGISTRY, Settings};
 use crate::values::{Origin, Value, Values};
 use crate::wording::flag_at;
 
-/// Two settings for the same thing, and the condition under which they clash. If one comes from a stronger source, the other
-/// returns to its default: a preset must not forbid the other setting.
+/// Two settings for the same thing, and the condition under which they contradict each other. If one comes from a stronger
+/// source,
+/// the other returns to its default, because a preset must not forbid the other setting.
 pub type Rivals = (&'static str, &'static str, fn(&Value, &Value) -> bool);
 
-/// Every such pair.
+/// Every pair of settings for the same thing.
 pub const RIVALS: &[Rivals] = &[
     ("tune_mm_vision", "freeze_vision_modules", |tune, freeze| tune == freeze),
     ("advantage", "scale_rewards", |_, _| true),
@@ -28,7 +31,7 @@ pub const RIVALS: &[Rivals] = &[
     ("nframes", "fps", |_, _| true),
 ];
 
-/// Returns true if every advantage is 0, since each question has one completion.
+/// Returns true if every advantage is 0 because each question has only one completion.
 fn lone_completions(s: &Settings) -> bool {
     s.algorithm.num_generations == 1
         && (s.algorithm.advantage != AdvantageKind::GroupStdClamped || s.algorithm.normalize_then_sum)
@@ -58,7 +61,8 @@ pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
     })
 }
 
-/// Returns a note about clip bounds without effect: the first update of a rollout compares the policy with itself.
+/// Returns a note about clip bounds without effect. The first update of a rollout compares the policy with itself, so its ratios
+/// are 1.
 pub fn unreached_clip(values: &Values, s: &Settings) -> Option<String> {
     let clips = matches!(s.algorithm.loss.surrogate, Surrogate::Clip { .. });
     let once = s.run.num_iterations == 1 && s.run.steps_per_generation == 1 && !s.run.replay;
@@ -80,7 +84,7 @@ pub fn unreached_clip(values: &Values, s: &Settings) -> Option<String> {
 
 /// A contradiction between settings.
 struct Rule {
-    /// Verbs that it concerns.
+    /// Verbs to which the rule applies.
     verbs: &'static [Verb],
     /// Returns the problems; none if the settings agree.
     check: fn(&Settings) -> Vec<Problem>,
@@ -254,7 +258,7 @@ const RULES: &[Rule] = &[
     }),
 ];
 
-/// Returns the settings that are missing although no single flag is required.
+/// Returns a problem for each missing setting of a group in which no single flag is required.
 pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     let rows = "`--train_file FILE`, `--dataset_use NAME` or `--data_file_paths A:B`";
     let trains = matches!(verb, Verb::Train | Verb::Sft);
@@ -305,7 +309,7 @@ pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     missing
 }
 
-/// Returns every contradiction in the settings.
+/// Returns a problem for each contradiction in the settings.
 pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
     RULES.iter().filter(|rule| rule.verbs.contains(&verb)).flat_map(|rule| (rule.check)(s)).collect()
 }
@@ -337,7 +341,7 @@ fn crossed([low, high]: [&str; 2], min: Option<u64>, max: Option<u64>) -> Vec<Pr
     })
 }
 
-/// Reports unknown names of rewards. Programs and addresses, which have a colon, are found out when they are called.
+/// Reports unknown names of rewards. Programs and addresses, which contain a colon, are checked when they are called.
 fn unknown_rewards(specs: &[String]) -> Vec<Problem> {
     let scorers = omnigrpo_scorers::table();
     let names =

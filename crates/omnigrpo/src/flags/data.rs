@@ -1,4 +1,4 @@
-//! Where rows come from.
+//! Sources of rows.
 
 use super::*;
 use crate::names::{AllowUrls, words};
@@ -17,7 +17,7 @@ fn no_hub_rows(s: &Settings) -> Option<&'static str> {
         .then_some("neither `train_file` nor `eval_file` names a dataset of the hub")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("train_file", Paths(&[',']), at!(data.train_file), TRAIN_ROWS)
         .help(

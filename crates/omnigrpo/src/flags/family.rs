@@ -3,7 +3,7 @@
 use super::*;
 use Kind::{Bool, Choice, Text};
 
-/// How a checkpoint is written, where its family is published in two layouts.
+/// Returns the layouts in which a checkpoint can be written, for families that are published in two layouts.
 fn layouts() -> Vec<(&'static str, &'static str)> {
     vec![
         ("hf", "For transformers, vLLM and TRL."),
@@ -11,7 +11,7 @@ fn layouts() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// How HumanOmni prompts are written.
+/// Returns the forms of HumanOmni prompts.
 fn prompt_forms() -> Vec<(&'static str, &'static str)> {
     vec![
         ("sft", "As in supervised training and inference."),
@@ -19,7 +19,7 @@ fn prompt_forms() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("vision_tower", Text, of_family!("vision_tower"), MODEL)
         .help(

@@ -13,7 +13,7 @@ fn conversions() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// Returns the shells that `completions` writes for.
+/// Returns the shells that `completions` supports.
 fn shells() -> Vec<(&'static str, &'static str)> {
     vec![
         ("bash", "eval \"$(omnigrpo completions bash)\" in ~/.bashrc"),
@@ -28,7 +28,7 @@ fn no_prompt(s: &Settings, _: Verb) -> Option<&'static str> {
     s.io.prompt.is_none().then_some("there is no `prompt`")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("format", Choice(conversions), at!(io.format), &[DataConvert])
         .help("Dataset to convert from.")

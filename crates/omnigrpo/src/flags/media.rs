@@ -1,4 +1,4 @@
-//! How images and videos are sized and sampled.
+//! Sizes and frames of images and videos.
 
 use super::*;
 use crate::names::words;
@@ -20,7 +20,7 @@ fn by_processor(s: &Settings) -> Option<&'static str> {
         .then_some("`frame_sampling processor` bounds all frames together, with `total_pixels`")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("min_pixels", int(1, MANY), at!(prompts.media.image.min_pixels), ROWS)
         .help("Fewest pixels of an image after resizing; sets the smallest number of vision tokens.")

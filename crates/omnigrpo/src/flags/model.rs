@@ -1,4 +1,4 @@
-//! The checkpoint, its precision, its memory.
+//! Checkpoint, precision and memory.
 
 use super::*;
 use crate::names::{Bf16Products, QuantizedActivations, words};
@@ -7,7 +7,7 @@ use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
 use omnigrpo_models::WeightDtype;
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("model_name_or_path", Text, at!(model.name), MODEL)
         .help(

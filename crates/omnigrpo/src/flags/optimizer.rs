@@ -24,7 +24,7 @@ fn flat(s: &Settings) -> Option<&'static str> {
         .then_some("`lr_scheduler_type` is constant; use constant_with_warmup")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("learning_rate", float(0.0, 100.0), at!(optimizer.learning_rate), STEPS)
         .help("Peak learning rate of AdamW.")

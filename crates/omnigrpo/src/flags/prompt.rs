@@ -1,11 +1,11 @@
-//! How rows become prompts.
+//! Conversion of rows to prompts.
 
 use super::*;
 use crate::names::words;
 use Kind::{Choice, Object, Text};
 use omnigrpo_data::QuestionTemplate;
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("question_template", Choice(words::<&'static QuestionTemplate>), at!(read.template), ROWS)
         .help("Sentence added to each question that asks for thinking and answer tags."),

@@ -1,4 +1,4 @@
-//! How completions are sampled.
+//! Sampling of completions.
 
 use super::*;
 use crate::settings::Settings;
@@ -9,7 +9,7 @@ fn greedy(s: &Settings) -> Option<&'static str> {
     (s.algorithm.sampling.temperature == 0.0).then_some("`temperature` 0 takes the most likely token")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row(
         "num_generations",

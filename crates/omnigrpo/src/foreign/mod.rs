@@ -1,28 +1,30 @@
-//! Settings of other trainers, and their meaning here.
+//! Settings of other trainers, and their meaning in this program.
 //!
 //! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of [`peers`] has many settings of *that* program.
-//! A setting with a counterpart is read as it, a setting without effect here is dropped and listed in a note,
-//! an unsupported one is an error that says what to do.
+//! A setting with a counterpart is translated to it. A setting without effect here is dropped and listed in a note. An
+//! unsupported
+//! setting is an error with advice.
 
 use omnigrpo_data::QUESTION_TEMPLATES;
 
-/// Meaning of a setting here.
+/// Meaning of a foreign setting in this program.
 // Only fates without a function are compared.
 #[allow(unpredictable_function_pointer_comparisons)]
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// Another name of this setting with this value, unless that setting is given.
+    /// The setting is another name of this setting with this value, unless that setting is given directly.
     Becomes(&'static str, String),
-    /// Several settings, each unless it is given. Those after the first are implied: another setting that becomes the same
-    /// one counts instead.
+    /// The setting becomes several settings, unless they are given directly. Those after the first are implied: if another
+    /// foreign
+    /// setting becomes the same one, that value is used instead.
     BecomesAll(Vec<(&'static str, String)>),
-    /// Depends on another setting of the same source; `None` if that one is not given.
+    /// The meaning depends on another setting of the same source, whose value is `None` if it is not given.
     Depends(&'static str, fn(&str, Option<&str>) -> Fate),
-    /// It has no effect, for the reason given.
+    /// The setting has no effect, for the given reason.
     Dropped(&'static str),
-    /// It is unsupported; the advice says what to do instead.
+    /// The setting is unsupported, and the text is advice.
     Refused(&'static str),
-    /// The name and the value are this program's own.
+    /// The name and the value belong to this program.
     Own,
 }
 
@@ -31,8 +33,9 @@ use Fate::{Becomes, BecomesAll, Depends, Dropped, Own, Refused};
 mod peers;
 mod trainers;
 
-/// Names, and the meaning of a value, whose words are separated by spaces; a bare flag is `true`. A name that ends in `*`
-/// stands for all names that begin with it and have no earlier row.
+/// Names of a setting, and a function that returns the meaning of a value. Words of the value are separated by spaces; a bare
+/// flag is
+/// `true`. A name that ends in `*` matches all names with that prefix that have no earlier row.
 type Row = (&'static [&'static str], fn(&str) -> Fate);
 
 /// Trackers of transformers that are unsupported.
@@ -100,7 +103,7 @@ const TABLE: &[Row] = &[
     }),
     (&["trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
     (&["save_safetensors"], |_| Dropped("checkpoints are always safetensors")),
-    // VLM-R1 chooses the wording of the question by the task.
+    // VLM-R1 selects the wording of the question by the task.
     (&["task_type"], |v| match QUESTION_TEMPLATES.iter().find(|template| template.name == v) {
         Some(template) => Becomes("question_template", template.name.into()),
         None => Dropped(
@@ -130,7 +133,7 @@ const TABLE: &[Row] = &[
         "1" => Dropped("completions are sampled"),
         _ => Refused("leave it out: completions are sampled, beam search is unsupported"),
     }),
-    // `select_reward_func` of VLM-R1's model modules has rewards of its own for `rec` alone and raises for any other task.
+    // In VLM-R1's model modules, `select_reward_func` has its own rewards only for `rec` and raises for any other task.
     (&["is_reward_customized_from_vlm_module"], |v| match on(v) {
         Some(false) => Dropped("rewards are those of `reward_funcs`"),
         _ => Depends("task_type", |_, task| match task {
@@ -167,7 +170,7 @@ fn on(value: &str) -> Option<bool> {
     }
 }
 
-/// A setting that requests something unsupported unless its value turns it off.
+/// Returns the meaning of an unsupported setting: no effect if its value turns it off, otherwise an error with the advice.
 fn off(value: &str, advice: &'static str) -> Fate {
     let none = matches!(
         value.to_ascii_lowercase().as_str(),
@@ -176,8 +179,8 @@ fn off(value: &str, advice: &'static str) -> Fate {
     if none { Dropped("it is off here as well") } else { Refused(advice) }
 }
 
-/// Returns the meaning of a setting if it belongs to another trainer. Dashes count as underscores. `others` looks up the text
-/// of another setting of the same source by its name.
+/// Returns the meaning of a setting if it belongs to another trainer. Dashes count as underscores. `others` returns the text
+/// of another setting of the same source, given its name.
 pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str>) -> Option<Fate> {
     let unset = matches!(value.to_ascii_lowercase().as_str(), "none" | "null");
     let fate = match row(name).map(|(_, fate)| fate(value))? {
@@ -188,7 +191,7 @@ pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str
     (fate != Own).then_some(fate)
 }
 
-/// Returns the row of a setting. A name of this program never matches the beginning of another one.
+/// Returns the row of a setting. A prefix ending in `*` never matches a setting of this program.
 fn row(name: &str) -> Option<&'static Row> {
     let name = name.replace('-', "_");
     let fits = |pattern: &&str| match pattern.strip_suffix('*') {
@@ -244,7 +247,7 @@ mod tests {
         assert!(matches!(alone("optim", "lion"), Some(Refused(_))));
         assert!(matches!(alone("use_vllm", "true"), Some(Dropped(_))));
         assert!(matches!(alone("vllm_max_model_length", "2048"), Some(Dropped(_))));
-        // It is another name of a setting here.
+        // The name is another name of a setting of this program.
         assert_eq!(alone("vllm_importance_sampling_mode", "token_mask"), None);
         assert!(matches!(alone("report_to", "jsonl mlflow"), Some(Dropped(_))));
         assert_eq!(alone("report_to", "tensorboard wandb"), None);
@@ -254,7 +257,7 @@ mod tests {
         assert!(matches!(alone("task_type", "vqa"), Some(Dropped(_))));
     }
 
-    /// Every field in the source of another trainer is a setting here or has an answer.
+    /// Every field in the source of another trainer is a setting here or has a row in the table.
     #[test]
     fn every_field_of_other_trainers_has_an_answer() {
         let lists = [
@@ -274,11 +277,11 @@ mod tests {
                 .filter(|field| !knows(field) && flags::find(field).is_none())
                 .collect();
             assert!(unknown.is_empty(), "{trainer}: {unknown:?}");
-            // A name with dots has to be recognised on the command line too.
+            // The command line must also recognise a name with dots.
             for field in fields.iter().filter(|field| field.contains('.')) {
                 assert_eq!(dotted(&format!("{field}=1")), Some((*field, "1")), "{trainer}");
             }
-            // The answer to any value is a sentence of one line.
+            // The message for any value is one line.
             for (field, value) in
                 fields.iter().flat_map(|field| ["true", "none", "0.5"].map(|value| (field, value)))
             {

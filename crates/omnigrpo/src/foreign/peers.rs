@@ -1,8 +1,9 @@
-//! Settings of ms-swift (4.6), Unsloth (2026.10), verl (0.9) and EasyR1, as their launch scripts write them.
+//! Settings of ms-swift (4.6), Unsloth (2026.10), verl (0.9) and EasyR1, in the form used by their launch scripts.
 //!
-//! verl and EasyR1 take words `group.name=value`, which [`dotted`] splits. Sources:
-//! `examples/train/grpo` of ms-swift, `examples/grpo_trainer` of verl, `examples/config.yaml` and the scripts beside it of
-//! EasyR1, `FastVisionModel.get_peft_model` of Unsloth.
+//! verl and EasyR1 use words `group.name=value`, which [`dotted`] splits. Sources:
+//! `examples/train/grpo` of ms-swift, `examples/grpo_trainer` of verl, `examples/config.yaml` of EasyR1 and the scripts in the
+//! same
+//! directory, `FastVisionModel.get_peft_model` of Unsloth.
 
 use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Refused};
 use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
@@ -24,7 +25,7 @@ const ONE_MACHINE: &str = "the run is one process on one machine";
 
 const SPLITS: &str = "one name may have a split; write several into `dataset_use`, each with its own";
 
-/// Names the function of a file as a reward; verl's own name is the default.
+/// Returns the reward for a function in a file. verl's own name for the function is the default.
 fn scored_by(path: &str, name: Option<&str>) -> Fate {
     Becomes("reward_funcs", format!("{path}:{}", name.unwrap_or("compute_score")))
 }
@@ -33,7 +34,7 @@ fn scored_by(path: &str, name: Option<&str>) -> Fate {
 pub(super) const TABLE: &[Row] = &[
     // ms-swift.
     (&["rlhf_type"], |v| match v {
-        // ms-swift counts completions in a batch.
+        // ms-swift counts batches in completions.
         "grpo" => Becomes("batch_unit", "completions".into()),
         _ => Refused("leave it out: `train` is GRPO, `sft` is supervised"),
     }),
@@ -149,7 +150,7 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "run `sft` first: supervised rows within GRPO (CHORD) are unsupported")
     }),
     (&["chord_*"], |_| Dropped("it belongs to `chord_sft_dataset`, which is unsupported")),
-    // The numbers of the reward `cosine`, which are TRL's.
+    // Numbers of the reward `cosine`, which are the same as in TRL.
     (&["cosine_min_len_value_wrong"], |v| given(v, &["-1", "-1.0"])),
     (&["cosine_max_len_value_wrong"], |v| given(v, &["-0.5"])),
     (&["cosine_min_len_value_correct"], |v| given(v, &["1", "1.0"])),
@@ -366,7 +367,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["finetune_audio_layers"], |_| Dropped(ADAPTED)),
     (&["resize_model_vocab"], |v| off(v, "add the tokens to the checkpoint first: its vocabulary is fixed")),
     (&["random_state"], |v| Becomes("seed", v.into())),
-    // verl and EasyR1: the data.
+    // verl and EasyR1: data.
     (&["easyr1.config"], |_| {
         Dropped("the file is not read; settings that are only in it have this program's defaults")
     }),
@@ -413,7 +414,7 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["data.reward_fn_key"], |_| Dropped("a reward gets every column of a row")),
     (&["data.*"], |_| Dropped(READ_AHEAD)),
-    // The model.
+    // verl and EasyR1: model.
     (&["actor_rollout_ref.model.path", "worker.actor.model.model_path"], |v| {
         Becomes("model_name_or_path", v.into())
     }),
@@ -459,8 +460,8 @@ pub(super) const TABLE: &[Row] = &[
         |_| Dropped(IN_CHECKPOINT),
     ),
     (&["actor_rollout_ref.model.*", "worker.actor.model.*"], |_| Dropped(OWN_KERNELS)),
-    // The update.
-    // The rate stays constant after its warm-up in both, unless another schedule is given.
+    // verl and EasyR1: update.
+    // In both, the learning rate stays constant after its warm-up unless another schedule is given.
     (&["actor_rollout_ref.actor.optim.lr", "worker.actor.optim.lr"], |v| {
         BecomesAll(vec![
             ("learning_rate", v.to_owned()),
@@ -544,7 +545,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.actor.clip_ratio_high", "worker.actor.clip_ratio_high"], |v| {
         Becomes("epsilon_high", v.into())
     }),
-    // verl takes the lower bound where both are given.
+    // verl uses the lower bound if both are given.
     (&["actor_rollout_ref.actor.clip_ratio"], |_| {
         Depends("actor_rollout_ref.actor.clip_ratio_low", |v, low| match low {
             Some(_) => Dropped("`clip_ratio_low` is given"),
@@ -643,7 +644,7 @@ pub(super) const TABLE: &[Row] = &[
         Dropped("`importance_sampling_correction` weighs the difference between sampling and training")
     }),
     (&["algorithm.pf_ppo.*"], |_| Dropped(OTHER_METHOD)),
-    // Sampling.
+    // verl and EasyR1: sampling.
     (&["actor_rollout_ref.rollout.n", "worker.rollout.n"], |v| Becomes("num_generations", v.into())),
     (&["actor_rollout_ref.rollout.temperature", "worker.rollout.temperature"], |v| {
         Becomes("temperature", v.into())
@@ -660,7 +661,7 @@ pub(super) const TABLE: &[Row] = &[
         Dropped("the reference is scored in the same process")
     }),
     (&["actor_rollout_ref.*", "worker.hybrid_engine"], |_| Dropped(ONE_MACHINE)),
-    // Rewards.
+    // verl and EasyR1: rewards.
     (&["worker.reward.reward_function", "worker.reward.score_function"], |v| {
         Becomes("reward_funcs", v.into())
     }),
@@ -685,7 +686,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["distillation.*"], |_| Dropped("it belongs to training with a teacher, which is unsupported")),
     (&["transfer_queue.*", "skip.*"], |_| Dropped(ONE_MACHINE)),
     (&["global_profiler.*"], |_| Dropped("`profile` shows where the time goes")),
-    // The run.
+    // verl and EasyR1: run.
     (&["trainer.total_epochs", "trainer.total_episodes"], |v| Becomes("num_train_epochs", v.into())),
     (&["trainer.max_steps", "trainer.total_training_steps"], |v| Becomes("max_steps", v.into())),
     (&["trainer.experiment_name"], |v| Becomes("run_name", v.into())),
@@ -768,7 +769,7 @@ pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
     GROUPS.contains(&group).then_some((name, value))
 }
 
-/// Reads rows given as a file, as a name of the hub with its split (`NAME@train`), or as a list of these.
+/// Reads rows given as a file, as the name of a dataset on the hub with its split (`NAME@train`), or as a list of these.
 fn rows(v: &str) -> Fate {
     let files = listed(v);
     if files.contains('#') {
@@ -783,19 +784,19 @@ fn rows(v: &str) -> Fate {
     }
 }
 
-/// Returns the items of a list in Python's or YAML's form with commas between them; other text unchanged.
+/// Returns the items of a Python or YAML list, separated by commas. Returns other text unchanged.
 fn listed(v: &str) -> String {
     let inner = v.trim().trim_start_matches('[').trim_end_matches(']');
     let items = inner.split(',').map(|item| item.trim().trim_matches(['\'', '"']));
     items.collect::<Vec<_>>().join(",")
 }
 
-/// Drops a number of a reward if it equals the fixed number here.
+/// Drops a setting of a reward if its value equals the fixed value of this program.
 fn given(v: &str, fixed: &[&str]) -> Fate {
     if fixed.contains(&v) { Dropped("the reward has this number") } else { Refused(LENGTHS) }
 }
 
-/// Turns a switch that freezes a part into one that trains it.
+/// Converts a switch that freezes a part into the setting that trains it.
 fn tune(setting: &'static str, frozen: &str) -> Fate {
     match on(frozen) {
         Some(frozen) => Becomes(setting, (!frozen).to_string()),
@@ -803,7 +804,7 @@ fn tune(setting: &'static str, frozen: &str) -> Fate {
     }
 }
 
-/// Computes the updates that share a generation: its prompts divided by the prompts of an update.
+/// Computes the number of updates that share a generation: its prompts divided by the prompts of an update.
 fn generation(rollout: &str, update: Option<&str>) -> Fate {
     let (Ok(rollout), Some(Ok(update))) = (rollout.parse::<u64>(), update.map(str::parse::<u64>)) else {
         return Becomes("gradient_accumulation_steps", rollout.into());
