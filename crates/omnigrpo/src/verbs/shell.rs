@@ -1,4 +1,4 @@
-//! `completions` and `man`: the flag table for shells and as manual pages.
+//! `completions` and `man`: shell completion scripts and manual pages, from the flag table.
 
 use std::path::Path;
 

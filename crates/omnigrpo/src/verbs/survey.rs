@@ -1,4 +1,4 @@
-//! Remarks about rows before training: rewards that apply to no row, tags that no question asks for.
+//! Warnings about rows before training: rewards that apply to no row, tags that no question requests.
 
 use omnigrpo_data::Dataset;
 use omnigrpo_train::Surveyed;
@@ -6,7 +6,7 @@ use omnigrpo_train::Surveyed;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Columns in which other programs store the ground truth, and which are not read as one.
+/// Columns in which other programs store the ground truth. This program does not read them as ground truth.
 const TRUTH_COLUMNS: [&str; 12] = [
     "groundtruth",
     "gt",
@@ -21,10 +21,10 @@ const TRUTH_COLUMNS: [&str; 12] = [
     "correct_answer",
     "final_answer",
 ];
-/// Number of columns to list.
+/// Maximum number of columns to list.
 const LISTED: usize = 20;
 
-/// Returns remarks about the checked rows, one per line.
+/// Returns warnings about the checked rows, one per line.
 pub fn warnings(seen: &Surveyed, settings: &Settings) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, applies) in &seen.applies {

@@ -1,4 +1,4 @@
-//! Models and datasets by name: a directory, the local cache, the Hugging Face hub.
+//! Lookup of models and datasets by name: a directory, the local cache, the Hugging Face hub.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,8 @@ use crate::environment::HubEnvironment;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Returns a directory, or that of a model of the Hugging Face hub, which is fetched unless it is in the local cache.
+/// Returns the directory of a model given as a directory or by its name on the Hugging Face hub. Downloads a model that is not in
+/// the local cache.
 pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf, Problem> {
     let path = PathBuf::from(name);
     if path.is_dir() {
@@ -52,7 +53,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
     })
 }
 
-/// Returns a client of the hub and the account that the environment names.
+/// Returns a client of the hub for the account in the environment.
 pub fn hub(env: &HubEnvironment) -> Hub {
     let kept = || {
         let text = std::fs::read_to_string(&env.token_file).ok()?;
@@ -65,7 +66,7 @@ pub fn hub(env: &HubEnvironment) -> Hub {
     })
 }
 
-/// Shows a transfer: a line with `what`, then a bar.
+/// Returns a function that shows a transfer: a line with `what`, then a bar.
 pub fn progress<'a>(console: &'a Console, what: &str) -> impl FnMut(Step) + use<'a> {
     const MB: u64 = 1_000_000;
     let what = what.to_owned();
@@ -88,7 +89,7 @@ pub fn progress<'a>(console: &'a Console, what: &str) -> impl FnMut(Step) + use<
     }
 }
 
-/// Fetches a model of the hub into the local cache, or the missing files of one that is partly there.
+/// Downloads a model from the hub into the local cache, or its missing files if some are there.
 fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
     let console = Console::stderr(false);
     hub(env).download(
@@ -98,7 +99,7 @@ fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
     )
 }
 
-/// Returns the table files of a split of a dataset, fetched unless they are in the local cache.
+/// Returns the table files of a dataset's split. Downloads them if they are not in the local cache.
 pub fn tables(
     name: &str,
     part: Option<&str>,
