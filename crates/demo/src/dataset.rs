@@ -171,11 +171,11 @@ fn existing(dir: &Path, seed: u64, sizes: Sizes) -> Result<Option<Manifest>, Dem
         |found| DemoError::Occupied { path: dir.to_path_buf(), found, seed, sizes: sizes.to_string() };
     match found {
         Some(m) if m.generator != generator() => {
-            Err(occupied(format!("a dataset of {}, and this is {}", m.generator, generator())))
+            Err(occupied(format!("a dataset of {}, but this version is {}", m.generator, generator())))
         }
         Some(m) if (m.seed, m.sizes) == (seed, sizes) => Ok(Some(m)),
         Some(m) => Err(occupied(format!("a dataset of seed {} with {}", m.seed, m.sizes))),
-        None => Err(occupied("files that are no such dataset".to_owned())),
+        None => Err(occupied("files that are not a dataset of this generator".to_owned())),
     }
 }
 

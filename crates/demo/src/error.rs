@@ -20,7 +20,7 @@ pub enum DemoError {
         source: image::ImageError,
     },
     /// The directory already contains something else.
-    #[error("{path} holds {found}, expected nothing or the dataset of seed {seed} with {sizes}; move it away or name another directory", path = path.display())]
+    #[error("{path} contains {found}, expected an empty directory or the dataset of seed {seed} with {sizes}; move it away or name another directory", path = path.display())]
     Occupied {
         /// Path of the directory.
         path: PathBuf,
@@ -33,7 +33,7 @@ pub enum DemoError {
     },
     /// No unused picture was found for a question.
     #[error(
-        "row {row} of {file}: {attempts} pictures drawn and every one was used before; ask for fewer questions"
+        "row {row} of {file}: all {attempts} pictures drawn for it were used before; request fewer questions"
     )]
     NoNewPicture {
         /// Name of the file of the split.

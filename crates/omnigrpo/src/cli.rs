@@ -80,14 +80,16 @@ where
     missing.extend(rules::needs(verb.runs(), &resolved.settings));
     Problem::all(missing)?;
     match several {
-        Some(variable) if WRITES.contains(&verb) => {
-            Err(Problem::usage(format!("a launcher started several processes of `{}`", verb.name()))
-                .got(variable)
-                .expected("one process: each would do the same work and write the same files")
-                .help(
-                    "start the program by itself, it uses all cores; if the variable is left over, unset it",
-                ))
-        }
+        Some(variable) if WRITES.contains(&verb) => Err(Problem::usage(format!(
+            "a launcher started several processes of `{}`",
+            verb.name()
+        ))
+        .got(variable)
+        .expected("one process, because several would do the same work and write the same files")
+        .help(
+            "start the program without the launcher, since one process uses all cores; if the variable is \
+                     left from another job, unset it",
+        )),
         _ => Ok(Parsed::Run(Box::new(resolved))),
     }
 }
@@ -163,7 +165,8 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     };
     if values.lookup("advantage").is_some() && values.lookup("scale_rewards").is_some() {
         problems.push(
-            Problem::usage("`scale_rewards` and `advantage` both name the deviation").expected("one of them"),
+            Problem::usage("`scale_rewards` and `advantage` both set the divisor of the rewards")
+                .expected("one of them"),
         );
     }
     for flag in flags::all().filter(|flag| flag.of_recipe) {
@@ -244,8 +247,8 @@ fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) {
 /// Returns one note for all settings of other trainers that are left out.
 fn without_counterpart(dropped: &[(String, String)]) -> String {
     let mut note = match dropped.len() {
-        1 => "1 setting has no counterpart here and changes nothing:".to_owned(),
-        n => format!("{n} settings have no counterpart here and change nothing:"),
+        1 => "1 setting has no counterpart here and has no effect:".to_owned(),
+        n => format!("{n} settings have no counterpart here and have no effect:"),
     };
     for (written, why) in dropped {
         note.push_str(&format!("\n{written}: {why}"));

@@ -135,13 +135,13 @@ impl Layer {
         }
         if self.given.iter().any(|other| other.flag.name == flag.name) {
             return Err(Problem::usage(format!("`{}` is given twice", flag.name))
-                .expected("each setting once, under one of its names"));
+                .expected("each setting only once, under one of its names"));
         }
         match &entry.raw {
             Some(raw) => Given::read(flag, raw, entry.origin.clone()),
             None => Err(Problem::usage(format!("`{}` has no value", flag.name))
                 .expected(explain::expected(&flag.kind))
-                .help("leave it out to take the default")),
+                .help("leave it out to use the default")),
         }
     }
 }

@@ -112,7 +112,8 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     });
     (!left.is_empty()).then(|| {
         format!(
-            "the file of settings describes a training run, whose sampling settings are ignored: {}. Flags of `{}` set them",
+            "the file of settings describes a training run, whose sampling settings are ignored: {}. Set them with \
+             flags of `{}`",
             left.join(", "),
             verb.name()
         )
@@ -166,7 +167,7 @@ pub fn reweigh(values: &mut Values, preset: &Values) -> Option<String> {
     let weights: Vec<f64> = rewards.iter().map(weight).collect();
     let shown: Vec<String> =
         rewards.iter().zip(&weights).map(|(reward, w)| format!("{reward} {w}")).collect();
-    let note = format!("rewards keep their weights of preset {name}, others have 1: {}", shown.join(", "));
+    let note = format!("rewards of preset {name} keep their weights, others get 1: {}", shown.join(", "));
     values.set(Given { flag, value: Value::Floats(weights), origin: Origin::Preset(name) });
     Some(note)
 }

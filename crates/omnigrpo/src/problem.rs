@@ -75,12 +75,12 @@ impl Problem {
         let trained = error.downcast_ref::<TrainError>().map(TrainError::fault);
         if trained.unwrap_or_else(|| fault(error.as_ref(), Fault::Run)) == Fault::Machine {
             problem.0.exit_code = EXIT_STOPPED;
-            problem = problem.help("repair the machine and start the same command again");
+            problem = problem.help("fix the machine and run the same command again");
         }
         match kept {
             Some(rows) => problem.help(format!(
-                "`omnigrpo rewards run --input {} --output scored.jsonl --reward_funcs …` scores it, with the media \
-                 folders of this run where a reward looks at media",
+                "`omnigrpo rewards run --input {} --output scored.jsonl --reward_funcs …` scores them; add the media \
+                 folders of this run if a reward reads media",
                 rows.display()
             )),
             None => problem,

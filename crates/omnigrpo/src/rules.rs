@@ -55,8 +55,8 @@ pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
         )
     } else {
         format!(
-            "`num_generations` 1: no question has two completions to compare, so `advantage` group_std_clamped compares \
-             each with those of the other questions of its step. {advice}"
+            "`num_generations` 1: no question has two completions to compare, so `advantage` group_std_clamped \
+             compares each completion with those of the step's other questions. {advice}"
         )
     })
 }
@@ -109,7 +109,7 @@ const RULES: &[Rule] = &[
             lone_completions(s) && s.algorithm.loss.beta == 0.0 && s.algorithm.loss.entropy_coef == 0.0,
             || {
                 Problem::usage(
-                    "a group of one completion has nothing to be compared with, and no other term is trained on",
+                    "a group of one completion has no other to compare with, and the loss has no other term",
                 )
                 .got("`num_generations` 1 and `beta` 0")
                 .expected("`--num_generations` 2 or more")
@@ -144,13 +144,13 @@ const RULES: &[Rule] = &[
         when(s.rewards.funcs.is_empty(), || {
             Problem::usage("no reward")
                 .got("an empty `reward_funcs`")
-                .expected("at least one; `rewards list` shows them")
+                .expected("at least one reward; `rewards list` shows the names")
         })
     }),
     rule(|s| {
         let (weights, rewards) = (&s.rewards.options.weights, &s.rewards.funcs);
         when(weights.len() != rewards.len(), || {
-            Problem::usage("`reward_weights` and `reward_funcs` differ in number")
+            Problem::usage("`reward_weights` and `reward_funcs` have different lengths")
                 .got(format!(
                     "{} weights for {} rewards ({})",
                     weights.len(),
@@ -185,7 +185,7 @@ const RULES: &[Rule] = &[
     rule(|s| {
         let (files, folders) = (s.data.data_file_paths.len(), s.data.roots.images.len());
         when(files != folders && files > 0, || {
-            Problem::usage("`data_file_paths` and `image_folders` differ in number")
+            Problem::usage("`data_file_paths` and `image_folders` have different lengths")
                 .got(format!("{files} files and {folders} folders"))
                 .expected("one image folder per file, in the same order")
                 .help("`--train_file` takes any number of folders")
@@ -193,8 +193,8 @@ const RULES: &[Rule] = &[
     }),
     rule_in(&[Export], |s| {
         when(!s.model.merge && s.model.layout.is_none(), || {
-            Problem::usage("nothing to change")
-                .got("neither an adapter nor another form")
+            Problem::usage("nothing to export")
+                .got("neither an adapter to merge nor another layout")
                 .expected("`--adapter_name_or_path DIR --merge` or `--layout hf`")
         })
     }),
@@ -205,12 +205,12 @@ const RULES: &[Rule] = &[
     }),
     rule_in(&[Export], |s| {
         when(!s.model.merge && s.model.adapter.is_some(), || {
-            Problem::usage("an adapter is exported merged or not at all").expected("`--merge`")
+            Problem::usage("an adapter can only be exported merged").expected("`--merge`")
         })
     }),
     rule(|s| {
         when(s.model.load_in_8bit && s.model.load_in_4bit, || {
-            Problem::usage("weights cannot have 8 and 4 bits")
+            Problem::usage("weights cannot have both 8 and 4 bits")
                 .got("`load_in_8bit` and `load_in_4bit` both true")
                 .expected("one of them")
         })
@@ -220,7 +220,7 @@ const RULES: &[Rule] = &[
             Problem::usage("quantised weights cannot be trained")
                 .got("`load_in_8bit` or `load_in_4bit` without adapters")
                 .expected("`--use_peft`")
-                .help("without it, leave the weights in the checkpoint's precision")
+                .help("without adapters, keep the weights in the checkpoint's precision")
         })
     }),
     rule(|s| {
@@ -299,7 +299,7 @@ pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     );
     need(
         verb == Verb::Generate && s.io.input.is_some() && s.io.output.is_none(),
-        Problem::usage("no place for the completions of `--input`").expected("`--output FILE`"),
+        Problem::usage("no output for the completions of `--input`").expected("`--output FILE`"),
     );
     let wants = |name: &str| verb != Verb::DataCheck && !s.lacks_reward(name);
     need(

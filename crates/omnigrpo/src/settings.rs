@@ -491,7 +491,7 @@ impl Settings {
         }
         match (&io.output_dir, &io.exp_name) {
             (Some(dir), Some(name)) => {
-                return Err(Problem::usage("the run directory is given twice")
+                return Err(Problem::usage("two settings give the run directory")
                     .got(format!("`output_dir` {} and `exp_name` {name}", dir.display()))
                     .expected("one of them; `--run_name` names a run in a directory of your choice"));
             }
@@ -811,7 +811,8 @@ mod tests {
     #[test]
     fn rewards_get_their_settings() {
         let s = train(
-            "reward_funcs: [accuracy, format, \"cmd:x\"]\nformat_mode: graded\naccuracy_mode: mcq_iou\nreward_timeout_secs: 1.5\n\
+            "reward_funcs: [accuracy, format, \"cmd:x\"]\nformat_mode: graded\naccuracy_mode: \
+             mcq_iou\nreward_timeout_secs: 1.5\n\
              reward_workers: 3\nreward_weights: [2, 1, 0]\nmax_completion_length: 100",
         );
         let options = s.rewards.options;

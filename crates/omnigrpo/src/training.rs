@@ -144,8 +144,8 @@ impl TrainPlan {
 
 /// Trains a model on the rows of a dataset.
 ///
-/// An unfinished run of the same plan, rewards and rows in the run directory is resumed: start a killed program again
-/// unchanged. The code of closures and functions cannot be compared.
+/// Resumes an unfinished run of the same plan, rewards and rows in the run directory, so a killed program can simply be started
+/// again. The code of closures and functions cannot be compared.
 ///
 /// ```
 /// use std::path::Path;
@@ -176,8 +176,8 @@ impl TrainPlan {
 /// ```
 ///
 /// # Errors
-/// Settings that cannot work, rows or rewards that fail, a loss that is not finite, a full disk. The newest checkpoint stays
-/// usable.
+/// Returns an error if settings cannot work, rows or rewards fail, the loss is not finite, or the disk is full. The newest
+/// checkpoint stays usable.
 pub fn train(
     model: Model,
     prompts: PromptBuilder,

@@ -85,7 +85,7 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),
     row("category_column", Text, at!(eval.category), SUMS_UP)
-        .help("Column whose values get a line of accuracy each.")
+        .help("Column by whose values accuracy is reported, one line per value.")
         .unset("no table")
         .free(LOOP)
         .idle(in_training),

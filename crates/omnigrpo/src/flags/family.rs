@@ -39,8 +39,8 @@ pub const FLAGS: &[Flag] = &[
         .unset("config.json's mm_text_tower, else bert-base-uncased")
         .free(LOOP),
     row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), MODEL)
-        .help("HumanOmni: compress visual tokens. Every fourth frame stays as it is, the others are reduced to \
-             half the side.")
+        .help("HumanOmni: compress visual tokens. Every fourth frame stays unchanged; the others are reduced to half \
+         their width and height.")
         .unset("config.json's, else false"),
     row("prompt_form", Choice(prompt_forms), of_family!("prompt_form"), ROWS)
         .help(
@@ -58,8 +58,8 @@ pub const FLAGS: &[Flag] = &[
         .help("HumanOmni: train the text encoder that steers the projector."),
     row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
         .help(
-            "Families that cut images into tiles (InternVL): most tiles of an image, each of which costs \
-             vision tokens. The complete image is one tile more.",
+            "Families that cut images into tiles (InternVL): maximum number of tiles of an image, each of which costs \
+             vision tokens. The complete image is one additional tile.",
         )
         .unset("the checkpoint's; 12 for InternVL"),
     row("layout", Choice(layouts), at!(model.layout), &[Export])

@@ -31,7 +31,7 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["lr"])
         .per_verb(&[(Sft, "2e-5")]),
     row("lr_scheduler_type", Choice(words::<ScheduleKind>), at!(run.schedule), STEPS)
-        .help("Course of the learning rate after the warm-up.")
+        .help("Schedule of the learning rate after the warm-up.")
         .alias(&["lr_scheduler"]),
     row("warmup_ratio", Fraction, at!(run.warmup_ratio), STEPS)
         .help("Share of all steps in which the learning rate rises from 0.")

@@ -56,16 +56,16 @@ const TRACKERS: &[&str] = &[
 
 const ONE_PROCESS: &str = "the run is one process";
 const IN_PROCESS: &str = "completions are sampled in the same process with the trained weights";
-const OWN_KERNELS: &str = "the kernels are this program's own";
+const OWN_KERNELS: &str = "the program uses only its own kernels";
 const READ_AHEAD: &str = "rows are read ahead on other threads";
 
 const TABLE: &[Row] = &[
     (&["bf16"], |v| match on(v) {
         Some(true) => Becomes("torch_dtype", "bfloat16".into()),
-        _ => Dropped("`torch_dtype` says how weights are held"),
+        _ => Dropped("`torch_dtype` sets the precision of stored weights"),
     }),
     (&["fp16"], |v| match on(v) {
-        Some(false) => Dropped("`torch_dtype` says how weights are held"),
+        Some(false) => Dropped("`torch_dtype` sets the precision of stored weights"),
         _ => Refused("fp16 training is unsupported; use `torch_dtype` bfloat16"),
     }),
     (&["tf32"], |_| Dropped("`torch_dtype` sets the precision of products")),
@@ -81,12 +81,12 @@ const TABLE: &[Row] = &[
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
         _ => Dropped("earlier checkpoints are moved aside, never overwritten"),
     }),
-    (&["attn_implementation"], |_| Dropped("there is one attention implementation")),
+    (&["attn_implementation"], |_| Dropped("there is only one attention implementation")),
     (&["use_liger_kernel", "use_liger_loss", "torch_compile"], |_| Dropped(OWN_KERNELS)),
-    (&["gradient_checkpointing_kwargs"], |_| Dropped("blocks are recomputed in one way only")),
+    (&["gradient_checkpointing_kwargs"], |_| Dropped("there is only one way to recompute blocks")),
     (&["data_flatten", "padding_free"], |_| Dropped("groups are packed without padding")),
     (&["data_packing"], |_| {
-        Dropped("each row of a packed list is a row of its own; groups are packed without padding")
+        Dropped("each row of a packed list is read as a separate row; groups are packed without padding")
     }),
     (
         &[
@@ -101,8 +101,8 @@ const TABLE: &[Row] = &[
     (&["cache_dir", "arrow_cache_dir"], |_| {
         Dropped("models and rows are read in place; HF_HOME moves the local cache of models")
     }),
-    (&["trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
-    (&["save_safetensors"], |_| Dropped("checkpoints are always safetensors")),
+    (&["trust_remote_code"], |_| Dropped("code in a checkpoint is never run")),
+    (&["save_safetensors"], |_| Dropped("checkpoints are always in the safetensors format")),
     // VLM-R1 selects the wording of the question by the task.
     (&["task_type"], |v| match QUESTION_TEMPLATES.iter().find(|template| template.name == v) {
         Some(template) => Becomes("question_template", template.name.into()),
@@ -110,11 +110,11 @@ const TABLE: &[Row] = &[
             "no question template has this name; `--question_template default` adds VLM-R1's sentence about tags",
         ),
     }),
-    (&["lora_task_type"], |_| Dropped("adapters are those of a causal language model")),
+    (&["lora_task_type"], |_| Dropped("adapters are always for a causal language model")),
     (&["lora_modules_to_save", "modules_to_save"], |v| {
         off(
             v,
-            "use `tune_mm_mlp` (or another part) with `trainable_patterns`: those weights are trained as a whole",
+            "use `tune_mm_mlp` (or another part) with `trainable_patterns`: those weights are fully trained",
         )
     }),
     (&["per_device_eval_batch_size", "eval_accumulation_steps"], |_| {
@@ -131,21 +131,21 @@ const TABLE: &[Row] = &[
     }),
     (&["num_beams", "generation_num_beams"], |v| match v {
         "1" => Dropped("completions are sampled"),
-        _ => Refused("leave it out: completions are sampled, beam search is unsupported"),
+        _ => Refused("leave it out: completions are sampled; beam search is unsupported"),
     }),
     // In VLM-R1's model modules, `select_reward_func` has its own rewards only for `rec` and raises for any other task.
     (&["is_reward_customized_from_vlm_module"], |v| match on(v) {
-        Some(false) => Dropped("rewards are those of `reward_funcs`"),
+        Some(false) => Dropped("`reward_funcs` sets the rewards"),
         _ => Depends("task_type", |_, task| match task {
             Some("rec") => BecomesAll(vec![("accuracy_mode", "iou".into()), ("format_mode", "rec".into())]),
             _ => Refused(
-                "VLM-R1 has rewards of its own for `--task_type rec` only; use `reward_funcs`, `accuracy_mode` and `format_mode` \
+                "VLM-R1 has its own rewards only for `--task_type rec`; use `reward_funcs`, `accuracy_mode` and `format_mode` \
                  (`omnigrpo rewards list` shows VLM-R1's rules)",
             ),
         }),
     }),
     (&["reward_model", "reward_model_path", "reward_model_name_or_path"], |_| {
-        Refused("give its directory or its name on the hub to `reward_funcs`")
+        Refused("put its directory or its name on the hub into `reward_funcs`")
     }),
     (&["external_judge"], |_| Refused("use `reward_funcs` judge:http://… and `judge_model`")),
     (&["report_to"], |v| {

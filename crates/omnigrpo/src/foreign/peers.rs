@@ -8,22 +8,23 @@
 use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Refused};
 use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
 
-const WHOLE_ROWS: &str = "a row that is too long is skipped; `max_prompt_length` sets the limit";
+const WHOLE_ROWS: &str = "rows that are too long are skipped; `max_prompt_length` sets the limit";
 const NO_SPLIT: &str =
-    "the batch of one pass follows from memory; `max_stream_tokens` bounds it, with the same result";
+    "the size of a pass follows from memory; `max_stream_tokens` limits it without changing the result";
 const WHERE: &str = "the run directory is `output_dir`";
 const ADAPTED: &str = "`lora_target_modules` names the layers that get an adapter";
-const OTHER_METHOD: &str = "it belongs to another method than GRPO";
-const OTHER_ADAPTER: &str = "it belongs to another kind of adapter than LoRA";
+const OTHER_METHOD: &str = "it is for a method other than GRPO";
+const OTHER_ADAPTER: &str = "it is for adapters other than LoRA";
 const NO_TEACHER: &str = "leave it out: training with a teacher is unsupported";
 const NO_TURNS: &str = "leave it out: conversations of several sampled turns are unsupported";
-const TEMPLATE: &str = "prompts are written by the checkpoint's chat template";
-const IN_CHECKPOINT: &str = "the checkpoint's files say it";
+const TEMPLATE: &str = "the checkpoint's chat template formats the prompts";
+const IN_CHECKPOINT: &str = "the checkpoint's files set it";
 const PARTS: &str = "use the `tune_mm_` settings, and `trainable_patterns` for some weights of a part";
-const LENGTHS: &str = "leave it out: the reward has the numbers of its source (`omnigrpo rewards list`)";
+const LENGTHS: &str = "leave it out: the reward uses the constants of its source (`omnigrpo rewards list`)";
 const ONE_MACHINE: &str = "the run is one process on one machine";
 
-const SPLITS: &str = "one name may have a split; write several into `dataset_use`, each with its own";
+const SPLITS: &str =
+    "only a single name may have a split; put several names into `dataset_use`, each with its own split";
 
 /// Returns the reward for a function in a file. verl's own name for the function is the default.
 fn scored_by(path: &str, name: Option<&str>) -> Fate {
@@ -47,10 +48,12 @@ pub(super) const TABLE: &[Row] = &[
     (&["val_dataset"], |v| Becomes("eval_file", v.into())),
     (&["split_dataset_ratio"], |v| Becomes("val_split_ratio", v.into())),
     (&["system"], |v| match v.ends_with(".txt") {
-        true => Refused("write the text itself: `system_prompt \"$(cat FILE)\"`"),
+        true => Refused("give the text, not a file: `system_prompt \"$(cat FILE)\"`"),
         false => Becomes("system_prompt", v.into()),
     }),
-    (&["external_plugins"], |_| Dropped("give a function of a file to `reward_funcs` as FILE.py:FUNCTION")),
+    (&["external_plugins"], |_| {
+        Dropped("put a function from a file into `reward_funcs` as FILE.py:FUNCTION")
+    }),
     (&["lora_rank", "max_lora_rank"], |v| Becomes("lora_r", v.into())),
     (&["target_modules"], |v| Becomes("lora_target_modules", v.into())),
     (&["freeze_vit"], |v| tune("tune_mm_vision", v)),
@@ -62,14 +65,16 @@ pub(super) const TABLE: &[Row] = &[
             Some(_) => Dropped("`max_resample_times` is given"),
             None => Becomes("max_resample_times", "3".into()),
         }),
-        _ => Dropped("only `max_resample_times` replaces groups"),
+        _ => Dropped("groups are replaced only by `max_resample_times`"),
     }),
     (&["quant_bits"], |v| match v {
         "4" => Becomes("load_in_4bit", "true".into()),
         "8" => Becomes("load_in_8bit", "true".into()),
         _ => Refused("use 4 or 8"),
     }),
-    (&["quant_method", "bnb_4bit_*"], |_| Dropped("`load_in_4bit` and `load_in_8bit` have one form each")),
+    (&["quant_method", "bnb_4bit_*"], |_| {
+        Dropped("`load_in_4bit` and `load_in_8bit` each have only one format")
+    }),
     (&["attn_impl"], |_| Dropped(OWN_KERNELS)),
     (
         &[
@@ -128,7 +133,7 @@ pub(super) const TABLE: &[Row] = &[
         ],
         |_| Dropped(OTHER_METHOD),
     ),
-    (&["loss_scale", "is_binary_loss_scale"], |_| Dropped("all tokens of a completion weigh alike")),
+    (&["loss_scale", "is_binary_loss_scale"], |_| Dropped("all tokens of a completion have the same weight")),
     (
         &[
             "teacher_model",
@@ -144,36 +149,38 @@ pub(super) const TABLE: &[Row] = &[
         |v| off(v, NO_TEACHER),
     ),
     (&["teacher_tag_key", "rlsd_*", "sdar_*"], |_| {
-        Dropped("it belongs to training with a teacher, which is unsupported")
+        Dropped("it is for training with a teacher, which is unsupported")
     }),
     (&["chord_sft_dataset"], |v| {
         off(v, "run `sft` first: supervised rows within GRPO (CHORD) are unsupported")
     }),
-    (&["chord_*"], |_| Dropped("it belongs to `chord_sft_dataset`, which is unsupported")),
+    (&["chord_*"], |_| Dropped("it is for `chord_sft_dataset`, which is unsupported")),
     // Numbers of the reward `cosine`, which are the same as in TRL.
     (&["cosine_min_len_value_wrong"], |v| given(v, &["-1", "-1.0"])),
     (&["cosine_max_len_value_wrong"], |v| given(v, &["-0.5"])),
     (&["cosine_min_len_value_correct"], |v| given(v, &["1", "1.0"])),
     (&["cosine_max_len_value_correct"], |v| given(v, &["0.5"])),
-    (&["cosine_max_len", "soft_max_length"], |_| Dropped("rewards of length go by `max_completion_length`")),
+    (&["cosine_max_len", "soft_max_length"], |_| Dropped("rewards of length use `max_completion_length`")),
     (&["soft_cache_length"], |v| off(v, LENGTHS)),
     (&["repetition_n_grams"], |v| match v {
         "3" => Dropped("the reward `repetition_tokens` counts 3-grams"),
         _ => Refused(LENGTHS),
     }),
     (&["repetition_max_penalty"], |v| given(v, &["-1", "-1.0"])),
-    (&["reward_model_plugin"], |v| off(v, "give a function of a file to `reward_funcs` as FILE.py:FUNCTION")),
+    (&["reward_model_plugin"], |v| {
+        off(v, "put a function from a file into `reward_funcs` as FILE.py:FUNCTION")
+    }),
     (&["reward_adapters", "reward_model_type", "reward_model_revision", "reward_template"], |_| {
-        Dropped("the directory of a reward model in `reward_funcs` says it")
+        Dropped("the directory of the reward model in `reward_funcs` sets it")
     }),
     (&["multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env"], |v| off(v, NO_TURNS)),
-    (&["completion_length_limit_scope"], |_| Dropped("a completion is one turn")),
+    (&["completion_length_limit_scope"], |_| Dropped("a completion is always one turn")),
     (&["log_entropy", "log_rollout_offpolicy_metrics"], |_| Dropped("it is always logged")),
     (&["tau_pos"], |v| Becomes("sapo_temperature_pos", v.into())),
     (&["tau_neg"], |v| Becomes("sapo_temperature_neg", v.into())),
     (&["advantage_estimator"], |v| match v {
-        "grpo" => Dropped("advantages are those of the group"),
-        _ => Refused("leave it out: advantages are those of the group (`advantage`)"),
+        "grpo" => Dropped("advantages are computed per group"),
+        _ => Refused("leave it out: advantages are computed per group (`advantage`)"),
     }),
     (&["kl_in_reward"], |v| off(v, "leave it out: the KL is part of the loss, with weight `beta`")),
     (&["real_tau", "fipo_*"], |_| {
@@ -229,7 +236,7 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "write the rows as JSON lines: no code or registry of ms-swift is read")
     }),
     (&["columns"], |v| off(v, "use `prompt_column`, `solution_column`, `image_column` and `video_column`")),
-    (&["disable_auto_column_mapping"], |_| Dropped("`prompt_column` and its like name columns")),
+    (&["disable_auto_column_mapping"], |_| Dropped("`prompt_column` and similar settings name the columns")),
     (&["enable_npu_model_patch", "experts_impl", "use_logits_to_keep"], |_| Dropped(OWN_KERNELS)),
     (&["packing", "packing_length", "packing_num_proc", "packing_strategy"], |_| {
         Dropped("groups are packed without padding")
@@ -247,11 +254,11 @@ pub(super) const TABLE: &[Row] = &[
     (&["interleave_prob"], |v| off(v, "give shares in `dataset_use`, such as a%50,b")),
     (&["stopping_strategy"], |_| Dropped("each pass draws all rows of all files")),
     (&["use_hf", "download_mode"], |_| Dropped("models and datasets come from the Hugging Face hub")),
-    (&["stream", "logprobs", "top_logprobs"], |_| Dropped("`generate` and `score` write them")),
-    (&["hqq_axis"], |_| Dropped("`load_in_4bit` and `load_in_8bit` have one form each")),
+    (&["stream", "logprobs", "top_logprobs"], |_| Dropped("the commands `generate` and `score` write them")),
+    (&["hqq_axis"], |_| Dropped("`load_in_4bit` and `load_in_8bit` each have only one format")),
     (&["model_author", "model_name"], |v| match v.contains('/') {
         true => Becomes("model_name_or_path", v.into()),
-        false => Dropped("no rows about the model itself are added"),
+        false => Dropped("rows about the model's identity are not added"),
     }),
     (
         &[
@@ -266,7 +273,7 @@ pub(super) const TABLE: &[Row] = &[
         |_| Dropped(TEMPLATE),
     ),
     (&["use_chat_template"], |v| match on(v) {
-        Some(false) => Refused("leave it out: prompts are written by the checkpoint's chat template"),
+        Some(false) => Refused("leave it out: the checkpoint's chat template formats the prompts"),
         _ => Dropped(TEMPLATE),
     }),
     (&["response_prefix"], |v| off(v, "leave it out: completions begin where the chat template ends")),
@@ -277,10 +284,10 @@ pub(super) const TABLE: &[Row] = &[
     (&["new_special_tokens"], |v| off(v, "add the tokens to the checkpoint first: its vocabulary is fixed")),
     (&["rope_scaling"], |v| off(v, "write it into config.json of the checkpoint")),
     (&["device_map", "device_map_planner_kwargs", "max_memory"], |_| {
-        Dropped("`device` says where the model runs")
+        Dropped("`device` sets where the model runs")
     }),
     (&["max_model_len"], |_| Dropped(WHOLE_ROWS)),
-    (&["local_repo_path"], |_| Dropped("no code of a checkpoint is ever run")),
+    (&["local_repo_path"], |_| Dropped("code in a checkpoint is never run")),
     (&["init_strategy"], |v| off(v, "use `init_weights` with a seed")),
     (&["vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs"], |_| {
         Dropped("`gradient_checkpointing` recomputes the blocks of all parts")
@@ -296,7 +303,7 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "give the checkpoint to `model_name_or_path`, which begins a new run from it")
     }),
     (&["callbacks", "early_stop_interval"], |v| {
-        off(v, "leave it out: there are no callbacks; `save_strategy best` keeps the best")
+        off(v, "leave it out: callbacks are unsupported; `save_strategy best` keeps the best")
     }),
     (
         &[
@@ -330,7 +337,9 @@ pub(super) const TABLE: &[Row] = &[
         Some(true) => Becomes("use_peft", "false".into()),
         _ => Dropped("`use_peft` trains adapters"),
     }),
-    (&["load_in_16bit", "float32_mixed_precision"], |_| Dropped("`torch_dtype` says how weights are held")),
+    (&["load_in_16bit", "float32_mixed_precision"], |_| {
+        Dropped("`torch_dtype` sets the precision of stored weights")
+    }),
     (&["load_in_fp8"], |v| off(v, "use `load_in_8bit`")),
     (
         &[
@@ -360,8 +369,8 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "use `lora_target_modules` with a regular expression over whole names")
     }),
     (&["init_lora_weights"], |v| match on(v) {
-        Some(true) => Dropped("adapters begin as PEFT's do"),
-        _ => Refused("leave it out: adapters begin as PEFT's do by default"),
+        Some(true) => Dropped("adapters are initialised as in PEFT"),
+        _ => Refused("leave it out: adapters are initialised as in PEFT by default"),
     }),
     (&["qat_scheme"], |v| off(v, "leave it out: training for quantised weights is unsupported")),
     (&["finetune_audio_layers"], |_| Dropped(ADAPTED)),
@@ -391,15 +400,17 @@ pub(super) const TABLE: &[Row] = &[
     (&["data.video_fps"], |v| Becomes("fps", v.into())),
     (&["data.seed"], |v| Becomes("data_seed", v.into())),
     (&["data.filter_overlong_prompts*", "data.truncation"], |_| Dropped(WHOLE_ROWS)),
-    (&["data.format_prompt"], |_| Dropped("`question_template` and `system_prompt` word the question")),
+    (&["data.format_prompt"], |_| {
+        Dropped("`question_template` and `system_prompt` set the wording of the question")
+    }),
     (&["data.train_batch_size"], |_| Depends("actor_rollout_ref.actor.ppo_mini_batch_size", generation)),
     (&["data.rollout_batch_size"], |_| Depends("worker.actor.global_batch_size", generation)),
     (&["actor_rollout_ref.actor.ppo_mini_batch_size", "worker.actor.global_batch_size"], |v| {
         Becomes("gradient_accumulation_steps", v.into())
     }),
     (&["data.shuffle"], |v| match on(v) {
-        Some(false) => Refused("leave it out: each pass draws the rows in an order of `data_seed`"),
-        _ => Dropped("each pass draws all rows in an order of `data_seed`"),
+        Some(false) => Refused("leave it out: each pass draws the rows in an order set by `data_seed`"),
+        _ => Dropped("each pass draws all rows in an order set by `data_seed`"),
     }),
     (&["data.train_max_samples", "data.val_max_samples"], |v| {
         off(v, "give a share in `dataset_use`, such as rows%50")
@@ -407,7 +418,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["data.custom_cls.path", "data.sampler.class_path", "data.datagen.path"], |v| {
         off(v, "write the rows as JSON lines: no code of datasets is run")
     }),
-    (&["data.trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
+    (&["data.trust_remote_code"], |_| Dropped("code in a checkpoint is never run")),
     (&["data.tool_config_path", "data.function_tool_path"], |v| off(v, NO_TURNS)),
     (&["data.override_chat_template"], |v| {
         off(v, "write the template into the checkpoint's chat_template.jinja")
@@ -497,7 +508,7 @@ pub(super) const TABLE: &[Row] = &[
         },
     ),
     (&["actor_rollout_ref.actor.optim.lr_warmup_steps", "worker.actor.optim.lr_warmup_steps"], |v| match v {
-        "-1" | "0" => Dropped("the share of all steps says it"),
+        "-1" | "0" => Dropped("the warm-up is set as a share of all steps"),
         v => Becomes("warmup_steps", v.to_owned()),
     }),
     (&["actor_rollout_ref.actor.optim.optimizer", "worker.actor.optim.strategy"], |v| {
@@ -514,15 +525,15 @@ pub(super) const TABLE: &[Row] = &[
         v => Becomes("lr_scheduler_type", v.into()),
     }),
     (&["actor_rollout_ref.actor.optim.*", "worker.actor.optim.*"], |_| {
-        Dropped("the optimizer is AdamW, and `lr_scheduler_type` sets the course of its rate")
+        Dropped("the optimizer is AdamW, and `lr_scheduler_type` sets the schedule of its rate")
     }),
     (&["worker.actor.loss_type"], |v| match v {
-        "default" => Dropped("the loss is GRPO's, as `loss_type` says"),
+        "default" => Dropped("`loss_type` sets the GRPO loss"),
         "gspo" | "cispo" | "sapo" => Becomes("loss_type", v.into()),
         _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
     }),
     (&["actor_rollout_ref.actor.policy_loss.loss_mode"], |v| match v {
-        "vanilla" => Dropped("the loss is GRPO's, as `loss_type` says"),
+        "vanilla" => Dropped("`loss_type` sets the GRPO loss"),
         "gspo" | "sapo" => Becomes("loss_type", v.into()),
         _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
     }),
@@ -553,12 +564,12 @@ pub(super) const TABLE: &[Row] = &[
         })
     }),
     (&["actor_rollout_ref.actor.entropy_coeff"], |v| match v.parse() {
-        Ok(0.0) => Dropped("no bonus on entropy"),
+        Ok(0.0) => Dropped("there is no entropy bonus"),
         _ => Becomes("entropy_coef", v.into()),
     }),
     (&["actor_rollout_ref.actor.use_kl_loss"], |v| match on(v) {
         Some(false) => Becomes("beta", "0".into()),
-        _ => Dropped("the KL is part of the loss; `beta` weighs it"),
+        _ => Dropped("the KL is part of the loss; `beta` is its weight"),
     }),
     (&["actor_rollout_ref.actor.kl_loss_coef"], |_| {
         Depends("actor_rollout_ref.actor.use_kl_loss", |beta, used| match used.and_then(on) {
@@ -586,8 +597,8 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["actor_rollout_ref.actor.*", "worker.actor.*"], |_| Dropped(NO_SPLIT)),
     (&["algorithm.adv_estimator"], |v| match v {
-        "grpo" => Dropped("advantages are those of the group"),
-        _ => Refused("leave it out: advantages are those of the group (`advantage`)"),
+        "grpo" => Dropped("advantages are computed per group"),
+        _ => Refused("leave it out: advantages are computed per group (`advantage`)"),
     }),
     (&["algorithm.use_kl_in_reward"], |v| match on(v) {
         Some(false) => Dropped("the KL is part of the loss"),
@@ -595,7 +606,7 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["algorithm.disable_kl"], |v| match on(v) {
         Some(true) => Becomes("beta", "0".into()),
-        _ => Dropped("`beta` weighs the KL"),
+        _ => Dropped("`beta` is the weight of the KL"),
     }),
     (&["algorithm.use_kl_loss"], |v| match on(v) {
         Some(true) => Dropped("the KL is part of the loss"),
@@ -603,11 +614,11 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["algorithm.online_filtering"], |v| match on(v) {
         Some(true) => Becomes("max_resample_times", "3".into()),
-        _ => Dropped("only `max_resample_times` replaces groups"),
+        _ => Dropped("groups are replaced only by `max_resample_times`"),
     }),
     (&["algorithm.filter_groups.enable"], |v| match on(v) {
         Some(true) => Becomes("max_resample_times", "3".into()),
-        _ => Dropped("only `max_resample_times` replaces groups"),
+        _ => Dropped("groups are replaced only by `max_resample_times`"),
     }),
     (
         &[
@@ -641,7 +652,7 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["algorithm.use_pf_ppo"], |v| off(v, "leave it out: rows are not drawn again by their rewards")),
     (&["algorithm.rollout_correction.*"], |_| {
-        Dropped("`importance_sampling_correction` weighs the difference between sampling and training")
+        Dropped("`importance_sampling_correction` corrects for the difference between sampling and training")
     }),
     (&["algorithm.pf_ppo.*"], |_| Dropped(OTHER_METHOD)),
     // verl and EasyR1: sampling.
@@ -668,7 +679,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["custom_reward_function.path"], |_| Depends("custom_reward_function.name", scored_by)),
     (&["reward.custom_reward_function.path"], |_| Depends("reward.custom_reward_function.name", scored_by)),
     (&["custom_reward_function.name", "reward.custom_reward_function.name"], |_| {
-        Dropped("it goes with custom_reward_function.path")
+        Dropped("it is used together with custom_reward_function.path")
     }),
     (&["reward.num_workers"], |v| Becomes("reward_workers", v.into())),
     (&["reward.reward_model.enable"], |v| off(v, "give the directory of the reward model to `reward_funcs`")),
@@ -677,13 +688,13 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (
         &["worker.reward.*", "reward_model.*", "reward.*", "sandbox_fusion.*", "custom_reward_function.*"],
-        |_| Dropped("rewards are those of `reward_funcs`"),
+        |_| Dropped("`reward_funcs` sets the rewards"),
     ),
     (&["critic.*", "worker.critic.*", "algorithm.gamma", "algorithm.lam"], |_| {
-        Dropped("GRPO has no critic: advantages are those of the group")
+        Dropped("GRPO has no critic: advantages are computed per group")
     }),
     (&["distillation.enabled"], |v| off(v, NO_TEACHER)),
-    (&["distillation.*"], |_| Dropped("it belongs to training with a teacher, which is unsupported")),
+    (&["distillation.*"], |_| Dropped("it is for training with a teacher, which is unsupported")),
     (&["transfer_queue.*", "skip.*"], |_| Dropped(ONE_MACHINE)),
     (&["global_profiler.*"], |_| Dropped("`profile` shows where the time goes")),
     // verl and EasyR1: run.
@@ -714,12 +725,12 @@ pub(super) const TABLE: &[Row] = &[
             Some(path) => Becomes("resume_from_checkpoint", path.to_owned()),
             None => Refused("give the path to `resume_from_checkpoint`"),
         }),
-        _ => Dropped("a run resumes by itself"),
+        _ => Dropped("a run resumes automatically"),
     }),
     (&["trainer.load_checkpoint_path"], |v| Becomes("resume_from_checkpoint", v.into())),
     (&["trainer.find_last_checkpoint"], |v| match on(v) {
         Some(false) => Becomes("resume_from_checkpoint", "never".into()),
-        _ => Dropped("a run resumes by itself"),
+        _ => Dropped("a run resumes automatically"),
     }),
     (&["trainer.save_model_only"], |v| Becomes("save_only_model", v.into())),
     (
@@ -730,7 +741,7 @@ pub(super) const TABLE: &[Row] = &[
             "trainer.rollout_data_dir",
             "trainer.validation_data_dir",
         ],
-        |_| Dropped("the run directory holds metrics, rollouts and evaluations"),
+        |_| Dropped("the run directory contains metrics, rollouts and evaluations"),
     ),
     (&["trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"], |_| Dropped("GRPO has no critic")),
     (&["trainer.max_try_make_batch"], |_| Dropped("`max_resample_times` sets it")),
@@ -773,7 +784,7 @@ pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
 fn rows(v: &str) -> Fate {
     let files = listed(v);
     if files.contains('#') {
-        return Refused("a number of rows behind `#` is unsupported; use `dataset_use` with `%`");
+        return Refused("a number of rows after `#` is unsupported; use `dataset_use` with `%`");
     }
     match files.split_once('@') {
         Some((_, rest)) if rest.contains(',') => Refused(SPLITS),
@@ -793,7 +804,7 @@ fn listed(v: &str) -> String {
 
 /// Drops a setting of a reward if its value equals the fixed value of this program.
 fn given(v: &str, fixed: &[&str]) -> Fate {
-    if fixed.contains(&v) { Dropped("the reward has this number") } else { Refused(LENGTHS) }
+    if fixed.contains(&v) { Dropped("the reward uses this value") } else { Refused(LENGTHS) }
 }
 
 /// Converts a switch that freezes a part into the setting that trains it.
@@ -812,6 +823,6 @@ fn generation(rollout: &str, update: Option<&str>) -> Fate {
     match rollout.checked_div(update) {
         Some(1) => Dropped("each update samples its own completions"),
         Some(times) if times * update == rollout => Becomes("steps_per_generation", times.to_string()),
-        _ => Refused("take a multiple of the prompts of an update"),
+        _ => Refused("use a multiple of the prompts of an update"),
     }
 }

@@ -205,7 +205,7 @@ fn folders_help(report: &Report) -> Option<String> {
         .find(|(kind, found)| *found == 0 && report.problems.iter().any(|p| p.missing == Some(*kind)))
         .map(|(kind, _)| {
             format!(
-                "none of the {kind} files was found: --{kind}_folders names the folder that the paths of the rows begin in"
+                "none of the {kind} files was found: set --{kind}_folders to the folder that the rows' paths are relative to"
             )
         })
 }

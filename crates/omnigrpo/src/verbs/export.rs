@@ -11,13 +11,11 @@ use crate::settings::Settings;
 /// complete.
 pub fn export(settings: &Settings, context: &Context) -> Result<()> {
     let Some(target) = &settings.io.output_dir else {
-        return Err(Problem::usage("no directory to write to is given")
-            .expected("`--output_dir DIR`")
-            .into());
+        return Err(Problem::usage("no output directory is given").expected("`--output_dir DIR`").into());
     };
     let taken = std::fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_some());
     if taken || target.is_file() {
-        return Err(Problem::usage("the directory to write to is not empty")
+        return Err(Problem::usage("the output directory is not empty")
             .at(target.display().to_string())
             .expected("a new or empty directory")
             .into());

@@ -40,7 +40,7 @@ pub fn all_rows(failed: u64, rows: u64) -> Result<()> {
         return Ok(());
     }
     Err(Problem::failure(format!("{failed} of {rows} rows failed"))
-        .help("each has an `error` in the output; the other rows are complete")
+        .help("each failed row has an `error` in the output; the other rows are complete")
         .into())
 }
 
@@ -67,7 +67,7 @@ pub fn can_write(path: &Path) -> Result<()> {
         Problem::failure("the output cannot be written")
             .at(path.display().to_string())
             .got(got)
-            .expected("a file in a directory that can be written to")
+            .expected("a file in a writable directory")
             .help("choose another --output")
     };
     if path.is_dir() {
@@ -89,10 +89,10 @@ pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>
     let written = [output.to_owned(), output.with_extension("summary.json")];
     for input in inputs {
         if let Some(written) = written.iter().find(|written| is_same_file(input, written)) {
-            return Err(Problem::usage("the output would replace the input")
+            return Err(Problem::usage("the output would overwrite the input")
                 .at("--output")
-                .got(format!("{}, which is the file {}", written.display(), input.display()))
-                .expected("the name of another file")
+                .got(format!("{}, which is the same file as {}", written.display(), input.display()))
+                .expected("another file name")
                 .into());
         }
     }
@@ -172,7 +172,7 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     profile::enable(settings.log.profile);
     if let Some((Setting::Float(temperature), Origin::Default)) = resolved.values.lookup("temperature") {
         context.console.line(&format!(
-            "sampling at temperature {temperature}; `--temperature 0` takes the likeliest token each time, as `eval` does"
+            "sampling at temperature {temperature}; `--temperature 0` always takes the most likely token, as `eval` does"
         ));
     }
     match &settings.io.prompt {
@@ -369,7 +369,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
             evaluation.skipped.len(),
             dataset.len()
         ))
-        .help("they are listed above; --max_skipped sets how many are tolerated")
+        .help("they are listed above; --max_skipped sets the largest tolerated share")
         .into());
     }
     Ok(())

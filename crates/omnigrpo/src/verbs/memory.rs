@@ -45,10 +45,10 @@ fn weights_fit_on(model: &Model, device: Device) -> Result<()> {
         Some((free, whose)) if weights > free => Err(Problem::failure(format!("the model does not fit into {whose}"))
             .at(model.dir().display().to_string())
             .got(format!("{} of weights", size(weights)))
-            .expected(format!("at most the {} that are free", size(free)))
+            .expected(format!("at most the free {}", size(free)))
             .help(
-                "--load_in_8bit or --load_in_4bit hold frozen weights in fewer bits, --torch_dtype bfloat16 f32 ones in half; \
-                 `omnigrpo doctor --model_name_or_path DIR` shows what each way of training takes",
+                "--load_in_8bit or --load_in_4bit store frozen weights in fewer bits; --torch_dtype bfloat16 halves \
+                 the size of f32 weights; `omnigrpo doctor --model_name_or_path DIR` shows the memory of each way of training",
             )
             .into()),
         _ => Ok(()),

@@ -25,7 +25,7 @@ pub fn replaced(settings: &Settings, dir: &Path, json: &ConfigJson) -> Result<Ma
     let no_encoder = settings.selection.instruction && options.iter().all(|option| option.name != "bert");
     if let Some(name) = stranger.or(no_encoder.then_some("tune_bert")) {
         return Err(Problem::usage(format!("`{name}` has no effect"))
-            .got(format!("{} is of a family without it", dir.display()))
+            .got(format!("the family of {} does not have this part", dir.display()))
             .expected("a checkpoint of the family that has this part")
             .into());
     }

@@ -247,7 +247,7 @@ fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
     Some(
         Problem::failure(format!("this run does not fit into {whose}"))
             .got(format!("{} ({})", size(forecast.memory.total()), memory::parts(&forecast.memory)))
-            .expected(format!("at most {}, what is free", size(limit)))
+            .expected(format!("at most the free {}", size(limit)))
             .help(help),
     )
 }

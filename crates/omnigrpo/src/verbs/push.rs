@@ -31,7 +31,7 @@ const TEMPLATES: &str = "additional_chat_templates";
 pub fn push(settings: &Settings, context: &Context) -> Result<()> {
     let dir = settings.io.directory.as_deref().unwrap_or(Path::new("."));
     if !["config.json", "adapter_config.json"].iter().any(|name| dir.join(name).is_file()) {
-        return Err(Problem::usage("there is no model to push")
+        return Err(Problem::usage("the directory contains no model to push")
             .at(dir.display().to_string())
             .expected("a run directory, checkpoint or adapter: `config.json` or `adapter_config.json` in it")
             .into());
@@ -41,10 +41,7 @@ pub fn push(settings: &Settings, context: &Context) -> Result<()> {
     let pusher = Pusher::to_repository(settings, context, dir)?;
     pusher.send(dir, concat!("Model pushed by omnigrpo ", env!("CARGO_PKG_VERSION"))).map_err(|error| {
         let problem = Problem::failure("the model could not be pushed").at(pusher.repo.clone());
-        problem
-            .got(told(error.as_ref()))
-            .help("the same command continues where this one was interrupted")
-            .into()
+        problem.got(told(error.as_ref())).help("run the same command again to continue the upload").into()
     })
 }
 
@@ -78,7 +75,7 @@ impl Pusher {
         if env.offline {
             return Err(Problem::usage("a model cannot be pushed offline")
                 .got("HF_HUB_OFFLINE is set")
-                .help("unset it; or train without `--push_to_hub`, and `omnigrpo push DIR` later")
+                .help("unset it, or train without `--push_to_hub` and run `omnigrpo push DIR` later")
                 .into());
         }
         let own_name = || Some(std::path::absolute(dir).ok()?.file_name()?.to_string_lossy().into_owned());
@@ -134,7 +131,7 @@ impl Pusher {
                 .at(self.repo.clone())
                 .got(told(error.as_ref()))
                 .help(format!(
-                    "`omnigrpo push {} --hub_model_id {}` continues where this was interrupted",
+                    "`omnigrpo push {} --hub_model_id {}` continues the upload",
                     self.dir.display(),
                     self.repo
                 ))
@@ -193,7 +190,7 @@ impl Observer for Saved {
         match std::thread::Builder::new().name("push".to_owned()).spawn(work) {
             Ok(push) => *beside = Some((step, push)),
             Err(error) => self.console.line(&format!(
-                "warning: the checkpoint of step {step} was not pushed: no thread for it: {error}"
+                "warning: the checkpoint of step {step} was not pushed: no thread can be started: {error}"
             )),
         }
     }
@@ -227,7 +224,7 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     }
     names.extend(shards);
     if !names.iter().any(|name| name.ends_with(".safetensors")) {
-        return Err(Problem::usage("there is no model to push")
+        return Err(Problem::usage("the directory contains no model to push")
             .at(dir.display().to_string())
             .expected(format!("weights: `{}` or `{INDEX}`", WEIGHTS.join("`, `")))
             .into());

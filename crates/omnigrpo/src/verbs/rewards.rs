@@ -52,10 +52,10 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
-        return Err(Problem::usage("no reward compares answers, so none can tell which are right")
+        return Err(Problem::usage("no reward compares answers, so it is unknown which answers are correct")
             .at("--keep")
             .got(format!("`reward_funcs` {}", settings.rewards.funcs.join(", ")))
-            .expected("`accuracy` or one of its rules among them, or `best`, or a number")
+            .expected("`accuracy` or one of its rules in `reward_funcs`, or else `best` or a number")
             .into());
     }
     probe(&rewards, &dataset)?;
@@ -170,7 +170,7 @@ fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
     };
     let Some(first) = completions.into_iter().next() else { return Ok(()) };
     omnigrpo_train::probe(rewards, &sample, first.text, first.ids).map_err(|error| {
-        let help = "it was asked for one score before the others; nothing is written";
+        let help = "the reward had to score one completion before the others; nothing is written";
         Problem::of(&error).at("--reward_funcs").help(help).into()
     })
 }
@@ -208,11 +208,13 @@ fn score_rows(
                 refusals.retain(|earlier| Some(earlier) == refusal.as_ref());
                 refusals.extend(refusal);
                 if refusals.len() == GIVEN_UP_AFTER {
-                    return Err(Problem::failure(format!("{GIVEN_UP_AFTER} consecutive rows failed alike"))
-                        .at("--reward_funcs")
-                        .got(refusals.swap_remove(0))
-                        .help("the reward is asked about no more rows, and nothing is written")
-                        .into());
+                    return Err(Problem::failure(format!(
+                        "{GIVEN_UP_AFTER} consecutive rows failed in the same way"
+                    ))
+                    .at("--reward_funcs")
+                    .got(refusals.swap_remove(0))
+                    .help("no more rows are scored, and nothing is written")
+                    .into());
                 }
                 all.extend(one);
             }

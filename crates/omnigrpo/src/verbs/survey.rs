@@ -57,8 +57,8 @@ pub fn idle(seen: &Surveyed, dataset: &Dataset) -> Option<Problem> {
     if seen.without_solution < seen.rows {
         return Some(
             problem
-                .got(format!("{} rows whose ground truth it cannot read", seen.rows))
-                .expected("a ground truth of its kind; `rewards list` says what each reward compares")
+                .got(format!("{} rows with a ground truth that the reward cannot read", seen.rows))
+                .expected("a ground truth of the right kind; `rewards list` shows what each reward compares")
                 .help("choose another reward, or correct the rows"),
         );
     }
@@ -73,7 +73,7 @@ pub fn idle(seen: &Surveyed, dataset: &Dataset) -> Option<Problem> {
             .got(format!("{} rows with the columns {}", seen.rows, columns.join(", ")))
             .expected("a ground truth in the column `solution` or `answer`, or a final assistant turn")
             .help(match near {
-                Some(name) => format!("is it in `{name}`? `--solution_column {name}` says so"),
+                Some(name) => format!("if it is in `{name}`, add `--solution_column {name}`"),
                 None => "`--solution_column NAME` names its column; or leave the reward out".to_owned(),
             }),
     )

@@ -78,8 +78,8 @@ pub fn take(output_dir: &Path) -> Result<RunLock> {
         LogError::Locked { path, holder } => Problem::failure("the run directory is in use")
             .at(path.display().to_string())
             .got(holder)
-            .expected("one process per run directory; a launcher that starts several is not needed")
-            .help("wait for it, stop it, or choose another --output_dir")
+            .expected("one process per run directory, without a launcher that starts several")
+            .help("wait for that process, stop it, or choose another --output_dir")
             .into(),
         error => unwritable(output_dir, &error),
     })
@@ -120,11 +120,11 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
     if let Some(collapse) = &summary.collapsed {
         return Err(Problem::failure("the run collapsed and was stopped")
             .got(worded(collapse))
-            .expected("a run that goes on learning")
+            .expected("a run that keeps learning")
             .help(
-                "change that setting and start from a checkpoint before it, `--resume_from_checkpoint DIR \
-                 --allow_changed_settings`, or from the beginning, `--resume_from_checkpoint never`; without --stop_on_collapse the \
-                 same command goes on as it is",
+                "change that setting; then start from an earlier checkpoint with `--resume_from_checkpoint DIR \
+                 --allow_changed_settings`, or from the beginning with `--resume_from_checkpoint never`; to continue \
+                 with unchanged settings, repeat the command without --stop_on_collapse",
             )
             .into());
     }
@@ -132,7 +132,7 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
         Some(how) => Problem::stopped("the machine failed, so the run was stopped before its end")
             .got(how.as_str())
             .expected("a working machine: no row was skipped or lost because of the failure")
-            .help(format!("repair it, then {again}")),
+            .help(format!("fix the machine, then {again}")),
         None => Problem::stopped("the run was stopped before its end").help(again),
     }
     .into())
@@ -154,7 +154,7 @@ pub fn run(
     }
     if !lock.is_exclusive() {
         context.console.line(
-            "warning: this file system has no locks, so a second run in the same directory would not be noticed",
+            "warning: this file system has no locks, so a second run in the same directory would not be detected",
         );
     }
     let page = watch::beside(&resolved.settings, lock.root(), context)?;
@@ -266,14 +266,13 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         Some(memory::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20).unwrap_or(0);
     let shuffled = if settings.rewards.temporal_order_bonus {
         if answer_reward(&rewards).is_none() {
-            return Err(Problem::usage("no reward compares answers, so none can need the order of frames")
-                .at("--temporal_order_bonus")
-                .got(format!(
-                    "`reward_funcs` {}",
-                    omnigrpo_rewards::redacted(&settings.rewards.funcs.join(", "))
-                ))
-                .expected("`accuracy` or one of its rules among them")
-                .into());
+            return Err(Problem::usage(
+                "no reward compares answers, so no answer can depend on the order of frames",
+            )
+            .at("--temporal_order_bonus")
+            .got(format!("`reward_funcs` {}", omnigrpo_rewards::redacted(&settings.rewards.funcs.join(", "))))
+            .expected("`accuracy` or one of its rules in `reward_funcs`")
+            .into());
         }
         Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?))
     } else {
@@ -365,8 +364,8 @@ fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
              {longest} allows {longest} more",
             limit.most, limit.longest_prompt
         ))
-        .expected("prompt and completion within the limit; a token of the policy counts as one of the reward")
-        .help(format!("{lower}leave out the longest prompts, or take a reward model that reads more"))
+        .expected("prompt and completion within the limit; a token of the policy counts as one token of the reward model")
+        .help(format!("{lower}leave out the longest prompts, or use a reward model with a higher limit"))
         .into())
 }
 
@@ -383,9 +382,9 @@ fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards:
     }
     let Some((row, why)) = first else { return Ok(()) };
     Err(Problem::failure("no evaluation row can be used")
-        .got(format!("{} rows that cannot; row {row} (id {}): {}", rows.len(), why.id, why.reason))
+        .got(format!("{} unusable rows; row {row} (id {}): {}", rows.len(), why.id, why.reason))
         .expected("at least one row to evaluate on")
-        .help("`omnigrpo data check` lists all of them; without --eval_file and --val_split_ratio nothing is evaluated")
+        .help("`omnigrpo data check` lists all of them; to train without evaluations, remove --eval_file and --val_split_ratio")
         .into())
 }
 
@@ -462,7 +461,7 @@ fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem
     };
     let absent = |place: &Path, found: Vec<(u64, PathBuf)>| {
         let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
-        Problem::failure("there is no checkpoint to resume from")
+        Problem::failure("no checkpoint to resume from was found")
             .at(place.display().to_string())
             .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
             .expected("a directory `checkpoint-N` with `trainer_state.json`")

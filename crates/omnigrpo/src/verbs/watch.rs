@@ -22,7 +22,7 @@ pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
     }
     let server = Server::start(&directories, settings.log.dashboard_port).map_err(problem)?;
     print(&format!("{}\n", server.url()))?;
-    context.console.line("only this machine can open it; press Ctrl-C to end");
+    context.console.line("the page opens only on this machine; press Ctrl-C to stop");
     loop {
         std::thread::park();
     }
@@ -52,7 +52,7 @@ pub fn report(settings: &Settings, context: &Context) -> Result<()> {
             report.media_folders.iter().map(|folder| folder.display().to_string()).collect();
         if !folders.is_empty() {
             context.console.line(&format!(
-                "it holds pictures or sounds of {}: look at them before you share it",
+                "it contains pictures or sounds of {}: check them before you share it",
                 folders.join(", ")
             ));
         }
@@ -128,7 +128,7 @@ fn is_read_by_others(output: impl std::os::fd::AsFd) -> bool {
 
 fn problem(error: Error) -> anyhow::Error {
     match &error {
-        Error::NoRun { .. } | Error::Missing(_) => Problem::failure("there is no run to show")
+        Error::NoRun { .. } | Error::Missing(_) => Problem::failure("no run to show was found")
             .got(told(&error))
             .expected("the `--output_dir` of a run")
             .into(),

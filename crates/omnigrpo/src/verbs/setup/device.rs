@@ -42,7 +42,7 @@ pub fn open_device(
         },
         DeviceChoice::Emulated => match Device::emulator() {
             Some(device) => Ok((device, "a GPU's kernels on the CPU, for tests".into())),
-            None => Err(Problem::usage("this build has no emulator of GPUs, which only tests use")
+            None => Err(Problem::usage("this build has no GPU emulator, which only test builds have")
                 .at(format!("{flag} emulated"))
                 .expected("`auto`, `cpu`, `cuda`, or `cuda:N`")),
         },
@@ -66,7 +66,7 @@ fn lists_nvidia_gpu(devices: &Path) -> bool {
 pub fn no_cards(settings: &Settings) -> String {
     match &settings.env.cuda_visible_devices {
         Some(visible) if visible.is_empty() => {
-            "the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty, which hides all".into()
+            "the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty, which hides all GPUs".into()
         }
         Some(visible) => format!("the NVIDIA driver shows no GPU, with CUDA_VISIBLE_DEVICES={visible}"),
         None => "the NVIDIA driver shows no GPU".into(),

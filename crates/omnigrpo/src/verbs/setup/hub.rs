@@ -19,7 +19,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
     if path.is_dir() {
         let adapter = adapter_base(&path).map_err(|e| Problem::from_error(&e.into()))?;
         if let (false, Some(base)) = (path.join("config.json").is_file(), adapter) {
-            return Err(Problem::usage("the directory holds an adapter, not a checkpoint")
+            return Err(Problem::usage("the directory contains an adapter, not a checkpoint")
                 .at(path.display().to_string())
                 .expected("the checkpoint that it was trained on, and the adapter in its own setting")
                 .help(format!("--model_name_or_path {base} --adapter_name_or_path {}", path.display())));
@@ -34,7 +34,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
     }
     let missing = || {
         Problem::failure(format!("{what} was not found")).got(format!("`{name}`")).expected(format!(
-            "a checkpoint directory, a model in the local cache {}, or one of the hub {}",
+            "a checkpoint directory, a model in the local cache {}, or a model on the hub {}",
             hub.cache.display(),
             hub.endpoint
         ))
@@ -43,13 +43,14 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
         return Err(missing().help("correct the path"));
     }
     if hub.offline {
-        return Err(
-            missing().help("HF_HUB_OFFLINE is set: unset it, or copy what `hf download` fetched elsewhere")
-        );
+        return Err(missing().help(
+            "HF_HUB_OFFLINE is set: unset it, or run `hf download` on another machine and copy the \
+             files into the local cache",
+        ));
     }
     fetch(name, hub).map_err(|error| match error {
         FetchError::NoRepo { .. } | FetchError::Denied { .. } => missing().help(told(&error)),
-        _ => missing().help(format!("it could not be fetched: {}", told(&error))),
+        _ => missing().help(format!("the download failed: {}", told(&error))),
     })
 }
 
@@ -112,7 +113,7 @@ pub fn tables(
     let missing = || {
         Problem::failure("the dataset was not found").got(format!("`{name}`, split `{split}`")).expected(
             format!(
-                "a file of rows, a dataset in the local cache {}, or one of the hub {}",
+                "a file of rows, a dataset in the local cache {}, or a dataset on the hub {}",
                 env.cache.display(),
                 env.endpoint
             ),
@@ -121,8 +122,8 @@ pub fn tables(
     if env.offline {
         return Err(
             missing().help(
-            "HF_HUB_OFFLINE is set: unset it, name the part with `--dataset_config`, or copy what `hf download` fetched \
-             elsewhere",
+            "HF_HUB_OFFLINE is set: unset it, name the part with `--dataset_config`, or run `hf download` on another \
+             machine and copy the files into the local cache",
         )
         );
     }
@@ -130,12 +131,12 @@ pub fn tables(
     let what = format!("fetching {name} ({split}) from {}", env.endpoint);
     hub(env).dataset(name, part, split, &mut progress(&console, &what)).map_err(|error| match error {
         FetchError::NoSplit { .. } => missing().help(format!(
-            "{}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` choose",
+            "{}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` select the split",
             told(&error)
         )),
         FetchError::NoRepo { .. } | FetchError::Denied { .. } | FetchError::NoTables { .. } => {
             missing().help(told(&error))
         }
-        _ => missing().help(format!("it could not be fetched: {}", told(&error))),
+        _ => missing().help(format!("the download failed: {}", told(&error))),
     })
 }

@@ -145,7 +145,7 @@ fn load(
             let left = params.filter(|p| quantization.leaves(p.name(), p.part(), p.shape())).count();
             if left > 0 {
                 tracing::warn!(
-                    "{left} linear weights stay unquantised: their rows are shorter than a group of {} numbers",
+                    "{left} linear weights are not quantised, because their rows are shorter than a group of {} numbers",
                     Quantization::GROUP
                 );
             }

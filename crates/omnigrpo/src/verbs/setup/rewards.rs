@@ -80,9 +80,10 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
 fn judge_prompt(path: &Path) -> Result<String> {
     const MAX_BYTES: u64 = 64 << 10;
     let problem = |got: String| {
-        Problem::usage("the judge's prompt cannot be used").at(path.display().to_string()).got(got).expected(
-            "a text with `{answer}` or `{completion}` in it, and a request for a number from 0 to 1",
-        )
+        Problem::usage("the judge's prompt cannot be used")
+            .at(path.display().to_string())
+            .got(got)
+            .expected("a text that contains `{answer}` or `{completion}` and requests a number from 0 to 1")
     };
     let mut text = String::new();
     std::fs::File::open(path)
@@ -134,7 +135,8 @@ pub fn probe_rewards(
         Problem::of(&e)
             .at("--reward_funcs")
             .help(
-                "it was asked for one score before the run, as docs/rewards.md says; nothing was sampled yet",
+                "the reward had to score one completion before the run, as described in docs/rewards.md; nothing was \
+                 sampled yet",
             )
             .into()
     })

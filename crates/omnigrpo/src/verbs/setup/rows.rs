@@ -86,10 +86,12 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     let modes = &settings.rewards.accuracy_modes;
     if modes.len() > 1 {
         if modes.len() != specs.len() {
-            return Err(Problem::usage("`accuracy_mode` and the training files differ in number")
-                .got(format!("{} rules for {} files", modes.len(), specs.len()))
-                .expected("one rule for all, or one per file, in the same order")
-                .into());
+            return Err(Problem::usage(
+                "`accuracy_mode` and the list of training files have different lengths",
+            )
+            .got(format!("{} rules for {} files", modes.len(), specs.len()))
+            .expected("one rule for all, or one per file, in the same order")
+            .into());
         }
         for (spec, mode) in specs.iter_mut().zip(modes) {
             spec.columns.entry("reward_method").or_insert_with(|| mode.name().into());
@@ -128,7 +130,7 @@ fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
 fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset>> {
     let dataset = Dataset::open(specs, options).map_err(|e| match &e {
         DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
-            let problem = Problem::failure("the dataset is not there")
+            let problem = Problem::failure("the dataset does not exist")
                 .at(path.display().to_string())
                 .got(source.to_string())
                 .expected("a file of rows");
