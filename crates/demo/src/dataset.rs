@@ -9,10 +9,8 @@
 //!
 //! Each medium occurs only once in all files, except that `eval_permuted.jsonl` reuses the media of `eval.jsonl`. A picture is
 //! drawn again if its encoded bytes were drawn before. The encoding is a function of the pixels, so equal bytes mean equal
-//! content.
-//! `eval_permuted.jsonl` keeps the solution of each question. On this file a model that looks at the medium falls to chance; a
-//! model
-//! that only reads the question does not.
+//! content. `eval_permuted.jsonl` keeps the solution of each question. On this file a model that looks at the medium falls to
+//! chance; a model that only reads the question does not.
 //!
 //! Columns: `id`, `image` or `video`, `conversations`, `solution`, `type` (see [`Kind::name`]), `form` (see
 //! [`Form::name`](crate::Form::name)), `answer` (the word for what the medium shows), and `sha256` (of the medium's file).

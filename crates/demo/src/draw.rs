@@ -2,8 +2,7 @@
 //!
 //! Everything except the property in question is random (place, size, colour, outline, background), so that a model cannot
 //! memorise pictures. Sides are multiples of [`CELL_PX`], the side of one vision token of the embedded model, so the processor
-//! does
-//! not resize any picture. No picture has more than 256 colours, so a GIF stores a clip without loss.
+//! does not resize any picture. No picture has more than 256 colours, so a GIF stores a clip without loss.
 
 use image::{Rgb, RgbImage};
 use rand_chacha::ChaCha8Rng;

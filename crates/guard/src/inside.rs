@@ -7,8 +7,7 @@
 //!
 //! All other links out of the directory are refused. So is anything that is not a regular file (a pipe has no end, and opening a
 //! device may trigger it). Hard links are not detected, because a hard link is the file itself. Only users who may already write
-//! to
-//! the directory can create one.
+//! to the directory can create one.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};

@@ -1,9 +1,8 @@
 //! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
 //!
-//! A run is one process, so nothing is sharded, and communication buffers have no counterpart.
-//! A number that is in both the file and the settings must be the same in both, as in the `transformers` trainer. `auto` takes
-//! the
-//! value of the setting. An unsupported field is an error, and so is a field that is not in the table. Fields:
+//! A run is one process, so nothing is sharded, and communication buffers have no counterpart. A number that is in both the file
+//! and the settings must be the same in both, as in the `transformers` trainer. `auto` takes the value of the setting. An
+//! unsupported field is an error, and so is a field that is not in the table. Fields:
 //! <https://www.deepspeed.ai/docs/config-json/>.
 
 use std::path::Path;

@@ -236,8 +236,7 @@ pub fn print_config(resolved: &Resolved) -> String {
 }
 
 /// Returns the command line of a run with the settings that the user gave. Paths are reduced to file names, and programs of
-/// rewards
-/// are omitted, because the model card shows this line to others.
+/// rewards are omitted, because the model card shows this line to others.
 pub fn command(resolved: &Resolved) -> String {
     let name_of = |text: &str| match omnigrpo_fetch::is_repo_name(text) && !Path::new(text).exists() {
         true => text.to_owned(),

@@ -73,8 +73,7 @@ fn wants_colour(env: impl Fn(&str) -> Option<String>, is_terminal: bool) -> bool
 }
 
 /// Sends warnings of the libraries (for instance, that a request to a reward program is repeated) to the console and so to the
-/// run's
-/// log. `RUST_LOG` shows more. Omits warnings of `symphonia`'s probe, which calls the first four bytes of every MP4 and MOV
+/// run's log. `RUST_LOG` shows more. Omits warnings of `symphonia`'s probe, which calls the first four bytes of every MP4 and MOV
 /// file junk.
 fn show_warnings(console: &Console) {
     use tracing_subscriber::EnvFilter;

@@ -1,6 +1,5 @@
 //! Checks for settings that contradict each other and for missing settings. The row of a setting in the flag table defines when
-//! the
-//! setting has no effect.
+//! the setting has no effect.
 
 use std::path::Path;
 
@@ -17,8 +16,7 @@ use crate::values::{Origin, Value, Values};
 use crate::wording::flag_at;
 
 /// Two settings for the same thing, and the condition under which they contradict each other. If one comes from a stronger
-/// source,
-/// the other returns to its default, because a preset must not forbid the other setting.
+/// source, the other returns to its default, because a preset must not forbid the other setting.
 pub type Rivals = (&'static str, &'static str, fn(&Value, &Value) -> bool);
 
 /// Every pair of settings for the same thing.

@@ -1,8 +1,7 @@
 //! The settings of one run: the plans of the libraries and the program's own settings.
 //!
 //! [`Settings::from_values`] applies every row of the flag table to a [`Settings`]. Code below it sees no flag, file of settings
-//! or
-//! environment variable. A field without a comment has the meaning and unit given in the row of the same name.
+//! or environment variable. A field without a comment has the meaning and unit given in the row of the same name.
 //!
 //! The structs do not derive `PartialEq`: the derived code would read every field, and the compiler could no longer report a
 //! setting that no verb uses.

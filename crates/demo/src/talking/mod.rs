@@ -144,8 +144,7 @@ pub struct TalkingSizes {
 
 impl Default for TalkingSizes {
     /// Returns the sizes of the recipe in `examples/humanomni`. Few rows have reasons, so that training on labels still has much
-    /// to
-    /// teach.
+    /// to teach.
     fn default() -> Self {
         Self { sft: 42, train: 504, eval: 252 }
     }

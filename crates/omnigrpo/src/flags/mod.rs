@@ -237,8 +237,7 @@ fn text(name: &str) -> Option<Value> {
 /// Function that returns the reason why a setting has no effect in a run of that verb, or `None` if it has one.
 ///
 /// If a setting has no effect, giving it by flag or file with a value other than its default is an error, because the user
-/// expects
-/// an effect. A setting from a preset is dropped instead.
+/// expects an effect. A setting from a preset is dropped instead.
 pub type Idle = fn(&Settings, Verb) -> Option<&'static str>;
 
 /// One row of the table.
@@ -271,14 +270,12 @@ pub struct Flag {
     /// True if the default comes from the recipe.
     pub of_recipe: bool,
     /// Verbs whose runs can resume with another value of the setting. Such a setting names the location of inputs (which are
-    /// identified
-    /// by content), the amount of work at a time or the length of a run, and does not change results.
+    /// identified by content), the amount of work at a time or the length of a run, and does not change results.
     pub free: &'static [Verb],
     /// Function that returns the reason why the setting has no effect.
     pub idle: Idle,
     /// Function that returns the reason if another setting overrides this one in `transformers`. Scripts of that trainer give
-    /// both, so
-    /// the program prints a note instead of an error.
+    /// both, so the program prints a note instead of an error.
     pub overridden: Idle,
 }
 

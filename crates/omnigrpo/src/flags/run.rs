@@ -21,8 +21,7 @@ fn savings() -> Vec<(&'static str, &'static str)> {
 }
 
 // Reads `--resume_from_checkpoint`. Users of other trainers write `true` and `false`, which would otherwise be the paths of
-// missing
-// directories.
+// missing directories.
 fn resume(text: &str) -> ResumeFrom {
     match text.to_ascii_lowercase().as_str() {
         "never" | "false" | "no" => ResumeFrom::Start,

@@ -2,8 +2,7 @@
 //!
 //! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of [`peers`] has many settings of *that* program.
 //! A setting with a counterpart is translated to it. A setting without effect here is dropped and listed in a note. An
-//! unsupported
-//! setting is an error with advice.
+//! unsupported setting is an error with advice.
 
 use omnigrpo_data::QUESTION_TEMPLATES;
 
@@ -15,8 +14,7 @@ pub enum Fate {
     /// The setting is another name of this setting with this value, unless that setting is given directly.
     Becomes(&'static str, String),
     /// The setting becomes several settings, unless they are given directly. Those after the first are implied: if another
-    /// foreign
-    /// setting becomes the same one, that value is used instead.
+    /// foreign setting becomes the same one, that value is used instead.
     BecomesAll(Vec<(&'static str, String)>),
     /// The meaning depends on another setting of the same source, whose value is `None` if it is not given.
     Depends(&'static str, fn(&str, Option<&str>) -> Fate),
@@ -34,8 +32,7 @@ mod peers;
 mod trainers;
 
 /// Names of a setting, and a function that returns the meaning of a value. Words of the value are separated by spaces; a bare
-/// flag is
-/// `true`. A name that ends in `*` matches all names with that prefix that have no earlier row.
+/// flag is `true`. A name that ends in `*` matches all names with that prefix that have no earlier row.
 type Row = (&'static [&'static str], fn(&str) -> Fate);
 
 /// Trackers of transformers that are unsupported.

@@ -1,9 +1,8 @@
 //! Settings of ms-swift (4.6), Unsloth (2026.10), verl (0.9) and EasyR1, in the form used by their launch scripts.
 //!
-//! verl and EasyR1 use words `group.name=value`, which [`dotted`] splits. Sources:
-//! `examples/train/grpo` of ms-swift, `examples/grpo_trainer` of verl, `examples/config.yaml` of EasyR1 and the scripts in the
-//! same
-//! directory, `FastVisionModel.get_peft_model` of Unsloth.
+//! verl and EasyR1 use words `group.name=value`, which [`dotted`] splits. Sources: `examples/train/grpo` of ms-swift,
+//! `examples/grpo_trainer` of verl, `examples/config.yaml` of EasyR1 and the scripts in the same directory,
+//! `FastVisionModel.get_peft_model` of Unsloth.
 
 use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Refused};
 use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};

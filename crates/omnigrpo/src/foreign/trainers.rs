@@ -1,6 +1,5 @@
 //! Settings of transformers' `TrainingArguments` (5.23), of TRL's `GRPOConfig`, `ModelConfig` and `ScriptArguments` (1.16), and
-//! of
-//! the cold start of R1-Omni, other than those in its launch scripts.
+//! of the cold start of R1-Omni, other than those in its launch scripts.
 
 use super::Fate::{Becomes, BecomesAll, Dropped, Refused};
 use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};

@@ -156,8 +156,7 @@ fn mean_media_bytes(report: &Report) -> f64 {
 }
 
 /// Checks the rows on which a training run evaluates. Each evaluation skips rows that cannot be used. Returns the mean memory of
-/// a
-/// row's decoded media, bytes.
+/// a row's decoded media, bytes.
 pub fn check_held_out(
     settings: &Settings,
     context: &Context,

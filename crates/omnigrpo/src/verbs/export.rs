@@ -7,8 +7,7 @@ use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Writes the checkpoint to `--output_dir`, with its adapter merged and in the given layout. The directory appears only when it
-/// is
-/// complete.
+/// is complete.
 pub fn export(settings: &Settings, context: &Context) -> Result<()> {
     let Some(target) = &settings.io.output_dir else {
         return Err(Problem::usage("no output directory is given").expected("`--output_dir DIR`").into());

@@ -1,6 +1,5 @@
 //! Check for settings that the model's family does not read. Only `config.json` names the family, so the check runs when a
-//! command
-//! starts.
+//! command starts.
 
 use anyhow::Result;
 

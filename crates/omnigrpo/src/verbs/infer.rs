@@ -154,8 +154,7 @@ fn scored_row(prompts: &PromptBuilder, scored: &Recorded) -> Result<Value, Train
 }
 
 /// Returns a line with the row's own columns, the named columns about its completions, and new results. Every command reads such
-/// a
-/// line as the row with its completions.
+/// a line as the row with its completions.
 pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made: Value) -> Value {
     let mut line = dataset.portable_row(sample);
     let recorded = recorded.iter().filter_map(|name| sample.columns.get_key_value(*name));
@@ -288,8 +287,7 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let row = [row];
     let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
     // Several completions are printed at the end, since their tokens are interleaved. So is a completion with stop strings,
-    // because
-    // its end is known only afterwards.
+    // because its end is known only afterwards.
     let live = settings.algorithm.num_generations == 1 && settings.prompts.stop_strings.is_empty();
     let mut decoder = StreamDecoder::new(true);
     let completions = generator.generate(&requests, |event| {

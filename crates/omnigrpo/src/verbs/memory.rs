@@ -258,8 +258,7 @@ pub fn resident() -> u64 {
 }
 
 /// Returns the bytes that this process may still allocate: the system's free memory, or less if its container or its address
-/// space
-/// limits it further. Returns `None` if the system does not report it.
+/// space limits it further. Returns `None` if the system does not report it.
 pub fn free() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let system = read("/proc/meminfo").and_then(|text| field(&text, "MemAvailable:")).map(|kib| 1024 * kib);

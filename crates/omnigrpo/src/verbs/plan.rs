@@ -217,8 +217,7 @@ pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Resu
 }
 
 /// Checks the memory of a run before it starts. Returns an error if its permanent part does not fit, and warns if the total does
-/// not
-/// fit. Sets the capacity of the store of decoded media to the rest.
+/// not fit. Sets the capacity of the store of decoded media to the rest.
 pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
     let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
     checkpoint.media_store().set_max_bytes(forecast.for_media);

@@ -197,9 +197,8 @@ impl Observer for Saved {
 }
 
 /// Lists the files of a model in a directory as pairs of name in the repository and path: weights, settings, tokenizer,
-/// templates,
-/// code, licence, card. Other files are never pushed, because the directory may also contain private files, and a published file
-/// cannot be withdrawn. For the same reason, links that point outside the directory are not followed.
+/// templates, code, licence, card. Other files are never pushed, because the directory may also contain private files, and a
+/// published file cannot be withdrawn. For the same reason, links that point outside the directory are not followed.
 fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     const WEIGHTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
     const OTHERS: [&str; 10] = [

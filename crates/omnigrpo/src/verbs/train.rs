@@ -210,8 +210,7 @@ impl Prepared {
     }
 
     /// Returns an upper bound of the bytes of all decoded media of a run: the sum found by the check, times the number of
-    /// versions
-    /// that may be stored.
+    /// versions that may be stored.
     pub fn media_bytes(&self, run: &RunPlan) -> u64 {
         let rows = self.rows.len() as u64;
         let by_epochs = (rows as f64 * run.num_epochs).ceil() as u64;
@@ -349,8 +348,7 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
 }
 
 /// Returns an error if a reward cannot read the longest possible completion after its longest prompt. Such completions would get
-/// no
-/// score.
+/// no score.
 fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
     let longest = settings.algorithm.sampling.max_completion_length;
     let Some((name, limit)) = rewards.too_short_for(longest).into_iter().next() else { return Ok(()) };
@@ -370,8 +368,7 @@ fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
 }
 
 /// Returns an error if no evaluation row can be used. Without this check, the first evaluation would report that hours later.
-/// Reads
-/// rows until one can be used, which is usually the first.
+/// Reads rows until one can be used, which is usually the first.
 fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards: &RewardSet) -> Result<()> {
     let mut first = None;
     for &row in rows {
@@ -584,11 +581,9 @@ fn step_takes(settings: &Settings, objective: Objective) -> String {
 }
 
 /// Installs signal handlers. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint. The
-/// program
-/// confirms them immediately. A second signal of the first three kinds ends the process immediately, with the exit code that
-/// shells
-/// use for that signal. SIGUSR1 is a scheduler's warning before SIGTERM, so it counts neither as the first nor as the second
-/// signal.
+/// program confirms them immediately. A second signal of the first three kinds ends the process immediately, with the exit code
+/// that shells use for that signal. SIGUSR1 is a scheduler's warning before SIGTERM, so it counts neither as the first nor as the
+/// second signal.
 fn install_signals(context: &Context) -> Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
     let unable = "signals cannot be handled";
