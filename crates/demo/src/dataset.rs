@@ -1,19 +1,20 @@
-//! The dataset: JSONL files of questions beside their pictures and clips.
+//! The dataset: JSONL files of questions, with their pictures and clips.
 //!
 //! | file | rows |
 //! |---|---|
-//! | `sft.jsonl` | questions for supervised fine-tuning: choices with the right completion, short answers with a guess in the right form, so that GRPO has something left to teach |
+//! | `sft.jsonl` | questions for supervised fine-tuning: choices with the correct completion, and short answers with a guess in the correct form, so that GRPO still has something to teach |
 //! | `train.jsonl` | questions for GRPO |
 //! | `eval.jsonl` | held-out questions |
-//! | `eval_permuted.jsonl` | the held-out questions, each with the medium of another one of its type |
+//! | `eval_permuted.jsonl` | the held-out questions, each with the medium of another question of the same type |
 //!
-//! No medium occurs twice, in one file or in two: a picture whose encoded bytes were drawn before is drawn anew, and
-//! encoding is a function of the pixels, so the bytes stand for the content. `eval_permuted.jsonl` keeps the solution of the question: a model
-//! that looks at the medium falls to chance there, one that only reads the question does not.
+//! Each medium occurs only once in all files, except that `eval_permuted.jsonl` reuses the media of `eval.jsonl`. A picture is
+//! drawn again if its encoded bytes were drawn before. The encoding is a function of the pixels, so equal bytes mean equal
+//! content. `eval_permuted.jsonl` keeps the solution of each question. On this file a model that looks at the medium falls to
+//! chance; a model that only reads the question does not.
 //!
 //! Columns: `id`, `image` or `video`, `conversations`, `solution`, `type` (see [`Kind::name`]), `form` (see
-//! [`Form::name`](crate::Form::name)), `answer` (the word for what is seen), `sha256` (of the medium's file);
-//! clips also `min_pixels` and `max_pixels`, so that their frames are not enlarged.
+//! [`Form::name`](crate::Form::name)), `answer` (the word for what the medium shows), and `sha256` (of the medium's file).
+//! Rows with clips also have `min_pixels` and `max_pixels`, so that their frames are not enlarged.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
@@ -31,9 +32,9 @@ use crate::draw::{CELL_PX, frames, shuffle, stream};
 use crate::question::{Form, Kind, Question};
 
 const MANIFEST: &str = "manifest.json";
-/// Draws for one row before giving up; the space of pictures is so large that one is nearly always enough.
+/// Limit on draws for one row. The space of pictures is so large that one draw is nearly always enough.
 const MAX_ATTEMPTS: u64 = 100;
-/// Between frames of a clip: two frames a second, the rate at which the model samples videos.
+/// Time between frames of a clip, milliseconds: two frames a second, the rate at which the model samples videos.
 const FRAME_MS: u32 = 500;
 /// Area of a frame, pixels.
 const FRAME_PX: u32 = 4 * CELL_PX * CELL_PX;
@@ -41,11 +42,11 @@ const FRAME_PX: u32 = 4 * CELL_PX * CELL_PX;
 /// A file of questions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// Supervised fine-tuning.
+    /// Questions for supervised fine-tuning.
     Sft,
-    /// GRPO.
+    /// Questions for GRPO.
     Train,
-    /// Held out.
+    /// Held-out questions.
     Eval,
 }
 
@@ -53,7 +54,7 @@ impl Split {
     /// All splits.
     pub const ALL: [Self; 3] = [Self::Sft, Self::Train, Self::Eval];
 
-    /// Name of the file.
+    /// Returns the name of the file.
     pub const fn file(self) -> &'static str {
         match self {
             Self::Sft => "sft.jsonl",
@@ -62,7 +63,8 @@ impl Split {
         }
     }
 
-    /// The forms of the questions, in turn. Most of the first lessons are choices: those teach what a picture shows.
+    /// Returns the forms of the questions, which alternate in this order. Most questions of supervised fine-tuning are choices,
+    /// because those teach what a picture shows.
     const fn forms(self) -> &'static [Form] {
         match self {
             Self::Sft => &[Form::Choice, Form::Choice, Form::Choice, Form::Short],
@@ -79,19 +81,19 @@ impl Split {
     }
 }
 
-/// Questions per split. Multiples of 80 give every answer and letter of every type equally often.
+/// Number of questions per split. With a multiple of 80, every answer and letter of every type occurs equally often.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sizes {
-    /// Rows of `sft.jsonl`.
+    /// Number of rows in `sft.jsonl`.
     pub sft: usize,
-    /// Rows of `train.jsonl`.
+    /// Number of rows in `train.jsonl`.
     pub train: usize,
-    /// Rows of `eval.jsonl` and of `eval_permuted.jsonl`.
+    /// Number of rows in `eval.jsonl` and in `eval_permuted.jsonl`.
     pub eval: usize,
 }
 
 impl Default for Sizes {
-    /// The sizes of the recipes in `examples/demo`.
+    /// Returns the sizes used by the recipes in `examples/demo`.
     fn default() -> Self {
         Self { sft: 16000, train: 8000, eval: 480 }
     }
@@ -113,25 +115,25 @@ impl std::fmt::Display for Sizes {
     }
 }
 
-/// Counts of the written rows.
+/// Record of a generated dataset, written to its directory as `manifest.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Release of the generator: another one may draw other pictures for the same seed.
+    /// Name and version of the generator. Another version may draw other pictures for the same seed.
     pub generator: String,
-    /// Seed of everything random.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// Questions per split.
+    /// Number of questions per split.
     pub sizes: Sizes,
-    /// SHA-256 of each JSONL file, in hexadecimal. Rows carry the digests of their media, so these four pin the
-    /// whole dataset.
+    /// SHA-256 of each JSONL file, in hexadecimal. Rows contain the digests of their media, so these four digests identify the
+    /// complete dataset.
     pub sha256: BTreeMap<String, String>,
 }
 
-/// Writes the dataset to `dir` and returns what it holds; a finished dataset of the same seed and sizes is kept as it
-/// is. The directory appears whole or not at all.
+/// Writes the dataset to `dir` and returns its manifest. Keeps a finished dataset of the same seed and sizes unchanged.
+/// The directory appears only when it is complete.
 ///
 /// # Errors
-/// [`DemoError::Occupied`] when `dir` holds something else, [`DemoError::Write`], [`DemoError::Encode`],
+/// Returns [`DemoError::Occupied`] if `dir` contains something else, otherwise [`DemoError::Write`], [`DemoError::Encode`] or
 /// [`DemoError::NoNewPicture`].
 pub fn generate(dir: &Path, seed: u64, sizes: Sizes) -> Result<Manifest, DemoError> {
     if let Some(found) = existing(dir, seed, sizes)? {
@@ -145,7 +147,7 @@ pub fn generate(dir: &Path, seed: u64, sizes: Sizes) -> Result<Manifest, DemoErr
     }
     let manifest = write_all(&partial, seed, sizes)?;
     if dir.exists() {
-        // Empty, or `existing` had refused it; renaming onto an empty directory is not portable.
+        // The directory is empty; otherwise `existing` would have returned. Not every system can rename onto an empty directory.
         at(dir, fs::remove_dir(dir))?;
     }
     at(dir, fs::rename(&partial, dir))?;
@@ -156,7 +158,7 @@ fn at<T>(path: &Path, result: std::io::Result<T>) -> Result<T, DemoError> {
     result.map_err(|source| DemoError::Write { path: path.to_path_buf(), source })
 }
 
-/// The finished dataset in `dir`, if it is the one asked for.
+/// Returns the manifest of the finished dataset in `dir` if its seed and sizes match, and `None` if `dir` is empty or missing.
 fn existing(dir: &Path, seed: u64, sizes: Sizes) -> Result<Option<Manifest>, DemoError> {
     if !dir.exists() || at(dir, fs::read_dir(dir))?.next().is_none() {
         return Ok(None);
@@ -167,11 +169,11 @@ fn existing(dir: &Path, seed: u64, sizes: Sizes) -> Result<Option<Manifest>, Dem
         |found| DemoError::Occupied { path: dir.to_path_buf(), found, seed, sizes: sizes.to_string() };
     match found {
         Some(m) if m.generator != generator() => {
-            Err(occupied(format!("a dataset of {}, and this is {}", m.generator, generator())))
+            Err(occupied(format!("a dataset of {}, but this version is {}", m.generator, generator())))
         }
         Some(m) if (m.seed, m.sizes) == (seed, sizes) => Ok(Some(m)),
         Some(m) => Err(occupied(format!("a dataset of seed {} with {}", m.seed, m.sizes))),
-        None => Err(occupied("files that are no such dataset".to_owned())),
+        None => Err(occupied("files that are not a dataset of this generator".to_owned())),
     }
 }
 
@@ -179,10 +181,10 @@ fn generator() -> String {
     format!("omnigrpo-demo {}", env!("CARGO_PKG_VERSION"))
 }
 
-/// A question with the medium drawn for it.
+/// A question and the medium drawn for it.
 struct Row {
     question: Question,
-    /// Relative to the dataset's directory.
+    /// Path relative to the dataset's directory.
     medium: String,
     sha256: String,
 }
@@ -195,7 +197,7 @@ fn write_all(dir: &Path, seed: u64, sizes: Sizes) -> Result<Manifest, DemoError>
         at(&media_dir, fs::create_dir_all(&media_dir))?;
         let rows = draw_split(dir, seed, split, sizes.of(split), &mut used)?;
         let mut order: Vec<usize> = (0..rows.len()).collect();
-        // Rows are dealt in a cycle of types; files are read in order by some verbs.
+        // The types alternate in `rows`, and some verbs read a file in order, so the rows are shuffled.
         shuffle(&mut stream(seed, split as u8, u64::MAX, 0), &mut order);
         let lines = order.iter().map(|&i| row_json(split, i, &rows[i], &rows[i]));
         write_jsonl(dir, split.file(), lines, &mut sha256)?;
@@ -263,7 +265,7 @@ fn draw_split(
     (0..num_rows).map(draw).collect()
 }
 
-/// A PNG for one picture, an endless GIF for several.
+/// Encodes one picture as a PNG, several as a GIF that repeats forever.
 fn encode(pictures: Vec<RgbImage>) -> ImageResult<Vec<u8>> {
     let mut bytes = Vec::new();
     match <[RgbImage; 1]>::try_from(pictures) {
@@ -285,8 +287,8 @@ fn encode(pictures: Vec<RgbImage>) -> ImageResult<Vec<u8>> {
     Ok(bytes)
 }
 
-/// For each row the one whose medium it gets: within a type, a random cycle through all rows, so that no question
-/// keeps its own medium (unless it is the only one) and answers agree at the rate of chance.
+/// Returns, for each row, the index of the row whose medium it gets. The rows of each type form one random cycle, so no
+/// question keeps its own medium (unless it is the only one), and answers agree at the rate of chance.
 fn permuted(rows: &[Row], seed: u64) -> Vec<usize> {
     let mut other: Vec<usize> = (0..rows.len()).collect();
     for kind in Kind::ALL {
@@ -317,7 +319,7 @@ fn row_json(split: Split, number: usize, row: &Row, shown: &Row) -> Value {
         "sha256": shown.sha256,
     });
     if *kind == Kind::Direction {
-        // The published least size of a video frame is far above that of a picture; these are drawn to size.
+        // The published minimum size of a video frame is far above the size of these frames, which must not be enlarged.
         json["min_pixels"] = FRAME_PX.into();
         json["max_pixels"] = FRAME_PX.into();
     }

@@ -1,8 +1,8 @@
-//! The pictures: bright shapes on a noisy dark ground, drawn pixel by pixel, and the random numbers behind them.
+//! Drawing of the pictures (bright shapes on a noisy dark background, pixel by pixel) and their random numbers.
 //!
-//! Everything but the asked property is random (place, size, colour, outline, ground), so no picture can be known
-//! by heart. Sides are multiples of [`CELL_PX`], the side of one vision token of the embedded model, so nothing is
-//! resized on the way to it. No picture has more than 256 colours, so a GIF holds a clip without loss.
+//! Everything except the property in question is random (place, size, colour, outline, background), so that a model cannot
+//! memorise pictures. Sides are multiples of [`CELL_PX`], the side of one vision token of the embedded model, so the processor
+//! does not resize any picture. No picture has more than 256 colours, so a GIF stores a clip without loss.
 
 use image::{Rgb, RgbImage};
 use rand_chacha::ChaCha8Rng;
@@ -10,16 +10,16 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use crate::question::Kind;
 
-/// Side of the square that becomes one vision token (patches of 14, merged 2 × 2), pixels.
+/// Side of the square that becomes one vision token (patches of 14 pixels, merged 2 × 2), pixels.
 pub(crate) const CELL_PX: u32 = 28;
-/// Side of every picture but those of a single shape, pixels.
+/// Side of every picture except those of a single shape, pixels.
 const SIDE_PX: u32 = 2 * CELL_PX;
-/// Frames of a clip.
+/// Number of frames of a clip.
 pub(crate) const NUM_FRAMES: usize = 4;
-/// Side of a square of the ground that has one grey, pixels; coarse, so that files stay small.
+/// Side of a background square of uniform grey, pixels. Large squares keep the files small.
 const GRAIN_PX: u32 = 4;
 
-/// Random numbers of one row: no other row, split or attempt shares them.
+/// Returns the random generator of one attempt at one row. No two rows, splits or attempts share numbers.
 pub(crate) fn stream(seed: u64, split: u8, row: u64, attempt: u64) -> ChaCha8Rng {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -30,24 +30,24 @@ pub(crate) fn stream(seed: u64, split: u8, row: u64, attempt: u64) -> ChaCha8Rng
     rng
 }
 
-/// A whole number in `0..bound`. Multiply-shift; its bias is below `bound` / 2^32.
+/// Returns a random integer in `0..bound`, by multiply-shift with a bias below `bound` / 2^32.
 pub(crate) fn pick(rng: &mut ChaCha8Rng, bound: usize) -> usize {
     ((u64::from(rng.next_u32()) * bound as u64) >> 32) as usize
 }
 
-/// Fisher–Yates.
+/// Shuffles the items (Fisher–Yates).
 pub(crate) fn shuffle<T>(rng: &mut ChaCha8Rng, items: &mut [T]) {
     for last in (1..items.len()).rev() {
         items.swap(last, pick(rng, last + 1));
     }
 }
 
-/// A whole number between two others, both included.
+/// Returns a random integer from `low` to `high`, both included.
 fn between(rng: &mut ChaCha8Rng, low: i32, high: i32) -> i32 {
     low + pick(rng, (high - low + 1).max(1) as usize) as i32
 }
 
-/// In the order of the answers of [`Kind::Shape`].
+/// Outlines, in the order of the answers of [`Kind::Shape`].
 #[derive(Clone, Copy)]
 enum Outline {
     Circle,
@@ -58,7 +58,7 @@ enum Outline {
 
 const OUTLINES: [Outline; 4] = [Outline::Circle, Outline::Square, Outline::Triangle, Outline::Cross];
 
-/// In the order of the answers of [`Kind::Colour`].
+/// Colours, in the order of the answers of [`Kind::Colour`].
 const COLOURS: [[u8; 3]; 8] = [
     [230, 30, 30],
     [30, 200, 40],
@@ -70,7 +70,7 @@ const COLOURS: [[u8; 3]; 8] = [
     [30, 215, 225],
 ];
 
-/// One shape; lengths in pixels, `radius` from the centre to the middle of a side.
+/// One shape. Lengths are in pixels; `radius` is the distance from the centre to the middle of a side.
 #[derive(Clone, Copy)]
 struct Shape {
     outline: Outline,
@@ -93,7 +93,8 @@ impl Shape {
         match self.outline {
             Outline::Circle => dx * dx + dy * dy <= r * r,
             Outline::Square => dx.abs().max(dy.abs()) <= r,
-            // Point up: half as wide as high above the base.
+            // The point is at the top, and the height equals the base. Half the width at `dy` is half the distance from the
+            // point.
             Outline::Triangle => dy.abs() <= r && 2 * dx.abs() <= dy + r,
             Outline::Cross => dx.abs().min(dy.abs()) * 3 <= r && dx.abs().max(dy.abs()) <= r,
         }
@@ -108,12 +109,12 @@ impl Shape {
     }
 }
 
-/// A colour near the named one.
+/// Returns a random colour near the colour with this index.
 fn shade(rng: &mut ChaCha8Rng, colour: usize) -> [u8; 3] {
     COLOURS[colour].map(|channel| (i32::from(channel) + between(rng, -14, 14)).clamp(0, 255) as u8)
 }
 
-/// Greys around a random mean.
+/// Returns a background of random greys around a random mean.
 fn ground(rng: &mut ChaCha8Rng, width: u32, height: u32) -> RgbImage {
     let mean = between(rng, 15, 45);
     let (columns, rows) = (width / GRAIN_PX, height / GRAIN_PX);
@@ -121,7 +122,7 @@ fn ground(rng: &mut ChaCha8Rng, width: u32, height: u32) -> RgbImage {
     RgbImage::from_fn(width, height, |x, y| Rgb([greys[(y / GRAIN_PX * columns + x / GRAIN_PX) as usize]; 3]))
 }
 
-/// The frames that show `answer`, an index into the answers of `kind`: one for a picture, [`NUM_FRAMES`] for a clip.
+/// Returns the frames that show `answer`, an index into the answers of `kind`: one for a picture, [`NUM_FRAMES`] for a clip.
 pub(crate) fn frames(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> Vec<RgbImage> {
     match kind {
         Kind::Colour | Kind::Shape => vec![single(kind, answer, rng)],
@@ -131,7 +132,7 @@ pub(crate) fn frames(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> Vec<Rgb
     }
 }
 
-/// One big shape anywhere, for its colour in pictures of several sizes.
+/// Draws one large shape at a random place. Pictures for questions about colour vary in size.
 fn single(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
     let num_cells = if kind == Kind::Colour { 2 } else { 1 };
     let [width, height] = [(); 2].map(|()| CELL_PX * (2 + pick(rng, num_cells) as u32));
@@ -148,7 +149,7 @@ fn single(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
     picture
 }
 
-/// Small shapes, no two in one cell, so that none touch.
+/// Draws small shapes, at most one per cell, so that no two touch.
 fn several(num: usize, rng: &mut ChaCha8Rng) -> RgbImage {
     let mut picture = ground(rng, SIDE_PX, SIDE_PX);
     let (columns, rows) = (SIDE_PX / CELL_PX, SIDE_PX / CELL_PX);
@@ -165,7 +166,7 @@ fn several(num: usize, rng: &mut ChaCha8Rng) -> RgbImage {
     picture
 }
 
-/// One shape near the left, right, top or bottom edge, in the middle third along it.
+/// Draws one shape near the left, right, top or bottom edge, in the middle third of that edge.
 fn at_edge(answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
     let side = SIDE_PX as i32;
     let mut picture = ground(rng, SIDE_PX, SIDE_PX);
@@ -178,7 +179,7 @@ fn at_edge(answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
     picture
 }
 
-/// One shape that moves left, right, up or down by the same step in each frame, anywhere across its path.
+/// Draws one shape that moves left, right, up or down by the same step in each frame. Its path starts at a random place.
 fn moving(answer: usize, rng: &mut ChaCha8Rng) -> Vec<RgbImage> {
     let side = SIDE_PX as i32;
     let empty = ground(rng, SIDE_PX, SIDE_PX);
@@ -209,7 +210,7 @@ fn moving(answer: usize, rng: &mut ChaCha8Rng) -> Vec<RgbImage> {
 mod tests {
     use super::*;
 
-    /// Pixels that are no grey of the ground: their mean place, and all colours in order of first sight.
+    /// Returns the mean x and y of the pixels outside the background, and their number.
     fn drawn(picture: &RgbImage) -> (f64, f64, usize) {
         let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && p[0] < 60;
         let inked: Vec<(u32, u32)> =
@@ -219,7 +220,7 @@ mod tests {
         (f64::from(x) / num, f64::from(y) / num, inked.len())
     }
 
-    /// Connected areas that are no ground.
+    /// Returns the number of connected areas outside the background.
     fn num_areas(picture: &RgbImage) -> usize {
         let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && p[0] < 60;
         let (width, height) = picture.dimensions();

@@ -1,6 +1,6 @@
 use std::path::PathBuf;
 
-/// Why the demo's files could not be written.
+/// Errors of writing the demo's files.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
     /// A file or directory could not be written.
@@ -8,39 +8,39 @@ pub enum DemoError {
     Write {
         /// Path of the file to write.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// A picture could not be encoded.
     #[error("cannot encode {path}", path = path.display())]
     Encode {
-        /// The file it was meant for.
+        /// Path of the file to write.
         path: PathBuf,
-        /// Why not.
+        /// Error of the encoder.
         source: image::ImageError,
     },
-    /// The directory holds something else already.
-    #[error("{path} holds {found}, expected nothing or the dataset of seed {seed} with {sizes}; move it away or name another directory", path = path.display())]
+    /// The directory already contains something else.
+    #[error("{path} contains {found}, expected an empty directory or the dataset of seed {seed} with {sizes}; move it away or name another directory", path = path.display())]
     Occupied {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
-        /// Name of a file in the folder.
+        /// Description of what the directory contains.
         found: String,
-        /// The seed asked for.
+        /// Requested seed.
         seed: u64,
-        /// The sizes asked for, in words.
+        /// Requested sizes, in words.
         sizes: String,
     },
     /// No unused picture was found for a question.
     #[error(
-        "row {row} of {file}: {attempts} pictures drawn and every one was used before; ask for fewer questions"
+        "row {row} of {file}: all {attempts} pictures drawn for it were used before; request fewer questions"
     )]
     NoNewPicture {
-        /// The file of the split.
+        /// Name of the file of the split.
         file: &'static str,
-        /// Row in it, from 0.
+        /// Row number in the file, from 0.
         row: usize,
-        /// Pictures tried.
+        /// Number of pictures tried.
         attempts: u64,
     },
 }

@@ -1,11 +1,11 @@
-//! The embedded default: a small checkpoint and a generated visual task, so that training can be watched without
-//! downloading anything.
+//! The embedded demo: a small checkpoint and a generated visual task, so that users can try training without downloading
+//! anything.
 //!
-//! - [`generate`]: a dataset of pictures and short clips with questions, the same bytes for the same seed.
-//! - [`talking`]: clips of a face that speaks, for models that also hear.
-//! - [`write_model`]: the embedded Qwen2.5-VL-architecture checkpoint as a directory in the published layout.
+//! - [`generate`] writes a dataset of pictures and short clips with questions; the same seed gives the same bytes.
+//! - [`talking`] writes clips of a speaking face, for models that also hear.
+//! - [`write_model`] writes the embedded checkpoint (Qwen2.5-VL architecture) as a directory in the published layout.
 //!
-//! Knows no tensors and no training: what it writes is read back like any user's checkpoint and dataset.
+//! This crate does not depend on tensors or training. Other crates read its files like any user's checkpoint and dataset.
 
 mod dataset;
 mod draw;

@@ -1,4 +1,4 @@
-//! The embedded checkpoint: Qwen2.5-VL's architecture, a few megabytes.
+//! The embedded checkpoint: the architecture of Qwen2.5-VL in a few megabytes.
 
 use std::fs;
 use std::path::Path;
@@ -12,8 +12,8 @@ macro_rules! embedded {
     };
 }
 
-/// Name and bytes of every file of the checkpoint directory. `config.json` names the tensors' shapes; the tokenizer
-/// has a token for every word of the generated questions and one for every byte besides.
+/// Name and bytes of every file of the checkpoint directory. `config.json` gives the tensors' shapes. The tokenizer
+/// has a token for every word of the generated questions and one for every byte.
 pub const MODEL_FILES: &[(&str, &[u8])] = embedded![
     "chat_template.jinja",
     "config.json",
@@ -24,11 +24,11 @@ pub const MODEL_FILES: &[(&str, &[u8])] = embedded![
     "tokenizer_config.json",
 ];
 
-/// Writes the checkpoint's files to `dir`, which is made if need be; files of the same names are replaced. Several threads and
-/// processes may write to one directory at once.
+/// Writes the checkpoint's files to `dir`. Creates the directory if it is missing, and replaces files of the same names.
+/// Several threads and processes may write to one directory at the same time.
 ///
 /// # Errors
-/// [`DemoError::Write`].
+/// Returns [`DemoError::Write`] if the directory or a file cannot be written.
 pub fn write_model(dir: &Path) -> Result<(), DemoError> {
     let write = |path: &Path, result: std::io::Result<()>| {
         result.map_err(|source| DemoError::Write { path: path.to_path_buf(), source })
@@ -38,11 +38,11 @@ pub fn write_model(dir: &Path) -> Result<(), DemoError> {
     let own = format!("{}-{}", std::process::id(), WRITES.fetch_add(1, Ordering::Relaxed));
     for (name, bytes) in MODEL_FILES {
         let path = dir.join(name);
-        // At once: a run may be reading the one that is there.
+        // A run may be reading the existing file, so a rename replaces it in one step.
         let part = dir.join(format!(".{name}.{own}.part"));
         let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, &path));
         if written.is_err() {
-            // The error that matters is the one above.
+            // An error here is ignored; the error of writing is reported.
             let _ = fs::remove_file(&part);
         }
         write(&path, written)?;

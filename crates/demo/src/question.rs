@@ -1,7 +1,7 @@
 //! Questions of the demo: five kinds in two forms.
 //!
-//! Answers are dealt, not drawn: over any run of rows every answer, every letter and every wording comes up equally
-//! often, so the best constant reply earns chance and no more. A choice may be answered by its letter or by its text.
+//! Answers are assigned in a cycle, not drawn at random. In any sequence of rows every answer and every letter occurs equally
+//! often, so the best constant reply scores no better than chance. A choice may be answered by its letter or by its text.
 
 use rand_chacha::ChaCha8Rng;
 
@@ -14,19 +14,19 @@ pub enum Kind {
     Colour,
     /// Outline of the only shape.
     Shape,
-    /// How many shapes there are.
+    /// Number of shapes.
     Count,
-    /// At which edge the one shape lies.
+    /// Edge that is nearest to the only shape.
     Position,
-    /// Which way the shape of a clip moves.
+    /// Direction in which the shape of a clip moves.
     Direction,
 }
 
 impl Kind {
-    /// All kinds, in the order in which rows are dealt.
+    /// All kinds. Rows cycle through them in this order.
     pub const ALL: [Self; 5] = [Self::Colour, Self::Shape, Self::Count, Self::Position, Self::Direction];
 
-    /// The value of the column `type`.
+    /// Returns the value of the column `type`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Colour => "colour",
@@ -37,7 +37,7 @@ impl Kind {
         }
     }
 
-    /// Every answer; chance for a short answer is one over their number, for a choice one quarter.
+    /// Returns every possible answer. The chance rate is one over their number for a short answer, and one quarter for a choice.
     pub const fn answers(self) -> &'static [&'static str] {
         match self {
             Self::Colour => &["red", "green", "blue", "yellow", "orange", "purple", "white", "black"],
@@ -59,12 +59,12 @@ impl Kind {
     }
 }
 
-/// How an answer is asked for.
+/// Form of the expected answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Form {
     /// One of four options.
     Choice,
-    /// The word itself.
+    /// The word, without options.
     Short,
 }
 
@@ -72,7 +72,7 @@ impl Form {
     /// Both forms.
     pub const ALL: [Self; 2] = [Self::Choice, Self::Short];
 
-    /// The value of the column `form`.
+    /// Returns the value of the column `form`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Choice => "choice",
@@ -83,23 +83,24 @@ impl Form {
 
 const LETTERS: [&str; 4] = ["A", "B", "C", "D"];
 
-/// A question with its answer, before there is a picture for it.
+/// A question and its answer, without a picture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Question {
     pub kind: Kind,
     pub form: Form,
-    /// Answer that the picture must show: index into [`Kind::answers`].
+    /// Answer that the picture must show, as an index into [`Kind::answers`].
     pub answer: usize,
-    /// The text after the medium's placeholder.
+    /// Text after the placeholder of the medium.
     pub text: String,
-    /// The letter of a choice, the word of a short answer.
+    /// Correct reply: the letter for a choice, the word for a short answer.
     pub reply: &'static str,
-    /// Any answer of the kind, drawn without regard to the right one.
+    /// Random answer of the same kind, independent of the correct one.
     pub guess: &'static str,
 }
 
 impl Question {
-    /// The `row`-th question of a split whose forms take turns; `rng` chooses wording and options, never the answer.
+    /// Returns the question of row `row` in a split that alternates between `forms`. `rng` chooses the wording and the options,
+    /// never the answer.
     pub fn deal(row: usize, forms: &[Form], rng: &mut ChaCha8Rng) -> Self {
         let kind = Kind::ALL[row % Kind::ALL.len()];
         let row = row / Kind::ALL.len();
@@ -127,18 +128,18 @@ impl Question {
         }
     }
 
-    /// The word that names what is seen.
+    /// Returns the word for what the picture shows.
     pub fn word(&self) -> &'static str {
         self.kind.answers()[self.answer]
     }
 
-    /// The completion that earns everything: what is seen, as thought and as answer.
+    /// Returns the completion with the full reward: the word for what the picture shows, as thought and as answer.
     pub fn completion(&self) -> String {
         format!("<think>{0}</think><answer>{0}</answer>", self.word())
     }
 
-    /// The completion to imitate before GRPO: the right one for a choice, a guess in the right form for a short
-    /// answer. What a picture shows is learned from choices; saying it without options is left to the reward.
+    /// Returns the completion to imitate before GRPO: the correct one for a choice, a guess in the correct form for a short
+    /// answer. Choices teach what a picture shows; the reward then teaches the model to name it without options.
     pub fn first_lesson(&self) -> String {
         match self.form {
             Form::Choice => self.completion(),
@@ -146,7 +147,7 @@ impl Question {
         }
     }
 
-    /// The ground truth: the word, behind its letter for a choice.
+    /// Returns the ground truth: the word, preceded by its letter for a choice.
     pub fn solution(&self) -> String {
         match self.form {
             Form::Choice => format!("<answer>({}) {}</answer>", self.reply, self.word()),
@@ -202,7 +203,7 @@ mod tests {
 
     #[test]
     fn wording_and_options_do_not_tell_the_answer() {
-        // Among choices about position, each word is right equally often for each of its places in the list.
+        // In choices about position, each word is correct equally often at each place in the list.
         let mut seen: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for question in questions(1600) {
             if question.kind == Kind::Position && question.form == Form::Choice {

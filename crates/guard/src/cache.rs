@@ -1,6 +1,6 @@
-//! Folders of the user's cache, which nobody else may write to.
+//! Folders of the user's cache, which no other user may write to.
 //!
-//! The program trusts its cache: it runs compiled code and does not read cached headers again. Therefore a folder is
+//! The program trusts its cache: it runs compiled code from it and does not parse cached headers again. Therefore a folder is
 //! used only if it is not a link, belongs to the user of this process, and no other account can write to it.
 
 use std::io::{Error, Result};
@@ -9,8 +9,8 @@ use std::path::Path;
 /// Creates a private folder for the user, or checks that the existing one is private.
 ///
 /// # Errors
-/// If the folder cannot be created, is a link, or belongs to another user. The caller then works without a cache, if it
-/// can.
+/// Returns an error if the folder cannot be created, is a link, or belongs to another user. Callers that can work without a cache
+/// should then do so.
 pub fn own_folder(path: &Path) -> Result<()> {
     let refused = |what: &str| {
         Error::other(format!("{} {what}; set XDG_CACHE_HOME to a folder of your own", path.display()))

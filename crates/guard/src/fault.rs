@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 /// Cause of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// A row that can never be used and is skipped.
+    /// A row that can never be used. The caller skips it.
     Row,
-    /// The machine: the same work can succeed later. No row is skipped.
+    /// The machine: the same work may succeed later. The caller skips no row.
     Machine,
     /// The run: its settings or its state.
     Run,
 }
 
-/// An error of the system that counts as a failure of the machine whatever its kind: a missing program, a thread that
-/// cannot be started, an unavailable folder. Other errors contain it as a source.
+/// A system error that counts as a failure of the machine regardless of its kind: a missing program, a thread that
+/// cannot be started, an unavailable folder. Other errors contain it as their source.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct MachineFailure(pub io::Error);
@@ -31,13 +31,13 @@ pub const WAITS: [Duration; 6] = [
     Duration::from_millis(3200),
 ];
 
-/// Returns whether an error of the system is a failure of the machine: too few threads, descriptors, or too little
-/// memory or storage, or a failing disk or network drive. A file that is missing or unreadable is not.
+/// Returns true if a system error is a failure of the machine: a shortage of threads, file descriptors, memory or storage,
+/// or a failing disk or network drive. A missing or unreadable file is not.
 #[must_use]
 pub fn is_machine(error: &io::Error) -> bool {
     use io::ErrorKind as K;
-    // Code that waits for others also produces some kinds (`TimedOut`, `WouldBlock`), so those need the system's error
-    // number.
+    // Timeouts of this program also produce some kinds (`TimedOut`, `WouldBlock`), so those are recognised by the system's
+    // error number only.
     let by_kind = matches!(error.kind(), K::OutOfMemory | K::StorageFull | K::StaleNetworkFileHandle);
     #[cfg(unix)]
     let by_number = matches!(
@@ -74,11 +74,11 @@ pub fn fault(error: &(dyn Error + 'static), otherwise: Fault) -> Fault {
     otherwise
 }
 
-/// Retries after each of the `waits` while the result is a failure of the machine. No attempt begins later than the sum
-/// of the waits after the first, so slow attempts are not repeated.
+/// Calls the function again after each of the `waits`, as long as it returns a failure of the machine. Starts no attempt later
+/// than the sum of the waits after the first one, so that slow attempts are not repeated.
 ///
 /// # Errors
-/// The error of the last attempt, or the first that is not a failure of the machine.
+/// Returns the error of the last attempt, or the first error that is not a failure of the machine.
 pub fn retried<T, E: Error + 'static>(
     waits: &[Duration],
     mut attempt: impl FnMut() -> Result<T, E>,

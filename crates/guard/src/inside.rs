@@ -1,19 +1,19 @@
-//! Opens files in directories from others: a checkpoint, an adapter, a run directory, a cache.
+//! Opens files in directories from untrusted sources: a checkpoint, an adapter, a run directory, a cache.
 //!
 //! A link in such a directory may point to any file on this machine, and the program may copy, show or send what it
 //! reads. Therefore a file is accepted only if its resolved path is inside the resolved directory. One known layout has
-//! links that lead outside: in a cache of `huggingface_hub`, `models--x/snapshots/REVISION/NAME` is a link to
+//! links that point outside: in a cache of `huggingface_hub`, `models--x/snapshots/REVISION/NAME` is a link to
 //! `models--x/blobs/HASH`. Such links are followed into the `blobs` of the same entry and nowhere else.
 //!
-//! Refused: links to other places, and anything that is not a regular file (a pipe has no end, a device may act when it
-//! is opened). Not detected: a hard link, which is the file itself. Only users who may already write to the directory
-//! can create one.
+//! All other links out of the directory are refused. So is anything that is not a regular file (a pipe has no end, and opening a
+//! device may trigger it). Hard links are not detected, because a hard link is the file itself. Only users who may already write
+//! to the directory can create one.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::path::{Path, PathBuf};
 
-/// A link that leads out of its directory.
+/// Error for a link that points outside its directory.
 #[derive(Debug)]
 struct LeadsOut {
     link: PathBuf,
@@ -37,7 +37,7 @@ impl std::fmt::Display for LeadsOut {
 
 impl std::error::Error for LeadsOut {}
 
-/// Returns whether an error was caused by a link that leads out of its directory.
+/// Returns true if a link that points outside its directory caused the error.
 #[must_use]
 pub fn leads_out(error: &Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<LeadsOut>())
@@ -46,7 +46,7 @@ pub fn leads_out(error: &Error) -> bool {
 /// Returns the real path of a file or folder in `dir`, given its relative path.
 ///
 /// # Errors
-/// If it does not exist, or a link leads out of the directory.
+/// Returns an error if the path does not exist, or a link points outside the directory.
 pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
     let link = dir.join(name);
     let (home, target) = (dir.canonicalize()?, link.canonicalize()?);
@@ -57,8 +57,8 @@ pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
     }
 }
 
-/// Returns the `blobs` of the cache entry whose snapshot is the resolved directory. This path is not resolved again: a
-/// `blobs` that is itself a link leads out.
+/// Returns the `blobs` of the cache entry whose snapshot is the resolved directory. This path is not resolved again, so a
+/// `blobs` that is itself a link counts as outside.
 fn blobs_of(home: &Path) -> Option<PathBuf> {
     let snapshots =
         home.ancestors().find(|above| above.file_name().is_some_and(|name| name == "snapshots"))?;
@@ -70,13 +70,13 @@ fn blobs_of(home: &Path) -> Option<PathBuf> {
 /// Opens a file in `dir`, given its relative path.
 ///
 /// # Errors
-/// The errors of [`resolve`]. Also if it is not a regular file, or is replaced during the call.
+/// Returns the errors of [`resolve`], and an error if the path is not a regular file or is replaced during the call.
 pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
     let real = resolve(dir, name)?;
     let expected = regular(std::fs::symlink_metadata(&real)?)?;
     let mut options = File::options();
     options.read(true);
-    // A pipe may have replaced the file: with this flag, opening it does not wait for its other end.
+    // A pipe may have replaced the file. With this flag, opening a pipe does not wait for a process at the other end.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(
         &mut options,
@@ -94,13 +94,13 @@ pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
 /// would redirect the output.
 ///
 /// # Errors
-/// If the path is a link or anything else that is not a regular file, or cannot be opened.
+/// Returns an error if the path cannot be opened, or is a link or anything else that is not a regular file.
 pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
     if std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) {
         let message = format!("{} is a link, which is not followed; remove it", path.display());
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
-    // NOFOLLOW guards against a link that appears after the check, NONBLOCK against a pipe without a reader.
+    // `NOFOLLOW` guards against a link that appears after the check, `NONBLOCK` against a pipe without a reader.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(
         options,
@@ -117,7 +117,7 @@ pub fn open_path(path: &Path) -> Result<File> {
     open(dir, name)
 }
 
-/// Returns the real path like [`resolve`], in the directory of the path; fails unless it is a regular file.
+/// Returns the real path like [`resolve`], in the directory of the path. Fails unless the path is a regular file.
 pub fn resolve_path(path: &Path) -> Result<PathBuf> {
     let (dir, name) = split(path);
     let real = resolve(dir, name)?;
@@ -128,7 +128,7 @@ pub fn resolve_path(path: &Path) -> Result<PathBuf> {
 /// Reads a file in `dir`, given its relative path, if it has at most `limit_bytes`.
 ///
 /// # Errors
-/// The errors of [`open`]. Also if the file is longer.
+/// Returns the errors of [`open`], and an error if the file is longer.
 pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<u8>> {
     let file = open(dir, name)?;
     let (mut num_bytes, mut bytes) = (file.metadata()?.len(), Vec::new());
@@ -151,7 +151,7 @@ pub fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
     read(dir, name, limit_bytes)
 }
 
-/// Returns whether two paths lead to the same file, through any links; false if either leads nowhere.
+/// Returns true if two paths lead to the same file, through any links; false if either does not exist.
 #[must_use]
 pub fn is_same_file(a: &Path, b: &Path) -> bool {
     let (Ok(one), Ok(other)) = (std::fs::metadata(a), std::fs::metadata(b)) else { return false };
@@ -259,7 +259,7 @@ mod tests {
         symlink(&root, forged.join("blobs")).unwrap();
         symlink("../../blobs/secret", forged.join("snapshots/1/LICENSE")).unwrap();
         assert!(leads_out(&text(&forged.join("snapshots/1"), "LICENSE").unwrap_err()));
-        // Such links outside a cache lead out.
+        // Outside a cache, such links count as pointing outside.
         fs::create_dir_all(root.join("plain/snapshots/1")).unwrap();
         fs::create_dir_all(root.join("plain/blobs")).unwrap();
         fs::write(root.join("plain/blobs/abc"), "x").unwrap();

@@ -1,12 +1,12 @@
-//! Protects this program from foreign code and files: panics as values, errors with their causes as one text, files in
-//! foreign directories ([`inside`]), and private caches ([`cache`]).
+//! Protects this program from third-party code and files: panics as values, errors with their causes as one text, files in
+//! untrusted directories ([`inside`]), and private caches ([`cache`]).
 //!
-//! Decoders, tokenizers and rewards receive input that they were not made for. If one panics, the caller reports it as
-//! an error of that input. The process's panic hook would have reported it before, in words for programmers; a hook
-//! that checks [`is_guarded`] can stay silent in exactly these cases.
+//! Decoders, tokenizers and rewards receive input that they were not written for. If one panics, the caller reports the panic as
+//! an error of that input. The process's panic hook runs first and would print a message for programmers. A hook that checks
+//! [`is_guarded`] can stay silent in these cases.
 //!
 //! An error belongs to a row, to the machine or to the run ([`Fault`]). An unusable row costs only that row. A failure
-//! of the machine is retried ([`retried`]) and then stops the run, which loses nothing.
+//! of the machine is retried ([`retried`]). If it persists, it stops the run, which can be resumed without loss.
 
 mod fault;
 
@@ -23,12 +23,12 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Runs code and returns its panic as a value, which the caller reports.
+/// Runs code and returns its panic as a value, for the caller to report.
 ///
-/// Values that the code was changing when it panicked must not be used again.
+/// The caller must not reuse values that the code was changing when it panicked.
 ///
 /// # Errors
-/// The payload of the panic.
+/// Returns the payload of the panic.
 pub fn guarded<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     DEPTH.set(DEPTH.get() + 1);
     let result = catch_unwind(AssertUnwindSafe(run));
@@ -36,14 +36,14 @@ pub fn guarded<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     result
 }
 
-/// Returns whether this thread is inside [`guarded`].
+/// Returns true if this thread is inside [`guarded`].
 #[must_use]
 pub fn is_guarded() -> bool {
     DEPTH.get() > 0
 }
 
-/// Returns the messages of an error and its causes, the outermost first. Omits a cause whose text the previous message
-/// contains, as some libraries repeat it.
+/// Returns the messages of an error and its causes, the outermost first. Omits a cause whose text is part of the previous
+/// message, because some libraries repeat their causes.
 pub fn messages(error: &dyn Error) -> Vec<String> {
     let mut said = vec![error.to_string()];
     let mut next = error.source();
@@ -57,7 +57,7 @@ pub fn messages(error: &dyn Error) -> Vec<String> {
     said
 }
 
-/// Joins [`messages`] to one text, for places with room for one: a cell, a line, a sent message.
+/// Joins [`messages`] into one text, for a table cell, a line or a message over the network.
 pub fn told(error: &dyn Error) -> String {
     messages(error).join(": ")
 }

@@ -20,16 +20,16 @@ use crate::{config, deepspeed, foreign, presets, rules, values};
 /// Result of reading a command line.
 #[derive(Debug)]
 pub enum Parsed {
-    /// Print this and stop: help, version or settings.
+    /// Text to print before the program ends: help, version or settings.
     Print(String),
-    /// Run the verb.
+    /// Verb to run, with its resolved settings.
     Run(Box<Resolved>),
 }
 
 /// Reads a command line (the program's name first) and the environment.
 ///
 /// # Errors
-/// Settings that are unknown, wrong, missing, contradictory or without effect; exit code 2.
+/// Returns an error with exit code 2 if settings are unknown, wrong, missing, contradictory or without effect.
 pub fn parse<I, E>(args: I, environment: E) -> Result<Parsed, Problem>
 where
     I: IntoIterator<Item = OsString>,
@@ -52,7 +52,7 @@ where
     };
     entries.extend(from_matches(verb, matches));
     let mut layer = Layer::read(entries, Some(verb));
-    // A verb that takes a list of words has no stray ones.
+    // A verb that takes a list of words cannot have stray words.
     let words = matches.try_get_many::<String>(STRAY).ok().flatten();
     layer.problems.extend(words.into_iter().flatten().map(|word| stray(verb, word)));
     if let (Verb::Plan, Some(flag)) = (verb, flags::find("dry_run")) {
@@ -80,19 +80,21 @@ where
     missing.extend(rules::needs(verb.runs(), &resolved.settings));
     Problem::all(missing)?;
     match several {
-        Some(variable) if WRITES.contains(&verb) => {
-            Err(Problem::usage(format!("a launcher started several processes of `{}`", verb.name()))
-                .got(variable)
-                .expected("one process: each would do the same work and write the same files")
-                .help(
-                    "start the program by itself, it uses all cores; if the variable is left over, unset it",
-                ))
-        }
+        Some(variable) if WRITES.contains(&verb) => Err(Problem::usage(format!(
+            "a launcher started several processes of `{}`",
+            verb.name()
+        ))
+        .got(variable)
+        .expected("one process, because several would do the same work and write the same files")
+        .help(
+            "start the program without the launcher, since one process uses all cores; if the variable is \
+                     left from another job, unset it",
+        )),
         _ => Ok(Parsed::Run(Box::new(resolved))),
     }
 }
 
-/// The command that shows the help of another one, or of a setting.
+/// Name of the command that shows the help of another command or of a setting.
 const HELP: &str = "help";
 
 /// Verbs that write files.
@@ -108,10 +110,10 @@ const WRITES: &[Verb] = &[
     Verb::Demo,
 ];
 
-/// Layers defaults, preset, file and flags, and checks the result.
+/// Combines defaults, preset, file and flags, and checks the result.
 ///
 /// # Errors
-/// Settings that are unknown, wrong, contradictory or without effect.
+/// Returns an error if settings are unknown, wrong, contradictory or without effect.
 pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, Problem> {
     let text = |layer: &Layer, name: &str| {
         layer.given.iter().find(|g| g.flag.name == name).and_then(|g| match &g.value {
@@ -131,7 +133,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     }
     let defaults = values.clone();
     let mut preset_values = values.clone();
-    // A file or preset describes a run; other verbs take the settings that they have.
+    // A file or preset describes a complete run; a verb uses only the settings that it takes.
     for layer in [preset, file, flags] {
         problems.extend(layer.problems);
         dropped.extend(layer.dropped);
@@ -163,11 +165,12 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     };
     if values.lookup("advantage").is_some() && values.lookup("scale_rewards").is_some() {
         problems.push(
-            Problem::usage("`scale_rewards` and `advantage` both name the deviation").expected("one of them"),
+            Problem::usage("`scale_rewards` and `advantage` both set the divisor of the rewards")
+                .expected("one of them"),
         );
     }
     for flag in flags::all().filter(|flag| flag.of_recipe) {
-        // The printed settings are complete and read back, so of two names for one thing only the given one is printed.
+        // The printed settings are complete and can be read back, so of two names for one thing only the given one is printed.
         let stands = flag.name == "advantage" && values.lookup("scale_rewards").is_some();
         if let (false, Some(value)) = (stands, (flag.place.get)(&settings)) {
             values.fill(flag.name, value, Origin::Recipe(settings.recipe.name));
@@ -244,8 +247,8 @@ fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) {
 /// Returns one note for all settings of other trainers that are left out.
 fn without_counterpart(dropped: &[(String, String)]) -> String {
     let mut note = match dropped.len() {
-        1 => "1 setting has no counterpart here and changes nothing:".to_owned(),
-        n => format!("{n} settings have no counterpart here and change nothing:"),
+        1 => "1 setting has no counterpart here and has no effect:".to_owned(),
+        n => format!("{n} settings have no counterpart here and have no effect:"),
     };
     for (written, why) in dropped {
         note.push_str(&format!("\n{written}: {why}"));
@@ -356,19 +359,19 @@ fn set_apart(verb: Verb, args: Vec<OsString>) -> (Vec<OsString>, Vec<Entry>) {
     (known, entries)
 }
 
-/// The use of a description of the command line.
+/// Purpose for which the command line is described.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Shown {
-    /// For parsing: [`Layer::read`] checks the number of values and of repetitions, since it reports all mistakes and clap
-    /// only the first.
+    /// Parsing. [`Layer::read`] checks the number of values and of repetitions, because it reports all mistakes and clap only the
+    /// first.
     Parsed,
-    /// For `-h`: the settings of a first run.
+    /// The help `-h`: the settings of a first run.
     First,
-    /// For `--help`, manual pages and completion scripts: every setting.
+    /// The help `--help`, manual pages and completion scripts: every setting.
     All,
 }
 
-/// Describes the complete command line for clap.
+/// Returns a description of the complete command line for clap.
 pub fn command(shown: Shown) -> Command {
     let root = Command::new("omnigrpo")
         .version(env!("CARGO_PKG_VERSION"))
@@ -410,7 +413,7 @@ pub fn command(shown: Shown) -> Command {
     root.subcommands(groups)
 }
 
-/// The heading of the settings that `-h` shows.
+/// Heading of the settings that `-h` shows.
 const FIRST: &str = "Settings of a first run";
 
 fn verb_command(verb: Verb, shown: Shown) -> Command {
@@ -442,7 +445,7 @@ fn verb_command(verb: Verb, shown: Shown) -> Command {
     for (heading, flag) in common.chain(others).filter(|(_, flag)| flag.is_of(verb)) {
         let arg = argument(flag, verb, shown).help_heading(heading);
         command = command.arg(match flag.kind {
-            // For completion scripts; the help lists the names itself.
+            // clap gets the names only for completion scripts, because the text of the help lists them already.
             Kind::Choice(names) if !lenient => arg
                 .value_parser(PossibleValuesParser::new(names().into_iter().map(|(name, _)| name)))
                 .hide_possible_values(true),
@@ -460,7 +463,7 @@ fn verb_command(verb: Verb, shown: Shown) -> Command {
             .help("Show the settings of a first run (-h) or all of them (--help)")
             .help_heading("Help"),
     );
-    // A verb that takes a list of words has no stray ones.
+    // A verb that takes a list of words cannot have stray words.
     let words = |flag: &&Flag| flag.positional && flag.kind.is_list() && flag.is_of(verb);
     if lenient && !flags::all().any(|flag| words(&flag)) {
         command.arg(Arg::new(STRAY).num_args(0..))
@@ -518,7 +521,7 @@ fn from_matches(verb: Verb, matches: &ArgMatches) -> Vec<Entry> {
     entries
 }
 
-/// Argument that collects words that belong to no flag.
+/// Name of the argument that collects words that belong to no flag.
 const STRAY: &str = "stray";
 
 fn stray(verb: Verb, word: &str) -> Problem {
@@ -534,7 +537,7 @@ fn verb_of(args: &[OsString]) -> Option<Verb> {
     Verb::ALL.iter().copied().find(|verb| words.starts_with(verb.words()))
 }
 
-/// Returns the help of the command that `args` begin with: of a first run's settings where they say `-h`.
+/// Returns the help of the command at the start of `args`: only the settings of a first run if `args` contain `-h`.
 fn help(args: &[OsString]) -> String {
     let shown = if args.iter().any(|arg| arg == "-h") { Shown::First } else { Shown::All };
     let words = args.iter().take_while(|arg| !arg.to_string_lossy().starts_with('-'));

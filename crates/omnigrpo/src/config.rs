@@ -1,4 +1,4 @@
-//! Files of settings: YAML mappings from the names of the flag table to values.
+//! Files of settings: YAML mappings from names in the flag table to values.
 
 use std::fmt;
 use std::fs::File;
@@ -13,10 +13,10 @@ use crate::layer::{Entry, Layer};
 use crate::problem::Problem;
 use crate::values::{Origin, Raw};
 
-/// Largest file of settings, bytes; real ones have a few thousand.
+/// Maximum size of a file of settings, bytes. Real files have a few thousand.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Reads a file of settings. The layer holds its mistakes, with file and line.
+/// Reads a file of settings. The returned layer contains its mistakes, with file and line.
 pub fn read(path: &Path) -> Layer {
     let name = path.display().to_string();
     let mut text = String::new();
@@ -60,7 +60,7 @@ pub fn parse(text: &str, name: &str, origin: impl Fn(u64) -> Origin) -> Layer {
 
 fn no_yaml(error: &serde_saphyr::Error, name: &str) -> Problem {
     let mut got = error.without_snippet().to_string();
-    // This part of the library's message is for programmers.
+    // This part of the library's message is meant for programmers.
     if let Some((what, rest)) = got.split_once(", set DuplicateKeyPolicy in Options if acceptable") {
         got = format!("{what}{rest}");
     }
@@ -72,7 +72,7 @@ fn no_yaml(error: &serde_saphyr::Error, name: &str) -> Problem {
     problem.expected("lines of `setting: value`, each setting once")
 }
 
-/// Top mapping in the order of the file, with repeated keys.
+/// Top-level mapping in the order of the file, with repeated keys.
 struct Document(Vec<(Spanned<String>, Spanned<Node>)>);
 
 impl<'de> Deserialize<'de> for Document {
@@ -95,7 +95,7 @@ impl<'de> Deserialize<'de> for Document {
     }
 }
 
-/// A value before the kind of its setting is known. Scalars stay text, which the kind of the flag reads.
+/// A value before the kind of its setting is known. Scalars stay text, to be parsed later by the kind of the flag.
 enum Node {
     Null,
     Scalar(String),

@@ -1,8 +1,9 @@
 //! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
 //!
-//! A run is one process, so nothing is sharded, and communication buffers have no counterpart.
-//! A number in both the file and the settings must agree, as in the `transformers` trainer; `auto` takes the setting. An
-//! unsupported field is an error, and so is a field that is not in the table. Fields: <https://www.deepspeed.ai/docs/config-json/>.
+//! A run is one process, so nothing is sharded, and communication buffers have no counterpart. A number that is in both the file
+//! and the settings must be the same in both, as in the `transformers` trainer. `auto` takes the value of the setting. An
+//! unsupported field is an error, and so is a field that is not in the table. Fields:
+//! <https://www.deepspeed.ai/docs/config-json/>.
 
 use std::path::Path;
 
@@ -13,28 +14,28 @@ use serde_json::Value;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Files larger than this are no settings.
+/// Maximum size of a file, bytes. A larger file contains no settings.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Meaning of a field.
 enum Field {
-    /// A number that a setting gives as well.
+    /// A number that must equal the value of a setting.
     Same(&'static str, fn(&Settings) -> f64),
-    /// Numbers that settings give as well.
+    /// A list of numbers that must equal the values of settings.
     SameList(&'static str, fn(&Settings) -> Vec<f64>),
-    /// It has no effect, for the reason given.
+    /// A field without effect, for the given reason.
     NoEffect(&'static str),
-    /// Read by its own function.
+    /// A field with its own reader.
     Read(fn(&Value, &Settings) -> Result<String, String>),
-    /// Read by a function that also asks whether the model is on a GPU.
+    /// A field with its own reader, which also gets whether the model is on a GPU.
     ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
 }
 
 use Field::{ByDevice, NoEffect, Read, Same, SameList};
 
-const COMMUNICATION: &str = "one process exchanges nothing";
+const COMMUNICATION: &str = "a run is one process, so nothing is communicated";
 const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
-const PINNED: &str = "host memory is allocated in one way only";
+const PINNED: &str = "there is only one way to allocate host memory";
 const PARAMETERS: &str = "all weights are in one process";
 
 /// Every known field by its path.
@@ -67,7 +68,10 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.stage", Read(stage)),
     ("zero_optimization.offload_optimizer.device", ByDevice(offload_optimizer)),
     ("zero_optimization.offload_optimizer.pin_memory", NoEffect(PINNED)),
-    ("zero_optimization.offload_optimizer.ratio", NoEffect("the state moves completely or not at all")),
+    (
+        "zero_optimization.offload_optimizer.ratio",
+        NoEffect("the state is offloaded completely or not at all"),
+    ),
     ("zero_optimization.offload_optimizer.buffer_count", NoEffect(COMMUNICATION)),
     ("zero_optimization.offload_optimizer.fast_init", NoEffect(COMMUNICATION)),
     ("zero_optimization.offload_param.device", ByDevice(offload_param)),
@@ -80,7 +84,7 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.overlap_comm", NoEffect(COMMUNICATION)),
     ("zero_optimization.reduce_scatter", NoEffect(COMMUNICATION)),
     ("zero_optimization.reduce_bucket_size", NoEffect(COMMUNICATION)),
-    ("zero_optimization.contiguous_gradients", NoEffect("each gradient has a buffer of its own")),
+    ("zero_optimization.contiguous_gradients", NoEffect("each gradient has its own buffer")),
     ("zero_optimization.round_robin_gradients", NoEffect(COMMUNICATION)),
     ("zero_optimization.sub_group_size", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_prefetch_bucket_size", NoEffect(PARAMETERS)),
@@ -124,7 +128,7 @@ const FIELDS: &[(&str, Field)] = &[
     ("fp16.hysteresis", NoEffect(SCALING)),
     ("fp16.consecutive_hysteresis", NoEffect(SCALING)),
     ("fp16.min_loss_scale", NoEffect(SCALING)),
-    ("steps_per_print", NoEffect("`logging_steps` says how often a line is printed")),
+    ("steps_per_print", NoEffect("`logging_steps` sets how often a line is printed")),
     ("wall_clock_breakdown", NoEffect("`metrics.jsonl` always has the time of each phase")),
     ("dump_state", NoEffect("`--print_config` shows every setting")),
 ];
@@ -136,7 +140,7 @@ fn parse(path: &Path) -> Result<Value, Problem> {
         Problem::usage("the DeepSpeed file cannot be read")
             .at(place.clone())
             .got(e)
-            .expected("a JSON file such as zero2.json, or no `deepspeed` at all, since nothing needs it")
+            .expected("a JSON file such as zero2.json, or no `deepspeed` setting, which is never required")
     };
     let size = std::fs::metadata(path).map_err(|e| unreadable(e.to_string()))?.len();
     if size > MAX_BYTES {
@@ -147,10 +151,11 @@ fn parse(path: &Path) -> Result<Value, Problem> {
     if json.is_object() { Ok(json) } else { Err(unreadable("no JSON object".into())) }
 }
 
-/// Reads a file and returns a line per field: what it does in this run, whose model is on a GPU or not.
+/// Reads a file and returns one line per field that explains its effect in this run. `on_gpu` is true if the model is on a GPU.
 ///
 /// # Errors
-/// A file that cannot be read, fields that are unknown, that differ from a setting, or that request something unsupported.
+/// Returns an error if the file cannot be read, or if a field is unknown, differs from a setting, or requests something
+/// unsupported.
 pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String>, Problem> {
     let place = path.display().to_string();
     let json = parse(path)?;
@@ -175,7 +180,7 @@ pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String
         .help("change the file or the settings, or leave `deepspeed` out"))
 }
 
-/// The leaves of nested objects with their paths. Lists are leaves.
+/// Collects the leaves of nested objects with their paths. Lists are leaves.
 fn collect<'v>(path: &str, value: &'v Value, leaves: &mut Vec<(String, &'v Value)>) {
     match value.as_object() {
         Some(fields) => {
@@ -233,7 +238,7 @@ fn optimizer(value: &Value, _: &Settings) -> Result<String, String> {
 
 fn adam_w(value: &Value, _: &Settings) -> Result<String, String> {
     match value {
-        Value::Bool(true) => Ok("weight decay is AdamW's, as always".into()),
+        Value::Bool(true) => Ok("weight decay is always AdamW's".into()),
         _ => Err("weight decay is AdamW's; expected true".into()),
     }
 }
@@ -272,12 +277,12 @@ fn warmup_type(value: &Value, _: &Settings) -> Result<String, String> {
 fn stage(value: &Value, _: &Settings) -> Result<String, String> {
     match value.as_u64() {
         Some(0) => Ok("nothing is sharded".into()),
-        Some(1) => Ok("shards optimizer states over processes; with one process it keeps them whole".into()),
+        Some(1) => Ok("shards optimizer states over processes; with one process they stay complete".into()),
         Some(2) => {
-            Ok("shards optimizer states and gradients over processes; with one process it keeps them whole".into())
+            Ok("shards optimizer states and gradients over processes; with one process they stay complete".into())
         }
         Some(3) => Ok(
-            "shards optimizer states, gradients and weights over processes; with one process it keeps them whole".into()
+            "shards optimizer states, gradients and weights over processes; with one process they stay complete".into()
         ),
         _ => Err("expected 0, 1, 2 or 3".into()),
     }
@@ -290,9 +295,9 @@ fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String
             Ok("`offload_optimizer`: the state stays in host memory".into())
         }
         (Some("cpu"), true) => {
-            Err("`offload_optimizer` is false; leave that out or write \"device\": \"none\"".into())
+            Err("`offload_optimizer` is false; remove that setting or write \"device\": \"none\"".into())
         }
-        (Some("none"), _) => Ok("the file moves nothing".into()),
+        (Some("none"), _) => Ok("nothing is offloaded".into()),
         (Some("nvme"), _) => Err("offload to a disk is unsupported; expected cpu or none".into()),
         _ => Err("expected cpu or none".into()),
     }
@@ -305,14 +310,14 @@ fn offload_param(value: &Value, _: &Settings, on_gpu: bool) -> Result<String, St
             "weights stay on the GPU; write none, and lower their size with `load_in_4bit` or `load_in_8bit`"
                 .into(),
         ),
-        (Some("none"), _) => Ok("the file moves nothing".into()),
+        (Some("none"), _) => Ok("nothing is offloaded".into()),
         (Some("nvme"), _) => Err("offload to a disk is unsupported; expected cpu or none".into()),
         _ => Err("expected cpu or none".into()),
     }
 }
 
-/// Whether a file asks for the optimizer's state in host memory. A file that cannot be read asks for nothing here:
-/// [`read`] reports it.
+/// Returns true if a file requests that the optimizer's state be kept in host memory. Returns false if the file cannot be read,
+/// because [`read`] reports that.
 pub fn offloads_optimizer(path: &Path) -> bool {
     let Ok(json) = parse(path) else { return false };
     let zero = &json["zero_optimization"];
@@ -328,16 +333,16 @@ fn bf16(value: &Value, s: &Settings) -> Result<String, String> {
             Err("`torch_dtype` is bfloat16; write true or \"auto\"".into())
         }
         Value::Bool(_) => Ok("torch_dtype, the same".into()),
-        _ if value == "auto" => Ok("as `torch_dtype` says".into()),
+        _ if value == "auto" => Ok("set by `torch_dtype`".into()),
         _ => Err("expected true, false or \"auto\"".into()),
     }
 }
 
 fn fp16(value: &Value, _: &Settings) -> Result<String, String> {
     match value {
-        Value::Bool(true) => Err("there is no fp16 training; use bf16".into()),
+        Value::Bool(true) => Err("fp16 training is unsupported; use bf16".into()),
         Value::Bool(false) => Ok("off, as always".into()),
-        _ if value == "auto" => Ok("off: there is no fp16 training".into()),
+        _ if value == "auto" => Ok("off: fp16 training is unsupported".into()),
         _ => Err("expected false or \"auto\"".into()),
     }
 }

@@ -1,39 +1,39 @@
-//! Environment variables, read here and nowhere else.
+//! Environment variables. Only this module reads them.
 
 use std::path::{Path, PathBuf};
 
 /// Values of the environment variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
-    /// `WANDB_DISABLED` is true: `report_to wandb` has no effect.
+    /// True if `WANDB_DISABLED` is true; `report_to wandb` then has no effect.
     pub wandb_disabled: bool,
-    /// `WANDB_API_KEY`, which the package reads itself; stored so that it is never printed.
+    /// `WANDB_API_KEY`. The package `wandb` reads the variable itself; the value is stored here so that it is never printed.
     pub wandb_api_key: Option<String>,
-    /// `EXP_NAME`, the name of a run without another name.
+    /// `EXP_NAME`, the name of a run that has no other name.
     pub exp_name: Option<String>,
-    /// Variable with which a launcher announces several processes, as `NAME=NUMBER`.
+    /// Variable with which a launcher announces several processes, in the form `NAME=NUMBER`.
     pub several_processes: Option<String>,
     /// File to which completions are logged in the source systems' format: `LOG_PATH` with `DEBUG_MODE`.
     pub debug_log: Option<PathBuf>,
-    /// `DS_SKIP_CUDA_CHECK` is true. It has no effect, which a note says.
+    /// True if `DS_SKIP_CUDA_CHECK` is true. The variable has no effect; a note tells the user so.
     pub ds_skip_cuda_check: bool,
     /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
     pub cuda_visible_devices: Option<String>,
-    /// Directories that may hold CUDA's libraries: `CUDA_HOME`, `CUDA_PATH`, the Python environments of `VIRTUAL_ENV`, `CONDA_PREFIX` and the user,
-    /// and the usual ones of systems.
+    /// Directories that may contain CUDA's libraries: `CUDA_HOME`, `CUDA_PATH`, the Python environments of `VIRTUAL_ENV`,
+    /// `CONDA_PREFIX` and the user, and the usual directories of operating systems.
     pub cuda_folders: Vec<PathBuf>,
     /// Variables of the Hugging Face hub.
     pub hub: HubEnvironment,
-    /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a directory `omnigrpo` in it.
+    /// Directory `omnigrpo` in `XDG_CACHE_HOME`, or in `.cache` of `HOME` if that variable is unset.
     pub cache_dir: PathBuf,
-    /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and never printed.
+    /// `OPENAI_API_KEY`, sent to a `judge:` as a bearer token and never printed.
     pub judge_api_key: Option<String>,
 }
 
 /// The variables of `huggingface_hub`, with its defaults.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct HubEnvironment {
-    /// `HF_HUB_CACHE`, else `hub` in `HF_HOME`, which is `huggingface` in the cache of the user.
+    /// `HF_HUB_CACHE`, else `hub` in `HF_HOME`. The default of `HF_HOME` is `huggingface` in the cache of the user.
     pub cache: PathBuf,
     /// `HF_ENDPOINT`.
     pub endpoint: String,
@@ -41,7 +41,7 @@ pub struct HubEnvironment {
     pub token: Option<String>,
     /// `HF_TOKEN_PATH`, the file in which `hf auth login` stores a token.
     pub token_file: PathBuf,
-    /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE` is true.
+    /// True if `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE` is true.
     pub offline: bool,
 }
 

@@ -1,11 +1,11 @@
-//! Texts about settings: a value as it is written, help, `--print_config`, the reference page of the flags.
+//! Texts about settings: values in the form users write them, help, `--print_config`, the reference page of the flags.
 
 use std::path::Path;
 
 use crate::flags::{Fallback, Flag, Kind, Names, Section, Verb};
 use crate::values::{self, Given, Origin, Raw, Resolved, Value};
 
-/// Bounds from this one on only guard against overflow; messages name them only to a user who exceeded them.
+/// Smallest bound that only guards against overflow. Messages name such bounds only if a value exceeds them.
 const UNBOUNDED: i64 = 1 << 30;
 
 /// Returns the bound that a number exceeded, if [`expected`] does not show it.
@@ -23,16 +23,16 @@ pub fn passed_bound(kind: &Kind, text: &str) -> Option<String> {
     }
 }
 
-/// Returns the name closest to the given text, if few keystrokes differ.
+/// Returns the name closest to the given text, if it differs by only a few keystrokes.
 pub fn nearest<'n>(text: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let text = text.replace('-', "_").to_ascii_lowercase();
-    // The limit also holds for long names, which would otherwise match other words.
+    // At most three keystrokes may differ: with a higher limit, long names would match other words.
     let most = (text.chars().count() / 4).clamp(1, 3);
     let near = names.into_iter().map(|name| (strsim::osa_distance(&text, &name.replace('-', "_")), name));
     near.filter(|(distance, _)| *distance <= most).min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
 }
 
-/// Returns how the value of a flag is written.
+/// Returns a description of the values that a flag accepts.
 pub fn expected(kind: &Kind) -> String {
     match kind {
         Kind::Bool => "true or false".into(),
@@ -100,7 +100,7 @@ pub fn help(flag: &Flag, verb: Verb, short: bool) -> String {
     text
 }
 
-/// Returns what `help SETTING` shows.
+/// Returns the text that `help SETTING` prints.
 pub fn setting(flag: &Flag) -> String {
     let dashes = if flag.positional { "" } else { "--" };
     let mut out = format!("{dashes}{} {}\n\n{}\n", flag.name, placeholder(&flag.kind), flag.help);
@@ -125,7 +125,7 @@ pub fn setting(flag: &Flag) -> String {
     out
 }
 
-/// The default of a setting, and where it differs between commands.
+/// Returns the default of a setting in words, with the defaults of commands that differ.
 fn default_words(flag: &Flag) -> String {
     let mut default = match flag.default() {
         Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
@@ -152,7 +152,7 @@ fn default_text(flag: &Flag, verb: Verb) -> String {
     }
 }
 
-/// Parses a default that the table gives as text.
+/// Parses a default that the table stores as text.
 pub fn default_value(kind: &Kind, text: &str) -> Option<Value> {
     values::parse(kind, &Raw::Arguments(vec![text.to_owned()])).ok()
 }
@@ -181,14 +181,14 @@ pub fn yaml(value: &Value) -> String {
         Value::Text(v) => yaml_text(v),
         Value::Texts(v) => format!("[{}]", v.iter().map(|t| yaml_text(t)).collect::<Vec<_>>().join(", ")),
         Value::Floats(v) => format!("[{}]", v.iter().map(|x| yaml_float(*x)).collect::<Vec<_>>().join(", ")),
-        // JSON is YAML.
+        // JSON is valid YAML.
         Value::Object(v) => serde_json::Value::Object(v.clone()).to_string(),
     }
 }
 
 fn yaml_float(v: f64) -> String {
     let text = format!("{v:?}");
-    // YAML 1.1 reads `1e-6` as a text, since it has no point.
+    // YAML 1.1 reads `1e-6` as text, because it has no decimal point.
     match text.split_once('e') {
         Some((mantissa, exponent)) if !mantissa.contains('.') => format!("{mantissa}.0e{exponent}"),
         _ => text,
@@ -203,7 +203,7 @@ fn yaml_text(text: &str) -> String {
     if plain { text.to_string() } else { serde_json::Value::from(text).to_string() }
 }
 
-/// Writes the resolved settings of a run as a file for `--config`, with the source of each in a comment.
+/// Returns the resolved settings of a run as a file for `--config`, with the source of each in a comment.
 pub fn print_config(resolved: &Resolved) -> String {
     let mut out = format!("# omnigrpo {}\n", resolved.verb.name());
     for note in &resolved.notes {
@@ -235,8 +235,8 @@ pub fn print_config(resolved: &Resolved) -> String {
     out
 }
 
-/// Returns the command line of a run with the settings that the user gave. Paths are file names alone, and programs of rewards are
-/// left out: the card of the model shows the line to others.
+/// Returns the command line of a run with the settings that the user gave. Paths are reduced to file names, and programs of
+/// rewards are omitted, because the model card shows this line to others.
 pub fn command(resolved: &Resolved) -> String {
     let name_of = |text: &str| match omnigrpo_fetch::is_repo_name(text) && !Path::new(text).exists() {
         true => text.to_owned(),
@@ -275,7 +275,7 @@ pub fn command(resolved: &Resolved) -> String {
     out
 }
 
-/// Removes secrets from a value that is written to files: the address or command of a reward may contain a password.
+/// Removes secrets from a value before it is written to a file: the address or command of a reward may contain a password.
 pub fn without_secrets(flag: &Flag, value: &Value) -> Value {
     match (flag.kind, value) {
         (Kind::Specs, Value::Texts(specs)) => {
@@ -303,7 +303,7 @@ fn source(origin: &Origin) -> String {
     }
 }
 
-/// Writes the reference page `docs/flags.md`.
+/// Returns the reference page `docs/flags.md`.
 #[cfg(test)]
 pub fn reference() -> String {
     let mut out = String::from(
@@ -323,7 +323,7 @@ pub fn reference() -> String {
             for alias in flag.aliases {
                 name.push_str(&format!(", `{alias}`"));
             }
-            // `plan` takes those of `train`.
+            // `plan` takes the settings of `train`.
             let verbs = flag.verbs.iter().filter(|verb| **verb != Verb::Plan).map(|verb| verb.name());
             let verbs = verbs.collect::<Vec<_>>().join(", ");
             let mut help = flag.help.to_string();

@@ -1,9 +1,9 @@
-//! The heap of the process: freed memory is kept, in large pages.
+//! Heap of the process. It keeps freed memory and uses large pages.
 //!
-//! A training step allocates and frees the same large buffers again and again; with glibc's defaults each one is mapped and
-//! returned, which costs more than the arithmetic of small models. Kernels go through them in strides of whole rows, so
-//! that nearly every row is on another page: with pages of 4 KiB, address translation took 3 to 7 % of a step. Many systems
-//! give large pages only to memory that asks for them (`madvise`). Memory that glibc maps for small allocations of other
+//! A training step allocates and frees the same large buffers again and again. With glibc's defaults, each buffer is mapped and
+//! returned each time, which costs more than the arithmetic of small models. Kernels access the buffers in strides of whole rows,
+//! so nearly every row is on another page. With pages of 4 KiB, address translation took 3 to 7 % of a step. Many systems
+//! use large pages only for memory that requests them (`madvise`). Memory that glibc maps for small allocations of other
 //! threads is unchanged.
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
@@ -14,7 +14,7 @@ mod glibc {
     /// Smallest allocation that checks whether the heap has grown, bytes.
     const LARGE: usize = 1 << 20;
 
-    /// End of the part of the heap that has asked for large pages, on a page boundary; 0 before [`keep`].
+    /// End of the part of the heap for which large pages were requested, on a page boundary; 0 before [`keep`].
     static ASKED: AtomicUsize = AtomicUsize::new(0);
 
     pub(crate) fn keep() {
@@ -27,14 +27,14 @@ mod glibc {
         ASKED.store(end(), Ordering::Relaxed);
     }
 
-    /// Returns the end of the heap, rounded down to a page. It only grows, since nothing is trimmed.
+    /// Returns the end of the heap, rounded down to a page. The end only grows, because nothing is trimmed.
     fn end() -> usize {
-        // SAFETY: the call changes nothing.
+        // SAFETY: both calls only read values.
         let (end, page) = unsafe { (libc::sbrk(0) as usize, libc::sysconf(libc::_SC_PAGESIZE)) };
         end - end % usize::try_from(page).unwrap_or(1).max(1)
     }
 
-    /// Asks for large pages for the new part of the heap.
+    /// Requests large pages for the new part of the heap.
     fn ask(size: usize) {
         let asked = ASKED.load(Ordering::Relaxed);
         if size < LARGE || asked == 0 {
@@ -42,7 +42,7 @@ mod glibc {
         }
         let end = end();
         if end > asked && ASKED.compare_exchange(asked, end, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            // SAFETY: advice about memory of the heap does not change its content; if it is refused, pages stay small.
+            // SAFETY: advice about memory of the heap does not change its content. If the system refuses it, pages stay small.
             unsafe { libc::madvise(asked as *mut _, end - asked, libc::MADV_HUGEPAGE) };
         }
     }
@@ -52,37 +52,37 @@ mod glibc {
     #[global_allocator]
     static HEAP: Heap = Heap;
 
-    // SAFETY: all calls go to the system allocator.
+    // SAFETY: every method forwards to the system allocator.
     unsafe impl GlobalAlloc for Heap {
         unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-            // SAFETY: the same contract.
+            // SAFETY: the caller fulfils the same contract.
             let memory = unsafe { System.alloc(layout) };
             ask(layout.size());
             memory
         }
 
         unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-            // SAFETY: the same contract.
+            // SAFETY: the caller fulfils the same contract.
             let memory = unsafe { System.alloc_zeroed(layout) };
             ask(layout.size());
             memory
         }
 
         unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-            // SAFETY: the same contract.
+            // SAFETY: the caller fulfils the same contract.
             let memory = unsafe { System.realloc(memory, layout, size) };
             ask(size);
             memory
         }
 
         unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-            // SAFETY: the same contract.
+            // SAFETY: the caller fulfils the same contract.
             unsafe { System.dealloc(memory, layout) };
         }
     }
 }
 
-/// Configures the heap, before any thread is started.
+/// Configures the heap. Must be called before any thread is started.
 pub(crate) fn keep() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     glibc::keep();

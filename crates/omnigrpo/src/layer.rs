@@ -1,4 +1,4 @@
-//! Settings of one source: the command line, a file or a preset. All of its mistakes are collected, so that the user can fix
+//! Settings of one source: the command line, a file or a preset. All mistakes of a source are collected, so that the user can fix
 //! them together.
 
 use crate::explain;
@@ -7,12 +7,12 @@ use crate::foreign::{self, Fate};
 use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, place};
 
-/// Name and value as written.
+/// Name and value of a setting as the user wrote them.
 #[derive(Clone)]
 pub struct Entry {
     /// Name of the setting in any spelling, without leading dashes.
     pub name: String,
-    /// Value; `None` if there is none.
+    /// Value; `None` if the user gave only the name.
     pub raw: Option<Raw>,
     /// Source of the entry.
     pub origin: Origin,
@@ -21,16 +21,16 @@ pub struct Entry {
 /// Settings and mistakes of a source.
 #[derive(Debug, Default)]
 pub struct Layer {
-    /// Settings.
+    /// Valid settings.
     pub given: Vec<Given>,
-    /// Settings of other trainers without effect, as written, with the reason.
+    /// Settings of other trainers that have no effect here, as written, each with the reason.
     pub dropped: Vec<(String, String)>,
-    /// Mistakes.
+    /// Mistakes found while reading the source.
     pub problems: Vec<Problem>,
 }
 
 impl Layer {
-    /// Returns the layer of a source that cannot be read.
+    /// Returns a layer that contains only the problem of a source that cannot be read.
     pub fn unreadable(problem: Problem) -> Self {
         Self { problems: vec![problem], ..Self::default() }
     }
@@ -38,7 +38,8 @@ impl Layer {
     /// Reads entries of the command line of a verb or of a file.
     pub fn read(entries: Vec<Entry>, verb: Option<Verb>) -> Self {
         let mut layer = Self::default();
-        // Whether the setting itself is given is known only after all entries are read.
+        // Settings implied by other settings. They are added after all entries are read, when it is known which settings are
+        // given directly.
         let mut becoming = Vec::new();
         let texts: Vec<(String, String)> =
             entries.iter().map(|entry| (entry.name.replace('-', "_"), entry.text())).collect();
@@ -49,7 +50,7 @@ impl Layer {
         for entry in entries {
             let text = entry.text();
             let shown = entry.shown();
-            // Messages end up in logs.
+            // Messages are written to logs, so they must not contain secrets.
             let secret = ["token", "secret", "webhook_url"].iter().any(|word| shown.ends_with(word));
             let value = if secret { "…" } else { text.as_str() };
             match foreign::fate(&entry.name, &text, others) {
@@ -134,13 +135,13 @@ impl Layer {
         }
         if self.given.iter().any(|other| other.flag.name == flag.name) {
             return Err(Problem::usage(format!("`{}` is given twice", flag.name))
-                .expected("each setting once, under one of its names"));
+                .expected("each setting only once, under one of its names"));
         }
         match &entry.raw {
             Some(raw) => Given::read(flag, raw, entry.origin.clone()),
             None => Err(Problem::usage(format!("`{}` has no value", flag.name))
                 .expected(explain::expected(&flag.kind))
-                .help("leave it out to take the default")),
+                .help("leave it out to use the default")),
         }
     }
 }

@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     show_warnings(&console);
     let problem = match cli::parse(std::env::args_os(), env) {
         Ok(Parsed::Print(text)) => {
-            // A closed pipe (`| head`) is no failure.
+            // A closed pipe (`| head`) is not an error.
             let _ = write!(std::io::stdout().lock(), "{text}");
             return ExitCode::SUCCESS;
         }
@@ -53,8 +53,8 @@ fn main() -> ExitCode {
     ExitCode::from(problem.exit_code())
 }
 
-/// Silences panics that a guard catches and reports as an error of a file. Other panics, and all panics with RUST_BACKTRACE,
-/// are printed as usual.
+/// Silences panics that a guard catches and reports as an error of a file. Other panics are printed as usual, and so are all
+/// panics if `RUST_BACKTRACE` is set.
 fn quiet_guarded_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -72,15 +72,15 @@ fn wants_colour(env: impl Fn(&str) -> Option<String>, is_terminal: bool) -> bool
     is_terminal && !no && env("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Sends warnings of the libraries (for instance, a reward program is asked again) to the console and so to the run's log;
-/// `RUST_LOG` shows more. Warnings of `symphonia`'s probe are left out: it calls the first four bytes of every MP4 and MOV file
-/// junk.
+/// Sends warnings of the libraries (for instance, that a request to a reward program is repeated) to the console and so to the
+/// run's log. `RUST_LOG` shows more. Omits warnings of `symphonia`'s probe, which calls the first four bytes of every MP4 and MOV
+/// file junk.
 fn show_warnings(console: &Console) {
     use tracing_subscriber::EnvFilter;
     let shown = "warn,symphonia_core::formats::probe=error";
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(shown));
     let subscriber = tracing_subscriber::registry().with(Warnings(console.clone()).with_filter(filter));
-    // No other subscriber is set: this is the program's first action.
+    // This cannot fail: no other subscriber is set yet, since this is the program's first action.
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 

@@ -1,4 +1,4 @@
-//! Names of values: of the libraries' choices, which are types there, and of the program's own choices.
+//! Names of values, both for types of the libraries and for the program's own types.
 
 use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
@@ -8,7 +8,7 @@ use omnigrpo_train::ScheduleKind;
 
 /// A type whose values have names on the command line.
 pub trait Named: Copy + PartialEq + 'static {
-    /// Name, value and one line of help, in the order of the help.
+    /// Returns name, value and one line of help for each value, in the order of the help.
     fn table() -> Vec<(&'static str, Self, &'static str)>;
 }
 
@@ -27,7 +27,7 @@ pub fn named<T: Named>(name: &str) -> Option<T> {
     T::table().into_iter().find(|row| row.0 == name).map(|row| row.1)
 }
 
-/// Declares an enum; the first doc line of a variant is its help.
+/// Declares an enum. The first doc line of a variant is its help.
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident: $(#[doc = $help:literal] $variant:ident = $text:literal),+ $(,)?) => {
         $(#[$doc])*
@@ -53,7 +53,7 @@ choice!(
     All = "all",
 );
 choice!(
-    /// The unit of a batch size.
+    /// Unit of a batch size.
     BatchUnit:
     /// Prompts, each with all of its completions (TRL before 0.16, R1-V, R1-Omni).
     Prompts = "prompts",
@@ -116,7 +116,7 @@ impl Default for Bf16Products {
         Self::Auto
     }
 }
-/// Lists a type of another crate.
+/// Implements `Named` for a type of another crate, with a table given here.
 macro_rules! listed {
     ($name:ty: $($text:literal = $value:expr, $help:literal);+ $(;)?) => {
         impl Named for $name {
@@ -182,7 +182,7 @@ listed!(RatioLevel:
     "sequence" = RatioLevel::Sequence, "a ratio per completion";
 );
 
-/// Lists a type with a table of its own in another crate.
+/// Implements `Named` for a type of another crate that has its own table there.
 macro_rules! listed_there {
     ($($name:ty),+) => { $(
         impl Named for $name {

@@ -1,4 +1,4 @@
-//! The presets: settings of the source systems and of TRL as small YAML files.
+//! The presets: small YAML files with the settings of the source systems and of TRL.
 
 use crate::config;
 use crate::explain;
@@ -10,9 +10,9 @@ use crate::values::{Given, Origin, Value, Values};
 struct Preset {
     name: &'static str,
     help: &'static str,
-    /// Settings of GRPO training.
+    /// YAML text with the settings of GRPO training.
     text: &'static str,
-    /// Settings of its supervised start, if it has one.
+    /// YAML text with the settings of the supervised training before GRPO; empty if the system has none.
     sft: &'static str,
 }
 
@@ -91,8 +91,8 @@ pub fn layer(name: &str, verb: Verb) -> Layer {
     layer
 }
 
-/// Removes the sampling settings of a training run from a file: evaluation and generation have their own defaults, as an
-/// evaluation within the run does. Returns a note about them.
+/// Removes the sampling settings of a training run from a file, and returns a note about them. Evaluation and generation have
+/// their own defaults, which are also those of an evaluation during training.
 pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     const OTHERS: [Verb; 3] = [Verb::Generate, Verb::Score, Verb::Eval];
     let trains = |flag: &Flag| flag.is_of(Verb::Train) || flag.is_of(Verb::Sft);
@@ -112,7 +112,8 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     });
     (!left.is_empty()).then(|| {
         format!(
-            "the file of settings describes a training run, whose sampling settings are ignored: {}. Flags of `{}` set them",
+            "the file of settings describes a training run, whose sampling settings are ignored: {}. Set them with \
+             flags of `{}`",
             left.join(", "),
             verb.name()
         )
@@ -120,7 +121,7 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
 }
 
 /// Returns true if a preset's setting concerns a verb. Evaluation and generation share the rows, prompts and rewards of GRPO
-/// training, but not its sampling; supervised training shares neither questions nor learning rates.
+/// training, but not its sampling. Supervised training shares neither questions nor learning rates.
 fn concerns(verb: Verb, flag: &Flag) -> bool {
     let stands_under = |section: Section| section.rows().iter().any(|row| row.name == flag.name);
     match verb {
@@ -137,7 +138,8 @@ fn concerns(verb: Verb, flag: &Flag) -> bool {
     }
 }
 
-/// Replaces a preset's `cider`, the half of `explanation` that needs no pictures, by `explanation` if a CLIP is given.
+/// Replaces the preset's reward `cider` by `explanation` if a CLIP model is given. `cider` is the part of `explanation` that
+/// needs no pictures.
 pub fn complete(values: &mut Values) {
     let (Some(flag), Some(_)) = (flags::find("reward_funcs"), values.lookup("clip_model")) else { return };
     let Some((Value::Texts(names), origin @ Origin::Preset(_))) = values.lookup(flag.name).cloned() else {
@@ -165,7 +167,7 @@ pub fn reweigh(values: &mut Values, preset: &Values) -> Option<String> {
     let weights: Vec<f64> = rewards.iter().map(weight).collect();
     let shown: Vec<String> =
         rewards.iter().zip(&weights).map(|(reward, w)| format!("{reward} {w}")).collect();
-    let note = format!("rewards keep their weights of preset {name}, others have 1: {}", shown.join(", "));
+    let note = format!("rewards of preset {name} keep their weights, others get 1: {}", shown.join(", "));
     values.set(Given { flag, value: Value::Floats(weights), origin: Origin::Preset(name) });
     Some(note)
 }

@@ -1,23 +1,23 @@
-//! Errors as users see them: the problem, its place, the value found, the value expected, advice.
+//! Errors in the form shown to users: the problem, its place, the value found, the value expected, advice.
 
 use std::fmt;
 
 use omnigrpo_guard::{Fault, fault};
 use omnigrpo_train::TrainError;
 
-/// The exit code of a command line or file of settings that cannot be used.
+/// Exit code for a command line or file of settings that cannot be used.
 pub const EXIT_USAGE: u8 = 2;
-/// The exit code of a run that failed.
+/// Exit code for a run that failed.
 pub const EXIT_FAILURE: u8 = 1;
-/// Exit code of a run that was stopped and can be resumed, and of a command that failed because of the machine: a temporary
-/// failure in `sysexits.h`.
+/// Exit code for a run that was stopped and can be resumed, and for a command that failed because of the machine. It means a
+/// temporary failure in `sysexits.h`.
 pub const EXIT_STOPPED: u8 = 75;
 
-/// One error as the user sees it: the problem, its place, the value found, the value expected, advice.
+/// One error in the form shown to users: the problem, its place, the value found, the value expected, advice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem(Box<Parts>);
 
-// Boxed so that results stay small.
+// Parts of a problem, boxed so that results stay small.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Parts {
     what: String,
@@ -30,25 +30,25 @@ struct Parts {
 }
 
 impl Problem {
-    /// A mistake in the settings.
+    /// Returns a problem for a mistake in the settings.
     pub fn usage(what: impl Into<String>) -> Self {
         Self(Box::new(Parts { what: what.into(), exit_code: EXIT_USAGE, ..Parts::default() }))
     }
 
-    /// A failure of the run.
+    /// Returns a problem for a failure of the run.
     pub fn failure(what: impl Into<String>) -> Self {
         Self(Box::new(Parts { what: what.into(), exit_code: EXIT_FAILURE, ..Parts::default() }))
     }
 
-    /// A run that was stopped and can be resumed.
+    /// Returns a problem for a run that was stopped and can be resumed.
     pub fn stopped(what: impl Into<String>) -> Self {
         Self(Box::new(Parts { what: what.into(), exit_code: EXIT_STOPPED, ..Parts::default() }))
     }
 
-    /// Combines problems into one, so that the user can fix a command line in one go; `Ok` if there are none.
+    /// Combines problems into one, so that the user can fix a command line in one go. Returns `Ok` if there are no problems.
     ///
     /// # Errors
-    /// The problems.
+    /// Returns the combined problem.
     pub fn all(mut problems: Vec<Self>) -> Result<(), Self> {
         match problems.len() {
             0 => Ok(()),
@@ -62,7 +62,7 @@ impl Problem {
         }
     }
 
-    /// Converts the error of a verb: a problem, or any error with its chain of causes.
+    /// Converts the error of a verb, which is a problem or any error with its chain of causes.
     pub fn from_error(error: &anyhow::Error) -> Self {
         if let Some(problem) = error.downcast_ref::<Self>() {
             return problem.clone();
@@ -75,12 +75,12 @@ impl Problem {
         let trained = error.downcast_ref::<TrainError>().map(TrainError::fault);
         if trained.unwrap_or_else(|| fault(error.as_ref(), Fault::Run)) == Fault::Machine {
             problem.0.exit_code = EXIT_STOPPED;
-            problem = problem.help("repair the machine and start the same command again");
+            problem = problem.help("fix the machine and run the same command again");
         }
         match kept {
             Some(rows) => problem.help(format!(
-                "`omnigrpo rewards run --input {} --output scored.jsonl --reward_funcs …` scores it, with the media \
-                 folders of this run where a reward looks at media",
+                "`omnigrpo rewards run --input {} --output scored.jsonl --reward_funcs …` scores them; add the media \
+                 folders of this run if a reward reads media",
                 rows.display()
             )),
             None => problem,
@@ -119,7 +119,7 @@ impl Problem {
         self
     }
 
-    /// The exit code of the process.
+    /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         self.0.exit_code
     }
@@ -135,7 +135,7 @@ impl Problem {
         ];
         for (label, text) in lines {
             if let Some(text) = text {
-                // Continuation lines line up under the text.
+                // Continuation lines are aligned with the text.
                 write!(f, "\n{label:>10}: {}", text.replace('\n', "\n            "))?;
             }
         }

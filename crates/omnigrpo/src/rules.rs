@@ -1,4 +1,5 @@
-//! Settings that contradict each other, and settings that are missing. The row of a setting says when it has no effect.
+//! Checks for settings that contradict each other and for missing settings. The row of a setting in the flag table defines when
+//! the setting has no effect.
 
 use std::path::Path;
 
@@ -14,11 +15,11 @@ use crate::settings::{REGISTRY, Settings};
 use crate::values::{Origin, Value, Values};
 use crate::wording::flag_at;
 
-/// Two settings for the same thing, and the condition under which they clash. If one comes from a stronger source, the other
-/// returns to its default: a preset must not forbid the other setting.
+/// Two settings for the same thing, and the condition under which they contradict each other. If one comes from a stronger
+/// source, the other returns to its default, because a preset must not forbid the other setting.
 pub type Rivals = (&'static str, &'static str, fn(&Value, &Value) -> bool);
 
-/// Every such pair.
+/// Every pair of settings for the same thing.
 pub const RIVALS: &[Rivals] = &[
     ("tune_mm_vision", "freeze_vision_modules", |tune, freeze| tune == freeze),
     ("advantage", "scale_rewards", |_, _| true),
@@ -28,7 +29,7 @@ pub const RIVALS: &[Rivals] = &[
     ("nframes", "fps", |_, _| true),
 ];
 
-/// Returns true if every advantage is 0, since each question has one completion.
+/// Returns true if every advantage is 0 because each question has only one completion.
 fn lone_completions(s: &Settings) -> bool {
     s.algorithm.num_generations == 1
         && (s.algorithm.advantage != AdvantageKind::GroupStdClamped || s.algorithm.normalize_then_sum)
@@ -52,13 +53,14 @@ pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
         )
     } else {
         format!(
-            "`num_generations` 1: no question has two completions to compare, so `advantage` group_std_clamped compares \
-             each with those of the other questions of its step. {advice}"
+            "`num_generations` 1: no question has two completions to compare, so `advantage` group_std_clamped \
+             compares each completion with those of the step's other questions. {advice}"
         )
     })
 }
 
-/// Returns a note about clip bounds without effect: the first update of a rollout compares the policy with itself.
+/// Returns a note about clip bounds without effect. The first update of a rollout compares the policy with itself, so its ratios
+/// are 1.
 pub fn unreached_clip(values: &Values, s: &Settings) -> Option<String> {
     let clips = matches!(s.algorithm.loss.surrogate, Surrogate::Clip { .. });
     let once = s.run.num_iterations == 1 && s.run.steps_per_generation == 1 && !s.run.replay;
@@ -80,7 +82,7 @@ pub fn unreached_clip(values: &Values, s: &Settings) -> Option<String> {
 
 /// A contradiction between settings.
 struct Rule {
-    /// Verbs that it concerns.
+    /// Verbs to which the rule applies.
     verbs: &'static [Verb],
     /// Returns the problems; none if the settings agree.
     check: fn(&Settings) -> Vec<Problem>,
@@ -105,7 +107,7 @@ const RULES: &[Rule] = &[
             lone_completions(s) && s.algorithm.loss.beta == 0.0 && s.algorithm.loss.entropy_coef == 0.0,
             || {
                 Problem::usage(
-                    "a group of one completion has nothing to be compared with, and no other term is trained on",
+                    "a group of one completion has no other to compare with, and the loss has no other term",
                 )
                 .got("`num_generations` 1 and `beta` 0")
                 .expected("`--num_generations` 2 or more")
@@ -140,13 +142,13 @@ const RULES: &[Rule] = &[
         when(s.rewards.funcs.is_empty(), || {
             Problem::usage("no reward")
                 .got("an empty `reward_funcs`")
-                .expected("at least one; `rewards list` shows them")
+                .expected("at least one reward; `rewards list` shows the names")
         })
     }),
     rule(|s| {
         let (weights, rewards) = (&s.rewards.options.weights, &s.rewards.funcs);
         when(weights.len() != rewards.len(), || {
-            Problem::usage("`reward_weights` and `reward_funcs` differ in number")
+            Problem::usage("`reward_weights` and `reward_funcs` have different lengths")
                 .got(format!(
                     "{} weights for {} rewards ({})",
                     weights.len(),
@@ -181,7 +183,7 @@ const RULES: &[Rule] = &[
     rule(|s| {
         let (files, folders) = (s.data.data_file_paths.len(), s.data.roots.images.len());
         when(files != folders && files > 0, || {
-            Problem::usage("`data_file_paths` and `image_folders` differ in number")
+            Problem::usage("`data_file_paths` and `image_folders` have different lengths")
                 .got(format!("{files} files and {folders} folders"))
                 .expected("one image folder per file, in the same order")
                 .help("`--train_file` takes any number of folders")
@@ -189,8 +191,8 @@ const RULES: &[Rule] = &[
     }),
     rule_in(&[Export], |s| {
         when(!s.model.merge && s.model.layout.is_none(), || {
-            Problem::usage("nothing to change")
-                .got("neither an adapter nor another form")
+            Problem::usage("nothing to export")
+                .got("neither an adapter to merge nor another layout")
                 .expected("`--adapter_name_or_path DIR --merge` or `--layout hf`")
         })
     }),
@@ -201,12 +203,12 @@ const RULES: &[Rule] = &[
     }),
     rule_in(&[Export], |s| {
         when(!s.model.merge && s.model.adapter.is_some(), || {
-            Problem::usage("an adapter is exported merged or not at all").expected("`--merge`")
+            Problem::usage("an adapter can only be exported merged").expected("`--merge`")
         })
     }),
     rule(|s| {
         when(s.model.load_in_8bit && s.model.load_in_4bit, || {
-            Problem::usage("weights cannot have 8 and 4 bits")
+            Problem::usage("weights cannot have both 8 and 4 bits")
                 .got("`load_in_8bit` and `load_in_4bit` both true")
                 .expected("one of them")
         })
@@ -216,7 +218,7 @@ const RULES: &[Rule] = &[
             Problem::usage("quantised weights cannot be trained")
                 .got("`load_in_8bit` or `load_in_4bit` without adapters")
                 .expected("`--use_peft`")
-                .help("without it, leave the weights in the checkpoint's precision")
+                .help("without adapters, keep the weights in the checkpoint's precision")
         })
     }),
     rule(|s| {
@@ -254,7 +256,7 @@ const RULES: &[Rule] = &[
     }),
 ];
 
-/// Returns the settings that are missing although no single flag is required.
+/// Returns a problem for each missing setting of a group in which no single flag is required.
 pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     let rows = "`--train_file FILE`, `--dataset_use NAME` or `--data_file_paths A:B`";
     let trains = matches!(verb, Verb::Train | Verb::Sft);
@@ -295,7 +297,7 @@ pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     );
     need(
         verb == Verb::Generate && s.io.input.is_some() && s.io.output.is_none(),
-        Problem::usage("no place for the completions of `--input`").expected("`--output FILE`"),
+        Problem::usage("no output for the completions of `--input`").expected("`--output FILE`"),
     );
     let wants = |name: &str| verb != Verb::DataCheck && !s.lacks_reward(name);
     need(
@@ -305,7 +307,7 @@ pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     missing
 }
 
-/// Returns every contradiction in the settings.
+/// Returns a problem for each contradiction in the settings.
 pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
     RULES.iter().filter(|rule| rule.verbs.contains(&verb)).flat_map(|rule| (rule.check)(s)).collect()
 }
@@ -337,7 +339,7 @@ fn crossed([low, high]: [&str; 2], min: Option<u64>, max: Option<u64>) -> Vec<Pr
     })
 }
 
-/// Reports unknown names of rewards. Programs and addresses, which have a colon, are found out when they are called.
+/// Reports unknown names of rewards. Programs and addresses, which contain a colon, are checked when they are called.
 fn unknown_rewards(specs: &[String]) -> Vec<Problem> {
     let scorers = omnigrpo_scorers::table();
     let names =

@@ -1,9 +1,9 @@
 //! The settings of one run: the plans of the libraries and the program's own settings.
 //!
-//! [`Settings::from_values`] runs every row of the flag table on them: below it nobody sees a flag, a file of settings or an
-//! environment variable. A field without a comment means what the row of its name says, in the unit given there.
+//! [`Settings::from_values`] applies every row of the flag table to a [`Settings`]. Code below it sees no flag, file of settings
+//! or environment variable. A field without a comment has the meaning and unit given in the row of the same name.
 //!
-//! The structs do not derive `PartialEq`: it would count as reading every field, and so hide from the compiler a
+//! The structs do not derive `PartialEq`: the derived code would read every field, and the compiler could no longer report a
 //! setting that no verb uses.
 
 use std::path::{Path, PathBuf};
@@ -24,14 +24,14 @@ use crate::names::{AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedAct
 use crate::problem::Problem;
 use crate::values::{Values, take};
 
-/// Which scored completions become rows for `sft`.
+/// Selection of the scored completions that become rows for `sft`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Keep {
-    /// The best completion of each row; the first of several.
+    /// The best completion of each row; the first one if several are equal.
     Best,
-    /// Completions that count as right.
+    /// Completions that count as correct.
     Passed,
-    /// Completions whose reward is at least this.
+    /// Completions with at least this reward.
     From(f64),
 }
 
@@ -39,7 +39,7 @@ impl Keep {
     /// Reads `--keep`.
     ///
     /// # Errors
-    /// Neither a word nor a number.
+    /// Returns an error if the text is neither a known word nor a number.
     pub fn parse(text: &str) -> Result<Self, Problem> {
         match (text, text.parse::<f64>()) {
             ("best", _) => Ok(Self::Best),
@@ -56,14 +56,14 @@ impl Keep {
 /// Choice of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first GPU, else the CPU.
+    /// The first GPU, or the CPU if there is none.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
     /// The GPU with this number in the driver's list.
     Cuda(u16),
-    /// A GPU's kernels on the CPU, in builds for tests.
+    /// Kernels of a GPU, run on the CPU by an emulator. Only test builds have it.
     Emulated,
 }
 
@@ -71,7 +71,7 @@ impl DeviceChoice {
     /// Reads `--device` and `--reference_device`.
     ///
     /// # Errors
-    /// A text that is no device.
+    /// Returns an error if the text does not name a device.
     pub fn parse(text: &str, flag: &str) -> Result<Self, Problem> {
         let number = text.strip_prefix("cuda:").and_then(|number| number.parse().ok());
         match (text, number) {
@@ -117,19 +117,20 @@ pub struct Io {
     pub audio: Vec<String>,
     pub row: u64,
     pub num_rows: u64,
-    /// Resolved from `exp_name` if that is given instead. Present for every verb that trains.
+    /// Run directory, derived from `exp_name` if only that is given. Present for every verb that trains.
     pub output_dir: Option<PathBuf>,
     pub exp_name: Option<String>,
-    /// True if the run is only planned: it prints its memory and stops.
+    /// True if the run is only planned: it prints its memory and ends.
     pub dry_run: bool,
     /// File for the numbers of `bench` or `plan`.
     pub json: Option<PathBuf>,
-    /// File for the lines of the console, with times: `log.txt` of the run directory, or `runs/NAME/log/log.txt` with `exp_name`.
+    /// File for the lines of the console, with times. It is `log.txt` in the run directory, or `runs/NAME/log/log.txt` with
+    /// `exp_name`.
     pub log_file: Option<PathBuf>,
     pub deepspeed: Option<PathBuf>,
 }
 
-/// The workload of `bench`.
+/// Workload of `bench`.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Bench {
@@ -149,7 +150,7 @@ pub struct ModelSource {
     pub name: Option<String>,
     pub dtype: WeightDtype,
     pub device: DeviceChoice,
-    /// `None`: where the model runs.
+    /// Device of the reference; `None` for the model's device.
     pub reference_device: Option<DeviceChoice>,
     pub adapter: Option<PathBuf>,
     pub merge: bool,
@@ -159,7 +160,7 @@ pub struct ModelSource {
     pub quantized_activations: QuantizedActivations,
     pub bf16_products: Bf16Products,
     pub init_weights: Option<u64>,
-    /// Also true where training starts from an adapter.
+    /// True if adapters are trained, also if training starts from an adapter.
     pub use_peft: bool,
     pub freeze_vision_modules: bool,
 }
@@ -174,16 +175,17 @@ pub struct Push {
     pub strategy: HubStrategy,
 }
 
-/// The batch of an optimizer step.
+/// Batch of an optimizer step.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
-    /// The unit of `per_device`.
+    /// Unit of `per_device`.
     pub unit: BatchUnit,
-    /// Prompts or completions processed at a time.
+    /// Number of prompts or completions processed at a time.
     pub per_device: usize,
-    /// Such batches per optimizer step.
+    /// Number of such batches per optimizer step.
     pub accumulation: usize,
-    /// Optimizer steps that share one rollout; such batches per rollout if `unit` is completions. `None` for one step.
+    /// Number of optimizer steps that share one rollout; number of batches per rollout if `unit` is completions. `None` means one
+    /// step.
     pub per_generation: Option<usize>,
 }
 
@@ -195,10 +197,10 @@ impl Default for Batch {
     }
 }
 
-/// Default CLIP of the reward `explanation`, that of vqa-nle's trainer.
+/// Default CLIP model of the reward `explanation`, the same as in vqa-nle's trainer.
 pub const CLIP: &str = "openai/clip-vit-base-patch16";
 
-/// Default registry.
+/// Default path of the dataset registry.
 pub const REGISTRY: &str = "dataset_registry.yaml";
 
 /// Sources of rows.
@@ -208,12 +210,12 @@ pub struct Rows {
     pub train_file: Vec<PathBuf>,
     pub dataset_use: Vec<String>,
     pub registry: Option<PathBuf>,
-    /// Files that each go with the image directory at the same position.
+    /// Files of rows, each with the image directory at the same position.
     pub data_file_paths: Vec<PathBuf>,
     pub eval_file: Vec<PathBuf>,
     pub eval_dataset_use: Vec<String>,
     pub val_split_ratio: f64,
-    /// Configuration and splits of datasets on the hub.
+    /// Configuration of the datasets on the hub. The splits follow.
     pub config: Option<String>,
     pub train_split: String,
     pub test_split: String,
@@ -224,7 +226,8 @@ pub struct Rows {
     pub mm_processor_cache_gb: Option<f64>,
 }
 
-/// Returns true for a dataset of the hub, `ORG/NAME`: there is no such file, and the name does not end like a file of rows.
+/// Returns true for the name of a dataset on the hub, `ORG/NAME`: no such file exists, and the name does not end like a file of
+/// rows.
 pub fn is_on_hub(file: &Path) -> bool {
     let Some(name) = file.to_str() else { return false };
     let ends = ["json", "jsonl", "parquet", "yaml", "yml"];
@@ -233,12 +236,12 @@ pub fn is_on_hub(file: &Path) -> bool {
 }
 
 impl Rows {
-    /// True if some flag names training rows.
+    /// Returns true if a flag names training rows.
     pub fn has_train_rows(&self) -> bool {
         !(self.train_file.is_empty() && self.dataset_use.is_empty() && self.data_file_paths.is_empty())
     }
 
-    /// True if some flag names evaluation rows.
+    /// Returns true if a flag names evaluation rows.
     pub fn has_eval_rows(&self) -> bool {
         !(self.eval_file.is_empty() && self.eval_dataset_use.is_empty()) || self.val_split_ratio > 0.0
     }
@@ -247,17 +250,17 @@ impl Rows {
 /// Scoring of completions.
 #[derive(Clone, Debug)]
 pub struct Rewards {
-    /// Names and addresses of the rewards.
+    /// Names or addresses of the rewards.
     pub funcs: Vec<String>,
-    /// Options of the rewards; as many weights as rewards.
+    /// Options of the rewards, with as many weights as rewards.
     pub options: RewardOptions,
-    /// One for all rows, or one per training file.
+    /// Accuracy modes: one for all rows, or one per training file.
     pub accuracy_modes: Vec<AccuracyMode>,
-    /// Options of rewards that need a model; a name may stand for a directory.
+    /// Options of rewards that need a model. A name may be used instead of a directory.
     pub scorers: ScorerOptions,
-    /// File with the question to a judge.
+    /// File with the prompt for a judge.
     pub judge_prompt: Option<PathBuf>,
-    /// True if answers that need the order of frames earn more.
+    /// True if correct answers that depend on the order of frames earn more.
     pub temporal_order_bonus: bool,
 }
 
@@ -266,14 +269,14 @@ pub struct Rewards {
 #[allow(missing_docs)]
 pub struct Log {
     pub report_to: Vec<Tracker>,
-    /// Serve the run as a page.
+    /// True if the run is served as a page.
     pub dashboard: bool,
     /// Port of the page; 0 for a free one.
     pub dashboard_port: u16,
     pub prometheus_port: u16,
-    /// A table in the terminal instead of a page.
+    /// True if a table in the terminal replaces the page.
     pub tui: bool,
-    /// Count time, operations and bytes by phase and kernel.
+    /// True if time, operations and bytes are counted by phase and kernel.
     pub profile: bool,
 }
 
@@ -288,25 +291,25 @@ pub struct Settings {
     pub family: Map<String, Json>,
     /// Sources of rows.
     pub data: Rows,
-    /// Options of reading rows.
+    /// Options for reading rows.
     pub read: ReadOptions,
-    /// Options of making prompts.
+    /// Options for building prompts.
     pub prompts: PromptSettings,
     /// Scoring of completions.
     pub rewards: Rewards,
-    /// The recipe that `algorithm` began as.
+    /// Recipe from which `algorithm` was created.
     pub recipe: &'static Recipe,
-    /// Objective and sampling.
+    /// Loss and sampling.
     pub algorithm: Algorithm,
-    /// Learning rates and moments.
+    /// Learning rates and moments of AdamW.
     pub optimizer: AdamWConfig,
     /// Trained parts; `model.freeze_vision_modules` removes some, depending on the family.
     pub selection: Selection,
     /// Adapters, used if `model.use_peft` is true.
     pub lora: LoraConfig,
-    /// Length, records, checkpoints.
+    /// Length, logging and checkpoints of the run.
     pub run: RunPlan,
-    /// Batch of a step as given; `algorithm` and `run` count it in prompts.
+    /// Batch of a step as the user gave it; `algorithm` and `run` count it in prompts.
     pub batch: Batch,
     /// Evaluation during training, and tables of `eval`.
     pub eval: EvalOptions,
@@ -314,16 +317,16 @@ pub struct Settings {
     pub push: Push,
     /// Trackers.
     pub log: Log,
-    /// The workload of `bench`.
+    /// Workload of `bench`.
     pub bench: Bench,
-    /// `None` uses all cores.
+    /// Number of threads; `None` uses all cores.
     pub threads: Option<usize>,
-    /// The environment.
+    /// Environment variables.
     pub env: Environment,
 }
 
 impl Default for Settings {
-    /// The libraries' defaults.
+    /// Returns the defaults of the libraries.
     fn default() -> Self {
         Self {
             io: Io {
@@ -408,10 +411,10 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Stores every value in its place. Settings that a verb does not take keep their defaults.
+    /// Stores every value in its field. Settings that a verb does not take keep their defaults.
     ///
     /// # Errors
-    /// Values that a row refuses, and settings that contradict each other.
+    /// Returns an error if a row of the table refuses a value, or if settings contradict each other.
     pub fn from_values(values: &Values, env: Environment) -> Result<Self, Problem> {
         let mut settings = Self { env, ..Self::default() };
         for first in [true, false] {
@@ -453,7 +456,7 @@ impl Settings {
             }
             BatchUnit::Completions => {
                 let prompts = per_device * accumulation / each;
-                // The given size holds this many complete groups, which must divide the step.
+                // Number of complete groups in the given size. It must divide the step.
                 let at_a_time = (per_device / each).max(1);
                 (if prompts.is_multiple_of(at_a_time) { at_a_time } else { 1 }, prompts)
             }
@@ -462,7 +465,7 @@ impl Settings {
         self.run.steps_per_generation = match (unit, per_generation) {
             (_, None) => 1,
             (BatchUnit::Prompts, Some(steps)) => steps,
-            // A rollout of a part of a step still has the weights of that step.
+            // A rollout of part of a step uses the weights from the start of that step.
             (BatchUnit::Completions, Some(batches)) if accumulation.is_multiple_of(batches) => 1,
             (BatchUnit::Completions, Some(batches)) if batches.is_multiple_of(accumulation) => {
                 batches / accumulation
@@ -479,7 +482,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Sets the run directory and the log from the name of the experiment.
+    /// Derives the run directory and the log from the name of the experiment.
     fn name_directories(&mut self) -> Result<(), Problem> {
         let io = &mut self.io;
         if let Some(name) = &io.exp_name {
@@ -487,7 +490,7 @@ impl Settings {
         }
         match (&io.output_dir, &io.exp_name) {
             (Some(dir), Some(name)) => {
-                return Err(Problem::usage("the run directory is given twice")
+                return Err(Problem::usage("two settings give the run directory")
                     .got(format!("`output_dir` {} and `exp_name` {name}", dir.display()))
                     .expected("one of them; `--run_name` names a run in a directory of your choice"));
             }
@@ -501,18 +504,18 @@ impl Settings {
         Ok(())
     }
 
-    /// Trains adapters, and those parts of the model that are selected.
+    /// Enables training of adapters, besides the selected parts of the model.
     pub fn train_adapters(&mut self) {
         self.model.use_peft = true;
         (self.selection.llm, self.selection.projector, self.selection.towers) = (false, false, false);
     }
 
-    /// Limits the length of completions: in sampling, in prompts, which leave room for it, and in rewards of length.
+    /// Limits the length of completions in sampling, in prompts (which must leave room for completions) and in rewards of length.
     pub fn limit_completions(&mut self, max_tokens: usize) {
         self.algorithm.sampling.max_completion_length = max_tokens;
         self.prompts.max_completion_length = max_tokens;
         self.rewards.options.max_completion_tokens = max_tokens;
-        // The ramp stays the same share of the limit.
+        // The ramp keeps its share of the limit.
         self.rewards.options.overlong_cache_tokens = max_tokens / 5;
     }
 
@@ -522,12 +525,12 @@ impl Settings {
         self.data_seed(seed);
     }
 
-    /// Sets the seed of the random numbers about rows and media.
+    /// Sets the seed of the random numbers for rows and media.
     pub fn data_seed(&mut self, seed: u64) {
         (self.run.data_seed, self.read.seed, self.prompts.media.seed) = (seed, seed, seed);
     }
 
-    /// Returns the optimizer steps between evaluations; 0 if they are not given.
+    /// Returns the number of optimizer steps between evaluations; 0 if it is not given.
     pub fn eval_steps(&self) -> u64 {
         if let EvalWhen::Steps(steps) = self.run.eval { steps } else { 0 }
     }
@@ -542,12 +545,12 @@ impl Settings {
         self.log.report_to.contains(&tracker) || self.log.report_to.contains(&Tracker::All)
     }
 
-    /// Returns the reason if nothing is sampled.
+    /// Returns the reason why nothing is sampled, or `None` if the run samples.
     pub fn not_sampled(&self) -> Option<&'static str> {
         self.run.replay.then_some("with `replay` nothing is sampled")
     }
 
-    /// Returns the reason if nothing is evaluated.
+    /// Returns the reason why nothing is evaluated, or `None` if the run evaluates.
     pub fn no_eval_rows(&self) -> Option<&'static str> {
         (!self.data.has_eval_rows()).then_some(
             "there is no evaluation data: give `eval_file`, `eval_dataset_use` or `val_split_ratio`",
@@ -555,7 +558,7 @@ impl Settings {
     }
 }
 
-/// Returns `reward_weights`, 1 each if none are given, with the weights that name their reward filled in.
+/// Returns `reward_weights`, or 1 for each reward if none are given. Weights that name their reward replace those of the list.
 fn reward_weights(values: &Values, rewards: &Rewards) -> Result<Vec<f64>, Problem> {
     let mut weights = rewards.options.weights.clone();
     let all = values.rank("reward_weights");
@@ -578,7 +581,7 @@ fn reward_weights(values: &Values, rewards: &Rewards) -> Result<Vec<f64>, Proble
     Ok(weights)
 }
 
-/// A name that is one path component, so that logs and checkpoints of a run cannot land elsewhere.
+/// Checks that a name is one path component, so that logs and checkpoints of a run stay in their directory.
 fn plain_name(name: &str) -> Result<(), Problem> {
     if !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\']) && !name.contains("..") {
         return Ok(());
@@ -635,7 +638,7 @@ mod tests {
         );
         assert_eq!(grpo.algorithm.advantage, AdvantageKind::GroupStd);
         assert_eq!(grpo.algorithm.loss.aggregation, Aggregation::SequenceMean);
-        // One bound stands for both.
+        // One bound sets both clip distances.
         assert_eq!(clip(&train("epsilon: 0.1")), (0.1, 0.1, None));
         assert_eq!(clip(&train("epsilon_high: 0.28\ndelta: 4")), (0.2, 0.28, Some(4.0)));
         let gspo = train("loss_type: gspo");
@@ -727,7 +730,7 @@ mod tests {
             weights("preset: vivqa-x\nreward_funcs: [accuracy, format, explanation, mine=cmd:x]"),
             [third, third, 1.0, 1.0]
         );
-        // A list given over the preset counts as it stands.
+        // A list that overrides the preset is used unchanged.
         assert_eq!(weights("preset: vivqa-x\nreward_funcs: format\nreward_weights: 5"), [5.0]);
         for wrong in [
             "reward_weights: 1 2\nformat_reward_weight: 3",
@@ -807,7 +810,8 @@ mod tests {
     #[test]
     fn rewards_get_their_settings() {
         let s = train(
-            "reward_funcs: [accuracy, format, \"cmd:x\"]\nformat_mode: graded\naccuracy_mode: mcq_iou\nreward_timeout_secs: 1.5\n\
+            "reward_funcs: [accuracy, format, \"cmd:x\"]\nformat_mode: graded\naccuracy_mode: \
+             mcq_iou\nreward_timeout_secs: 1.5\n\
              reward_workers: 3\nreward_weights: [2, 1, 0]\nmax_completion_length: 100",
         );
         let options = s.rewards.options;

@@ -1,4 +1,4 @@
-//! [`TrainPlan`] and [`train`].
+//! [`TrainPlan`] and [`train`], the training of a model from a program.
 
 use std::fmt::Debug;
 use std::ops::ControlFlow;
@@ -35,23 +35,23 @@ use omnigrpo_train::{
 /// # Ok::<(), &str>(())
 /// ```
 pub struct TrainPlan {
-    /// Run directory. It is created; a run in it is resumed if its plan was this one.
+    /// Run directory, created if it is missing. A run in it is resumed if it has the same plan.
     pub output_dir: PathBuf,
-    /// Completions per prompt, sampling and the loss.
+    /// Number of completions per prompt, sampling and loss.
     pub algorithm: Algorithm,
     /// Learning rates.
     pub optimizer: AdamWConfig,
-    /// Trained parts; adapters of the model are always trained.
+    /// Trained parts. Adapters of the model are always trained.
     pub selection: Selection,
-    /// Length, records, checkpoints.
+    /// Length, logging and checkpoints of the run.
     pub run: RunPlan,
-    /// Rows for evaluations, which take place as `run.eval` says and at the end.
+    /// Rows for evaluations, which run at the times set by `run.eval` and at the end.
     pub held_out: Option<Dataset>,
     /// Options of evaluations.
     pub eval: EvalOptions,
     /// Console of the run; silent by default, [`Console::stderr`] shows progress.
     pub console: Console,
-    /// Flag that ends the run after the current step, with a checkpoint, when it is set.
+    /// Flag that, once set, ends the run after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
     hooks: Hooks,
 }
@@ -59,14 +59,14 @@ pub struct TrainPlan {
 /// A completed update.
 #[derive(Debug)]
 pub struct StepReport<'a> {
-    /// Number of updates, this one included.
+    /// Number of updates so far, including this one.
     pub step: u64,
-    /// Metrics, under their names in `metrics.jsonl`.
+    /// Metrics, with their names in `metrics.jsonl`.
     pub metrics: &'a [Metric],
 }
 
 impl StepReport<'_> {
-    /// Returns a metric by name, if the update has it.
+    /// Returns a metric by name, or `None` if the update does not have it.
     #[must_use]
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.metrics.iter().find(|(known, _)| known == name).and_then(|(_, value)| *value)
@@ -91,7 +91,7 @@ impl Observer for Hooks {
 
     fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
         let report = StepReport { step, metrics };
-        // Every function is called, whatever another one returns.
+        // Every function is called, whatever the others return.
         let breaks = self.step.iter_mut().filter_map(|hook| hook(&report).is_break().then_some(())).count();
         if breaks > 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
@@ -102,7 +102,7 @@ impl Observer for Hooks {
 }
 
 impl TrainPlan {
-    /// Returns the plan of GRPO by the first recipe, one pass over the rows, recorded in a directory.
+    /// Returns the default plan for a run directory: GRPO with the first recipe, one pass over the rows.
     #[must_use]
     pub fn in_dir(output_dir: impl Into<PathBuf>) -> Self {
         Self {
@@ -119,21 +119,22 @@ impl TrainPlan {
         }
     }
 
-    /// Calls a function after every update. `Break` ends the run there, with a checkpoint to resume from.
+    /// Registers a function to be called after every update. `Break` ends the run after that update, with a checkpoint to resume
+    /// from.
     #[must_use]
     pub fn on_step(mut self, hook: impl FnMut(&StepReport<'_>) -> ControlFlow<()> + 'static) -> Self {
         self.hooks.step.push(Box::new(hook));
         self
     }
 
-    /// Calls a function with the scored completions of every rollout, before the model is trained on them.
+    /// Registers a function to be called with the scored completions of every rollout, before the model is trained on them.
     #[must_use]
     pub fn on_rollout(mut self, hook: impl FnMut(&Rollouts) + 'static) -> Self {
         self.hooks.rollout.push(Box::new(hook));
         self
     }
 
-    /// Calls a function with the number of updates so far and the result of every evaluation.
+    /// Registers a function to be called with the number of updates so far and the result of every evaluation.
     #[must_use]
     pub fn on_evaluation(mut self, hook: impl FnMut(u64, &Evaluation) + 'static) -> Self {
         self.hooks.evaluation.push(Box::new(hook));
@@ -143,8 +144,8 @@ impl TrainPlan {
 
 /// Trains a model on the rows of a dataset.
 ///
-/// An unfinished run of the same plan, rewards and rows in the run directory is resumed: start a killed program again
-/// unchanged. The code of closures and functions cannot be compared.
+/// Resumes an unfinished run of the same plan, rewards and rows in the run directory, so a killed program can simply be started
+/// again. The code of closures and functions cannot be compared.
 ///
 /// ```
 /// use std::path::Path;
@@ -175,8 +176,8 @@ impl TrainPlan {
 /// ```
 ///
 /// # Errors
-/// Settings that cannot work, rows or rewards that fail, a loss that is not finite, a full disk. The newest checkpoint stays
-/// usable.
+/// Returns an error if settings cannot work, rows or rewards fail, the loss is not finite, or the disk is full. The newest
+/// checkpoint stays usable.
 pub fn train(
     model: Model,
     prompts: PromptBuilder,
@@ -240,7 +241,8 @@ mod tests {
 
     use super::*;
 
-    /// Trains on rows of an iterator with a closure as reward and a function as loss; then starts the same run again, and another.
+    /// Trains on rows of an iterator with a closure as reward and a function as loss. Then starts the same run again, and a
+    /// different one.
     #[test]
     fn a_run_needs_no_file_but_the_checkpoint_and_is_gone_on_with_only_by_the_same_plan() {
         let dir =
@@ -283,7 +285,7 @@ mod tests {
         let weights = || std::fs::read(place.path().join("run/model.safetensors")).unwrap();
         let trained = weights();
         assert!(trained != std::fs::read(dir.join("model.safetensors")).unwrap());
-        // Without a checkpoint the same run starts again and ends with the same bytes.
+        // Without a checkpoint, the same run starts from the beginning and ends with the same bytes.
         assert_eq!(start(2, 1e-3), (2, vec![1, 2], 12));
         assert!(weights() == trained);
         assert_eq!(start(2, 1e-2), (2, vec![1, 2], 12));

@@ -1,4 +1,4 @@
-//! Untyped values of the settings: text to value, layers of sources, lookup.
+//! Untyped values of the settings: parsing, layers of sources, lookup.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::names::{Named, name_of, named};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// The value of a setting.
+/// Value of a setting.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Value {
@@ -22,14 +22,14 @@ pub enum Value {
     Float(f64),
     /// A text, a path or a name.
     Text(String),
-    /// A list of anything but numbers.
+    /// A list of texts, paths or names.
     Texts(Vec<String>),
     Floats(Vec<f64>),
     Object(Map<String, Json>),
 }
 
 impl Value {
-    /// The value as JSON.
+    /// Returns the value as JSON.
     pub fn json(&self) -> Json {
         match self {
             Self::Bool(v) => (*v).into(),
@@ -43,21 +43,21 @@ impl Value {
     }
 }
 
-/// Text before its kind is known.
+/// Text of a value before its kind is known.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Raw {
-    /// Arguments of a flag, or one scalar of a file. Lists are split at their separators.
+    /// Arguments of a flag, or one scalar of a file. A list is split at its separators.
     Arguments(Vec<String>),
-    /// A sequence in a file; its items are not split.
+    /// Sequence in a file. Its items are not split.
     Items(Vec<String>),
-    /// A mapping in a file.
+    /// Mapping in a file.
     Object(Map<String, Json>),
 }
 
-/// Reads text as a kind. The error holds the text; [`explain::expected`] describes a correct one.
+/// Parses text as a kind. [`explain::expected`] describes a valid value.
 ///
 /// # Errors
-/// The text that does not fit.
+/// Returns the text that does not fit.
 pub fn parse(kind: &Kind, raw: &Raw) -> Result<Value, String> {
     let texts = match (kind, raw) {
         (Kind::Object, Raw::Object(map)) => return Ok(Value::Object(map.clone())),
@@ -124,7 +124,7 @@ fn float(text: &str, min: f64, max: f64) -> Result<f64, String> {
 }
 
 fn choice(text: &str, names: Names) -> Result<String, String> {
-    // Choices may be written with underscores or dashes, as flags.
+    // Users may write choices with underscores or dashes, as they may write flags.
     let same = |name: &str| name.replace('-', "_").eq_ignore_ascii_case(&text.replace('-', "_"));
     let found = names().into_iter().find(|(name, _)| same(name));
     found.map(|(name, _)| name.to_string()).ok_or_else(|| format!("`{text}`"))
@@ -134,39 +134,39 @@ fn split(kind: &Kind, text: &str) -> Vec<String> {
     let pieces: Vec<&str> = match kind {
         Kind::Texts if text.is_empty() => vec![],
         Kind::Texts => vec![text],
-        // A program with arguments, or an address, may contain any separator, with or without a name (`mine=cmd:…`).
+        // A program with arguments, or an address, may contain any separator. It may have a name (`mine=cmd:…`).
         Kind::Specs if text.starts_with("cmd:") || text.contains("=cmd:") || text.contains("://") => {
             vec![text]
         }
         // File names may contain separators, for instance a time of day.
         Kind::Paths(_) if Path::new(text).exists() => vec![text],
         Kind::Paths(separators) => text.split(*separators).map(str::trim).collect(),
-        // VLM-R1 joins a rule per file by colons.
+        // VLM-R1 joins the rules of its files with colons.
         Kind::Choices(_) => text.split(|c: char| c == ',' || c == ':' || c.is_whitespace()).collect(),
         _ => text.split(|c: char| c == ',' || c.is_whitespace()).collect(),
     };
     pieces.into_iter().filter(|p| !p.is_empty()).map(String::from).collect()
 }
 
-/// Source of a value, weakest first.
+/// Source of a value. The weakest source is first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// The flag table.
     Default,
-    /// The recipe of this name.
+    /// The recipe with this name.
     Recipe(&'static str),
-    /// The environment variable of this name.
+    /// The environment variable with this name.
     Environment(&'static str),
-    /// A preset of this name.
+    /// The preset with this name.
     Preset(String),
-    /// A file of settings: `file:line`.
+    /// A line of a file of settings: `file:line`.
     Config(String),
     /// The command line.
     Flag,
 }
 
 impl Origin {
-    /// Returns its rank: a value of higher rank replaces one of lower rank.
+    /// Returns the rank of the source. A value of higher rank replaces one of lower rank.
     pub const fn rank(&self) -> u8 {
         match self {
             Self::Default => 0,
@@ -191,10 +191,10 @@ pub struct Given {
 }
 
 impl Given {
-    /// Reads `raw` as the flag's kind.
+    /// Parses `raw` as the flag's kind.
     ///
     /// # Errors
-    /// A value that does not fit, with its place.
+    /// Returns an error with the place of the value if the value does not fit.
     pub fn read(flag: &'static Flag, raw: &Raw, origin: Origin) -> Result<Self, Problem> {
         match parse(&flag.kind, raw) {
             Ok(value) => Ok(Self { flag, value, origin }),
@@ -220,7 +220,7 @@ impl Given {
     }
 }
 
-/// Returns the place of a setting, for an error.
+/// Returns the place of a setting, for use in an error.
 pub fn place(origin: &Origin) -> Option<String> {
     match origin {
         Origin::Default | Origin::Recipe(_) | Origin::Flag => None,
@@ -230,7 +230,7 @@ pub fn place(origin: &Origin) -> Option<String> {
     }
 }
 
-/// Value and origin of every setting of the table; a missing entry is unset.
+/// Value and source of every setting of the table. A setting without an entry is unset.
 #[derive(Clone, Debug)]
 pub struct Values {
     values: BTreeMap<&'static str, (Value, Origin)>,
@@ -248,17 +248,17 @@ impl Values {
         Self { values }
     }
 
-    /// Stores the value of a stronger layer.
+    /// Stores a value, replacing that of a weaker layer.
     pub fn set(&mut self, given: Given) {
         self.values.insert(given.flag.name, (given.value, given.origin));
     }
 
-    /// Stores a value if there is none.
+    /// Stores a value if the setting is unset.
     pub fn fill(&mut self, name: &'static str, value: Value, origin: Origin) {
         self.values.entry(name).or_insert((value, origin));
     }
 
-    /// Restores the default of a verb.
+    /// Resets a setting to the default of a verb.
     pub fn reset(&mut self, name: &'static str, verb: Verb) {
         self.values.remove(name);
         if let Some(Fallback::Is(value)) = flags::find(name).map(|flag| flag.default_for(verb)) {
@@ -266,12 +266,12 @@ impl Values {
         }
     }
 
-    /// Returns the rank of a value's origin; 0 if nobody gave one.
+    /// Returns the rank of a value's source; 0 if no source gave one.
     pub fn rank(&self, name: &str) -> u8 {
         self.lookup(name).map_or(0, |(_, origin)| origin.rank())
     }
 
-    /// Returns the value of a setting and its origin, if it has one.
+    /// Returns the value of a setting and its source, or `None` if the setting is unset.
     pub fn lookup(&self, name: &str) -> Option<&(Value, Origin)> {
         self.values.get(name)
     }
@@ -296,15 +296,15 @@ impl Values {
         set.map(|(flag, value)| (flag, explain::without_secrets(flag, value).json()))
     }
 
-    /// Returns the values on which the result of a verb depends: all that are not free to change.
+    /// Returns the values on which the result of a verb depends: all except those that may change between runs.
     pub fn binding(&self, verb: Verb) -> impl Iterator<Item = (&'static Flag, Json)> {
         self.plain().filter(move |(flag, _)| !flag.free.contains(&verb))
     }
 }
 
-/// Type of a field that a setting fills.
+/// Type of a field that a setting can fill.
 pub trait Field: Sized {
-    /// `None` if the value has another type.
+    /// Converts a value to this type; `None` if the value has another type.
     fn read(value: &Value) -> Option<Self>;
 
     /// Returns the value of the field; `None` if it is empty.
@@ -314,12 +314,12 @@ pub trait Field: Sized {
 /// Converts a value to the type of a field.
 ///
 /// # Errors
-/// A type other than that of the row's kind: a mistake in the table, which the tests exclude.
+/// Returns an error if the type does not match the row's kind. That is a mistake in the table, which the tests exclude.
 pub fn take<T: Field>(value: &Value) -> Result<T, Problem> {
     T::read(value).ok_or_else(|| Problem::failure("a setting does not have the type of its field"))
 }
 
-/// Fields whose types values hold unchanged.
+/// Implements [`Field`] for types that a value stores unchanged.
 macro_rules! plain_fields {
     ($($type:ty: $variant:ident),+ $(,)?) => { $(
         impl Field for $type {
@@ -356,12 +356,12 @@ impl Field for f32 {
     }
 
     fn value(&self) -> Option<Value> {
-        // The number as it is written, not the nearest one of twice the precision.
+        // Parsing the decimal text gives the number as written. A direct conversion would show the rounding error of `f32`.
         self.to_string().parse().ok().map(Value::Float)
     }
 }
 
-/// Seconds.
+/// A duration, in seconds.
 impl Field for Duration {
     fn read(value: &Value) -> Option<Self> {
         Self::try_from_secs_f64(f64::read(value)?).ok()
@@ -392,7 +392,7 @@ impl<T: Named> Field for T {
     }
 }
 
-/// Types of the items of a list of texts.
+/// Types that can be items of a list of texts.
 trait Item: Field {}
 impl Item for String {}
 impl Item for PathBuf {}
@@ -441,17 +441,17 @@ impl<T: Field> Field for Option<T> {
     }
 }
 
-/// The settings of a run and how they came about.
+/// The settings of a run and their sources.
 #[derive(Clone, Debug)]
 pub struct Resolved {
-    /// The verb they are for.
+    /// Verb to which the settings belong.
     pub verb: Verb,
-    /// Value and origin of each.
+    /// Value and source of each setting.
     pub values: Values,
-    /// Settings without effect in this run, and why.
+    /// Settings without effect in this run, each with the reason.
     pub idle: Vec<(&'static str, String)>,
-    /// The typed form.
+    /// Typed form of the settings.
     pub settings: Settings,
-    /// Values from the environment.
+    /// Notes about the settings, for the user.
     pub notes: Vec<String>,
 }

@@ -1,8 +1,8 @@
-//! Messages of the libraries in the words of the program: they name fields of plans, users know flags.
+//! Translates messages of the libraries for users of the program: the messages name fields of plans, but users know flags.
 
 use crate::flags::{self, Flag};
 
-/// Plans of the libraries, as their messages call them, and their places in [`Settings`](crate::settings::Settings).
+/// Names of the libraries' plans in their messages, and the corresponding places in [`Settings`](crate::settings::Settings).
 const PLANS: &[(&str, &str)] = &[
     ("AdamWConfig", "optimizer"),
     ("Algorithm", "algorithm"),
@@ -20,7 +20,7 @@ const PLANS: &[(&str, &str)] = &[
     ("SkipPolicy", "run.skip"),
 ];
 
-/// Names that are not just a field of a plan.
+/// Names that do not simply correspond to a field of a plan.
 const OTHERS: &[(&str, &str)] = &[
     ("LoadOptions::quantization", "--load_in_8bit, --load_in_4bit"),
     ("PromptSettings::max_completion_length", "--max_completion_length"),
@@ -34,7 +34,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("UrlOptions::allow_private", "--allow_urls all"),
 ];
 
-/// Replaces the fields that a library's message names by flags.
+/// Replaces fields in a library's message by flags.
 pub fn worded(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -44,7 +44,7 @@ pub fn worded(text: &str) -> String {
         let end_of_name =
             |from: usize| rest[from..].find(|c: char| !is_name(c)).map_or(rest.len(), |i| from + i);
         let mut end = end_of_name(at + 2);
-        // A nested field: `MediaSettings::image.max_pixels`. A point before a blank ends a sentence.
+        // A nested field: `MediaSettings::image.max_pixels`. A full stop before a space ends a sentence.
         while rest[end..].starts_with('.') && end_of_name(end + 1) > end + 1 {
             end = end_of_name(end + 1);
         }
@@ -106,7 +106,7 @@ mod tests {
         }
     }
 
-    /// The table of docs/watch.md is the one of the rules, with flags.
+    /// The table in `docs/watch.md` equals the rules in the code, with flags.
     #[test]
     fn every_rule_is_documented_with_its_flag() {
         let docs =
@@ -119,7 +119,7 @@ mod tests {
         assert!(missing.is_empty(), "docs/watch.md lacks {missing:#?}");
     }
 
-    /// The sources of the libraries: no line names a flag, and every field that a message names has its flag.
+    /// In the sources of the libraries, no line names a flag, and every field that a message names has its flag.
     #[test]
     fn libraries_speak_of_fields_and_each_has_a_flag() {
         let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -135,7 +135,7 @@ mod tests {
                     folders.push(path);
                     continue;
                 }
-                // The page of a run is for who started it, by flags.
+                // The page of a run names flags, because it is for users of the program.
                 if path.extension().is_none_or(|extension| extension != "rs") {
                     continue;
                 }
@@ -150,7 +150,7 @@ mod tests {
                     if line.trim_start().starts_with("//") {
                         continue;
                     }
-                    // Messages stand between quotes; a line of one that goes on has none at its beginning.
+                    // Messages are between quotes. A continuation line has no quote at its beginning.
                     for piece in line.split('"').skip(usize::from(!line.trim_start().starts_with('"'))) {
                         for (plan, field) in piece.split_whitespace().filter_map(|word| word.split_once("::"))
                         {
@@ -160,12 +160,13 @@ mod tests {
                             let field = field.map(|field| field.trim_end_matches('.'));
                             if PLANS.iter().any(|(name, _)| *name == plan) {
                                 let field = field.unwrap_or_default();
-                                // Made when it is said: `Roots::{kind}s`.
+                                // The name is composed at run time: `Roots::{kind}s`.
                                 if field.is_empty() {
                                     continue;
                                 }
                                 named += 1;
-                                // Code between two strings of a line looks the same, but begins with a capital or is called.
+                                // Code between two strings of a line looks the same, but its name begins with a capital letter or
+                                // is called.
                                 let known =
                                     flag_of(plan, field).is_some() || piece.contains(&format!("{field}("));
                                 assert!(known, "{}: {plan}::{field} in {line}", path.display());

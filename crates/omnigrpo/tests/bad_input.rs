@@ -218,7 +218,7 @@ fn a_ground_truth_in_a_column_of_another_name() {
     let parts = [
         "the reward `accuracy` applies to no row",
         "8 rows with the columns problem, gt",
-        "is it in `gt`? `--solution_column gt` says so",
+        "if it is in `gt`, add `--solution_column gt`",
     ];
     place.run(&format!("{TRAIN} --train_file gt.jsonl")).fails(1, &parts);
     place.run(&format!("{TRAIN} --train_file gt.jsonl --skip_data_check")).fails(1, &parts);
@@ -244,7 +244,10 @@ fn a_ground_truth_in_a_column_of_another_name() {
     // A reward that needs another kind of truth.
     place
         .run(&format!("{TRAIN} --train_file rows.jsonl --reward_funcs iou --resume_from_checkpoint never"))
-        .fails(1, &["the reward `iou` applies to no row", "3 rows whose ground truth it cannot read"]);
+        .fails(
+            1,
+            &["the reward `iou` applies to no row", "3 rows with a ground truth that the reward cannot read"],
+        );
 }
 
 /// VLM-R1 gives one rule per file, joined by colons.
@@ -263,9 +266,10 @@ fn a_rule_of_comparison_per_file() {
     );
     let ran = place.run(&format!("{line} --reward_method mcq:default --resume_from_checkpoint never")).ok();
     assert!(place.text("run/config.yaml").contains("accuracy_mode: [mcq, default]"), "{}", ran.stderr);
-    place
-        .run(&format!("{line} --reward_method mcq:map:default"))
-        .fails(2, &["`accuracy_mode` and the training files differ in number", "3 rules for 2 files"]);
+    place.run(&format!("{line} --reward_method mcq:map:default")).fails(
+        2,
+        &["`accuracy_mode` and the list of training files have different lengths", "3 rules for 2 files"],
+    );
 }
 
 /// A prompt over the limit is never truncated, least of all inside a medium.
@@ -465,7 +469,7 @@ fn a_wrong_folder_for_all_rows_is_named() {
     let place = Place::new();
     let row = |id: &str| format!(r#"{{"id": "{id}", "image": "x/{id}.png", {IMAGE_TAIL}"#);
     place.write("all.jsonl", [row("a"), row("b")].join("\n"));
-    let help = "help: none of the image files was found: --image_folders names the folder";
+    let help = "help: none of the image files was found: set --image_folders to the folder";
     place.run("data check --model M --train_file all.jsonl").fails(1, &[help]);
     place.run(&format!("{TRAIN} --train_file all.jsonl")).fails(1, &[help]);
 }
@@ -500,7 +504,7 @@ fn a_group_of_one_trains_on_the_kl_term_aloud_or_not_at_all() {
     place.run(&format!("{line} --train_file rows.jsonl --beta 0")).fails(
         2,
         &[
-            "a group of one completion has nothing to be compared with",
+            "a group of one completion has no other to compare with",
             "expected: `--num_generations` 2 or more",
         ],
     );

@@ -774,10 +774,10 @@ mod sources {
             head,
             [
                 "# omnigrpo train",
-                "# 3 settings have no counterpart here and change nothing:",
+                "# 3 settings have no counterpart here and have no effect:",
                 "#   report_to mlflow: this tracker is unsupported; metrics.jsonl has every number",
                 "#   use_vllm false: completions are sampled in the same process with the trained weights",
-                "#   attn_implementation flash_attention_2: there is one attention implementation",
+                "#   attn_implementation flash_attention_2: there is only one attention implementation",
             ]
         );
         assert_eq!(setting(&config, "torch_dtype"), "torch_dtype: bfloat16 # config trl.yaml:2");
@@ -830,7 +830,7 @@ fn a_run_is_shown_in_the_terminal_and_written_as_one_file() {
     let output = run_in(dir.path(), &[], &["report", "nothing"]);
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(
-        error.starts_with("error: there is no run to show\n") && error.contains("nothing is not there"),
+        error.starts_with("error: no run to show was found\n") && error.contains("nothing is not there"),
         "{error}"
     );
     let error = String::from_utf8(run_in(dir.path(), &[], &["watch"]).stderr).unwrap();

@@ -99,7 +99,7 @@ fn four_bits_under_adapters_and_patterns() {
     fails("--use_peft --trainable_patterns mlp", 2, &["no part is trained as a whole"]);
     fails("--use_peft --tune_mm_llm true", 1, &["also has an adapter"]);
     fails("--lora_modules_to_save merger", 2, &["tune_mm_mlp"]);
-    place.run("export --model M --output_dir out").fails(2, &["nothing to change"]);
+    place.run("export --model M --output_dir out").fails(2, &["nothing to export"]);
 }
 
 /// A run keeps two choices that change bits: the path of bf16 products, and the activations of products with quantised weights.

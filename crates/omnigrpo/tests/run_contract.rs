@@ -112,12 +112,13 @@ fn a_missing_file_of_rows_names_the_command_that_makes_it() {
     place.run(&format!("{line} --exp_name x")).fails(
         1,
         &[
-            "the dataset is not there",
+            "the dataset does not exist",
             "omnigrpo data convert vivqa-x --input ViVQA-X_train.json --output ViVQA-X_train_grpo.jsonl",
         ],
     );
     let other = place.run(&format!("{} --exp_name y", TRAIN.replace("rows.jsonl", "nothere.jsonl")));
-    let other = other.fails(1, &["the dataset is not there", "at: nothere.jsonl", "help: correct the path"]);
+    let other =
+        other.fails(1, &["the dataset does not exist", "at: nothere.jsonl", "help: correct the path"]);
     assert!(!other.stderr.contains("vivqa"), "{}", other.stderr);
 }
 
@@ -247,12 +248,12 @@ fn a_run_that_must_resume_does_not_start_anew() {
         .fails(1, &["was written with other settings (learning_rate: 1e-6 → 0.5)"]);
     place.run(&must("c", 1)).fails(
         1,
-        &["there is no checkpoint to resume from", "at: checkpoints/rl/c", "none in the run directory"],
+        &["no checkpoint to resume from was found", "at: checkpoints/rl/c", "none in the run directory"],
     );
     place.run(&format!("{} --resume_from_checkpoint gone", line("m", 3))).fails(
         1,
         &[
-            "there is no checkpoint to resume from",
+            "no checkpoint to resume from was found",
             "at: gone",
             "got: checkpoints/rl/m/checkpoint-1",
             "`checkpoint-N`",
@@ -273,13 +274,12 @@ fn deepspeed_files_are_explained_field_by_field() {
     let line = format!("{TRAIN} --max_steps 1 --output_dir");
     let two = place.run_with(&format!("{line} two --deepspeed"), &[&example("zero2.json")]).ok().stderr;
     for part in [
-        "zero_optimization.stage = 2: shards optimizer states and gradients over processes; with one process it keeps \
-         them whole",
+        "zero_optimization.stage = 2: shards optimizer states and gradients over processes; with one process they stay complete",
         "zero_optimization.offload_optimizer.device = \"cpu\": the state is in host memory, as always on a CPU",
-        "zero_optimization.overlap_comm = false: no effect: one process exchanges nothing",
+        "zero_optimization.overlap_comm = false: no effect: a run is one process, so nothing is communicated",
         "gradient_clipping = \"auto\": max_grad_norm = 1",
         "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps = 1",
-        "fp16.enabled = \"auto\": off: there is no fp16 training",
+        "fp16.enabled = \"auto\": off: fp16 training is unsupported",
     ] {
         assert!(two.contains(part), "`{part}` is not in\n{two}");
     }
@@ -391,7 +391,10 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
         place.write("ds.json", content);
         place.run(&format!("{TRAIN} --output_dir out --deepspeed ds.json")).fails(2, parts);
     };
-    refused(r#"{"fp16": {"enabled": true}}"#, &["fp16.enabled = true: there is no fp16 training; use bf16"]);
+    refused(
+        r#"{"fp16": {"enabled": true}}"#,
+        &["fp16.enabled = true: fp16 training is unsupported; use bf16"],
+    );
     refused(
         r#"{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}"#,
         &["zero_optimization.offload_param.device = \"nvme\": offload to a disk is unsupported"],

@@ -381,7 +381,7 @@ fn evaluation_rows_of_which_none_can_be_used_are_told_before_the_first_step() {
     place.write("eval.jsonl", format!("{}\n{}\n", row(0), row(1)));
     let told = place
         .run(line)
-        .fails(1, &["no evaluation row can be used", "2 rows that cannot; row 0 (id e0)", "missing0.png"]);
+        .fails(1, &["no evaluation row can be used", "2 unusable rows; row 0 (id e0)", "missing0.png"]);
     assert!(!told.stderr.contains("metric"), "{}", told.stderr);
     assert!(!place.exists("run/rollouts/step-000001.jsonl"));
     place.write(

@@ -783,7 +783,7 @@ fn a_run_too_large_for_the_memory_is_an_error_before_it_begins() {
             "this run does not fit into memory",
             "(program and rows ",
             "weights 4.1 GB, reference 4.1 GB",
-            "what is free",
+            "at most the free ",
         ],
     );
     assert!(refused.stderr.contains("no flag that `omnigrpo plan` tries makes it fit"), "{}", refused.stderr);
@@ -1056,7 +1056,7 @@ fn no_output_replaces_its_input() {
         for line in ["data convert vivqa-x", "data convert parquet", "rewards run --reward_funcs format"] {
             place
                 .run(&format!("{line} --input rows.json --output {name}"))
-                .fails(2, &["the output would replace the input", name]);
+                .fails(2, &["the output would overwrite the input", name]);
         }
         assert_eq!(std::fs::read_to_string(place.path("rows.json")).unwrap(), rows, "{name}");
     }
@@ -1064,7 +1064,7 @@ fn no_output_replaces_its_input() {
     std::fs::rename(place.path("rows.json"), place.path("out.summary.json")).unwrap();
     place
         .run("rewards run --reward_funcs format --input out.summary.json --output out.jsonl")
-        .fails(2, &["the output would replace the input", "out.summary.json"]);
+        .fails(2, &["the output would overwrite the input", "out.summary.json"]);
 }
 
 /// A trained model is pushed to the hub (a stand-in here). If that fails, it stays on disk and can be pushed later.
@@ -1496,7 +1496,8 @@ fn a_reward_that_gives_no_answer_ends_the_command() {
             "rewards run --input said.jsonl --output out.jsonl --reward_timeout_secs 5 --reward_funcs {funcs}"
         ))
     };
-    let refused = run("judge:http://127.0.0.1:1/v1").fails(1, &["judge", "it was asked for one score"]);
+    let refused =
+        run("judge:http://127.0.0.1:1/v1").fails(1, &["judge", "the reward had to score one completion"]);
     assert!(refused.stderr.lines().count() < 12, "{}", refused.stderr);
     // It answers the trial and ends; each process after it ends before its first answer.
     place.write(
@@ -1508,7 +1509,7 @@ fn a_reward_that_gives_no_answer_ends_the_command() {
     std::fs::set_permissions(place.path("asker"), std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .unwrap();
     let gone = run("cmd:./asker")
-        .fails(1, &["3 consecutive rows failed alike", "`asker`", "asked about no more rows"]);
+        .fails(1, &["3 consecutive rows failed in the same way", "`asker`", "no more rows are scored"]);
     assert!(gone.stderr.lines().count() < 30, "{}", gone.stderr);
     assert!(!place.exists("out.jsonl"));
 }
@@ -1520,7 +1521,7 @@ fn the_console_says_what_is_not_obvious() {
     let line = "generate --model M --prompt Hm? --max_completion_length 2 --threads 1";
     let shown = place.run(line).ok().stderr;
     assert!(
-        shown.contains("sampling at temperature 1; `--temperature 0` takes the likeliest token"),
+        shown.contains("sampling at temperature 1; `--temperature 0` always takes the most likely token"),
         "{shown}"
     );
     assert!(!place.run(&format!("{line} --temperature 1")).ok().stderr.contains("sampling at"));

@@ -1,5 +1,5 @@
-//! The face: a coloured disc with eyes, brows and a mouth that opens with the voice. The features say the emotion;
-//! the colour helps, as in comics.
+//! The drawn face: a coloured disc with eyes, brows and a mouth that opens with the voice. The features show the emotion,
+//! and the colour supports it, as in comics.
 
 use image::{Rgb, RgbImage};
 use rand_chacha::ChaCha8Rng;
@@ -10,22 +10,22 @@ use crate::draw::pick;
 /// Side of a frame, pixels.
 pub(super) const SIDE_PX: u32 = 32;
 
-/// How an emotion looks; lengths in radii of the face.
+/// Look of an emotion. Lengths are in radii of the face.
 struct Look {
     colour: [u8; 3],
-    /// How far the corners of the mouth stand above its middle.
+    /// Height of the corners of the mouth above its middle.
     smile: f64,
-    /// How far the right corner stands above the left.
+    /// Height of the right corner of the mouth above the left.
     crooked: f64,
-    /// Half the width of the mouth.
+    /// Half-width of the mouth.
     mouth: f64,
-    /// Opening of the mouth when silent.
+    /// Opening of the silent mouth.
     open: f64,
-    /// Radius of the eyes, upright.
+    /// Vertical radius of the eyes.
     eye: f64,
-    /// How far the inner ends of the brows stand above the outer ones.
+    /// Height of the inner ends of the brows above the outer ends.
     brow: f64,
-    /// How far the brows stand above the eyes.
+    /// Height of the brows above the eyes.
     raised: f64,
 }
 
@@ -61,7 +61,7 @@ fn look(emotion: Emotion) -> Look {
     }
 }
 
-/// One frame per loudness (0 to 1).
+/// Draws one frame per loudness (0 to 1).
 pub(super) fn frames(emotion: Emotion, loudness: &[f64], rng: &mut ChaCha8Rng) -> Vec<RgbImage> {
     let look = look(emotion);
     let side = f64::from(SIDE_PX);
@@ -74,7 +74,7 @@ pub(super) fn frames(emotion: Emotion, loudness: &[f64], rng: &mut ChaCha8Rng) -
         .iter()
         .map(|loudness| {
             RgbImage::from_fn(SIDE_PX, SIDE_PX, |column, row| {
-                // In radii of the face, upwards.
+                // Coordinates relative to the centre of the face, in radii; `v` points up.
                 let (u, v) = ((f64::from(column) + 0.5 - x) / radius, (y - f64::from(row) - 0.5) / radius);
                 if u * u + v * v > 1.0 {
                     return Rgb(ground);
@@ -85,7 +85,7 @@ pub(super) fn frames(emotion: Emotion, loudness: &[f64], rng: &mut ChaCha8Rng) -
         .collect()
 }
 
-/// Whether a place of the face belongs to an eye, a brow or the mouth.
+/// Returns true if a point of the face belongs to an eye, a brow or the mouth.
 fn feature(look: &Look, loudness: f64, u: f64, v: f64) -> bool {
     let (eye_u, eye_v) = (u.abs() - 0.38, v - 0.2);
     let eye = (eye_u / 0.12).powi(2) + (eye_v / look.eye).powi(2) <= 1.0;

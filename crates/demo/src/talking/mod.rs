@@ -2,18 +2,18 @@
 //!
 //! | file | rows |
 //! |---|---|
-//! | `sft.jsonl` | in the manner of EMER: the answer with its reasons, `<think>…</think>` and `<answer>…</answer>` |
-//! | `train.jsonl` | in the manner of MAFW and DFEW: the emotion alone |
-//! | `eval.jsonl` | the same, held out |
+//! | `sft.jsonl` | like EMER: the answer with its reasons, `<think>…</think>` and `<answer>…</answer>` |
+//! | `train.jsonl` | like MAFW and DFEW: the emotion alone |
+//! | `eval.jsonl` | held-out rows like those of `train.jsonl` |
 //! | `eval_other_sound.jsonl` | held-out rows of category `sound`, each with the sound of a clip of another emotion |
 //! | `eval_other_picture.jsonl` | held-out rows of category `picture`, each with the picture of a clip of another emotion |
 //!
-//! The emotion is one of the seven of DFEW. Column `category` says where it is to be found: in face and voice (`both`), in the
-//! voice alone (`sound`: the face is neutral), or in the face alone (`picture`: the voice is neutral). Who cannot hear can only
-//! guess among six on `sound`, who cannot see on `picture`. The two last files keep the solution of the row: who
-//! uses the medium in question is wrong there.
+//! The emotion is one of the seven of DFEW. Column `category` names the media that show it: face and voice (`both`), only the
+//! voice (`sound`: the face is neutral), or only the face (`picture`: the voice is neutral). A model that cannot hear can only
+//! guess among six emotions on `sound`, as can a model that cannot see on `picture`. The last two files keep the solution of each
+//! row, so a model that uses the exchanged medium answers them wrong.
 //!
-//! A clip is a QuickTime file of one second: eight PNG frames of 32 pixels and 16-bit sound at 16 kHz, without loss. The
+//! A clip is a QuickTime file of one second: eight PNG frames of 32 × 32 pixels and 16-bit sound at 16 kHz, without loss. The
 //! same seed gives the same bytes.
 
 mod face;
@@ -35,40 +35,40 @@ pub use voice::SAMPLE_RATE_HZ;
 
 /// Frames per second.
 pub const FPS: u32 = 8;
-/// Frames of a clip.
+/// Number of frames of a clip.
 pub const NUM_FRAMES: usize = 8;
 
-/// The question that R1-Omni asks of every clip.
+/// Question that R1-Omni uses for every clip.
 const QUESTION: &str = "As an emotional recognition expert; throughout the video, which emotion conveyed by the characters is the most obvious to you?";
-/// Text that R1-Omni adds where it expects an answer with reasons.
+/// Text that R1-Omni adds to a question if it expects an answer with reasons.
 const FORM: &str =
     "Output the thinking process in <think> </think> and final emotion in <answer> </answer> tags.";
 
-/// An emotion of DFEW.
+/// One of the seven emotions of DFEW, with its voice and its face.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Emotion {
-    /// High and lively; smiles.
+    /// High and lively voice; smile.
     Happy,
-    /// Glides up; open mouth, wide eyes.
+    /// Rising voice; open mouth, wide eyes.
     Surprise,
-    /// Even; calm.
+    /// Even voice; calm face.
     Neutral,
-    /// Loud, fast and rough; frowns under slanted brows.
+    /// Loud, fast and rough voice; frown and slanted brows.
     Angry,
-    /// Low and creaking; crooked mouth, narrow eyes.
+    /// Low and creaking voice; crooked mouth, narrow eyes.
     Disgust,
-    /// Low, slow and falling; corners of the mouth down.
+    /// Low, slow and falling voice; corners of the mouth down.
     Sad,
-    /// High and trembling; wide eyes, tight mouth.
+    /// High and trembling voice; wide eyes, tight mouth.
     Fear,
 }
 
 impl Emotion {
-    /// All of them; the last six but one are not neutral.
+    /// All emotions. `Neutral` is the first.
     pub const ALL: [Self; 7] =
         [Self::Neutral, Self::Happy, Self::Surprise, Self::Angry, Self::Disgust, Self::Sad, Self::Fear];
 
-    /// The label in the rows.
+    /// Returns the label used in the rows.
     pub const fn label(self) -> &'static str {
         match self {
             Self::Happy => "happy",
@@ -106,22 +106,22 @@ impl Emotion {
     }
 }
 
-/// Where the emotion is to be found.
+/// Media of a clip that show the emotion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Category {
-    /// In face and voice.
+    /// Face and voice.
     Both,
-    /// In the voice; the face is neutral.
+    /// Voice only; the face is neutral.
     Sound,
-    /// In the face; the voice is neutral.
+    /// Face only; the voice is neutral.
     Picture,
 }
 
 impl Category {
-    /// All categories, in turn.
+    /// All categories. Rows cycle through them in this order.
     pub const ALL: [Self; 3] = [Self::Both, Self::Sound, Self::Picture];
 
-    /// The word in the rows.
+    /// Returns the value of the column `category`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Both => "both",
@@ -131,19 +131,20 @@ impl Category {
     }
 }
 
-/// Rows per file. Multiples of 126 give every emotion of every category equally often.
+/// Number of rows per file. With a multiple of 126, every emotion of every category occurs equally often.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TalkingSizes {
-    /// Rows of `sft.jsonl`.
+    /// Number of rows in `sft.jsonl`.
     pub sft: usize,
-    /// Rows of `train.jsonl`.
+    /// Number of rows in `train.jsonl`.
     pub train: usize,
-    /// Rows of `eval.jsonl`.
+    /// Number of rows in `eval.jsonl`.
     pub eval: usize,
 }
 
 impl Default for TalkingSizes {
-    /// The sizes of the recipe in `examples/humanomni`: few rows with reasons, so that there is much left to learn from labels.
+    /// Returns the sizes of the recipe in `examples/humanomni`. Few rows have reasons, so that training on labels still has much
+    /// to teach.
     fn default() -> Self {
         Self { sft: 42, train: 504, eval: 252 }
     }
@@ -156,17 +157,17 @@ struct Clip {
     emotion: Emotion,
 }
 
-/// Writes the rows and, in `clips/`, the clips. What is there is written over.
+/// Writes the rows to `dir` and the clips to `dir/clips`. Overwrites existing files.
 ///
 /// # Errors
-/// A file that cannot be written.
+/// Returns an error if a file cannot be written.
 pub fn generate_talking(dir: &Path, seed: u64, sizes: TalkingSizes) -> Result<(), DemoError> {
     let folder = dir.join("clips");
     fs::create_dir_all(&folder).map_err(|source| DemoError::Write { path: folder.clone(), source })?;
     for (number, (split, num_rows)) in
         [("sft", sizes.sft), ("train", sizes.train), ("eval", sizes.eval)].into_iter().enumerate()
     {
-        // Beyond the streams of the pictures of this crate's other task.
+        // These keys differ from those of the pictures, this crate's other task, so that the two share no random numbers.
         let split_key = 100 + number as u8;
         let mut clips = Vec::with_capacity(num_rows);
         for row in 0..num_rows {
@@ -193,7 +194,7 @@ pub fn generate_talking(dir: &Path, seed: u64, sizes: TalkingSizes) -> Result<()
     Ok(())
 }
 
-/// The bytes of a clip.
+/// Returns the bytes of a clip's file.
 fn movie(clip: &Clip, rng: &mut ChaCha8Rng) -> Result<Vec<u8>, DemoError> {
     let (face, voice) = match clip.category {
         Category::Both => (clip.emotion, clip.emotion),
@@ -206,7 +207,7 @@ fn movie(clip: &Clip, rng: &mut ChaCha8Rng) -> Result<Vec<u8>, DemoError> {
     Ok(mov::file(&encoded, face::SIDE_PX, FPS, &samples, SAMPLE_RATE_HZ))
 }
 
-/// Loudness during each frame, from 0 to 1: the mouth follows it.
+/// Returns the loudness during each frame, from 0 to 1; the mouth opens accordingly.
 fn loudness(samples: &[i16]) -> Vec<f64> {
     let per_frame = samples.len().div_ceil(NUM_FRAMES).max(1);
     let means: Vec<f64> = samples
@@ -257,7 +258,8 @@ fn id(clip: &Clip) -> &str {
     clip.name.trim_start_matches("clips/").trim_end_matches(".mov")
 }
 
-/// Rows of a category with the medium that tells the emotion taken from the next row with another one.
+/// Returns the rows of a category. In each row, the medium that shows the emotion is taken from the next row with another
+/// emotion.
 fn exchanged(clips: &[Clip], category: Category) -> Vec<Value> {
     let of: Vec<&Clip> = clips.iter().filter(|clip| clip.category == category).collect();
     let rows = of.iter().enumerate().filter_map(|(i, clip)| {
@@ -284,7 +286,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), DemoError> {
     fs::write(path, bytes).map_err(|source| DemoError::Write { path: path.to_owned(), source })
 }
 
-/// A number between two others.
+/// Returns a random number from `low` to `high`.
 fn real(rng: &mut ChaCha8Rng, low: f64, high: f64) -> f64 {
     low + (high - low) * pick(rng, 1 << 16) as f64 / 65_536.0
 }

@@ -1,9 +1,9 @@
-//! A QuickTime file of PNG frames and 16-bit mono sound, without loss and without a program to encode it.
+//! Writer of QuickTime files with PNG frames and 16-bit mono sound, without loss and without an external encoder.
 //!
 //! Source: Apple, QuickTime File Format Specification: `ftyp`, `mdat` with all frames and then all samples, `moov` with a
 //! track for each.
 
-/// The bytes of the file. Frames follow each other `fps` times a second.
+/// Returns the bytes of a file that shows `fps` frames a second.
 pub(super) fn file(frames: &[Vec<u8>], side_px: u32, fps: u32, samples: &[i16], rate_hz: u32) -> Vec<u8> {
     let mut out = atom(b"ftyp", &[b"qt  ", &[0, 0, 2, 0], b"qt  "]);
     let sound: Vec<u8> = samples.iter().flat_map(|s| s.to_le_bytes()).collect();
@@ -72,7 +72,7 @@ pub(super) fn file(frames: &[Vec<u8>], side_px: u32, fps: u32, samples: &[i16], 
     out
 }
 
-/// A track whose samples lie one after the other, in one chunk.
+/// A track whose samples are contiguous, in one chunk.
 struct Track {
     id: u32,
     handler: &'static [u8; 4],
@@ -82,14 +82,14 @@ struct Track {
     timescale: u32,
     num_samples: u32,
     sizes: Vec<u8>,
-    /// Where the samples begin in the file.
+    /// Offset of the first sample in the file, bytes.
     at: u32,
     side_px: u32,
     volume: u16,
 }
 
 impl Track {
-    /// `duration` is that of the movie, in its own unit.
+    /// Returns the `trak` atom. `duration` is the duration of the movie, in the movie's unit.
     fn atom(&self, duration: u32) -> Vec<u8> {
         let n = self.num_samples;
         let table = atom(
@@ -127,7 +127,7 @@ fn atom(name: &[u8; 4], parts: &[&[u8]]) -> Vec<u8> {
     [&(body.len() as u32 + 8).to_be_bytes(), name.as_slice(), &body].concat()
 }
 
-/// An atom with version 0 and flags.
+/// Returns an atom with version 0 and the given flags.
 fn full(name: &[u8; 4], flags: u32, parts: &[&[u8]]) -> Vec<u8> {
     atom(name, &[&flags.to_be_bytes(), &parts.concat()])
 }
@@ -140,7 +140,7 @@ fn words16(numbers: &[u16]) -> Vec<u8> {
     numbers.iter().flat_map(|n| n.to_be_bytes()).collect()
 }
 
-/// Nothing is moved or turned.
+/// Returns the identity matrix: no shift and no rotation.
 fn matrix() -> Vec<u8> {
     words(&[1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30])
 }

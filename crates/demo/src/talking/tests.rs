@@ -72,7 +72,7 @@ fn rows_are_what_the_loader_takes() {
     assert!(
         Emotion::ALL[1..].iter().all(|e| count("sound", e.label()) >= 2 && count("picture", e.label()) >= 2)
     );
-    // The exchanged medium tells another emotion than the solution.
+    // The exchanged medium shows another emotion than the solution.
     let label = |clip: &Value| {
         let row = eval.iter().find(|row| row["video"] == *clip).unwrap();
         row["conversations"][1]["value"].clone()
@@ -94,12 +94,12 @@ fn the_sound_is_in_the_file_without_loss() {
     let heard = read_audio(&path, &AudioRange::default(), &Limits::default()).unwrap();
     assert_eq!((heard.sample_rate_hz, heard.samples.len()), (SAMPLE_RATE_HZ, 16_000));
     assert!(heard.samples.iter().zip(&samples).all(|(heard, &said)| *heard == f32::from(said) / 32768.0));
-    // Loud, but nowhere cut off for long.
+    // The sound is loud.
     let most = samples.iter().map(|s| s.unsigned_abs()).max().unwrap();
     assert!(most > 4000, "{most}");
 }
 
-/// Mean features per emotion over a second, nearest to which a new clip is looked for: who can hear can tell.
+/// Classifies each new clip by its nearest known clip. Voices alone suffice to recognise the emotion, and so do faces alone.
 #[test]
 fn voices_and_faces_can_be_told_apart() {
     let mel = LogMel::whisper(80).unwrap();
@@ -107,7 +107,7 @@ fn voices_and_faces_can_be_told_apart() {
         let samples = voice::speak(emotion, &mut stream(9, 100, row, 0));
         let samples: Vec<f32> = samples.iter().map(|&s| f32::from(s) / 32768.0).collect();
         let features = mel.features(&samples).unwrap();
-        // Ten times of a second, 80 filters.
+        // Features at ten points in time, 80 filters each.
         (0..800).map(|i| features.data[i / 10 * 3000 + i % 10 * 10 + 5]).collect()
     };
     let face = |emotion, row| -> Vec<f32> {

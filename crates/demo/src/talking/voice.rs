@@ -1,5 +1,5 @@
-//! The voice: a vowel, as harmonics under two formants, said in syllables whose pitch, pace, loudness and roughness say
-//! the emotion. Only sums and products, so that every machine makes the same samples.
+//! The synthetic voice: a vowel, as harmonics under two formants, spoken in syllables. Pitch, pace, loudness and roughness
+//! express the emotion. The arithmetic uses only sums and products, so that every machine computes the same samples.
 
 use rand_chacha::ChaCha8Rng;
 
@@ -8,22 +8,22 @@ use crate::draw::pick;
 
 /// Samples per second.
 pub const SAMPLE_RATE_HZ: u32 = 16_000;
-/// Length of the sound, samples: one second.
+/// Length of the sound in samples: one second.
 const NUM_SAMPLES: usize = SAMPLE_RATE_HZ as usize;
-/// Nothing is said above, Hz.
+/// Upper limit of the harmonics, Hz.
 const TOP_HZ: f64 = 4500.0;
 
-/// Formants of a, e, i, o, u, Hz.
+/// First two formants of a, e, i, o, u, Hz.
 const VOWELS: [[f64; 2]; 5] =
     [[800.0, 1200.0], [500.0, 1900.0], [300.0, 2300.0], [500.0, 900.0], [320.0, 700.0]];
 
-/// How an emotion sounds.
+/// Sound of an emotion.
 struct Manner {
     /// Pitch at the beginning and at the end, Hz.
     pitch_hz: [f64; 2],
     syllables: f64,
     loudness: f64,
-    /// Rate in Hz and depth of a wavering of the loudness.
+    /// Rate in Hz and depth of the tremor in loudness.
     tremor: [f64; 2],
     /// Share of noise.
     breath: f64,
@@ -48,14 +48,14 @@ fn manner(emotion: Emotion) -> Manner {
     }
 }
 
-/// One second of speech.
+/// Returns the samples of one second of speech.
 pub(super) fn speak(emotion: Emotion, rng: &mut ChaCha8Rng) -> Vec<i16> {
     let manner = manner(emotion);
     let formants = VOWELS[pick(rng, VOWELS.len())];
     let register = real(rng, 0.92, 1.08);
     let loudness = manner.loudness * real(rng, 0.85, 1.05);
     let pace = manner.syllables * real(rng, 0.9, 1.1);
-    // Amplitude of a partial, which its pitch moves through the formants.
+    // Returns the amplitude of a harmonic: formants amplify harmonics near them.
     let colour = |hz: f64| {
         let near = |i: usize| 1.0 / (1.0 + ((hz - formants[i]) / (120.0 + 40.0 * i as f64)).powi(2));
         near(0) + 0.6 * near(1) + 0.02
@@ -69,7 +69,7 @@ pub(super) fn speak(emotion: Emotion, rng: &mut ChaCha8Rng) -> Vec<i16> {
         let partials = (1..).map(f64::from).take_while(|k| k * pitch < TOP_HZ);
         let tone: f64 = partials.map(|k| colour(k * pitch) * sine(k * phase)).sum();
         let noise = real(rng, -1.0, 1.0) * 2.0;
-        // Syllables: loud in the middle, with a short pause between.
+        // Each syllable swells and fades, with a short pause before the next.
         let syllable = (t * pace).fract();
         let swell = (8.0 * syllable).min(5.0 * (1.0 - syllable)).clamp(0.0, 1.0);
         let tremor = 1.0 - manner.tremor[1] * (0.5 + 0.5 * sine(manner.tremor[0] * t));
@@ -79,7 +79,7 @@ pub(super) fn speak(emotion: Emotion, rng: &mut ChaCha8Rng) -> Vec<i16> {
     out
 }
 
-/// The sine of `turns` full turns, within 0.002.
+/// Returns the sine of `turns` full turns, with an error below 0.002.
 fn sine(turns: f64) -> f64 {
     let x = turns - turns.round();
     let parabola = 8.0 * x - 16.0 * x * x.abs();

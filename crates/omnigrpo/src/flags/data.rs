@@ -1,4 +1,4 @@
-//! Where rows come from.
+//! Sources of rows.
 
 use super::*;
 use crate::names::{AllowUrls, words};
@@ -17,7 +17,7 @@ fn no_hub_rows(s: &Settings) -> Option<&'static str> {
         .then_some("neither `train_file` nor `eval_file` names a dataset of the hub")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("train_file", Paths(&[',']), at!(data.train_file), TRAIN_ROWS)
         .help(
@@ -58,15 +58,15 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP)
         .idle(|s, _| (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data")),
     row("filter_low", float(-BIG, BIG), at!(run.lessons.low), GRPO)
-        .help("Skip rows whose completions earned less than this on average in the pass before.")
+        .help("Skip rows whose completions earned less than this on average in the previous pass.")
         .unset("off")
         .idle(|s, _| one_pass(s)),
     row("filter_high", float(-BIG, BIG), at!(run.lessons.high), GRPO)
-        .help("Skip rows whose completions earned more than this on average in the pass before.")
+        .help("Skip rows whose completions earned more than this on average in the previous pass.")
         .unset("off")
         .idle(|s, _| one_pass(s)),
     row("curriculum", Choice(words::<Curriculum>), at!(run.lessons.curriculum), GRPO)
-        .help("Order of the rows in a pass, by the rewards that they earned in the pass before.")
+        .help("Order of the rows in a pass, by the rewards that they earned in the previous pass.")
         .idle(|s, _| one_pass(s)),
     row("eval_file", Paths(&[',']), at!(data.eval_file), EVAL_ROWS)
         .help("JSON, JSONL or parquet files of evaluation rows, or the name of a dataset on the hub.")
@@ -109,8 +109,8 @@ pub const FLAGS: &[Flag] = &[
     row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).help("Directories that relative video paths start from."),
     row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Directories that relative audio paths start from."),
     row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).help(
-        "Also read the audio track of each video, in rows that name no sound of their own. Rows that \
-             mention `<audio>` without listing a sound always do.",
+        "Also read the audio track of each video, in rows that do not name a sound. Rows that mention `<audio>` \
+         without listing a sound always do this.",
     ),
     row("missing_audio", Choice(words::<MissingAudio>), at!(prompts.media.missing_audio), ROWS).help(
         "What to do when a file has no audio track: a bad row (error), or silence.",
@@ -122,7 +122,7 @@ pub const FLAGS: &[Flag] = &[
         )
         .free(LOOP),
     row("media_timeout_secs", float(0.01, 86_400.0), at!(prompts.media.limits.timeout), ROWS)
-        .help("Seconds in which one medium has to be read; after that the row is bad.")
+        .help("Time limit for reading one medium, seconds; a row that exceeds it is bad.")
         .free(Verb::ALL),
     row("mm_processor_cache_gb", float(0.0, BIG), at!(data.mm_processor_cache_gb), PLACED)
         .help(

@@ -6,7 +6,7 @@ use Kind::{Bool, Choice, Text, Words};
 use omnigrpo_rewards::{LabelSet, Labels};
 use omnigrpo_train::EvalWhen;
 
-/// Returns the times at which to evaluate.
+/// Returns the choices of `--eval_strategy`.
 fn evaluations() -> Vec<(&'static str, &'static str)> {
     vec![("no", "Never."), ("steps", "Every `eval_steps`."), ("epoch", "After each epoch.")]
 }
@@ -26,7 +26,7 @@ fn in_training(s: &Settings, verb: Verb) -> Option<&'static str> {
     s.no_eval_rows().filter(|_| matches!(verb, Train | Sft))
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row(
         "eval_strategy",
@@ -85,7 +85,7 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),
     row("category_column", Text, at!(eval.category), SUMS_UP)
-        .help("Column whose values get a line of accuracy each.")
+        .help("Column by whose values accuracy is reported, one line per value.")
         .unset("no table")
         .free(LOOP)
         .idle(in_training),

@@ -3,7 +3,7 @@
 use super::*;
 use Kind::{Bool, Choice, Text};
 
-/// How a checkpoint is written, where its family is published in two layouts.
+/// Returns the layouts in which a checkpoint can be written, for families that are published in two layouts.
 fn layouts() -> Vec<(&'static str, &'static str)> {
     vec![
         ("hf", "For transformers, vLLM and TRL."),
@@ -11,7 +11,7 @@ fn layouts() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// How HumanOmni prompts are written.
+/// Returns the forms of HumanOmni prompts.
 fn prompt_forms() -> Vec<(&'static str, &'static str)> {
     vec![
         ("sft", "As in supervised training and inference."),
@@ -19,7 +19,7 @@ fn prompt_forms() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("vision_tower", Text, of_family!("vision_tower"), MODEL)
         .help(
@@ -39,8 +39,8 @@ pub const FLAGS: &[Flag] = &[
         .unset("config.json's mm_text_tower, else bert-base-uncased")
         .free(LOOP),
     row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), MODEL)
-        .help("HumanOmni: compress visual tokens. Every fourth frame stays as it is, the others are reduced to \
-             half the side.")
+        .help("HumanOmni: compress visual tokens. Every fourth frame stays unchanged; the others are reduced to half \
+         their width and height.")
         .unset("config.json's, else false"),
     row("prompt_form", Choice(prompt_forms), of_family!("prompt_form"), ROWS)
         .help(
@@ -58,8 +58,8 @@ pub const FLAGS: &[Flag] = &[
         .help("HumanOmni: train the text encoder that steers the projector."),
     row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
         .help(
-            "Families that cut images into tiles (InternVL): most tiles of an image, each of which costs \
-             vision tokens. The complete image is one tile more.",
+            "Families that cut images into tiles (InternVL): maximum number of tiles of an image, each of which costs \
+             vision tokens. The complete image is one additional tile.",
         )
         .unset("the checkpoint's; 12 for InternVL"),
     row("layout", Choice(layouts), at!(model.layout), &[Export])

@@ -13,7 +13,7 @@ fn conversions() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// Returns the shells that `completions` writes for.
+/// Returns the shells that `completions` supports.
 fn shells() -> Vec<(&'static str, &'static str)> {
     vec![
         ("bash", "eval \"$(omnigrpo completions bash)\" in ~/.bashrc"),
@@ -28,7 +28,7 @@ fn no_prompt(s: &Settings, _: Verb) -> Option<&'static str> {
     s.io.prompt.is_none().then_some("there is no `prompt`")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("format", Choice(conversions), at!(io.format), &[DataConvert])
         .help("Dataset to convert from.")
@@ -36,7 +36,7 @@ pub const FLAGS: &[Flag] = &[
         .required(&[DataConvert])
         .positional(),
     row("shell", Choice(shells), at!(io.shell), &[Completions])
-        .help("Shell to write for.")
+        .help("Shell that runs the script.")
         .unset("")
         .required(&[Completions])
         .positional(),
@@ -109,17 +109,17 @@ pub const FLAGS: &[Flag] = &[
         .idle(no_prompt),
     row("row", int(0, MANY), at!(io.row), &[DataShow]).help("First row to show, counted from 0 over all files."),
     row("num_rows", int(1, COUNT), at!(io.num_rows), &[DataShow]).help("Rows to show."),
-    row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).help("Images of each prompt."),
+    row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).help("Number of images per prompt."),
     row("image_px", int(28, 16_384), at!(bench.image_px), BENCH)
         .help("Width and height of each image, pixels."),
     row("prompt_tokens", int(1, COUNT), at!(bench.prompt_tokens), BENCH).help(
-        "Tokens of each prompt besides those of its images, at least those of the chat template.",
+        "Number of tokens per prompt without those of its images; at least those of the chat template.",
     ),
     row("completion_tokens", int(2, COUNT), at!(bench.completion_tokens), BENCH)
-        .help("Tokens of each completion."),
-    row("num_prompts", int(1, COUNT), at!(bench.num_prompts), BENCH).help("Prompts of a step."),
+        .help("Number of tokens per completion."),
+    row("num_prompts", int(1, COUNT), at!(bench.num_prompts), BENCH).help("Number of prompts per step."),
     row("num_steps", int(1, COUNT), at!(bench.num_steps), BENCH)
-        .help("Steps to measure after a first one that is not; the result is the median."),
+        .help("Number of steps to measure, after a first step that is not measured; the result is the median."),
     row("json", Path, at!(io.json), &[Train, Sft, Bench])
         .help("File for the numbers of `bench` or `plan`, as JSON.")
         .unset("nothing is written")

@@ -6,7 +6,7 @@ use crate::values::Field as _;
 use Kind::{Bool, Choices, Text};
 use verb::Verb::Watch;
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row(
         "logging_steps",

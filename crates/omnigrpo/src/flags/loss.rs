@@ -8,7 +8,7 @@ use Kind::{Bool, Choice};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RatioLevel, Recipe, Surrogate};
 use omnigrpo_train::SyncReference;
 
-/// Returns the deviations that centred rewards can be divided by.
+/// Returns the choices of the deviation by which centred rewards are divided.
 fn deviations() -> Vec<(&'static str, &'static str)> {
     vec![("group", "Deviation of the group."), ("batch", "Deviation of the batch."), ("none", "No division.")]
 }
@@ -49,7 +49,7 @@ fn uncorrected(s: &Settings) -> Option<&'static str> {
     (!s.algorithm.loss.correction.is_on()).then_some("`importance_sampling_correction` is off")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row(
         "loss_type",
@@ -169,7 +169,7 @@ pub const FLAGS: &[Flag] = &[
         Place { field: "algorithm.loss.surrogate.low",
             set: |s, v| {
                 let epsilon = take(v)?;
-                // One bound sets both, as in TRL.
+                // One value sets both bounds, as in TRL.
                 if let Surrogate::Clip { low, high, .. } = &mut s.algorithm.loss.surrogate {
                     (*low, *high) = (epsilon, epsilon);
                 }

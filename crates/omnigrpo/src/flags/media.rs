@@ -1,4 +1,4 @@
-//! How images and videos are sized and sampled.
+//! Sizes and frames of images and videos.
 
 use super::*;
 use crate::names::words;
@@ -20,15 +20,14 @@ fn by_processor(s: &Settings) -> Option<&'static str> {
         .then_some("`frame_sampling processor` bounds all frames together, with `total_pixels`")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("min_pixels", int(1, MANY), at!(prompts.media.image.min_pixels), ROWS)
-        .help("Fewest pixels of an image after resizing; sets the smallest number of vision tokens.")
+        .help("Minimum number of pixels of an image after resizing; it sets the smallest number of vision tokens.")
         .unset("the checkpoint's; 3136 for Qwen2.5-VL, 65536 for Qwen3-VL"),
     row("max_pixels", int(1, MANY), at!(prompts.media.image.max_pixels), ROWS)
         .help(
-            "Most pixels of an image after resizing; sets the largest number of vision tokens, and with it \
-             memory and time.",
+            "Maximum number of pixels of an image after resizing; it limits vision tokens, memory and time.",
         )
         .unset("the checkpoint's; 12845056 for Qwen2.5-VL, 16777216 for Qwen3-VL"),
     row("frame_sampling", Choice(words::<FrameRule>), at!(prompts.media.rule), ROWS).help(
@@ -60,10 +59,10 @@ pub const FLAGS: &[Flag] = &[
     .unset("from `fps`")
     .idle(|s, _| not_by_qwen(s)),
     row("video_min_frames", int(1, COUNT), at!(prompts.media.video.min_frames), ROWS)
-        .help("Fewest frames of a video.")
+        .help("Minimum number of frames of a video.")
         .alias(&["min_frames"]),
     row("video_max_frames", int(1, COUNT), at!(prompts.media.video.max_frames), ROWS)
-        .help("Most frames of a video; each pair of frames costs vision tokens.")
+        .help("Maximum number of frames of a video; each pair of frames costs vision tokens.")
         .alias(&["max_frames"]),
     row("base_interval", float(1e-3, 1e6), at!(prompts.media.base_interval_secs), ROWS)
         .help("Seconds between frames under `--frame_sampling base_interval`.")
@@ -72,16 +71,16 @@ pub const FLAGS: &[Flag] = &[
                 .then_some("only `frame_sampling` base_interval and meta read it")
         }),
     row("video_min_frame_pixels", int(1, MANY), at!(prompts.media.video.min_pixels), ROWS)
-        .help("Fewest pixels of a video frame after resizing.")
+        .help("Minimum number of pixels of a video frame after resizing.")
         .idle(|s, _| by_processor(s))
         .unset("the rule's: 100352, for Qwen3-VL 131072; base_interval 3136"),
     row("video_max_frame_pixels", int(1, MANY), at!(prompts.media.video.max_pixels), ROWS)
-        .help("Most pixels of a video frame after resizing.")
+        .help("Maximum number of pixels of a video frame after resizing.")
         .idle(|s, _| by_processor(s))
         .unset("the rule's: 602112, for Qwen3-VL 786432; base_interval 25088"),
     row("total_pixels", int(1, MANY), at!(prompts.media.video.total_pixels), ROWS)
         .help(
-            "Most pixels of all frames of a video together; lowers the limit per frame in long videos.",
+            "Maximum number of pixels of all frames of a video together; it lowers the limit per frame in long videos.",
         )
         .unset("90316800, for Qwen3-VL 117964800")
         .idle(|s, _| not_by_rate(s)),

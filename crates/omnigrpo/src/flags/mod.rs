@@ -1,7 +1,7 @@
-//! The table of flags: one row per setting.
+//! The table of flags, with one row per setting.
 //!
 //! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/flags.md` and "did you
-//! mean" all read this table. Names are those of `transformers` and TRL with underscores; the names of the source
+//! mean" all use this table. Names are those of `transformers` and TRL, with underscores. The names used by the source
 //! systems are aliases. A row names the field of [`Settings`] that it fills. Most are fields of a library's plan, whose
 //! default is that of the library.
 
@@ -32,7 +32,7 @@ use verb::Verb::{
     Bench, DataCheck, DataShow, Demo, Doctor, Eval, Export, Generate, RewardsRun, Score, Sft, Train,
 };
 
-/// Every setting, by its heading in the help.
+/// Every setting, by its section in the help.
 pub const TABLE: &[(Section, &[Flag])] = &[
     (Section::Io, io::FLAGS),
     (Section::Model, model::FLAGS),
@@ -55,7 +55,7 @@ pub fn all() -> impl Iterator<Item = &'static Flag> {
     TABLE.iter().flat_map(|(_, rows)| rows.iter())
 }
 
-/// Returns the flag with this name or alias; dashes count as underscores.
+/// Returns the flag with this name or alias. Dashes count as underscores.
 pub fn find(name: &str) -> Option<&'static Flag> {
     let name = name.replace('-', "_");
     all().find(|flag| flag.name == name || flag.aliases.contains(&name.as_str()))
@@ -64,12 +64,12 @@ pub fn find(name: &str) -> Option<&'static Flag> {
 /// Names and their help.
 pub type Names = fn() -> Vec<(&'static str, &'static str)>;
 
-/// Type of a setting's value, and how text becomes one.
+/// Type of a setting's value, which determines how text is parsed.
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
-    /// `--flag`, or true, false, yes, no, 1, 0.
+    /// A switch: `--flag`, or true, false, yes, no, 1, 0.
     Bool,
-    /// A whole number within bounds, both included.
+    /// An integer within bounds, both included.
     Int { min: i64, max: i64 },
     /// A finite number within bounds, both included.
     Float { min: f64, max: f64 },
@@ -79,17 +79,17 @@ pub enum Kind {
     Text,
     /// A file or directory.
     Path,
-    /// One of the names.
+    /// One of these names.
     Choice(Names),
-    /// Several of the names; spaces or commas between them.
+    /// Several of these names, separated by spaces or commas.
     Choices(Names),
-    /// Words; spaces or commas between them.
+    /// Words, separated by spaces or commas.
     Words,
-    /// Numbers; spaces or commas between them.
+    /// Numbers, separated by spaces or commas.
     Floats,
-    /// Paths; spaces (several arguments) or one of these characters between them. A path that exists is never split.
+    /// Paths, separated by spaces (several arguments) or one of these characters. A path that exists is never split.
     Paths(&'static [char]),
-    /// Names of rewards as `Words`; a program (`cmd:…`) or an address (`http://…`) is never split.
+    /// Names of rewards, split like `Words`. A program (`cmd:…`) or an address (`http://…`) is never split.
     Specs,
     /// Texts, one per argument.
     Texts,
@@ -98,7 +98,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// True if several values may be given.
+    /// Returns true if several values may be given.
     pub const fn is_list(&self) -> bool {
         matches!(
             self,
@@ -107,7 +107,7 @@ impl Kind {
     }
 }
 
-/// A heading of the help.
+/// A section of the help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Section {
     /// Input and output of the verb.
@@ -118,7 +118,7 @@ pub enum Section {
     Data,
     /// Sizes and frames of images and videos.
     Media,
-    /// Making prompts from rows.
+    /// Conversion of rows to prompts.
     Prompt,
     /// Scoring of completions.
     Rewards,
@@ -136,7 +136,7 @@ pub enum Section {
     Logging,
     /// The program itself.
     Program,
-    /// Settings that one family of models reads.
+    /// Settings that only one family of models reads.
     Family,
 }
 
@@ -185,18 +185,18 @@ impl Section {
     }
 }
 
-/// Destination of a setting's value.
+/// Field for a setting's value.
 #[derive(Clone, Copy)]
 pub struct Place {
-    /// Field of [`Settings`] that holds it, or its beginning; empty if there are several.
+    /// Field of [`Settings`] that stores the value, or the common prefix of several fields; empty if there is none.
     pub field: &'static str,
     /// Stores the value.
     pub set: fn(&mut Settings, &Value) -> Result<(), Problem>,
-    /// Reads the value; `None` if there is none.
+    /// Reads the value; `None` if it is unset.
     pub get: fn(&Settings) -> Option<Value>,
 }
 
-/// Place of a setting that is one field.
+/// Defines the place of a setting that fills one field.
 macro_rules! at {
     ($($field:ident).+) => {
         Place {
@@ -211,7 +211,7 @@ macro_rules! at {
 }
 use at;
 
-/// Place of an option of the model's family ([`omnigrpo_models::FamilyRow::options`]).
+/// Defines the place of an option of the model's family ([`omnigrpo_models::FamilyRow::options`]).
 macro_rules! of_family {
     ($name:literal) => {
         Place {
@@ -226,7 +226,7 @@ macro_rules! of_family {
 }
 use of_family;
 
-/// Place of a setting that acts before the others are read, or together with them at the end.
+/// Place of a setting that is applied before the others, or together with them at the end.
 const NOWHERE: Place = Place { field: "", set: |_, _| Ok(()), get: |_| None };
 
 /// Wraps a name as a value.
@@ -234,47 +234,48 @@ fn text(name: &str) -> Option<Value> {
     Some(Value::Text(name.to_owned()))
 }
 
-/// Returns the reason if a setting has no effect in a run of that verb.
+/// Function that returns the reason why a setting has no effect in a run of that verb, or `None` if it has one.
 ///
-/// It is then an error to give it by flag or file with a value other than its default, since the user expects an effect. From
-/// a preset it is dropped.
+/// If a setting has no effect, giving it by flag or file with a value other than its default is an error, because the user
+/// expects an effect. A setting from a preset is dropped instead.
 pub type Idle = fn(&Settings, Verb) -> Option<&'static str>;
 
-/// One setting.
+/// One row of the table.
 #[derive(Clone, Copy)]
 pub struct Flag {
-    /// Canonical name, with underscores and without dashes in front.
+    /// Canonical name, with underscores and without leading dashes.
     pub name: &'static str,
     /// Other accepted names.
     pub aliases: &'static [&'static str],
-    /// Type of its value.
+    /// Type of the value.
     pub kind: Kind,
-    /// Destination of its value.
+    /// Destination of the value.
     pub place: Place,
-    /// Behaviour without a value, in words.
+    /// Description of the behaviour without a value.
     pub unset: Option<&'static str>,
-    /// Other defaults for some verbs.
+    /// Defaults that differ for some verbs.
     pub verb_defaults: &'static [(Verb, &'static str)],
-    /// Effect, unit and reason, for the help.
+    /// Help text: effect, unit and reason.
     pub help: &'static str,
-    /// Verbs that take it.
+    /// Verbs that take the setting.
     pub verbs: &'static [Verb],
-    /// Verbs that cannot run without it.
+    /// Verbs that require the setting.
     pub required: &'static [Verb],
-    /// True for a word without `--name`.
+    /// True for a positional argument.
     pub positional: bool,
-    /// True if it belongs on the command line only, not in a file.
+    /// True if the setting is allowed only on the command line, not in a file.
     pub command_line_only: bool,
-    /// True if it is applied first, since defaults of others depend on it.
+    /// True if the setting is applied first, because defaults of others depend on it.
     pub first: bool,
-    /// True if its default is that of the recipe.
+    /// True if the default comes from the recipe.
     pub of_recipe: bool,
-    /// Verbs whose runs can resume with another value: it names the place of inputs (which are identified by content), the amount of
-    /// work at a time or the length of a run, and does not change results.
+    /// Verbs whose runs can resume with another value of the setting. Such a setting names the location of inputs (which are
+    /// identified by content), the amount of work at a time or the length of a run, and does not change results.
     pub free: &'static [Verb],
-    /// Reason for having no effect, if it has none.
+    /// Function that returns the reason why the setting has no effect.
     pub idle: Idle,
-    /// Reason if another setting overrides it in `transformers`, whose scripts give both: a note instead of an error.
+    /// Function that returns the reason if another setting overrides this one in `transformers`. Scripts of that trainer give
+    /// both, so the program prints a note instead of an error.
     pub overridden: Idle,
 }
 
@@ -284,16 +285,16 @@ impl std::fmt::Debug for Flag {
     }
 }
 
-/// Value of a setting that nobody gave.
+/// Value of a setting that the user did not give.
 pub enum Fallback {
     /// This value.
     Is(Value),
-    /// No value; the words describe the behaviour.
+    /// No value; the text describes the behaviour.
     Unset(&'static str),
 }
 
 impl Flag {
-    /// Returns true if the verb takes the setting. `plan` takes those of `train`, whose memory it prints.
+    /// Returns true if the verb takes the setting. `plan` takes the settings of `train`, whose memory it prints.
     pub fn is_of(&self, verb: Verb) -> bool {
         self.verbs.contains(&verb.runs()) && !(verb == Verb::Plan && self.name == "dry_run")
     }
@@ -307,7 +308,7 @@ impl Flag {
         }
     }
 
-    /// Returns the default, which is the library's.
+    /// Returns the library's default.
     pub fn default(&self) -> Fallback {
         match (self.unset, (self.place.get)(&Settings::default())) {
             (None, Some(value)) => Fallback::Is(value),
@@ -376,7 +377,7 @@ impl Flag {
     }
 }
 
-/// Makes a row; methods add its help and options.
+/// Returns a row. Its methods add help and options.
 const fn row(name: &'static str, kind: Kind, place: Place, verbs: &'static [Verb]) -> Flag {
     Flag {
         name,
@@ -406,16 +407,16 @@ const fn float(min: f64, max: f64) -> Kind {
     Kind::Float { min, max }
 }
 
-/// Bound of sizes and counts without a natural one: far above use, below overflow.
+/// Upper bound of sizes and counts without a natural limit: far above real use, below overflow.
 pub(super) const MANY: i64 = 1 << 40;
-/// Bound of counts in 32 bits.
+/// Upper bound of 32-bit counts.
 pub(super) const COUNT: i64 = 1 << 30;
-/// Bound of rates and weights without a natural one.
+/// Upper bound of rates and weights without a natural limit.
 pub(super) const BIG: f64 = 1e9;
 
-/// Verbs that take a file of settings: all but the last ones, which show runs or write files for shells.
+/// Verbs that take a file of settings: all except the last four, which show runs or write files for shells.
 pub(super) const SET: &[Verb] = Verb::ALL.split_at(Verb::ALL.len() - 4).0;
-/// Verbs that load a model, or its processor if it is given.
+/// Verbs that load a model, or only its processor if a model is given.
 pub(super) const MODEL: &[Verb] =
     &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.
@@ -442,7 +443,7 @@ pub(super) const READS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, Data
 pub(super) const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
 /// Verbs with the GRPO objective.
 pub(super) const GRPO: &[Verb] = &[Train, Demo];
-/// The workload of `bench`.
+/// Verb that takes the workload of `bench`.
 pub(super) const BENCH: &[Verb] = &[Bench];
 /// Verbs that score completions with rewards.
 pub(super) const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
@@ -458,7 +459,7 @@ pub(super) const STEPS: &[Verb] = &[Train, Sft, Demo];
 pub(super) const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench];
 /// Verbs that train with checkpoints.
 pub(super) const LOOP: &[Verb] = &[Train, Sft, Demo];
-/// Verbs that sum up scored completions.
+/// Verbs that summarise scored completions.
 pub(super) const SUMS_UP: &[Verb] = &[Train, Sft, Eval, RewardsRun];
 /// Verbs that evaluate during training.
 pub(super) const PERIODIC: &[Verb] = &[Train, Sft];
@@ -503,7 +504,7 @@ mod tests {
         }
     }
 
-    /// A default from a library is a value of the row's kind, reads back as written, and lands in its own field; a setting
+    /// A default from a library has the row's kind, can be read back as written, and is stored in its own field. A setting
     /// without a default describes its behaviour in words.
     #[test]
     fn defaults_are_the_libraries_and_fit_their_kind() {
@@ -535,7 +536,7 @@ mod tests {
         }
     }
 
-    /// Every value that the kind of a row accepts can be stored in the row's place.
+    /// Every value that the kind of a row accepts can be stored in the row's field.
     #[test]
     fn every_row_takes_the_values_of_its_kind() {
         for flag in all() {

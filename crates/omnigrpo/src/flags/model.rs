@@ -1,4 +1,4 @@
-//! The checkpoint, its precision, its memory.
+//! Checkpoint, precision and memory.
 
 use super::*;
 use crate::names::{Bf16Products, QuantizedActivations, words};
@@ -7,7 +7,7 @@ use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
 use omnigrpo_models::WeightDtype;
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("model_name_or_path", Text, at!(model.name), MODEL)
         .help(
@@ -125,7 +125,7 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| (s.model.dtype == WeightDtype::Float32).then_some("`torch_dtype` is float32")),
     row("max_stream_tokens", int(16, COUNT), at!(algorithm.max_stream_tokens), &[Train, Sft, Score, Demo])
         .help(
-            "Most tokens in one forward pass. A larger group is split into passes that share its prompt, with \
+            "Maximum number of tokens in one forward pass. A larger group is split into passes that share its prompt, with \
              the same result.",
         )
         .unset("4096; a whole group in `score`")

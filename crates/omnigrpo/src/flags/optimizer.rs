@@ -24,14 +24,14 @@ fn flat(s: &Settings) -> Option<&'static str> {
         .then_some("`lr_scheduler_type` is constant; use constant_with_warmup")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("learning_rate", float(0.0, 100.0), at!(optimizer.learning_rate), STEPS)
         .help("Peak learning rate of AdamW.")
         .alias(&["lr"])
         .per_verb(&[(Sft, "2e-5")]),
     row("lr_scheduler_type", Choice(words::<ScheduleKind>), at!(run.schedule), STEPS)
-        .help("Course of the learning rate after the warm-up.")
+        .help("Schedule of the learning rate after the warm-up.")
         .alias(&["lr_scheduler"]),
     row("warmup_ratio", Fraction, at!(run.warmup_ratio), STEPS)
         .help("Share of all steps in which the learning rate rises from 0.")

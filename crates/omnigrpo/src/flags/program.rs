@@ -3,7 +3,7 @@
 use super::*;
 use Kind::{Bool, Choice, Path};
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("config", Path, NOWHERE, SET)
         .help(

@@ -1,11 +1,11 @@
-//! How rows become prompts.
+//! Conversion of rows to prompts.
 
 use super::*;
 use crate::names::words;
 use Kind::{Choice, Object, Text};
 use omnigrpo_data::QuestionTemplate;
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("question_template", Choice(words::<&'static QuestionTemplate>), at!(read.template), ROWS)
         .help("Sentence added to each question that asks for thinking and answer tags."),
@@ -17,7 +17,7 @@ pub const FLAGS: &[Flag] = &[
         .unset("none"),
     row("max_prompt_length", int(1, COUNT), at!(prompts.max_prompt_length), RUNS_ROWS)
         .help(
-            "Most tokens of a prompt, media included. HumanOmni counts each medium as one token, as R1-Omni's \
+            "Maximum number of tokens of a prompt, including media. HumanOmni counts each medium as one token, as R1-Omni's \
              trainer does. A longer prompt is a bad row; it is never truncated, since a truncated prompt trains \
              on the wrong question.",
         )

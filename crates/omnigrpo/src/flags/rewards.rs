@@ -1,4 +1,4 @@
-//! How completions are scored.
+//! Scoring of completions.
 
 use super::*;
 use crate::names::{Tracker, words};
@@ -15,7 +15,7 @@ fn thinking() -> Vec<(&'static str, &'static str)> {
 
 const THEN_SUM: &str = "normalize_then_sum";
 
-/// Returns the orders of normalising and summing rewards.
+/// Returns the choices of the order in which rewards are normalised and summed.
 fn objectives() -> Vec<(&'static str, &'static str)> {
     vec![("sum_then_normalize", "Normalise the weighted sum."), (THEN_SUM, "Normalise each reward first.")]
 }
@@ -46,8 +46,8 @@ fn no_other_process(s: &Settings, verb: Verb) -> Option<&'static str> {
         .or_else(|| unscored(s, verb))
 }
 
-/// Returns the reason if no completion is scored: `sft`, and `train` with recorded rewards, score completions in evaluations
-/// only.
+/// Returns the reason why no completion is scored in training: `sft`, and `train` with recorded rewards, score completions in
+/// evaluations only.
 fn unscored(s: &Settings, verb: Verb) -> Option<&'static str> {
     let only_evaluated = verb == Sft || verb == Train && s.data.replay.is_some();
     s.no_eval_rows()
@@ -55,7 +55,7 @@ fn unscored(s: &Settings, verb: Verb) -> Option<&'static str> {
         .map(|_| "completions are scored in evaluations only, and there is no evaluation data")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("reward_funcs", Specs, at!(rewards.funcs), ASKS_REWARDS)
         .help(
@@ -94,7 +94,7 @@ pub const FLAGS: &[Flag] = &[
                 s.rewards.accuracy_modes = take(v)?;
                 s.rewards.options.accuracy_mode = match s.rewards.accuracy_modes[..] {
                     [mode] => mode,
-                    // Rows of the training files carry theirs.
+                    // With several rules, the rows of each training file have their own.
                     _ => AccuracyMode::Auto,
                 };
                 Ok(())

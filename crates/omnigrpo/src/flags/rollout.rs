@@ -1,4 +1,4 @@
-//! How completions are sampled.
+//! Sampling of completions.
 
 use super::*;
 use crate::settings::Settings;
@@ -9,7 +9,7 @@ fn greedy(s: &Settings) -> Option<&'static str> {
     (s.algorithm.sampling.temperature == 0.0).then_some("`temperature` 0 takes the most likely token")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row(
         "num_generations",
@@ -46,7 +46,7 @@ pub const FLAGS: &[Flag] = &[
         .help("Drop tokens less likely than this share of the likeliest token's probability; 0 is off.")
         .idle(|s, _| greedy(s).or_else(|| s.not_sampled())),
     row("repetition_penalty", float(0.01, 100.0), at!(algorithm.sampling.repetition_penalty), SAMPLES)
-        .help("Divide the score of tokens that occurred already; 1 is off.")
+        .help("Number by which scores of tokens that already occurred are divided; 1 is off.")
         .idle(|s, _| s.not_sampled()),
     row(
         "logprob_temperature",
@@ -73,11 +73,11 @@ pub const FLAGS: &[Flag] = &[
         BOUNDED,
     )
     .help(
-        "Most tokens of a completion. Rewards of length refer to it, and a prompt has to leave room for it.",
+        "Maximum number of tokens of a completion. Rewards of length use this limit, and a prompt must leave room for it.",
     )
     .alias(&["generation_max_length"]),
     row("min_completion_length", int(0, COUNT), at!(algorithm.sampling.min_completion_length), SAMPLES)
-        .help("Tokens before which no stop token is sampled; benchmarks set it to the maximum.")
+        .help("Minimum number of tokens before a stop token is sampled; benchmarks set it to the maximum.")
         .idle(|s, _| s.not_sampled()),
     row("stop_strings", Texts, at!(prompts.stop_strings), SAMPLES)
         .help("Texts that end a completion, besides the model's stop tokens.")

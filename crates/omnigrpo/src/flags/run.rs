@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use verb::Verb::Push;
 
-/// Returns the times at which to write a checkpoint.
+/// Returns the choices of `--save_strategy`.
 fn savings() -> Vec<(&'static str, &'static str)> {
     vec![
         ("no", "Only the model at the end."),
@@ -20,7 +20,8 @@ fn savings() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-// Users of other trainers pass `true` and `false`, which as paths would name missing directories.
+// Reads `--resume_from_checkpoint`. Users of other trainers write `true` and `false`, which would otherwise be the paths of
+// missing directories.
 fn resume(text: &str) -> ResumeFrom {
     match text.to_ascii_lowercase().as_str() {
         "never" | "false" | "no" => ResumeFrom::Start,
@@ -38,7 +39,7 @@ fn no_push(s: &Settings, verb: Verb) -> Option<&'static str> {
     (verb != Push && !s.push.enabled).then_some("`push_to_hub` is off")
 }
 
-/// The settings.
+/// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("output_dir", Path, at!(io.output_dir), &[Train, Sft, Export, Demo])
         .help(

@@ -5,43 +5,43 @@
 pub enum Verb {
     /// GRPO training.
     Train,
-    /// Memory of a training run, before it starts.
+    /// Prediction of the memory of a training run, before it starts.
     Plan,
     /// Supervised fine-tuning.
     Sft,
-    /// Sampling completions for rows or for one prompt.
+    /// Sampling of completions for rows or for one prompt.
     Generate,
-    /// Computing log-probabilities of given completions.
+    /// Log-probabilities of given completions.
     Score,
     /// Evaluation on a dataset.
     Eval,
-    /// Reads every row and medium header and reports problems.
+    /// Check of every row and medium header.
     DataCheck,
-    /// Prints what the model will see of a row.
+    /// Display of a row as the model sees it.
     DataShow,
-    /// Rewrites a published dataset as rows.
+    /// Conversion of a published dataset to rows.
     DataConvert,
-    /// Lists the reward functions.
+    /// List of the reward functions.
     RewardsList,
-    /// Scores rows that carry completions.
+    /// Scoring of rows that contain completions.
     RewardsRun,
-    /// Writes a checkpoint in another form.
+    /// Conversion of a checkpoint to another form.
     Export,
-    /// Sends a model to the hub.
+    /// Upload of a model to the hub.
     Push,
-    /// Checks the machine.
+    /// Check of the machine.
     Doctor,
-    /// Trains the embedded model on the generated task.
+    /// Training of the embedded model on the generated task.
     Demo,
-    /// Measures a step of a random model.
+    /// Measurement of a step with a random model.
     Bench,
-    /// Serves runs as a page.
+    /// Page that shows runs.
     Watch,
-    /// Writes a run as one file.
+    /// Report of a run as one file.
     Report,
-    /// Writes a shell's completion script.
+    /// Completion script for a shell.
     Completions,
-    /// Writes the manual pages.
+    /// Manual pages.
     Man,
 }
 
@@ -101,7 +101,7 @@ impl Verb {
         }
     }
 
-    /// Returns the verb that does the work and whose settings count: `plan` is `train`, stopped before it loads a model.
+    /// Returns the verb that does the work and whose settings apply: for `plan` that is `train`, stopped before it loads a model.
     pub const fn runs(self) -> Self {
         match self {
             Plan => Train,
@@ -109,12 +109,12 @@ impl Verb {
         }
     }
 
-    /// Returns the verb as typed, e.g. `data check`.
+    /// Returns the verb as the user types it, e.g. `data check`.
     pub fn name(self) -> String {
         self.words().join(" ")
     }
 
-    /// Returns one line for the help.
+    /// Returns the one-line description for the help.
     pub const fn about(self) -> &'static str {
         match self {
             Train => {
@@ -146,7 +146,7 @@ impl Verb {
         }
     }
 
-    /// Settings of a first run, in the order of `-h`; empty where `-h` shows all.
+    /// Returns the settings of a first run, in the order of `-h`; empty if `-h` shows all settings.
     pub const fn first_settings(self) -> &'static [&'static str] {
         match self {
             Train => &[
@@ -298,7 +298,7 @@ impl Verb {
         }
     }
 
-    /// Command lines to start from.
+    /// Returns example command lines.
     pub const fn example(self) -> &'static str {
         match self {
             Train => {

@@ -1,28 +1,28 @@
-//! Settings of other trainers, and their meaning here.
+//! Settings of other trainers, and their meaning in this program.
 //!
 //! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of [`peers`] has many settings of *that* program.
-//! A setting with a counterpart is read as it, a setting without effect here is dropped and listed in a note,
-//! an unsupported one is an error that says what to do.
+//! A setting with a counterpart is translated to it. A setting without effect here is dropped and listed in a note. An
+//! unsupported setting is an error with advice.
 
 use omnigrpo_data::QUESTION_TEMPLATES;
 
-/// Meaning of a setting here.
+/// Meaning of a foreign setting in this program.
 // Only fates without a function are compared.
 #[allow(unpredictable_function_pointer_comparisons)]
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// Another name of this setting with this value, unless that setting is given.
+    /// The setting is another name of this setting with this value, unless that setting is given directly.
     Becomes(&'static str, String),
-    /// Several settings, each unless it is given. Those after the first are implied: another setting that becomes the same
-    /// one counts instead.
+    /// The setting becomes several settings, unless they are given directly. Those after the first are implied: if another
+    /// foreign setting becomes the same one, that value is used instead.
     BecomesAll(Vec<(&'static str, String)>),
-    /// Depends on another setting of the same source; `None` if that one is not given.
+    /// The meaning depends on another setting of the same source, whose value is `None` if it is not given.
     Depends(&'static str, fn(&str, Option<&str>) -> Fate),
-    /// It has no effect, for the reason given.
+    /// The setting has no effect, for the given reason.
     Dropped(&'static str),
-    /// It is unsupported; the advice says what to do instead.
+    /// The setting is unsupported, and the text is advice.
     Refused(&'static str),
-    /// The name and the value are this program's own.
+    /// The name and the value belong to this program.
     Own,
 }
 
@@ -31,8 +31,8 @@ use Fate::{Becomes, BecomesAll, Depends, Dropped, Own, Refused};
 mod peers;
 mod trainers;
 
-/// Names, and the meaning of a value, whose words are separated by spaces; a bare flag is `true`. A name that ends in `*`
-/// stands for all names that begin with it and have no earlier row.
+/// Names of a setting, and a function that returns the meaning of a value. Words of the value are separated by spaces; a bare
+/// flag is `true`. A name that ends in `*` matches all names with that prefix that have no earlier row.
 type Row = (&'static [&'static str], fn(&str) -> Fate);
 
 /// Trackers of transformers that are unsupported.
@@ -53,16 +53,16 @@ const TRACKERS: &[&str] = &[
 
 const ONE_PROCESS: &str = "the run is one process";
 const IN_PROCESS: &str = "completions are sampled in the same process with the trained weights";
-const OWN_KERNELS: &str = "the kernels are this program's own";
+const OWN_KERNELS: &str = "the program uses only its own kernels";
 const READ_AHEAD: &str = "rows are read ahead on other threads";
 
 const TABLE: &[Row] = &[
     (&["bf16"], |v| match on(v) {
         Some(true) => Becomes("torch_dtype", "bfloat16".into()),
-        _ => Dropped("`torch_dtype` says how weights are held"),
+        _ => Dropped("`torch_dtype` sets the precision of stored weights"),
     }),
     (&["fp16"], |v| match on(v) {
-        Some(false) => Dropped("`torch_dtype` says how weights are held"),
+        Some(false) => Dropped("`torch_dtype` sets the precision of stored weights"),
         _ => Refused("fp16 training is unsupported; use `torch_dtype` bfloat16"),
     }),
     (&["tf32"], |_| Dropped("`torch_dtype` sets the precision of products")),
@@ -78,12 +78,12 @@ const TABLE: &[Row] = &[
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
         _ => Dropped("earlier checkpoints are moved aside, never overwritten"),
     }),
-    (&["attn_implementation"], |_| Dropped("there is one attention implementation")),
+    (&["attn_implementation"], |_| Dropped("there is only one attention implementation")),
     (&["use_liger_kernel", "use_liger_loss", "torch_compile"], |_| Dropped(OWN_KERNELS)),
-    (&["gradient_checkpointing_kwargs"], |_| Dropped("blocks are recomputed in one way only")),
+    (&["gradient_checkpointing_kwargs"], |_| Dropped("there is only one way to recompute blocks")),
     (&["data_flatten", "padding_free"], |_| Dropped("groups are packed without padding")),
     (&["data_packing"], |_| {
-        Dropped("each row of a packed list is a row of its own; groups are packed without padding")
+        Dropped("each row of a packed list is read as a separate row; groups are packed without padding")
     }),
     (
         &[
@@ -98,20 +98,20 @@ const TABLE: &[Row] = &[
     (&["cache_dir", "arrow_cache_dir"], |_| {
         Dropped("models and rows are read in place; HF_HOME moves the local cache of models")
     }),
-    (&["trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
-    (&["save_safetensors"], |_| Dropped("checkpoints are always safetensors")),
-    // VLM-R1 chooses the wording of the question by the task.
+    (&["trust_remote_code"], |_| Dropped("code in a checkpoint is never run")),
+    (&["save_safetensors"], |_| Dropped("checkpoints are always in the safetensors format")),
+    // VLM-R1 selects the wording of the question by the task.
     (&["task_type"], |v| match QUESTION_TEMPLATES.iter().find(|template| template.name == v) {
         Some(template) => Becomes("question_template", template.name.into()),
         None => Dropped(
             "no question template has this name; `--question_template default` adds VLM-R1's sentence about tags",
         ),
     }),
-    (&["lora_task_type"], |_| Dropped("adapters are those of a causal language model")),
+    (&["lora_task_type"], |_| Dropped("adapters are always for a causal language model")),
     (&["lora_modules_to_save", "modules_to_save"], |v| {
         off(
             v,
-            "use `tune_mm_mlp` (or another part) with `trainable_patterns`: those weights are trained as a whole",
+            "use `tune_mm_mlp` (or another part) with `trainable_patterns`: those weights are fully trained",
         )
     }),
     (&["per_device_eval_batch_size", "eval_accumulation_steps"], |_| {
@@ -128,21 +128,21 @@ const TABLE: &[Row] = &[
     }),
     (&["num_beams", "generation_num_beams"], |v| match v {
         "1" => Dropped("completions are sampled"),
-        _ => Refused("leave it out: completions are sampled, beam search is unsupported"),
+        _ => Refused("leave it out: completions are sampled; beam search is unsupported"),
     }),
-    // `select_reward_func` of VLM-R1's model modules has rewards of its own for `rec` alone and raises for any other task.
+    // In VLM-R1's model modules, `select_reward_func` has its own rewards only for `rec` and raises for any other task.
     (&["is_reward_customized_from_vlm_module"], |v| match on(v) {
-        Some(false) => Dropped("rewards are those of `reward_funcs`"),
+        Some(false) => Dropped("`reward_funcs` sets the rewards"),
         _ => Depends("task_type", |_, task| match task {
             Some("rec") => BecomesAll(vec![("accuracy_mode", "iou".into()), ("format_mode", "rec".into())]),
             _ => Refused(
-                "VLM-R1 has rewards of its own for `--task_type rec` only; use `reward_funcs`, `accuracy_mode` and `format_mode` \
+                "VLM-R1 has its own rewards only for `--task_type rec`; use `reward_funcs`, `accuracy_mode` and `format_mode` \
                  (`omnigrpo rewards list` shows VLM-R1's rules)",
             ),
         }),
     }),
     (&["reward_model", "reward_model_path", "reward_model_name_or_path"], |_| {
-        Refused("give its directory or its name on the hub to `reward_funcs`")
+        Refused("put its directory or its name on the hub into `reward_funcs`")
     }),
     (&["external_judge"], |_| Refused("use `reward_funcs` judge:http://… and `judge_model`")),
     (&["report_to"], |v| {
@@ -167,7 +167,7 @@ fn on(value: &str) -> Option<bool> {
     }
 }
 
-/// A setting that requests something unsupported unless its value turns it off.
+/// Returns the meaning of an unsupported setting: no effect if its value turns it off, otherwise an error with the advice.
 fn off(value: &str, advice: &'static str) -> Fate {
     let none = matches!(
         value.to_ascii_lowercase().as_str(),
@@ -176,8 +176,8 @@ fn off(value: &str, advice: &'static str) -> Fate {
     if none { Dropped("it is off here as well") } else { Refused(advice) }
 }
 
-/// Returns the meaning of a setting if it belongs to another trainer. Dashes count as underscores. `others` looks up the text
-/// of another setting of the same source by its name.
+/// Returns the meaning of a setting if it belongs to another trainer. Dashes count as underscores. `others` returns the text
+/// of another setting of the same source, given its name.
 pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str>) -> Option<Fate> {
     let unset = matches!(value.to_ascii_lowercase().as_str(), "none" | "null");
     let fate = match row(name).map(|(_, fate)| fate(value))? {
@@ -188,7 +188,7 @@ pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str
     (fate != Own).then_some(fate)
 }
 
-/// Returns the row of a setting. A name of this program never matches the beginning of another one.
+/// Returns the row of a setting. A prefix ending in `*` never matches a setting of this program.
 fn row(name: &str) -> Option<&'static Row> {
     let name = name.replace('-', "_");
     let fits = |pattern: &&str| match pattern.strip_suffix('*') {
@@ -244,7 +244,7 @@ mod tests {
         assert!(matches!(alone("optim", "lion"), Some(Refused(_))));
         assert!(matches!(alone("use_vllm", "true"), Some(Dropped(_))));
         assert!(matches!(alone("vllm_max_model_length", "2048"), Some(Dropped(_))));
-        // It is another name of a setting here.
+        // The name is another name of a setting of this program.
         assert_eq!(alone("vllm_importance_sampling_mode", "token_mask"), None);
         assert!(matches!(alone("report_to", "jsonl mlflow"), Some(Dropped(_))));
         assert_eq!(alone("report_to", "tensorboard wandb"), None);
@@ -254,7 +254,7 @@ mod tests {
         assert!(matches!(alone("task_type", "vqa"), Some(Dropped(_))));
     }
 
-    /// Every field in the source of another trainer is a setting here or has an answer.
+    /// Every field in the source of another trainer is a setting here or has a row in the table.
     #[test]
     fn every_field_of_other_trainers_has_an_answer() {
         let lists = [
@@ -274,11 +274,11 @@ mod tests {
                 .filter(|field| !knows(field) && flags::find(field).is_none())
                 .collect();
             assert!(unknown.is_empty(), "{trainer}: {unknown:?}");
-            // A name with dots has to be recognised on the command line too.
+            // The command line must also recognise a name with dots.
             for field in fields.iter().filter(|field| field.contains('.')) {
                 assert_eq!(dotted(&format!("{field}=1")), Some((*field, "1")), "{trainer}");
             }
-            // The answer to any value is a sentence of one line.
+            // The message for any value is one line.
             for (field, value) in
                 fields.iter().flat_map(|field| ["true", "none", "0.5"].map(|value| (field, value)))
             {

@@ -1,30 +1,31 @@
-//! Settings of ms-swift (4.6), Unsloth (2026.10), verl (0.9) and EasyR1, as their launch scripts write them.
+//! Settings of ms-swift (4.6), Unsloth (2026.10), verl (0.9) and EasyR1, in the form used by their launch scripts.
 //!
-//! verl and EasyR1 take words `group.name=value`, which [`dotted`] splits. Sources:
-//! `examples/train/grpo` of ms-swift, `examples/grpo_trainer` of verl, `examples/config.yaml` and the scripts beside it of
-//! EasyR1, `FastVisionModel.get_peft_model` of Unsloth.
+//! verl and EasyR1 use words `group.name=value`, which [`dotted`] splits. Sources: `examples/train/grpo` of ms-swift,
+//! `examples/grpo_trainer` of verl, `examples/config.yaml` of EasyR1 and the scripts in the same directory,
+//! `FastVisionModel.get_peft_model` of Unsloth.
 
 use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Refused};
 use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
 
-const WHOLE_ROWS: &str = "a row that is too long is skipped; `max_prompt_length` sets the limit";
+const WHOLE_ROWS: &str = "rows that are too long are skipped; `max_prompt_length` sets the limit";
 const NO_SPLIT: &str =
-    "the batch of one pass follows from memory; `max_stream_tokens` bounds it, with the same result";
+    "the size of a pass follows from memory; `max_stream_tokens` limits it without changing the result";
 const WHERE: &str = "the run directory is `output_dir`";
 const ADAPTED: &str = "`lora_target_modules` names the layers that get an adapter";
-const OTHER_METHOD: &str = "it belongs to another method than GRPO";
-const OTHER_ADAPTER: &str = "it belongs to another kind of adapter than LoRA";
+const OTHER_METHOD: &str = "it is for a method other than GRPO";
+const OTHER_ADAPTER: &str = "it is for adapters other than LoRA";
 const NO_TEACHER: &str = "leave it out: training with a teacher is unsupported";
 const NO_TURNS: &str = "leave it out: conversations of several sampled turns are unsupported";
-const TEMPLATE: &str = "prompts are written by the checkpoint's chat template";
-const IN_CHECKPOINT: &str = "the checkpoint's files say it";
+const TEMPLATE: &str = "the checkpoint's chat template formats the prompts";
+const IN_CHECKPOINT: &str = "the checkpoint's files set it";
 const PARTS: &str = "use the `tune_mm_` settings, and `trainable_patterns` for some weights of a part";
-const LENGTHS: &str = "leave it out: the reward has the numbers of its source (`omnigrpo rewards list`)";
+const LENGTHS: &str = "leave it out: the reward uses the constants of its source (`omnigrpo rewards list`)";
 const ONE_MACHINE: &str = "the run is one process on one machine";
 
-const SPLITS: &str = "one name may have a split; write several into `dataset_use`, each with its own";
+const SPLITS: &str =
+    "only a single name may have a split; put several names into `dataset_use`, each with its own split";
 
-/// Names the function of a file as a reward; verl's own name is the default.
+/// Returns the reward for a function in a file. verl's own name for the function is the default.
 fn scored_by(path: &str, name: Option<&str>) -> Fate {
     Becomes("reward_funcs", format!("{path}:{}", name.unwrap_or("compute_score")))
 }
@@ -33,7 +34,7 @@ fn scored_by(path: &str, name: Option<&str>) -> Fate {
 pub(super) const TABLE: &[Row] = &[
     // ms-swift.
     (&["rlhf_type"], |v| match v {
-        // ms-swift counts completions in a batch.
+        // ms-swift counts batches in completions.
         "grpo" => Becomes("batch_unit", "completions".into()),
         _ => Refused("leave it out: `train` is GRPO, `sft` is supervised"),
     }),
@@ -46,10 +47,12 @@ pub(super) const TABLE: &[Row] = &[
     (&["val_dataset"], |v| Becomes("eval_file", v.into())),
     (&["split_dataset_ratio"], |v| Becomes("val_split_ratio", v.into())),
     (&["system"], |v| match v.ends_with(".txt") {
-        true => Refused("write the text itself: `system_prompt \"$(cat FILE)\"`"),
+        true => Refused("give the text, not a file: `system_prompt \"$(cat FILE)\"`"),
         false => Becomes("system_prompt", v.into()),
     }),
-    (&["external_plugins"], |_| Dropped("give a function of a file to `reward_funcs` as FILE.py:FUNCTION")),
+    (&["external_plugins"], |_| {
+        Dropped("put a function from a file into `reward_funcs` as FILE.py:FUNCTION")
+    }),
     (&["lora_rank", "max_lora_rank"], |v| Becomes("lora_r", v.into())),
     (&["target_modules"], |v| Becomes("lora_target_modules", v.into())),
     (&["freeze_vit"], |v| tune("tune_mm_vision", v)),
@@ -61,14 +64,16 @@ pub(super) const TABLE: &[Row] = &[
             Some(_) => Dropped("`max_resample_times` is given"),
             None => Becomes("max_resample_times", "3".into()),
         }),
-        _ => Dropped("only `max_resample_times` replaces groups"),
+        _ => Dropped("groups are replaced only by `max_resample_times`"),
     }),
     (&["quant_bits"], |v| match v {
         "4" => Becomes("load_in_4bit", "true".into()),
         "8" => Becomes("load_in_8bit", "true".into()),
         _ => Refused("use 4 or 8"),
     }),
-    (&["quant_method", "bnb_4bit_*"], |_| Dropped("`load_in_4bit` and `load_in_8bit` have one form each")),
+    (&["quant_method", "bnb_4bit_*"], |_| {
+        Dropped("`load_in_4bit` and `load_in_8bit` each have only one format")
+    }),
     (&["attn_impl"], |_| Dropped(OWN_KERNELS)),
     (
         &[
@@ -127,7 +132,7 @@ pub(super) const TABLE: &[Row] = &[
         ],
         |_| Dropped(OTHER_METHOD),
     ),
-    (&["loss_scale", "is_binary_loss_scale"], |_| Dropped("all tokens of a completion weigh alike")),
+    (&["loss_scale", "is_binary_loss_scale"], |_| Dropped("all tokens of a completion have the same weight")),
     (
         &[
             "teacher_model",
@@ -143,36 +148,38 @@ pub(super) const TABLE: &[Row] = &[
         |v| off(v, NO_TEACHER),
     ),
     (&["teacher_tag_key", "rlsd_*", "sdar_*"], |_| {
-        Dropped("it belongs to training with a teacher, which is unsupported")
+        Dropped("it is for training with a teacher, which is unsupported")
     }),
     (&["chord_sft_dataset"], |v| {
         off(v, "run `sft` first: supervised rows within GRPO (CHORD) are unsupported")
     }),
-    (&["chord_*"], |_| Dropped("it belongs to `chord_sft_dataset`, which is unsupported")),
-    // The numbers of the reward `cosine`, which are TRL's.
+    (&["chord_*"], |_| Dropped("it is for `chord_sft_dataset`, which is unsupported")),
+    // Numbers of the reward `cosine`, which are the same as in TRL.
     (&["cosine_min_len_value_wrong"], |v| given(v, &["-1", "-1.0"])),
     (&["cosine_max_len_value_wrong"], |v| given(v, &["-0.5"])),
     (&["cosine_min_len_value_correct"], |v| given(v, &["1", "1.0"])),
     (&["cosine_max_len_value_correct"], |v| given(v, &["0.5"])),
-    (&["cosine_max_len", "soft_max_length"], |_| Dropped("rewards of length go by `max_completion_length`")),
+    (&["cosine_max_len", "soft_max_length"], |_| Dropped("rewards of length use `max_completion_length`")),
     (&["soft_cache_length"], |v| off(v, LENGTHS)),
     (&["repetition_n_grams"], |v| match v {
         "3" => Dropped("the reward `repetition_tokens` counts 3-grams"),
         _ => Refused(LENGTHS),
     }),
     (&["repetition_max_penalty"], |v| given(v, &["-1", "-1.0"])),
-    (&["reward_model_plugin"], |v| off(v, "give a function of a file to `reward_funcs` as FILE.py:FUNCTION")),
+    (&["reward_model_plugin"], |v| {
+        off(v, "put a function from a file into `reward_funcs` as FILE.py:FUNCTION")
+    }),
     (&["reward_adapters", "reward_model_type", "reward_model_revision", "reward_template"], |_| {
-        Dropped("the directory of a reward model in `reward_funcs` says it")
+        Dropped("the directory of the reward model in `reward_funcs` sets it")
     }),
     (&["multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env"], |v| off(v, NO_TURNS)),
-    (&["completion_length_limit_scope"], |_| Dropped("a completion is one turn")),
+    (&["completion_length_limit_scope"], |_| Dropped("a completion is always one turn")),
     (&["log_entropy", "log_rollout_offpolicy_metrics"], |_| Dropped("it is always logged")),
     (&["tau_pos"], |v| Becomes("sapo_temperature_pos", v.into())),
     (&["tau_neg"], |v| Becomes("sapo_temperature_neg", v.into())),
     (&["advantage_estimator"], |v| match v {
-        "grpo" => Dropped("advantages are those of the group"),
-        _ => Refused("leave it out: advantages are those of the group (`advantage`)"),
+        "grpo" => Dropped("advantages are computed per group"),
+        _ => Refused("leave it out: advantages are computed per group (`advantage`)"),
     }),
     (&["kl_in_reward"], |v| off(v, "leave it out: the KL is part of the loss, with weight `beta`")),
     (&["real_tau", "fipo_*"], |_| {
@@ -228,7 +235,7 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "write the rows as JSON lines: no code or registry of ms-swift is read")
     }),
     (&["columns"], |v| off(v, "use `prompt_column`, `solution_column`, `image_column` and `video_column`")),
-    (&["disable_auto_column_mapping"], |_| Dropped("`prompt_column` and its like name columns")),
+    (&["disable_auto_column_mapping"], |_| Dropped("`prompt_column` and similar settings name the columns")),
     (&["enable_npu_model_patch", "experts_impl", "use_logits_to_keep"], |_| Dropped(OWN_KERNELS)),
     (&["packing", "packing_length", "packing_num_proc", "packing_strategy"], |_| {
         Dropped("groups are packed without padding")
@@ -246,11 +253,11 @@ pub(super) const TABLE: &[Row] = &[
     (&["interleave_prob"], |v| off(v, "give shares in `dataset_use`, such as a%50,b")),
     (&["stopping_strategy"], |_| Dropped("each pass draws all rows of all files")),
     (&["use_hf", "download_mode"], |_| Dropped("models and datasets come from the Hugging Face hub")),
-    (&["stream", "logprobs", "top_logprobs"], |_| Dropped("`generate` and `score` write them")),
-    (&["hqq_axis"], |_| Dropped("`load_in_4bit` and `load_in_8bit` have one form each")),
+    (&["stream", "logprobs", "top_logprobs"], |_| Dropped("the commands `generate` and `score` write them")),
+    (&["hqq_axis"], |_| Dropped("`load_in_4bit` and `load_in_8bit` each have only one format")),
     (&["model_author", "model_name"], |v| match v.contains('/') {
         true => Becomes("model_name_or_path", v.into()),
-        false => Dropped("no rows about the model itself are added"),
+        false => Dropped("rows about the model's identity are not added"),
     }),
     (
         &[
@@ -265,7 +272,7 @@ pub(super) const TABLE: &[Row] = &[
         |_| Dropped(TEMPLATE),
     ),
     (&["use_chat_template"], |v| match on(v) {
-        Some(false) => Refused("leave it out: prompts are written by the checkpoint's chat template"),
+        Some(false) => Refused("leave it out: the checkpoint's chat template formats the prompts"),
         _ => Dropped(TEMPLATE),
     }),
     (&["response_prefix"], |v| off(v, "leave it out: completions begin where the chat template ends")),
@@ -276,10 +283,10 @@ pub(super) const TABLE: &[Row] = &[
     (&["new_special_tokens"], |v| off(v, "add the tokens to the checkpoint first: its vocabulary is fixed")),
     (&["rope_scaling"], |v| off(v, "write it into config.json of the checkpoint")),
     (&["device_map", "device_map_planner_kwargs", "max_memory"], |_| {
-        Dropped("`device` says where the model runs")
+        Dropped("`device` sets where the model runs")
     }),
     (&["max_model_len"], |_| Dropped(WHOLE_ROWS)),
-    (&["local_repo_path"], |_| Dropped("no code of a checkpoint is ever run")),
+    (&["local_repo_path"], |_| Dropped("code in a checkpoint is never run")),
     (&["init_strategy"], |v| off(v, "use `init_weights` with a seed")),
     (&["vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs"], |_| {
         Dropped("`gradient_checkpointing` recomputes the blocks of all parts")
@@ -295,7 +302,7 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "give the checkpoint to `model_name_or_path`, which begins a new run from it")
     }),
     (&["callbacks", "early_stop_interval"], |v| {
-        off(v, "leave it out: there are no callbacks; `save_strategy best` keeps the best")
+        off(v, "leave it out: callbacks are unsupported; `save_strategy best` keeps the best")
     }),
     (
         &[
@@ -329,7 +336,9 @@ pub(super) const TABLE: &[Row] = &[
         Some(true) => Becomes("use_peft", "false".into()),
         _ => Dropped("`use_peft` trains adapters"),
     }),
-    (&["load_in_16bit", "float32_mixed_precision"], |_| Dropped("`torch_dtype` says how weights are held")),
+    (&["load_in_16bit", "float32_mixed_precision"], |_| {
+        Dropped("`torch_dtype` sets the precision of stored weights")
+    }),
     (&["load_in_fp8"], |v| off(v, "use `load_in_8bit`")),
     (
         &[
@@ -359,14 +368,14 @@ pub(super) const TABLE: &[Row] = &[
         off(v, "use `lora_target_modules` with a regular expression over whole names")
     }),
     (&["init_lora_weights"], |v| match on(v) {
-        Some(true) => Dropped("adapters begin as PEFT's do"),
-        _ => Refused("leave it out: adapters begin as PEFT's do by default"),
+        Some(true) => Dropped("adapters are initialised as in PEFT"),
+        _ => Refused("leave it out: adapters are initialised as in PEFT by default"),
     }),
     (&["qat_scheme"], |v| off(v, "leave it out: training for quantised weights is unsupported")),
     (&["finetune_audio_layers"], |_| Dropped(ADAPTED)),
     (&["resize_model_vocab"], |v| off(v, "add the tokens to the checkpoint first: its vocabulary is fixed")),
     (&["random_state"], |v| Becomes("seed", v.into())),
-    // verl and EasyR1: the data.
+    // verl and EasyR1: data.
     (&["easyr1.config"], |_| {
         Dropped("the file is not read; settings that are only in it have this program's defaults")
     }),
@@ -390,15 +399,17 @@ pub(super) const TABLE: &[Row] = &[
     (&["data.video_fps"], |v| Becomes("fps", v.into())),
     (&["data.seed"], |v| Becomes("data_seed", v.into())),
     (&["data.filter_overlong_prompts*", "data.truncation"], |_| Dropped(WHOLE_ROWS)),
-    (&["data.format_prompt"], |_| Dropped("`question_template` and `system_prompt` word the question")),
+    (&["data.format_prompt"], |_| {
+        Dropped("`question_template` and `system_prompt` set the wording of the question")
+    }),
     (&["data.train_batch_size"], |_| Depends("actor_rollout_ref.actor.ppo_mini_batch_size", generation)),
     (&["data.rollout_batch_size"], |_| Depends("worker.actor.global_batch_size", generation)),
     (&["actor_rollout_ref.actor.ppo_mini_batch_size", "worker.actor.global_batch_size"], |v| {
         Becomes("gradient_accumulation_steps", v.into())
     }),
     (&["data.shuffle"], |v| match on(v) {
-        Some(false) => Refused("leave it out: each pass draws the rows in an order of `data_seed`"),
-        _ => Dropped("each pass draws all rows in an order of `data_seed`"),
+        Some(false) => Refused("leave it out: each pass draws the rows in an order set by `data_seed`"),
+        _ => Dropped("each pass draws all rows in an order set by `data_seed`"),
     }),
     (&["data.train_max_samples", "data.val_max_samples"], |v| {
         off(v, "give a share in `dataset_use`, such as rows%50")
@@ -406,14 +417,14 @@ pub(super) const TABLE: &[Row] = &[
     (&["data.custom_cls.path", "data.sampler.class_path", "data.datagen.path"], |v| {
         off(v, "write the rows as JSON lines: no code of datasets is run")
     }),
-    (&["data.trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
+    (&["data.trust_remote_code"], |_| Dropped("code in a checkpoint is never run")),
     (&["data.tool_config_path", "data.function_tool_path"], |v| off(v, NO_TURNS)),
     (&["data.override_chat_template"], |v| {
         off(v, "write the template into the checkpoint's chat_template.jinja")
     }),
     (&["data.reward_fn_key"], |_| Dropped("a reward gets every column of a row")),
     (&["data.*"], |_| Dropped(READ_AHEAD)),
-    // The model.
+    // verl and EasyR1: model.
     (&["actor_rollout_ref.model.path", "worker.actor.model.model_path"], |v| {
         Becomes("model_name_or_path", v.into())
     }),
@@ -459,8 +470,8 @@ pub(super) const TABLE: &[Row] = &[
         |_| Dropped(IN_CHECKPOINT),
     ),
     (&["actor_rollout_ref.model.*", "worker.actor.model.*"], |_| Dropped(OWN_KERNELS)),
-    // The update.
-    // The rate stays constant after its warm-up in both, unless another schedule is given.
+    // verl and EasyR1: update.
+    // In both, the learning rate stays constant after its warm-up unless another schedule is given.
     (&["actor_rollout_ref.actor.optim.lr", "worker.actor.optim.lr"], |v| {
         BecomesAll(vec![
             ("learning_rate", v.to_owned()),
@@ -496,7 +507,7 @@ pub(super) const TABLE: &[Row] = &[
         },
     ),
     (&["actor_rollout_ref.actor.optim.lr_warmup_steps", "worker.actor.optim.lr_warmup_steps"], |v| match v {
-        "-1" | "0" => Dropped("the share of all steps says it"),
+        "-1" | "0" => Dropped("the warm-up is set as a share of all steps"),
         v => Becomes("warmup_steps", v.to_owned()),
     }),
     (&["actor_rollout_ref.actor.optim.optimizer", "worker.actor.optim.strategy"], |v| {
@@ -513,15 +524,15 @@ pub(super) const TABLE: &[Row] = &[
         v => Becomes("lr_scheduler_type", v.into()),
     }),
     (&["actor_rollout_ref.actor.optim.*", "worker.actor.optim.*"], |_| {
-        Dropped("the optimizer is AdamW, and `lr_scheduler_type` sets the course of its rate")
+        Dropped("the optimizer is AdamW, and `lr_scheduler_type` sets the schedule of its rate")
     }),
     (&["worker.actor.loss_type"], |v| match v {
-        "default" => Dropped("the loss is GRPO's, as `loss_type` says"),
+        "default" => Dropped("`loss_type` sets the GRPO loss"),
         "gspo" | "cispo" | "sapo" => Becomes("loss_type", v.into()),
         _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
     }),
     (&["actor_rollout_ref.actor.policy_loss.loss_mode"], |v| match v {
-        "vanilla" => Dropped("the loss is GRPO's, as `loss_type` says"),
+        "vanilla" => Dropped("`loss_type` sets the GRPO loss"),
         "gspo" | "sapo" => Becomes("loss_type", v.into()),
         _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
     }),
@@ -544,7 +555,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.actor.clip_ratio_high", "worker.actor.clip_ratio_high"], |v| {
         Becomes("epsilon_high", v.into())
     }),
-    // verl takes the lower bound where both are given.
+    // verl uses the lower bound if both are given.
     (&["actor_rollout_ref.actor.clip_ratio"], |_| {
         Depends("actor_rollout_ref.actor.clip_ratio_low", |v, low| match low {
             Some(_) => Dropped("`clip_ratio_low` is given"),
@@ -552,12 +563,12 @@ pub(super) const TABLE: &[Row] = &[
         })
     }),
     (&["actor_rollout_ref.actor.entropy_coeff"], |v| match v.parse() {
-        Ok(0.0) => Dropped("no bonus on entropy"),
+        Ok(0.0) => Dropped("there is no entropy bonus"),
         _ => Becomes("entropy_coef", v.into()),
     }),
     (&["actor_rollout_ref.actor.use_kl_loss"], |v| match on(v) {
         Some(false) => Becomes("beta", "0".into()),
-        _ => Dropped("the KL is part of the loss; `beta` weighs it"),
+        _ => Dropped("the KL is part of the loss; `beta` is its weight"),
     }),
     (&["actor_rollout_ref.actor.kl_loss_coef"], |_| {
         Depends("actor_rollout_ref.actor.use_kl_loss", |beta, used| match used.and_then(on) {
@@ -585,8 +596,8 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["actor_rollout_ref.actor.*", "worker.actor.*"], |_| Dropped(NO_SPLIT)),
     (&["algorithm.adv_estimator"], |v| match v {
-        "grpo" => Dropped("advantages are those of the group"),
-        _ => Refused("leave it out: advantages are those of the group (`advantage`)"),
+        "grpo" => Dropped("advantages are computed per group"),
+        _ => Refused("leave it out: advantages are computed per group (`advantage`)"),
     }),
     (&["algorithm.use_kl_in_reward"], |v| match on(v) {
         Some(false) => Dropped("the KL is part of the loss"),
@@ -594,7 +605,7 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["algorithm.disable_kl"], |v| match on(v) {
         Some(true) => Becomes("beta", "0".into()),
-        _ => Dropped("`beta` weighs the KL"),
+        _ => Dropped("`beta` is the weight of the KL"),
     }),
     (&["algorithm.use_kl_loss"], |v| match on(v) {
         Some(true) => Dropped("the KL is part of the loss"),
@@ -602,11 +613,11 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["algorithm.online_filtering"], |v| match on(v) {
         Some(true) => Becomes("max_resample_times", "3".into()),
-        _ => Dropped("only `max_resample_times` replaces groups"),
+        _ => Dropped("groups are replaced only by `max_resample_times`"),
     }),
     (&["algorithm.filter_groups.enable"], |v| match on(v) {
         Some(true) => Becomes("max_resample_times", "3".into()),
-        _ => Dropped("only `max_resample_times` replaces groups"),
+        _ => Dropped("groups are replaced only by `max_resample_times`"),
     }),
     (
         &[
@@ -640,10 +651,10 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["algorithm.use_pf_ppo"], |v| off(v, "leave it out: rows are not drawn again by their rewards")),
     (&["algorithm.rollout_correction.*"], |_| {
-        Dropped("`importance_sampling_correction` weighs the difference between sampling and training")
+        Dropped("`importance_sampling_correction` corrects for the difference between sampling and training")
     }),
     (&["algorithm.pf_ppo.*"], |_| Dropped(OTHER_METHOD)),
-    // Sampling.
+    // verl and EasyR1: sampling.
     (&["actor_rollout_ref.rollout.n", "worker.rollout.n"], |v| Becomes("num_generations", v.into())),
     (&["actor_rollout_ref.rollout.temperature", "worker.rollout.temperature"], |v| {
         Becomes("temperature", v.into())
@@ -660,14 +671,14 @@ pub(super) const TABLE: &[Row] = &[
         Dropped("the reference is scored in the same process")
     }),
     (&["actor_rollout_ref.*", "worker.hybrid_engine"], |_| Dropped(ONE_MACHINE)),
-    // Rewards.
+    // verl and EasyR1: rewards.
     (&["worker.reward.reward_function", "worker.reward.score_function"], |v| {
         Becomes("reward_funcs", v.into())
     }),
     (&["custom_reward_function.path"], |_| Depends("custom_reward_function.name", scored_by)),
     (&["reward.custom_reward_function.path"], |_| Depends("reward.custom_reward_function.name", scored_by)),
     (&["custom_reward_function.name", "reward.custom_reward_function.name"], |_| {
-        Dropped("it goes with custom_reward_function.path")
+        Dropped("it is used together with custom_reward_function.path")
     }),
     (&["reward.num_workers"], |v| Becomes("reward_workers", v.into())),
     (&["reward.reward_model.enable"], |v| off(v, "give the directory of the reward model to `reward_funcs`")),
@@ -676,16 +687,16 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (
         &["worker.reward.*", "reward_model.*", "reward.*", "sandbox_fusion.*", "custom_reward_function.*"],
-        |_| Dropped("rewards are those of `reward_funcs`"),
+        |_| Dropped("`reward_funcs` sets the rewards"),
     ),
     (&["critic.*", "worker.critic.*", "algorithm.gamma", "algorithm.lam"], |_| {
-        Dropped("GRPO has no critic: advantages are those of the group")
+        Dropped("GRPO has no critic: advantages are computed per group")
     }),
     (&["distillation.enabled"], |v| off(v, NO_TEACHER)),
-    (&["distillation.*"], |_| Dropped("it belongs to training with a teacher, which is unsupported")),
+    (&["distillation.*"], |_| Dropped("it is for training with a teacher, which is unsupported")),
     (&["transfer_queue.*", "skip.*"], |_| Dropped(ONE_MACHINE)),
     (&["global_profiler.*"], |_| Dropped("`profile` shows where the time goes")),
-    // The run.
+    // verl and EasyR1: run.
     (&["trainer.total_epochs", "trainer.total_episodes"], |v| Becomes("num_train_epochs", v.into())),
     (&["trainer.max_steps", "trainer.total_training_steps"], |v| Becomes("max_steps", v.into())),
     (&["trainer.experiment_name"], |v| Becomes("run_name", v.into())),
@@ -713,12 +724,12 @@ pub(super) const TABLE: &[Row] = &[
             Some(path) => Becomes("resume_from_checkpoint", path.to_owned()),
             None => Refused("give the path to `resume_from_checkpoint`"),
         }),
-        _ => Dropped("a run resumes by itself"),
+        _ => Dropped("a run resumes automatically"),
     }),
     (&["trainer.load_checkpoint_path"], |v| Becomes("resume_from_checkpoint", v.into())),
     (&["trainer.find_last_checkpoint"], |v| match on(v) {
         Some(false) => Becomes("resume_from_checkpoint", "never".into()),
-        _ => Dropped("a run resumes by itself"),
+        _ => Dropped("a run resumes automatically"),
     }),
     (&["trainer.save_model_only"], |v| Becomes("save_only_model", v.into())),
     (
@@ -729,7 +740,7 @@ pub(super) const TABLE: &[Row] = &[
             "trainer.rollout_data_dir",
             "trainer.validation_data_dir",
         ],
-        |_| Dropped("the run directory holds metrics, rollouts and evaluations"),
+        |_| Dropped("the run directory contains metrics, rollouts and evaluations"),
     ),
     (&["trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"], |_| Dropped("GRPO has no critic")),
     (&["trainer.max_try_make_batch"], |_| Dropped("`max_resample_times` sets it")),
@@ -768,11 +779,11 @@ pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
     GROUPS.contains(&group).then_some((name, value))
 }
 
-/// Reads rows given as a file, as a name of the hub with its split (`NAME@train`), or as a list of these.
+/// Reads rows given as a file, as the name of a dataset on the hub with its split (`NAME@train`), or as a list of these.
 fn rows(v: &str) -> Fate {
     let files = listed(v);
     if files.contains('#') {
-        return Refused("a number of rows behind `#` is unsupported; use `dataset_use` with `%`");
+        return Refused("a number of rows after `#` is unsupported; use `dataset_use` with `%`");
     }
     match files.split_once('@') {
         Some((_, rest)) if rest.contains(',') => Refused(SPLITS),
@@ -783,19 +794,19 @@ fn rows(v: &str) -> Fate {
     }
 }
 
-/// Returns the items of a list in Python's or YAML's form with commas between them; other text unchanged.
+/// Returns the items of a Python or YAML list, separated by commas. Returns other text unchanged.
 fn listed(v: &str) -> String {
     let inner = v.trim().trim_start_matches('[').trim_end_matches(']');
     let items = inner.split(',').map(|item| item.trim().trim_matches(['\'', '"']));
     items.collect::<Vec<_>>().join(",")
 }
 
-/// Drops a number of a reward if it equals the fixed number here.
+/// Drops a setting of a reward if its value equals the fixed value of this program.
 fn given(v: &str, fixed: &[&str]) -> Fate {
-    if fixed.contains(&v) { Dropped("the reward has this number") } else { Refused(LENGTHS) }
+    if fixed.contains(&v) { Dropped("the reward uses this value") } else { Refused(LENGTHS) }
 }
 
-/// Turns a switch that freezes a part into one that trains it.
+/// Converts a switch that freezes a part into the setting that trains it.
 fn tune(setting: &'static str, frozen: &str) -> Fate {
     match on(frozen) {
         Some(frozen) => Becomes(setting, (!frozen).to_string()),
@@ -803,7 +814,7 @@ fn tune(setting: &'static str, frozen: &str) -> Fate {
     }
 }
 
-/// Computes the updates that share a generation: its prompts divided by the prompts of an update.
+/// Computes the number of updates that share a generation: its prompts divided by the prompts of an update.
 fn generation(rollout: &str, update: Option<&str>) -> Fate {
     let (Ok(rollout), Some(Ok(update))) = (rollout.parse::<u64>(), update.map(str::parse::<u64>)) else {
         return Becomes("gradient_accumulation_steps", rollout.into());
@@ -811,6 +822,6 @@ fn generation(rollout: &str, update: Option<&str>) -> Fate {
     match rollout.checked_div(update) {
         Some(1) => Dropped("each update samples its own completions"),
         Some(times) if times * update == rollout => Becomes("steps_per_generation", times.to_string()),
-        _ => Refused("take a multiple of the prompts of an update"),
+        _ => Refused("use a multiple of the prompts of an update"),
     }
 }

@@ -1,10 +1,10 @@
 //! `bench`: a GRPO step of a model with random weights, compared with the limits of the machine.
 //!
-//! The step is that of `train`: prompts with images, sampling, reference, policy forward and backward, optimizer; every
-//! weight is trained. Two rates of the machine are measured with all threads: matrix products of the model's own shapes
-//! (three per layer: output, input gradient, weight gradient) before and after every step, and reads of memory before the
-//! first and after the last step. The medians are printed. The policy pass of a step is compared with the rates just before
-//! and after it, and the median of these shares is printed.
+//! The step is the same as in `train`: prompts with images, sampling, reference, policy forward and backward, optimizer. Every
+//! weight is trained. Two rates of the machine are measured with all threads. Matrix products of the model's own shapes
+//! (three per layer: output, input gradient, weight gradient) are measured before and after every step. Memory reads are measured
+//! before the first and after the last step. The medians are printed. The policy pass of a step is compared with the rates just
+//! before and after it, and the median of these shares is printed.
 //!
 //! [`omnigrpo_train::roofline`] defines useful work and the bytes that decoding has to read.
 
@@ -33,15 +33,15 @@ use super::{Context, print, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// A Qwen2.5-VL of 28 million parameters, for a bench without `--model_name_or_path`.
+/// Configuration of a Qwen2.5-VL with 28 million parameters, for a bench without `--model_name_or_path`.
 const CONFIG: &[u8] = include_bytes!("../../assets/bench/config.json");
-/// Image processor of that model, also for directories without one.
+/// Image processor of that model, also used for directories without one.
 const PREPROCESSOR: &[u8] = include_bytes!("../../assets/bench/preprocessor_config.json");
 
-/// Phase that is compared with the rates around it.
+/// Phase that is compared with the machine's rates.
 const POLICY: &str = "policy, forward and backward";
 
-/// Measures and prints.
+/// Measures the steps and prints the results.
 pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let scratch = tempfile::tempdir().context("a temporary directory could not be made")?;
     let dir = scratch.path();
@@ -66,7 +66,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let mut gemm_rates = Vec::new();
     let mut steps: Vec<(f64, Profile)> = Vec::new();
     for index in 0..=settings.bench.num_steps {
-        // The first step includes first touches of memory.
+        // The first step is not measured, because it includes page faults of fresh memory.
         profile::enable(false);
         gemm_rates.push(gemm_rate(&model, stream_rows));
         profile::enable(index > 0);
@@ -184,7 +184,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     print(&out)
 }
 
-/// Writes a directory with everything but weights: the files of the given directory, else the embedded ones.
+/// Writes a directory with everything except weights: the files of the given directory, or the embedded ones.
 fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
     // A template file would override the template in the settings of a given tokenizer.
     let left_out: &[&str] = match settings.model.name {
@@ -223,7 +223,7 @@ fn algorithm(settings: &Settings) -> Algorithm {
         ..SamplingParams::default()
     };
     if algorithm.num_generations == 1 {
-        // There is nothing to compare with; the step computes the same for the KL alone.
+        // There is no second policy to compare with. The step computes the same for the KL alone.
         algorithm.alpha = 0.0;
     }
     algorithm
@@ -241,7 +241,7 @@ fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
     Ok(PromptBuilder::open(start, prompt)?)
 }
 
-/// Makes prompts of the given length with pictures of noise.
+/// Returns prompts of the given length with pictures of noise.
 fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
     let b = &settings.bench;
     let names: Vec<String> = (0..b.num_images).map(|i| format!("{i}.bmp")).collect();
@@ -261,7 +261,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         };
         (0..dataset.len()).map(made).collect()
     };
-    // One letter more is at most one token more, so this ends.
+    // Each added letter adds at most one token, so the loop ends.
     let text_tokens =
         |row: &PreparedRow| row.prompt.ids.len() - row.prompt.spans.iter().map(|s| s.len).sum::<usize>();
     let mut words = 1;
@@ -274,7 +274,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
     }
 }
 
-/// Makes a picture of noise, 24 bits per pixel.
+/// Returns a picture of noise, 24 bits per pixel.
 fn bitmap(px: u32, seed: u32) -> Vec<u8> {
     let stride = (px * 3).next_multiple_of(4);
     let mut out = Vec::with_capacity(54 + (stride * px) as usize);
@@ -311,7 +311,7 @@ mod tests {
     #[test]
     fn a_bitmap_has_its_size_in_its_header() {
         let bytes = bitmap(30, 1);
-        // 90 bytes of a row are padded to 92.
+        // A row of 90 bytes is padded to 92.
         assert_eq!(bytes.len(), 54 + 92 * 30);
         assert_eq!(bytes[2..6], (54u32 + 92 * 30).to_le_bytes());
         assert_eq!((bytes[18], bytes[22], bytes[28]), (30, 30, 24));

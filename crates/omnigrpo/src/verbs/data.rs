@@ -16,18 +16,18 @@ use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
 
-/// Number of prompts whose length is shown.
+/// Number of longest prompts whose length is shown.
 const SHOWN_LONGEST: usize = 5;
-/// Number of longest prompts to find, enough for a large step.
+/// Number of longest prompts to find: enough for a large step.
 const LONGEST: usize = 64;
-/// Number of problems to print; the file of a run has all of them.
+/// Number of problems to print. The file in the run directory has all of them.
 const SHOWN: usize = 20;
 
-/// Kinds of rows, as messages name them.
+/// Names of the kinds of rows in messages.
 const TRAINING: &str = "rows";
 const EVALUATION: &str = "evaluation rows";
 
-/// Reads every row and medium header; fails if any row cannot be used.
+/// Reads every row and medium header. Fails if any row cannot be used.
 pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
     let held_out = setup::eval_data(settings)?.map(|rows| (EVALUATION, rows));
@@ -72,7 +72,7 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
         .into())
 }
 
-/// Returns lines about the longest prompt if most of it stands for media: what they cost, and which settings change that.
+/// Returns lines about the longest prompt if media take up most of it: their cost, and the settings that change it.
 fn media_cost(
     resolved: &Resolved,
     context: &Context,
@@ -80,7 +80,7 @@ fn media_cost(
     dataset: &Dataset,
     report: &Report,
 ) -> Result<String> {
-    /// Media of fewer tokens are not worth a line.
+    /// Minimum number of media tokens that is worth a line.
     const LARGE: u64 = 2048;
     let Some(row) = report.longest.first().filter(|row| row.media_tokens >= LARGE.max(row.num_tokens / 2))
     else {
@@ -112,18 +112,18 @@ fn media_cost(
     Ok(out)
 }
 
-/// Result of the check of training rows.
+/// Result of checking training rows.
 #[derive(Default)]
 pub struct Checked {
-    /// Rows that must never be drawn, with their reasons.
+    /// Rows that must never be drawn: index, id and reason.
     pub bad: Vec<(u64, String, String)>,
     /// Rows with the longest prompts, longest first.
     pub longest: Vec<u64>,
-    /// Mean memory of the decoded media of a usable row, bytes; `None` where rows were not checked.
+    /// Mean memory of the decoded media of a usable row, bytes; `None` if the rows were not checked.
     pub row_media_bytes: Option<f64>,
 }
 
-/// Checks training rows. With `rewards`, every reward is asked about every row.
+/// Checks training rows. With `rewards`, also checks that the rewards can score each row.
 pub fn check_before(
     settings: &Settings,
     context: &Context,
@@ -155,8 +155,8 @@ fn mean_media_bytes(report: &Report) -> f64 {
     report.media_bytes as f64 / report.counts.rows.saturating_sub(report.counts.bad_rows).max(1) as f64
 }
 
-/// Checks the rows that a training run evaluates on. Each evaluation skips those that cannot be used. Returns the mean memory of a
-/// row's decoded media, bytes.
+/// Checks the rows on which a training run evaluates. Each evaluation skips rows that cannot be used. Returns the mean memory of
+/// a row's decoded media, bytes.
 pub fn check_held_out(
     settings: &Settings,
     context: &Context,
@@ -196,7 +196,7 @@ fn tolerable(
     Ok(report)
 }
 
-/// Returns advice about a folder if no medium of a kind was found: the folder is then wrong rather than the rows.
+/// Returns advice about a folder if no medium of a kind was found, because then the folder is probably wrong, not the rows.
 fn folders_help(report: &Report) -> Option<String> {
     let c = &report.counts;
     [(MediumKind::Image, c.images), (MediumKind::Video, c.videos), (MediumKind::Audio, c.audios)]
@@ -204,17 +204,19 @@ fn folders_help(report: &Report) -> Option<String> {
         .find(|(kind, found)| *found == 0 && report.problems.iter().any(|p| p.missing == Some(*kind)))
         .map(|(kind, _)| {
             format!(
-                "none of the {kind} files was found: --{kind}_folders names the folder that the paths of the rows begin in"
+                "none of the {kind} files was found: set --{kind}_folders to the folder that the rows' paths are relative to"
             )
         })
 }
 
-/// Reports a reward that applies to none of the rows, if the rows were not checked: reads rows until each reward applies to one.
+/// Reports a reward that applies to none of the rows, for runs that do not check rows. Reads rows until each reward applies to
+/// one.
 pub fn ask_unchecked(dataset: &Dataset, rows: &[u64], rewards: &RewardSet) -> Option<Problem> {
     idle(&Survey::new(rewards).ask_until_none_is_idle(dataset, rows), dataset)
 }
 
-/// Asks the rewards about evaluation rows. Prints rows that they cannot score, and returns a reward that applies to none.
+/// Checks that the rewards can score the evaluation rows. Prints rows that they cannot score, and returns a problem for a reward
+/// that applies to none.
 pub fn ask_before_evaluation(
     context: &Context,
     dataset: &Dataset,
@@ -312,7 +314,7 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
     out
 }
 
-/// Prints the prompt of a row as the model gets it.
+/// Prints the prompt of a row in the form that the model receives.
 pub fn show(settings: &Settings, context: &Context) -> Result<()> {
     let prompts = setup::prompts(settings, context.checkpoint()?, false)?;
     let dataset = match setup::train_data(settings) {
@@ -353,7 +355,7 @@ pub fn show(settings: &Settings, context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// Rewrites a published dataset as rows.
+/// Converts a published dataset to rows.
 pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
     let (Some(format), Some(input), Some(output)) =
         (&settings.io.format, &settings.io.input, &settings.io.output)

@@ -16,9 +16,9 @@ use crate::flags::{Verb, find};
 use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, Resolved};
 
-/// Settings of the run, a file for `train --config`.
+/// Settings of the run, as a file for `train --config`.
 const RECIPE: &str = include_str!("../../assets/demo.yaml");
-/// Seed of the generated data. The user sets the seeds of training.
+/// Seed of the generated data. Seeds of training are set by the user.
 const DATA_SEED: u64 = 1;
 
 /// Trains the embedded model and prints its accuracy before and after.
@@ -67,7 +67,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
 }
 
-/// Evaluates the trained model with the medium of each question exchanged for another one of its type.
+/// Evaluates the trained model with the medium of each question replaced by that of another question of the same type.
 fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result<Evaluation> {
     let settings = &run.settings;
     let mut trained = settings.clone();
@@ -107,7 +107,8 @@ fn verdict(before: Option<&Evaluation>, after: Option<&Evaluation>, permuted: &E
     )
 }
 
-/// Computes the accuracy of the best constant answer to each wording of the question, which is reached without looking.
+/// Returns the accuracy of the best constant answer to each wording of the question. A model reaches it without looking at the
+/// picture.
 fn best_constant(evaluation: &Evaluation) -> f64 {
     let mut by_form: BTreeMap<bool, BTreeMap<&str, BTreeMap<&str, usize>>> = BTreeMap::new();
     for row in &evaluation.rows {

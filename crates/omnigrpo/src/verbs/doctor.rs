@@ -1,4 +1,4 @@
-//! `doctor`: the abilities of this machine, and a check of a checkpoint.
+//! `doctor`: a report on the features of this machine, and a check of a checkpoint.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,7 +19,7 @@ use super::{Context, memory, print, rates, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Prints one line per check; fails if the checkpoint cannot be used.
+/// Prints one line per check. Fails if the checkpoint cannot be used.
 pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     let mut out = format!("omnigrpo {}\n", env!("CARGO_PKG_VERSION"));
     let mut line = |name: &str, value: String| out.push_str(&format!("{name:<18} {value}\n"));
@@ -58,9 +58,9 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
                 check("memory it takes", needed(opened, settings));
                 check("chat template", template(opened));
             }
-            // A flag without effect on this checkpoint.
+            // The error is about a flag without effect on this checkpoint.
             Err(error) if error.is::<Problem>() => return Err(error),
-            // The other checks would only repeat why the family is unknown.
+            // The other checks are skipped: each would fail because the family is unknown.
             Err(error) => check("family", Err(error)),
         }
     }
@@ -71,7 +71,7 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     Err(Problem::failure("the checkpoint cannot be used").got(problems.join("\n")).into())
 }
 
-/// Describes the driver, its cards, the libraries of kernels, and the choice of `--device auto`.
+/// Returns lines about the driver, its cards, the kernel libraries, and the choice of `--device auto`.
 fn gpu(settings: &Settings) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     let survey = omnigrpo_gpu::survey();
@@ -148,7 +148,8 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     ))
 }
 
-/// Lists the memory of each way of training, one per line: with a full stream of text and without the program itself.
+/// Returns the memory of each way of training, one per line, with the maximum number of tokens per pass and without the program
+/// itself.
 fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let full = Selection { llm: true, projector: true, ..Selection::NONE };
     let ways = [

@@ -1,4 +1,4 @@
-//! `export`: a checkpoint in another form.
+//! `export`: conversion of a checkpoint to another form.
 
 use anyhow::{Context as _, Result};
 
@@ -6,16 +6,15 @@ use super::{Context, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Writes the checkpoint to `--output_dir`, completely or not at all: with its adapter merged into it, in the given layout.
+/// Writes the checkpoint to `--output_dir`, with its adapter merged and in the given layout. The directory appears only when it
+/// is complete.
 pub fn export(settings: &Settings, context: &Context) -> Result<()> {
     let Some(target) = &settings.io.output_dir else {
-        return Err(Problem::usage("no directory to write to is given")
-            .expected("`--output_dir DIR`")
-            .into());
+        return Err(Problem::usage("no output directory is given").expected("`--output_dir DIR`").into());
     };
     let taken = std::fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_some());
     if taken || target.is_file() {
-        return Err(Problem::usage("the directory to write to is not empty")
+        return Err(Problem::usage("the output directory is not empty")
             .at(target.display().to_string())
             .expected("a new or empty directory")
             .into());
@@ -41,7 +40,7 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
         std::fs::rename(&temporary, target).with_context(|| target.display().to_string())
     });
     if written.is_err() {
-        // Best effort: the error above is the one to report.
+        // An error of the cleanup is ignored; the error above is reported.
         let _ = std::fs::remove_dir_all(&temporary);
     }
     written?;

@@ -23,7 +23,7 @@ use crate::settings::Settings;
 use crate::values::{Origin, Resolved, Value as Setting};
 use crate::wording::worded;
 
-/// Writes JSON lines completely or not at all.
+/// Writes lines of JSON. The file appears only when it is complete.
 pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<Item = T>) -> Result<()> {
     let mut lines = lines.into_iter();
     Ok(omnigrpo_observe::write_atomic(path, |out| {
@@ -34,13 +34,13 @@ pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<I
     })?)
 }
 
-/// Returns an error if any row failed; the output holds the reasons.
+/// Returns an error if any row failed. The output contains the reasons.
 pub fn all_rows(failed: u64, rows: u64) -> Result<()> {
     if failed == 0 {
         return Ok(());
     }
     Err(Problem::failure(format!("{failed} of {rows} rows failed"))
-        .help("each has an `error` in the output; the other rows are complete")
+        .help("each failed row has an `error` in the output; the other rows are complete")
         .into())
 }
 
@@ -61,13 +61,13 @@ fn output(settings: &Settings) -> Result<&Path> {
     Ok(output)
 }
 
-/// Returns an error if a file cannot be written there, before hours of work on its content.
+/// Returns an error if a file cannot be written at this path, so that the command fails before hours of work.
 pub fn can_write(path: &Path) -> Result<()> {
     let problem = |got: String| {
         Problem::failure("the output cannot be written")
             .at(path.display().to_string())
             .got(got)
-            .expected("a file in a directory that can be written to")
+            .expected("a file in a writable directory")
             .help("choose another --output")
     };
     if path.is_dir() {
@@ -84,15 +84,15 @@ pub fn can_write(path: &Path) -> Result<()> {
         .map_err(|e| problem(e.to_string()).into())
 }
 
-/// Returns an error if the output would replace an input, by any path or link.
+/// Returns an error if the output would overwrite an input, by any path or link.
 pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>) -> Result<()> {
     let written = [output.to_owned(), output.with_extension("summary.json")];
     for input in inputs {
         if let Some(written) = written.iter().find(|written| is_same_file(input, written)) {
-            return Err(Problem::usage("the output would replace the input")
+            return Err(Problem::usage("the output would overwrite the input")
                 .at("--output")
-                .got(format!("{}, which is the file {}", written.display(), input.display()))
-                .expected("the name of another file")
+                .got(format!("{}, which is the same file as {}", written.display(), input.display()))
+                .expected("another file name")
                 .into());
         }
     }
@@ -105,7 +105,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
-    // No room is reserved for new tokens: the given completions have their own lengths.
+    // No room is reserved for new tokens, because the given completions have their own lengths.
     let mut no_new_tokens = settings.clone();
     no_new_tokens.prompts.max_completion_length = 0;
     let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
@@ -153,8 +153,8 @@ fn scored_row(prompts: &PromptBuilder, scored: &Recorded) -> Result<Value, Train
     Ok(json!({ "id": sample.id, "prompt_tokens": prompt.ids.len(), "completions": completions }))
 }
 
-/// Joins the row's own columns, the named columns about its completions, and new results: a line that every command reads as
-/// the row with its completions.
+/// Returns a line with the row's own columns, the named columns about its completions, and new results. Every command reads such
+/// a line as the row with its completions.
 pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made: Value) -> Value {
     let mut line = dataset.portable_row(sample);
     let recorded = recorded.iter().filter_map(|name| sample.columns.get_key_value(*name));
@@ -171,7 +171,7 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     profile::enable(settings.log.profile);
     if let Some((Setting::Float(temperature), Origin::Default)) = resolved.values.lookup("temperature") {
         context.console.line(&format!(
-            "sampling at temperature {temperature}; `--temperature 0` takes the likeliest token each time, as `eval` does"
+            "sampling at temperature {temperature}; `--temperature 0` always takes the most likely token, as `eval` does"
         ));
     }
     match &settings.io.prompt {
@@ -195,7 +195,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
-    // Rows that fail are not stored: a second try may succeed.
+    // Results of rows that fail are not stored, because a second attempt may succeed.
     let mut failed: BTreeMap<u64, String> = BTreeMap::new();
     let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
     let activity = context.console.activity();
@@ -273,7 +273,7 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     if !audios.is_empty() {
         row["audios"] = json!(audios);
     }
-    // The row has the default names of columns.
+    // The row uses the default names of columns.
     let options = ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) };
     let folder = std::env::current_dir().context("the working directory")?;
     let sample = Sample::from_row(row, "prompt", &folder, &options)?;
@@ -286,13 +286,13 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
     let row = [row];
     let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
-    // Several completions are printed at the end, since their tokens are interleaved, and so is one with stop strings, whose
-    // end is known only afterwards.
+    // Several completions are printed at the end, since their tokens are interleaved. So is a completion with stop strings,
+    // because its end is known only afterwards.
     let live = settings.algorithm.num_generations == 1 && settings.prompts.stop_strings.is_empty();
     let mut decoder = StreamDecoder::new(true);
     let completions = generator.generate(&requests, |event| {
         if live {
-            // A failed write fails again at the final newline.
+            // The error is ignored here; a failed write fails again at the final newline.
             let _ = print_data(&decoder.push(prompts.tokenizer(), event.id));
             let _ = std::io::stdout().flush();
         }
@@ -367,7 +367,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
             evaluation.skipped.len(),
             dataset.len()
         ))
-        .help("they are listed above; --max_skipped sets how many are tolerated")
+        .help("they are listed above; --max_skipped sets the largest tolerated share")
         .into());
     }
     Ok(())

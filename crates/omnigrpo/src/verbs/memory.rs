@@ -1,4 +1,4 @@
-//! Whether a model, and a run with it, fit into memory, before anything is loaded.
+//! Checks whether a model, and a run with it, fit into memory before the model is loaded.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::train::Prepared;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Bytes as people write them.
+/// Formats a number of bytes as MB or GB.
 pub fn size(bytes: u64) -> String {
     match bytes as f64 {
         b if b < 1e9 => format!("{:.1} MB", b / 1e6),
@@ -24,7 +24,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Bytes that are free where a model runs, and whose they are.
+/// Returns the free bytes of the memory in which a device's models are stored, and the name of that memory.
 pub fn free_on(device: Device) -> Option<(u64, &'static str)> {
     match device {
         Device::Gpu(card) => Some((card.memory()?[0] as u64, "the GPU's memory")),
@@ -32,7 +32,8 @@ pub fn free_on(device: Device) -> Option<(u64, &'static str)> {
     }
 }
 
-/// An error where the weights alone are larger than what is free: in main memory, through which they come, and where they are used.
+/// Returns an error if the weights alone exceed the free main memory, through which they are loaded, or the free memory of the
+/// device.
 pub fn weights_fit(model: &Model, device: Device) -> Result<()> {
     weights_fit_on(model, Device::Cpu)?;
     weights_fit_on(model, device)
@@ -44,10 +45,10 @@ fn weights_fit_on(model: &Model, device: Device) -> Result<()> {
         Some((free, whose)) if weights > free => Err(Problem::failure(format!("the model does not fit into {whose}"))
             .at(model.dir().display().to_string())
             .got(format!("{} of weights", size(weights)))
-            .expected(format!("at most the {} that are free", size(free)))
+            .expected(format!("at most the free {}", size(free)))
             .help(
-                "--load_in_8bit or --load_in_4bit hold frozen weights in fewer bits, --torch_dtype bfloat16 f32 ones in half; \
-                 `omnigrpo doctor --model_name_or_path DIR` shows what each way of training takes",
+                "--load_in_8bit or --load_in_4bit store frozen weights in fewer bits; --torch_dtype bfloat16 halves \
+                 the size of f32 weights; `omnigrpo doctor --model_name_or_path DIR` shows the memory of each way of training",
             )
             .into()),
         _ => Ok(()),
@@ -60,14 +61,14 @@ pub fn parts(memory: &Memory) -> String {
     some.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect::<Vec<_>>().join(", ")
 }
 
-/// Rows that stand for the others of a step at most: the longest.
+/// Maximum number of rows that represent all rows of a step. The longest rows are used.
 pub const PREPARED: usize = 64;
-/// Rows, evenly spaced over the dataset, that stand for the others when time is predicted.
+/// Number of rows, evenly spaced over the dataset, that represent all rows when time is predicted.
 pub const TYPICAL: usize = 16;
-/// Limit for rows with media, whose numbers take address space.
+/// Limit on the number of rows with media, whose tensors take address space.
 const PREPARED_WITH_MEDIA: usize = 8;
 
-/// The longest rows of a run, in outline: their media have a size and no content.
+/// Outlines of the longest rows of a run: their media have a size and no content.
 pub struct Longest {
     samples: Vec<Sample>,
     rows: Vec<PreparedRow>,
@@ -76,7 +77,8 @@ pub struct Longest {
 }
 
 impl Longest {
-    /// Reads some rows and the headers of their media. A row that cannot be used is left out: it is reported when it is drawn.
+    /// Reads some rows and the headers of their media. Leaves out rows that cannot be used; they are reported when they are
+    /// drawn.
     pub fn prepare(prompts: &PromptBuilder, dataset: &Dataset, rows: &[u64], objective: Objective) -> Self {
         let mut with_media = 0;
         let few = |sample: &Sample| {
@@ -105,35 +107,35 @@ impl Longest {
             }
             this.samples.push(sample);
         }
-        // Prompts were compared, answers were not.
+        // The rows are sorted by their prompts only, so the answers have to be included here.
         this.examples.sort_by_key(|example| Reverse(example.prompt.ids.len() + example.target.len()));
         this
     }
 
-    /// Returns the same rows as other settings of media make them; `None` if none of them can be used then.
+    /// Returns the same rows built with other settings of media; `None` if none of them can be used.
     pub fn with(&self, prompts: &PromptBuilder, objective: Objective) -> Option<Self> {
         let other = Self::of(prompts, self.samples.clone(), objective);
         let any = other.prompts().next().is_some();
         any.then_some(other)
     }
 
-    /// Shapes of the media of the longest row.
+    /// Returns the shapes of the media of the longest row.
     pub fn media(&self) -> Vec<(MediumKind, MediumShape)> {
         let longest = self.prompts().max_by_key(|prompt| prompt.ids.len());
         longest.map_or(Vec::new(), |prompt| prompt.media.iter().map(|m| (m.kind, m.shape)).collect())
     }
 
-    /// Tokens of the longest prompt.
+    /// Returns the number of tokens of the longest prompt.
     pub fn prompt_tokens(&self) -> usize {
         self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
     }
 
-    /// In how many numbers of frames a clip of these rows may be drawn, at most.
+    /// Returns the maximum number of different frame counts with which a clip of these rows may be drawn.
     pub fn versions(&self) -> u64 {
         self.versions
     }
 
-    /// The most that the decoded media of one of them take, bytes.
+    /// Returns the largest size of the decoded media of one row, bytes.
     pub fn media_bytes(&self) -> u64 {
         self.prompts().map(media_bytes).max().unwrap_or(0)
     }
@@ -143,12 +145,12 @@ impl Longest {
         self.rows.iter().map(|row| &*row.prompt).chain(examples)
     }
 
-    /// Number of rows that can be used.
+    /// Returns the number of usable rows.
     fn len(&self) -> usize {
         self.rows.len().max(self.examples.len())
     }
 
-    /// So many rows from `first` on, the longest before the others; from the start again where there are fewer.
+    /// Returns `count` rows from index `first`, longest first. Starts again at the first row if there are too few.
     fn work(&self, first: usize, count: usize, objective: Objective) -> Work {
         match objective {
             Objective::Imitate => {
@@ -161,7 +163,7 @@ impl Longest {
     }
 }
 
-/// Returns the memory of a run with these settings and rows where the model is, without the program itself.
+/// Returns the memory that a run with these settings and rows needs on the model's device, without the program itself.
 pub fn of_run(
     settings: &Settings,
     checkpoint: &Checkpoint,
@@ -172,8 +174,8 @@ pub fn of_run(
     Ok(omnigrpo_train::memory(&outline, &plan(settings, prepared, longest, 0))?)
 }
 
-/// Returns the time of a step and of a batch of an evaluation on this machine's CPU, with completions of a length in tokens. `typical`
-/// are rows as a step draws them.
+/// Predicts the time of a step and of an evaluation batch on this machine's CPU, for completions of the given length in
+/// tokens. `typical` contains rows as a step draws them.
 pub fn step_time(
     settings: &Settings,
     checkpoint: &Checkpoint,
@@ -187,14 +189,14 @@ pub fn step_time(
     settings.limit_completions(completion_tokens);
     settings.algorithm.sampling.min_completion_length = 0;
     let rollout = settings.run.prompts_per_step * settings.run.steps_per_generation;
-    // Every row is seen once.
+    // The steps together use every row once.
     let steps = typical.len().div_ceil(rollout).max(1);
     let plans: Vec<MemoryPlan> =
         (0..steps).map(|step| plan(&settings, prepared, typical, step * rollout)).collect();
     Ok(omnigrpo_train::step_time(&outline, &plans, settings.run.num_iterations, rates)?)
 }
 
-/// Returns what a step takes into account, with the rows from `first` on.
+/// Returns the memory plan of a step with the rows from index `first`.
 fn plan<'s>(settings: &'s Settings, prepared: &Prepared, longest: &Longest, first: usize) -> MemoryPlan<'s> {
     let Prepared { objective, devices: [device, reference_device], .. } = *prepared;
     let prompts = settings.run.prompts_per_step;
@@ -208,7 +210,7 @@ fn plan<'s>(settings: &'s Settings, prepared: &Prepared, longest: &Longest, firs
         (prompts.into_iter().cycle().take(rows).collect(), plan.options.num_generations)
     });
     let needed = objective == Objective::Reinforce && settings.algorithm.loss.needs_reference();
-    // Weights that are the files' when the run begins.
+    // True if the weights at the start of the run are those in the checkpoint's files.
     let published = settings.model.init_weights.is_none() && settings.model.adapter.is_none();
     let reference = if !needed || device != reference_device {
         ReferenceKept::No
@@ -228,7 +230,7 @@ fn plan<'s>(settings: &'s Settings, prepared: &Prepared, longest: &Longest, firs
     }
 }
 
-/// Bytes for decoded media that are kept, where so many are left; none where nobody knows.
+/// Returns the number of bytes for stored decoded media, given the free bytes. Without a setting, unknown free memory gives 0.
 pub fn for_media(settings: &Settings, left: Option<u64>) -> u64 {
     const GIB: f64 = (1u64 << 30) as f64;
     match (settings.data.mm_processor_cache_gb, left) {
@@ -237,36 +239,37 @@ pub fn for_media(settings: &Settings, left: Option<u64>) -> u64 {
     }
 }
 
-/// Returns the bytes of all decoded media that a store with this room comes to hold, beside those of the moment, which are among them
-/// where all have room.
+/// Returns the bytes that a store of this capacity will use for decoded media, in addition to the media of the current step. If
+/// the capacity suffices for all media, those of the current step are among the stored ones.
 pub fn kept(all: u64, room: u64, of_the_moment: u64) -> u64 {
     if all <= room { all.saturating_sub(of_the_moment) } else { room }
 }
 
-/// Has decoded media kept by commands that do not foresee what they take; to be called when their models are there.
+/// Enables the store of decoded media for commands that do not predict their memory. Must be called after their models are
+/// loaded.
 pub fn keep_media(settings: &Settings, checkpoint: &Checkpoint) {
     checkpoint.media_store().set_max_bytes(for_media(settings, free()));
 }
 
-/// Resident memory of this process, bytes; 0 where the system does not say.
+/// Returns the resident memory of this process, bytes; 0 if the system does not report it.
 pub fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").ok();
     status.and_then(|text| field(&text, "VmRSS:")).map_or(0, |kib| 1024 * kib)
 }
 
-/// Bytes this process may still take: what the system has, or what its container or its address space leaves where that is
-/// less. `None` where the system does not say.
+/// Returns the bytes that this process may still allocate: the system's free memory, or less if its container or its address
+/// space limits it further. Returns `None` if the system does not report it.
 pub fn free() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let system = read("/proc/meminfo").and_then(|text| field(&text, "MemAvailable:")).map(|kib| 1024 * kib);
     let container = read("/proc/self/cgroup").and_then(|text| {
         let group = text.lines().find_map(|line| line.strip_prefix("0::"))?.trim_end_matches('/').to_owned();
         let number = |name: &str| read(&format!("/sys/fs/cgroup{group}/{name}"))?.trim().parse::<u64>().ok();
-        // Cached files count as taken, those of the weights too, and give way.
+        // The kernel counts cached files, including those of the weights, as used memory, but frees them when necessary.
         let cached = read(&format!("/sys/fs/cgroup{group}/memory.stat")).map_or(0, |text| {
             ["active_file ", "inactive_file "].iter().filter_map(|name| field(&text, name)).sum::<u64>()
         });
-        // `max` is no number: no limit.
+        // `max` does not parse as a number and means no limit.
         Some(number("memory.max")?.saturating_sub(number("memory.current")?.saturating_sub(cached)))
     });
     let address_space = read("/proc/self/limits")
@@ -276,7 +279,7 @@ pub fn free() -> Option<u64> {
     [system, container, address_space].into_iter().flatten().min()
 }
 
-/// The first number behind a line's name.
+/// Returns the first number after the name at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?.parse().ok()
 }
@@ -311,7 +314,8 @@ mod tests {
             settings.data.mm_processor_cache_gb = given;
             assert_eq!(for_media(&settings, left), bytes, "{given:?} of {left:?}");
         }
-        // A picture that every step shows is held once; what has no room is held beside what is kept.
+        // A picture that every step shows is stored once. Media that do not fit into the store are held in addition to the stored
+        // ones.
         assert_eq!(
             [kept(10, 100, 20), kept(100, 100, 20), kept(101, 100, 20), kept(50, 0, 20)],
             [0, 80, 100, 0]

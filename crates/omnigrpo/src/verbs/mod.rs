@@ -1,4 +1,4 @@
-//! The commands. Each turns settings into plans of the libraries and calls one function there.
+//! The commands. Each converts settings to plans of the libraries and calls one function there.
 
 mod bench;
 mod data;
@@ -42,9 +42,9 @@ use crate::wording::worded;
 
 /// Context of a command besides its settings.
 pub struct Context {
-    /// Progress and messages.
+    /// Console for progress and messages.
     pub console: Console,
-    /// Set when the user or the system asks the program to stop.
+    /// Flag that is set when the user or the system requests the program to stop.
     pub stop: Arc<AtomicBool>,
     /// Settings that name the checkpoint.
     settings: Settings,
@@ -106,9 +106,9 @@ fn in_brackets(why: &str) -> String {
 /// Runs a command.
 ///
 /// # Errors
-/// The failure of the command.
+/// Returns the failure of the command.
 pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
-    // Before threads start: instructions are tried in a child process.
+    // This must precede the start of threads, because instructions are tried in a child process.
     let doubts = omnigrpo_kernels::probe::doubts();
     let activations = resolved.settings.model.quantized_activations;
     omnigrpo_kernels::quant::keep_inputs(activations == QuantizedActivations::Float32);
@@ -122,7 +122,8 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Problem::failure(error.to_string())
             .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
     })?;
-    // Made here and not at its first use, where a thread that cannot be started would be a panic. 0: one for each core.
+    // The pool is built here because at its first use a thread that cannot be started would cause a panic. 0 means one thread per
+    // core.
     rayon::ThreadPoolBuilder::new()
         .num_threads(resolved.settings.threads.unwrap_or(0))
         .build_global()
@@ -157,7 +158,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
     }
 }
 
-/// Writes a table or a report to standard output. Control characters are escaped; on a terminal, lines break between words.
+/// Writes a table or a report to standard output. Escapes control characters; on a terminal, breaks lines between words.
 pub(crate) fn print(text: &str) -> Result<()> {
     let text = worded(text);
     let text = escape(&text);

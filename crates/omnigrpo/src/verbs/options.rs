@@ -1,4 +1,4 @@
-//! Settings that change a checkpoint: the options of its family.
+//! Settings that change a checkpoint, i.e. the options of its family.
 
 use std::path::Path;
 
@@ -13,16 +13,19 @@ use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Returns the keys of `json`, the `config.json` in `dir`, that settings replace, and the places of named towers in the local
-/// Hugging Face cache. A setting without an option in the family is an error.
+/// Hugging Face cache.
+///
+/// # Errors
+/// Returns an error if the family does not have an option that the settings give.
 pub fn replaced(settings: &Settings, dir: &Path, json: &ConfigJson) -> Result<Map<String, Value>> {
     let options = FamilyRow::of(json).map_or(&[][..], |row| row.options);
     let mut given = settings.family.keys().map(String::as_str);
     let stranger = given.find(|name| options.iter().all(|option| option.name != *name));
-    // `bert` names the text encoder.
+    // The option `bert` names the text encoder.
     let no_encoder = settings.selection.instruction && options.iter().all(|option| option.name != "bert");
     if let Some(name) = stranger.or(no_encoder.then_some("tune_bert")) {
         return Err(Problem::usage(format!("`{name}` has no effect"))
-            .got(format!("{} is of a family without it", dir.display()))
+            .got(format!("the family of {} does not have this part", dir.display()))
             .expected("a checkpoint of the family that has this part")
             .into());
     }

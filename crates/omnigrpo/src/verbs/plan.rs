@@ -1,5 +1,6 @@
-//! `plan`, and what `train` knows of memory before it loads a model: by part, and with which flags a run would take less. `plan` also
-//! predicts the time of a run on the CPU.
+//! `plan`, and the prediction of memory that `train` makes before it loads a model: memory by part, and flags that reduce it.
+//! `plan`
+//! also predicts the time of a run on the CPU.
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::MediumKind;
@@ -17,29 +18,29 @@ use crate::rules;
 use crate::settings::Settings;
 use crate::values::{Given, Origin, Raw, Resolved};
 
-/// Columns of the longest bar.
+/// Length of the longest bar, columns.
 const BAR: u64 = 40;
 
-/// A run with other flags.
+/// A run with some flags changed.
 struct Way {
-    /// Flags as they are typed.
+    /// Flags in the form that the user types.
     flags: String,
     memory: Memory,
 }
 
-/// Memory of a run, and the limit.
+/// Memory of a run, and its limit.
 struct Forecast {
     memory: Memory,
-    /// Bytes that this process may have, and the name of that memory.
+    /// Bytes that this process may use, and the name of that memory.
     limit: Option<(u64, &'static str)>,
-    /// Bytes of main memory for decoded media that are kept.
+    /// Bytes of main memory for stored decoded media.
     for_media: u64,
 }
 
 impl Forecast {
     fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Self> {
         let device = prepared.devices[0];
-        // Both sides contain the memory that this process has already.
+        // The memory that this process already uses is added on both sides.
         let own = if device == Device::Cpu { memory::resident() } else { 0 };
         let limit = memory::free_on(device).map(|(free, whose)| (free + own, whose));
         let mut this = Self { memory: Memory::default(), limit, for_media: 0 };
@@ -47,7 +48,7 @@ impl Forecast {
         Ok(this)
     }
 
-    /// Returns the memory of a run with these settings and longest rows, and its room for decoded media, bytes.
+    /// Returns the memory of a run with these settings and longest rows, and the capacity of its store of decoded media, bytes.
     fn complete(
         &self,
         settings: &Settings,
@@ -57,14 +58,15 @@ impl Forecast {
     ) -> Result<(Memory, u64)> {
         let mut memory = memory::of_run(settings, checkpoint, prepared, longest)?;
         if prepared.devices[0] != Device::Cpu {
-            // The rest is for what the run keeps beside the card: moments, a reference, rewards, media of two steps.
+            // The other half of main memory is for data that is not stored on the card: moments, a reference, rewards, media of
+            // two steps.
             return Ok((memory, memory::for_media(settings, memory::free().map(|free| free / 2))));
         }
         memory.program = memory::resident().saturating_sub(prepared.reward_bytes);
         memory.rewards = prepared.reward_bytes;
         let left = self.limit.map(|(limit, _)| limit.saturating_sub(memory.total()));
         let room = memory::for_media(settings, left);
-        // Other settings of media change all rows about as they change the longest.
+        // Other settings of media are assumed to change all rows in the same proportion as the longest one.
         let of_longest = |longest: &Longest| longest.media_bytes().max(1) as f64;
         let scale = of_longest(longest) / of_longest(&prepared.longest);
         let all = prepared.media_bytes(&settings.run) as f64 * scale;
@@ -79,16 +81,16 @@ impl Forecast {
 
 /// Predicted time of a run on this machine.
 struct Times {
-    /// Tokens of a completion, and a step with completions of that length.
+    /// Number of tokens of a completion, and the time of a step with such completions.
     steps: Vec<(usize, StepTime)>,
     num_steps: u64,
     steps_per_epoch: u64,
-    /// Evaluations, and batches of each.
+    /// Number of evaluations, and of batches in each.
     evaluations: [u64; 2],
 }
 
 impl Times {
-    /// Measures rates for about a second and predicts with them; `None` on a card, whose rates are not measured.
+    /// Measures rates for about a second and predicts times from them. Returns `None` on a GPU, whose rates are not measured.
     fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Option<Self>> {
         if prepared.devices.iter().any(|device| *device != Device::Cpu) {
             return Ok(None);
@@ -119,7 +121,7 @@ impl Times {
         }))
     }
 
-    /// Returns the seconds of steps and evaluations, with completions as long as in `step`.
+    /// Returns the seconds that steps and evaluations take, with completions of the length in `step`.
     fn of_steps(&self, step: &StepTime, steps: u64, evaluations: u64) -> f64 {
         steps as f64 * step.total() + (evaluations * self.evaluations[1]) as f64 * step.evaluation
     }
@@ -184,7 +186,7 @@ impl Times {
     }
 }
 
-/// Returns a time as people write it, with two to three digits.
+/// Formats a time with two to three digits.
 fn duration(secs: f64) -> String {
     match secs {
         s if s < 1.0 => format!("{:.0} ms", 1e3 * s),
@@ -195,7 +197,7 @@ fn duration(secs: f64) -> String {
     }
 }
 
-/// Prints what a run takes; an error where it does not fit.
+/// Prints the memory and time that a run needs. Returns an error if the run does not fit into memory.
 pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
@@ -214,7 +216,8 @@ pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Resu
     }
 }
 
-/// Before a run: an error where what lasts does not fit, a warning where the whole does not. Decoded media are kept in what is left.
+/// Checks the memory of a run before it starts. Returns an error if its permanent part does not fit, and warns if the total does
+/// not fit. Sets the capacity of the store of decoded media to the rest.
 pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
     let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
     checkpoint.media_store().set_max_bytes(forecast.for_media);
@@ -226,12 +229,12 @@ pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared
     if forecast.limit.is_some_and(|(limit, _)| forecast.memory.lasting() > limit) {
         return Err(problem.into());
     }
-    // With activations the estimate is of the longest rows and completions, which may never come together.
+    // The total includes activations. It assumes the longest rows and completions, which may never occur together.
     tracing::warn!("{}", problem.to_string().replacen("error: ", "", 1));
     Ok(())
 }
 
-/// Why a run does not fit, and which flags would make it.
+/// Returns a problem if a run does not fit, with the flags that would make it fit.
 fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
     let (limit, whose) = forecast.limit.filter(|_| !forecast.fits(&forecast.memory))?;
     let help = match ways.iter().find(|way| forecast.fits(&way.memory)) {
@@ -243,7 +246,7 @@ fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
     Some(
         Problem::failure(format!("this run does not fit into {whose}"))
             .got(format!("{} ({})", size(forecast.memory.total()), memory::parts(&forecast.memory)))
-            .expected(format!("at most {}, what is free", size(limit)))
+            .expected(format!("at most the free {}", size(limit)))
             .help(help),
     )
 }
@@ -251,7 +254,7 @@ fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
 /// Flags with their values.
 pub type Flags = Vec<(&'static str, String)>;
 
-/// Returns flags as they are typed.
+/// Formats flags as the user types them.
 pub fn typed(flags: &[(&'static str, String)]) -> String {
     let one = |(name, value): &(&str, String)| match value.as_str() {
         "true" => format!("--{name}"),
@@ -260,9 +263,9 @@ pub fn typed(flags: &[(&'static str, String)]) -> String {
     flags.iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
-/// Flags that make media smaller: of pictures first, then of clips. Those that a family rejects are sorted out later.
+/// Returns flags that make media smaller: pictures first, then clips. Flags that a family rejects are removed later.
 pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
-    /// Pixels of a picture whose details most questions need: 1,280 tokens of 28 × 28.
+    /// Number of pixels that suffices for the details in most questions: 1,280 tokens of 28 × 28.
     const ENOUGH: usize = 1_003_520;
     let mut flags: Vec<Flags> = Vec::new();
     let mut one = |name, value: usize| {
@@ -270,7 +273,7 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
             flags.push(vec![(name, value.to_string())]);
         }
     };
-    // Sides of a patch are at least 14.
+    // The side of a patch is at least 14 pixels.
     let pixels = |shape: &MediumShape| match *shape {
         MediumShape::Patches(grid) => grid.h * grid.w * 14 * 14,
         MediumShape::Masked { side_px, .. } => side_px * side_px,
@@ -305,7 +308,7 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
     flags
 }
 
-/// The run with flags that make it smaller: media first, then those that change least of the results.
+/// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
 fn ways(
     resolved: &Resolved,
     checkpoint: &Checkpoint,
@@ -318,12 +321,12 @@ fn ways(
     let one = |name: &'static str, value: String| vec![(name, value)];
     let on = |name: &'static str| one(name, "true".into());
     let media = media_flags(s, &prepared.longest);
-    // Flags that change no result.
+    // Flags that do not change results.
     let mut exact = Vec::new();
     if !s.algorithm.recompute {
         exact.push(on("gradient_checkpointing"));
     }
-    // A stream holds a prompt with one completion at least.
+    // A stream contains at least a prompt and one completion.
     let least = (prepared.longest.prompt_tokens() + completion).next_multiple_of(64);
     if 2 * least <= s.algorithm.stream_rows() {
         exact.push(one("max_stream_tokens", least.to_string()));
@@ -360,7 +363,7 @@ fn ways(
         single.push(adapted("load_in_8bit"));
         single.push(adapted("load_in_4bit"));
     }
-    // Together: media, what changes no result, adapters, few bits. Each row adds to the one before.
+    // Combinations: media, flags that change no result, adapters, quantised weights. Each row adds to the one before.
     let together = |parts: &[&[Flags]]| parts.iter().flat_map(|part| part.concat()).collect::<Flags>();
     let peft = if s.model.use_peft { Vec::new() } else { vec![on("use_peft")] };
     let few = if quantised { Vec::new() } else { vec![on("load_in_4bit")] };
@@ -392,7 +395,7 @@ fn ways(
         if of_media && longest.prompt_tokens() >= prepared.longest.prompt_tokens() {
             continue;
         }
-        // Such as adapters on weights that are trained as a whole.
+        // Some flags do not apply to this model, such as adapters on weights that are fully trained.
         let Ok((memory, _)) = forecast.complete(&settings, checkpoint, prepared, longest) else { continue };
         ways.push(Way { flags: typed(&flags), memory });
     }
@@ -402,7 +405,7 @@ fn ways(
     Ok(ways)
 }
 
-/// The settings with other values of some flags; `None` where that contradicts the others.
+/// Returns the settings with other values of some flags; `None` if these contradict other settings.
 pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<Settings> {
     let mut values = resolved.values.clone();
     for (name, text) in flags {

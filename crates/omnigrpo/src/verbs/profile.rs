@@ -4,7 +4,7 @@ use omnigrpo_kernels::profile::Profile;
 
 pub use omnigrpo_kernels::profile::{enable, take};
 
-/// Writes the time by phase and kind of work, per step, and the average number of threads that worked in a phase.
+/// Returns the time by phase and kind of work, per step, and the average number of threads that worked in each phase.
 pub fn table(profile: &Profile, steps: u64) -> String {
     let steps = steps.max(1) as f64;
     let mut out = format!(

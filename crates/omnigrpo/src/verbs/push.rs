@@ -1,4 +1,4 @@
-//! `push`, and `push_to_hub` during training: a model to a repository of the hub.
+//! `push`, and `push_to_hub` during training: upload of a model to a repository on the hub.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -22,50 +22,47 @@ use crate::settings::Settings;
 
 /// File that lists the weight files of a model.
 const INDEX: &str = "model.safetensors.index.json";
-/// Most bytes of a text that is searched for names.
+/// Maximum size of a text that is searched for names, bytes.
 const MAX_TEXT_BYTES: u64 = 256 << 20;
-/// Directory of templates besides the default one.
+/// Directory of chat templates other than the default one.
 const TEMPLATES: &str = "additional_chat_templates";
 
 /// Pushes a directory with a model.
 pub fn push(settings: &Settings, context: &Context) -> Result<()> {
     let dir = settings.io.directory.as_deref().unwrap_or(Path::new("."));
     if !["config.json", "adapter_config.json"].iter().any(|name| dir.join(name).is_file()) {
-        return Err(Problem::usage("there is no model to push")
+        return Err(Problem::usage("the directory contains no model to push")
             .at(dir.display().to_string())
             .expected("a run directory, checkpoint or adapter: `config.json` or `adapter_config.json` in it")
             .into());
     }
-    // A repository is created only if the files can be sent.
+    // The files are listed first, so that a repository is created only if they can be sent.
     model_files(dir)?;
     let pusher = Pusher::to_repository(settings, context, dir)?;
     pusher.send(dir, concat!("Model pushed by omnigrpo ", env!("CARGO_PKG_VERSION"))).map_err(|error| {
         let problem = Problem::failure("the model could not be pushed").at(pusher.repo.clone());
-        problem
-            .got(told(error.as_ref()))
-            .help("the same command continues where this one was interrupted")
-            .into()
+        problem.got(told(error.as_ref())).help("run the same command again to continue the upload").into()
     })
 }
 
 /// Step of the checkpoint being pushed, and the thread that pushes it.
 type Beside = Arc<Mutex<Option<(u64, JoinHandle<()>)>>>;
 
-/// Sends the models of a run to a repository.
+/// Sender of the models of a run to a repository.
 pub struct Pusher {
     hub: Arc<Hub>,
-    /// `ORG/NAME`.
+    /// Name of the repository, `ORG/NAME`.
     repo: String,
     /// Run directory.
     dir: PathBuf,
     every_save: bool,
     console: Console,
-    /// Push of a checkpoint during training.
+    /// Running push of a checkpoint.
     beside: Beside,
 }
 
 impl Pusher {
-    /// Creates the repository, so that a wrong token or name is found before training; does nothing without `push_to_hub`.
+    /// Creates the repository, so that a wrong token or name is reported before training. Does nothing without `push_to_hub`.
     pub fn before(settings: &Settings, context: &Context) -> Result<Option<Self>> {
         let Some(dir) = settings.io.output_dir.as_deref().filter(|_| settings.push.enabled) else {
             return Ok(None);
@@ -78,7 +75,7 @@ impl Pusher {
         if env.offline {
             return Err(Problem::usage("a model cannot be pushed offline")
                 .got("HF_HUB_OFFLINE is set")
-                .help("unset it; or train without `--push_to_hub`, and `omnigrpo push DIR` later")
+                .help("unset it, or train without `--push_to_hub` and run `omnigrpo push DIR` later")
                 .into());
         }
         let own_name = || Some(std::path::absolute(dir).ok()?.file_name()?.to_string_lossy().into_owned());
@@ -111,7 +108,7 @@ impl Pusher {
         })
     }
 
-    /// Returns the observer that pushes each checkpoint, if that is set.
+    /// Returns the observer that pushes each checkpoint, if the settings request it.
     pub fn observer(&self) -> Box<dyn Observer> {
         if !self.every_save {
             return Box::new(());
@@ -124,17 +121,17 @@ impl Pusher {
         })
     }
 
-    /// Pushes the trained model, which stays in the run directory if the push fails.
+    /// Pushes the trained model. The model stays in the run directory if the push fails.
     pub fn last(self, steps: u64) -> Result<()> {
         let beside = self.beside.lock().map(|mut beside| beside.take()).unwrap_or_default();
-        // A thread that panicked has reported it.
+        // If the thread panicked, the panic has already been reported.
         beside.map_or(Ok(()), |(_, push)| push.join()).unwrap_or_default();
         self.send(&self.dir, &format!("Model after step {steps}")).map_err(|error| {
             Problem::failure("the model is trained and saved, but could not be pushed")
                 .at(self.repo.clone())
                 .got(told(error.as_ref()))
                 .help(format!(
-                    "`omnigrpo push {} --hub_model_id {}` continues where this was interrupted",
+                    "`omnigrpo push {} --hub_model_id {}` continues the upload",
                     self.dir.display(),
                     self.repo
                 ))
@@ -155,7 +152,7 @@ impl Pusher {
     }
 }
 
-/// Pushes checkpoints during training.
+/// Observer that pushes checkpoints during training.
 struct Saved {
     hub: Arc<Hub>,
     repo: String,
@@ -193,15 +190,15 @@ impl Observer for Saved {
         match std::thread::Builder::new().name("push".to_owned()).spawn(work) {
             Ok(push) => *beside = Some((step, push)),
             Err(error) => self.console.line(&format!(
-                "warning: the checkpoint of step {step} was not pushed: no thread for it: {error}"
+                "warning: the checkpoint of step {step} was not pushed: no thread can be started: {error}"
             )),
         }
     }
 }
 
-/// Lists the files of a model in a directory, by name in a repository and path: weights, settings, tokenizer, templates, code,
-/// licence, card. Other files are never pushed: a model may be among private files, and a published file stays public. For the
-/// same reason links out of the directory are not followed.
+/// Lists the files of a model in a directory as pairs of name in the repository and path: weights, settings, tokenizer,
+/// templates, code, licence, card. Other files are never pushed, because the directory may also contain private files, and a
+/// published file cannot be withdrawn. For the same reason, links that point outside the directory are not followed.
 fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     const WEIGHTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
     const OTHERS: [&str; 10] = [
@@ -219,14 +216,14 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     let mut names: BTreeSet<String> = WEIGHTS.iter().chain(&OTHERS).map(|name| (*name).to_owned()).collect();
     names.extend(COMPANIONS.map(str::to_owned));
     names.retain(|name| dir.join(name).is_file());
-    // A shard that the index names and the directory lacks makes the push fail.
+    // The push fails if the index names a shard that is not in the directory.
     let shards = shards(dir)?;
     if !shards.is_empty() {
         names.remove(WEIGHTS[0]);
     }
     names.extend(shards);
     if !names.iter().any(|name| name.ends_with(".safetensors")) {
-        return Err(Problem::usage("there is no model to push")
+        return Err(Problem::usage("the directory contains no model to push")
             .at(dir.display().to_string())
             .expected(format!("weights: `{}` or `{INDEX}`", WEIGHTS.join("`, `")))
             .into());
@@ -242,7 +239,7 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     }
     let real = |name: String| {
         let path = dir.join(&name);
-        // The push names a missing file.
+        // A missing file is kept in the list, so that the push reports its name.
         match path.exists().then(|| resolve(dir, &name)).transpose() {
             Ok(real) => Ok((name, real.unwrap_or(path))),
             Err(error) => Err(Problem::failure("a file of the model cannot be pushed")
@@ -255,7 +252,7 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     names.into_iter().map(real).collect()
 }
 
-/// Returns the weight files that an index names, if there is one.
+/// Returns the weight files named in the index; none without an index.
 fn shards(dir: &Path) -> Result<Vec<String>> {
     let path = dir.join(INDEX);
     if !path.is_file() {
@@ -282,7 +279,7 @@ fn shards(dir: &Path) -> Result<Vec<String>> {
     Ok(shards)
 }
 
-/// Returns the Python files that a model names in `auto_map`, and the files beside them that they import.
+/// Returns the Python files that a model names in `auto_map`, and the files in the same directory that they import.
 fn code(dir: &Path) -> BTreeSet<String> {
     const SETTINGS: [&str; 5] = [
         "config.json",
@@ -296,7 +293,7 @@ fn code(dir: &Path) -> BTreeSet<String> {
         let text = read_path(&dir.join(name), MAX_TEXT_BYTES).unwrap_or_default();
         let settings: Value = serde_json::from_slice(&text).unwrap_or_default();
         for value in settings["auto_map"].as_object().into_iter().flat_map(|map| map.values()) {
-            // A tokenizer has two classes: slow and fast. A class of another repository is `ORG/NAME--MODULE.CLASS`.
+            // A tokenizer has a slow and a fast class. A class in another repository is written `ORG/NAME--MODULE.CLASS`.
             let classes = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
             let own = classes.iter().filter_map(Value::as_str).filter(|class| !class.contains("--"));
             modules.extend(own.filter_map(|class| Some(class.split_once('.')?.0.to_owned())));

@@ -1,4 +1,4 @@
-//! Speed of products with every kind of weights on this machine, for `doctor`.
+//! Measurement of products with every kind of weights on this machine, for `doctor`.
 
 use std::time::{Duration, Instant};
 
@@ -8,18 +8,18 @@ use omnigrpo_kernels::paths::{self, Cpu, Path};
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix, rounds_inputs};
 use omnigrpo_kernels::{Mat, MatMut, Weight};
 
-/// Rows of training and of decoding, inputs, outputs.
+/// Sizes of the products: rows in training, rows in decoding, inputs, outputs.
 const ROWS: usize = 256;
 const FEW_ROWS: usize = 8;
 const INPUTS: usize = 1024;
 const OUTPUTS: usize = 1024;
-/// Rounds of the measurement: kinds of weights take turns, since the speed of a shared machine varies.
+/// Number of rounds of the measurement. Each round measures all kinds of weights, since the speed of a shared machine varies.
 const TURNS: usize = 6;
 const TURN: Duration = Duration::from_millis(20);
-/// Factor by which another path has to be faster before the table is doubted. Rates of shared machines vary by a fifth.
+/// Factor by which another path must be faster before `doctor` reports it. Rates of shared machines vary by a fifth.
 const DOUBT: f64 = 1.25;
 
-/// Measures every kind for about a second. Returns lines of name and text.
+/// Measures every kind of weights for about a second. Returns pairs of name and text, one per line.
 pub fn lines() -> Vec<(String, String)> {
     let noise = |len: usize| (0..len).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect::<Vec<f32>>();
     let (x, wide) = (noise(ROWS * INPUTS), noise(OUTPUTS * INPUTS));
@@ -52,7 +52,7 @@ pub fn lines() -> Vec<(String, String)> {
                 *rate = Some(best.max(turn(Weight::bf16(&narrow, OUTPUTS, INPUTS), ROWS)));
             }
         }
-        // It worked before.
+        // The error is ignored, because the same choice worked before.
         let _ = paths::choose(chosen);
         for (few, rate) in few.iter().flatten().zip(&mut few_rates) {
             *rate = rate.max(turn(few.rows().into(), FEW_ROWS));

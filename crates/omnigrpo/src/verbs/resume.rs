@@ -1,4 +1,4 @@
-//! `generate` and `eval` resume where they were stopped: see [`Partial`].
+//! Resuming of `generate` and `eval` after they were stopped; see [`Partial`].
 
 use std::fs::File;
 use std::io::Read as _;
@@ -16,10 +16,10 @@ use super::Context;
 use crate::settings::Settings;
 use crate::values::Resolved;
 
-/// Most bytes that are read of a reward's file; programs are text.
+/// Maximum number of bytes that are read of a reward's file. Programs are small texts.
 const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
 
-/// Opens the rest of an earlier attempt at this output, and prints what it found.
+/// Opens the stored rows of an earlier attempt at this output, and prints how many it found.
 pub fn open(
     resolved: &Resolved,
     context: &Context,
@@ -60,7 +60,7 @@ fn made_with(resolved: &Resolved, model: &Path, dataset: &Dataset) -> Result<Map
     Ok(out)
 }
 
-/// Digests rows, media and files of rewards. Files that a reward's file imports are not read.
+/// Returns digests of rows, media and files of rewards. Does not read files that a reward's file imports.
 pub fn inputs(settings: &Settings, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     out.insert("dataset".into(), dataset.fingerprint()?.into());

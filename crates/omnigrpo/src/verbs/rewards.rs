@@ -24,7 +24,7 @@ pub fn list() -> Result<()> {
     let rows: Vec<_> = rewards.chain(scorers).collect();
     let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
     for (mut name, doc, source) in rows {
-        // Continuation lines are indented by two columns.
+        // Continuation lines are indented by two columns, so they are narrower.
         for line in wrap(&format!("{doc} [{source}]"), columns.saturating_sub(width + 2)).lines() {
             let gap = if name.is_empty() { "" } else { "  " };
             out.push_str(&format!("{name:width$}{gap}{line}\n"));
@@ -36,7 +36,7 @@ pub fn list() -> Result<()> {
     print(&out)
 }
 
-/// Scores rows with completions and summarises them as an evaluation.
+/// Scores rows that contain completions and summarises them as an evaluation.
 pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let (Some(input), Some(output)) = (&settings.io.input, &settings.io.output) else {
         return Err(Problem::usage("nothing to score")
@@ -44,7 +44,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     };
     super::infer::can_write(output)?;
-    // A reward that reads media reports the files that it cannot open.
+    // Missing media are allowed here, because a reward that reads media reports the files that it cannot open.
     let dataset = setup::input_rows(settings, input, true)?;
     super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
     let keep = settings.io.keep;
@@ -52,10 +52,10 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
-        return Err(Problem::usage("no reward compares answers, so none can tell which are right")
+        return Err(Problem::usage("no reward compares answers, so it is unknown which answers are correct")
             .at("--keep")
             .got(format!("`reward_funcs` {}", settings.rewards.funcs.join(", ")))
-            .expected("`accuracy` or one of its rules among them, or `best`, or a number")
+            .expected("`accuracy` or one of its rules in `reward_funcs`, or else `best` or a number")
             .into());
     }
     probe(&rewards, &dataset)?;
@@ -119,7 +119,8 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
 }
 
-/// Returns the completions of a row that are kept; `right` is the reward that compares answers, and its threshold.
+/// Returns the indices of the completions of a row to keep. `right` is the name of the reward that compares answers, and its
+/// threshold.
 fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<Item = usize> {
     let scores: &[Option<f64>] = match (keep, right) {
         (Keep::Passed, Some((name, _))) => row.rewards.get(name).map_or(&[], Vec::as_slice),
@@ -135,7 +136,7 @@ fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<
     good.map(|(index, _)| index).take(most).collect::<Vec<_>>().into_iter()
 }
 
-/// Rows that are scored together, so that requests to a program or an address are full and spread over its workers.
+/// Number of rows that are scored together, so that requests to a program or an address are full and spread over its workers.
 const BATCH_ROWS: usize = 64;
 
 type Scored<'a> = (&'a Sample, &'a [Completion]);
@@ -161,24 +162,24 @@ fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
     Ok((sample, completions))
 }
 
-/// Asks the rewards about the first row that can be read, so that a reward that cannot be started or reached fails the command
-/// immediately instead of each row.
+/// Scores the first readable row, so that a reward that cannot be started or reached fails the command immediately instead of
+/// failing at each row.
 fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
     let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
         return Ok(());
     };
     let Some(first) = completions.into_iter().next() else { return Ok(()) };
     omnigrpo_train::probe(rewards, &sample, first.text, first.ids).map_err(|error| {
-        let help = "it was asked for one score before the others; nothing is written";
+        let help = "the reward had to score one completion before the others; nothing is written";
         Problem::of(&error).at("--reward_funcs").help(help).into()
     })
 }
 
-/// Number of consecutive rows with the same failure after which a reward outside of this process counts as gone.
+/// Number of consecutive rows with the same failure after which an external reward counts as unavailable.
 const GIVEN_UP_AFTER: usize = 3;
 
-/// Scores rows together; if that fails, each alone, so that an error belongs to its row. A reward that no longer answers is an
-/// error of the command.
+/// Scores rows together. If that fails, scores each row alone, so that an error is attributed to its row. If a reward no longer
+/// answers, the command fails.
 fn score_rows(
     rows: &[Scored<'_>],
     rewards: &RewardSet,
@@ -207,11 +208,13 @@ fn score_rows(
                 refusals.retain(|earlier| Some(earlier) == refusal.as_ref());
                 refusals.extend(refusal);
                 if refusals.len() == GIVEN_UP_AFTER {
-                    return Err(Problem::failure(format!("{GIVEN_UP_AFTER} consecutive rows failed alike"))
-                        .at("--reward_funcs")
-                        .got(refusals.swap_remove(0))
-                        .help("the reward is asked about no more rows, and nothing is written")
-                        .into());
+                    return Err(Problem::failure(format!(
+                        "{GIVEN_UP_AFTER} consecutive rows failed in the same way"
+                    ))
+                    .at("--reward_funcs")
+                    .got(refusals.swap_remove(0))
+                    .help("no more rows are scored, and nothing is written")
+                    .into());
                 }
                 all.extend(one);
             }
@@ -220,7 +223,7 @@ fn score_rows(
     })
 }
 
-/// Returns the words of a program or address that gave no score, without the row that they are about.
+/// Returns the message of a program or address that gave no score, without the part that names the row.
 fn refusal(error: &anyhow::Error) -> Option<String> {
     let reward = match error.downcast_ref::<TrainError>()? {
         TrainError::Reward(error) => error,

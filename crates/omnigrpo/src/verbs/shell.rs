@@ -1,4 +1,4 @@
-//! `completions` and `man`: the flag table for shells and as manual pages.
+//! `completions` and `man`: shell completion scripts and manual pages, from the flag table.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ pub fn man(settings: &Settings) -> Result<()> {
             Problem::failure("the manual pages cannot be written")
                 .at(directory.display().to_string())
                 .got(e.to_string())
-                .expected("a directory that can be written to")
+                .expected("a writable directory")
         })?;
     print(&format!("the manual pages are in {}; `man -l` shows one\n", directory.display()))
 }

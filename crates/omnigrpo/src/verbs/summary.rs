@@ -1,4 +1,4 @@
-//! Results of an evaluation, on the terminal and in a file.
+//! Output of an evaluation's results, on the terminal and to a file.
 
 use std::path::Path;
 
@@ -8,17 +8,17 @@ use omnigrpo_rewards::{MEASURES, Summary};
 
 use super::infer::write_lines;
 
-/// Writes the results beside the rows: `<output>.summary.json`, without the ending of the output.
+/// Writes the results to `<output>.summary.json`, in the directory of the output and without its extension.
 pub fn write(output: &Path, summary: &Summary) -> Result<()> {
     write_lines(&output.with_extension("summary.json"), &[format!("{:#}", summary.to_json())])
 }
 
-/// Writes metrics, then the tables by category, by label and of explanations.
+/// Returns the metrics, followed by tables by category, by label and of explanations.
 pub fn tables(summary: &Summary) -> String {
     let mut out = String::new();
     for (name, value) in &summary.metrics {
         let Some(value) = value else { continue };
-        // Explanations have a table.
+        // Explanations have their own table.
         if name.starts_with("eval_explanation/") || is_alias(name) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Remarks about rows before training: rewards that apply to no row, tags that no question asks for.
+//! Warnings about rows before training: rewards that apply to no row, tags that no question requests.
 
 use omnigrpo_data::Dataset;
 use omnigrpo_train::Surveyed;
@@ -6,7 +6,7 @@ use omnigrpo_train::Surveyed;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Columns in which other programs store the ground truth, and which are not read as one.
+/// Columns in which other programs store the ground truth. This program does not read them as ground truth.
 const TRUTH_COLUMNS: [&str; 12] = [
     "groundtruth",
     "gt",
@@ -21,10 +21,10 @@ const TRUTH_COLUMNS: [&str; 12] = [
     "correct_answer",
     "final_answer",
 ];
-/// Number of columns to list.
+/// Maximum number of columns to list.
 const LISTED: usize = 20;
 
-/// Returns remarks about the checked rows, one per line.
+/// Returns warnings about the checked rows, one per line.
 pub fn warnings(seen: &Surveyed, settings: &Settings) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, applies) in &seen.applies {
@@ -57,8 +57,8 @@ pub fn idle(seen: &Surveyed, dataset: &Dataset) -> Option<Problem> {
     if seen.without_solution < seen.rows {
         return Some(
             problem
-                .got(format!("{} rows whose ground truth it cannot read", seen.rows))
-                .expected("a ground truth of its kind; `rewards list` says what each reward compares")
+                .got(format!("{} rows with a ground truth that the reward cannot read", seen.rows))
+                .expected("a ground truth of the right kind; `rewards list` shows what each reward compares")
                 .help("choose another reward, or correct the rows"),
         );
     }
@@ -73,7 +73,7 @@ pub fn idle(seen: &Surveyed, dataset: &Dataset) -> Option<Problem> {
             .got(format!("{} rows with the columns {}", seen.rows, columns.join(", ")))
             .expected("a ground truth in the column `solution` or `answer`, or a final assistant turn")
             .help(match near {
-                Some(name) => format!("is it in `{name}`? `--solution_column {name}` says so"),
+                Some(name) => format!("if it is in `{name}`, add `--solution_column {name}`"),
                 None => "`--solution_column NAME` names its column; or leave the reward out".to_owned(),
             }),
     )

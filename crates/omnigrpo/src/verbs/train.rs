@@ -31,12 +31,12 @@ use crate::settings::Settings;
 use crate::values::Resolved;
 use crate::wording::worded;
 
-/// GRPO.
+/// Runs GRPO training.
 pub fn train(resolved: &Resolved, context: &Context) -> Result<()> {
     start(resolved, context, Objective::Reinforce)
 }
 
-/// Supervised fine-tuning.
+/// Runs supervised fine-tuning.
 pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
     start(resolved, context, Objective::Imitate)
 }
@@ -51,7 +51,7 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
     let real = |path: &Path| std::fs::canonicalize(path).ok();
-    // Checked before anything is written.
+    // This check runs before anything is written.
     let start = settings.model.name.as_deref().map(Path::new);
     if start.is_some_and(|start| start.is_dir() && real(start) == real(output_dir)) {
         return Err(Problem::usage("the run directory is the model's directory")
@@ -66,7 +66,7 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
     let lock = take(output_dir)?;
     let summary = run(resolved, context, objective, lock, pusher.as_ref())?;
     finish(&summary, resolved)?;
-    // Last: the model is written and reported even if the push fails.
+    // The push is last, so that the model is written and reported even if the push fails.
     pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps))
 }
 
@@ -78,8 +78,8 @@ pub fn take(output_dir: &Path) -> Result<RunLock> {
         LogError::Locked { path, holder } => Problem::failure("the run directory is in use")
             .at(path.display().to_string())
             .got(holder)
-            .expected("one process per run directory; a launcher that starts several is not needed")
-            .help("wait for it, stop it, or choose another --output_dir")
+            .expected("one process per run directory, without a launcher that starts several")
+            .help("wait for that process, stop it, or choose another --output_dir")
             .into(),
         error => unwritable(output_dir, &error),
     })
@@ -94,16 +94,16 @@ fn unwritable(output_dir: &Path, error: &LogError) -> anyhow::Error {
         .into()
 }
 
-/// Returns the name of this machine, which distinguishes holders on a shared file system.
+/// Returns the name of this machine, which identifies the holder of a lock on a shared file system.
 fn host() -> String {
     let mut name = [0u8; 256];
-    // SAFETY: the call gets the length of the buffer less one byte, which stays 0.
+    // SAFETY: the call may write up to the length of the buffer minus one byte; the last byte stays 0.
     let failed = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) } != 0;
     let end = name.iter().position(|&byte| byte == 0).unwrap_or(0);
     if failed { "this host".to_owned() } else { String::from_utf8_lossy(&name[..end]).into_owned() }
 }
 
-/// Prints the report; a stopped run is an error with its own exit code.
+/// Prints the report. A stopped run is an error with its own exit code.
 pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
     print(&format!("{}", summary.report))?;
     if !summary.interrupted {
@@ -120,11 +120,11 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
     if let Some(collapse) = &summary.collapsed {
         return Err(Problem::failure("the run collapsed and was stopped")
             .got(worded(collapse))
-            .expected("a run that goes on learning")
+            .expected("a run that keeps learning")
             .help(
-                "change that setting and start from a checkpoint before it, `--resume_from_checkpoint DIR \
-                 --allow_changed_settings`, or from the beginning, `--resume_from_checkpoint never`; without --stop_on_collapse the \
-                 same command goes on as it is",
+                "change that setting; then start from an earlier checkpoint with `--resume_from_checkpoint DIR \
+                 --allow_changed_settings`, or from the beginning with `--resume_from_checkpoint never`; to continue \
+                 with unchanged settings, repeat the command without --stop_on_collapse",
             )
             .into());
     }
@@ -132,13 +132,13 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
         Some(how) => Problem::stopped("the machine failed, so the run was stopped before its end")
             .got(how.as_str())
             .expected("a working machine: no row was skipped or lost because of the failure")
-            .help(format!("repair it, then {again}")),
+            .help(format!("fix the machine, then {again}")),
         None => Problem::stopped("the run was stopped before its end").help(again),
     }
     .into())
 }
 
-/// Builds everything from the settings and trains. Console output, errors included, also goes to the run's log.
+/// Builds everything from the settings and trains. Console output, including errors, also goes to the run's log.
 pub fn run(
     resolved: &Resolved,
     context: &Context,
@@ -154,7 +154,7 @@ pub fn run(
     }
     if !lock.is_exclusive() {
         context.console.line(
-            "warning: this file system has no locks, so a second run in the same directory would not be noticed",
+            "warning: this file system has no locks, so a second run in the same directory would not be detected",
         );
     }
     let page = watch::beside(&resolved.settings, lock.root(), context)?;
@@ -167,7 +167,7 @@ pub fn run(
     outcome
 }
 
-/// Says how a run ended.
+/// Returns a sentence about how a run ended.
 fn ending(outcome: &Result<RunSummary>) -> String {
     match outcome {
         Err(error) => format!("it failed: {error}"),
@@ -180,7 +180,7 @@ fn ending(outcome: &Result<RunSummary>) -> String {
     }
 }
 
-/// Parts of a run except its model.
+/// Parts of a run other than its model.
 pub struct Prepared {
     pub objective: Objective,
     pub devices: [Device; 2],
@@ -195,9 +195,9 @@ pub struct Prepared {
     pub eval: Option<EvalPlan>,
     bad_rows: Vec<(u64, String, String)>,
     pub longest: Longest,
-    /// Rows as steps draw them.
+    /// Outlines of rows as steps draw them.
     pub typical: Longest,
-    /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` where rows were not checked.
+    /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` if the rows were not checked.
     row_media_bytes: Option<f64>,
     eval_media_bytes: Option<f64>,
 }
@@ -209,8 +209,8 @@ impl Prepared {
         self.rows.iter().filter(|row| !bad.contains(row)).count()
     }
 
-    /// Returns an upper bound of the bytes of all decoded media of a run: those that the check summed up, as many times as each may be
-    /// kept.
+    /// Returns an upper bound of the bytes of all decoded media of a run: the sum found by the check, times the number of
+    /// versions that may be stored.
     pub fn media_bytes(&self, run: &RunPlan) -> u64 {
         let rows = self.rows.len() as u64;
         let by_epochs = (rows as f64 * run.num_epochs).ceil() as u64;
@@ -225,15 +225,15 @@ impl Prepared {
     }
 }
 
-/// Returns how many times media of rows may be stored, given the rows and the draws: a row with `meta.dynamic_sample` may be
-/// drawn with another number of frames, out of `versions`, in each pass, and each of these in several orders.
+/// Returns the maximum number of stored media, given the rows and the draws. A row with `meta.dynamic_sample` may be drawn with
+/// another number of frames, out of `versions`, in each pass, and each of these in several orders.
 fn kept_rows([rows, draws]: [u64; 2], versions: u64, orders: u64) -> u64 {
     let drawn = rows.min(draws);
     let each = versions.min(draws.div_ceil(drawn.max(1)));
     each.saturating_mul(orders).saturating_mul(drawn)
 }
 
-/// Opens and checks everything but the model.
+/// Opens and checks everything except the model.
 fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: &Path) -> Result<Prepared> {
     environment(context);
     let devices = [context.device()?, context.reference_device()?];
@@ -260,19 +260,18 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
     let before = memory::resident();
     let rewards = setup::rewards(settings, corpus.as_ref())?;
-    // A smaller difference is no model.
+    // A smaller increase of memory cannot come from a model.
     let reward_bytes =
         Some(memory::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20).unwrap_or(0);
     let shuffled = if settings.rewards.temporal_order_bonus {
         if answer_reward(&rewards).is_none() {
-            return Err(Problem::usage("no reward compares answers, so none can need the order of frames")
-                .at("--temporal_order_bonus")
-                .got(format!(
-                    "`reward_funcs` {}",
-                    omnigrpo_rewards::redacted(&settings.rewards.funcs.join(", "))
-                ))
-                .expected("`accuracy` or one of its rules among them")
-                .into());
+            return Err(Problem::usage(
+                "no reward compares answers, so no answer can depend on the order of frames",
+            )
+            .at("--temporal_order_bonus")
+            .got(format!("`reward_funcs` {}", omnigrpo_rewards::redacted(&settings.rewards.funcs.join(", "))))
+            .expected("`accuracy` or one of its rules in `reward_funcs`")
+            .into());
         }
         Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?))
     } else {
@@ -289,11 +288,11 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         if scored && let Some(problem) = data::ask_unchecked(&dataset, &rows, &rewards) {
             return Err(problem.into());
         }
-        // The longest rows are unknown.
+        // Without a check of the rows, the longest ones are unknown.
         let longest = rows.iter().copied().take(memory::PREPARED).collect();
         Checked { bad: Vec::new(), longest, row_media_bytes: None }
     } else {
-        // Held-out rows of a split are among those of `dataset`.
+        // If the held-out rows are a split of `dataset`, they were checked with it.
         if let (Some(held_out), Some(prompts)) = (&held_out, &eval_prompts) {
             eval_media_bytes = Some(data::check_held_out(settings, context, held_out, prompts, cache)?);
         }
@@ -348,8 +347,8 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     })
 }
 
-/// Fails if a reward cannot read the longest completion after the longest prompt that it was asked about: such completions would
-/// have no value.
+/// Returns an error if a reward cannot read the longest possible completion after its longest prompt. Such completions would get
+/// no score.
 fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
     let longest = settings.algorithm.sampling.max_completion_length;
     let Some((name, limit)) = rewards.too_short_for(longest).into_iter().next() else { return Ok(()) };
@@ -363,13 +362,13 @@ fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
              {longest} allows {longest} more",
             limit.most, limit.longest_prompt
         ))
-        .expected("prompt and completion within the limit; a token of the policy counts as one of the reward")
-        .help(format!("{lower}leave out the longest prompts, or take a reward model that reads more"))
+        .expected("prompt and completion within the limit; a token of the policy counts as one token of the reward model")
+        .help(format!("{lower}leave out the longest prompts, or use a reward model with a higher limit"))
         .into())
 }
 
-/// Fails if none of the evaluation rows can be used, which the first evaluation would find hours later. Reads rows until one can
-/// be used; usually that is the first.
+/// Returns an error if no evaluation row can be used. Without this check, the first evaluation would report that hours later.
+/// Reads rows until one can be used, which is usually the first.
 fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards: &RewardSet) -> Result<()> {
     let mut first = None;
     for &row in rows {
@@ -380,9 +379,9 @@ fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards:
     }
     let Some((row, why)) = first else { return Ok(()) };
     Err(Problem::failure("no evaluation row can be used")
-        .got(format!("{} rows that cannot; row {row} (id {}): {}", rows.len(), why.id, why.reason))
+        .got(format!("{} unusable rows; row {row} (id {}): {}", rows.len(), why.id, why.reason))
         .expected("at least one row to evaluate on")
-        .help("`omnigrpo data check` lists all of them; without --eval_file and --val_split_ratio nothing is evaluated")
+        .help("`omnigrpo data check` lists all of them; to train without evaluations, remove --eval_file and --val_split_ratio")
         .into())
 }
 
@@ -401,7 +400,7 @@ fn run_logged(
     let Prepared {
         devices, prompts, shuffled, dataset, rows, rewards, corpus, eval, bad_rows, longest, ..
     } = prepared;
-    // It would hold its decoded media during the complete run.
+    // If kept, it would hold its decoded media during the complete run.
     drop(longest);
     let model = setup::trained_model(settings, checkpoint, devices[0])?;
     let selection = setup::selection(settings, checkpoint.family());
@@ -451,7 +450,7 @@ fn run_logged(
     Ok(summary)
 }
 
-/// Fails if the requested checkpoint is missing, before the model is loaded.
+/// Returns an error if the requested checkpoint is missing, before the model is loaded.
 fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem> {
     let list = || {
         let found = omnigrpo_train::checkpoint::list(output_dir);
@@ -459,7 +458,7 @@ fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem
     };
     let absent = |place: &Path, found: Vec<(u64, PathBuf)>| {
         let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
-        Problem::failure("there is no checkpoint to resume from")
+        Problem::failure("no checkpoint to resume from was found")
             .at(place.display().to_string())
             .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
             .expected("a directory `checkpoint-N` with `trainer_state.json`")
@@ -472,7 +471,7 @@ fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem
     }
 }
 
-/// Returns the options of evaluations in training: greedy for one completion per row, sampled as in training for several.
+/// Returns the options of evaluations during training: greedy for one completion per row, sampled as in training for several.
 fn eval_options(settings: &Settings) -> EvalOptions {
     let mut options = settings.eval.clone();
     let sampling = settings.algorithm.sampling.clone();
@@ -487,7 +486,8 @@ fn eval_options(settings: &Settings) -> EvalOptions {
     EvalOptions { batch_rows: MAX_LIVE, ..options }
 }
 
-/// Returns every setting that must not change, and digests of the models, the dataset and the files of rewards.
+/// Returns every setting that must not change when a run resumes, and digests of the models, the dataset and the files of
+/// rewards.
 fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     for (flag, value) in resolved.values.binding(resolved.verb) {
@@ -501,7 +501,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
     }
     for (name, dir) in sources {
         let digest = source_digest(&dir)?;
-        // Random weights follow from the seed.
+        // Random weights need no digest, because the seed determines them.
         if let (Some(weights), None) = (digest.weights, resolved.settings.model.init_weights) {
             out.insert(format!("weights of {name}"), weights.into());
         }
@@ -512,7 +512,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
     Ok(out)
 }
 
-/// Records how the CPU multiplies with weights other than f32, if that changes results.
+/// Returns the way in which the CPU multiplies with weights other than f32, if it affects results.
 fn products(model: &Model) -> Map<String, Value> {
     let mut out = Map::new();
     let params =
@@ -527,7 +527,7 @@ fn products(model: &Model) -> Map<String, Value> {
     out
 }
 
-/// Returns paths as the system knows them, in any spelling.
+/// Replaces paths by their real paths, so that different spellings compare equal.
 fn real_paths(value: Value) -> Value {
     match value {
         Value::String(path) => {
@@ -539,7 +539,7 @@ fn real_paths(value: Value) -> Value {
     }
 }
 
-/// Writes the first line of the log: the program and the machine.
+/// Writes the first line of the log, about the program and the machine.
 fn environment(context: &Context) {
     let threads = rayon::current_num_threads();
     context.console.line(&format!(
@@ -552,7 +552,7 @@ fn environment(context: &Context) {
     ));
 }
 
-/// Writes the next lines: the model and the data.
+/// Writes the next lines of the log, about the model and the data.
 fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, prompts: &PromptBuilder) {
     let console = &context.console;
     console.line(&format!("model {} ({})", model.dir().display(), prompts.family().name()));
@@ -580,9 +580,10 @@ fn step_takes(settings: &Settings, objective: Objective) -> String {
     }
 }
 
-/// Installs signal handlers. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint, and are
-/// answered immediately. A second one of the first three ends the process immediately, with the exit code that shells give to
-/// that signal. SIGUSR1 is a scheduler's warning that SIGTERM follows: it counts neither as the first nor as the second signal.
+/// Installs signal handlers. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint. The
+/// program confirms them immediately. A second signal of the first three kinds ends the process immediately, with the exit code
+/// that shells use for that signal. SIGUSR1 is a scheduler's warning before SIGTERM, so it counts neither as the first nor as the
+/// second signal.
 fn install_signals(context: &Context) -> Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
     let unable = "signals cannot be handled";
@@ -594,7 +595,7 @@ fn install_signals(context: &Context) -> Result<()> {
     for &signal in &handled {
         signal_hook::flag::register(signal, Arc::clone(&context.stop)).context(unable)?;
         if signal != SIGUSR1 {
-            // Handlers act in the order of their registration: the second signal finds the flag set.
+            // Handlers run in the order of their registration, so this one acts only if an earlier signal has set the flag.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&told))
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&told)))
                 .context(unable)?;
@@ -602,7 +603,7 @@ fn install_signals(context: &Context) -> Result<()> {
     }
     let mut signals = signal_hook::iterator::Signals::new(&handled).context(unable)?;
     let console = context.console.clone();
-    // The thread waits until the process ends. Signals work without it.
+    // This thread runs until the process ends. Signals also work without it.
     let answer = move || {
         for signal in &mut signals {
             let what = match console.activity().step() {
@@ -619,7 +620,7 @@ fn install_signals(context: &Context) -> Result<()> {
 
 /// Returns true if the process was started with a signal ignored, as by `nohup`.
 fn is_ignored(signal: i32) -> bool {
-    // SAFETY: a null action only reads the current one, which is written to a value of its type.
+    // SAFETY: with a null action, the call only reads the current action and writes it to a value of its type.
     unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();
         libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
@@ -635,7 +636,7 @@ mod tests {
         for (of, versions, orders, kept) in [
             ([10, 4], 1, 1, 4),
             ([10, 30], 1, 1, 10),
-            // Three passes meet three of five numbers of frames, or both of two.
+            // Three passes use three of five numbers of frames, or both of two.
             ([10, 30], 5, 1, 30),
             ([10, 30], 2, 1, 20),
             ([10, 30], 2, 2, 40),

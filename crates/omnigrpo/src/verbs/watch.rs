@@ -1,4 +1,4 @@
-//! `watch` and `report`; the page and the trackers of a run.
+//! `watch` and `report`, and the page and trackers of a run.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,13 +22,13 @@ pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
     }
     let server = Server::start(&directories, settings.log.dashboard_port).map_err(problem)?;
     print(&format!("{}\n", server.url()))?;
-    context.console.line("only this machine can open it; press Ctrl-C to end");
+    context.console.line("the page opens only on this machine; press Ctrl-C to stop");
     loop {
         std::thread::park();
     }
 }
 
-/// Shows runs in the terminal until the program is stopped; in a pipe, a line per step.
+/// Shows runs as a table in the terminal until the program is stopped. In a pipe, prints a line per step.
 fn table(directories: &[PathBuf], context: &Context) -> Result<()> {
     const EVERY: Duration = Duration::from_secs(1);
     let mut board = Board::open(directories).map_err(problem)?;
@@ -52,7 +52,7 @@ pub fn report(settings: &Settings, context: &Context) -> Result<()> {
             report.media_folders.iter().map(|folder| folder.display().to_string()).collect();
         if !folders.is_empty() {
             context.console.line(&format!(
-                "it holds pictures or sounds of {}: look at them before you share it",
+                "it contains pictures or sounds of {}: check them before you share it",
                 folders.join(", ")
             ));
         }
@@ -60,7 +60,7 @@ pub fn report(settings: &Settings, context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// Starts the trackers of a run. One that cannot start is left out with a warning.
+/// Starts the trackers of a run. Leaves out a tracker that cannot start, with a warning.
 pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box<dyn FnOnce() -> Trackers> {
     use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
     let settings = &resolved.settings;
@@ -101,14 +101,14 @@ pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box
     })
 }
 
-/// Serves the page of a run that is about to begin, if it is set.
+/// Serves the page of a run that is about to begin, if the settings request it.
 pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Result<Option<Server>> {
     if !settings.log.dashboard {
         return Ok(None);
     }
     let directory = std::fs::canonicalize(directory)?;
     let server = Server::start_live(directory, settings.log.dashboard_port).map_err(problem)?;
-    // The address contains a token, and others may read the log.
+    // The address contains a token, and other users may read the log.
     let file = server.address_file().unwrap_or(Path::new("")).display().to_string();
     context.console.log(&format!("the address of the run's page is in {file}"));
     match is_read_by_others(std::io::stderr()) {
@@ -128,7 +128,7 @@ fn is_read_by_others(output: impl std::os::fd::AsFd) -> bool {
 
 fn problem(error: Error) -> anyhow::Error {
     match &error {
-        Error::NoRun { .. } | Error::Missing(_) => Problem::failure("there is no run to show")
+        Error::NoRun { .. } | Error::Missing(_) => Problem::failure("no run to show was found")
             .got(told(&error))
             .expected("the `--output_dir` of a run")
             .into(),

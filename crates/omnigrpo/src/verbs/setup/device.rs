@@ -8,11 +8,12 @@ use omnigrpo_ops::{Card, Device};
 use crate::problem::Problem;
 use crate::settings::{DeviceChoice, Settings};
 
-/// Opens a device. Returns it with a few words on what it is or why it was taken; the words are empty where nothing needs
-/// saying: a CPU that the user chose, or that is all the machine has.
+/// Opens a device. Returns it with a short description of the device or of the reason for choosing it. The description is empty
+/// for a
+/// CPU that the user chose or that is the machine's only device.
 ///
 /// # Errors
-/// The device is unavailable, or `auto` finds a GPU that cannot be used. No other device replaces it.
+/// Returns an error if the device is unavailable, or `auto` finds a GPU that cannot be used. No other device replaces it.
 pub fn open_device(
     choice: DeviceChoice,
     flag: &str,
@@ -41,7 +42,7 @@ pub fn open_device(
         },
         DeviceChoice::Emulated => match Device::emulator() {
             Some(device) => Ok((device, "a GPU's kernels on the CPU, for tests".into())),
-            None => Err(Problem::usage("this build has no emulator of GPUs, which only tests use")
+            None => Err(Problem::usage("this build has no GPU emulator, which only test builds have")
                 .at(format!("{flag} emulated"))
                 .expected("`auto`, `cpu`, `cuda`, or `cuda:N`")),
         },
@@ -61,11 +62,11 @@ fn lists_nvidia_gpu(devices: &Path) -> bool {
     entries.flatten().any(|entry| is_gpu(&entry.path()))
 }
 
-/// Returns the reason why `auto` takes the CPU although there is a driver.
+/// Returns the reason why `auto` selects the CPU although a driver is installed.
 pub fn no_cards(settings: &Settings) -> String {
     match &settings.env.cuda_visible_devices {
         Some(visible) if visible.is_empty() => {
-            "the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty, which hides all".into()
+            "the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty, which hides all GPUs".into()
         }
         Some(visible) => format!("the NVIDIA driver shows no GPU, with CUDA_VISIBLE_DEVICES={visible}"),
         None => "the NVIDIA driver shows no GPU".into(),
@@ -82,7 +83,7 @@ fn cannot(error: &omnigrpo_ops::Error) -> Problem {
     Problem::failure("the GPU cannot be used").got(error.to_string())
 }
 
-/// Returns true if `device` is the one that `choice` names.
+/// Returns true if `choice` names `device`.
 pub fn is_at(device: Device, choice: DeviceChoice) -> bool {
     match (device, choice) {
         (Device::Cpu, DeviceChoice::Cpu) => true,

@@ -1,4 +1,4 @@
-//! Models and datasets by name: a directory, the local cache, the Hugging Face hub.
+//! Lookup of models and datasets by name: a directory, the local cache, the Hugging Face hub.
 
 use std::path::PathBuf;
 
@@ -12,13 +12,14 @@ use crate::environment::HubEnvironment;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Returns a directory, or that of a model of the Hugging Face hub, which is fetched unless it is in the local cache.
+/// Returns the directory of a model given as a directory or by its name on the Hugging Face hub. Downloads a model that is not in
+/// the local cache.
 pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf, Problem> {
     let path = PathBuf::from(name);
     if path.is_dir() {
         let adapter = adapter_base(&path).map_err(|e| Problem::from_error(&e.into()))?;
         if let (false, Some(base)) = (path.join("config.json").is_file(), adapter) {
-            return Err(Problem::usage("the directory holds an adapter, not a checkpoint")
+            return Err(Problem::usage("the directory contains an adapter, not a checkpoint")
                 .at(path.display().to_string())
                 .expected("the checkpoint that it was trained on, and the adapter in its own setting")
                 .help(format!("--model_name_or_path {base} --adapter_name_or_path {}", path.display())));
@@ -33,7 +34,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
     }
     let missing = || {
         Problem::failure(format!("{what} was not found")).got(format!("`{name}`")).expected(format!(
-            "a checkpoint directory, a model in the local cache {}, or one of the hub {}",
+            "a checkpoint directory, a model in the local cache {}, or a model on the hub {}",
             hub.cache.display(),
             hub.endpoint
         ))
@@ -42,17 +43,18 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
         return Err(missing().help("correct the path"));
     }
     if hub.offline {
-        return Err(
-            missing().help("HF_HUB_OFFLINE is set: unset it, or copy what `hf download` fetched elsewhere")
-        );
+        return Err(missing().help(
+            "HF_HUB_OFFLINE is set: unset it, or run `hf download` on another machine and copy the \
+             files into the local cache",
+        ));
     }
     fetch(name, hub).map_err(|error| match error {
         FetchError::NoRepo { .. } | FetchError::Denied { .. } => missing().help(told(&error)),
-        _ => missing().help(format!("it could not be fetched: {}", told(&error))),
+        _ => missing().help(format!("the download failed: {}", told(&error))),
     })
 }
 
-/// Returns a client of the hub and the account that the environment names.
+/// Returns a client of the hub for the account in the environment.
 pub fn hub(env: &HubEnvironment) -> Hub {
     let kept = || {
         let text = std::fs::read_to_string(&env.token_file).ok()?;
@@ -65,7 +67,7 @@ pub fn hub(env: &HubEnvironment) -> Hub {
     })
 }
 
-/// Shows a transfer: a line with `what`, then a bar.
+/// Returns a function that shows a transfer: a line with `what`, then a bar.
 pub fn progress<'a>(console: &'a Console, what: &str) -> impl FnMut(Step) + use<'a> {
     const MB: u64 = 1_000_000;
     let what = what.to_owned();
@@ -88,7 +90,7 @@ pub fn progress<'a>(console: &'a Console, what: &str) -> impl FnMut(Step) + use<
     }
 }
 
-/// Fetches a model of the hub into the local cache, or the missing files of one that is partly there.
+/// Downloads a model from the hub into the local cache, or its missing files if some are there.
 fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
     let console = Console::stderr(false);
     hub(env).download(
@@ -98,7 +100,7 @@ fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
     )
 }
 
-/// Returns the table files of a split of a dataset, fetched unless they are in the local cache.
+/// Returns the table files of a dataset's split. Downloads them if they are not in the local cache.
 pub fn tables(
     name: &str,
     part: Option<&str>,
@@ -111,7 +113,7 @@ pub fn tables(
     let missing = || {
         Problem::failure("the dataset was not found").got(format!("`{name}`, split `{split}`")).expected(
             format!(
-                "a file of rows, a dataset in the local cache {}, or one of the hub {}",
+                "a file of rows, a dataset in the local cache {}, or a dataset on the hub {}",
                 env.cache.display(),
                 env.endpoint
             ),
@@ -120,8 +122,8 @@ pub fn tables(
     if env.offline {
         return Err(
             missing().help(
-            "HF_HUB_OFFLINE is set: unset it, name the part with `--dataset_config`, or copy what `hf download` fetched \
-             elsewhere",
+            "HF_HUB_OFFLINE is set: unset it, name the part with `--dataset_config`, or run `hf download` on another \
+             machine and copy the files into the local cache",
         )
         );
     }
@@ -129,12 +131,12 @@ pub fn tables(
     let what = format!("fetching {name} ({split}) from {}", env.endpoint);
     hub(env).dataset(name, part, split, &mut progress(&console, &what)).map_err(|error| match error {
         FetchError::NoSplit { .. } => missing().help(format!(
-            "{}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` choose",
+            "{}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` select the split",
             told(&error)
         )),
         FetchError::NoRepo { .. } | FetchError::Denied { .. } | FetchError::NoTables { .. } => {
             missing().help(told(&error))
         }
-        _ => missing().help(format!("it could not be fetched: {}", told(&error))),
+        _ => missing().help(format!("the download failed: {}", told(&error))),
     })
 }

@@ -1,4 +1,4 @@
-//! From settings to plans: parts that several commands share.
+//! Conversion of settings to plans, shared by several commands.
 
 mod device;
 mod hub;

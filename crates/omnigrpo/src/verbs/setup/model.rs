@@ -1,4 +1,4 @@
-//! The model of a command: its source, its form and its trained parts.
+//! The model of a command: source, form and trained parts.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -23,13 +23,13 @@ pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
     Ok(named_dir("the model", name, settings)?)
 }
 
-/// Opens that checkpoint with the changes that flags make to it.
+/// Opens the checkpoint of `--model_name_or_path`, with the changes requested by flags.
 pub fn checkpoint(settings: &Settings) -> Result<Checkpoint> {
     let dir = checkpoint_dir(settings)?;
     Checkpoint::open_with(&dir, |config| options::replaced(settings, &dir, config))
 }
 
-/// Returns the parts that are trained as a whole.
+/// Returns the parts that are fully trained.
 pub fn selection(settings: &Settings, family: &Family) -> Selection {
     let mut selection = settings.selection.clone();
     if settings.model.freeze_vision_modules {
@@ -40,18 +40,18 @@ pub fn selection(settings: &Settings, family: &Family) -> Selection {
     selection
 }
 
-/// Loads the model with its adapter, or makes a random one from its configuration, for reading only: weights stay in their files
-/// if possible.
+/// Loads the model with its adapter, or creates one with random weights from its configuration. The model is read-only: weights
+/// stay in their files if possible.
 pub fn model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Result<Model> {
     load(settings, checkpoint, &Selection::NONE, device, true)
 }
 
-/// Loads the model like [`model`], for weights that will be written.
+/// Loads the model like [`model`], with weights that can be changed.
 pub fn model_to_change(settings: &Settings, checkpoint: &Checkpoint) -> Result<Model> {
     load(settings, checkpoint, &Selection::NONE, Device::Cpu, false)
 }
 
-/// Checks that settings about routers fit the model.
+/// Checks that the settings for routers apply to the model.
 pub fn check_router(settings: &Settings, checkpoint: &Checkpoint) -> Result<()> {
     let experts = checkpoint.family().architecture().decoder_config().experts;
     if experts.is_none() && !settings.algorithm.router.is_off() {
@@ -66,7 +66,7 @@ pub fn check_router(settings: &Settings, checkpoint: &Checkpoint) -> Result<()> 
     Ok(())
 }
 
-/// Loads the model to train, with a new adapter if one is set.
+/// Loads the model to train, with a new adapter if the settings request one.
 pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Result<Model> {
     let selection = selection(settings, checkpoint.family());
     let mut model = load(settings, checkpoint, &selection, device, false)?;
@@ -76,7 +76,7 @@ pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, device: Devic
     Ok(model)
 }
 
-/// Adds new adapters.
+/// Returns the configuration of new adapters, if the settings request them.
 fn new_adapters(settings: &Settings) -> Option<&LoraConfig> {
     Some(&settings.lora).filter(|_| settings.model.use_peft && settings.model.adapter.is_none())
 }
@@ -117,12 +117,13 @@ fn with_options<R>(
     let trained = trained.matcher()?;
     let keep = |name: &str, part: Part| whole.contains(name) || trained(name, part);
     let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
-    // Only for short commands that only read: files may change during long runs, and a changed weight would go unnoticed.
+    // Weights stay in their files only for short commands that do not change them: during a long run, a file could change
+    // unnoticed.
     let in_place = in_place && device == Device::Cpu && whole.is_empty();
     f(&LoadOptions { dtype: settings.model.dtype, quantization, device, in_place })
 }
 
-/// Loads a model that fits into memory.
+/// Loads a model after checking that it fits into memory.
 fn load(
     settings: &Settings,
     checkpoint: &Checkpoint,
@@ -144,7 +145,7 @@ fn load(
             let left = params.filter(|p| quantization.leaves(p.name(), p.part(), p.shape())).count();
             if left > 0 {
                 tracing::warn!(
-                    "{left} linear weights stay unquantised: their rows are shorter than a group of {} numbers",
+                    "{left} linear weights are not quantised, because their rows are shorter than a group of {} numbers",
                     Quantization::GROUP
                 );
             }

@@ -1,16 +1,16 @@
-//! Prompts of a command.
+//! Prompt builders of a command.
 
 use anyhow::Result;
 use omnigrpo_models::{Checkpoint, MediaSettings, PromptBuilder, PromptSettings};
 
 use crate::settings::Settings;
 
-/// Returns the builder of prompts for a checkpoint. `training` lets rows draw their number of frames.
+/// Returns the builder of prompts for a checkpoint. With `training`, the number of frames of a row may be random.
 pub fn prompts(settings: &Settings, checkpoint: &Checkpoint, training: bool) -> Result<PromptBuilder> {
     prompts_with(settings, checkpoint, training, false)
 }
 
-/// Returns the builder of training prompts with the frames of videos in another order.
+/// Returns the builder of training prompts whose video frames are shuffled.
 pub fn shuffled_prompts(settings: &Settings, checkpoint: &Checkpoint) -> Result<PromptBuilder> {
     prompts_with(settings, checkpoint, true, true)
 }

@@ -14,12 +14,12 @@ use super::hub::named_dir;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Returns the references of these rows, if a reward needs them.
+/// Returns the references of these rows if a reward needs them.
 pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Option<Corpus> {
     let wants = |name: &str| !settings.lacks_reward(name);
     let weigh_tokens = wants("bertscore") && settings.rewards.scorers.bertscore_idf;
     (wants("cider") || wants("explanation") || weigh_tokens).then(|| {
-        // An unreadable row is reported when it is used.
+        // An unreadable row is skipped here; it is reported when it is used.
         let samples = rows.into_iter().filter_map(|row| dataset.get(row).ok());
         let own = |sample: Sample| {
             let references = references(&sample.columns, sample.solution.as_deref());
@@ -76,13 +76,14 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
         .map_err(|e| Problem::usage(told(&e)).at("--reward_funcs").into())
 }
 
-/// Reads the question to a judge from a file.
+/// Reads the prompt for a judge from a file.
 fn judge_prompt(path: &Path) -> Result<String> {
     const MAX_BYTES: u64 = 64 << 10;
     let problem = |got: String| {
-        Problem::usage("the judge's prompt cannot be used").at(path.display().to_string()).got(got).expected(
-            "a text with `{answer}` or `{completion}` in it, and a request for a number from 0 to 1",
-        )
+        Problem::usage("the judge's prompt cannot be used")
+            .at(path.display().to_string())
+            .got(got)
+            .expected("a text that contains `{answer}` or `{completion}` and requests a number from 0 to 1")
     };
     let mut text = String::new();
     std::fs::File::open(path)
@@ -99,7 +100,8 @@ fn judge_prompt(path: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// Builds the rewards that need neither a model nor another program, if there are any: enough to check rows.
+/// Builds the rewards that need neither a model nor another program, which suffice to check rows. Returns `None` if there are
+/// none.
 pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<RewardSet>> {
     let mut textual = settings.clone();
     let asked = &mut textual.rewards;
@@ -112,8 +114,8 @@ pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<Rew
     rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref()).map(Some)
 }
 
-/// Lets rewards outside of this process score one made-up completion of the first readable row, so that a reward that cannot
-/// be started or reached is found before hours of sampling.
+/// Scores one made-up completion of the first readable row with the external rewards, so that a reward that cannot
+/// be started or reached is reported before hours of sampling.
 pub fn probe_rewards(
     rewards: &RewardSet,
     dataset: &Dataset,
@@ -133,7 +135,8 @@ pub fn probe_rewards(
         Problem::of(&e)
             .at("--reward_funcs")
             .help(
-                "it was asked for one score before the run, as docs/rewards.md says; nothing was sampled yet",
+                "the reward had to score one completion before the run, as described in docs/rewards.md; nothing was \
+                 sampled yet",
             )
             .into()
     })

@@ -1,4 +1,4 @@
-//! The rows of a command: files, options of reading, media by address.
+//! The rows of a command: files, reading options, and media given by address.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::names::AllowUrls;
 use crate::problem::Problem;
 use crate::settings::{REGISTRY, Settings, is_on_hub};
 
-/// Returns the options of reading rows.
+/// Returns the options for reading rows.
 pub fn read_options(settings: &Settings) -> ReadOptions {
     ReadOptions {
         fetch: fetch_media(settings),
@@ -22,10 +22,10 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
     }
 }
 
-/// Largest medium that is fetched, bytes.
+/// Maximum size of a downloaded medium, bytes.
 const MAX_URL_BYTES: u64 = 1 << 30;
 
-/// Returns the function that fetches media by address, if they are allowed.
+/// Returns the function that downloads media by address, if the settings allow it.
 fn fetch_media(settings: &Settings) -> Option<Fetch> {
     let allow_private = match settings.data.allow_urls {
         AllowUrls::Off => return None,
@@ -41,8 +41,8 @@ fn fetch_media(settings: &Settings) -> Option<Fetch> {
     Some(Fetch(Arc::new(move |url| Ok(media.fetch(url)?))))
 }
 
-/// Returns the rows of `--input`; `-` is standard input, and a directory stands for the rollouts of a run in it. With
-/// `missing_media` rows are read whose media are missing.
+/// Returns the rows of `--input`: `-` is standard input, and a run directory means its rollouts. With
+/// `missing_media`, rows with missing media are also read.
 pub fn input_rows(settings: &Settings, input: &Path, missing_media: bool) -> Result<Arc<Dataset>> {
     let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
     let options = ReadOptions { missing_media, ..read_options(settings) };
@@ -86,10 +86,12 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     let modes = &settings.rewards.accuracy_modes;
     if modes.len() > 1 {
         if modes.len() != specs.len() {
-            return Err(Problem::usage("`accuracy_mode` and the training files differ in number")
-                .got(format!("{} rules for {} files", modes.len(), specs.len()))
-                .expected("one rule for all, or one per file, in the same order")
-                .into());
+            return Err(Problem::usage(
+                "`accuracy_mode` and the list of training files have different lengths",
+            )
+            .got(format!("{} rules for {} files", modes.len(), specs.len()))
+            .expected("one rule for all, or one per file, in the same order")
+            .into());
         }
         for (spec, mode) in specs.iter_mut().zip(modes) {
             spec.columns.entry("reward_method").or_insert_with(|| mode.name().into());
@@ -98,7 +100,7 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     open(&specs, settings)
 }
 
-/// Returns the specs of files of rows; a dataset of the hub becomes its tables.
+/// Returns the specs of files of rows. A dataset on the hub is replaced by its tables.
 fn from_files(settings: &Settings, files: &[PathBuf], split: &str) -> Result<Vec<DatasetSpec>> {
     let roots = &settings.data.roots;
     let mut specs = Vec::new();
@@ -124,11 +126,11 @@ fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
     open_with(specs, &read_options(settings))
 }
 
-/// Opens rows. A missing file may be one that `data convert` writes.
+/// Opens rows. For a missing file, the error suggests `data convert` if that command writes such a file.
 fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset>> {
     let dataset = Dataset::open(specs, options).map_err(|e| match &e {
         DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
-            let problem = Problem::failure("the dataset is not there")
+            let problem = Problem::failure("the dataset does not exist")
                 .at(path.display().to_string())
                 .got(source.to_string())
                 .expected("a file of rows");
@@ -148,7 +150,7 @@ fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset
     Ok(Arc::new(dataset))
 }
 
-/// Opens the evaluation rows, if any are given besides the training rows.
+/// Opens the evaluation rows, if any are given separately from the training rows.
 pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
     let data = &settings.data;
     let roots = &data.roots;
