@@ -31,8 +31,9 @@ pub fn resample(samples: &[f32], from: u32, to: u32) -> Result<Vec<f32>, String>
     // Whole blocks have `step * n` input samples; with an even n the filter delays by whole samples of the output.
     let step = from / gcd(from, to);
     let block = step * 2 * MIN_BLOCK.div_ceil(2 * step);
-    let mut resampler = Fft::<f32>::new_custom(from, to, block, 1, 1, WindowFunction::BlackmanHarris2, FixedSync::Both)
-        .map_err(|e| e.to_string())?;
+    let mut resampler =
+        Fft::<f32>::new_custom(from, to, block, 1, 1, WindowFunction::BlackmanHarris2, FixedSync::Both)
+            .map_err(|e| e.to_string())?;
     let input = InterleavedSlice::new(samples, 1, samples.len()).map_err(|e| e.to_string())?;
     let output = resampler.process_all(&input, samples.len(), None).map_err(|e| e.to_string())?;
     Ok(output.take_data())

@@ -58,7 +58,11 @@ impl AudioClip {
 pub fn resample(clip: &AudioClip, sample_rate_hz: u32) -> Result<AudioClip, MediaError> {
     let from = clip.sample_rate_hz;
     let samples = omnigrpo_resample::resample(&clip.samples, from, sample_rate_hz).map_err(|reason| {
-        MediaError::setting("resampling", format!("{from} Hz to {sample_rate_hz} Hz ({reason})"), "positive rates")
+        MediaError::setting(
+            "resampling",
+            format!("{from} Hz to {sample_rate_hz} Hz ({reason})"),
+            "positive rates",
+        )
     })?;
     Ok(AudioClip { samples, sample_rate_hz })
 }
