@@ -154,8 +154,7 @@ impl Kept for KeptBlock {
 
 impl BlockPass {
     /// Prepares the block for the rows that `layout` describes. `rope` rotates queries and keys. If `rows` is given, only these
-    /// rows
-    /// continue past attention.
+    /// rows continue past attention.
     #[must_use]
     pub fn new(
         block: &Arc<Block>,
@@ -191,8 +190,7 @@ impl BlockPass {
     }
 
     /// Maps `x [t, h]` to the block's output `[n, h]`. `attend` computes the output and the log-sum-exps of attention from the
-    /// packed
-    /// queries, keys and values.
+    /// packed queries, keys and values.
     ///
     /// # Errors
     /// Returns an error if shapes do not fit.
@@ -246,8 +244,7 @@ impl BlockPass {
     }
 
     /// Returns the gradient of a half's input: `dresidual` plus the gradient through the half's layers. `back` maps the input of
-    /// these
-    /// layers to the gradient of that input.
+    /// these layers to the gradient of that input.
     fn enter_back(
         &self,
         half: usize,
@@ -346,8 +343,7 @@ impl BlockPass {
     }
 
     /// Lists, for queries and for keys: the norm, the first column and the width in a packed row, and the number of pieces that
-    /// are
-    /// normalised separately.
+    /// are normalised separately.
     fn qk_norms(&self) -> Vec<(&Norm, usize, usize, usize)> {
         let heads = self.block.heads;
         let (q, k) = (heads.q_width(), heads.kv_width());

@@ -12,8 +12,7 @@ use crate::families::{Family, FamilyRow, family_of};
 use crate::media_store::MediaStore;
 
 /// A checkpoint directory with its configuration. `config.json` is read once, when the directory is opened. Everything that is
-/// built
-/// from one value therefore uses the same configuration, even if the file changes later.
+/// built from one value therefore uses the same configuration, even if the file changes later.
 #[derive(Clone)]
 pub struct Checkpoint {
     dir: PathBuf,

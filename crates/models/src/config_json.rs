@@ -18,8 +18,7 @@ pub struct ConfigJson {
 const MAX_BYTES: u64 = 16 << 20;
 
 /// Returns the largest accepted value of a size, far above that of every published model. Memory is only allocated for tensors
-/// that
-/// the files contain, but products of sizes must fit an integer, and loops over blocks must end.
+/// that the files contain, but products of sizes must fit an integer, and loops over blocks must end.
 fn most(key: &str) -> usize {
     let last = key.rsplit('_').next().unwrap_or_default();
     match key {

@@ -1,8 +1,7 @@
 //! The decoder: a language model of blocks, described by its configuration.
 //!
-//! Qwen2, Qwen3 and Llama differ in biases and in the norms of queries and keys; Aria has experts. Source: `transformers`
-//! 5.23 `models/{qwen2,qwen3,llama,aria}` and, for three-axis positions and deep features, `models/{qwen2_vl,qwen3_vl}`.
-//! Differences
+//! Qwen2, Qwen3 and Llama differ in biases and in the norms of queries and keys; Aria has experts. Source: `transformers` 5.23
+//! `models/{qwen2,qwen3,llama,aria}` and, for three-axis positions and deep features, `models/{qwen2_vl,qwen3_vl}`. Differences
 //! to the source: query, key and value projections run as one; logits are never computed for a whole stream at once; in the last
 //! block, only rows whose output is used continue past the keys and values.
 //!
@@ -222,8 +221,7 @@ pub enum PositionAxes {
     /// Consecutive sections: the first pairs use the first axis, the next ones the second, the last ones the third.
     Sections,
     /// Alternating axes: of each three pairs, one uses the second axis and one the third, until their shares are used up. All
-    /// other
-    /// pairs use the first axis.
+    /// other pairs use the first axis.
     Interleaved,
 }
 
@@ -411,8 +409,7 @@ impl Decoder {
     }
 
     /// Runs a packed stream `[t, h]` and returns the last block's output at `rows`, before the final norm: `[rows.len(), h]`.
-    /// `rows` must
-    /// ascend.
+    /// `rows` must ascend.
     ///
     /// # Errors
     /// Returns an error if shapes do not fit.
@@ -500,8 +497,7 @@ impl Decoder {
     }
 
     /// Runs one decoding step on rows `[n, h]`, each of which continues one completion of one group. The bits of a row do not
-    /// depend on
-    /// the other rows in the call. The results of the blocks are kept in `memory`.
+    /// depend on the other rows in the call. The results of the blocks are kept in `memory`.
     ///
     /// # Errors
     /// Returns an error if shapes do not fit or a cache is full.
@@ -632,10 +628,9 @@ impl NextTokens<'_> {
     }
 
     /// Draws a token for each row of `groups`, whose last tokens are `ids` at `positions`, and counts it in the caches. The bits
-    /// of a
-    /// row do not depend on the other rows in the call. The results of the blocks are kept in `memory`, which may be given only
-    /// for a
-    /// model that [can recall](crate::Model::can_recall). A draw is `None` if a logit is NaN or +∞, or if no token can be drawn.
+    /// of a row do not depend on the other rows in the call. The results of the blocks are kept in `memory`, which may be given
+    /// only for a model that [can recall](crate::Model::can_recall). A draw is `None` if a logit is NaN or +∞, or if no token can
+    /// be drawn.
     ///
     /// # Errors
     /// Returns an error if numbers of rows differ, a cache is full or an id is outside the vocabulary.

@@ -55,8 +55,7 @@ pub(crate) fn companions(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Checks that no file besides the weights is a link to a place outside the directory. The check runs when a checkpoint is
-/// opened, so
-/// that writing the trained model does not fail.
+/// opened, so that writing the trained model does not fail.
 pub(crate) fn check_links(dir: &Path) -> Result<()> {
     companions(dir)?;
     is_there(dir, Path::new(CARD)).map(drop)
@@ -173,8 +172,7 @@ impl Model {
     }
 
     /// Copies tokenizer and processor files into `dir`. Also copies the Python code of checkpoints that are published with code;
-    /// this
-    /// program never runs it.
+    /// this program never runs it.
     pub(crate) fn copy_companions(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
         for name in companions(self.dir())? {
             if left_out.iter().any(|left_out| name == Path::new(left_out)) {
@@ -191,8 +189,7 @@ impl Model {
     }
 
     /// Writes the chat template to a file of its own, because processors of `transformers` do not read it from the tokenizer's
-    /// settings.
-    /// A template that cannot be used is left in place.
+    /// settings. A template that cannot be used is left in place.
     pub(crate) fn write_template(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
         let to = dir.join("chat_template.jinja");
         match ChatTemplate::from_dir(dir) {

@@ -27,9 +27,8 @@ pub struct LoraConfig {
     pub rslora: bool,
     /// Layers that get an adapter: `all-linear` for the linear layers of the language model, ends of module names, or regular
     /// expressions over whole module names. An end is looked up in the language model first, and elsewhere only if the language
-    /// model
-    /// has no match. A target that names no linear layer may name experts: `experts`, or the end of a parameter's name such as
-    /// `experts.down_proj`.
+    /// model has no match. A target that names no linear layer may name experts: `experts`, or the end of a parameter's name such
+    /// as `experts.down_proj`.
     pub targets: Vec<String>,
     /// Seed of the initial values of `A`; `B` starts at 0.
     pub seed: u64,

@@ -121,8 +121,7 @@ impl MediaClassifier {
     }
 
     /// Computes one score per conversation. Consecutive conversations with the same media, and the same tokens up to the last of
-    /// them,
-    /// are run with one shared prefix.
+    /// them, are run with one shared prefix.
     ///
     /// # Errors
     /// Returns an error if conversations were built for another checkpoint.

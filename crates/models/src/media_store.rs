@@ -1,10 +1,9 @@
 //! A store for decoded media, which stay in memory from one pass over the data to the next.
 //!
 //! The key of a medium covers everything that determines its decoded values: the content of its files (SHA-256), the row's
-//! options
-//! and the run's settings. It includes the number of frames if that number is drawn. If frames are shuffled, it includes the
-//! medium's place in the dataset, which determines their order. A file that changes is therefore decoded again, and a medium that
-//! several rows share is decoded once. Errors are not stored.
+//! options and the run's settings. It includes the number of frames if that number is drawn. If frames are shuffled, it includes
+//! the medium's place in the dataset, which determines their order. A file that changes is therefore decoded again, and a medium
+//! that several rows share is decoded once. Errors are not stored.
 //!
 //! The store keeps the media that came first, up to a limit in bytes. A pass over shuffled data returns to a medium after most of
 //! the others. With room for a fraction c of the data, this store answers a fraction c of all requests. A store that evicts the
@@ -33,8 +32,7 @@ const PIECE: usize = 128 << 10;
 type Name = [u8; 32];
 
 /// Decoded media of one checkpoint, shared by everything that builds prompts for it ([`Checkpoint::media_store`]). The store
-/// keeps
-/// nothing until it is given a size.
+/// keeps nothing until it is given a size.
 ///
 /// [`Checkpoint::media_store`]: crate::Checkpoint::media_store
 #[derive(Default)]

@@ -64,8 +64,7 @@ pub struct LoadOptions<'a> {
     /// Device on which the model runs.
     pub device: Device,
     /// Whether weights stay in the mapped files where possible, without a copy. Such weights cannot be written, so the model
-    /// cannot be
-    /// trained. The files must not change while the model is in use.
+    /// cannot be trained. The files must not change while the model is in use.
     pub in_place: bool,
 }
 
@@ -79,8 +78,7 @@ pub struct Features {
     /// Output of the tower, before the projector.
     pub tower: Rows,
     /// Features in the language model's width, `[(1 + deep) · tokens, h]`: first the rows of the prompt, then the rows added
-    /// after the
-    /// first block, and so on ([`crate::DecoderConfig::deep`], mostly 0).
+    /// after the first block, and so on ([`crate::DecoderConfig::deep`], mostly 0).
     pub rows: Rows,
 }
 
@@ -92,16 +90,14 @@ pub struct Memories(BTreeMap<(usize, usize), Memory>);
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Training {
     /// Whether the backward pass recomputes the activations inside blocks instead of keeping them. This takes less memory and
-    /// more
-    /// time.
+    /// more time.
     pub recompute: bool,
     /// Key of the update for the dropout masks of adapters; updates with different keys have different masks.
     pub dropout_key: u64,
     /// Weights of the losses of expert routers.
     pub router: RouterPlan,
     /// Number of tokens of the whole update, and of the scored tokens among them. A prompt counts once for each of its
-    /// completions.
-    /// These numbers determine a stream's share of the routers' losses.
+    /// completions. These numbers determine a stream's share of the routers' losses.
     pub step_tokens: [usize; 2],
 }
 
@@ -121,8 +117,7 @@ pub struct StreamPass<'a> {
 }
 
 /// Gradients of media features, each in the shape of [`Features::rows`], keyed by (group, medium). A [`StreamPass`] returns them
-/// for
-/// towers and projectors. Gradients of several streams are summed, so that a medium goes back through its tower once.
+/// for towers and projectors. Gradients of several streams are summed, so that a medium goes back through its tower once.
 #[derive(Clone, Debug, Default)]
 pub struct FeatureGradients(BTreeMap<(usize, usize), Rows>);
 
@@ -213,8 +208,7 @@ impl Model {
     }
 
     /// Builds the outline of the model that [`Self::load_with`], or with `random` [`Self::random`], returns. Its weights have
-    /// names,
-    /// shapes and dtypes but no data, so it cannot compute anything.
+    /// names, shapes and dtypes but no data, so it cannot compute anything.
     ///
     /// # Errors
     /// Returns an error if files are unreadable. Only loading checks that the tensors fit.
@@ -241,10 +235,8 @@ impl Model {
     }
 
     /// Builds a reference that runs on the CPU and reads its copies of the trained weights in the checkpoint's files. This needs
-    /// no memory
-    /// between passes. A weight is copied instead if the file's values differ or the file cannot be mapped. The files must not
-    /// change
-    /// while the reference is in use ([`Self::files_unchanged`]).
+    /// no memory between passes. A weight is copied instead if the file's values differ or the file cannot be mapped. The files
+    /// must not change while the reference is in use ([`Self::files_unchanged`]).
     pub fn reference_in_place(&self) -> Result<Self> {
         let files = self.lenders();
         let mut reference = self.reference_with(Device::Cpu, files.as_ref())?;
@@ -432,11 +424,9 @@ impl Model {
     }
 
     /// Encodes several prompts as [`Self::encode_prompt`] does, for a later [`Self::backward_media`] with the same weights. Also
-    /// returns
-    /// the memories that [`Self::backward_media`] takes. They contain the results of the blocks of a trained tower, up to eight
-    /// bytes for
-    /// each trained weight: half of the size of weights, gradients and moments. Media beyond that limit run through the tower
-    /// again.
+    /// returns the memories that [`Self::backward_media`] takes. They contain the results of the blocks of a trained tower, up to
+    /// eight bytes for each trained weight: half of the size of weights, gradients and moments. Media beyond that limit run
+    /// through the tower again.
     pub fn encode_for_training<'p>(
         &self,
         prompts: impl IntoIterator<Item = &'p Prompt>,
@@ -465,10 +455,8 @@ impl Model {
     }
 
     /// Returns the features to use in a training pass. `features` are those of the present weights; they are returned unchanged
-    /// unless
-    /// adapters of towers or projectors use dropout. In that case the features are computed again, as [`Self::backward_media`]
-    /// will
-    /// differentiate them.
+    /// unless adapters of towers or projectors use dropout. In that case the features are computed again, as
+    /// [`Self::backward_media`] will differentiate them.
     pub fn features_in_training(
         &self,
         prompt: &Prompt,
@@ -600,10 +588,8 @@ impl Model {
     }
 
     /// Returns whether a [`DecoderMemory`](crate::DecoderMemory) can replace a forward pass in training. Then a rollout with the
-    /// same
-    /// weights computes the same values, up to rounding: there is no dropout, no weight is quantised (decoding multiplies such
-    /// weights
-    /// in a different way), and there are no experts.
+    /// same weights computes the same values, up to rounding: there is no dropout, no weight is quantised (decoding multiplies
+    /// such weights in a different way), and there are no experts.
     #[must_use]
     pub fn can_recall(&self) -> bool {
         self.can_recall_on(self.device)
@@ -620,8 +606,7 @@ impl Model {
     }
 
     /// Scores as [`Self::score`] does and keeps what a backward pass needs. `features` are those of the present weights, in the
-    /// form
-    /// that [`Self::features_in_training`] returns.
+    /// form that [`Self::features_in_training`] returns.
     ///
     /// # Errors
     /// Returns an error if features do not fill their spans.
@@ -673,10 +658,8 @@ impl Model {
     }
 
     /// Replaces backward passes whose gradient is known to be 0: every weight that they would reach gets a gradient of zeros if
-    /// it has
-    /// none. `idle` lists the groups of these streams. If no medium of a kind has a gradient in `gradients`, one medium of that
-    /// kind
-    /// gets zeros. One per kind is enough, because media of the same kind reach the same weights.
+    /// it has none. `idle` lists the groups of these streams. If no medium of a kind has a gradient in `gradients`, one medium of
+    /// that kind gets zeros. One per kind is enough, because media of the same kind reach the same weights.
     pub fn reach(&self, prompts: &[&Prompt], idle: &[usize], gradients: &mut FeatureGradients) {
         if idle.is_empty() {
             return;
@@ -731,11 +714,9 @@ impl Model {
     }
 
     /// Propagates the gradients of features back through trained projectors and towers. Each medium runs forward once more, on a
-    /// tape
-    /// that lives for this medium only; results in `memories` are not computed again. The output of a frozen tower is taken from
-    /// `features`, which are the originals and not the result of [`Self::features_in_training`]. `prompts`, `features` and
-    /// `memories`
-    /// are indexed by group.
+    /// tape that lives for this medium only; results in `memories` are not computed again. The output of a frozen tower is taken
+    /// from `features`, which are the originals and not the result of [`Self::features_in_training`]. `prompts`, `features` and
+    /// `memories` are indexed by group.
     ///
     /// # Errors
     /// Returns an error if gradients belong to media that do not exist.
@@ -786,8 +767,7 @@ impl StreamPass<'_> {
     }
 
     /// Adds the gradients of every trained weight of the decoder, given dL/dlogp and dL/dentropy per scored token. Returns the
-    /// gradients
-    /// of the features for [`Model::backward_media`]; they are empty if neither towers nor projectors are trained.
+    /// gradients of the features for [`Model::backward_media`]; they are empty if neither towers nor projectors are trained.
     ///
     /// # Errors
     /// Returns an error if the lengths differ from the stream's.

@@ -339,8 +339,8 @@ fn target_parameters(dir: &Path) -> Result<Vec<String>> {
 const EXPERT_PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
 
 /// Returns the full name of the parameter that the adapter of an expert module belongs to. `wrapper` is the module's name,
-/// followed
-/// by `.base_layer` once per level. The number of levels selects the parameter: it counts back from the last targeted one.
+/// followed by `.base_layer` once per level. The number of levels selects the parameter: it counts back from the last targeted
+/// one.
 fn expert_parameter(wrapper: &str, targets: &[String]) -> Option<String> {
     let (mut module, mut depth) = (wrapper, 0);
     while let Some(inner) = module.strip_suffix(".base_layer") {

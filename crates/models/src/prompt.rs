@@ -37,8 +37,7 @@ pub struct Prompt {
 
 impl Prompt {
     /// Returns a key of the prompt for the dropout masks of adapters. Prompts that differ only in their pictures have different
-    /// keys; a
-    /// sample of the pixel values is enough for that.
+    /// keys; a sample of the pixel values is enough for that.
     pub(crate) fn key(&self) -> u64 {
         const SAMPLE: usize = 256;
         let text = self.ids.iter().fold(0, |key, &id| next_key(key, id));
@@ -94,9 +93,8 @@ pub struct SftExample {
 /// ```
 /// use std::path::Path;
 ///
-/// use omnigrpo_data::{ReadOptions, Sample};
-/// use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings};
-/// use serde_json::json;
+/// use omnigrpo_data::{ReadOptions, Sample}; use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings}; use
+/// serde_json::json;
 ///
 /// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/checkpoints/qwen2_vl_untied");
 /// let checkpoint = Checkpoint::open(directory.as_ref())?;
@@ -228,8 +226,7 @@ impl PromptBuilder {
     }
 
     /// Builds the prompt and plans its media from headers only, without decoding. `headers` are those of the row's media, in
-    /// order. Rows
-    /// with a random number of frames get the largest number, so that a prompt that fits here fits in every epoch.
+    /// order. Rows with a random number of frames get the largest number, so that a prompt that fits here fits in every epoch.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
         let plans = self.plans(&sample.media, headers)?;
         let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
@@ -411,10 +408,8 @@ impl PromptBuilder {
     }
 
     /// Compares a prompt of `tokens`, which include the features of media, with the model's limit and that of the settings.
-    /// Tokens are
-    /// counted for the latter as the family does. The error names the limit and a remedy. If more than a fifth of the tokens
-    /// belong to one
-    /// kind of media, the remedy names the settings of that kind.
+    /// Tokens are counted for the latter as the family does. The error names the limit and a remedy. If more than a fifth of the
+    /// tokens belong to one kind of media, the remedy names the settings of that kind.
     fn check_length(&self, tokens: usize, media: &[MediumTokens]) -> Result<()> {
         let of = |kind| media.iter().filter(|m| m.kind == kind).map(num_features).sum::<usize>();
         let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];

@@ -1,10 +1,9 @@
 //! Results that the decoder computed while it sampled completions, for reuse in the training pass.
 //!
 //! Sampling runs each row of a stream `[prompt | completion 1 | … | completion G]` through the blocks once: the prompt's rows in
-//! the
-//! prefill, the rows of a completion one by one. As long as the weights do not change, the forward pass of the first update would
-//! compute the same rows again, up to rounding. [`DecoderMemory`] records the results instead, and [`DecoderMemory::of_stream`]
-//! puts them into the stream's order for a tape that reads them back.
+//! the prefill, the rows of a completion one by one. As long as the weights do not change, the forward pass of the first update
+//! would compute the same rows again, up to rounding. [`DecoderMemory`] records the results instead, and
+//! [`DecoderMemory::of_stream`] puts them into the stream's order for a tape that reads them back.
 //!
 //! Decoded rows arrive a few at a time, block by block. They are stored in large pieces, and those of a block are adjacent. The
 //! stream is assembled block by block, so the memory that is freed makes room for the next block. Before that, the unused end of
@@ -58,8 +57,7 @@ pub struct DecoderMemory {
 
 impl DecoderMemory {
     /// Creates a memory for `room` rows; if more arrive, everything is dropped. With `outputs_only`, only the outputs of blocks
-    /// are
-    /// kept, for a pass that recomputes blocks.
+    /// are kept, for a pass that recomputes blocks.
     #[must_use]
     pub fn new(room: usize, outputs_only: bool) -> Self {
         Self {
@@ -133,8 +131,8 @@ impl DecoderMemory {
     }
 
     /// Returns the results of the blocks in the order of `stream`, which must consist of exactly these prompts with all their
-    /// samples.
-    /// Returns `None` if results were dropped or the tokens of the stream differ. The weights must be those that sampled.
+    /// samples. Returns `None` if results were dropped or the tokens of the stream differ. The weights must be those that
+    /// sampled.
     ///
     /// # Errors
     /// Returns an error if rows are not on the CPU.

@@ -1,11 +1,9 @@
 //! Encoders of pictures, sound and text, used as towers of families and as scorers.
 //!
 //! An encoder is built from a [`WeightSource`] under a prefix and a [`Part`](omnigrpo_ops::Part) that the caller gives. The same
-//! code
-//! therefore reads a separate directory or a tower inside a larger checkpoint. On a recording [`Tape`] the weights can be
-//! trained.
-//! Encoders differ in the layers before and after the blocks. The blocks are [`Block`]s, and a table (`LayerNames`) gives their
-//! tensor names.
+//! code therefore reads a separate directory or a tower inside a larger checkpoint. On a recording [`Tape`] the weights can be
+//! trained. Encoders differ in the layers before and after the blocks. The blocks are [`Block`]s, and a table (`LayerNames`)
+//! gives their tensor names.
 //!
 //! Shapes: `n` pictures or sequences, `t` rows of the stream, `c` width, `p` width of a projection.
 
@@ -161,8 +159,7 @@ pub(crate) fn run_blocks(
 }
 
 /// Converts the pixels of pictures `[channels, side, side]` to rows of patches, each `[channels, patch, patch]`, picture by
-/// picture.
-/// `lead` rows of zeros come before the patches of each picture.
+/// picture. `lead` rows of zeros come before the patches of each picture.
 pub(crate) fn patch_rows(
     pixels: &[f32],
     [channels, side]: [usize; 2],

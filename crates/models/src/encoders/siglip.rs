@@ -58,8 +58,7 @@ impl SiglipConfig {
     }
 
     /// Returns the number of blocks whose output is `hidden_states[index]` of `transformers`: 0 is the stream before the first
-    /// block, −1
-    /// the last block's output (before the last norm), −2 the output of the block before it.
+    /// block, −1 the last block's output (before the last norm), −2 the output of the block before it.
     ///
     /// # Errors
     /// Returns an error if the index is outside the list.

@@ -2,8 +2,7 @@
 //!
 //! Two convolutions over the log-mel spectrogram, the second of which halves the time resolution, are followed by blocks. Source:
 //! arXiv 2212.04356; `transformers` 5.23 `models/whisper/modeling_whisper.py`. The table of positions, which contains sinusoids,
-//! is
-//! read from the checkpoint.
+//! is read from the checkpoint.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -77,8 +76,7 @@ pub struct Whisper {
 
 impl Whisper {
     /// Builds the encoder. Names below `prefix` are those of `WhisperEncoder`, such as `conv1.weight`. In the files of the
-    /// Hugging Face
-    /// Hub the prefix is `model.encoder.`.
+    /// Hugging Face Hub the prefix is `model.encoder.`.
     pub fn build(
         config: WhisperConfig,
         prefix: &str,

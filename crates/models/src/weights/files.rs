@@ -129,15 +129,13 @@ impl Shard {
             return Ok(map);
         }
         // SAFETY: the map is read-only. If another program truncates the file, this process ends with a bus error. Callers that
-        // leave
-        // weights in place accept this risk.
+        // leave weights in place accept this risk.
         let map = unsafe { Mmap::map(&self.file) }.map_err(ModelError::io(&self.path))?;
         Ok(self.map.get_or_init(|| Arc::new(map)))
     }
 
     /// Reads the values of a tensor into `to`. `number` converts the bytes of a value and returns whether it is finite. The inner
-    /// error
-    /// describes the first value that is not finite.
+    /// error describes the first value that is not finite.
     fn numbers<T: Copy + Display + Send, const N: usize>(
         &self,
         info: &TensorInfo,
@@ -217,8 +215,7 @@ impl WeightFiles {
     }
 
     /// Adds the tensors of towers that are stored in separate directories, and returns their names. A directory is not opened if
-    /// the
-    /// checkpoint contains any tensor of that tower.
+    /// the checkpoint contains any tensor of that tower.
     pub(crate) fn add_companions(&mut self, companions: &[Companion]) -> Result<HashSet<String>> {
         let mut added = HashSet::new();
         for companion in companions {
@@ -281,8 +278,7 @@ impl WeightFiles {
     }
 
     /// Returns a weight that stays in its mapped file. Returns `None` if its values need conversion or are not aligned for
-    /// reading in
-    /// place. The inner error is a line for the list of problems.
+    /// reading in place. The inner error is a line for the list of problems.
     ///
     /// # Errors
     /// Returns an error if the file cannot be mapped.
@@ -322,8 +318,7 @@ impl WeightFiles {
     }
 
     /// Finds a weight in its mapped file, to be read there without a copy. Returns `None` if the file stores it in another form
-    /// or
-    /// cannot be mapped. The file's values may differ from those of `weight`.
+    /// or cannot be mapped. The file's values may differ from those of `weight`.
     fn found(&self, weight: &Param) -> Option<Param> {
         let found = self.mapped(weight.name(), weight.part(), weight.dtype()).ok()??;
         (found.shape() == weight.shape()).then(|| found.on_loan())
@@ -346,8 +341,7 @@ impl WeightFiles {
     }
 
     /// Checks that no mapped file has been modified since it was opened. A file that was replaced, as by a download, is no
-    /// problem: the
-    /// open file still has the old content.
+    /// problem: the open file still has the old content.
     ///
     /// # Errors
     /// Returns [`ModelError::Changed`] if a file was modified, or another error if its metadata cannot be read.

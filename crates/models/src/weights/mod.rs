@@ -183,8 +183,7 @@ impl<'s> Scope<'s> {
     }
 
     /// Returns a convolution as a linear layer over its windows. The values of a window are in the order of the published
-    /// `shape`,
-    /// `[n, k…]`.
+    /// `shape`, `[n, k…]`.
     pub fn convolution(&mut self, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
         let (n, k) = (shape[0], shape[1..].iter().product());
         let (weight, bias) = self.weight_and_bias(name, shape, bias)?;
@@ -296,8 +295,7 @@ impl WeightSource for FileSource<'_> {
             }
         };
         // After the first problem, tensors are checked but not kept. A tensor that the files lack never takes memory, whatever
-        // size the
-        // configuration gives.
+        // size the configuration gives.
         let param = match value {
             Ok(value) if self.problems.is_empty() => {
                 hold(name, part, shape, value, self.quantization.as_ref())?
@@ -315,9 +313,8 @@ impl WeightSource for FileSource<'_> {
         Ok(self.hand_out(param))
     }
 
-    /// Decides as `transformers` 5.23 does: two tensors that are both present are tied if the configuration says so and they
-    /// are equal. If only one is present, they are tied whatever the configuration says; `transformers` would initialise the
-    /// other
+    /// Decides as `transformers` 5.23 does: two tensors that are both present are tied if the configuration says so and they are
+    /// equal. If only one is present, they are tied whatever the configuration says; `transformers` would initialise the other
     /// one randomly.
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {
         let tied = match (self.files.shape(embed), self.files.shape(head)) {
@@ -435,8 +432,7 @@ fn normal(seed: u64, name: &str, std: f32, len: usize, data: &mut Vec<f32>) {
 }
 
 /// A source for the reference model: frozen copies of the trained weights, and the policy's own tensors, without adapters, for
-/// the
-/// rest.
+/// the rest.
 pub struct ReferenceSource<'a> {
     /// Weights of the policy, keyed by published name.
     pub policy: &'a std::collections::HashMap<String, Arc<Param>>,

@@ -71,8 +71,7 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
 }
 
 /// Gives a file the mode of other new files in its directory. The safetensors library creates files that only their owner can
-/// read,
-/// whatever the umask.
+/// read, whatever the umask.
 ///
 /// # Errors
 /// Returns an error if the directory cannot be written.

@@ -1,9 +1,9 @@
 //! Media of HumanOmni: a fixed number of square frames, thirty seconds of sound.
 //!
-//! Source: HumanMLLM/HumanOmni `humanomni/mm_utils.py`. Frames are the middles of equal shares of the clip. The sound
-//! of a clip is a medium of its own beside its frames, as another tower reads it. Differences: training, evaluation and
-//! generation prepare frames alike (the original stretches them at inference); sound that cannot be read is an error
-//! of the row, not silence, unless the run asks for silence.
+//! Source: HumanMLLM/HumanOmni `humanomni/mm_utils.py`. Each frame is the middle of one of several equal parts of the clip. The
+//! sound of a clip is a separate medium beside its frames, as another tower reads it. Differences: training, evaluation and
+//! generation prepare frames in the same way (the original stretches them at inference). Unreadable sound is an error of the row,
+//! unless the run replaces it by silence.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ use crate::error::{ModelError, Result};
 use crate::families::frames::file;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sound};
 
-/// Pictures of these models are squares of the tower's size, and a clip is a fixed number of them.
+/// Ignored settings: pictures of these models are squares of the tower's size, and a clip has a fixed number of them.
 pub(super) const IDLE: IdleSettings = IdleSettings {
     fields: &[
         "max_tiles",
@@ -46,7 +46,7 @@ pub(super) fn no_audio_tower() -> ModelError {
     }
 }
 
-/// Reads media as one checkpoint's towers expect them.
+/// A reader that prepares media for one checkpoint's towers.
 pub(super) struct MediaReader {
     pictures: SiglipProcessor,
     mel: Option<LogMel>,
@@ -54,7 +54,7 @@ pub(super) struct MediaReader {
 }
 
 impl MediaReader {
-    /// Reads the processor files of the towers; the published processors where there are none.
+    /// Reads the processor files of the towers. A missing file is replaced by the published processor.
     pub(super) fn open(config: &HumanOmniConfig) -> Result<Self> {
         let file = |dir: &Option<std::path::PathBuf>| {
             dir.as_deref()
@@ -140,7 +140,8 @@ impl MediaReader {
         self.mel.as_ref().ok_or_else(no_audio_tower)
     }
 
-    /// `nframes` of the row or the run instead of the checkpoint's number; a rate is not what these models were made for.
+    /// Requests `nframes` of the row or the run, or else the checkpoint's number of frames. A frame rate is unsupported, because
+    /// these models were not trained with one.
     fn video_request(
         &self,
         medium: &MediumRef,

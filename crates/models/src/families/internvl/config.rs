@@ -1,7 +1,7 @@
 //! `config.json` of InternVL in both layouts.
 //!
-//! Where a published file omits a field, the class default applies: that of the layout's own class, and they differ
-//! (a tower without further words has RMS norms in the original, layer norms in hf).
+//! If a published file omits a field, the default of the layout's own class applies. The defaults differ: without further fields,
+//! a tower has RMS norms in the original layout and layer norms in hf.
 
 use omnigrpo_media::tiles::TileProcessor;
 use omnigrpo_ops::{Activation, AttentionHeads};
@@ -11,7 +11,7 @@ use crate::config_json::ConfigJson;
 use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::error::Result;
 
-/// How a checkpoint is written.
+/// Layout of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// `InternVLChatModel`: `vision_model`, `mlp1`, one projection for query, key and value.
@@ -30,7 +30,7 @@ impl Layout {
         }
     }
 
-    /// The layout of this name.
+    /// Returns the layout of this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Original, Self::Hf].into_iter().find(|layout| layout.name() == name)
@@ -42,7 +42,7 @@ impl Layout {
 pub struct VisionConfig {
     /// Width of the tower.
     pub hidden: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub depth: usize,
     /// Attention heads; queries, keys and values have the same number.
     pub heads: AttentionHeads,
@@ -52,13 +52,13 @@ pub struct VisionConfig {
     pub activation: Activation,
     /// Side of a patch, px.
     pub patch: usize,
-    /// Positions per side that the checkpoint holds.
+    /// Number of positions per side in the checkpoint's table.
     pub grid: usize,
-    /// RMS norms instead of layer norms.
+    /// Whether norms are RMS norms instead of layer norms.
     pub rms: bool,
-    /// Added to variances.
+    /// Epsilon of the norms.
     pub norm_eps: f32,
-    /// Added to variances of queries and keys where these are normalised.
+    /// Epsilon of the norms of queries and keys, if these are normalised.
     pub qk_norm_eps: Option<f32>,
     /// Whether query, key and value projections have biases.
     pub qkv_bias: bool,
@@ -67,21 +67,21 @@ pub struct VisionConfig {
 /// A whole configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InternVlConfig {
-    /// How the checkpoint is written.
+    /// Layout of the checkpoint.
     pub layout: Layout,
-    /// The language model.
+    /// Configuration of the language model.
     pub decoder: DecoderConfig,
-    /// The tower.
+    /// Configuration of the vision tower.
     pub vision: VisionConfig,
     /// Activation of the projector.
     pub projector_activation: Activation,
-    /// Patches per side that become one token.
+    /// Number of patches per side that become one token.
     pub merge: usize,
-    /// Tiling as `config.json` says; the hf layout has it in its processor file.
+    /// Tiling settings of `config.json`. In the hf layout they are in the processor file instead.
     pub tiles: TileProcessor,
-    /// Id that stands for a feature, where `config.json` says.
+    /// Placeholder id of a feature, if `config.json` contains it.
     pub context_token: Option<u32>,
-    /// The chat template that `config.json` names.
+    /// Name of the chat template in `config.json`.
     pub template: Option<String>,
     /// Standard deviation of new weights.
     pub initializer_range: f32,
@@ -91,7 +91,9 @@ impl InternVlConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// A missing or impossible field, by name; a language model other than Qwen2 and dense Qwen3.
+    /// Returns an error that names the field if a field is missing or impossible. Also returns an error if the language model is
+    /// neither
+    /// Qwen2 nor dense Qwen3.
     pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
         let text = json.required_section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
         let model_type = text.text("model_type")?.unwrap_or("qwen2");
@@ -164,7 +166,8 @@ impl InternVlConfig {
                 context_token = Some(id);
             }
         }
-        // The processor of the hf layout may cut other tiles than the tower's own; their tokens tell.
+        // The processor of the hf layout may cut tiles of another size than the tower's. The number of tokens determines that
+        // size.
         let seq_length =
             json.get("image_seq_length").map(|_| json.size("image_seq_length", None)).transpose()?;
         if let (Layout::Hf, Some(tokens)) = (layout, seq_length) {
@@ -194,7 +197,7 @@ impl InternVlConfig {
         Ok(this)
     }
 
-    /// Whether tiles of this side fit patches and merging; the error is what is wrong.
+    /// Checks that tiles of this side fit patches and merging. The error text describes the problem.
     pub(super) fn check_side(&self, side_px: usize) -> std::result::Result<(), String> {
         let factor = self.vision.patch * self.merge;
         if side_px == 0 || !side_px.is_multiple_of(factor) {
@@ -203,7 +206,7 @@ impl InternVlConfig {
         Ok(())
     }
 
-    /// Tokens of a tile in the prompt.
+    /// Returns the number of tokens of a tile in the prompt.
     #[must_use]
     pub fn tokens_per_tile(&self) -> usize {
         let side = self.tiles.side_px as usize / self.vision.patch / self.merge;
@@ -269,7 +272,7 @@ impl VisionConfig {
             grid: image / patch,
             rms,
             norm_eps,
-            // The class of the hf layout does not hand its epsilon on to these two.
+            // The class of the hf layout does not pass its epsilon to these two norms.
             qk_norm_eps: qk_norm.then_some(if original { norm_eps } else { 1e-6 }),
             qkv_bias: json.boolean(if original { "qkv_bias" } else { "attention_bias" }, false)?,
         })
