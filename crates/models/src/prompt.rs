@@ -93,8 +93,9 @@ pub struct SftExample {
 /// ```
 /// use std::path::Path;
 ///
-/// use omnigrpo_data::{ReadOptions, Sample}; use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings}; use
-/// serde_json::json;
+/// use omnigrpo_data::{ReadOptions, Sample};
+/// use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings};
+/// use serde_json::json;
 ///
 /// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/checkpoints/qwen2_vl_untied");
 /// let checkpoint = Checkpoint::open(directory.as_ref())?;
