@@ -124,7 +124,7 @@ impl SequenceClassifier {
         let most = self.max_tokens();
         if let Some(bad) = sequences.iter().find(|s| s.is_empty() || s.len() > most) {
             return Err(ModelError::shape(format!(
-                "reward model: a sequence of {} tokens; expected 1 to {most}",
+                "reward model: a sequence has {} tokens; expected 1 to {most}",
                 bad.len()
             )));
         }
@@ -172,12 +172,12 @@ pub(crate) fn one_output(json: &ConfigJson, files: &WeightFiles, head: &str) -> 
     match files.shape(&format!("{head}.weight")) {
         Some([1, _]) => Ok(()),
         Some(shape) => Err(json.error(format!(
-            "{head}.weight is {shape:?}, so num_labels is {}; a reward model has num_labels 1: a [1, width] head",
+            "{head}.weight has shape {shape:?}, so num_labels is {}; expected num_labels 1 with a [1, width] head",
             shape.first().unwrap_or(&0)
         ))),
         None => Err(json.error(format!(
-            "there is no {head}.weight in the files; expected a reward model, saved by \
-             AutoModelForSequenceClassification with num_labels=1, not a model without that head"
+            "the files have no {head}.weight; expected a reward model, saved by \
+             AutoModelForSequenceClassification with num_labels=1"
         ))),
     }
 }

@@ -210,7 +210,7 @@ impl ConfigJson {
             Some(id) if (id as usize) < vocab => Ok(Some(id)),
             _ => {
                 let value = shortened(value);
-                Err(self.error(format!("{key} is {value}, which is not an id of the vocabulary of {vocab}")))
+                Err(self.error(format!("{key} is {value}, which is outside the vocabulary of {vocab}")))
             }
         }
     }

@@ -131,13 +131,16 @@ impl DecoderConfig {
         let kv = text.size("num_key_value_heads", Some(default))?;
         let dim = text.size("head_dim", Some(class.head_dim.unwrap_or(hidden / q)))?;
         if kv == 0 || q % kv != 0 || dim == 0 || dim % 2 != 0 {
-            return Err(text.error(format!("{q} heads of {dim} with {kv} key-value heads cannot be grouped")));
+            return Err(text.error(format!(
+                "{q} heads of width {dim} cannot share {kv} key-value heads; expected an even width and a multiple of the \
+                 key-value heads"
+            )));
         }
         if text.boolean("use_sliding_window", false)? {
             return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
         }
         if !matches!(text.text("hidden_act")?, None | Some("silu" | "swish")) {
-            return Err(text.error("hidden_act of the language model: only \"silu\" is supported"));
+            return Err(text.error("hidden_act of the language model is unsupported; expected \"silu\""));
         }
         if text.boolean("mlp_bias", false)? {
             return Err(text.error("mlp_bias is true; feed-forward layers with biases are not supported"));
@@ -426,7 +429,9 @@ impl Decoder {
         let t = input.x.rows().rows();
         layout.validate(t, t)?;
         if rows.last().is_some_and(|&row| row >= t) || !rows.is_sorted_by(|a, b| a < b) {
-            return Err(ModelError::shape(format!("decoder: output rows must ascend below {t}")));
+            return Err(ModelError::shape(format!(
+                "decoder: output rows must be in ascending order and below {t}"
+            )));
         }
         let some = Arc::new(Host::new(layout.only(rows)));
         let rows: Arc<Index> = Arc::new(rows.to_vec().into());
@@ -596,7 +601,9 @@ impl Decoder {
             targets.offsets.windows(2).map(|ends| d[ends[0]..ends[1]].iter().sum()).collect()
         };
         if dentropy.is_some_and(|d| d.len() != targets.tokens.len()) {
-            return Err(ModelError::shape("score backward: gradients of entropies for other targets"));
+            return Err(ModelError::shape(
+                "score backward: the numbers of entropy gradients and targets differ",
+            ));
         }
         let dentropy = dentropy.map(each_row);
         let dnormed =

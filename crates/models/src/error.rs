@@ -17,8 +17,8 @@ pub enum ModelError {
     },
     /// A weight file was modified while the model that reads it was in use.
     #[error(
-        "{} was written to while its weights were in use: the reference is read where it lies. Put the file back as it was, keep it so \
-         until the run has ended, and start the run again: it goes on from its last checkpoint",
+        "{} was modified while the reference model read its weights from it. Restore the file, leave it unchanged \
+         until the run has ended, and start the run again: it resumes from its last checkpoint",
         path.display()
     )]
     Changed {
@@ -64,7 +64,7 @@ pub enum ModelError {
         source: safetensors::SafeTensorError,
     },
     /// A file is not the expected JSON.
-    #[error("{} is not the JSON that is expected of it", path.display())]
+    #[error("{} does not contain the expected JSON", path.display())]
     Json {
         /// The file.
         path: PathBuf,
@@ -73,7 +73,7 @@ pub enum ModelError {
     },
     /// A prompt has more tokens than the model or the settings allow.
     #[error(
-        "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never cut: {remedy}"
+        "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never truncated: {remedy}"
     )]
     PromptTooLong {
         /// Number of tokens, including those of media.
@@ -87,9 +87,9 @@ pub enum ModelError {
     },
     /// A prompt with its completion reaches positions at which the model would use different rotary angles.
     #[error(
-        "the prompt's positions reach {reached} with its media, and up to {completion} more for the completion; with dynamic \
-         rope_scaling they must stay within max_position_embeddings ({limit}): lower the number of frames, or give \
-         rope_scaling another type"
+        "the prompt and its media take {reached} positions, and the completion up to {completion} more; with dynamic \
+         rope_scaling, expected at most max_position_embeddings ({limit}): lower the number of frames, or use another \
+         type of rope_scaling"
     )]
     PromptPositions {
         /// Position after the prompt.
@@ -103,13 +103,13 @@ pub enum ModelError {
     #[error("the conversation has no user turn to answer")]
     NoUserTurn,
     /// A row for supervised training has no answer.
-    #[error("the row has no answer to imitate; expected a final assistant turn, `solution` or `answer`")]
+    #[error("the row has no answer to train on; expected a final assistant turn, `solution` or `answer`")]
     NoAnswer,
     /// A recorded completion has neither text nor ids.
     #[error("a completion has neither text nor `completion_ids`")]
     NoCompletion,
     /// No token ends a completion.
-    #[error("the checkpoint names no stop token (eos_token_id)")]
+    #[error("the checkpoint defines no stop token (eos_token_id)")]
     NoStopToken,
     /// The model does not support a kind of medium.
     #[error("the row has a medium of kind {kind}, but {what}; remove it from the row")]
@@ -128,7 +128,7 @@ pub enum ModelError {
         what: &'static str,
     },
     /// The model's processor cannot apply the options of a row's medium.
-    #[error("the row's options of the {kind} cannot be followed: {what}")]
+    #[error("the row's options for the {kind} are unsupported: {what}")]
     MediumOptions {
         /// Kind of the medium.
         kind: MediumKind,
@@ -168,7 +168,7 @@ pub enum ModelError {
         what: String,
     },
     /// A pattern that selects layers is not a regular expression.
-    #[error("{setting} {pattern:?} is no regular expression")]
+    #[error("{setting} {pattern:?} is not a valid regular expression")]
     Pattern {
         /// Setting that contains the pattern.
         setting: &'static str,

@@ -124,7 +124,7 @@ impl Model {
         match format.convert(self.dir(), self.checkpoint().config(), self.base_params(), layout)? {
             Some(converted) => self.write(dir, Some(converted)),
             None => Err(ModelError::layout(format!(
-                "layout {layout:?}: checkpoints of {} have one layout, {:?}",
+                "layout {layout:?} is unsupported; checkpoints of {} have only the layout {:?}",
                 self.family().name(),
                 format.layout()
             ))),
@@ -137,7 +137,7 @@ impl Model {
         if real(dir)? == real(self.dir())? {
             return Err(ModelError::Checkpoint {
                 dir: dir.to_path_buf(),
-                what: "a model cannot be saved over the one it was loaded from; choose another directory"
+                what: "a model cannot be saved into the directory from which it was loaded; choose another directory"
                     .into(),
             });
         }
@@ -221,7 +221,7 @@ impl Model {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "tensor {} has shape {shape:?}, this model's has {:?}",
+                        "tensor {} has shape {shape:?}; expected {:?}",
                         param.name(),
                         param.shape()
                     ),

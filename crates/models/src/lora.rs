@@ -84,7 +84,8 @@ impl Model {
             let stem = module_of(base.name()).to_owned();
             let [a, b] = factors(base.shape(), config.rank);
             if base.is_experts() && config.dropout > 0.0 {
-                let what = format!("adapters of experts ({stem}) drop nothing, in PEFT neither; set it to 0");
+                let what =
+                    format!("adapters of experts ({stem}) do not support dropout, as in PEFT; set it to 0");
                 return Err(wrong("lora_dropout", &config.dropout.to_string(), what));
             }
             let (a, b) = (a.iter().product(), b.iter().product());
@@ -183,7 +184,7 @@ impl Model {
                     "LoraConfig::targets",
                     target,
                     if head {
-                        "the output head takes no adapter; train it whole with Selection::llm and Selection::patterns"
+                        "the output head does not support an adapter; train it in full with Selection::llm and Selection::patterns"
                             .to_owned()
                     } else {
                         format!(

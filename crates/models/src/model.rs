@@ -129,7 +129,10 @@ impl FeatureGradients {
     pub fn add(&mut self, other: Self, groups: &[usize]) -> Result<()> {
         for ((g, medium), d) in other.0 {
             let Some(&group) = groups.get(g) else {
-                return Err(ModelError::shape(format!("feature gradients: group {g} of {}", groups.len())));
+                return Err(ModelError::shape(format!(
+                    "feature gradients: got group {g}, expected one of {}",
+                    groups.len()
+                )));
             };
             match self.0.entry((group, medium)) {
                 Entry::Vacant(empty) => drop(empty.insert(d)),
@@ -510,7 +513,7 @@ impl Model {
             let (n, width) = (rows.rows() / (1 + deep), rows.cols());
             if width != h || span.feature + span.len > n || n * (1 + deep) != rows.rows() {
                 return Err(ModelError::shape(format!(
-                    "group {}, medium {}: the prompt has room for rows {}..{} of width {h}, the projector made {n} of \
+                    "group {}, medium {}: the prompt has room for rows {}..{} of width {h}, but the projector returned {n} rows of \
                      width {width}",
                     span.group,
                     span.medium,
@@ -775,7 +778,7 @@ impl StreamPass<'_> {
         let Self { model, stream, tape, input, hidden, scored, .. } = self;
         if dlogp.len() != stream.num_targets() || dentropy.is_some_and(|d| d.len() != dlogp.len()) {
             return Err(ModelError::shape(format!(
-                "backward: {} gradients for {} scored tokens",
+                "backward: got {} gradients for {} scored tokens",
                 dlogp.len(),
                 stream.num_targets()
             )));

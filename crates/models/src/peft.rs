@@ -157,7 +157,7 @@ impl Model {
             let base = by_name.remove(&format!("{stem}.weight"));
             let Some(base) = base.filter(|p| p.is_linear() || p.is_experts()) else {
                 return Err(fail(format!(
-                    "the adapter is for {stem}, which is no linear layer of this model"
+                    "the adapter is for {stem}, which is not a linear layer of this model"
                 )));
             };
             let (rank, a, b) =
@@ -185,7 +185,7 @@ impl Model {
         let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
         if file.pairs.len() != self.adapted().count() {
             return Err(fail(format!(
-                "{} layers with adapters, this model has {}",
+                "got adapters for {} layers, expected {} as in this model",
                 file.pairs.len(),
                 self.adapted().count()
             )));
@@ -193,7 +193,7 @@ impl Model {
         for (base, adapter) in self.adapted() {
             let stem = module_of(base.name());
             let Some(pair) = file.pairs.get(stem) else {
-                return Err(fail(format!("no adapter of {stem}")));
+                return Err(fail(format!("the adapter of {stem} is missing")));
             };
             let (rank, a, b) =
                 own_factors(base, pair).map_err(|what| fail(format!("the adapter of {stem} {what}")))?;
@@ -209,7 +209,7 @@ impl Model {
         if let Some(p) =
             self.base_params().iter().find(|p| p.trainable() && !file.whole.contains_key(p.name()))
         {
-            return Err(fail(format!("no tensor {}, which this run trains", p.name())));
+            return Err(fail(format!("tensor {} is missing, but this run trains it", p.name())));
         }
         self.store_whole(dir, &file)
     }
@@ -223,7 +223,7 @@ impl Model {
                 Some(param) if param.shape() == shape => param.store(data)?,
                 Some(param) => {
                     return Err(fail(format!(
-                        "tensor {name} is {shape:?}, this model's is {:?}",
+                        "tensor {name} has shape {shape:?}; expected {:?}",
                         param.shape()
                     )));
                 }
@@ -316,7 +316,7 @@ fn lora_config(config: &ConfigJson) -> Result<LoraConfig> {
     let alpha = config.number("lora_alpha", 8.0)?;
     let dropout = config.number("lora_dropout", 0.0)?;
     if !(0.0..1.0).contains(&dropout) {
-        return Err(fail(format!("lora_dropout is {dropout}, out of range: expected 0 up to less than 1")));
+        return Err(fail(format!("lora_dropout is {dropout}; expected at least 0 and less than 1")));
     }
     let rslora = config.boolean("use_rslora", false)?;
     Ok(LoraConfig { rank, alpha, dropout, rslora, targets: Vec::new(), seed: 0 })
@@ -386,7 +386,8 @@ fn own_factors(
             && *a_shape == [rank * experts, k]
             && *b_shape == [n, rank * experts];
         let of = if experts > 1 { format!("{experts}·r") } else { "r".into() };
-        let wrong = || format!("is {a_shape:?} and {b_shape:?}, expected [{of}, {k}] and [{n}, {of}]");
+        let wrong =
+            || format!("has shapes {a_shape:?} and {b_shape:?}, expected [{of}, {k}] and [{n}, {of}]");
         fits.then_some(rank).ok_or_else(wrong)
     };
     match *base.shape() {
@@ -402,7 +403,7 @@ fn own_factors(
             Ok((rank, own_a, own_b))
         }
         [n, k] => Ok((fits(rows, k, n, 1)?, a.clone(), b.clone())),
-        ref other => Err(format!("is for a weight of {other:?}")),
+        ref other => Err(format!("belongs to a weight of shape {other:?}, which is unsupported")),
     }
 }
 
@@ -452,7 +453,7 @@ impl AdapterFile {
             let published = |name: &str| {
                 format
                     .published_name(name)
-                    .ok_or_else(|| fail(format!("{key} names no weight of this family")))
+                    .ok_or_else(|| fail(format!("{key} is not a weight of this family")))
             };
             let dense =
                 (view.shape().to_vec(), widened(&view).map_err(|what| fail(format!("{key}: {what}")))?);
@@ -486,7 +487,7 @@ fn widened(view: &TensorView) -> std::result::Result<Vec<f32>, String> {
         other => return Err(format!("dtype {other:?}, expected F32, BF16 or F16")),
     };
     match data.iter().find(|x| !x.is_finite()) {
-        Some(x) => Err(format!("holds {x}, expected finite numbers")),
+        Some(x) => Err(format!("contains {x}, expected finite numbers")),
         None => Ok(data),
     }
 }

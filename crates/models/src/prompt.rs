@@ -268,8 +268,8 @@ impl PromptBuilder {
         let too_long = |tokens| ModelError::PromptTooLong {
             tokens,
             limit: self.model_tokens(),
-            which: "the positions of the model that judges",
-            remedy: "shorten the text, or let the row name fewer frames or pixels".to_owned(),
+            which: "the positions of the reward model",
+            remedy: "shorten the text, or set fewer frames or pixels in the row".to_owned(),
         };
         let features: usize = media.iter().map(num_features).sum();
         if features > self.model_tokens().max(MOST_RENDERED) {
@@ -428,7 +428,7 @@ impl PromptBuilder {
         let longest = kinds.into_iter().max_by_key(|kind| of(*kind));
         let longest = longest.filter(|kind| 5 * of(*kind) > tokens && !(as_one && given.is_some()));
         let shorten = match longest {
-            Some(kind) => self.family.processor().shorten(kind).unwrap_or("give fewer media"),
+            Some(kind) => self.family.processor().shorten(kind).unwrap_or("use fewer media"),
             None => "shorten the text",
         };
         let (tokens, limit, which, or) = match given {
@@ -441,7 +441,7 @@ impl PromptBuilder {
             None => (
                 tokens,
                 model,
-                "the model's positions less PromptSettings::max_completion_length",
+                "the model's positions minus PromptSettings::max_completion_length",
                 ", or lower PromptSettings::max_completion_length",
             ),
         };

@@ -109,7 +109,7 @@ impl DecoderMemory {
         if !self.outputs_only {
             match kept.into_arrays() {
                 Some(own) => arrays.extend(own),
-                None => return Err(ModelError::shape("recall: a block with experts")),
+                None => return Err(ModelError::shape("recall: blocks with experts are unsupported")),
             }
         }
         if self.in_prompt {
@@ -205,7 +205,7 @@ fn places(prompts: &[Prompt], decoded: &[(usize, usize, u32)], stream: &PackedSt
 fn gather(prompts: &[Option<Rows>], decoded: Option<Stack>, places: &[Place]) -> Result<Option<Rows>> {
     let Some(cols) = prompts.iter().flatten().map(Rows::cols).next() else { return Ok(None) };
     let of_prompts: Option<Vec<&[f32]>> = prompts.iter().map(|rows| rows.as_ref()?.host()).collect();
-    let of_prompts = of_prompts.ok_or_else(|| ModelError::shape("recall: rows of another device"))?;
+    let of_prompts = of_prompts.ok_or_else(|| ModelError::shape("recall: rows are on another device"))?;
     let numbers = |at: usize| -> Option<&[f32]> {
         match places[at] {
             Place::Prompt(prompt, row) => of_prompts.get(prompt)?.get(row * cols..(row + 1) * cols),
@@ -235,8 +235,8 @@ impl Stack {
     /// Appends rows. At most `more` rows will follow them.
     fn push(&mut self, rows: &Rows, more: usize) -> Result<()> {
         let numbers = rows.host().filter(|_| rows.cols() == self.cols);
-        let mut numbers =
-            numbers.ok_or_else(|| ModelError::shape("recall: rows of another device or width"))?;
+        let mut numbers = numbers
+            .ok_or_else(|| ModelError::shape("recall: rows are on another device or have another width"))?;
         let most = rows.rows() + more;
         let cols = self.cols;
         let room = |piece: &Vec<f32>| piece.capacity() / cols * cols - piece.len();

@@ -83,7 +83,10 @@ impl Rope {
         let section = rope.sizes("mrope_section")?;
         let interleaved = axes == PositionAxes::Interleaved;
         if multimodal && rope.boolean("mrope_interleaved", interleaved)? != interleaved {
-            return Err(rope.error(format!("mrope_interleaved is {}; not so in this family", !interleaved)));
+            return Err(rope.error(format!(
+                "mrope_interleaved is {}, which this family does not support",
+                !interleaved
+            )));
         }
         let usual = if interleaved { [24, 20, 20] } else { [16, 24, 24] };
         let axes = match (axes, section) {
@@ -161,7 +164,7 @@ impl Rope {
             _ => true,
         };
         if !ramp {
-            return Err(rope.error("rope_scaling: the fast bound of the ramp must lie above the slow one"));
+            return Err(rope.error("rope_scaling: the fast bound of the ramp must be above the slow one"));
         }
         Ok(Self { theta, axes, scaling })
     }

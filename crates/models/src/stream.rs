@@ -79,7 +79,7 @@ impl PackedStream {
             let start = stream.ids.len();
             if prompt.ids.is_empty() || prompt.ids.len() != prompt.positions.len() {
                 return Err(ModelError::shape(format!(
-                    "packed stream: prompt of {} tokens with {} positions",
+                    "packed stream: a prompt has {} tokens and {} positions; expected equal numbers above 0",
                     prompt.ids.len(),
                     prompt.positions.len()
                 )));
@@ -175,7 +175,7 @@ impl PackedStream {
             self.targets.rows.get(self.targets.offsets.partition_point(|&from| from <= target) - 1).copied()
         };
         let rows: Option<Vec<usize>> = self.lengths.iter().map(row).collect();
-        rows.ok_or_else(|| ModelError::shape("packed stream: a completion has no token before its last"))
+        rows.ok_or_else(|| ModelError::shape("packed stream: a completion has fewer than two tokens"))
     }
 
     /// Splits values per scored token into those of each completion.

@@ -77,7 +77,9 @@ impl BertConfig {
         let distil = kind == "distilbert";
         let embedding = json.text("position_embedding_type")?.unwrap_or("absolute");
         if json.boolean("is_decoder", false)? || embedding != "absolute" {
-            return Err(json.error("expected an encoder with absolute positions"));
+            return Err(json.error(
+                "is_decoder or position_embedding_type is unsupported; expected an encoder with absolute positions",
+            ));
         }
         let keys = if distil {
             SizeKeys {
@@ -103,7 +105,7 @@ impl BertConfig {
         let first_position = match (roberta, padding) {
             (false, _) => 0,
             (true, Some(id)) if (id as usize) < max_positions.saturating_sub(1) => id as usize + 1,
-            (true, _) => return Err(json.error("pad_token_id leaves no room among the positions")),
+            (true, _) => return Err(json.error("pad_token_id must be below max_position_embeddings − 1")),
         };
         Ok(Self {
             sizes: EncoderSizes::parse(json, &keys)?,
@@ -187,14 +189,14 @@ impl Bert {
         let config = &self.config;
         if sequences.is_empty() || blocks > config.sizes.layers {
             return Err(ModelError::shape(format!(
-                "BERT: {} sequences and {blocks} blocks asked for; expected at least one sequence and at most {} blocks",
+                "BERT: got {} sequences and {blocks} blocks; expected at least one sequence and at most {} blocks",
                 sequences.len(),
                 config.sizes.layers
             )));
         }
         if let Some(bad) = sequences.iter().find(|s| s.is_empty() || s.len() > config.max_tokens()) {
             return Err(ModelError::shape(format!(
-                "BERT: a sequence of {} tokens; expected 1 to {}",
+                "BERT: a sequence has {} tokens; expected 1 to {}",
                 bad.len(),
                 config.max_tokens()
             )));
@@ -230,7 +232,9 @@ impl Bert {
     /// Computes `pooler_output` `[n, c]`: a layer and tanh on the row of `[CLS]`.
     pub fn pooled(&self, sequences: &[&[u32]], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let Some(pooler) = &self.pooler else {
-            return Err(ModelError::weights("BERT: pooled output asked for, but there is no pooler"));
+            return Err(ModelError::weights(
+                "BERT: pooled output was requested, but the checkpoint has no pooler",
+            ));
         };
         let x = self.first(sequences, pass, tape)?;
         let x = tape.linear(&x, pooler, pass)?;

@@ -194,7 +194,7 @@ impl Clip {
         for ids in texts {
             if ids.is_empty() || ids.len() > config.max_tokens {
                 let what =
-                    format!("CLIP: a text of {} tokens; expected 1 to {}", ids.len(), config.max_tokens);
+                    format!("CLIP: a text has {} tokens; expected 1 to {}", ids.len(), config.max_tokens);
                 return Err(ModelError::shape(what));
             }
             let end = match config.end_token {
@@ -202,13 +202,16 @@ impl Clip {
                 None => ids.iter().enumerate().rev().max_by_key(|(_, id)| **id).map(|(i, _)| i),
             };
             let end = end.ok_or_else(|| {
-                ModelError::shape(format!("CLIP: a text without the end token {:?}", config.end_token))
+                ModelError::shape(format!(
+                    "CLIP: a text does not contain the end token {:?}",
+                    config.end_token
+                ))
             })?;
             ends.push(total + end);
             total += ids.len();
         }
         if texts.is_empty() {
-            return Err(ModelError::shape("CLIP: no text"));
+            return Err(ModelError::shape("CLIP: no text was given"));
         }
         let words: Ids =
             texts.iter().flat_map(|ids| ids.iter().copied().map(Some)).collect::<Vec<_>>().into();

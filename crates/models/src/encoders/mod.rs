@@ -226,7 +226,7 @@ impl PictureConfig {
             patch_px: json.size("patch_size", Some(default_patch))?,
         };
         if this.patch_px > this.side_px {
-            let what = format!("patch_size is {}, image_size only {}", this.patch_px, this.side_px);
+            let what = format!("patch_size is {}, but image_size is only {}", this.patch_px, this.side_px);
             return Err(json.error(what));
         }
         Ok(this)
@@ -253,7 +253,7 @@ impl PictureConfig {
         let picture = self.channels * side * side;
         if n == 0 || pixels.len() != n * picture {
             return Err(ModelError::shape(format!(
-                "picture tower: {} numbers for {n} pictures of {}×{side}×{side}; expected {}",
+                "picture tower: got {} values for {n} pictures of {}×{side}×{side}; expected {}",
                 pixels.len(),
                 self.channels,
                 n * picture

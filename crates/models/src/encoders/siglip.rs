@@ -69,7 +69,7 @@ impl SiglipConfig {
             .filter(|&blocks| (blocks as i64) < states)
             .ok_or_else(|| {
                 ModelError::shape(format!(
-                    "SigLIP: hidden state {index}; the tower has {states}, so −{states} to {}",
+                    "SigLIP: hidden state {index} does not exist; expected −{states} to {}",
                     states - 1
                 ))
             })
@@ -145,7 +145,8 @@ impl Siglip {
     ) -> Result<Var> {
         let picture = &self.config.picture;
         if blocks > picture.sizes.layers {
-            let what = format!("SigLIP: {blocks} blocks asked for, the tower has {}", picture.sizes.layers);
+            let what =
+                format!("SigLIP: {blocks} blocks were requested, but the tower has {}", picture.sizes.layers);
             return Err(ModelError::shape(what));
         }
         let patches = picture.num_patches();

@@ -118,7 +118,7 @@ impl Whisper {
         let columns = 2 * rows;
         if mel.len() != mels * columns {
             return Err(ModelError::shape(format!(
-                "Whisper: a spectrogram of {} numbers; expected {mels} bands × {columns} columns",
+                "Whisper: the spectrogram has {} values; expected {mels} bands × {columns} columns",
                 mel.len()
             )));
         }

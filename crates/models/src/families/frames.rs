@@ -32,7 +32,7 @@ pub(crate) fn no_size(medium: &MediumRef) -> ModelError {
 
 /// Returns the error of a family that cannot read sound.
 pub(crate) fn no_audio() -> ModelError {
-    ModelError::MediumKind { kind: MediumKind::Audio, what: "this model takes images and videos" }
+    ModelError::MediumKind { kind: MediumKind::Audio, what: "this model supports only images and videos" }
 }
 
 /// A video and the choice of its frames.

@@ -93,7 +93,7 @@ impl MediumShape {
     pub fn patches(&self) -> Result<PatchGrid> {
         match self {
             Self::Patches(grid) => Ok(*grid),
-            other => Err(ModelError::shape(format!("this tower reads patches, the medium is {other}"))),
+            other => Err(ModelError::shape(format!("this tower expects patches, but the medium is {other}"))),
         }
     }
 
@@ -104,7 +104,9 @@ impl MediumShape {
     pub fn pictures(&self) -> Result<[usize; 3]> {
         match self {
             Self::Pictures { count, height_px, width_px } => Ok([*count, *height_px, *width_px]),
-            other => Err(ModelError::shape(format!("this tower reads pictures, the medium is {other}"))),
+            other => {
+                Err(ModelError::shape(format!("this tower expects pictures, but the medium is {other}")))
+            }
         }
     }
 
@@ -115,7 +117,9 @@ impl MediumShape {
     pub fn mel(&self) -> Result<[usize; 2]> {
         match self {
             Self::Mel { mels, frames } => Ok([*mels, *frames]),
-            other => Err(ModelError::shape(format!("this tower reads spectrograms, the medium is {other}"))),
+            other => {
+                Err(ModelError::shape(format!("this tower expects spectrograms, but the medium is {other}")))
+            }
         }
     }
 }

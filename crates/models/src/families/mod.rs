@@ -108,7 +108,7 @@ impl Family {
     /// Returns an error if a setting has no effect.
     pub fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
         if settings.rule == FrameRule::Processor && !self.processor().chooses_frames() {
-            let why = "its video processor chooses no frames";
+            let why = "its video processor does not choose frames";
             return Err(ModelError::IdleSetting { setting: "rule", family: self.name(), why });
         }
         let IdleSettings { fields, why } = self.processor().idle_settings();

@@ -174,8 +174,8 @@ pub(crate) fn family_of(dir: &Path, json: &ConfigJson) -> Result<Family> {
             let known: Vec<_> =
                 FAMILIES.iter().map(|row| format!("{} (such as {})", row.name, row.published)).collect();
             Err(json.error(format!(
-                "model_type {model_type:?} with architectures {architectures:?} is not a family of this program; use a \
-                 checkpoint of one of these: {}",
+                "model_type {model_type:?} with architectures {architectures:?} is unsupported; use a \
+                 checkpoint of one of these families: {}",
                 known.join(", ")
             )))
         }

@@ -206,7 +206,7 @@ impl WeightFiles {
         for (key, info) in metadata.tensors() {
             let Some(name) = published(&key) else { continue };
             if let Some(other) = seen.insert(name.clone(), key.clone()) {
-                return Err(fail(format!("{key} and {other} are both the tensor {name}")));
+                return Err(fail(format!("{key} and {other} both have the name {name} in the model")));
             }
             self.tensors.insert(name, Entry { shard: self.shards.len(), info: info.clone() });
         }
@@ -226,7 +226,7 @@ impl WeightFiles {
                 return Err(ModelError::Checkpoint {
                     dir: self.dir.clone(),
                     what: format!(
-                        "no tensor below {} in this checkpoint, and no directory of that tower was found; give one with FamilyOption::{}",
+                        "this checkpoint has no tensors with the prefix {}, and no directory of that tower was found; give one with FamilyOption::{}",
                         companion.prefix, companion.option
                     ),
                 });
@@ -469,7 +469,7 @@ pub(super) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
     });
     Err(fail(match pickles {
         Some(entry) => format!(
-            "only a pickle checkpoint was found ({}), which can run code when it is read and is refused; convert it \
+            "only a pickle checkpoint was found ({}), which is unsupported because it can run code when it is read; convert it \
              to safetensors with `transformers` (`save_pretrained(..., safe_serialization=True)`)",
             entry.file_name().to_string_lossy()
         ),

@@ -120,7 +120,7 @@ fn num_elements(name: &str, shape: &[usize]) -> Result<usize> {
     let len = shape.iter().try_fold(1usize, |n, &side| n.checked_mul(side)).filter(|&n| n < 1 << 48);
     len.ok_or_else(|| {
         ModelError::weights(format!(
-            "tensor {name} would be {shape:?}: no file holds so many numbers; check the sizes in config.json"
+            "tensor {name} would have shape {shape:?}, which is too large; check the sizes in config.json"
         ))
     })
 }

@@ -28,7 +28,7 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
         return Err(ModelError::Checkpoint {
             dir: dir.to_path_buf(),
             what: format!(
-                "{} is quantised, and the published layout has no place for that; save the adapter, or merge it into \
+                "{} is quantised, which the published layout does not support; save the adapter, or merge it into \
                  the checkpoint it was trained on",
                 param.name()
             ),

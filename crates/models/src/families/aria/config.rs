@@ -40,12 +40,12 @@ impl AriaConfig {
             intermediate: text.size("moe_intermediate_size", Some(decoder.intermediate))?,
         };
         if experts.topk > experts.count {
-            let what = format!("moe_topk is {}, moe_num_experts only {}", experts.topk, experts.count);
+            let what = format!("moe_topk is {}, but moe_num_experts is only {}", experts.topk, experts.count);
             return Err(text.error(what));
         }
         let shared = text.size("moe_num_shared_experts", Some(2))?;
         let Some(intermediate) = experts.intermediate.checked_mul(shared) else {
-            return Err(text.error(format!("moe_num_shared_experts is {shared}: too many")));
+            return Err(text.error(format!("moe_num_shared_experts is {shared}, which is too large")));
         };
         decoder.intermediate = intermediate;
         decoder.experts = Some(experts);
@@ -61,7 +61,7 @@ impl AriaConfig {
         };
         let tower = PictureConfig::parse(&vision, &keys, 32)?;
         if tower.channels != 3 {
-            return Err(vision.error(format!("num_channels is {}; pictures have 3", tower.channels)));
+            return Err(vision.error(format!("num_channels is {}; expected 3", tower.channels)));
         }
         if let Some(other) = json.get("vision_feature_layer").filter(|layer| layer.as_i64() != Some(-1)) {
             return Err(json.error(format!("vision_feature_layer is {other}; only -1 is supported")));
@@ -80,9 +80,9 @@ impl AriaConfig {
         let key = if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
         let image_token = json.id(key, decoder.vocab)?.unwrap_or(9);
         if image_token as usize >= decoder.vocab {
-            return Err(
-                json.error(format!("{key} is missing, and {image_token} is not an id of the vocabulary"))
-            );
+            return Err(json.error(format!(
+                "{key} is missing, and its default {image_token} is outside the vocabulary"
+            )));
         }
         let initializer_range = text.spread("initializer_range", 0.02)?;
         Ok(Self { decoder, tower, queries, image_token, initializer_range })

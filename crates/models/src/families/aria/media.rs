@@ -26,7 +26,7 @@ pub(super) struct MediaReader {
 pub(super) const IDLE: IdleSettings = IdleSettings {
     fields: &["image.min_pixels", "video.min_pixels", "video.total_pixels"],
     why: "its pictures are squares of fixed sizes; MediaSettings::image.max_pixels and MediaSettings::video.max_pixels choose among \
-          them, and MediaSettings::max_tiles above 1 splits images into as many",
+          them, and MediaSettings::max_tiles above 1 allows large images to be split",
 };
 
 impl MediaReader {
@@ -36,9 +36,8 @@ impl MediaReader {
         let side = json.size("max_image_size", Some(980))?;
         if config.tokens(side).is_none() {
             let sides = config.sides();
-            return Err(
-                json.error(format!("max_image_size is {side}; the projector knows squares of {sides:?} px"))
-            );
+            return Err(json
+                .error(format!("max_image_size is {side}; the projector supports squares of {sides:?} px")));
         }
         let sides = config.sides().into_iter().filter_map(|side| Some((side as u32, config.tokens(side)?)));
         for key in ["do_rescale", "do_normalize"] {
@@ -141,7 +140,10 @@ impl MediaReader {
     pub fn tokens(&self, side_px: usize) -> Result<usize> {
         let known = self.sides.iter().find(|(side, _)| *side as usize == side_px);
         known.map(|(_, tokens)| *tokens).ok_or_else(|| {
-            ModelError::shape(format!("squares of {side_px} px; this projector knows {:?}", self.sides))
+            ModelError::shape(format!(
+                "squares of {side_px} px are unsupported; the projector supports {:?}",
+                self.sides
+            ))
         })
     }
 

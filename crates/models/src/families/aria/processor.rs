@@ -95,9 +95,9 @@ impl MediumShape {
     pub(super) fn masked(&self) -> Result<[usize; 2]> {
         match self {
             Self::Masked { count, side_px } => Ok([*count, *side_px]),
-            other => {
-                Err(ModelError::shape(format!("this tower reads squares with masks, the medium is {other}")))
-            }
+            other => Err(ModelError::shape(format!(
+                "this tower expects squares with masks, but the medium is {other}"
+            ))),
         }
     }
 }

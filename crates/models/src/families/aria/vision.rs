@@ -179,7 +179,9 @@ impl VisionTower {
     fn queries(&self, side: usize) -> Result<usize> {
         self.config.tokens(side).ok_or_else(|| {
             let sides = self.config.sides();
-            ModelError::shape(format!("vision tower: squares of {side} px; the projector knows {sides:?} px"))
+            ModelError::shape(format!(
+                "vision tower: squares of {side} px are unsupported; the projector supports {sides:?} px"
+            ))
         })
     }
 
@@ -188,7 +190,7 @@ impl VisionTower {
         self.queries(side)?;
         let (plane, patch) = (side * side, self.config.tower.patch_px);
         if count == 0 || pixels.len() != count * 4 * plane {
-            let what = format!("{} numbers for {count} squares of {side} px with masks", pixels.len());
+            let what = format!("got {} values for {count} squares of {side} px with masks", pixels.len());
             return Err(ModelError::shape(format!("vision tower: {what}")));
         }
         let squares = pixels.chunks_exact(4 * plane).map(|square| {
@@ -201,7 +203,7 @@ impl VisionTower {
         let real: Vec<Real> = squares.collect();
         match real.iter().all(|[h, w]| h * w > 0) {
             true => Ok(real),
-            false => Err(ModelError::shape("vision tower: a square without a real pixel")),
+            false => Err(ModelError::shape("vision tower: a square has no real pixel")),
         }
     }
 }

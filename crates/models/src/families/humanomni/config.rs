@@ -136,13 +136,14 @@ impl HumanOmniConfig {
             compress: json.boolean("mm_dynamic_compressor", false)?,
         };
         if json.size("mm_hidden_size", Some(projector.tower_width))? != projector.tower_width {
-            let what = format!("mm_hidden_size is not the vision tower's width {}", projector.tower_width);
+            let what =
+                format!("mm_hidden_size differs from the vision tower's width {}", projector.tower_width);
             return Err(json.error(what));
         }
         if projector.out_side() != projector.side.div_ceil(2) {
             return Err(json.error(format!(
-                "mm_projector_type {kind:?} makes {0}×{0} cells of the vision tower's {1}×{1}, its face branch {2}×{2}; \
-                 the branches can only be mixed where these agree",
+                "mm_projector_type {kind:?} reduces the vision tower's {1}×{1} cells to {0}×{0}, but its face branch to {2}×{2}; \
+                 all branches must have the same size",
                 projector.out_side(),
                 projector.side,
                 projector.side.div_ceil(2)
@@ -203,7 +204,7 @@ fn component<T>(
     match published(short) {
         Some(sizes) => Ok(Component { config: parse(&json.with_object(sizes))?, dir: None }),
         None => Err(json.error(format!(
-            "{key} names {name:?}, which is neither a directory nor one in the checkpoint or beside it; give one with \
+            "{key} is {name:?}, which was not found as a path, in the checkpoint directory or next to it; give the directory with \
              FamilyOption::{}",
             option(key)
         ))),

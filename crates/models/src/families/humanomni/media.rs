@@ -35,7 +35,7 @@ pub(super) const IDLE: IdleSettings = IdleSettings {
         "rule",
         "base_interval_secs",
     ],
-    why: "pictures have the size of its tower, and MediaSettings::video.nframes is the number of frames of a clip",
+    why: "its pictures always have the size of its tower, and MediaSettings::video.nframes sets the number of frames of a clip",
 };
 
 /// Returns the error of a checkpoint without an audio tower for sound.
@@ -79,7 +79,7 @@ impl MediaReader {
                 let expected = (audio.config.num_mels, 2 * audio.config.num_positions);
                 if got != expected {
                     return Err(ModelError::shape(format!(
-                        "the audio processor makes {}×{} spectrograms, the audio tower reads {}×{} (bands × frames)",
+                        "the audio processor produces {}×{} spectrograms, but the audio tower expects {}×{} (bands × frames)",
                         got.0, got.1, expected.0, expected.1
                     )));
                 }
@@ -156,13 +156,13 @@ impl MediaReader {
         if own.fps.is_some() && !listed {
             return Err(ModelError::MediumOptions {
                 kind: medium.kind,
-                what: "fps asks for frames by rate; this family takes a fixed number, nframes",
+                what: "fps requests frames at a rate; this family reads a fixed number of frames, nframes",
             });
         }
         if own.video_start.or(own.video_end).is_some() {
             return Err(ModelError::MediumOptions {
                 kind: medium.kind,
-                what: "video_start and video_end ask for a part of the clip; this family takes whole clips",
+                what: "video_start and video_end request a part of the clip; this family reads only whole clips",
             });
         }
         let num_frames = own.nframes.or(settings.video.nframes).map_or(self.num_frames, |n| n as usize);

@@ -103,7 +103,7 @@ impl InternVlConfig {
             ("qwen3", None | Some("Qwen3ForCausalLM")) => TextDefaults::QWEN3,
             (_, architecture) => {
                 return Err(json.error(format!(
-                    "the language model is {} ({model_type}); of InternVL those with Qwen2 and dense Qwen3 are supported",
+                    "the language model is {} ({model_type}); expected Qwen2 or dense Qwen3",
                     architecture.unwrap_or("of unknown architecture")
                 )));
             }
@@ -147,7 +147,7 @@ impl InternVlConfig {
                 if let Some(name) = json.text("template")? {
                     template = Some(template::original(name).ok_or_else(|| {
                         json.error(format!(
-                            "template is {name:?}; known are {}",
+                            "template is {name:?}; expected one of {}",
                             template::NAMES.map(|(name, ..)| name).join(", ")
                         ))
                     })?);
@@ -160,7 +160,7 @@ impl InternVlConfig {
                     if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
                 let id = json.id(key, decoder.vocab)?.unwrap_or(151_667);
                 if id as usize >= decoder.vocab {
-                    let what = format!("{key} is missing, and {id} is not an id of the vocabulary");
+                    let what = format!("{key} is missing, and its default {id} is outside the vocabulary");
                     return Err(json.error(what));
                 }
                 context_token = Some(id);
@@ -201,7 +201,9 @@ impl InternVlConfig {
     pub(super) fn check_side(&self, side_px: usize) -> std::result::Result<(), String> {
         let factor = self.vision.patch * self.merge;
         if side_px == 0 || !side_px.is_multiple_of(factor) {
-            return Err(format!("tiles of {side_px} px are no multiple of {factor} px, the side of a token"));
+            return Err(format!(
+                "the tile size of {side_px} px is not a multiple of {factor} px, the side of a token"
+            ));
         }
         Ok(())
     }
@@ -220,7 +222,10 @@ fn activation(json: &ConfigJson, key: &str) -> Result<Activation> {
         Some("gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
         Some("quick_gelu") => Ok(Activation::QuickGelu),
         Some("silu") => Ok(Activation::Silu),
-        Some(other) => Err(json.error(format!("{key} {other:?} is not one of this family's activations"))),
+        Some(other) => {
+            Err(json
+                .error(format!("{key} is {other:?}; expected gelu, gelu_pytorch_tanh, quick_gelu or silu")))
+        }
     }
 }
 
@@ -237,11 +242,11 @@ impl VisionConfig {
         let image = json.side("image_size", if original { 224 } else { 448 })?;
         let patch = json.side("patch_size", 14)?;
         if image < patch {
-            return Err(json.error(format!("image_size is {image}, patch_size {patch}")));
+            return Err(json.error(format!("image_size is {image}, smaller than patch_size {patch}")));
         }
         let channels = json.size("num_channels", Some(3))?;
         if channels != 3 {
-            return Err(json.error(format!("num_channels is {channels}; pictures have 3")));
+            return Err(json.error(format!("num_channels is {channels}; expected 3")));
         }
         for (key, expected) in [
             ("use_mask_token", false),
@@ -257,7 +262,7 @@ impl VisionConfig {
             Some("rms_norm") => true,
             Some("layer_norm") => false,
             Some(other) => {
-                return Err(json.error(format!("norm_type {other:?}: expected rms_norm or layer_norm")));
+                return Err(json.error(format!("norm_type is {other:?}; expected rms_norm or layer_norm")));
             }
         };
         let norm_eps = json.epsilon("layer_norm_eps", 1e-6)?;

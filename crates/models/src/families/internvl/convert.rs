@@ -65,7 +65,7 @@ pub fn convert(
         (Layout::Original, Some(Layout::Hf)) => to_hf(dir, json, config, context_token, params),
         (Layout::Hf, Some(Layout::Original)) => to_original(dir, json, config, params),
         _ => Err(ModelError::layout(format!(
-            "layout {layout:?}: this checkpoint is in the layout {:?}, the other one is known as \"hf\" or \"original\"",
+            "layout {layout:?} is unsupported; this checkpoint has the layout {:?}, and the layouts are \"hf\" and \"original\"",
             config.layout.name()
         ))),
     }
@@ -102,7 +102,7 @@ fn projection<'n>(name: &'n str, names: &Names, part: &str) -> Option<(&'n str, 
 }
 
 fn unknown(name: &str) -> ModelError {
-    ModelError::layout(format!("tensor {name} has no place in the other layout"))
+    ModelError::layout(format!("tensor {name} does not exist in the other layout"))
 }
 
 fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
@@ -112,7 +112,9 @@ fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
 
 fn dense(param: &Param) -> Result<()> {
     match param.dtype() {
-        ParamDtype::Quantised(_) => Err(ModelError::layout(format!("{} is quantised", param.name()))),
+        ParamDtype::Quantised(_) => {
+            Err(ModelError::layout(format!("tensor {} is quantised and cannot be converted", param.name())))
+        }
         _ => Ok(()),
     }
 }
@@ -140,10 +142,11 @@ fn split_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
 
 fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
     let find = |name: &str| {
-        params
-            .iter()
-            .find(|p| p.name() == name)
-            .ok_or_else(|| ModelError::layout(format!("tensor {name} is missing beside its siblings")))
+        params.iter().find(|p| p.name() == name).ok_or_else(|| {
+            ModelError::layout(format!(
+                "tensor {name} is missing, but other projections of its block are present"
+            ))
+        })
     };
     let mut out = Vec::with_capacity(params.len());
     for param in params {
@@ -247,7 +250,9 @@ fn to_hf(
         ));
     }
     if v.qk_norm_eps.is_some_and(|eps| eps != 1e-6) {
-        return Err(json.error("layer_norm_eps is not 1e-6; the hf layout fixes it for queries and keys"));
+        return Err(
+            json.error("layer_norm_eps is not 1e-6, which the hf layout always uses for queries and keys")
+        );
     }
     let mut vision = vision_section(config);
     let image = v.grid * v.patch;
@@ -343,16 +348,16 @@ fn to_original(
     let tiles = MediaReader::open(dir, config)?.tiling().clone();
     let published = omnigrpo_media::tiles::TileProcessor::default();
     if (tiles.mean, tiles.std) != (published.mean, published.std) {
-        return Err(
-            json.error("image_mean and image_std are not those of ImageNet, which the original code fixes")
-        );
+        return Err(json.error(
+            "image_mean and image_std are not those of ImageNet, which the original code always uses",
+        ));
     }
     if config.projector_activation != Activation::GeluErf {
-        return Err(json.error("projector_hidden_act is not gelu, which the original code fixes"));
+        return Err(json.error("projector_hidden_act is not gelu, which the original code always uses"));
     }
     if v.qk_norm_eps.is_some_and(|eps| eps != v.norm_eps) {
         return Err(
-            json.error("layer_norm_eps is not 1e-6; the original layout has it for queries and keys too")
+            json.error("layer_norm_eps is not 1e-6; the original layout also uses it for queries and keys")
         );
     }
     let mut vision = vision_section(config);

@@ -28,7 +28,7 @@ pub(super) const IDLE: IdleSettings = IdleSettings {
         "video.max_pixels",
         "video.total_pixels",
     ],
-    why: "its pictures are tiles of a fixed size, and MediaSettings::max_tiles is the most tiles of an image",
+    why: "its pictures are tiles of a fixed size, and MediaSettings::max_tiles limits the tiles of an image",
 };
 
 impl MediaReader {
@@ -40,7 +40,7 @@ impl MediaReader {
             tiles.side_px = side as u32;
             if side != config.tiles.side_px as usize {
                 return Err(json.error(format!(
-                    "tiles are {side} px here and {} px in config.json",
+                    "tiles have {side} px here but {} px in config.json",
                     config.tiles.side_px
                 )));
             }
@@ -153,7 +153,7 @@ pub(super) fn processor(dir: &Path) -> Result<(ConfigJson, usize)> {
         json.section("size")?.ok_or_else(|| json.error("size is missing; expected height and width"))?;
     let (height, width) = (size.size("height", None)?, size.size("width", None)?);
     if height != width {
-        return Err(json.error(format!("tiles of {width}×{height} px; expected squares")));
+        return Err(json.error(format!("tiles have {width}×{height} px; expected squares")));
     }
     Ok((json, height))
 }

@@ -57,7 +57,7 @@ pub fn open(dir: &Path, json: &ConfigJson, layout: Layout) -> Result<Roles> {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "the tokenizer's id of {CONTEXT} is {other:?}; expected one below the vocabulary of {}",
+                        "the tokenizer's id of {CONTEXT} is {other:?}; expected an id below the vocabulary size {}",
                         config.decoder.vocab
                     ),
                 });

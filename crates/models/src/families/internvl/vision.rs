@@ -164,7 +164,7 @@ impl VisionTower {
         let fits = self.config.check_side(height_px);
         if pixels.len() != count * 3 * height_px * width_px || height_px != width_px || fits.is_err() {
             return Err(ModelError::shape(format!(
-                "vision tower: {} numbers for {count} tiles of {height_px}×{width_px} px; expected squares whose side \
+                "vision tower: got {} values for {count} tiles of {height_px}×{width_px} px; expected squares whose side \
                  is a multiple of {} px",
                 pixels.len(),
                 v.patch * self.config.merge

@@ -109,7 +109,7 @@ impl QwenVlConfig {
         decoder.deep = vision.deep.len();
         if decoder.deep >= decoder.layers {
             return Err(json.error(format!(
-                "deepstack_visual_indexes names {} blocks; the language model has only {} to add their features behind",
+                "deepstack_visual_indexes lists {} blocks; expected fewer than the {} blocks of the language model",
                 decoder.deep, decoder.layers
             )));
         }
@@ -121,7 +121,7 @@ impl QwenVlConfig {
             match given.unwrap_or(default) {
                 id if (id as usize) < decoder.vocab => Ok(id),
                 id => Err(json.error(format!(
-                    "{key} is missing, and {id} is not an id of the vocabulary of {}",
+                    "{key} is missing, and its default {id} is outside the vocabulary of {}",
                     decoder.vocab
                 ))),
             }
@@ -157,9 +157,9 @@ impl QwenVlConfig {
             false => json.size("out_hidden_size", Some(3584))?,
         };
         if out != decoder_hidden {
-            return Err(
-                json.error(format!("features are {out} wide, the language model is {decoder_hidden}"))
-            );
+            return Err(json.error(format!(
+                "features have width {out}, but the language model has width {decoder_hidden}"
+            )));
         }
         let activation = match (generation, json.text("hidden_act")?) {
             (Generation::Qwen2, None | Some("quick_gelu")) => Activation::QuickGelu,
@@ -167,9 +167,7 @@ impl QwenVlConfig {
             (Generation::Qwen25, None | Some("silu")) => Activation::Silu,
             (Generation::Qwen3, None | Some("gelu_pytorch_tanh")) => Activation::GeluTanh,
             (_, Some(other)) => {
-                return Err(
-                    json.error(format!("hidden_act {other:?} is not one of this tower's activations"))
-                );
+                return Err(json.error(format!("hidden_act is {other:?}, which this tower does not support")));
             }
         };
         let windows = if generation != Generation::Qwen25 {
@@ -232,7 +230,7 @@ impl QwenVlConfig {
         match count.isqrt() {
             side if side * side == count => Ok(side),
             _ => {
-                let what = "expected the number of places of a square";
+                let what = "expected a square number";
                 Err(json.error(format!("num_position_embeddings is {count}; {what}")))
             }
         }
@@ -245,7 +243,7 @@ impl QwenVlConfig {
         if blocks.is_sorted_by(|a, b| a < b) && blocks.last().is_none_or(|&last| last < depth) {
             return Ok(blocks);
         }
-        let what = format!("expected ascending numbers of the tower's {depth} blocks, from 0");
+        let what = format!("expected ascending indices of the tower's {depth} blocks, from 0");
         Err(json.error(format!("{key} is {blocks:?}; {what}")))
     }
 }

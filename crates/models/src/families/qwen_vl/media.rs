@@ -38,7 +38,7 @@ impl MediaReader {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "the processor's patch, temporal patch and merge sizes are {got:?}, the tower's {expected:?}"
+                        "the processor's patch, temporal patch and merge sizes are {got:?}, but those of the tower are {expected:?}"
                     ),
                 });
             }
@@ -104,7 +104,7 @@ impl MediaReader {
         let size = self.frame_size(medium, settings)?;
         let video = FramePlan::new(medium, settings).decode(settings, size)?;
         let Some(first) = video.frames.first() else {
-            return Err(ModelError::Medium { kind: medium.kind, what: "it gave no frame" });
+            return Err(ModelError::Medium { kind: medium.kind, what: "no frames could be decoded" });
         };
         let (height, width) = (first.height_px, first.width_px);
         let processor = &self.processors.video;

@@ -32,7 +32,7 @@ impl Processor for QwenVlProcessor {
     fn idle_settings(&self) -> IdleSettings {
         IdleSettings {
             fields: &["max_tiles"],
-            why: "it does not cut images into tiles, and MediaSettings::image.max_pixels is the most pixels of an image",
+            why: "it does not cut images into tiles, and MediaSettings::image.max_pixels limits the pixels of an image",
         }
     }
 
@@ -77,7 +77,7 @@ impl Processor for QwenVlProcessor {
         if slices.len() != grid.t {
             let (frames, slices) = (times_secs.len(), grid.t);
             return Err(ModelError::shape(format!(
-                "a video of {slices} slices with times of {frames} frames"
+                "a video has {slices} slices, but times of {frames} frames"
             )));
         }
         let segments = slices.flat_map(|slice| {

@@ -167,7 +167,7 @@ impl VisionTower {
             || !grid.w.is_multiple_of(self.config.merge)
         {
             return Err(ModelError::shape(format!(
-                "vision tower: {} numbers for a grid of {}×{}×{} patches of {len}; height and width must be multiples \
+                "vision tower: got {} values for a grid of {}×{}×{} patches of {len}; height and width must be multiples \
                  of {}",
                 patches.len(),
                 grid.t,
