@@ -36,9 +36,8 @@ impl Checkpoint {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if `config.json` is unreadable, the model is unsupported, the configuration or processor is impossible,
-    /// or a
-    /// file of the checkpoint is a link to a place outside the directory.
+    /// Returns an error if `config.json` is unreadable, the model is unsupported, the configuration or processor is invalid,
+    /// or a file of the checkpoint is a link to a place outside the directory.
     pub fn open(dir: &Path) -> Result<Self> {
         Self::open_with(dir, |_| Ok(Map::new()))
     }

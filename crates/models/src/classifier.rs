@@ -50,8 +50,7 @@ impl SequenceClassifier {
     ///
     /// # Errors
     /// Returns an error if files are unreadable, the architecture is unsupported, the head is missing or has several outputs, or
-    /// tensors
-    /// do not fit.
+    /// tensors do not fit.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
         let json = ConfigJson::read(&dir.join("config.json"))?;
         let kind = json.text("model_type")?.unwrap_or_default();

@@ -120,9 +120,8 @@ impl DecoderConfig {
     /// `tie_word_embeddings` instead of `text`.
     ///
     /// # Errors
-    /// Returns an error if a field is missing or impossible, or if the model has sliding windows, an activation other than that
-    /// of
-    /// SwiGLU, or biases in the feed-forward layer.
+    /// Returns an error if a field is missing or invalid, or if the model has sliding windows, an activation other than that
+    /// of SwiGLU, or biases in the feed-forward layer.
     pub fn parse(text: &ConfigJson, root: &ConfigJson, class: TextDefaults) -> Result<Self> {
         let hidden = text.size("hidden_size", None)?;
         let q = text.size("num_attention_heads", None)?;

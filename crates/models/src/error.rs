@@ -189,7 +189,7 @@ pub enum ModelError {
         /// Actual and expected values.
         what: String,
     },
-    /// The attention layout of a pass is impossible.
+    /// The attention layout of a pass is invalid.
     #[error(transparent)]
     Attention(#[from] omnigrpo_ops::LayoutError),
     /// A medium could not be read.

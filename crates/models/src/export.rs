@@ -114,8 +114,7 @@ impl Model {
     ///
     /// # Errors
     /// Returns an error as [`Self::save_pretrained`] does, or if the family does not have the layout or the layout cannot express
-    /// this
-    /// checkpoint.
+    /// this checkpoint.
     pub fn save_as(&self, dir: &Path, layout: &str) -> Result<()> {
         let format = self.family().format();
         if layout == format.layout() {

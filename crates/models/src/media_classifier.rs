@@ -59,8 +59,7 @@ impl MediaClassifier {
     ///
     /// # Errors
     /// Returns an error if files are unreadable, the family is unknown, the head is missing or has several outputs, or tensors do
-    /// not
-    /// fit.
+    /// not fit.
     pub fn load(dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
         let checkpoint = Checkpoint::open(dir)?;
         let settings = PromptSettings { render, max_completion_length: 0, ..PromptSettings::default() };

@@ -200,7 +200,7 @@ impl Model {
     /// Builds a model with the configuration of a checkpoint and random weights, for training from scratch and for benchmarks.
     ///
     /// # Errors
-    /// Returns an error if the configuration is impossible.
+    /// Returns an error if the configuration is invalid.
     pub fn random(checkpoint: &Checkpoint, seed: u64, options: &LoadOptions) -> Result<Self> {
         let family = checkpoint.family();
         let (std, dtype, quantization) =

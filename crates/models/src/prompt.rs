@@ -247,8 +247,7 @@ impl PromptBuilder {
     ///
     /// # Errors
     /// Returns an error if the last turn is not the assistant's, the media differ from those of the turns, or the conversation
-    /// exceeds
-    /// the limit. Conversations are never truncated.
+    /// exceeds the limit. Conversations are never truncated.
     pub fn finished(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
         let tokens = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
         self.prompt(turns, self.render_finished(turns, &tokens)?, media)

@@ -63,7 +63,7 @@ impl BertConfig {
     /// Reads a `config.json` with `model_type` bert, roberta, xlm-roberta, camembert or distilbert.
     ///
     /// # Errors
-    /// Returns an error if the model is another one or a field is impossible; the error names the field.
+    /// Returns an error if the model is another one or a field is invalid; the error names the field.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let kind = json.text("model_type")?.unwrap_or("bert");
         let roberta = match kind {
@@ -183,8 +183,7 @@ impl Bert {
     ///
     /// # Errors
     /// Returns an error if there is no sequence, a sequence is empty or too long, an id is outside the vocabulary, or the encoder
-    /// has
-    /// fewer blocks.
+    /// has fewer blocks.
     pub fn hidden(&self, sequences: &[&[u32]], blocks: usize, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let config = &self.config;
         if sequences.is_empty() || blocks > config.sizes.layers {

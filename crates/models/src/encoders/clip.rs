@@ -35,7 +35,7 @@ impl ClipConfig {
     /// Reads a `config.json` with `vision_config` and `text_config`.
     ///
     /// # Errors
-    /// Returns an error that names the field if a field is missing or impossible.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let (vision, text) = (json.required_section("vision_config")?, json.required_section("text_config")?);
         let keys = |hidden, intermediate, heads| SizeKeys {

@@ -40,7 +40,7 @@ impl SiglipConfig {
     /// Reads the `config.json` of a vision tower, or of a whole SigLIP (its `vision_config`).
     ///
     /// # Errors
-    /// Returns an error that names the field if a field is impossible.
+    /// Returns an error that names the field if a field is invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let json = json.section("vision_config")?.unwrap_or_else(|| json.clone());
         let keys = SizeKeys {

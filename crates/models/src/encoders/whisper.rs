@@ -46,7 +46,7 @@ impl WhisperConfig {
     /// Reads the `config.json` of a Whisper model.
     ///
     /// # Errors
-    /// Returns an error that names the field if a field is impossible.
+    /// Returns an error that names the field if a field is invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let keys = SizeKeys {
             hidden: ("d_model", 384),

@@ -13,8 +13,7 @@ use crate::error::Result;
 ///
 /// # Errors
 /// Returns an error if the file has no sound, unless the settings replace missing sound by silence, or if the requested part is
-/// too
-/// long or does not exist.
+/// too long or does not exist.
 pub fn plan(
     medium: &MediumRef,
     header: &MediumInfo,

@@ -160,7 +160,7 @@ pub const FAMILIES: &[FamilyRow] = &[
 /// Returns the family of a checkpoint, by the `model_type` and `architectures` of its `config.json`.
 ///
 /// # Errors
-/// Returns an error if the model is unsupported, or the configuration or processor is impossible.
+/// Returns an error if the model is unsupported, or the configuration or processor is invalid.
 pub(crate) fn family_of(dir: &Path, json: &ConfigJson) -> Result<Family> {
     let model_type = json.text("model_type")?.unwrap_or_default();
     let architectures: Vec<&str> = json

@@ -172,8 +172,7 @@ impl WeightFiles {
     ///
     /// # Errors
     /// Returns an error if there is no safetensors file or only a pickle checkpoint, a file is unreadable or truncated, or two
-    /// keys
-    /// belong to one tensor.
+    /// keys belong to one tensor.
     pub fn open(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let mut this = Self { dir: dir.to_path_buf(), shards: Vec::new(), tensors: HashMap::new() };
         let mut keys_seen = HashMap::new();

@@ -30,7 +30,7 @@ impl AriaConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// Returns an error that names the field if a field is missing or impossible.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let text = json.required_section("text_config")?;
         let mut decoder = DecoderConfig::parse(&text, json, TextDefaults::LLAMA)?;

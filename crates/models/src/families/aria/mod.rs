@@ -42,7 +42,7 @@ const EXPERTS: [(&str, &str); 2] =
 /// Reads configuration and processor files.
 ///
 /// # Errors
-/// Returns an error if fields are missing or impossible.
+/// Returns an error if fields are missing or invalid.
 pub fn open(dir: &Path, json: &ConfigJson) -> Result<Roles> {
     let config = Arc::new(AriaConfig::parse(json)?);
     let media = media::MediaReader::open(dir, &config)?;

@@ -96,7 +96,7 @@ impl HumanOmniConfig {
     /// Reads the configuration of the checkpoint in `dir`.
     ///
     /// # Errors
-    /// Returns an error that names the field if a field is missing or impossible.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(dir: &Path, json: &ConfigJson) -> Result<Self> {
         let decoder = DecoderConfig::parse(json, json, TextDefaults::QWEN2)?;
         let text = |key: &str, default: &'static str| -> Result<String> {

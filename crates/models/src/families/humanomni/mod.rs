@@ -72,7 +72,7 @@ pub const NUM_FRAMES: usize = 8;
 /// Reads the configuration of a checkpoint and of its towers.
 ///
 /// # Errors
-/// Returns an error if files or fields are missing or impossible.
+/// Returns an error if files or fields are missing or invalid.
 pub fn open(dir: &Path, json: &ConfigJson) -> Result<Roles> {
     let config = Arc::new(HumanOmniConfig::parse(dir, json)?);
     if config.form == PromptForm::R1OmniGrpo {

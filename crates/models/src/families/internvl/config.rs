@@ -91,9 +91,8 @@ impl InternVlConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// Returns an error that names the field if a field is missing or impossible. Also returns an error if the language model is
-    /// neither
-    /// Qwen2 nor dense Qwen3.
+    /// Returns an error that names the field if a field is missing or invalid. Also returns an error if the language model is
+    /// neither Qwen2 nor dense Qwen3.
     pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
         let text = json.required_section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
         let model_type = text.text("model_type")?.unwrap_or("qwen2");

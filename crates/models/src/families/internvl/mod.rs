@@ -44,7 +44,7 @@ pub struct InternVl {
 /// Reads configuration, processor and, in the original layout, tokenizer files.
 ///
 /// # Errors
-/// Returns an error if fields are missing or impossible, or the vocabulary does not have `<IMG_CONTEXT>`.
+/// Returns an error if fields are missing or invalid, or the vocabulary does not have `<IMG_CONTEXT>`.
 pub fn open(dir: &Path, json: &ConfigJson, layout: Layout) -> Result<Roles> {
     let config = InternVlConfig::parse(json, layout)?;
     let media = media::MediaReader::open(dir, &config)?;

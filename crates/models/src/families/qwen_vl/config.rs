@@ -97,7 +97,7 @@ impl QwenVlConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// Returns an error that names the field if a field is missing or impossible.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(json: &ConfigJson, generation: Generation) -> Result<Self> {
         let text = json.section("text_config")?.unwrap_or_else(|| json.clone());
         let class = match generation {

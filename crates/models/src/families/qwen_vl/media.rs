@@ -24,7 +24,7 @@ impl MediaReader {
     /// Reads the processor files of a checkpoint directory.
     ///
     /// # Errors
-    /// Returns an error if files are missing or impossible, or sizes differ from those of the tower.
+    /// Returns an error if files are missing or invalid, or sizes differ from those of the tower.
     pub fn open(dir: &Path, vision: &VisionConfig, generation: Generation) -> Result<Self> {
         let video = match generation {
             Generation::Qwen3 => ImageProcessor::qwen3_video_default(),

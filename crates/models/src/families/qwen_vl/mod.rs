@@ -30,7 +30,7 @@ const MODULE_NAMES: DecoderNames = DecoderNames { model: "model.language_model."
 /// Reads configuration and processor files.
 ///
 /// # Errors
-/// Returns an error if fields are missing or impossible.
+/// Returns an error if fields are missing or invalid.
 pub fn open(dir: &Path, json: &ConfigJson, generation: Generation) -> Result<Roles> {
     let config = Arc::new(QwenVlConfig::parse(json, generation)?);
     let media = media::MediaReader::open(dir, &config.vision, generation)?;
