@@ -148,7 +148,10 @@ impl VisionTower {
         let lengths: Vec<usize> = self.real(pixels, shape)?.iter().map(|[h, w]| h * w).collect();
         let (queries, patches) = (self.queries(side)?, lengths.iter().sum::<usize>());
         if tower.rows().rows() != patches {
-            let what = format!("a tower output of {} rows for {patches} patches", tower.rows().rows());
+            let what = format!(
+                "the tower output has {} rows; expected {patches}, one per patch",
+                tower.rows().rows()
+            );
             return Err(ModelError::shape(format!("projector: {what}")));
         }
         let ids: Vec<Option<u32>> = (0..count * queries).map(|row| Some((row % queries) as u32)).collect();
