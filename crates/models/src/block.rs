@@ -1,13 +1,13 @@
-//! The transformer block, of language models and towers alike.
+//! The transformer block of language models and towers.
 //!
-//! The normalisation and where it stands, the feed-forward layer, biases, rotation and the attention pattern vary;
-//! attention, residual, feed-forward, residual does not. Attention of a batch needs no padding and no mask: the sequences
-//! lie one after the other and the layout keeps them apart.
+//! Blocks differ in the kind and place of their norms, the feed-forward layer, biases, rotation and the attention pattern. The
+//! sequence attention, residual, feed-forward, residual is the same in all. Attention over a batch needs neither padding nor a
+//! mask: the sequences follow one another in one stream, and the layout keeps them apart.
 //!
-//! For its backward pass a block keeps its input, the packed queries, keys and values, attention's output, the stream
-//! between its halves and what goes into the activation; normalised rows and the activation's output are computed again.
+//! For its backward pass a block keeps its input, the packed queries, keys and values, the output of attention, the stream
+//! between its halves and the input of the activation. It recomputes normalised rows and the output of the activation.
 //!
-//! Shapes: `t` rows of a stream, `n` of them beyond attention, `h` width, `d` head width.
+//! Shapes: `t` rows of a stream, `n` rows that continue past attention, `h` width, `d` head width.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub enum Mlp {
     Plain {
         /// `[intermediate, h]`
         fc1: Linear,
-        /// Between the two.
+        /// Activation between `fc1` and `fc2`.
         act: Activation,
         /// `[h, intermediate]`
         fc2: Linear,
@@ -39,63 +39,63 @@ pub enum Mlp {
     },
 }
 
-/// Where the norms of a block stand.
+/// Position of a block's norms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormOrder {
     /// `x += proj(attn(norm1 x)); x += mlp(norm2 x)`
     Pre,
-    /// `x = norm1(x + proj(attn x)); x = norm2(x + mlp x)`, as BERT.
+    /// `x = norm1(x + proj(attn x)); x = norm2(x + mlp x)`, as in BERT.
     Post,
 }
 
-/// Norms of queries and keys, before they are rotated.
+/// Norms of queries and keys, applied before rotation.
 pub enum QkNorm {
-    /// Over all heads together: InternViT-6B.
+    /// One norm over all heads together, as in InternViT-6B.
     Together([Norm; 2]),
-    /// Over each head: Qwen3.
+    /// A norm over each head, as in Qwen3.
     PerHead([Norm; 2]),
 }
 
 /// One block and its weights.
 pub struct Block {
-    /// Where the norms stand.
+    /// Position of the norms.
     pub order: NormOrder,
-    /// Norms of attention and of the feed-forward layer.
+    /// Norms of the attention and feed-forward halves.
     pub norms: [Norm; 2],
-    /// Norms of queries and keys.
+    /// Norms of queries and keys, if the block has them.
     pub qk_norm: Option<QkNorm>,
-    /// Scales `[h]` of what attention and the feed-forward layer add to the stream.
+    /// Scales `[h]` of the outputs that attention and the feed-forward layer add to the stream.
     pub scales: Option<[Arc<Param>; 2]>,
-    /// Query, key and value: one layer with its rows in this order, or three.
+    /// Projections of queries, keys and values: one layer with the rows in this order, or three layers.
     pub qkv: Vec<Linear>,
     /// `[h, q · d]`
     pub proj: Linear,
     /// The feed-forward layer.
     pub mlp: Mlp,
-    /// Experts beside it, of which each row uses a few: then the feed-forward layer is the one that all rows share.
+    /// Experts of a mixture. If present, `mlp` is the feed-forward layer that all rows share.
     pub experts: Option<Experts>,
-    /// Heads of attention.
+    /// Number and width of the attention heads.
     pub heads: AttentionHeads,
 }
 
-/// A block in one pass.
+/// A block, prepared for one pass.
 pub struct BlockPass {
     block: Arc<Block>,
     rope: Option<Arc<RopeTable>>,
     layout: Arc<Layout>,
-    /// Rows that go beyond attention; `None` for all.
+    /// Rows that continue past attention; `None` for all rows.
     rows: Option<Arc<Index>>,
     qkv: PackedLinear,
-    /// The layers whose outputs join the stream, of attention and of the feed-forward layer.
+    /// Output layers of attention and of the feed-forward layer, whose results are added to the stream.
     last: [PackedLinear; 2],
-    /// The feed-forward layer but for its last layer.
+    /// First part of the feed-forward layer, up to the activation.
     first: PackedLinear,
     experts: Option<ExpertsPass>,
 }
 
 /// Arrays that a block keeps for its backward pass, besides its input.
 pub struct KeptBlock {
-    /// Queries, keys and values before their norms, where there are some.
+    /// Queries, keys and values before their norms, if the block has such norms.
     raw: Option<Rows>,
     /// `[t, (q + 2 kv) · d]`
     qkv: Rows,
@@ -104,25 +104,25 @@ pub struct KeptBlock {
     /// `[t, q · d]`
     attended: Rows,
     joined: [Joined; 2],
-    /// The stream between the halves, `[n, h]`.
+    /// Stream between the two halves, `[n, h]`.
     middle: Rows,
-    /// Before the activation.
+    /// Input of the activation.
     wide: Rows,
     experts: Option<KeptExperts>,
 }
 
 impl KeptBlock {
-    /// Which of [`Self::into_arrays`] have the rows that go beyond attention.
+    /// Range of those arrays of [`Self::into_arrays`] that contain only the rows that continue past attention.
     pub(crate) const BEYOND: std::ops::Range<usize> = 4..10;
 
-    /// Returns the arrays in the order of [`Self::from_arrays`]; nothing if there are experts among them.
+    /// Returns the arrays in the order of [`Self::from_arrays`], or `None` if the block has experts.
     pub(crate) fn into_arrays(self) -> Option<[Option<Rows>; 10]> {
         let Self { raw, qkv, lse, attended, joined: [a, b], middle, wide, experts } = self;
         let [qkv, lse, attended, middle, wide] = [qkv, lse, attended, middle, wide].map(Some);
         experts.is_none().then_some([raw, qkv, lse, attended, a.branch, a.sum, b.branch, b.sum, middle, wide])
     }
 
-    /// The reverse of [`Self::into_arrays`]; nothing where arrays are missing.
+    /// Rebuilds the value from the arrays of [`Self::into_arrays`]. Returns `None` if required arrays are missing.
     pub(crate) fn from_arrays(mut arrays: impl Iterator<Item = Option<Rows>>) -> Option<Self> {
         let mut next = || arrays.next();
         let (raw, qkv, lse, attended) = (next()?, next()??, next()??, next()??);
@@ -133,12 +133,12 @@ impl KeptBlock {
     }
 }
 
-/// Arrays that joining the stream keeps.
+/// Arrays that [`BlockPass::leave`] keeps for the backward pass.
 #[derive(Default)]
 struct Joined {
-    /// Input of the scale, if there is one.
+    /// Input of the scale, if the block has scales.
     branch: Option<Rows>,
-    /// Input of the norm, if it comes last.
+    /// Input of the norm, if the norm comes after the addition.
     sum: Option<Rows>,
 }
 
@@ -153,8 +153,8 @@ impl Kept for KeptBlock {
 }
 
 impl BlockPass {
-    /// The block over the rows that `layout` describes. `rope` turns queries and keys; only `rows` go beyond attention
-    /// where they are given.
+    /// Prepares the block for the rows that `layout` describes. `rope` rotates queries and keys. If `rows` is given, only these
+    /// rows continue past attention.
     #[must_use]
     pub fn new(
         block: &Arc<Block>,
@@ -189,11 +189,11 @@ impl BlockPass {
         }
     }
 
-    /// `x [t, h]` to the block's output `[n, h]`. `attend` makes attention's output and log-sum-exps of the packed queries,
-    /// keys and values.
+    /// Maps `x [t, h]` to the block's output `[n, h]`. `attend` computes the output and the log-sum-exps of attention from the
+    /// packed queries, keys and values.
     ///
     /// # Errors
-    /// Shapes that do not fit.
+    /// Returns an error if shapes do not fit.
     pub fn run(
         &self,
         x: &Rows,
@@ -214,12 +214,12 @@ impl BlockPass {
         Ok((y, KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, wide, experts }))
     }
 
-    /// The rows of `x` that go beyond attention.
+    /// Selects the rows of `x` that continue past attention.
     fn pick(&self, x: &Rows) -> Result<Rows> {
         self.rows.as_ref().map_or_else(|| Ok(x.clone()), |rows| x.select(rows))
     }
 
-    /// The reverse of [`Self::pick`]: zeros in the other rows.
+    /// Reverses [`Self::pick`]; the other rows are zero.
     fn spread(&self, x: Rows, t: usize) -> Result<Rows> {
         match &self.rows {
             Some(rows) => x.spread(rows, t),
@@ -227,7 +227,7 @@ impl BlockPass {
         }
     }
 
-    /// The input of a half's first layer.
+    /// Computes the input of the first layer of a half.
     fn enter(&self, half: usize, x: &Rows) -> Result<Rows> {
         match self.block.order {
             NormOrder::Pre => Ok(self.block.norms[half].forward(x)?.0),
@@ -235,7 +235,7 @@ impl BlockPass {
         }
     }
 
-    /// The answers of the experts, where there are some.
+    /// Runs the experts, if the block has any.
     fn run_experts(&self, x: &Rows) -> Result<Option<(Rows, KeptExperts)>> {
         match (&self.experts, &self.block.experts) {
             (Some(pass), Some(experts)) => pass.forward(experts, x).map(Some),
@@ -243,8 +243,8 @@ impl BlockPass {
         }
     }
 
-    /// The gradient of a half's input: `dresidual` plus what goes back through its layers, of which `back` makes the gradient
-    /// of their input from that input.
+    /// Returns the gradient of a half's input: `dresidual` plus the gradient through the half's layers. `back` maps the input of
+    /// these layers to the gradient of that input.
     fn enter_back(
         &self,
         half: usize,
@@ -266,7 +266,7 @@ impl BlockPass {
         Ok(dx)
     }
 
-    /// `residual + scale · (last(inner) + routed)`, then the norm if it stands behind.
+    /// Returns `residual + scale · (last(inner) + routed)`, normalised if the norm comes after the addition.
     fn leave(
         &self,
         half: usize,
@@ -295,7 +295,7 @@ impl BlockPass {
         Ok((y, joined))
     }
 
-    /// The gradients of `inner`, of the branch and of the residual stream.
+    /// Returns the gradients of `inner`, of the branch and of the residual stream.
     fn leave_back(&self, half: usize, inner: &Rows, joined: Joined, dy: Rows) -> Result<[Rows; 3]> {
         let dsum = match joined.sum {
             Some(sum) => {
@@ -314,7 +314,7 @@ impl BlockPass {
         Ok([self.last[half].backward(inner, &dbranch)?, dbranch, dsum])
     }
 
-    /// Normalises queries and keys in place; what they were, where they have norms.
+    /// Normalises queries and keys in place. Returns their previous values if the block has such norms.
     fn normalise(&self, qkv: &mut Rows) -> Result<Option<Rows>> {
         if self.block.qk_norm.is_none() {
             return Ok(None);
@@ -328,7 +328,7 @@ impl BlockPass {
         Ok(Some(raw))
     }
 
-    /// The gradient of [`Self::normalise`], in place.
+    /// Turns the gradient of the output of [`Self::normalise`] into that of its input, in place.
     fn normalise_back(&self, raw: &Rows, dqkv: &mut Rows) -> Result<()> {
         for (norm, from, width, split) in self.qk_norms() {
             let (rows, cols) = (raw.rows() * split, width / split);
@@ -342,8 +342,8 @@ impl BlockPass {
         Ok(())
     }
 
-    /// For queries and keys: the norm, their first column and width in a packed row, and the number of pieces that are
-    /// normalised each.
+    /// Lists, for queries and for keys: the norm, the first column and the width in a packed row, and the number of pieces that
+    /// are normalised separately.
     fn qk_norms(&self) -> Vec<(&Norm, usize, usize, usize)> {
         let heads = self.block.heads;
         let (q, k) = (heads.q_width(), heads.kv_width());
@@ -370,7 +370,7 @@ impl Op for BlockPass {
         self.run(x, |qkv| self.block.heads.forward(qkv, &self.layout))
     }
 
-    /// Each kept array is freed after its use.
+    /// Runs the backward pass. Each kept array is freed after its use.
     fn backward(
         &self,
         [x]: [&Rows; 1],
@@ -380,7 +380,7 @@ impl Op for BlockPass {
     ) -> Result<[Option<Rows>; 1]> {
         let KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide, experts } = kept;
         let [dinner, dbranch, dresidual] = self.leave_back(1, &self.activate(&wide)?, last, dy)?;
-        // Held only where it is read, so that the residual's gradient, which may be the same rows, is added to in place.
+        // `dbranch` is kept only for experts. Otherwise the residual's gradient, which may share its rows, is changed in place.
         let routed = experts.map(|kept| (kept, dbranch));
         match &self.block.mlp {
             Mlp::Plain { act, .. } => wide.activation_back(&dinner, *act)?,

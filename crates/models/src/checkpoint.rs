@@ -1,4 +1,4 @@
-//! A checkpoint directory, opened once: what models, prompts and adapters are made from.
+//! A checkpoint directory, opened once, from which models, prompts and adapters are built.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use crate::export::check_links;
 use crate::families::{Family, FamilyRow, family_of};
 use crate::media_store::MediaStore;
 
-/// A checkpoint directory with its configuration. `config.json` is read when it is opened and never again, so everything
-/// made from one value speaks of the same model, whatever becomes of the file.
+/// A checkpoint directory with its configuration. `config.json` is read once, when the directory is opened. Everything that is
+/// built from one value therefore uses the same configuration, even if the file changes later.
 #[derive(Clone)]
 pub struct Checkpoint {
     dir: PathBuf,
@@ -36,13 +36,14 @@ impl Checkpoint {
     /// ```
     ///
     /// # Errors
-    /// No readable `config.json`, a model this program does not know, a configuration or processor that is impossible, a
-    /// file beside it that is a link out of the directory.
+    /// Returns an error if `config.json` is unreadable, the model is unsupported, the configuration or processor is invalid,
+    /// or a file of the checkpoint is a link to a place outside the directory.
     pub fn open(dir: &Path) -> Result<Self> {
         Self::open_with(dir, |_| Ok(Map::new()))
     }
 
-    /// Opens a directory as [`Self::open`] does, for a family that is not in the table or not by this checkpoint's `model_type`.
+    /// Opens a directory as [`Self::open`] does, for a family that is not in the table or is not found by this checkpoint's
+    /// `model_type`.
     pub fn open_as(dir: &Path, row: &'static FamilyRow) -> Result<Self> {
         let config = ConfigJson::read(&dir.join("config.json"))?;
         check_links(dir)?;
@@ -50,7 +51,7 @@ impl Checkpoint {
         Ok(Self { dir: dir.to_path_buf(), config, family, media_store: Arc::default() })
     }
 
-    /// Opens a directory as [`Self::open`] does, with the keys that `replace` gives instead of the file's.
+    /// Opens a directory as [`Self::open`] does. The keys that `replace` returns replace those of the file.
     pub fn open_with<E: From<ModelError>>(
         dir: &Path,
         replace: impl FnOnce(&ConfigJson) -> Result<Map<String, Value>, E>,
@@ -76,7 +77,7 @@ impl Checkpoint {
         &self.dir
     }
 
-    /// Returns `config.json`, with the replaced keys.
+    /// Returns the content of `config.json`, with the replaced keys.
     #[must_use]
     pub fn config(&self) -> &ConfigJson {
         &self.config
@@ -88,7 +89,7 @@ impl Checkpoint {
         &self.family
     }
 
-    /// Decoded media, shared by all prompts that are made for this value.
+    /// Returns the store of decoded media, shared by all prompts that are built for this value.
     #[must_use]
     pub fn media_store(&self) -> &Arc<MediaStore> {
         &self.media_store

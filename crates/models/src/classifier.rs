@@ -1,13 +1,13 @@
 //! Text models with one scalar output: the reward models of `AutoModelForSequenceClassification` with `num_labels` 1.
 //!
-//! A decoder (Qwen2, Qwen3, Llama) has a `score` layer without bias on the last row that is no padding, behind the final
-//! norm. BERT has `classifier` on its pooler's output; RoBERTa, XLM-RoBERTa and CamemBERT have a layer, tanh and `out_proj`
+//! A decoder (Qwen2, Qwen3, Llama) has a `score` layer without bias, applied after the final norm to the last row that is not
+//! padding. BERT has `classifier` on its pooler's output; RoBERTa, XLM-RoBERTa and CamemBERT have a layer, tanh and `out_proj`
 //! on the first row. Source: `transformers` 5.23, `modeling_layers.py` `GenericForSequenceClassification`,
 //! `models/{bert,roberta}` `…ForSequenceClassification`.
 //!
-//! Sequences lie one after the other without padding. Differences: rows behind the one that is scored are left out, since
-//! nothing sees them; neighbours that begin with the same tokens (the completions of a prompt) share these rows. Refused: several labels, checkpoints
-//! without head, DistilBERT, sliding windows.
+//! Sequences follow one another without padding. Differences to the source: rows after the scored one are left out, since
+//! nothing attends to them; consecutive sequences that begin with the same tokens (the completions of a prompt) share these rows.
+//! Unsupported: several labels, checkpoints without a head, DistilBERT, sliding windows.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ use crate::encoders::bert::{Bert, BertConfig, published_name};
 use crate::error::{ModelError, Result};
 use crate::weights::{FileSource, Scope, WeightDtype, WeightFiles};
 
-/// Rows of one pass. A longer sequence has a pass of its own.
+/// Largest number of rows of one pass. A longer sequence has a pass of its own.
 pub(crate) const MAX_ROWS: usize = 4096;
 
-/// A text model that gives each sequence one number.
+/// A text model that gives each sequence one score.
 pub struct SequenceClassifier {
     network: Network,
 }
@@ -37,7 +37,7 @@ enum Network {
         bert: Box<Bert>,
         classifier: Linear,
     },
-    /// The first layer of the head, with tanh behind it, and the second.
+    /// RoBERTa's head: a layer followed by tanh, and an output layer.
     Roberta {
         bert: Box<Bert>,
         dense: Linear,
@@ -49,7 +49,8 @@ impl SequenceClassifier {
     /// Loads a checkpoint directory, frozen.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, no head or one with several outputs, tensors that do not fit.
+    /// Returns an error if files are unreadable, the architecture is unsupported, the head is missing or has several outputs, or
+    /// tensors do not fit.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
         let json = ConfigJson::read(&dir.join("config.json"))?;
         let kind = json.text("model_type")?.unwrap_or_default();
@@ -98,7 +99,7 @@ impl SequenceClassifier {
         Ok(Self { network })
     }
 
-    /// The longest sequence it reads, tokens.
+    /// Returns the length of the longest supported sequence, in tokens.
     #[must_use]
     pub fn max_tokens(&self) -> usize {
         match &self.network {
@@ -107,21 +108,22 @@ impl SequenceClassifier {
         }
     }
 
-    /// Whether it is an encoder, whose head reads the row of the start token that its tokenizer adds.
+    /// Returns whether the model is an encoder. The head of an encoder reads the row of the start token, which the tokenizer
+    /// adds.
     #[must_use]
     pub fn is_encoder(&self) -> bool {
         !matches!(self.network, Network::Decoder { .. })
     }
 
-    /// One number per sequence of token ids. A decoder is scored at the last token other than `padding`.
+    /// Computes one score per sequence of token ids. For a decoder, the score is read at the last token other than `padding`.
     ///
     /// # Errors
-    /// An empty or too long sequence, an id outside the vocabulary.
+    /// Returns an error if a sequence is empty or too long, or an id is outside the vocabulary.
     pub fn scores(&self, sequences: &[&[u32]], padding: Option<u32>, pass: &Pass) -> Result<Vec<f32>> {
         let most = self.max_tokens();
         if let Some(bad) = sequences.iter().find(|s| s.is_empty() || s.len() > most) {
             return Err(ModelError::shape(format!(
-                "reward model: a sequence of {} tokens; expected 1 to {most}",
+                "reward model: a sequence has {} tokens; expected 1 to {most}",
                 bad.len()
             )));
         }
@@ -148,10 +150,10 @@ impl SequenceClassifier {
     }
 }
 
-/// The name of a language model's head, which these checkpoints have not: the decoder then takes its embedding for it.
+/// Name of a language model's output head. These checkpoints do not have it, and the decoder then uses its embedding instead.
 const NO_HEAD: &str = "lm_head.weight";
 
-/// A key of a file under the names used here; `None` for what has no part in the score.
+/// Maps a key of a file to the name used here, or to `None` if the tensor does not affect the score.
 fn published(key: &str, kind: &str) -> Option<String> {
     match kind {
         "bert" | "roberta" | "xlm-roberta" | "camembert" if key.starts_with("classifier.") => {
@@ -169,25 +171,25 @@ pub(crate) fn one_output(json: &ConfigJson, files: &WeightFiles, head: &str) -> 
     match files.shape(&format!("{head}.weight")) {
         Some([1, _]) => Ok(()),
         Some(shape) => Err(json.error(format!(
-            "{head}.weight is {shape:?}, so num_labels is {}; a reward model has num_labels 1: a [1, width] head",
+            "{head}.weight has shape {shape:?}, so num_labels is {}; expected num_labels 1 with a [1, width] head",
             shape.first().unwrap_or(&0)
         ))),
         None => Err(json.error(format!(
-            "there is no {head}.weight in the files; expected a reward model, saved by \
-             AutoModelForSequenceClassification with num_labels=1, not a model without that head"
+            "the files have no {head}.weight; expected a reward model, saved by \
+             AutoModelForSequenceClassification with num_labels=1"
         ))),
     }
 }
 
-/// A sequence up to its last token that is no padding; its first token where all are.
+/// Returns a sequence up to its last token that is not padding, or its first token if all are padding.
 fn up_to_last(ids: &[u32], padding: Option<u32>) -> &[u32] {
     let last = ids.iter().rposition(|&id| Some(id) != padding).unwrap_or(0);
     &ids[..=last]
 }
 
-/// Neighbouring sequences that share their first tokens.
+/// Consecutive sequences that share their first tokens.
 struct Group<'a> {
-    /// Shared tokens, fewer than any sequence has.
+    /// Number of shared tokens, fewer than the length of any sequence.
     prefix: usize,
     sequences: Vec<&'a [u32]>,
 }
@@ -198,7 +200,7 @@ impl Group<'_> {
     }
 }
 
-/// Puts each sequence into the group before it where that takes fewer rows than a place of its own.
+/// Adds each sequence to the previous group if this takes fewer rows than a new group, within [`MAX_ROWS`] rows.
 fn shared<'a>(sequences: &[&'a [u32]]) -> Vec<Group<'a>> {
     let mut groups: Vec<Group<'a>> = Vec::new();
     for &sequence in sequences {
@@ -224,7 +226,7 @@ fn shared<'a>(sequences: &[&'a [u32]]) -> Vec<Group<'a>> {
     groups
 }
 
-/// Cuts a list into runs of at most [`MAX_ROWS`] rows.
+/// Splits a list into consecutive parts of at most [`MAX_ROWS`] rows. A single longer item is a part of its own.
 fn passes<T>(items: &[T], rows: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut out, mut start, mut sum) = (Vec::new(), 0, 0);
     for (i, item) in items.iter().enumerate() {
@@ -265,7 +267,7 @@ fn decode(decoder: &Decoder, score: &Linear, groups: &[Group], pass: &Pass) -> R
             ends.push(push(&sequence[prefix..], prefix));
         }
         match prefix {
-            // A sequence alone has nothing before it.
+            // A group of one sequence has no prefix.
             0 => shapes.push((group.sequences[0].len(), Vec::new())),
             _ => shapes.push((prefix, group.sequences.iter().map(|s| s.len() - prefix).collect())),
         }
@@ -287,10 +289,10 @@ mod tests {
         let plan = |sequences: &[&[u32]]| -> Vec<(usize, usize, usize)> {
             shared(sequences).iter().map(|g| (g.prefix, g.sequences.len(), g.rows())).collect()
         };
-        // Two prompts of three tokens; the same completion twice keeps a row for each.
+        // Two prompts of three tokens. The same completion twice still takes its rows twice.
         let rows: [&[u32]; 5] = [&[1, 2, 3, 4], &[1, 2, 3, 5, 6], &[1, 2, 3, 5, 6], &[7, 8, 9], &[7, 8, 9]];
         assert_eq!(plan(&rows), [(3, 3, 8), (2, 2, 4)]);
-        // A start token in common is no reason to cut a group's prefix.
+        // A shared start token is not a reason to shorten a group's prefix.
         assert_eq!(plan(&[&[1, 2, 3, 4], &[1, 2, 3, 5], &[1, 9, 9]]), [(3, 2, 5), (0, 1, 3)]);
         assert_eq!(plan(&[&[1], &[1]]), [(0, 1, 1), (0, 1, 1)]);
         let long = vec![1; MAX_ROWS - 1];

@@ -1,4 +1,4 @@
-//! Reading `config.json`: typed fields with defaults, errors that name file and key.
+//! Typed access to `config.json`, with defaults, and errors that name file and key.
 
 use std::path::{Path, PathBuf};
 
@@ -14,11 +14,11 @@ pub struct ConfigJson {
     object: Map<String, Value>,
 }
 
-/// No configuration is longer than this; a larger file is refused unread.
+/// Largest accepted size of a configuration, in bytes. A larger file is not read.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// The largest value of a size, far above every published model's. Memory is only taken for tensors that the files
-/// have, but products of sizes have to stay within an integer, and loops over blocks have to end.
+/// Returns the largest accepted value of a size, far above that of every published model. Memory is only allocated for tensors
+/// that the files contain, but products of sizes must fit an integer, and loops over blocks must end.
 fn most(key: &str) -> usize {
     let last = key.rsplit('_').next().unwrap_or_default();
     match key {
@@ -35,7 +35,7 @@ impl ConfigJson {
     /// Reads a JSON object from a file.
     ///
     /// # Errors
-    /// A missing, oversized or malformed file, a link that leads out of its directory.
+    /// Returns an error if the file is missing, oversized or malformed, or is a link to a place outside its directory.
     pub fn read(path: &Path) -> Result<Self> {
         let text = inside::read_path(path, MAX_BYTES).map_err(ModelError::io(path))?;
         match serde_json::from_slice(&text) {
@@ -49,7 +49,7 @@ impl ConfigJson {
         ModelError::Config { path: path.to_path_buf(), what }
     }
 
-    /// An error about this file.
+    /// Creates an error about this file.
     pub fn error(&self, what: impl Into<String>) -> ModelError {
         Self::fail(&self.path, what.into())
     }
@@ -59,7 +59,7 @@ impl ConfigJson {
         self.object.extend(keys);
     }
 
-    /// Another object in this one's place: for constants that stand in for a file, under this file's name.
+    /// Returns another object under this file's name, for constants that replace a file.
     #[must_use]
     pub(crate) fn with_object(&self, value: Value) -> Self {
         let object = match value {
@@ -69,22 +69,22 @@ impl ConfigJson {
         Self { path: self.path.clone(), object }
     }
 
-    /// The raw object.
+    /// Returns the raw object.
     #[must_use]
     pub fn object(&self) -> &Map<String, Value> {
         &self.object
     }
 
-    /// A value that is present and not null.
+    /// Returns the value of a key, unless it is absent or null.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.object.get(key).filter(|v| !v.is_null())
     }
 
-    /// The object under `key`, if there is one.
+    /// Returns the object under `key`, if it is present.
     ///
     /// # Errors
-    /// A value that is no object.
+    /// Returns an error if the value is not an object.
     pub fn section(&self, key: &str) -> Result<Option<Self>> {
         match self.get(key) {
             None => Ok(None),
@@ -93,18 +93,18 @@ impl ConfigJson {
         }
     }
 
-    /// The object under `key`.
+    /// Returns the object under `key`.
     ///
     /// # Errors
-    /// A missing key, a value that is no object.
+    /// Returns an error if the key is missing or the value is not an object.
     pub fn required_section(&self, key: &str) -> Result<Self> {
         self.section(key)?.ok_or_else(|| self.error(format!("{key} is missing")))
     }
 
-    /// A string, if there is one.
+    /// Returns the string under `key`, if it is present.
     ///
     /// # Errors
-    /// A value that is no string.
+    /// Returns an error if the value is not a string.
     pub fn text(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),
@@ -113,10 +113,10 @@ impl ConfigJson {
         }
     }
 
-    /// Reads the number that is added to a variance.
+    /// Returns an epsilon, the number that is added to a variance.
     ///
     /// # Errors
-    /// Anything but a number from 0 to 1.
+    /// Returns an error unless the value is a number from 0 to 1.
     pub fn epsilon(&self, key: &str, default: f64) -> Result<f32> {
         match self.number(key, default)? {
             x if (0.0..1.0).contains(&x) => Ok(x as f32),
@@ -124,10 +124,10 @@ impl ConfigJson {
         }
     }
 
-    /// A standard deviation of new weights.
+    /// Returns a standard deviation of new weights.
     ///
     /// # Errors
-    /// Anything but a number from 0 to 1,000.
+    /// Returns an error unless the value is a number from 0 to 1,000.
     pub fn spread(&self, key: &str, default: f64) -> Result<f32> {
         match self.number(key, default)? {
             x if (0.0..=1e3).contains(&x) => Ok(x as f32),
@@ -135,10 +135,11 @@ impl ConfigJson {
         }
     }
 
-    /// A positive size. A missing key takes the default, or is an error without one.
+    /// Returns a positive size. If the key is missing, the default is used.
     ///
     /// # Errors
-    /// Anything but an integer from 1 to the largest that this key may have.
+    /// Returns an error if the key is missing without a default, or the value is not an integer from 1 to the largest for this
+    /// key.
     pub fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
         match (self.get(key), default) {
             (None, Some(default)) => Ok(default),
@@ -158,7 +159,7 @@ impl ConfigJson {
         }
     }
 
-    /// A size that is written as a number, or as the same number twice (height and width).
+    /// Returns a size that is written as a number, or as the same number twice (height and width).
     pub fn side(&self, key: &str, default: usize) -> Result<usize> {
         match self.get(key) {
             Some(Value::Array(sides)) => match sides.as_slice() {
@@ -172,10 +173,10 @@ impl ConfigJson {
         }
     }
 
-    /// A finite number.
+    /// Returns a finite number.
     ///
     /// # Errors
-    /// Anything else.
+    /// Returns an error if the value is anything else.
     pub fn number(&self, key: &str, default: f64) -> Result<f64> {
         match self.get(key) {
             None => Ok(default),
@@ -186,10 +187,10 @@ impl ConfigJson {
         }
     }
 
-    /// A boolean.
+    /// Returns a boolean.
     ///
     /// # Errors
-    /// Anything else.
+    /// Returns an error if the value is anything else.
     pub fn boolean(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
@@ -199,25 +200,25 @@ impl ConfigJson {
         }
     }
 
-    /// A token id. `None` where the key is missing.
+    /// Returns a token id, or `None` if the key is missing.
     ///
     /// # Errors
-    /// Anything but an id below `vocab`.
+    /// Returns an error unless the value is an id below `vocab`.
     pub fn id(&self, key: &str, vocab: usize) -> Result<Option<u32>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_u64().and_then(|id| u32::try_from(id).ok()) {
             Some(id) if (id as usize) < vocab => Ok(Some(id)),
             _ => {
                 let value = shortened(value);
-                Err(self.error(format!("{key} is {value}, which is not an id of the vocabulary of {vocab}")))
+                Err(self.error(format!("{key} is {value}, which is outside the vocabulary of {vocab}")))
             }
         }
     }
 
-    /// A list of sizes (zero allowed).
+    /// Returns a list of sizes; zero is allowed.
     ///
     /// # Errors
-    /// Anything else.
+    /// Returns an error if the value is anything else.
     pub fn sizes(&self, key: &str) -> Result<Option<Vec<usize>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let list: Option<Vec<usize>> = value
@@ -228,7 +229,7 @@ impl ConfigJson {
     }
 }
 
-/// A value for a message: of a long one the beginning.
+/// Formats a value for a message; a long one is truncated.
 fn shortened(value: &Value) -> String {
     const SHOWN: usize = 60;
     let text = value.to_string();

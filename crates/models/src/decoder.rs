@@ -1,9 +1,9 @@
 //! The decoder: a language model of blocks, described by its configuration.
 //!
-//! Qwen2, Qwen3 and Llama differ in biases and in the norms of queries and keys, Aria has experts. Source: `transformers`
-//! 5.23 `models/{qwen2,qwen3,llama,aria}` and, for three-axis positions and deep features, `models/{qwen2_vl,qwen3_vl}`. Differences:
-//! query, key and value projections run as one; logits are never formed for a whole stream; the last block goes beyond its keys
-//! and values only for rows whose output somebody reads.
+//! Qwen2, Qwen3 and Llama differ in biases and in the norms of queries and keys; Aria has experts. Source: `transformers` 5.23
+//! `models/{qwen2,qwen3,llama,aria}` and, for three-axis positions and deep features, `models/{qwen2_vl,qwen3_vl}`. Differences
+//! to the source: query, key and value projections run as one; logits are never computed for a whole stream at once; in the last
+//! block, only rows whose output is used continue past the keys and values.
 //!
 //! Shapes: `t` rows of a stream, `h` width, `d` head width.
 
@@ -26,52 +26,52 @@ use crate::weights::{Init, Scope, WeightSource};
 /// Sizes and kind of a decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecoderConfig {
-    /// Width of the residual stream.
+    /// Width of the residual stream, `h`.
     pub hidden: usize,
     /// Width of the feed-forward layer.
     pub intermediate: usize,
-    /// Transformer blocks.
+    /// Number of transformer blocks.
     pub layers: usize,
-    /// Attention heads.
+    /// Number and width of the attention heads.
     pub heads: AttentionHeads,
     /// Rows of the embedding.
     pub vocab: usize,
-    /// RMS norm epsilon.
+    /// Epsilon of the RMS norms.
     pub rms_eps: f32,
     /// Rotary positions.
     pub rope: Rope,
-    /// Longest sequence the model was made for, tokens.
+    /// Longest sequence for which the model was trained, in tokens.
     pub max_positions: usize,
-    /// Whether the configuration ties embeddings. A file with two different tensors overrides it.
+    /// Whether the configuration ties input embedding and output head. A file with two different tensors overrides it.
     pub tie_word_embeddings: bool,
     /// Whether queries, keys and values have biases, and whether attention's output layer has one.
     pub attention_bias: [bool; 2],
     /// Whether queries and keys are normalised head by head.
     pub qk_norm: bool,
-    /// Experts beside the feed-forward layer, which all rows then share.
+    /// Experts, if any. The feed-forward layer is then shared by all rows.
     pub experts: Option<ExpertsConfig>,
-    /// How many of the first blocks have deep features of media added behind them (arXiv 2406.04334).
+    /// Number of leading blocks after which deep features of media are added (arXiv 2406.04334).
     pub deep: usize,
 }
 
-/// Sizes of the experts of a decoder.
+/// Sizes of a decoder's experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertsConfig {
-    /// How many there are.
+    /// Number of experts.
     pub count: usize,
-    /// How many a row uses.
+    /// Number of experts that each row uses.
     pub topk: usize,
-    /// Width of one.
+    /// Width of one expert.
     pub intermediate: usize,
 }
 
-/// Defaults of a class of `transformers` 5.23 where a file is silent, and its fixed values. Sizes without a default here
+/// Fixed values of a class of `transformers` 5.23, and its defaults for keys that a file lacks. Sizes without a default here
 /// must be in the file.
 #[derive(Clone, Copy, Debug)]
 pub struct TextDefaults {
-    /// `num_key_value_heads` where the key is absent; null, and `None` here, stand for the number of query heads.
+    /// `num_key_value_heads` if the key is absent. Null in the file, or `None` here, means the number of query heads.
     pub kv_heads: Option<usize>,
-    /// `head_dim`; `None` for an equal share of the width.
+    /// `head_dim`; `None` for the width divided by the number of heads.
     pub head_dim: Option<usize>,
     /// `rms_norm_eps`.
     pub rms_eps: f64,
@@ -81,10 +81,10 @@ pub struct TextDefaults {
     pub max_positions: usize,
     /// `tie_word_embeddings` of the whole configuration.
     pub tied: bool,
-    /// Axes of positions.
+    /// Rule that assigns the axes of a position to the pairs of a head.
     pub axes: PositionAxes,
-    /// Whether queries, keys and values always have biases and attention's output layer never; otherwise `attention_bias`
-    /// of the file says it of all four.
+    /// Whether queries, keys and values always have biases and attention's output layer never has one. Otherwise `attention_bias`
+    /// of the file applies to all four.
     pub qkv_bias: bool,
     /// Whether queries and keys are normalised head by head.
     pub qk_norm: bool,
@@ -116,11 +116,12 @@ impl TextDefaults {
 }
 
 impl DecoderConfig {
-    /// Reads the fields of a language model of this class; `root` is the whole configuration, which may say instead of `text`
-    /// that embeddings are tied.
+    /// Reads the fields of a language model of this class. `root` is the whole configuration, which may contain
+    /// `tie_word_embeddings` instead of `text`.
     ///
     /// # Errors
-    /// A missing or impossible field, sliding windows, another activation than SwiGLU's, biases in the feed-forward layer.
+    /// Returns an error if a field is missing or invalid, or if the model has sliding windows, an activation other than that
+    /// of SwiGLU, or biases in the feed-forward layer.
     pub fn parse(text: &ConfigJson, root: &ConfigJson, class: TextDefaults) -> Result<Self> {
         let hidden = text.size("hidden_size", None)?;
         let q = text.size("num_attention_heads", None)?;
@@ -129,13 +130,16 @@ impl DecoderConfig {
         let kv = text.size("num_key_value_heads", Some(default))?;
         let dim = text.size("head_dim", Some(class.head_dim.unwrap_or(hidden / q)))?;
         if kv == 0 || q % kv != 0 || dim == 0 || dim % 2 != 0 {
-            return Err(text.error(format!("{q} heads of {dim} with {kv} key-value heads cannot be grouped")));
+            return Err(text.error(format!(
+                "{q} heads of width {dim} cannot share {kv} key-value heads; expected an even width and a multiple of the \
+                 key-value heads"
+            )));
         }
         if text.boolean("use_sliding_window", false)? {
             return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
         }
         if !matches!(text.text("hidden_act")?, None | Some("silu" | "swish")) {
-            return Err(text.error("hidden_act of the language model: only \"silu\" is supported"));
+            return Err(text.error("hidden_act of the language model is unsupported; expected \"silu\""));
         }
         if text.boolean("mlp_bias", false)? {
             return Err(text.error("mlp_bias is true; feed-forward layers with biases are not supported"));
@@ -162,43 +166,43 @@ impl DecoderConfig {
     }
 }
 
-/// A position on the temporal, height and width axes. Text has three equal ones.
+/// A position on the temporal, height and width axes. For text all three are equal.
 pub type Position = [u32; 3];
 
 /// Input of a decoder.
 #[derive(Clone, Debug)]
 pub struct DecoderInput {
-    /// The stream before the first block, `[t, h]`.
+    /// Stream before the first block, `[t, h]`.
     pub x: Var,
     /// Rows to add after the first blocks, for families with deep features.
     pub deep: Option<DeepFeatures>,
 }
 
-/// Features that join the stream behind the first blocks.
+/// Features that are added to the stream after the first blocks.
 #[derive(Clone, Debug)]
 pub struct DeepFeatures {
-    /// The rows of the stream that they are added to; distinct.
+    /// Rows of the stream to which the features are added; distinct.
     pub at: Arc<Index>,
-    /// `[n · at.len(), h]`: those added behind the first block, then those behind the second, and so on.
+    /// `[n · at.len(), h]`: rows to add after the first block, then those to add after the second, and so on.
     pub rows: Var,
 }
 
 impl From<Var> for DecoderInput {
-    /// A stream that nothing joins.
+    /// Builds an input without deep features.
     fn from(x: Var) -> Self {
         Self { x, deep: None }
     }
 }
 
 impl From<Rows> for DecoderInput {
-    /// A stream that nothing joins and no gradient is asked for.
+    /// Builds an input without deep features and without a gradient.
     fn from(x: Rows) -> Self {
         Var::constant(x).into()
     }
 }
 
 impl DecoderInput {
-    /// The stream `x` behind block `l`, with what joins it there.
+    /// Returns the stream `x` after block `l`, with the deep features of this block added.
     fn join(&self, l: usize, x: Var, tape: &mut Tape) -> Result<Var> {
         let Some(DeepFeatures { at, rows }) = &self.deep else { return Ok(x) };
         let from = l * at.len();
@@ -211,20 +215,20 @@ impl DecoderInput {
     }
 }
 
-/// Which axis of a position the pairs of a head turn with.
+/// Rule that assigns to each pair of a head the axis of the position by which it is rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PositionAxes {
-    /// Positions have one.
+    /// One axis for all pairs.
     One,
-    /// The first pairs use the first axis, the next ones the second, the last ones the third.
+    /// Consecutive sections: the first pairs use the first axis, the next ones the second, the last ones the third.
     Sections,
-    /// By turns: every third pair with the second axis and every third with the third, as far as their shares go, the others
-    /// with the first.
+    /// Alternating axes: of each three pairs, one uses the second axis and one the third, until their shares are used up. All
+    /// other pairs use the first axis.
     Interleaved,
 }
 
 impl PositionAxes {
-    /// The axis of a pair, given how many pairs each axis has.
+    /// Returns the axis of a pair, given the number of pairs of each axis.
     pub(crate) fn of_pair(self, pair: usize, [t, h, w]: [usize; 3]) -> usize {
         match self {
             Self::One => 0,
@@ -238,12 +242,12 @@ impl PositionAxes {
     }
 }
 
-/// Names of the decoder's tensors: `model.` for Qwen-VL, `language_model.model.` for others.
+/// Names of the decoder's tensors: `model.` for Qwen-VL, `language_model.model.` for other families.
 #[derive(Clone, Copy, Debug)]
 pub struct DecoderNames {
     /// Prefix of `embed_tokens`, `layers`, `norm`.
     pub model: &'static str,
-    /// The output head.
+    /// Name of the output head.
     pub head: &'static str,
 }
 
@@ -254,15 +258,15 @@ pub struct Decoder {
     blocks: Vec<Arc<Block>>,
     final_norm: Norm,
     head: Arc<Param>,
-    /// Frequencies of the rotary pairs of a head.
+    /// Frequencies of the rotary pairs of a head, in radians per position.
     frequencies: Vec<f32>,
 }
 
-/// Log-probabilities of a stream's targets, and what their backward pass needs.
+/// Log-probabilities of a stream's targets, and the arrays that their backward pass needs.
 pub struct Scored {
-    /// Per target, in nats, of softmax(logits / temperature).
+    /// Log-probability of each target under softmax(logits / temperature), in nats.
     pub logprobs: Vec<f32>,
-    /// Per target: the entropy at its row, in nats.
+    /// Entropy at the row of each target, in nats.
     pub entropies: Vec<f32>,
     hidden: Rows,
     normed: Rows,
@@ -317,7 +321,7 @@ impl Decoder {
                     Some(ExpertsConfig { count, topk, intermediate }) => {
                         let (fc1, fc2) = ([count, h, 2 * intermediate], [count, intermediate, h]);
                         Some(Experts {
-                            // A parameter rather than a layer in `transformers`: it takes no adapter.
+                            // The router is a parameter rather than a layer in `transformers`, so it takes no adapter.
                             router: Linear::reshaped(
                                 layer.get("mlp.router.weight", &[count, h], Init::Normal)?,
                                 None,
@@ -353,25 +357,25 @@ impl Decoder {
         Ok(Self { config, embed, blocks, final_norm, head, frequencies })
     }
 
-    /// Returns the sizes.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
-    /// Whether the output head is the input embedding.
+    /// Returns whether the output head is the input embedding.
     #[must_use]
     pub fn tied(&self) -> bool {
         Arc::ptr_eq(&self.embed, &self.head)
     }
 
-    /// The input embedding `[vocab, h]`.
+    /// Returns the input embedding `[vocab, h]`.
     #[must_use]
     pub fn embedding(&self) -> &Arc<Param> {
         &self.embed
     }
 
-    /// Rotary angles of each row.
+    /// Computes the rotary angles of each row.
     #[must_use]
     pub fn rope_table(&self, positions: &[Position]) -> Arc<RopeTable> {
         let half = self.frequencies.len();
@@ -386,10 +390,10 @@ impl Decoder {
         Arc::new(table.scaled(self.config.rope.attention()))
     }
 
-    /// Token embeddings `[ids.len(), h]`.
+    /// Returns the token embeddings `[ids.len(), h]`.
     ///
     /// # Errors
-    /// An id outside the vocabulary.
+    /// Returns an error if an id is outside the vocabulary.
     pub fn embed(&self, ids: &[u32], pass: &Pass) -> Result<Rows> {
         let vocab = self.config.vocab;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
@@ -398,19 +402,19 @@ impl Decoder {
         Ok(embed(pass.device, &self.embed, &ids.to_vec().into())?)
     }
 
-    /// Adds the gradient of [`Self::embed`] to the embedding's.
+    /// Adds the gradient of [`Self::embed`] to that of the embedding.
     ///
     /// # Errors
-    /// Another number of rows than ids.
+    /// Returns an error if the numbers of rows and ids differ.
     pub fn embed_backward(&self, ids: &[u32], dx: &Rows) -> Result<()> {
         Ok(embed_backward(&self.embed, ids, dx)?)
     }
 
-    /// Runs a packed stream `[t, h]` to the last block's output (before the final norm) of `rows`, which ascend:
-    /// `[rows.len(), h]`.
+    /// Runs a packed stream `[t, h]` and returns the last block's output at `rows`, before the final norm: `[rows.len(), h]`.
+    /// `rows` must ascend.
     ///
     /// # Errors
-    /// Shapes that do not fit.
+    /// Returns an error if shapes do not fit.
     pub fn forward(
         &self,
         input: impl Into<DecoderInput>,
@@ -424,7 +428,9 @@ impl Decoder {
         let t = input.x.rows().rows();
         layout.validate(t, t)?;
         if rows.last().is_some_and(|&row| row >= t) || !rows.is_sorted_by(|a, b| a < b) {
-            return Err(ModelError::shape(format!("decoder: output rows must ascend below {t}")));
+            return Err(ModelError::shape(format!(
+                "decoder: output rows must be in ascending order and below {t}"
+            )));
         }
         let some = Arc::new(Host::new(layout.only(rows)));
         let rows: Arc<Index> = Arc::new(rows.to_vec().into());
@@ -440,10 +446,10 @@ impl Decoder {
         Ok(x)
     }
 
-    /// An empty cache for a prompt of `prompt_rows` tokens and `slots` completions of at most `slot_rows` tokens.
+    /// Creates an empty cache for a prompt of `prompt_rows` tokens and `slots` completions of at most `slot_rows` tokens.
     ///
     /// # Errors
-    /// No address space.
+    /// Returns an error if address space runs out.
     pub fn cache(
         &self,
         prompt_rows: usize,
@@ -456,11 +462,11 @@ impl Decoder {
             .map_err(ModelError::io("key-value cache"))
     }
 
-    /// Runs a prompt and keeps its keys and values in `cache`, and what blocks computed in `memory`. Returns the hidden row of
+    /// Runs a prompt. Keeps its keys and values in `cache` and the results of the blocks in `memory`. Returns the hidden row of
     /// the last token, `[1, h]`.
     ///
     /// # Errors
-    /// Shapes that do not fit.
+    /// Returns an error if shapes do not fit.
     pub fn prefill(
         &self,
         input: impl Into<DecoderInput>,
@@ -494,11 +500,11 @@ impl Decoder {
         Ok(x.into_rows())
     }
 
-    /// One decode step on rows `[n, h]`: each continues one completion of one group. The bits of a row do not depend on
-    /// which other rows are in the call. `memory` takes what blocks computed.
+    /// Runs one decoding step on rows `[n, h]`, each of which continues one completion of one group. The bits of a row do not
+    /// depend on the other rows in the call. The results of the blocks are kept in `memory`.
     ///
     /// # Errors
-    /// Shapes that do not fit, a full cache.
+    /// Returns an error if shapes do not fit or a cache is full.
     pub fn decode(
         &self,
         x: Rows,
@@ -512,7 +518,7 @@ impl Decoder {
         Ok(x)
     }
 
-    /// [`Self::decode`] but for counting the token in the caches.
+    /// Runs [`Self::decode`] without counting the token in the caches.
     fn decode_blocks(
         &self,
         x: Rows,
@@ -536,7 +542,7 @@ impl Decoder {
         Ok(x)
     }
 
-    /// Draws tokens for rows in flight, one after the other. Weights do not change meanwhile.
+    /// Returns a generator that draws tokens for the active rows, step by step. The weights must not change while it is in use.
     #[must_use]
     pub fn next_tokens<'a>(&'a self, how: Sampler<'a>, pass: &Pass) -> NextTokens<'a> {
         NextTokens {
@@ -546,27 +552,27 @@ impl Decoder {
         }
     }
 
-    /// Hidden rows `[n, h]` behind the final norm, for a head of another kind than the vocabulary's.
+    /// Applies the final norm to hidden rows `[n, h]`, for heads other than that of the vocabulary.
     ///
     /// # Errors
-    /// Another width.
+    /// Returns an error if the width differs.
     pub fn normed(&self, hidden: &Rows) -> Result<Rows> {
         Ok(self.final_norm.forward(hidden)?.0)
     }
 
-    /// Logits of hidden rows `[n, h]`, `[n, vocab]`, for sampling. Rows do not influence each other.
+    /// Computes the logits `[n, vocab]` of hidden rows `[n, h]`, for sampling. Rows do not influence each other.
     ///
     /// # Errors
-    /// Another width.
+    /// Returns an error if the width differs.
     pub fn logits(&self, hidden: &Rows) -> Result<Rows> {
         Ok(omnigrpo_ops::logits(&self.normed(hidden)?, &self.head)?)
     }
 
-    /// Log-probabilities and entropies of `targets`, in vocabulary chunks. `hidden` holds the targets' rows alone, in
+    /// Computes log-probabilities and entropies of `targets`, in vocabulary chunks. `hidden` contains only the targets' rows, in
     /// their order, as [`Self::forward`] returns them.
     ///
     /// # Errors
-    /// Another number of rows than the targets', a token out of range.
+    /// Returns an error if the number of rows differs from that of the targets or a token is out of range.
     pub fn score(&self, hidden: Rows, targets: &Targets, temperature: f32) -> Result<Scored> {
         let (normed, stats) = self.final_norm.forward(&hidden)?;
         let scores = omnigrpo_ops::score(&normed, &self.head, targets, temperature)?;
@@ -577,11 +583,11 @@ impl Decoder {
         Ok(Scored { logprobs: scores.logprobs.to_vec(), entropies, hidden, normed, stats, scores })
     }
 
-    /// The gradient of [`Self::score`]: from dL/dlogp and dL/dentropy per target to dL/dhidden of the targets' rows
-    /// `[n, h]`, adding the gradients of head and final norm.
+    /// Computes the gradient of [`Self::score`], from dL/dlogp and dL/dentropy per target to dL/dhidden of the targets' rows
+    /// `[n, h]`. Adds the gradients of head and final norm.
     ///
     /// # Errors
-    /// Lengths that differ from the targets'.
+    /// Returns an error if the lengths differ from that of the targets.
     pub fn score_backward(
         &self,
         scored: Scored,
@@ -594,7 +600,9 @@ impl Decoder {
             targets.offsets.windows(2).map(|ends| d[ends[0]..ends[1]].iter().sum()).collect()
         };
         if dentropy.is_some_and(|d| d.len() != targets.tokens.len()) {
-            return Err(ModelError::shape("score backward: gradients of entropies for other targets"));
+            return Err(ModelError::shape(
+                "score backward: the numbers of entropy gradients and targets differ",
+            ));
         }
         let dentropy = dentropy.map(each_row);
         let dnormed =
@@ -605,7 +613,7 @@ impl Decoder {
     }
 }
 
-/// The next tokens of rows in flight: see [`omnigrpo_ops::NextTokens`].
+/// A generator of the next tokens of active rows; see [`omnigrpo_ops::NextTokens`].
 pub struct NextTokens<'a> {
     decoder: &'a Decoder,
     pass: Pass,
@@ -613,24 +621,25 @@ pub struct NextTokens<'a> {
 }
 
 impl NextTokens<'_> {
-    /// Returns the same decoder with every kernel of a card launched separately.
+    /// Returns the same generator, with every GPU kernel launched separately.
     #[must_use]
     pub fn plain(self) -> Self {
         Self { tokens: self.tokens.plain(), ..self }
     }
 
-    /// How tokens came about, on a card.
+    /// Returns counts of how the tokens were computed, on a GPU.
     #[must_use]
     pub fn replays(&self) -> Option<&Replays> {
         self.tokens.replays()
     }
 
-    /// Draws a token for each row of `groups`, whose last tokens are `ids` at `positions`, and counts it in the caches. The bits of a
-    /// row do not depend on which other rows are in the call. What the blocks leave goes to `memory`, which takes it from a
-    /// model that [can recall it](crate::Model::can_recall) alone. `None`: a logit is NaN or +∞, or no token can be drawn.
+    /// Draws a token for each row of `groups`, whose last tokens are `ids` at `positions`, and counts it in the caches. The bits
+    /// of a row do not depend on the other rows in the call. The results of the blocks are kept in `memory`, which may be given
+    /// only for a model that [can recall](crate::Model::can_recall). A draw is `None` if a logit is NaN or +∞, or if no token can
+    /// be drawn.
     ///
     /// # Errors
-    /// Numbers of rows that differ, a full cache, an id outside the vocabulary.
+    /// Returns an error if numbers of rows differ, a cache is full or an id is outside the vocabulary.
     pub fn next(
         &mut self,
         groups: Vec<DecodeRows>,

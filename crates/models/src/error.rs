@@ -1,4 +1,4 @@
-//! Errors between a checkpoint directory and a running model.
+//! Errors of loading, running and saving models.
 
 use std::path::{Path, PathBuf};
 
@@ -15,17 +15,17 @@ pub enum ModelError {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// A file of weights that is read while the model is used is not what it was.
+    /// A weight file was modified while the model that reads it was in use.
     #[error(
-        "{} was written to while its weights were in use: the reference is read where it lies. Put the file back as it was, keep it so \
-         until the run has ended, and start the run again: it goes on from its last checkpoint",
+        "{} was modified while the reference model read its weights from it. Restore the file, leave it unchanged \
+         until the run has ended, and start the run again: it resumes from its last checkpoint",
         path.display()
     )]
     Changed {
         /// The file.
         path: PathBuf,
     },
-    /// The directory holds no weights that can be read.
+    /// The directory contains no readable weights.
     #[error("{}: {what}", dir.display())]
     Checkpoint {
         /// The checkpoint directory.
@@ -33,7 +33,7 @@ pub enum ModelError {
         /// Problem and advice.
         what: String,
     },
-    /// `config.json` does not describe a model of this program.
+    /// `config.json` does not describe a supported model.
     #[error("{}: {what}", path.display())]
     Config {
         /// The configuration file.
@@ -41,30 +41,30 @@ pub enum ModelError {
         /// Problem and expected value.
         what: String,
     },
-    /// Tensors in the files and tensors of the architecture do not match.
+    /// The tensors in the files do not match those of the architecture.
     #[error("{}: {count} tensors do not fit the {family} architecture of config.json:\n{list}", dir.display())]
     Tensors {
         /// The checkpoint directory.
         dir: PathBuf,
-        /// The family that was asked for.
+        /// Expected family.
         family: &'static str,
-        /// How many problems there are.
+        /// Number of problems.
         count: usize,
-        /// The first of them, one a line.
+        /// First problems of the list, one per line.
         list: String,
     },
-    /// A file of weights is no safetensors file, or cannot be written as one.
+    /// A weight file is not a safetensors file, or cannot be written as one.
     #[error("{} cannot be {action} as safetensors", path.display())]
     Safetensors {
         /// The file.
         path: PathBuf,
         /// `read` or `written`.
         action: &'static str,
-        /// Error of the content.
+        /// Error of the safetensors library.
         source: safetensors::SafeTensorError,
     },
-    /// A file that is not the JSON it should be.
-    #[error("{} is not the JSON that is expected of it", path.display())]
+    /// A file is not the expected JSON.
+    #[error("{} does not contain the expected JSON", path.display())]
     Json {
         /// The file.
         path: PathBuf,
@@ -73,53 +73,53 @@ pub enum ModelError {
     },
     /// A prompt has more tokens than the model or the settings allow.
     #[error(
-        "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never cut: {remedy}"
+        "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never truncated: {remedy}"
     )]
     PromptTooLong {
         /// Number of tokens, including those of media.
         tokens: usize,
-        /// The limit, tokens.
+        /// Limit in tokens.
         limit: usize,
-        /// Setting or file that sets the limit.
+        /// Setting or file that defines the limit.
         which: &'static str,
         /// Advice to shorten the prompt or raise the limit.
         remedy: String,
     },
-    /// A prompt with its completion reaches positions at which the model would turn other angles.
+    /// A prompt with its completion reaches positions at which the model would use different rotary angles.
     #[error(
-        "the prompt's positions reach {reached} with its media, and up to {completion} more for the completion; with dynamic \
-         rope_scaling they must stay within max_position_embeddings ({limit}): lower the number of frames, or give \
-         rope_scaling another type"
+        "the prompt and its media take {reached} positions, and the completion up to {completion} more; with dynamic \
+         rope_scaling, expected at most max_position_embeddings ({limit}): lower the number of frames, or use another \
+         type of rope_scaling"
     )]
     PromptPositions {
-        /// The position behind the prompt.
+        /// Position after the prompt.
         reached: usize,
-        /// Positions kept for the completion.
+        /// Positions reserved for the completion.
         completion: usize,
-        /// Positions of the model.
+        /// Number of positions of the model.
         limit: usize,
     },
-    /// A conversation without a turn of the user.
+    /// A conversation has no turn of the user.
     #[error("the conversation has no user turn to answer")]
     NoUserTurn,
-    /// A row without an answer, where one is to be imitated.
-    #[error("the row has no answer to imitate; expected a final assistant turn, `solution` or `answer`")]
+    /// A row for supervised training has no answer.
+    #[error("the row has no answer to train on; expected a final assistant turn, `solution` or `answer`")]
     NoAnswer,
-    /// A completion that came with a row and is empty of everything.
+    /// A recorded completion has neither text nor ids.
     #[error("a completion has neither text nor `completion_ids`")]
     NoCompletion,
     /// No token ends a completion.
-    #[error("the checkpoint names no stop token (eos_token_id)")]
+    #[error("the checkpoint defines no stop token (eos_token_id)")]
     NoStopToken,
-    /// A kind of medium that the model does not take.
+    /// The model does not support a kind of medium.
     #[error("the row has a medium of kind {kind}, but {what}; remove it from the row")]
     MediumKind {
-        /// The kind.
+        /// Kind of the medium.
         kind: MediumKind,
         /// Support that the model has or lacks.
         what: &'static str,
     },
-    /// A medium that the model's processor can make nothing of.
+    /// The model's processor cannot use a medium.
     #[error("the {kind} cannot be used: {what}")]
     Medium {
         /// Kind of the medium.
@@ -127,69 +127,69 @@ pub enum ModelError {
         /// Actual and expected values.
         what: &'static str,
     },
-    /// Options of a row's medium that the model's processor cannot follow.
-    #[error("the row's options of the {kind} cannot be followed: {what}")]
+    /// The model's processor cannot apply the options of a row's medium.
+    #[error("the row's options for the {kind} are unsupported: {what}")]
     MediumOptions {
         /// Kind of the medium.
         kind: MediumKind,
-        /// Request, and what is possible.
+        /// Requested and possible options.
         what: &'static str,
     },
-    /// A setting without effect on this family.
+    /// A setting has no effect on this family.
     #[error("MediaSettings::{setting} has no effect on {family}: {why}; remove it")]
     IdleSetting {
-        /// The field of the media's settings.
+        /// Field of the media settings.
         setting: &'static str,
-        /// The family.
+        /// Name of the family.
         family: &'static str,
-        /// Why, and what to set instead.
+        /// Reason, and alternative setting.
         why: &'static str,
     },
-    /// Files of another model, which this one needs, are not there.
+    /// Required files of another model were not found.
     #[error("{what} cannot be read: {missing} was not found; give its directory with FamilyOption::{option}")]
     NoCompanion {
         /// Purpose of the tensors.
         what: &'static str,
-        /// The files.
+        /// Names of the files.
         missing: &'static str,
-        /// The option that names their directory.
+        /// Option that gives their directory.
         option: &'static str,
     },
-    /// Weights that cannot be made, read or used as they are.
+    /// Weights cannot be created, read or used as they are.
     #[error("{what}")]
     Weights {
         /// Problem and advice.
         what: String,
     },
-    /// An adapter and the model it is for do not fit together.
+    /// An adapter does not fit its model.
     #[error("{what}")]
     Adapter {
         /// Problem and advice.
         what: String,
     },
-    /// A pattern that chooses layers is no regular expression.
-    #[error("{setting} {pattern:?} is no regular expression")]
+    /// A pattern that selects layers is not a regular expression.
+    #[error("{setting} {pattern:?} is not a valid regular expression")]
     Pattern {
-        /// The field.
+        /// Setting that contains the pattern.
         setting: &'static str,
         /// The pattern.
         pattern: String,
         /// Position of the error.
         source: regex::Error,
     },
-    /// A checkpoint cannot be written in the layout that was asked for.
+    /// A checkpoint cannot be written in the requested layout.
     #[error("{what}")]
     Layout {
         /// Problem and advice.
         what: String,
     },
-    /// Numbers handed to a tower, a projector or the decoder do not have its shapes.
+    /// The input of a tower, a projector or the decoder has the wrong shape.
     #[error("{what}")]
     Shape {
         /// Actual and expected values.
         what: String,
     },
-    /// Rows of a pass that cannot see each other as asked.
+    /// The attention layout of a pass is invalid.
     #[error(transparent)]
     Attention(#[from] omnigrpo_ops::LayoutError),
     /// A medium could not be read.
@@ -236,5 +236,5 @@ impl ModelError {
     }
 }
 
-/// The crate's result.
+/// Result with this crate's error.
 pub type Result<T, E = ModelError> = std::result::Result<T, E>;

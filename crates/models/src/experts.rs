@@ -1,7 +1,7 @@
-//! Experts: feed-forward layers of which a router gives each row a few.
+//! Mixture of experts: feed-forward layers of which a router selects a few for each row.
 //!
-//! `y = Σ_j softmax(chosen logits)_j · fc2_j(silu(gate) · up)`, `[gate | up] = fc1_j(x)`, over the experts `j` that the row's
-//! `topk` largest logits choose. For its backward pass it keeps logits, routes and what goes into the activation.
+//! `y = Σ_j softmax(chosen logits)_j · fc2_j(silu(gate) · up)`, `[gate | up] = fc1_j(x)`, over the experts `j` of the row's
+//! `topk` largest logits. For the backward pass, logits, routes and the input of the activation are kept.
 //!
 //! Shapes: `n` rows, `e` experts, `p = n · topk` places, `h` width, `i` width of an expert.
 
@@ -13,11 +13,11 @@ use omnigrpo_ops::{ExpertLinear, Linear, Order, PackedLinear, Pass, Result, Rout
 pub struct Experts {
     /// `[e, h]`
     pub router: Linear,
-    /// `[e, h, 2i]`: gate and up.
+    /// `[e, h, 2i]`: gate, then up.
     pub fc1: ExpertLinear,
     /// `[e, i, h]`
     pub fc2: ExpertLinear,
-    /// Experts of a row.
+    /// Number of experts that each row uses.
     pub topk: usize,
 }
 
@@ -25,7 +25,7 @@ pub struct Experts {
 pub(crate) struct KeptExperts {
     logits: Rows,
     routes: Routes,
-    /// Before the activation, `[p, 2i]`.
+    /// Input of the activation, `[p, 2i]`.
     wide: Rows,
 }
 
@@ -35,24 +35,24 @@ impl KeptExperts {
     }
 }
 
-/// How much routers' losses weigh beside that of the policy; see [`RouterLoss`].
+/// Weights of the routers' losses relative to the policy loss; see [`RouterLoss`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RouterPlan {
-    /// Loss of the use of experts.
+    /// Weight of the load-balancing loss.
     pub aux: f64,
-    /// Loss of the size of logits.
+    /// Weight of the loss on the size of the logits.
     pub z: f64,
 }
 
 impl RouterPlan {
-    /// Whether nothing is added.
+    /// Returns whether both weights are 0, so that no loss is added.
     #[must_use]
     pub fn is_off(self) -> bool {
         self == Self::default()
     }
 }
 
-/// Experts in one pass.
+/// Experts, prepared for one pass.
 pub(crate) struct ExpertsPass {
     router: PackedLinear,
     order: Order,
@@ -61,7 +61,7 @@ pub(crate) struct ExpertsPass {
 }
 
 impl ExpertsPass {
-    /// For some rows of the pass only, where `rows` are given.
+    /// Prepares the experts for a pass, or only for the given `rows` of it.
     pub(crate) fn new(experts: &Experts, pass: &Pass, rows: Option<&[usize]>) -> Self {
         let router = PackedLinear::new(&[&experts.router], pass);
         let router = match rows {
@@ -71,7 +71,7 @@ impl ExpertsPass {
         Self { router, order: pass.order, loss: pass.router.clone(), rows: rows.map(<[usize]>::to_vec) }
     }
 
-    /// `x [n, h]` to the sum of its experts' answers, `[n, h]`.
+    /// Maps `x [n, h]` to the weighted sum of its experts' outputs, `[n, h]`.
     pub(crate) fn forward(&self, experts: &Experts, x: &Rows) -> Result<(Rows, KeptExperts)> {
         let logits = self.router.forward(x)?;
         let routes = Routes::choose(&logits, experts.topk)?;
@@ -81,7 +81,7 @@ impl ExpertsPass {
         Ok((y, KeptExperts { logits, routes, wide }))
     }
 
-    /// The gradient of `x` for that of the output; those of weights are added to their buffers.
+    /// Returns the gradient of `x`, given that of the output, and adds the gradients of the weights to their buffers.
     pub(crate) fn backward(&self, experts: &Experts, x: &Rows, kept: KeptExperts, dy: &Rows) -> Result<Rows> {
         let KeptExperts { logits, routes, mut wide } = kept;
         let inner = wide.swiglu()?;

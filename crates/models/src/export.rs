@@ -1,4 +1,4 @@
-//! Writing a checkpoint directory in the published layout.
+//! Writes a checkpoint directory in the published layout.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::families::Converted;
 use crate::model::Model;
 use crate::weights::save_weights;
 
-/// Files beside the weights that belong to a checkpoint.
+/// Files of a checkpoint besides the weights.
 pub const COMPANIONS: [&str; 16] = [
     "generation_config.json",
     "tokenizer.json",
@@ -30,19 +30,19 @@ pub const COMPANIONS: [&str; 16] = [
     "configuration.json",
     "sentencepiece.bpe.model",
 ];
-/// The card, of which the licence is taken over.
+/// Model card, from which the licence is copied.
 const CARD: &str = "README.md";
-/// Folder of templates beside the default one.
+/// Folder of chat templates other than the default one.
 const MORE_TEMPLATES: &str = "additional_chat_templates";
 
-/// Most bytes of a file beside the weights. A tokenizer of a large vocabulary has 35 MB.
+/// Largest accepted size, in bytes, of a file other than the weights. A tokenizer of a large vocabulary has 35 MB.
 const MAX_COMPANION_BYTES: u64 = 256 << 20;
 
-/// The files beside the weights of a checkpoint directory that a model takes along, by their paths from there: those of
-/// [`COMPANIONS`] and, of checkpoints that are published with code and several templates, these.
+/// Lists the files, other than the weights, that are copied with a model, as paths relative to the checkpoint directory. They are
+/// those of [`COMPANIONS`], and the Python code and additional templates that some checkpoints contain.
 ///
 /// # Errors
-/// A folder that cannot be read; a link that leads out of the directory, what is no regular file.
+/// Returns an error if a folder cannot be read, a link points outside the directory or a path is not a regular file.
 pub(crate) fn companions(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut names: Vec<PathBuf> = COMPANIONS.into_iter().map(PathBuf::from).collect();
     names.extend(files_ending(dir, Path::new(""), "py")?);
@@ -54,8 +54,8 @@ pub(crate) fn companions(dir: &Path) -> Result<Vec<PathBuf>> {
     there.collect()
 }
 
-/// Fails where a file beside the weights is a link that leads out of the directory: when a checkpoint is opened, and not when
-/// the trained model is written.
+/// Checks that no file besides the weights is a link to a place outside the directory. The check runs when a checkpoint is
+/// opened, so that writing the trained model does not fail.
 pub(crate) fn check_links(dir: &Path) -> Result<()> {
     companions(dir)?;
     is_there(dir, Path::new(CARD)).map(drop)
@@ -72,7 +72,7 @@ fn is_there(dir: &Path, name: &Path) -> Result<bool> {
     }
 }
 
-/// The content of a file beside the weights, if it is there.
+/// Reads a file other than the weights, if it exists.
 pub(crate) fn companion(dir: &Path, name: &Path) -> Result<Option<Vec<u8>>> {
     if !is_there(dir, name)? {
         return Ok(None);
@@ -81,7 +81,7 @@ pub(crate) fn companion(dir: &Path, name: &Path) -> Result<Option<Vec<u8>>> {
     content.map(Some).map_err(ModelError::io(dir.join(name)))
 }
 
-/// Returns the sorted names of the files in `folder` of `dir` with this ending; none if the folder does not exist.
+/// Returns the sorted names of the files in `folder` of `dir` with this extension; none if the folder does not exist.
 fn files_ending(dir: &Path, folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
     let path = dir.join(folder);
     let entries = match std::fs::read_dir(&path) {
@@ -101,19 +101,20 @@ fn files_ending(dir: &Path, folder: &Path, ending: &str) -> Result<Vec<PathBuf>>
 
 impl Model {
     /// Writes weights, `config.json`, tokenizer and processor files into `dir`, which is created. Everything except the
-    /// weights is copied from the directory the model came from; `tie_word_embeddings` is set to what the weights are,
+    /// weights is copied from the directory of the loaded checkpoint. `tie_word_embeddings` is set to match the weights,
     /// since older readers trust it.
     ///
     /// # Errors
-    /// A directory that cannot be written.
+    /// Returns an error if the directory cannot be written.
     pub fn save_pretrained(&self, dir: &Path) -> Result<()> {
         self.write(dir, None)
     }
 
-    /// Saves as [`Self::save_pretrained`] does, in the layout of this name: files of another layout are rewritten.
+    /// Saves as [`Self::save_pretrained`] does, in the layout of this name. Files that belong to another layout are converted.
     ///
     /// # Errors
-    /// As [`Self::save_pretrained`]; a layout the family does not have or that cannot express this checkpoint.
+    /// Returns an error as [`Self::save_pretrained`] does, or if the family does not have the layout or the layout cannot express
+    /// this checkpoint.
     pub fn save_as(&self, dir: &Path, layout: &str) -> Result<()> {
         let format = self.family().format();
         if layout == format.layout() {
@@ -122,7 +123,7 @@ impl Model {
         match format.convert(self.dir(), self.checkpoint().config(), self.base_params(), layout)? {
             Some(converted) => self.write(dir, Some(converted)),
             None => Err(ModelError::layout(format!(
-                "layout {layout:?}: checkpoints of {} have one layout, {:?}",
+                "layout {layout:?} is unsupported; checkpoints of {} have only the layout {:?}",
                 self.family().name(),
                 format.layout()
             ))),
@@ -135,7 +136,7 @@ impl Model {
         if real(dir)? == real(self.dir())? {
             return Err(ModelError::Checkpoint {
                 dir: dir.to_path_buf(),
-                what: "a model cannot be saved over the one it was loaded from; choose another directory"
+                what: "a model cannot be saved into the directory from which it was loaded; choose another directory"
                     .into(),
             });
         }
@@ -169,8 +170,8 @@ impl Model {
         save_weights(dir, &params)
     }
 
-    /// Copies tokenizer and processor files into `dir`, and the code of checkpoints that are published with their own,
-    /// which is never run here.
+    /// Copies tokenizer and processor files into `dir`. Also copies the Python code of checkpoints that are published with code;
+    /// this program never runs it.
     pub(crate) fn copy_companions(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
         for name in companions(self.dir())? {
             if left_out.iter().any(|left_out| name == Path::new(left_out)) {
@@ -186,8 +187,8 @@ impl Model {
         Ok(())
     }
 
-    /// Processors of `transformers` read templates from files of their own and not from the tokenizer's settings. A
-    /// template that cannot be used is left where it is.
+    /// Writes the chat template to a file of its own, because processors of `transformers` do not read it from the tokenizer's
+    /// settings. A template that cannot be used is left in place.
     pub(crate) fn write_template(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
         let to = dir.join("chat_template.jinja");
         match ChatTemplate::from_dir(dir) {
@@ -204,7 +205,7 @@ impl Model {
     /// Overwrites the weights with those of a directory that [`Self::save_pretrained`] wrote.
     ///
     /// # Errors
-    /// Missing tensors or other shapes.
+    /// Returns an error if tensors are missing or have other shapes.
     pub fn load_weights(&self, dir: &Path) -> Result<()> {
         let files = crate::WeightFiles::open(dir, |key| self.family().format().published_name(key))?;
         for param in self.base_params() {
@@ -219,7 +220,7 @@ impl Model {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "tensor {} has shape {shape:?}, this model's has {:?}",
+                        "tensor {} has shape {shape:?}; expected {:?}",
                         param.name(),
                         param.shape()
                     ),

@@ -1,11 +1,11 @@
 //! Models: families, towers, decoders, weights, and packed group streams.
 //!
-//! A [`Checkpoint`] is a directory whose configuration has been read. Its [`Family`] does three things: a [`Processor`]
+//! A [`Checkpoint`] is a directory whose configuration has been read. Its [`Family`] has three roles: a [`Processor`]
 //! reads media and writes prompts, an [`Architecture`] builds a [`Network`] of decoder, towers and projectors, and a
-//! [`Format`] knows the files. A [`Model`] is a network with its weights; it scores and trains [`PackedStream`]s, in which
+//! [`Format`] maps the files. A [`Model`] is a network with its weights; it scores and trains [`PackedStream`]s, in which
 //! the completions of a group share their prompt.
 //!
-//! Refused: pickle checkpoints, configurations of unknown models, sliding-window attention.
+//! Unsupported: pickle checkpoints, configurations of unknown models, sliding-window attention.
 
 mod block;
 mod checkpoint;

@@ -1,4 +1,4 @@
-//! LoRA adapters of a model: which layers get one, with which values they start, how they are merged.
+//! LoRA adapters of a model: selection of layers, initial values and merging.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,30 +11,31 @@ use regex::Regex;
 use crate::error::{ModelError, Result};
 use crate::model::Model;
 
-/// Far above any use; bounds what a file can make the program allocate.
+/// Largest accepted rank. It is far above any practical value and bounds the memory that a file can make the program allocate.
 pub(crate) const MAX_RANK: usize = 1 << 14;
 
-/// Adapters of a model.
+/// Configuration of a model's adapters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraConfig {
-    /// Rows of `A`, columns of `B`.
+    /// Rank: rows of `A` and columns of `B`.
     pub rank: usize,
-    /// The update is scaled by `alpha / rank`.
+    /// Numerator of the update's scale, `alpha / rank`.
     pub alpha: f64,
-    /// Share of an adapter's inputs dropped in training.
+    /// Fraction of an adapter's inputs that is dropped in training.
     pub dropout: f64,
-    /// Scale by `alpha / √rank` instead.
+    /// Whether the scale is `alpha / √rank` instead.
     pub rslora: bool,
-    /// Which linear layers: `all-linear` for those of the language model, ends of module names, or regular expressions
-    /// over whole module names. An end is looked up in the language model first, and elsewhere only if that has none. What
-    /// names no linear layer may name experts: `experts`, or the end of a parameter's name such as `experts.down_proj`.
+    /// Layers that get an adapter: `all-linear` for the linear layers of the language model, ends of module names, or regular
+    /// expressions over whole module names. An end is looked up in the language model first, and elsewhere only if the language
+    /// model has no match. A target that names no linear layer may name experts: `experts`, or the end of a parameter's name such
+    /// as `experts.down_proj`.
     pub targets: Vec<String>,
-    /// Keys the initial values of `A`; `B` starts at 0.
+    /// Seed of the initial values of `A`; `B` starts at 0.
     pub seed: u64,
 }
 
 impl Default for LoraConfig {
-    /// Rank 64 scaled by 128 on every linear layer of the language model.
+    /// Returns rank 64 with alpha 128 on every linear layer of the language model.
     fn default() -> Self {
         let targets = vec!["all-linear".to_owned()];
         Self { rank: 64, alpha: 128.0, dropout: 0.05, rslora: false, targets, seed: 42 }
@@ -42,7 +43,7 @@ impl Default for LoraConfig {
 }
 
 impl LoraConfig {
-    /// Returns the factor of `B A` at some rank.
+    /// Returns the factor of `B A` for a given rank.
     #[must_use]
     pub fn scale(&self, rank: usize) -> f32 {
         let rank = rank as f64;
@@ -54,22 +55,22 @@ fn wrong(name: &'static str, got: &str, what: impl Into<String>) -> ModelError {
     ModelError::adapter(format!("{name} {got:?}: {}", what.into()))
 }
 
-/// The module of a tensor: its name without `weight` or `bias`, or what holds a bare parameter.
+/// Returns the module of a tensor: its name without `weight` or `bias`, or the module that contains a bare parameter.
 pub(crate) fn module_of(tensor: &str) -> &str {
     tensor.rsplit_once('.').map_or(tensor, |(module, _)| module)
 }
 
 impl Model {
-    /// The configuration of the adapters, if there are any.
+    /// Returns the configuration of the adapters, if the model has any.
     #[must_use]
     pub fn lora(&self) -> Option<&LoraConfig> {
         self.lora.as_ref()
     }
 
-    /// Adds an adapter to every layer that `config.targets` names. `B` is 0, so outputs stay as they are.
+    /// Adds an adapter to every layer that `config.targets` names. `B` is 0, so the outputs do not change.
     ///
     /// # Errors
-    /// A target that names no linear layer, a layer that is trained whole, settings out of range.
+    /// Returns an error if a target names no linear layer, a layer is trained in full, or a setting is out of range.
     pub fn add_lora(&mut self, config: &LoraConfig) -> Result<()> {
         if config.rank == 0 || config.rank > MAX_RANK {
             return Err(wrong(
@@ -83,7 +84,8 @@ impl Model {
             let stem = module_of(base.name()).to_owned();
             let [a, b] = factors(base.shape(), config.rank);
             if base.is_experts() && config.dropout > 0.0 {
-                let what = format!("adapters of experts ({stem}) drop nothing, in PEFT neither; set it to 0");
+                let what =
+                    format!("adapters of experts ({stem}) do not support dropout, as in PEFT; set it to 0");
                 return Err(wrong("lora_dropout", &config.dropout.to_string(), what));
             }
             let (a, b) = (a.iter().product(), b.iter().product());
@@ -94,7 +96,7 @@ impl Model {
         Ok(())
     }
 
-    /// Gives a layer an adapter with these values of `A` and `B`; without any, the outline of one.
+    /// Gives a layer an adapter with these values of `A` and `B`, or the outline of an adapter if no values are given.
     pub(crate) fn adapt(
         &mut self,
         base: &Arc<Param>,
@@ -124,7 +126,7 @@ impl Model {
         Ok(())
     }
 
-    /// The linear layers and experts that the targets name, in building order.
+    /// Returns the linear layers and experts that the targets name, in building order.
     fn targets(&self, targets: &[String]) -> Result<Vec<Arc<Param>>> {
         let linear: Vec<(&Arc<Param>, String)> = self
             .base_params()
@@ -182,7 +184,7 @@ impl Model {
                     "LoraConfig::targets",
                     target,
                     if head {
-                        "the output head takes no adapter; train it whole with Selection::llm and Selection::patterns"
+                        "the output head does not support an adapter; train it in full with Selection::llm and Selection::patterns"
                             .to_owned()
                     } else {
                         format!(
@@ -198,15 +200,15 @@ impl Model {
         Ok(linear.chain(of_experts.into_iter().map(|i| experts[i].0)).map(Arc::clone).collect())
     }
 
-    /// The frozen weights that carry an adapter, with it.
+    /// Returns the frozen weights that have an adapter, each with its adapter.
     pub fn adapted(&self) -> impl Iterator<Item = (&Arc<Param>, &Arc<Adapter>)> {
         self.base_params().iter().filter_map(|p| Some((p, p.adapter()?)))
     }
 
-    /// Adds every adapter to its weight and drops the adapters. bf16 weights are rounded once.
+    /// Adds every adapter to its weight and removes the adapters. A bf16 weight is rounded once.
     ///
     /// # Errors
-    /// A quantised weight.
+    /// Returns an error if a weight is quantised.
     pub fn merge_adapters(&mut self) -> Result<()> {
         for (base, adapter) in self.adapted() {
             let mut wide = base.read().f32().into_owned();
@@ -219,7 +221,8 @@ impl Model {
     }
 }
 
-/// Shapes of `A` and `B` for a weight: `[r, k]` and `[n, r]` of a linear layer, `[e, k, r]` and `[e, r, n]` of experts.
+/// Returns the shapes of `A` and `B` for a weight: `[r, k]` and `[n, r]` for a linear layer, `[e, k, r]` and `[e, r, n]` for
+/// experts.
 pub(crate) fn factors(shape: &[usize], rank: usize) -> [Vec<usize>; 2] {
     match *shape {
         [experts, k, n] => [vec![experts, k, rank], vec![experts, rank, n]],
@@ -228,12 +231,13 @@ pub(crate) fn factors(shape: &[usize], rank: usize) -> [Vec<usize>; 2] {
     }
 }
 
-/// Inputs of a linear layer or an expert.
+/// Returns the number of inputs of a linear layer or an expert.
 fn inputs(base: &Param) -> usize {
     base.shape().get(1).copied().unwrap_or(1)
 }
 
-/// Uniform in `±1/√k`, as `peft` starts `A` (Kaiming's rule with a = √5), from a stream keyed by seed and layer: `len` numbers.
+/// Draws `len` numbers uniformly from `±1/√k`, as `peft` initialises `A` (Kaiming's rule with a = √5). Seed and layer name select
+/// the random stream.
 fn kaiming(seed: u64, stem: &str, len: usize, k: usize) -> Vec<f32> {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());

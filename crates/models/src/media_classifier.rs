@@ -1,13 +1,13 @@
-//! Models of a family with one scalar output: reward models that see and hear.
+//! Models of a family with one scalar output: reward models that read images, video and sound.
 //!
-//! The checkpoint is one of a family, its head a linear layer on the last token of a finished conversation, behind the final
-//! norm. Two forms are known: `score.weight` `[1, hidden]` among the weights, as `transformers` 5.23 saves it
+//! The checkpoint belongs to a model family. Its head is a linear layer on the last token of a finished conversation, after the
+//! final norm. Two forms are supported: `score.weight` `[1, hidden]` among the weights, as `transformers` 5.23 saves it
 //! (`modeling_layers.py`, `GenericForSequenceClassification`, the form of `Gemma3ForSequenceClassification`), and
 //! `v_head.summary.weight` with `v_head.summary.bias`, in `value_head.safetensors` or among the weights, as TRL's
-//! `AutoModelForCausalLMWithValueHead` does (Skywork-VL-Reward). A language model's head may be there and has no part.
+//! `AutoModelForCausalLMWithValueHead` does (Skywork-VL-Reward). The head of a language model may be present and is not used.
 //!
-//! Completions of one prompt are one packed stream: its media go through the towers once, and its tokens through the language
-//! model. Refused: several outputs, checkpoints without head, heads of several layers.
+//! Completions of one prompt form one packed stream: the prompt's media go through the towers once, and its tokens through the
+//! language model once. Unsupported: several outputs, checkpoints without a head, heads of several layers.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -27,38 +27,39 @@ use crate::prompt::{Prompt, PromptBuilder, PromptSettings};
 use crate::stream::{GroupStream, PackedStream};
 use crate::weights::{FileSource, Scope, WeightDtype, WeightFiles};
 
-/// The head of `transformers`, and TRL's.
+/// Names of the heads of `transformers` and of TRL.
 const HEADS: [&str; 2] = ["score", "v_head.summary"];
-/// Where TRL keeps its head.
+/// File in which TRL stores its head.
 const VALUE_HEAD: &str = "value_head.safetensors";
 
-/// A model of a family that gives each finished conversation one number.
+/// A model of a family that gives each finished conversation one score.
 pub struct MediaClassifier {
     model: Model,
     prompts: PromptBuilder,
     head: Linear,
 }
 
-/// Conversations that begin alike, with the same media.
+/// Conversations that share their first tokens and their media.
 struct Group<'a> {
-    /// Shared tokens; the media are among them.
+    /// Number of shared tokens, which include those of the media.
     prefix: usize,
     conversations: Vec<&'a Prompt>,
 }
 
 impl MediaClassifier {
-    /// Whether the checkpoint in `dir` is one of a family.
+    /// Returns whether the checkpoint in `dir` belongs to a supported family.
     ///
     /// # Errors
-    /// An unreadable `config.json`.
+    /// Returns an error if `config.json` is unreadable.
     pub fn is_one(dir: &Path) -> Result<bool> {
         Ok(FamilyRow::of(&ConfigJson::read(&dir.join("config.json"))?).is_some())
     }
 
-    /// Loads a checkpoint directory, frozen. `render` holds what conversations are rendered with, such as a system text.
+    /// Loads a checkpoint directory, frozen. `render` contains the settings for rendering conversations, such as a system prompt.
     ///
     /// # Errors
-    /// Unreadable files, an unknown family, no head or one with several outputs, tensors that do not fit.
+    /// Returns an error if files are unreadable, the family is unknown, the head is missing or has several outputs, or tensors do
+    /// not fit.
     pub fn load(dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
         let checkpoint = Checkpoint::open(dir)?;
         let settings = PromptSettings { render, max_completion_length: 0, ..PromptSettings::default() };
@@ -93,34 +94,36 @@ impl MediaClassifier {
     /// Reads media as this checkpoint's processor does.
     ///
     /// # Errors
-    /// An unreadable medium, a kind this family does not take.
+    /// Returns an error if a medium is unreadable or of a kind that this family does not support.
     pub fn media(&self, media: &[MediumRef]) -> Result<Vec<Arc<MediumInput>>> {
         self.prompts.media(media)
     }
 
-    /// A finished conversation with its media, in this checkpoint's own template.
+    /// Builds a finished conversation with its media, in this checkpoint's own template.
     pub fn conversation(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
         self.prompts.finished(turns, media)
     }
 
-    /// The most tokens that a conversation may have.
+    /// Returns the largest number of tokens of a conversation.
     #[must_use]
     pub fn max_tokens(&self) -> usize {
         self.model.decoder().config().max_positions
     }
 
-    /// The tokens of a conversation that can be read, from the headers of its media alone.
+    /// Checks that a conversation can be read, and counts its tokens. Reads only the headers of its media.
     ///
     /// # Errors
-    /// As [`PromptBuilder::finished`]; a medium that is unreadable, or of a kind this family does not take.
+    /// Returns an error as [`PromptBuilder::finished`] does, or if a medium is unreadable or of a kind that this family does not
+    /// support.
     pub fn check(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
         self.prompts.check_finished(turns, media)
     }
 
-    /// One number per conversation. Neighbours with the same media, and the same tokens up to them, share both.
+    /// Computes one score per conversation. Consecutive conversations with the same media, and the same tokens up to the last of
+    /// them, are run with one shared prefix.
     ///
     /// # Errors
-    /// Conversations of another checkpoint.
+    /// Returns an error if conversations were built for another checkpoint.
     pub fn scores(&self, conversations: &[Prompt]) -> Result<Vec<f32>> {
         let mut scores = Vec::with_capacity(conversations.len());
         for Group { prefix, conversations } in shared(conversations) {
@@ -132,7 +135,8 @@ impl MediaClassifier {
                 next_position: first.positions.get(prefix).map_or(first.next_position, |axes| axes[0]),
                 ..first.clone()
             };
-            // The stream takes what it would predict: a token behind the last one, which nothing reads.
+            // A stream scores the prediction of each completion token, so a token is added after the last one. Its value is not
+            // used.
             let ends: Vec<Vec<u32>> =
                 conversations.iter().map(|own| [&own.ids[prefix..], &[0]].concat()).collect();
             let completions = ends.iter().map(Vec::as_slice).collect();
@@ -145,8 +149,8 @@ impl MediaClassifier {
     }
 }
 
-/// Puts each conversation into the group before it where they have the same media and begin alike up to the last of them, and
-/// the group stays within [`MAX_ROWS`] rows. Groups of one have a last token of their own.
+/// Adds each conversation to the previous group if both have the same media, agree in all tokens up to the last medium, and the
+/// group stays within [`MAX_ROWS`] rows. In each group, the shared prefix excludes at least the last token of each conversation.
 fn shared(conversations: &[Prompt]) -> Vec<Group<'_>> {
     let same_media = |a: &Prompt, b: &Prompt| {
         a.media.len() == b.media.len()

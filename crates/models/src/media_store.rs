@@ -1,13 +1,14 @@
-//! Decoded media that stay in memory from one pass over the data to the next.
+//! A store for decoded media, which stay in memory from one pass over the data to the next.
 //!
-//! Media are told apart by what decides their numbers: the content of their files (SHA-256), the row's options and the run's
-//! settings, with the number of frames where one is drawn, and the medium's place in the dataset where frames are shuffled, which
-//! keys their order. So a file that changes is decoded again, and a medium that several rows show is decoded once. Errors are not
-//! kept.
+//! The key of a medium covers everything that determines its decoded values: the content of its files (SHA-256), the row's
+//! options and the run's settings. It includes the number of frames if that number is drawn. If frames are shuffled, it includes
+//! the medium's place in the dataset, which determines their order. A file that changes is therefore decoded again, and a medium
+//! that several rows share is decoded once. Errors are not stored.
 //!
-//! The store keeps the media that came first, up to a bound in bytes. A pass over shuffled data comes back to a medium after most others: with room
-//! for a share c of the data, what stays is found in a share c of all cases, while a store that made room for the newest (LRU)
-//! would find c + (1 − c) ln(1 − c), 6 % in the place of 33 % for a third, and nothing where the order is the same in each pass.
+//! The store keeps the media that came first, up to a limit in bytes. A pass over shuffled data returns to a medium after most of
+//! the others. With room for a fraction c of the data, this store answers a fraction c of all requests. A store that evicts the
+//! least recently used medium (LRU) would answer c + (1 − c) ln(1 − c): 6 % instead of 33 % for c = 1/3, and none if the order is
+//! the same in each pass.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,15 +23,16 @@ use sha2::{Digest, Sha256};
 
 use crate::families::{MediaSettings, MediumInput, MediumKey};
 
-/// Files of a medium beyond so many bytes are not read to be told apart: a few frames of a film are decoded as quickly.
+/// Largest total size of a medium's files, in bytes, for which the files are hashed. Decoding a few frames of a longer film takes
+/// no longer than reading its file.
 const MOST_READ: u64 = 256 << 20;
-/// Bytes of a file that are in memory at a time.
+/// Bytes of a file that are in memory at a time while it is hashed.
 const PIECE: usize = 128 << 10;
 
 type Name = [u8; 32];
 
-/// Decoded media of one checkpoint, for everything that makes prompts for it ([`Checkpoint::media_store`]). It keeps nothing
-/// until it is given room.
+/// Decoded media of one checkpoint, shared by everything that builds prompts for it ([`Checkpoint::media_store`]). The store
+/// keeps nothing until it is given a size.
 ///
 /// [`Checkpoint::media_store`]: crate::Checkpoint::media_store
 #[derive(Default)]
@@ -44,27 +46,27 @@ struct Kept {
     media: HashMap<Name, Arc<Decoded>>,
 }
 
-/// Contents of a store, and how often it had a requested medium.
+/// Contents and hit counts of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MediaUsage {
-    /// The most it may hold, bytes; 0: it is off.
+    /// Size limit in bytes; 0 if the store is off.
     pub max_bytes: u64,
-    /// Memory of the contents, bytes.
+    /// Memory used by the contents, in bytes.
     pub bytes: u64,
-    /// Media that were asked for while it was on.
+    /// Media that were requested while the store was on.
     pub asked: u64,
-    /// Requests that the store could answer.
+    /// Requests that the store answered.
     pub found: u64,
 }
 
-/// A medium as its header and its content are.
+/// A decoded medium, with the header of its file.
 pub(crate) struct Decoded {
     pub header: MediumInfo,
     pub input: Arc<MediumInput>,
 }
 
 impl Decoded {
-    /// Returns the bytes of the heap.
+    /// Returns the size of the heap memory in bytes.
     fn num_bytes(&self) -> u64 {
         let MediumInput { data, frame_times_secs, .. } = &*self.input;
         let fixed = size_of::<Name>() + size_of::<Self>() + size_of::<MediumInput>();
@@ -72,7 +74,7 @@ impl Decoded {
     }
 }
 
-/// The answer of a store: what it has, else under which name it would keep it.
+/// Result of a request: the medium if it is stored, and the key under which it is kept.
 #[derive(Default)]
 pub(crate) struct Found {
     pub decoded: Option<Arc<Decoded>>,
@@ -80,7 +82,7 @@ pub(crate) struct Found {
 }
 
 impl MediaStore {
-    /// Bounds what is kept, bytes. What is there already is given up where it is more.
+    /// Sets the size limit in bytes. If the present contents exceed it, they are all dropped.
     pub fn set_max_bytes(&self, max_bytes: u64) {
         let mut kept = self.kept();
         kept.usage.max_bytes = max_bytes;
@@ -90,13 +92,13 @@ impl MediaStore {
         }
     }
 
-    /// Returns the usage.
+    /// Returns the contents and hit counts.
     #[must_use]
     pub fn usage(&self) -> MediaUsage {
         self.kept().usage
     }
 
-    /// Looks for a medium as these settings read it.
+    /// Looks up a medium that is decoded with these settings.
     pub(crate) fn find(&self, medium: &MediumRef, settings: &MediaSettings) -> Found {
         if self.usage().max_bytes == 0 {
             return Found::default();
@@ -109,7 +111,7 @@ impl MediaStore {
         Found { decoded, name }
     }
 
-    /// Keeps what was not found, if there is room and its files are still the ones that it was looked for by.
+    /// Stores a decoded medium if there is room and its files have not changed since the lookup.
     pub(crate) fn keep(&self, found: &Found, medium: &MediumRef, settings: &MediaSettings, decoded: Decoded) {
         let (Some(name), bytes) = (found.name, decoded.num_bytes()) else { return };
         let room = |usage: MediaUsage| usage.max_bytes.saturating_sub(usage.bytes) >= bytes;
@@ -128,7 +130,8 @@ impl MediaStore {
     }
 }
 
-/// The name of a medium under these settings. None where a file is large, slow or cannot be read; decoding tells the last.
+/// Returns the key of a medium under these settings, or `None` if a file is too large, too slow or unreadable. Decoding reports
+/// unreadable files.
 fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
     let source = match &medium.source {
         MediumSource::Path(path) => VideoSource::from_path(path),
@@ -139,9 +142,9 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
     let mut piece = vec![0; PIECE];
     for path in source.files(&settings.limits).ok()? {
         let about = std::fs::metadata(&path).ok()?;
-        // Opening anything else may never return.
+        // Opening anything but a regular file might block forever.
         left = left.checked_sub(about.len()).filter(|_| about.is_file())?;
-        // Decoders may go by the end of a name.
+        // Decoders may choose the format by the file name extension.
         hash.update(format!("{:?} {}\n", path.extension(), about.len()));
         let mut file = File::open(&path).ok()?.take(about.len());
         loop {
@@ -156,7 +159,7 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
     let rest = MediaSettings {
         shuffle_frames: shuffled,
         seed: if shuffled { settings.seed } else { 0 },
-        // They act through the number that is drawn.
+        // This setting acts only through the drawn number of frames, which is hashed below.
         dynamic_sample: false,
         key: if shuffled { MediumKey { epoch: 0, ..settings.key } } else { MediumKey::default() },
         ..settings.clone()

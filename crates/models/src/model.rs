@@ -1,4 +1,4 @@
-//! A network with its weights: scoring and training of packed streams.
+//! A network with its weights, which scores and trains packed streams.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -21,7 +21,7 @@ use crate::weights::{
     FileSource, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype, WeightFiles,
 };
 
-/// A model: checkpoint, network, weights.
+/// A model: a checkpoint, a network and its weights.
 ///
 /// ```
 /// use omnigrpo_models::{Checkpoint, LoadOptions, Model};
@@ -29,7 +29,7 @@ use crate::weights::{
 /// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/checkpoints/qwen2_vl_untied");
 /// let checkpoint = Checkpoint::open(directory.as_ref())?;
 /// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
-/// // Weights have the names that they have in the files.
+/// // Weights are named as in the files.
 /// let head = model.params().iter().find(|weight| weight.name() == "lm_head.weight");
 /// let config = model.decoder().config();
 /// assert_eq!(head.map(|head| head.shape()), Some(&[config.vocab, config.hidden][..]));
@@ -38,70 +38,70 @@ use crate::weights::{
 pub struct Model {
     checkpoint: Checkpoint,
     network: Network,
-    /// Weights of the architecture, then of adapters.
+    /// Weights of the architecture, followed by those of adapters.
     params: Vec<Arc<Param>>,
     num_base: usize,
-    /// Weights that came from directories of their own.
+    /// Names of the weights that were read from separate directories.
     outside: HashSet<String>,
     tower_runs: AtomicU64,
     pub(crate) lora: Option<LoraConfig>,
-    /// Tensors that a loaded adapter brought whole: they are saved with it even if they are trained no more.
+    /// Tensors that a loaded adapter contains in full. They are saved with the adapter even if they are no longer trained.
     pub(crate) whole: BTreeSet<String>,
-    /// Alphas of single layers of a loaded adapter, by the published name of the layer.
+    /// Alphas of single layers of a loaded adapter, keyed by the layer's published name.
     pub(crate) alphas: BTreeMap<String, f64>,
     device: Device,
-    /// Files that weights are read in while the model is used, which must not change.
+    /// Files from which weights are read while the model is in use. They must not change.
     lenders: Option<WeightFiles>,
 }
 
-/// How a checkpoint is loaded.
+/// Options for loading a checkpoint.
 #[derive(Clone, Copy, Default)]
 pub struct LoadOptions<'a> {
-    /// The dtype of the weights.
+    /// Dtype of the weights.
     pub dtype: WeightDtype,
-    /// Which weights are held in few bits.
+    /// Quantisation of the weights, if any.
     pub quantization: Option<Quantization<'a>>,
-    /// Where its passes run.
+    /// Device on which the model runs.
     pub device: Device,
-    /// Leave weights in the mapped files where they can be read there: nothing is copied, and nothing can be written, so such a model
-    /// cannot be trained. The files must stay as they are meanwhile.
+    /// Whether weights stay in the mapped files where possible, without a copy. Such weights cannot be written, so the model
+    /// cannot be trained. The files must not change while the model is in use.
     pub in_place: bool,
 }
 
-/// Bytes that may be kept of towers for each trained weight.
+/// Largest number of bytes of tower results that are kept per trained weight.
 const KEPT_BYTES: usize = 8;
 
-/// Output of a tower for one medium. Shared by every pass whose tower is the same; a clone shares the numbers. The results of the blocks
+/// Output of a tower for one medium. Every pass with the same tower shares it; a clone shares the data. The results of the blocks
 /// are kept in [`Memories`].
 #[derive(Clone, Debug)]
 pub struct Features {
     /// Output of the tower, before the projector.
     pub tower: Rows,
-    /// Features in the language model's width, `[(1 + deep) · tokens, h]`: those in the prompt, then those that join behind the
-    /// first block, and so on ([`crate::DecoderConfig::deep`], mostly 0).
+    /// Features in the language model's width, `[(1 + deep) · tokens, h]`: first the rows of the prompt, then the rows added
+    /// after the first block, and so on ([`crate::DecoderConfig::deep`], mostly 0).
     pub rows: Rows,
 }
 
-/// Results of towers, by (group, medium), for the pass that differentiates them; see [`Model::encode_for_training`].
+/// Results of towers, keyed by (group, medium), for the backward pass; see [`Model::encode_for_training`].
 #[derive(Debug, Default)]
 pub struct Memories(BTreeMap<(usize, usize), Memory>);
 
-/// Settings of a pass of one update beside weights and rows.
+/// Settings of a training pass, besides its weights and rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Training {
-    /// Whether activations inside blocks are computed again in the backward pass instead of being kept: less memory, more
-    /// time.
+    /// Whether the backward pass recomputes the activations inside blocks instead of keeping them. This takes less memory and
+    /// more time.
     pub recompute: bool,
-    /// Names the update, for the dropout masks of adapters: masks differ between updates with different names.
+    /// Key of the update for the dropout masks of adapters; updates with different keys have different masks.
     pub dropout_key: u64,
-    /// Losses of the routers of experts.
+    /// Weights of the losses of expert routers.
     pub router: RouterPlan,
-    /// Tokens of the whole update, a prompt counted once for each of its completions, and those of them that are scored: what
-    /// a stream's share of the routers' losses goes by.
+    /// Number of tokens of the whole update, and of the scored tokens among them. A prompt counts once for each of its
+    /// completions. These numbers determine a stream's share of the routers' losses.
     pub step_tokens: [usize; 2],
 }
 
-/// A stream that has run forward with a tape.
+/// A stream after its forward pass, with the tape for the backward pass.
 pub struct StreamPass<'a> {
     model: &'a Model,
     stream: &'a PackedStream,
@@ -109,15 +109,15 @@ pub struct StreamPass<'a> {
     input: DecoderInput,
     hidden: Var,
     scored: Scored,
-    /// Per scored token, completion by completion, in nats.
+    /// Log-probability of each scored token, completion by completion, in nats.
     pub logprobs: Vec<f32>,
     /// Entropy at each scored token, in nats.
     pub entropies: Vec<f32>,
     router: Option<Arc<RouterLoss>>,
 }
 
-/// Gradients of media features, each in the shape of [`Features::rows`], by (group, medium): what a [`StreamPass`] leaves for towers and
-/// projectors. Those of several streams add up, so that a medium goes back through its tower once.
+/// Gradients of media features, each in the shape of [`Features::rows`], keyed by (group, medium). A [`StreamPass`] returns them
+/// for towers and projectors. Gradients of several streams are summed, so that a medium goes back through its tower once.
 #[derive(Clone, Debug, Default)]
 pub struct FeatureGradients(BTreeMap<(usize, usize), Rows>);
 
@@ -125,11 +125,14 @@ impl FeatureGradients {
     /// Adds the gradients of another stream, whose group `g` is `groups[g]` here.
     ///
     /// # Errors
-    /// A medium with another number of features.
+    /// Returns an error if a medium has a different number of features.
     pub fn add(&mut self, other: Self, groups: &[usize]) -> Result<()> {
         for ((g, medium), d) in other.0 {
             let Some(&group) = groups.get(g) else {
-                return Err(ModelError::shape(format!("feature gradients: group {g} of {}", groups.len())));
+                return Err(ModelError::shape(format!(
+                    "feature gradients: got group {g}, expected one of {}",
+                    groups.len()
+                )));
             };
             match self.0.entry((group, medium)) {
                 Entry::Vacant(empty) => drop(empty.insert(d)),
@@ -140,7 +143,7 @@ impl FeatureGradients {
     }
 }
 
-/// A checkpoint's files, and which of its weights lie in directories of their own.
+/// Opens a checkpoint's weight files. Also returns the names of the weights that are in separate directories.
 fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>)> {
     let format = checkpoint.family().format();
     let mut files = WeightFiles::open(checkpoint.dir(), |key| format.published_name(key))?;
@@ -175,7 +178,7 @@ impl Model {
     /// Opens a checkpoint directory and loads it. All weights start frozen.
     ///
     /// # Errors
-    /// An unknown model, unreadable files, tensors that do not fit.
+    /// Returns an error if the model is unknown, files are unreadable or tensors do not fit.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
         Self::load_with(&Checkpoint::open(dir)?, &LoadOptions { dtype, ..LoadOptions::default() })
     }
@@ -183,7 +186,7 @@ impl Model {
     /// Loads an opened checkpoint. All weights start frozen.
     ///
     /// # Errors
-    /// Unreadable files, tensors that do not fit.
+    /// Returns an error if files are unreadable or tensors do not fit.
     pub fn load_with(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Self> {
         let family = checkpoint.family();
         let (files, outside) = weight_files(checkpoint)?;
@@ -194,10 +197,10 @@ impl Model {
         Ok(Self::new(checkpoint.clone(), network, params, outside, options.device))
     }
 
-    /// A model with the configuration of a checkpoint and random weights: for training from nothing and for benchmarks.
+    /// Builds a model with the configuration of a checkpoint and random weights, for training from scratch and for benchmarks.
     ///
     /// # Errors
-    /// An impossible configuration.
+    /// Returns an error if the configuration is invalid.
     pub fn random(checkpoint: &Checkpoint, seed: u64, options: &LoadOptions) -> Result<Self> {
         let family = checkpoint.family();
         let (std, dtype, quantization) =
@@ -207,11 +210,11 @@ impl Model {
         Ok(Self::new(checkpoint.clone(), network, source.params, HashSet::new(), options.device))
     }
 
-    /// Returns the outline of what [`Self::load_with`], or with `random` [`Self::random`], returns, without the data of its weights: their
-    /// names, shapes and dtypes. Nothing can be computed with it.
+    /// Builds the outline of the model that [`Self::load_with`], or with `random` [`Self::random`], returns. Its weights have
+    /// names, shapes and dtypes but no data, so it cannot compute anything.
     ///
     /// # Errors
-    /// Unreadable files. Tensors that do not fit are an error of loading.
+    /// Returns an error if files are unreadable. Only loading checks that the tensors fit.
     pub fn outline(checkpoint: &Checkpoint, options: &LoadOptions, random: bool) -> Result<Self> {
         let family = checkpoint.family();
         let files = if random { None } else { Some(weight_files(checkpoint)?.0) };
@@ -221,22 +224,22 @@ impl Model {
         Ok(Self::new(checkpoint.clone(), network, source.params, HashSet::new(), options.device))
     }
 
-    /// A frozen model for the KL term: copies of the weights that are trained, shared handles to the rest, no adapters.
+    /// Builds a frozen model for the KL term. It copies the trained weights, shares the others and has no adapters.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if memory runs out.
     pub fn reference(&self) -> Result<Self> {
         self.reference_on(self.device)
     }
 
-    /// Makes a reference as [`Self::reference`] does, with its passes on another device.
+    /// Builds a reference as [`Self::reference`] does, to run on another device.
     pub fn reference_on(&self, device: Device) -> Result<Self> {
         self.reference_with(device, None)
     }
 
-    /// Makes a reference for passes on the CPU, with the weights that are trained left in the checkpoint's files if these hold
-    /// the very numbers: they take no memory between passes. Others are copied, as are those of files that cannot be mapped. The files
-    /// must stay as they are while the reference is used ([`Self::files_unchanged`]).
+    /// Builds a reference that runs on the CPU and reads its copies of the trained weights in the checkpoint's files. This needs
+    /// no memory between passes. A weight is copied instead if the file's values differ or the file cannot be mapped. The files
+    /// must not change while the reference is in use ([`Self::files_unchanged`]).
     pub fn reference_in_place(&self) -> Result<Self> {
         let files = self.lenders();
         let mut reference = self.reference_with(Device::Cpu, files.as_ref())?;
@@ -244,8 +247,8 @@ impl Model {
         Ok(reference)
     }
 
-    /// Bytes of memory that [`Self::reference_in_place`] takes, if the weights are the checkpoint's: copies, and of what stays in files the
-    /// largest weight. Of an outline too.
+    /// Returns the bytes of memory that [`Self::reference_in_place`] takes if the weights equal the checkpoint's: the size of all
+    /// copies, and the size of the largest weight that stays in a file. Also works for an outline.
     #[must_use]
     pub fn reference_bytes(&self) -> u64 {
         let files = self.lenders();
@@ -256,15 +259,15 @@ impl Model {
         (largest + copied.iter().map(|weight| weight.num_bytes()).sum::<usize>()) as u64
     }
 
-    /// The checkpoint's files; a model of random weights may have none.
+    /// Opens the checkpoint's files. Returns `None` for a model of random weights without files.
     fn lenders(&self) -> Option<WeightFiles> {
         weight_files(&self.checkpoint).ok().map(|(files, _)| files)
     }
 
-    /// Fails where files that weights are read in have been written to since ([`Self::reference_in_place`]).
+    /// Checks that the files from which weights are read have not been modified ([`Self::reference_in_place`]).
     ///
     /// # Errors
-    /// [`ModelError::Changed`].
+    /// Returns [`ModelError::Changed`] if a file has been modified.
     pub fn files_unchanged(&self) -> Result<()> {
         self.lenders.as_ref().map_or(Ok(()), WeightFiles::unchanged)
     }
@@ -277,7 +280,7 @@ impl Model {
         Ok(Self::new(self.checkpoint.clone(), network, source.params, self.outside.clone(), device))
     }
 
-    /// The checkpoint it was made from.
+    /// Returns the checkpoint from which the model was built.
     #[must_use]
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
@@ -307,7 +310,7 @@ impl Model {
         &self.params[..self.num_base]
     }
 
-    /// The weights of its adapters.
+    /// Returns the weights of the adapters.
     #[must_use]
     pub fn adapter_params(&self) -> &[Arc<Param>] {
         &self.params[self.num_base..]
@@ -324,60 +327,60 @@ impl Model {
         self.alphas.clear();
     }
 
-    /// A pass over its weights, without dropout.
+    /// Returns the settings of a pass over the weights, without dropout.
     #[must_use]
     pub fn pass(&self) -> Pass {
         Pass::on(self.device)
     }
 
-    /// A pass in which adapters drop inputs, if they do. `rows` names each row of the pass; without, rows are named by
-    /// their index and `salt`.
+    /// Returns the settings of a training pass, with dropout if adapters use it. `rows` identifies each row of the pass; without
+    /// `rows`, a row is identified by its index and `salt`.
     fn training_pass(&self, training: Training, rows: Option<&[u64]>, salt: u64) -> Pass {
         let on = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         self.pass().dropping(on.then(|| Dropout::new(training.dropout_key ^ salt, rows.map(Arc::from))))
     }
 
-    /// Whether an adapter of one of these parts drops inputs in training.
+    /// Returns whether an adapter of one of these parts uses dropout in training.
     fn drops(&self, parts: &[Part]) -> bool {
         self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0)
             && self.adapted().any(|(base, _)| parts.contains(&base.part()))
     }
 
-    /// The directory it came from.
+    /// Returns the directory of the checkpoint.
     #[must_use]
     pub fn dir(&self) -> &Path {
         self.checkpoint.dir()
     }
 
-    /// Whether any weight of `part` is trained.
+    /// Returns whether any weight of `part` is trained.
     #[must_use]
     pub fn trains(&self, part: Part) -> bool {
         self.params.iter().any(|p| p.part() == part && p.trainable())
     }
 
-    /// Whether any weight of a tower is trained.
+    /// Returns whether any weight of a tower is trained.
     #[must_use]
     pub fn trains_tower(&self) -> bool {
         self.trains(Part::Vision) || self.trains(Part::Audio)
     }
 
-    /// Whether any weight between the towers and the language model is trained.
+    /// Returns whether any weight between the towers and the language model is trained.
     #[must_use]
     pub fn trains_projection(&self) -> bool {
         self.trains(Part::Projector) || self.trains(Part::Instruction)
     }
 
-    /// Whether a weight stays in the directory of its own that it came from: no weight of its part is trained.
+    /// Returns whether a weight was read from a separate directory and can stay there, because no weight of its part is trained.
     pub(crate) fn stays_outside(&self, param: &Param) -> bool {
         self.outside.contains(param.name()) && !self.trains(param.part())
     }
 
-    /// The weights that belong into a saved copy. What came from a directory of its own and is not trained stays there.
+    /// Returns the weights to write into a saved copy. Untrained weights from separate directories are left out.
     pub(crate) fn saved_params(&self) -> Vec<Arc<Param>> {
         self.base_params().iter().filter(|p| !self.stays_outside(p)).map(Arc::clone).collect()
     }
 
-    /// Where its passes run.
+    /// Returns the device on which the model runs.
     #[must_use]
     pub fn device(&self) -> Device {
         self.device
@@ -386,7 +389,7 @@ impl Model {
     /// Runs tower and projector on one medium of a prompt with this instruction ([`Prompt::instruction`]).
     ///
     /// # Errors
-    /// Input that does not fit.
+    /// Returns an error if the input has the wrong shape.
     pub fn encode(&self, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
         self.encode_in(medium, instruction, &self.pass())
     }
@@ -397,11 +400,11 @@ impl Model {
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
-    /// Features of a prompt's media from tower outputs of a model whose tower is the same, wherever it runs. Runs the
-    /// projector only.
+    /// Computes the features of a medium from the tower output of another model with the same tower, on any device. Runs only the
+    /// projector.
     ///
     /// # Errors
-    /// Input that does not fit.
+    /// Returns an error if the input has the wrong shape.
     pub fn project(&self, tower: &Rows, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
         self.project_in(tower, medium, instruction, &self.pass())
     }
@@ -418,15 +421,15 @@ impl Model {
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
-    /// Features of every medium of a prompt, in order.
+    /// Computes the features of every medium of a prompt, in order.
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<Features>> {
         prompt.media.iter().map(|m| self.encode(m, &prompt.instruction)).collect()
     }
 
-    /// Encodes several prompts as [`Self::encode_prompt`] does, for media that a backward pass with the same weights will go through
-    /// ([`Self::backward_media`]), with the memories that it takes. What the blocks of a trained tower compute is kept for it,
-    /// up to eight bytes for each trained weight, half of what weights, gradients and moments take; a medium beyond that
-    /// runs once more there.
+    /// Encodes several prompts as [`Self::encode_prompt`] does, for a later [`Self::backward_media`] with the same weights. Also
+    /// returns the memories that [`Self::backward_media`] takes. They contain the results of the blocks of a trained tower, up to
+    /// eight bytes for each trained weight: half of the size of weights, gradients and moments. Media beyond that limit run
+    /// through the tower again.
     pub fn encode_for_training<'p>(
         &self,
         prompts: impl IntoIterator<Item = &'p Prompt>,
@@ -454,8 +457,9 @@ impl Model {
         Ok((all, memories))
     }
 
-    /// Returns the features for a policy pass instead of `features`, which are those of the present weights: the same, unless adapters
-    /// of towers or projectors drop inputs. Then it is what [`Self::backward_media`] will differentiate.
+    /// Returns the features to use in a training pass. `features` are those of the present weights; they are returned unchanged
+    /// unless adapters of towers or projectors use dropout. In that case the features are computed again, as
+    /// [`Self::backward_media`] will differentiate them.
     pub fn features_in_training(
         &self,
         prompt: &Prompt,
@@ -481,7 +485,7 @@ impl Model {
     /// Returns the decoder's input for a prompt: token embeddings with features in their spans, and deep features.
     ///
     /// # Errors
-    /// Features that do not fill their spans.
+    /// Returns an error if features do not fill their spans.
     pub fn embed_prompt(&self, prompt: &Prompt, features: &[Features]) -> Result<DecoderInput> {
         let stream = PackedStream::new(&[crate::GroupStream { prompt, completions: Vec::new() }])?;
         let rows: Vec<&Rows> = features.iter().map(|f| &f.rows).collect();
@@ -509,7 +513,7 @@ impl Model {
             let (n, width) = (rows.rows() / (1 + deep), rows.cols());
             if width != h || span.feature + span.len > n || n * (1 + deep) != rows.rows() {
                 return Err(ModelError::shape(format!(
-                    "group {}, medium {}: the prompt has room for rows {}..{} of width {h}, the projector made {n} of \
+                    "group {}, medium {}: the prompt has room for rows {}..{} of width {h}, but the projector returned {n} rows of \
                      width {width}",
                     span.group,
                     span.medium,
@@ -537,23 +541,23 @@ impl Model {
         self.network.encoder.tower(medium, pass, tape)
     }
 
-    /// How often a medium went through the tower so far.
+    /// Returns how many times a medium has gone through the tower so far.
     #[must_use]
     pub fn tower_runs(&self) -> u64 {
         self.tower_runs.load(Ordering::Relaxed)
     }
 
-    /// Whether features change with the updates: some weight of a tower or projector is trained.
+    /// Returns whether updates change the features, because a weight of a tower or projector is trained.
     #[must_use]
     pub fn trains_media(&self) -> bool {
         self.trains_tower() || self.trains_projection()
     }
 
-    /// Log-probabilities and entropies of a stream, per scored token, completion by completion. `features[group]`
-    /// holds the features of the group's media, from whatever device.
+    /// Computes log-probabilities and entropies of a stream, per scored token, completion by completion. `features[group]`
+    /// contains the features of the group's media, from any device.
     ///
     /// # Errors
-    /// Features that do not fill their spans.
+    /// Returns an error if features do not fill their spans.
     pub fn score(
         &self,
         stream: &PackedStream,
@@ -571,11 +575,11 @@ impl Model {
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
     }
 
-    /// Returns the language model's output for each completion's last token but one, `[completions, h]`, after its final norm: for a
-    /// head of another kind than the vocabulary's. `features` are as in [`Self::score`].
+    /// Returns the language model's output, after its final norm, at the second-to-last token of each completion:
+    /// `[completions, h]`. It is for heads other than that of the vocabulary. `features` are as in [`Self::score`].
     ///
     /// # Errors
-    /// Features that do not fill their spans, a completion of less than two tokens.
+    /// Returns an error if features do not fill their spans or a completion has fewer than two tokens.
     pub fn hidden_before_last(&self, stream: &PackedStream, features: &[Vec<Features>]) -> Result<Rows> {
         let mut tape = Tape::off();
         let input = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows), &mut tape)?;
@@ -586,15 +590,15 @@ impl Model {
         decoder.normed(hidden.rows())
     }
 
-    /// Whether a forward pass in training gives what a rollout with the same weights gave, up to rounding, and a
-    /// [`DecoderMemory`](crate::DecoderMemory) can take its place: nothing is dropped, no weight has few bits (which decoding multiplies in another
-    /// way), and there are no experts.
+    /// Returns whether a [`DecoderMemory`](crate::DecoderMemory) can replace a forward pass in training. Then a rollout with the
+    /// same weights computes the same values, up to rounding: there is no dropout, no weight is quantised (decoding multiplies
+    /// such weights in a different way), and there are no experts.
     #[must_use]
     pub fn can_recall(&self) -> bool {
         self.can_recall_on(self.device)
     }
 
-    /// Returns [`Self::can_recall`] of the same model on another device.
+    /// Returns [`Self::can_recall`] for the same model on another device.
     #[must_use]
     pub fn can_recall_on(&self, device: Device) -> bool {
         let drops = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
@@ -604,11 +608,11 @@ impl Model {
             && !self.params.iter().any(|param| matches!(param.dtype(), ParamDtype::Quantised(_)))
     }
 
-    /// Scores as [`Self::score`] does and keeps what a backward pass needs. `features` are those of the present weights, also where
-    /// tower or projector are trained, as [`Self::features_in_training`] gives them.
+    /// Scores as [`Self::score`] does and keeps what a backward pass needs. `features` are those of the present weights, in the
+    /// form that [`Self::features_in_training`] returns.
     ///
     /// # Errors
-    /// Features that do not fill their spans.
+    /// Returns an error if features do not fill their spans.
     pub fn train_pass<'a>(
         &'a self,
         stream: &'a PackedStream,
@@ -619,7 +623,7 @@ impl Model {
         self.recall_pass(stream, features, temperature, training, Memory::default())
     }
 
-    /// Runs [`Self::train_pass`] with results of decoder blocks from an earlier pass; those blocks do not run again
+    /// Runs [`Self::train_pass`] with the results of decoder blocks from an earlier pass, which do not run again
     /// ([`DecoderMemory::of_stream`](crate::DecoderMemory::of_stream)).
     pub fn recall_pass<'a>(
         &'a self,
@@ -656,9 +660,9 @@ impl Model {
         })
     }
 
-    /// Stands in for backward passes whose gradient is known to be 0: whatever they would have reached has a gradient of
-    /// zeros afterwards, if it had none. `idle` are the groups of such streams. Their media get a gradient of zeros in
-    /// `gradients` where no medium of the kind has one; kinds differ in the weights they reach, media of a kind do not.
+    /// Replaces backward passes whose gradient is known to be 0: every weight that they would reach gets a gradient of zeros if
+    /// it has none. `idle` lists the groups of these streams. If no medium of a kind has a gradient in `gradients`, one medium of
+    /// that kind gets zeros. One per kind is enough, because media of the same kind reach the same weights.
     pub fn reach(&self, prompts: &[&Prompt], idle: &[usize], gradients: &mut FeatureGradients) {
         if idle.is_empty() {
             return;
@@ -681,7 +685,7 @@ impl Model {
         }
     }
 
-    /// Collects the gradients of each medium's features from that of a stream's input `[t, h]` and of the deep features in it.
+    /// Collects the gradients of each medium's features from those of a stream's input `[t, h]` and of the deep features in it.
     fn feature_gradients(
         &self,
         stream: &PackedStream,
@@ -712,13 +716,13 @@ impl Model {
         Ok(FeatureGradients(gradients))
     }
 
-    /// Carries the gradients of features back through trained projectors and towers. A medium runs forward once more,
-    /// on a tape that lives for this medium alone, but for what `memories` has; the output of a frozen
-    /// tower is taken from `features`, the originals, not what [`Self::features_in_training`] made of them. `prompts`,
-    /// `features` and `memories` are by group.
+    /// Propagates the gradients of features back through trained projectors and towers. Each medium runs forward once more, on a
+    /// tape that lives for this medium only; results in `memories` are not computed again. The output of a frozen tower is taken
+    /// from `features`, which are the originals and not the result of [`Self::features_in_training`]. `prompts`, `features` and
+    /// `memories` are indexed by group.
     ///
     /// # Errors
-    /// Gradients of media that are not there.
+    /// Returns an error if gradients belong to media that do not exist.
     pub fn backward_media(
         &self,
         prompts: &[&Prompt],
@@ -753,7 +757,7 @@ impl Model {
 }
 
 impl StreamPass<'_> {
-    /// The losses of routers, which the backward pass fills in; `None` where none are asked for.
+    /// Returns the losses of the routers, which the backward pass fills in, or `None` if no router loss is set.
     #[must_use]
     pub fn router(&self) -> Option<Arc<RouterLoss>> {
         self.router.clone()
@@ -765,17 +769,16 @@ impl StreamPass<'_> {
         &self.scored
     }
 
-    /// Adds the gradients of every trained weight of the decoder, given dL/dlogp and dL/dentropy per scored token. What
-    /// reaches the features continues in [`Model::backward_media`]; it is empty where neither towers nor projectors
-    /// are trained.
+    /// Adds the gradients of every trained weight of the decoder, given dL/dlogp and dL/dentropy per scored token. Returns the
+    /// gradients of the features for [`Model::backward_media`]; they are empty if neither towers nor projectors are trained.
     ///
     /// # Errors
-    /// Lengths that differ from the stream's.
+    /// Returns an error if the lengths differ from the stream's.
     pub fn backward(self, dlogp: &[f32], dentropy: Option<&[f32]>) -> Result<FeatureGradients> {
         let Self { model, stream, tape, input, hidden, scored, .. } = self;
         if dlogp.len() != stream.num_targets() || dentropy.is_some_and(|d| d.len() != dlogp.len()) {
             return Err(ModelError::shape(format!(
-                "backward: {} gradients for {} scored tokens",
+                "backward: got {} gradients for {} scored tokens",
                 dlogp.len(),
                 stream.num_targets()
             )));

@@ -1,21 +1,22 @@
-//! Names of a checkpoint directory elsewhere.
+//! Public names of checkpoint directories.
 
 use std::path::Path;
 
-/// The name that others know a checkpoint by. A path of this machine would say nothing there, and too much of here.
+/// The name of a checkpoint for use on other machines. A local path would be meaningless there and would reveal details of this
+/// machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
-    /// `ORG/NAME` for a model of the Hugging Face cache, else the name of its directory.
+    /// `ORG/NAME` for a model in the Hugging Face cache, else the name of the directory.
     pub name: String,
-    /// The commit, for a model of the cache.
+    /// Commit of a model in the cache.
     pub revision: Option<String>,
 }
 
 impl Origin {
-    /// Tells it from the path: the cache keeps a model in `models--ORG--NAME/snapshots/COMMIT`.
+    /// Derives the name from the path: the cache stores a model in `models--ORG--NAME/snapshots/COMMIT`.
     #[must_use]
     pub fn of(dir: &Path) -> Self {
-        // `.` and `..` have no name of their own.
+        // The path is made absolute because `.` and `..` have no name.
         let path = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
         let path = if path.ends_with("..") { path.canonicalize().unwrap_or(path) } else { path };
         let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());

@@ -1,18 +1,18 @@
-//! PEFT's files of adapters.
+//! Adapter files in the format of PEFT.
 //!
-//! Source of the format: `peft` 0.21 `utils/save_and_load.py` and `tuners/lora/config.py`. `adapter_model.safetensors` holds
+//! Source of the format: `peft` 0.21 `utils/save_and_load.py` and `tuners/lora/config.py`. `adapter_model.safetensors` contains
 //! `base_model.model.{module}.lora_A.weight` `[r, k]` and `.lora_B.weight` `[n, r]`, and under
-//! `base_model.model.{tensor}` every tensor that was trained whole; `adapter_config.json` says how they are meant. Module
+//! `base_model.model.{tensor}` every tensor that was trained in full. `adapter_config.json` contains their settings. Module
 //! names are those of the class that `transformers` builds.
 //!
-//! Experts of a layer are one tensor, so PEFT names them in `target_parameters` and wraps their module once for each tensor, the
-//! wrapper of the first one innermost: `{module}.base_layer.lora_A.weight` is of the first, `{module}.lora_A.weight` of the
-//! last. Factors of all experts are one matrix: row `i·r + j` of `A [e·r, k]` and column `j·e + i` of `B [n, r·e]` are of
-//! expert `i` and rank `j`.
+//! The experts of a layer are one tensor. PEFT therefore names them in `target_parameters` and wraps their module once for each
+//! tensor; the wrapper of the first tensor is the innermost. `{module}.base_layer.lora_A.weight` belongs to the first tensor,
+//! `{module}.lora_A.weight` to the last. The factors of all experts form one matrix: row `i·r + j` of `A [e·r, k]` and column
+//! `j·e + i` of `B [n, r·e]` belong to expert `i` and rank `j`.
 //!
-//! Ranks and alphas of single layers (`rank_pattern`, `alpha_pattern`) are read and written, under whole module names.
+//! Ranks and alphas of single layers (`rank_pattern`, `alpha_pattern`) are read, and written under full module names.
 //!
-//! Refused: pickled adapters, other methods than LoRA, and variants whose sum is not `W + s·BA` (DoRA, biases, repeated
+//! Unsupported: pickled adapters, methods other than LoRA, and variants whose sum is not `W + s·BA` (DoRA, biases, repeated
 //! layers, a base changed at initialisation).
 
 use std::borrow::Cow;
@@ -38,10 +38,10 @@ const CONFIG: &str = "adapter_config.json";
 pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 
-/// The base model's name in the `adapter_config.json` of `dir`, if there is one.
+/// Reads the name of the base model from the `adapter_config.json` of `dir`, if that file exists.
 ///
 /// # Errors
-/// A file that is no adapter configuration.
+/// Returns an error if the file is not an adapter configuration.
 pub fn adapter_base(dir: &Path) -> Result<Option<String>> {
     if !dir.join(CONFIG).is_file() {
         return Ok(None);
@@ -50,10 +50,10 @@ pub fn adapter_base(dir: &Path) -> Result<Option<String>> {
 }
 
 impl Model {
-    /// Writes the adapters and every tensor that is trained whole as PEFT does.
+    /// Writes the adapters, and every tensor that is trained in full, in the format of PEFT.
     ///
     /// # Errors
-    /// A model without adapters, a directory that cannot be written.
+    /// Returns an error if the model has no adapters or the directory cannot be written.
     pub fn save_adapter(&self, dir: &Path) -> Result<()> {
         let Some(lora) = &self.lora else {
             return Err(ModelError::Checkpoint {
@@ -85,7 +85,7 @@ impl Model {
             }
             modules.push(module);
         }
-        // PEFT saves modules, so what stands beside a trained tensor goes with it.
+        // PEFT saves whole modules, so the other tensors of a trained tensor's module are saved as well.
         let whole = |p: &&Arc<Param>| p.trainable() || self.whole.contains(p.name());
         let whole: BTreeSet<&str> =
             self.base_params().iter().filter(whole).map(|p| module_of(p.name())).collect();
@@ -141,10 +141,10 @@ impl Model {
         std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(path))
     }
 
-    /// Reads an adapter in PEFT's format: adds the adapters and stores the tensors that were trained whole.
+    /// Reads an adapter in PEFT's format: adds the adapters and loads the tensors that were trained in full.
     ///
     /// # Errors
-    /// Files that are missing, damaged, of another method, or made for another model.
+    /// Returns an error if files are missing or damaged, or come from another method or another model.
     pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
         let config = read_config(dir)?;
         let lora = lora_config(&config)?;
@@ -157,7 +157,7 @@ impl Model {
             let base = by_name.remove(&format!("{stem}.weight"));
             let Some(base) = base.filter(|p| p.is_linear() || p.is_experts()) else {
                 return Err(fail(format!(
-                    "the adapter is for {stem}, which is no linear layer of this model"
+                    "the adapter is for {stem}, which is not a linear layer of this model"
                 )));
             };
             let (rank, a, b) =
@@ -176,16 +176,16 @@ impl Model {
         Ok(())
     }
 
-    /// Overwrites adapters and wholly trained tensors with those of a directory that [`Self::save_adapter`] wrote.
+    /// Overwrites the adapters and the fully trained tensors with those of a directory that [`Self::save_adapter`] wrote.
     ///
     /// # Errors
-    /// A file that does not hold exactly this model's adapters.
+    /// Returns an error if the file does not contain exactly this model's adapters.
     pub fn reload_adapter(&self, dir: &Path) -> Result<()> {
         let file = AdapterFile::open(dir, self.family().format())?;
         let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
         if file.pairs.len() != self.adapted().count() {
             return Err(fail(format!(
-                "{} layers with adapters, this model has {}",
+                "got adapters for {} layers, expected {} as in this model",
                 file.pairs.len(),
                 self.adapted().count()
             )));
@@ -193,7 +193,7 @@ impl Model {
         for (base, adapter) in self.adapted() {
             let stem = module_of(base.name());
             let Some(pair) = file.pairs.get(stem) else {
-                return Err(fail(format!("no adapter of {stem}")));
+                return Err(fail(format!("the adapter of {stem} is missing")));
             };
             let (rank, a, b) =
                 own_factors(base, pair).map_err(|what| fail(format!("the adapter of {stem} {what}")))?;
@@ -209,7 +209,7 @@ impl Model {
         if let Some(p) =
             self.base_params().iter().find(|p| p.trainable() && !file.whole.contains_key(p.name()))
         {
-            return Err(fail(format!("no tensor {}, which this run trains", p.name())));
+            return Err(fail(format!("tensor {} is missing, but this run trains it", p.name())));
         }
         self.store_whole(dir, &file)
     }
@@ -218,12 +218,12 @@ impl Model {
         for (name, (shape, data)) in &file.whole {
             let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
             match self.base_params().iter().find(|p| p.name() == name) {
-                // An outline has nothing to overwrite.
+                // An outline has no data to overwrite.
                 Some(param) if param.shape() == shape && param.is_outline() => {}
                 Some(param) if param.shape() == shape => param.store(data)?,
                 Some(param) => {
                     return Err(fail(format!(
-                        "tensor {name} is {shape:?}, this model's is {:?}",
+                        "tensor {name} has shape {shape:?}; expected {:?}",
                         param.shape()
                     )));
                 }
@@ -233,8 +233,8 @@ impl Model {
         Ok(())
     }
 
-    /// Writes what training made: the adapter where there is one, else the whole checkpoint. Tokenizer and processor files
-    /// go with either.
+    /// Writes the result of training: the adapter if the model has one, else the whole checkpoint. The tokenizer and processor
+    /// files are written in both cases.
     pub fn save_trained(&self, dir: &Path) -> Result<()> {
         if self.lora.is_none() {
             return self.save_pretrained(dir);
@@ -244,16 +244,16 @@ impl Model {
         self.write_template(dir, &[])
     }
 
-    /// Loads what [`Self::save_trained`] wrote.
+    /// Loads the result that [`Self::save_trained`] wrote.
     pub fn load_trained(&self, dir: &Path) -> Result<()> {
         if self.lora.is_none() { self.load_weights(dir) } else { self.reload_adapter(dir) }
     }
 }
 
-/// Names of the tensors that an adapter directory holds whole. They cannot be quantised.
+/// Lists the tensors that an adapter directory contains in full. They cannot be quantised.
 ///
 /// # Errors
-/// An unreadable file.
+/// Returns an error if a file is unreadable.
 pub fn whole_tensors(dir: &Path, format: &dyn Format) -> Result<BTreeSet<String>> {
     Ok(AdapterFile::open(dir, format)?.whole.into_keys().collect())
 }
@@ -262,7 +262,7 @@ fn read_config(dir: &Path) -> Result<ConfigJson> {
     ConfigJson::read(&dir.join(CONFIG))
 }
 
-/// Variants that add something else than `s·BA`, or to other tensors.
+/// Settings of variants that add something other than `s·BA`, or change other tensors.
 const VARIANTS: [&str; 11] = [
     "use_dora",
     "lora_bias",
@@ -301,7 +301,8 @@ fn lora_config(config: &ConfigJson) -> Result<LoraConfig> {
             "bias is trained, which is not supported; merge the adapter with `peft` first".into(),
         ));
     }
-    // These change the base weights at initialisation, so the file alone is not the difference to the checkpoint.
+    // These methods change the base weights at initialisation, so the file alone does not determine the difference to the
+    // checkpoint.
     let init = config.get("init_lora_weights").and_then(Value::as_str).unwrap_or_default();
     if ["pissa", "olora", "corda", "loftq"].iter().any(|name| init.starts_with(name)) {
         return Err(fail(format!(
@@ -315,13 +316,13 @@ fn lora_config(config: &ConfigJson) -> Result<LoraConfig> {
     let alpha = config.number("lora_alpha", 8.0)?;
     let dropout = config.number("lora_dropout", 0.0)?;
     if !(0.0..1.0).contains(&dropout) {
-        return Err(fail(format!("lora_dropout is {dropout}, out of range: expected 0 up to less than 1")));
+        return Err(fail(format!("lora_dropout is {dropout}; expected at least 0 and less than 1")));
     }
     let rslora = config.boolean("use_rslora", false)?;
     Ok(LoraConfig { rank, alpha, dropout, rslora, targets: Vec::new(), seed: 0 })
 }
 
-/// The parameters that `target_parameters` names.
+/// Returns the parameters that `target_parameters` names.
 fn target_parameters(dir: &Path) -> Result<Vec<String>> {
     if !dir.join(CONFIG).is_file() {
         return Ok(Vec::new());
@@ -334,11 +335,12 @@ fn target_parameters(dir: &Path) -> Result<Vec<String>> {
     }
 }
 
-/// Tensors of experts in the order in which modules define them, and PEFT wraps them.
+/// Expert tensors in the order in which modules define them and PEFT wraps them.
 const EXPERT_PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
 
-/// The parameter that the adapter of a module of experts is for, with its module: of those that are targeted, as many from
-/// the last as there are `.base_layer` behind the module's name.
+/// Returns the full name of the parameter that the adapter of an expert module belongs to. `wrapper` is the module's name,
+/// followed by `.base_layer` once per level. The number of levels selects the parameter: it counts back from the last targeted
+/// one.
 fn expert_parameter(wrapper: &str, targets: &[String]) -> Option<String> {
     let (mut module, mut depth) = (wrapper, 0);
     while let Some(inner) = module.strip_suffix(".base_layer") {
@@ -352,7 +354,7 @@ fn expert_parameter(wrapper: &str, targets: &[String]) -> Option<String> {
     names.into_iter().filter(targeted).rev().nth(depth)
 }
 
-/// Adapters of experts as PEFT lays them out: shape and numbers of `A` and `B`.
+/// Converts the adapter of experts to PEFT's layout: shape and values of `A` and `B`.
 fn packed_experts(adapter: &Adapter) -> [Dense; 2] {
     let (&[experts, k, rank], &[_, _, n]) = (adapter.a().shape(), adapter.b().shape()) else {
         return [(Vec::new(), Vec::new()), (Vec::new(), Vec::new())];
@@ -369,7 +371,8 @@ fn packed_experts(adapter: &Adapter) -> [Dense; 2] {
     [(vec![rank * experts, k], packed_a), (vec![n, rank * experts], packed_b)]
 }
 
-/// Rank, `A` and `B` of a file as the weight's adapter holds them; the error is what is wrong.
+/// Converts the `A` and `B` of a file to the layout of the weight's adapter, and returns the rank, `A` and `B`. The error text
+/// describes the problem.
 fn own_factors(
     base: &Param,
     (a, b): &(Option<Dense>, Option<Dense>),
@@ -383,7 +386,8 @@ fn own_factors(
             && *a_shape == [rank * experts, k]
             && *b_shape == [n, rank * experts];
         let of = if experts > 1 { format!("{experts}·r") } else { "r".into() };
-        let wrong = || format!("is {a_shape:?} and {b_shape:?}, expected [{of}, {k}] and [{n}, {of}]");
+        let wrong =
+            || format!("has shapes {a_shape:?} and {b_shape:?}, expected [{of}, {k}] and [{n}, {of}]");
         fits.then_some(rank).ok_or_else(wrong)
     };
     match *base.shape() {
@@ -399,11 +403,11 @@ fn own_factors(
             Ok((rank, own_a, own_b))
         }
         [n, k] => Ok((fits(rows, k, n, 1)?, a.clone(), b.clone())),
-        ref other => Err(format!("is for a weight of {other:?}")),
+        ref other => Err(format!("belongs to a weight of shape {other:?}, which is unsupported")),
     }
 }
 
-/// Reads the alphas of single layers, by the ends of their modules' names. The tensors determine ranks.
+/// Reads the alphas of single layers, keyed by the ends of module names. Ranks come from the shapes of the tensors.
 fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
     let Some(patterns) = config.section("alpha_pattern")? else { return Ok(Vec::new()) };
     let each = |name: &String| {
@@ -414,14 +418,14 @@ fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
     patterns.object().keys().map(each).collect()
 }
 
-/// Shape and data of a tensor.
+/// Shape and values of a tensor.
 type Dense = (Vec<usize>, Vec<f32>);
 
-/// The tensors of an adapter, by published name.
+/// Tensors of an adapter, keyed by published name.
 struct AdapterFile {
-    /// `A` and `B` by the layer's published name without `weight`.
+    /// `A` and `B`, keyed by the layer's published name without `weight`.
     pairs: BTreeMap<String, (Option<Dense>, Option<Dense>)>,
-    /// The file's names of those layers.
+    /// Module names of these layers in the file.
     modules: BTreeMap<String, String>,
     whole: BTreeMap<String, Dense>,
 }
@@ -449,7 +453,7 @@ impl AdapterFile {
             let published = |name: &str| {
                 format
                     .published_name(name)
-                    .ok_or_else(|| fail(format!("{key} names no weight of this family")))
+                    .ok_or_else(|| fail(format!("{key} is not a weight of this family")))
             };
             let dense =
                 (view.shape().to_vec(), widened(&view).map_err(|what| fail(format!("{key}: {what}")))?);
@@ -483,12 +487,12 @@ fn widened(view: &TensorView) -> std::result::Result<Vec<f32>, String> {
         other => return Err(format!("dtype {other:?}, expected F32, BF16 or F16")),
     };
     match data.iter().find(|x| !x.is_finite()) {
-        Some(x) => Err(format!("holds {x}, expected finite numbers")),
+        Some(x) => Err(format!("contains {x}, expected finite numbers")),
         None => Ok(data),
     }
 }
 
-/// A tensor on its way to a file, in the dtype it is held in.
+/// A tensor to be written to a file, in the dtype in which the model holds it.
 struct Owned {
     dtype: Dtype,
     shape: Vec<usize>,

@@ -1,4 +1,4 @@
-//! From a dataset row to a prompt ready for the model.
+//! Builds prompts for the model from dataset rows.
 
 use std::sync::Arc;
 
@@ -19,9 +19,9 @@ use crate::stream::next_key;
 /// A rendered prompt with its media.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prompt {
-    /// Token ids, media expanded.
+    /// Token ids, with the placeholders of media expanded.
     pub ids: Vec<u32>,
-    /// Which ids stand for features of which medium.
+    /// Spans of ids that represent the features of a medium.
     pub spans: Vec<Span>,
     /// Position of each id.
     pub positions: Vec<Position>,
@@ -29,15 +29,15 @@ pub struct Prompt {
     pub next_position: u32,
     /// Decoded media, in the order of the sample.
     pub media: Vec<Arc<MediumInput>>,
-    /// Ids of the question that the projector reads; empty for families whose projector does not.
+    /// Token ids of the question that the projector reads; empty for families whose projector does not read it.
     pub instruction: Vec<u32>,
-    /// The rendered text, one marker per medium.
+    /// Rendered text, with one marker per medium.
     pub text: String,
 }
 
 impl Prompt {
-    /// The name of the prompt in the dropout of adapters: it differs between prompts, also where only pictures differ (of whose
-    /// numbers a sample is enough).
+    /// Returns a key of the prompt for the dropout masks of adapters. Prompts that differ only in their pictures have different
+    /// keys; a sample of the pixel values is enough for that.
     pub(crate) fn key(&self) -> u64 {
         const SAMPLE: usize = 256;
         let text = self.ids.iter().fold(0, |key, &id| next_key(key, id));
@@ -45,29 +45,29 @@ impl Prompt {
         media.fold(text, |key, x| next_key(key, x.to_bits()))
     }
 
-    /// The name of one of its media there.
+    /// Returns a key of one of its media for the dropout masks.
     pub(crate) fn medium_key(&self, medium: usize) -> u64 {
         next_key(self.key(), medium as u32)
     }
 }
 
-/// How prompts are made.
+/// Settings for building prompts.
 #[derive(Clone, Debug)]
 pub struct PromptSettings {
-    /// How media are read.
+    /// Settings for reading media.
     pub media: MediaSettings,
-    /// How text is rendered.
+    /// Settings for rendering text.
     pub render: RenderOptions,
-    /// Longest prompt in tokens, media expanded. `None`: what the model allows.
+    /// Length of the longest prompt in tokens, with media expanded. `None` for the limit of the model.
     pub max_prompt_length: Option<usize>,
-    /// Room to leave for the completion within the model's positions, tokens.
+    /// Tokens reserved for the completion within the model's positions.
     pub max_completion_length: usize,
     /// Strings that end a completion, besides the checkpoint's stop tokens.
     pub stop_strings: Vec<String>,
 }
 
 impl Default for PromptSettings {
-    /// Media and text as the checkpoint says, prompts as long as the model allows with room for 256 tokens.
+    /// Returns the checkpoint's own settings for media and text. A prompt may have any length that leaves room for 256 tokens.
     fn default() -> Self {
         Self {
             media: MediaSettings::default(),
@@ -79,16 +79,16 @@ impl Default for PromptSettings {
     }
 }
 
-/// A conversation to imitate: prompt, target tokens.
+/// A supervised example: a prompt and its target tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SftExample {
-    /// The conversation up to the answer.
+    /// Conversation up to the answer.
     pub prompt: Prompt,
-    /// The answer with the token that ends it.
+    /// Answer, with the token that ends it.
     pub target: Vec<u32>,
 }
 
-/// Makes prompts for one checkpoint: its chat template around the conversation of a row, and the row's media.
+/// Builds prompts for one checkpoint from its chat template, the conversation of a row and the row's media.
 ///
 /// ```
 /// use std::path::Path;
@@ -120,7 +120,7 @@ impl PromptBuilder {
     /// Reads tokenizer, chat template and stop tokens of a checkpoint.
     ///
     /// # Errors
-    /// Missing or malformed files, settings without effect.
+    /// Returns an error if files are missing or malformed, or settings have no effect.
     pub fn open(checkpoint: &Checkpoint, settings: PromptSettings) -> Result<Self> {
         let (dir, family) = (checkpoint.dir(), Arc::clone(checkpoint.family()));
         let tokenizer = Tokenizer::from_dir(dir)?;
@@ -131,7 +131,7 @@ impl PromptBuilder {
         Ok(Self { family, tokenizer, template, stops, settings, media_store })
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     #[must_use]
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
@@ -143,19 +143,19 @@ impl PromptBuilder {
         &self.stops
     }
 
-    /// How prompts are made.
+    /// Returns the settings.
     #[must_use]
     pub fn settings(&self) -> &PromptSettings {
         &self.settings
     }
 
-    /// Where decoded media are kept.
+    /// Returns the store of decoded media.
     #[must_use]
     pub fn media_store(&self) -> &MediaStore {
         &self.media_store
     }
 
-    /// The family.
+    /// Returns the family.
     #[must_use]
     pub fn family(&self) -> &Family {
         &self.family
@@ -165,12 +165,12 @@ impl PromptBuilder {
     /// the limit.
     ///
     /// # Errors
-    /// An unreadable medium, a prompt over the limit (which is never cut).
+    /// Returns an error if a medium is unreadable or the prompt exceeds a limit. Prompts are never truncated.
     pub fn build(&self, sample: &Sample) -> Result<Prompt> {
         self.build_in(sample, 0)
     }
 
-    /// Makes the prompt of this pass over the data: rows that draw their number of frames draw again in each.
+    /// Builds the prompt for a given pass over the data. Rows with a random number of frames draw it again in each pass.
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
         let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
         let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
@@ -194,7 +194,7 @@ impl PromptBuilder {
                 }
             });
         }
-        // Fewer frames may have been drawn, and a header may promise what the file does not hold.
+        // Fewer frames may have been drawn, or the file may contain less than its header says.
         let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
         let rendered = match shown == self.shown(plans.iter().map(MediumPlan::shown))? {
             true => rendered,
@@ -203,16 +203,16 @@ impl PromptBuilder {
         self.prompt(&sample.turns, rendered, media)
     }
 
-    /// Makes the prompt of a row without decoding: its media have the right size and no content. For outlines of a step.
+    /// Builds the prompt of a row without decoding, for the outline of a step. Its media have the right size and no content.
     ///
     /// # Errors
-    /// An unreadable header, a prompt over the limit.
+    /// Returns an error if a header is unreadable or the prompt exceeds a limit.
     pub fn outline(&self, sample: &Sample) -> Result<Prompt> {
         let limits = &self.settings.media.limits;
         let headers = sample.media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
         let (rendered, plans) = self.plan(sample, &headers)?;
         let empty = |plan: MediumPlan| {
-            // A mask of zeros would leave nothing of a picture.
+            // A mask of zeros would hide the whole picture.
             let masked = matches!(plan.shape, MediumShape::Masked { .. });
             Arc::new(MediumInput {
                 data: vec![f32::from(u8::from(masked)); self.family.processor().numbers(&plan.shape)],
@@ -226,8 +226,8 @@ impl PromptBuilder {
         self.prompt(&sample.turns, rendered, media)
     }
 
-    /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order. Rows
-    /// that draw their number of frames have the largest: what fits then fits in every epoch.
+    /// Builds the prompt and plans its media from headers only, without decoding. `headers` are those of the row's media, in
+    /// order. Rows with a random number of frames get the largest number, so that a prompt that fits here fits in every epoch.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
         let plans = self.plans(&sample.media, headers)?;
         let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
@@ -237,23 +237,23 @@ impl PromptBuilder {
     /// Reads media.
     ///
     /// # Errors
-    /// An unreadable medium.
+    /// Returns an error if a medium is unreadable.
     pub fn media(&self, media: &[MediumRef]) -> Result<Vec<Arc<MediumInput>>> {
         let (processor, settings) = (self.family.processor(), &self.settings.media);
         media.iter().map(|m| Ok(Arc::new(processor.prepare(m, settings)?))).collect()
     }
 
-    /// A finished conversation with its media, as a model reads it that judges its last answer.
+    /// Builds a finished conversation with its media, for a reward model that judges the last answer.
     ///
     /// # Errors
-    /// A last turn that is not the assistant's, media other than those the turns show, a conversation over the limit (which is
-    /// never cut).
+    /// Returns an error if the last turn is not the assistant's, the media differ from those of the turns, or the conversation
+    /// exceeds the limit. Conversations are never truncated.
     pub fn finished(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
         let tokens = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
         self.prompt(turns, self.render_finished(turns, &tokens)?, media)
     }
 
-    /// The tokens of a finished conversation that can be read, from the headers of its media alone.
+    /// Checks that a finished conversation can be read, and counts its tokens. Reads only the headers of its media.
     pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
         let limits = &self.settings.media.limits;
         let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
@@ -263,12 +263,12 @@ impl PromptBuilder {
     }
 
     fn render_finished(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
-        // Settings of a run do not reach a model that judges.
+        // The limits of a run do not apply to a reward model.
         let too_long = |tokens| ModelError::PromptTooLong {
             tokens,
             limit: self.model_tokens(),
-            which: "the positions of the model that judges",
-            remedy: "shorten the text, or let the row name fewer frames or pixels".to_owned(),
+            which: "the positions of the reward model",
+            remedy: "shorten the text, or set fewer frames or pixels in the row".to_owned(),
         };
         let features: usize = media.iter().map(num_features).sum();
         if features > self.model_tokens().max(MOST_RENDERED) {
@@ -284,27 +284,28 @@ impl PromptBuilder {
         }
     }
 
-    /// Tokens of the longest prompt that leaves the model room for a completion.
+    /// Returns the length of the longest prompt that leaves room for a completion, in tokens.
     fn model_tokens(&self) -> usize {
         let positions = self.family.architecture().decoder_config().max_positions;
         positions.saturating_sub(self.settings.max_completion_length)
     }
 
-    /// A row as a supervised example: its prompt in that epoch, and its reference answer with the stop token as target.
+    /// Builds a supervised example from a row: its prompt in that epoch and, as the target, its reference answer with the stop
+    /// token.
     pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
         self.with_answer(sample, self.build_in(sample, epoch)?)
     }
 
-    /// Makes an example of a row from its prompt.
+    /// Builds a supervised example from a row and its prompt.
     ///
     /// # Errors
-    /// A row without an answer, a tokenizer that cannot encode it.
+    /// Returns an error if the row has no answer or the tokenizer cannot encode it.
     pub fn with_answer(&self, sample: &Sample, prompt: Prompt) -> Result<SftExample> {
         let Some(answer) = sample.sft_target() else {
             return Err(ModelError::NoAnswer);
         };
         let placeholders = self.family.processor().placeholder_ids();
-        // An end of turn that is ordinary text is encoded with the answer before it, as templates write both.
+        // If the end of a turn is ordinary text, it is encoded together with the answer, as in the text that templates write.
         let end =
             self.family.processor().stop_tokens().iter().find(|stop| self.tokenizer.token_id(stop).is_none());
         let answer = format!("{answer}{}", end.copied().unwrap_or_default());
@@ -318,18 +319,18 @@ impl PromptBuilder {
         Ok(SftExample { prompt, target })
     }
 
-    /// Completion text as ids: control tokens are recognised, media placeholders are not, nothing is appended.
+    /// Encodes the text of a completion. Control tokens are recognised, media placeholders are not, and nothing is appended.
     ///
     /// # Errors
-    /// Text the tokenizer cannot encode.
+    /// Returns an error if the tokenizer cannot encode the text.
     pub fn completion_ids(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.tokenizer.encode_control(text, &self.family.processor().placeholder_ids())?)
     }
 
-    /// The ids of a completion that came with a row: its own, else those of its text.
+    /// Returns the ids of a completion that a row contains: its own ids, else those of its text.
     ///
     /// # Errors
-    /// Neither of the two, or text the tokenizer cannot encode.
+    /// Returns an error if the completion has neither, or the tokenizer cannot encode the text.
     pub fn recorded_ids(&self, completion: &RecordedCompletion) -> Result<Vec<u32>> {
         match (&completion.completion_ids, &completion.text) {
             (Some(ids), _) => Ok(ids.clone()),
@@ -338,7 +339,8 @@ impl PromptBuilder {
         }
     }
 
-    /// The token that ends an assistant turn: the tokenizer's own end token where it is a stop, else the first stop.
+    /// Returns the token that ends an assistant turn: `<|im_end|>` or the tokenizer's own end token if it is a stop, else the
+    /// first stop.
     fn template_stop(&self) -> Option<u32> {
         let turn_end = self.tokenizer.token_id("<|im_end|>").filter(|id| self.stops.is_stop(*id));
         turn_end
@@ -346,14 +348,14 @@ impl PromptBuilder {
             .or_else(|| self.stops.ids.first().copied())
     }
 
-    /// Plans media by their headers, with the largest number of frames where it is drawn.
+    /// Plans media by their headers. A random number of frames is replaced by its maximum.
     fn plans(&self, media: &[MediumRef], headers: &[MediumInfo]) -> Result<Vec<MediumPlan>> {
         let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
         let plan = |(m, header)| self.family.processor().plan(m, header, &settings);
         media.iter().zip(headers).map(plan).collect()
     }
 
-    /// How media appear in the prompt.
+    /// Returns the tokens of media in the prompt.
     fn shown<'m>(
         &self,
         media: impl Iterator<Item = (MediumKind, &'m MediumShape, &'m [f64])>,
@@ -405,9 +407,9 @@ impl PromptBuilder {
         })
     }
 
-    /// Compares a prompt of `tokens`, features of media included, with the limits: that of the settings, as the family
-    /// counts, and the model's. The error names the limit and what would help: where media are a fifth of what is counted,
-    /// the settings of the kind that has most.
+    /// Compares a prompt of `tokens`, which include the features of media, with the model's limit and that of the settings.
+    /// Tokens are counted for the latter as the family does. The error names the limit and a remedy. If more than a fifth of the
+    /// tokens belong to one kind of media, the remedy names the settings of that kind.
     fn check_length(&self, tokens: usize, media: &[MediumTokens]) -> Result<()> {
         let of = |kind| media.iter().filter(|m| m.kind == kind).map(num_features).sum::<usize>();
         let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
@@ -425,7 +427,7 @@ impl PromptBuilder {
         let longest = kinds.into_iter().max_by_key(|kind| of(*kind));
         let longest = longest.filter(|kind| 5 * of(*kind) > tokens && !(as_one && given.is_some()));
         let shorten = match longest {
-            Some(kind) => self.family.processor().shorten(kind).unwrap_or("give fewer media"),
+            Some(kind) => self.family.processor().shorten(kind).unwrap_or("use fewer media"),
             None => "shorten the text",
         };
         let (tokens, limit, which, or) = match given {
@@ -438,7 +440,7 @@ impl PromptBuilder {
             None => (
                 tokens,
                 model,
-                "the model's positions less PromptSettings::max_completion_length",
+                "the model's positions minus PromptSettings::max_completion_length",
                 ", or lower PromptSettings::max_completion_length",
             ),
         };
@@ -446,7 +448,8 @@ impl PromptBuilder {
     }
 }
 
-/// Features of a medium that is too large for any prompt are not written out beyond this many, tokens.
+/// Number of feature tokens above which a prompt is checked before rendering. A medium may be too large for any prompt, and its
+/// tokens are then never written out.
 const MOST_RENDERED: usize = 1 << 20;
 
 fn num_features(medium: &MediumTokens) -> usize {

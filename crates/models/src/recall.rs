@@ -1,12 +1,13 @@
-//! Results that the decoder computed while completions were sampled, for the pass that learns from them.
+//! Results that the decoder computed while it sampled completions, for reuse in the training pass.
 //!
-//! Sampling runs each row of a stream `[prompt | completion 1 | … | completion G]` through the blocks once: the prompt's in the
-//! prefill, a completion's one by one. While the weights are those that sampled, the forward pass of the first update would
-//! compute the same rows again, up to rounding. [`DecoderMemory`] takes them down instead, and [`DecoderMemory::of_stream`]
-//! puts them into the stream's order for a tape that recalls them.
+//! Sampling runs each row of a stream `[prompt | completion 1 | … | completion G]` through the blocks once: the prompt's rows in
+//! the prefill, the rows of a completion one by one. As long as the weights do not change, the forward pass of the first update
+//! would compute the same rows again, up to rounding. [`DecoderMemory`] records the results instead, and
+//! [`DecoderMemory::of_stream`] puts them into the stream's order for a tape that reads them back.
 //!
-//! Decoded rows come few at a time, block by block. They are kept in large pieces, those of a block side by side, so that what is freed
-//! while the stream is put together block by block makes room for it. The unused end of a piece is given back before.
+//! Decoded rows arrive a few at a time, block by block. They are stored in large pieces, and those of a block are adjacent. The
+//! stream is assembled block by block, so the memory that is freed makes room for the next block. Before that, the unused end of
+//! each piece is given back.
 
 use std::collections::VecDeque;
 
@@ -17,18 +18,18 @@ use crate::block::KeptBlock;
 use crate::error::{ModelError, Result};
 use crate::stream::PackedStream;
 
-/// Rows of the first piece of decoded rows, at most.
+/// Largest number of rows in the first piece of decoded rows.
 const PIECE: usize = 256;
 
 /// Arrays of a block: its output, then those of [`KeptBlock::into_arrays`].
 type Arrays = Vec<Option<Rows>>;
 
-/// Where a row of a stream was computed.
+/// Place where a row of a stream was computed.
 #[derive(Clone, Copy)]
 enum Place {
-    /// Row of a prompt.
+    /// Prompt and row within it.
     Prompt(usize, usize),
-    /// Decoded row.
+    /// Index among the decoded rows.
     Decoded(usize),
 }
 
@@ -40,23 +41,23 @@ struct Prompt {
 
 /// Results that the decoder computed while the completions of some prompts were sampled.
 pub struct DecoderMemory {
-    /// Rows that there is still room for; `None` once there was none.
+    /// Rows that can still be stored; `None` after the limit was exceeded.
     room: Option<usize>,
     outputs_only: bool,
     prompts: Vec<Prompt>,
     /// Prompt, sample and token of each decoded row.
     decoded: Vec<(usize, usize, u32)>,
-    /// Rows that may still be decoded of the prompts so far.
+    /// Total number of rows that the prompts so far may decode.
     expected: usize,
-    /// By block, then by array.
+    /// Decoded rows, by block, then by array.
     stacks: Vec<Vec<Option<Stack>>>,
-    /// Whether the rows that come are a prompt's.
+    /// Whether the next rows belong to a prompt.
     in_prompt: bool,
 }
 
 impl DecoderMemory {
-    /// Room for so many rows, beyond which everything is forgotten. With `outputs_only`, for a pass that recomputes blocks, their
-    /// outputs alone are kept.
+    /// Creates a memory for `room` rows; if more arrive, everything is dropped. With `outputs_only`, only the outputs of blocks
+    /// are kept, for a pass that recomputes blocks.
     #[must_use]
     pub fn new(room: usize, outputs_only: bool) -> Self {
         Self {
@@ -70,7 +71,7 @@ impl DecoderMemory {
         }
     }
 
-    /// The next prefill is of the next prompt, with so many samples of at most `longest` tokens.
+    /// Announces the prefill of the next prompt, with `samples` completions of at most `longest` tokens each.
     pub fn begin_prompt(&mut self, ids: &[u32], samples: usize, longest: usize) {
         self.expected += samples * longest.saturating_sub(1);
         self.in_prompt = true;
@@ -78,7 +79,7 @@ impl DecoderMemory {
         self.take_room(ids.len());
     }
 
-    /// The next step of decoding has these rows: prompt, sample and token of each.
+    /// Announces the rows of the next decoding step: prompt, sample and token of each.
     pub fn begin_step(&mut self, rows: impl Iterator<Item = (usize, usize, u32)>) {
         let before = self.decoded.len();
         self.decoded.extend(rows);
@@ -93,13 +94,13 @@ impl DecoderMemory {
         }
     }
 
-    /// There are no more rows.
+    /// Marks the end of decoding and gives unused memory back.
     pub fn finish(&mut self) {
         let pieces = self.stacks.iter_mut().flatten().flatten().flat_map(|stack| &mut stack.pieces);
         pieces.for_each(Vec::shrink_to_fit);
     }
 
-    /// Keeps the results of block `l` for the rows that were announced.
+    /// Keeps the results of block `l` for the announced rows.
     pub(crate) fn keep(&mut self, l: usize, y: &Rows, kept: KeptBlock) -> Result<()> {
         if self.room.is_none() {
             return Ok(());
@@ -108,7 +109,7 @@ impl DecoderMemory {
         if !self.outputs_only {
             match kept.into_arrays() {
                 Some(own) => arrays.extend(own),
-                None => return Err(ModelError::shape("recall: a block with experts")),
+                None => return Err(ModelError::shape("recall: blocks with experts are unsupported")),
             }
         }
         if self.in_prompt {
@@ -129,11 +130,12 @@ impl DecoderMemory {
         })
     }
 
-    /// Returns the results of the blocks for a stream of just these prompts with all their samples, in the stream's order, with the weights
-    /// that sampled; nothing where something was forgotten, or tokens of the stream are others.
+    /// Returns the results of the blocks in the order of `stream`, which must consist of exactly these prompts with all their
+    /// samples. Returns `None` if results were dropped or the tokens of the stream differ. The weights must be those that
+    /// sampled.
     ///
     /// # Errors
-    /// Rows that are not on the CPU.
+    /// Returns an error if rows are not on the CPU.
     pub fn of_stream(self, stream: &PackedStream) -> Result<Option<Memory>> {
         let Self { room: Some(_), prompts, decoded, stacks, .. } = self else { return Ok(None) };
         let Some(places) = places(&prompts, &decoded, stream) else { return Ok(None) };
@@ -142,7 +144,7 @@ impl DecoderMemory {
         if prompts.iter().any(|p| p.blocks.len() != num_blocks) || !(alone || stacks.len() == num_blocks) {
             return Ok(None);
         }
-        // The last block goes beyond attention for rows alone that are scored; of a prompt it made its last row.
+        // In the last block, only scored rows continue past attention. Of a prompt, the prefill computed only the last row there.
         let scored: Vec<Place> = stream
             .targets
             .rows
@@ -173,7 +175,7 @@ impl DecoderMemory {
     }
 }
 
-/// Where each row of the stream was computed, if it is a stream of these prompts and samples.
+/// Returns the place where each row of the stream was computed, or `None` if the stream has other prompts or samples.
 fn places(prompts: &[Prompt], decoded: &[(usize, usize, u32)], stream: &PackedStream) -> Option<Vec<Place>> {
     let first: Vec<usize> = prompts
         .iter()
@@ -199,11 +201,11 @@ fn places(prompts: &[Prompt], decoded: &[(usize, usize, u32)], stream: &PackedSt
     (ids == stream.ids).then_some(places)
 }
 
-/// One array of a block in the stream's order; none where the block keeps none.
+/// Copies one array of a block into the stream's order. Returns `None` if the block does not keep this array.
 fn gather(prompts: &[Option<Rows>], decoded: Option<Stack>, places: &[Place]) -> Result<Option<Rows>> {
     let Some(cols) = prompts.iter().flatten().map(Rows::cols).next() else { return Ok(None) };
     let of_prompts: Option<Vec<&[f32]>> = prompts.iter().map(|rows| rows.as_ref()?.host()).collect();
-    let of_prompts = of_prompts.ok_or_else(|| ModelError::shape("recall: rows of another device"))?;
+    let of_prompts = of_prompts.ok_or_else(|| ModelError::shape("recall: rows are on another device"))?;
     let numbers = |at: usize| -> Option<&[f32]> {
         match places[at] {
             Place::Prompt(prompt, row) => of_prompts.get(prompt)?.get(row * cols..(row + 1) * cols),
@@ -217,11 +219,11 @@ fn gather(prompts: &[Option<Rows>], decoded: Option<Stack>, places: &[Place]) ->
     Ok(Some(Rows::from_vec(all, places.len(), cols)?))
 }
 
-/// Rows one after the other, in pieces.
+/// Consecutive rows, stored in pieces.
 struct Stack {
     cols: usize,
     rows: usize,
-    /// Each as large as all before it.
+    /// Data of the rows. Each piece is as large as all pieces before it together, within the bounds of [`Stack::push`].
     pieces: Vec<Vec<f32>>,
 }
 
@@ -230,11 +232,11 @@ impl Stack {
         Self { cols, rows: 0, pieces: Vec::new() }
     }
 
-    /// Takes rows, with room for `more` behind them at most.
+    /// Appends rows. At most `more` rows will follow them.
     fn push(&mut self, rows: &Rows, more: usize) -> Result<()> {
         let numbers = rows.host().filter(|_| rows.cols() == self.cols);
-        let mut numbers =
-            numbers.ok_or_else(|| ModelError::shape("recall: rows of another device or width"))?;
+        let mut numbers = numbers
+            .ok_or_else(|| ModelError::shape("recall: rows are on another device or have another width"))?;
         let most = rows.rows() + more;
         let cols = self.cols;
         let room = |piece: &Vec<f32>| piece.capacity() / cols * cols - piece.len();

@@ -1,8 +1,8 @@
-//! Rotary settings of a language model: base, axes, and scaling for sequences longer than those it was trained on.
+//! Rotary settings of a language model: base, axes, and scaling for sequences longer than those in training.
 //!
-//! Source: `transformers` 5.23 `modeling_rope_utils.py`, with `rope_scaling` before `rope_parameters` and `rope_type` before
-//! `type`. Refused: `longrope` and other kinds without a formula here, rotation of a part of a head, and with `dynamic`
-//! positions beyond `max_position_embeddings`: there its frequencies would depend on the longest sequence of a batch.
+//! Source: `transformers` 5.23 `modeling_rope_utils.py`. `rope_scaling` takes precedence over `rope_parameters`, and `rope_type`
+//! over `type`. Unsupported: `longrope` and other kinds without a formula here; rotation of only a part of a head; and, with
+//! `dynamic`, positions beyond `max_position_embeddings`, where its frequencies would depend on the longest sequence of a batch.
 
 use std::f64::consts::TAU;
 
@@ -15,45 +15,44 @@ use crate::error::Result;
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
-    /// For each pair of a head, the axis of the position that it turns with (temporal, height, width); `None` for plain
-    /// positions.
+    /// Axis of the position (temporal, height, width) that rotates each pair of a head; `None` for plain positions.
     pub axes: Option<Vec<usize>>,
-    /// How frequencies are changed.
+    /// Scaling of the frequencies.
     pub scaling: RopeScaling,
 }
 
-/// How frequencies are changed.
+/// Scaling of the frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// They are not.
+    /// No scaling.
     None,
-    /// Divided by a factor.
+    /// Division of all frequencies by a factor.
     Linear {
-        /// The factor.
+        /// Divisor of the frequencies.
         factor: f64,
     },
-    /// Not changed within `max_position_embeddings`, beyond which nothing is accepted.
+    /// No scaling within `max_position_embeddings`; positions beyond it are unsupported.
     Dynamic,
-    /// YaRN (arXiv 2309.00071): slow frequencies are divided, fast ones stay, with a ramp between them.
+    /// YaRN (arXiv 2309.00071): slow frequencies are divided, fast ones are not, with a ramp between them.
     Yarn {
         /// Divisor of slow frequencies.
         factor: f64,
-        /// Longest sequence of the first training, tokens.
+        /// Longest sequence of the original training, in tokens.
         original: f64,
-        /// Turns over that length where the ramp begins and ends.
+        /// Number of turns over that length at which the ramp begins and ends.
         turns: [f64; 2],
         /// Whether the ramp begins and ends at whole pairs.
         truncate: bool,
-        /// Multiplies rotated queries and keys.
+        /// Factor of the rotated queries and keys.
         attention: f64,
     },
-    /// The rule of Llama 3.1: as YaRN, with the ramp over wavelengths.
+    /// The rule of Llama 3.1: like YaRN, with the ramp over wavelengths.
     Llama3 {
         /// Divisor of slow frequencies.
         factor: f64,
-        /// Longest sequence of the first training, tokens.
+        /// Longest sequence of the original training, in tokens.
         original: f64,
-        /// That length divided by the wavelengths where the ramp ends and begins.
+        /// Original length divided by the wavelengths at which the ramp ends and begins.
         turns: [f64; 2],
     },
 }
@@ -62,7 +61,7 @@ impl Rope {
     /// Reads the settings of a language model of this class with heads of `dim` columns.
     ///
     /// # Errors
-    /// An unknown or incomplete scaling, axes that do not fill a head.
+    /// Returns an error if the scaling is unknown or incomplete, or the axes do not fill a head.
     pub fn parse(text: &ConfigJson, dim: usize, class: &TextDefaults) -> Result<Self> {
         let TextDefaults { theta, axes, max_positions, .. } = *class;
         let multimodal = axes != PositionAxes::One;
@@ -84,7 +83,10 @@ impl Rope {
         let section = rope.sizes("mrope_section")?;
         let interleaved = axes == PositionAxes::Interleaved;
         if multimodal && rope.boolean("mrope_interleaved", interleaved)? != interleaved {
-            return Err(rope.error(format!("mrope_interleaved is {}; not so in this family", !interleaved)));
+            return Err(rope.error(format!(
+                "mrope_interleaved is {}, which this family does not support",
+                !interleaved
+            )));
         }
         let usual = if interleaved { [24, 20, 20] } else { [16, 24, 24] };
         let axes = match (axes, section) {
@@ -129,7 +131,7 @@ impl Rope {
             }
             "yarn" => {
                 let factor = positive("factor", None)?;
-                // Zero counts as absent there.
+                // `transformers` treats zero as absent here.
                 let number = |key: &str| rope.number(key, 0.0).map(|x| (x != 0.0).then_some(x));
                 let scale = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * factor.ln() + 1.0 };
                 let own = match (number("mscale")?, number("mscale_all_dim")?) {
@@ -162,12 +164,12 @@ impl Rope {
             _ => true,
         };
         if !ramp {
-            return Err(rope.error("rope_scaling: the fast bound of the ramp must lie above the slow one"));
+            return Err(rope.error("rope_scaling: the fast bound of the ramp must be above the slow one"));
         }
         Ok(Self { theta, axes, scaling })
     }
 
-    /// The frequency of each pair of a head of `dim` columns, in radians per position.
+    /// Returns the frequency of each pair of a head of `dim` columns, in radians per position.
     #[must_use]
     pub fn frequencies(&self, dim: usize) -> Vec<f32> {
         let width = dim as f64;
@@ -176,7 +178,7 @@ impl Rope {
             RopeScaling::None | RopeScaling::Dynamic => plain.collect(),
             RopeScaling::Linear { factor } => plain.map(|f| f / factor).collect(),
             RopeScaling::Yarn { factor, original, turns, truncate, .. } => {
-                // The pair that turns so often over the original length.
+                // Computes the pair that makes this number of turns over the original length.
                 let pair = |turns: f64| width * (original / (turns * TAU)).ln() / (2.0 * self.theta.ln());
                 let [low, high] = turns.map(pair);
                 let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
@@ -197,7 +199,7 @@ impl Rope {
         scaled.into_iter().map(|f| f as f32).collect()
     }
 
-    /// Returns the factor of rotated queries and keys.
+    /// Returns the factor of the rotated queries and keys.
     #[must_use]
     pub fn attention(&self) -> f32 {
         match self.scaling {

@@ -1,6 +1,6 @@
 //! Packed streams: groups laid out as `[prompt | completion 1 | … | completion G]`, one after the other.
 //!
-//! A completion of R tokens contributes its first R − 1 tokens as rows; its first token is scored at the prompt's last
+//! A completion of R tokens contributes its first R − 1 tokens as rows. Its first token is scored at the prompt's last
 //! row, which therefore has one target per completion. Every completion continues the prompt's positions on all
 //! axes and attends to the whole prompt and to itself.
 
@@ -17,18 +17,18 @@ use crate::prompt::Prompt;
 pub struct GroupStream<'a> {
     /// The shared prompt.
     pub prompt: &'a Prompt,
-    /// Token ids, stop token included. An empty completion contributes nothing.
+    /// Token ids of the completions, including stop tokens. An empty completion contributes nothing.
     pub completions: Vec<&'a [u32]>,
 }
 
-/// Rows of the stream that hold a medium's features.
+/// A range of rows that contain features of a medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FeatureRows {
     pub group: usize,
     pub medium: usize,
-    /// First row of the stream.
+    /// First row in the stream.
     pub row: usize,
-    /// First row of the medium's features.
+    /// First row among the medium's features.
     pub feature: usize,
     pub len: usize,
 }
@@ -37,20 +37,21 @@ pub(crate) struct FeatureRows {
 #[derive(Clone, Debug)]
 pub struct PackedStream {
     pub(crate) ids: Vec<u32>,
-    /// A hash of each row's prompt and of its tokens up to the row: the row's name wherever it is packed, which keys dropout.
+    /// Key of each row for the dropout masks: a hash of its prompt and of its tokens up to the row. It does not depend on the
+    /// packing.
     pub(crate) keys: Vec<u64>,
     pub(crate) positions: Vec<Position>,
-    /// How many completions each row belongs to.
+    /// Number of completions to which each row belongs.
     pub(crate) copies: Vec<f32>,
     pub(crate) layout: Arc<Layout>,
     pub(crate) features: Vec<FeatureRows>,
     pub(crate) targets: Targets,
-    /// Place in `targets.tokens` of each scored token, completion by completion.
+    /// Index in `targets.tokens` of each scored token, completion by completion.
     pub(crate) order: Vec<usize>,
     lengths: Vec<usize>,
 }
 
-/// Returns the hash of a sequence that continues with `id`.
+/// Returns the hash of a sequence with hash `key` that continues with `id`.
 pub(crate) fn next_key(key: u64, id: u32) -> u64 {
     (key.rotate_left(23) ^ (u64::from(id) + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
@@ -59,7 +60,7 @@ impl PackedStream {
     /// Lays out groups in the given order.
     ///
     /// # Errors
-    /// An empty prompt; a span whose positions do not add up.
+    /// Returns an error if a prompt is empty or the positions of a span do not add up.
     pub fn new(groups: &[GroupStream]) -> Result<Self> {
         let mut stream = Self {
             ids: Vec::new(),
@@ -78,7 +79,7 @@ impl PackedStream {
             let start = stream.ids.len();
             if prompt.ids.is_empty() || prompt.ids.len() != prompt.positions.len() {
                 return Err(ModelError::shape(format!(
-                    "packed stream: prompt of {} tokens with {} positions",
+                    "packed stream: a prompt has {} tokens and {} positions; expected equal numbers above 0",
                     prompt.ids.len(),
                     prompt.positions.len()
                 )));
@@ -113,7 +114,7 @@ impl PackedStream {
     }
 
     fn push_completions(&mut self, prompt: &Prompt, start: usize, completions: &[&[u32]]) {
-        // The prompt's last row comes first among the targets: its tokens are the first ones of all completions.
+        // The prompt's last row comes first among the targets: its targets are the first tokens of all completions.
         let first = self.targets.tokens.len();
         self.targets.tokens.extend(completions.iter().filter_map(|c| c.first()));
         if self.targets.tokens.len() > first {
@@ -144,28 +145,28 @@ impl PackedStream {
         }
     }
 
-    /// Rows of the stream.
+    /// Returns the number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.ids.len()
     }
 
-    /// Scored tokens of each completion, group by group.
+    /// Returns the number of scored tokens of each completion, group by group.
     #[must_use]
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
     }
 
-    /// Scored tokens in all.
+    /// Returns the total number of scored tokens.
     #[must_use]
     pub fn num_targets(&self) -> usize {
         self.order.len()
     }
 
-    /// The row of each completion's last token but one.
+    /// Returns the row of the second-to-last token of each completion.
     ///
     /// # Errors
-    /// A completion of less than two tokens.
+    /// Returns an error if a completion has fewer than two tokens.
     pub(crate) fn last_rows(&self) -> Result<Vec<usize>> {
         let mut end = 0;
         let row = |len: &usize| {
@@ -174,10 +175,10 @@ impl PackedStream {
             self.targets.rows.get(self.targets.offsets.partition_point(|&from| from <= target) - 1).copied()
         };
         let rows: Option<Vec<usize>> = self.lengths.iter().map(row).collect();
-        rows.ok_or_else(|| ModelError::shape("packed stream: a completion has no token before its last"))
+        rows.ok_or_else(|| ModelError::shape("packed stream: a completion has fewer than two tokens"))
     }
 
-    /// Numbers per scored token, cut into those of each completion.
+    /// Splits values per scored token into those of each completion.
     pub fn each<'n>(&'n self, numbers: &'n [f32]) -> impl Iterator<Item = &'n [f32]> {
         let mut rest = numbers;
         self.lengths.iter().map(move |&len| {
@@ -187,12 +188,12 @@ impl PackedStream {
         })
     }
 
-    /// Puts values that are in target order into completion order.
+    /// Reorders values from target order to completion order.
     pub(crate) fn by_completion(&self, by_target: &[f32]) -> Vec<f32> {
         self.order.iter().map(|&i| by_target[i]).collect()
     }
 
-    /// The reverse of [`Self::by_completion`].
+    /// Reorders values from completion order to target order.
     pub(crate) fn by_target(&self, by_completion: &[f32]) -> Vec<f32> {
         let mut out = vec![0.0; self.order.len()];
         for (&i, &x) in self.order.iter().zip(by_completion) {
@@ -220,7 +221,7 @@ mod tests {
         }
     }
 
-    /// A row has its name wherever its prompt is packed; rows of other prompts have other names, also after the same tokens.
+    /// The key of a row does not depend on the packing. Rows of other prompts have other keys, even after the same tokens.
     #[test]
     fn rows_are_named_by_prompt_and_tokens() {
         let keys = |groups: &[(&Prompt, Vec<&[u32]>)]| {
@@ -238,7 +239,7 @@ mod tests {
         distinct.sort_unstable();
         distinct.dedup();
         assert_eq!(distinct.len(), both.len());
-        // Prompts whose pictures alone differ.
+        // The prompts differ only in their pictures.
         let shown = |value: f32| {
             let medium = MediumInput {
                 kind: MediumKind::Image,

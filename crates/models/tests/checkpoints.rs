@@ -313,7 +313,10 @@ fn a_reference_stays_in_files_that_hold_its_numbers() {
     let open = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
     open.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
     let message = told(&again.files_unchanged().unwrap_err());
-    assert!(message.contains("model.safetensors was written to while its weights were in use"), "{message}");
+    assert!(
+        message.contains("model.safetensors was modified while the reference model read its weights"),
+        "{message}"
+    );
     narrow.files_unchanged().unwrap();
 }
 
@@ -703,7 +706,7 @@ fn two_keys_for_one_tensor_are_refused() {
         let up = t[UP].clone();
         t.insert("model.language_model.layers.1.mlp.up_proj.weight".into(), up);
     });
-    assert_refused(dir.path(), &["are both the tensor model.layers.1.mlp.up_proj.weight"]);
+    assert_refused(dir.path(), &["both have the name model.layers.1.mlp.up_proj.weight"]);
 }
 
 #[test]
@@ -796,7 +799,7 @@ fn configurations_that_cannot_be_used_are_refused() {
         ),
         (|c| c["image_token_id"] = 320.into(), &["image_token_id", "vocabulary of 320"]),
         (|c| c["image_token_id"] = "a".into(), &["image_token_id is \"a\"", "vocabulary of 320"]),
-        (|c| c["hidden_act"] = "gelu".into(), &["hidden_act", "only \"silu\""]),
+        (|c| c["hidden_act"] = "gelu".into(), &["hidden_act", "expected \"silu\""]),
         (|c| c["hidden_act"] = 3.into(), &["hidden_act is 3; expected a string"]),
         (|c| c["rms_norm_eps"] = 1e300.into(), &["rms_norm_eps is 1e300; expected a number from 0 to 1"]),
         (|c| c["rms_norm_eps"] = "1e-6".into(), &["rms_norm_eps is \"1e-6\"; expected a number"]),
@@ -840,7 +843,7 @@ fn configurations_that_cannot_be_used_are_refused() {
     let dir = TempDir::new().unwrap();
     assert_refused(dir.path(), &["no config.json"]);
     std::fs::write(dir.path().join("config.json"), "{").unwrap();
-    assert_refused(dir.path(), &["config.json", "is not the JSON that is expected of it"]);
+    assert_refused(dir.path(), &["config.json", "does not contain the expected JSON"]);
     std::fs::write(dir.path().join("config.json"), "[]").unwrap();
     assert_refused(dir.path(), &["expected a JSON object"]);
     assert_refused(&dir.path().join("absent"), &["no config.json"]);

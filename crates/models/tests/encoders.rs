@@ -228,7 +228,7 @@ fn clip_equals_transformers() {
     }
     let clip = Clip::load(&golden("encoders/clip_eos"), WeightDtype::Auto).unwrap();
     let error = clip.text_features(&[&[38, 4]], &pass).unwrap_err().to_string();
-    assert!(error.contains("without the end token"), "{error}");
+    assert!(error.contains("does not contain the end token"), "{error}");
 }
 
 /// The sizes that the hub's files leave to the class defaults, and files of another kind.

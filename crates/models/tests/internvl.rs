@@ -287,7 +287,7 @@ fn what_a_layout_cannot_say_is_an_error() {
                 c["llm_config"]["architectures"][0] = "Qwen3MoeForCausalLM".into();
                 c["llm_config"]["model_type"] = "qwen3_moe".into();
             },
-            "Qwen3MoeForCausalLM (qwen3_moe); of InternVL those with Qwen2 and dense Qwen3",
+            "Qwen3MoeForCausalLM (qwen3_moe); expected Qwen2 or dense Qwen3",
         ),
         ("internvl_original", |c| c["template"] = "phi3-chat".into(), "internvl2_5, Hermes-2"),
         ("internvl_original", |c| c["ps_version"] = "v1".into(), "ps_version"),
@@ -302,7 +302,7 @@ fn what_a_layout_cannot_say_is_an_error() {
             |c| c["text_config"]["rope_scaling"]["mrope_section"] = serde_json::json!([2, 3, 3]),
             "positions of this family have one axis",
         ),
-        ("internvl_original", |c| c["llm_config"]["hidden_act"] = "gelu".into(), "only \"silu\""),
+        ("internvl_original", |c| c["llm_config"]["hidden_act"] = "gelu".into(), "expected \"silu\""),
         ("internvl_original", |c| c["ps_version"] = 2.into(), "ps_version is 2; expected a string"),
         ("internvl_hf", |c| c["image_seq_length"] = "4".into(), "image_seq_length is \"4\""),
         ("internvl_hf", |c| c["vision_config"]["layer_norm_eps"] = 7.into(), "layer_norm_eps is 7e0"),

@@ -522,10 +522,10 @@ fn adapters_that_do_not_fit_are_refused() {
     fails(&set("init_lora_weights", "pissa_niter_16".into()), "pissa");
     fails(&set("r", 0.into()), "r is 0");
     fails(&set("r", 20_000.into()), "1 to 16384");
-    fails(&set("lora_dropout", 1.0.into()), "out of range");
+    fails(&set("lora_dropout", 1.0.into()), "lora_dropout is 1");
     fails(
         &|dir| std::fs::write(dir.join("adapter_config.json"), "{").unwrap(),
-        "is not the JSON that is expected",
+        "does not contain the expected JSON",
     );
     fails(&|dir| std::fs::remove_file(dir.join("adapter_config.json")).unwrap(), "adapter_config.json");
     let weights = |dir: &Path| dir.join("adapter_model.safetensors");
@@ -552,7 +552,7 @@ fn adapters_that_do_not_fit_are_refused() {
     };
     const A: &str = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight";
     fails(&rewrite(&|t| drop(t.remove(A))), "lacks lora_A or lora_B");
-    fails(&rewrite(&|t| drop(t.insert(A.replace("q_proj", "z_proj"), t[A].clone()))), "no linear layer");
+    fails(&rewrite(&|t| drop(t.insert(A.replace("q_proj", "z_proj"), t[A].clone()))), "not a linear layer");
     fails(&rewrite(&|t| t.get_mut(A).unwrap().0 = vec![64, 3]), "expected [r, 64]");
     fails(&rewrite(&|t| t.get_mut(A).unwrap().1[..4].copy_from_slice(&f32::NAN.to_le_bytes())), "finite");
     fails(

@@ -341,14 +341,14 @@ fn a_prompt_over_the_limit_names_the_settings_that_shorten_it() {
             "lower --video_max_frames or --nframes, --video_max_frame_pixels or --total_pixels, or raise",
         ),
         ("qwen2_5_vl_tied", "text", "shorten the text, or raise --max_prompt_length"),
-        ("internvl_hf", "image", "never cut: lower --max_anyres_num, or raise --max_prompt_length"),
+        ("internvl_hf", "image", "never truncated: lower --max_anyres_num, or raise --max_prompt_length"),
         (
             "internvl_hf",
             "video",
-            "never cut: lower --video_max_frames or --nframes, or raise --max_prompt_length",
+            "never truncated: lower --video_max_frames or --nframes, or raise --max_prompt_length",
         ),
         // That family counts a clip as one token.
-        ("humanomni", "video", "never cut: shorten the text, or raise --max_prompt_length"),
+        ("humanomni", "video", "never truncated: shorten the text, or raise --max_prompt_length"),
     ] {
         let model = support::golden("checkpoints").join(model);
         let line = format!("data check --train_file {rows}.jsonl --max_prompt_length 12 --model");

@@ -745,12 +745,12 @@ fn doctor_says_once_what_an_unknown_family_is() {
         1,
         &[
             "model_type \"llava_next\"",
-            "use a checkpoint of one of these: ",
+            "use a checkpoint of one of these families: ",
             "qwen2_5_vl (such as Qwen/Qwen2.5-VL-3B-Instruct)",
         ],
     );
     let all = format!("{}{}", ran.stdout, ran.stderr);
-    assert_eq!(all.matches("is not a family of this program").count(), 1, "{all}");
+    assert_eq!(all.matches("is unsupported; use a checkpoint of one of these families").count(), 1, "{all}");
     assert_eq!(all.matches("PROBLEM").count(), 1, "{all}");
 }
 
@@ -875,7 +875,9 @@ fn a_checkpoint_is_exported_in_another_layout() {
     assert_eq!(score("run", "a.jsonl"), score("hf", "b.jsonl"));
     place.run("export --model hf --layout original --output_dir back").ok();
     assert_eq!(score("back", "c.jsonl"), score("hf", "d.jsonl"));
-    place.run("export --model M --layout original --output_dir no").fails(1, &["have one layout", "\"hf\""]);
+    place
+        .run("export --model M --layout original --output_dir no")
+        .fails(1, &["have only the layout", "\"hf\""]);
     assert!(!place.exists("no"));
     place.run("export --model run --layout gguf --output_dir no").fails(2, &["gguf", "original"]);
     place

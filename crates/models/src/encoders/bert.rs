@@ -1,10 +1,10 @@
 //! Text encoders of BERT's kind: BERT, RoBERTa, XLM-RoBERTa, DistilBERT.
 //!
-//! Norms stand after each half of a block. The members differ in the names of tensors and configuration keys, in where
-//! positions start, and in whether there are token types and a pooler. Source: arXiv 1810.04805, 1907.11692,
+//! Norms come after each half of a block. The models differ in the names of tensors and configuration keys, in the first
+//! position, and in token types and pooler, which not all have. Source: arXiv 1810.04805, 1907.11692,
 //! 1911.02116, 1910.01108; `transformers` 5.23 `models/{bert,roberta,xlm_roberta,distilbert}`.
 //!
-//! Sequences of a batch lie one after the other without padding, and see only themselves. Refused: decoders, relative
+//! Sequences of a batch follow one another without padding and attend only to themselves. Unsupported: decoders, relative
 //! positions.
 
 use std::path::Path;
@@ -45,7 +45,7 @@ const DISTIL_LAYERS: LayerNames = LayerNames {
 /// A configuration of BERT's kind.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BertConfig {
-    /// The blocks.
+    /// Sizes of the blocks.
     pub sizes: EncoderSizes,
     /// Rows of the word embedding.
     pub vocab: usize,
@@ -55,7 +55,7 @@ pub struct BertConfig {
     pub first_position: usize,
     /// Rows of the token-type embedding; 0 for none.
     pub token_types: usize,
-    /// DistilBERT's names.
+    /// Whether tensors have DistilBERT's names.
     distil: bool,
 }
 
@@ -63,7 +63,7 @@ impl BertConfig {
     /// Reads a `config.json` with `model_type` bert, roberta, xlm-roberta, camembert or distilbert.
     ///
     /// # Errors
-    /// Another model, an impossible field, by name.
+    /// Returns an error if the model is another one or a field is invalid; the error names the field.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let kind = json.text("model_type")?.unwrap_or("bert");
         let roberta = match kind {
@@ -77,7 +77,9 @@ impl BertConfig {
         let distil = kind == "distilbert";
         let embedding = json.text("position_embedding_type")?.unwrap_or("absolute");
         if json.boolean("is_decoder", false)? || embedding != "absolute" {
-            return Err(json.error("expected an encoder with absolute positions"));
+            return Err(json.error(
+                "is_decoder or position_embedding_type is unsupported; expected an encoder with absolute positions",
+            ));
         }
         let keys = if distil {
             SizeKeys {
@@ -103,7 +105,7 @@ impl BertConfig {
         let first_position = match (roberta, padding) {
             (false, _) => 0,
             (true, Some(id)) if (id as usize) < max_positions.saturating_sub(1) => id as usize + 1,
-            (true, _) => return Err(json.error("pad_token_id leaves no room among the positions")),
+            (true, _) => return Err(json.error("pad_token_id must be below max_position_embeddings − 1")),
         };
         Ok(Self {
             sizes: EncoderSizes::parse(json, &keys)?,
@@ -115,7 +117,7 @@ impl BertConfig {
         })
     }
 
-    /// The longest sequence, in tokens.
+    /// Returns the length of the longest supported sequence, in tokens.
     #[must_use]
     pub fn max_tokens(&self) -> usize {
         self.max_positions - self.first_position
@@ -135,7 +137,7 @@ pub struct Bert {
 
 impl Bert {
     /// Builds the encoder. Names below `prefix` are those of `BertModel`, such as
-    /// `embeddings.word_embeddings.weight`; `pooler` says whether the checkpoint has one.
+    /// `embeddings.word_embeddings.weight`. `pooler` is true if the checkpoint has a pooler.
     pub fn build(
         config: BertConfig,
         pooler: bool,
@@ -159,10 +161,10 @@ impl Bert {
         Ok(Self { words, positions, token_types, embed_norm, blocks, pooler, config })
     }
 
-    /// Loads an encoder without pooler from a directory of its own, frozen.
+    /// Loads an encoder without pooler from a separate directory, frozen.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, tensors that do not fit.
+    /// Returns an error if files are unreadable, the architecture is another one or tensors do not fit.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
         let name = |key: &str| published_name(key).filter(|name| !name.starts_with("pooler."));
         load(dir, dtype, "BERT", name, |json, source| {
@@ -176,23 +178,24 @@ impl Bert {
         &self.config
     }
 
-    /// Token ids, framed as the tokenizer frames them → the stream after the first `blocks` blocks `[t, c]`, the
-    /// sequences one after the other.
+    /// Maps token ids, with the tokenizer's special tokens, to the stream after the first `blocks` blocks `[t, c]`. The
+    /// sequences follow one another.
     ///
     /// # Errors
-    /// No sequence, an empty or too long one, ids outside the vocabulary, more blocks than there are.
+    /// Returns an error if there is no sequence, a sequence is empty or too long, an id is outside the vocabulary, or the encoder
+    /// has fewer blocks.
     pub fn hidden(&self, sequences: &[&[u32]], blocks: usize, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let config = &self.config;
         if sequences.is_empty() || blocks > config.sizes.layers {
             return Err(ModelError::shape(format!(
-                "BERT: {} sequences and {blocks} blocks asked for; expected at least one sequence and at most {} blocks",
+                "BERT: got {} sequences and {blocks} blocks; expected at least one sequence and at most {} blocks",
                 sequences.len(),
                 config.sizes.layers
             )));
         }
         if let Some(bad) = sequences.iter().find(|s| s.is_empty() || s.len() > config.max_tokens()) {
             return Err(ModelError::shape(format!(
-                "BERT: a sequence of {} tokens; expected 1 to {}",
+                "BERT: a sequence has {} tokens; expected 1 to {}",
                 bad.len(),
                 config.max_tokens()
             )));
@@ -213,7 +216,7 @@ impl Bert {
         self.blocks.forward(x, blocks, AttentionLayout::full_blocks(&lens), pass, tape)
     }
 
-    /// The first row of each sequence of the last block's output, `[n, c]`: that of `[CLS]`.
+    /// Returns the row of `[CLS]`, the first of each sequence, of the last block's output: `[n, c]`.
     pub fn first(&self, sequences: &[&[u32]], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let x = self.hidden(sequences, self.config.sizes.layers, pass, tape)?;
         let mut at = 0;
@@ -225,10 +228,12 @@ impl Bert {
         Ok(tape.select(&x, &Arc::new(starts))?)
     }
 
-    /// `pooler_output` `[n, c]`: a layer and tanh on the row of `[CLS]`.
+    /// Computes `pooler_output` `[n, c]`: a layer and tanh on the row of `[CLS]`.
     pub fn pooled(&self, sequences: &[&[u32]], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let Some(pooler) = &self.pooler else {
-            return Err(ModelError::weights("BERT: pooled output asked for, but there is no pooler"));
+            return Err(ModelError::weights(
+                "BERT: pooled output was requested, but the checkpoint has no pooler",
+            ));
         };
         let x = self.first(sequences, pass, tape)?;
         let x = tape.linear(&x, pooler, pass)?;
@@ -236,8 +241,8 @@ impl Bert {
     }
 }
 
-/// The name of a tensor of a directory of BERT's kind below an empty prefix; `None` for heads and what is no weight.
-/// Files of 2018 call a norm's weight and bias `gamma` and `beta`.
+/// Maps the name of a tensor in a directory of BERT's kind to its name below an empty prefix, or to `None` for heads and entries
+/// that are not weights. Files of 2018 call a norm's weight and bias `gamma` and `beta`.
 #[must_use]
 pub fn published_name(key: &str) -> Option<String> {
     let heads = ["cls.", "lm_head.", "vocab_", "classifier.", "qa_outputs.", "pre_classifier."];

@@ -1,7 +1,7 @@
 //! CLIP: pictures and text in one space.
 //!
-//! Source: arXiv 2103.00020; `transformers` 5.23 `models/clip/modeling_clip.py`. Frozen: it scores, nothing trains it.
-//! Not supported: pictures of another size than the configuration's.
+//! Source: arXiv 2103.00020; `transformers` 5.23 `models/clip/modeling_clip.py`. The model is frozen and used only for scores.
+//! Unsupported: pictures of a size other than the configuration's.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use crate::weights::{Init, Scope, WeightDtype, WeightSource};
 /// A CLIP configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ClipConfig {
-    /// Pictures and the blocks of the vision tower.
+    /// Sizes of pictures and of the vision tower's blocks.
     pub picture: PictureConfig,
-    /// Blocks of the text tower.
+    /// Sizes of the text tower's blocks.
     pub text: EncoderSizes,
     /// Rows of the word embedding.
     pub vocab: usize,
-    /// The longest text, tokens.
+    /// Length of the longest text, in tokens.
     pub max_tokens: usize,
-    /// The end token, whose row stands for the text; `None` for the largest id, as the first published models do.
+    /// End token, whose row represents the text; `None` to use the largest id instead, as the first published models do.
     pub end_token: Option<u32>,
     /// Width of the common space.
     pub projection: usize,
@@ -35,7 +35,7 @@ impl ClipConfig {
     /// Reads a `config.json` with `vision_config` and `text_config`.
     ///
     /// # Errors
-    /// A missing or impossible field, by name.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let (vision, text) = (json.required_section("vision_config")?, json.required_section("text_config")?);
         let keys = |hidden, intermediate, heads| SizeKeys {
@@ -58,7 +58,7 @@ impl ClipConfig {
             text: EncoderSizes::parse(&text, &keys(512, 2048, 8))?,
             vocab: text.size("vocab_size", Some(49_408))?,
             max_tokens: text.size("max_position_embeddings", Some(77))?,
-            // The published files say 2, which is not the end token's id.
+            // The published files contain 2, which is not the end token's id.
             end_token: (end != 2).then_some(end),
             projection: json.size("projection_dim", Some(512))?,
         })
@@ -83,7 +83,7 @@ pub struct Clip {
 }
 
 impl Clip {
-    /// Builds the model; names below `prefix` are those of `CLIPModel`.
+    /// Builds the model. Names below `prefix` are those of `CLIPModel`.
     pub fn build(
         config: ClipConfig,
         prefix: &str,
@@ -99,7 +99,7 @@ impl Clip {
         let rows = picture.num_patches() + 1;
         let picture_positions =
             weights.get("embeddings.position_embedding.weight", &[rows, c], Init::Normal)?;
-        // Misspelt in every published checkpoint.
+        // Every published checkpoint misspells this name.
         let pre_norm = weights.layer_norm("pre_layrnorm", c, eps)?;
         let picture_blocks = Blocks::build(&picture.sizes, &LAYERS, &mut weights)?;
         let post_norm = weights.layer_norm("post_layernorm", c, eps)?;
@@ -136,7 +136,7 @@ impl Clip {
     /// Loads a directory.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, tensors that do not fit.
+    /// Returns an error if files are unreadable, the architecture is another one or tensors do not fit.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
         let name = |key: &str| {
             let weight = key != "logit_scale" && !key.ends_with("embeddings.position_ids");
@@ -153,16 +153,16 @@ impl Clip {
         &self.config
     }
 
-    /// Normalised pixels `[n, 3, side, side]` → features `[n, p]`, not normalised.
+    /// Maps normalised pixels `[n, 3, side, side]` to features `[n, p]`, which are not normalised.
     ///
     /// # Errors
-    /// Pixels of another size.
+    /// Returns an error if the pixels have another size.
     pub fn picture_features(&self, pixels: &[f32], n: usize, pass: &Pass) -> Result<Rows> {
         let picture = &self.config.picture;
         let rows = picture.num_patches() + 1;
         let tape = &mut Tape::off();
         let x = constant(picture.patch_rows(pixels, n, 1)?, n * rows, picture.patch_len(), pass)?;
-        // A row of zeros makes a row of zeros, the patch layer having no bias; the class token is put there.
+        // The patch layer has no bias, so it maps a row of zeros to zeros. The class token is added to that row below.
         let x = tape.linear(&x, &self.patch_embed, pass)?;
         let class = (0..n * rows).map(|i| (i % rows == 0).then_some(0)).collect::<Vec<_>>();
         let ids = (0..n * rows).map(|i| Some((i % rows) as u32)).collect::<Vec<_>>();
@@ -175,17 +175,18 @@ impl Clip {
         self.readout(&x, &first, &self.post_norm, &self.picture_projection, pass)
     }
 
-    /// Some rows, normalised and projected.
+    /// Normalises and projects the selected rows.
     fn readout(&self, x: &Var, rows: &Index, norm: &Norm, projection: &Linear, pass: &Pass) -> Result<Rows> {
         let tape = &mut Tape::off();
         let x = tape.norm(&Var::constant(x.rows().select(rows)?), norm)?;
         Ok(tape.linear(&x, projection, pass)?.into_rows())
     }
 
-    /// Token ids with start and end tokens → features `[n, p]`, not normalised.
+    /// Maps token ids with start and end tokens to features `[n, p]`, which are not normalised.
     ///
     /// # Errors
-    /// No text, an empty or too long one, one without end token, ids outside the vocabulary.
+    /// Returns an error if there is no text, a text is empty, too long or without an end token, or an id is outside the
+    /// vocabulary.
     pub fn text_features(&self, texts: &[&[u32]], pass: &Pass) -> Result<Rows> {
         let config = &self.config;
         let mut ends = Vec::with_capacity(texts.len());
@@ -193,7 +194,7 @@ impl Clip {
         for ids in texts {
             if ids.is_empty() || ids.len() > config.max_tokens {
                 let what =
-                    format!("CLIP: a text of {} tokens; expected 1 to {}", ids.len(), config.max_tokens);
+                    format!("CLIP: a text has {} tokens; expected 1 to {}", ids.len(), config.max_tokens);
                 return Err(ModelError::shape(what));
             }
             let end = match config.end_token {
@@ -201,13 +202,16 @@ impl Clip {
                 None => ids.iter().enumerate().rev().max_by_key(|(_, id)| **id).map(|(i, _)| i),
             };
             let end = end.ok_or_else(|| {
-                ModelError::shape(format!("CLIP: a text without the end token {:?}", config.end_token))
+                ModelError::shape(format!(
+                    "CLIP: a text does not contain the end token {:?}",
+                    config.end_token
+                ))
             })?;
             ends.push(total + end);
             total += ids.len();
         }
         if texts.is_empty() {
-            return Err(ModelError::shape("CLIP: no text"));
+            return Err(ModelError::shape("CLIP: no text was given"));
         }
         let words: Ids =
             texts.iter().flat_map(|ids| ids.iter().copied().map(Some)).collect::<Vec<_>>().into();

@@ -1,9 +1,9 @@
-//! Encoders of pictures, sound and text: towers of families, and scorers.
+//! Encoders of pictures, sound and text, used as towers of families and as scorers.
 //!
-//! An encoder is built from a [`WeightSource`] under a prefix and a [`Part`](omnigrpo_ops::Part) that the caller gives, so the same code reads a
-//! directory of its own and a tower inside a larger checkpoint. On a recording [`Tape`] its weights can be trained.
-//! They differ in what comes before and after the blocks; the blocks are [`Block`]s, whose names are a row of a table each
-//! (`LayerNames`).
+//! An encoder is built from a [`WeightSource`] under a prefix and a [`Part`](omnigrpo_ops::Part) that the caller gives. The same
+//! code therefore reads a separate directory or a tower inside a larger checkpoint. On a recording [`Tape`] the weights can be
+//! trained. Encoders differ in the layers before and after the blocks. The blocks are [`Block`]s, and a table (`LayerNames`)
+//! gives their tensor names.
 //!
 //! Shapes: `n` pictures or sequences, `t` rows of the stream, `c` width, `p` width of a projection.
 
@@ -29,17 +29,17 @@ pub struct EncoderSizes {
     pub hidden: usize,
     /// Width of the feed-forward layer.
     pub intermediate: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub layers: usize,
     /// Attention heads; queries, keys and values have the same number.
     pub heads: AttentionHeads,
     /// Activation of the feed-forward layer.
     pub activation: Activation,
-    /// Added to variances.
+    /// Epsilon of the norms.
     pub norm_eps: f32,
 }
 
-/// Keys of `config.json` that hold [`EncoderSizes`], each with the default of the `transformers` class.
+/// Keys of `config.json` that contain [`EncoderSizes`], each with the default of the `transformers` class.
 pub(crate) struct SizeKeys {
     pub hidden: (&'static str, usize),
     pub intermediate: (&'static str, usize),
@@ -78,15 +78,15 @@ impl EncoderSizes {
     }
 }
 
-/// How an architecture names the parts of a block, after `prefix` and the block's number.
+/// Names that an architecture gives the parts of a block, after `prefix` and the block's number.
 pub(crate) struct LayerNames {
     prefix: &'static str,
     order: NormOrder,
-    /// Norm of attention; then query, key, value, output.
+    /// Norm of attention; followed by query, key, value and output.
     norm1: &'static str,
     qkv: [&'static str; 3],
     out: &'static str,
-    /// Norm of the feed-forward layer; then its two layers.
+    /// Norm of the feed-forward layer; followed by its two layers.
     norm2: &'static str,
     fc: [&'static str; 2],
     /// Whether the key projection has a bias; the others always do.
@@ -130,7 +130,7 @@ impl Blocks {
         Ok(Self(blocks))
     }
 
-    /// The first `count` blocks over sequences of these lengths, `[t, c] → [t, c]`.
+    /// Runs the first `count` blocks over sequences of these lengths, `[t, c] → [t, c]`.
     pub(crate) fn forward(
         &self,
         x: Var,
@@ -143,7 +143,7 @@ impl Blocks {
     }
 }
 
-/// Blocks without rotation, one after the other.
+/// Runs blocks without rotation, one after the other.
 pub(crate) fn run_blocks(
     blocks: &[Arc<Block>],
     x: Var,
@@ -158,8 +158,8 @@ pub(crate) fn run_blocks(
     Ok(x)
 }
 
-/// Pixels of pictures `[channels, side, side]` as rows of patches, each `[channels, patch, patch]`, a picture after the other;
-/// `lead` rows of zeros stand before the patches of each.
+/// Converts the pixels of pictures `[channels, side, side]` to rows of patches, each `[channels, patch, patch]`, picture by
+/// picture. `lead` rows of zeros come before the patches of each picture.
 pub(crate) fn patch_rows(
     pixels: &[f32],
     [channels, side]: [usize; 2],
@@ -182,13 +182,13 @@ pub(crate) fn patch_rows(
     rows
 }
 
-/// Numbers of the host as a value without a gradient.
+/// Copies values to the device, as a constant without a gradient.
 pub(crate) fn constant(data: Vec<f32>, rows: usize, cols: usize, pass: &Pass) -> Result<Var> {
     Ok(Var::constant(Rows::upload(pass.device, data, rows, cols)?))
 }
 
-/// Builds an encoder from a directory of its own: `build` gets a source of the tensors that `published` renames, and
-/// has to use each of them.
+/// Builds an encoder from a separate directory. `build` gets a source of the tensors, renamed by `published`, and
+/// must use each of them.
 fn load<T>(
     dir: &Path,
     dtype: WeightDtype,
@@ -204,12 +204,12 @@ fn load<T>(
     Ok(encoder)
 }
 
-/// Sizes of a tower of square pictures.
+/// Sizes of a vision tower for square pictures.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PictureConfig {
-    /// The blocks.
+    /// Sizes of the blocks.
     pub sizes: EncoderSizes,
-    /// Colour channels.
+    /// Number of colour channels.
     pub channels: usize,
     /// Side of a picture, px.
     pub side_px: usize,
@@ -226,13 +226,13 @@ impl PictureConfig {
             patch_px: json.size("patch_size", Some(default_patch))?,
         };
         if this.patch_px > this.side_px {
-            let what = format!("patch_size is {}, image_size only {}", this.patch_px, this.side_px);
+            let what = format!("patch_size is {}, but image_size is only {}", this.patch_px, this.side_px);
             return Err(json.error(what));
         }
         Ok(this)
     }
 
-    /// Patches of a picture. What is left of a side that is no multiple of the patch is not looked at.
+    /// Returns the number of patches of a picture. If the side is not a multiple of the patch, the remainder is ignored.
     #[must_use]
     pub fn num_patches(&self) -> usize {
         (self.side_px / self.patch_px).pow(2)
@@ -246,14 +246,14 @@ impl PictureConfig {
         [self.sizes.hidden, self.channels, self.patch_px, self.patch_px]
     }
 
-    /// Pixels `[n, channels, side, side]` as rows of patches, each `[channels, patch, patch]`, a picture after the other;
-    /// `lead` rows of zeros stand before the patches of each.
+    /// Converts pixels `[n, channels, side, side]` to rows of patches, each `[channels, patch, patch]`, picture by picture.
+    /// `lead` rows of zeros come before the patches of each picture.
     fn patch_rows(&self, pixels: &[f32], n: usize, lead: usize) -> Result<Vec<f32>> {
         let side = self.side_px;
         let picture = self.channels * side * side;
         if n == 0 || pixels.len() != n * picture {
             return Err(ModelError::shape(format!(
-                "picture tower: {} numbers for {n} pictures of {}×{side}×{side}; expected {}",
+                "picture tower: got {} values for {n} pictures of {}×{side}×{side}; expected {}",
                 pixels.len(),
                 self.channels,
                 n * picture

@@ -1,8 +1,8 @@
 //! The SigLIP vision tower.
 //!
-//! A patch is a token, there is no class token. Source: arXiv 2303.15343; `transformers` 5.23
-//! `models/siglip/modeling_siglip.py`. The attention-pooling head is carried, so that a checkpoint can be saved as it
-//! was, but never run: families use the tokens. Not supported: pictures of another size than the configuration's.
+//! Each patch is a token; there is no class token. Source: arXiv 2303.15343; `transformers` 5.23
+//! `models/siglip/modeling_siglip.py`. The attention-pooling head is loaded, so that a saved checkpoint is complete, but never
+//! run: families use the tokens. Unsupported: pictures of a size other than the configuration's.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::weights::{Init, Scope, WeightDtype, WeightSource};
 
-/// Blocks of SigLIP and of both towers of CLIP.
+/// Names of the blocks of SigLIP and of both towers of CLIP.
 pub(crate) const LAYERS: LayerNames = LayerNames {
     prefix: "encoder.layers.",
     order: NormOrder::Pre,
@@ -30,7 +30,7 @@ pub(crate) const LAYERS: LayerNames = LayerNames {
 /// A SigLIP vision configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SiglipConfig {
-    /// Pictures and blocks.
+    /// Sizes of pictures and blocks.
     pub picture: PictureConfig,
     /// Whether the checkpoint has the pooling head.
     pub head: bool,
@@ -40,7 +40,7 @@ impl SiglipConfig {
     /// Reads the `config.json` of a vision tower, or of a whole SigLIP (its `vision_config`).
     ///
     /// # Errors
-    /// An impossible field, by name.
+    /// Returns an error that names the field if a field is invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let json = json.section("vision_config")?.unwrap_or_else(|| json.clone());
         let keys = SizeKeys {
@@ -57,11 +57,11 @@ impl SiglipConfig {
         })
     }
 
-    /// How many blocks give `hidden_states[index]` of `transformers`: 0 is the stream before the first block, −1 the last
-    /// block's output (before the last norm), −2 the one before it.
+    /// Returns the number of blocks whose output is `hidden_states[index]` of `transformers`: 0 is the stream before the first
+    /// block, −1 the last block's output (before the last norm), −2 the output of the block before it.
     ///
     /// # Errors
-    /// An index outside the list.
+    /// Returns an error if the index is outside the list.
     pub fn blocks_at(&self, index: i64) -> Result<usize> {
         let states = self.picture.sizes.layers as i64 + 1;
         usize::try_from(if index < 0 { states + index } else { index })
@@ -69,7 +69,7 @@ impl SiglipConfig {
             .filter(|&blocks| (blocks as i64) < states)
             .ok_or_else(|| {
                 ModelError::shape(format!(
-                    "SigLIP: hidden state {index}; the tower has {states}, so −{states} to {}",
+                    "SigLIP: hidden state {index} does not exist; expected −{states} to {}",
                     states - 1
                 ))
             })
@@ -87,7 +87,7 @@ pub struct Siglip {
 
 impl Siglip {
     /// Builds the tower. Names below `prefix` are those of `SiglipVisionModel`, such as
-    /// `embeddings.patch_embedding.weight`; the prefix is `vision_model.` in the hub's files.
+    /// `embeddings.patch_embedding.weight`. In the files of the Hugging Face Hub the prefix is `vision_model.`.
     pub fn build(
         config: SiglipConfig,
         prefix: &str,
@@ -114,10 +114,10 @@ impl Siglip {
         Ok(Self { patch_embed, positions, blocks, post_norm, config })
     }
 
-    /// Loads a tower from a directory of its own, or from that of a whole SigLIP, frozen.
+    /// Loads a tower, frozen, from a separate directory or from that of a whole SigLIP.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, tensors that do not fit.
+    /// Returns an error if files are unreadable, the architecture is another one or tensors do not fit.
     pub fn load(dir: &Path, part: Part, dtype: WeightDtype) -> Result<Self> {
         load(dir, dtype, "SigLIP", published_name, |json, source| {
             Self::build(SiglipConfig::parse(json)?, "", part, source)
@@ -130,11 +130,11 @@ impl Siglip {
         &self.config
     }
 
-    /// Normalised pixels `[n, 3, side, side]` → the stream after the first `blocks` blocks, `[n · patches, c]`, a picture
-    /// after the other. See [`SiglipConfig::blocks_at`].
+    /// Maps normalised pixels `[n, 3, side, side]` to the stream after the first `blocks` blocks, `[n · patches, c]`, picture by
+    /// picture. See [`SiglipConfig::blocks_at`].
     ///
     /// # Errors
-    /// Pixels of another size, more blocks than there are.
+    /// Returns an error if the pixels have another size or the tower has fewer blocks.
     pub fn hidden(
         &self,
         pixels: &[f32],
@@ -145,7 +145,8 @@ impl Siglip {
     ) -> Result<Var> {
         let picture = &self.config.picture;
         if blocks > picture.sizes.layers {
-            let what = format!("SigLIP: {blocks} blocks asked for, the tower has {}", picture.sizes.layers);
+            let what =
+                format!("SigLIP: {blocks} blocks were requested, but the tower has {}", picture.sizes.layers);
             return Err(ModelError::shape(what));
         }
         let patches = picture.num_patches();
@@ -157,17 +158,18 @@ impl Siglip {
         self.blocks.forward(x, blocks, AttentionLayout::full_blocks(&vec![patches; n]), pass, tape)
     }
 
-    /// Normalised pixels `[n, 3, side, side]` → `last_hidden_state` `[n · patches, c]`: all blocks and the last norm.
+    /// Maps normalised pixels `[n, 3, side, side]` to `last_hidden_state` `[n · patches, c]`, with all blocks and the last norm.
     ///
     /// # Errors
-    /// Pixels of another size.
+    /// Returns an error if the pixels have another size.
     pub fn forward(&self, pixels: &[f32], n: usize, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let x = self.hidden(pixels, n, self.config.picture.sizes.layers, pass, tape)?;
         Ok(tape.norm(&x, &self.post_norm)?)
     }
 }
 
-/// The name of a tensor of a SigLIP directory below an empty prefix; `None` for the text tower and what is no weight.
+/// Maps the name of a tensor in a SigLIP directory to its name below an empty prefix, or to `None` for the text tower and entries
+/// that are not weights.
 #[must_use]
 pub fn published_name(key: &str) -> Option<String> {
     let other = ["text_model.", "logit_scale", "logit_bias"].iter().any(|start| key.starts_with(start));

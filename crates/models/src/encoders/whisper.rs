@@ -1,8 +1,8 @@
 //! The Whisper encoder.
 //!
-//! Two convolutions over the log-mel spectrogram, of which the second halves the time, then blocks. Source: arXiv
-//! 2212.04356; `transformers` 5.23 `models/whisper/modeling_whisper.py`. The table of positions is read from the
-//! checkpoint; it holds sinusoids.
+//! Two convolutions over the log-mel spectrogram, the second of which halves the time resolution, are followed by blocks. Source:
+//! arXiv 2212.04356; `transformers` 5.23 `models/whisper/modeling_whisper.py`. The table of positions, which contains sinusoids,
+//! is read from the checkpoint.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -28,17 +28,17 @@ const LAYERS: LayerNames = LayerNames {
     key_bias: false,
 };
 
-/// Taps of both convolutions.
+/// Kernel size of both convolutions.
 const TAPS: usize = 3;
 
 /// A Whisper encoder configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WhisperConfig {
-    /// The blocks.
+    /// Sizes of the blocks.
     pub sizes: EncoderSizes,
-    /// Bands of the spectrogram.
+    /// Frequency bands of the spectrogram.
     pub num_mels: usize,
-    /// Rows of the output; the spectrogram has twice as many columns.
+    /// Number of rows of the output. The spectrogram has twice as many columns.
     pub num_positions: usize,
 }
 
@@ -46,7 +46,7 @@ impl WhisperConfig {
     /// Reads the `config.json` of a Whisper model.
     ///
     /// # Errors
-    /// An impossible field, by name.
+    /// Returns an error that names the field if a field is invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let keys = SizeKeys {
             hidden: ("d_model", 384),
@@ -75,8 +75,8 @@ pub struct Whisper {
 }
 
 impl Whisper {
-    /// Builds the encoder. Names below `prefix` are those of `WhisperEncoder`, such as `conv1.weight`; the prefix is
-    /// `model.encoder.` in the hub's files.
+    /// Builds the encoder. Names below `prefix` are those of `WhisperEncoder`, such as `conv1.weight`. In the files of the
+    /// Hugging Face Hub the prefix is `model.encoder.`.
     pub fn build(
         config: WhisperConfig,
         prefix: &str,
@@ -96,7 +96,7 @@ impl Whisper {
     /// Loads the encoder of a Whisper directory, frozen.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, tensors that do not fit.
+    /// Returns an error if files are unreadable, the architecture is another one or tensors do not fit.
     pub fn load(dir: &Path, part: Part, dtype: WeightDtype) -> Result<Self> {
         load(dir, dtype, "Whisper", published_name, |json, source| {
             Self::build(WhisperConfig::parse(json)?, "", part, source)
@@ -109,20 +109,20 @@ impl Whisper {
         &self.config
     }
 
-    /// A log-mel spectrogram `[mels, 2 · positions]` → `last_hidden_state` `[positions, c]`.
+    /// Maps a log-mel spectrogram `[mels, 2 · positions]` to `last_hidden_state` `[positions, c]`.
     ///
     /// # Errors
-    /// A spectrogram of another size.
+    /// Returns an error if the spectrogram has another size.
     pub fn forward(&self, mel: &[f32], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let (mels, rows) = (self.config.num_mels, self.config.num_positions);
         let columns = 2 * rows;
         if mel.len() != mels * columns {
             return Err(ModelError::shape(format!(
-                "Whisper: a spectrogram of {} numbers; expected {mels} bands × {columns} columns",
+                "Whisper: the spectrogram has {} values; expected {mels} bands × {columns} columns",
                 mel.len()
             )));
         }
-        // A row per column of the spectrogram: its three taps of every band, the order of the convolution's weight.
+        // Each column of the spectrogram gives a row: three taps of every band, in the order of the convolution's weight.
         let mut windows = vec![0.0; columns * mels * TAPS];
         for (at, window) in windows.chunks_exact_mut(mels * TAPS).enumerate() {
             for (band, taps) in window.chunks_exact_mut(TAPS).enumerate() {
@@ -135,7 +135,7 @@ impl Whisper {
         }
         let x = constant(windows, columns, mels * TAPS, pass)?;
         let ids: Arc<Ids> = Arc::new((0..rows as u32).map(Some).collect::<Vec<_>>().into());
-        // Which row of the first convolution each tap of the second sees.
+        // Returns the row of the first convolution that a tap of the second one reads.
         let source = |row: usize, tap: usize| match (2 * row + tap).checked_sub(1) {
             Some(source) if source < columns => source as u32,
             _ => OUTSIDE,
@@ -153,7 +153,7 @@ impl Whisper {
     }
 }
 
-/// The name of a tensor of a Whisper directory below an empty prefix; `None` for the decoder's.
+/// Maps the name of a tensor in a Whisper directory to its name below an empty prefix, or to `None` for the decoder's tensors.
 #[must_use]
 pub fn published_name(key: &str) -> Option<String> {
     let key = key.strip_prefix("model.").unwrap_or(key);

@@ -7,19 +7,19 @@ use crate::decoder::{Decoder, DecoderConfig};
 use crate::error::Result;
 use crate::weights::WeightSource;
 
-/// The half of a family that computes: a configuration that becomes a network, given weights.
+/// The role of a family that builds a network from a configuration and weights.
 pub trait Architecture: Send + Sync {
-    /// The language model's sizes.
+    /// Returns the sizes of the language model.
     fn decoder_config(&self) -> &DecoderConfig;
 
-    /// Standard deviation of new weights.
+    /// Returns the standard deviation of new weights.
     fn initializer_range(&self) -> f32;
 
-    /// The network, with weights from `source`.
+    /// Builds the network with weights from `source`.
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network>;
 }
 
-/// A language model and what encodes media for it, with their weights.
+/// A language model and the encoders of its media, with their weights.
 pub struct Network {
     /// The language model.
     pub decoder: Decoder,
@@ -29,17 +29,17 @@ pub struct Network {
 
 /// Towers and projectors with their weights.
 pub trait Encoder: Send + Sync {
-    /// A medium through the tower, `[n, tower width]`.
+    /// Runs the tower on a medium, `[n, tower width]`.
     ///
     /// # Errors
-    /// Input that does not fit the tower.
+    /// Returns an error if the input does not fit the tower.
     fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var>;
 
-    /// Tower output through the projector: features `[tokens, h]` in the order of the prompt. `instruction` is what
-    /// [`super::Processor::instruction_ids`] made of the prompt.
+    /// Runs the projector on the tower's output. Returns features `[tokens, h]` in the order of the prompt. `instruction` is the
+    /// result of [`super::Processor::instruction_ids`] for the prompt.
     ///
     /// # Errors
-    /// Input that does not fit the projector.
+    /// Returns an error if the input does not fit the projector.
     fn project(
         &self,
         tower: &Var,

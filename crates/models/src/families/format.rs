@@ -9,17 +9,17 @@ use serde_json::{Map, Value};
 use crate::config_json::ConfigJson;
 use crate::error::Result;
 
-/// Names of tensors, towers in directories of their own, and layouts to export to.
+/// The role of a family that knows its files: tensor names, towers in separate directories, and layouts for export.
 pub trait Format: Send + Sync {
-    /// The published name of a tensor in a file, or `None` for keys that are no weights.
+    /// Returns the published name of a tensor in a file, or `None` for keys that are not weights.
     fn published_name(&self, key: &str) -> Option<String>;
 
-    /// A tensor's name, or its module's, in the model class that `transformers` builds; adapters are saved under it.
+    /// Returns the name of a tensor or module in the model class that `transformers` builds. Adapters are saved under this name.
     fn module_name(&self, published: &str) -> String {
         published.to_owned()
     }
 
-    /// Towers that may be in directories of their own.
+    /// Returns the towers that may be in separate directories.
     fn companions(&self) -> Vec<Companion> {
         Vec::new()
     }
@@ -27,16 +27,16 @@ pub trait Format: Send + Sync {
     /// Adjusts the `config.json` of a saved copy.
     fn saved_config(&self, _config: &mut Map<String, Value>) {}
 
-    /// The layout the checkpoint is written in.
+    /// Returns the layout in which the checkpoint is written.
     fn layout(&self) -> &'static str {
         "hf"
     }
 
-    /// The checkpoint in `dir`, whose `config.json` is `config`, with these weights in another layout. `None`: the family
-    /// has no other.
+    /// Converts these weights of the checkpoint in `dir`, whose `config.json` is `config`, to another layout. Returns `None` if
+    /// the family has only one layout.
     ///
     /// # Errors
-    /// A layout this family does not have; settings it cannot express.
+    /// Returns an error if the family does not have the layout or the layout cannot express the settings.
     fn convert(
         &self,
         _dir: &Path,
@@ -48,23 +48,23 @@ pub trait Format: Send + Sync {
     }
 }
 
-/// A tower whose weights may be in a directory of its own.
+/// A tower whose weights may be in a separate directory.
 pub struct Companion {
-    /// That directory, if one was found.
+    /// Directory of the tower, if one was found.
     pub dir: Option<PathBuf>,
-    /// The option that gives it.
+    /// Option that gives the directory.
     pub option: &'static str,
-    /// Prefix of its tensors in the checkpoint, before [`Self::published`].
+    /// Prefix of the tower's tensors in the checkpoint, before the names that [`Self::published`] returns.
     pub prefix: &'static str,
-    /// The name of a tensor of that directory below the prefix, or `None` for what is not part of the tower.
+    /// Function that maps a key of that directory to the name below the prefix, or to `None` if it is not part of the tower.
     pub published: fn(&str) -> Option<String>,
 }
 
-/// A checkpoint in another layout than it was loaded in.
+/// A checkpoint, converted to another layout.
 pub struct Converted {
-    /// The weights under their names there.
+    /// Weights under their names in that layout.
     pub params: Vec<Arc<Param>>,
-    /// `config.json`.
+    /// Content of `config.json`.
     pub config: Value,
     /// Files to write, by name.
     pub files: Vec<(&'static str, String)>,

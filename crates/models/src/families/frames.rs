@@ -1,4 +1,4 @@
-//! The files of media, and which frames of a video are read: what families share.
+//! Media files, and the choice of the frames of a video; shared by the families.
 
 use std::path::Path;
 
@@ -12,10 +12,10 @@ use omnigrpo_text::MediumKind;
 use super::{FrameRule, MediaSettings};
 use crate::error::{ModelError, Result};
 
-/// The file of a picture or sound.
+/// Returns the file of a picture or sound.
 ///
 /// # Errors
-/// A list of frames.
+/// Returns an error if the medium is a list of frames.
 pub(crate) fn file(medium: &MediumRef) -> Result<&Path> {
     match &medium.source {
         MediumSource::Path(path) => Ok(path),
@@ -32,19 +32,19 @@ pub(crate) fn no_size(medium: &MediumRef) -> ModelError {
 
 /// Returns the error of a family that cannot read sound.
 pub(crate) fn no_audio() -> ModelError {
-    ModelError::MediumKind { kind: MediumKind::Audio, what: "this model takes images and videos" }
+    ModelError::MediumKind { kind: MediumKind::Audio, what: "this model supports only images and videos" }
 }
 
-/// A video and which of its frames to take.
+/// A video and the choice of its frames.
 pub(crate) struct FramePlan {
     pub source: VideoSource,
     pub sampling: FrameSampling,
-    /// Rate of a list or folder of pictures, where the row gives it.
+    /// Frame rate of a list or folder of pictures, if the row gives it.
     pub listed_fps: Option<f64>,
 }
 
 impl FramePlan {
-    /// Combines the request of a row with the settings of a video.
+    /// Combines the options of a row with the settings for videos.
     #[must_use]
     pub fn new(medium: &MediumRef, settings: &MediaSettings) -> Self {
         let source = match &medium.source {
@@ -56,10 +56,10 @@ impl FramePlan {
         let options = own.or(&settings.video);
         let count = |n: Option<u32>| n.map(|n| n as usize);
         let qwen = FrameSampling::Qwen(QwenSampling {
-            // The rate of a list says how fast its pictures follow each other, not how many to take.
+            // The rate of a list is the rate at which its pictures were taken. It does not select frames.
             fps: options.fps.filter(|_| !listed),
             nframes: count(options.nframes),
-            // A number for every clip is what to aim at; one for this clip is meant.
+            // A number of frames from the run's settings is a target that short clips may miss. A number in the row is exact.
             as_many_as_there_are: own.nframes.is_none(),
             min_frames: count(options.min_frames),
             max_frames: count(options.max_frames),
@@ -94,10 +94,10 @@ impl FramePlan {
         Self { source, sampling, listed_fps: if listed { own.fps } else { None } }
     }
 
-    /// Reads the frames at a size, in the order that the settings ask for.
+    /// Reads the frames at a size, in the order that the settings determine.
     ///
     /// # Errors
-    /// An unreadable video, a choice it cannot give.
+    /// Returns an error if the video is unreadable or does not allow the choice of frames.
     pub fn decode(self, settings: &MediaSettings, size: FrameSize) -> Result<VideoFrames> {
         let request = VideoRequest { sampling: self.sampling, size, listed_fps: self.listed_fps };
         let mut video = decode_video(&self.source, &request, &settings.limits)?;
@@ -105,10 +105,10 @@ impl FramePlan {
         Ok(video)
     }
 
-    /// Times of the frames that will be read, seconds, given the header.
+    /// Returns the times of the frames that will be read, in seconds, given the header.
     ///
     /// # Errors
-    /// A choice the video cannot give.
+    /// Returns an error if the video does not allow the choice of frames.
     pub fn times_secs(&self, header: &MediumInfo) -> Result<Vec<f64>> {
         let frames = header.num_frames.unwrap_or_default() as usize;
         let (FrameChoice { indices, .. }, fps) = match self.source {

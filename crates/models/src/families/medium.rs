@@ -1,4 +1,4 @@
-//! A medium on its way to a tower: what its header says, what it will become, and its numbers.
+//! A medium before it enters a tower: its header, its prepared shape and its values.
 
 use std::fmt;
 
@@ -10,11 +10,11 @@ use omnigrpo_text::MediumKind;
 
 use crate::error::{ModelError, Result};
 
-/// Reads what a medium's header says. Depends on the source alone. A file without an audio track has no sample rate; whether
-/// that is an error is for `Processor::plan` to say.
+/// Reads the header of a medium. The result depends only on the source. A file without an audio track has no sample rate;
+/// `Processor::plan` decides whether that is an error.
 ///
 /// # Errors
-/// An unreadable medium, or one over a limit, with its path.
+/// Returns an error with the path if the medium is unreadable or exceeds a limit.
 pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
     match (medium.kind, &medium.source) {
         (MediumKind::Image, MediumSource::Path(path)) => {
@@ -55,14 +55,14 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
     }
 }
 
-/// Shape of a prepared medium's numbers. Each family makes and reads the shapes of its own towers.
+/// Shape of the values of a prepared medium. Each family uses the shapes of its own towers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MediumShape {
     /// Rows of vision patches, `[t · h · w, patch_len]`.
     Patches(PatchGrid),
     /// Pictures of one size, `[count, 3, height, width]`: the tiles of an image, the frames of a video.
     Pictures {
-        /// How many.
+        /// Number of pictures.
         count: usize,
         /// Height of each, px.
         height_px: usize,
@@ -71,51 +71,55 @@ pub enum MediumShape {
     },
     /// Squares with masks of real pixels, `[count, 4, side, side]`: three colours and the mask.
     Masked {
-        /// How many.
+        /// Number of squares.
         count: usize,
         /// Side of each, px.
         side_px: usize,
     },
     /// A log-mel spectrogram, `[mels, frames]`.
     Mel {
-        /// Frequency bands.
+        /// Number of frequency bands.
         mels: usize,
-        /// Steps in time.
+        /// Number of time steps.
         frames: usize,
     },
 }
 
 impl MediumShape {
-    /// The grid of [`Self::Patches`].
+    /// Returns the grid of [`Self::Patches`].
     ///
     /// # Errors
-    /// Another shape.
+    /// Returns an error for another shape.
     pub fn patches(&self) -> Result<PatchGrid> {
         match self {
             Self::Patches(grid) => Ok(*grid),
-            other => Err(ModelError::shape(format!("this tower reads patches, the medium is {other}"))),
+            other => Err(ModelError::shape(format!("this tower expects patches, but the medium is {other}"))),
         }
     }
 
-    /// Count, height and width of [`Self::Pictures`].
+    /// Returns count, height and width of [`Self::Pictures`].
     ///
     /// # Errors
-    /// Another shape.
+    /// Returns an error for another shape.
     pub fn pictures(&self) -> Result<[usize; 3]> {
         match self {
             Self::Pictures { count, height_px, width_px } => Ok([*count, *height_px, *width_px]),
-            other => Err(ModelError::shape(format!("this tower reads pictures, the medium is {other}"))),
+            other => {
+                Err(ModelError::shape(format!("this tower expects pictures, but the medium is {other}")))
+            }
         }
     }
 
-    /// Bands and frames of [`Self::Mel`].
+    /// Returns bands and frames of [`Self::Mel`].
     ///
     /// # Errors
-    /// Another shape.
+    /// Returns an error for another shape.
     pub fn mel(&self) -> Result<[usize; 2]> {
         match self {
             Self::Mel { mels, frames } => Ok([*mels, *frames]),
-            other => Err(ModelError::shape(format!("this tower reads spectrograms, the medium is {other}"))),
+            other => {
+                Err(ModelError::shape(format!("this tower expects spectrograms, but the medium is {other}")))
+            }
         }
     }
 }
@@ -135,7 +139,7 @@ impl fmt::Display for MediumShape {
     }
 }
 
-/// A medium, decoded and resized: the input of a tower. The sound of a clip is a medium of its own, since another tower
+/// A decoded and resized medium, the input of a tower. The sound of a clip is a separate medium, since another tower
 /// reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediumInput {
@@ -143,29 +147,29 @@ pub struct MediumInput {
     pub kind: MediumKind,
     /// Shape of `data`.
     pub shape: MediumShape,
-    /// The numbers, normalised as the tower expects them.
+    /// Values, normalised as the tower expects them.
     pub data: Vec<f32>,
-    /// Seconds from one temporal patch to the next; 0 where the family has none.
+    /// Seconds from one temporal patch to the next; 0 if the family has no temporal patches.
     pub seconds_per_grid: f64,
-    /// Times of the frames in the clip, seconds; empty for an image.
+    /// Times of the frames in the clip, in seconds; empty for an image.
     pub frame_times_secs: Vec<f64>,
 }
 
-/// Prepared form of a medium, known from its header alone.
+/// The prepared form of a medium, known from its header only.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediumPlan {
     /// Image, video or audio.
     pub kind: MediumKind,
     /// Shape of the prepared medium.
     pub shape: MediumShape,
-    /// Tokens in the prompt, counting features only.
+    /// Number of tokens in the prompt, counting features only.
     pub tokens: usize,
-    /// Times of the frames that will be read, seconds.
+    /// Times of the frames that will be read, in seconds.
     pub frame_times_secs: Vec<f64>,
 }
 
 impl MediumPlan {
-    /// Returns the parts that a prompt shows: kind, shape, and times of the frames in seconds.
+    /// Returns the values that determine its tokens in the prompt: kind, shape, and times of the frames in seconds.
     pub(crate) fn shown(&self) -> (MediumKind, &MediumShape, &[f64]) {
         (self.kind, &self.shape, &self.frame_times_secs)
     }

@@ -1,7 +1,7 @@
 //! Model families.
 //!
-//! To add one: a folder here with a [`Processor`], an [`Architecture`] and a [`Format`], and a row in [`FAMILIES`]. The
-//! loader, the parity suite and the documentation iterate the table.
+//! A new family needs a folder here with a [`Processor`], an [`Architecture`] and a [`Format`], and a row in [`FAMILIES`]. The
+//! loader, the parity suite and the documentation iterate over the table.
 
 mod architecture;
 mod aria;
@@ -32,13 +32,13 @@ use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 pub(crate) use table::family_of;
 
-/// Roles of a family, one value each. Configurations are shared between them.
+/// Roles of a family, which share one configuration.
 pub struct Roles {
-    /// Reads media and writes prompts.
+    /// Role that reads media and writes prompts.
     pub processor: Box<dyn Processor>,
-    /// Builds networks.
+    /// Role that builds networks.
     pub architecture: Arc<dyn Architecture>,
-    /// Knows the files.
+    /// Role that knows the files.
     pub format: Arc<dyn Format>,
 }
 
@@ -53,13 +53,13 @@ impl Family {
         Ok(Self { row, roles: (row.open)(dir, json)? })
     }
 
-    /// Returns the row in the table.
+    /// Returns the family's row in the table.
     #[must_use]
     pub fn row(&self) -> &'static FamilyRow {
         self.row
     }
 
-    /// Returns the name in messages.
+    /// Returns the name that messages use.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.row.name
@@ -83,11 +83,11 @@ impl Family {
         self.roles.format.as_ref()
     }
 
-    /// Returns the stop rules of the checkpoint in `dir`: those of its files, the family's tokens, which stop as strings where
-    /// the vocabulary does not have them, and further strings.
+    /// Returns the stop rules of the checkpoint in `dir`: those of its files, the tokens of the family, and further strings. A
+    /// token that the vocabulary does not have stops as a string.
     ///
     /// # Errors
-    /// Malformed files, an empty string.
+    /// Returns an error if files are malformed or a string is empty.
     pub fn stops(&self, dir: &Path, tokenizer: &Tokenizer, strings: &[String]) -> Result<StopSet> {
         let mut stops = StopSet::from_dir(dir, tokenizer, strings)?;
         for &stop in self.processor().stop_tokens() {
@@ -102,13 +102,13 @@ impl Family {
         Ok(stops)
     }
 
-    /// Whether these settings can be followed; checked once, before any medium is read.
+    /// Checks that this family supports the settings. The check runs once, before any medium is read.
     ///
     /// # Errors
-    /// A setting without effect.
+    /// Returns an error if a setting has no effect.
     pub fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
         if settings.rule == FrameRule::Processor && !self.processor().chooses_frames() {
-            let why = "its video processor chooses no frames";
+            let why = "its video processor does not choose frames";
             return Err(ModelError::IdleSetting { setting: "rule", family: self.name(), why });
         }
         let IdleSettings { fields, why } = self.processor().idle_settings();
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::Checkpoint;
 
-    /// A clip as the tower of this checkpoint reads it.
+    /// Prepares a clip as the tower of this checkpoint reads it.
     fn clip(checkpoint: &str, shuffle_frames: bool, seed: u64) -> MediumInput {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
         let checkpoint = Checkpoint::open(&golden.join("checkpoints").join(checkpoint)).unwrap();

@@ -1,4 +1,4 @@
-//! Reading of media and writing of prompts. It needs neither weights nor a device.
+//! Reads media and writes prompts, without weights or a device.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,26 +10,26 @@ use super::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 use crate::decoder::Position;
 use crate::error::Result;
 
-/// The half of a family that prepares its input: media become numbers, conversations become ids with positions.
+/// The role of a family that prepares its input: it converts media to values, and conversations to ids with positions.
 pub trait Processor: Send + Sync {
-    /// Media settings that this family does not read.
+    /// Returns the media settings that this family does not read.
     fn idle_settings(&self) -> IdleSettings;
 
-    /// Whether the published video processor chooses and sizes frames ([`super::FrameRule::Processor`]).
+    /// Returns whether the published video processor chooses and sizes frames ([`super::FrameRule::Processor`]).
     fn chooses_frames(&self) -> bool {
         false
     }
 
-    /// Returns true if the family takes sound.
+    /// Returns whether the family supports sound.
     fn hears(&self) -> bool {
         false
     }
 
-    /// Returns advice to shorten a medium of this kind, for prompts that are too long. `None`: its length is fixed.
+    /// Returns advice on how to shorten a medium of this kind, for prompts that are too long, or `None` if its length is fixed.
     fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 
-    /// Whether a limit on the length of prompts counts a medium as one token, as the family's own trainer does, which
-    /// cuts its prompts before features take the place of media.
+    /// Returns whether a limit on the length of prompts counts a medium as one token. The family's own trainer then truncates
+    /// prompts before it replaces media by their features.
     fn counts_medium_as_one(&self) -> bool {
         false
     }
@@ -37,15 +37,15 @@ pub trait Processor: Send + Sync {
     /// Plans a medium from its header (see [`super::probe_medium`]).
     ///
     /// # Errors
-    /// Options that exclude every choice, a kind this family does not take.
+    /// Returns an error if no choice satisfies the options or the family does not support this kind.
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan>;
 
-    /// Decodes a medium: a function of its files' content, its kind and options, and the settings. Their key may count through the
-    /// number of frames and their order alone, and the path may not count, for the result is kept for other rows and later passes
-    /// over the data ([`MediaStore`](crate::MediaStore)).
+    /// Decodes a medium. The result must depend only on the content of its files, its kind and options, and the settings. The key
+    /// in the settings may affect only the number and order of frames, and the path must have no effect. The reason is that the
+    /// result is stored for other rows and later passes over the data ([`MediaStore`](crate::MediaStore)).
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
 
-    /// Returns how many numbers a prepared medium of this shape has.
+    /// Returns the number of values in a prepared medium of this shape.
     fn numbers(&self, shape: &MediumShape) -> usize {
         match *shape {
             MediumShape::Patches(grid) => grid.t * grid.h * grid.w * self.patch_len(),
@@ -55,25 +55,25 @@ pub trait Processor: Send + Sync {
         }
     }
 
-    /// Returns the numbers of a row of [`MediumShape::Patches`]; 0 for families without patches.
+    /// Returns the number of values in a row of [`MediumShape::Patches`]; 0 for families without patches.
     fn patch_len(&self) -> usize {
         0
     }
 
-    /// How a medium of this shape, with frames at these times, appears in the prompt.
+    /// Returns the tokens in the prompt for a medium of this shape with frames at these times.
     ///
     /// # Errors
-    /// A shape that is not this family's.
+    /// Returns an error if the family does not use this shape.
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, times_secs: &[f64]) -> Result<MediumTokens>;
 
-    /// Ids that only media may produce: a completion containing one is plain text.
+    /// Returns the ids that only media may produce. In the text of a completion, such a placeholder is encoded as plain text.
     fn placeholder_ids(&self) -> Vec<u32>;
 
-    /// Positions of a rendered prompt of `len` tokens, and the position of the token after it. Plain counting unless a
-    /// family has axes of its own.
+    /// Returns the positions of a rendered prompt of `len` tokens, and the position of the token after it. Positions count up
+    /// from 0 unless a family has its own axes.
     ///
     /// # Errors
-    /// Media whose shape is not this family's.
+    /// Returns an error if the family does not use the shape of a medium.
     fn positions(
         &self,
         len: usize,
@@ -83,30 +83,31 @@ pub trait Processor: Send + Sync {
         Ok(((0..len as u32).map(|p| [p; 3]).collect(), len as u32))
     }
 
-    /// The conversation as it is rendered: a family may put white space around media that the row does not place.
+    /// Returns the conversation in the form to be rendered. A family may add white space around media that the row does not
+    /// place.
     fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
         turns.to_vec()
     }
 
-    /// Returns the ids of the question that the projector reads (see [`super::Encoder::project`]), in a vocabulary of its own. Most
+    /// Returns the ids of the question that the projector reads (see [`super::Encoder::project`]), in a separate vocabulary. Most
     /// projectors do not read the question.
     ///
     /// # Errors
-    /// Text that cannot be encoded.
+    /// Returns an error if the text cannot be encoded.
     fn instruction_ids(&self, _turns: &[Turn]) -> Result<Vec<u32>> {
         Ok(Vec::new())
     }
 
-    /// The chat template of the checkpoint in `dir`.
+    /// Reads the chat template of the checkpoint in `dir`.
     ///
     /// # Errors
-    /// Unreadable files, a template that does not compile.
+    /// Returns an error if files are unreadable or the template does not compile.
     fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
         Ok(ChatTemplate::from_dir(dir)?)
     }
 
-    /// Tokens that end a completion, whatever the checkpoint's files say. One that the vocabulary does not have ends it as a
-    /// string.
+    /// Returns tokens that always end a completion, in addition to those of the checkpoint's files. A token that the vocabulary
+    /// does not have ends it as a string.
     fn stop_tokens(&self) -> &'static [&'static str] {
         &[]
     }

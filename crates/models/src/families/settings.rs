@@ -1,80 +1,80 @@
-//! How media are read where a row does not say otherwise, and what is drawn at random about them.
+//! Settings for reading media, which rows may override, and random choices about media.
 
 use omnigrpo_data::{MediumOptions, MediumRef};
 use omnigrpo_media::Limits;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// How frames of a video are chosen where the row does not say.
+/// Rule that chooses the frames of a video, unless the row gives its own choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FrameRule {
-    /// By rate, as `qwen-vl-utils`.
+    /// Frames at a rate, as in `qwen-vl-utils`.
     #[default]
     Qwen,
-    /// One frame per interval, as `qwen-vl-finetune`.
+    /// One frame per interval, as in `qwen-vl-finetune`.
     BaseInterval,
-    /// From each segment that the row's `meta` lists; by interval for rows without.
+    /// Frames from each segment that the row's `meta` lists; by interval for rows without segments.
     Segments,
-    /// By rate, as the published video processor, which sizes frames too; of families whose processor does.
+    /// Frames at a rate, as in the published video processor, which also chooses their size. Only some families support it.
     Processor,
 }
 
 /// Treatment of a video without an audio track whose sound is requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MissingAudio {
-    /// An error: the row is bad.
+    /// An error, because the row is invalid.
     #[default]
     Error,
     /// Silence.
     Silence,
 }
 
-/// Which medium it is that something is drawn for. Where its files lie does not count, so that copied data are the same data.
+/// Key of a medium for random choices. Paths are not part of it, so that copied data gets the same choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MediumKey {
-    /// Number of its row in the dataset.
+    /// Index of the row in the dataset.
     pub row: u64,
-    /// Number of the medium in its row, from 0.
+    /// Index of the medium in its row, from 0.
     pub index: u64,
-    /// The pass over the data, from 0. Numbers of frames are drawn anew in each; the order of frames stays.
+    /// Pass over the data, from 0. Numbers of frames are drawn again in each pass; the order of frames is the same in all.
     pub epoch: u64,
 }
 
-/// How media are read where a row does not say otherwise.
+/// Settings for reading media, which rows may override.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediaSettings {
-    /// Sizes of images. What is open follows the checkpoint's processor.
+    /// Sizes of images. Unset fields follow the checkpoint's processor.
     pub image: MediumOptions,
-    /// Frames and sizes of videos. What is open follows `qwen-vl-utils`.
+    /// Frames and sizes of videos. Unset fields follow `qwen-vl-utils`.
     pub video: MediumOptions,
-    /// How frames are chosen.
+    /// Rule that chooses frames.
     pub rule: FrameRule,
-    /// Seconds between frames, for the rules that go by interval.
+    /// Seconds between frames, for rules that work by interval.
     pub base_interval_secs: f64,
-    /// Whether rows with `meta.dynamic_sample` draw their number of frames (training) or take the largest.
+    /// Whether the number of frames of rows with `meta.dynamic_sample` is random, as in training, or the largest possible.
     pub dynamic_sample: bool,
-    /// Whether the frames of videos come in another order than they were filmed in, their times unchanged.
+    /// Whether the frames of videos are shuffled. Their times do not change.
     pub shuffle_frames: bool,
-    /// Keys the draw and the order.
+    /// Seed of the random numbers and orders of frames.
     pub seed: u64,
-    /// The medium that is read: keys the draw and the order.
+    /// Key of the medium to read, for the random numbers and orders of frames.
     pub key: MediumKey,
     /// Treatment of a file without sound.
     pub missing_audio: MissingAudio,
     /// Limits of one medium.
     pub limits: Limits,
-    /// Most tiles of an image, for families that tile. What is open follows the checkpoint.
+    /// Largest number of tiles of an image, for families that use tiles. If unset, it follows the checkpoint.
     pub max_tiles: Option<u32>,
 }
 
-/// Frames of a video where nothing is said.
+/// Returns the default frames of a video.
 fn frames() -> MediumOptions {
     MediumOptions { fps: Some(2.0), min_frames: Some(4), max_frames: Some(8), ..MediumOptions::default() }
 }
 
 impl Default for MediaSettings {
-    /// Sizes as the checkpoint's processor says; of a video two frames a second, from four to eight, each of which costs
-    /// tokens.
+    /// Returns sizes that follow the checkpoint's processor. A video has two frames a second, from four to eight, since each
+    /// frame costs tokens.
     fn default() -> Self {
         Self {
             image: MediumOptions::default(),
@@ -93,7 +93,7 @@ impl Default for MediaSettings {
 }
 
 impl MediaSettings {
-    /// The fields of those settings that say something else than the defaults.
+    /// Returns those fields of some settings that differ from the defaults.
     pub(super) fn given(&self) -> impl Iterator<Item = &'static str> {
         let (image, video, usual) = (&self.image, &self.video, frames());
         [
@@ -123,15 +123,15 @@ impl MediaSettings {
         min + (self.stream(self.key.epoch << 1).next_u64() % span) as u32
     }
 
-    /// The number of frames that is drawn for a medium; none where its number is not left to chance.
+    /// Returns the random number of frames of a medium, or `None` if its number is not random.
     pub(crate) fn drawn(&self, medium: &MediumRef) -> Option<u32> {
         let segments = medium.options.segments.as_ref().filter(|s| s.dynamic_sample)?;
         let asked_for = self.dynamic_sample && self.rule == FrameRule::Segments;
         asked_for.then(|| self.draw(segments.min_frames, segments.max_frames))
     }
 
-    /// Brings decoded frames into the order asked for: as they are, or one that depends on the seed and the medium
-    /// alone and is never theirs.
+    /// Puts decoded frames into the required order: unchanged, or shuffled. A shuffled order depends only on the seed and the
+    /// medium, and always differs from the original order.
     pub(crate) fn order<T>(&self, frames: &mut [T]) {
         if !self.shuffle_frames || frames.len() < 2 {
             return;
@@ -148,7 +148,8 @@ impl MediaSettings {
         }
     }
 
-    /// Random numbers keyed by the seed, the row and the medium, a stream per use: even ones for draws, 1 for the order.
+    /// Returns random numbers for the seed, the row and the medium. Each use has its own stream: an even one for numbers of
+    /// frames, 1 for the order.
     fn stream(&self, purpose: u64) -> ChaCha8Rng {
         let mut key = [0u8; 32];
         for (slot, part) in
@@ -162,12 +163,12 @@ impl MediaSettings {
     }
 }
 
-/// Settings that a family does not read.
+/// Settings that a family ignores.
 #[derive(Clone, Copy, Debug)]
 pub struct IdleSettings {
-    /// Fields of [`MediaSettings`]: `max_tiles`, `video.max_frames`.
+    /// Fields of [`MediaSettings`], such as `max_tiles` or `video.max_frames`.
     pub fields: &'static [&'static str],
-    /// Why, and what to set instead.
+    /// Reason, and alternative setting.
     pub why: &'static str,
 }
 
@@ -187,7 +188,7 @@ mod tests {
             seen[draw(7, 5, 1, n) as usize - 3] += 1;
             of_rows[draw(7, n, 1, 5) as usize - 3] += 1;
         }
-        // Each of the four about a hundred times; the standard deviation is 9.
+        // Each of the four numbers is drawn about a hundred times; the standard deviation is 9.
         for seen in [seen, of_rows] {
             assert!(seen.iter().all(|n| (60..140).contains(n)), "{seen:?}");
         }

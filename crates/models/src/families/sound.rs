@@ -1,4 +1,4 @@
-//! Sound as the families with a Whisper encoder hear it: a part of a file or of a video's audio track, as log-mel features.
+//! Sound for the families with a Whisper encoder: a part of a file or of a video's audio track, as log-mel features.
 
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::MediaError;
@@ -12,7 +12,8 @@ use crate::error::Result;
 /// Plans a sound from its header.
 ///
 /// # Errors
-/// A file without sound, unless the settings ask for silence then; a part that is too long or not there.
+/// Returns an error if the file has no sound, unless the settings replace missing sound by silence, or if the requested part is
+/// too long or does not exist.
 pub fn plan(
     medium: &MediumRef,
     header: &MediumInfo,
@@ -28,7 +29,7 @@ pub fn plan(
     Ok(MediumShape::Mel { mels: mel.num_mels(), frames: mel.num_frames() })
 }
 
-/// Decodes a sound to features. What is longer than the window is cut, what is shorter is followed by silence.
+/// Decodes a sound to features. A sound longer than the window is truncated, a shorter one is followed by silence.
 pub fn prepare(medium: &MediumRef, mel: &LogMel, settings: &MediaSettings) -> Result<MediumInput> {
     let clip = match read_audio(file(medium)?, &range(medium, mel), &settings.limits) {
         Err(MediaError::NoAudioTrack { .. }) if settings.missing_audio == MissingAudio::Silence => {
@@ -83,7 +84,7 @@ mod tests {
         let heard = prepare(&medium, &mel, &settings).unwrap();
         assert_eq!((heard.shape, shape), (shape, MediumShape::Mel { mels: 80, frames: 3000 }));
         assert_eq!(heard.data.len(), 80 * 3000);
-        // A fifth of a second of speech: loud in its frames, quiet everywhere else.
+        // The file has a fifth of a second of speech: its frames are loud, all others are quiet.
         let data = &heard.data;
         let loudest = |frames: std::ops::Range<usize>| {
             let bins = (0..80).flat_map(|m| frames.clone().map(move |t| data[m * 3000 + t]));
@@ -91,7 +92,7 @@ mod tests {
         };
         assert!(loudest(0..25) > 1.0 && loudest(30..3000) < loudest(0..25) - 1.0);
 
-        // A part that is not there is refused from the header alone.
+        // A part that does not exist is rejected after the header is read.
         medium.options.video_start = Some(3.0);
         let error = plan(&medium, &header, &mel, &settings).unwrap_err().to_string();
         assert!(error.contains("clip.mp4") && error.contains("within the sound"), "{error}");
@@ -110,7 +111,7 @@ mod tests {
         plan(&medium, &header, &mel, &silent).unwrap();
         let heard = prepare(&medium, &mel, &silent).unwrap();
         assert!(heard.data.iter().all(|&x| x == -1.5));
-        // A file that is not there is no silence.
+        // A missing file is not replaced by silence.
         assert!(prepare(&sound("missing.wav"), &mel, &silent).is_err());
     }
 }

@@ -10,34 +10,34 @@ use crate::error::Result;
 
 /// One family in the table.
 pub struct FamilyRow {
-    /// Name in messages.
+    /// Name that messages use.
     pub name: &'static str,
     /// Description in one line.
     pub doc: &'static str,
-    /// Where the architecture is defined.
+    /// Source that defines the architecture.
     pub source: &'static str,
     /// A small published checkpoint.
     pub published: &'static str,
-    /// The hub's name for the task of its models (their pipeline tag).
+    /// Pipeline tag of its models on the Hugging Face Hub.
     pub task: &'static str,
     /// Values of `model_type` in `config.json`.
     pub model_types: &'static [&'static str],
     /// Values of `architectures` in `config.json`.
     pub architectures: &'static [&'static str],
-    /// Reads configuration and processor files of a checkpoint directory.
+    /// Function that reads configuration and processor files of a checkpoint directory.
     pub open: fn(&Path, &ConfigJson) -> Result<Roles>,
-    /// Modules that `freeze_vision_modules` freezes: VLM-R1 recognises them by a part of their names.
+    /// Parts that `freeze_vision_modules` freezes. VLM-R1 recognises them by parts of module names.
     pub vision_modules: &'static [Part],
-    /// Settings of a checkpoint besides its files.
+    /// Settings of a checkpoint in addition to its files.
     pub options: &'static [FamilyOption],
 }
 
 /// A key of `config.json` that a user may replace.
 #[derive(Clone, Copy, Debug)]
 pub struct FamilyOption {
-    /// Name among settings.
+    /// Name of the setting.
     pub name: &'static str,
-    /// The key.
+    /// Key in `config.json`.
     pub key: &'static str,
     /// Kind of the value.
     pub holds: OptionKind,
@@ -46,14 +46,14 @@ pub struct FamilyOption {
 /// Kind of a family option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptionKind {
-    /// A value that is taken as it is.
+    /// A value that is used as it is.
     Value,
-    /// The directory of a part, or the name of a model; with the name that stands for it where `config.json` has none.
+    /// The directory of a tower, or the name of a model, with the name that is used if `config.json` has none.
     Directory(Option<&'static str>),
 }
 
 impl FamilyRow {
-    /// The row of a configuration, if its `model_type` or `architectures` are of a family of the table.
+    /// Returns the row whose family matches the `model_type` or `architectures` of a configuration, if there is one.
     #[must_use]
     pub fn of(json: &ConfigJson) -> Option<&'static Self> {
         let architectures = json.get("architectures").and_then(|v| v.as_array());
@@ -67,7 +67,7 @@ impl FamilyRow {
     }
 }
 
-/// Every family this program knows.
+/// All supported families.
 pub const FAMILIES: &[FamilyRow] = &[
     FamilyRow {
         name: "qwen2_vl",
@@ -114,7 +114,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         model_types: &["internvl_chat"],
         architectures: &["InternVLChatModel"],
         open: |dir, json| internvl::open(dir, json, internvl::Layout::Original),
-        // `vision_model` names the tower alone.
+        // `vision_model` names only the tower.
         vision_modules: &[Part::Vision],
         options: &[],
     },
@@ -147,7 +147,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "HumanOmni and R1-Omni: video, sound and text, features steered by the question",
         source: "arXiv 2501.15111, 2503.05379; HumanMLLM/HumanOmni, HumanMLLM/R1-Omni",
         published: "StarJiaxing/R1-Omni-0.5B",
-        // Clips that it sees and hears come first.
+        // Clips with picture and sound are the main use.
         task: "video-text-to-text",
         model_types: &["HumanOmni_qwen2"],
         architectures: &["HumanOmniQwen2ForCausalLM"],
@@ -157,10 +157,10 @@ pub const FAMILIES: &[FamilyRow] = &[
     },
 ];
 
-/// The family of a checkpoint, by the `model_type` and `architectures` of its `config.json`.
+/// Returns the family of a checkpoint, by the `model_type` and `architectures` of its `config.json`.
 ///
 /// # Errors
-/// A model this program does not know, a configuration or processor that is impossible.
+/// Returns an error if the model is unsupported, or the configuration or processor is invalid.
 pub(crate) fn family_of(dir: &Path, json: &ConfigJson) -> Result<Family> {
     let model_type = json.text("model_type")?.unwrap_or_default();
     let architectures: Vec<&str> = json
@@ -174,8 +174,8 @@ pub(crate) fn family_of(dir: &Path, json: &ConfigJson) -> Result<Family> {
             let known: Vec<_> =
                 FAMILIES.iter().map(|row| format!("{} (such as {})", row.name, row.published)).collect();
             Err(json.error(format!(
-                "model_type {model_type:?} with architectures {architectures:?} is not a family of this program; use a \
-                 checkpoint of one of these: {}",
+                "model_type {model_type:?} with architectures {architectures:?} is unsupported; use a \
+                 checkpoint of one of these families: {}",
                 known.join(", ")
             )))
         }

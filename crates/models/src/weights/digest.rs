@@ -1,7 +1,7 @@
-//! Whether a checkpoint directory holds what it held before.
+//! Digests that show whether the content of a checkpoint directory has changed.
 //!
 //! Reading every byte of large weights would take as long as loading them. Training, merging and quantising change whole
-//! tensors, so the headers of the files and both ends of each tensor tell two checkpoints apart. A single changed byte
+//! tensors, so the headers of the files and both ends of each tensor distinguish two checkpoints. A single changed byte
 //! in the middle of a tensor goes unnoticed.
 
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::export::{COMPANIONS, companion};
 use crate::peft;
 
-/// Bytes at each end of a tensor that are looked at.
+/// Bytes that are hashed at each end of a tensor.
 const SAMPLE_BYTES: u64 = 4096;
 
 /// Digests of a checkpoint or adapter directory.
@@ -25,10 +25,10 @@ pub struct SourceDigest {
     pub files: String,
 }
 
-/// The digests of a directory; the same wherever it lies.
+/// Computes the digests of a directory. They do not depend on its path.
 ///
 /// # Errors
-/// Unreadable files.
+/// Returns an error if files are unreadable.
 pub fn source_digest(dir: &Path) -> Result<SourceDigest> {
     let adapter = dir.join(peft::WEIGHTS);
     let paths = match shard_paths(dir) {
@@ -74,7 +74,7 @@ fn weights(paths: &[PathBuf]) -> Result<String> {
     Ok(hex(hash))
 }
 
-/// The first 16 of the 32 bytes: enough to tell two things apart, short enough to read.
+/// Returns the first 16 of the 32 bytes in hexadecimal. They suffice to distinguish two checkpoints and are short enough to read.
 fn hex(hash: Sha256) -> String {
     hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,7 +1,7 @@
 //! Safetensors files of a checkpoint directory.
 //!
-//! A tensor is read straight into the memory of its weight, in pieces by all threads; a piece is looked through for numbers that
-//! are not finite while it is in the cache. Who only reads weights may leave them in the mapped file
+//! A tensor is read straight into the memory of its weight, in pieces and by all threads. Each piece is checked for non-finite
+//! values while it is in the cache. A model that only reads its weights may leave them in the mapped file
 //! ([decision 13](../../../../docs/decisions/0013-weights-in-place.md)).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -24,16 +24,16 @@ use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
 use crate::families::Companion;
 
-/// Size of `model.safetensors.index.json`; the largest published ones have about 10 MB.
+/// Largest accepted size of `model.safetensors.index.json`. The largest published ones have about 10 MB.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
-/// Size of a file's header; the limit of the safetensors library.
+/// Largest accepted size of a file's header, the limit of the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Elements of a piece: small enough for the second-level cache.
+/// Elements of a piece, small enough for the second-level cache.
 const PIECE: usize = 1 << 17;
 
-/// Open weight files, by published tensor name. Nothing is read until a tensor is asked for.
+/// Open weight files, keyed by published tensor name. A tensor is read only when it is requested.
 pub struct WeightFiles {
     dir: PathBuf,
     shards: Vec<Shard>,
@@ -50,15 +50,15 @@ pub(super) struct Shard {
     path: PathBuf,
     file: File,
     num_bytes: u64,
-    /// When it was last written to, where the system says.
+    /// Time of the last change, if the system reports it.
     modified: Option<SystemTime>,
-    /// Where the numbers begin.
+    /// Offset of the tensor data in the file, in bytes.
     data: u64,
     map: OnceLock<Arc<Mmap>>,
 }
 
 impl Shard {
-    /// Opens a file and reads its header. The tensors it speaks of are in the file.
+    /// Opens a file and reads its header. Checks that the file contains the data of all tensors in the header.
     pub(super) fn open(path: &Path) -> Result<(Self, Metadata)> {
         let invalid = |what: SafeTensorError| ModelError::safetensors(path, "read")(what);
         let file = inside::open_path(path).map_err(ModelError::io(path))?;
@@ -89,12 +89,12 @@ impl Shard {
         Ok((shard, metadata))
     }
 
-    /// Bytes of the file.
+    /// Returns the size of the file in bytes.
     pub(super) fn num_bytes(&self) -> u64 {
         self.num_bytes
     }
 
-    /// Where the numbers begin.
+    /// Returns the offset of the tensor data in the file, in bytes.
     pub(super) fn data(&self) -> u64 {
         self.data
     }
@@ -107,14 +107,14 @@ impl Shard {
         }
     }
 
-    /// Reads the bytes from `at` on. Threads do not disturb each other.
+    /// Reads the bytes that start at offset `at`. Several threads can read at the same time.
     pub(super) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
         #[cfg(unix)]
         let done = std::os::unix::fs::FileExt::read_exact_at(&self.file, to, at);
         #[cfg(not(unix))]
         let done = {
             use std::io::{Read as _, Seek as _};
-            // A handle of its own, whose place nobody else moves.
+            // A separate handle has its own position, which no other thread changes.
             File::open(&self.path).and_then(|mut file| {
                 file.seek(std::io::SeekFrom::Start(at))?;
                 file.read_exact(to)
@@ -123,19 +123,19 @@ impl Shard {
         done.map_err(ModelError::io(&self.path))
     }
 
-    /// The whole file in memory, where it is read page by page when it is looked at.
+    /// Maps the whole file into memory. The system reads a page when it is first accessed.
     fn map(&self) -> Result<&Arc<Mmap>> {
         if let Some(map) = self.map.get() {
             return Ok(map);
         }
-        // SAFETY: the map is read-only. A file that another program cuts off meanwhile ends this process with a bus error,
-        // which those accept who ask for weights in place.
+        // SAFETY: the map is read-only. If another program truncates the file, this process ends with a bus error. Callers that
+        // leave weights in place accept this risk.
         let map = unsafe { Mmap::map(&self.file) }.map_err(ModelError::io(&self.path))?;
         Ok(self.map.get_or_init(|| Arc::new(map)))
     }
 
-    /// Reads the numbers of a tensor into `to`, each made of its bytes with a word on whether it is finite. The inner error says
-    /// which is not.
+    /// Reads the values of a tensor into `to`. `number` converts the bytes of a value and returns whether it is finite. The inner
+    /// error describes the first value that is not finite.
     fn numbers<T: Copy + Display + Send, const N: usize>(
         &self,
         info: &TensorInfo,
@@ -167,11 +167,12 @@ impl Shard {
 }
 
 impl WeightFiles {
-    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names. `published` turns a
-    /// key of a file into the published name, or `None` for keys that are no weights.
+    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names. `published` maps a
+    /// key of a file to the published name, or to `None` if the key is not a weight.
     ///
     /// # Errors
-    /// No safetensors file, a pickle checkpoint, an unreadable or truncated file, two keys for one tensor.
+    /// Returns an error if there is no safetensors file or only a pickle checkpoint, a file is unreadable or truncated, or two
+    /// keys belong to one tensor.
     pub fn open(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let mut this = Self { dir: dir.to_path_buf(), shards: Vec::new(), tensors: HashMap::new() };
         let mut keys_seen = HashMap::new();
@@ -181,10 +182,10 @@ impl WeightFiles {
         Ok(this)
     }
 
-    /// Opens one file, whose keys are the names.
+    /// Opens one file, whose keys are used as tensor names.
     ///
     /// # Errors
-    /// An unreadable or truncated file.
+    /// Returns an error if the file is unreadable or truncated.
     pub fn open_file(path: &Path) -> Result<Self> {
         let dir = path.parent().unwrap_or(Path::new(".")).to_path_buf();
         let mut this = Self { dir, shards: Vec::new(), tensors: HashMap::new() };
@@ -192,7 +193,7 @@ impl WeightFiles {
         Ok(this)
     }
 
-    /// Adds the tensors of a file. `seen` has the keys of the tensors so far by published name.
+    /// Adds the tensors of a file. `seen` maps the published names of the tensors so far to their keys.
     pub(crate) fn add_file(
         &mut self,
         path: &Path,
@@ -204,7 +205,7 @@ impl WeightFiles {
         for (key, info) in metadata.tensors() {
             let Some(name) = published(&key) else { continue };
             if let Some(other) = seen.insert(name.clone(), key.clone()) {
-                return Err(fail(format!("{key} and {other} are both the tensor {name}")));
+                return Err(fail(format!("{key} and {other} both have the name {name} in the model")));
             }
             self.tensors.insert(name, Entry { shard: self.shards.len(), info: info.clone() });
         }
@@ -212,8 +213,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Adds the tensors of towers that this checkpoint leaves to directories of their own, and names them. A directory is
-    /// not opened where the checkpoint has any tensor of that tower.
+    /// Adds the tensors of towers that are stored in separate directories, and returns their names. A directory is not opened if
+    /// the checkpoint contains any tensor of that tower.
     pub(crate) fn add_companions(&mut self, companions: &[Companion]) -> Result<HashSet<String>> {
         let mut added = HashSet::new();
         for companion in companions {
@@ -224,7 +225,7 @@ impl WeightFiles {
                 return Err(ModelError::Checkpoint {
                     dir: self.dir.clone(),
                     what: format!(
-                        "no tensor below {} in this checkpoint, and no directory of that tower was found; give one with FamilyOption::{}",
+                        "this checkpoint has no tensors with the prefix {}, and no directory of that tower was found; give one with FamilyOption::{}",
                         companion.prefix, companion.option
                     ),
                 });
@@ -242,24 +243,24 @@ impl WeightFiles {
         Ok(added)
     }
 
-    /// The checkpoint directory.
+    /// Returns the checkpoint directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// All published tensor names, in no order.
+    /// Returns all published tensor names, in no particular order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// A tensor's shape.
+    /// Returns the shape of a tensor.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|e| e.info.shape.as_slice())
     }
 
-    /// How a tensor will be held; `None` for a dtype that is not read.
+    /// Returns the dtype in which a tensor will be held, or `None` if the file's dtype is unsupported.
     pub(super) fn held_as(&self, name: &str, dtype: WeightDtype) -> Option<ParamDtype> {
         match (self.tensors.get(name)?.info.dtype, dtype) {
             (Dtype::BF16, WeightDtype::Auto) => Some(ParamDtype::Bf16),
@@ -269,17 +270,17 @@ impl WeightFiles {
         }
     }
 
-    /// Bytes of a tensor in its file.
+    /// Returns the size of a tensor in its file, in bytes.
     #[must_use]
     pub fn num_bytes(&self, name: &str) -> Option<usize> {
         self.tensors.get(name).map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0)
     }
 
-    /// A weight that stays in its mapped file, where its numbers are held as the file has them and lie so that they can be
-    /// read there; otherwise nothing. The inner error is a line for the list of problems.
+    /// Returns a weight that stays in its mapped file. Returns `None` if its values need conversion or are not aligned for
+    /// reading in place. The inner error is a line for the list of problems.
     ///
     /// # Errors
-    /// A file that cannot be mapped.
+    /// Returns an error if the file cannot be mapped.
     pub(super) fn in_place(
         &self,
         name: &str,
@@ -304,7 +305,7 @@ impl WeightFiles {
         }))
     }
 
-    /// A tensor in its mapped file, where that has numbers of this dtype at an address that they can be read from.
+    /// Returns a tensor in its mapped file, or `None` if the file's dtype differs or the values are not aligned.
     fn mapped(&self, name: &str, part: Part, dtype: ParamDtype) -> Result<Option<Param>> {
         let Some(Entry { shard, info }) = self.tensors.get(name) else { return Ok(None) };
         if !matches!((info.dtype, dtype), (Dtype::F32, ParamDtype::F32) | (Dtype::BF16, ParamDtype::Bf16)) {
@@ -315,14 +316,14 @@ impl WeightFiles {
         Ok(Param::mapped(name, part, &info.shape, dtype, (Arc::clone(shard.map()?), at)).ok())
     }
 
-    /// A weight in its mapped file, to be read there and nowhere kept; `None` where the file has it in another form or cannot be
-    /// mapped. Its numbers need not be those of `weight`.
+    /// Finds a weight in its mapped file, to be read there without a copy. Returns `None` if the file stores it in another form
+    /// or cannot be mapped. The file's values may differ from those of `weight`.
     fn found(&self, weight: &Param) -> Option<Param> {
         let found = self.mapped(weight.name(), weight.part(), weight.dtype()).ok()??;
         (found.shape() == weight.shape()).then(|| found.on_loan())
     }
 
-    /// [`Self::found`] for a weight that has just the file's numbers.
+    /// Finds a weight as [`Self::found`] does. Returns `None` if the file's values differ from those of `weight`.
     pub(super) fn on_loan(&self, weight: &Param) -> Option<Param> {
         let found = self.found(weight)?;
         let same = match (found.read().stored(), weight.read().stored()) {
@@ -333,16 +334,16 @@ impl WeightFiles {
         same.then_some(found)
     }
 
-    /// Whether [`Self::on_loan`] would find a weight, if its numbers are the file's.
+    /// Returns whether [`Self::on_loan`] would find a weight, assuming that its values equal the file's.
     pub(crate) fn lends(&self, weight: &Param) -> bool {
         self.found(weight).is_some()
     }
 
-    /// Fails where a file that is mapped has been written to since it was opened. One that was replaced, as downloads do, is
-    /// there still for who has it open.
+    /// Checks that no mapped file has been modified since it was opened. A file that was replaced, as by a download, is no
+    /// problem: the open file still has the old content.
     ///
     /// # Errors
-    /// [`ModelError::Changed`]; a file whose state cannot be read.
+    /// Returns [`ModelError::Changed`] if a file was modified, or another error if its metadata cannot be read.
     pub(crate) fn unchanged(&self) -> Result<()> {
         self.shards.iter().filter(|shard| shard.map.get().is_some()).try_for_each(Shard::unchanged)
     }
@@ -350,13 +351,13 @@ impl WeightFiles {
     /// Reads a tensor. The inner error is a line for the list of problems.
     ///
     /// # Errors
-    /// An unreadable file, one that has become shorter.
+    /// Returns an error if the file is unreadable or has become shorter.
     pub fn read(&self, name: &str, dtype: WeightDtype) -> Result<std::result::Result<Values, String>> {
         let Some(Entry { shard, info }) = self.tensors.get(name) else {
             return Ok(Err(format!("  missing tensor {name}")));
         };
         let (shard, len) = (&self.shards[*shard], info.shape.iter().product());
-        // Zeros of the system, which no thread has to write.
+        // Zeroed memory comes from the system, so no thread has to write it first.
         let (wide, narrow) = (|| vec![0.0f32; len], || vec![0u16; len].reinterpret_into());
         let same = |x: f32| (x, x.is_finite());
         let round = |x: f32| (bf16::from_f32(x), x.is_finite());
@@ -385,10 +386,10 @@ impl WeightFiles {
         Ok(values.map_err(|what| format!("  tensor {name}: {what}")))
     }
 
-    /// Whether two tensors hold the same bytes.
+    /// Returns whether two tensors have the same bytes.
     ///
     /// # Errors
-    /// An unreadable file.
+    /// Returns an error if the file is unreadable.
     pub fn equal(&self, a: &str, b: &str) -> Result<bool> {
         let (Some(a), Some(b)) = (self.tensors.get(a), self.tensors.get(b)) else { return Ok(false) };
         let span = |entry: &Entry| entry.info.data_offsets.1 - entry.info.data_offsets.0;
@@ -410,13 +411,13 @@ impl WeightFiles {
     }
 }
 
-/// Describes the first number that is not finite. All threads search, while the file's pages are in memory.
+/// Describes the first value that is not finite. All threads search, while the file's pages are in memory.
 fn first_not_finite<T: Copy + Display + Sync>(
     data: &[T],
     finite: impl Fn(T) -> bool + Sync,
 ) -> Option<String> {
     let found = parallel::map(data.chunks(PIECE).enumerate(), 2 * data.len(), |(i, piece)| {
-        // All of them first: a loop that may end early is no vector.
+        // All values are checked before the search for the first one: a loop that may end early cannot be vectorised.
         let whole = piece.iter().fold(true, |all, &x| all & finite(x));
         let at = if whole { None } else { piece.iter().position(|&x| !finite(x)) };
         at.map(|at| i * PIECE + at)
@@ -425,7 +426,7 @@ fn first_not_finite<T: Copy + Display + Sync>(
     Some(not_finite(at, data[at]))
 }
 
-/// Whether two slices hold the same, by all threads.
+/// Returns whether two slices have the same bits. All threads compare.
 fn same_bits<T: bytemuck::NoUninit + Sync>(a: &[T], b: &[T]) -> bool {
     let pieces = a.chunks(PIECE).zip(b.chunks(PIECE));
     let same = parallel::map(pieces, 2 * a.len(), |(a, b)| {
@@ -467,7 +468,7 @@ pub(super) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
     });
     Err(fail(match pickles {
         Some(entry) => format!(
-            "only a pickle checkpoint was found ({}), which can run code when it is read and is refused; convert it \
+            "only a pickle checkpoint was found ({}), which is unsupported because it can run code when it is read; convert it \
              to safetensors with `transformers` (`save_pretrained(..., safe_serialization=True)`)",
             entry.file_name().to_string_lossy()
         ),

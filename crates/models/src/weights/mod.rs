@@ -1,8 +1,8 @@
-//! Weights: from files, from a seed or from another model, and back to files.
+//! Weights from files, from a seed or from another model, and their way back to files.
 //!
-//! A model is built by asking a [`WeightSource`] for each tensor by its published name. The same building code
-//! therefore loads a checkpoint, makes a random model and copies a reference, and it is the only place that
-//! states which tensors an architecture has.
+//! A model is built by requesting each tensor from a [`WeightSource`] by its published name. The same building code
+//! therefore loads a checkpoint, creates a random model and copies a reference, and it is the only place that
+//! defines the tensors of an architecture.
 
 mod digest;
 mod files;
@@ -24,44 +24,44 @@ pub use save::{save_weights, share};
 
 use crate::error::{ModelError, Result};
 
-/// In which dtype weights are held.
+/// Dtype in which weights are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum WeightDtype {
     /// The stored dtype: bf16 stays bf16, f32 stays f32, f16 becomes f32.
     #[default]
     Auto,
-    /// Everything f32.
+    /// f32 for all weights.
     Float32,
-    /// Everything bf16.
+    /// bf16 for all weights.
     BFloat16,
 }
 
-/// Which weights are held in few bits. Only frozen ones can be.
+/// Selection of the weights to quantise. Only frozen weights can be quantised.
 #[derive(Clone, Copy)]
 pub struct Quantization<'a> {
-    /// Bits of a weight.
+    /// Number of bits of a quantised weight.
     pub bits: QuantBits,
-    /// Weights to leave as they are, by published name and part: those that will be trained.
+    /// Selects, by published name and part, the weights that are not quantised because they will be trained.
     pub keep: &'a dyn Fn(&str, Part) -> bool,
 }
 
 impl Quantization<'_> {
-    /// Whether a tensor is held in few bits. Rows shorter than a group would gain nothing.
+    /// Returns whether a tensor is quantised. Quantising rows shorter than a group would save nothing.
     fn takes(&self, name: &str, part: Part, shape: &[usize]) -> bool {
         self.asks_for(name, part, shape) && shape.last().is_some_and(|&k| k >= GROUP)
     }
 
-    /// Whether a tensor stays as it is because its rows are shorter than a group, [`Self::GROUP`].
+    /// Returns whether a tensor is left unquantised because its rows are shorter than a group, [`Self::GROUP`].
     #[must_use]
     pub fn leaves(&self, name: &str, part: Part, shape: &[usize]) -> bool {
         self.asks_for(name, part, shape) && !self.takes(name, part, shape)
     }
 
-    /// Length of a group of weights with one scale.
+    /// Length of a group of weights that share one scale.
     pub const GROUP: usize = GROUP;
 
-    /// Whether a tensor is the weight of a linear layer or of experts that is not trained: embeddings, output heads and routers are
-    /// not among them, as in `bitsandbytes`' integration.
+    /// Returns whether a tensor is an untrained weight of a linear layer or of experts. Embeddings, output heads and routers are
+    /// excluded, as in `bitsandbytes`' integration.
     fn asks_for(&self, name: &str, part: Part, shape: &[usize]) -> bool {
         let plain = |component: &str| {
             !(component.contains("embed") || ["lm_head", "head", "router", "gate"].contains(&component))
@@ -77,7 +77,7 @@ impl Quantization<'_> {
     }
 }
 
-/// A weight as it will be held.
+/// Converts a weight to the form in which it will be held.
 fn hold(
     name: &str,
     part: Part,
@@ -104,50 +104,50 @@ fn hold(
     })
 }
 
-/// How a new weight is filled when there is no checkpoint.
+/// Initial values of a new weight if there is no checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub enum Init {
-    /// Normal with the configuration's `initializer_range`.
+    /// Normal distribution with the configuration's `initializer_range`.
     Normal,
-    /// Zeros: biases.
+    /// Zeros, for biases.
     Zeros,
-    /// Ones: normalisation weights.
+    /// Ones, for normalisation weights.
     Ones,
 }
 
-/// Elements of a tensor that a configuration asks for.
+/// Returns the number of elements of a tensor with the shape that a configuration gives.
 fn num_elements(name: &str, shape: &[usize]) -> Result<usize> {
     let len = shape.iter().try_fold(1usize, |n, &side| n.checked_mul(side)).filter(|&n| n < 1 << 48);
     len.ok_or_else(|| {
         ModelError::weights(format!(
-            "tensor {name} would be {shape:?}: no file holds so many numbers; check the sizes in config.json"
+            "tensor {name} would have shape {shape:?}, which is too large; check the sizes in config.json"
         ))
     })
 }
 
-/// Where the weights of a model come from.
+/// Source of a model's weights.
 pub trait WeightSource {
-    /// The weight with this published name and shape.
+    /// Returns the weight with this published name and shape.
     ///
     /// # Errors
-    /// A device that is out of memory. Missing and mis-shaped tensors are collected and reported together by
-    /// the maker of the source.
+    /// Returns an error if a device is out of memory. Missing and mis-shaped tensors are collected and reported together by
+    /// the creator of the source.
     fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>>;
 
-    /// Whether input embedding and output head are one tensor, given what the configuration says.
+    /// Returns whether input embedding and output head are one tensor. `config` is the configuration's setting.
     ///
     /// # Errors
-    /// Unreadable files.
+    /// Returns an error if files are unreadable.
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool>;
 
-    /// Whether there is a tensor of this name: for tensors that only some checkpoints of an architecture have. A new
+    /// Returns whether a tensor of this name exists, for tensors that only some checkpoints of an architecture have. A new
     /// model does not have them.
     fn has(&self, _name: &str) -> bool {
         false
     }
 }
 
-/// The weights below a prefix, all of one part: what a network is built from.
+/// Weights below a prefix, all of one part, from which a network is built.
 pub struct Scope<'s> {
     source: &'s mut dyn WeightSource,
     prefix: String,
@@ -155,12 +155,12 @@ pub struct Scope<'s> {
 }
 
 impl<'s> Scope<'s> {
-    /// The weights of `source` whose names begin with `prefix`.
+    /// Creates a scope of the weights of `source` whose names begin with `prefix`.
     pub fn new(source: &'s mut dyn WeightSource, prefix: &str, part: Part) -> Self {
         Self { source, prefix: prefix.to_owned(), part }
     }
 
-    /// The weights below a further prefix.
+    /// Returns a scope of the weights below a further prefix.
     pub fn sub(&mut self, prefix: &str) -> Scope<'_> {
         let (prefix, part) = (format!("{}{prefix}", self.prefix), self.part);
         Scope { source: &mut *self.source, prefix, part }
@@ -171,18 +171,19 @@ impl<'s> Scope<'s> {
         Scope { source: &mut *self.source, prefix: self.prefix.clone(), part }
     }
 
-    /// The weight with this name and shape.
+    /// Returns the weight with this name and shape.
     pub fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
         self.source.get(&format!("{}{name}", self.prefix), self.part, shape, init)
     }
 
-    /// The linear layer `name`, `[n, k]`.
+    /// Returns the linear layer `name`, `[n, k]`.
     pub fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
         let (weight, bias) = self.weight_and_bias(name, &[n, k], bias)?;
         Ok(Linear::new(weight, bias)?)
     }
 
-    /// A convolution whose windows arrive as rows of numbers in the order of its published `shape`, `[n, k…]`.
+    /// Returns a convolution as a linear layer over its windows. The values of a window are in the order of the published
+    /// `shape`, `[n, k…]`.
     pub fn convolution(&mut self, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
         let (n, k) = (shape[0], shape[1..].iter().product());
         let (weight, bias) = self.weight_and_bias(name, shape, bias)?;
@@ -200,20 +201,20 @@ impl<'s> Scope<'s> {
         Ok((weight, bias))
     }
 
-    /// The layer norm `name` over rows of `c`.
+    /// Returns the layer norm `name` over rows of `c`.
     pub fn layer_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
         let weight = self.get(&format!("{name}.weight"), &[c], Init::Ones)?;
         let bias = self.get(&format!("{name}.bias"), &[c], Init::Zeros)?;
         Ok(Norm::Layer { weight, bias, eps })
     }
 
-    /// The RMS norm `name` over rows of `c`.
+    /// Returns the RMS norm `name` over rows of `c`.
     pub fn rms_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
         Ok(Norm::Rms { weight: self.get(&format!("{name}.weight"), &[c], Init::Ones)?, eps })
     }
 }
 
-/// Reads weights from a checkpoint directory and collects everything that does not fit.
+/// A source that reads weights from a checkpoint directory and collects all problems.
 pub struct FileSource<'a> {
     files: &'a WeightFiles,
     dtype: WeightDtype,
@@ -225,32 +226,31 @@ pub struct FileSource<'a> {
 }
 
 impl<'a> FileSource<'a> {
-    /// A source over open files.
+    /// Creates a source over open files.
     #[must_use]
     pub fn new(files: &'a WeightFiles, dtype: WeightDtype) -> Self {
         let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
         Self { files, dtype, quantization: None, in_place: false, used, problems, params }
     }
 
-    /// Quantises what fits as it is read.
+    /// Quantises the selected weights as they are read.
     #[must_use]
     pub fn quantised(mut self, quantization: Option<Quantization<'a>>) -> Self {
         self.quantization = quantization;
         self
     }
 
-    /// Leaves weights in the mapped files where they can be read there.
+    /// Leaves weights in the mapped files if they can be read there.
     #[must_use]
     pub fn in_place(mut self, in_place: bool) -> Self {
         self.in_place = in_place;
         self
     }
 
-    /// The weights that were handed out, or one error that lists every missing, extra, mis-shaped or
-    /// non-finite tensor.
+    /// Returns all weights that were requested.
     ///
     /// # Errors
-    /// [`ModelError::Tensors`].
+    /// Returns [`ModelError::Tensors`], which lists every missing, extra, mis-shaped or non-finite tensor.
     pub fn finish(mut self, family: &'static str) -> Result<Vec<Arc<Param>>> {
         let mut extra: Vec<_> = self.files.names().filter(|n| !self.used.contains(*n)).collect();
         extra.sort_unstable();
@@ -294,8 +294,8 @@ impl WeightSource for FileSource<'_> {
                 }
             }
         };
-        // After the first problem tensors are only looked at: what the files do not have takes no memory, however large
-        // the configuration says it is.
+        // After the first problem, tensors are checked but not kept. A tensor that the files lack never takes memory, whatever
+        // size the configuration gives.
         let param = match value {
             Ok(value) if self.problems.is_empty() => {
                 hold(name, part, shape, value, self.quantization.as_ref())?
@@ -313,9 +313,9 @@ impl WeightSource for FileSource<'_> {
         Ok(self.hand_out(param))
     }
 
-    /// Decides as `transformers` 5.23 does: two tensors that are both present are tied if the configuration says so and they
-    /// are equal. Where only one is present they are tied whatever the configuration says; there the other would be
-    /// made up.
+    /// Decides as `transformers` 5.23 does: two tensors that are both present are tied if the configuration says so and they are
+    /// equal. If only one is present, they are tied whatever the configuration says; `transformers` would initialise the other
+    /// one randomly.
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {
         let tied = match (self.files.shape(embed), self.files.shape(head)) {
             (Some(_), Some(_)) => config && self.files.equal(embed, head)?,
@@ -332,9 +332,9 @@ impl WeightSource for FileSource<'_> {
     }
 }
 
-/// Names, shapes and dtypes without data: how large a model is before it is loaded.
+/// A source of names, shapes and dtypes without data, used to compute a model's size before it is loaded.
 pub(crate) struct OutlineSource<'a> {
-    /// The checkpoint; `None` for a random model.
+    /// Files of the checkpoint; `None` for a random model.
     pub(crate) files: Option<&'a WeightFiles>,
     pub(crate) dtype: WeightDtype,
     pub(crate) quantization: Option<Quantization<'a>>,
@@ -370,18 +370,18 @@ impl WeightSource for OutlineSource<'_> {
     }
 }
 
-/// Random weights: for training from nothing and for benchmarks. The numbers depend on the seed and the tensor's
-/// name only, not on the order of building.
+/// A source of random weights, for training from scratch and for benchmarks. The values depend only on the seed and the tensor's
+/// name, not on the order of building.
 pub struct RandomSource<'a> {
     /// Seed of all tensors.
     pub seed: u64,
     /// Standard deviation of [`Init::Normal`].
     pub std: f32,
-    /// f32, or bf16 when asked for.
+    /// f32, or bf16 if requested.
     pub dtype: WeightDtype,
-    /// Which weights are held in few bits.
+    /// Quantisation of the weights, if any.
     pub quantization: Option<Quantization<'a>>,
-    /// The weights handed out so far.
+    /// Weights that were requested so far.
     pub params: Vec<Arc<Param>>,
 }
 
@@ -413,7 +413,7 @@ impl WeightSource for RandomSource<'_> {
     }
 }
 
-/// Gaussian numbers by the Box-Muller transform, from a stream keyed by seed and name.
+/// Draws normally distributed numbers by the Box-Muller transform. Seed and name select the random stream.
 fn normal(seed: u64, name: &str, std: f32, len: usize, data: &mut Vec<f32>) {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -431,16 +431,16 @@ fn normal(seed: u64, name: &str, std: f32, len: usize, data: &mut Vec<f32>) {
     data.truncate(len);
 }
 
-/// The reference model's weights: frozen copies of what is trained, the policy's own tensors, without adapters, for the
-/// rest.
+/// A source for the reference model: frozen copies of the trained weights, and the policy's own tensors, without adapters, for
+/// the rest.
 pub struct ReferenceSource<'a> {
-    /// The policy's weights by published name.
+    /// Weights of the policy, keyed by published name.
     pub policy: &'a std::collections::HashMap<String, Arc<Param>>,
-    /// Whether the policy's head is its embedding.
+    /// Whether the policy's output head is its input embedding.
     pub tied: bool,
-    /// Files that weights may stay in.
+    /// Files in which weights may stay.
     pub files: Option<&'a WeightFiles>,
-    /// The weights handed out so far.
+    /// Weights that were requested so far.
     pub params: Vec<Arc<Param>>,
 }
 
@@ -470,7 +470,7 @@ impl WeightSource for ReferenceSource<'_> {
     }
 }
 
-/// Joins a file name from a checkpoint's index to its directory; a name that is not a plain file name is refused.
+/// Joins a file name from a checkpoint's index to its directory. Returns an error unless it is a plain file name.
 fn named_in(dir: &Path, name: &str) -> Result<PathBuf> {
     let plain = Path::new(name).components().count() == 1
         && matches!(Path::new(name).components().next(), Some(std::path::Component::Normal(_)));

@@ -1,4 +1,4 @@
-//! Writing weights in the published layout.
+//! Writes weights in the published layout.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -12,23 +12,23 @@ use safetensors::tensor::{Dtype, View};
 
 use crate::error::{ModelError, Result};
 
-/// Bytes of one shard at most, as the hub's own tools write them.
+/// Largest size of a shard in bytes, as in the tools of the Hugging Face Hub.
 const SHARD_BYTES: usize = 5_000_000_000;
 
-/// Writes `model.safetensors`, or shards with an index when the weights exceed 5 GB, into `dir`. Dtypes are those of
+/// Writes `model.safetensors`, or shards with an index if the weights exceed 5 GB, into `dir`. Dtypes are those of
 /// the weights in memory. Only one tensor at a time is copied.
 ///
-/// The files appear under their final names as they are written; a caller that needs atomicity writes into a
+/// The files have their final names while they are written. A caller that needs atomicity writes into a
 /// temporary directory and renames it.
 ///
 /// # Errors
-/// A directory that cannot be written, a full disk.
+/// Returns an error if the directory cannot be written or the disk is full.
 pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
     if let Some(param) = params.iter().find(|p| matches!(p.dtype(), ParamDtype::Quantised(_))) {
         return Err(ModelError::Checkpoint {
             dir: dir.to_path_buf(),
             what: format!(
-                "{} is quantised, and the published layout has no place for that; save the adapter, or merge it into \
+                "{} is quantised, which the published layout does not support; save the adapter, or merge it into \
                  the checkpoint it was trained on",
                 param.name()
             ),
@@ -70,14 +70,14 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
     fs::write(&path, format!("{index:#}\n")).map_err(ModelError::io(path))
 }
 
-/// Gives a file the mode that new files have here: the writer of safetensors makes them for their owner alone, whatever the
-/// umask says.
+/// Gives a file the mode of other new files in its directory. The safetensors library creates files that only their owner can
+/// read, whatever the umask.
 ///
 /// # Errors
-/// A directory that cannot be written.
+/// Returns an error if the directory cannot be written.
 #[cfg(unix)]
 pub fn share(path: &Path) -> Result<()> {
-    // The umask can only be read by setting it; a new file tells it without that.
+    // The umask can only be read by setting it, so the mode of a new file is read instead.
     let mut name = std::ffi::OsString::from(".mode-of-");
     name.push(path.file_name().unwrap_or_default());
     let probe = path.with_file_name(name);
@@ -86,10 +86,10 @@ pub fn share(path: &Path) -> Result<()> {
     fs::set_permissions(path, mode.permissions()).map_err(ModelError::io(path))
 }
 
-/// Gives a file the mode that new files have here; nothing to do on this system.
+/// Does nothing on this system, where files have no Unix mode.
 ///
 /// # Errors
-/// None.
+/// Never returns an error.
 #[cfg(not(unix))]
 pub fn share(_path: &Path) -> Result<()> {
     Ok(())

@@ -502,7 +502,11 @@ fn settings_choose_among_squares() {
 fn what_a_configuration_cannot_mean_is_an_error() {
     type Change = (&'static str, fn(&mut Value), &'static str);
     let refused: [Change; 9] = [
-        ("config.json", |c| c["text_config"]["moe_topk"] = 9.into(), "moe_topk is 9, moe_num_experts only 8"),
+        (
+            "config.json",
+            |c| c["text_config"]["moe_topk"] = 9.into(),
+            "moe_topk is 9, but moe_num_experts is only 8",
+        ),
         (
             "config.json",
             |c| c["text_config"]["moe_num_shared_experts"] = 0.into(),
@@ -517,7 +521,7 @@ fn what_a_configuration_cannot_mean_is_an_error() {
             "the key \"15\"; expected a square number of at most 64",
         ),
         ("config.json", |c| c["projector_patch_to_query_dict"] = serde_json::json!({}), "is empty"),
-        ("preprocessor_config.json", |c| c["max_image_size"] = 98.into(), "knows squares of [56, 112] px"),
+        ("preprocessor_config.json", |c| c["max_image_size"] = 98.into(), "supports squares of [56, 112] px"),
         ("preprocessor_config.json", |c| c["min_image_size"] = 113.into(), "min_image_size"),
     ];
     for (file, change, part) in refused {

@@ -206,7 +206,7 @@ fn frames_may_be_those_of_the_video_processor() {
         let why = other.family().check_settings(&settings).unwrap_err().to_string();
         assert!(
             why.contains("MediaSettings::rule has no effect")
-                && why.contains("video processor chooses no frames"),
+                && why.contains("video processor does not choose frames"),
             "{why}"
         );
     }
@@ -219,20 +219,20 @@ fn what_a_configuration_cannot_mean_is_an_error() {
         (
             "config.json",
             |c| c["vision_config"]["deepstack_visual_indexes"] = json!([0, 4]),
-            "deepstack_visual_indexes is [0, 4]; expected ascending numbers of the tower's 4 blocks, from 0",
+            "deepstack_visual_indexes is [0, 4]; expected ascending indices of the tower's 4 blocks, from 0",
         ),
         ("config.json", |c| c["vision_config"]["deepstack_visual_indexes"] = json!([2, 1]), "ascending"),
         (
             "config.json",
             |c| c["text_config"]["num_hidden_layers"] = 3.into(),
-            "names 3 blocks; the language model has only 3",
+            "lists 3 blocks; expected fewer than the 3 blocks",
         ),
         (
             "config.json",
             |c| c["vision_config"]["num_position_embeddings"] = 24.into(),
-            "num_position_embeddings is 24; expected the number of places of a square",
+            "num_position_embeddings is 24; expected a square number",
         ),
-        ("config.json", |c| c["vision_config"]["hidden_act"] = "silu".into(), "hidden_act \"silu\""),
+        ("config.json", |c| c["vision_config"]["hidden_act"] = "silu".into(), "hidden_act is \"silu\""),
         (
             "config.json",
             |c| c["text_config"]["rope_scaling"]["mrope_interleaved"] = false.into(),
@@ -243,7 +243,7 @@ fn what_a_configuration_cannot_mean_is_an_error() {
             |c| c["text_config"]["rope_scaling"]["mrope_section"] = json!([4, 2, 3]),
             "expected three sizes that sum to 8",
         ),
-        ("preprocessor_config.json", |c| c["patch_size"] = 14.into(), "the tower's [16, 2, 2]"),
+        ("preprocessor_config.json", |c| c["patch_size"] = 14.into(), "those of the tower are [16, 2, 2]"),
     ];
     for (file, change, part) in refused {
         let dir = TempDir::new().unwrap();

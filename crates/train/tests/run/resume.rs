@@ -590,7 +590,10 @@ fn a_checkpoint_that_is_written_to_stops_the_run() {
     };
     run(new("whole", None)).unwrap();
     let message = told(&run(new("touched", Some(2))).unwrap_err());
-    assert!(message.contains("model.safetensors was written to while its weights were in use"), "{message}");
+    assert!(
+        message.contains("model.safetensors was modified while the reference model read its weights"),
+        "{message}"
+    );
     assert_eq!(steps(&place.out("touched")), [1.0, 2.0]);
     assert_eq!(checkpoints(&place.out("touched")), ["checkpoint-1", "checkpoint-2"]);
     run(new("touched", None)).unwrap();

@@ -1,7 +1,7 @@
 //! `config.json` of Aria, as published for `transformers` and for the model's own code.
 //!
-//! Published files leave out width and heads of the tower and the epsilon of the language model's norms; the defaults of the
-//! `transformers` classes apply. The model's own code says an expert's width in `moe_intermediate_size` and does not read
+//! Published files omit width and heads of the tower and the epsilon of the language model's norms; the defaults of the
+//! `transformers` classes apply. The model's own code reads an expert's width from `moe_intermediate_size` and ignores
 //! `intermediate_size`.
 
 use std::collections::BTreeMap;
@@ -14,13 +14,13 @@ use crate::error::Result;
 /// A whole configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AriaConfig {
-    /// The language model.
+    /// Configuration of the language model.
     pub decoder: DecoderConfig,
-    /// The tower; its pictures' side is that of the position table.
+    /// Configuration of the tower; the side of its pictures is that of the position table.
     pub tower: PictureConfig,
-    /// Queries of the projector by patches of a square, the mask not considered.
+    /// Number of queries of the projector, keyed by the number of patches of a square, masked ones included.
     pub queries: BTreeMap<usize, usize>,
-    /// Id that stands for a feature.
+    /// Placeholder id of a feature.
     pub image_token: u32,
     /// Standard deviation of new weights.
     pub initializer_range: f32,
@@ -30,7 +30,7 @@ impl AriaConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// A missing or impossible field, by name.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let text = json.required_section("text_config")?;
         let mut decoder = DecoderConfig::parse(&text, json, TextDefaults::LLAMA)?;
@@ -40,12 +40,12 @@ impl AriaConfig {
             intermediate: text.size("moe_intermediate_size", Some(decoder.intermediate))?,
         };
         if experts.topk > experts.count {
-            let what = format!("moe_topk is {}, moe_num_experts only {}", experts.topk, experts.count);
+            let what = format!("moe_topk is {}, but moe_num_experts is only {}", experts.topk, experts.count);
             return Err(text.error(what));
         }
         let shared = text.size("moe_num_shared_experts", Some(2))?;
         let Some(intermediate) = experts.intermediate.checked_mul(shared) else {
-            return Err(text.error(format!("moe_num_shared_experts is {shared}: too many")));
+            return Err(text.error(format!("moe_num_shared_experts is {shared}, which is too large")));
         };
         decoder.intermediate = intermediate;
         decoder.experts = Some(experts);
@@ -61,7 +61,7 @@ impl AriaConfig {
         };
         let tower = PictureConfig::parse(&vision, &keys, 32)?;
         if tower.channels != 3 {
-            return Err(vision.error(format!("num_channels is {}; pictures have 3", tower.channels)));
+            return Err(vision.error(format!("num_channels is {}; expected 3", tower.channels)));
         }
         if let Some(other) = json.get("vision_feature_layer").filter(|layer| layer.as_i64() != Some(-1)) {
             return Err(json.error(format!("vision_feature_layer is {other}; only -1 is supported")));
@@ -80,20 +80,20 @@ impl AriaConfig {
         let key = if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
         let image_token = json.id(key, decoder.vocab)?.unwrap_or(9);
         if image_token as usize >= decoder.vocab {
-            return Err(
-                json.error(format!("{key} is missing, and {image_token} is not an id of the vocabulary"))
-            );
+            return Err(json.error(format!(
+                "{key} is missing, and its default {image_token} is outside the vocabulary"
+            )));
         }
         let initializer_range = text.spread("initializer_range", 0.02)?;
         Ok(Self { decoder, tower, queries, image_token, initializer_range })
     }
 
-    /// Patches along the side of a square.
+    /// Returns the number of patches along the side of a square.
     pub(super) fn grid(&self, side_px: usize) -> usize {
         side_px / self.tower.patch_px
     }
 
-    /// Features of a square of this side; `None` for a side the projector does not know.
+    /// Returns the number of features of a square of this side, or `None` if the projector does not support the side.
     #[must_use]
     pub fn tokens(&self, side_px: usize) -> Option<usize> {
         self.queries
@@ -102,19 +102,19 @@ impl AriaConfig {
             .filter(|_| side_px.is_multiple_of(self.tower.patch_px))
     }
 
-    /// Sides of squares that the projector knows, px, ascending.
+    /// Returns the sides of squares that the projector supports, in px, ascending.
     #[must_use]
     pub fn sides(&self) -> Vec<usize> {
         self.queries.keys().map(|patches| patches.isqrt() * self.tower.patch_px).collect()
     }
 
-    /// Rows of the projector's table of queries.
+    /// Returns the number of rows of the projector's table of queries.
     pub(super) fn max_queries(&self) -> usize {
         self.queries.values().copied().max().unwrap_or(1)
     }
 }
 
-/// A key of the projector's table: a number of patches that makes a square which the tower has positions for.
+/// Parses a key of the projector's table: a number of patches that form a square within the tower's position table.
 fn patches(table: &ConfigJson, key: &str, tower: &PictureConfig) -> Result<usize> {
     let number = key.parse::<usize>().ok();
     number.filter(|&n| n > 0 && n <= tower.num_patches() && n.isqrt().pow(2) == n).ok_or_else(|| {

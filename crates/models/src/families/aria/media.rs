@@ -13,32 +13,31 @@ use crate::error::{ModelError, Result};
 use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
-/// Reads media as one checkpoint's processor says.
+/// A reader that prepares media as one checkpoint's processor does.
 pub(super) struct MediaReader {
     pictures: AriaProcessor,
-    /// Whether images are split where a run does not say.
+    /// Whether images are split by default.
     splits: bool,
-    /// Sides of squares, px, and their tokens, ascending.
+    /// Sides of squares in px, with their numbers of tokens, ascending.
     sides: Vec<(u32, usize)>,
 }
 
-/// Sizes are those of squares, of which there are few.
+/// Ignored settings: pictures are squares of a few fixed sizes.
 pub(super) const IDLE: IdleSettings = IdleSettings {
     fields: &["image.min_pixels", "video.min_pixels", "video.total_pixels"],
     why: "its pictures are squares of fixed sizes; MediaSettings::image.max_pixels and MediaSettings::video.max_pixels choose among \
-          them, and MediaSettings::max_tiles above 1 splits images into as many",
+          them, and MediaSettings::max_tiles above 1 allows large images to be split",
 };
 
 impl MediaReader {
-    /// Takes sizes and normalisation from the processor file.
+    /// Reads sizes and normalisation from the processor file.
     pub fn open(dir: &Path, config: &AriaConfig) -> Result<Self> {
         let json = processor(dir)?;
         let side = json.size("max_image_size", Some(980))?;
         if config.tokens(side).is_none() {
             let sides = config.sides();
-            return Err(
-                json.error(format!("max_image_size is {side}; the projector knows squares of {sides:?} px"))
-            );
+            return Err(json
+                .error(format!("max_image_size is {side}; the projector supports squares of {sides:?} px")));
         }
         let sides = config.sides().into_iter().filter_map(|side| Some((side as u32, config.tokens(side)?)));
         for key in ["do_rescale", "do_normalize"] {
@@ -70,17 +69,17 @@ impl MediaReader {
         Ok(Self { pictures, splits: json.boolean("split_image", false)?, sides: sides.collect() })
     }
 
-    /// The largest square within a number of pixels; the smallest where none is.
+    /// Returns the side of the largest square within a number of pixels, or of the smallest square if none fits.
     fn side(&self, max_pixels: u64) -> u32 {
         let within = self.sides.iter().rev().find(|(side, _)| u64::from(side.pow(2)) <= max_pixels);
         within.or(self.sides.first()).map_or(self.pictures.side_px, |(side, _)| *side)
     }
 
-    /// The squares of an image or a video.
+    /// Returns the settings that cut an image or a video into squares.
     fn pictures(&self, medium: &MediumRef, settings: &MediaSettings) -> AriaProcessor {
         let mut own = self.pictures.clone();
         if medium.kind == MediumKind::Video {
-            // The smallest squares, as the model's authors show frames to it.
+            // Frames use the smallest squares by default, as in the code of the model's authors.
             let max_pixels = medium.options.or(&settings.video).max_pixels.unwrap_or(0);
             own.side_px = self.side(max_pixels);
             own.split.clear();
@@ -137,11 +136,14 @@ impl MediaReader {
         })
     }
 
-    /// Tokens of a square.
+    /// Returns the number of tokens of a square.
     pub fn tokens(&self, side_px: usize) -> Result<usize> {
         let known = self.sides.iter().find(|(side, _)| *side as usize == side_px);
         known.map(|(_, tokens)| *tokens).ok_or_else(|| {
-            ModelError::shape(format!("squares of {side_px} px; this projector knows {:?}", self.sides))
+            ModelError::shape(format!(
+                "squares of {side_px} px are unsupported; the projector supports {:?}",
+                self.sides
+            ))
         })
     }
 
@@ -173,7 +175,7 @@ impl MediaReader {
     }
 }
 
-/// The image processor: in `processor_config.json`, else `preprocessor_config.json`.
+/// Reads the image processor from `processor_config.json` or else `preprocessor_config.json`.
 fn processor(dir: &Path) -> Result<ConfigJson> {
     let nested = dir.join("processor_config.json");
     let nested = if nested.is_file() { ConfigJson::read(&nested)?.section("image_processor")? } else { None };

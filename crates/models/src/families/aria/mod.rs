@@ -1,7 +1,7 @@
-//! Aria: images and videos of masked patches, a language model of experts.
+//! Aria: images and videos of masked patches, and a language model with experts.
 //!
 //! Source: `transformers` 5.23 (`models/aria`, its tower in `models/idefics3`), the published checkpoints and rhymes-ai/Aria
-//! for names and defaults. Files may carry the names of either; a checkpoint is saved under those of `transformers`.
+//! for names and defaults. Files may use the names of either; a checkpoint is saved under the published names of `transformers`.
 
 mod config;
 mod media;
@@ -26,7 +26,7 @@ use crate::weights::WeightSource;
 const NAMES: DecoderNames =
     DecoderNames { model: "language_model.model.", head: "language_model.lm_head.weight" };
 
-/// Names of the model's own code, and of `transformers`' memory, as published.
+/// Prefixes in the model's own code or in the modules of `transformers`, each with the published prefix.
 const RENAMED: [(&str, &str); 5] = [
     ("vision_tower.vision_model.", "vision_tower."),
     ("multi_modal_projector.ln_ffn.", "multi_modal_projector.layer_norm."),
@@ -35,14 +35,14 @@ const RENAMED: [(&str, &str); 5] = [
     ("multi_modal_projector.cross_attn.ln_q.", "multi_modal_projector.cross_attn.layer_norm."),
 ];
 
-/// Names of fused experts: published, in memory.
+/// Names of fused experts, in published files and in the modules of `transformers`.
 const EXPERTS: [(&str, &str); 2] =
     [(".experts.fc1.weight", ".experts.gate_up_proj"), (".experts.fc2.weight", ".experts.down_proj")];
 
 /// Reads configuration and processor files.
 ///
 /// # Errors
-/// Missing or impossible fields.
+/// Returns an error if fields are missing or invalid.
 pub fn open(dir: &Path, json: &ConfigJson) -> Result<Roles> {
     let config = Arc::new(AriaConfig::parse(json)?);
     let media = media::MediaReader::open(dir, &config)?;
@@ -51,7 +51,7 @@ pub fn open(dir: &Path, json: &ConfigJson) -> Result<Roles> {
     Ok(Roles { processor, architecture: Arc::clone(&aria) as _, format: aria })
 }
 
-/// One checkpoint's configuration.
+/// Configuration of one checkpoint.
 struct Aria(Arc<AriaConfig>);
 
 impl Format for Aria {
@@ -89,7 +89,7 @@ impl Format for Aria {
             },
         };
         for (published, memory) in EXPERTS {
-            // A module's name lacks the ending.
+            // The name of a module does not end with `.weight`.
             for (ending, other) in [(published, memory), (published.trim_end_matches(".weight"), memory)] {
                 if let Some(start) = name.strip_suffix(ending) {
                     name = format!("{start}{other}");
@@ -99,7 +99,7 @@ impl Format for Aria {
         name
     }
 
-    /// A copy of a checkpoint for the model's own code says what `transformers` reads.
+    /// Rewrites the configuration of a checkpoint for the model's own code, so that `transformers` can read the saved copy.
     fn saved_config(&self, config: &mut Map<String, Value>) {
         config.remove("auto_map");
         if let Some(Value::Object(text)) = config.get_mut("text_config") {

@@ -1,4 +1,4 @@
-//! Media to squares, conversations to prompts.
+//! Converts media to squares, and conversations to prompts.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,11 +10,12 @@ use super::{AriaConfig, media};
 use crate::error::{ModelError, Result};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
 
-/// Text that a template writes for a picture, and the text around it.
+/// Text that a template writes for a picture.
 const MARKER: &str = "<|img|>";
+/// Text between the frames of a video.
 const BETWEEN: &str = "<fim_suffix><fim_prefix>";
 
-/// For a checkpoint that brings no template.
+/// Template for a checkpoint that does not contain one.
 const TEMPLATE: &str = include_str!("template.jinja");
 
 pub(super) struct AriaPrompts {
@@ -44,7 +45,7 @@ impl Processor for AriaPrompts {
         self.media.prepare(medium, settings)
     }
 
-    /// An image is all its squares between one pair of tags, each frame of a video has a pair of its own.
+    /// Returns all squares of an image between one pair of tags. Each frame of a video has its own pair.
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
         let [count, side] = shape.masked()?;
         let tokens = self.media.tokens(side)?;
@@ -63,8 +64,8 @@ impl Processor for AriaPrompts {
         vec![self.config.image_token]
     }
 
-    /// The published template knows images alone, and writes nothing for a video: it is made to write for it what it writes
-    /// for an image.
+    /// Reads the chat template. The published template supports only images and writes nothing for a video. It is changed to
+    /// write the same text for a video as for an image.
     fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
         let template = ChatTemplate::from_dir(dir)?;
         if template.origin() == TemplateOrigin::BuiltIn {
@@ -80,23 +81,23 @@ impl Processor for AriaPrompts {
         }
     }
 
-    /// In published vocabularies the end of a turn is no token but ordinary text, and stops as a string.
+    /// Returns the end of a turn, which is ordinary text in published vocabularies and stops as a string.
     fn stop_tokens(&self) -> &'static [&'static str] {
         &["<|im_end|>"]
     }
 }
 
 impl MediumShape {
-    /// Count and side of [`Self::Masked`].
+    /// Returns count and side of [`Self::Masked`].
     ///
     /// # Errors
-    /// Another shape.
+    /// Returns an error for another shape.
     pub(super) fn masked(&self) -> Result<[usize; 2]> {
         match self {
             Self::Masked { count, side_px } => Ok([*count, *side_px]),
-            other => {
-                Err(ModelError::shape(format!("this tower reads squares with masks, the medium is {other}")))
-            }
+            other => Err(ModelError::shape(format!(
+                "this tower expects squares with masks, but the medium is {other}"
+            ))),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The tower and the projector of Aria.
 //!
 //! Source: `transformers` 5.23 `models/idefics3/modeling_idefics3.py` (tower) and `models/aria/modeling_aria.py` (projector).
-//! Difference: patches without a real pixel are left out. There they are carried and hidden from every attention, so nothing
-//! ever reads what they become.
+//! Difference: patches without a real pixel are left out. The source computes them but masks them in every attention, so they
+//! affect no result.
 //!
 //! Shapes: `s` squares of `g × g` patches of which `h × w` are real, `t` real patches of all, `c` width of the tower, `q`
 //! queries of a square.
@@ -23,10 +23,10 @@ use crate::weights::{Init, Scope, WeightSource};
 const TOWER: &str = "vision_tower.";
 const PROJECTOR: &str = "multi_modal_projector.";
 
-/// Epsilon of the projector's norms: that of `torch.nn.LayerNorm`.
+/// Epsilon of the projector's norms, the default of `torch.nn.LayerNorm`.
 const PROJECTOR_EPS: f32 = 1e-5;
 
-/// Tower and projector.
+/// The vision tower and the projector.
 pub struct VisionTower {
     config: Arc<AriaConfig>,
     patch: Linear,
@@ -35,16 +35,16 @@ pub struct VisionTower {
     projector: Projector,
 }
 
-/// Learned queries that look at the patches of a square, and what maps them to the language model.
+/// Learned queries that attend to the patches of a square, and the layers that map the result to the language model.
 #[derive(Clone)]
 struct Projector {
     /// `[queries, c]`
     query: Arc<Param>,
     query_norm: Norm,
     patch_norm: Norm,
-    /// Projections of queries, keys and values, before [`Self::inner`].
+    /// Projections of queries, keys and values, applied before [`Self::inner`].
     outer: [Linear; 3],
-    /// `[3c, c]`: once more for queries, keys and values.
+    /// `[3c, c]`: second projection of queries, keys and values.
     inner: Linear,
     heads: AttentionHeads,
     out: Linear,
@@ -54,14 +54,14 @@ struct Projector {
     fc2: Linear,
 }
 
-/// Real patches of a square: rows and columns.
+/// Rows and columns of real patches in a square.
 type Real = [usize; 2];
 
 impl VisionTower {
     /// Builds tower and projector from a source of weights.
     pub fn build(config: &Arc<AriaConfig>, source: &mut dyn WeightSource) -> Result<Self> {
         let (tower, c, h) = (&config.tower, config.tower.sizes.hidden, config.decoder.hidden);
-        // Published files carry a norm that no feature goes through; the model's own code has none.
+        // Published files contain a norm that no feature goes through. The model's own code does not have it.
         let unused = format!("{TOWER}post_layernorm");
         let has_norm = source.has(&format!("{unused}.weight"));
         let mut weights = Scope::new(source, TOWER, Part::Vision);
@@ -103,10 +103,11 @@ impl VisionTower {
         Ok(Self { config: Arc::clone(config), patch, positions, blocks, projector })
     }
 
-    /// Squares with masks `[s, 4, side, side]` → the tower's output `[t, c]`, square by square and row by row.
+    /// Maps squares with masks `[s, 4, side, side]` to the tower's output `[t, c]`, square by square and row by row.
     ///
     /// # Errors
-    /// Numbers that do not fit the shape, a side the projector does not know, a square without a real pixel.
+    /// Returns an error if the values do not fit the shape, the projector does not support the side, or a square has no real
+    /// pixel.
     pub fn forward(&self, pixels: &[f32], shape: [usize; 2], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let [_, side] = shape;
         let real = self.real(pixels, shape)?;
@@ -134,7 +135,7 @@ impl VisionTower {
         self.blocks.forward(x, depth, AttentionLayout::full_blocks(&lengths), pass, tape)
     }
 
-    /// Tower output `[t, c]` → features `[s · q, h]`.
+    /// Maps tower output `[t, c]` to features `[s · q, h]`.
     pub fn project(
         &self,
         tower: &Var,
@@ -147,7 +148,10 @@ impl VisionTower {
         let lengths: Vec<usize> = self.real(pixels, shape)?.iter().map(|[h, w]| h * w).collect();
         let (queries, patches) = (self.queries(side)?, lengths.iter().sum::<usize>());
         if tower.rows().rows() != patches {
-            let what = format!("a tower output of {} rows for {patches} patches", tower.rows().rows());
+            let what = format!(
+                "the tower output has {} rows; expected {patches}, one per patch",
+                tower.rows().rows()
+            );
             return Err(ModelError::shape(format!("projector: {what}")));
         }
         let ids: Vec<Option<u32>> = (0..count * queries).map(|row| Some((row % queries) as u32)).collect();
@@ -178,21 +182,23 @@ impl VisionTower {
     fn queries(&self, side: usize) -> Result<usize> {
         self.config.tokens(side).ok_or_else(|| {
             let sides = self.config.sides();
-            ModelError::shape(format!("vision tower: squares of {side} px; the projector knows {sides:?} px"))
+            ModelError::shape(format!(
+                "vision tower: squares of {side} px are unsupported; the projector supports {sides:?} px"
+            ))
         })
     }
 
-    /// Real patches of each square: those of which any pixel is real.
+    /// Returns the real patches of each square, those with at least one real pixel.
     fn real(&self, pixels: &[f32], [count, side]: [usize; 2]) -> Result<Vec<Real>> {
         self.queries(side)?;
         let (plane, patch) = (side * side, self.config.tower.patch_px);
         if count == 0 || pixels.len() != count * 4 * plane {
-            let what = format!("{} numbers for {count} squares of {side} px with masks", pixels.len());
+            let what = format!("got {} values for {count} squares of {side} px with masks", pixels.len());
             return Err(ModelError::shape(format!("vision tower: {what}")));
         }
         let squares = pixels.chunks_exact(4 * plane).map(|square| {
             let mask = &square[3 * plane..];
-            // A mask is a rectangle from the corner.
+            // The real pixels form a rectangle that starts at the first corner.
             let width = mask[..side].iter().take_while(|&&m| m > 0.0).count();
             let height = mask.chunks_exact(side).take_while(|row| row[0] > 0.0).count();
             [height.div_ceil(patch), width.div_ceil(patch)]
@@ -200,13 +206,14 @@ impl VisionTower {
         let real: Vec<Real> = squares.collect();
         match real.iter().all(|[h, w]| h * w > 0) {
             true => Ok(real),
-            false => Err(ModelError::shape("vision tower: a square without a real pixel")),
+            false => Err(ModelError::shape("vision tower: a square has no real pixel")),
         }
     }
 }
 
-/// The place on an axis of `table` learned positions of patch `i` of `count`, by the rule that the tower was trained with:
-/// `searchsorted(boundaries, i · (1 / count), right)`, all in f32, whose rounding matters where a patch falls on a boundary.
+/// Returns the index, among `table` learned positions of an axis, for patch `i` of `count`. The rule is that of the tower's
+/// training: `searchsorted(boundaries, i · (1 / count), right)`. All values are f32, since rounding matters if a patch falls on a
+/// boundary.
 fn bucket(i: usize, count: usize, table: usize) -> usize {
     let fraction = (i as f32 * (1.0 / count as f32)).min((1.0 - 1e-6) as f32);
     let step = 1.0 / table as f64;
@@ -214,8 +221,8 @@ fn bucket(i: usize, count: usize, table: usize) -> usize {
     (0..table - 1).take_while(|&k| boundary(k) <= fraction).count()
 }
 
-/// Attention of queries over patches. Its input has, one below the other, rows of queries, of patches as keys, and of
-/// patches as values, each projected to `[queries | keys | values]` by one weight: a third of each is read.
+/// Attention of queries over patches. Its input consists of rows of queries, then of patches as keys, then of patches as values.
+/// One weight projects every row to `[queries | keys | values]`, and only one third of each row is used.
 #[derive(Clone)]
 struct CrossAttention {
     heads: AttentionHeads,
@@ -224,7 +231,7 @@ struct CrossAttention {
     patches: usize,
 }
 
-/// Arrays that attention keeps: its packed input, its output and log-sum-exps.
+/// Arrays that attention keeps: its packed input, its output and the log-sum-exps.
 struct Attended {
     packed: Rows,
     out: Rows,
@@ -238,7 +245,7 @@ impl Kept for Attended {
 }
 
 impl CrossAttention {
-    /// `queries` of each square over that square's patches.
+    /// Creates attention of `queries` queries per square over the patches of that square.
     fn new(heads: AttentionHeads, queries: usize, lengths: &[usize]) -> Self {
         let all = queries * lengths.len();
         let mut start = all;
@@ -251,7 +258,8 @@ impl CrossAttention {
         Self { heads, layout: Arc::new(layout.into()), queries: all, patches: lengths.iter().sum() }
     }
 
-    /// Returns the places of queries, keys and values in the input: their rows and columns, and their rows as attention packs them.
+    /// Returns the places of queries, keys and values: the rows and columns in the input, and the first row in the packed
+    /// attention input.
     fn places(&self) -> [(Range<usize>, Range<usize>, usize); 3] {
         let (c, q, p) = (self.heads.q_width(), self.queries, self.patches);
         [(0..q, 0..c, 0), (q..q + p, c..2 * c, q), (q + p..q + 2 * p, 2 * c..3 * c, q)]
@@ -297,7 +305,7 @@ impl Op for CrossAttention {
 mod tests {
     use super::*;
 
-    /// Every number of patches along 70 positions, as `transformers` places them
+    /// Checks all numbers of patches along 70 positions against `transformers`
     /// (`tools/goldens/make_aria.py`).
     #[test]
     fn buckets_equal_transformers() {
@@ -308,7 +316,7 @@ mod tests {
             let got: Vec<usize> = (0..count).map(|i| bucket(i, count, 70)).collect();
             assert_eq!(got, want, "{count} patches");
         }
-        // Where f32 differs from exact arithmetic.
+        // At this index, f32 differs from exact arithmetic.
         assert_ne!(bucket(5, 25, 70), 5 * 70 / 25);
     }
 }

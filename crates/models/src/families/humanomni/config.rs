@@ -1,8 +1,8 @@
 //! `config.json` of HumanOmni and R1-Omni, and of the three encoders that come with it.
 //!
-//! The towers and BERT are models of their own: keys of the configuration name their directories. A name is looked for as
-//! it stands, in the checkpoint directory and beside it. For the published names a missing directory is replaced by the
-//! published sizes, since the weights may be in the checkpoint itself.
+//! The towers and BERT are separate models: keys of the configuration name their directories. A name is looked up as a path, in
+//! the checkpoint directory and next to it. If a directory with a published name is missing, the published sizes are used, since
+//! the weights may be in the checkpoint itself.
 
 use std::path::{Path, PathBuf};
 
@@ -15,78 +15,78 @@ use crate::encoders::siglip::SiglipConfig;
 use crate::encoders::whisper::WhisperConfig;
 use crate::error::Result;
 
-/// Keys of `config.json` that name the vision tower, the audio tower and BERT. The last is this program's; the original
-/// reads an environment variable.
+/// Keys of `config.json` that name the vision tower, the audio tower and BERT. The last key exists only in this program; the
+/// original reads an environment variable.
 pub const TOWER_KEYS: [&str; 3] = ["mm_vision_tower", "mm_audio_tower", "mm_text_tower"];
 
-/// The name of BERT where the configuration has none.
+/// Name of BERT if the configuration has none.
 const BERT: &str = "bert-base-uncased";
 
 /// Sizes of the visual projector.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProjectorConfig {
-    /// Blocks before and after the 3-D convolution.
+    /// Number of blocks before, and after, the 3-D convolution.
     pub depth: usize,
-    /// Cells of zeros around a frame under the 3-D convolution.
+    /// Cells of zero padding around a frame in the 3-D convolution.
     pub padding: usize,
     /// Width of the tower.
     pub tower_width: usize,
     /// Width of the language model.
     pub hidden: usize,
-    /// Side of the tower's grid.
+    /// Side of the tower's grid, in patches.
     pub side: usize,
-    /// Whether the dynamic compressor thins out the result.
+    /// Whether the dynamic compressor reduces the number of tokens.
     pub compress: bool,
 }
 
 impl ProjectorConfig {
-    /// Side of the output's grid.
+    /// Returns the side of the output's grid.
     #[must_use]
     pub fn out_side(&self) -> usize {
         (self.side + 2 * self.padding).saturating_sub(2) / 2 + 1
     }
 }
 
-/// An encoder and where its files are.
+/// An encoder and the directory of its files.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Component<T> {
     /// Sizes of the tower.
     pub config: T,
-    /// Directory of the tower, if there is one.
+    /// Directory of the tower, if it exists.
     pub dir: Option<PathBuf>,
 }
 
-/// How the original GRPO code and everything else in the project write a prompt.
+/// Form of prompts. The original GRPO code uses another form than the rest of the original project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PromptForm {
-    /// That of supervised training and inference.
+    /// Form of supervised training and inference.
     Sft,
-    /// That of the original GRPO trainer: an empty Qwen2-VL video before the media.
+    /// Form of the original GRPO trainer: an empty Qwen2-VL video before the media.
     R1OmniGrpo,
 }
 
 /// A whole HumanOmni configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HumanOmniConfig {
-    /// The language model.
+    /// Configuration of the language model.
     pub decoder: DecoderConfig,
-    /// The visual projector.
+    /// Configuration of the visual projector.
     pub projector: ProjectorConfig,
     /// The vision tower.
     pub vision: Component<SiglipConfig>,
-    /// Blocks of the vision tower that run.
+    /// Number of blocks of the vision tower that run.
     pub vision_blocks: usize,
     /// The audio tower; a checkpoint may have none.
     pub audio: Option<Component<WhisperConfig>>,
     /// Encoder of the question.
     pub text: Component<BertConfig>,
-    /// Frames of a video.
+    /// Number of frames of a video.
     pub num_frames: usize,
-    /// Whether frames become square by padding; else by stretching.
+    /// Whether frames become square by padding; otherwise they are stretched.
     pub pad: bool,
-    /// Whether media stand between markers.
+    /// Whether media are enclosed in markers.
     pub markers: bool,
-    /// How prompts are written.
+    /// Form of prompts.
     pub form: PromptForm,
     /// Standard deviation of new weights.
     pub initializer_range: f32,
@@ -96,7 +96,7 @@ impl HumanOmniConfig {
     /// Reads the configuration of the checkpoint in `dir`.
     ///
     /// # Errors
-    /// A missing or impossible field, by name.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(dir: &Path, json: &ConfigJson) -> Result<Self> {
         let decoder = DecoderConfig::parse(json, json, TextDefaults::QWEN2)?;
         let text = |key: &str, default: &'static str| -> Result<String> {
@@ -136,13 +136,14 @@ impl HumanOmniConfig {
             compress: json.boolean("mm_dynamic_compressor", false)?,
         };
         if json.size("mm_hidden_size", Some(projector.tower_width))? != projector.tower_width {
-            let what = format!("mm_hidden_size is not the vision tower's width {}", projector.tower_width);
+            let what =
+                format!("mm_hidden_size differs from the vision tower's width {}", projector.tower_width);
             return Err(json.error(what));
         }
         if projector.out_side() != projector.side.div_ceil(2) {
             return Err(json.error(format!(
-                "mm_projector_type {kind:?} makes {0}×{0} cells of the vision tower's {1}×{1}, its face branch {2}×{2}; \
-                 the branches can only be mixed where these agree",
+                "mm_projector_type {kind:?} reduces the vision tower's {1}×{1} cells to {0}×{0}, but its face branch to {2}×{2}; \
+                 all branches must have the same size",
                 projector.out_side(),
                 projector.side,
                 projector.side.div_ceil(2)
@@ -185,7 +186,7 @@ impl HumanOmniConfig {
     }
 }
 
-/// An encoder named by `key`.
+/// Finds the encoder that `key` names.
 fn component<T>(
     dir: &Path,
     json: &ConfigJson,
@@ -203,20 +204,20 @@ fn component<T>(
     match published(short) {
         Some(sizes) => Ok(Component { config: parse(&json.with_object(sizes))?, dir: None }),
         None => Err(json.error(format!(
-            "{key} names {name:?}, which is neither a directory nor one in the checkpoint or beside it; give one with \
+            "{key} is {name:?}, which was not found as a path, in the checkpoint directory or next to it; give the directory with \
              FamilyOption::{}",
             option(key)
         ))),
     }
 }
 
-/// The option that gives the directory of an encoder.
+/// Returns the option that gives the directory of an encoder.
 pub(super) fn option(key: &str) -> &'static str {
     super::OPTIONS.iter().find(|option| option.key == key).map_or("", |option| option.name)
 }
 
-/// The directory of an encoder that a configuration names: as it stands where it is absolute, in the checkpoint
-/// directory, or beside it under its last component.
+/// Finds the directory of an encoder that a configuration names. An absolute path is used as it is, and a relative name is looked
+/// up in the checkpoint directory. If that fails, the last component is looked up next to the checkpoint directory.
 #[must_use]
 pub fn find_tower(dir: &Path, name: &str) -> Option<PathBuf> {
     let given = Path::new(name);
@@ -230,7 +231,7 @@ pub fn find_tower(dir: &Path, name: &str) -> Option<PathBuf> {
     places.into_iter().flatten().find(|place| place.join("config.json").is_file())
 }
 
-/// Sizes of the encoders that published checkpoints name.
+/// Returns the configuration of an encoder that published checkpoints name.
 fn published(name: &str) -> Option<serde_json::Value> {
     Some(match name {
         "siglip-base-patch16-224" => json!({"hidden_size": 768}),

@@ -1,9 +1,9 @@
 //! Media of HumanOmni: a fixed number of square frames, thirty seconds of sound.
 //!
-//! Source: HumanMLLM/HumanOmni `humanomni/mm_utils.py`. Frames are the middles of equal shares of the clip. The sound
-//! of a clip is a medium of its own beside its frames, as another tower reads it. Differences: training, evaluation and
-//! generation prepare frames alike (the original stretches them at inference); sound that cannot be read is an error
-//! of the row, not silence, unless the run asks for silence.
+//! Source: HumanMLLM/HumanOmni `humanomni/mm_utils.py`. Each frame is the middle of one of several equal parts of the clip. The
+//! sound of a clip is a separate medium beside its frames, as another tower reads it. Differences: training, evaluation and
+//! generation prepare frames in the same way (the original stretches them at inference). Unreadable sound is an error of the row,
+//! unless the run replaces it by silence.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ use crate::error::{ModelError, Result};
 use crate::families::frames::file;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sound};
 
-/// Pictures of these models are squares of the tower's size, and a clip is a fixed number of them.
+/// Ignored settings: pictures of these models are squares of the tower's size, and a clip has a fixed number of them.
 pub(super) const IDLE: IdleSettings = IdleSettings {
     fields: &[
         "max_tiles",
@@ -35,7 +35,7 @@ pub(super) const IDLE: IdleSettings = IdleSettings {
         "rule",
         "base_interval_secs",
     ],
-    why: "pictures have the size of its tower, and MediaSettings::video.nframes is the number of frames of a clip",
+    why: "its pictures always have the size of its tower, and MediaSettings::video.nframes sets the number of frames of a clip",
 };
 
 /// Returns the error of a checkpoint without an audio tower for sound.
@@ -46,7 +46,7 @@ pub(super) fn no_audio_tower() -> ModelError {
     }
 }
 
-/// Reads media as one checkpoint's towers expect them.
+/// A reader that prepares media for one checkpoint's towers.
 pub(super) struct MediaReader {
     pictures: SiglipProcessor,
     mel: Option<LogMel>,
@@ -54,7 +54,7 @@ pub(super) struct MediaReader {
 }
 
 impl MediaReader {
-    /// Reads the processor files of the towers; the published processors where there are none.
+    /// Reads the processor files of the towers. A missing file is replaced by the published processor.
     pub(super) fn open(config: &HumanOmniConfig) -> Result<Self> {
         let file = |dir: &Option<std::path::PathBuf>| {
             dir.as_deref()
@@ -79,7 +79,7 @@ impl MediaReader {
                 let expected = (audio.config.num_mels, 2 * audio.config.num_positions);
                 if got != expected {
                     return Err(ModelError::shape(format!(
-                        "the audio processor makes {}×{} spectrograms, the audio tower reads {}×{} (bands × frames)",
+                        "the audio processor produces {}×{} spectrograms, but the audio tower expects {}×{} (bands × frames)",
                         got.0, got.1, expected.0, expected.1
                     )));
                 }
@@ -140,7 +140,8 @@ impl MediaReader {
         self.mel.as_ref().ok_or_else(no_audio_tower)
     }
 
-    /// `nframes` of the row or the run instead of the checkpoint's number; a rate is not what these models were made for.
+    /// Requests `nframes` of the row or the run, or else the checkpoint's number of frames. A frame rate is unsupported, because
+    /// these models were not trained with one.
     fn video_request(
         &self,
         medium: &MediumRef,
@@ -155,13 +156,13 @@ impl MediaReader {
         if own.fps.is_some() && !listed {
             return Err(ModelError::MediumOptions {
                 kind: medium.kind,
-                what: "fps asks for frames by rate; this family takes a fixed number, nframes",
+                what: "fps requests frames at a rate; this family reads a fixed number of frames, nframes",
             });
         }
         if own.video_start.or(own.video_end).is_some() {
             return Err(ModelError::MediumOptions {
                 kind: medium.kind,
-                what: "video_start and video_end ask for a part of the clip; this family takes whole clips",
+                what: "video_start and video_end request a part of the clip; this family reads only whole clips",
             });
         }
         let num_frames = own.nframes.or(settings.video.nframes).map_or(self.num_frames, |n| n as usize);

@@ -1,15 +1,15 @@
 //! HumanOmni and R1-Omni: video and sound.
 //!
-//! A SigLIP tower reads the frames, a Whisper encoder the sound, a BERT the question; three branches over the frames are
-//! mixed by what BERT made of it (see `projector`). The language model is a Qwen2 with plain positions.
-//! Source: arXiv 2501.15111, 2503.05379; HumanMLLM/HumanOmni and HumanMLLM/R1-Omni.
+//! A SigLIP tower reads the frames, a Whisper encoder the sound, a BERT the question. The output of BERT determines the mixture
+//! of three branches over the frames (see `projector`). The language model is a Qwen2 with plain positions. Source: arXiv
+//! 2501.15111, 2503.05379; HumanMLLM/HumanOmni and HumanMLLM/R1-Omni.
 //!
-//! Prompts are those of supervised training and inference: the model's own chat template, media in the order of the
-//! conversation between markers that are ordinary text. A line break stands behind each medium that the row does not place.
-//! Differences from the original: BERT reads the text of the question alone, everywhere; rows may have any of video,
-//! image, sound and text; nothing is encoded for a medium that is not there. BERT has no dropout.
+//! Prompts are those of supervised training and inference: the model's own chat template, with media in the order of the
+//! conversation between markers that are ordinary text. A line break follows each medium that the row does not place.
+//! Differences from the original: BERT always reads only the text of the question; rows may have any of video,
+//! image, sound and text; nothing is encoded for an absent medium. BERT has no dropout.
 //!
-//! Towers may be in the checkpoint or in directories of their own. What is in the checkpoint wins.
+//! Towers may be in the checkpoint or in separate directories. Weights in the checkpoint take precedence.
 
 mod config;
 mod media;
@@ -41,19 +41,19 @@ const VISION: &str = "model.vision_tower.vision_tower.vision_model.";
 const AUDIO: &str = "model.audio_tower.audio_tower.encoder.";
 const TEXT: &str = "model.bert_model.";
 
-/// Markers around media. They are no tokens of the vocabulary: each becomes several.
+/// Markers around media. They are not tokens of the vocabulary; each is encoded as several tokens.
 pub const MARKERS: [(MediumKind, [&str; 2]); 3] = [
     (MediumKind::Image, ["<im_start>", "<im_end>"]),
     (MediumKind::Video, ["<vi_start>", "<vi_end>"]),
     (MediumKind::Audio, ["<au_start>", "<au_end>"]),
 ];
 
-/// Where media stand in text. The original gives each an id outside the vocabulary (−200 to −202); here positions of
-/// features hold id 0, whose embedding is never used.
+/// Placeholders of media in text. The original gives each an id outside the vocabulary (−200 to −202). Here, positions of
+/// features have id 0, whose embedding is never used.
 pub const PLACEHOLDERS: [(MediumKind, &str); 3] =
     [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>"), (MediumKind::Audio, "<audio>")];
 
-/// Where the encoders are, and two switches.
+/// Options for the directories of the encoders, and two switches.
 pub const OPTIONS: &[FamilyOption] = &[
     FamilyOption { name: "vision_tower", key: TOWER_KEYS[0], holds: OptionKind::Directory(None) },
     FamilyOption { name: "audio_tower", key: TOWER_KEYS[1], holds: OptionKind::Directory(None) },
@@ -66,13 +66,13 @@ pub const OPTIONS: &[FamilyOption] = &[
     FamilyOption { name: "prompt_form", key: "prompt_form", holds: OptionKind::Value },
 ];
 
-/// Frames of a video where the configuration does not say.
+/// Default number of frames of a video.
 pub const NUM_FRAMES: usize = 8;
 
 /// Reads the configuration of a checkpoint and of its towers.
 ///
 /// # Errors
-/// Missing or impossible files and fields.
+/// Returns an error if files or fields are missing or invalid.
 pub fn open(dir: &Path, json: &ConfigJson) -> Result<Roles> {
     let config = Arc::new(HumanOmniConfig::parse(dir, json)?);
     if config.form == PromptForm::R1OmniGrpo {
@@ -96,8 +96,8 @@ pub fn open(dir: &Path, json: &ConfigJson) -> Result<Roles> {
 }
 
 impl Format for HumanOmniConfig {
-    /// Towers as `transformers` names them in the checkpoint's own wrappers; what belongs to parts that are never run
-    /// (Whisper's classifier) is no weight here.
+    /// Maps the keys of towers, which have the names of `transformers` inside the checkpoint's own wrappers. Parts that never run
+    /// (Whisper's classifier) are not weights here.
     fn published_name(&self, key: &str) -> Option<String> {
         if key.ends_with("rotary_emb.inv_freq") {
             return None;
@@ -129,7 +129,7 @@ impl Format for HumanOmniConfig {
         list
     }
 
-    /// The directories of the towers as absolute paths, so that the copy finds them.
+    /// Writes the directories of the towers as absolute paths, so that the saved copy finds them.
     fn saved_config(&self, config: &mut Map<String, Value>) {
         let dirs = [
             self.vision.dir.as_ref(),
@@ -171,7 +171,8 @@ impl Architecture for HumanOmniConfig {
         for name in ["query", "key"] {
             let name = format!("model.feature_compressor.vlm_{name}_projector");
             if source.has(&format!("{name}.weight")) {
-                // Made by the compressor's constructor, used by no code; carried so that a checkpoint is saved as it was.
+                // The compressor's constructor creates this parameter, but no code uses it. It is loaded so that a saved
+                // checkpoint is complete.
                 let shape = [256, config.projector.tower_width];
                 source.get(&format!("{name}.weight"), Part::Projector, &shape, Init::Normal)?;
                 source.get(&format!("{name}.bias"), Part::Projector, &shape[..1], Init::Zeros)?;
@@ -195,7 +196,7 @@ impl Architecture for HumanOmniConfig {
     }
 }
 
-/// A source that remembers what it gave.
+/// A source that records the weights it returns.
 struct Recorded<'s> {
     source: &'s mut dyn WeightSource,
     params: Vec<Arc<Param>>,
@@ -217,7 +218,7 @@ impl WeightSource for Recorded<'_> {
     }
 }
 
-/// The towers and projectors of HumanOmni.
+/// Towers and projectors of HumanOmni.
 struct HumanOmniEncoder {
     vision: siglip::Siglip,
     vision_blocks: usize,

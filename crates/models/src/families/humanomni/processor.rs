@@ -1,4 +1,4 @@
-//! Media to frames and spectrograms, conversations to prompts, questions to what BERT reads.
+//! Converts media to frames and spectrograms, conversations to prompts, and questions to the input of BERT.
 
 use std::sync::Arc;
 
@@ -11,16 +11,16 @@ use super::{MARKERS, PLACEHOLDERS, media};
 use crate::error::{ModelError, Result};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
 
-/// Written at the positions of features.
+/// Token id at the positions of features.
 const FEATURE_ID: u32 = 0;
 
-/// Text that the original GRPO trainer's template leaves in front of the media: a video of Qwen2-VL without features.
+/// Text that the original GRPO trainer's template leaves before the media: a video of Qwen2-VL without features.
 const EMPTY_QWEN_VIDEO: &str = "<|vision_start|><|video_pad|><|vision_end|>";
 
 pub(super) struct HumanOmniProcessor {
     pub(super) config: Arc<HumanOmniConfig>,
     pub(super) media: media::MediaReader,
-    /// BERT's, if its directory has one.
+    /// Tokenizer of BERT, if its directory has one.
     pub(super) tokenizer: Option<Tokenizer>,
 }
 
@@ -76,7 +76,7 @@ impl Processor for HumanOmniProcessor {
         Vec::new()
     }
 
-    /// A line break behind every medium, where the row has not put white space there itself.
+    /// Adds a line break between a medium and the next part, unless the row already has white space there.
     fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
         let mut turns = turns.to_vec();
         for turn in &mut turns {
@@ -99,7 +99,7 @@ impl Processor for HumanOmniProcessor {
         turns
     }
 
-    /// The text of the last user turn, framed and cut to what BERT can read.
+    /// Encodes the text of the last user turn with BERT's special tokens, truncated to the length that BERT supports.
     fn instruction_ids(&self, turns: &[Turn]) -> Result<Vec<u32>> {
         let Some(turn) = turns.iter().rev().find(|turn| turn.role == Role::User) else {
             return Ok(Vec::new());

@@ -1,14 +1,14 @@
-//! Projectors from tower features to the language model: three branches over the frames of a clip, mixed by the
+//! Projectors from tower features to the language model: three branches over the frames of a clip, mixed according to the
 //! question, and a small one for sound.
 //!
 //! * `video` and `body`: RegNet blocks, a 3-D convolution that halves height and width, RegNet blocks, two layers.
 //! * `face`: two layers per patch, then bilinear interpolation to the same grid.
-//! * The gate: the \[CLS\] row of a BERT that read the question, two layers, softmax over the branches.
+//! * The gate: the \[CLS\] row of a BERT that reads the question, two layers, softmax over the branches.
 //! * Sound: the mean of three consecutive rows, two layers.
 //!
 //! Source: HumanMLLM/HumanOmni and HumanMLLM/R1-Omni, `humanomni/model/{projector,humanomni_arch}.py`; the blocks are
 //! `timm`'s `regnet.Bottleneck` with `LayerNormAct2d`. The branches are channels-last here, so that a 1×1 convolution is
-//! a linear layer and the norm over channels is one over a row.
+//! a linear layer and the norm over channels is a norm over a row.
 //!
 //! Shapes: `t` frames, `s` side of the tower's grid, `o` side of the output's, `c` tower width, `h` language model width.
 
@@ -22,16 +22,16 @@ use super::config::ProjectorConfig;
 use crate::error::Result;
 use crate::weights::{Init, Scope, WeightSource};
 
-/// Epsilon of `LayerNormAct2d`, whatever norm the stage requests.
+/// Epsilon of `LayerNormAct2d`, which ignores the norm that the stage requests.
 const NORM_EPS: f32 = 1e-5;
 
-/// Width between the two layers of the gate, the same for every size of model.
+/// Width between the two layers of the gate, the same for models of all sizes.
 const GATE_WIDTH: usize = 3584;
 
-/// Rows of the audio tower that become one token.
+/// Number of rows of the audio tower per token.
 const AUDIO_POOL: usize = 3;
 
-/// `name.0`, GELU, `name.2`.
+/// A two-layer perceptron: `name.0`, GELU, `name.2`.
 struct Mlp {
     first: Linear,
     second: Linear,
@@ -52,7 +52,7 @@ impl Mlp {
     }
 }
 
-/// A layer that carries no adapter, with a published weight of this shape.
+/// Returns a layer that takes no adapter, with a published weight of this shape.
 fn plain(weights: &mut Scope, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
     weights.convolution(name, shape, bias)
 }
@@ -92,7 +92,7 @@ impl Block {
         })
     }
 
-    /// `[t · side², in] → [t · side², out]`; `means` averages each frame.
+    /// Maps `[t · side², in]` to `[t · side², out]`; `means` averages each frame.
     fn forward(&self, x: &Var, side: usize, means: &Arc<Mix>, pass: &Pass, tape: &mut Tape) -> OpResult<Var> {
         let y = tape.linear(x, &self.conv1, pass)?;
         let y = tape.norm(&y, &self.norm1)?;
@@ -160,7 +160,7 @@ impl Branch {
     }
 }
 
-/// Which rows go where, for one number of frames.
+/// Row indices and mixtures for one number of frames.
 pub(super) struct Plan {
     side: usize,
     out_side: usize,
@@ -186,14 +186,14 @@ impl Plan {
     }
 }
 
-/// The mean of each frame.
+/// Returns the mixture that computes the mean of each frame.
 fn frame_means(frames: usize, side: usize) -> RowMix {
     let cells = (side * side) as u32;
     RowMix::means((0..frames as u32).map(|t| (t * cells..(t + 1) * cells).collect()))
 }
 
-/// The 2×2×2 windows of the 3-D convolution: stride 1 in time after one frame of zeros, so that frame `t` sees `t − 1` and
-/// itself, and stride 2 in space. The original also pads at the end and drops what comes out of it.
+/// Returns the 2×2×2 windows of the 3-D convolution. The stride is 2 in space and 1 in time, with one frame of zeros before the
+/// clip, so that frame `t` sees `t − 1` and itself. The original also pads at the end and drops the results.
 fn sampler_patches(config: &ProjectorConfig, frames: usize) -> Patches {
     let (side, out) = (config.side, config.out_side());
     let mut sources = Vec::with_capacity(frames * out * out * 8);
@@ -212,7 +212,7 @@ fn sampler_patches(config: &ProjectorConfig, frames: usize) -> Patches {
     Patches { sources, taps: 8 }
 }
 
-/// Bilinear interpolation of each frame between cell centres (`align_corners=False`).
+/// Returns the bilinear interpolation of each frame between cell centres (`align_corners=False`).
 fn bilinear(frames: usize, side: usize, out: usize) -> RowMix {
     let axis: Vec<[(usize, f32); 2]> = (0..out)
         .map(|i| {
@@ -237,7 +237,8 @@ fn bilinear(frames: usize, side: usize, out: usize) -> RowMix {
     mix
 }
 
-/// The dynamic compressor: all frames at half the side, then every fourth frame from the second on as it is.
+/// Returns the mixture of the dynamic compressor: all frames at half the side, then every fourth frame, from the second, at full
+/// size.
 fn slow_and_fast(frames: usize, side: usize) -> RowMix {
     let half = side / 2;
     let at = |t: usize, y: usize, x: usize| ((t * side + y) * side + x) as u32;
@@ -250,7 +251,7 @@ fn slow_and_fast(frames: usize, side: usize) -> RowMix {
     RowMix::means(fast.chain(slow))
 }
 
-/// Tokens of `frames` frames.
+/// Returns the number of tokens of `frames` frames.
 pub(super) fn num_tokens(config: &ProjectorConfig, frames: usize) -> usize {
     let cells = |side: usize| side * side;
     match config.compress {
@@ -261,12 +262,12 @@ pub(super) fn num_tokens(config: &ProjectorConfig, frames: usize) -> usize {
     }
 }
 
-/// The frames that the dynamic compressor keeps as they are.
+/// Returns the frames that the dynamic compressor keeps at full size.
 fn slow_frames(frames: usize) -> impl Iterator<Item = usize> {
     (usize::from(frames > 1)..frames).step_by(4)
 }
 
-/// The three branches and their gate.
+/// The three visual branches and their gate.
 pub(super) struct VisualProjector {
     video: Branch,
     body: Branch,
@@ -275,7 +276,7 @@ pub(super) struct VisualProjector {
 }
 
 impl VisualProjector {
-    /// Builds the projector. `text_width` is that of the BERT whose output steers it.
+    /// Builds the projector. `text_width` is the width of the BERT whose output controls the gate.
     pub(super) fn build(
         config: &ProjectorConfig,
         text_width: usize,
@@ -291,7 +292,7 @@ impl VisualProjector {
         Ok(Self { video, body, face, gate })
     }
 
-    /// Tower features `[t · s², c]` and the question `[1, text width]` → `[tokens, h]`.
+    /// Maps tower features `[t · s², c]` and the question `[1, text width]` to `[tokens, h]`.
     pub(super) fn forward(
         &self,
         x: &Var,
@@ -314,7 +315,7 @@ impl VisualProjector {
     }
 }
 
-/// The projector of sound.
+/// The projector for sound.
 pub(super) struct AudioProjector {
     mlp: Mlp,
 }
@@ -325,7 +326,7 @@ impl AudioProjector {
         Ok(Self { mlp: Mlp::build(&mut weights, "audio_projector", [tower_width, hidden, hidden])? })
     }
 
-    /// Tower output `[rows, c]` → `[rows / 3, h]`.
+    /// Maps tower output `[rows, c]` to `[rows / 3, h]`.
     pub(super) fn forward(&self, x: &Var, pass: &Pass, tape: &mut Tape) -> OpResult<Var> {
         let tokens = audio_tokens(x.rows().rows()) as u32;
         let groups = (0..tokens).map(|i| (i * AUDIO_POOL as u32..(i + 1) * AUDIO_POOL as u32).collect());
@@ -334,7 +335,7 @@ impl AudioProjector {
     }
 }
 
-/// Tokens that `rows` of the audio tower become.
+/// Returns the number of tokens for `rows` rows of the audio tower.
 pub(super) fn audio_tokens(rows: usize) -> usize {
     rows / AUDIO_POOL
 }
@@ -361,7 +362,7 @@ mod tests {
         }
     }
 
-    /// The first window of the first frame sees zeros in time, the others the frame before.
+    /// The first window of the first frame sees zeros in time, the other windows see the previous frame.
     #[test]
     fn windows_look_one_frame_back() {
         let patches = sampler_patches(&small(4), 2);

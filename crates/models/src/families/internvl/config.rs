@@ -1,7 +1,7 @@
 //! `config.json` of InternVL in both layouts.
 //!
-//! Where a published file omits a field, the class default applies: that of the layout's own class, and they differ
-//! (a tower without further words has RMS norms in the original, layer norms in hf).
+//! If a published file omits a field, the default of the layout's own class applies. The defaults differ: without further fields,
+//! a tower has RMS norms in the original layout and layer norms in hf.
 
 use omnigrpo_media::tiles::TileProcessor;
 use omnigrpo_ops::{Activation, AttentionHeads};
@@ -11,7 +11,7 @@ use crate::config_json::ConfigJson;
 use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::error::Result;
 
-/// How a checkpoint is written.
+/// Layout of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// `InternVLChatModel`: `vision_model`, `mlp1`, one projection for query, key and value.
@@ -30,7 +30,7 @@ impl Layout {
         }
     }
 
-    /// The layout of this name.
+    /// Returns the layout of this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Original, Self::Hf].into_iter().find(|layout| layout.name() == name)
@@ -42,7 +42,7 @@ impl Layout {
 pub struct VisionConfig {
     /// Width of the tower.
     pub hidden: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub depth: usize,
     /// Attention heads; queries, keys and values have the same number.
     pub heads: AttentionHeads,
@@ -52,13 +52,13 @@ pub struct VisionConfig {
     pub activation: Activation,
     /// Side of a patch, px.
     pub patch: usize,
-    /// Positions per side that the checkpoint holds.
+    /// Number of positions per side in the checkpoint's table.
     pub grid: usize,
-    /// RMS norms instead of layer norms.
+    /// Whether norms are RMS norms instead of layer norms.
     pub rms: bool,
-    /// Added to variances.
+    /// Epsilon of the norms.
     pub norm_eps: f32,
-    /// Added to variances of queries and keys where these are normalised.
+    /// Epsilon of the norms of queries and keys, if these are normalised.
     pub qk_norm_eps: Option<f32>,
     /// Whether query, key and value projections have biases.
     pub qkv_bias: bool,
@@ -67,21 +67,21 @@ pub struct VisionConfig {
 /// A whole configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InternVlConfig {
-    /// How the checkpoint is written.
+    /// Layout of the checkpoint.
     pub layout: Layout,
-    /// The language model.
+    /// Configuration of the language model.
     pub decoder: DecoderConfig,
-    /// The tower.
+    /// Configuration of the vision tower.
     pub vision: VisionConfig,
     /// Activation of the projector.
     pub projector_activation: Activation,
-    /// Patches per side that become one token.
+    /// Number of patches per side that become one token.
     pub merge: usize,
-    /// Tiling as `config.json` says; the hf layout has it in its processor file.
+    /// Tiling settings of `config.json`. In the hf layout they are in the processor file instead.
     pub tiles: TileProcessor,
-    /// Id that stands for a feature, where `config.json` says.
+    /// Placeholder id of a feature, if `config.json` contains it.
     pub context_token: Option<u32>,
-    /// The chat template that `config.json` names.
+    /// Name of the chat template in `config.json`.
     pub template: Option<String>,
     /// Standard deviation of new weights.
     pub initializer_range: f32,
@@ -91,7 +91,8 @@ impl InternVlConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// A missing or impossible field, by name; a language model other than Qwen2 and dense Qwen3.
+    /// Returns an error that names the field if a field is missing or invalid. Also returns an error if the language model is
+    /// neither Qwen2 nor dense Qwen3.
     pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
         let text = json.required_section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
         let model_type = text.text("model_type")?.unwrap_or("qwen2");
@@ -101,7 +102,7 @@ impl InternVlConfig {
             ("qwen3", None | Some("Qwen3ForCausalLM")) => TextDefaults::QWEN3,
             (_, architecture) => {
                 return Err(json.error(format!(
-                    "the language model is {} ({model_type}); of InternVL those with Qwen2 and dense Qwen3 are supported",
+                    "the language model is {} ({model_type}); expected Qwen2 or dense Qwen3",
                     architecture.unwrap_or("of unknown architecture")
                 )));
             }
@@ -145,7 +146,7 @@ impl InternVlConfig {
                 if let Some(name) = json.text("template")? {
                     template = Some(template::original(name).ok_or_else(|| {
                         json.error(format!(
-                            "template is {name:?}; known are {}",
+                            "template is {name:?}; expected one of {}",
                             template::NAMES.map(|(name, ..)| name).join(", ")
                         ))
                     })?);
@@ -158,13 +159,14 @@ impl InternVlConfig {
                     if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
                 let id = json.id(key, decoder.vocab)?.unwrap_or(151_667);
                 if id as usize >= decoder.vocab {
-                    let what = format!("{key} is missing, and {id} is not an id of the vocabulary");
+                    let what = format!("{key} is missing, and its default {id} is outside the vocabulary");
                     return Err(json.error(what));
                 }
                 context_token = Some(id);
             }
         }
-        // The processor of the hf layout may cut other tiles than the tower's own; their tokens tell.
+        // The processor of the hf layout may cut tiles of another size than the tower's. The number of tokens determines that
+        // size.
         let seq_length =
             json.get("image_seq_length").map(|_| json.size("image_seq_length", None)).transpose()?;
         if let (Layout::Hf, Some(tokens)) = (layout, seq_length) {
@@ -194,16 +196,18 @@ impl InternVlConfig {
         Ok(this)
     }
 
-    /// Whether tiles of this side fit patches and merging; the error is what is wrong.
+    /// Checks that tiles of this side fit patches and merging. The error text describes the problem.
     pub(super) fn check_side(&self, side_px: usize) -> std::result::Result<(), String> {
         let factor = self.vision.patch * self.merge;
         if side_px == 0 || !side_px.is_multiple_of(factor) {
-            return Err(format!("tiles of {side_px} px are no multiple of {factor} px, the side of a token"));
+            return Err(format!(
+                "the tile size of {side_px} px is not a multiple of {factor} px, the side of a token"
+            ));
         }
         Ok(())
     }
 
-    /// Tokens of a tile in the prompt.
+    /// Returns the number of tokens of a tile in the prompt.
     #[must_use]
     pub fn tokens_per_tile(&self) -> usize {
         let side = self.tiles.side_px as usize / self.vision.patch / self.merge;
@@ -217,7 +221,10 @@ fn activation(json: &ConfigJson, key: &str) -> Result<Activation> {
         Some("gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
         Some("quick_gelu") => Ok(Activation::QuickGelu),
         Some("silu") => Ok(Activation::Silu),
-        Some(other) => Err(json.error(format!("{key} {other:?} is not one of this family's activations"))),
+        Some(other) => {
+            Err(json
+                .error(format!("{key} is {other:?}; expected gelu, gelu_pytorch_tanh, quick_gelu or silu")))
+        }
     }
 }
 
@@ -234,11 +241,11 @@ impl VisionConfig {
         let image = json.side("image_size", if original { 224 } else { 448 })?;
         let patch = json.side("patch_size", 14)?;
         if image < patch {
-            return Err(json.error(format!("image_size is {image}, patch_size {patch}")));
+            return Err(json.error(format!("image_size is {image}, smaller than patch_size {patch}")));
         }
         let channels = json.size("num_channels", Some(3))?;
         if channels != 3 {
-            return Err(json.error(format!("num_channels is {channels}; pictures have 3")));
+            return Err(json.error(format!("num_channels is {channels}; expected 3")));
         }
         for (key, expected) in [
             ("use_mask_token", false),
@@ -254,7 +261,7 @@ impl VisionConfig {
             Some("rms_norm") => true,
             Some("layer_norm") => false,
             Some(other) => {
-                return Err(json.error(format!("norm_type {other:?}: expected rms_norm or layer_norm")));
+                return Err(json.error(format!("norm_type is {other:?}; expected rms_norm or layer_norm")));
             }
         };
         let norm_eps = json.epsilon("layer_norm_eps", 1e-6)?;
@@ -269,7 +276,7 @@ impl VisionConfig {
             grid: image / patch,
             rms,
             norm_eps,
-            // The class of the hf layout does not hand its epsilon on to these two.
+            // The class of the hf layout does not pass its epsilon to these two norms.
             qk_norm_eps: qk_norm.then_some(if original { norm_eps } else { 1e-6 }),
             qkv_bias: json.boolean(if original { "qkv_bias" } else { "attention_bias" }, false)?,
         })

@@ -1,8 +1,8 @@
-//! From one layout of InternVL to the other: tensors, configuration, processor and prompt.
+//! Converts a checkpoint of InternVL to the other layout: tensors, configuration, processor and prompt.
 //!
-//! Source: the conversion script of `transformers` for names, the published directories for files. What one layout cannot
-//! say is an error, not a guess. The original layout knows prompts by the names of its own code, so an hf checkpoint
-//! whose template is not one of them becomes `internvl2_5`.
+//! Source: the conversion script of `transformers` for names, the published directories for files. A setting that the target
+//! layout cannot express is an error, not a guess. The original layout identifies prompts by the names of its own code. If the
+//! template of an hf checkpoint is not one of these, the converted checkpoint uses `internvl2_5`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::error::{ModelError, Result};
 use crate::families::Converted;
 use crate::rope::RopeScaling;
 
-/// Fields of a language model's configuration that both layouts keep; published files carry many that concern other programs.
+/// Fields of a language model's configuration that both layouts keep. Published files contain many that concern other programs.
 const TEXT_KEYS: [&str; 25] = [
     "attention_bias",
     "attention_dropout",
@@ -49,10 +49,10 @@ const TEXT_KEYS: [&str; 25] = [
     "vocab_size",
 ];
 
-/// A checkpoint in the other layout; `json` is its `config.json`.
+/// Converts a checkpoint to the other layout; `json` is its `config.json`.
 ///
 /// # Errors
-/// An unknown layout; settings the other layout cannot express; unreadable files.
+/// Returns an error if the layout is unknown, the other layout cannot express the settings, or files are unreadable.
 pub fn convert(
     dir: &Path,
     json: &ConfigJson,
@@ -65,13 +65,13 @@ pub fn convert(
         (Layout::Original, Some(Layout::Hf)) => to_hf(dir, json, config, context_token, params),
         (Layout::Hf, Some(Layout::Original)) => to_original(dir, json, config, params),
         _ => Err(ModelError::layout(format!(
-            "layout {layout:?}: this checkpoint is in the layout {:?}, the other one is known as \"hf\" or \"original\"",
+            "layout {layout:?} is unsupported; this checkpoint has the layout {:?}, and the layouts are \"hf\" and \"original\"",
             config.layout.name()
         ))),
     }
 }
 
-/// Name in the other layout, where the tensor stays whole.
+/// Returns the name of a tensor in the other layout, for tensors that are neither split nor joined.
 fn renamed(name: &str, from: &Names, to: &Names) -> Option<String> {
     let ends = |name: &str, part: &str| {
         name.strip_prefix(part)
@@ -94,7 +94,7 @@ fn renamed(name: &str, from: &Names, to: &Names) -> Option<String> {
     pairs.filter_map(|(a, b)| Some(format!("{b}{}", ends(name, a)?))).next()
 }
 
-/// `prefix.{name}.end` of a block's projection, taken apart: block prefix and end.
+/// Splits the name of a block's projection, `prefix.block.part.end`, and returns the block and the end.
 fn projection<'n>(name: &'n str, names: &Names, part: &str) -> Option<(&'n str, &'n str)> {
     let rest = name.strip_prefix(names.blocks)?;
     let (block, rest) = rest.split_once('.')?;
@@ -102,7 +102,7 @@ fn projection<'n>(name: &'n str, names: &Names, part: &str) -> Option<(&'n str, 
 }
 
 fn unknown(name: &str) -> ModelError {
-    ModelError::layout(format!("tensor {name} has no place in the other layout"))
+    ModelError::layout(format!("tensor {name} does not exist in the other layout"))
 }
 
 fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
@@ -112,7 +112,9 @@ fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
 
 fn dense(param: &Param) -> Result<()> {
     match param.dtype() {
-        ParamDtype::Quantised(_) => Err(ModelError::layout(format!("{} is quantised", param.name()))),
+        ParamDtype::Quantised(_) => {
+            Err(ModelError::layout(format!("tensor {} is quantised and cannot be converted", param.name())))
+        }
         _ => Ok(()),
     }
 }
@@ -140,10 +142,11 @@ fn split_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
 
 fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
     let find = |name: &str| {
-        params
-            .iter()
-            .find(|p| p.name() == name)
-            .ok_or_else(|| ModelError::layout(format!("tensor {name} is missing beside its siblings")))
+        params.iter().find(|p| p.name() == name).ok_or_else(|| {
+            ModelError::layout(format!(
+                "tensor {name} is missing, but other projections of its block are present"
+            ))
+        })
     };
     let mut out = Vec::with_capacity(params.len());
     for param in params {
@@ -161,7 +164,7 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
             out.push(with_name(param, name)?);
         }
     }
-    // The original code reads the head from the file even where it equals the embedding.
+    // The original code reads the head from the file even if it equals the embedding.
     if out.iter().all(|p| p.name() != super::NAMES.head) {
         let embed = find(&format!("{}embed_tokens.weight", super::NAMES.model))?;
         out.push(Arc::new(embed.named(super::NAMES.head)));
@@ -169,7 +172,7 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
     Ok(out)
 }
 
-/// The language model's section, reduced to its own fields, rotary settings in their published form.
+/// Returns the language model's section, reduced to its own fields, with rotary settings in their published form.
 fn text_section(json: &ConfigJson, key: &str, config: &InternVlConfig) -> Result<Map<String, Value>> {
     let section = json.required_section(key)?;
     let mut out: Map<String, Value> = section.object().clone();
@@ -199,7 +202,7 @@ fn activation_name(activation: Activation) -> &'static str {
     }
 }
 
-/// Fields of the tower that both layouts spell alike.
+/// Returns the fields of the tower that have the same names in both layouts.
 fn vision_section(config: &InternVlConfig) -> Map<String, Value> {
     let v = &config.vision;
     let fields = json!({
@@ -217,7 +220,7 @@ fn vision_section(config: &InternVlConfig) -> Map<String, Value> {
     fields.as_object().cloned().unwrap_or_default()
 }
 
-/// The shortest decimal that reads back as this f32, so that 1e-6 stays 1e-6.
+/// Returns the shortest decimal that reads back as this f32, so that 1e-6 stays 1e-6.
 fn number(x: f32) -> Value {
     x.to_string().parse::<f64>().map_or(Value::Null, |x| json!(x))
 }
@@ -247,7 +250,9 @@ fn to_hf(
         ));
     }
     if v.qk_norm_eps.is_some_and(|eps| eps != 1e-6) {
-        return Err(json.error("layer_norm_eps is not 1e-6; the hf layout fixes it for queries and keys"));
+        return Err(
+            json.error("layer_norm_eps is not 1e-6, which the hf layout always uses for queries and keys")
+        );
     }
     let mut vision = vision_section(config);
     let image = v.grid * v.patch;
@@ -312,7 +317,7 @@ fn to_hf(
         "start_image_token": OPEN,
         "video_token": "<video>",
     }));
-    // The prompt is the processor's; code of the original repository is not needed.
+    // The prompt comes from the processor, and the code of the original repository is not needed.
     for key in ["chat_template", "auto_map"] {
         tokenizer.remove(key);
     }
@@ -343,16 +348,16 @@ fn to_original(
     let tiles = MediaReader::open(dir, config)?.tiling().clone();
     let published = omnigrpo_media::tiles::TileProcessor::default();
     if (tiles.mean, tiles.std) != (published.mean, published.std) {
-        return Err(
-            json.error("image_mean and image_std are not those of ImageNet, which the original code fixes")
-        );
+        return Err(json.error(
+            "image_mean and image_std are not those of ImageNet, which the original code always uses",
+        ));
     }
     if config.projector_activation != Activation::GeluErf {
-        return Err(json.error("projector_hidden_act is not gelu, which the original code fixes"));
+        return Err(json.error("projector_hidden_act is not gelu, which the original code always uses"));
     }
     if v.qk_norm_eps.is_some_and(|eps| eps != v.norm_eps) {
         return Err(
-            json.error("layer_norm_eps is not 1e-6; the original layout has it for queries and keys too")
+            json.error("layer_norm_eps is not 1e-6; the original layout also uses it for queries and keys")
         );
     }
     let mut vision = vision_section(config);

@@ -13,13 +13,13 @@ use crate::error::Result;
 use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
-/// Reads media as one checkpoint's tiling says.
+/// A reader that prepares media with one checkpoint's tiling.
 pub(super) struct MediaReader {
     tiles: TileProcessor,
     tokens_per_tile: usize,
 }
 
-/// Sizes of these models are tiles. A bound on pixels would do nothing.
+/// Ignored settings: pictures of these models are tiles, so a limit on pixels would have no effect.
 pub(super) const IDLE: IdleSettings = IdleSettings {
     fields: &[
         "image.min_pixels",
@@ -28,11 +28,11 @@ pub(super) const IDLE: IdleSettings = IdleSettings {
         "video.max_pixels",
         "video.total_pixels",
     ],
-    why: "its pictures are tiles of a fixed size, and MediaSettings::max_tiles is the most tiles of an image",
+    why: "its pictures are tiles of a fixed size, and MediaSettings::max_tiles limits the tiles of an image",
 };
 
 impl MediaReader {
-    /// Takes the tiling from `config.json`, or in the hf layout from the processor file.
+    /// Reads the tiling from `config.json`, or in the hf layout from the processor file.
     pub fn open(dir: &Path, config: &InternVlConfig) -> Result<Self> {
         let mut tiles = config.tiles.clone();
         if config.layout == Layout::Hf {
@@ -40,13 +40,13 @@ impl MediaReader {
             tiles.side_px = side as u32;
             if side != config.tiles.side_px as usize {
                 return Err(json.error(format!(
-                    "tiles are {side} px here and {} px in config.json",
+                    "tiles have {side} px here but {} px in config.json",
                     config.tiles.side_px
                 )));
             }
             tiles.min_tiles = json.size("min_patches", Some(1))? as u32;
             tiles.max_tiles = json.size("max_patches", Some(12))? as u32;
-            // The class defaults are those of CLIP; every published file has its own.
+            // The class defaults are those of CLIP; every published file has other values.
             tiles.mean = triple(&json, "image_mean", [0.481_454_66, 0.457_827_5, 0.408_210_73])?;
             tiles.std = triple(&json, "image_std", [0.268_629_54, 0.261_302_58, 0.275_777_11])?;
             if let Some(other) = json.get("resample").filter(|v| v.as_u64() != Some(3)) {
@@ -66,7 +66,7 @@ impl MediaReader {
         Ok(Self { tiles, tokens_per_tile: config.tokens_per_tile() })
     }
 
-    /// The checkpoint's tiling.
+    /// Returns the checkpoint's tiling.
     pub fn tiling(&self) -> &TileProcessor {
         &self.tiles
     }
@@ -75,7 +75,7 @@ impl MediaReader {
         let mut tiles = self.tiles.clone();
         if let Some(max) = settings.max_tiles {
             tiles.max_tiles = max;
-            // A bound that the run lowers below the checkpoint's minimum wins.
+            // A limit of the run that is below the checkpoint's minimum takes precedence.
             tiles.min_tiles = tiles.min_tiles.min(max);
         }
         tiles
@@ -140,7 +140,7 @@ impl MediaReader {
     }
 }
 
-/// The image processor of the hf layout and the side of its tiles: in `processor_config.json`, else
+/// Reads the image processor of the hf layout and the side of its tiles, from `processor_config.json` or else
 /// `preprocessor_config.json`.
 pub(super) fn processor(dir: &Path) -> Result<(ConfigJson, usize)> {
     let nested = dir.join("processor_config.json");
@@ -153,7 +153,7 @@ pub(super) fn processor(dir: &Path) -> Result<(ConfigJson, usize)> {
         json.section("size")?.ok_or_else(|| json.error("size is missing; expected height and width"))?;
     let (height, width) = (size.size("height", None)?, size.size("width", None)?);
     if height != width {
-        return Err(json.error(format!("tiles of {width}×{height} px; expected squares")));
+        return Err(json.error(format!("tiles have {width}×{height} px; expected squares")));
     }
     Ok((json, height))
 }

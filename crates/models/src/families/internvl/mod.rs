@@ -1,8 +1,8 @@
-//! InternVL2, 2.5 and 3 with Qwen2 language models, Vintern among them, and 3.5 with dense Qwen3, in both published layouts.
+//! InternVL2, 2.5 and 3 with Qwen2 language models (including Vintern), and 3.5 with dense Qwen3, in both published layouts.
 //!
 //! Source: `internvl_chat` of OpenGVLab/InternVL (original layout), `transformers` 5.23 `models/internvl` (hf layout), the
 //! published configurations. The layouts differ in tensor names, in the form of the query, key and value projections, in
-//! their files and in the prompt; the numbers are the same. A checkpoint keeps its layout; [`convert`] changes it.
+//! their files and in the prompt; the values are the same. A saved checkpoint keeps its layout; [`convert`] changes it.
 
 mod config;
 mod convert;
@@ -30,12 +30,12 @@ use crate::weights::WeightSource;
 const NAMES: DecoderNames =
     DecoderNames { model: "language_model.model.", head: "language_model.lm_head.weight" };
 
-/// Tokens around the features of a tile or frame, and the one that stands for a feature.
+/// Tokens around the features of a tile or frame, and the placeholder token of a feature.
 const OPEN: &str = "<img>";
 const CLOSE: &str = "</img>";
 const CONTEXT: &str = "<IMG_CONTEXT>";
 
-/// One checkpoint's configuration.
+/// Configuration of one checkpoint.
 pub struct InternVl {
     config: InternVlConfig,
     context_token: u32,
@@ -44,20 +44,20 @@ pub struct InternVl {
 /// Reads configuration, processor and, in the original layout, tokenizer files.
 ///
 /// # Errors
-/// Missing or impossible fields; a vocabulary without `<IMG_CONTEXT>`.
+/// Returns an error if fields are missing or invalid, or the vocabulary does not have `<IMG_CONTEXT>`.
 pub fn open(dir: &Path, json: &ConfigJson, layout: Layout) -> Result<Roles> {
     let config = InternVlConfig::parse(json, layout)?;
     let media = media::MediaReader::open(dir, &config)?;
     let context_token = match config.context_token {
         Some(id) => id,
-        // The original configuration does not name it.
+        // The original configuration does not contain the token's id.
         None => match Tokenizer::from_dir(dir)?.token_id(CONTEXT) {
             Some(id) if (id as usize) < config.decoder.vocab => id,
             other => {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "the tokenizer's id of {CONTEXT} is {other:?}; expected one below the vocabulary of {}",
+                        "the tokenizer's id of {CONTEXT} is {other:?}; expected an id below the vocabulary size {}",
                         config.decoder.vocab
                     ),
                 });
@@ -77,7 +77,7 @@ impl Format for InternVl {
         if self.config.layout == Layout::Original {
             return Some(key.to_owned());
         }
-        // Names in memory of transformers 4.52 and later.
+        // Newer versions of `transformers` (4.52 and later) use these names for the modules.
         Some(match key.strip_prefix("model.") {
             Some(rest) => match rest.strip_prefix("language_model.") {
                 Some(inner) => format!("{}{inner}", NAMES.model),

@@ -1,4 +1,4 @@
-//! Media to tiles and frames, conversations to prompts.
+//! Converts media to tiles and frames, and conversations to prompts.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl Processor for InternVlProcessor {
         self.media.prepare(medium, settings)
     }
 
-    /// An image is all its tiles between one pair of tags. A video is a numbered line per frame.
+    /// Returns all tiles of an image between one pair of tags. A video has a numbered line per frame.
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
         let [count, ..] = shape.pictures()?;
         let features = |tiles: usize| MediumSegment::Features {
@@ -67,7 +67,7 @@ impl Processor for InternVlProcessor {
         vec![self.model.context_token]
     }
 
-    /// The original layout names its template in `config.json`, the hf one brings a file.
+    /// Reads the chat template: the original layout names it in `config.json`, the hf layout has a file.
     fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
         if let Some(source) = &self.model.config.template {
             return Ok(ChatTemplate::from_source(source)?);

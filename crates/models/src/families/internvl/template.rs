@@ -1,11 +1,11 @@
 //! Prompt formats of InternVL.
 //!
-//! Source: `conversation.py` of `internvl_chat` for the named ones, the published processors for hf.
+//! Source: `conversation.py` of `internvl_chat` for the named formats, the published processors for hf.
 //!
-//! A medium is followed by a line break in the format the models were trained with. Rows that say `<image>\n` bring it; where
-//! media stand at the start of a turn without one, it is added, as `InternVLChatModel.chat` does.
+//! In the format used in training, a line break follows a medium. Rows with `<image>\n` contain it. If media are at the start of
+//! a turn without a line break, it is added, as in `InternVLChatModel.chat`.
 
-/// Name in `config.json`, default system text, end of a turn.
+/// Name in `config.json`, default system prompt, end of a turn.
 pub(super) const NAMES: [(&str, &str, &str); 2] = [
     (
         "internvl2_5",
@@ -21,22 +21,22 @@ pub(super) const NAMES: [(&str, &str, &str); 2] = [
 
 const ORIGINAL: &str = include_str!("original.jinja");
 
-/// For a checkpoint of the hf layout that brings no template.
+/// Template for a checkpoint of the hf layout that does not contain one.
 pub(super) const HF: &str = include_str!("hf.jinja");
 
-/// The template of this name, for the placeholders `<image>` and `<video>`.
+/// Returns the template of this name, for the placeholders `<image>` and `<video>`.
 pub(super) fn original(name: &str) -> Option<String> {
     let (_, system, end) = NAMES.iter().find(|(known, ..)| *known == name)?;
     Some(ORIGINAL.replace("@SYSTEM@", system).replace("@END@", end).replace("@IMAGE@", "<image>"))
 }
 
-/// Returns the same prompt for a processor of the hf layout, which looks for another image placeholder.
+/// Returns the same template for a processor of the hf layout, which uses another image placeholder.
 pub(super) fn original_for_hf(name: &str) -> Option<String> {
     let (_, system, end) = NAMES.iter().find(|(known, ..)| *known == name)?;
     Some(ORIGINAL.replace("@SYSTEM@", system).replace("@END@", end).replace("@IMAGE@", super::CONTEXT))
 }
 
-/// The name of a template that [`original_for_hf`] wrote.
+/// Returns the name of a template that [`original_for_hf`] wrote.
 pub(super) fn name_of(source: &str) -> Option<&'static str> {
     NAMES.iter().map(|(name, ..)| *name).find(|name| original_for_hf(name).as_deref() == Some(source))
 }

@@ -1,7 +1,7 @@
 //! The InternViT tower and the projector.
 //!
 //! Source: `modeling_intern_vit.py` and `modeling_internvl_chat.py` of OpenGVLab/InternVL, `transformers` 5.23
-//! `models/internvl/modeling_internvl.py`. All tiles of a medium run as one stream; each sees itself alone.
+//! `models/internvl/modeling_internvl.py`. All tiles of a medium run as one stream; each attends only to itself.
 //!
 //! Shapes: `n` tiles of `g × g` patches, `c` width of the tower, `h` width of the language model.
 
@@ -69,7 +69,7 @@ impl Names {
     }
 }
 
-/// Tower and projector.
+/// The vision tower and the projector.
 pub struct VisionTower {
     config: InternVlConfig,
     patch: Linear,
@@ -144,15 +144,15 @@ impl VisionTower {
         })
     }
 
-    /// Patches per side of a tile.
+    /// Returns the number of patches per side of a tile.
     fn grid(&self, side_px: usize) -> usize {
         side_px / self.config.vision.patch
     }
 
-    /// Pictures `[n, 3, side, side]` → the tower's output `[n · (1 + g²), c]`, class token first in each tile.
+    /// Maps pictures `[n, 3, side, side]` to the tower's output `[n · (1 + g²), c]`, with the class token first in each tile.
     ///
     /// # Errors
-    /// Numbers that do not fit the shape, tiles that do not fit the tower.
+    /// Returns an error if the values do not fit the shape or the tiles do not fit the tower.
     pub fn forward(
         &self,
         pixels: &[f32],
@@ -164,7 +164,7 @@ impl VisionTower {
         let fits = self.config.check_side(height_px);
         if pixels.len() != count * 3 * height_px * width_px || height_px != width_px || fits.is_err() {
             return Err(ModelError::shape(format!(
-                "vision tower: {} numbers for {count} tiles of {height_px}×{width_px} px; expected squares whose side \
+                "vision tower: got {} values for {count} tiles of {height_px}×{width_px} px; expected squares whose side \
                  is a multiple of {} px",
                 pixels.len(),
                 v.patch * self.config.merge
@@ -191,7 +191,7 @@ impl VisionTower {
     /// `[n · (1 + g²), c] → [n · (g / merge)², h]`, row by row.
     ///
     /// # Errors
-    /// A tower output of other tiles.
+    /// Returns an error if the tower output belongs to other tiles.
     pub fn project(
         &self,
         tower: &Var,
@@ -221,7 +221,7 @@ fn norm(weights: &mut Scope, name: &str, dim: usize, eps: f32, rms: bool) -> Res
     if rms { weights.rms_norm(name, dim, eps) } else { weights.layer_norm(name, dim, eps) }
 }
 
-/// Row of the tower's output at each place of the projector's input: the patches of a token one after the other.
+/// Returns the row of the tower's output for each row of the projector's input, which has the patches of a token in sequence.
 fn shuffle_order(count: usize, grid: usize, merge: usize) -> Vec<usize> {
     let cells = grid / merge;
     let mut order = Vec::with_capacity(count * grid * grid);
@@ -237,8 +237,9 @@ fn shuffle_order(count: usize, grid: usize, merge: usize) -> Vec<usize> {
     order
 }
 
-/// Rows of the position table that each row of the stream receives: its own where the tile has the table's size, else the
-/// bicubic mixture of PyTorch's `interpolate` (a = −0.75, corners not aligned, no smoothing).
+/// Returns the rows of the position table that are mixed for each row of the stream. If the tile has the table's size, each row
+/// gets its own position, else the bicubic interpolation of PyTorch's `interpolate` (a = −0.75, corners not aligned, no
+/// antialiasing).
 fn position_taps(count: usize, grid: usize, table: usize) -> Vec<Vec<(u32, f32)>> {
     let axis: Vec<[(usize, f32); 4]> = (0..grid).map(|i| cubic_taps(i, grid, table)).collect();
     let mut tile = vec![vec![(0, 1.0)]];
@@ -255,7 +256,7 @@ fn position_taps(count: usize, grid: usize, table: usize) -> Vec<Vec<(u32, f32)>
     (0..count).flat_map(|_| tile.iter().cloned()).collect()
 }
 
-/// The four inputs of one output of a cubic interpolation along an axis, clamped at its ends.
+/// Returns the four inputs of one output of a cubic interpolation along an axis, clamped at its ends.
 fn cubic_taps(output: usize, outputs: usize, inputs: usize) -> [(usize, f32); 4] {
     const A: f32 = -0.75;
     let place = (output as f32 + 0.5) * (inputs as f32 / outputs as f32) - 0.5;
@@ -276,7 +277,7 @@ mod tests {
 
     #[test]
     fn tokens_are_squares_of_patches_row_by_row() {
-        // Two tiles of 4 × 4 patches behind their class tokens.
+        // The input has two tiles of 4 × 4 patches, each after a class token.
         let order = shuffle_order(2, 4, 2);
         assert_eq!(order[..8], [1, 2, 5, 6, 3, 4, 7, 8]);
         assert_eq!(order[8..16], [9, 10, 13, 14, 11, 12, 15, 16]);
@@ -292,7 +293,7 @@ mod tests {
         assert_eq!(rows[12..16], [2., 3., 6., 7.]);
     }
 
-    /// `torch.nn.functional.interpolate(mode="bicubic")` of the line 0, 1, 2, 3 to 6 places.
+    /// Expected values: `torch.nn.functional.interpolate(mode="bicubic")` of the line 0, 1, 2, 3 to 6 places.
     #[test]
     fn positions_of_other_sizes_are_interpolated_as_in_pytorch() {
         let line = |i: usize| -> f32 { cubic_taps(i, 6, 4).iter().map(|(at, w)| *at as f32 * w).sum() };

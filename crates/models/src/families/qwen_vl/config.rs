@@ -1,8 +1,8 @@
 //! `config.json` of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 //!
-//! Accepted: text fields at the root (as Qwen2-VL and Qwen2.5-VL are published) or under `text_config` (newer saves), rotary
-//! settings as `rope_scaling` or `rope_parameters`. Where a published file omits a field, the class default of `transformers`
-//! 5.23 applies, but the sizes of the language model must be there.
+//! Text fields may be at the root (as in the published Qwen2-VL and Qwen2.5-VL) or under `text_config` (newer files). Rotary
+//! settings may be `rope_scaling` or `rope_parameters`. If a published file omits a field, the class default of `transformers`
+//! 5.23 applies, but the sizes of the language model must be present.
 
 use omnigrpo_ops::{Activation, AttentionHeads};
 
@@ -10,25 +10,26 @@ use crate::config_json::ConfigJson;
 use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::error::Result;
 
-/// Which of the three towers.
+/// Generation of the vision tower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Generation {
     /// Layer norm, plain feed-forward, full attention inside a frame.
     Qwen2,
     /// RMS norm, SwiGLU, windows, absolute time in positions.
     Qwen25,
-    /// [`Self::Qwen2`] with learned positions beside the rotation, biases of patches, and deep features; times of video
-    /// frames are text.
+    /// Like [`Self::Qwen2`], with learned positions in addition to the rotation, biases in the patch layer, and deep features.
+    /// The prompt contains the times of video frames as text.
     Qwen3,
 }
 
 impl Generation {
-    /// Returns whether the prompt contains the times of a video's frames as text, and each slice of frames is a picture of its own.
+    /// Returns whether the prompt contains the times of a video's frames as text. Each slice of frames is then a separate
+    /// picture.
     pub fn times_as_text(self) -> bool {
         self == Self::Qwen3
     }
 
-    /// Files name weights as `transformers`' modules are named.
+    /// Returns whether files name weights as the modules of `transformers` do.
     pub fn named_as_modules(self) -> bool {
         self == Self::Qwen3
     }
@@ -39,7 +40,7 @@ impl Generation {
 pub struct VisionConfig {
     /// Width of the tower.
     pub hidden: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub depth: usize,
     /// Attention heads; queries, keys and values have the same number.
     pub heads: AttentionHeads,
@@ -47,28 +48,28 @@ pub struct VisionConfig {
     pub intermediate: usize,
     /// Activation of the plain feed-forward layer (the gated one uses SiLU).
     pub activation: Activation,
-    /// Colour channels.
+    /// Number of colour channels.
     pub channels: usize,
     /// Side of a patch, px.
     pub patch: usize,
-    /// Frames in a patch.
+    /// Number of frames in a patch.
     pub temporal_patch: usize,
-    /// Patches merged into a token, per side.
+    /// Number of patches per side that are merged into a token.
     pub merge: usize,
-    /// Width of the features, equal to the decoder's.
+    /// Width of the features, equal to that of the decoder.
     pub out: usize,
-    /// Side of an attention window in merged cells, and the blocks that see whole frames instead.
+    /// Side of an attention window in merged cells, and the indices of the blocks that attend to whole frames instead.
     pub windows: Option<(usize, Vec<usize>)>,
-    /// Temporal positions per second of video; `None` counts temporal patches instead.
+    /// Temporal positions per second of video; `None` if temporal patches are counted instead.
     pub tokens_per_second: Option<f64>,
-    /// Learned positions per side of a square, which are interpolated to the grid of a picture.
+    /// Number of learned positions per side of a square. They are interpolated to the grid of a picture.
     pub positions: Option<usize>,
-    /// Blocks behind which deep features are taken, ascending.
+    /// Indices of the blocks after which deep features are taken, ascending.
     pub deep: Vec<usize>,
 }
 
 impl VisionConfig {
-    /// Numbers in a patch row.
+    /// Returns the number of values in a patch row.
     #[must_use]
     pub fn patch_len(&self) -> usize {
         self.channels * self.temporal_patch * self.patch * self.patch
@@ -78,15 +79,15 @@ impl VisionConfig {
 /// A whole Qwen-VL configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QwenVlConfig {
-    /// Which tower.
+    /// Generation of the vision tower.
     pub generation: Generation,
-    /// The language model.
+    /// Configuration of the language model.
     pub decoder: DecoderConfig,
-    /// The tower.
+    /// Configuration of the vision tower.
     pub vision: VisionConfig,
-    /// Id that stands for a piece of an image.
+    /// Placeholder id of a feature of an image.
     pub image_token: u32,
-    /// Id that stands for a piece of a video.
+    /// Placeholder id of a feature of a video.
     pub video_token: u32,
     /// Standard deviation of new weights.
     pub initializer_range: f32,
@@ -96,7 +97,7 @@ impl QwenVlConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// A missing or impossible field, by name.
+    /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(json: &ConfigJson, generation: Generation) -> Result<Self> {
         let text = json.section("text_config")?.unwrap_or_else(|| json.clone());
         let class = match generation {
@@ -108,7 +109,7 @@ impl QwenVlConfig {
         decoder.deep = vision.deep.len();
         if decoder.deep >= decoder.layers {
             return Err(json.error(format!(
-                "deepstack_visual_indexes names {} blocks; the language model has only {} to add their features behind",
+                "deepstack_visual_indexes lists {} blocks; expected fewer than the {} blocks of the language model",
                 decoder.deep, decoder.layers
             )));
         }
@@ -120,7 +121,7 @@ impl QwenVlConfig {
             match given.unwrap_or(default) {
                 id if (id as usize) < decoder.vocab => Ok(id),
                 id => Err(json.error(format!(
-                    "{key} is missing, and {id} is not an id of the vocabulary of {}",
+                    "{key} is missing, and its default {id} is outside the vocabulary of {}",
                     decoder.vocab
                 ))),
             }
@@ -156,9 +157,9 @@ impl QwenVlConfig {
             false => json.size("out_hidden_size", Some(3584))?,
         };
         if out != decoder_hidden {
-            return Err(
-                json.error(format!("features are {out} wide, the language model is {decoder_hidden}"))
-            );
+            return Err(json.error(format!(
+                "features have width {out}, but the language model has width {decoder_hidden}"
+            )));
         }
         let activation = match (generation, json.text("hidden_act")?) {
             (Generation::Qwen2, None | Some("quick_gelu")) => Activation::QuickGelu,
@@ -166,9 +167,7 @@ impl QwenVlConfig {
             (Generation::Qwen25, None | Some("silu")) => Activation::Silu,
             (Generation::Qwen3, None | Some("gelu_pytorch_tanh")) => Activation::GeluTanh,
             (_, Some(other)) => {
-                return Err(
-                    json.error(format!("hidden_act {other:?} is not one of this tower's activations"))
-                );
+                return Err(json.error(format!("hidden_act is {other:?}, which this tower does not support")));
             }
         };
         let windows = if generation != Generation::Qwen25 {
@@ -225,26 +224,26 @@ impl QwenVlConfig {
         })
     }
 
-    /// The side of the square of learned positions.
+    /// Returns the side of the square of learned positions.
     fn positions(json: &ConfigJson) -> Result<usize> {
         let count = json.size("num_position_embeddings", Some(2304))?;
         match count.isqrt() {
             side if side * side == count => Ok(side),
             _ => {
-                let what = "expected the number of places of a square";
+                let what = "expected a square number";
                 Err(json.error(format!("num_position_embeddings is {count}; {what}")))
             }
         }
     }
 
-    /// The blocks behind which deep features are taken.
+    /// Returns the indices of the blocks after which deep features are taken.
     fn deep(json: &ConfigJson, depth: usize) -> Result<Vec<usize>> {
         let key = "deepstack_visual_indexes";
         let blocks = json.sizes(key)?.unwrap_or_else(|| vec![8, 16, 24]);
         if blocks.is_sorted_by(|a, b| a < b) && blocks.last().is_none_or(|&last| last < depth) {
             return Ok(blocks);
         }
-        let what = format!("expected ascending numbers of the tower's {depth} blocks, from 0");
+        let what = format!("expected ascending indices of the tower's {depth} blocks, from 0");
         Err(json.error(format!("{key} is {blocks:?}; {what}")))
     }
 }

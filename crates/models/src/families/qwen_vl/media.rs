@@ -1,7 +1,7 @@
 //! Media of the Qwen-VL families: decoded, resized, cut into patches.
 //!
-//! Images follow the checkpoint's processor. Videos follow `qwen-vl-utils` (frames, then size under a budget), or another
-//! rule where the run or the row asks for it; that of the checkpoint's video processor bounds all frames together.
+//! Images follow the checkpoint's processor. Videos follow `qwen-vl-utils` (frames, then size within a budget), unless the run or
+//! the row selects another rule. The rule of the checkpoint's video processor limits the pixels of all frames together.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::error::{ModelError, Result};
 use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{FrameRule, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
-/// Reads media as one checkpoint's processors say.
+/// A reader that prepares media as one checkpoint's processors do.
 pub struct MediaReader {
     processors: Processors,
 }
@@ -24,7 +24,7 @@ impl MediaReader {
     /// Reads the processor files of a checkpoint directory.
     ///
     /// # Errors
-    /// Missing or impossible files, sizes that are not the tower's.
+    /// Returns an error if files are missing or invalid, or sizes differ from those of the tower.
     pub fn open(dir: &Path, vision: &VisionConfig, generation: Generation) -> Result<Self> {
         let video = match generation {
             Generation::Qwen3 => ImageProcessor::qwen3_video_default(),
@@ -38,7 +38,7 @@ impl MediaReader {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "the processor's patch, temporal patch and merge sizes are {got:?}, the tower's {expected:?}"
+                        "the processor's patch, temporal patch and merge sizes are {got:?}, but those of the tower are {expected:?}"
                     ),
                 });
             }
@@ -49,7 +49,7 @@ impl MediaReader {
     /// Plans a medium from its header.
     ///
     /// # Errors
-    /// Options that exclude every choice, a kind or source these families do not take.
+    /// Returns an error if no choice satisfies the options, or the families do not support the kind or source.
     pub fn plan(
         &self,
         medium: &MediumRef,
@@ -80,7 +80,7 @@ impl MediaReader {
     /// Decodes a medium.
     ///
     /// # Errors
-    /// An unreadable medium, options that exclude every choice.
+    /// Returns an error if the medium is unreadable or no choice satisfies the options.
     pub fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
         match medium.kind {
             MediumKind::Image => self.image(medium, settings),
@@ -104,7 +104,7 @@ impl MediaReader {
         let size = self.frame_size(medium, settings)?;
         let video = FramePlan::new(medium, settings).decode(settings, size)?;
         let Some(first) = video.frames.first() else {
-            return Err(ModelError::Medium { kind: medium.kind, what: "it gave no frame" });
+            return Err(ModelError::Medium { kind: medium.kind, what: "no frames could be decoded" });
         };
         let (height, width) = (first.height_px, first.width_px);
         let processor = &self.processors.video;
@@ -113,7 +113,7 @@ impl MediaReader {
         Ok(input(medium.kind, patches.rows, patches.grid, seconds, video.timestamps_s))
     }
 
-    /// The size `(height, width)` an image of `height x width` is resized to.
+    /// Returns the size `(height, width)` to which an image of `height x width` is resized.
     fn image_size(
         &self,
         medium: &MediumRef,
@@ -137,7 +137,7 @@ impl MediaReader {
         }
         if let Some(max) = options.max_pixels {
             processor.max_pixels = max;
-            // A bound that the row or run lowers below the checkpoint's minimum wins.
+            // A limit of the row or run that is below the checkpoint's minimum takes precedence.
             processor.min_pixels = processor.min_pixels.min(max);
         }
         processor

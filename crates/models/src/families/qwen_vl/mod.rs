@@ -24,13 +24,13 @@ use crate::error::Result;
 use crate::weights::WeightSource;
 
 const NAMES: DecoderNames = DecoderNames { model: "model.", head: "lm_head.weight" };
-/// Qwen3-VL is published under the names that `transformers` gives its modules.
+/// Names of Qwen3-VL, which is published under the module names of `transformers`.
 const MODULE_NAMES: DecoderNames = DecoderNames { model: "model.language_model.", head: "lm_head.weight" };
 
 /// Reads configuration and processor files.
 ///
 /// # Errors
-/// Missing or impossible fields.
+/// Returns an error if fields are missing or invalid.
 pub fn open(dir: &Path, json: &ConfigJson, generation: Generation) -> Result<Roles> {
     let config = Arc::new(QwenVlConfig::parse(json, generation)?);
     let media = media::MediaReader::open(dir, &config.vision, generation)?;

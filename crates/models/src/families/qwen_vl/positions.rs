@@ -1,8 +1,8 @@
 //! Three-axis positions of a rendered prompt.
 //!
 //! Source: `get_rope_index` of Qwen2-VL and Qwen2.5-VL. The position after a medium is its largest position plus one on
-//! all axes, the rule the models were trained with; `transformers` 5.23 continues at `max(h, w) / merge` instead,
-//! which differs for videos longer than they are wide.
+//! all axes, which is the rule used in the models' training. `transformers` 5.23 continues at `max(h, w) / merge` instead,
+//! which differs for videos with more temporal positions than rows or columns.
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_text::Span;
@@ -12,16 +12,16 @@ use crate::decoder::Position;
 /// The grid of one medium on the position axes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MediumAxes {
-    /// In patches; height and width are divided by `merge`.
+    /// Grid in patches. Height and width are divided by `merge`.
     pub grid: PatchGrid,
-    /// Patches merged into a token, per side.
+    /// Number of patches per side that are merged into a token.
     pub merge: usize,
-    /// Temporal positions from one temporal patch to the next; the product with the patch's number is rounded to f32
+    /// Temporal positions from one temporal patch to the next. The product with the patch's index is rounded to f32
     /// and then down, as the reference computes it.
     pub temporal_step: f32,
 }
 
-/// Positions of `len` tokens with media at `spans`, and the position of the token after the last.
+/// Returns the positions of `len` tokens with media at `spans`, and the position of the token after the last.
 pub fn positions(len: usize, spans: &[Span], axes: impl Fn(usize) -> MediumAxes) -> (Vec<Position>, u32) {
     let mut out: Vec<Position> = Vec::with_capacity(len);
     let mut next = 0u32;
@@ -56,7 +56,7 @@ pub fn positions(len: usize, spans: &[Span], axes: impl Fn(usize) -> MediumAxes)
 mod tests {
     use super::*;
 
-    /// The prompt of `transformers`' own test data: text, a 10×6 image, text, an 8×8 image, text, a video of four
+    /// Returns the prompt of the test data of `transformers`: text, a 10×6 image, text, an 8×8 image, text, a video of four
     /// 4×4 slices, text.
     fn prompt() -> (usize, Vec<Span>, [PatchGrid; 3]) {
         let spans = vec![

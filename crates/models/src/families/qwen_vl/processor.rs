@@ -1,4 +1,4 @@
-//! Media to patches, conversations to prompts with positions on three axes.
+//! Converts media to patches, and conversations to prompts with positions on three axes.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ impl Processor for QwenVlProcessor {
     fn idle_settings(&self) -> IdleSettings {
         IdleSettings {
             fields: &["max_tiles"],
-            why: "it does not cut images into tiles, and MediaSettings::image.max_pixels is the most pixels of an image",
+            why: "it does not cut images into tiles, and MediaSettings::image.max_pixels limits the pixels of an image",
         }
     }
 
@@ -71,13 +71,13 @@ impl Processor for QwenVlProcessor {
         if kind != MediumKind::Video || !self.config.generation.times_as_text() {
             return Ok(MediumTokens::repeated(kind, marker, token, count));
         }
-        // Each slice of frames with its time, inside what the template writes about the whole video.
+        // Each slice of frames follows its time, inside the text that the template writes around the whole video.
         let text = |text: String| MediumSegment::Text(text);
         let slices = times_secs.chunks(self.config.vision.temporal_patch);
         if slices.len() != grid.t {
             let (frames, slices) = (times_secs.len(), grid.t);
             return Err(ModelError::shape(format!(
-                "a video of {slices} slices with times of {frames} frames"
+                "a video has {slices} slices, but times of {frames} frames"
             )));
         }
         let segments = slices.flat_map(|slice| {
@@ -104,7 +104,7 @@ impl Processor for QwenVlProcessor {
             .iter()
             .map(|m| {
                 let grid = m.shape.patches()?;
-                // Where slices have their times as text, each is a picture of its own.
+                // If the times of slices are text, each slice is a separate picture.
                 let t = if self.config.generation.times_as_text() { 1 } else { grid.t };
                 Ok(self.axes(PatchGrid { t, ..grid }, m.seconds_per_grid))
             })
@@ -113,7 +113,7 @@ impl Processor for QwenVlProcessor {
     }
 }
 
-/// The time of a slice of frames: halfway between its first and its last.
+/// Returns the time of a slice of frames, halfway between its first and its last.
 fn middle_secs(frames: &[f64]) -> f64 {
     match frames {
         [first, .., last] => (first + last) / 2.0,

@@ -3,8 +3,8 @@
 //! Source: `transformers` 5.23 `models/qwen2_vl/modeling_qwen2_vl.py`, `models/qwen2_5_vl/modeling_qwen2_5_vl.py`,
 //! `models/qwen3_vl/modeling_qwen3_vl.py`, and windows and interpolated positions in its `vision_utils.py`.
 //!
-//! Where deep features are taken behind some blocks, the tower's output has the last block's rows first and those of these
-//! blocks below them; so have the features.
+//! If deep features are taken after some blocks, the tower's output has the rows of the last block first, followed by the rows of
+//! these blocks. The features have the same order.
 //!
 //! Patch rows arrive in merge-block order: the `merge²` patches of one token are consecutive. Windows permute whole
 //! tokens, so the permutation is applied once to the patch rows and undone on the features.
@@ -23,22 +23,22 @@ use crate::encoders::constant;
 use crate::error::{ModelError, Result};
 use crate::weights::{Init, WeightSource};
 
-/// Tower and mergers.
+/// The vision tower and its mergers.
 pub struct VisionTower {
     config: VisionConfig,
     patch_embed: Linear,
     /// `[side², c]`
     positions: Option<Arc<Param>>,
     blocks: Vec<Arc<Block>>,
-    /// Mergers of the tower's output, then of deep features.
+    /// Merger of the tower's output, followed by those of deep features.
     mergers: Vec<Merger>,
 }
 
-/// Layers that make a token of the patches of a cell.
+/// Layers that compute a token from the patches of a cell.
 #[derive(Clone)]
 struct Merger {
     norm: Norm,
-    /// Whether the norm is over a cell rather than a patch.
+    /// Whether the norm is over a whole cell rather than each patch.
     joined: bool,
     fc1: Linear,
     fc2: Linear,
@@ -156,10 +156,10 @@ impl VisionTower {
         Ok(Self { config, patch_embed, positions, blocks, mergers })
     }
 
-    /// Patch rows `[n, patch_len]` → the tower's output `[(1 + deep) · n, c]`, in the tower's own token order.
+    /// Maps patch rows `[n, patch_len]` to the tower's output `[(1 + deep) · n, c]`, in the tower's own token order.
     ///
     /// # Errors
-    /// Rows that do not fit the grid.
+    /// Returns an error if the rows do not fit the grid.
     pub fn forward(&self, patches: &[f32], grid: PatchGrid, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let (n, len) = (grid.t * grid.h * grid.w, self.config.patch_len());
         if patches.len() != n * len
@@ -167,7 +167,7 @@ impl VisionTower {
             || !grid.w.is_multiple_of(self.config.merge)
         {
             return Err(ModelError::shape(format!(
-                "vision tower: {} numbers for a grid of {}×{}×{} patches of {len}; height and width must be multiples \
+                "vision tower: got {} values for a grid of {}×{}×{} patches of {len}; height and width must be multiples \
                  of {}",
                 patches.len(),
                 grid.t,
@@ -186,7 +186,7 @@ impl VisionTower {
             rows
         };
         let rope = self.rope(grid, &plan.order);
-        // Numbers of a large picture are not even read where only sizes count.
+        // An outline needs only sizes, so the values of a large picture are not read.
         let x = match pass.device {
             Device::Outline => Var::constant(Rows::zeros(pass.device, n, len)),
             _ => constant(in_order(), n, len, pass)?,
@@ -212,11 +212,11 @@ impl VisionTower {
         })
     }
 
-    /// The mergers: tower output `[(1 + deep) · n, c]` → features `[(1 + deep) · n / merge², out]`, those of each in the order of
-    /// the prompt.
+    /// Runs the mergers: maps tower output `[(1 + deep) · n, c]` to features `[(1 + deep) · n / merge², out]`. The features of
+    /// each level are in the order of the prompt.
     ///
     /// # Errors
-    /// Rows that do not fit the grid.
+    /// Returns an error if the rows do not fit the grid.
     pub fn project(&self, tower_nc: &Var, grid: PatchGrid, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let unit = self.config.merge * self.config.merge;
         let tokens = grid.t * grid.h * grid.w / unit;
@@ -244,7 +244,7 @@ impl VisionTower {
         features.ok_or_else(|| ModelError::shape("vision tower: no merger"))
     }
 
-    /// Patches `[n, c]` → tokens `[n / merge², out]`; `inverse` brings them into the order of the prompt.
+    /// Maps patches `[n, c]` to tokens `[n / merge², out]`; `inverse` puts them into the order of the prompt.
     fn merge(
         &self,
         Merger { norm, joined, fc1, fc2 }: Merger,
@@ -266,7 +266,7 @@ impl VisionTower {
         })?)
     }
 
-    /// Rotary angles: the first half of the pairs turns with the row of a patch, the second with its column.
+    /// Computes rotary angles: the row of a patch rotates the first half of the pairs, its column the second.
     fn rope(&self, grid: PatchGrid, order: &[usize]) -> Arc<RopeTable> {
         let quarter = self.config.heads.dim / 4;
         let frequencies: Vec<f32> =
@@ -286,10 +286,11 @@ impl VisionTower {
     }
 }
 
-/// The learned positions that each patch receives, patches in merge-block order: the four about its place when the grid is laid
-/// over the square of `side` with corners on corners, by their distance. All in f32, as the reference computes it.
+/// Returns the learned positions that are mixed for each patch, with patches in merge-block order. The grid is laid over the
+/// square of `side`, corners on corners, and each patch takes the four nearest positions, weighted by distance. All values are
+/// f32, as in the reference.
 fn position_taps(grid: PatchGrid, merge: usize, side: usize) -> Vec<Vec<(u32, f32)>> {
-    // The two places about patch `i` of `count`, with their weights.
+    // Returns the two positions next to patch `i` of `count`, with their weights.
     let axis = |i: usize, count: usize| {
         let at = i as f32 * (side - 1) as f32 / count.saturating_sub(1).max(1) as f32;
         let below = at.floor();
@@ -316,7 +317,7 @@ fn position_taps(grid: PatchGrid, merge: usize, side: usize) -> Vec<Vec<(u32, f3
 
 /// Token order and attention layouts of one grid.
 struct WindowPlan {
-    /// The token at each place of the tower's order.
+    /// Token at each place of the tower's order.
     order: Vec<usize>,
     full: Arc<Layout>,
     windowed: Option<Arc<Layout>>,
@@ -378,7 +379,8 @@ mod tests {
         }
     }
 
-    /// `get_vision_window_index` of `transformers` 5.23 on grids (1, 10, 6) and (1, 8, 8) with windows of 2 cells.
+    /// Expected values: `get_vision_window_index` of `transformers` 5.23 on grids (1, 10, 6) and (1, 8, 8) with windows of 2
+    /// cells.
     #[test]
     fn windows_follow_the_reference_order() {
         let first = WindowPlan::new(&config(), PatchGrid { t: 1, h: 10, w: 6 });
