@@ -33,7 +33,7 @@ pub enum Error {
     Occupied {
         /// The output directory.
         path: PathBuf,
-        /// A file of the other run.
+        /// File that belongs to that run.
         found: String,
     },
     /// Another process is writing to the output directory.
