@@ -28,7 +28,7 @@ pub enum Error {
     },
     /// The output directory contains the files of another run.
     #[error(
-        "the output directory {path} already holds a run ({found}); resume it, move it away, or name another directory"
+        "the output directory {path} already contains a run ({found}); resume it, move it away, or name another directory"
     )]
     Occupied {
         /// The output directory.
@@ -46,7 +46,7 @@ pub enum Error {
     },
     /// A line in the middle of a log is damaged. An incomplete last line is expected after a crash and is not an error.
     #[error(
-        "{path}:{line} is no row; the file was changed or damaged after it was written, repair or remove that line"
+        "{path}:{line} is not a valid row; the file was changed or damaged after it was written; repair or remove that line"
     )]
     Damaged {
         /// Path of the log.
@@ -66,7 +66,7 @@ impl Error {
             }
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space on that disk",
             io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
-                "a file stands where a directory should be; move it or choose another output directory"
+                "a file is in the place of a directory; move it or choose another output directory"
             }
             _ => "check the path and the disk",
         };

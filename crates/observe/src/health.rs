@@ -38,7 +38,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "large_gap",
         title: "the rollout and training disagree",
-        doc: "the log-probabilities of the rollout and of training differ by more than 0.02 nats in the mean, and no correction is on",
+        doc: "the log-probabilities of the rollout and of training differ by more than 0.02 nats on average, and no correction is on",
         window: 3,
         setting: "Algorithm::loss.correction.kind",
         advice: "The loss takes both for the same policy. Set Algorithm::loss.correction.kind, which weighs each token or completion \
@@ -50,7 +50,7 @@ pub const RULES: &[Rule] = &[
             let most = seen.most(|step| step.largest_gap).unwrap_or(gap);
             (gap > LARGE_GAP && !seen.aims.corrected).then(|| {
                 format!(
-                    "their log-probabilities differ by {gap:.3} nats in the mean and {most:.2} at most; up to {LARGE_GAP} is ordinary"
+                    "their log-probabilities differ by {gap:.3} nats on average and {most:.2} at most; up to {LARGE_GAP} is ordinary"
                 )
             })
         },
@@ -81,7 +81,7 @@ pub const RULES: &[Rule] = &[
             let length = seen.mean(|step| step.length)?;
             (share >= 0.95).then(|| {
                 format!(
-                    "{:.0} % of them reach the length limit, at {length:.0} tokens in the mean",
+                    "{:.0} % of them reach the length limit, at {length:.0} tokens on average",
                     100.0 * share
                 )
             })
@@ -105,8 +105,8 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         name: "hopeless",
-        title: "no completion earns anything",
-        doc: "no group has variance and the mean reward is the least that the rewards can give",
+        title: "no completion earns any reward",
+        doc: "no group has variance and the mean reward is the lowest that the rewards can give",
         window: 10,
         setting: "TrainSetup::rewards",
         advice: "The rows are too hard, or the rewards never apply: compare completions and solutions in `rollouts/`, then change \
@@ -122,7 +122,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "reward_never_fires",
         title: "a reward never fires",
-        doc: "one of several rewards gave every completion its least value",
+        doc: "one of several rewards gave every completion its lowest value",
         window: 20,
         setting: "TrainSetup::rewards",
         advice: "Look at completions in `rollouts/`: the answers are not in the form that it reads, or the rows are too hard. Correct \
@@ -134,7 +134,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "entropy_collapsed",
         title: "the entropy collapsed",
-        doc: "the mean entropy is below 0.01 nats and a twentieth of its best, nine groups of ten have no variance, and the mean \
+        doc: "the mean entropy is below 0.01 nats and a twentieth of its best, nine out of ten groups have no variance, and the mean \
               reward is in the lower four fifths of its range",
         window: 10,
         setting: "SamplingParams::temperature",
@@ -155,7 +155,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "no_variance",
         title: "the completions of a prompt all earn the same",
-        doc: "nine groups of ten have no variance, and the mean reward is in the lower four fifths of its range",
+        doc: "nine out of ten groups have no variance, and the mean reward is in the lower four fifths of its range",
         window: 10,
         setting: "RunPlan::lessons.curriculum",
         advice: "Nothing is learned from such groups: each row is too easy or too hard. Let RunPlan::lessons.curriculum choose rows, \
@@ -467,7 +467,7 @@ impl Health {
                     own.calm += 1;
                     if own.calm >= rule.window {
                         let since = own.since;
-                        let text = format!("over at step {step}: {} (since step {since})", rule.title);
+                        let text = format!("ended at step {step}: {} (since step {since})", rule.title);
                         told.push(Warning { step, rule: name, begins: false, since, text });
                         *lasting = None;
                     }
@@ -536,7 +536,7 @@ mod tests {
         let begins = told(&mut health, 3..=9, &gap(0.0312));
         assert_eq!(begins.len(), 1);
         assert_eq!((begins[0].step, begins[0].since, begins[0].begins), (3, 1, true));
-        let text = "the rollout and training disagree (steps 1 to 3): their log-probabilities differ by 0.031 nats in the mean \
+        let text = "the rollout and training disagree (steps 1 to 3): their log-probabilities differ by 0.031 nats on average \
                     and 1.25 at most; up to 0.02 is ordinary. The loss takes both for the same policy. Set \
                     Algorithm::loss.correction.kind, which weighs each token or completion by the difference";
         assert_eq!(begins[0].text, text);
@@ -545,7 +545,7 @@ mod tests {
         let ends = told(&mut health, 10..=20, &gap(0.001));
         assert_eq!(ends.len(), 1);
         assert_eq!((ends[0].step, ends[0].begins, ends[0].rule.as_str()), (13, false, "large_gap"));
-        assert_eq!(ends[0].text, "over at step 13: the rollout and training disagree (since step 1)");
+        assert_eq!(ends[0].text, "ended at step 13: the rollout and training disagree (since step 1)");
         assert_eq!((health.since(), health.collapse().is_none()), (None, true));
         let mut corrected = Health::new(Aims { corrected: true, ..Aims::default() });
         assert_eq!(told(&mut corrected, 1..=9, &gap(0.5)), []);

@@ -142,7 +142,7 @@ fn locked(path: &Path) -> Result<File, Error> {
         // Some network file systems do not support locks.
         Err(TryLockError::Error(source)) if source.kind() == ErrorKind::Unsupported => {}
         other => {
-            other.map_err(|source| Error::io("lock (is another process at it?)", path, source.into()))?
+            other.map_err(|source| Error::io("lock (is another process using it?)", path, source.into()))?
         }
     }
     Ok(file)
@@ -166,7 +166,7 @@ fn aside(path: &Path, content: &[u8]) -> Result<PathBuf, Error> {
             Ok(()) => return Ok(to),
         }
     }
-    Err(Error::io("find a free name behind", path, ErrorKind::AlreadyExists.into()))
+    Err(Error::io("find a free file name after", path, ErrorKind::AlreadyExists.into()))
 }
 
 fn differences(before: &Map<String, Value>, now: &Map<String, Value>) -> Vec<String> {

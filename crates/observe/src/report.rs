@@ -58,7 +58,10 @@ impl std::fmt::Display for Report {
         }
         if self.ahead_secs > 0.0 {
             let (secs, part) = (self.ahead_secs, share(self.ahead_secs, self.step_secs));
-            writeln!(f, "rows were read ahead beside the step: {secs:.3} s/step, {part} of its time\n")?;
+            writeln!(
+                f,
+                "reading rows ahead took {secs:.3} s/step on other threads, {part} of the step time\n"
+            )?;
         }
         if let (Some(first), Some(last)) = (self.rewards.first(), self.rewards.last()) {
             writeln!(f, "reward {first:.3} {} {last:.3}", sparkline(&self.rewards, CURVE_WIDTH))?;
@@ -161,7 +164,7 @@ mod tests {
          step       1.000   100 %
         ──────────────────────────
 
-        rows were read ahead beside the step: 0.020 s/step, 2 % of its time
+        reading rows ahead took 0.020 s/step on other threads, 2 % of the step time
 
         reward 0.000 ▁▁▁▂▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▄▅▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇▇███ 0.990
         run directory: runs/demo

@@ -503,7 +503,7 @@ mod tests {
         let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
         run.append_metrics(1, 0.0, &[]).unwrap();
         let error = RunDir::open(directory.path(), Existing::Refuse).unwrap_err();
-        assert!(error.to_string().contains("already holds a run (metrics.jsonl)"), "{error}");
+        assert!(error.to_string().contains("already contains a run (metrics.jsonl)"), "{error}");
         assert_eq!(
             fs::read_to_string(directory.path().join(METRICS)).unwrap(),
             "{\"step\":1,\"epoch\":0.0}\n"
@@ -516,6 +516,6 @@ mod tests {
         let path = directory.path().join("run");
         fs::write(&path, "").unwrap();
         let error = RunDir::open(&path, Existing::Refuse).unwrap_err().to_string();
-        assert!(error.contains("a file stands where a directory should be"), "{error}");
+        assert!(error.contains("a file is in the place of a directory should be"), "{error}");
     }
 }

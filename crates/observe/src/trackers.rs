@@ -128,7 +128,7 @@ impl Trackers {
                 Ok(Ok(())) => continue,
                 Ok(Err(why)) => why,
                 Err(RecvTimeoutError::Timeout) => {
-                    format!("it was not done {} s after the run", patience.as_secs())
+                    format!("it had not finished {} s after the run", patience.as_secs())
                 }
                 Err(RecvTimeoutError::Disconnected) => "its thread ended".to_owned(),
             };
@@ -144,7 +144,7 @@ impl Trackers {
 
     fn warn(&self, name: &str, why: &str) {
         self.console.warning(&format!(
-            "{name} receives nothing more: {why}. The run continues, and metrics.jsonl has everything"
+            "{name} receives no more data: {why}. The run continues, and metrics.jsonl contains all metrics"
         ));
     }
 }
@@ -263,7 +263,7 @@ mod tests {
         }
         trackers.finish(Duration::from_secs(20));
         assert_eq!((bad_steps.lock().unwrap().as_slice(), steps.lock().unwrap().len()), (&[1][..], 30));
-        let expected = "warning: made receives nothing more: the disk is full. The run continues, and metrics.jsonl has \
+        let expected = "warning: made receives no more data: the disk is full. The run continues, and metrics.jsonl has \
                         everything\n";
         assert_eq!(said(&buffer), expected);
     }
@@ -282,6 +282,6 @@ mod tests {
         let mut trackers = Trackers::start(vec![Box::new(tracker)], &Console::plain(buffer.clone()));
         trackers.tell(metrics(1));
         trackers.finish(Duration::from_millis(20));
-        assert!(said(&buffer).contains("it was not done 0 s after the run"), "{}", said(&buffer));
+        assert!(said(&buffer).contains("it had not finished 0 s after the run"), "{}", said(&buffer));
     }
 }

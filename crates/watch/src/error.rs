@@ -18,7 +18,7 @@ pub enum Error {
     },
     /// A directory contains no run.
     #[error(
-        "{path} holds no run: expected a run directory with `metrics.jsonl`, or a directory of such \
+        "{path} contains no run: expected a run directory with `metrics.jsonl`, or a directory of such \
          directories"
     )]
     NoRun {
@@ -37,14 +37,14 @@ pub enum Error {
     #[error(transparent)]
     Files(#[from] omnigrpo_observe::Error),
     /// The query of a request cannot be parsed.
-    #[error("the address asks for nothing")]
+    #[error("the query of the address is invalid")]
     Query(#[from] serde_urlencoded::de::Error),
     /// The requested item does not exist.
     #[error("{0}")]
     Missing(String),
     /// A line of a log cannot be parsed.
     #[error(
-        "{path}, byte {offset}: no row that can be read; the file was changed or damaged after it was written"
+        "{path}, byte {offset}: the row cannot be read; the file was changed or damaged after it was written"
     )]
     Damaged {
         /// Path of the log.
@@ -59,7 +59,7 @@ pub enum Error {
 impl Error {
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| match source.kind() {
-            io::ErrorKind::NotFound => Self::Missing(format!("{} is not there", path.display())),
+            io::ErrorKind::NotFound => Self::Missing(format!("{} does not exist", path.display())),
             _ => Self::Io { action, path: path.to_owned(), source },
         }
     }

@@ -348,7 +348,7 @@ impl Shared {
     async fn ask(self: &Arc<Self>, request: hyper::Request<Incoming>) -> Result<Answer, Answer> {
         let (head, body) = request.into_parts();
         if !self.is_meant(&head) {
-            let why = "this is served to addresses of this machine and localhost\n";
+            let why = "this server only accepts requests to an address of this machine or to localhost\n";
             return Err(Answer::refusal(StatusCode::MISDIRECTED_REQUEST, why));
         }
         let limit = self.limits.body_bytes;
@@ -363,11 +363,13 @@ impl Shared {
             }
             _ => {
                 let allowed = if limit > 0 { "GET, HEAD, POST" } else { "GET, HEAD" };
-                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this is only read\n");
+                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed\n");
                 return Err(refusal.with(ALLOW, allowed));
             }
         };
-        let broken = || Answer::refusal(StatusCode::INTERNAL_SERVER_ERROR, "this request failed here\n");
+        let broken = || {
+            Answer::refusal(StatusCode::INTERNAL_SERVER_ERROR, "the server failed to handle this request\n")
+        };
         let permit = Arc::clone(&self.pool).acquire_owned().await.map_err(|_| broken())?;
         let shared = Arc::clone(self);
         let work = move || {

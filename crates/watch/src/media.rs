@@ -43,12 +43,12 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
 /// not
 /// a supported media file.
 pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
-    let path = Path::new(paths.get(at).ok_or_else(|| Error::missing("no such medium"))?);
+    let path = Path::new(paths.get(at).ok_or_else(|| Error::missing("this media file does not exist"))?);
     // Runs record the real path of a file, after checking that it is inside its root.
     let real = fs::canonicalize(path).map_err(Error::io("open", path))?;
     if real != path {
         return Err(Error::missing(format!(
-            "{} is not served: it leads to {}, and a run records the file itself",
+            "{} is not served: it leads to {}, but a run records the path of the file itself",
             path.display(),
             real.display()
         )));
@@ -61,7 +61,7 @@ pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
     file.take(4096).read_to_end(&mut head).map_err(Error::io("read", path))?;
     let mime = mime_of(&head).ok_or_else(|| {
         Error::missing(format!(
-            "{} is not served: it begins as no picture, clip or sound that a browser could show",
+            "{} is not served: it is not a picture, clip or sound that a browser can show",
             path.display()
         ))
     })?;
@@ -144,10 +144,10 @@ mod tests {
         assert_eq!(open(&paths, 0).unwrap().mime, "image/png");
         let told = |paths: &[String], at| open(paths, at).unwrap_err().to_string();
         assert!(told(&paths, 1).contains("a run records the file itself"));
-        assert!(told(&paths, 2).contains("it begins as no picture, clip or sound"));
+        assert!(told(&paths, 2).contains("it is not a picture, clip or sound"));
         assert!(told(&paths, 3).ends_with("in is not a file"));
-        assert!(told(&paths, 4).ends_with("x is not there"));
-        assert!(told(&paths, 5).contains("no such medium"));
+        assert!(told(&paths, 4).ends_with("x does not exist"));
+        assert!(told(&paths, 5).contains("this media file does not exist"));
         #[cfg(unix)]
         {
             std::os::unix::fs::symlink(root.join("in/a.png"), root.join("in/link.png")).unwrap();

@@ -213,7 +213,7 @@ fn page(
         }
         out.push_str("</table>");
     });
-    section(&mut out, "What the run said", |out| {
+    section(&mut out, "Log of the run", |out| {
         let _ = write!(out, "<pre>{}</pre>", escaped(&log(run)));
     });
     out.push_str("</main></body></html>\n");
@@ -225,12 +225,11 @@ fn warnings(out: &mut String, run: &Run) -> Result<(), Error> {
     let rows = run.warnings()?;
     let told: Vec<Warning> =
         rows.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
-    section(out, "Problems of the training", |out| {
+    section(out, "Training problems", |out| {
         for (at, own) in told.iter().enumerate().filter(|(_, own)| own.begins) {
             let end = told[at..].iter().find(|other| !other.begins && other.rule == own.rule);
-            let end = end.map_or("It lasted to the end.".to_owned(), |end| {
-                format!("It was over at step {}.", end.step)
-            });
+            let end = end
+                .map_or("It lasted to the end.".to_owned(), |end| format!("It ended at step {}.", end.step));
             let _ = write!(out, "<p class=\"card warning\">{}. {end}</p>", escaped(&own.text));
         }
     });
@@ -540,7 +539,7 @@ mod tests {
         assert!(page.contains("<title>&lt;i&gt;mine&lt;/i&gt;</title>"));
         assert!(page.contains("&lt;/pre&gt;&lt;img src=x onerror=alert(1)&gt;\\u{202e}"));
         assert!(!page.contains("<script") && !page.contains("<img src=x") && !page.contains("http://"));
-        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It was over at step 9.</p>"));
+        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It ended at step 9.</p>"));
         assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It lasted to the end.</p>"));
         assert!(page.contains("<main>") && page.contains("--good: #"));
         assert!(page.contains("2 steps in 0.1 min"), "a step that was done again counts once");

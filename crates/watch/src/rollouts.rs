@@ -216,9 +216,8 @@ impl Records {
         let path = run.step_file("tokens", step);
         let index = self.tokens.of(run, &path, |line| serde_json::from_slice(line).ok())?;
         let entry = index.iter().find(|entry| (entry.brief.group, entry.brief.sample) == (group, sample));
-        let entry = entry.ok_or_else(|| {
-            Error::missing("no numbers of these tokens: the run was not asked to keep them (log_token_stats)")
-        })?;
+        let entry = entry
+            .ok_or_else(|| Error::missing("the run did not record per-token numbers (log_token_stats)"))?;
         line_at(run, &path, entry)
     }
 

@@ -296,14 +296,14 @@ mod tests {
         assert_eq!(Run::find(&[directory.path().to_owned()]).unwrap().len(), 1);
         assert_eq!(Run::find(&[directory.path().join("b")]).unwrap()[0].name(), "of mine");
         let file = Run::find(&[directory.path().join("b/config.yaml")]).unwrap_err().to_string();
-        assert!(file.contains("config.yaml holds no run: expected a run directory"), "{file}");
+        assert!(file.contains("config.yaml contains no run: expected a run directory"), "{file}");
         let error = Run::find(&[directory.path().join("no-run")]).unwrap_err().to_string();
         assert!(
-            error.contains("no-run holds no run: expected a run directory with `metrics.jsonl`"),
+            error.contains("no-run contains no run: expected a run directory with `metrics.jsonl`"),
             "{error}"
         );
         let error = Run::find(&[directory.path().join("x")]).unwrap_err().to_string();
-        assert!(error.ends_with("x is not there"), "{error}");
+        assert!(error.ends_with("x does not exist"), "{error}");
     }
 
     #[cfg(unix)]

@@ -319,7 +319,9 @@ impl App {
                 let medium = match (given.group, given.row) {
                     (Some(group), _) => self.records.medium(run, given.step, group, given.at)?,
                     (None, Some(row)) => self.evaluations.medium(run, given.step, row, given.at)?,
-                    (None, None) => return Err(Error::missing("a medium of which record?")),
+                    (None, None) => {
+                        return Err(Error::missing("the request names no record; expected `group` or `row`"));
+                    }
                 };
                 return file(&medium, request);
             }
@@ -711,9 +713,7 @@ mod tests {
             group["media"][0],
             json!({ "name": "dot.png", "mime": "image/png", "times": null, "heard": false })
         );
-        assert!(
-            group["media"][1]["error"].as_str().unwrap().contains("it begins as no picture, clip or sound")
-        );
+        assert!(group["media"][1]["error"].as_str().unwrap().contains("it is not a picture, clip or sound"));
         let url = format!("{}api/media?run=0&step=1&group=0&at=0", server.url());
         assert_eq!(get(&url, &[]), (200, PNG.to_vec()));
         assert_eq!(get(&url, &[("Range", "bytes=1-3")]), (206, b"PNG".to_vec()));

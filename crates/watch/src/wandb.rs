@@ -53,9 +53,9 @@ impl Wandb {
         // An interrupt at the terminal is for this program only: it still has to report how the run ends.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let mut child = command
-            .spawn()
-            .map_err(|error| format!("`{}` cannot be started: {error}; name another Python", run.python))?;
+        let mut child = command.spawn().map_err(|error| {
+            format!("`{}` cannot be started: {error}; set another Python interpreter", run.python)
+        })?;
         let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
         let stderr = stderr.and_then(|stderr| {
             let (log, secret) = (run.directory.join("wandb.log"), run.secret.clone());
@@ -82,7 +82,7 @@ impl Wandb {
     /// Returns the last line of the child's stderr, once the child has ended.
     fn why(&mut self) -> String {
         let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
-        if said.is_empty() { "its Python process ended without a word".to_owned() } else { said }
+        if said.is_empty() { "its Python process ended without a message".to_owned() } else { said }
     }
 }
 
