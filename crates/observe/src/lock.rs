@@ -12,10 +12,10 @@ use crate::Error;
 const NAME: &str = ".lock";
 /// Largest number of bytes read from the holder's description.
 const HOLDER_BYTES: u64 = 1024;
-/// How long a start waits for a holder that is exiting. The system needs time to free the memory of a killed process, and it
+/// Longest wait for a holder that is exiting. The system needs time to free the memory of a killed process, and it
 /// releases the lock last.
 const ENDING: Duration = Duration::from_secs(5);
-/// How long a start waits for any other holder. A process about to exit cannot be recognised from outside.
+/// Longest wait for any other holder. A process about to exit cannot be recognised from outside.
 const GRACE: Duration = Duration::from_millis(200);
 
 /// Exclusive write lock on a run directory. It is released when this value is dropped, and by the operating system if the process

@@ -66,7 +66,7 @@ pub struct Rollout {
     pub completion: String,
     /// Solution of the row, as the dataset contains it.
     pub solution: Option<Value>,
-    /// Value of each reward function, unweighted; `None` where it does not apply.
+    /// Value of each reward function, unweighted; `None` if it does not apply.
     pub rewards: BTreeMap<String, Option<f64>>,
     /// Weighted total; `None` if no reward applied.
     pub reward: Option<f64>,

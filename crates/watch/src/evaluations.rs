@@ -175,7 +175,7 @@ impl Evaluations {
     /// Opens a media file of a row.
     pub(crate) fn medium(&self, run: &Run, step: u64, row: usize, at: usize) -> Result<Medium, Error> {
         let (path, index) = self.index(run, step)?;
-        let entry = index.get(row).ok_or_else(|| Error::missing("no such row"))?;
+        let entry = index.get(row).ok_or_else(|| Error::missing("this row does not exist"))?;
         media::open(&row_at(run, &path, entry)?.media, at)
     }
 }

@@ -195,7 +195,7 @@ impl Records {
     ) -> Result<String, Error> {
         let records = self.group_records(run, step, group)?;
         let record = records.into_iter().find(|record| sample.is_none_or(|own| own == record.sample));
-        let record = record.ok_or_else(|| Error::missing("no such completion"))?;
+        let record = record.ok_or_else(|| Error::missing("this completion does not exist"))?;
         Ok(if sample.is_some() { record.completion } else { record.prompt })
     }
 
