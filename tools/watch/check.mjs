@@ -255,7 +255,7 @@ try {
 
   await tab.goto(`${url}#/evaluations`);
   await tab.waitForSelector('.pair');
-  assert.match(await tab.$eval('.page', (own) => own.textContent), /2 better · 0 worse · 2 as before/);
+  assert.match(await tab.$eval('.page', (own) => own.textContent), /2 better · 0 worse · 2 unchanged/);
   await tab.selectOption('select[aria-label=change]', 'better');
   await tab.waitForFunction(() => document.querySelectorAll('.pair').length === 2);
   assert.ok(await tab.$('.confusion td'));
@@ -379,14 +379,14 @@ try {
   await tab.goto(`${url}#/charts`);
   await tab.waitForSelector('.chart canvas');
   child.kill();
-  await tab.waitForFunction(() => /Nobody serves this page any more.*omnigrpo watch/.test(document.getElementById('notices').textContent), null, { timeout: 20000 });
+  await tab.waitForFunction(() => /This page is no longer served.*omnigrpo watch/.test(document.getElementById('notices').textContent), null, { timeout: 20000 });
   await tab.keyboard.press('3');
   await tab.waitForFunction(() => /was not loaded before/.test(document.getElementById('main').textContent));
   const [sixth, same] = await serve([dir]);
   children.push(sixth);
   assert.equal(same, url);
   await tab.waitForSelector('.pair', { timeout: 30000 });
-  assert.ok(!/Nobody serves/.test(await tab.$eval('#notices', (own) => own.textContent)));
+  assert.ok(!/no longer served/.test(await tab.$eval('#notices', (own) => own.textContent)));
   complaints.splice(0, complaints.length, ...complaints.filter((own) => !/ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE/.test(own)));
   console.log('a page whose server ended connects to the next one');
 

@@ -1,4 +1,4 @@
-//! Present activity of a run, for people who watch it.
+//! Current activity of a run, for display while it trains.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use crate::text::{count, span};
 
-/// Steps whose mean length says how long the rest takes.
+/// Number of recent steps whose mean duration estimates the remaining time.
 const RECENT_STEPS: usize = 20;
 
-/// Step, phase and counts of a run. The worker writes to it, the console shows it; clones share one state.
+/// Step, phase and counts of a run. The worker writes them and the console shows them; all clones share one state.
 #[derive(Clone, Debug, Default)]
 pub struct Activity(Arc<Mutex<State>>);
 
@@ -49,7 +49,7 @@ impl Activity {
         *self.state() = State::default();
     }
 
-    /// Ends a step, and tells how long it took.
+    /// Ends a step and returns how long it took.
     pub(crate) fn step_done(&self, now: Instant) -> Duration {
         let mut state = self.state();
         (state.phase, state.parts) = (None, None);
@@ -62,7 +62,7 @@ impl Activity {
         took
     }
 
-    /// The step under way, from 1, while a run is.
+    /// Returns the current step, counted from 1, or `None` outside a run.
     #[must_use]
     pub fn step(&self) -> Option<u64> {
         self.state().steps.as_ref().map(|steps| (steps.done + 1).min(steps.total))
@@ -78,12 +78,12 @@ impl Activity {
         self.state().phase = None;
     }
 
-    /// Sets how much of a step is done, in parts of some name, until the next call.
+    /// Sets how many named parts of the step are done. The counts stay until the next call.
     pub fn parts(&self, name: &'static str, done: usize, total: usize) {
         self.state().parts = Some((name, done, total));
     }
 
-    /// A token was sampled; with `last` one more part is done.
+    /// Counts one sampled token. With `last`, it also counts one more part as done.
     pub fn token(&self, last: bool) {
         let mut state = self.state();
         if let Some(phase) = &mut state.phase {
@@ -94,17 +94,17 @@ impl Activity {
         }
     }
 
-    /// Tokens sampled in this phase.
+    /// Returns the number of tokens sampled in this phase.
     pub(crate) fn tokens(&self) -> u64 {
         self.state().phase.as_ref().map_or(0, |phase| phase.tokens)
     }
 
-    /// Done and all steps.
+    /// Returns the number of completed steps and the total number of steps.
     pub(crate) fn steps(&self) -> Option<(u64, u64)> {
         self.state().steps.as_ref().map(|steps| (steps.done, steps.total))
     }
 
-    /// How long the steps that are left will take, by the mean of the last ones; `None` before the first is done.
+    /// Estimates the time for the remaining steps from the mean of the recent ones; `None` before the first step is done.
     pub(crate) fn left(&self, now: Instant) -> Option<Duration> {
         let state = self.state();
         let steps = state.steps.as_ref()?;
@@ -115,7 +115,7 @@ impl Activity {
         Duration::try_from_secs_f64((left - under_way.as_secs_f64()).max(0.0)).ok()
     }
 
-    /// `rollout · completions 37/64 · 4.1 k tokens · 12 tok/s`, or `backward · prompts 3/8 · 12 s`.
+    /// Formats the current phase: `rollout · completions 37/64 · 4.1 k tokens · 12 tok/s`, or `backward · prompts 3/8 · 12 s`.
     pub(crate) fn doing(&self, now: Instant) -> String {
         let state = self.state();
         let Some(phase) = &state.phase else { return String::new() };
@@ -135,7 +135,7 @@ impl Activity {
         out
     }
 
-    /// All of it in one line, for a plain log.
+    /// Formats the whole activity as one line for a plain log.
     pub(crate) fn line(&self, now: Instant) -> String {
         let doing = self.doing(now);
         let Some((done, total)) = self.steps() else { return doing };
@@ -184,11 +184,11 @@ mod tests {
         activity.parts("prompts", 3, 8);
         assert_eq!(activity.doing(at(372.0)), "backward · prompts 3/8 · 12 s");
 
-        // 290 steps are left, 40 s each, and 10 s of the next are over.
+        // 290 steps of 40 s each remain, and the next step has run for 10 s.
         activity.step_done(at(40.0));
         assert_eq!((activity.step(), activity.left(at(50.0))), (Some(11), Some(Duration::from_secs(11_590))));
         assert_eq!(activity.line(at(50.0)), "step 11/300: 10 s in this step · eta 3 h 14 min");
-        // A step that takes longer than the mean counts as nearly done.
+        // A step that takes longer than the mean counts as almost done.
         assert_eq!(activity.left(at(400.0)), Some(Duration::from_secs(289 * 40)));
         activity.end();
         assert_eq!(activity.step(), None);

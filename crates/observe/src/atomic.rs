@@ -1,4 +1,4 @@
-//! Whole-file writes that a crash cannot leave half done.
+//! Whole-file writes that survive a crash: a file is either complete or unchanged.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -7,14 +7,16 @@ use std::path::Path;
 
 use crate::Error;
 
-/// Writes a file so that after a crash at any moment the path holds either the old content or the new one, complete.
+/// Writes a file atomically. After a crash at any moment, the path contains either the complete old content or the complete new
+/// content.
 ///
-/// `write` fills a temporary file beside `path`, which is synced, renamed over `path`, and the directory synced. On an
-/// error the temporary file is removed and `path` is untouched. A second process writing the same path at the same time
-/// is not supported.
+/// `write` fills a temporary file in the directory of `path`. The file is synced and renamed over `path`, and then the directory
+/// is
+/// synced. On an error, the temporary file is removed and `path` is unchanged. Two processes must not write the same path at the
+/// same time.
 ///
 /// # Errors
-/// Any step that the operating system refuses, named with its path.
+/// Returns an error if the operating system refuses any of these operations. The error names the path.
 pub fn write_atomic(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), Error> {
     let Some(name) = path.file_name() else {
         let source = io::Error::new(io::ErrorKind::InvalidInput, "the path names no file");
@@ -34,7 +36,7 @@ pub fn write_atomic(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Resul
         .map_err(|source| Error::io("write", path, source))
         .and_then(|()| fs::rename(&temporary, path).map_err(|source| Error::io("replace", path, source)));
     if done.is_err() {
-        // Best effort: the error that matters is the one above.
+        // A failure here is ignored: the original error is the one to report.
         let _ = fs::remove_file(&temporary);
         return done;
     }
@@ -44,12 +46,12 @@ pub fn write_atomic(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Resul
     }
 }
 
-/// Makes new names in a directory survive a power cut.
+/// Syncs a directory, so that new file names in it survive a power failure.
 ///
 /// # Errors
-/// The operating system refuses.
+/// Returns an error if the operating system cannot open or sync the directory.
 pub fn sync_directory(path: &Path) -> Result<(), Error> {
-    // Only Unix lets a directory be opened and synced.
+    // Only Unix allows a program to open and sync a directory.
     if cfg!(unix) {
         let sync = File::open(path).and_then(|directory| directory.sync_all());
         sync.map_err(|source| Error::io("sync", path, source))?;
@@ -98,7 +100,7 @@ mod tests {
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 
-    /// Permission bits do not bind an administrator, so the refusal is also taken from a place nobody may write to.
+    /// Root ignores permission bits, so the test also writes to a path where even root gets an error.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_read_only_directory_is_named_with_a_remedy() {

@@ -1,14 +1,15 @@
-//! Completions of a group for a person to look at: the best and the worst, on a line each.
+//! Excerpt of a group for a person to read: its best and its worst completion, one line each.
 
 use crate::Rollout;
 use crate::text::{escape_line, fit};
 
-/// The row, its question and truth, and of the completions the one with the highest reward and the one with the lowest; one
-/// of them where all rewards are equal. What came from rows and model is escaped, lines are cut to `width` columns.
+/// Formats the row, its question and its solution, then the completions with the highest and the lowest reward. If all rewards
+/// are
+/// equal, it shows only one completion. Text from rows and models is escaped, and lines are cut to `width` columns.
 #[must_use]
 pub fn best_and_worst(question: &str, group: &[Rollout], width: usize) -> Vec<String> {
     let mut sorted: Vec<&Rollout> = group.iter().collect();
-    // The first of equals comes first, at either end.
+    // Among equal rewards, the first completion is chosen at both ends.
     let reward = |rollout: &Rollout| rollout.reward.unwrap_or(f64::NEG_INFINITY);
     sorted.sort_by(|a, b| reward(b).total_cmp(&reward(a)));
     let Some(best) = sorted.first().copied() else { return Vec::new() };
@@ -88,7 +89,7 @@ mod tests {
             ]
         );
         let wide = best_and_worst("?", &group, 80);
-        // Each of these characters takes two columns.
+        // Each of these characters is two columns wide.
         assert!(wide[2].ends_with("</think> 図図図図図…"), "{wide:?}");
     }
 

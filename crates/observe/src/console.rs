@@ -1,4 +1,4 @@
-//! Progress and one-line summaries for a person at a terminal, or plain lines for a log file.
+//! Progress and one-line summaries for a terminal, or plain lines for a log file.
 
 use std::borrow::Cow;
 use std::fs::{File, create_dir_all};
@@ -16,18 +16,18 @@ use omnigrpo_guard::inside;
 use crate::text::{count, escape, fit, span, wrap};
 use crate::{Activity, Error, Latest, Metric, latest_table};
 
-/// A progress line of a plain log appears each time another such part is done.
+/// Number of progress lines per stage in a plain log.
 const PLAIN_PARTS: u64 = 10;
-/// A plain log has a line at least this often while something is under way.
+/// Longest time without a line in a plain log while work is in progress.
 const PLAIN_EVERY: Duration = Duration::from_secs(60);
-/// Times are shown from here on: before, they would only be noise.
+/// Shortest duration that is shown. Shorter times would only be noise.
 const WORTH_TELLING: Duration = Duration::from_secs(5);
-/// Bars are drawn this often: the clock beside them goes on while a step computes.
+/// Interval at which bars are redrawn. The clock beside a bar keeps running while a step computes.
 const TICK: Duration = Duration::from_millis(500);
-/// Columns where nobody says how many there are.
+/// Assumed width if the terminal does not report one, in columns.
 const COLUMNS: usize = 80;
 
-/// Before the lines below the bar.
+/// Indentation of the lines below the bar.
 const INDENT: &str = "  ";
 const STAGE: &str = "{prefix} {wide_bar} {pos}/{len}{beside}";
 const BLOCK: &str = "{msg}";
@@ -37,10 +37,10 @@ const RED: Style = AnsiColor::Red.on_default().bold();
 const YELLOW: Style = AnsiColor::Yellow.on_default().bold();
 const BOLD: Style = Style::new().bold();
 
-/// Where a run talks to its user. Clones write to the same place.
+/// User-facing output of a run. Clones write to the same destination.
 ///
-/// Text may come from rows, models and servers: none of it acts on the terminal (see [`escape`]). Output
-/// that fails (a closed pipe) is dropped: training does not stop because nobody watches.
+/// Text may come from rows, models and servers, so it is escaped before it reaches the terminal (see [`escape`]). Output errors,
+/// such as a closed pipe, are ignored: training continues even if nobody reads the output.
 #[derive(Clone)]
 pub struct Console(Arc<Inner>);
 
@@ -55,7 +55,7 @@ struct Inner {
 }
 
 enum Sink {
-    /// With the columns, where they are not the terminal's own.
+    /// Bars, with a fixed width if it differs from that of the terminal.
     Terminal(MultiProgress, Option<usize>),
     Plain(Mutex<Box<dyn Write + Send>>),
 }
@@ -64,14 +64,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Columns of standard output, if it is a terminal.
+/// Returns the width of standard output in columns, if it is a terminal.
 #[must_use]
 pub fn stdout_columns() -> Option<usize> {
     Some(usize::from(terminal_size::terminal_size_of(io::stdout())?.0.0))
 }
 
 impl Console {
-    /// Standard error: bars if it is a terminal, and then in colour if wanted; plain lines otherwise.
+    /// Writes to standard error: bars if it is a terminal, in colour if requested; plain lines otherwise.
     #[must_use]
     pub fn stderr(colour: bool) -> Self {
         if io::stderr().is_terminal() {
@@ -82,7 +82,7 @@ impl Console {
         }
     }
 
-    /// Plain lines to a writer.
+    /// Writes plain lines to `writer`.
     #[must_use]
     pub fn plain(out: impl Write + Send + 'static) -> Self {
         Self::plain_every(out, PLAIN_EVERY)
@@ -98,10 +98,10 @@ impl Console {
         Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity, words }))
     }
 
-    /// From now on lines are also appended to this file, each with the time it was written.
+    /// Also appends every later line to this file, with the time at which it was written.
     ///
     /// # Errors
-    /// A file that cannot be made.
+    /// Returns an error if the file cannot be created.
     pub fn log_to(&self, path: &Path) -> Result<(), Error> {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
         dir.map_or(Ok(()), create_dir_all).map_err(|e| Error::io("create the directory of", path, e))?;
@@ -110,20 +110,21 @@ impl Console {
         Ok(())
     }
 
-    /// From now on every line goes through a function first: a program names what its libraries speak of as its users know
-    /// it. The first such function stays.
+    /// Passes every later line through a function, so that a program can replace internal names with the ones its users know.
+    /// Only the
+    /// first call has an effect.
     pub fn word_by(&self, words: fn(&str) -> String) {
-        // See above: there is one already.
+        // Only the first function is kept.
         let _ = self.0.words.set(words);
     }
 
-    /// A text in the words of [`Self::word_by`], for records that people read, too.
+    /// Applies the function of [`Self::word_by`] to a text, for records that people read.
     #[must_use]
     pub fn worded<'t>(&self, text: &'t str) -> Cow<'t, str> {
         self.0.words.get().map_or(Cow::Borrowed(text), |words| Cow::Owned(words(text)))
     }
 
-    /// Columns of the terminal; 80 where there is none.
+    /// Returns the width of the terminal in columns, or 80 without a terminal.
     #[must_use]
     pub fn width(&self) -> usize {
         let terminal = || Some(usize::from(terminal_size::terminal_size_of(io::stderr())?.0.0));
@@ -133,44 +134,44 @@ impl Console {
         }
     }
 
-    /// Returns the present activity of the run.
+    /// Returns the current activity of the run.
     #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.0.activity
     }
 
-    /// Writes to the log alone, if there is one.
+    /// Writes to the log file only, if there is one.
     pub fn log(&self, text: &str) {
         if let Some(log) = locked(&self.0.log).as_mut() {
             let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
             let lines: String =
                 escape(&self.worded(text)).lines().map(|line| format!("{now} {line}\n")).collect();
-            // See the type: output is best effort.
+            // Output errors are ignored, as the type documents.
             let _ = log.write_all(lines.as_bytes());
         }
     }
 
-    /// Writes a line (or several), above the bars where there are any.
+    /// Writes one or more lines, above any bars.
     pub fn line(&self, text: &str) {
         self.say(text, &[]);
     }
 
-    /// A line that the log does not get: one with a secret.
+    /// Writes a line without copying it to the log file, because it contains a secret.
     pub fn unlogged(&self, text: &str) {
         self.show(text, &[]);
     }
 
-    /// A line that begins with `warning:`.
+    /// Writes a line with the prefix `warning:`.
     pub fn warning(&self, text: &str) {
         self.say(&format!("warning: {text}"), &[("warning:", YELLOW)]);
     }
 
-    /// A line that begins with `error:`. The word is the text's own.
+    /// Writes an error. The text already begins with `error:`.
     pub fn error(&self, text: &str) {
         self.say(text, &[("error:", RED)]);
     }
 
-    /// Writes text, and in colour the first place of each mark in its style.
+    /// Writes text. On a colour terminal, the first occurrence of each mark is drawn in its style.
     fn say(&self, text: &str, marks: &[(&str, Style)]) {
         self.log(text);
         self.show(text, marks);
@@ -180,7 +181,7 @@ impl Console {
         let text = self.worded(text);
         let text = escape(&text);
         *locked(&self.0.last_line) = Instant::now();
-        // See the type: output is best effort.
+        // Output errors are ignored, as the type documents.
         let _ = match &self.0.sink {
             Sink::Terminal(bars, _) => {
                 let mut shown = wrap(&text, self.width());
@@ -197,7 +198,7 @@ impl Console {
         };
     }
 
-    /// Lines that are drawn again in their place; `None` where there is no terminal.
+    /// Starts a block of lines that are redrawn in place; `None` without a terminal.
     #[must_use]
     pub fn block(&self) -> Option<Block> {
         match &self.0.sink {
@@ -234,7 +235,7 @@ impl Console {
         Progress { console: self.clone(), stage: stage.to_owned(), total, done, started, activity, shown }
     }
 
-    /// Starts to show a run of `total` steps of which `done` are done. What happens within a step comes from
+    /// Shows the progress of a run of `total` steps, of which `done` are complete. Progress within a step comes from
     /// [`Self::activity`].
     #[must_use]
     pub fn steps(&self, done: u64, total: u64) -> Steps {
@@ -271,7 +272,7 @@ impl Console {
         Steps { activity, latest, shown }
     }
 
-    /// One line for a logging window; see [`summary_line`].
+    /// Writes the summary of one logging window on one line; see [`summary_line`].
     pub fn summary(&self, step: u64, num_steps: u64, metrics: &[Metric]) {
         let eta = self.0.activity.left(Instant::now()).filter(|_| step < num_steps);
         let line = summary_line(step, num_steps, metrics, eta);
@@ -283,11 +284,11 @@ impl Console {
     }
 }
 
-/// Lines that are drawn again in their place. Dropping them leaves the last ones.
+/// Lines that are redrawn in place. After a drop, the last lines remain on the screen.
 pub struct Block(ProgressBar);
 
 impl Block {
-    /// Draws other lines.
+    /// Replaces the displayed lines.
     pub fn show(&self, text: &str) {
         self.0.set_message(escape(text).into_owned());
     }
@@ -299,7 +300,7 @@ impl Drop for Block {
     }
 }
 
-/// A template that a test has parsed, and what it is drawn with.
+/// Parses a template and adds the fields that it uses. A test checks that every template parses.
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template)
         .unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -324,13 +325,13 @@ fn share_and_eta(activity: &Activity) -> String {
     out
 }
 
-/// The numbers of the last step below the bar, each line behind a line's end.
+/// Formats the numbers of the last step for display below the bar. Each line begins with a newline.
 fn under_bar(latest: &Latest, width: usize) -> String {
     let table = latest_table(&[], &[(Vec::new(), latest)], width.saturating_sub(INDENT.len()));
     table.lines().map(|line| format!("\n{INDENT}{line}")).collect()
 }
 
-/// ` · 4.1 k tokens · 12 tok/s · 2 min 0 s left`, as far as there is something to say.
+/// Formats the text beside the bar: ` · 4.1 k tokens · 12 tok/s · 2 min 0 s left`. Parts without a value are left out.
 fn beside(activity: &Activity, done: u64, total: u64, elapsed: Duration) -> String {
     let mut out = String::new();
     let tokens = activity.tokens();
@@ -348,10 +349,10 @@ fn beside(activity: &Activity, done: u64, total: u64, elapsed: Duration) -> Stri
     out
 }
 
-/// How something under way is shown until it is dropped.
+/// Display of work in progress. It ends when the value is dropped.
 enum Shown {
     Bar(MultiProgress, ProgressBar),
-    /// A thread that writes a line when nothing has been written for a while.
+    /// Thread that writes a line after a period without output.
     Lines(Arc<(Mutex<bool>, Condvar)>, Option<JoinHandle<()>>),
 }
 
@@ -378,7 +379,7 @@ impl Shown {
                 is_over = woken.unwrap_or_else(PoisonError::into_inner).0;
             }
         };
-        // Without a thread nothing is shown in between.
+        // If the thread cannot start, only the periodic lines are missing.
         Self::Lines(over, std::thread::Builder::new().name("progress".to_owned()).spawn(work).ok())
     }
 
@@ -400,7 +401,7 @@ impl Drop for Shown {
                 *locked(&over.0) = true;
                 over.1.notify_all();
                 if let Some(thread) = thread.take() {
-                    // It ends with its wait; a panic in it has been reported where it happened.
+                    // The thread ends after its current wait. A panic in it has already been reported.
                     let _ = thread.join();
                 }
             }
@@ -408,7 +409,7 @@ impl Drop for Shown {
     }
 }
 
-/// A running stage. Dropping it removes its bar.
+/// A stage in progress. Dropping it removes its bar.
 pub struct Progress {
     console: Console,
     stage: String,
@@ -420,7 +421,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Counts `parts` more as done.
+    /// Counts another `parts` parts as done.
     pub fn advance(&mut self, parts: u64) {
         let before = self.done.load(Ordering::Relaxed);
         let done = before.saturating_add(parts).min(self.total);
@@ -436,14 +437,14 @@ impl Progress {
         }
     }
 
-    /// Returns the stage's second count: the tokens that were sampled.
+    /// Returns the second counter of the stage: the number of sampled tokens.
     #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.activity
     }
 }
 
-/// A run that is shown step by step. Dropping it removes its bar.
+/// Step-by-step progress of a run. Dropping it removes its bar.
 pub struct Steps {
     activity: Activity,
     latest: Arc<Mutex<Latest>>,
@@ -451,7 +452,7 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// Another step is done; these are its metrics.
+    /// Counts one more step as done and shows its metrics.
     pub fn advance(&self, metrics: &[Metric]) {
         let took = self.activity.step_done(Instant::now());
         if let Shown::Bar(..) = self.shown {
@@ -470,9 +471,9 @@ impl Drop for Steps {
     }
 }
 
-/// `step 10/300 | reward 0.697: accuracy 0.41, format 0.98 | zero-variance 38 % | clipped 12 % | kl 0.0031 |
-/// length 45.2 | 1.23 s | eta 3 h 12 min`; the loss in place of rewards where there are none, as that of GRPO says
-/// nothing (it is near 0 whatever is learned). What is missing or `None` is left out.
+/// Formats a summary: `step 10/300 | reward 0.697: accuracy 0.41, format 0.98 | zero-variance 38 % | clipped 12 % | kl 0.0031 |
+/// length 45.2 | 1.23 s | eta 3 h 12 min`. Without rewards, it shows the loss instead. The loss of GRPO is otherwise not shown,
+/// because it stays near 0 whatever the model learns. Values that are missing or `None` are left out.
 #[must_use]
 pub fn summary_line(step: u64, num_steps: u64, metrics: &[Metric], eta: Option<Duration>) -> String {
     let value = |name: &str| metrics.iter().find(|(key, _)| key == name).and_then(|(_, value)| *value);
@@ -531,7 +532,7 @@ mod tests {
         buffer.text()
     }
 
-    /// A terminal of some columns, and a console on it.
+    /// Returns an in-memory terminal of the given width, and a console on it.
     fn terminal(columns: u16, colour: bool) -> (InMemoryTerm, Console) {
         let screen = InMemoryTerm::new(20, columns);
         let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
@@ -568,7 +569,7 @@ mod tests {
         assert_eq!(printed(|console| console.summary(10, 300, &of_a_step())), format!("{LINE}\n"));
         let eta = Some(Duration::from_secs(11_520));
         assert_eq!(summary_line(10, 300, &of_a_step(), eta), format!("{LINE} | eta 3 h 12 min"));
-        // No reward applied: that is said, and not filled with the loss.
+        // If no reward applied, the summary states this and does not show the loss instead.
         let none = metrics(&[("loss", Some(0.0)), ("reward", None)]);
         assert_eq!(summary_line(1, 2, &none, None), "step 1/2 | reward none");
         let imitation = metrics(&[("loss", Some(0.012_34)), ("step_time", Some(2.0))]);
@@ -608,7 +609,7 @@ mod tests {
         assert_eq!(log, "steps: 1/3\nsteps: 3/3\n");
     }
 
-    /// A reader of the log sees that the run is alive and what it does, however long a step takes.
+    /// A log shows that the run is alive and what it is doing, however long a step takes.
     #[test]
     fn a_plain_log_has_a_line_now_and_then_within_a_step() {
         let buffer = Buffer::default();
@@ -676,7 +677,7 @@ mod tests {
         );
         drop(stage);
         drop(steps);
-        // The lines remain, the step's broken between words and undamaged by the bars.
+        // The lines remain. The line of the step is broken between words and is not overwritten by the bars.
         let shown = screen.contents();
         let (first, second) = shown.split_once('\n').unwrap();
         assert_eq!(first, "above the bar");

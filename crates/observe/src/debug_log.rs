@@ -1,4 +1,5 @@
-//! The rollout logs of R1-V and VLM-R1: with `DEBUG_MODE=true` their rewards append what they scored to the file `LOG_PATH`.
+//! Rollout logs in the format of R1-V and VLM-R1. With `DEBUG_MODE=true`, their reward functions append each scored completion to
+//! the file `LOG_PATH`.
 
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
@@ -7,24 +8,25 @@ use std::path::{Path, PathBuf};
 
 use crate::{Error, Rollout};
 
-/// Appends every completion to a text file per reward: that of `accuracy` is the file itself, another one's has the name of the
-/// reward in its own (`debug.txt`, `debug_format.txt`).
+/// Text logs of completions, one file per reward. The reward `accuracy` uses the given path; any other reward adds its name to
+/// the
+/// file name (`debug.txt`, `debug_format.txt`).
 #[derive(Debug, Clone)]
 pub struct DebugLog {
     path: PathBuf,
 }
 
 impl DebugLog {
-    /// A log at this path.
+    /// Creates a log at this path.
     #[must_use]
     pub fn new(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Appends the completions of a step. Creates the folder of the file.
+    /// Appends the completions of a step. Creates the directory of the file if it is missing.
     ///
     /// # Errors
-    /// A folder that cannot be created, a file that cannot be written.
+    /// Returns an error if the directory cannot be created or a file cannot be written.
     pub fn append(&self, rollouts: &[Rollout], now: &jiff::Zoned) -> Result<(), Error> {
         if let Some(folder) = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
@@ -57,7 +59,7 @@ impl DebugLog {
             return self.path.clone();
         }
         let stem = self.path.file_stem().unwrap_or_default().to_string_lossy();
-        // A reward's name may be the user's.
+        // The name of a reward may come from the user.
         let reward: String = reward.chars().map(|c| if c.is_alphanumeric() { c } else { '_' }).collect();
         let ending = self.path.extension().map(|ending| format!(".{}", ending.to_string_lossy()));
         let name = format!("{stem}_{reward}{}", ending.unwrap_or_default());
@@ -65,7 +67,7 @@ impl DebugLog {
     }
 }
 
-/// A name that begins with a capital letter.
+/// Capitalises the first letter of a name.
 fn title(name: &str) -> String {
     let mut chars = name.chars();
     chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
@@ -100,7 +102,7 @@ mod tests {
             row: None,
         };
         let now: jiff::Zoned = "2026-01-02T03:04:05.000006+00:00[UTC]".parse().unwrap();
-        // The folder does not exist yet, as in the published scripts.
+        // The directory does not exist yet, as in the published scripts.
         let log = DebugLog::new(directory.path().join("logs/debug.txt"));
         log.append(&[rollout], &now).unwrap();
         let read = |name: &str| std::fs::read_to_string(directory.path().join("logs").join(name)).unwrap();

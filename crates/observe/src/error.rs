@@ -3,19 +3,19 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a file of the run could not be written or read.
+/// Reason why a file of the run could not be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The operating system refused.
+    /// The operating system refused an operation.
     #[error("cannot {action} {path}; {remedy}")]
     Io {
-        /// Attempted action.
+        /// Operation that was attempted.
         action: &'static str,
-        /// On which file or directory.
+        /// File or directory of the operation.
         path: PathBuf,
-        /// The answer of the operating system.
+        /// Error of the operating system.
         source: io::Error,
-        /// Advice.
+        /// Advice for the user.
         remedy: &'static str,
     },
     /// A value cannot be written as JSON.
@@ -23,37 +23,37 @@ pub enum Error {
     Json {
         /// The file.
         path: PathBuf,
-        /// Which value.
+        /// Error of the serializer.
         source: serde_json::Error,
     },
-    /// The output directory has the files of another run.
+    /// The output directory contains the files of another run.
     #[error(
-        "the output directory {path} already holds a run ({found}); resume it, move it away, or name another directory"
+        "the output directory {path} already contains a run ({found}); resume it, move it away, or name another directory"
     )]
     Occupied {
         /// The output directory.
         path: PathBuf,
-        /// A file of that run.
+        /// File that belongs to that run.
         found: String,
     },
-    /// Another process writes the output directory.
+    /// Another process is writing to the output directory.
     #[error("the run directory {path} is in use by {holder}; two runs cannot write one directory")]
     Locked {
         /// The output directory.
         path: PathBuf,
-        /// Who has it.
+        /// Description of the process that uses it.
         holder: String,
     },
-    /// A line in the middle of a log is damaged. A torn last line is expected after a crash and no error.
+    /// A line in the middle of a log is damaged. An incomplete last line is expected after a crash and is not an error.
     #[error(
-        "{path}:{line} is no row; the file was changed or damaged after it was written, repair or remove that line"
+        "{path}:{line} is not a valid row; the file was changed or damaged after it was written; repair or remove that line"
     )]
     Damaged {
-        /// The log.
+        /// Path of the log.
         path: PathBuf,
-        /// Line number from 1.
+        /// Line number, counted from 1.
         line: usize,
-        /// Problem of the line.
+        /// Parse error of the line.
         source: serde_json::Error,
     },
 }
@@ -66,7 +66,7 @@ impl Error {
             }
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space on that disk",
             io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
-                "a file stands where a directory should be; move it or choose another output directory"
+                "a file is in the place of a directory; move it or choose another output directory"
             }
             _ => "check the path and the disk",
         };

@@ -1,8 +1,9 @@
-//! Says what is wrong with a run, from the metrics that it logs.
+//! Detection of training problems from the metrics that a run logs.
 //!
-//! [`RULES`] is one table. A rule reads the last steps, and the best of what came before them; it says when its problem begins and
-//! when it is over. The first rule that holds explains the others, so it alone is told: a policy that ran away also cuts off its
-//! completions and earns nothing.
+//! [`RULES`] is a single table. A rule reads the last steps and the best values of the steps before them, and decides when its
+//! problem begins and ends. Only the first matching rule is reported if it explains the others. For example, a policy that ran
+//! away
+//! also truncates its completions and earns no reward.
 
 use std::collections::VecDeque;
 
@@ -10,34 +11,34 @@ use serde::{Deserialize, Serialize};
 
 use crate::Metric;
 
-/// A problem that metrics show.
+/// A problem that is visible in the metrics.
 #[derive(Debug)]
 pub struct Rule {
-    /// Name in `warnings.jsonl`.
+    /// Name of the rule in `warnings.jsonl`.
     pub name: &'static str,
-    /// The problem in a few words, as a message begins.
+    /// Short description of the problem, used as the start of the message.
     pub title: &'static str,
-    /// One line for the reference: when the rule holds.
+    /// Condition of the rule in one line, for the reference documentation.
     pub doc: &'static str,
-    /// Steps that the rule looks at. So many steps without the problem end it.
+    /// Number of steps that the rule reads. The problem ends after the same number of steps without it.
     pub window: usize,
-    /// The setting to change first, as a field of a plan.
+    /// First setting to change, named as a field of a plan.
     pub setting: &'static str,
-    /// Advice, in whole sentences. It names the setting.
+    /// Advice in whole sentences, including the name of the setting.
     pub advice: &'static str,
-    /// Whether the run is ruined by going on.
+    /// True if continuing the run is pointless.
     pub collapse: bool,
-    /// Whether a later rule would only tell a consequence.
+    /// True if later rules would only report consequences of this problem.
     explains: bool,
     sign: fn(&Seen<'_>) -> Option<String>,
 }
 
-/// Every rule, causes before consequences.
+/// All rules, ordered so that causes come before consequences.
 pub const RULES: &[Rule] = &[
     Rule {
         name: "large_gap",
         title: "the rollout and training disagree",
-        doc: "the log-probabilities of the rollout and of training differ by more than 0.02 nats in the mean, and no correction is on",
+        doc: "the log-probabilities of the rollout and of training differ by more than 0.02 nats on average, and no correction is on",
         window: 3,
         setting: "Algorithm::loss.correction.kind",
         advice: "The loss takes both for the same policy. Set Algorithm::loss.correction.kind, which weighs each token or completion \
@@ -49,7 +50,7 @@ pub const RULES: &[Rule] = &[
             let most = seen.most(|step| step.largest_gap).unwrap_or(gap);
             (gap > LARGE_GAP && !seen.aims.corrected).then(|| {
                 format!(
-                    "their log-probabilities differ by {gap:.3} nats in the mean and {most:.2} at most; up to {LARGE_GAP} is ordinary"
+                    "their log-probabilities differ by {gap:.3} nats on average and {most:.2} at most; up to {LARGE_GAP} is ordinary"
                 )
             })
         },
@@ -80,7 +81,7 @@ pub const RULES: &[Rule] = &[
             let length = seen.mean(|step| step.length)?;
             (share >= 0.95).then(|| {
                 format!(
-                    "{:.0} % of them reach the length limit, at {length:.0} tokens in the mean",
+                    "{:.0} % of them reach the length limit, at {length:.0} tokens on average",
                     100.0 * share
                 )
             })
@@ -104,8 +105,8 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         name: "hopeless",
-        title: "no completion earns anything",
-        doc: "no group has variance and the mean reward is the least that the rewards can give",
+        title: "no completion earns any reward",
+        doc: "no group has variance and the mean reward is the lowest that the rewards can give",
         window: 10,
         setting: "TrainSetup::rewards",
         advice: "The rows are too hard, or the rewards never apply: compare completions and solutions in `rollouts/`, then change \
@@ -121,7 +122,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "reward_never_fires",
         title: "a reward never fires",
-        doc: "one of several rewards gave every completion its least value",
+        doc: "one of several rewards gave every completion its lowest value",
         window: 20,
         setting: "TrainSetup::rewards",
         advice: "Look at completions in `rollouts/`: the answers are not in the form that it reads, or the rows are too hard. Correct \
@@ -133,7 +134,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "entropy_collapsed",
         title: "the entropy collapsed",
-        doc: "the mean entropy is below 0.01 nats and a twentieth of its best, nine groups of ten have no variance, and the mean \
+        doc: "the mean entropy is below 0.01 nats and a twentieth of its best, nine out of ten groups have no variance, and the mean \
               reward is in the lower four fifths of its range",
         window: 10,
         setting: "SamplingParams::temperature",
@@ -145,7 +146,7 @@ pub const RULES: &[Rule] = &[
             let entropy = seen.mean(|step| step.entropy)?;
             let best = seen.before.entropy?;
             let reward = seen.alike(0.9).and(seen.median(|step| step.reward))?;
-            // Where nobody knows the best reward, this may be it.
+            // If the best possible reward is unknown, this reward may be the best.
             let learned = seen.level(reward)? >= 0.8;
             (entropy < 0.01 && entropy < 0.05 * best && !learned)
                 .then(|| format!("it is {entropy:.4} nats, from {best:.3}, at a mean reward of {reward:.3}"))
@@ -154,7 +155,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "no_variance",
         title: "the completions of a prompt all earn the same",
-        doc: "nine groups of ten have no variance, and the mean reward is in the lower four fifths of its range",
+        doc: "nine out of ten groups have no variance, and the mean reward is in the lower four fifths of its range",
         window: 10,
         setting: "RunPlan::lessons.curriculum",
         advice: "Nothing is learned from such groups: each row is too easy or too hard. Let RunPlan::lessons.curriculum choose rows, \
@@ -175,16 +176,16 @@ pub const RULES: &[Rule] = &[
     },
 ];
 
-/// The most steps that a rule looks at.
+/// Largest number of steps that any rule reads.
 const LONGEST: usize = 20;
-/// Mean difference of log-probabilities between rollout and training, in nats, that is ordinary.
+/// Largest ordinary mean difference of log-probabilities between rollout and training, in nats.
 const LARGE_GAP: f64 = 0.02;
-/// Gradient norms of the first steps that later ones are compared with.
+/// Number of first gradient norms with which later ones are compared.
 const FIRST_NORMS: usize = 50;
 
 fn ran_away(seen: &Seen<'_>) -> Option<String> {
     let before = seen.before;
-    // Without a step before there is nothing to compare with.
+    // There is nothing to compare with before the first step.
     before.reward?;
     let mut signs = Vec::new();
     let kl = seen.median(|step| step.kl).filter(|&kl| kl > 1.0);
@@ -205,7 +206,7 @@ fn ran_away(seen: &Seen<'_>) -> Option<String> {
     let fell = || {
         let (now, best) = (seen.mean(|step| step.reward)?, before.reward?);
         let (mean, deviation) = before.rewards.mean_and_deviation();
-        // Steps of few prompts differ by chance.
+        // Mean rewards of steps with few prompts vary by chance.
         let by_chance = 3.0 * deviation / (seen.steps.len() as f64).sqrt();
         let mostly = seen.median(|step| step.reward)?;
         let fell = now < mean - by_chance && mostly < best - 0.5 * before.reward_std?.max(1e-6);
@@ -225,7 +226,7 @@ fn never_fires(seen: &Seen<'_>) -> Option<String> {
         .iter()
         .enumerate()
         .filter_map(|(at, (name, (least, best)))| {
-            // A reward without a least value gives nothing at 0.
+            // For a reward without a minimum, 0 counts as the lowest value.
             let least = if least.is_finite() { *least } else { 0.0 };
             let is_silent = |step: &&Step| step.rewards.get(at).copied().flatten() == Some((least, 0.0));
             (least < *best && seen.steps.iter().all(is_silent))
@@ -235,18 +236,18 @@ fn never_fires(seen: &Seen<'_>) -> Option<String> {
     (!silent.is_empty() && seen.aims.rewards.len() > 1).then(|| silent.join(" and "))
 }
 
-/// Range of a run's rewards, and whether its loss corrects the gap.
+/// Range of the rewards of a run, and whether its loss corrects the gap.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Aims {
-    /// Least and best value of the weighted sum.
+    /// Minimum and maximum of the weighted sum.
     pub range: Option<(f64, f64)>,
-    /// Name, least and best value of each reward.
+    /// Name, minimum and maximum of each reward.
     pub rewards: Vec<(String, (f64, f64))>,
-    /// Whether the loss corrects the difference between rollout and training.
+    /// True if the loss corrects the difference between rollout and training.
     pub corrected: bool,
 }
 
-/// The numbers of a step that rules read.
+/// Numbers of a step that the rules read.
 #[derive(Clone, Debug, Default)]
 struct Step {
     at: u64,
@@ -275,7 +276,7 @@ impl Step {
             reward: get("reward"),
             reward_std: get("reward_std"),
             without_variance: get("frac_reward_zero_std"),
-            // What a JSON number cannot say is no reason to be calm.
+            // A KL that is NaN counts as infinite, so that it is reported.
             kl: get("kl").map(|kl| if kl.is_nan() { f64::INFINITY } else { kl }),
             entropy: get("entropy"),
             grad_norm: get("grad_norm"),
@@ -289,7 +290,7 @@ impl Step {
     }
 }
 
-/// The best of the steps before a window.
+/// Best values of the steps before a window.
 #[derive(Clone, Debug, Default)]
 struct Before {
     reward: Option<f64>,
@@ -298,7 +299,7 @@ struct Before {
     cut_off: Option<f64>,
     without_variance: Option<f64>,
     rewards: Moments,
-    /// The first gradient norms that are not 0.
+    /// First gradient norms other than 0.
     norms: Vec<f64>,
 }
 
@@ -316,7 +317,7 @@ impl Before {
     }
 }
 
-/// Mean and spread of numbers that come one by one (Welford).
+/// Running mean and spread of a sequence of numbers (Welford).
 #[derive(Clone, Copy, Debug, Default)]
 struct Moments {
     count: f64,
@@ -337,7 +338,7 @@ impl Moments {
     }
 }
 
-/// Keeps one of two numbers where there are two.
+/// Updates `kept` with `new`. If both have a value, `choose` selects one.
 fn keep(kept: &mut Option<f64>, new: Option<f64>, choose: fn(f64, f64) -> f64) {
     *kept = kept.zip(new).map(|(a, b)| choose(a, b)).or(*kept).or(new);
 }
@@ -347,16 +348,16 @@ fn median(values: &mut [f64]) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// The steps that a rule reads.
+/// Input of a rule.
 struct Seen<'a> {
-    /// The last steps, as many as the rule reads.
+    /// Last steps, as many as the rule reads.
     steps: Vec<&'a Step>,
     before: &'a Before,
     aims: &'a Aims,
 }
 
 impl Seen<'_> {
-    /// The values of the steps that have one; `None` without any. A step that reuses a rollout has no gap.
+    /// Returns the values of the steps that have one; `None` if no step does. A step that reuses a rollout has no gap.
     fn all(&self, of: fn(&Step) -> Option<f64>) -> Option<Vec<f64>> {
         let all: Vec<f64> = self.steps.iter().filter_map(|step| of(step)).collect();
         (!all.is_empty()).then_some(all)
@@ -375,13 +376,13 @@ impl Seen<'_> {
         self.all(of)?.into_iter().reduce(f64::max)
     }
 
-    /// The mean reward, if at least that share of the groups has no variance.
+    /// Returns the mean reward if at least `share` of the groups have no variance.
     fn alike(&self, share: f64) -> Option<f64> {
         let alike = self.mean(|step| step.without_variance)? >= share;
         self.mean(|step| step.reward).filter(|_| alike)
     }
 
-    /// Where a reward lies in its range, 0 at its least and 1 at its best; `None` in a range without ends.
+    /// Scales a reward to its range: 0 is the minimum and 1 the maximum; `None` if the range has no bounds.
     fn level(&self, reward: f64) -> Option<f64> {
         let (least, best) = self.aims.range?;
         let width = best - least;
@@ -389,41 +390,41 @@ impl Seen<'_> {
     }
 }
 
-/// A problem that began or ended.
+/// Beginning or end of a problem.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Warning {
-    /// The step after which it was found.
+    /// Step after which the change was found.
     pub step: u64,
     /// Name of the [`Rule`].
     pub rule: String,
-    /// Whether it begins; else it is over.
+    /// True if the problem begins, false if it ends.
     pub begins: bool,
-    /// The first step that the rule looked at when it began.
+    /// First step that the rule read when the problem began.
     pub since: u64,
-    /// The message.
+    /// Message for the user.
     pub text: String,
 }
 
-/// A problem that lasts.
+/// A problem that has begun and not ended.
 #[derive(Debug)]
 struct Lasting {
     since: u64,
-    /// Steps since the rule held last.
+    /// Number of steps since the rule last applied.
     calm: usize,
 }
 
-/// The state of a run.
+/// Health of a run.
 #[derive(Debug)]
 pub struct Health {
     aims: Aims,
     last: VecDeque<Step>,
-    /// The best of the steps that are in no window any more.
+    /// Best values of the steps that are no longer in any window.
     before: Before,
     lasting: Vec<Option<Lasting>>,
 }
 
 impl Health {
-    /// A run before its first step.
+    /// Creates the state of a run before its first step.
     #[must_use]
     pub fn new(aims: Aims) -> Self {
         Self {
@@ -434,17 +435,17 @@ impl Health {
         }
     }
 
-    /// Takes the metrics of a step, and returns what begins or ends with it.
+    /// Adds the metrics of a step and returns the problems that begin or end with it.
     pub fn add(&mut self, step: u64, metrics: &[Metric]) -> Vec<Warning> {
         self.last.push_back(Step::of(step, metrics, &self.aims));
-        // A run is compared with its time before a collapse.
+        // After a collapse, a run is compared with the steps before it.
         let ruined = self.collapse();
         let is_sound = |step: &Step| ruined.is_none_or(|(_, since)| step.at < since);
         let mut told = Vec::new();
         let mut explained = false;
         for (rule, lasting) in RULES.iter().zip(&mut self.lasting) {
             if explained {
-                // Nobody knows whether it would hold.
+                // An explained rule is not evaluated, so its state does not change.
                 continue;
             }
             let sign = self.last.len().checked_sub(rule.window).and_then(|from| {
@@ -466,7 +467,7 @@ impl Health {
                     own.calm += 1;
                     if own.calm >= rule.window {
                         let since = own.since;
-                        let text = format!("over at step {step}: {} (since step {since})", rule.title);
+                        let text = format!("ended at step {step}: {} (since step {since})", rule.title);
                         told.push(Warning { step, rule: name, begins: false, since, text });
                         *lasting = None;
                     }
@@ -484,14 +485,14 @@ impl Health {
         told
     }
 
-    /// The collapse that lasts, and its first step.
+    /// Returns the ongoing collapse and its first step.
     #[must_use]
     pub fn collapse(&self) -> Option<(&'static Rule, u64)> {
         let mut all = RULES.iter().zip(&self.lasting).filter(|(rule, _)| rule.collapse);
         all.find_map(|(rule, lasting)| Some((rule, lasting.as_ref()?.since)))
     }
 
-    /// The first step of the oldest problem that lasts.
+    /// Returns the first step of the oldest ongoing problem.
     #[must_use]
     pub fn since(&self) -> Option<u64> {
         self.lasting.iter().flatten().map(|own| own.since).min()
@@ -521,7 +522,7 @@ mod tests {
         }
     }
 
-    /// The gap of a run whose rollouts read 4 bits of a model with outliers.
+    /// Gap of a run whose rollouts use 4-bit weights of a model with outliers.
     #[test]
     fn a_gap_is_told_once_and_its_end_too() {
         let gap = |mean: f64| {
@@ -535,16 +536,16 @@ mod tests {
         let begins = told(&mut health, 3..=9, &gap(0.0312));
         assert_eq!(begins.len(), 1);
         assert_eq!((begins[0].step, begins[0].since, begins[0].begins), (3, 1, true));
-        let text = "the rollout and training disagree (steps 1 to 3): their log-probabilities differ by 0.031 nats in the mean \
+        let text = "the rollout and training disagree (steps 1 to 3): their log-probabilities differ by 0.031 nats on average \
                     and 1.25 at most; up to 0.02 is ordinary. The loss takes both for the same policy. Set \
                     Algorithm::loss.correction.kind, which weighs each token or completion by the difference";
         assert_eq!(begins[0].text, text);
         assert_eq!(health.since(), Some(1));
-        // The median of three steps is below the bound from the second on.
+        // The median of three steps is below the bound from the second step on.
         let ends = told(&mut health, 10..=20, &gap(0.001));
         assert_eq!(ends.len(), 1);
         assert_eq!((ends[0].step, ends[0].begins, ends[0].rule.as_str()), (13, false, "large_gap"));
-        assert_eq!(ends[0].text, "over at step 13: the rollout and training disagree (since step 1)");
+        assert_eq!(ends[0].text, "ended at step 13: the rollout and training disagree (since step 1)");
         assert_eq!((health.since(), health.collapse().is_none()), (None, true));
         let mut corrected = Health::new(Aims { corrected: true, ..Aims::default() });
         assert_eq!(told(&mut corrected, 1..=9, &gap(0.5)), []);

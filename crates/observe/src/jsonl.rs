@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, write_atomic};
 
-/// An open log. Each call appends its lines with one write, so a crash can tear only the last line.
+/// An open log. Each call appends its lines with one write, so a crash can truncate only the last line.
 #[derive(Debug)]
 pub(crate) struct JsonLines {
     path: PathBuf,
@@ -18,14 +18,14 @@ pub(crate) struct JsonLines {
 }
 
 impl JsonLines {
-    /// Opens a log for appending, creating it if it is missing.
+    /// Opens a log for appending and creates it if it is missing.
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
         let file = inside::open_to_write(path, File::options().create(true).append(true));
         let file = file.map_err(|source| Error::io("open", path, source))?;
         Ok(Self { path: path.to_owned(), file })
     }
 
-    /// Appends rows. False if the file had been removed or replaced by another since the last time: it is begun anew then.
+    /// Appends rows. Returns false if the file has been removed or replaced since the last call; it is then created again.
     pub(crate) fn append<T: Serialize>(&mut self, rows: impl IntoIterator<Item = T>) -> Result<bool, Error> {
         let mut lines = Vec::new();
         for row in rows {
@@ -41,7 +41,7 @@ impl JsonLines {
         Ok(in_place)
     }
 
-    /// Whether the path still leads to the open file.
+    /// Returns true if the path still refers to the open file.
     fn is_in_place(&self) -> bool {
         let identity = |meta: &fs::Metadata| {
             #[cfg(unix)]
@@ -55,27 +55,27 @@ impl JsonLines {
         }
     }
 
-    /// Waits until what was appended is on disk.
+    /// Waits until all appended lines are on disk.
     pub(crate) fn sync(&self) -> Result<(), Error> {
         self.file.sync_data().map_err(|source| Error::io("sync", &self.path, source))
     }
 }
 
-/// The one field that every log line has. Any further field is left as it is.
+/// The one field that every log line has. Other fields are ignored.
 #[derive(Deserialize)]
 struct Stamp {
     step: u64,
 }
 
-/// Drops the lines of steps after `last_step` and a torn last line; kept lines stay byte for byte. A missing file is
-/// an empty one.
+/// Removes the lines of steps after `last_step` and an incomplete last line; the remaining lines stay byte-identical. A missing
+/// file counts as empty.
 pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
     let reader = match inside::open_path(path) {
         Ok(file) => BufReader::new(file),
         Err(source) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(source) => return Err(Error::io("read", path, source)),
     };
-    // Lines are checked and copied one at a time: a long run's log need not fit in memory.
+    // Lines are checked and copied one at a time, because the log of a long run may not fit in memory.
     let mut damaged = None;
     let result = write_atomic(path, |out| copy_until(reader, last_step, out, &mut damaged));
     match damaged {
@@ -84,7 +84,7 @@ pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
     }
 }
 
-/// Gives every row of a log, one at a time.
+/// Passes every row of a log to `take`, one at a time.
 pub(crate) fn each_row<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) -> Result<(), Error> {
     let file = inside::open_path(path).map_err(|source| Error::io("read", path, source))?;
     for (number, line) in BufReader::new(file).split(b'\n').enumerate() {
@@ -107,7 +107,7 @@ fn copy_until(
         line.clear();
         reader.read_until(b'\n', &mut line)?;
         number += 1;
-        // No newline: the end, or a line that was being written when the process died.
+        // A line without a newline is the end of the file, or was being written when the process died.
         if line.last() != Some(&b'\n') {
             return Ok(());
         }
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn a_torn_last_line_is_dropped_even_if_it_parses() {
         assert_eq!(truncated("{\"step\":1}\n{\"step\":2,\"lo", 5).unwrap(), "{\"step\":1}\n");
-        // Cut between the brace and the newline: appending to it would join two rows.
+        // The file is cut between the brace and the newline. Appending to it would join two rows.
         assert_eq!(truncated("{\"step\":1}\n{\"step\":2}", 5).unwrap(), "{\"step\":1}\n");
         assert_eq!(truncated("{\"st", 5).unwrap(), "");
     }

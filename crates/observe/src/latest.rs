@@ -1,12 +1,12 @@
-//! Runs as a table that is drawn again and again: what their last steps said.
+//! Table of runs with the numbers of their last steps, redrawn after every step.
 
 use std::collections::VecDeque;
 
 use crate::{Metric, columns, sparkline};
 
-/// Steps that the curve covers.
+/// Number of steps that the curve covers.
 const COURSE_STEPS: usize = 400;
-/// Characters of that curve.
+/// Width of the curve in characters.
 const COURSE_COLUMNS: usize = 14;
 
 /// Metrics of a run's last step, and the history of its reward, or of the loss if there are no rewards.
@@ -17,7 +17,7 @@ pub struct Latest {
 }
 
 impl Latest {
-    /// Takes the metrics of another step.
+    /// Adds the metrics of another step.
     pub fn add(&mut self, metrics: Vec<Metric>) {
         self.metrics = metrics;
         let shown = if self.has("reward") { "reward" } else { "loss" };
@@ -25,7 +25,7 @@ impl Latest {
         self.course.drain(..self.course.len().saturating_sub(COURSE_STEPS));
     }
 
-    /// The metrics of the last step.
+    /// Returns the metrics of the last step.
     #[must_use]
     pub fn metrics(&self) -> &[Metric] {
         &self.metrics
@@ -40,8 +40,8 @@ impl Latest {
     }
 }
 
-/// A table with a row per run in at most `width` columns: cells of the caller's with their header, then numbers of the last
-/// step. A number that no run has takes no column; nothing is shown before the first step of any.
+/// Formats a table of at most `width` columns with one row per run: the caller's cells and header first, then the numbers of the
+/// last step. A number that no run reports gets no column. The table is empty before the first step of any run.
 #[must_use]
 pub fn latest_table(header: &[&str], runs: &[(Vec<String>, &Latest)], width: usize) -> String {
     const NUMBERS: [(&str, &str, usize); 5] = [
@@ -52,7 +52,7 @@ pub fn latest_table(header: &[&str], runs: &[(Vec<String>, &Latest)], width: usi
         ("s/step", "step_time", 2),
     ];
     let rewarded = runs.iter().any(|(_, latest)| latest.has("reward"));
-    // The loss of GRPO is near 0 whatever is learned.
+    // The loss of GRPO stays near 0 whatever the model learns.
     let is_shown = |name: &str| (name != "loss" || !rewarded) && runs.iter().any(|(_, own)| own.has(name));
     let mut header = header.to_vec();
     let mut rows: Vec<Vec<String>> = runs.iter().map(|(cells, _)| cells.clone()).collect();

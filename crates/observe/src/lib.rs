@@ -1,14 +1,14 @@
-//! Output of a run: `metrics.jsonl`, rollout logs, progress, one line per logging window, final tables.
+//! Output of a run: `metrics.jsonl`, rollout logs, progress, one line per logging window, and final tables.
 //!
-//! The training loop hands over names and numbers. The one-line summary and the rules of [`Health`] know a few of the names;
-//! nothing else here knows what they mean.
+//! The training loop passes names and numbers. The one-line summary and the rules of [`Health`] know a few of the names; the rest
+//! of the crate treats them as opaque.
 //!
 //! ```text
 //! step ─► PhaseTimer ─► (name, value) ─┬─► RunDir: metrics.jsonl, rollouts/, skipped.jsonl   every step
 //!                                      └─► Window ─► Console, Trackers                       every logging window
 //! ```
 //!
-//! The trackers themselves, and the page that shows a run, read what is here and live in a crate of their own.
+//! The trackers themselves, and the page that shows a run, are in a separate crate, which reads the files written here.
 
 mod activity;
 mod atomic;
@@ -47,10 +47,11 @@ pub use text::{escape, escape_line, fit, span, wrap};
 pub use trackers::{Event, Tracker, Trackers};
 pub use window::Window;
 
-/// A metric's name and value; `None` if there was nothing to measure. Written as `null`, as are NaN and infinities.
+/// Name and value of a metric. The value is `None` if there was nothing to measure; `None`, NaN and infinities are written as
+/// `null`.
 pub type Metric = (String, Option<f64>);
 
-/// Whether the number of an evaluation repeats another one under another program's name.
+/// Returns true if a number of an evaluation only repeats another one under the name that a different program uses for it.
 #[must_use]
 pub fn is_alias(name: &str) -> bool {
     name.starts_with("eval_") && name.ends_with("_reward") && name != "eval_reward"

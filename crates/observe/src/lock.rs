@@ -1,4 +1,4 @@
-//! One process per run directory.
+//! Lock that allows one process per run directory.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
@@ -10,30 +10,31 @@ use omnigrpo_guard::inside;
 use crate::Error;
 
 const NAME: &str = ".lock";
-/// Most bytes of a holder's description that are read back.
+/// Largest number of bytes read from the holder's description.
 const HOLDER_BYTES: u64 = 1024;
-/// How long a start waits for a holder that is ending: the system takes its time to give back the memory of a killed process,
-/// and the lock comes last.
+/// Longest wait for a holder that is exiting. The system needs time to free the memory of a killed process, and it
+/// releases the lock last.
 const ENDING: Duration = Duration::from_secs(5);
-/// How long a start waits for any other holder. The instant in which a process learns of its end cannot be seen from outside.
+/// Longest wait for any other holder. A process about to exit cannot be recognised from outside.
 const GRACE: Duration = Duration::from_millis(200);
 
-/// A run directory that no other process may write. It is given back when this value is dropped, and by the operating
-/// system however the process ends; the file itself stays.
+/// Exclusive write lock on a run directory. It is released when this value is dropped, and by the operating system if the process
+/// ends in any other way. The lock file itself remains.
 #[derive(Debug)]
 pub struct RunLock {
     root: PathBuf,
     exclusive: bool,
-    /// The lock belongs to the open file.
+    /// Open file that owns the lock.
     _file: File,
 }
 
 impl RunLock {
-    /// Takes the directory, which is created. `holder` says to others who has it; where it begins with `process ID`, others
-    /// wait a few seconds for a process that is ending.
+    /// Creates the directory if necessary and locks it. `holder` describes this process to others. If it begins with `process
+    /// ID`,
+    /// other processes wait a few seconds for a process that is exiting.
     ///
     /// # Errors
-    /// [`Error::Locked`] if another process has it and keeps it; a directory that cannot be written.
+    /// Returns [`Error::Locked`] if another process keeps the lock, or an error if the directory cannot be written.
     pub fn acquire(root: &Path, holder: &str) -> Result<Self, Error> {
         fs::create_dir_all(root).map_err(|source| Error::io("create the directory", root, source))?;
         let path = root.join(NAME);
@@ -60,33 +61,33 @@ impl RunLock {
                 Err(TryLockError::Error(source)) => return Err(Error::io("lock", &path, source)),
             }
         };
-        // Best effort, since a full disk must not keep a run from going on: the lock holds without it.
+        // A failure is ignored: the lock works without this text, and a full disk must not prevent a run from resuming.
         let _ = file.set_len(0).and_then(|()| file.write_all(holder.as_bytes()));
         Ok(Self { root: root.to_owned(), exclusive, _file: file })
     }
 
-    /// The directory.
+    /// Returns the directory.
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Whether other processes are kept out. Some network file systems have no locks.
+    /// Returns true if the lock keeps other processes out. Some network file systems do not support locks.
     #[must_use]
     pub fn is_exclusive(&self) -> bool {
         self.exclusive
     }
 }
 
-/// Returns the holder's text; an empty one where it cannot be read, since the refusal does not depend on it.
+/// Returns the holder's text. It is empty if the file cannot be read; the lock is refused either way.
 fn read_holder(path: &Path) -> String {
     let mut text = Vec::new();
     let _ = File::open(path).and_then(|file| file.take(HOLDER_BYTES).read_to_end(&mut text));
     String::from_utf8_lossy(&text).chars().filter(|c| !c.is_control()).collect()
 }
 
-/// Whether the process that a holder's text names has ended, is ending, or has been killed and does not know it yet. Also true
-/// for a process of another machine, which this one cannot see; waiting for that one costs seconds and nothing else.
+/// Returns true if the process named in the holder's text has exited, is exiting, or has a pending kill signal. Also returns true
+/// for a process on another machine, which is not visible here; the only cost is a wait of a few seconds.
 fn is_ending(holder: &str) -> bool {
     let id = holder.strip_prefix("process ").and_then(|rest| rest.split(' ').next()?.parse::<u32>().ok());
     let Some(id) = id.filter(|_| cfg!(target_os = "linux")) else { return false };
@@ -96,7 +97,8 @@ fn is_ending(holder: &str) -> bool {
     else {
         return true;
     };
-    // The name in parentheses may hold anything. Behind it: the state, and seven fields on the flags of `linux/sched.h`.
+    // The name in parentheses may contain any character. After it come the state and, six fields later, the flags of
+    // `linux/sched.h`.
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
     const PF_EXITING: u64 = 0x4;
     const SIGKILL: u64 = 1 << 8;
@@ -128,7 +130,7 @@ mod tests {
         drop(second);
     }
 
-    /// The holder is killed; the system keeps its lock for a while, as it does when it has much memory to give back.
+    /// The holder is killed. The system keeps its lock for a while, as it does when it has much memory to free.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_start_waits_for_a_holder_that_is_dead_and_for_no_other() {

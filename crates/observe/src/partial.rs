@@ -1,5 +1,5 @@
-//! Rows of work that survive the end of the process: each is appended when it is done, and the next process that does the
-//! same work takes them from there.
+//! Partial results that survive the end of a process. Each row is appended as soon as it is done, and the next process with the
+//! same work reuses the finished rows.
 
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
@@ -12,8 +12,8 @@ use serde_json::{Map, Value};
 
 use crate::Error;
 
-/// The finished rows beside an output that is written whole at the end: `<output>.partial`. Its first line says what makes
-/// the rows; every other line is a row's number and its text.
+/// Finished rows of an output that is written as a whole at the end, stored in `<output>.partial`. The first line records the
+/// settings that produce the rows; every other line contains the number and the text of a row.
 #[derive(Debug)]
 pub struct Partial {
     path: PathBuf,
@@ -21,27 +21,27 @@ pub struct Partial {
     done: BTreeMap<u64, String>,
 }
 
-/// State of the file beside the output.
+/// State of the partial file when it is opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
-    /// Nothing.
+    /// No rows.
     Nothing,
-    /// Rows of the same work.
+    /// Number of rows from the same work.
     Rows(usize),
-    /// Rows of other work.
+    /// Rows from work with other settings.
     Other {
-        /// The settings that differ.
+        /// Settings that differ.
         differences: Vec<String>,
-        /// Where the rows are now; `None` where there were none.
+        /// New path of those rows; `None` if there were none.
         moved_to: Option<PathBuf>,
     },
 }
 
 impl Partial {
-    /// Opens the file of an output. `made_with` is all that the rows depend on.
+    /// Opens the partial file of an output. `made_with` contains every setting that the rows depend on.
     ///
     /// # Errors
-    /// A file that cannot be written or moved, or that another process is writing.
+    /// Returns an error if the file cannot be written or moved, or if another process is writing it.
     pub fn open(output: &Path, made_with: &Map<String, Value>) -> Result<(Self, Found), Error> {
         let mut path = output.as_os_str().to_owned();
         path.push(".partial");
@@ -54,7 +54,7 @@ impl Partial {
         let mut kept = 0;
         let mut found = Found::Nothing;
         for (number, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
-            // No newline: a line that was being written when the process died.
+            // A line without a newline was being written when the process died.
             let Some(line_text) = line.strip_suffix(b"\n").and_then(|line| std::str::from_utf8(line).ok())
             else {
                 break;
@@ -91,16 +91,16 @@ impl Partial {
         Ok((Self { path, file, done }, found))
     }
 
-    /// The rows that are done.
+    /// Returns the finished rows.
     #[must_use]
     pub fn done(&self) -> &BTreeMap<u64, String> {
         &self.done
     }
 
-    /// Keeps rows that are done, each a text of one line.
+    /// Stores finished rows. Each text must be a single line.
     ///
     /// # Errors
-    /// A full disk.
+    /// Returns an error if the file cannot be written, for example because the disk is full.
     pub fn add(&mut self, rows: impl IntoIterator<Item = (u64, String)>) -> Result<(), Error> {
         let mut lines = String::new();
         for (row, text) in rows {
@@ -110,10 +110,10 @@ impl Partial {
         self.file.write_all(lines.as_bytes()).map_err(|source| Error::io("append to", &self.path, source))
     }
 
-    /// Adds rows as [`Self::add`] does, written as JSON.
+    /// Adds rows as [`Self::add`] does, serialized as JSON.
     ///
     /// # Errors
-    /// A full disk, or a value that is not JSON.
+    /// Returns an error if the file cannot be written, or if a value cannot be serialized as JSON.
     pub fn add_json<'a, T: Serialize + 'a>(
         &mut self,
         rows: impl IntoIterator<Item = &'a (u64, T)>,
@@ -123,33 +123,34 @@ impl Partial {
         self.add(lines.map_err(|source| Error::Json { path: self.path.clone(), source })?)
     }
 
-    /// Removes the file, once the output is written.
+    /// Removes the file after the output has been written.
     ///
     /// # Errors
-    /// A directory that cannot be written.
+    /// Returns an error if the directory cannot be written.
     pub fn remove(self) -> Result<(), Error> {
         std::fs::remove_file(&self.path).map_err(|source| Error::io("remove", &self.path, source))
     }
 }
 
-/// Opens a file for this process alone.
+/// Opens a file and locks it for this process.
 fn locked(path: &Path) -> Result<File, Error> {
     let options = &mut File::options();
     let options = options.create(true).truncate(false).read(true).write(true);
     let file = inside::open_to_write(path, options);
     let file = file.map_err(|source| Error::io("open", path, source))?;
     match file.try_lock() {
-        // Some network file systems have no locks.
+        // Some network file systems do not support locks.
         Err(TryLockError::Error(source)) if source.kind() == ErrorKind::Unsupported => {}
         other => {
-            other.map_err(|source| Error::io("lock (is another process at it?)", path, source.into()))?
+            other.map_err(|source| Error::io("lock (is another process using it?)", path, source.into()))?
         }
     }
     Ok(file)
 }
 
-/// Writes what a file held to the first free name behind its own: `<path>.1`, `<path>.2` and so on. The file itself stays, and
-/// with it the lock on it.
+/// Copies the content of a file to the first free path of `<path>.1`, `<path>.2` and so on. The file itself stays in place, and
+/// so
+/// does the lock on it.
 fn aside(path: &Path, content: &[u8]) -> Result<PathBuf, Error> {
     for n in 1_u64.. {
         let mut name = path.as_os_str().to_owned();
@@ -165,7 +166,7 @@ fn aside(path: &Path, content: &[u8]) -> Result<PathBuf, Error> {
             Ok(()) => return Ok(to),
         }
     }
-    Err(Error::io("find a free name behind", path, ErrorKind::AlreadyExists.into()))
+    Err(Error::io("find a free file name after", path, ErrorKind::AlreadyExists.into()))
 }
 
 fn differences(before: &Map<String, Value>, now: &Map<String, Value>) -> Vec<String> {
@@ -210,7 +211,7 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{whole}7 {{}}\n"));
         drop(second);
 
-        // Other settings: from the beginning, and it says which; what was finished is kept.
+        // With other settings, work starts over and the difference is reported; the finished rows are kept.
         let finished = std::fs::read_to_string(&path).unwrap();
         let differences = vec!["temperature: 1.0 → 0.5".to_owned()];
         let aside = |n: u32| directory.path().join(format!("out.jsonl.partial.{n}"));
@@ -228,7 +229,7 @@ mod tests {
         assert_eq!(std::fs::read_to_string(aside(1)).unwrap(), finished);
         assert!(std::fs::read_to_string(aside(2)).unwrap().ends_with("\n0 {}\n"));
         drop(fourth);
-        // Where nothing was finished, nothing is kept.
+        // Without finished rows, no copy is kept.
         let (fifth, found) = Partial::open(&output, &with(0.5)).unwrap();
         assert!(matches!(&found, Found::Other { moved_to: None, .. }), "{found:?}");
         fifth.remove().unwrap();

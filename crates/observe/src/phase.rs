@@ -1,13 +1,13 @@
-//! Where a step's time goes.
+//! Timing of the phases of a step.
 
 use std::time::{Duration, Instant};
 
 use crate::{Activity, Metric};
 
-/// Splits the wall time of a step into named phases that add up to it.
+/// Timer that splits the wall time of a step into named phases, which add up to the total.
 ///
-/// One phase is active at a time, from its [`PhaseTimer::enter`] to the next; entering a name again adds to it. The
-/// clock is the caller's, so tests need no sleep.
+/// Exactly one phase is active at a time, from its [`PhaseTimer::enter`] to the next. Entering a name again adds to its time. The
+/// caller supplies the clock, so tests do not have to sleep.
 #[derive(Debug, Clone)]
 pub struct PhaseTimer {
     started: Instant,
@@ -18,13 +18,13 @@ pub struct PhaseTimer {
 }
 
 impl PhaseTimer {
-    /// Starts a step. Time before the first [`PhaseTimer::enter`] counts in `step_time` but in no phase.
+    /// Starts a step. Time before the first [`PhaseTimer::enter`] counts in `step_time` but not in any phase.
     #[must_use]
     pub fn start(now: Instant) -> Self {
         Self::shown(now, &Activity::default())
     }
 
-    /// Starts as [`Self::start`] does, and reports the phase to a watcher.
+    /// Starts as [`Self::start`] does, and reports each phase to `activity`.
     #[must_use]
     pub fn shown(now: Instant, activity: &Activity) -> Self {
         let (phases, activity) = (Vec::new(), activity.clone());
@@ -48,7 +48,7 @@ impl PhaseTimer {
         self.current = Some(at);
     }
 
-    /// Ends the active phase; what follows counts in no phase.
+    /// Ends the active phase. Later time does not count in any phase.
     pub fn leave(&mut self, now: Instant) {
         if let Some(at) = self.current.take() {
             self.phases[at].1 += now.saturating_duration_since(self.switched);
@@ -57,7 +57,7 @@ impl PhaseTimer {
         self.switched = now;
     }
 
-    /// Ends the step: `step_time` and `time/<phase>` in the order of first entry, in seconds.
+    /// Ends the step. Returns `step_time` and each `time/<phase>` in the order of first entry, in seconds.
     #[must_use]
     pub fn finish(mut self, now: Instant) -> Vec<Metric> {
         self.leave(now);

@@ -1,36 +1,36 @@
-//! Tables at the end of a run: before and after, where the time went, how the reward moved.
+//! Tables at the end of a run: evaluation before and after, time per phase, and the reward curve.
 
 use comfy_table::{Cell, CellAlignment, Table, TableComponent, presets};
 
-/// One measure before and after training.
+/// A number before and after training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BeforeAfter {
     /// Name of the number.
     pub name: String,
-    /// Before the first step; `None` if it was not measured.
+    /// Value before the first step; `None` if it was not measured.
     pub before: Option<f64>,
-    /// After the last.
+    /// Value after the last step; `None` if it was not measured.
     pub after: Option<f64>,
 }
 
-/// The closing report; empty parts are left out. `Display` renders it, without colour.
+/// Closing report of a run; empty parts are left out. `Display` renders it without colour.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Report {
-    /// Evaluation before and after.
+    /// Evaluation results before and after training.
     pub before_after: Vec<BeforeAfter>,
-    /// Mean seconds per step of each phase, in order.
+    /// Mean time per step of each phase, in order, in seconds.
     pub phase_secs: Vec<(String, f64)>,
-    /// Mean seconds per step; more than the sum of the phases by what belongs to none.
+    /// Mean time per step, in seconds. It exceeds the sum of the phases by the time outside of any phase.
     pub step_secs: f64,
-    /// Mean seconds per step spent beside it, on other threads: rows read and media decoded ahead.
+    /// Mean time per step that other threads spend reading rows and decoding media ahead, in seconds.
     pub ahead_secs: f64,
     /// Mean reward of each step.
     pub rewards: Vec<f64>,
-    /// Where the run's files are.
+    /// Directory of the run's files.
     pub run_dir: String,
 }
 
-/// Columns of the reward curve.
+/// Width of the reward curve in columns.
 const CURVE_WIDTH: usize = 40;
 
 impl std::fmt::Display for Report {
@@ -48,7 +48,7 @@ impl std::fmt::Display for Report {
         if !self.phase_secs.is_empty() {
             let mut table = table(&["phase", "s/step", "share"]);
             let rest = self.step_secs - self.phase_secs.iter().map(|(_, secs)| secs).sum::<f64>();
-            // Clocks differ by microseconds; a row for them would say nothing.
+            // Clocks differ by microseconds; a row for such a difference would carry no information.
             let other = (rest > 0.005 * self.step_secs).then(|| ("other".to_owned(), rest));
             let total = ("step".to_owned(), self.step_secs);
             for (name, secs) in self.phase_secs.iter().cloned().chain(other).chain([total]) {
@@ -58,7 +58,10 @@ impl std::fmt::Display for Report {
         }
         if self.ahead_secs > 0.0 {
             let (secs, part) = (self.ahead_secs, share(self.ahead_secs, self.step_secs));
-            writeln!(f, "rows were read ahead beside the step: {secs:.3} s/step, {part} of its time\n")?;
+            writeln!(
+                f,
+                "reading rows ahead took {secs:.3} s/step on other threads, {part} of the step time\n"
+            )?;
         }
         if let (Some(first), Some(last)) = (self.rewards.first(), self.rewards.last()) {
             writeln!(f, "reward {first:.3} {} {last:.3}", sparkline(&self.rewards, CURVE_WIDTH))?;
@@ -95,8 +98,9 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-/// A curve in one line of at most `width` characters, from the smallest to the largest value; more values than columns
-/// are averaged. Values that are not finite are blanks; a flat curve is a line in the middle.
+/// Draws a curve on one line of at most `width` characters, scaled from the smallest to the largest value. If there are more
+/// values
+/// than columns, neighbouring values are averaged. Values that are not finite become blanks; a flat curve is drawn in the middle.
 #[must_use]
 pub fn sparkline(values: &[f64], width: usize) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
@@ -113,7 +117,7 @@ pub fn sparkline(values: &[f64], width: usize) -> String {
     let range = shown().fold(f64::NEG_INFINITY, f64::max) - low;
     let bar = |value: f64| match value {
         value if !value.is_finite() => ' ',
-        // `range` can overflow to infinity for extreme values; they are shown flat.
+        // `range` can overflow to infinity for extreme values; such curves are drawn flat.
         value if range > 0.0 && range.is_finite() => {
             BARS[((value - low) / range * (BARS.len() - 1) as f64).round() as usize]
         }
@@ -160,7 +164,7 @@ mod tests {
          step       1.000   100 %
         ──────────────────────────
 
-        rows were read ahead beside the step: 0.020 s/step, 2 % of its time
+        reading rows ahead took 0.020 s/step on other threads, 2 % of the step time
 
         reward 0.000 ▁▁▁▂▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▄▅▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇▇███ 0.990
         run directory: runs/demo
@@ -175,7 +179,7 @@ mod tests {
     #[test]
     fn sparkline_scales_averages_and_survives_odd_values() {
         assert_eq!(sparkline(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 8), "▁▂▃▄▅▆▇█");
-        // Pairs average to 1, 5: the ends of the range.
+        // Pairs average to 1 and 5, the two ends of the range.
         assert_eq!(sparkline(&[0.0, 2.0, 4.0, 6.0], 2), "▁█");
         assert_eq!(sparkline(&[0.0, f64::NAN, 1.0], 8), "▁ █");
         assert_eq!(sparkline(&[0.5; 3], 8), "▄▄▄");

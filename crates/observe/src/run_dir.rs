@@ -1,15 +1,15 @@
-//! The logs in a run's output directory.
+//! Logs in the output directory of a run.
 //!
 //! | file | one line per | written |
 //! |---|---|---|
 //! | `metrics.jsonl` | optimizer step, or evaluation | when the step is done |
 //! | `rollouts/step-000123.jsonl` | completion | when its group is scored |
-//! | `tokens/step-000123.jsonl` | completion | after the update, where that is asked for |
+//! | `tokens/step-000123.jsonl` | completion | after the update, if enabled |
 //! | `skipped.jsonl` | dataset row that was not used | when it is found |
 //! | `warnings.jsonl` | problem that begins or ends | before the metrics that show it |
-//! | `eval/step-000123.jsonl` | completion of an evaluation | by the evaluation, whole |
+//! | `eval/step-000123.jsonl` | completion of an evaluation | by the evaluation, as a whole |
 //!
-//! Every line or name has the step, so that a resumed run can cut them all back to its checkpoint.
+//! Every line or file name contains the step, so that a resumed run can truncate all logs to its checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -30,22 +30,22 @@ const ROLLOUTS: &str = "rollouts";
 const EVALUATIONS: &str = "eval";
 const TOKENS: &str = "tokens";
 
-/// The logs that an earlier run left in the same directory.
+/// Handling of logs that an earlier run left in the same directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Existing {
-    /// They are an error unless they are empty.
+    /// Existing logs are an error unless they are empty.
     Refuse,
-    /// Continue them behind this step and drop what was written after it.
+    /// Logs are continued after this step; everything written for later steps is removed.
     ResumeAfter(u64),
 }
 
-/// Why a completion ended.
+/// Reason why a completion ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// It emitted a stop token or stop string.
+    /// The model emitted a stop token or stop string.
     Stop,
-    /// It reached the length limit.
+    /// The completion reached the length limit.
     Length,
 }
 
@@ -54,7 +54,7 @@ pub enum FinishReason {
 pub struct Rollout {
     /// Position in the training data, in epochs.
     pub epoch: f64,
-    /// The dataset row.
+    /// Id of the dataset row.
     pub id: String,
     /// Index of the prompt within the step.
     pub group: usize,
@@ -64,57 +64,59 @@ pub struct Rollout {
     pub prompt: String,
     /// The sampled text.
     pub completion: String,
-    /// The row's solution as the dataset gives it.
+    /// Solution of the row, as the dataset contains it.
     pub solution: Option<Value>,
-    /// Value of each reward function, unweighted; `None` where it does not apply.
+    /// Value of each reward function, unweighted; `None` if it does not apply.
     pub rewards: BTreeMap<String, Option<f64>>,
     /// Weighted total; `None` if no reward applied.
     pub reward: Option<f64>,
     /// Advantage used in the loss.
     pub advantage: f64,
-    /// Tokens of the completion, the stop token included.
+    /// Number of tokens in the completion, including the stop token.
     pub length: usize,
-    /// Why it ended.
+    /// Reason why the completion ended.
     pub finish_reason: FinishReason,
     /// Paths of the prompt's media, in order.
     pub media: Vec<String>,
-    /// For each of these paths the times of the frames that were sampled, in seconds; empty without clips.
+    /// Times of the sampled frames for each path in `media`, in seconds; empty without clips.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub frame_times_secs: Vec<Vec<f64>>,
-    /// Notes of the user's rewards about the completion.
+    /// Notes that the user's reward functions recorded about the completion.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub columns: BTreeMap<String, Value>,
-    /// With the first completion of a prompt: the columns of its row, with which other commands read the log as rows
-    /// with completions.
+    /// Columns of the dataset row, present only with the first completion of a prompt. With them, other commands can read the log
+    /// as
+    /// rows with completions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub row: Option<Map<String, Value>>,
 }
 
-/// Numbers of a completion's tokens as an update saw them. They are rounded to four decimals where they are written.
+/// Per-token numbers of a completion at an update. They are rounded to four decimals when written.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Tokens {
     /// Index of the prompt within the step.
     pub group: usize,
     /// Index of the completion within its group.
     pub sample: usize,
-    /// Text of each token. Of a character that takes several tokens the last one has it.
+    /// Text of each token. If a character spans several tokens, the last of them has it.
     pub tokens: Vec<String>,
-    /// Log-probability of each token under the policy before the update, nats.
+    /// Log-probability of each token under the policy before the update, in nats.
     #[serde(serialize_with = "rounded")]
     pub logprobs: Vec<f32>,
-    /// Entropy of the policy at each token, nats.
+    /// Entropy of the policy at each token, in nats.
     #[serde(serialize_with = "rounded")]
     pub entropies: Vec<f32>,
-    /// Log-probability of each token as it was sampled; empty for completions that were not, and in later updates of a rollout.
+    /// Log-probability of each token when it was sampled. Empty for completions that were not sampled, and in later updates of a
+    /// rollout.
     #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
     pub sampled_logprobs: Vec<f32>,
-    /// Log-probability of each token that the ratio compares with; empty where that is the policy's own.
+    /// Log-probability of each token in the denominator of the ratio; empty if it is the policy's own.
     #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
     pub old_logprobs: Vec<f32>,
-    /// Log-probability of each token under the reference; empty where there is none.
+    /// Log-probability of each token under the reference model; empty without one.
     #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
     pub reference_logprobs: Vec<f32>,
-    /// Whether the entropy gate keeps each token for the policy term; empty without a gate.
+    /// True for each token that the entropy gate keeps in the policy term; empty without a gate.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kept: Vec<bool>,
 }
@@ -126,13 +128,13 @@ fn rounded<S: serde::Serializer>(values: &[f32], serializer: S) -> Result<S::Ok,
 /// A dataset row that was not used.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Skipped {
-    /// Step at which it was found; 0 before the first.
+    /// Step at which the row was skipped; 0 before the first step.
     pub step: u64,
-    /// The dataset row.
+    /// Id of the dataset row.
     pub id: String,
-    /// Why.
+    /// Reason for skipping it.
     pub reason: String,
-    /// The row that took its place, if one did.
+    /// Row that replaced it, if any.
     pub replaced_by: Option<String>,
 }
 
@@ -154,12 +156,12 @@ pub struct RunDir {
     unsynced: BTreeSet<PathBuf>,
 }
 
-/// How far the continued logs reach.
+/// Extent of the logs that a resumed run continues.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Continued {
-    /// Step of the last row of metrics.
+    /// Step of the last row in the metrics.
     pub last_step: Option<u64>,
-    /// Whether the step that is continued has been evaluated.
+    /// True if the metrics contain an evaluation of the resumed step.
     pub evaluated: bool,
 }
 
@@ -167,8 +169,8 @@ impl RunDir {
     /// Creates or opens the output directory and its logs.
     ///
     /// # Errors
-    /// The directory cannot be written, holds another run ([`Existing::Refuse`]), or a log to be continued is damaged
-    /// before its last line.
+    /// Returns an error if the directory cannot be written, if it contains another run ([`Existing::Refuse`]), or if a log to be
+    /// continued is damaged before its last line.
     pub fn open(root: &Path, existing: Existing) -> Result<Self, Error> {
         let rollouts = root.join(ROLLOUTS);
         fs::create_dir_all(&rollouts).map_err(|source| Error::io("create the directory", root, source))?;
@@ -176,7 +178,7 @@ impl RunDir {
         let logged = step_files(&rollouts)?;
         match existing {
             Existing::Refuse => {
-                // A run that failed before its first step leaves empty logs, which are nobody's loss.
+                // A run that failed before its first step leaves empty logs, which can be overwritten.
                 let filled = |path: &Path| fs::metadata(path).is_ok_and(|meta| meta.len() > 0);
                 let found = [&metrics, &skipped].into_iter().find(|path| filled(path));
                 if let Some(found) = found.or_else(|| logged.first().map(|(_, path)| path)) {
@@ -211,10 +213,10 @@ impl RunDir {
         })
     }
 
-    /// How far the metrics reach that are continued behind `step`.
+    /// Returns the extent of the metrics that a run resumed at `step` continues.
     ///
     /// # Errors
-    /// An unreadable log.
+    /// Returns an error if the log cannot be read.
     pub fn continued(&self, step: u64) -> Result<Continued, Error> {
         let mut continued = Continued::default();
         each_row(&self.root.join(METRICS), |row: Map<String, Value>| {
@@ -225,10 +227,10 @@ impl RunDir {
         Ok(continued)
     }
 
-    /// Gives the metrics of every step that is logged, in order.
+    /// Passes the metrics of every logged step to `take`, in order.
     ///
     /// # Errors
-    /// An unreadable log.
+    /// Returns an error if the log cannot be read.
     pub fn each_step(&self, mut take: impl FnMut(u64, &[Metric])) -> Result<(), Error> {
         let path = self.root.join(METRICS);
         each_row(&path, |row: Map<String, Value>| {
@@ -241,18 +243,20 @@ impl RunDir {
         })
     }
 
-    /// The output directory.
+    /// Returns the output directory.
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Appends one row to `metrics.jsonl`. False if the log had been removed or replaced since the last row; it is begun
-    /// anew then. An evaluation that belongs to a checkpoint's step is to be appended before
-    /// that checkpoint is made visible: resuming keeps all rows of its step and does not repeat them. Of a name that comes twice the later value stays.
+    /// Appends one row to `metrics.jsonl`. Returns false if the log has been removed or replaced since the last row; it is then
+    /// created
+    /// again. Append the evaluation of a checkpoint's step before the checkpoint becomes visible, because a resumed run keeps all
+    /// rows
+    /// of that step and does not repeat the evaluation. If a name occurs twice, the later value is kept.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn append_metrics(&mut self, step: u64, epoch: f64, metrics: &[Metric]) -> Result<bool, Error> {
         let mut row = Map::new();
         row.insert("step".to_owned(), step.into());
@@ -263,10 +267,10 @@ impl RunDir {
         self.metrics.append([Value::Object(row)])
     }
 
-    /// Appends completions to the step's rollout log.
+    /// Appends completions to the rollout log of the step.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn append_rollouts(
         &mut self,
         step: u64,
@@ -281,10 +285,10 @@ impl RunDir {
         Ok(())
     }
 
-    /// Writes the numbers of a step's tokens.
+    /// Writes the per-token numbers of a step.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn write_tokens(&mut self, step: u64, tokens: &[Tokens]) -> Result<(), Error> {
         let directory = self.root.join(TOKENS);
         fs::create_dir_all(&directory)
@@ -295,10 +299,10 @@ impl RunDir {
         Ok(())
     }
 
-    /// Appends rows to `warnings.jsonl`, which is there from the first one on.
+    /// Appends rows to `warnings.jsonl`. The file is created with the first row.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn append_warnings(&mut self, warnings: &[Warning]) -> Result<(), Error> {
         if warnings.is_empty() {
             return Ok(());
@@ -309,27 +313,28 @@ impl RunDir {
         Ok(())
     }
 
-    /// Appends a row to `skipped.jsonl`. False as for [`Self::append_metrics`].
+    /// Appends a row to `skipped.jsonl`. Returns false in the same case as [`Self::append_metrics`].
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn append_skipped(&mut self, skipped: &Skipped) -> Result<bool, Error> {
         self.skipped.append([skipped])
     }
 
-    /// Waits until everything appended is on disk. To be called before a checkpoint is made visible, so that
-    /// a resumed run finds every row up to it.
+    /// Waits until all appended rows are on disk. Call this before a checkpoint becomes visible, so that a resumed run finds
+    /// every row
+    /// up to it.
     ///
     /// # Errors
-    /// The disk reports that it could not keep them.
+    /// Returns an error if the data cannot be synced to disk.
     pub fn sync(&mut self) -> Result<(), Error> {
         self.metrics.sync()?;
         self.skipped.sync()?;
-        // New files are on disk once their directories are.
+        // New files are on disk only after their directories are synced.
         let mut directories = BTreeSet::from([self.root.clone(), self.root.join(ROLLOUTS)]);
         for path in &self.unsynced {
             match File::open(path).and_then(|file| file.sync_all()) {
-                // Somebody has no use for it.
+                // Someone has removed the file; that is not an error.
                 Err(source) if source.kind() == io::ErrorKind::NotFound => {}
                 other => {
                     other.map_err(|source| Error::io("sync", path, source))?;
@@ -342,11 +347,10 @@ impl RunDir {
     }
 }
 
-/// The files of steps in a directory of rollout logs or evaluations, with their steps, in order. Other files are none of
-/// ours.
+/// Lists the step files in a directory of rollout logs or evaluations, ordered by step. Other files are ignored.
 ///
 /// # Errors
-/// A directory that cannot be read.
+/// Returns an error if the directory cannot be read.
 pub fn step_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
     let read = |source| Error::io("read the directory", directory, source);
     let mut files = Vec::new();
@@ -473,7 +477,7 @@ mod tests {
         let left = step_files(&run.root().join(EVALUATIONS)).unwrap();
         assert_eq!(left.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [3, 3]);
         assert_eq!(run.continued(3).unwrap(), Continued { last_step: Some(3), evaluated: false });
-        // Repeated steps leave the same bytes as an uninterrupted run.
+        // Repeated steps produce the same bytes as an uninterrupted run.
         for step in 4..=5 {
             run.append_metrics(step, 0.0, &[metric("loss", step as f64)]).unwrap();
         }
@@ -499,7 +503,7 @@ mod tests {
         let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
         run.append_metrics(1, 0.0, &[]).unwrap();
         let error = RunDir::open(directory.path(), Existing::Refuse).unwrap_err();
-        assert!(error.to_string().contains("already holds a run (metrics.jsonl)"), "{error}");
+        assert!(error.to_string().contains("already contains a run (metrics.jsonl)"), "{error}");
         assert_eq!(
             fs::read_to_string(directory.path().join(METRICS)).unwrap(),
             "{\"step\":1,\"epoch\":0.0}\n"
@@ -512,6 +516,6 @@ mod tests {
         let path = directory.path().join("run");
         fs::write(&path, "").unwrap();
         let error = RunDir::open(&path, Existing::Refuse).unwrap_err().to_string();
-        assert!(error.contains("a file stands where a directory should be"), "{error}");
+        assert!(error.contains("a file is in the place of a directory should be"), "{error}");
     }
 }

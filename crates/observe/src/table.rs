@@ -1,15 +1,15 @@
-//! Tables of numbers that fit a terminal.
+//! Tables of numbers that fit into the width of a terminal.
 
 use unicode_width::UnicodeWidthStr;
 
 use crate::text::{escape_line, fit};
 
-/// The first column takes no more than this, so that there is room for another.
+/// Largest width of the first column, so that another column fits beside it.
 const FIRST: usize = 40;
 
-/// Rows below a header, in at most `width` columns: the first cell to the left, numbers to the right, each column as wide as
-/// its longest cell. What does not fit beside goes below, with the first column again. Cells may come from rows: they
-/// are escaped.
+/// Formats rows below a header in at most `width` columns. The first cell is left-aligned, numbers are right-aligned, and each
+/// column is as wide as its longest cell. Columns that do not fit continue below, with the first column repeated. Cells may come
+/// from rows, so they are escaped.
 #[must_use]
 pub fn columns(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
     let cell = |text: &str| escape_line(text).into_owned();
@@ -24,7 +24,7 @@ pub fn columns(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
         let mut taken = first;
         let fits = |i: &usize| {
             taken += 2 + widest(*i);
-            // One beside the first there must be, even if it is too wide.
+            // At least one column must follow the first, even if it is too wide.
             taken <= width || *i == from
         };
         let until = from + (from..header.len()).take_while(fits).count();
@@ -79,7 +79,7 @@ số\\u{1b}    0.25
 図
 ";
         assert_eq!(columns(&header, &rows, 31), narrow);
-        // Nothing is lost where nothing fits.
+        // All columns are printed even if none fits.
         assert_eq!(columns(&["a", "bb", "cc"], &[], 1), "a  bb\n\na  cc\n");
         assert_eq!(columns(&["a"], &[], 80), "a\n");
     }

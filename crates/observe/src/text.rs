@@ -1,19 +1,19 @@
-//! Text for a terminal: what came from outside made harmless, lines cut and wrapped by the columns they take.
+//! Text for a terminal: escaping of untrusted text, and lines cut and wrapped by their width in columns.
 
 use std::borrow::Cow;
 use std::time::Duration;
 
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Text that may come from a row, a file's name, a model or a server, without anything a terminal would obey: control
-/// characters and marks that turn the direction of writing are written as Rust writes them (`\u{1b}`). Newlines stay.
+/// Escapes text from a row, a file name, a model or a server, so that it cannot control the terminal. Control characters and
+/// marks
+/// that change the writing direction appear as in Rust source (`\u{1b}`). Newlines stay.
 #[must_use]
 pub fn escape(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c != '\n' && obeyed(c))
 }
 
-/// Escapes as [`escape`] does, on one line: newlines are written as `
-/// `.
+/// Escapes as [`escape`] does, on one line: newlines are written as `\n`.
 #[must_use]
 pub fn escape_line(text: &str) -> Cow<'_, str> {
     escaped(text, obeyed)
@@ -35,7 +35,7 @@ fn escaped(text: &str, is_bad: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The text if it takes at most `width` columns, else its beginning and `…`.
+/// Returns the text if it fits in `width` columns, else its beginning and `…`.
 #[must_use]
 pub fn fit(text: &str, width: usize) -> Cow<'_, str> {
     if text.width() <= width {
@@ -53,8 +53,8 @@ pub fn fit(text: &str, width: usize) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Lines broken between words where they take more than `width` columns; what follows is indented. A word longer than
-/// a line, such as a path, stays whole.
+/// Wraps lines between words if they take more than `width` columns; continuation lines are indented. A word longer than a line,
+/// such as a path, stays whole.
 #[must_use]
 pub fn wrap(text: &str, width: usize) -> Cow<'_, str> {
     if text.lines().all(|line| line.width() <= width) {
@@ -79,10 +79,10 @@ pub fn wrap(text: &str, width: usize) -> Cow<'_, str> {
     Cow::Owned(lines.join("\n"))
 }
 
-/// A space that no line is broken at.
+/// Space at which a line is never broken.
 const GLUE: char = '\u{a0}';
 
-/// Text whose parts between bars (`a 1 | b 2`) each fit a line is broken between them alone.
+/// Makes text with bars (`a 1 | b 2`) break only at the bars, if each part fits on a line.
 fn glued(line: &str, width: usize) -> Cow<'_, str> {
     const BAR: &str = " | ";
     if !line.contains(BAR) || line.split(BAR).any(|part| part.width() + 4 > width) {
@@ -92,7 +92,7 @@ fn glued(line: &str, width: usize) -> Cow<'_, str> {
     Cow::Owned(parts.join(&format!("{GLUE}| ")))
 }
 
-/// `950`, `4.1 k`, `2.6 M`, `3.1 G`.
+/// Formats a count with a short suffix: `950`, `4.1 k`, `2.6 M`, `3.1 G`.
 #[must_use]
 pub fn count(number: f64) -> String {
     match number {
@@ -103,7 +103,7 @@ pub fn count(number: f64) -> String {
     }
 }
 
-/// `45 s`, `3 min 20 s`, `42 min`, `3 h 12 min`, `2 d 3 h`.
+/// Formats a duration: `45 s`, `3 min 20 s`, `42 min`, `3 h 12 min`, `2 d 3 h`.
 #[must_use]
 pub fn span(time: Duration) -> String {
     let secs = time.as_secs_f64().round() as u64;
@@ -129,7 +129,7 @@ mod tests {
         for text in ["", "plain", "ngữ cảnh 図 👩‍👩‍👧", "two\nlines"] {
             assert!(matches!(escape(text), Cow::Borrowed(same) if same == text), "{text:?}");
         }
-        // Every character: what is left is printable.
+        // For every character, the escaped text is printable.
         let all: String = ('\0'..=char::MAX).collect();
         assert!(escape(&all).chars().all(|c| c == '\n' || !obeyed(c)));
     }
@@ -141,7 +141,7 @@ mod tests {
         // Wide characters take two columns each.
         assert_eq!(fit("図図図", 6), "図図図");
         assert_eq!(fit("図図図図", 6), "図図…");
-        // A combining mark takes none.
+        // A combining mark takes no column.
         assert_eq!(fit("e\u{301}tage", 5), "e\u{301}tage");
         assert_eq!(fit("abc", 0), "…");
     }

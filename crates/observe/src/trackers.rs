@@ -1,7 +1,7 @@
-//! Places beside the run directory that a run's numbers go to.
+//! Destinations outside the run directory that receive the numbers of a run.
 //!
-//! Each works on a thread of its own behind a bounded queue. One that fails, or does not keep up, is dropped with one warning:
-//! no tracker stops or slows a run.
+//! Each tracker works on its own thread behind a bounded queue. A tracker that fails or does not keep up is dropped with one
+//! warning, so no tracker stops or slows a run.
 
 use std::sync::Arc;
 use std::sync::mpsc::{
@@ -11,55 +11,55 @@ use std::time::{Duration, Instant};
 
 use crate::{Console, Metric, Rollout};
 
-/// Events that a tracker may be behind.
+/// Capacity of a tracker's queue, in events.
 const QUEUE: usize = 64;
-/// A wait that is longer is told.
+/// Longest wait that is not reported to the user.
 const QUIET: Duration = Duration::from_secs(2);
 
 /// Messages to trackers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// Means over a logging window, or the numbers of an evaluation.
+    /// Means over a logging window, or the results of an evaluation.
     Metrics {
-        /// The last step of the window.
+        /// Last step of the window.
         step: u64,
         /// Position in the training data, in epochs.
         epoch: f64,
         /// Names and values.
         metrics: Vec<Metric>,
     },
-    /// Completions of some prompts of a step.
+    /// Completions for some of the prompts of a step.
     Completions {
-        /// The step that trains on them.
+        /// Step that trains on these completions.
         step: u64,
-        /// Whole groups, one after the other.
+        /// Complete groups, one after the other.
         rollouts: Vec<Rollout>,
     },
 }
 
-/// A place that numbers go to.
+/// A destination for the numbers of a run.
 pub trait Tracker: Send {
     /// Returns the tracker's name.
     fn name(&self) -> &'static str;
 
-    /// Takes an event.
+    /// Processes an event.
     ///
     /// # Errors
-    /// Why nothing more can be told, for the user.
+    /// Returns the reason, for the user, why the tracker cannot process more events.
     fn take(&mut self, event: &Event) -> Result<(), String>;
 
-    /// The run is over.
+    /// Finishes the tracker at the end of the run.
     fn finish(&mut self) -> Result<(), String> {
         Ok(())
     }
 
-    /// Ends what a tracker that hangs waits for; called from another thread.
+    /// Returns a function that releases a hanging tracker from its wait. Another thread calls that function.
     fn abandon(&self) -> Box<dyn FnOnce() + Send> {
         Box::new(|| {})
     }
 }
 
-/// The trackers of a run.
+/// All trackers of a run.
 pub struct Trackers {
     running: Vec<Running>,
     console: Console,
@@ -73,26 +73,26 @@ struct Running {
 }
 
 impl Trackers {
-    /// Starts a thread for each.
+    /// Starts one thread per tracker.
     #[must_use]
     pub fn start(trackers: Vec<Box<dyn Tracker>>, console: &Console) -> Self {
         let running = trackers.into_iter().map(Running::start).collect();
         Self { running, console: console.clone() }
     }
 
-    /// No trackers.
+    /// Creates an empty set of trackers.
     #[must_use]
     pub fn none(console: &Console) -> Self {
         Self::start(Vec::new(), console)
     }
 
-    /// Whether anybody listens.
+    /// Returns true if there are no trackers.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.running.is_empty()
     }
 
-    /// Tells all of them; returns at once.
+    /// Sends an event to all trackers without waiting.
     pub fn tell(&mut self, event: Event) {
         if self.running.is_empty() {
             return;
@@ -111,7 +111,7 @@ impl Trackers {
         }
     }
 
-    /// Gives all of them together so much time to finish.
+    /// Finishes all trackers, and waits at most `patience` for all of them together.
     pub fn finish(&mut self, patience: Duration) {
         let end = Instant::now() + patience;
         for tracker in std::mem::take(&mut self.running) {
@@ -128,7 +128,7 @@ impl Trackers {
                 Ok(Ok(())) => continue,
                 Ok(Err(why)) => why,
                 Err(RecvTimeoutError::Timeout) => {
-                    format!("it was not done {} s after the run", patience.as_secs())
+                    format!("it had not finished {} s after the run", patience.as_secs())
                 }
                 Err(RecvTimeoutError::Disconnected) => "its thread ended".to_owned(),
             };
@@ -144,7 +144,7 @@ impl Trackers {
 
     fn warn(&self, name: &str, why: &str) {
         self.console.warning(&format!(
-            "{name} receives nothing more: {why}. The run continues, and metrics.jsonl has everything"
+            "{name} receives no more data: {why}. The run continues, and metrics.jsonl contains all metrics"
         ));
     }
 }
@@ -157,11 +157,11 @@ impl Running {
         let work = move || {
             let done =
                 events.iter().try_for_each(|event| tracker.take(&event)).and_then(|()| tracker.finish());
-            // Sent before the queue is closed, so that a sender that finds it closed also finds the reason.
+            // The outcome is sent before the queue closes, so a sender that finds the queue closed also finds the reason.
             let _ = tell.send(done);
             drop(events);
         };
-        // Without a thread the queue is closed, and the first event says so.
+        // If the thread does not start, the queue is closed and the first event reports it.
         let _ = std::thread::Builder::new().name(format!("tracker-{name}")).spawn(work);
         Self { name, queue, outcome, abandon }
     }
@@ -195,7 +195,7 @@ mod tests {
         }
     }
 
-    /// Keeps steps; fails at one, or hangs at its first event until it is abandoned.
+    /// A tracker that records steps, fails at a given step, or hangs at its first event until it is abandoned.
     struct Made {
         steps: Arc<Mutex<Vec<u64>>>,
         fails_at: u64,
@@ -263,7 +263,7 @@ mod tests {
         }
         trackers.finish(Duration::from_secs(20));
         assert_eq!((bad_steps.lock().unwrap().as_slice(), steps.lock().unwrap().len()), (&[1][..], 30));
-        let expected = "warning: made receives nothing more: the disk is full. The run continues, and metrics.jsonl has \
+        let expected = "warning: made receives no more data: the disk is full. The run continues, and metrics.jsonl has \
                         everything\n";
         assert_eq!(said(&buffer), expected);
     }
@@ -282,6 +282,6 @@ mod tests {
         let mut trackers = Trackers::start(vec![Box::new(tracker)], &Console::plain(buffer.clone()));
         trackers.tell(metrics(1));
         trackers.finish(Duration::from_millis(20));
-        assert!(said(&buffer).contains("it was not done 0 s after the run"), "{}", said(&buffer));
+        assert!(said(&buffer).contains("it had not finished 0 s after the run"), "{}", said(&buffer));
     }
 }

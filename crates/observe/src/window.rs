@@ -2,18 +2,19 @@
 
 use crate::Metric;
 
-/// Averages each metric over the steps since the last [`Window::drain`].
+/// Mean of each metric over the steps since the last [`Window::drain`].
 ///
-/// Values that are `None` or not finite are left out; a metric without any other value averages to `None`. A metric
-/// that not every step reports is averaged over the steps that do.
+/// Values that are `None` or not finite are left out; a metric without any other value averages to `None`. A metric that is
+/// missing
+/// in some steps is averaged over the others.
 #[derive(Debug, Clone, Default)]
 pub struct Window {
-    // A few dozen names: a scan is as fast as a map and keeps the order in which they first came.
+    // A scan of a few dozen names is as fast as a map, and it keeps the order of first occurrence.
     sums: Vec<(String, f64, u32)>,
 }
 
 impl Window {
-    /// Adds one step's metrics.
+    /// Adds the metrics of one step.
     pub fn push(&mut self, metrics: &[Metric]) {
         for (name, value) in metrics {
             let at = self.sums.iter().position(|(known, ..)| known == name).unwrap_or_else(|| {
@@ -28,7 +29,7 @@ impl Window {
         }
     }
 
-    /// The means, in the order in which the names first came; the window is empty afterwards.
+    /// Returns the means in the order in which the names first occurred, and empties the window.
     pub fn drain(&mut self) -> Vec<Metric> {
         let mean = |sum: f64, count: u32| (count > 0).then(|| sum / f64::from(count));
         self.sums.drain(..).map(|(name, sum, count)| (name, mean(sum, count))).collect()

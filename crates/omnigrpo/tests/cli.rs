@@ -830,7 +830,7 @@ fn a_run_is_shown_in_the_terminal_and_written_as_one_file() {
     let output = run_in(dir.path(), &[], &["report", "nothing"]);
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(
-        error.starts_with("error: no run to show was found\n") && error.contains("nothing is not there"),
+        error.starts_with("error: no run to show was found\n") && error.contains("nothing does not exist"),
         "{error}"
     );
     let error = String::from_utf8(run_in(dir.path(), &[], &["watch"]).stderr).unwrap();

@@ -1,7 +1,8 @@
-//! The page, as files in the binary. `page/uplot.js` and `page/uplot.css` are the charts: uPlot 1.6.32, MIT, with its licence
-//! beside them and in the page.
+//! Files of the page, embedded in the binary. `page/uplot.js` and `page/uplot.css` draw the charts: uPlot 1.6.32, MIT. Its
+//! licence
+//! is stored beside these files and linked from the page.
 
-/// Name, type and content of each file.
+/// Name, content type and content of each file.
 pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("app.css", CSS, include_str!("page/app.css")),
     ("app.js", JS, include_str!("page/app.js")),
@@ -17,10 +18,10 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("uplot.LICENSE", "text/plain; charset=utf-8", include_str!("page/uplot.LICENSE")),
 ];
 
-/// The colours of the page and of reports.
+/// Colours of the page and of reports.
 pub(crate) const COLOURS: &str = include_str!("page/colours.css");
 
-/// The page itself.
+/// HTML of the page.
 pub(crate) const PAGE: &str = include_str!("page/index.html");
 
 const CSS: &str = "text/css; charset=utf-8";

@@ -1,4 +1,4 @@
-//! Runs in a few lines of text, for a terminal.
+//! Summary of runs in a few lines of text, for a terminal.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -10,10 +10,10 @@ use serde_json::{Map, Value};
 use crate::Error;
 use crate::run::Run;
 
-/// Steps whose mean length says how long the rest takes.
+/// Number of recent steps whose mean duration estimates the remaining time.
 const RECENT_STEPS: usize = 20;
 
-/// Runs and what their metrics said last. Only what is new is read.
+/// Runs and their latest metrics. Each update reads only the new rows.
 #[derive(Debug)]
 pub struct Board {
     runs: Vec<Shown>,
@@ -26,18 +26,18 @@ struct Shown {
     total: Option<u64>,
     file: u64,
     next: u64,
-    /// The last step.
+    /// Last step that was read.
     step: u64,
-    /// Seconds of the last ones.
+    /// Durations of the recent steps, in seconds.
     recent: VecDeque<f64>,
     latest: Latest,
 }
 
 impl Board {
-    /// The runs that directories hold.
+    /// Opens the runs found in `directories`.
     ///
     /// # Errors
-    /// A directory without a run.
+    /// Returns an error if a directory contains no run.
     pub fn open(directories: &[PathBuf]) -> Result<Self, Error> {
         let runs = Run::find(directories)?;
         let names = Run::names(&runs);
@@ -59,10 +59,10 @@ impl Board {
         Ok(Self { runs: runs.into_iter().zip(names).map(shown).collect() })
     }
 
-    /// Reads what is new, and gives a line for each run that has taken a step since the last time.
+    /// Reads the new rows and returns one line for each run with a new step since the last call.
     ///
     /// # Errors
-    /// Metrics that cannot be read.
+    /// Returns an error if the metrics cannot be read.
     pub fn look(&mut self) -> Result<Vec<String>, Error> {
         let mut lines = Vec::new();
         let several = self.runs.len() > 1;
@@ -76,7 +76,7 @@ impl Board {
         Ok(lines)
     }
 
-    /// A row per run, in at most `width` columns.
+    /// Formats a table of at most `width` columns, with one row per run.
     #[must_use]
     pub fn table(&self, width: usize) -> String {
         let row = |shown: &Shown| {
@@ -90,12 +90,12 @@ impl Board {
 }
 
 impl Shown {
-    /// True if there is another step.
+    /// Reads the new rows. Returns true if there is a new step.
     fn read(&mut self) -> Result<bool, Error> {
         let mut news = false;
         let now = self.run.metrics_now();
         if now.id != self.file || now.bytes < self.next {
-            // Another file invalidates what was read before.
+            // The file has been replaced, so everything read before is invalid.
             (self.file, self.next, self.step) = (now.id, 0, 0);
             (self.recent, self.latest) = (VecDeque::new(), Latest::default());
         }
@@ -120,7 +120,7 @@ impl Shown {
         }
     }
 
-    /// How long the rest takes, by the mean of the last steps.
+    /// Estimates the remaining time from the mean duration of the recent steps.
     fn left(&self) -> Option<Duration> {
         let left = self.total?.checked_sub(self.step).filter(|&left| left > 0)?;
         let mean = self.recent.iter().sum::<f64>() / self.recent.len() as f64;
@@ -167,7 +167,7 @@ mod tests {
             table.lines().nth(2).unwrap().split_whitespace().collect::<Vec<_>>(),
             ["two", "4/8", "8", "s", "0.400", "▁▃▆█", "0.0100", "7.5", "2.00"]
         );
-        // A run that resumes replaces the file.
+        // A resumed run replaces the file.
         let path = directory.path().join("two/metrics.jsonl");
         std::fs::write(path.with_extension("new"), [1, 2].map(row).concat()).unwrap();
         std::fs::rename(path.with_extension("new"), &path).unwrap();

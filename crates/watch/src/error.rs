@@ -3,55 +3,55 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why something of a run cannot be shown.
+/// Reason why part of a run cannot be shown.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The operating system refused.
+    /// The operating system refused an operation.
     #[error("cannot {action} {path}")]
     Io {
-        /// Attempted action.
+        /// Operation that was attempted.
         action: &'static str,
-        /// On which file or directory.
+        /// File or directory of the operation.
         path: PathBuf,
-        /// The answer of the operating system.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// No run where one should be.
+    /// A directory contains no run.
     #[error(
-        "{path} holds no run: expected a run directory with `metrics.jsonl`, or a directory of such \
+        "{path} contains no run: expected a run directory with `metrics.jsonl`, or a directory of such \
          directories"
     )]
     NoRun {
-        /// The directory that was named.
+        /// Directory that the user named.
         path: PathBuf,
     },
     /// The page cannot be served.
     #[error("cannot serve the page on 127.0.0.1:{port}; choose another port, or 0 for a free one")]
     Serve {
-        /// The port asked for.
+        /// Requested port.
         port: u16,
-        /// The answer of the operating system.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// A file of a run, or one made of it, could not be read or written.
+    /// A file of a run, or a file created from it, could not be read or written.
     #[error(transparent)]
     Files(#[from] omnigrpo_observe::Error),
-    /// The page asked for something in words that mean nothing.
-    #[error("the address asks for nothing")]
+    /// The query of a request cannot be parsed.
+    #[error("the query of the address is invalid")]
     Query(#[from] serde_urlencoded::de::Error),
-    /// Something the page asked for is not there.
+    /// The requested item does not exist.
     #[error("{0}")]
     Missing(String),
-    /// A line of a log cannot be read.
+    /// A line of a log cannot be parsed.
     #[error(
-        "{path}, byte {offset}: no row that can be read; the file was changed or damaged after it was written"
+        "{path}, byte {offset}: the row cannot be read; the file was changed or damaged after it was written"
     )]
     Damaged {
-        /// The log.
+        /// Path of the log.
         path: PathBuf,
-        /// Where the line begins.
+        /// Byte offset of the line.
         offset: u64,
-        /// Problem of the file.
+        /// Parse error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
@@ -59,7 +59,7 @@ pub enum Error {
 impl Error {
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| match source.kind() {
-            io::ErrorKind::NotFound => Self::Missing(format!("{} is not there", path.display())),
+            io::ErrorKind::NotFound => Self::Missing(format!("{} does not exist", path.display())),
             _ => Self::Io { action, path: path.to_owned(), source },
         }
     }

@@ -1,4 +1,4 @@
-//! Evaluations of a run: their numbers, and the same question before and after.
+//! Evaluations of a run: their results, and a comparison of each question between two evaluations.
 
 use std::collections::HashMap;
 use std::io::Read as _;
@@ -14,9 +14,9 @@ use crate::run::Run;
 
 const DIRECTORY: &str = "eval";
 const MAX_SUMMARY_BYTES: u64 = 8 << 20;
-/// Characters of a text in an answer.
+/// Largest number of characters of a text in a response.
 const SHOWN_CHARS: usize = 4_000;
-/// Completions of a row in an answer.
+/// Largest number of completions of a row in a response.
 const MAX_SAMPLES: usize = 64;
 
 /// A row of an evaluation.
@@ -41,15 +41,15 @@ struct Row {
 struct Brief {
     id: String,
     category: Option<String>,
-    /// Mean over the completions that were scored.
+    /// Mean over the scored completions.
     reward: Option<f64>,
 }
 
-/// The evaluations of all runs.
+/// Evaluations of all runs.
 #[derive(Debug, Default)]
 pub(crate) struct Evaluations(Indices<Brief>);
 
-/// How a question fared.
+/// Change of a question's reward between two evaluations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Change {
@@ -59,7 +59,7 @@ pub(crate) enum Change {
     Same,
 }
 
-/// Which questions of two evaluations are asked for.
+/// Request to compare the questions of two evaluations.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Comparison {
     before: u64,
@@ -74,19 +74,19 @@ pub(crate) struct Comparison {
 }
 
 impl Comparison {
-    /// The first questions that fared so.
+    /// Requests the first `limit` questions with the given change.
     pub(crate) fn of(before: u64, after: u64, change: Change, limit: usize) -> Self {
         Self { before, after, change: Some(change), category: None, from: 0, limit }
     }
 }
 
 impl Evaluations {
-    /// The summaries of a run's evaluations, by step.
+    /// Returns the summaries of a run's evaluations, ordered by step.
     pub(crate) fn summaries(run: &Run) -> Result<Value, Error> {
         let mut out = Vec::new();
         for step in run.steps(DIRECTORY)? {
             let path = run.dir.join(DIRECTORY).join(format!("step-{step:06}.summary.json"));
-            // It is written behind the rows: an evaluation without it is not complete.
+            // The summary is written after the rows, so an evaluation without one is incomplete.
             if !path.exists() {
                 continue;
             }
@@ -111,11 +111,11 @@ impl Evaluations {
         Ok((path, index))
     }
 
-    /// Questions that both evaluations have, with what became of them; those that changed most come first.
+    /// Returns the questions that both evaluations contain, with their change. The largest changes come first.
     pub(crate) fn compare(&self, run: &Run, asked: &Comparison) -> Result<Value, Error> {
         let (before_path, before) = self.index(run, asked.before)?;
         let (after_path, after) = self.index(run, asked.after)?;
-        // Ids need not be unique: the n-th row of an id is compared with the n-th.
+        // Ids need not be unique. The n-th row with an id is compared with the n-th row with that id.
         let mut seen: HashMap<&str, usize> = HashMap::new();
         let mut places: HashMap<(&str, usize), usize> = HashMap::new();
         for (at, entry) in before.iter().enumerate() {
@@ -172,10 +172,10 @@ impl Evaluations {
         Ok(json!({ "counts": counts, "all": all, "rows": rows }))
     }
 
-    /// A medium of a row.
+    /// Opens a media file of a row.
     pub(crate) fn medium(&self, run: &Run, step: u64, row: usize, at: usize) -> Result<Medium, Error> {
         let (path, index) = self.index(run, step)?;
-        let entry = index.get(row).ok_or_else(|| Error::missing("no such row"))?;
+        let entry = index.get(row).ok_or_else(|| Error::missing("this row does not exist"))?;
         media::open(&row_at(run, &path, entry)?.media, at)
     }
 }

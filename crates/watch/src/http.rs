@@ -1,12 +1,13 @@
-//! The HTTP/1.1 server of this crate: one thread, whatever is sent to it.
+//! HTTP/1.1 server of this crate. It uses one thread for connections, whatever clients send.
 //!
-//! Any program of this machine, and any page in its browser, can send bytes to a port of loopback. So each thing that a peer
-//! decides is bounded before it is read: the bytes of a head and of a body, the connections, and the time of a request. Only
-//! `GET` and `HEAD` are answered, and `POST` where a body is allowed; other bodies stay unread. `Host` has to name this machine
-//! by an address or as `localhost`, so a page of another origin cannot reach the server under a name of its own.
+//! Any program on this machine, and any page in its browser, can send bytes to a loopback port. So everything that a client
+//! controls is bounded before it is read: the size of head and body, the number of connections, and the duration of a request.
+//! Only
+//! `GET` and `HEAD` are answered, and `POST` if a body is allowed; other bodies stay unread. `Host` must name this machine by an
+//! address or as `localhost`, so a page of another origin cannot reach the server under its own host name.
 //!
-//! Handlers run on a few threads beside it. A handler that panics is answered with 500, and one that hangs holds its thread.
-//! The end of a server waits for neither handlers nor connections.
+//! Handlers run on a few other threads. If a handler panics, the response has status 500; a handler that hangs keeps its thread.
+//! When a server is dropped, it does not wait for handlers or connections.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -33,34 +34,35 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::{AbortHandle, spawn_blocking, yield_now};
 use tokio::time::{Instant, sleep, timeout_at};
 
-/// Header fields of a request.
+/// Largest number of header fields in a request.
 const MAX_FIELDS: usize = 64;
-/// After a connection could not be accepted, and there was none to cut.
+/// Pause after a failed accept, if no idle connection could be closed.
 const RETRY: Duration = Duration::from_millis(100);
-/// A stream without a known length ends after this long; its listener asks again.
+/// Longest duration of a stream of unknown length. The client then connects again.
 const STREAM_TIME: Duration = Duration::from_secs(3600);
-/// The thread has nothing to wait for when it ends; this is for a machine that does not run it.
+/// Longest wait for the server thread at a drop. The thread normally ends at once; the limit is for an overloaded machine.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Bounds of a server.
+/// Limits of a server.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Connections at a time. When there is another, the one that has waited longest without a whole head is cut; where all
-    /// have asked, the new one is closed.
+    /// Largest number of simultaneous connections. When another one arrives, the server closes the one that has waited longest
+    /// for a
+    /// complete head. If all of them have sent a head, it closes the new one.
     pub connections: usize,
-    /// Bytes of the head of a request; at least 8192.
+    /// Largest size of the head of a request, in bytes; at least 8192.
     pub head_bytes: usize,
-    /// Time until the head of a request is there.
+    /// Longest time until the head of a request is complete.
     pub head_time: Duration,
-    /// Bytes of the body of a `POST`; with 0 there is no `POST`.
+    /// Largest size of the body of a `POST`, in bytes; 0 disables `POST`.
     pub body_bytes: usize,
-    /// Time from the head to the answer, and again from there to its last byte.
+    /// Longest time from the head to the response, and again from there to the last byte of the response.
     pub answer_time: Duration,
-    /// A long answer gets a second more per so many bytes.
+    /// Slowest accepted transfer: a response gets one extra second for every so many bytes.
     pub slowest_bytes_per_sec: u64,
-    /// Handlers that run at a time.
+    /// Largest number of handlers that run at the same time.
     pub handlers: usize,
-    /// Fields of every answer.
+    /// Header fields of every response.
     pub fields: &'static [(HeaderName, &'static str)],
 }
 
@@ -79,7 +81,7 @@ impl Default for Limits {
     }
 }
 
-/// A request, whole and within its bounds.
+/// A complete request within the limits.
 #[derive(Debug)]
 pub struct Request {
     head: Head,
@@ -87,35 +89,35 @@ pub struct Request {
 }
 
 impl Request {
-    /// Path of the address, with its escapes.
+    /// Returns the path of the URL, with its percent escapes.
     #[must_use]
     pub fn path(&self) -> &str {
         self.head.uri.path()
     }
 
-    /// Query of the address, behind the `?`.
+    /// Returns the query of the URL, without the `?`; empty if there is none.
     #[must_use]
     pub fn query(&self) -> &str {
         self.head.uri.query().unwrap_or_default()
     }
 
-    /// A field of the head, where it is text.
+    /// Returns a header field if it is text.
     #[must_use]
     pub fn field(&self, name: &HeaderName) -> Option<&str> {
         self.head.headers.get(name)?.to_str().ok()
     }
 
-    /// Body of a `POST`.
+    /// Returns the body of a `POST`.
     #[must_use]
     pub fn body(&self) -> &[u8] {
         &self.body
     }
 }
 
-/// Bytes of a stream, one part after the other. An empty part is not sent.
+/// Successive parts of a stream. Empty parts are not sent.
 pub type Parts = Box<dyn Iterator<Item = io::Result<Vec<u8>>> + Send>;
 
-/// Reply to a request.
+/// Response to a request.
 pub struct Answer {
     status: u16,
     fields: Vec<(HeaderName, String)>,
@@ -128,14 +130,15 @@ enum Content {
 }
 
 impl Answer {
-    /// An answer of this status and media type.
+    /// Creates a response with this status and media type.
     #[must_use]
     pub fn new(status: u16, kind: &str, content: impl Into<Vec<u8>>) -> Self {
         Self { status, fields: Vec::new(), content: Content::Bytes(content.into()) }.with(CONTENT_TYPE, kind)
     }
 
-    /// An answer whose parts are made while it is sent: so many bytes in all, or as long as there are parts, with a pause
-    /// after each.
+    /// Creates a response whose parts are produced while it is sent, with a pause of `every` after each. `bytes` is the total
+    /// size;
+    /// without it, the response ends after the last part.
     #[must_use]
     pub fn stream(status: u16, kind: &str, bytes: Option<u64>, every: Duration, parts: Parts) -> Self {
         let content = Content::Stream { bytes, every, parts };
@@ -146,7 +149,7 @@ impl Answer {
         }
     }
 
-    /// Adds a field.
+    /// Adds a header field.
     #[must_use]
     pub fn with(mut self, name: HeaderName, value: impl Into<String>) -> Self {
         self.fields.push((name, value.into()));
@@ -157,7 +160,7 @@ impl Answer {
         Self::new(status.as_u16(), "text/plain", why)
     }
 
-    /// Bytes of the content, where they are known.
+    /// Returns the size of the content in bytes, if it is known.
     fn bytes(&self) -> Option<u64> {
         match &self.content {
             Content::Bytes(bytes) => Some(bytes.len() as u64),
@@ -172,7 +175,7 @@ impl std::fmt::Debug for Answer {
     }
 }
 
-/// A server that answers until it is dropped.
+/// HTTP server that runs until it is dropped.
 pub struct Http {
     address: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
@@ -180,10 +183,10 @@ pub struct Http {
 }
 
 impl Http {
-    /// Begins to answer on an address; port 0 takes a free one. The threads have this name.
+    /// Starts a server on an address; port 0 selects a free port. The threads are named `name`.
     ///
     /// # Errors
-    /// An address that is taken or not of this machine, or no thread or descriptor to serve with.
+    /// Returns an error if the address is in use or does not belong to this machine, or if no thread or descriptor is available.
     pub fn start(
         name: &str,
         address: impl ToSocketAddrs,
@@ -221,7 +224,7 @@ impl Http {
         Ok(Self { address, stop: Some(stop), over })
     }
 
-    /// The address it answers on.
+    /// Returns the address of the server.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -236,7 +239,7 @@ impl std::fmt::Debug for Http {
 
 impl Drop for Http {
     fn drop(&mut self) {
-        // Nobody hears it where the thread has ended.
+        // If the thread has already ended, nothing receives this signal.
         let _ = self.stop.take().map(|stop| stop.send(()));
         let _ = self.over.recv_timeout(PATIENCE);
     }
@@ -248,15 +251,15 @@ struct Shared {
     limits: Limits,
     bound: IpAddr,
     handler: Box<dyn Fn(&Request) -> Answer + Send + Sync>,
-    /// Handlers that may begin. Who waits for one and is cut leaves nothing behind.
+    /// Permits for running handlers. A connection that is closed while it waits for a permit releases its place.
     pool: Arc<Semaphore>,
-    /// Connections in the order they came in.
+    /// Open connections in order of arrival.
     open: Mutex<BTreeMap<u64, Open>>,
 }
 
 struct Open {
     task: AbortHandle,
-    /// Whether the head of its request is there.
+    /// True if the head of the request is complete.
     has_asked: bool,
     until: Instant,
 }
@@ -275,11 +278,11 @@ impl Shared {
                     locked(&self.open).insert(id, Open { task, has_asked: false, until });
                 }
                 Ok(_) => {}
-                // Descriptors ran out, say.
+                // The accept failed, for example because no descriptors are left.
                 Err(_) if self.cut_idle() => {}
                 Err(_) => sleep(RETRY).await,
             }
-            // Connections that were cut are closed before the next is taken.
+            // Lets the closed connections finish before the next one is accepted.
             yield_now().await;
         }
     }
@@ -288,7 +291,7 @@ impl Shared {
         locked(&self.open).len() < self.limits.connections
     }
 
-    /// Cuts the connection that has waited longest without a whole head, if there is one.
+    /// Closes the connection that has waited longest for a complete head. Returns false if there is none.
     fn cut_idle(&self) -> bool {
         let cut = {
             let mut open = locked(&self.open);
@@ -309,7 +312,7 @@ impl Shared {
         let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
         let mut last = None;
         while let Some(until) = self.until(id).filter(|until| last != Some(*until)) {
-            // The peer may be gone: nothing depends on the answer.
+            // The result does not matter: the client may have disconnected.
             if timeout_at(until, connection.as_mut()).await.is_ok() {
                 return;
             }
@@ -321,7 +324,7 @@ impl Shared {
         locked(&self.open).get(&id).map(|own| own.until)
     }
 
-    /// Gives a connection that has asked this much time from now.
+    /// Marks the head of a connection as complete and extends its deadline to at least `time` from now.
     fn give(&self, id: u64, time: Duration) {
         if let Some(own) = locked(&self.open).get_mut(&id) {
             own.has_asked = true;
@@ -345,7 +348,7 @@ impl Shared {
     async fn ask(self: &Arc<Self>, request: hyper::Request<Incoming>) -> Result<Answer, Answer> {
         let (head, body) = request.into_parts();
         if !self.is_meant(&head) {
-            let why = "this is served to addresses of this machine and localhost\n";
+            let why = "this server only accepts requests to an address of this machine or to localhost\n";
             return Err(Answer::refusal(StatusCode::MISDIRECTED_REQUEST, why));
         }
         let limit = self.limits.body_bytes;
@@ -360,11 +363,13 @@ impl Shared {
             }
             _ => {
                 let allowed = if limit > 0 { "GET, HEAD, POST" } else { "GET, HEAD" };
-                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this is only read\n");
+                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed\n");
                 return Err(refusal.with(ALLOW, allowed));
             }
         };
-        let broken = || Answer::refusal(StatusCode::INTERNAL_SERVER_ERROR, "this request failed here\n");
+        let broken = || {
+            Answer::refusal(StatusCode::INTERNAL_SERVER_ERROR, "the server failed to handle this request\n")
+        };
         let permit = Arc::clone(&self.pool).acquire_owned().await.map_err(|_| broken())?;
         let shared = Arc::clone(self);
         let work = move || {
@@ -374,7 +379,7 @@ impl Shared {
         spawn_blocking(work).await.map_err(|_| broken())
     }
 
-    /// Whether `Host`, and the address where it is a whole one, name this machine in a way that no page can make up.
+    /// Returns true if `Host`, and the host of an absolute URL, name this machine in a way that no page can forge.
     fn is_meant(&self, head: &Head) -> bool {
         let mut hosts = head.headers.get_all(HOST).iter();
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
@@ -401,7 +406,7 @@ impl Shared {
             StatusCode::from_u16(answer.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let own = self.limits.fields.iter().map(|(name, value)| (name.clone(), (*value).to_owned()));
         for (name, value) in own.chain(answer.fields) {
-            // All values are ours.
+            // An invalid value cannot occur, because the server itself writes all of them.
             if let Ok(value) = HeaderValue::try_from(value) {
                 response.headers_mut().insert(name, value);
             }
@@ -422,7 +427,7 @@ impl Shared {
                     let _permit = permit;
                     (parts.next(), parts)
                 };
-                // A stream that panics ends.
+                // A panic ends the stream.
                 let (part, rest) = spawn_blocking(work).await.ok()?;
                 parts = rest;
                 match part? {
@@ -437,7 +442,7 @@ impl Shared {
     }
 }
 
-/// Takes a connection from the table when it ends, however it ends.
+/// Guard that removes a connection from the table, however the connection ends.
 struct Entry<'a> {
     shared: &'a Shared,
     id: u64,

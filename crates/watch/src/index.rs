@@ -1,4 +1,4 @@
-//! Logs with a line per record, read by line: where each one lies and what it is in brief, so that a file is never held whole.
+//! Line index of logs: the offset and a summary of each record, so that a file is never held in memory as a whole.
 
 use std::collections::VecDeque;
 use std::fs::{File, Metadata};
@@ -10,26 +10,26 @@ use std::time::SystemTime;
 use crate::Error;
 use crate::run::Run;
 
-/// A longer line is passed over.
+/// Longest line that is read, in bytes. Longer lines are skipped.
 pub(crate) const MAX_LINE_BYTES: u64 = 32 << 20;
-/// Lines of one file beyond these are passed over.
+/// Largest number of lines read from a file. The rest is skipped.
 const MAX_LINES: usize = 1 << 20;
-/// Indices kept at a time.
+/// Largest number of indices in the cache.
 const KEPT: usize = 64;
 
-/// A line of a file.
+/// Position and summary of a line.
 #[derive(Debug)]
 pub(crate) struct Entry<T> {
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
-    /// Summary that needs no second reading.
+    /// Summary that is available without reading the line again.
     pub(crate) brief: T,
 }
 
-/// Which file stands at a path: it is another once it was written to or replaced.
+/// Identity of the file at a path. It changes when the file is written or replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stamp {
-    /// Differs between a file and the one that replaced it, where the system tells.
+    /// Inode, which differs between a file and its replacement; 0 on systems without inodes.
     pub(crate) id: u64,
     pub(crate) bytes: u64,
     pub(crate) modified: Option<SystemTime>,
@@ -45,12 +45,12 @@ impl Stamp {
     }
 }
 
-/// The lines of a file.
+/// Index of a file's lines.
 pub(crate) type Index<T> = Arc<Vec<Entry<T>>>;
 
 type Kept<T> = (PathBuf, Stamp, Index<T>);
 
-/// The indices of the files that were looked at last.
+/// Cache of indices for the most recently used files.
 #[derive(Debug)]
 pub(crate) struct Indices<T>(Mutex<VecDeque<Kept<T>>>);
 
@@ -61,7 +61,7 @@ impl<T> Default for Indices<T> {
 }
 
 impl<T> Indices<T> {
-    /// The lines of a file that `brief` makes something of.
+    /// Returns the index of the lines for which `brief` returns a summary.
     pub(crate) fn of(
         &self,
         run: &Run,
@@ -94,7 +94,7 @@ impl<T> Indices<T> {
     }
 }
 
-/// One line of a file.
+/// Reads one line of a file.
 pub(crate) fn line_at<T>(run: &Run, path: &Path, entry: &Entry<T>) -> Result<Vec<u8>, Error> {
     let mut file = run.open(path)?;
     file.seek(SeekFrom::Start(entry.offset)).map_err(Error::io("read", path))?;
@@ -103,7 +103,9 @@ pub(crate) fn line_at<T>(run: &Run, path: &Path, entry: &Entry<T>) -> Result<Vec
     Ok(line)
 }
 
-/// The complete lines of a file, one at a time in one buffer. A line without its end is being written.
+/// Reader of the complete lines of a file, one at a time in a single buffer. A line without a newline is still being written and
+/// is
+/// not returned.
 pub(crate) struct Lines {
     reader: BufReader<File>,
     offset: u64,
@@ -115,14 +117,14 @@ impl Lines {
         Self { reader: BufReader::with_capacity(1 << 16, file), offset: 0, line: Vec::new() }
     }
 
-    /// The lines from an offset on, at which one begins.
+    /// Reads lines from an offset at which a line begins.
     pub(crate) fn from(file: File, offset: u64) -> std::io::Result<Self> {
         let mut lines = Self::new(file);
         lines.offset = lines.reader.seek(SeekFrom::Start(offset))?;
         Ok(lines)
     }
 
-    /// Offset and bytes of the next line, without its end.
+    /// Returns the offset and the bytes of the next line, without the newline.
     pub(crate) fn next(&mut self) -> std::io::Result<Option<(u64, &[u8])>> {
         loop {
             let start = self.offset;

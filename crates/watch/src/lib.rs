@@ -1,8 +1,8 @@
-//! A run to look at: one page on this machine, live while the run trains and the same afterwards; a report in one file; and the
-//! trackers that a run tells its numbers to.
+//! Display of runs: a page on this machine, which is live while the run trains and stays available afterwards; a report in one
+//! file; and the trackers that receive the numbers of a run.
 //!
-//! Everything is read from the files of the run directory, so a page that is opened late, or again, shows what one that was
-//! open all the time shows; a run serves itself with the same code.
+//! The page reads everything from the files of the run directory. A page that is opened late shows the same as one that was open
+//! from the start, and a run serves its own page with the same code.
 //!
 //! ```text
 //! metrics.jsonl ──► /api/metrics  (raw rows from an offset) ─┐
@@ -12,16 +12,17 @@
 //! growth of metrics.jsonl ──► /api/events (server-sent): the page fetches what is new
 //! ```
 //!
-//! # What it is safe against
-//! Rows and completions are hostile text, and a run directory may come from somebody else.
+//! # Security
+//! Rows and completions are untrusted text, and a run directory may come from somebody else.
 //!
-//! - The server listens on loopback, answers only names of loopback in `Host`, and has a random token of 128 bits in each
-//!   address. It only reads, and [`http`] bounds what anybody can send to it.
-//! - Nothing is fetched from elsewhere: scripts and styles are in the binary, and the page's content security policy allows no
-//!   other. The page sets text, never markup.
-//! - A medium is named by its place in a record (`step`, `group`, index), never by a path. Its recorded path has to be that of
-//!   the file itself (no link, no `..`), and the file has to begin as a picture, clip or sound does.
-//! - Logs are read by line with an index of offsets; a line, an answer and the time of a search are bounded.
+//! - The server listens on loopback, accepts only names of loopback in `Host`, and requires a random token of 128 bits in each
+//!   URL. It only reads files, and [`http`] limits what clients can send to it.
+//! - The page fetches nothing from other servers. Scripts and styles are embedded in the binary, and the content security policy
+//!   of the page allows no others. The page sets text, never markup.
+//! - A media file is named by its place in a record (`step`, `group`, index), never by a path. The recorded path must be the path
+//!   of the file itself (no link, no `..`), and the first bytes of the file must be those of a picture, clip or sound.
+//! - Logs are read by line with an index of offsets. The size of a line, the size of a response and the time of a search are
+//!   limited.
 
 mod assets;
 mod board;

@@ -1,4 +1,4 @@
-//! The media of a record: named by their place in it, and served as what their first bytes say.
+//! Media of a record, which requests name by their place in it. The content type follows from the first bytes of the file.
 
 use std::fs::{self, File};
 use std::io::Read as _;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::Error;
 
-/// A medium that may be served.
+/// A media file that may be served.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Medium {
     pub(crate) path: PathBuf,
@@ -17,7 +17,7 @@ pub(crate) struct Medium {
     pub(crate) mime: &'static str,
 }
 
-/// Lists the media of a record for the page: their file names, kinds, and the times of sampled frames.
+/// Lists the media of a record for the page: file names, kinds, and the times of sampled frames in seconds.
 pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Value> {
     (0..paths.len())
         .map(|at| {
@@ -25,7 +25,7 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
             let times = frame_times_secs.get(at);
             match open(paths, at) {
                 Ok(medium) => {
-                    // A clip whose sound is a medium too is listed twice.
+                    // A clip whose sound is also an input is listed twice.
                     let is_again = paths[..at].contains(&paths[at]) && times.is_none_or(Vec::is_empty);
                     let heard = is_again && medium.mime.starts_with("video/");
                     json!({ "name": name, "mime": medium.mime, "times": times, "heard": heard })
@@ -36,17 +36,19 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
         .collect()
 }
 
-/// The medium at a place of a record's list.
+/// Opens the media file at index `at` of a record's list.
 ///
 /// # Errors
-/// A place that is not in the list; a path that leads to another file than it says, or to none; a file that is no medium.
+/// Returns an error if the index is not in the list, if the path does not exist or leads to a different file, or if the file is
+/// not
+/// a supported media file.
 pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
-    let path = Path::new(paths.get(at).ok_or_else(|| Error::missing("no such medium"))?);
-    // Runs record where a file really is, after they have checked that it is inside its root.
+    let path = Path::new(paths.get(at).ok_or_else(|| Error::missing("this media file does not exist"))?);
+    // Runs record the real path of a file, after checking that it is inside its root.
     let real = fs::canonicalize(path).map_err(Error::io("open", path))?;
     if real != path {
         return Err(Error::missing(format!(
-            "{} is not served: it leads to {}, and a run records the file itself",
+            "{} is not served: it leads to {}, but a run records the path of the file itself",
             path.display(),
             real.display()
         )));
@@ -59,14 +61,14 @@ pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
     file.take(4096).read_to_end(&mut head).map_err(Error::io("read", path))?;
     let mime = mime_of(&head).ok_or_else(|| {
         Error::missing(format!(
-            "{} is not served: it begins as no picture, clip or sound that a browser could show",
+            "{} is not served: it is not a picture, clip or sound that a browser can show",
             path.display()
         ))
     })?;
     Ok(Medium { path: real, mime })
 }
 
-/// Returns the content type of a file by its first bytes.
+/// Determines the content type of a file from its first bytes.
 fn mime_of(head: &[u8]) -> Option<&'static str> {
     let is = |at: usize, text: &[u8]| head.get(at..at + text.len()) == Some(text);
     Some(match () {
@@ -89,7 +91,7 @@ fn mime_of(head: &[u8]) -> Option<&'static str> {
         () if is(4, b"ftypqt") => "video/quicktime",
         () if is(4, b"ftyp") => "video/mp4",
         () if ["moov", "mdat", "wide", "free"].iter().any(|kind| is(4, kind.as_bytes())) => "video/quicktime",
-        // An MPEG frame: eleven bits set; layer and version are none of the reserved ones. ADTS has layer 0.
+        // An MPEG frame begins with eleven set bits, and its layer and version are not reserved values. The layer of ADTS is 0.
         () if head.len() > 2 && head[0] == 0xff && head[1] & 0xf6 == 0xf0 => "audio/aac",
         () if head.len() > 2
             && head[0] == 0xff
@@ -142,10 +144,10 @@ mod tests {
         assert_eq!(open(&paths, 0).unwrap().mime, "image/png");
         let told = |paths: &[String], at| open(paths, at).unwrap_err().to_string();
         assert!(told(&paths, 1).contains("a run records the file itself"));
-        assert!(told(&paths, 2).contains("it begins as no picture, clip or sound"));
+        assert!(told(&paths, 2).contains("it is not a picture, clip or sound"));
         assert!(told(&paths, 3).ends_with("in is not a file"));
-        assert!(told(&paths, 4).ends_with("x is not there"));
-        assert!(told(&paths, 5).contains("no such medium"));
+        assert!(told(&paths, 4).ends_with("x does not exist"));
+        assert!(told(&paths, 5).contains("this media file does not exist"));
         #[cfg(unix)]
         {
             std::os::unix::fs::symlink(root.join("in/a.png"), root.join("in/link.png")).unwrap();

@@ -1,11 +1,11 @@
-//! Curves as SVG.
+//! Line plots as SVG.
 
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (480, 260);
-/// Larger values, and smaller distances between them, are none that axes could be laid out for.
+/// Largest absolute value for which axes can be laid out, and reciprocal of the smallest range.
 const MAX_VALUE: f64 = 1e30;
-/// More points than a plot is wide say nothing.
+/// Largest number of points in a plot. More points than pixels would not be visible.
 const MAX_POINTS: usize = 600;
 const COLOURS: [RGBColor; 8] = [
     RGBColor(47, 111, 222),
@@ -18,20 +18,20 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(107, 91, 214),
 ];
 
-/// A curve over steps.
+/// A line over steps.
 pub(crate) struct Line {
     pub(crate) label: String,
-    /// Step and value, in order of the steps.
+    /// Step and value of each point, ordered by step.
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// Curves that belong together.
+/// Lines that share one plot.
 pub(crate) struct Plot {
     pub(crate) title: String,
     pub(crate) lines: Vec<Line>,
 }
 
-/// Plots in two columns, as one picture; `None` without plots.
+/// Arranges plots in two columns as one picture; `None` without plots.
 pub(crate) fn grid(plots: &[&Plot]) -> Option<String> {
     let (width, height) = SIZE;
     let columns = plots.len().min(2) as u32;
@@ -51,15 +51,15 @@ pub(crate) fn grid(plots: &[&Plot]) -> Option<String> {
 }
 
 impl Plot {
-    /// The title as a file's name.
+    /// Returns the title as a file name.
     pub(crate) fn file_name(&self) -> String {
         self.title.to_lowercase().replace(' ', "-")
     }
 
-    /// The picture. Means over as many steps as share a pixel.
+    /// Draws the plot. Steps that share a pixel are averaged.
     pub(crate) fn svg(&self) -> String {
         let mut svg = String::new();
-        // A string takes everything; a plot that cannot be laid out is an empty picture.
+        // Writing to a string cannot fail. A plot that cannot be laid out becomes an empty picture.
         let _ = self.draw(&mut svg);
         svg
     }
@@ -69,7 +69,7 @@ impl Plot {
         let range = |values: &mut dyn Iterator<Item = f64>, room: f64| {
             let (low, high) =
                 values.fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), v| (a.min(v), b.max(v)));
-            // Means of equal numbers differ by rounding.
+            // Means of equal numbers can differ by rounding.
             let size = low.abs().max(high.abs());
             let is_wide = high - low > (1e-9 * size).max(1.0 / MAX_VALUE);
             let by = if is_wide { (high - low) * room } else { size.max(1.0) * 0.1 };
@@ -86,7 +86,7 @@ impl Plot {
             .y_label_area_size(54)
             .build_cartesian_2d(x, y)?;
         let tick = |value: &f64| {
-            // Remainders of rounding.
+            // Rounding errors are shown as 0.
             let value = if value.abs() < 1e-12 { 0.0 } else { *value };
             let size = value.abs();
             if size != 0.0 && !(1e-3..1e5).contains(&size) {

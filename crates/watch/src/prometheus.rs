@@ -1,4 +1,4 @@
-//! The newest numbers for Prometheus to scrape, on a port of this machine.
+//! Endpoint on this machine from which Prometheus scrapes the newest numbers.
 
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,20 +9,20 @@ use crate::http::{Answer, Http, Limits, Request};
 
 const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Serves `http://127.0.0.1:PORT/metrics` until it is dropped.
+/// Server of `http://127.0.0.1:PORT/metrics`, which runs until it is dropped.
 pub struct Prometheus {
     page: Arc<Mutex<String>>,
     run: String,
-    /// The last value of each metric, in the order of their names.
+    /// Last value of each metric, ordered by name.
     values: std::collections::BTreeMap<String, f64>,
     http: Http,
 }
 
 impl Prometheus {
-    /// Begins to serve; port 0 takes a free one.
+    /// Starts the server; port 0 selects a free port.
     ///
     /// # Errors
-    /// A port that is taken.
+    /// Returns an error if the server cannot start, for example because the port is in use.
     pub fn start(port: u16, run: &str) -> Result<Self, String> {
         let page = Arc::new(Mutex::new(String::new()));
         let text = Arc::clone(&page);
@@ -36,7 +36,7 @@ impl Prometheus {
         Ok(Self { page, run: run.to_owned(), values: Default::default(), http })
     }
 
-    /// The port it is served on.
+    /// Returns the port of the server.
     #[must_use]
     pub fn port(&self) -> u16 {
         self.http.address().port()
@@ -64,7 +64,7 @@ fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A label's value as the format quotes it.
+/// Quotes the value of a label as the Prometheus format requires.
 fn label(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

@@ -1,4 +1,4 @@
-//! A run as one file to hand around: `report.html`, with its plots as pictures in it and as SVG files beside it.
+//! Report on a run as one shareable file: `report.html` contains its plots, which are also written as separate SVG files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -22,21 +22,21 @@ use crate::plot::{self, Line, Plot};
 use crate::rollouts::Records;
 use crate::run::Run;
 
-/// Prompts of the last step that are shown, those whose completions differ most.
+/// Number of prompts of the last step that the report shows. Prompts whose completions differ most are preferred.
 const SHOWN_PROMPTS: usize = 4;
-/// Completions of each, the best and the worst ones.
+/// Number of completions shown per prompt, taken from the best and the worst.
 const SHOWN_COMPLETIONS: usize = 4;
-/// Questions of the evaluation that got better, and as many that got worse.
+/// Number of questions shown that improved in the evaluation, and of those that got worse.
 const SHOWN_QUESTIONS: usize = 4;
-/// Characters of a text.
+/// Largest number of characters of a text.
 const MAX_CHARS: usize = 2_000;
-/// Longer side of a picture, pixels.
+/// Longer side of a picture, in pixels.
 const PICTURE_PX: u32 = 320;
-/// Pixels of a picture that is scaled down; a larger one is left out.
+/// Largest picture that is scaled down, in pixels. Larger pictures are left out.
 const MAX_PIXELS: u64 = 20_000 * 20_000;
-/// Bytes of an animation or a sound that goes in as it is.
+/// Largest animation or sound that is embedded unchanged, in bytes.
 const MAX_EMBEDDED_BYTES: u64 = 512 << 10;
-/// Lines of the log.
+/// Number of lines shown from the log.
 const LOG_LINES: usize = 40;
 
 const STYLE: &str = "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:0 auto;padding:16px;color:var(--ink);background:var(--card)}\
@@ -48,23 +48,24 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border:1
 .q{color:var(--quiet)}.good{color:var(--good)}.bad{color:var(--bad)}.warning{border-left:4px solid var(--warm)}.plots img{background:#fff;border-radius:6px}.card img{max-width:320px;max-height:240px;margin:4px 8px 4px 0}\
 @media print{.card,.plots img{break-inside:avoid}}";
 
-/// A step's numbers.
+/// Numbers of a step by name.
 type Row = BTreeMap<String, f64>;
 
-/// The files that [`report`] wrote.
+/// Report that [`report`] wrote.
 #[derive(Debug)]
 pub struct Report {
-    /// The file.
+    /// Path of the report.
     pub path: PathBuf,
-    /// Folders outside of the run directory whose pictures and sounds are in it. Records name media by path, and a record may
-    /// name any file of this machine, so the user should see them before a report is handed on.
+    /// Directories outside of the run directory from which media are embedded. Records name media by path and may name any file
+    /// on
+    /// this machine, so the user should check these directories before sharing a report.
     pub media_folders: BTreeSet<PathBuf>,
 }
 
 /// Writes `report.html` and `plots/*.svg` into a run directory.
 ///
 /// # Errors
-/// A directory without a run, or one that cannot be written.
+/// Returns an error if the directory contains no run or cannot be written.
 pub fn report(directory: &Path) -> Result<Report, Error> {
     let run = Run::find(&[directory.to_owned()])?.remove(0);
     let (rows, evaluations) = metrics(&run)?;
@@ -88,7 +89,7 @@ pub fn report(directory: &Path) -> Result<Report, Error> {
     Ok(Report { path, media_folders })
 }
 
-/// The curves that say most about a run, as one SVG; `None` where it has no step.
+/// Draws the most informative curves of a run as one SVG; `None` if the run has no step.
 #[must_use]
 pub fn curves(directory: &Path) -> Option<String> {
     const SHOWN: [&str; 6] = ["Reward", "Evaluation", "Loss", "KL", "Entropy", "Completion length"];
@@ -100,7 +101,7 @@ pub fn curves(directory: &Path) -> Option<String> {
     plot::grid(&shown)
 }
 
-/// The rows of steps, and those of evaluations. A step that was written again counts as it was last.
+/// Returns the rows of steps and the rows of evaluations. If a step was written twice, the later row counts.
 fn metrics(run: &Run) -> Result<(Vec<Row>, Vec<Row>), Error> {
     let path = run.dir.join("metrics.jsonl");
     let mut lines = Lines::new(run.open(&path)?);
@@ -212,24 +213,23 @@ fn page(
         }
         out.push_str("</table>");
     });
-    section(&mut out, "What the run said", |out| {
+    section(&mut out, "Log of the run", |out| {
         let _ = write!(out, "<pre>{}</pre>", escaped(&log(run)));
     });
     out.push_str("</main></body></html>\n");
     Ok(out)
 }
 
-/// The problems that the run told, and how long they lasted.
+/// Writes the problems that the run reported and how long they lasted.
 fn warnings(out: &mut String, run: &Run) -> Result<(), Error> {
     let rows = run.warnings()?;
     let told: Vec<Warning> =
         rows.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
-    section(out, "Problems of the training", |out| {
+    section(out, "Training problems", |out| {
         for (at, own) in told.iter().enumerate().filter(|(_, own)| own.begins) {
             let end = told[at..].iter().find(|other| !other.begins && other.rule == own.rule);
-            let end = end.map_or("It lasted to the end.".to_owned(), |end| {
-                format!("It was over at step {}.", end.step)
-            });
+            let end = end
+                .map_or("It lasted to the end.".to_owned(), |end| format!("It ended at step {}.", end.step));
             let _ = write!(out, "<p class=\"card warning\">{}. {end}</p>", escaped(&own.text));
         }
     });
@@ -258,7 +258,7 @@ fn evaluation(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> R
     out.push_str("</tr>");
     let empty = Map::new();
     for name in last["summary"].as_object().unwrap_or(&empty).keys() {
-        // A mean reward under the name of its reward may be the same number.
+        // The mean under the name of a reward can be the same number.
         let plain = name.strip_prefix("eval_rewards/").and_then(|name| name.strip_suffix("/mean"));
         let repeats = plain.is_some_and(|plain| {
             let plain = format!("eval_{plain}");
@@ -326,7 +326,7 @@ fn evaluation(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> R
     Ok(())
 }
 
-/// Prompts of the last step with completions.
+/// Writes prompts of the last step with their completions.
 fn samples(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Result<(), Error> {
     let Some(step) = run.steps("rollouts")?.pop() else { return Ok(()) };
     let records = Records::default();
@@ -383,7 +383,8 @@ fn samples(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Resu
     Ok(())
 }
 
-/// Puts pictures, small animations and sounds into the page; names what is left out. `folders` gets where they come from.
+/// Embeds pictures, small animations and sounds in the report and names those that are left out. Adds the directories of embedded
+/// files to `folders`.
 fn embed(
     out: &mut String,
     listed: Option<&Vec<Value>>,
@@ -448,7 +449,7 @@ fn timing(out: &mut String, rows: &[Row]) {
     let _ = write!(out, "<tr><th>step</th><td>{step:.3}</td><td></td></tr></table>");
 }
 
-/// The beginning of the log, where the run says what it runs on.
+/// Returns the beginning of the log, in which the run describes its environment.
 fn log(run: &Run) -> String {
     let mut text = Vec::new();
     let Ok(file) = run.open(&run.dir.join("log.txt")) else { return String::new() };
@@ -465,7 +466,7 @@ fn number(value: &Value) -> String {
     })
 }
 
-/// A text or value of a record, cut and without markup.
+/// Formats a text or value of a record, shortened and escaped for HTML.
 fn text(value: &Value) -> String {
     let text = match value {
         Value::String(text) => text.clone(),
@@ -477,7 +478,7 @@ fn text(value: &Value) -> String {
     format!("{}{more}", escaped(&cut))
 }
 
-/// Text as HTML shows it; what cannot be seen is named.
+/// Escapes text for HTML and makes invisible characters visible.
 fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in omnigrpo_observe::escape(text).chars() {
@@ -538,7 +539,7 @@ mod tests {
         assert!(page.contains("<title>&lt;i&gt;mine&lt;/i&gt;</title>"));
         assert!(page.contains("&lt;/pre&gt;&lt;img src=x onerror=alert(1)&gt;\\u{202e}"));
         assert!(!page.contains("<script") && !page.contains("<img src=x") && !page.contains("http://"));
-        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It was over at step 9.</p>"));
+        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It ended at step 9.</p>"));
         assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It lasted to the end.</p>"));
         assert!(page.contains("<main>") && page.contains("--good: #"));
         assert!(page.contains("2 steps in 0.1 min"), "a step that was done again counts once");
@@ -558,14 +559,14 @@ mod tests {
         let svg = std::fs::read_to_string(root.join("plots/reward.svg")).unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("polyline"), "{svg}");
         assert_eq!(page.matches("data:image/svg+xml;base64,").count(), 2);
-        // Folders outside of the run directory are returned, where their media are shown.
+        // Directories outside of the run directory are returned if the report embeds media from them.
         std::fs::copy(root.join("wide.png"), foreign.join("theirs.png")).unwrap();
         let mut rollout = rollout;
         rollout["media"] =
             serde_json::json!([root.join("wide.png"), foreign.join("theirs.png"), "/etc/passwd"]);
         std::fs::write(root.join("rollouts/step-000002.jsonl"), format!("{rollout}\n")).unwrap();
         assert_eq!(report(&root).unwrap().media_folders, BTreeSet::from([foreign.clone()]));
-        // Plots go into the run directory and not where a link leads.
+        // Plots are written into the run directory and never through a link.
         #[cfg(unix)]
         {
             std::fs::remove_dir_all(root.join("plots")).unwrap();

@@ -1,4 +1,4 @@
-//! The records of completions: which prompts a step has, one prompt with its completions, and the search for some.
+//! Records of completions: the prompts of a step, one prompt with its completions, and a search.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,20 +13,20 @@ use crate::index::{Index, Indices, Lines, line_at};
 use crate::media::{self, Medium};
 use crate::run::{Run, unquoted};
 
-/// Characters of a text in an answer; the page asks for the rest.
+/// Largest number of characters of a text in a response. The page requests longer texts separately.
 const SHOWN_CHARS: usize = 20_000;
-/// Characters of a prompt in a list.
+/// Largest number of characters of a prompt in a list.
 const EXCERPT_CHARS: usize = 160;
-/// Completions of one prompt in an answer.
+/// Largest number of completions of one prompt in a response.
 const MAX_SAMPLES: usize = 1024;
-/// A search answers after this time, with the place where the next one resumes.
+/// Time limit of a search request. The response contains the position from which the next request continues.
 const SEARCH_TIME: Duration = Duration::from_millis(250);
 
-/// Columns of rows that are taken for a category where `category_column` names none.
+/// Row columns that are used as the category if `category_column` is not set.
 const CATEGORIES: [&str; 7] =
     ["category", "type", "task", "problem_type", "question_type", "data_type", "subject"];
 
-/// Summary of a completion that needs no second reading.
+/// Summary of a completion that is available without reading its record again.
 #[derive(Debug)]
 pub(crate) struct Brief {
     group: usize,
@@ -39,40 +39,40 @@ pub(crate) struct Brief {
     excerpt: String,
 }
 
-/// Numbers per token, a line of `tokens/`.
+/// Position of a completion's per-token numbers: a line of `tokens/`.
 #[derive(Debug, Deserialize)]
 struct Place {
     group: usize,
     sample: usize,
 }
 
-/// The records of all runs.
+/// Records of all runs.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     rollouts: Indices<Brief>,
     tokens: Indices<Place>,
 }
 
-/// Conditions of a search. All that are given must hold.
+/// Conditions of a search. A completion must meet all conditions that are set.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Filter {
-    /// In the completion, the prompt, the solution or the row's id, in any case.
+    /// Text in the completion, the prompt, the solution or the row id, ignoring case.
     text: Option<String>,
     min: Option<f64>,
     max: Option<f64>,
-    /// Completions that hit the length limit.
+    /// Restricts the search to completions that hit the length limit.
     cut: bool,
-    /// Completions without an answer between its tags.
+    /// Restricts the search to completions without an answer between the answer tags.
     unparsed: bool,
     category: Option<String>,
-    /// Where to go on: a step and a byte of its file.
+    /// Position from which to continue: a step and a byte offset in its file.
     step: u64,
     byte: u64,
     limit: usize,
 }
 
-/// A prompt of a step in a list.
+/// List entry for a prompt of a step.
 #[derive(Debug, Serialize)]
 struct GroupLine<'a> {
     group: usize,
@@ -94,7 +94,7 @@ impl Records {
         Ok((path, index))
     }
 
-    /// The prompts of a step, `limit` of them from the one with this position.
+    /// Returns up to `limit` prompts of a step, starting at index `from`.
     pub(crate) fn groups(&self, run: &Run, step: u64, from: usize, limit: usize) -> Result<Value, Error> {
         let (_, index) = self.index(run, step)?;
         let mut groups: BTreeMap<usize, Vec<&Brief>> = BTreeMap::new();
@@ -118,7 +118,7 @@ impl Records {
         Ok(json!({ "step": step, "all": groups.len(), "groups": shown }))
     }
 
-    /// The records of one prompt, by sample.
+    /// Reads the records of one prompt, ordered by sample.
     fn group_records(&self, run: &Run, step: u64, group: usize) -> Result<Vec<Rollout>, Error> {
         let (path, index) = self.index(run, step)?;
         let mut records = Vec::new();
@@ -134,7 +134,7 @@ impl Records {
         Ok(records)
     }
 
-    /// One prompt with its media and completions. Long texts are cut.
+    /// Returns one prompt with its media and completions. Long texts are shortened.
     pub(crate) fn group(&self, run: &Run, step: u64, group: usize) -> Result<Value, Error> {
         let records = self.group_records(run, step, group)?;
         let with_tokens: Vec<usize> = self
@@ -179,13 +179,13 @@ impl Records {
         }))
     }
 
-    /// A medium of a prompt.
+    /// Opens a media file of a prompt.
     pub(crate) fn medium(&self, run: &Run, step: u64, group: usize, at: usize) -> Result<Medium, Error> {
         let records = self.group_records(run, step, group)?;
         media::open(&records[0].media, at)
     }
 
-    /// A whole text: a completion, or the prompt.
+    /// Returns the full text of a completion or of the prompt.
     pub(crate) fn text(
         &self,
         run: &Run,
@@ -195,7 +195,7 @@ impl Records {
     ) -> Result<String, Error> {
         let records = self.group_records(run, step, group)?;
         let record = records.into_iter().find(|record| sample.is_none_or(|own| own == record.sample));
-        let record = record.ok_or_else(|| Error::missing("no such completion"))?;
+        let record = record.ok_or_else(|| Error::missing("this completion does not exist"))?;
         Ok(if sample.is_some() { record.completion } else { record.prompt })
     }
 
@@ -211,18 +211,18 @@ impl Records {
         )
     }
 
-    /// The numbers of a completion's tokens, as the update of this step saw them, verbatim.
+    /// Returns the per-token numbers of a completion, verbatim as the update of this step recorded them.
     pub(crate) fn tokens(&self, run: &Run, step: u64, group: usize, sample: usize) -> Result<Vec<u8>, Error> {
         let path = run.step_file("tokens", step);
         let index = self.tokens.of(run, &path, |line| serde_json::from_slice(line).ok())?;
         let entry = index.iter().find(|entry| (entry.brief.group, entry.brief.sample) == (group, sample));
-        let entry = entry.ok_or_else(|| {
-            Error::missing("no numbers of these tokens: the run was not asked to keep them (log_token_stats)")
-        })?;
+        let entry = entry
+            .ok_or_else(|| Error::missing("the run did not record per-token numbers (log_token_stats)"))?;
         line_at(run, &path, entry)
     }
 
-    /// Returns completions that pass a filter, from its place on, and the place where the next search resumes.
+    /// Returns the completions that match a filter, starting at its position, and the position at which the next search
+    /// continues.
     pub(crate) fn find(&self, run: &Run, filter: &Filter) -> Result<Value, Error> {
         let started = Instant::now();
         let steps = run.steps("rollouts")?;
@@ -235,11 +235,11 @@ impl Records {
             let file = run.open(&path)?;
             let from = if step == filter.step { filter.byte } else { 0 };
             let mut lines = Lines::from(file, from).map_err(Error::io("read", &path))?;
-            // The row stands with the first completion of its prompt, which may lie before.
+            // The row is stored with the first completion of its prompt, which may precede this position.
             let before = if from > 0 { Some(self.index(run, step)?.1) } else { None };
             let mut of_group: Option<(usize, Option<String>)> = None;
             while let Some((offset, line)) = lines.next().map_err(Error::io("read", &path))? {
-                // Each answer gets further, however long its first line takes.
+                // Each search makes progress, however long its first line takes.
                 let is_first = (step, offset) == (filter.step, filter.byte);
                 if !is_first && (found.len() == limit || started.elapsed() > SEARCH_TIME) {
                     let next = json!({ "step": step, "byte": offset });
@@ -298,7 +298,7 @@ impl Filter {
     }
 }
 
-/// A record. Bytes that are no UTF-8 become U+FFFD, so that one of them does not hide a record.
+/// Parses a record. Bytes that are not UTF-8 become U+FFFD, so that a single bad byte does not hide the record.
 fn parsed(line: &[u8]) -> Result<Rollout, serde_json::Error> {
     serde_json::from_str(&String::from_utf8_lossy(line))
 }
@@ -316,7 +316,7 @@ fn brief(record: &Rollout, column: Option<&str>) -> Brief {
     }
 }
 
-/// The end of a prompt without the template's markers.
+/// Returns the end of a prompt without the markers of the chat template.
 fn question(record: &Rollout) -> String {
     let mut plain = String::new();
     let mut rest = record.prompt.as_str();
@@ -334,15 +334,15 @@ fn question(record: &Rollout) -> String {
     all.chars().skip(skipped).collect()
 }
 
-/// The beginning of a text, or what is around the place that was looked for.
+/// Returns the beginning of a text, or the part around the searched text.
 fn excerpt(text: &str, sought: Option<&str>) -> String {
     let at = sought.and_then(|sought| text.to_lowercase().find(sought)).unwrap_or(0);
-    // Lower case can be longer: what matters is that the place is near.
+    // Lower-casing can change the length of a text, so this position is only approximate.
     let before = text.char_indices().take_while(|(byte, _)| *byte < at).count();
     text.chars().skip(before.saturating_sub(EXCERPT_CHARS / 3)).take(EXCERPT_CHARS).collect()
 }
 
-/// Whether something stands between answer tags.
+/// Returns true if there is text between the answer tags.
 fn has_answer(completion: &str) -> bool {
     let inside = completion.split_once("<answer>").and_then(|(_, rest)| rest.split_once("</answer>"));
     inside.is_some_and(|(answer, _)| !answer.trim().is_empty())
@@ -361,14 +361,14 @@ fn category(row: &Map<String, Value>, column: Option<&str>) -> Option<String> {
     Some(text.chars().take(EXCERPT_CHARS).collect())
 }
 
-/// The beginning of a text, and how many characters it has.
+/// Returns the beginning of a text and its length in characters.
 fn cut_text(text: &str) -> Value {
     let chars = text.chars().count();
     let shown: String = text.chars().take(SHOWN_CHARS).collect();
     json!({ "text": shown, "chars": chars })
 }
 
-/// Cuts the texts in a value of a row.
+/// Shortens the texts in a value of a row.
 fn shorten(value: &mut Value) {
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     if text.len() > EXCERPT_CHARS * 8 {

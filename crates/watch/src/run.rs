@@ -1,4 +1,4 @@
-//! A run directory as the page sees it: its name, settings, metrics and steps.
+//! Data of a run directory for the page: name, settings, metrics and steps.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -15,21 +15,21 @@ use crate::index::Stamp;
 const METRICS: &str = "metrics.jsonl";
 const CONFIG: &str = "config.yaml";
 const WARNINGS: &str = "warnings.jsonl";
-/// Bytes read of `warnings.jsonl`.
+/// Largest number of bytes read from `warnings.jsonl`.
 const MAX_WARNINGS_BYTES: u64 = 1 << 20;
-/// Bytes of rows in one answer, but for a row that is longer.
+/// Largest size of the rows in a response, in bytes, except for a single longer row.
 const SLICE_BYTES: u64 = 4 << 20;
-/// A longer row is an error.
+/// Longest row that is accepted, in bytes. A longer row is an error.
 const MAX_ROW_BYTES: u64 = 32 << 20;
-/// Bytes read of `config.yaml`.
+/// Largest number of bytes read from `config.yaml`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// Runs of one directory.
+/// Largest number of runs in a directory.
 const MAX_RUNS: usize = 256;
 
 /// A run directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
-    /// Without links.
+    /// Path of the directory with all links resolved.
     pub(crate) dir: PathBuf,
 }
 
@@ -39,37 +39,37 @@ pub(crate) struct Setting {
     pub(crate) name: String,
     /// Value as written.
     pub(crate) value: String,
-    /// Where it is from: `flag`, `default`, a file.
+    /// Source of the value: `flag`, `default`, or a file.
     pub(crate) origin: String,
 }
 
-/// How much of the metrics there is.
+/// Current state of the metrics file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Metrics {
-    /// Another number is another file: rows that were fetched are void.
+    /// Identity of the file. If it changes, rows fetched before are invalid.
     pub(crate) id: u64,
     pub(crate) bytes: u64,
-    /// Seconds since the last row.
+    /// Time since the last row, in seconds.
     pub(crate) age_secs: u64,
-    /// Whether the trained model is there.
+    /// True if the trained model has been written.
     pub(crate) done: bool,
-    /// Bytes of `warnings.jsonl`.
+    /// Size of `warnings.jsonl` in bytes.
     pub(crate) warnings: u64,
 }
 
-/// Rows from an offset.
+/// Rows of the metrics file from an offset.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Slice {
     pub(crate) id: u64,
     /// Complete lines.
     pub(crate) rows: Vec<u8>,
-    /// Where the rest begins.
+    /// Offset of the remaining rows.
     pub(crate) next: u64,
 }
 
 impl Run {
-    /// The runs that directories hold, each once: the directory itself, which may be that of a run before its first step, or
-    /// those in it.
+    /// Finds the runs in `directories`, each once. A directory can be a run itself, possibly before its first step, or contain
+    /// runs.
     pub(crate) fn find(directories: &[PathBuf]) -> Result<Vec<Self>, Error> {
         let mut runs = Vec::new();
         for path in directories {
@@ -98,7 +98,7 @@ impl Run {
         Ok(runs)
     }
 
-    /// `run_name` as far as it is known, else the directory's name.
+    /// Returns the setting `run_name`, or the name of the directory if it is not set.
     pub(crate) fn name(&self) -> String {
         let named = self.settings().into_iter().find(|setting| setting.name == "run_name");
         let named = named.map(|setting| unquoted(&setting.value).to_owned()).filter(|name| !name.is_empty());
@@ -107,7 +107,7 @@ impl Run {
         })
     }
 
-    /// The names of runs; those that share one have their directory with it.
+    /// Returns the names of runs. Runs with the same name also get their directory in it.
     pub(crate) fn names(runs: &[Self]) -> Vec<String> {
         let names: Vec<String> = runs.iter().map(Self::name).collect();
         let common = runs.iter().filter_map(|run| run.dir.parent()).reduce(|common, other| {
@@ -123,11 +123,12 @@ impl Run {
         runs.iter().zip(&names).map(told).collect()
     }
 
-    /// Opens one of the run's own files.
+    /// Opens a file of the run.
     ///
     /// # Errors
-    /// A link that leads out of the run directory, what is not a file (to open a pipe would wait for its other end), or one
-    /// that cannot be opened.
+    /// Returns an error if the path is a link that leads out of the run directory, is not a regular file, or cannot be opened.
+    /// (Opening
+    /// a pipe would block until the other end is opened.)
     pub(crate) fn open(&self, path: &Path) -> Result<File, Error> {
         inside::open(&self.dir, path).map_err(|error| match error.kind() {
             ErrorKind::PermissionDenied if inside::leads_out(&error) => Error::missing(error.to_string()),
@@ -140,19 +141,19 @@ impl Run {
         self.dir.join(METRICS)
     }
 
-    /// Returns the metrics; none before the first step.
+    /// Returns the state of the metrics file. It is empty before the first step.
     pub(crate) fn metrics_now(&self) -> Metrics {
         let Ok(meta) = fs::metadata(self.metrics_path()) else { return Metrics::default() };
         let stamp = Stamp::of(&meta);
         let age = stamp.modified.and_then(|at| at.elapsed().ok()).unwrap_or_default();
         let done = fs::metadata(self.dir.join("README.md")).and_then(|card| card.modified());
-        // A card that is older than the last row is that of an earlier run.
+        // A model card that is older than the last row belongs to an earlier run.
         let done = done.is_ok_and(|done| stamp.modified.is_some_and(|row| done >= row));
         let warnings = fs::metadata(self.dir.join(WARNINGS)).map_or(0, |meta| meta.len());
         Metrics { id: stamp.id, bytes: stamp.bytes, age_secs: age.as_secs(), done, warnings }
     }
 
-    /// Returns `warnings.jsonl` as it is; nothing where the run had no problem.
+    /// Returns the content of `warnings.jsonl`; empty if the run had no problem.
     pub(crate) fn warnings(&self) -> Result<Vec<u8>, Error> {
         let path = self.dir.join(WARNINGS);
         let mut rows = Vec::new();
@@ -165,7 +166,7 @@ impl Run {
         Ok(rows)
     }
 
-    /// Returns complete rows from an offset, as the file has them.
+    /// Returns complete rows from an offset, unchanged.
     pub(crate) fn metrics(&self, from: u64) -> Result<Slice, Error> {
         let path = self.metrics_path();
         if !path.exists() {
@@ -192,7 +193,7 @@ impl Run {
         Ok(Slice { id, rows, next })
     }
 
-    /// Every setting of `config.yaml`; none where there is no such file.
+    /// Returns every setting of `config.yaml`; empty without this file.
     pub(crate) fn settings(&self) -> Vec<Setting> {
         let mut text = Vec::new();
         let Ok(file) = self.open(&self.dir.join(CONFIG)) else { return Vec::new() };
@@ -202,21 +203,21 @@ impl Run {
         String::from_utf8_lossy(&text).lines().filter_map(setting).collect()
     }
 
-    /// The steps that a directory of the run has files of, in order.
+    /// Returns the steps for which a directory of the run has files, in order.
     pub(crate) fn steps(&self, directory: &str) -> Result<Vec<u64>, Error> {
         let path = self.dir.join(directory);
         if !path.is_dir() {
             return Ok(Vec::new());
         }
         let files = step_files(&path)?;
-        // Other spellings of a step's name are none of ours.
+        // A file whose name spells the step differently does not belong to the run.
         let is_ours = |step: &u64, path: PathBuf| path == self.step_file(directory, *step) && path.is_file();
         let steps =
             files.into_iter().filter_map(|(step, path)| is_ours(&step, path).then_some(step)).collect();
         Ok(steps)
     }
 
-    /// The file of a step.
+    /// Returns the path of the file of a step.
     pub(crate) fn step_file(&self, directory: &str, step: u64) -> PathBuf {
         self.dir.join(directory).join(format!("step-{step:06}.jsonl"))
     }
@@ -226,7 +227,7 @@ fn is_run(dir: &Path) -> bool {
     dir.join(METRICS).is_file()
 }
 
-/// `name: value   # origin`, as settings are printed.
+/// Parses `name: value   # origin`, the format in which settings are printed.
 fn setting(line: &str) -> Option<Setting> {
     let (name, rest) = line.split_once(": ")?;
     let is_name = name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
@@ -238,7 +239,7 @@ fn setting(line: &str) -> Option<Setting> {
     })
 }
 
-/// A YAML text without its quotes, where it is a simple one.
+/// Returns a YAML string without its quotes, if it is a simple one.
 pub(crate) fn unquoted(value: &str) -> &str {
     let inside = |quote| value.strip_prefix(quote)?.strip_suffix(quote);
     inside('"').or_else(|| inside('\'')).unwrap_or(value)
@@ -290,19 +291,19 @@ mod tests {
         assert_eq!(again.len(), 2, "each once");
         fs::write(directory.path().join("a/config.yaml"), "run_name: of mine   # flag\n").unwrap();
         assert_eq!(Run::names(&runs), ["of mine (a)", "of mine (b)"]);
-        // Before its first step a run is found by its own directory.
+        // Before its first step, a run is found only by its own directory.
         fs::remove_file(directory.path().join("b/metrics.jsonl")).unwrap();
         assert_eq!(Run::find(&[directory.path().to_owned()]).unwrap().len(), 1);
         assert_eq!(Run::find(&[directory.path().join("b")]).unwrap()[0].name(), "of mine");
         let file = Run::find(&[directory.path().join("b/config.yaml")]).unwrap_err().to_string();
-        assert!(file.contains("config.yaml holds no run: expected a run directory"), "{file}");
+        assert!(file.contains("config.yaml contains no run: expected a run directory"), "{file}");
         let error = Run::find(&[directory.path().join("no-run")]).unwrap_err().to_string();
         assert!(
-            error.contains("no-run holds no run: expected a run directory with `metrics.jsonl`"),
+            error.contains("no-run contains no run: expected a run directory with `metrics.jsonl`"),
             "{error}"
         );
         let error = Run::find(&[directory.path().join("x")]).unwrap_err().to_string();
-        assert!(error.ends_with("x is not there"), "{error}");
+        assert!(error.ends_with("x does not exist"), "{error}");
     }
 
     #[cfg(unix)]

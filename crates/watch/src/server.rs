@@ -1,4 +1,4 @@
-//! The server of the page.
+//! Server of the page.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
@@ -22,25 +22,27 @@ use crate::media::Medium;
 use crate::rollouts::{Filter, Records};
 use crate::run::{Metrics, Run};
 
-/// How often the files of the runs are looked at while somebody watches.
+/// Interval at which the files of the runs are checked while a page is open.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// A page that is still there hears something at least this often.
+/// Longest time without a message to an open page.
 const ALIVE_EVERY: Duration = Duration::from_secs(10);
-/// Pages that listen to news at a time.
+/// Largest number of pages that receive events at the same time.
 const MAX_LISTENERS: usize = 32;
-/// Prompts in one answer.
+/// Largest number of prompts in one response.
 const MAX_GROUPS: usize = 500;
-/// Bytes of a medium in one answer to a player that asks for a part. A player stops reading where it has enough: an answer
-/// that does not fit the buffers on the way would keep one of the browser's few connections.
+/// Largest part of a media file in one response to a player, in bytes. A player stops reading when it has enough. A response that
+/// does not fit into the buffers would then block one of the browser's few connections.
 const PART_BYTES: u64 = 1 << 20;
-/// Bytes of a medium that are read at a time.
+/// Number of bytes of a media file that are read at a time.
 const CHUNK_BYTES: u64 = 64 << 10;
 
-/// Everything comes from here, text is never markup, and nobody may frame the page or learn its address.
+/// Content security policy: everything comes from this server, text is never markup, and no other page may frame this page or
+/// learn
+/// its URL.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src 'self'; \
      connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Fields of every answer to the browser.
+/// Header fields of every response.
 static FIELDS: [(HeaderName, &str); 6] = [
     (header::CONTENT_SECURITY_POLICY, POLICY),
     (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
@@ -50,10 +52,10 @@ static FIELDS: [(HeaderName, &str); 6] = [
     (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
 ];
 
-/// The page of some runs, served until this is dropped.
+/// Server of the page for some runs. It runs until it is dropped.
 pub struct Server {
     url: String,
-    /// Holds the address of a run under way.
+    /// File with the URL of a run in progress.
     address_file: Option<PathBuf>,
     app: Arc<App>,
     _http: Http,
@@ -65,32 +67,35 @@ struct App {
     records: Records,
     evaluations: Evaluations,
     listeners: Arc<AtomicUsize>,
-    /// How the run ended, once it has.
+    /// Outcome of the run, once it has ended.
     ended: OnceLock<String>,
-    /// Number of pages that have received it.
+    /// Number of pages that have received the outcome.
     told: AtomicUsize,
 }
 
 impl Server {
-    /// Name of the file in a run directory that holds the address of the run's page. Only its owner can read it.
+    /// Name of the file in a run directory that contains the URL of the run's page. Only the owner can read it.
     pub const ADDRESS_FILE: &str = "page.url";
 
-    /// Serves runs that are there, each a run directory or a directory of them. One run has the address that
-    /// [`Self::ADDRESS_FILE`] holds, unless the port is taken or another one is asked for: pages that are open connect again.
+    /// Serves existing runs. Each directory is a run directory or contains run directories. A single run gets the URL stored in
+    /// [`Self::ADDRESS_FILE`], so that open pages reconnect. It gets a different URL if that port is in use or the caller
+    /// requests
+    /// another one.
     ///
     /// # Errors
-    /// A directory without a run, or a port that is asked for and taken.
+    /// Returns an error if a directory contains no run, or if the requested port is in use.
     pub fn start(directories: &[PathBuf], port: u16) -> Result<Self, Error> {
         let runs = Run::find(directories)?;
         let kept = if let [run] = runs.as_slice() { Address::kept(&run.dir) } else { None };
         Self::serve(runs, port, kept)
     }
 
-    /// Serves a run that is about to begin in this directory, which exists, named without links. [`Self::ADDRESS_FILE`] has the
-    /// address from now on: that of an earlier start, where its port is free.
+    /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the
+    /// URL of
+    /// the page. This is the URL of an earlier start if its port is free.
     ///
     /// # Errors
-    /// A port that is asked for and taken, a directory that cannot be written.
+    /// Returns an error if the requested port is in use or the directory cannot be written.
     pub fn start_live(directory: PathBuf, port: u16) -> Result<Self, Error> {
         let path = directory.join(Self::ADDRESS_FILE);
         let kept = Address::kept(&directory);
@@ -131,11 +136,11 @@ impl Server {
         Ok(Self { url, address_file: None, app, _http: http })
     }
 
-    /// Tells open pages that the run has ended, and how. Waits until they have heard it, for at most some seconds.
+    /// Sends the outcome of the run to the open pages and waits a few seconds at most until all of them have received it.
     pub fn end(&self, how: &str) {
         const PATIENCE: Duration = Duration::from_secs(3);
         let began = Instant::now();
-        // The first end is the one that counts.
+        // Only the first outcome counts.
         let _ = self.app.ended.set(how.to_owned());
         let left = || self.app.told.load(Ordering::Relaxed) < self.app.listeners.load(Ordering::Relaxed);
         while left() && began.elapsed() < PATIENCE {
@@ -143,13 +148,13 @@ impl Server {
         }
     }
 
-    /// Returns the page's address. Anyone who has it can read the runs.
+    /// Returns the URL of the page. Anyone who knows it can read the runs.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
     }
 
-    /// The file that holds the address of a run under way.
+    /// Returns the path of the file with the URL of a run in progress.
     #[must_use]
     pub fn address_file(&self) -> Option<&Path> {
         self.address_file.as_deref()
@@ -162,7 +167,7 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// Where a page was served before.
+/// Port and token of an earlier server.
 #[derive(Debug, PartialEq, Eq)]
 struct Address {
     port: u16,
@@ -170,7 +175,7 @@ struct Address {
 }
 
 impl Address {
-    /// The address that a run directory holds; `None` where it holds none that only its owner knows.
+    /// Reads the URL stored in a run directory; `None` if there is none or if anyone but its owner could know it.
     fn kept(directory: &Path) -> Option<Self> {
         let file = inside::open(directory, Server::ADDRESS_FILE).ok()?;
         let found = file.metadata().ok()?;
@@ -178,7 +183,9 @@ impl Address {
         file.take(256).read_to_string(&mut text).ok()?;
         let mut lines = text.lines();
         let (address, mark) = (lines.next()?, lines.next()?);
-        // Another account's file, one that others can read, or a copy: the person who packed it would know the token.
+        // The file belongs to another account, is readable by others, or is a copy. In a copied directory, the person who packed
+        // it would
+        // know the token.
         if mark != mark_of(&found)? {
             return None;
         }
@@ -189,15 +196,15 @@ impl Address {
     }
 }
 
-/// A random token of 128 bits.
+/// Creates a random token of 128 bits.
 fn new_token() -> io::Result<String> {
     let mut secret = [0; 16];
     getrandom::fill(&mut secret).map_err(io::Error::other)?;
     Ok(secret.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Returns text that only the very file has which this account wrote for itself: its place on the disk. `None` if others own it or can
-/// read it, or if the system does not say.
+/// Returns a text that identifies this very file, because it contains its device and inode. `None` if other accounts own or can
+/// read the file, or if the system does not report this.
 fn mark_of(file: &fs::Metadata) -> Option<String> {
     #[cfg(unix)]
     {
@@ -212,7 +219,7 @@ fn mark_of(file: &fs::Metadata) -> Option<String> {
     }
 }
 
-/// Writes the address of a page, and the mark of the file, to a new file that its owner alone can read. It replaces an old one.
+/// Writes the URL of a page and the mark of the file to a new file that only its owner can read. An existing file is replaced.
 fn write_address(path: &Path, url: &str) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -247,17 +254,17 @@ fn asked<T: DeserializeOwned>(query: &str) -> Result<T, Error> {
 struct Asked {
     #[serde(default)]
     run: usize,
-    /// Offset: a byte in rows of metrics, a place in a list.
+    /// Offset: a byte in the metrics, or an index in a list.
     #[serde(default)]
     from: u64,
     #[serde(default)]
     limit: Option<usize>,
     #[serde(default)]
     step: u64,
-    /// Group of a rollout.
+    /// Group index of a rollout.
     group: Option<usize>,
     sample: Option<usize>,
-    /// Row of an evaluation.
+    /// Row index of an evaluation.
     row: Option<usize>,
     #[serde(default)]
     at: usize,
@@ -312,7 +319,9 @@ impl App {
                 let medium = match (given.group, given.row) {
                     (Some(group), _) => self.records.medium(run, given.step, group, given.at)?,
                     (None, Some(row)) => self.evaluations.medium(run, given.step, row, given.at)?,
-                    (None, None) => return Err(Error::missing("a medium of which record?")),
+                    (None, None) => {
+                        return Err(Error::missing("the request names no record; expected `group` or `row`"));
+                    }
                 };
                 return file(&medium, request);
             }
@@ -335,7 +344,7 @@ fn rows(run: &Run, from: u64) -> Result<Answer, Error> {
     Ok(out.with(HeaderName::from_static("x-next"), slice.next.to_string()))
 }
 
-/// A medium, or the part of it that a player asks for.
+/// Responds with a media file, or with the part that a player requests.
 fn file(medium: &Medium, request: &Request) -> Result<Answer, Error> {
     let failed = |error| Error::io("read", &medium.path)(error);
     let mut file = File::open(&medium.path).map_err(failed)?;
@@ -344,7 +353,7 @@ fn file(medium: &Medium, request: &Request) -> Result<Answer, Error> {
     let (status, from, until) =
         range.map_or((200, 0, length), |(from, until)| (206, from, until.min(from + PART_BYTES)));
     file.seek(SeekFrom::Start(from)).map_err(failed)?;
-    // Never more than was announced, should the file grow.
+    // Never sends more than the announced size, even if the file grows.
     let mut rest = file.take(until - from);
     let parts = std::iter::from_fn(move || {
         let mut part = Vec::new();
@@ -361,7 +370,8 @@ fn file(medium: &Medium, request: &Request) -> Result<Answer, Error> {
     })
 }
 
-/// First byte and end of `bytes=a-b`, `bytes=a-` or `bytes=-n`; `None` for what is to be answered with the whole.
+/// Parses `bytes=a-b`, `bytes=a-` or `bytes=-n` and returns the first byte and the end. Returns `None` if the whole file is to be
+/// sent.
 fn range(text: &str, length: u64) -> Option<(u64, u64)> {
     let (from, to) = text.strip_prefix("bytes=")?.split_once('-')?;
     let (from, until) = match (from.parse::<u64>(), to.parse::<u64>()) {
@@ -374,7 +384,7 @@ fn range(text: &str, length: u64) -> Option<(u64, u64)> {
 }
 
 impl App {
-    /// Tells a page what there is of each run's metrics, at once and whenever that changes.
+    /// Streams the state of each run's metrics to a page: once at the start, and again after each change.
     fn listen(self: &Arc<Self>) -> Answer {
         let Some(listener) = Listener::enter(&self.listeners) else {
             return Answer::new(503, "text/plain", "too many pages are open\n");
@@ -406,13 +416,13 @@ impl App {
     }
 }
 
-/// A page that listens to news, counted until it is dropped.
+/// An open page that receives events. It is counted until it is dropped.
 struct Listener(Arc<AtomicUsize>);
 
 impl Listener {
     fn enter(all: &Arc<AtomicUsize>) -> Option<Self> {
         let own = Self(Arc::clone(all));
-        // Dropped again, it is counted off.
+        // If there is no room, dropping `own` corrects the count.
         (all.fetch_add(1, Ordering::Relaxed) < MAX_LISTENERS).then_some(own)
     }
 }
@@ -434,7 +444,8 @@ mod tests {
     const PNG: &[u8] = b"\x89PNG\r\n\x1a\n-and-the-rest";
     const SCRIPT: &str = "<script>alert(1)</script>";
 
-    /// A run of two steps: each two prompts with two completions, the first with a picture; and two evaluations.
+    /// Creates a run with two steps and two evaluations. Each step has two prompts with two completions; the first prompt has a
+    /// picture.
     fn run() -> (tempfile::TempDir, Server) {
         let directory = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(directory.path()).unwrap();
@@ -461,7 +472,7 @@ mod tests {
                 }
                 lines.extend(format!("{line}\n").into_bytes());
             }
-            // Neither a line that is none nor bytes that are no text hide the others.
+            // An invalid line or invalid UTF-8 does not hide the other lines.
             lines.extend(b"{\"not\": a rollout\n");
             let bad = String::from_utf8_lossy(&lines).replace("<answer>1</answer>", "<answer>\u{1}</answer>");
             let bad: Vec<u8> = bad.bytes().map(|byte| if byte == 1 { 0xff } else { byte }).collect();
@@ -480,7 +491,7 @@ mod tests {
         (directory, server)
     }
 
-    /// Status and body.
+    /// Returns the status and the body of a response.
     fn get(url: &str, headers: &[(&str, &str)]) -> (u16, Vec<u8>) {
         let agent =
             ureq::Agent::new_with_config(ureq::Agent::config_builder().http_status_as_error(false).build());
@@ -554,7 +565,7 @@ mod tests {
         log.unwrap().write_all(b"{\"step\":2}\n").unwrap();
         assert_eq!(told()[0]["bytes"], first.len() + 11);
         assert_eq!(rows(first.len()), b"{\"step\":2}\n");
-        // A page that listens does not hold up the end.
+        // A page that receives events does not delay the end.
         let end = Instant::now();
         drop(server);
         assert!(end.elapsed() < Duration::from_secs(5));
@@ -571,7 +582,7 @@ mod tests {
         let (url, file) = (live.url().to_owned(), root.join(Server::ADDRESS_FILE));
         assert_eq!(fs::read_to_string(&file).unwrap().lines().next(), Some(&*url));
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
-        // While the run serves its page, another server has the token and a port of its own.
+        // While the run serves its page, a second server gets the same token and a different port.
         let second = Server::start(std::slice::from_ref(&root), 0).unwrap();
         let token = |url: &str| url.trim_end_matches('/').rsplit_once('/').unwrap().1.to_owned();
         assert_eq!(token(second.url()), token(&url));
@@ -599,7 +610,7 @@ mod tests {
         drop(again);
         assert_eq!(Server::start_live(root.clone(), 0).unwrap().url(), url, "a run that goes on, too");
 
-        // An address that others could read, or that is none, is not taken.
+        // A URL file that others can read, or that contains no valid URL, is not used.
         fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
         assert_ne!(token(Server::start(std::slice::from_ref(&root), 0).unwrap().url()), token(&url));
         fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
@@ -669,7 +680,7 @@ mod tests {
         let (step, byte) = (&first["next"]["step"], &first["next"]["byte"]);
         let rest = value(&server, &format!("find?run=0&limit=100&step={step}&byte={byte}"));
         assert_eq!(rest["found"].as_array().unwrap().len(), 7, "it goes on where it ended");
-        // One at a time: in the middle of a prompt too its category is known.
+        // Results are fetched one at a time: the category is also known in the middle of a prompt.
         let (mut next, mut one_by_one) = (json!({ "step": 0, "byte": 0 }), Vec::new());
         while !next.is_null() {
             let found = value(
@@ -702,9 +713,7 @@ mod tests {
             group["media"][0],
             json!({ "name": "dot.png", "mime": "image/png", "times": null, "heard": false })
         );
-        assert!(
-            group["media"][1]["error"].as_str().unwrap().contains("it begins as no picture, clip or sound")
-        );
+        assert!(group["media"][1]["error"].as_str().unwrap().contains("it is not a picture, clip or sound"));
         let url = format!("{}api/media?run=0&step=1&group=0&at=0", server.url());
         assert_eq!(get(&url, &[]), (200, PNG.to_vec()));
         assert_eq!(get(&url, &[("Range", "bytes=1-3")]), (206, b"PNG".to_vec()));
@@ -730,7 +739,7 @@ mod tests {
     #[test]
     fn questions_are_compared_before_and_after() {
         let (directory, server) = run();
-        // The rows of one whose summary is still to come.
+        // An evaluation whose summary has not been written yet.
         fs::write(directory.path().join("eval/step-000003.jsonl"), "{}\n").unwrap();
         assert_eq!(value(&server, "evaluations?run=0").as_array().unwrap().len(), 2);
         assert_eq!(

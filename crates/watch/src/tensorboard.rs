@@ -1,7 +1,7 @@
-//! Event files of TensorBoard: records of protobuf messages, each with the length and two checksums.
+//! Event files of TensorBoard: records of protobuf messages, each with its length and two checksums.
 //!
-//! Formats: `tensorboard/compat/proto/{event,summary,tensor}.proto` and TensorFlow's record format. A message here has a dozen
-//! fields, so it is written by hand. Scalars are f32, as those of PyTorch's `SummaryWriter`.
+//! Formats: `tensorboard/compat/proto/{event,summary,tensor}.proto` and TensorFlow's record format. The messages used here have
+//! about a dozen fields, so the encoding is written by hand. Scalars are f32, like those of PyTorch's `SummaryWriter`.
 
 use std::fs::{File, create_dir_all};
 use std::io::{BufWriter, Write as _};
@@ -15,29 +15,30 @@ use serde_json::{Map, Value};
 use crate::media;
 
 const CRC: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
-/// A larger picture is left out.
+/// Largest picture that is written, in bytes. Larger pictures are left out.
 const MAX_IMAGE_BYTES: u64 = 4 << 20;
-/// Characters of a text in the table.
+/// Largest number of characters in a table cell.
 const MAX_CELL_CHARS: usize = 4000;
 
-/// Writes `tensorboard/events.out.tfevents.*` in a run directory.
+/// Tracker that writes `tensorboard/events.out.tfevents.*` in a run directory.
 pub struct TensorBoard {
     out: BufWriter<File>,
-    /// Record before the first event: the table of settings.
+    /// Record written before the first event: the table of settings.
     first: Option<Message>,
 }
 
 impl TensorBoard {
-    /// Begins a file in a directory, which is made if it is not there. TensorBoard lists runs by their directories; the name
-    /// stands above the settings.
+    /// Creates an event file in a directory, and the directory itself if necessary. TensorBoard lists runs by their directories;
+    /// `name`
+    /// appears above the settings.
     ///
     /// # Errors
-    /// A directory that cannot be written.
+    /// Returns an error if the directory cannot be written.
     pub fn begin(directory: &Path, name: &str, settings: &Map<String, Value>) -> Result<Self, String> {
         let failed = |error| format!("{} cannot be written: {error}", directory.display());
         create_dir_all(directory).map_err(failed)?;
         let now = now();
-        // TensorBoard knows its files by `tfevents` and reads those of a directory in the order of their names.
+        // TensorBoard recognises its files by `tfevents` and reads the files of a directory in the order of their names.
         let file = format!("events.out.tfevents.{:010}.{}.omnigrpo", now as u64, std::process::id());
         let file = File::options().create_new(true).write(true).open(directory.join(file)).map_err(failed)?;
         let mut cells = vec!["run".to_owned(), plain(name)];
@@ -62,8 +63,9 @@ impl TensorBoard {
         self.out.write_all(&record).map_err(failed)
     }
 
-    /// Writes a summary; before the first one, that what an earlier part of the run wrote from this step on is void, and the
-    /// settings.
+    /// Writes a summary. The first call also writes the settings and a marker that invalidates everything that an earlier session
+    /// wrote
+    /// from this step on.
     fn summary(&mut self, step: u64, values: &[Message]) -> Result<(), String> {
         let first = self.first.take();
         if first.is_some() {
@@ -115,7 +117,7 @@ fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
 }
 
-/// The checksum of a record, turned so that one over data that hold checksums is not weak.
+/// Computes the masked checksum of a record. The mask keeps checksums strong over data that itself contains checksums.
 fn masked(bytes: &[u8]) -> u32 {
     CRC.checksum(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -126,7 +128,7 @@ fn scalar(tag: &str, value: f64) -> Message {
     out
 }
 
-/// The first picture of a prompt, as its file has it.
+/// Returns the first picture of a prompt with the unchanged bytes of its file.
 fn image(tag: &str, rollout: &Rollout) -> Option<Message> {
     let medium = (0..rollout.media.len())
         .filter_map(|at| media::open(&rollout.media, at).ok())
@@ -142,7 +144,7 @@ fn image(tag: &str, rollout: &Rollout) -> Option<Message> {
     Some(out)
 }
 
-/// Completions as a table of texts: the plugin `text` shows a tensor of strings as Markdown, cell by cell.
+/// Builds a table of completions. The plugin `text` displays a tensor of strings as Markdown, cell by cell.
 fn table(rollouts: &[Rollout]) -> Message {
     let rewards: Vec<&String> = rollouts.first().map(|own| own.rewards.keys().collect()).unwrap_or_default();
     let header = ["row", "completion", "reward", "advantage"].into_iter().map(str::to_owned);
@@ -161,7 +163,7 @@ fn table(rollouts: &[Rollout]) -> Message {
     texts("completions", columns, &cells)
 }
 
-/// A table of texts, whose first row is its header.
+/// Builds a table of strings whose first row is the header.
 fn texts(tag: &str, columns: usize, cells: &[String]) -> Message {
     let (mut shape, mut tensor, mut plugin, mut metadata, mut out) =
         (Message::default(), Message::default(), Message::default(), Message::default(), Message::default());
@@ -185,7 +187,7 @@ fn texts(tag: &str, columns: usize, cells: &[String]) -> Message {
     out
 }
 
-/// Text that Markdown leaves as it is.
+/// Escapes text so that Markdown displays it unchanged.
 fn plain(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars().take(MAX_CELL_CHARS) {
@@ -201,7 +203,7 @@ fn plain(text: &str) -> String {
     out
 }
 
-/// A protobuf message under way.
+/// Builder of a protobuf message.
 #[derive(Debug, Default)]
 struct Message(Vec<u8>);
 
@@ -248,7 +250,7 @@ impl Message {
 mod tests {
     use super::*;
 
-    /// Returns the records of the only file in a directory, with checksums compared.
+    /// Returns the records of the only file in a directory and verifies their checksums.
     fn records(directory: &Path) -> Vec<Vec<u8>> {
         let path = std::fs::read_dir(directory).unwrap().next().unwrap().unwrap().path();
         let bytes = std::fs::read(path).unwrap();
@@ -267,7 +269,7 @@ mod tests {
     #[test]
     fn checksums_are_castagnolis() {
         assert_eq!(CRC.checksum(b"123456789"), 0xe306_9283);
-        // The length of the record that begins every event file, 24 bytes, as TensorFlow writes it.
+        // The first record of every event file has a length of 24 bytes; TensorFlow writes this checksum for it.
         assert_eq!(masked(&24u64.to_le_bytes()).to_le_bytes(), [0xa3, 0x7f, 0x4b, 0x22]);
     }
 
@@ -284,9 +286,9 @@ mod tests {
         let records = records(directory.path());
         assert_eq!(records.len(), 4);
         assert!(records[0].ends_with(b"\x1a\x0dbrain.Event:2"));
-        // Step 300, a session that starts: what was written from there on is void.
+        // A session starts at step 300, which invalidates everything written from there on.
         assert!(records[1].ends_with(b"\x10\xac\x02\x3a\x02\x08\x01"));
-        // The name of the run and its settings, as a tensor of strings of 2 × 2.
+        // Name and settings of the run, as a 2 × 2 tensor of strings.
         let table = b"\x08\x07\x12\x08\x12\x02\x08\x02\x12\x02\x08\x02\x42\x03run\x42\x04a\\_b\x42\x04beta\x42\x030.5";
         assert!(records[2].windows(table.len()).any(|own| own == table), "{:?}", records[2]);
         let loss = b"\x0a\x0b\x0a\x04loss\x15\x00\x00\x80\x3e";

@@ -1,4 +1,4 @@
-# Tells Weights & Biases what arrives on stdin as lines of JSON.
+# Sends the lines of JSON that arrive on stdin to Weights & Biases.
 import json
 import os
 import sys
@@ -7,10 +7,10 @@ import traceback
 try:
     import wandb
 except ImportError:
-    sys.exit("the Python package `wandb` is not installed there: `pip install wandb`")
+    sys.exit("the Python package `wandb` is not installed for this Python: `pip install wandb`")
 
 
-# It works beside the run: what is left of the cores is enough.
+# This process gets a low priority, so that it does not slow the run.
 if hasattr(os, "nice"):
     os.nice(10)
 
@@ -29,14 +29,14 @@ def follow():
                 tags=["grpo", "multimodal"],
                 settings=wandb.Settings(console="off"),
             )
-            # Steps come with each row: an evaluation and a window may share one.
+            # Each row contains its step, because an evaluation and a window may have the same step.
             run.define_metric("*", step_metric="train/global_step")
         elif "metrics" in told:
             run.log({**told["metrics"], "train/global_step": told["step"]})
         elif "completions" in told:
             rows = told["completions"]
             names = sorted({name for row in rows for name in row["rewards"]})
-            # A column of a table holds one type.
+            # A column of a table has a single type.
             kinds = ["image", "video", "audio"]
             table = wandb.Table(columns=["step", "id", *kinds, "prompt", "completion", "reward", "advantage", *names])
             for row in rows:
@@ -61,5 +61,5 @@ try:
     follow()
 except Exception as error:
     traceback.print_exc()
-    # The last line is the reason that the run tells.
+    # The run shows the last line as the reason for the failure.
     sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))

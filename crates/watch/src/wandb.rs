@@ -1,7 +1,7 @@
-//! Weights & Biases through its own Python package, in a child process that reads lines of JSON.
+//! Tracker for Weights & Biases. It runs the official Python package in a child process, which reads lines of JSON.
 //!
-//! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY` and the rest mean what they mean to the
-//! package. What it writes to stderr goes to `wandb.log` in the run directory, without the key.
+//! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY` and similar variables have their usual
+//! meaning. Its stderr is written to `wandb.log` in the run directory, without the key.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::path::{Path, PathBuf};
@@ -15,27 +15,27 @@ use serde_json::{Map, Value, json};
 use crate::media;
 
 const HELPER: &str = include_str!("wandb.py");
-/// A line of stderr is cut here.
+/// Longest line of stderr that is kept, in bytes. Longer lines are cut.
 const MAX_LINE_BYTES: u64 = 4096;
-/// Characters of a completion in the table.
+/// Largest number of characters of a completion in the table.
 const MAX_CELL_CHARS: usize = 20_000;
 
-/// Settings of a run at Weights & Biases.
+/// Configuration of a run at Weights & Biases.
 #[derive(Debug, Clone)]
 pub struct WandbRun {
-    /// The Python to start.
+    /// Python interpreter to start.
     pub python: String,
-    /// The run directory: the package keeps its files in `wandb/` there.
+    /// Run directory. The package stores its files in its subdirectory `wandb/`.
     pub directory: PathBuf,
-    /// The run's name, where one is given; else `WANDB_NAME` or the directory's name is.
+    /// Name of the run. Without it, `WANDB_NAME` or the name of the directory is used.
     pub name: Option<String>,
-    /// Every setting.
+    /// All settings of the run.
     pub settings: Map<String, Value>,
-    /// The key, which is shown nowhere.
+    /// API key, which is never shown.
     pub secret: Option<String>,
 }
 
-/// A running child.
+/// Tracker with a running child process.
 pub struct Wandb {
     child: Arc<Mutex<Child>>,
     stdin: Option<ChildStdin>,
@@ -43,24 +43,24 @@ pub struct Wandb {
 }
 
 impl Wandb {
-    /// Starts the child and the run.
+    /// Starts the child process and the run.
     ///
     /// # Errors
-    /// A Python that cannot be started, a directory that cannot be written.
+    /// Returns an error if Python cannot be started or the directory cannot be written.
     pub fn start(run: WandbRun) -> Result<Self, String> {
         let mut command = Command::new(&run.python);
         command.args(["-c", HELPER]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
-        // An interrupt at the terminal is for this program, which still tells how the run ends.
+        // An interrupt at the terminal is for this program only: it still has to report how the run ends.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let mut child = command
-            .spawn()
-            .map_err(|error| format!("`{}` cannot be started: {error}; name another Python", run.python))?;
+        let mut child = command.spawn().map_err(|error| {
+            format!("`{}` cannot be started: {error}; set another Python interpreter", run.python)
+        })?;
         let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
         let stderr = stderr.and_then(|stderr| {
             let (log, secret) = (run.directory.join("wandb.log"), run.secret.clone());
             let thread = std::thread::Builder::new().name("tracker-wandb-log".to_owned());
-            // Without it the child's words are lost when its pipe closes, and no more.
+            // If this thread does not start, only the output of the child is lost.
             thread.spawn(move || keep(stderr, &log, secret.as_deref())).ok()
         });
         let mut this = Self { child: Arc::new(Mutex::new(child)), stdin, stderr };
@@ -79,10 +79,10 @@ impl Wandb {
         written.map_err(|_| self.why())
     }
 
-    /// The child's last words, once it has ended.
+    /// Returns the last line of the child's stderr, once the child has ended.
     fn why(&mut self) -> String {
         let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
-        if said.is_empty() { "its Python process ended without a word".to_owned() } else { said }
+        if said.is_empty() { "its Python process ended without a message".to_owned() } else { said }
     }
 }
 
@@ -123,7 +123,7 @@ impl Tracker for Wandb {
 
     fn finish(&mut self) -> Result<(), String> {
         self.stdin = None;
-        // Polled, so that a caller can abandon a child that hangs.
+        // This loop polls the child, so that a caller can abandon a hanging child.
         loop {
             let ended = self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait();
             match ended.map_err(|error| error.to_string())? {
@@ -136,7 +136,7 @@ impl Tracker for Wandb {
 
     fn abandon(&self) -> Box<dyn FnOnce() + Send> {
         let child = Arc::clone(&self.child);
-        // A child that has ended cannot be killed, which is as good.
+        // If the child has already ended, the kill fails, which is fine.
         Box::new(move || drop(child.lock().unwrap_or_else(PoisonError::into_inner).kill()))
     }
 }
@@ -150,7 +150,7 @@ impl Drop for Wandb {
     }
 }
 
-/// Writes what the child says to a log, and gives its last line.
+/// Copies the stderr of the child to a log and returns its last line.
 fn keep(stderr: impl Read, log: &Path, secret: Option<&str>) -> String {
     let mut log = std::fs::File::options().create(true).append(true).open(log).ok();
     let mut reader = BufReader::new(stderr);
@@ -166,7 +166,7 @@ fn keep(stderr: impl Read, log: &Path, secret: Option<&str>) -> String {
             text = text.replace(secret, "***");
         }
         if let Some(log) = &mut log {
-            // The log is a convenience; another place reports a full disk.
+            // The log is optional. A full disk is reported elsewhere.
             let _ = writeln!(log, "{text}");
         }
         if !text.is_empty() {

@@ -119,7 +119,7 @@ pub struct Category {
     pub name: String,
     /// Number of rows.
     pub rows: usize,
-    /// Share of right answers.
+    /// Share of correct answers.
     pub accuracy: Option<f64>,
     /// Share of completions without an answer.
     pub parse_fail_rate: Option<f64>,

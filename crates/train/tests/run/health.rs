@@ -54,7 +54,7 @@ fn rewards_that_say_nothing_are_told_apart() {
     }
     let text = lines(&place.out("hopeless").join("warnings.jsonl"))[0]["text"].as_str().unwrap().to_owned();
     assert!(
-        text.starts_with("no completion earns anything (steps 1 to 10): the mean reward is 0.000"),
+        text.starts_with("no completion earns any reward (steps 1 to 10): the mean reward is 0.000"),
         "{text}"
     );
     assert!(

@@ -1,4 +1,4 @@
-// The page: runs, their metrics as they come, and which view is shown.
+// Main script of the page: the runs, their live metrics, and the current view.
 
 import { again, api, apiJson, duration, el, failure, place, quoted, remember, visible } from './shared.js';
 import * as charts from './charts.js';
@@ -28,24 +28,24 @@ class Run {
     this.warned = 0;
   }
 
-  /// Takes whole lines of metrics.jsonl.
+  /// Adds complete lines of metrics.jsonl.
   add(text) {
     for (const line of text.split('\n')) {
       if (!line) continue;
       let row;
       try { row = JSON.parse(line); } catch { continue; }
-      // Whatever else a damaged file has as lines.
+      // Skips lines of a damaged file that are not rows.
       if (typeof row?.step !== 'number') continue;
       const kept = Object.keys(row).some((name) => name.startsWith('eval_')) ? this.evals : this.rows;
       this.seconds += row.step_time ?? 0;
       row['\0seconds'] = this.seconds;
-      // A run that resumed from a checkpoint wrote this step again.
+      // A run that resumed from a checkpoint has written this step again.
       while (kept.length && kept.at(-1).step >= row.step) kept.pop();
       kept.push(row);
     }
   }
 
-  /// Fetches what is new. True if there was something.
+  /// Fetches new rows and warnings. Returns true if there were any.
   async fetch(metrics) {
     this.metrics = metrics;
     if (this.file !== null && metrics.id !== this.file) this.clear();
@@ -75,14 +75,14 @@ class Run {
   get last() { return this.rows.at(-1); }
   setting(name) { return this.settings.find((setting) => setting.name === name)?.value; }
 
-  /// Whether a row has come within the time that a few steps take.
+  /// True if a row has arrived within the time of a few steps.
   get isLive() {
     const patience = 30 + 5 * (this.last?.step_time ?? 30);
     return !this.metrics.done && this.metrics.bytes > 0 && this.metrics.age_secs + (Date.now() - this.seen) / 1000 < patience;
   }
 }
 
-/// The problems of `warnings.jsonl`, each with the step at which it ended.
+/// Returns the problems of `warnings.jsonl`, each with the step at which it ended.
 function paired(text) {
   const found = [];
   for (const line of text.split('\n')) {
@@ -116,7 +116,7 @@ function listen() {
   };
   events.addEventListener('end', (event) => { state.ended = JSON.parse(event.data).how; notify(); status(); });
   events.onerror = () => {
-    // The browser tries again by itself, but not after an answer that is an error.
+    // The browser reconnects automatically, but not after an error response.
     if (events.readyState === EventSource.CLOSED) setTimeout(listen, 5000);
     state.gone = true;
     notify();
@@ -132,15 +132,15 @@ function listen() {
   state.events = events;
 }
 
-/// Tells what is wrong: runs that cannot be read, the end of the server, problems of the training.
+/// Shows notices: unreadable runs, the end of the server, and training problems.
 function notify() {
   const several = state.runs.length > 1;
   again.command = `omnigrpo watch ${state.runs.map((run) => quoted(run.dir)).join(' ')}`;
   const parts = state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`));
   if (state.ended || (state.gone && state.drawn)) {
     parts.push(el('div', { class: 'notice', role: 'status' },
-      el('p', {}, el('b', {}, state.ended ? 'The run has ended: ' : 'Nobody serves this page any more'), state.ended ? [visible(state.ended), '.'] : ': the run was killed, or `watch` was ended.', ' Charts and texts that are loaded stay.'),
-      el('p', {}, el('code', {}, again.command), ' serves it again, and this tab connects by itself.')));
+      el('p', {}, el('b', {}, state.ended ? 'The run has ended: ' : 'This page is no longer served'), state.ended ? [visible(state.ended), '.'] : ': the run was killed, or `watch` was stopped.', ' Charts and texts that are already loaded stay visible.'),
+      el('p', {}, el('code', {}, again.command), ' serves it again, and this tab reconnects automatically.')));
   }
   for (const run of shownRuns()) {
     const line = (own) => el('p', {}, several ? el('b', {}, `${run.name}: `) : '', visible(own.text));
@@ -148,7 +148,7 @@ function notify() {
     const over = run.warnings.filter((own) => own.until !== null);
     if (!lasting.length && !over.length) continue;
     parts.push(el('div', { class: 'notice warning' }, lasting.map(line),
-      over.length ? el('details', {}, el('summary', {}, `${over.length} earlier ${over.length > 1 ? 'problems' : 'problem'}`), over.map((own) => el('p', {}, several ? `${run.name}: ` : '', visible(own.text), ` Over at step ${own.until}.`))) : ''));
+      over.length ? el('details', {}, el('summary', {}, `${over.length} earlier ${over.length > 1 ? 'problems' : 'problem'}`), over.map((own) => el('p', {}, several ? `${run.name}: ` : '', visible(own.text), ` Ended at step ${own.until}.`))) : ''));
   }
   notices.replaceChildren(...parts);
 }
@@ -161,7 +161,7 @@ async function arrived(metrics) {
     run.seen = Date.now();
     run.failure = null;
     try { return await run.fetch(metrics[at]); } catch (error) {
-      // The other runs are shown all the same.
+      // The other runs are still shown.
       run.failure = error;
       return false;
     }
@@ -174,7 +174,7 @@ async function arrived(metrics) {
   }
 }
 
-/// A run that is about to begin has its settings later than its page.
+/// Fetches the names and settings again: the page of a new run exists before its settings.
 async function describe() {
   const told = await apiJson('runs');
   state.runs.forEach((run, at) => Object.assign(run, { name: told[at].name, settings: told[at].settings }));
@@ -277,7 +277,7 @@ function showSettings(root, runs) {
   const empty = el('p', { class: 'quiet' });
   root.append(el('section', { class: 'page' },
     el('h2', {}, 'Settings'),
-    runs.length > 1 && el('label', {}, only, ' only what differs'),
+    runs.length > 1 && el('label', {}, only, ' only differences'),
     el('div', { class: 'scroll' }, table), empty));
   if (runs.length < 2) only.checked = false;
   draw();

@@ -1,30 +1,30 @@
-// The charts: which metrics belong together, smoothing, axes, runs on top of each other.
+// Charts: groups of metrics, smoothing, axes, and several runs in one chart.
 
 import { distinct, duration, el, number, remember, settled } from './shared.js';
 
-// A longer run shows the least and the greatest value of each bucket of steps.
+// Longest run that is drawn in full. A longer run shows the minimum and the maximum of each bucket of steps.
 const MOST_POINTS = 2000;
 const BUCKETS = 400;
 const PER_REWARD = /^rewards\/(.+)\/mean$/;
 
-// A line is a metric and its label; `band` are the metrics of its edges, `spread` is a distance to either side.
+// Each line is a metric and its label. `band` names the metrics of its lower and upper edge; `spread` is a distance to both sides.
 const CHARTS = [
   { title: 'Reward', lines: [['reward', 'reward']], spread: 'reward_std', help: 'Mean of the weighted sum of all rewards, and its standard deviation' },
   { each: PER_REWARD },
   { title: 'Groups without variance', lines: [['frac_reward_zero_std', 'share']], zero: true, help: 'Share of prompts whose completions all got the same reward: nothing is learned from them' },
   { title: 'KL', lines: [['kl', 'kl']], help: 'Distance from the reference, in nats' },
   { title: 'Entropy', lines: [['entropy', 'entropy']], help: 'Mean entropy at completion tokens, in nats' },
-  { title: 'Loss', lines: [['loss', 'loss']], help: 'What is minimised; near 0 for GRPO, whatever is learned' },
+  { title: 'Loss', lines: [['loss', 'loss']], help: 'Objective of the training; near 0 for GRPO, whatever the model learns' },
   { title: 'Gradient norm', lines: [['grad_norm', 'norm']], help: 'Norm of all gradients before clipping' },
   { title: 'Clip ratio', lines: [['clip_ratio/region_mean', 'all'], ['clip_ratio/low_mean', 'low'], ['clip_ratio/high_mean', 'high']], zero: true, help: 'Share of tokens whose ratio is clipped' },
-  { title: 'Completion length', lines: [['completions/mean_length', 'mean']], band: ['completions/min_length', 'completions/max_length'], help: 'Tokens: mean, least and most' },
+  { title: 'Completion length', lines: [['completions/mean_length', 'mean']], band: ['completions/min_length', 'completions/max_length'], help: 'Tokens: mean, minimum and maximum' },
   { title: 'Cut off', lines: [['completions/clipped_ratio', 'share']], zero: true, help: 'Share of completions that hit the length limit' },
   { title: 'Rollout and training', lines: [['sampling/sampling_logp_difference/mean', 'mean'], ['sampling/sampling_logp_difference/max', 'max']], help: 'Difference of log-probabilities between rollout and training per token, in nats' },
   { title: 'Step time by phase', stack: /^time\//, help: 'Seconds of a step' },
-  { title: 'Tokens per second', lines: [['\0tokens_per_second', 'tokens/s']], zero: true, help: 'Tokens that went through the model in training, by the time of the step' },
-  { title: 'Memory', stack: /^(memory\/media_store_mb|\0memory_rest)$/, names: { 'memory/media_store_mb': 'media kept', '\0memory_rest': 'rest of the peak' }, help: 'MB: decoded media that are kept for later passes, and the rest of the peak of the process' },
+  { title: 'Tokens per second', lines: [['\0tokens_per_second', 'tokens/s']], zero: true, help: 'Tokens processed in training, divided by the time of the step' },
+  { title: 'Memory', stack: /^(memory\/media_store_mb|\0memory_rest)$/, names: { 'memory/media_store_mb': 'media kept', '\0memory_rest': 'rest of the peak' }, help: 'In MB: decoded media kept for later passes, and the rest of the peak memory of the process' },
   { title: 'Learning rate', lines: [['learning_rate', 'rate']] },
-  { title: 'Evaluation', lines: [['eval_accuracy', 'accuracy'], ['eval_reward', 'reward']], evals: true, help: 'Share of right answers and mean reward on held-out rows' },
+  { title: 'Evaluation', lines: [['eval_accuracy', 'accuracy'], ['eval_reward', 'reward']], evals: true, help: 'Share of correct answers and mean reward on held-out rows' },
 ];
 
 const STACK_COLOURS = 9;
@@ -74,7 +74,7 @@ function names(evals) {
   return found;
 }
 
-/// The charts that these runs have numbers for.
+/// Returns the charts for which these runs have numbers.
 function layout() {
   const own = names(false);
   const evals = names(true);
@@ -124,7 +124,7 @@ function value(row, name) {
   return row[name] ?? null;
 }
 
-/// Exponential means without the pull of the first value; gaps stay gaps.
+/// Computes exponential means, corrected for the bias towards the first value. Gaps stay gaps.
 function smoothed(values, weight) {
   if (!(weight > 0)) return values;
   let mean = 0;
@@ -137,8 +137,8 @@ function smoothed(values, weight) {
   });
 }
 
-/// Places of long columns, x before lines, that are drawn: the ends, and of each bucket those of the least and the greatest value of
-/// every line. The visible range has buckets of its own.
+/// Selects the indices of long columns to draw: both ends, and for each bucket the minimum and the maximum of every line. The first
+/// column is x. The visible range is divided into separate buckets.
 function places([x, ...lines], visible) {
   const kept = new Set([0, x.length - 1]);
   const add = (from, until) => {
@@ -185,7 +185,7 @@ class Chart {
 
   height() { return innerWidth < 500 ? 170 : 200; }
 
-  /// x, then for each run its lines with their edges. All runs share one list of x.
+  /// Returns the x values, then for each run its lines with their edges. All runs share one list of x values.
   columns() {
     const { spec } = this;
     const tables = [];
@@ -277,7 +277,7 @@ class Chart {
     this.say(null);
   }
 
-  /// Takes the rows of a range that is looked at closer.
+  /// Draws the rows of a zoomed range.
   zoom(plot) {
     const { min, max } = plot.scales.x;
     const x = plot.data[0];
@@ -300,7 +300,7 @@ class Chart {
     }
   }
 
-  /// New numbers in the same lines.
+  /// Replaces the numbers of the existing lines.
   set() {
     const before = this.series?.map((own) => own.kind).join();
     const columns = this.columns();
@@ -323,7 +323,7 @@ class Chart {
     const parts = [];
     this.series.forEach((own, i) => {
       if (own.kind !== 'line' && own.kind !== 'stack') return;
-      // Where runs share x a run may have nothing at this place: its value before holds, but not behind its end.
+      // Runs share one list of x values, so a run may have no value at this x. Its previous value applies, but not after its last one.
       let row = columns[0][here] > own.until && at !== null && at !== undefined ? -1 : here;
       while (row > 0 && (columns[i + 1][row] === null || columns[i + 1][row] === undefined)) row -= 1;
       const found = row < 0 ? null : own.kind === 'stack' ? own.own[row] : columns[i + 1][row];
@@ -358,7 +358,7 @@ function range(low, high, zero) {
   if (low === null || high === null) return [0, 1];
   let from = zero ? Math.min(0, low) : low;
   let to = high;
-  // Means of equal numbers differ by rounding: no axis has ticks for that.
+  // Means of equal numbers differ by rounding, and an axis cannot have ticks for such a small range.
   if (to - from <= 1e-9 * Math.max(Math.abs(from), Math.abs(to))) { const by = Math.abs(from) * 0.1 || 0.1; from -= zero ? 0 : by; to += by; }
   const room = (to - from) * 0.05;
   return [zero && from === 0 ? 0 : from - room, to + room];

@@ -1,4 +1,4 @@
-// Evaluations: their numbers over the run, by category with intervals, confusion, and each question before and after.
+// Evaluations: results over the run and by category with intervals, confusion matrix, and each question before and after.
 
 import { apiJson, distinct, el, failure, number, signed, visible } from './shared.js';
 import { gallery } from './media.js';
@@ -29,10 +29,10 @@ async function draw() {
     if (all[at] instanceof Error) return [failure(`${run.name}: ${all[at].message}`)];
     return all[at].length ? [sectionOf(run, all[at])] : [];
   });
-  body.replaceChildren(...(parts.length ? parts : [el('p', { class: 'quiet' }, 'No evaluation yet. Runs with `--eval_file` are evaluated at their end, with `--eval_on_start` at their beginning too.')]));
+  body.replaceChildren(...(parts.length ? parts : [el('p', { class: 'quiet' }, 'No evaluation yet. Runs with `--eval_file` are evaluated at their end, and with `--eval_on_start` also at their beginning.')]));
 }
 
-/// The 95 % interval of a share (Wilson).
+/// Computes the 95 % interval of a share (Wilson).
 function interval(share, count) {
   if (share === null || share === undefined || !count) return null;
   const z = 1.96;
@@ -104,7 +104,7 @@ function comparison(run, evaluations) {
   const after = choose(steps.at(-1), 'after');
   const names = [...new Set(evaluations.flatMap(({ summary }) => (summary.categories ?? []).map((own) => own.category)))];
   const category = el('select', { 'aria-label': 'category', onchange: () => fetchRows(0) }, el('option', { value: '' }, 'all categories'), names.map((name) => el('option', { value: name }, name)));
-  const change = el('select', { 'aria-label': 'change', onchange: () => fetchRows(0) }, [['', 'all'], ['better', 'got better'], ['worse', 'got worse'], ['same', 'stayed']].map(([value, label]) => el('option', { value }, label)));
+  const change = el('select', { 'aria-label': 'change', onchange: () => fetchRows(0) }, [['', 'all'], ['better', 'got better'], ['worse', 'got worse'], ['same', 'unchanged']].map(([value, label]) => el('option', { value }, label)));
   const counts = el('p', { role: 'status' });
   const list = el('div', { class: 'pairs' });
   let ticket = 0;
@@ -113,7 +113,7 @@ function comparison(run, evaluations) {
     try {
       const found = await apiJson('compare', { run: run.at, before: before.value, after: after.value, change: change.value, category: category.value, from, limit: PAGE });
       if (mine !== ticket) return;
-      counts.replaceChildren(el('b', { class: 'good' }, `${found.counts.better} better`), ' · ', el('b', { class: 'bad' }, `${found.counts.worse} worse`), ` · ${found.counts.same} as before`);
+      counts.replaceChildren(el('b', { class: 'good' }, `${found.counts.better} better`), ' · ', el('b', { class: 'bad' }, `${found.counts.worse} worse`), ` · ${found.counts.same} unchanged`);
       if (from === 0) list.replaceChildren();
       list.append(...found.rows.map((row) => pair(run, Number(after.value), row)));
       if (from + found.rows.length < found.all) {
@@ -123,7 +123,7 @@ function comparison(run, evaluations) {
     } catch (error) { list.replaceChildren(failure(error)); }
   }
   fetchRows(0);
-  return el('div', {}, el('h3', {}, 'The same question before and after'), el('div', { class: 'controls' }, el('label', {}, before), '→', el('label', {}, after), change, names.length ? category : ''), counts, list);
+  return el('div', {}, el('h3', {}, 'Questions before and after'), el('div', { class: 'controls' }, el('label', {}, before), '→', el('label', {}, after), change, names.length ? category : ''), counts, list);
 }
 
 function pair(run, step, row) {

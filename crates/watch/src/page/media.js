@@ -1,11 +1,11 @@
-// The media of a record: pictures, clips with their sampled frames marked, sound with its waveform.
+// Media of a record: pictures, clips with marks for the sampled frames, and sound with its waveform.
 
 import { el, mediaUrl, number } from './shared.js';
 
 const MAX_WAVE_BYTES = 64e6;
 const WAVE_COLUMNS = 600;
 
-/// `where` names the record: run, step, and group or row.
+/// Shows the media of a record. `where` names the record: run, step, and group or row.
 export function gallery(media, where) {
   return el('div', { class: 'media' }, media.map((medium, at) => figure(medium, mediaUrl({ ...where, at }))));
 }
@@ -32,7 +32,7 @@ function figure(medium, url) {
   return el('figure', {}, body, extra, caption);
 }
 
-/// A bar as long as the clip with a mark per sampled frame; a mark goes to its frame.
+/// Draws a timeline of the clip with a mark for each sampled frame. A click on a mark seeks to its frame.
 function timeline(video, times) {
   const bar = el('div', { class: 'timeline', role: 'group', 'aria-label': 'sampled frames' });
   const now = el('span', { class: 'now' });
@@ -48,7 +48,7 @@ function timeline(video, times) {
   return bar;
 }
 
-/// The frames of an animation, the sampled ones marked, where the browser can take it apart.
+/// Shows the frames of an animation and marks the sampled ones, if the browser can decode it.
 function strip(url, mime, times) {
   const box = el('div', { class: 'strip' }, el('span', { class: 'quiet' }, `sampled at ${times.map((time) => number(time, 2)).join(', ')} s`));
   if (!('ImageDecoder' in globalThis)) return box;
@@ -73,7 +73,7 @@ function strip(url, mime, times) {
   return box;
 }
 
-/// Peaks of the sound; a click goes there.
+/// Draws the waveform of a sound. A click seeks to that time.
 function waveform(audio, url) {
   const canvas = el('canvas', { class: 'wave', width: WAVE_COLUMNS, height: 64, role: 'img', 'aria-label': 'waveform' });
   canvas.addEventListener('click', (event) => {

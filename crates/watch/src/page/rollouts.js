@@ -1,4 +1,4 @@
-// The rollout viewer: step, prompt, and its completions side by side.
+// Rollout viewer: the steps, the prompts of a step, and the completions of a prompt side by side.
 
 import { api, apiJson, el, failure, hash, number, place, remember, settled, signed, visible } from './shared.js';
 import { gallery } from './media.js';
@@ -29,7 +29,7 @@ export async function show(main, given, params) {
   status = el('p', { class: 'quiet', role: 'status' });
   stepBox = el('input', { type: 'number', min: '0', class: 'step', 'aria-label': 'step', onchange: () => go({ step: nearest(Number(stepBox.value)) }) });
   stepOf = el('span', { class: 'quiet' });
-  const move = (by) => el('button', { type: 'button', title: by < 0 ? 'step before (p)' : 'next step (n)', onclick: () => moveStep(by) }, by < 0 ? '‹' : '›');
+  const move = (by) => el('button', { type: 'button', title: by < 0 ? 'previous step (p)' : 'next step (n)', onclick: () => moveStep(by) }, by < 0 ? '‹' : '›');
   const whose = runs.length > 1 ? el('select', { 'aria-label': 'run', onchange: () => go({ run: Number(whose.value), step: undefined }) }, runs.map((run) => el('option', { value: String(run.at) }, run.name))) : null;
   if (whose) whose.value = params.run ?? '0';
   form = filters();
@@ -45,14 +45,14 @@ export async function show(main, given, params) {
 
 export function hide() { root = null; }
 
-/// The same view with another place. False makes the page build it anew.
+/// Shows another place in the same view. Returns false if the page must rebuild the view.
 export function navigate(params) {
   if (!root) return false;
   open(params).catch((error) => detail.replaceChildren(failure(error)));
   return true;
 }
 
-/// New steps: the list follows them where the newest one was asked for.
+/// Handles new steps: the list follows them if it shows the newest one.
 export const update = settled(300, async (news) => {
   if (!root || !news.some((run) => run.at === (current.run ?? 0))) return;
   steps = await apiJson('steps', { run: current.run });
@@ -140,8 +140,8 @@ function filters() {
   const apply = settled(250, () => go({ ...Object.fromEntries(['text', 'min', 'max', 'category'].map((name) => [name, form.elements[name].value || undefined])), cut: form.elements.cut.checked || undefined, unparsed: form.elements.unparsed.checked || undefined }));
   return el('form', { class: 'filters', onsubmit: (event) => event.preventDefault(), oninput: apply, 'aria-label': 'Filters over all steps' },
     el('input', { name: 'text', type: 'search', placeholder: 'find in all steps', 'aria-label': 'find text' }),
-    el('input', { name: 'min', type: 'number', step: 'any', placeholder: 'reward ≥', 'aria-label': 'least reward' }),
-    el('input', { name: 'max', type: 'number', step: 'any', placeholder: 'reward ≤', 'aria-label': 'greatest reward' }),
+    el('input', { name: 'min', type: 'number', step: 'any', placeholder: 'reward ≥', 'aria-label': 'lowest reward' }),
+    el('input', { name: 'max', type: 'number', step: 'any', placeholder: 'reward ≤', 'aria-label': 'highest reward' }),
     el('input', { name: 'category', placeholder: 'category', 'aria-label': 'category' }),
     el('label', {}, el('input', { name: 'cut', type: 'checkbox' }), ' cut off'),
     el('label', {}, el('input', { name: 'unparsed', type: 'checkbox' }), ' no answer'),
@@ -174,7 +174,7 @@ async function groups(run, step, from, mine) {
 
 let ranges = {};
 
-/// The range of rewards seen so far in a run, so that bars compare across prompts.
+/// Returns the range of rewards seen so far in a run, so that bars are comparable across prompts.
 function spread(run, rewards) {
   const [low, high] = ranges[run] ?? [0, 1e-9];
   const own = rewards.filter((reward) => reward !== null);
@@ -194,7 +194,7 @@ function more(then) {
   list.append(item);
 }
 
-/// Searches on until a page is full or all is seen; every answer comes quickly and says where to go on.
+/// Searches until a page is full or all steps are searched. Each response arrives quickly and contains the position to continue from.
 async function find(run, filter, mine) {
   let next = { step: 0, byte: 0 };
   const one = async () => {
@@ -258,7 +258,7 @@ async function prompt(mine) {
   if (current.sample !== undefined) cards.querySelector(`[data-sample="${CSS.escape(current.sample)}"]`)?.scrollIntoView({ block: 'nearest' });
 }
 
-/// A text of the server, cut where it is very long, with a way to see all of it.
+/// Shows a text from the server. A very long text is shortened, with a button that shows all of it.
 function text({ text: shown, chars }, where) {
   const pre = el('pre', {}, visible(shown));
   const cut = chars > [...shown].length;
@@ -290,13 +290,13 @@ function card(own, where, scale) {
   return { node, paint };
 }
 
-/// Green above 0, red below, for −1 … 1.
+/// Returns a colour for a value from −1 to 1: green above 0, red below.
 function tint(value) {
   const share = Math.min(1, Math.abs(value || 0));
   return share < 0.01 ? '' : `color-mix(in oklab, var(${value < 0 ? '--bad' : '--good'}) ${Math.round(share * 30)}%, var(--card))`;
 }
 
-/// The numbers of one token, from what is recorded.
+/// Computes the numbers of one token from the recorded ones.
 function at(numbers, i) {
   const logprob = numbers.logprobs[i];
   const before = (numbers.old_logprobs ?? numbers.sampled_logprobs)?.[i];

@@ -1,6 +1,6 @@
-// Functions of every view: the server's answers, elements without markup, text that cannot hide anything, numbers.
+// Functions for all views: server requests, elements without markup, text with invisible characters made visible, numbers.
 
-/// The command that serves this page again.
+/// Command that serves this page again.
 export const again = { command: 'omnigrpo watch RUN_DIR' };
 
 export async function api(path, params = {}) {
@@ -17,7 +17,7 @@ export const apiJson = async (path, params) => (await api(path, params)).json();
 
 export const mediaUrl = (params) => `api/media?${new URLSearchParams(params)}`;
 
-/// An element. Children are nodes or text; text is never read as markup.
+/// Creates an element. Children are nodes or text; text is never parsed as markup.
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -31,10 +31,10 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Characters that a reader would not see, or that turn the direction of writing.
+// Characters that are invisible or that change the writing direction.
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/u;
 
-/// Text as nodes: what cannot be seen is named.
+/// Converts text to nodes and makes invisible characters visible.
 export function visible(text) {
   if (!UNSEEN.test(text)) return [text];
   const nodes = [];
@@ -54,16 +54,16 @@ export function visible(text) {
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
   const size = Math.abs(value);
-  // Remainders of rounding, and of means that have long been 0.
+  // Rounding errors, including those of means that have long been 0.
   if (size < 1e-12) return '0';
   if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
   return String(Number(value.toFixed(size >= 100 ? 1 : digits)));
 }
 
-// Names that repeat a number under the name of another program.
+// Metrics that repeat a number under the name that another program uses for it.
 const ALIASES = [/^rewards\/[^/]+$/, /^clip_ratio$/, /^completion_length$/, /^grpo\/(kl_div|format_reward|accuracy_reward|total_reward|total_loss)$/, /^eval_(?!reward$).*_reward$/];
 
-/// Names without those that repeat a number of `rows`.
+/// Removes the names of metrics that only repeat another number of `rows`.
 export function distinct(names, rows) {
   const known = new Set(names);
   const repeats = (name) => {
@@ -73,7 +73,7 @@ export function distinct(names, rows) {
   return names.filter((name) => !ALIASES.some((alias) => alias.test(name)) && !repeats(name));
 }
 
-/// A text as one word of a shell.
+/// Quotes a text as one word of a shell command.
 export const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 export const signed = (value, digits = 2) =>
@@ -86,7 +86,7 @@ export function duration(secs) {
   return `${Math.floor(secs / 3600)} h ${Math.round((secs % 3600) / 60)} min`;
 }
 
-/// Where the page is: a view and its parameters, in the part of the address that the server does not see.
+/// Current view and its parameters, stored in the part of the URL that the server does not receive.
 export function place() {
   const [view, query = ''] = location.hash.replace(/^#\/?/, '').split('?');
   return { view: view || 'charts', params: Object.fromEntries(new URLSearchParams(query)) };
@@ -106,7 +106,7 @@ export function remember(name, value) {
   return null;
 }
 
-/// Calls a function once, when calls have stopped for a while.
+/// Wraps a function so that it runs once, after calls have stopped for a while.
 export function settled(wait, then) {
   let timer;
   return (...given) => {
