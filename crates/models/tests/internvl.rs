@@ -293,7 +293,7 @@ fn what_a_layout_cannot_say_is_an_error() {
         ("internvl_original", |c| c["ps_version"] = "v1".into(), "ps_version"),
         ("internvl_original", |c| c["select_layer"] = (-2).into(), "select_layer is -2"),
         ("internvl_original", |c| c["force_image_size"] = 30.into(), "multiple of 14 px"),
-        ("internvl_original", |c| c["max_dynamic_patch"] = 4000.into(), "at most 1024"),
+        ("internvl_original", |c| c["max_dynamic_patch"] = 4000.into(), "maximum <= 1024"),
         ("internvl_hf", |c| c["vision_feature_layer"] = (-2).into(), "vision_feature_layer is -2"),
         ("internvl_hf", |c| c["image_token_id"] = 320.into(), "vocabulary of 320"),
         ("internvl_hf", |c| c["text_config"]["rope_scaling"]["rope_type"] = "zzz".into(), "zzz"),

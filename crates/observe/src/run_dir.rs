@@ -516,6 +516,6 @@ mod tests {
         let path = directory.path().join("run");
         fs::write(&path, "").unwrap();
         let error = RunDir::open(&path, Existing::Refuse).unwrap_err().to_string();
-        assert!(error.contains("a file is in the place of a directory should be"), "{error}");
+        assert!(error.contains("a file is in the place of a directory"), "{error}");
     }
 }

@@ -263,8 +263,8 @@ mod tests {
         }
         trackers.finish(Duration::from_secs(20));
         assert_eq!((bad_steps.lock().unwrap().as_slice(), steps.lock().unwrap().len()), (&[1][..], 30));
-        let expected = "warning: made receives no more data: the disk is full. The run continues, and metrics.jsonl has \
-                        everything\n";
+        let expected = "warning: made receives no more data: the disk is full. The run continues, and metrics.jsonl \
+                        contains all metrics\n";
         assert_eq!(said(&buffer), expected);
     }
 

@@ -398,7 +398,7 @@ fn settings_that_a_family_does_not_read() {
     place.write("c.yaml", "max_pixels: 12544\n");
     place
         .run(&format!("{humanomni} --config c.yaml"))
-        .fails(2, &["at: c.yaml:1", "help: pictures have the size of its tower"]);
+        .fails(2, &["at: c.yaml:1", "help: its pictures always have the size of its tower"]);
     // The family's own preset sets pixels for Qwen models, which it also serves, and qwen-mcq sets bounds for tiles.
     let left = |preset: &str, name: &str| {
         place.run(&format!("{} --preset {preset} --max_completion_length 4", show(name))).ok().stderr

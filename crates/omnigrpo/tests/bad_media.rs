@@ -134,7 +134,7 @@ fn a_decoder_that_answers_nonsense() {
     place.write("clip.mp4", "anything");
     with(&place, CLIP);
     programs(&place, &[("ffprobe", "echo nonsense")]);
-    skipped(&place, "", "ffprobe gave an unreadable answer");
+    skipped(&place, "", "cannot parse the output of ffprobe");
 }
 
 #[test]

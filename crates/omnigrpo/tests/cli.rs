@@ -418,7 +418,7 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     .unwrap();
     let config = show(&["eval", "--config", "run.yaml"]);
     let note = "# the file of settings describes a training run, whose sampling settings are ignored: `num_generations` 4, \
-                `temperature` 0.7, `top_p` 0.9. Flags of `eval` set them\n";
+                `temperature` 0.7, `top_p` 0.9. Set them with flags of `eval`\n";
     assert!(config.contains(note), "{config}");
     for (name, value) in [("num_generations", "1"), ("temperature", "0.0")] {
         assert_eq!(setting(&config, name), format!("{name}: {value} # default"));
@@ -432,7 +432,7 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     let config = show(&["generate", "--config", "resolved.yaml"]);
     assert_eq!(setting(&config, "num_generations"), "num_generations: 1 # default");
     assert!(
-        config.contains("`temperature` 0.7") && config.contains("Flags of `generate` set them"),
+        config.contains("`temperature` 0.7") && config.contains("Set them with flags of `generate`"),
         "{config}"
     );
     assert!(

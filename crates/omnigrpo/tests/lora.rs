@@ -71,7 +71,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     // The projector that came with the adapter stays, although it is no longer trained.
     assert!(config["modules_to_save"].as_array().unwrap().contains(&json!("model.visual.merger.mlp.0")));
     place.run(&format!("{go_on} --lora_r 8")).fails(2, &["lora_r", "has its own"]);
-    place.run("score --model run --input rows.jsonl --output x.jsonl").fails(2, &["holds an adapter"]);
+    place.run("score --model run --input rows.jsonl --output x.jsonl").fails(2, &["contains an adapter"]);
 }
 
 #[test]

@@ -143,7 +143,7 @@ mod tests {
             vec![path("in/a.png"), path("in/../in/a.png"), path("in/secret.png"), path("in"), path("x")];
         assert_eq!(open(&paths, 0).unwrap().mime, "image/png");
         let told = |paths: &[String], at| open(paths, at).unwrap_err().to_string();
-        assert!(told(&paths, 1).contains("a run records the file itself"));
+        assert!(told(&paths, 1).contains("a run records the path of the file itself"));
         assert!(told(&paths, 2).contains("it is not a picture, clip or sound"));
         assert!(told(&paths, 3).ends_with("in is not a file"));
         assert!(told(&paths, 4).ends_with("x does not exist"));
@@ -152,7 +152,7 @@ mod tests {
         {
             std::os::unix::fs::symlink(root.join("in/a.png"), root.join("in/link.png")).unwrap();
             paths.push(path("in/link.png"));
-            assert!(told(&paths, 5).contains("a run records the file itself"));
+            assert!(told(&paths, 5).contains("a run records the path of the file itself"));
         }
     }
 }

@@ -1,6 +1,5 @@
 //! `plan`, and the prediction of memory that `train` makes before it loads a model: memory by part, and flags that reduce it.
-//! `plan`
-//! also predicts the time of a run on the CPU.
+//! `plan` also predicts the time of a run on the CPU.
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::MediumKind;
@@ -513,7 +512,7 @@ mod tests {
         for part in [
             "does not fit into memory",
             "4.0 GB (weights 2.0 GB, activations 2.0 GB)",
-            "at most 3.0 GB, what is free",
+            "at most the free 3.0 GB",
             "with `--gradient_checkpointing` it takes 2.5 GB",
         ] {
             assert!(problem.contains(part), "{problem}");

@@ -317,9 +317,9 @@ fn moments_and_states_that_cannot_be_are_refused() {
         std::fs::write(&path, changed.to_string()).unwrap();
     };
     with("global_step", json!(1u64 << 63));
-    refused("it is of step 9223372036854775808");
+    refused("it is from step 9223372036854775808");
     with("optimizer_steps", json!({}));
-    refused("tensors, expected the 0 of the weights that trainer_state.json names");
+    refused("tensors, expected 0 for the weights listed in trainer_state.json");
     with("rollout", json!(7));
     refused("beyond step 1");
     with("order", json!({ "epoch": 0, "index": 99, "skipped": [] }));
