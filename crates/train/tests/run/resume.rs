@@ -321,7 +321,7 @@ fn moments_and_states_that_cannot_be_are_refused() {
     with("optimizer_steps", json!({}));
     refused("tensors, expected 0 for the weights listed in trainer_state.json");
     with("rollout", json!(7));
-    refused("beyond step 1");
+    refused("exceeds step 1");
     with("order", json!({ "epoch": 0, "index": 99, "skipped": [] }));
     sign(&one);
     let message = told(&run(new()).unwrap_err());
