@@ -1,20 +1,21 @@
-//! Question templates: fixed wording put around the last question of a prompt. Rows stay verbatim with `none`.
+//! Question templates: fixed wording around the last question of a prompt. The template `none` leaves rows unchanged.
 //!
-//! The wordings are those the source systems train and evaluate with (VLM-R1's per task, R1-V's, R1-Omni's); a model
-//! tuned on one of them expects it to the letter, double spaces included.
+//! The wordings are those the original systems train and evaluate with (VLM-R1's per task, R1-V's, R1-Omni's). A model tuned on
+//! one of them expects it exactly, including double spaces.
 
 use omnigrpo_text::{Part, Turn};
 
 use crate::error::DataError;
 
-/// A row of the table of templates.
+/// Entry of the table of question templates.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QuestionTemplate {
     /// Name of the template.
     pub name: &'static str,
     /// Purpose of the template.
     pub doc: &'static str,
-    /// The wording; `{Question}` stands for the row's text. Without it the row's text is replaced.
+    /// Wording of the template, in which `{Question}` stands for the row's text. A wording without `{Question}` replaces the
+    /// row's text.
     pub wording: &'static str,
 }
 
@@ -59,10 +60,10 @@ pub const QUESTION_TEMPLATES: &[QuestionTemplate] = &[
 ];
 
 impl QuestionTemplate {
-    /// The template of that name.
+    /// Returns the template with this name.
     ///
     /// # Errors
-    /// [`DataError::UnknownName`].
+    /// Returns [`DataError::UnknownName`] if there is no such template.
     pub fn named(name: &str) -> Result<&'static Self, DataError> {
         let names = QUESTION_TEMPLATES.iter().map(|template| template.name);
         QUESTION_TEMPLATES
@@ -71,7 +72,7 @@ impl QuestionTemplate {
             .ok_or_else(|| DataError::unknown_name("question template", name, names))
     }
 
-    /// Puts the wording around the text of `turn`; media stay where they are.
+    /// Puts the wording around the text of `turn`. The media keep their positions.
     pub(crate) fn apply(&self, turn: &mut Turn) {
         let Some((before, after)) = self.wording.split_once("{Question}") else {
             turn.parts.retain(|part| matches!(part, Part::Medium { .. }));

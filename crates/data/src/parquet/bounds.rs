@@ -1,11 +1,11 @@
-//! Bounds on what a table unpacks to, before it is unpacked.
+//! Limits on the unpacked size of a table, checked before it is unpacked.
 //!
-//! A page says in its header how long it becomes, and the reader of the crate makes room for as much; one text of its
-//! dictionary may stand a million times in one row, and the reader copies each. [`Bounded`] looks at every header before
-//! the reader does, and [`Lengths`] adds up the texts of a row while they are still references.
+//! The header of a page states its unpacked length, and the crate's reader allocates memory of this size. One text of a dictionary
+//! may occur a million times in one row, and the reader copies every occurrence. [`Bounded`] checks every header before the
+//! reader sees it. [`Lengths`] adds up the texts of a row while they are still references.
 //!
-//! Refused: pages and rows beyond the limits, headers that name a field twice or in another order than every writer does, and
-//! pages that become longer than they say.
+//! These are errors: pages and rows above the limits, headers with repeated or unordered fields, and pages that unpack to more
+//! bytes than their header states.
 
 use std::fs::File;
 use std::io::{self, Read, Seek as _, SeekFrom};
@@ -19,12 +19,12 @@ use ::parquet::file::reader::{ChunkReader, Length, RowGroupReader};
 use bytes::Bytes;
 use flate2::read::MultiGzDecoder;
 
-/// How much of a table may be in memory.
+/// Limits on the part of a table that is in memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    /// Bytes of unpacked pages, and of one row.
+    /// Maximum bytes of unpacked pages, and of one row.
     pub(super) num_bytes: u64,
-    /// Values of repeated columns in the pages that one row opens.
+    /// Maximum number of values in the pages of repeated columns that one row reads.
     pub(super) num_values: u64,
 }
 
@@ -34,18 +34,19 @@ impl Default for Limits {
     }
 }
 
-/// Bytes of a page's header; statistics are the longest part of real ones.
+/// Maximum size of a page's header, bytes. In practice statistics are the longest part of a header.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
-/// Bytes that the reader takes for a value of a dictionary, beside its content; it makes room for as many as are said.
+/// Memory of the reader per dictionary value, bytes, in addition to the content. The reader allocates it for the stated number of
+/// values.
 const DICTIONARY_VALUE_BYTES: u64 = 32;
-/// Headers nest three deep.
+/// Maximum nesting depth. Real headers nest three deep.
 const MAX_DEPTH: usize = 8;
 
 fn refused(what: impl Into<String>) -> ParquetError {
     ParquetError::General(what.into())
 }
 
-/// The column chunk of a row group that is being read, and what of it is in memory.
+/// Column chunk of the current row group, with the sizes of its pages in memory.
 #[derive(Debug)]
 struct Chunk {
     start: u64,
@@ -63,7 +64,7 @@ struct Open {
     row_values: u64,
 }
 
-/// Memory of a reader; a handle.
+/// Shared handle to the record of a reader's memory use.
 #[derive(Debug, Clone)]
 pub(super) struct Opened {
     open: Arc<Mutex<Open>>,
@@ -71,7 +72,7 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Begins a row group.
+    /// Starts a row group.
     pub(super) fn row_group(&self, group: &RowGroupMetaData) -> Result<()> {
         let chunk = |column: &::parquet::file::metadata::ColumnChunkMetaData| {
             let (start, len) = column.byte_range();
@@ -90,7 +91,7 @@ impl Opened {
         Ok(())
     }
 
-    /// Begins a row.
+    /// Starts a row.
     pub(super) fn row(&self) {
         let mut open = self.lock();
         (open.row_bytes, open.row_values) = (0, 0);
@@ -100,11 +101,11 @@ impl Opened {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at the page whose header begins at `start`.
+    /// Checks the page whose header begins at `start`.
     fn page(&self, file: &File, start: u64) -> Result<()> {
         let mut open = self.lock();
         if open.chunks.is_empty() {
-            // The table's own description is being read.
+            // No row group has started: the reader is reading the table's metadata.
             return Ok(());
         }
         let Some(at) = open.chunks.iter().position(|c| (c.start..c.end).contains(&start)) else {
@@ -112,7 +113,8 @@ impl Opened {
         };
         let mut input = Counted { inner: file.get_read(start)?.take(MAX_HEADER_BYTES), num_bytes: 0 };
         let header = Header::read(&mut input)?;
-        // Both make room for as many values as their content says, and the second repeats the values' beginnings.
+        // Both delta encodings allocate memory for as many values as their content states. The second one also repeats the
+        // prefixes of values.
         if header.is_delta {
             return Err(refused(
                 "texts in an encoding of differences, whose size in memory nothing bounds; write it plain",
@@ -143,7 +145,7 @@ impl Opened {
             return Err(too_large("the pages of a row hold", open.row_values, limits.num_values, "values"));
         }
         drop(open);
-        // Among the supported compressions, this one alone does not stop at the stated length.
+        // Gzip is the only supported compression whose decoder does not stop at the stated length.
         if gzip && header.is_packed {
             let expected = header.unpacked_bytes.saturating_sub(header.plain_bytes);
             let mut body = file.try_clone()?;
@@ -162,7 +164,7 @@ fn too_large(what: &str, got: u64, limit: u64, unit: &str) -> ParquetError {
     refused(format!("{what} {got} {unit} in memory, expected at most {limit}"))
 }
 
-/// A file whose pages are looked at before they are unpacked.
+/// File whose pages are checked before they are unpacked.
 #[derive(Debug)]
 pub(super) struct Bounded {
     file: File,
@@ -188,7 +190,7 @@ impl Length for Bounded {
 impl ChunkReader for Bounded {
     type T = <File as ChunkReader>::T;
 
-    // The reader comes here for headers of pages, and before that for the end of the file.
+    // The reader calls this for the footer of the file first, and then for the headers of pages.
     fn get_read(&self, start: u64) -> Result<Self::T> {
         self.opened.page(&self.file, start)?;
         self.file.get_read(start)
@@ -202,7 +204,7 @@ impl ChunkReader for Bounded {
     }
 }
 
-/// Sums of the lengths of a row's values, for columns that may have several values in a row.
+/// Sum of the value lengths of each row, over the columns that can have several values per row.
 pub(super) struct Lengths {
     columns: Vec<ColumnReader>,
     limit: u64,
@@ -226,7 +228,7 @@ impl Lengths {
         Ok(Self { columns, limit: limits.num_bytes })
     }
 
-    /// Looks at the next row.
+    /// Checks the next row.
     pub(super) fn check_row(&mut self) -> Result<()> {
         let (mut definitions, mut repetitions) = (Vec::new(), Vec::new());
         let mut num_bytes = 0;
@@ -255,16 +257,16 @@ impl Lengths {
     }
 }
 
-/// Size fields of a page's header. Source: `PageHeader` of parquet.thrift, in Thrift's compact protocol.
+/// Size fields of a page header. Source: `PageHeader` of parquet.thrift, in Thrift's compact protocol.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Header {
     is_dictionary: bool,
     unpacked_bytes: u64,
     packed_bytes: u64,
     num_values: u64,
-    /// Whether texts are lengths and differences (`DELTA_LENGTH_BYTE_ARRAY`, `DELTA_BYTE_ARRAY`).
+    /// Flag for texts stored as lengths and differences (`DELTA_LENGTH_BYTE_ARRAY`, `DELTA_BYTE_ARRAY`).
     is_delta: bool,
-    /// Bytes at the start of a page of version 2 that are never compressed.
+    /// Number of bytes at the start of a version 2 page that are never compressed.
     plain_bytes: u64,
     is_packed: bool,
 }
@@ -284,7 +286,7 @@ impl Header {
                 [1] => header.is_dictionary = value == 2,
                 [2] => sizes[0] = Some(size()?),
                 [3] => sizes[1] = Some(size()?),
-                // Pages of data, of a dictionary, and of data in version 2.
+                // Data page, dictionary page and version 2 data page.
                 [5 | 7 | 8, 1] => header.num_values = header.num_values.max(size()?),
                 [5, 2] | [8, 4] => header.is_delta |= matches!(value, 6 | 7),
                 [8, 5 | 6] => header.plain_bytes += size()?,
@@ -300,8 +302,8 @@ impl Header {
     }
 }
 
-/// Reads a structure and hands every whole number and truth value to `found`, with the numbers of its fields from the top.
-/// Fields must come in ascending order, so that none comes twice.
+/// Reads a structure and passes every integer and boolean to `found`, with the path of field numbers from the top. Fields must be
+/// in ascending order, so that none can occur twice.
 fn fields(
     input: &mut impl Read,
     path: &mut Vec<i64>,
@@ -339,7 +341,7 @@ fn fields(
                 over(input, len)?;
             }
             12 => fields(input, path, found)?,
-            // No header has lists or maps.
+            // A header never contains lists or maps.
             other => return Err(refused(format!("a page's header has a field of type {other}"))),
         }
     }
@@ -370,13 +372,13 @@ fn unsigned(input: &mut impl Read) -> Result<u64> {
     Err(refused("a number of a page's header is too long"))
 }
 
-/// A whole number, zigzag.
+/// Reads a zigzag-encoded integer.
 fn number(input: &mut impl Read) -> Result<i64> {
     let value = unsigned(input)?;
     Ok((value >> 1) as i64 ^ -((value & 1) as i64))
 }
 
-/// Counts what is read.
+/// Reader that counts the bytes read.
 struct Counted<R> {
     inner: R,
     num_bytes: u64,
@@ -399,7 +401,7 @@ mod tests {
 
     use super::*;
 
-    /// A whole number of 32 bits in the compact protocol.
+    /// Encodes a 32-bit integer in the compact protocol.
     fn varint(value: i32) -> Vec<u8> {
         let mut rest = (value << 1 ^ value >> 31) as u32;
         let mut bytes = Vec::new();
@@ -411,7 +413,7 @@ mod tests {
         bytes
     }
 
-    /// A page's header: kind, both sizes, and the structure `id` with a number of values and an encoding.
+    /// Builds a page header: kind, both sizes, and the structure `id` with a number of values and an encoding.
     fn header(kind: i32, sizes: [i32; 2], id: u8, num_values: i32, encoding: i32) -> Vec<u8> {
         let mut bytes = Vec::new();
         for value in [kind, sizes[0], sizes[1]] {
@@ -457,7 +459,7 @@ mod tests {
             (&good[..good.len() - 1], "ends early"),
             (&[0x15, 0, 0], "without its sizes"),
             (&header(0, [-1, 60], 5, 9, 0), "says -1 for a size"),
-            // The second field once more, by its number.
+            // The second field again, by its explicit number.
             (&[0x25, 4, 0x05, 4, 4, 0], "out of order"),
             (&[0x19, 0, 0], "a field of type 9"),
             (&[0x1c; 20], "nests too deep"),
