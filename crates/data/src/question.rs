@@ -63,7 +63,7 @@ impl QuestionTemplate {
     /// Returns the template with this name.
     ///
     /// # Errors
-    /// Returns [`DataError::UnknownName`] if there is no such template.
+    /// Returns [`DataError::UnknownName`] if the template is unknown.
     pub fn named(name: &str) -> Result<&'static Self, DataError> {
         let names = QUESTION_TEMPLATES.iter().map(|template| template.name);
         QUESTION_TEMPLATES

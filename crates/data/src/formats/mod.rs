@@ -81,7 +81,7 @@ impl Format {
     /// Returns the format with this name.
     ///
     /// # Errors
-    /// Returns [`DataError::UnknownName`] if there is no such format.
+    /// Returns [`DataError::UnknownName`] if the format is unknown.
     pub fn named(name: &str) -> Result<&'static Self, DataError> {
         let names = FORMATS.iter().map(|format| format.name);
         FORMATS
