@@ -334,7 +334,7 @@ fn misfit(medium: &MediumRef, info: &MediumInfo) -> Option<String> {
     if let (Some(segments), Some(num_frames)) = (&medium.options.segments, info.num_frames) {
         let expected: u64 = segments.frame_counts.iter().map(|&frames| u64::from(frames)).sum();
         if expected > num_frames {
-            return Some(format!("got {num_frames} frames, expected the {expected} of meta.frame_cnts"));
+            return Some(format!("got {num_frames} frames, expected {expected}, the sum of meta.frame_cnts"));
         }
     }
     match (medium.options.video_start, info.duration_secs) {
@@ -522,7 +522,7 @@ mod tests {
         let missing: Vec<_> = report.problems.iter().map(|problem| problem.missing).collect();
         assert_eq!(missing, [Some(MediumKind::Image), None, None, None]);
         for (problem, expected) in report.problems.iter().zip([
-            "no such file",
+            "the file does not exist",
             "not an image",
             "not a JSON row",
             "got 93 tokens, expected at most 85",
@@ -576,7 +576,7 @@ mod tests {
         assert_eq!(checked(&|attempt| attempt != 2 && attempt != 3).unwrap(), expected);
         let error = checked(&|_| false).unwrap_err();
         assert!(matches!(error, DataError::Machine { .. }), "{error}");
-        assert!(omnigrpo_guard::told(&error).contains("no fault of the row"), "{error}");
+        assert!(omnigrpo_guard::told(&error).contains("the row may be fine"), "{error}");
     }
 
     #[test]
@@ -606,7 +606,8 @@ mod tests {
         let got: Vec<_> =
             report.problems.iter().map(|problem| (problem.row, problem.what.as_str())).collect();
         let clip = folder.path().canonicalize().unwrap().join("c.mp4");
-        let frames = format!("video {}: got 26 frames, expected the 27 of meta.frame_cnts", clip.display());
+        let frames =
+            format!("video {}: got 26 frames, expected 27, the sum of meta.frame_cnts", clip.display());
         let start = format!(
             "video {}: got a length of 2.6 s, expected more than video_start = 2.6 s",
             clip.display()

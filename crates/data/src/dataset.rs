@@ -143,9 +143,9 @@ fn unpacked(path: &Path, options: &ReadOptions) -> Result<Option<PathBuf>, DataE
         return crate::parquet::unpack(path, cache_dir).map(Some);
     }
     let why = if cfg!(feature = "parquet") && options.cache_dir.is_none() {
-        "no folder to unpack it in"
+        "no cache folder to unpack it into"
     } else {
-        "a program that was built without the feature parquet"
+        "a program built without the feature parquet"
     };
     Err(DataError::UnknownFile { path: path.to_owned(), got: format!("a parquet table and {why}") })
 }
@@ -211,7 +211,7 @@ impl Dataset {
         let mut start = 0;
         for (number, spec) in specs.iter().enumerate() {
             if is_yaml(&spec.file) {
-                let got = "a YAML file in place of annotations".to_owned();
+                let got = "a YAML file instead of an annotation file".to_owned();
                 return Err(DataError::UnknownFile { path: spec.file.clone(), got });
             }
             let file = match unpacked(&spec.file, options)? {

@@ -41,7 +41,7 @@ pub enum DataError {
     },
     /// Repeated failure of the machine while rows were checked. The rows may be fine.
     #[error(
-        "the machine failed at {}:{line}; this is no fault of the row, and the same command can succeed once the machine is well",
+        "the machine failed while {}:{line} was checked; the row may be fine, so fix the machine and run the same command again",
         path.display()
     )]
     Machine {
@@ -53,7 +53,7 @@ pub enum DataError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// File that was changed while in use.
-    #[error("{}:{line}: the row is not the one that stood there when the file was opened, so the file was written to while in use; nothing of the new text was used. Put the file back as it was and start again to resume, or start a new run with the new rows", path.display())]
+    #[error("{}:{line}: the row has changed since the file was opened, so the file was written to while in use; no changed row was used. Restore the file and start again to resume, or start a new run with the new rows", path.display())]
     Changed {
         /// Path of the file.
         path: PathBuf,
@@ -103,7 +103,7 @@ pub enum DataError {
         expected: &'static str,
     },
     /// Registry or list file without the expected keys.
-    #[error("{}: neither a registry of datasets nor a list of files that can be read", path.display())]
+    #[error("{}: cannot be read as a registry of datasets or a list of files", path.display())]
     Registry {
         /// Path of the file.
         path: PathBuf,
@@ -165,7 +165,7 @@ pub struct RowError {
 #[non_exhaustive]
 pub enum RowProblem {
     /// Index beyond the end of the dataset.
-    #[error("no such row: the dataset has {len}")]
+    #[error("the row does not exist: the dataset has {len} rows")]
     OutOfRange {
         /// Number of rows.
         len: u64,
@@ -174,9 +174,7 @@ pub enum RowProblem {
     #[error("cannot read the row")]
     Io(#[from] std::io::Error),
     /// Row whose content changed after the file was opened.
-    #[error(
-        "the row is not the one that stood there when the file was opened; the file was written to while in use"
-    )]
+    #[error("the row has changed since the file was opened; the file was written to while in use")]
     Changed,
     /// Row above the size limit.
     #[error("the row is longer than {limit_bytes} bytes; refer to media by path instead of embedding them")]
@@ -207,7 +205,7 @@ pub enum RowProblem {
     },
     /// Prompt that does not end with a question.
     #[error(
-        "the prompt has no {missing}: got turns [{roles}], expected a user turn last, before the answer if there is one"
+        "the prompt has no {missing}: got turns [{roles}], expected a user turn at the end, or before the final answer"
     )]
     NoPrompt {
         /// Missing part.
@@ -248,7 +246,7 @@ pub enum RowProblem {
 #[non_exhaustive]
 pub enum PathProblem {
     /// Path that leaves its root through `..`, a link or an absolute path.
-    #[error("the path leaves its root {}; give the folder it lies in as Roots::{kind}s", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "))]
+    #[error("the path leaves its root {}; add its folder to Roots::{kind}s", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "))]
     LeavesRoot {
         /// Kind of media that the roots are for.
         kind: MediumKind,
@@ -256,7 +254,7 @@ pub enum PathProblem {
         roots: Vec<PathBuf>,
     },
     /// Folder of frames with a link that leaves the root.
-    #[error("its link {} leads out of {}; copy the file, or give a folder around both as Roots::{kind}s", link.display(), root.display())]
+    #[error("its link {} leads out of {}; copy the linked file, or set Roots::{kind}s to a folder that contains both", link.display(), root.display())]
     LinkLeavesRoot {
         /// Kind of media that the root is for.
         kind: MediumKind,
@@ -266,7 +264,7 @@ pub enum PathProblem {
         root: PathBuf,
     },
     /// File that exists under none of the roots.
-    #[error("no such file; looked for {}", tried.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "))]
+    #[error("the file does not exist; paths tried: {}", tried.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "))]
     NotFound {
         /// Paths that were tried.
         tried: Vec<PathBuf>,
@@ -283,10 +281,10 @@ pub enum PathProblem {
     #[error("it cannot be read")]
     Io(#[source] std::io::Error),
     /// Medium named by an address, which the run does not allow.
-    #[error("media by address are off; ReadOptions::fetch fetches them, or download the file")]
+    #[error("media by address are not allowed; set ReadOptions::fetch, or download the file")]
     UrlNotAllowed,
     /// Medium given by address or as bytes that could not be turned into a file.
-    #[error("there is no file of it")]
+    #[error("the medium could not be stored as a file")]
     Fetch(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Unsupported source: a `data:`, `s3:` or similar address, or bytes inside the row.
     #[error(

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 pub enum OrderError {
     /// Order without usable rows.
     #[error(
-        "no row left to draw: got {num_rows} rows of which {num_skipped} are skipped, expected at least one usable row; see the skipped rows' messages"
+        "no row left to draw: got {num_rows} rows of which {num_skipped} are skipped, expected at least one usable row; see the messages about the skipped rows"
     )]
     Empty {
         /// Number of rows in the order.
@@ -25,7 +25,7 @@ pub enum OrderError {
     },
     /// Saved state that does not belong to this order.
     #[error(
-        "saved data position is index {index} of an epoch with {num_rows} rows; the dataset changed since the checkpoint was written"
+        "the saved data position is index {index}, but the epoch has {num_rows} rows; the dataset has changed since the checkpoint was written"
     )]
     Position {
         /// Index in the saved state.

@@ -17,7 +17,7 @@ pub(crate) fn check_is_other(input: &Path, output: &Path) -> Result<(), DataErro
         true => Err(DataError::Setting {
             setting: "output",
             got: output.display().to_string(),
-            expected: "another file than the input",
+            expected: "a file other than the input",
         }),
         false => Ok(()),
     }

@@ -96,7 +96,7 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
                 num_bytes += out.line(&media.row(&row.map_err(told)?)?)?;
                 if num_bytes > limit_bytes {
                     return Err(unreadable(format!(
-                        "its {size} bytes became more than {limit_bytes} bytes of rows"
+                        "its {size} bytes unpack to more than {limit_bytes} bytes of rows"
                     )));
                 }
                 num_rows += 1;
@@ -106,7 +106,7 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
     };
     // The reader panics on unknown types and on some damaged files.
     let num_rows = omnigrpo_guard::guarded(copy)
-        .unwrap_or_else(|_| Err(unreadable("a type the reader does not know, or damage".to_owned())))?;
+        .unwrap_or_else(|_| Err(unreadable("it has an unsupported type or is damaged".to_owned())))?;
     if num_rows == 0 {
         return Err(DataError::Empty { files: input.display().to_string() });
     }
@@ -273,7 +273,7 @@ mod tests {
         std::fs::write(&input, longer).unwrap();
         assert!(Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).is_err());
         let none = Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &ReadOptions::default());
-        assert!(none.err().unwrap().to_string().contains("no folder to unpack it in"));
+        assert!(none.err().unwrap().to_string().contains("no cache folder to unpack it into"));
     }
 
     /// Returns a table with one column and one row that repeats the same value.
@@ -314,7 +314,7 @@ mod tests {
         assert!(bomb.len() < 1 << 18, "{}", bomb.len());
         let message = convert(&bomb, Limits::default()).unwrap_err();
         assert!(
-            message.contains("a row becomes 4294967296 bytes in memory, expected at most 1073741824"),
+            message.contains("a row takes 4294967296 bytes in memory, expected at most 1073741824"),
             "{message}"
         );
         let small = Limits { num_bytes: 1 << 20, ..Limits::default() };
@@ -329,13 +329,13 @@ mod tests {
             std::fs::remove_file(&output).unwrap();
             let message = convert(&bytes, small).unwrap_err();
             assert!(
-                message.contains("a page becomes") && message.contains("expected at most 1048576"),
+                message.contains("a page takes") && message.contains("expected at most 1048576"),
                 "{message}"
             );
         }
         let values = Limits { num_values: 4095, ..Limits::default() };
         let message = convert(&one_row(LIST, Compression::SNAPPY, b"a", 4096), values).unwrap_err();
-        assert!(message.contains("the pages of a row hold"), "{message}");
+        assert!(message.contains("the pages of a row have"), "{message}");
         assert!(!output.exists(), "a refused table left its rows");
     }
 

@@ -21,7 +21,7 @@ pub struct QuestionTemplate {
 
 /// All templates. The first one changes nothing.
 pub const QUESTION_TEMPLATES: &[QuestionTemplate] = &[
-    QuestionTemplate { name: "none", doc: "the row's text as it stands", wording: "{Question}" },
+    QuestionTemplate { name: "none", doc: "the row's text, unchanged", wording: "{Question}" },
     QuestionTemplate {
         name: "default",
         doc: "VLM-R1: thinking, then the final answer",
@@ -29,7 +29,7 @@ pub const QUESTION_TEMPLATES: &[QuestionTemplate] = &[
     },
     QuestionTemplate {
         name: "rec",
-        doc: "VLM-R1, referring expressions: as default, the answer in JSON",
+        doc: "VLM-R1, referring expressions: like `default`, with the answer in JSON",
         wording: "{Question} First output the thinking process in <think> </think> tags and then output the final answer in <answer> </answer> tags. Output the final answer in JSON format.",
     },
     QuestionTemplate {

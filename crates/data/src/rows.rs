@@ -80,7 +80,7 @@ impl RowFile {
         if piped {
             file = spooled(file).map_err(DataError::io("keep the rows of", path))?;
         } else if !metadata.is_file() {
-            let got = "no regular file and no pipe".to_owned();
+            let got = "neither a regular file nor a pipe".to_owned();
             return Err(DataError::UnknownFile { path: path.to_owned(), got });
         }
         Self::indexed(file, path, piped)
@@ -373,7 +373,7 @@ fn index_array(
                 _ if done => {
                     return Err(syntax(
                         line,
-                        "got something after the array's closing `]`, expected the end of the file",
+                        "got content after the array's closing `]`, expected the end of the file",
                     ));
                 }
                 b'[' if depth == 0 => {
@@ -405,7 +405,7 @@ fn index_array(
                     continue;
                 }
                 _ if after_pack => {
-                    return Err(syntax(line, "got something behind a packed list, expected `,` or `]`"));
+                    return Err(syntax(line, "got content after a packed list, expected `,` or `]`"));
                 }
                 b'}' if depth == between => {
                     return Err(syntax(line, "got `}` without its `{`; is a row's bracket missing?"));
@@ -427,7 +427,7 @@ fn index_array(
         return Err(syntax(
             line,
             &shorten(&format!(
-                "the array does not end (got {last} whole rows), expected `]`; is the file cut off?"
+                "the array has no end: got {last} complete rows, expected `]` after them; is the file truncated?"
             )),
         ));
     }
@@ -490,16 +490,16 @@ mod tests {
     #[test]
     fn broken_frames_name_the_line() {
         let cases = [
-            ("[{\"a\":1},\n{\"b\":", 2, "does not end"),
+            ("[{\"a\":1},\n{\"b\":", 2, "has no end"),
             ("[{},\n,{}]", 2, "empty element"),
             ("[{},]", 1, "empty element"),
             ("[{}}]", 1, "without its"),
             ("[[{}],\n[]]", 2, "empty element"),
             ("[[{},]]", 1, "empty element"),
-            ("[[{}] {}]", 1, "behind a packed list"),
-            ("[[{}]\n[{}]]", 2, "behind a packed list"),
+            ("[[{}] {}]", 1, "after a packed list"),
+            ("[[{}]\n[{}]]", 2, "after a packed list"),
             ("[[{}}]]", 1, "without its"),
-            ("[[{}]", 1, "does not end"),
+            ("[[{}]", 1, "has no end"),
             ("[{}]\n[{}]", 2, "after the array"),
             ("{\n\"a\": 1}", 1, "several lines"),
         ];
@@ -546,7 +546,7 @@ mod tests {
             assert!(file.read(0).is_ok() && file.unchanged().is_ok(), "{name}");
             assert!(matches!(file.read(1), Err(RowProblem::Changed)), "{name}");
             let told = file.unchanged().unwrap_err().to_string();
-            assert!(told.contains(&format!("{name}:3: the row is not the one")), "{told}");
+            assert!(told.contains(&format!("{name}:3: the row has changed")), "{told}");
             // Restoring the text restores the rows, but the detected change stays recorded.
             std::fs::write(&path, text).unwrap();
             assert!(file.read(1).is_ok() && file.unchanged().is_err(), "{name}");

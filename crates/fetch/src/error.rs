@@ -17,7 +17,7 @@ pub enum FetchError {
     },
     /// Host outside the public network.
     #[error(
-        "`{host}` is {address}, an address of this machine or its network; UrlOptions::allow_private allows it"
+        "`{host}` resolves to {address}, an address of this machine or its local network; set UrlOptions::allow_private to allow it"
     )]
     NotPublic {
         /// Host of the request or of a redirect.
@@ -26,7 +26,7 @@ pub enum FetchError {
         address: IpAddr,
     },
     /// Failed or broken connection.
-    #[error("{url}: no connection, or it broke")]
+    #[error("{url}: the connection failed")]
     Network {
         /// Requested address.
         url: String,
@@ -86,7 +86,9 @@ pub enum FetchError {
         revision: String,
     },
     /// Push without a token.
-    #[error("the hub {endpoint} takes models from accounts only; set HF_TOKEN to a token that may write")]
+    #[error(
+        "the hub {endpoint} accepts models only from accounts; set HF_TOKEN to a token with write access"
+    )]
     NoToken {
         /// Address of the hub.
         endpoint: String,
@@ -102,7 +104,7 @@ pub enum FetchError {
         what: String,
     },
     /// Public repository where a private one was expected.
-    #[error("the repository `{name}` of the hub {endpoint} is there and public, expected a private one")]
+    #[error("the repository `{name}` of the hub {endpoint} exists and is public, expected a private one")]
     Public {
         /// Address of the hub.
         endpoint: String,
@@ -111,9 +113,9 @@ pub enum FetchError {
     },
     /// Missing access rights: the hub requires an account, or a different one.
     #[error(
-        "the hub {endpoint} does not give `{name}` (status {status}): {}",
-        if *with_token { "the account of the token may not read it; ask for access on its page" }
-        else { "it does not exist, or needs an account; set HF_TOKEN to a token of one that may read it" }
+        "the hub {endpoint} denies access to `{name}` (status {status}): {}",
+        if *with_token { "the token's account has no read access; request access on its page" }
+        else { "it does not exist or requires an account; set HF_TOKEN to a token with read access" }
     )]
     Denied {
         /// Address of the hub.
@@ -135,7 +137,7 @@ pub enum FetchError {
     },
     /// Dataset without parquet files.
     #[error(
-        "the dataset `{name}` has no parquet tables (its files: {files}); fetch it and give its files as rows"
+        "the dataset `{name}` has no parquet tables (its files: {files}); download it and pass its files as rows"
     )]
     NoTables {
         /// Name of the dataset.
@@ -144,7 +146,7 @@ pub enum FetchError {
         files: String,
     },
     /// Dataset that lacks the requested split, or has several of that name.
-    #[error("the dataset `{name}` has no single split `{wanted}`; it has {found}")]
+    #[error("the dataset `{name}` does not have exactly one split `{wanted}`; available: {found}")]
     NoSplit {
         /// Name of the dataset.
         name: String,
@@ -155,7 +157,7 @@ pub enum FetchError {
     },
     /// Model without safetensors weights.
     #[error(
-        "the model `{name}` has no safetensors weights (its files: {files}); pickled weights are not read"
+        "the model `{name}` has no safetensors weights (its files: {files}); pickled weights are unsupported"
     )]
     NoWeights {
         /// Name of the model.

@@ -38,7 +38,7 @@ fn config() -> ureq::config::ConfigBuilder<ureq::typestate::AgentScope> {
 fn check_scheme(url: &str) -> Result<(), FetchError> {
     let what = match url.split_once("://") {
         Some(("https", _)) if !cfg!(feature = "https") => {
-            "this build speaks http only; build with the feature `https`"
+            "this build supports only http; build with the feature `https`"
         }
         Some(("http" | "https", _)) => return Ok(()),
         _ => "expected http:// or https://",

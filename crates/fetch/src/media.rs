@@ -1,8 +1,8 @@
 //! Downloader of media by `http(s)` address into the cache.
 //!
-//! `urls/<hash of the address>` contains the name of a file in `media/`, which starts with the hash of its content. A cached medium is not
-//! requested again. These are errors: other schemes, more bytes or time than the limits, and hosts outside the public network
-//! unless they are allowed. Proxies are not used, because a proxy would contact hosts without this check.
+//! `urls/<hash of the address>` contains the name of a file in `media/`, which starts with the hash of its content. A cached
+//! medium is not requested again. These are errors: other schemes, more bytes or time than the limits, and hosts outside the
+//! public network unless they are allowed. Proxies are not used, because a proxy would contact hosts without this check.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};

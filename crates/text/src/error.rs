@@ -15,7 +15,7 @@ pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 #[non_exhaustive]
 pub enum TextError {
     /// File that exists but cannot be read.
-    #[error("cannot read {path}; check that the file is there and may be read")]
+    #[error("cannot read {path}; check that the file exists and is readable")]
     Read {
         /// Path of the file.
         path: PathBuf,
@@ -23,9 +23,7 @@ pub enum TextError {
         source: std::io::Error,
     },
     /// File above the size limit of this crate.
-    #[error(
-        "{path} has {got} bytes, more than the {limit} this program reads; check that it is the right file"
-    )]
+    #[error("{path} has {got} bytes, more than the limit of {limit} bytes; check that it is the right file")]
     TooLarge {
         /// Path of the file.
         path: PathBuf,
@@ -101,9 +99,7 @@ pub enum TextError {
         problem: String,
     },
     /// Failure of the machine to start a thread. No row is to blame.
-    #[error(
-        "{what} needs a thread of its own, and none could be started; raise the limit of processes or of memory"
-    )]
+    #[error("{what} needs a separate thread, which could not be started; raise the process or memory limit")]
     NoThread {
         /// Work that needs the thread.
         what: String,
@@ -112,8 +108,7 @@ pub enum TextError {
     },
     /// Chat template that does not reproduce a part of the conversation verbatim.
     #[error(
-        "chat template ({origin}) {problem} (turn {turn}); a prompt is only used if the template keeps every part, so \
-         change the turn or the template"
+        "chat template ({origin}) {problem} (turn {turn}); the template must keep every part of the conversation, so change the turn or the template"
     )]
     TemplateChangesPart {
         /// Source of the template.
@@ -125,7 +120,7 @@ pub enum TextError {
     },
     /// Mismatch between the media markers that the template wrote and the media of the conversation.
     #[error(
-        "the rendered prompt holds {got} media marker(s) {marker:?}, expected {expected}, one per medium; the chat template does not fit the model or the row"
+        "the rendered prompt has {got} media marker(s) {marker:?}, expected {expected}, one per medium; the chat template does not fit the model or the row"
     )]
     MarkerCount {
         /// Literal that stands for a medium.
@@ -170,8 +165,7 @@ pub enum TextError {
     },
     /// Assistant turn after which the template writes no stop token or stop string.
     #[error(
-        "the chat template ends assistant turn {turn} with {got:?}, which starts with no stop token or stop string of \
-         the model; training on it would teach the model never to stop"
+        "the chat template ends assistant turn {turn} with {got:?}, which does not start with a stop token or stop string of the model; a model trained on it would never stop"
     )]
     NoStopAfterAssistant {
         /// Index of the turn.

@@ -58,7 +58,7 @@ pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Resul
         }
     }
     if !unmentioned.is_empty() && users().next().is_none() {
-        return Err(TextError::Conversation { problem: "has media but no user turn to show them in" });
+        return Err(TextError::Conversation { problem: "has media but no user turn to put them in" });
     }
 
     let mut next = [0usize; KINDS.len()];

@@ -208,7 +208,7 @@ impl<'a> PromptRenderer<'a> {
     ) -> Result<RenderedPrompt> {
         if turns.last().is_some_and(|turn| turn.role == Role::Assistant) {
             return Err(TextError::Conversation {
-                problem: "ends with an assistant turn, so nothing is asked",
+                problem: "ends with an assistant turn, expected a user turn",
             });
         }
         let output = self.output(turns, media, options, true)?;
@@ -332,7 +332,7 @@ impl<'a> PromptRenderer<'a> {
         if output.string != plain {
             let same = output.string.bytes().zip(plain.bytes()).take_while(|(a, b)| a == b).count();
             let turn = output.texts.iter().take_while(|t| t.range.start <= same).last().map_or(0, |t| t.turn);
-            let problem = "writes something else depending on what the text says".to_owned();
+            let problem = "writes different output depending on the content of a text".to_owned();
             return Err(self.changed(turn, problem));
         }
         let markers = find_markers(&output, &media_in_order, media)?;

@@ -536,7 +536,7 @@ fn check_parts(inner: &tokenizers::Tokenizer) -> std::result::Result<(), String>
                         let len = map.get(key).and_then(Value::as_str).map_or(0, str::len);
                         if len > MAX_MORE_BYTES {
                             return Err(format!(
-                                "{name}: {kind} puts in {len} bytes, expected at most {MAX_MORE_BYTES}"
+                                "{name}: {kind} inserts {len} bytes, expected at most {MAX_MORE_BYTES}"
                             ));
                         }
                     }
@@ -719,13 +719,13 @@ fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path
 /// Loads BERT's `vocab.txt`, with one word piece per line. Returns `None` if the file does not exist.
 fn bert_from_vocabulary(path: &Path, config: &Value) -> Result<Option<tokenizers::Tokenizer>> {
     let Some(bytes) = read_limited(path, MAX_TOKENIZER_BYTES)? else { return Ok(None) };
-    let broken = |e: tokenizers::Error| broken(path, "the vocabulary does not load", e);
+    let broken = |e: tokenizers::Error| broken(path, "the vocabulary cannot be loaded", e);
     let vocab = WordPiece::read_bytes(&bytes).map_err(broken)?;
     let literal = |key: &str, default: &str| -> Result<(String, u32)> {
         let token = config.get(key).and_then(token_literal).unwrap_or(default);
         match vocab.get(token) {
             Some(&id) => Ok((token.to_owned(), id)),
-            None => Err(bad(path, format!("no line is the {key} {token:?}; expected BERT's word pieces"))),
+            None => Err(bad(path, format!("the {key} {token:?} is missing; expected BERT's word pieces"))),
         }
     };
     let (cls, sep) = (literal("cls_token", "[CLS]")?, literal("sep_token", "[SEP]")?);
@@ -791,7 +791,7 @@ fn phobert_from_slow_files(dir: &Path, config: &Value) -> Result<(tokenizers::To
         }
         merges.push((a.to_owned(), b.to_owned()));
     }
-    let broken = |e: tokenizers::Error| broken(&codes, "vocab.txt and bpe.codes do not load", e);
+    let broken = |e: tokenizers::Error| broken(&codes, "vocab.txt and bpe.codes cannot be loaded", e);
     let model = BPE::builder().vocab_and_merges(vocab, merges).unk_token("<unk>".into());
     let model = model.end_of_word_suffix(END.into()).build().map_err(broken)?;
     let words = SplitPattern::Regex(r"\S+\n?".to_owned());
@@ -821,7 +821,7 @@ fn qwen_from_slow_files(dir: &Path, config: &Value) -> Result<tokenizers::Tokeni
         // The library reads the files by path, so this call checks their size and links first.
         read_limited(path, MAX_TOKENIZER_BYTES)?;
     }
-    let broken = |e: tokenizers::Error| broken(&vocab, "vocab.json and merges.txt do not load", e);
+    let broken = |e: tokenizers::Error| broken(&vocab, "vocab.json and merges.txt cannot be loaded", e);
     let model =
         BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy()).build().map_err(broken)?;
     let split = SplitAt::new(

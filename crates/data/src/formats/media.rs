@@ -472,7 +472,7 @@ fn segments_of(meta: &Value) -> Result<Segments, RowProblem> {
         Value::Array(list) if !list.is_empty() => {
             list.iter().map(|value| frames("frame_cnts", value)).collect::<Result<Vec<_>, _>>()?
         }
-        other => return Err(column("meta.frame_cnts", other, "a list of frame numbers, one per segment")),
+        other => return Err(column("meta.frame_cnts", other, "a list of frame counts, one per segment")),
     };
     // The dataset's documentation limits both values by the shortest segment, and by 4 and 8.
     let shortest = frame_counts.iter().copied().min().unwrap_or(1);

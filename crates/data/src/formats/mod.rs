@@ -66,7 +66,7 @@ pub const FORMATS: &[Format] = &[
     Format {
         name: "prompt",
         columns: &["prompt"],
-        doc: "a text, or a list of messages without the answer: TRL; an answer for sft may stand in `completion`",
+        doc: "a text, or a list of messages without the answer: TRL; an answer for sft may be in `completion`",
         turns: text_or_conversation,
     },
     Format {
@@ -167,7 +167,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     });
     if !said {
         let roles = turns.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
-        return Err(RowProblem::NoPrompt { missing: "text and no medium in its last turn", roles });
+        return Err(RowProblem::NoPrompt { missing: "text or medium in its last turn", roles });
     }
     if let Some(last) = turns.last_mut() {
         context.template.apply(last);

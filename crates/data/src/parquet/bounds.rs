@@ -76,7 +76,7 @@ impl Opened {
     pub(super) fn row_group(&self, group: &RowGroupMetaData) -> Result<()> {
         let chunk = |column: &::parquet::file::metadata::ColumnChunkMetaData| {
             let (start, len) = column.byte_range();
-            let end = start.checked_add(len).ok_or_else(|| refused("a column beyond the end of any file"))?;
+            let end = start.checked_add(len).ok_or_else(|| refused("a column whose byte range overflows"))?;
             Ok(Chunk {
                 start,
                 end,
@@ -109,7 +109,7 @@ impl Opened {
             return Ok(());
         }
         let Some(at) = open.chunks.iter().position(|c| (c.start..c.end).contains(&start)) else {
-            return Err(refused("a page outside of its column"));
+            return Err(refused("a page that starts outside its column"));
         };
         let mut input = Counted { inner: file.get_read(start)?.take(MAX_HEADER_BYTES), num_bytes: 0 };
         let header = Header::read(&mut input)?;
@@ -117,14 +117,14 @@ impl Opened {
         // prefixes of values.
         if header.is_delta {
             return Err(refused(
-                "texts in an encoding of differences, whose size in memory nothing bounds; write it plain",
+                "texts in a delta encoding, whose size in memory is not bounded; write them in plain encoding",
             ));
         }
         let values_bytes = if header.is_dictionary { header.num_values * DICTIONARY_VALUE_BYTES } else { 0 };
         let unpacked = header.unpacked_bytes.max(header.packed_bytes) + values_bytes;
         let limits = self.limits;
         if unpacked > limits.num_bytes {
-            return Err(too_large("a page becomes", unpacked, limits.num_bytes, "bytes"));
+            return Err(too_large("a page takes", unpacked, limits.num_bytes, "bytes"));
         }
         open.row_bytes += unpacked;
         let chunk = &mut open.chunks[at];
@@ -139,10 +139,10 @@ impl Opened {
         let held: u64 = open.chunks.iter().map(|c| c.dictionary_bytes + c.page_bytes).sum();
         let num_bytes = held.max(open.row_bytes);
         if num_bytes > limits.num_bytes {
-            return Err(too_large("the pages of a row become", num_bytes, limits.num_bytes, "bytes"));
+            return Err(too_large("the pages of a row take", num_bytes, limits.num_bytes, "bytes"));
         }
         if open.row_values > limits.num_values {
-            return Err(too_large("the pages of a row hold", open.row_values, limits.num_values, "values"));
+            return Err(too_large("the pages of a row have", open.row_values, limits.num_values, "values"));
         }
         drop(open);
         // Gzip is the only supported compression whose decoder does not stop at the stated length.
@@ -153,7 +153,9 @@ impl Opened {
             let packed = body.take(header.packed_bytes.saturating_sub(header.plain_bytes));
             let unpacked = MultiGzDecoder::new(packed).take(expected + 1);
             if io::copy(&mut { unpacked }, &mut io::sink())? > expected {
-                return Err(refused(format!("a page becomes longer than the {expected} bytes it says")));
+                return Err(refused(format!(
+                    "a page unpacks to more than the {expected} bytes stated in its header"
+                )));
             }
         }
         Ok(())
@@ -198,7 +200,7 @@ impl ChunkReader for Bounded {
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes> {
         if (start.saturating_add(length as u64)) > self.file.len() {
-            return Err(refused("a page or column beyond the end of the file"));
+            return Err(refused("a page or column that extends beyond the end of the file"));
         }
         self.file.get_bytes(start, length)
     }
@@ -251,7 +253,7 @@ impl Lengths {
             repetitions.clear();
         }
         if num_bytes > self.limit {
-            return Err(too_large("a row becomes", num_bytes, self.limit, "bytes"));
+            return Err(too_large("a row takes", num_bytes, self.limit, "bytes"));
         }
         Ok(())
     }
@@ -280,7 +282,7 @@ impl Header {
                 u64::try_from(value)
                     .ok()
                     .filter(|&n| n <= i32::MAX as u64)
-                    .ok_or_else(|| refused(format!("a page's header says {value} for a size")))
+                    .ok_or_else(|| refused(format!("a page header has the invalid size {value}")))
             };
             match path {
                 [1] => header.is_dictionary = value == 2,
@@ -296,7 +298,7 @@ impl Header {
             Ok(())
         })?;
         let [Some(unpacked), Some(packed)] = sizes else {
-            return Err(refused("a page's header without its sizes"));
+            return Err(refused("a page header without its sizes"));
         };
         Ok(Self { unpacked_bytes: unpacked, packed_bytes: packed, ..header })
     }
@@ -310,7 +312,7 @@ fn fields(
     found: &mut dyn FnMut(&[i64], i64) -> Result<()>,
 ) -> Result<()> {
     if path.len() == MAX_DEPTH {
-        return Err(refused("a page's header nests too deep"));
+        return Err(refused("a page header is nested too deeply"));
     }
     path.push(0);
     let depth = path.len() - 1;
@@ -325,7 +327,7 @@ fn fields(
             step => path[depth].saturating_add(i64::from(step)),
         };
         if id <= path[depth] {
-            return Err(refused("a page's header names its fields out of order"));
+            return Err(refused("a page header has its fields out of order"));
         }
         path[depth] = id;
         match start & 15 {
@@ -342,7 +344,9 @@ fn fields(
             }
             12 => fields(input, path, found)?,
             // A header never contains lists or maps.
-            other => return Err(refused(format!("a page's header has a field of type {other}"))),
+            other => {
+                return Err(refused(format!("a page header has a field of the unexpected type {other}")));
+            }
         }
     }
 }
@@ -350,13 +354,13 @@ fn fields(
 fn over(input: &mut impl Read, num_bytes: u64) -> Result<()> {
     match io::copy(&mut input.by_ref().take(num_bytes), &mut io::sink())? == num_bytes {
         true => Ok(()),
-        false => Err(refused("a page's header ends early or is too long")),
+        false => Err(refused("a page header ends early or is too long")),
     }
 }
 
 fn byte(input: &mut impl Read) -> Result<u8> {
     let mut byte = [0];
-    input.read_exact(&mut byte).map_err(|_| refused("a page's header ends early or is too long"))?;
+    input.read_exact(&mut byte).map_err(|_| refused("a page header ends early or is too long"))?;
     Ok(byte[0])
 }
 
@@ -369,7 +373,7 @@ fn unsigned(input: &mut impl Read) -> Result<u64> {
             return Ok(value);
         }
     }
-    Err(refused("a number of a page's header is too long"))
+    Err(refused("a number in a page header is too long"))
 }
 
 /// Reads a zigzag-encoded integer.
@@ -458,11 +462,11 @@ mod tests {
         let cases: [(&[u8], &str); 8] = [
             (&good[..good.len() - 1], "ends early"),
             (&[0x15, 0, 0], "without its sizes"),
-            (&header(0, [-1, 60], 5, 9, 0), "says -1 for a size"),
+            (&header(0, [-1, 60], 5, 9, 0), "the invalid size -1"),
             // The second field again, by its explicit number.
             (&[0x25, 4, 0x05, 4, 4, 0], "out of order"),
-            (&[0x19, 0, 0], "a field of type 9"),
-            (&[0x1c; 20], "nests too deep"),
+            (&[0x19, 0, 0], "a field of the unexpected type 9"),
+            (&[0x1c; 20], "nested too deeply"),
             (&[0x15, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1], "is too long"),
             (&[0x18, 100, 1, 2], "ends early"),
         ];
@@ -497,13 +501,13 @@ mod tests {
         assert_eq!(page(&header(2, [100, 60], 7, 9, 0), false), Ok(()));
         let message = page(&header(2, [100, 60], 7, i32::MAX, 0), false).unwrap_err();
         assert!(
-            message.contains("a page becomes 68719476804 bytes in memory, expected at most 1073741824"),
+            message.contains("a page takes 68719476804 bytes in memory, expected at most 1073741824"),
             "{message}"
         );
         for (kind, id) in [DATA, DATA_V2] {
             for encoding in [6, 7] {
                 let message = page(&header(kind, [100, 60], id, 9, encoding), false).unwrap_err();
-                assert!(message.contains("an encoding of differences"), "{message}");
+                assert!(message.contains("a delta encoding"), "{message}");
             }
         }
         let mut packed = GzEncoder::new(Vec::new(), Level::best());
@@ -513,6 +517,9 @@ mod tests {
             |said: i32| [header(0, [said, packed.len() as i32], 5, 9, 0), packed.clone()].concat();
         assert_eq!(page(&of_length(1 << 20), true), Ok(()));
         let message = page(&of_length(100), true).unwrap_err();
-        assert!(message.contains("a page becomes longer than the 100 bytes it says"), "{message}");
+        assert!(
+            message.contains("a page unpacks to more than the 100 bytes stated in its header"),
+            "{message}"
+        );
     }
 }

@@ -587,7 +587,7 @@ mod tests {
         for (status, token, expected) in [
             (404, None, "has no model `me/tiny`"),
             (401, None, "set HF_TOKEN"),
-            (403, Some("secret-token"), "may not read it"),
+            (403, Some("secret-token"), "no read access"),
             (500, Some("secret-token"), "status 500"),
         ] {
             let (address, _) = hub(move |_, _| Answer::new(status, b""));

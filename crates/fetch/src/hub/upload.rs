@@ -283,7 +283,7 @@ impl Hub {
                 let at = answer.files.iter().position(|mode| mode.path == item.name);
                 let at = at.ok_or_else(|| FetchError::Answer {
                     url: url.clone(),
-                    what: format!("it says nothing of the file `{}`", item.name),
+                    what: format!("the answer does not mention the file `{}`", item.name),
                 })?;
                 modes.push(answer.files.swap_remove(at));
             }
@@ -317,9 +317,9 @@ impl Hub {
                 let item = items.iter().find(|item| item.sha256.as_ref() == Some(&object.oid));
                 let bad = |what: String| FetchError::Answer { url: url.clone(), what };
                 let item =
-                    item.ok_or_else(|| bad(format!("got object {}, which is none of ours", object.oid)))?;
+                    item.ok_or_else(|| bad(format!("got object {}, which was not requested", object.oid)))?;
                 if let Some(error) = object.error {
-                    return Err(bad(format!("`{}` is not taken: {}", item.name, error.message)));
+                    return Err(bad(format!("`{}` is rejected: {}", item.name, error.message)));
                 }
                 // An object without actions is stored already.
                 todo.extend(object.actions.map(|actions| (*item, actions)));
@@ -479,7 +479,7 @@ impl Hub {
         let text = self.text_of(url, &mut response)?;
         serde_json::from_str(&text).map_err(|error| FetchError::Answer {
             url: without_query(url),
-            what: format!("not the answer that belongs there: {error}"),
+            what: format!("unexpected answer: {error}"),
         })
     }
 

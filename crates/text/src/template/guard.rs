@@ -74,7 +74,7 @@ fn refuse(what: impl Into<String>) -> Error {
 fn work(amount: u64) -> Result<()> {
     let left = LEFT.get();
     let work = left.work.checked_sub(amount);
-    let work = work.ok_or_else(|| refuse("takes too much work; templates are meant to be short"))?;
+    let work = work.ok_or_else(|| refuse("takes too much work; simplify the template"))?;
     LEFT.set(Bounds { work, ..left });
     Ok(())
 }
@@ -83,7 +83,9 @@ fn work(amount: u64) -> Result<()> {
 fn fits(bytes: u64) -> Result<()> {
     match LEFT.get().memory {
         left if bytes <= left => Ok(()),
-        left => Err(refuse(format!("makes too much text or too long lists; {left} bytes were left"))),
+        left => {
+            Err(refuse(format!("makes too much text or too long lists; {left} bytes of the budget remained")))
+        }
     }
 }
 
@@ -383,7 +385,7 @@ pub(super) fn install(env: &mut Environment) {
             [at, items] if name == "join" => check_growth(name, &[items.clone(), at.clone()])?,
             _ => check_growth(name, args)?,
         }
-        let (of, args) = args.split_first().ok_or_else(|| refuse("a method of nothing"))?;
+        let (of, args) = args.split_first().ok_or_else(|| refuse("a method call without a value"))?;
         made(of.call_method(state, name, args)?)
     });
     add(env, SET, |_, args| {
@@ -529,7 +531,7 @@ pub(super) fn guarded<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>> 
             | I::JumpIfFalseOrPop(to)
             | I::JumpIfTrueOrPop(to)
             | I::BuildMacro(_, to, _) => {
-                *to = *places.get(*to as usize).ok_or_else(|| refuse("a jump to nowhere"))?;
+                *to = *places.get(*to as usize).ok_or_else(|| refuse("a jump to a missing instruction"))?;
             }
             _ => {}
         }

@@ -206,8 +206,8 @@ impl ChatTemplate {
         let strftime_now =
             Value::from_function(move |format: String| -> std::result::Result<String, Error> {
                 let failed = |why: String| Error::new(ErrorKind::InvalidOperation, why);
-                let now =
-                    now.ok_or_else(|| failed("asks for the current time, but none was given".to_owned()))?;
+                let now = now
+                    .ok_or_else(|| failed("reads the current time, but the caller passed none".to_owned()))?;
                 jiff::fmt::strtime::format(&format, now)
                     .map_err(|e| failed(format!("strftime_now({format:?}): {e}")))
             });
@@ -374,7 +374,7 @@ impl JsonFormat {
                 }
                 self.write_items(out, '{', '}', depth, &keys, |out, key| {
                     let name =
-                        key.as_str().ok_or_else(|| invalid(format!("tojson: key {key} is no string")))?;
+                        key.as_str().ok_or_else(|| invalid(format!("tojson: key {key} is not a string")))?;
                     self.write_string(out, name);
                     out.push_str(&self.separators.1);
                     self.write(out, &value.get_item(key)?, depth + 1)
@@ -507,7 +507,7 @@ mod tests {
         let empty = serde_json::Map::new();
         assert_eq!(template.run(&json!([]), false, &empty, Some(now)).unwrap(), "26 Jul 2024");
         let error = template.run(&json!([]), false, &empty, None).unwrap_err().to_string();
-        assert!(error.contains("none was given"), "{error}");
+        assert!(error.contains("the caller passed none"), "{error}");
     }
 
     #[test]
