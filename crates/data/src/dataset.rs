@@ -375,7 +375,7 @@ impl Dataset {
     }
 
     /// Checks that every row read so far, on any thread, had the same content as when its file was opened. A changed row is also
-    /// an error of its own. This function reports that the dataset as a whole has changed.
+    /// reported as an error when it is read. This function reports that the dataset as a whole has changed.
     ///
     /// # Errors
     /// Returns [`DataError::Changed`] if a row differed.

@@ -254,7 +254,7 @@ pub enum PathProblem {
         roots: Vec<PathBuf>,
     },
     /// Folder of frames with a link that leaves the root.
-    #[error("its link {} leads out of {}; copy the linked file, or set Roots::{kind}s to a folder that contains both", link.display(), root.display())]
+    #[error("its link {} leaves the root {}; copy the linked file, or set Roots::{kind}s to a folder that contains both", link.display(), root.display())]
     LinkLeavesRoot {
         /// Kind of media that the root is for.
         kind: MediumKind,

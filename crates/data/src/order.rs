@@ -115,7 +115,7 @@ impl Order {
     /// Resumes at the position of `state`.
     ///
     /// # Errors
-    /// Returns an error if the position lies outside the epoch.
+    /// Returns an error if the position is outside the epoch.
     pub fn resume(&mut self, state: OrderState) -> Result<(), OrderError> {
         if state.index > self.rows.len() as u64 {
             return Err(OrderError::Position { index: state.index, num_rows: self.rows.len() });

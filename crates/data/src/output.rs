@@ -40,7 +40,7 @@ impl Output {
         name.push(format!(".{}.{count}.tmp", std::process::id()));
         let temporary = path.with_file_name(name);
         if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
-            std::fs::create_dir_all(folder).map_err(DataError::io("make the folder", folder))?;
+            std::fs::create_dir_all(folder).map_err(DataError::io("create the folder", folder))?;
         }
         let file = File::create(&temporary).map_err(DataError::io("write", path))?;
         Ok(Self { path: path.to_owned(), temporary, out: BufWriter::new(file) })

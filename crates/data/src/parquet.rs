@@ -52,7 +52,7 @@ pub(crate) fn unpack(input: &Path, cache_dir: &Path) -> Result<PathBuf, DataErro
     let key = format!("{}\0{}\0{modified:?}", real.display(), metadata.len());
     let (tables, folder) = (cache_dir.join("parquet"), media_folder(cache_dir));
     for own in [&tables, &folder] {
-        own_folder(own).map_err(DataError::io("unpack the file in the cache", own))?;
+        own_folder(own).map_err(DataError::io("unpack a table into the cache folder", own))?;
     }
     let output = tables.join(short_hash(key.as_bytes())).join("rows.jsonl");
     if !output.exists() {

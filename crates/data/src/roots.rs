@@ -426,7 +426,7 @@ mod tests {
         for (resolver, path) in [(&near, "frames"), (&given, "frames"), (&given, absolute)] {
             let problem = resolver.path(MediumKind::Video, path).unwrap_err().to_string();
             assert!(
-                problem.contains("frames/1.png leads out of") && problem.contains("Roots::videos"),
+                problem.contains("frames/1.png leaves the root") && problem.contains("Roots::videos"),
                 "{problem}"
             );
         }

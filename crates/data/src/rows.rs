@@ -78,7 +78,7 @@ impl RowFile {
         let metadata = file.metadata().map_err(DataError::io("open", path))?;
         let piped = is_pipe(&metadata);
         if piped {
-            file = spooled(file).map_err(DataError::io("keep the rows of", path))?;
+            file = spooled(file).map_err(DataError::io("store the rows of", path))?;
         } else if !metadata.is_file() {
             let got = "neither a regular file nor a pipe".to_owned();
             return Err(DataError::UnknownFile { path: path.to_owned(), got });
@@ -98,7 +98,7 @@ impl RowFile {
             file.rewind()?;
             Ok(file)
         };
-        let file = keep().map_err(DataError::io("keep the rows of", path))?;
+        let file = keep().map_err(DataError::io("store the rows of", path))?;
         Self::indexed(file, path, true)
     }
 

@@ -34,7 +34,7 @@ impl Default for Limits {
     }
 }
 
-/// Maximum size of a page's header, bytes. In practice statistics are the longest part of a header.
+/// Maximum size of a page header, bytes. In practice statistics are the longest part of a header.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
 /// Memory of the reader per dictionary value, bytes, in addition to the content. The reader allocates it for the stated number of
 /// values.

@@ -43,7 +43,7 @@ const LFS_JSON: &str = "application/vnd.git-lfs+json";
 /// Result of a push.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pushed {
-    /// Address of the repository, for people.
+    /// Address of the repository's web page.
     pub url: String,
     /// Commit that contains the files.
     pub commit: String,
