@@ -1,7 +1,7 @@
-//! The whole dataset before training: every row parsed, every medium's header read, the longest prompts found.
+//! Checks a whole dataset before training: parses every row, reads the header of every medium and finds the longest prompts.
 //!
-//! How a header is read and how many tokens a row takes is the caller's to say; this module walks the rows in
-//! parallel, remembers what it learned of each file, and collects. Results do not depend on the number of threads.
+//! The caller supplies the functions that read a header and count the tokens of a row. This module walks the rows in parallel,
+//! caches the headers of files and collects the results. The results do not depend on the number of threads.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -29,23 +29,23 @@ pub struct MediumInfo {
     pub width_px: Option<u32>,
     /// Height of the image or of each frame, pixels.
     pub height_px: Option<u32>,
-    /// Frames of a clip.
+    /// Number of frames of a clip.
     pub num_frames: Option<u64>,
-    /// Frames per second of a clip.
+    /// Frame rate of a clip, frames per second.
     pub fps: Option<f64>,
-    /// Length of a clip or sound, seconds.
+    /// Duration of a clip or sound, seconds.
     pub duration_secs: Option<f64>,
-    /// Samples per second of a sound, Hz.
+    /// Sample rate of a sound, Hz.
     pub sample_rate_hz: Option<u32>,
 }
 
-/// The error of a medium or a row. If [`omnigrpo_guard::fault`] says that it is the machine's, the row may be good.
+/// Error of a medium or a row. If [`omnigrpo_guard::fault`] blames the machine, the row itself may be fine.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
-/// Reads a medium's header; the error says what is wrong with it. Must depend on the medium's source only, not on its
-/// options.
+/// Function that reads the header of a medium, or returns an error that describes the problem. The result must depend only on
+/// the medium's source, not on its options.
 pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, Cause> + Sync + 'a;
-/// Measures a row, given its media's headers in the order of [`Sample::media`]; the error says why the row cannot be used, which
-/// may be its length.
+/// Function that measures a row. It receives the headers of the row's media in the order of [`Sample::media`]. The error gives
+/// the reason why the row cannot be used, for example its length.
 pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<Measure, Cause> + Sync + 'a;
 
 /// Size of a row.
@@ -53,40 +53,40 @@ pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<Measure, Cause>
 pub struct Measure {
     /// Length of the prompt, tokens.
     pub num_tokens: u64,
-    /// Tokens among them that stand for media.
+    /// Number of prompt tokens that stand for media.
     pub media_tokens: u64,
     /// Memory of the decoded media, bytes.
     pub media_bytes: u64,
 }
 
-/// How to check.
+/// Options of [`check`].
 pub struct CheckOptions<'a> {
-    /// Reads a medium's header.
+    /// Function that reads a medium's header.
     pub probe: &'a Probe<'a>,
-    /// Counts a row's prompt tokens.
+    /// Function that counts a row's prompt tokens.
     pub estimate: &'a Estimate<'a>,
-    /// How many of the longest prompts to report.
+    /// Number of longest prompts to report.
     pub num_longest: usize,
-    /// Worker threads, ≥ 1.
+    /// Number of worker threads, ≥ 1.
     pub num_threads: usize,
-    /// Folder that keeps what is known of files by path, size and time, between runs. `None`: keep nothing.
+    /// Folder of the header cache, which is kept between runs and keyed by path, size and time of change. `None`: no cache.
     pub cache_dir: Option<&'a Path>,
-    /// Called with (rows done, rows in all) now and then, from any thread.
+    /// Callback for progress, called from any thread with (rows done, total rows).
     pub progress: &'a (dyn Fn(u64, u64) + Sync),
 }
 
 /// Problem of one row.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// Index in the dataset.
+    /// Index of the row in the dataset.
     pub row: u64,
-    /// The annotation file.
+    /// Annotation file.
     pub file: PathBuf,
-    /// Line, from 1.
+    /// Line number, from 1.
     pub line: u64,
-    /// Description.
+    /// Description of the problem.
     pub what: String,
-    /// The kind of the medium that was found nowhere, where that is the problem.
+    /// Kind of the missing medium, if the problem is a missing medium.
     #[serde(skip)]
     pub missing: Option<MediumKind>,
 }
@@ -94,52 +94,52 @@ pub struct Problem {
 /// One of the longest prompts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LongPrompt {
-    /// Length, tokens.
+    /// Length of the prompt, tokens.
     pub num_tokens: u64,
-    /// Tokens among them that stand for media.
+    /// Number of prompt tokens that stand for media.
     pub media_tokens: u64,
-    /// Index in the dataset.
+    /// Index of the row in the dataset.
     pub row: u64,
-    /// The row's id.
+    /// Id of the row.
     pub id: String,
 }
 
-/// How many there are of what.
+/// Counts of rows and media.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
-    /// Rows looked at.
+    /// Number of rows checked.
     pub rows: u64,
-    /// Rows with a problem.
+    /// Number of rows with a problem.
     pub bad_rows: u64,
-    /// Rows without media.
+    /// Number of rows without media.
     pub text_rows: u64,
-    /// Images in all rows.
+    /// Number of images in all rows.
     pub images: u64,
-    /// Clips in all rows.
+    /// Number of clips in all rows.
     pub videos: u64,
-    /// Sounds in all rows.
+    /// Number of sounds in all rows.
     pub audios: u64,
-    /// Rows without a solution.
+    /// Number of rows without a solution.
     pub without_solution: u64,
 }
 
-/// The outcome of [`check`].
+/// Result of [`check`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Rows that cannot be used, by row.
+    /// Problems of unusable rows, sorted by row.
     pub problems: Vec<Problem>,
     /// The longest prompts, longest first.
     pub longest: Vec<LongPrompt>,
-    /// How many there are of what.
+    /// Counts of rows and media.
     pub counts: Counts,
-    /// Where ground truths were found ([`Sample::solution_from`]), and in how many rows.
+    /// Sources of the ground truths ([`Sample::solution_from`]), with the number of rows for each.
     pub solutions_from: BTreeMap<String, u64>,
     /// Memory of the decoded media of all usable rows, bytes.
     pub media_bytes: u64,
 }
 
 impl Report {
-    /// The rows that must never be drawn.
+    /// Returns the rows that must never be drawn.
     pub fn bad_rows(&self) -> impl Iterator<Item = u64> {
         self.problems.iter().map(|problem| problem.row)
     }
@@ -169,11 +169,10 @@ impl Report {
     }
 }
 
-/// Checks every row of `dataset`.
+/// Checks every row of `dataset`. Problems of single rows go into the report.
 ///
 /// # Errors
-/// When worker threads cannot be started or when the machine fails at a row and goes on
-/// failing. Problems of rows are in the report.
+/// Returns an error if worker threads cannot be started, or if the machine fails at a row and retries fail too.
 pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataError> {
     let cache = Cache::open(options.cache_dir);
     dataset.remember_media(
@@ -229,7 +228,7 @@ fn check_row(
         Ok((prompt, media_bytes)) => {
             report.media_bytes += media_bytes;
             report.longest.push(prompt);
-            // Sorted out now and then, so that memory does not grow with the dataset.
+            // Trimmed from time to time, so that memory does not grow with the dataset.
             if report.longest.len() > 2 * options.num_longest + 1024 {
                 report.keep_longest(options.num_longest);
             }
@@ -243,13 +242,13 @@ fn check_row(
     Ok(())
 }
 
-/// A bad row: where it is, what is wrong, and the kind of the medium that was found nowhere.
+/// Bad row: its origin, a description of the problem, and the kind of a missing medium.
 type Bad = (Origin, String, Option<MediumKind>);
 
-/// The prompt of a good row with the bytes of its media, or a bad row.
+/// Result of one row: the prompt and the bytes of its media for a good row, or the bad row.
 type Checked = Result<(LongPrompt, u64), Bad>;
 
-/// The row with its place among the longest and the bytes of its media, or what is wrong with it. An error is the machine's.
+/// Checks one row and returns the parsed sample, if any, with the result. Returns an error only if the machine failed.
 fn checked(
     dataset: &Dataset,
     row: u64,
@@ -271,7 +270,7 @@ fn checked(
                 }
                 Err(source) => {
                     let what = judged(&sample.origin, source)?;
-                    // A folder that has gone away meanwhile.
+                    // The folder may have disappeared in the meantime. Reading the row again detects that.
                     if let Err(gone) = dataset.get(row) {
                         judged(&sample.origin, gone.into())?;
                     }
@@ -304,7 +303,7 @@ fn count(sample: &Sample, counts: &mut Counts) {
     }
 }
 
-/// The row's size, or why it cannot be used. Every broken medium of the row is named.
+/// Measures a row. The error names every broken medium of the row.
 fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<Measure, Cause> {
     let mut infos = Vec::with_capacity(sample.media.len());
     let mut broken = Vec::new();
@@ -330,12 +329,12 @@ fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<Meas
     (options.estimate)(sample, &infos)
 }
 
-/// Options of the row that the medium cannot fulfil.
+/// Returns a description of the row's options that the medium cannot satisfy.
 fn misfit(medium: &MediumRef, info: &MediumInfo) -> Option<String> {
     if let (Some(segments), Some(num_frames)) = (&medium.options.segments, info.num_frames) {
         let expected: u64 = segments.frame_counts.iter().map(|&frames| u64::from(frames)).sum();
         if expected > num_frames {
-            return Some(format!("got {num_frames} frames, expected the {expected} of meta.frame_cnts"));
+            return Some(format!("got {num_frames} frames, expected {expected}, the sum of meta.frame_cnts"));
         }
     }
     match (medium.options.video_start, info.duration_secs) {
@@ -356,12 +355,12 @@ fn name(source: &MediumSource) -> String {
     }
 }
 
-/// Knowledge of files from earlier runs. Only plain files are remembered: a folder or a list of frames does not
-/// change its own time when a frame does. What is learnt is written at once, so that a check which is killed goes on where
-/// it was. A cache that cannot be used, or no longer, costs time and nothing else.
+/// Cache of file headers from earlier runs. It covers plain files only, because the modification time of a folder or a frame list
+/// does not change when a frame does. New headers are written at once, so that a check that is killed can resume. An unusable
+/// cache only costs time.
 struct Cache {
     known: Mutex<HashMap<Key, MediumInfo>>,
-    /// The end of the cache's file.
+    /// Cache file, opened for appending.
     out: Option<Mutex<File>>,
 }
 
@@ -380,9 +379,9 @@ struct Line {
     info: MediumInfo,
 }
 
-/// Raised when [`MediumInfo`] or the meaning of its fields changes.
+/// File name of the cache. Its number goes up when [`MediumInfo`] or the meaning of its fields changes.
 const CACHE_NAME: &str = "media-headers-1.jsonl";
-/// Bytes of the cache's file: about a million files. One that is longer is begun anew.
+/// Largest size of the cache file, bytes: about a million entries. A larger file is replaced by an empty one.
 const MAX_CACHE_BYTES: u64 = 256 << 20;
 
 impl Cache {
@@ -392,12 +391,12 @@ impl Cache {
         Self { known: Mutex::new(known), out: out.map(Mutex::new) }
     }
 
-    /// Known headers, and the file that new ones are appended to.
+    /// Reads the known headers and opens the file to which new headers are appended.
     fn read(folder: &Path, max_bytes: u64) -> std::io::Result<(HashMap<Key, MediumInfo>, File)> {
         own_folder(folder)?;
         let path = folder.join(CACHE_NAME);
         match inside::open(folder, CACHE_NAME) {
-            // A link that leads nowhere would be followed to where the file is then made.
+            // Creating the file through a dangling link would create it at the link's target.
             Err(error) if error.kind() != ErrorKind::NotFound || path.is_symlink() => return Err(error),
             Ok(file) if file.metadata()?.len() > max_bytes => std::fs::remove_file(&path)?,
             _ => {}
@@ -408,7 +407,7 @@ impl Cache {
         let mut line = Vec::new();
         let mut whole = true;
         while reader.read_until(b'\n', &mut line)? > 0 {
-            // A line that cannot be read is work to do again and nothing worse.
+            // An unreadable line only means that the header is read again.
             if let Ok(Line { key, info }) = serde_json::from_slice(&line) {
                 known.insert(key, info);
             }
@@ -430,8 +429,8 @@ impl Cache {
         let info = probe(medium)?;
         let line = Line { key, info };
         if let Ok(text) = serde_json::to_string(&line) {
-            // In one piece, so that another run which appends to the same file does not mix with it. What a full disk keeps
-            // out is read again by the next check.
+            // Written in one call, so that lines of two runs that append to the same file do not mix. A header that a full disk
+            // rejects is read again by the next check.
             let _ =
                 out.lock().unwrap_or_else(PoisonError::into_inner).write_all(format!("{text}\n").as_bytes());
         }
@@ -461,7 +460,7 @@ mod tests {
     use super::*;
     use crate::{DatasetSpec, ReadOptions, Roots};
 
-    /// Ten rows: 3 names a missing file, 5 an image the probe refuses, 7 is no JSON, 8 is text.
+    /// Returns ten rows: 3 names a missing file, 5 an image that the probe rejects, 7 is not JSON, 8 is text only.
     fn dataset(folder: &Path) -> Dataset {
         let mut lines = Vec::new();
         for row in 0..10 {
@@ -523,7 +522,7 @@ mod tests {
         let missing: Vec<_> = report.problems.iter().map(|problem| problem.missing).collect();
         assert_eq!(missing, [Some(MediumKind::Image), None, None, None]);
         for (problem, expected) in report.problems.iter().zip([
-            "no such file",
+            "the file does not exist",
             "not an image",
             "not a JSON row",
             "got 93 tokens, expected at most 85",
@@ -546,7 +545,7 @@ mod tests {
         assert_eq!(run(&dataset, 4, None).0, report);
     }
 
-    /// The first attempts at each header fail, as for want of descriptors; or all do, and then no row is to blame.
+    /// Either the first attempts at each header fail, as if descriptors had run out, or all of them fail. No row is to blame.
     #[test]
     fn a_failure_of_the_machine_is_waited_for_and_never_a_bad_row() {
         let folder = tempfile::tempdir().unwrap();
@@ -577,7 +576,7 @@ mod tests {
         assert_eq!(checked(&|attempt| attempt != 2 && attempt != 3).unwrap(), expected);
         let error = checked(&|_| false).unwrap_err();
         assert!(matches!(error, DataError::Machine { .. }), "{error}");
-        assert!(omnigrpo_guard::told(&error).contains("no fault of the row"), "{error}");
+        assert!(omnigrpo_guard::told(&error).contains("the row may be fine"), "{error}");
     }
 
     #[test]
@@ -607,7 +606,8 @@ mod tests {
         let got: Vec<_> =
             report.problems.iter().map(|problem| (problem.row, problem.what.as_str())).collect();
         let clip = folder.path().canonicalize().unwrap().join("c.mp4");
-        let frames = format!("video {}: got 26 frames, expected the 27 of meta.frame_cnts", clip.display());
+        let frames =
+            format!("video {}: got 26 frames, expected 27, the sum of meta.frame_cnts", clip.display());
         let start = format!(
             "video {}: got a length of 2.6 s, expected more than video_start = 2.6 s",
             clip.display()
@@ -616,7 +616,7 @@ mod tests {
         assert!(report.longest.is_empty());
     }
 
-    /// A check that is killed has written what it learnt, and the next one resumes.
+    /// A check that is killed has saved its headers, and the next check resumes from them.
     #[test]
     fn what_is_learnt_is_written_at_once() {
         let folder = tempfile::tempdir().unwrap();
@@ -637,16 +637,16 @@ mod tests {
         };
         check(&dataset, &options).unwrap();
         assert_eq!(*lines.lock().unwrap(), [0, 1, 2, 3, 4, 5, 6]);
-        // Killed within the fourth line: three are known, and nothing is written into the rest of the fourth.
+        // Killed while writing the fourth line: three headers are known, and the partial fourth line is not extended.
         let text = std::fs::read_to_string(cache.join(CACHE_NAME)).unwrap();
         let three: usize = text.lines().take(3).map(|line| line.len() + 1).sum();
         std::fs::write(cache.join(CACHE_NAME), &text[..three + 9]).unwrap();
-        // The other four include one that is refused and looked at again.
+        // The other four include the rejected image, which is probed again.
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 4);
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 1);
     }
 
-    /// Relative paths mean other files in other folders, and a file that grew without end begins anew.
+    /// A relative path in another folder names another file. A cache file above the limit is started again.
     #[test]
     fn keys_are_absolute_and_the_file_is_bounded() {
         let folder = tempfile::tempdir().unwrap();
@@ -664,7 +664,7 @@ mod tests {
         assert_eq!(std::fs::metadata(cache.join(CACHE_NAME)).unwrap().len(), 0);
     }
 
-    /// A cache that is somebody else's, a link or no folder is not used, and the check goes on without it.
+    /// A cache that belongs to another user, or that is a link or not a folder, is ignored, and the check runs without it.
     #[cfg(unix)]
     #[test]
     fn a_cache_that_cannot_be_used_is_no_error() {
@@ -697,14 +697,14 @@ mod tests {
         let cache = folder.path().join("cache");
         let (first, probes, _) = run(&dataset, 2, Some(&cache));
         assert_eq!(probes, 7);
-        // Only the refused image is looked at again.
+        // Only the rejected image is probed again.
         let (second, probes, _) = run(&dataset, 2, Some(&cache));
         assert_eq!((&second, probes), (&first, 1));
         std::fs::write(folder.path().join("0.png"), "broken now").unwrap();
         let (third, probes, _) = run(&dataset, 2, Some(&cache));
         assert_eq!(probes, 2);
         assert_eq!(third.problems[0].row, 0);
-        // A damaged cache is as good as none.
+        // A damaged cache is treated as empty.
         std::fs::write(cache.join(CACHE_NAME), "{\"kind\":\n\u{0}garbage").unwrap();
         assert_eq!(run(&dataset, 2, Some(&cache)).0, third);
     }

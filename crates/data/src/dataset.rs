@@ -1,4 +1,4 @@
-//! Several annotation files as one list of rows.
+//! Dataset: one list of rows over several annotation files.
 
 use std::fs::File;
 use std::io::{Read, Seek as _, SeekFrom};
@@ -18,35 +18,35 @@ use crate::roots::{Resolver, Roots};
 use crate::rows::RowFile;
 use crate::sample::{MediumSource, Sample, ThinkMode};
 
-/// Rows whose media are looked at for [`Dataset::media_digest`].
+/// Maximum number of rows whose media go into [`Dataset::media_digest`].
 const SAMPLED_ROWS: u64 = 4096;
-/// Bytes that are read at either end of a medium for it.
+/// Number of bytes read at each end of a medium for [`Dataset::media_digest`].
 const SAMPLED_BYTES: u64 = 4096;
 
-/// How rows are read, for all datasets of a run alike.
+/// Options for reading rows, shared by all datasets of a run.
 #[derive(Debug, Clone)]
 pub struct ReadOptions {
-    /// Wording around the last question.
+    /// Template of the wording around the last question.
     pub template: &'static QuestionTemplate,
-    /// Overrides every dataset's own think mode.
+    /// Think mode for all datasets, instead of the mode of each dataset.
     pub think: Option<ThinkMode>,
-    /// Brings media that are named by `http(s)` address; `None`: they are not allowed.
+    /// Function that fetches media named by an `http(s)` address. `None`: such media are not allowed.
     pub fetch: Option<Fetch>,
-    /// Folder for what is unpacked: tables with their media, and media that rows hold as `data:`. `None`: such are
-    /// errors.
+    /// Cache folder for unpacked tables with their media and for `data:` media embedded in rows. `None`: tables and `data:` media
+    /// are errors.
     pub cache_dir: Option<PathBuf>,
-    /// Whether a medium that is not found, or not fetched, leaves its row readable, for what looks at texts only.
+    /// Flag that keeps a row readable if one of its media is not found or not fetched. It serves callers that only read the text.
     pub missing_media: bool,
-    /// Seed of random sampling strategies.
+    /// Seed of the random sampling strategies.
     pub seed: u64,
-    /// Whether the sound of video files becomes a medium of its own behind each, in rows that name no sound.
+    /// Flag that adds the soundtrack of each video file as an audio medium after the video, in rows that name no sound.
     pub use_audio_in_video: bool,
-    /// Columns under other names than the formats expect.
+    /// Column names that replace the ones the formats expect.
     pub columns: ColumnNames,
 }
 
-/// From the address of a medium to a file with its content, or why there is none. Asked for the same address again and
-/// again, from several threads.
+/// Function that maps the address of a medium to a local file with its content, or returns an error. It is called repeatedly for
+/// the same address, from several threads.
 #[derive(Clone)]
 pub struct Fetch(pub Arc<FetchFn>);
 
@@ -58,22 +58,22 @@ impl std::fmt::Debug for Fetch {
     }
 }
 
-/// Columns that the user names instead of the ones a format expects. A name with dots leads into objects:
+/// Column names given by the user in place of those a format expects. A name with dots refers to a nested value, such as
 /// `reward_model.ground_truth`.
 #[derive(Debug, Clone, Default)]
 pub struct ColumnNames {
-    /// The prompt, a text or a list of messages; it also stands for the row's format.
+    /// Column of the prompt: a text or a list of messages. Naming it also determines the row's format.
     pub prompt: Option<String>,
-    /// The ground truth; no other column and no final turn is taken for it then.
+    /// Column of the ground truth. If it is set, no other column and no final turn serves as the ground truth.
     pub solution: Option<String>,
-    /// The images.
+    /// Column of the images.
     pub image: Option<String>,
-    /// The videos.
+    /// Column of the videos.
     pub video: Option<String>,
 }
 
 impl ColumnNames {
-    /// Field and name of each column that was named.
+    /// Returns the field and the column name of each column that is set.
     fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let all = [
             ("prompt", &self.prompt),
@@ -86,7 +86,7 @@ impl ColumnNames {
 }
 
 impl Default for ReadOptions {
-    /// Rows as they stand, think modes by dataset, no URLs, seed 0, silent videos.
+    /// Returns options that change no wording: think mode from the dataset, no URLs, seed 0, no sound from videos.
     fn default() -> Self {
         Self {
             template: &QUESTION_TEMPLATES[0],
@@ -101,13 +101,13 @@ impl Default for ReadOptions {
     }
 }
 
-/// Rows that are looked at for the names of columns.
+/// Number of rows searched for column names.
 const LOOKED_AT: u64 = 1000;
 
-/// The rows of one or several datasets, read when asked for. What is kept in memory is 24 bytes per row.
+/// Rows of one or several datasets, read on demand. The index takes 24 bytes of memory per row.
 ///
-/// Rows are numbered `0..len` in the order of the specs and files, after sampling; the numbers are the same whenever files,
-/// settings and seed are the same.
+/// Rows are numbered `0..len` in the order of the specs and files, after sampling. The same files, settings and seed give the
+/// same numbers.
 pub struct Dataset {
     parts: Vec<DatasetPart>,
     template: &'static QuestionTemplate,
@@ -118,9 +118,9 @@ pub struct Dataset {
 struct DatasetPart {
     name: Arc<str>,
     file: RowFile,
-    /// Rows of the file that take part, ascending; `None` for all.
+    /// Selected rows of the file, ascending; `None` for all rows.
     chosen: Option<Vec<u64>>,
-    /// Rows of the parts before.
+    /// Number of rows in all earlier parts.
     start: u64,
     resolver: Resolver,
     think: ThinkMode,
@@ -128,10 +128,10 @@ struct DatasetPart {
     columns: Map<String, Value>,
 }
 
-/// The rows of a table, which the program keeps as another file.
+/// Returns the path of the unpacked rows if `path` is a table, and `None` if it is not.
 fn unpacked(path: &Path, options: &ReadOptions) -> Result<Option<PathBuf>, DataError> {
     let mut start = [0; 4];
-    // A pipe must not lose its first bytes. An error of opening is reported with the rows.
+    // Peeking into a pipe would lose its first bytes. An error on opening is reported when the rows are read.
     let is_table = path.is_file()
         && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok()
         && &start == b"PAR1";
@@ -143,19 +143,19 @@ fn unpacked(path: &Path, options: &ReadOptions) -> Result<Option<PathBuf>, DataE
         return crate::parquet::unpack(path, cache_dir).map(Some);
     }
     let why = if cfg!(feature = "parquet") && options.cache_dir.is_none() {
-        "no folder to unpack it in"
+        "no cache folder to unpack it into"
     } else {
-        "a program that was built without the feature parquet"
+        "a program built without the feature parquet"
     };
     Err(DataError::UnknownFile { path: path.to_owned(), got: format!("a parquet table and {why}") })
 }
 
 impl Sample {
-    /// A sample from a row that stands in no file, such as one made from command line arguments. Relative media paths
-    /// belong to `folder`; absolute ones are taken as they are. Its row number is 0 and its dataset `name`.
+    /// Parses a row that does not come from a file, such as one built from command line arguments. Relative media paths are
+    /// resolved against `folder`; absolute ones are used unchanged. The row number is 0 and the dataset is called `name`.
     ///
     /// # Errors
-    /// As for a row of a file; also when `folder` cannot be read.
+    /// Returns an error if the row cannot be used, as for a row of a file, or if `folder` cannot be read.
     pub fn from_row(
         row: Value,
         name: &str,
@@ -188,7 +188,7 @@ impl DatasetPart {
     fn columns_seen(&self) -> Vec<String> {
         let mut seen: Vec<String> = self.columns.keys().cloned().collect();
         for row in 0..self.file.len().min(LOOKED_AT) {
-            // A row that cannot be read is reported where it would be used.
+            // An unreadable row is reported when it is used.
             let Ok(Value::Object(columns)) = self.file.value(row) else { continue };
             let columns = outputs::unfold(columns);
             for name in columns.into_iter().map(|(name, _)| name) {
@@ -205,13 +205,13 @@ impl Dataset {
     /// Indexes the files of all specs.
     ///
     /// # Errors
-    /// A file or root that cannot be read, a file that is no dataset, or no row in all of them together.
+    /// Returns an error if a file or root cannot be read, if a file is not a dataset, or if all files together have no row.
     pub fn open(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Self, DataError> {
         let mut parts = Vec::with_capacity(specs.len());
         let mut start = 0;
         for (number, spec) in specs.iter().enumerate() {
             if is_yaml(&spec.file) {
-                let got = "a YAML file in place of annotations".to_owned();
+                let got = "a YAML file instead of an annotation file".to_owned();
                 return Err(DataError::UnknownFile { path: spec.file.clone(), got });
             }
             let file = match unpacked(&spec.file, options)? {
@@ -234,9 +234,9 @@ impl Dataset {
         Self::of_parts(parts, options)
     }
 
-    /// Rows that come from anywhere: JSON objects with the columns that rows of files have. Relative paths of media begin in
-    /// `folder`; absolute ones are taken as they are. The rows are kept in a nameless file in the system's temporary folder,
-    /// so they may be more than memory holds.
+    /// Builds a dataset from rows of any source: JSON objects with the same columns as rows of files. Relative media paths are
+    /// resolved against `folder`; absolute ones are used unchanged. The rows are stored in an unnamed file in the system's
+    /// temporary folder, so they may exceed the size of memory.
     ///
     /// ```
     /// use std::path::Path;
@@ -251,7 +251,7 @@ impl Dataset {
     /// ```
     ///
     /// # Errors
-    /// A folder or a temporary file that cannot be used, or no row.
+    /// Returns an error if `folder` or the temporary file cannot be used, or if there is no row.
     pub fn from_rows(
         name: &str,
         rows: impl IntoIterator<Item = Value>,
@@ -288,8 +288,8 @@ impl Dataset {
         Ok(dataset)
     }
 
-    /// A column that no row has would be media that are never seen, or a ground truth that is never there. One dataset of
-    /// several may be without them, but not without its prompt.
+    /// Checks that the columns named by the user exist; otherwise media or ground truths would be missing without notice. One of
+    /// several datasets may lack such a column, except the prompt.
     fn check_names(&self) -> Result<(), DataError> {
         if self.names.named().next().is_none() {
             return Ok(());
@@ -312,8 +312,8 @@ impl Dataset {
         Ok(())
     }
 
-    /// The columns of the first rows of each file, in the order in which they appear; for messages that say what there
-    /// is instead of what was looked for.
+    /// Returns the columns of the first rows of each file, in order of appearance. Error messages list them when an expected
+    /// column is missing.
     pub fn columns_seen(&self) -> Vec<String> {
         let mut seen = Vec::new();
         for name in self.parts.iter().flat_map(DatasetPart::columns_seen) {
@@ -324,26 +324,26 @@ impl Dataset {
         seen
     }
 
-    /// Number of rows, at least 1.
+    /// Returns the number of rows, at least 1.
     #[expect(clippy::len_without_is_empty, reason = "an empty dataset is an error of `open`")]
     pub fn len(&self) -> u64 {
         self.parts.last().map_or(0, |part| part.start + part.len())
     }
 
-    /// Name and number of rows of each dataset.
+    /// Returns the name and the number of rows of each dataset.
     pub fn parts(&self) -> impl Iterator<Item = (&str, u64)> {
         self.parts.iter().map(|part| (&*part.name, part.len()))
     }
 
-    /// The annotation file of each dataset.
+    /// Returns the annotation file of each dataset.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.parts.iter().map(|part| &*part.file.path)
     }
 
-    /// Reads and parses a row. The media it names exist and lie inside their roots; they are not opened.
+    /// Reads and parses a row. Verifies that its media exist inside their roots, but does not open them.
     ///
     /// # Errors
-    /// Whatever is wrong with this row; other rows are not affected.
+    /// Returns an error if this row cannot be used. Other rows are not affected.
     pub fn get(&self, row: u64) -> Result<Sample, RowError> {
         let Some((part, in_file)) = self.locate(row) else {
             let problem = RowProblem::OutOfRange { len: self.len() };
@@ -367,23 +367,23 @@ impl Dataset {
             .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
     }
 
-    /// Notes that media lay at these paths, so that a folder of theirs which is not there is known to be away.
+    /// Records the folders of these media paths, so that a folder that disappears later is recognised as missing.
     pub(crate) fn remember_media<'a>(&self, paths: impl Iterator<Item = &'a Path>) {
         for path in paths {
             self.parts.iter().for_each(|part| part.resolver.remember(path));
         }
     }
 
-    /// Fails if a row that was read, on whatever thread, was not the one that its file held when it was opened. Such a row is an
-    /// error of its own, too; this tells that the dataset as a whole is no longer what it was.
+    /// Checks that every row read so far, on any thread, had the same content as when its file was opened. A changed row is also
+    /// reported as an error when it is read. This function reports that the dataset as a whole has changed.
     ///
     /// # Errors
-    /// [`DataError::Changed`].
+    /// Returns [`DataError::Changed`] if a row differed.
     pub fn unchanged(&self) -> Result<(), DataError> {
         self.parts.iter().try_for_each(|part| part.file.unchanged())
     }
 
-    /// The id of a row, also of one that cannot be used: its own, or `dataset:line`.
+    /// Returns the id of a row: the row's own id, or `dataset:line`. It also works for unusable rows.
     pub fn id(&self, row: u64) -> String {
         let Some((part, in_file)) = self.locate(row) else { return format!("row {row}") };
         let value = part.file.value(in_file).ok();
@@ -392,8 +392,8 @@ impl Dataset {
             .unwrap_or_else(|| format!("{}:{}", part.name, part.file.line(in_file)))
     }
 
-    /// The columns of a sample of this dataset, to be written to a file of rows anywhere: paths of media are absolute, and
-    /// what was recorded about completions is left out.
+    /// Returns the columns of a sample of this dataset, ready for a file in any folder: media paths are absolute, and recorded
+    /// completions and rewards are left out.
     pub fn portable_row(&self, sample: &Sample) -> Map<String, Value> {
         let mut columns = sample.columns.clone();
         if sample.completions.is_some() {
@@ -405,11 +405,11 @@ impl Dataset {
         columns
     }
 
-    /// A digest that differs when the rows differ: content of the files, sampling, order, or what the registry says about
-    /// them. It does not depend on where the files lie. Kept in checkpoints to notice that a position belongs to other data.
+    /// Returns a digest that changes with the rows: the content of the files, the sampling, the order and the registry's entries.
+    /// It does not depend on the location of the files. Checkpoints store it to detect a position that belongs to other data.
     ///
     /// # Errors
-    /// A file that cannot be read any more.
+    /// Returns an error if a file can no longer be read.
     pub fn fingerprint(&self) -> Result<String, DataError> {
         let mut hash = Sha256::new();
         for part in &self.parts {
@@ -421,9 +421,9 @@ impl Dataset {
         Ok(short(hash))
     }
 
-    /// A digest that differs when media differ: of up to 4,096 rows, spread evenly, the length of each medium and 4 KiB at
-    /// either end of it. Neither places nor times count, so that copied data are the same data; rows
-    /// that hold an address anywhere are not looked at, since its medium would have to be fetched. It reads at most 32 MiB for rows with one medium each.
+    /// Returns a digest that changes with the media. For up to 4,096 evenly spread rows it covers the length of each medium and 4
+    /// KiB at each end. Paths and times do not count, so a copy of the data has the same digest. Rows that contain an address are
+    /// skipped, because their media would have to be fetched. It reads at most 32 MiB for rows with one medium each.
     #[must_use]
     pub fn media_digest(&self) -> String {
         let sampled = self.len().min(SAMPLED_ROWS);
@@ -432,12 +432,12 @@ impl Dataset {
         short(of_rows.into_iter().fold(Sha256::new(), |hash, media| hash.chain_update(media)))
     }
 
-    /// Returns the part of a row's media that goes into the digest; nothing for a row that cannot be used.
+    /// Returns the digest of a row's media, or nothing for a row that is skipped or cannot be used.
     fn media_of(&self, row: u64) -> Vec<u8> {
         let remote = |row: u64| {
             let (part, in_file) = self.locate(row)?;
             let text = part.file.read(in_file).ok()?;
-            // Also as JSON may have it.
+            // JSON may escape the slashes.
             Some(
                 [&b"://"[..], b":\\/\\/"]
                     .iter()
@@ -478,15 +478,15 @@ impl Dataset {
     }
 }
 
-/// Shortens a hash to half, which tells two datasets apart and is short enough to read.
+/// Returns the first half of a hash in hexadecimal: enough to tell two datasets apart, and short enough to read.
 fn short(hash: Sha256) -> String {
     hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Adds a file's length and both ends; nothing of one that cannot be read.
+/// Adds a file's length and both of its ends to the hash, or nothing if the file cannot be read.
 fn ends(path: &Path, hash: &mut Sha256) {
     let read = |hash: &mut Sha256| -> std::io::Result<()> {
-        // Opening a pipe waits for somebody who writes to it.
+        // Opening a pipe blocks until another process writes to it.
         if !std::fs::metadata(path)?.is_file() {
             return Ok(());
         }

@@ -1,5 +1,4 @@
-//! Errors of a dataset as a whole ([`DataError`], fatal) and of one of its rows ([`RowError`], costs
-//! that row).
+//! Errors of a whole dataset ([`DataError`], fatal) and of a single row ([`RowError`], which only loses that row).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,117 +7,117 @@ use omnigrpo_guard::MachineFailure;
 use omnigrpo_text::{MediumKind, TextError};
 use serde_json::Value;
 
-/// A dataset that cannot be used at all: a setting, a missing file, a file that is not what it should be.
+/// Error that makes a whole dataset unusable, such as a wrong setting, a missing file or a file of the wrong kind.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// Reading or writing failed.
+    /// Failure to read or write.
     #[error("cannot {action} {}", path.display())]
     Io {
         /// Attempted action.
         action: &'static str,
-        /// On which file.
+        /// File on which the action failed.
         path: PathBuf,
-        /// Error of the system.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// Neither the file's name nor its first character tells a known format.
+    /// File whose name and first character match no known format.
     #[error("{}: unknown dataset format: got {got}, expected a .jsonl file (one JSON object per line), a .json file (an array of objects, or as .jsonl), a .parquet file, or a .yaml list of such files; convert it (`data convert`) or rename it", path.display())]
     UnknownFile {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Type, or beginning of the content.
+        /// Type or beginning of the content.
         got: String,
     },
-    /// The file's frame is broken, so that its rows cannot be told apart.
+    /// Broken structure of a file, so that its rows cannot be separated.
     #[error("{}:{line}: {problem}", path.display())]
     Syntax {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Line, from 1.
+        /// Line number, from 1.
         line: u64,
         /// Problem and expected value.
         problem: String,
     },
-    /// The machine failed while rows were checked, and went on failing. The rows may be good.
+    /// Repeated failure of the machine while rows were checked. The rows may be fine.
     #[error(
-        "the machine failed at {}:{line}; this is no fault of the row, and the same command can succeed once the machine is well",
+        "the machine failed while {}:{line} was checked; the row may be fine, so fix the machine and run the same command again",
         path.display()
     )]
     Machine {
-        /// The annotation file.
+        /// Annotation file.
         path: PathBuf,
         /// Line of the row that was being checked, from 1.
         line: u64,
-        /// How it failed.
+        /// Error of the machine.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A file that was written to while in use.
-    #[error("{}:{line}: the row is not the one that stood there when the file was opened, so the file was written to while in use; nothing of the new text was used. Put the file back as it was and start again to resume, or start a new run with the new rows", path.display())]
+    /// File that was changed while in use.
+    #[error("{}:{line}: the row has changed since the file was opened, so the file was written to while in use; no changed row was used. Restore the file and start again to resume, or start a new run with the new rows", path.display())]
     Changed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Line of the first row that was found changed, from 1.
+        /// Line of the first changed row that was detected, from 1.
         line: u64,
     },
-    /// Nothing to train on.
+    /// Dataset without rows.
     #[error(
         "the dataset is empty: got 0 rows in {files}, expected at least one; check the file and its sampling rate"
     )]
     Empty {
-        /// The files, as a list.
+        /// List of the files.
         files: String,
     },
-    /// A name that is not in a table.
+    /// Name that is missing from its table.
     #[error("unknown {what} `{got}`{}; known: {known}", suggestion.as_ref().map(|name| format!(", did you mean `{name}`?")).unwrap_or_default())]
     UnknownName {
         /// Kind of the name.
         what: &'static str,
-        /// The name.
+        /// Unknown name.
         got: String,
-        /// The closest known name.
+        /// Closest known name.
         suggestion: Option<String>,
         /// All known names.
         known: String,
     },
-    /// A column that was named and that no row looked at has.
+    /// Column named by the user that none of the searched rows has.
     #[error("no row of {} has the column ColumnNames::{column}: got `{name}`, expected one of [{seen}]", path.display())]
     NoSuchColumn {
-        /// The field that names it.
+        /// Field of `ColumnNames` that names the column.
         column: &'static str,
         /// Name of the column.
         name: String,
-        /// The annotation file.
+        /// Annotation file.
         path: PathBuf,
-        /// The columns that are there.
+        /// Existing columns.
         seen: String,
     },
-    /// A setting with an impossible value.
+    /// Setting with an invalid value.
     #[error("{setting}: got `{got}`, expected {expected}")]
     Setting {
-        /// Which.
+        /// Name of the setting.
         setting: &'static str,
         /// Value of the setting.
         got: String,
         /// Allowed values.
         expected: &'static str,
     },
-    /// A registry or list file that does not have the expected keys.
-    #[error("{}: neither a registry of datasets nor a list of files that can be read", path.display())]
+    /// Registry or list file without the expected keys.
+    #[error("{}: cannot be read as a registry of datasets or a list of files", path.display())]
     Registry {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Error of the parser, with line and column.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A registry or list file that is too large to be one.
+    /// Registry or list file that is too large to be one.
     #[error("{}: got {bytes} bytes, expected at most {limit_bytes}; is this an annotation file?", path.display())]
     RegistryTooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Size of the row.
+        /// Size of the file.
         bytes: u64,
-        /// The limit.
+        /// Maximum size.
         limit_bytes: u64,
     },
 }
@@ -146,13 +145,13 @@ impl DataError {
     }
 }
 
-/// A row that cannot be used. The rows around it can.
+/// Error of a single row. The other rows are not affected.
 #[derive(Debug, thiserror::Error)]
 #[error("row {row} ({}:{line}) cannot be used", file.display())]
 pub struct RowError {
-    /// Index in the dataset.
+    /// Index of the row in the dataset.
     pub row: u64,
-    /// The annotation file.
+    /// Annotation file.
     pub file: Arc<Path>,
     /// Line of the row's first character, from 1.
     pub line: u64,
@@ -165,131 +164,129 @@ pub struct RowError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowProblem {
-    /// The dataset has no such row.
-    #[error("no such row: the dataset has {len}")]
+    /// Index beyond the end of the dataset.
+    #[error("the row does not exist: the dataset has {len} rows")]
     OutOfRange {
         /// Number of rows.
         len: u64,
     },
-    /// The file could not be read at this place.
+    /// Failure to read the row from the file.
     #[error("cannot read the row")]
     Io(#[from] std::io::Error),
-    /// Something else stands where the row stood when the file was opened.
-    #[error(
-        "the row is not the one that stood there when the file was opened; the file was written to while in use"
-    )]
+    /// Row whose content changed after the file was opened.
+    #[error("the row has changed since the file was opened; the file was written to while in use")]
     Changed,
-    /// Longer than a row may be.
+    /// Row above the size limit.
     #[error("the row is longer than {limit_bytes} bytes; refer to media by path instead of embedding them")]
     TooLong {
-        /// The limit.
+        /// Maximum size of a row, bytes.
         limit_bytes: u32,
     },
-    /// Not JSON, or nested too deeply.
+    /// Row that is not JSON or is nested too deeply.
     #[error("not a JSON row")]
     Json(#[from] serde_json::Error),
-    /// A JSON value with a type that cannot be used.
+    /// JSON value of an unusable type.
     #[error("column `{column}`: got {got}, expected {expected}")]
     Column {
-        /// Which column, with the place inside it.
+        /// Name of the column, with the path to the value inside it.
         column: String,
         /// Value in the row.
         got: String,
         /// Allowed values.
         expected: &'static str,
     },
-    /// None of the known formats.
+    /// Row that matches none of the known formats.
     #[error("unknown row format: got columns [{columns}], expected one of {expected}")]
     UnknownFormat {
-        /// The row's columns.
+        /// Columns of the row.
         columns: String,
-        /// The columns that tell a format.
+        /// Columns that identify a format.
         expected: String,
     },
-    /// The prompt does not end with a question.
+    /// Prompt that does not end with a question.
     #[error(
-        "the prompt has no {missing}: got turns [{roles}], expected a user turn last, before the answer if there is one"
+        "the prompt has no {missing}: got turns [{roles}], expected a user turn at the end, or before the final answer"
     )]
     NoPrompt {
         /// Missing part.
         missing: &'static str,
-        /// The roles of its turns.
+        /// Roles of the prompt's turns.
         roles: String,
     },
-    /// `<image>`, `<video>`, `<audio>` do not fit the row's media.
+    /// Mismatch between the placeholders `<image>`, `<video>`, `<audio>` and the row's media.
     #[error(transparent)]
     Placeholders(#[from] TextError),
-    /// Media parts do not fit the row's media columns.
+    /// Mismatch between the row's media parts and its media columns.
     #[error(
         "got {got} {kind} parts without a path and {expected} entries in column `{kind}`/`{kind}s`, expected equal numbers"
     )]
     MediaParts {
-        /// Which kind.
+        /// Kind of the media.
         kind: MediumKind,
-        /// Parts without their own path.
+        /// Number of parts without their own path.
         got: usize,
-        /// Media in the columns.
+        /// Number of media in the columns.
         expected: usize,
     },
-    /// A medium that cannot be used.
+    /// Medium that cannot be used.
     #[error("{kind} `{path}` cannot be used")]
     Medium {
-        /// Which kind.
+        /// Kind of the medium.
         kind: MediumKind,
-        /// Path as the row names it.
+        /// Path as written in the row.
         path: String,
-        /// Why not.
+        /// Reason for the failure.
         #[source]
         problem: PathProblem,
     },
 }
 
-/// Why a medium's path cannot be used.
+/// Reason why a medium's path cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PathProblem {
-    /// `..`, a link or an absolute path leads out of the roots.
-    #[error("the path leaves its root {}; give the folder it lies in as Roots::{kind}s", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "))]
+    /// Path that leaves its root through `..`, a link or an absolute path.
+    #[error("the path leaves its root {}; add its folder to Roots::{kind}s", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "))]
     LeavesRoot {
-        /// Which kind's roots.
+        /// Kind of media that the roots are for.
         kind: MediumKind,
-        /// The roots.
+        /// Roots for this kind of media.
         roots: Vec<PathBuf>,
     },
-    /// A folder of frames has a link out of the root.
-    #[error("its link {} leads out of {}; copy the file, or give a folder around both as Roots::{kind}s", link.display(), root.display())]
+    /// Folder of frames with a link that leaves the root.
+    #[error("its link {} leaves the root {}; copy the linked file, or set Roots::{kind}s to a folder that contains both", link.display(), root.display())]
     LinkLeavesRoot {
-        /// Which kind's root.
+        /// Kind of media that the root is for.
         kind: MediumKind,
-        /// The link.
+        /// Path of the link.
         link: PathBuf,
-        /// The root.
+        /// Path of the root.
         root: PathBuf,
     },
-    /// No such file under any root.
-    #[error("no such file; looked for {}", tried.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "))]
+    /// File that exists under none of the roots.
+    #[error("the file does not exist; paths tried: {}", tried.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "))]
     NotFound {
-        /// Where it was looked for.
+        /// Paths that were tried.
         tried: Vec<PathBuf>,
     },
-    /// The folder it lies in was there before and is not now: a drive that is away.
+    /// Folder that held media before and is missing now, for example because its drive is not mounted.
     #[error("its folder {} held media before and is missing or empty now; is its drive mounted?", folder.display())]
     FolderAway {
-        /// The folder.
+        /// Path of the folder.
         folder: PathBuf,
-        /// The answer of the system.
+        /// Error of the operating system.
         source: MachineFailure,
     },
-    /// The system refused.
+    /// Read error of the operating system.
     #[error("it cannot be read")]
     Io(#[source] std::io::Error),
-    /// By address, which the run does not allow.
-    #[error("media by address are off; ReadOptions::fetch fetches them, or download the file")]
+    /// Medium named by an address, which the run does not allow.
+    #[error("media by address are not allowed; set ReadOptions::fetch, or download the file")]
     UrlNotAllowed,
-    /// By address or as bytes, and there is no file of it.
-    #[error("there is no file of it")]
+    /// Medium given by address or as bytes that could not be turned into a file.
+    #[error("the medium could not be stored as a file")]
     Fetch(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// A `data:` or `s3:` address or a similar one, or bytes inside the row.
+    /// Unsupported source: a `data:`, `s3:` or similar address, or bytes inside the row.
     #[error(
         "got {got}, expected a path, an http(s) address with ReadOptions::fetch, or `data:` with base64; write the medium to a file"
     )]
@@ -299,7 +296,7 @@ pub enum PathProblem {
     },
 }
 
-/// A value for a message: its type and its beginning.
+/// Describes a value for a message: its type and its beginning.
 pub(crate) fn describe(value: &Value) -> String {
     let kind = match value {
         Value::Null => return "null".to_owned(),
@@ -322,7 +319,7 @@ pub(crate) fn describe(value: &Value) -> String {
     format!("{kind} {}", shorten(&text))
 }
 
-/// The first 80 characters.
+/// Returns the first 80 characters.
 pub(crate) fn shorten(text: &str) -> String {
     match text.char_indices().nth(80) {
         Some((end, _)) => format!("{}…", &text[..end]),

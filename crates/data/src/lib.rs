@@ -1,12 +1,12 @@
-//! Dataset files become [`Sample`]s, in a reproducible [`Order`].
+//! Reader of dataset files: rows become [`Sample`]s, in a reproducible [`Order`].
 //!
-//! - [`DatasetSpec`], [`Registry`]: which files, where their media lie, which of their rows.
+//! - [`DatasetSpec`], [`Registry`]: the files, the folders of their media, and the selection of rows.
 //! - [`Dataset`]: an index over the files; [`Dataset::get`] reads one row of any format in [`FORMATS`].
-//! - [`Order`]: which row comes next; the same after a resume.
-//! - [`check`]: the whole dataset and every medium's header before training begins.
-//! - [`convert_vivqa_x`], and `convert_parquet` with the feature `parquet`: published datasets into rows.
+//! - [`Order`]: the order of the rows, which is the same after a resume.
+//! - [`check`]: a check of the whole dataset and every medium's header before training.
+//! - [`convert_vivqa_x`], and `convert_parquet` with the feature `parquet`: converters of published datasets into rows.
 //!
-//! A row that cannot be used is a [`RowError`] of that row. Paths never leave their [`Roots`].
+//! An unusable row is reported as a [`RowError`] and does not affect other rows. Paths never leave their [`Roots`].
 
 mod check;
 mod dataset;

@@ -1,8 +1,8 @@
-//! The order in which rows are drawn: a function of (seed, epoch) alone, resumable at any row.
+//! Order in which rows are drawn. It depends on (seed, epoch) alone and can resume at any row.
 //!
-//! Each epoch is a Fisher–Yates shuffle driven by ChaCha8 with the seed as key and the epoch as stream, so an order
-//! does not depend on what was drawn before and is the same on every machine. An epoch that ends inside a batch goes
-//! on with the next epoch: every row is drawn equally often.
+//! Each epoch is a Fisher–Yates shuffle driven by ChaCha8, with the seed as key and the epoch as stream. An order therefore does
+//! not depend on earlier draws and is the same on every machine. If an epoch ends inside a batch, the batch continues with the
+//! next epoch, so every row is drawn equally often.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,55 +10,55 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
 
-/// Why no row could be drawn.
+/// Error of drawing or resuming.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OrderError {
-    /// Nothing to draw.
+    /// Order without usable rows.
     #[error(
-        "no row left to draw: got {num_rows} rows of which {num_skipped} are skipped, expected at least one usable row; see the skipped rows' messages"
+        "no row left to draw: got {num_rows} rows of which {num_skipped} are skipped, expected at least one usable row; see the messages about the skipped rows"
     )]
     Empty {
-        /// Rows in the order.
+        /// Number of rows in the order.
         num_rows: usize,
-        /// Rows on the skip list.
+        /// Number of rows on the skip list.
         num_skipped: usize,
     },
-    /// A saved state that cannot belong to this order.
+    /// Saved state that does not belong to this order.
     #[error(
-        "saved data position is index {index} of an epoch with {num_rows} rows; the dataset changed since the checkpoint was written"
+        "the saved data position is index {index}, but the epoch has {num_rows} rows; the dataset has changed since the checkpoint was written"
     )]
     Position {
         /// Index in the saved state.
         index: u64,
-        /// Rows in this order.
+        /// Number of rows in this order.
         num_rows: usize,
     },
 }
 
-/// How the rewards of one pass over the rows decide what the next one draws.
+/// Rules by which the rewards of one pass over the rows select and sort the rows of the next pass.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Lessons {
-    /// Rows that earned less on average are left out.
+    /// Lowest average reward; rows that earned less are left out.
     pub low: Option<f64>,
-    /// Rows that earned more on average are left out.
+    /// Highest average reward; rows that earned more are left out.
     pub high: Option<f64>,
-    /// Order of difficulty.
+    /// Order by difficulty.
     pub curriculum: Curriculum,
 }
 
-/// Which rows of a pass come first.
+/// Order of a pass by the rewards of the previous pass.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Curriculum {
-    /// No ones: the order is drawn.
+    /// No order by reward; rows come as drawn.
     #[default]
     None,
-    /// Rows that earned most in the pass before come first.
+    /// Rows with the highest rewards first.
     EasyFirst,
-    /// Rows that earned least come first.
+    /// Rows with the lowest rewards first.
     HardFirst,
 }
 
-/// Everything that a checkpoint must keep to draw the same rows again.
+/// State that a checkpoint stores in order to draw the same rows again.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct OrderState {
     /// Epoch of the next row, from 0.
@@ -67,15 +67,15 @@ pub struct OrderState {
     pub index: u64,
     /// Rows that are never drawn.
     pub skipped: BTreeSet<u64>,
-    /// Reward of each row when it was last drawn, if that matters.
+    /// Reward of each row when it was last drawn, if the rules use rewards.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub earned: BTreeMap<u64, f64>,
-    /// Rewards at the start of the epoch, whose order they decide.
+    /// Rewards at the start of the epoch, which determine its order.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub judged: BTreeMap<u64, f64>,
 }
 
-/// Draws rows, epoch after epoch.
+/// Sequence of drawn rows, epoch after epoch.
 #[derive(Debug, Clone)]
 pub struct Order {
     rows: Vec<u64>,
@@ -87,8 +87,8 @@ pub struct Order {
 }
 
 impl Order {
-    /// An order over `rows` (row indices of a dataset, see [`split`]), at the start of epoch 0. Without `shuffle`, every epoch goes through
-    /// `rows` as they stand. `skipped` rows are never drawn.
+    /// Creates an order over `rows` (row indices of a dataset, see [`split`]) at the start of epoch 0. Without `shuffle`, every
+    /// epoch follows the order of `rows`. `skipped` rows are never drawn.
     pub fn new(rows: Vec<u64>, seed: u64, shuffle: bool, skipped: BTreeSet<u64>) -> Self {
         let state = OrderState { skipped, ..OrderState::default() };
         let lessons = Lessons::default();
@@ -97,7 +97,7 @@ impl Order {
         order
     }
 
-    /// Returns the order with passes that learn from those before.
+    /// Returns the order with rules that use the rewards of earlier passes.
     #[must_use]
     pub fn learning(mut self, lessons: Lessons) -> Self {
         self.lessons = lessons;
@@ -105,17 +105,17 @@ impl Order {
         self
     }
 
-    /// Notes what a row has earned. It counts from the next pass on.
+    /// Records the reward of a row. It takes effect in the next pass.
     pub fn earned(&mut self, row: u64, reward: f64) {
         if self.lessons != Lessons::default() {
             self.state.earned.insert(row, reward);
         }
     }
 
-    /// Goes on where `state` was taken.
+    /// Resumes at the position of `state`.
     ///
     /// # Errors
-    /// When the position lies outside the epoch.
+    /// Returns an error if the position is outside the epoch.
     pub fn resume(&mut self, state: OrderState) -> Result<(), OrderError> {
         if state.index > self.rows.len() as u64 {
             return Err(OrderError::Position { index: state.index, num_rows: self.rows.len() });
@@ -125,32 +125,32 @@ impl Order {
         Ok(())
     }
 
-    /// Returns what [`Order::resume`] needs to draw the same next row.
+    /// Returns the state from which [`Order::resume`] draws the same next row.
     pub fn state(&self) -> &OrderState {
         &self.state
     }
 
-    /// Takes a row out for good, in this and all later epochs. The next draw takes its place.
+    /// Removes a row from this and all later epochs. The next draw takes its place.
     pub fn skip(&mut self, row: u64) {
         self.state.skipped.insert(row);
     }
 
-    /// Rows that can still be drawn in an epoch.
+    /// Returns the number of rows that can still be drawn in an epoch.
     pub fn num_usable(&self) -> usize {
         self.rows.iter().filter(|row| !self.state.skipped.contains(row)).count()
     }
 
-    /// Epochs drawn so far, with fraction.
+    /// Returns the number of epochs drawn so far, including a fraction.
     pub fn epochs_done(&self) -> f64 {
         self.state.epoch as f64 + self.state.index as f64 / self.permutation.len().max(1) as f64
     }
 
-    /// The next row.
+    /// Draws the next row.
     ///
     /// # Errors
-    /// When every row is skipped.
+    /// Returns an error if every row is skipped.
     pub fn draw(&mut self) -> Result<u64, OrderError> {
-        // Two passes end even when the position is the last of an epoch and the only usable row the first.
+        // Two passes suffice, even if the position is the last of an epoch and the only usable row is the first.
         for _ in 0..2 * self.rows.len() + 1 {
             if self.state.index >= self.permutation.len() as u64 {
                 self.state.index = 0;
@@ -167,10 +167,10 @@ impl Order {
         Err(OrderError::Empty { num_rows: self.rows.len(), num_skipped: self.state.skipped.len() })
     }
 
-    /// The next `num_prompts` rows.
+    /// Draws the next `num_prompts` rows.
     ///
     /// # Errors
-    /// When every row is skipped.
+    /// Returns an error if every row is skipped.
     pub fn draw_batch(&mut self, num_prompts: usize) -> Result<Vec<u64>, OrderError> {
         (0..num_prompts).map(|_| self.draw()).collect()
     }
@@ -184,8 +184,8 @@ impl Order {
         self.learn();
     }
 
-    /// Leaves rows out and sorts the others by what they earned; those that nobody knows yet come first. A pass from which all
-    /// would be left out has them all.
+    /// Filters the rows and sorts the rest by reward; rows without a reward come first. If the filter would remove every usable
+    /// row, the pass keeps all rows.
     fn learn(&mut self) {
         let (judged, Lessons { low, high, curriculum }) = (&self.state.judged, self.lessons);
         let kept = |row: &u64| {
@@ -214,8 +214,8 @@ impl Order {
     }
 }
 
-/// Splits `0..num_rows` into (train, validation), each ascending. The validation part has `round(ratio · num_rows)`
-/// rows, but leaves training at least one; it depends on (seed, num_rows, ratio) only.
+/// Splits `0..num_rows` into (train, validation), each ascending. The validation part has `round(ratio · num_rows)` rows, but
+/// leaves at least one row for training. The split depends on (seed, num_rows, ratio) only.
 pub fn split(num_rows: u64, ratio: f64, seed: u64) -> (Vec<u64>, Vec<u64>) {
     let wanted = (num_rows as f64 * ratio.clamp(0.0, 1.0)).round() as u64;
     let num_val = wanted.min(num_rows.saturating_sub(1)) as usize;
@@ -225,7 +225,7 @@ pub fn split(num_rows: u64, ratio: f64, seed: u64) -> (Vec<u64>, Vec<u64>) {
     (train, val)
 }
 
-/// `num_chosen` of `0..num_rows` without repetition, ascending.
+/// Chooses `num_chosen` rows of `0..num_rows` without repetition, ascending.
 pub(crate) fn choose(num_rows: u64, num_chosen: usize, mut rng: ChaCha8Rng) -> Vec<u64> {
     let mut rows: Vec<u64> = (0..num_rows).collect();
     shuffle(&mut rng, &mut rows);
@@ -234,7 +234,7 @@ pub(crate) fn choose(num_rows: u64, num_chosen: usize, mut rng: ChaCha8Rng) -> V
     rows
 }
 
-/// Use of a stream of random numbers: streams of different uses never meet.
+/// Purpose of a stream of random numbers. Streams of different purposes never overlap.
 #[derive(Clone, Copy)]
 pub(crate) enum Use {
     Epoch = 0,
@@ -242,7 +242,7 @@ pub(crate) enum Use {
     Sampling = 2,
 }
 
-/// Random numbers keyed by seed and use (the cipher's key) and `counter` (its stream).
+/// Returns random numbers keyed by seed and purpose (the cipher's key) and by `counter` (its stream).
 pub(crate) fn stream(seed: u64, purpose: Use, counter: u64) -> ChaCha8Rng {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn order_is_pinned() {
-        // A change of these numbers changes every resumed run: it needs a note in the change log.
+        // A change of these numbers changes every resumed run and needs a note in the changelog.
         assert_eq!(order(8, 42).draw_batch(16).unwrap(), [4, 5, 0, 3, 6, 7, 1, 2, 4, 5, 7, 2, 0, 3, 1, 6]);
     }
 
@@ -334,7 +334,7 @@ mod tests {
         assert!(!whole[6..].contains(&broken));
     }
 
-    /// Six rows of which row `r` earns `r / 5`.
+    /// Returns an order over six rows in which row `r` earns `r / 5`.
     fn learner(lessons: Lessons) -> Order {
         order(6, 3).learning(lessons)
     }
@@ -356,7 +356,7 @@ mod tests {
         let second: Vec<u64> = plain[6..].iter().copied().filter(|row| (2..=4).contains(row)).collect();
         assert_eq!(pass(&mut filtered, 3), second);
         assert_eq!(filtered.epochs_done(), 2.0);
-        // A row that was left out keeps its reward, so it stays out.
+        // A row that is left out keeps its reward, so it stays out.
         assert!(pass(&mut filtered, 9).iter().all(|row| (2..=4).contains(row)));
 
         let mut hopeless = learner(Lessons { low: Some(2.0), ..Lessons::default() });
@@ -378,7 +378,7 @@ mod tests {
         let mut hard = learner(lessons(Curriculum::HardFirst));
         pass(&mut hard, 6);
         assert_eq!(pass(&mut hard, 4), [0, 1, 2, 3]);
-        // In the middle of a pass, after rewards that will change the next one.
+        // Saves the state in the middle of a pass, after rewards that will change the next pass.
         hard.earned(0, 9.0);
         let saved = serde_json::to_string(hard.state()).unwrap();
         let mut again = learner(lessons(Curriculum::HardFirst));

@@ -1,4 +1,4 @@
-//! Files that are there whole or not at all.
+//! Atomic file writer: the output is either complete or absent.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -11,19 +11,19 @@ use omnigrpo_guard::inside::is_same_file;
 
 use crate::error::DataError;
 
-/// Refuses to replace an input by what is made of it.
+/// Returns an error if the output would replace its own input.
 pub(crate) fn check_is_other(input: &Path, output: &Path) -> Result<(), DataError> {
     match is_same_file(input, output) {
         true => Err(DataError::Setting {
             setting: "output",
             got: output.display().to_string(),
-            expected: "another file than the input",
+            expected: "a file other than the input",
         }),
         false => Ok(()),
     }
 }
 
-/// A file being written under a temporary name beside its place. Dropped before [`Output::finish`], it leaves nothing.
+/// File that is written under a temporary name in its target folder. If it is dropped before [`Output::finish`], nothing remains.
 pub(crate) struct Output {
     path: PathBuf,
     temporary: PathBuf,
@@ -31,16 +31,16 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Missing folders are made.
+    /// Creates the temporary file, and any missing folders.
     pub(crate) fn create(path: &Path) -> Result<Self, DataError> {
-        // Threads may write the same medium at once.
+        // Several threads may write the same medium at once.
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let mut name = path.file_name().unwrap_or_default().to_owned();
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         name.push(format!(".{}.{count}.tmp", std::process::id()));
         let temporary = path.with_file_name(name);
         if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
-            std::fs::create_dir_all(folder).map_err(DataError::io("make the folder", folder))?;
+            std::fs::create_dir_all(folder).map_err(DataError::io("create the folder", folder))?;
         }
         let file = File::create(&temporary).map_err(DataError::io("write", path))?;
         Ok(Self { path: path.to_owned(), temporary, out: BufWriter::new(file) })
@@ -50,7 +50,7 @@ impl Output {
         self.out.write_all(bytes).map_err(DataError::io("write", &self.path))
     }
 
-    /// One value as a line of JSON. Returns its bytes.
+    /// Writes one value as a line of JSON and returns its number of bytes.
     pub(crate) fn line(&mut self, value: &impl Serialize) -> Result<u64, DataError> {
         let mut line = serde_json::to_vec(value)
             .map_err(std::io::Error::from)
@@ -60,7 +60,7 @@ impl Output {
         Ok(line.len() as u64)
     }
 
-    /// Puts the file in its place.
+    /// Renames the file to its final name.
     pub(crate) fn finish(mut self) -> Result<(), DataError> {
         self.out
             .flush()
@@ -72,7 +72,7 @@ impl Output {
 
 impl Drop for Output {
     fn drop(&mut self) {
-        // Already renamed after `finish`; otherwise best effort.
+        // The file is already renamed after `finish`; otherwise it is removed if possible.
         let _ = std::fs::remove_file(&self.temporary);
     }
 }

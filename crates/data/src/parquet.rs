@@ -1,11 +1,11 @@
-//! Hugging Face parquet files → JSON lines with media files beside them (feature `parquet`).
+//! Converter from Hugging Face parquet files to JSON lines with media files beside them (feature `parquet`).
 //!
-//! Datasets on the hub keep media inside the table, as `{bytes, path}` (the columns `Image`, `Video` and `Audio` of
-//! the `datasets` library) or as plain bytes. Training reads rows in random order and media by path, so the table is
-//! written out once, by `data convert parquet` or into the cache when it is given as a file of rows: every run of bytes
-//! becomes a file named by its content, and the row refers to it. Values without bytes keep their path. Times, dates and decimals become text.
+//! Datasets on the hub store media inside the table, as `{bytes, path}` (the columns `Image`, `Video` and `Audio` of the
+//! `datasets` library) or as plain bytes. Training reads rows in random order and media by path, so the table is unpacked once:
+//! by `data convert parquet`, or into the cache if it is given as a file of rows. Every byte value becomes a file named after its
+//! content hash, and the row refers to that file. Values without bytes keep their path. Times, dates and decimals become text.
 //!
-//! Refused: types the reader does not know; encrypted files; pages and rows that would not fit into memory.
+//! Unsupported types, encrypted files, and pages or rows that would not fit into memory are errors.
 
 mod bounds;
 
@@ -24,17 +24,17 @@ use bounds::{Bounded, Lengths, Limits};
 use omnigrpo_guard::cache::own_folder;
 use serde_json::{Map, Value};
 
-/// Bytes of rows that a table may become: this, and so many times its own size. Its encodings can say one long text a
-/// million times in a few bytes.
+/// Base limit for the bytes of rows that a table may unpack to. A multiple of the table's own size is added. The limit is needed
+/// because an encoding can repeat one long text a million times in a few bytes.
 const MAX_ROWS_BYTES: u64 = 1 << 30;
 const MAX_GROWTH: u64 = 64;
 
-/// Writes the rows of a parquet file to `output` (JSON lines) and its media to the folder `<output's stem>_media`
-/// beside it. Returns the number of rows. `output` is there whole or not at all.
+/// Writes the rows of a parquet file to `output` (JSON lines) and its media to the folder `<output's stem>_media` beside it.
+/// Returns the number of rows. `output` is either complete or absent.
 ///
 /// # Errors
-/// A file that is no parquet or uses an unknown type or compression, no rows, rows that are out of proportion to the
-/// file, or a place that cannot be written; the input itself as output.
+/// Returns an error if the input is not a parquet file, has no rows, uses an unknown type or compression, or unpacks to far more
+/// bytes than its own size. Also returns an error if the output cannot be written or is the input itself.
 pub fn convert_parquet(input: &Path, output: &Path) -> Result<u64, DataError> {
     check_is_other(input, output)?;
     let mut stem = output.file_stem().unwrap_or_default().to_owned();
@@ -43,8 +43,8 @@ pub fn convert_parquet(input: &Path, output: &Path) -> Result<u64, DataError> {
     rows(input, output, &media, Limits::default())
 }
 
-/// The rows of a parquet file as a file of JSON lines in the cache, with its media beside it; made once for each file,
-/// size and time of change.
+/// Unpacks the rows of a parquet file into a file of JSON lines in the cache, with the media beside it. Each file, size and time
+/// of change is unpacked once.
 pub(crate) fn unpack(input: &Path, cache_dir: &Path) -> Result<PathBuf, DataError> {
     let real = input.canonicalize().map_err(DataError::io("open", input))?;
     let metadata = real.metadata().map_err(DataError::io("open", input))?;
@@ -52,7 +52,7 @@ pub(crate) fn unpack(input: &Path, cache_dir: &Path) -> Result<PathBuf, DataErro
     let key = format!("{}\0{}\0{modified:?}", real.display(), metadata.len());
     let (tables, folder) = (cache_dir.join("parquet"), media_folder(cache_dir));
     for own in [&tables, &folder] {
-        own_folder(own).map_err(DataError::io("unpack the file in the cache", own))?;
+        own_folder(own).map_err(DataError::io("unpack a table into the cache folder", own))?;
     }
     let output = tables.join(short_hash(key.as_bytes())).join("rows.jsonl");
     if !output.exists() {
@@ -74,7 +74,7 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
     let copy = || -> Result<u64, DataError> {
         let (mut num_rows, mut num_bytes) = (0, 0);
         let told = |error: ParquetError| match error {
-            // Without the crate's words around it.
+            // Drops the prefix that the crate adds to its messages.
             ParquetError::General(what) => unreadable(what),
             other => unreadable(other.to_string()),
         };
@@ -86,7 +86,7 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
             let group = reader.get_row_group(number).map_err(told)?;
             opened.row_group(group.metadata()).map_err(told)?;
             let mut lengths = Lengths::of(&*group, limits).map_err(told)?;
-            // One row at a time: a batch of long rows would be in memory at once.
+            // Reads one row at a time, because a batch of long rows would be in memory at once.
             let builder = TreeBuilder::new().with_batch_size(1);
             let mut rows = builder.as_iter(schema.clone(), &*group).map_err(told)?;
             loop {
@@ -96,7 +96,7 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
                 num_bytes += out.line(&media.row(&row.map_err(told)?)?)?;
                 if num_bytes > limit_bytes {
                     return Err(unreadable(format!(
-                        "its {size} bytes became more than {limit_bytes} bytes of rows"
+                        "its {size} bytes unpack to more than {limit_bytes} bytes of rows"
                     )));
                 }
                 num_rows += 1;
@@ -104,9 +104,9 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
         }
         Ok(num_rows)
     };
-    // The reader panics on types it does not know and on some damaged files.
+    // The reader panics on unknown types and on some damaged files.
     let num_rows = omnigrpo_guard::guarded(copy)
-        .unwrap_or_else(|_| Err(unreadable("a type the reader does not know, or damage".to_owned())))?;
+        .unwrap_or_else(|_| Err(unreadable("it has an unsupported type or is damaged".to_owned())))?;
     if num_rows == 0 {
         return Err(DataError::Empty { files: input.display().to_string() });
     }
@@ -116,7 +116,7 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
 
 struct Media {
     folder: PathBuf,
-    /// The folder as rows name it.
+    /// Folder of the media as written in the rows.
     prefix: PathBuf,
 }
 
@@ -158,7 +158,7 @@ impl Media {
         })
     }
 
-    /// Writes a medium once and returns its path as rows name it.
+    /// Writes a medium, unless it exists, and returns its path as written in the rows.
     fn write(&self, bytes: &[u8], path: Option<&str>) -> Result<Value, DataError> {
         let name = store(&self.folder, bytes, path)?;
         Ok(self.prefix.join(name).to_string_lossy().into_owned().into())
@@ -167,13 +167,13 @@ impl Media {
 
 fn text(field: &Field) -> String {
     match field {
-        // Printed with quotes otherwise.
+        // The default formatting would add quotes.
         Field::Str(text) => text.clone(),
         other => other.to_string(),
     }
 }
 
-/// `{bytes, path}` of the `datasets` library.
+/// Returns the bytes and the path of a `{bytes, path}` value of the `datasets` library.
 fn embedded(row: &Row) -> Option<(Option<&[u8]>, Option<&str>)> {
     let (mut bytes, mut path, mut has_bytes) = (None, None, false);
     for (name, field) in row.get_column_iter() {
@@ -226,7 +226,7 @@ mod tests {
                 other => panic!("{other:?}"),
             })
             .collect();
-        // Row 0: two images, of which row 1 repeats one; row 2: one by path.
+        // Row 0 has two images, one of which row 1 repeats. Row 2 has one image by path.
         assert_eq!(images.len(), 4);
         assert!(images[0].starts_with(b"\x89PNG") && images[0] == images[2] && images[0] != images[1]);
         assert_eq!(images[3], b"x");
@@ -241,7 +241,7 @@ mod tests {
         std::fs::write(&input, TABLE).unwrap();
         std::fs::write(place.join("kept.png"), "x").unwrap();
         let options = ReadOptions { cache_dir: Some(place.join("cache")), ..ReadOptions::default() };
-        // Embedded media lie in the cache, whatever the roots are; paths are those of the user.
+        // Embedded media are stored in the cache, whatever the roots are; other paths are resolved against the user's roots.
         for roots in [Roots::default(), Roots::all(&place)] {
             let dataset = Dataset::open(&[DatasetSpec::file(&input, roots)], &options).unwrap();
             assert_eq!(dataset.len(), 3);
@@ -256,7 +256,7 @@ mod tests {
         }
         let unpacked = |place: &Path| std::fs::read_dir(place.join("cache/parquet")).unwrap().count();
         assert_eq!(unpacked(&place), 1);
-        // A folder that another account could have put in the cache's place.
+        // Another account could have put this folder in the cache's place.
         #[cfg(unix)]
         for name in ["media", "parquet"] {
             let other = place.join(format!("other-{name}"));
@@ -267,16 +267,16 @@ mod tests {
                 Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).err().unwrap();
             assert!(omnigrpo_guard::told(&error).contains("is a link or a file"), "{error}");
         }
-        // Another table under the same name is another one.
+        // A different table under the same name is unpacked again.
         let mut longer = TABLE.to_vec();
         longer.splice(4..4, [0; 8]);
         std::fs::write(&input, longer).unwrap();
         assert!(Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).is_err());
         let none = Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &ReadOptions::default());
-        assert!(none.err().unwrap().to_string().contains("no folder to unpack it in"));
+        assert!(none.err().unwrap().to_string().contains("no cache folder to unpack it into"));
     }
 
-    /// A table of one column and one row, whose values are all the same.
+    /// Returns a table with one column and one row that repeats the same value.
     fn one_row(schema: &str, compression: Compression, value: &[u8], times: usize) -> Vec<u8> {
         let repeated = schema.contains("repeated");
         let schema = Arc::new(parse_message_type(schema).unwrap());
@@ -298,7 +298,7 @@ mod tests {
         file.into_inner().unwrap()
     }
 
-    /// The row would be 4 GiB, or a page longer than allowed, out of some kilobytes; neither is made.
+    /// The file has a few kilobytes. Its row would unpack to 4 GiB, or its page would exceed the limit; both must be rejected.
     #[test]
     fn rows_and_pages_are_refused_before_they_are_in_memory() {
         let folder = tempfile::tempdir().unwrap();
@@ -314,7 +314,7 @@ mod tests {
         assert!(bomb.len() < 1 << 18, "{}", bomb.len());
         let message = convert(&bomb, Limits::default()).unwrap_err();
         assert!(
-            message.contains("a row becomes 4294967296 bytes in memory, expected at most 1073741824"),
+            message.contains("a row takes 4294967296 bytes in memory, expected at most 1073741824"),
             "{message}"
         );
         let small = Limits { num_bytes: 1 << 20, ..Limits::default() };
@@ -329,13 +329,13 @@ mod tests {
             std::fs::remove_file(&output).unwrap();
             let message = convert(&bytes, small).unwrap_err();
             assert!(
-                message.contains("a page becomes") && message.contains("expected at most 1048576"),
+                message.contains("a page takes") && message.contains("expected at most 1048576"),
                 "{message}"
             );
         }
         let values = Limits { num_values: 4095, ..Limits::default() };
         let message = convert(&one_row(LIST, Compression::SNAPPY, b"a", 4096), values).unwrap_err();
-        assert!(message.contains("the pages of a row hold"), "{message}");
+        assert!(message.contains("the pages of a row have"), "{message}");
         assert!(!output.exists(), "a refused table left its rows");
     }
 

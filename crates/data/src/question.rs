@@ -1,26 +1,27 @@
-//! Question templates: fixed wording put around the last question of a prompt. Rows stay verbatim with `none`.
+//! Question templates: fixed wording around the last question of a prompt. The template `none` leaves rows unchanged.
 //!
-//! The wordings are those the source systems train and evaluate with (VLM-R1's per task, R1-V's, R1-Omni's); a model
-//! tuned on one of them expects it to the letter, double spaces included.
+//! The wordings are those the original systems train and evaluate with (VLM-R1's per task, R1-V's, R1-Omni's). A model tuned on
+//! one of them expects it exactly, including double spaces.
 
 use omnigrpo_text::{Part, Turn};
 
 use crate::error::DataError;
 
-/// A row of the table of templates.
+/// Entry of the table of question templates.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QuestionTemplate {
     /// Name of the template.
     pub name: &'static str,
     /// Purpose of the template.
     pub doc: &'static str,
-    /// The wording; `{Question}` stands for the row's text. Without it the row's text is replaced.
+    /// Wording of the template, in which `{Question}` stands for the row's text. A wording without `{Question}` replaces the
+    /// row's text.
     pub wording: &'static str,
 }
 
 /// All templates. The first one changes nothing.
 pub const QUESTION_TEMPLATES: &[QuestionTemplate] = &[
-    QuestionTemplate { name: "none", doc: "the row's text as it stands", wording: "{Question}" },
+    QuestionTemplate { name: "none", doc: "the row's text, unchanged", wording: "{Question}" },
     QuestionTemplate {
         name: "default",
         doc: "VLM-R1: thinking, then the final answer",
@@ -28,7 +29,7 @@ pub const QUESTION_TEMPLATES: &[QuestionTemplate] = &[
     },
     QuestionTemplate {
         name: "rec",
-        doc: "VLM-R1, referring expressions: as default, the answer in JSON",
+        doc: "VLM-R1, referring expressions: like `default`, with the answer in JSON",
         wording: "{Question} First output the thinking process in <think> </think> tags and then output the final answer in <answer> </answer> tags. Output the final answer in JSON format.",
     },
     QuestionTemplate {
@@ -59,10 +60,10 @@ pub const QUESTION_TEMPLATES: &[QuestionTemplate] = &[
 ];
 
 impl QuestionTemplate {
-    /// The template of that name.
+    /// Returns the template with this name.
     ///
     /// # Errors
-    /// [`DataError::UnknownName`].
+    /// Returns [`DataError::UnknownName`] if the template is unknown.
     pub fn named(name: &str) -> Result<&'static Self, DataError> {
         let names = QUESTION_TEMPLATES.iter().map(|template| template.name);
         QUESTION_TEMPLATES
@@ -71,7 +72,7 @@ impl QuestionTemplate {
             .ok_or_else(|| DataError::unknown_name("question template", name, names))
     }
 
-    /// Puts the wording around the text of `turn`; media stay where they are.
+    /// Puts the wording around the text of `turn`. The media keep their positions.
     pub(crate) fn apply(&self, turn: &mut Turn) {
         let Some((before, after)) = self.wording.split_once("{Question}") else {
             turn.parts.retain(|part| matches!(part, Part::Medium { .. }));

@@ -1,4 +1,5 @@
-//! Which files make a dataset: named entries of a registry file, lists of files with a sampling strategy, or plain files.
+//! Selection of the files of a dataset: named entries of a registry file, lists of files with a sampling strategy, or plain
+//! files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,50 +14,50 @@ use crate::roots::Roots;
 use crate::sample::ThinkMode;
 use crate::sampling::{Amount, Sampling, is_percent};
 
-/// Longest registry or list file, bytes.
+/// Maximum size of a registry or list file, bytes.
 const MAX_REGISTRY_BYTES: u64 = 16 << 20;
 
 /// One dataset of a run.
 #[derive(Debug, Clone)]
 pub struct DatasetSpec {
-    /// Name, or the file's stem.
+    /// Name of the dataset; by default the stem of the file.
     pub name: String,
-    /// The annotation file: `.json`, `.jsonl` or `.parquet`.
+    /// Annotation file: `.json`, `.jsonl` or `.parquet`.
     pub file: PathBuf,
-    /// Where its media lie.
+    /// Folders of its media.
     pub roots: Roots,
-    /// Which of its rows take part.
+    /// Selection of its rows.
     pub sampling: Sampling,
-    /// Whether completions are expected to think; `None`: unless the name contains `no_think`.
+    /// Think mode of the completions. `None`: they are expected to think, unless the name contains `no_think`.
     pub think: Option<ThinkMode>,
-    /// The format of its rows; `None`: told row by row.
+    /// Format of the rows. `None`: detected for each row.
     pub format: Option<&'static Format>,
-    /// Columns that every row gets unless it has its own, such as `reward_method`.
+    /// Default columns for rows that lack them, such as `reward_method`.
     pub columns: Map<String, Value>,
 }
 
 impl DatasetSpec {
-    /// A whole file, named after its stem.
+    /// Creates a spec for a whole file, named after its stem.
     pub fn file(file: impl Into<PathBuf>, roots: Roots) -> Self {
         let file = file.into();
         let name = file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
         Self { name, file, roots, sampling: Sampling::All, think: None, format: None, columns: Map::new() }
     }
 
-    /// The datasets of files that are named one by one. Where as many roots as files are given, they belong
-    /// together pair by pair; else every root serves every file. A `.yaml` file is a list
-    /// `datasets: [{json_path, sampling_strategy, data_path}]` (VLM-R1), with paths relative to it.
+    /// Returns the specs of individually named files. If there are as many roots as files, each file gets the root at its
+    /// position; otherwise every root applies to every file. A `.yaml` file is a list `datasets: [{json_path, sampling_strategy,
+    /// data_path}]` (VLM-R1), with paths relative to it.
     ///
     /// # Errors
-    /// A list that cannot be read or has unknown keys.
+    /// Returns an error if a list cannot be read or has unknown keys.
     pub fn from_files(files: &[PathBuf], roots: &Roots) -> Result<Vec<Self>, DataError> {
         Ok(Self::from_each(files, roots)?.into_iter().flatten().collect())
     }
 
-    /// Reads specs as [`DatasetSpec::from_files`] does, file by file.
+    /// Returns the specs as [`DatasetSpec::from_files`] does, grouped by file.
     ///
     /// # Errors
-    /// A list that cannot be read or has unknown keys.
+    /// Returns an error if a list cannot be read or has unknown keys.
     pub fn from_each(files: &[PathBuf], roots: &Roots) -> Result<Vec<Vec<Self>>, DataError> {
         let specs = files.iter().enumerate().map(|(index, file)| {
             let roots = roots.of_file(index, files.len());
@@ -65,7 +66,7 @@ impl DatasetSpec {
         specs.collect()
     }
 
-    /// The think mode after its rule.
+    /// Returns the explicit think mode, or the one that the name implies.
     pub(crate) fn think_mode(&self) -> ThinkMode {
         let by_name =
             if self.name.to_lowercase().contains("no_think") { ThinkMode::Off } else { ThinkMode::On };
@@ -97,15 +98,15 @@ fn from_list(path: &Path, roots: &Roots) -> Result<Vec<DatasetSpec>, DataError> 
     entries.collect()
 }
 
-/// A file of named datasets (YAML or JSON):
+/// File of named datasets (YAML or JSON):
 ///
 /// ```yaml
 /// assembly_no_think:                   # contains no_think: completions are expected without <think>
 ///   annotation_path: assembly.json     # relative to this file
-///   data_path: videos                  # where media paths begin; default: the annotation's folder
+///   data_path: videos                  # root of media paths; default: the annotation's folder
 ///   sampling_strategy: random:50%      # all | first:N | end:N | random:N, N may be p%
-///   think: true                        # overrides the name's rule
-///   format: conversations              # default: told row by row
+///   think: true                        # overrides the mode implied by the name
+///   format: conversations              # default: detected for each row
 ///   columns: { reward_method: mcq }    # for rows without such a column
 /// ```
 #[derive(Debug)]
@@ -130,22 +131,22 @@ impl Registry {
     /// Reads a registry file.
     ///
     /// # Errors
-    /// A file that cannot be read, or has unknown or wrong keys.
+    /// Returns an error if the file cannot be read, or has unknown keys or wrong values.
     pub fn open(path: &Path) -> Result<Self, DataError> {
         Ok(Self { path: path.to_owned(), entries: read(path)? })
     }
 
-    /// All names.
+    /// Returns all names.
     pub fn names(&self) -> impl Iterator<Item = &str> + Clone {
         self.entries.keys().map(String::as_str)
     }
 
-    /// The datasets that a text names: names separated by commas, each with `%p` for a random share of its rows
-    /// (a whole number of percent, rounded down to rows; it wins over the entry's `sampling_strategy`). `fallback`
-    /// roots serve entries without `data_path`.
+    /// Returns the datasets named in a text: names separated by commas. A name may be followed by `%p` for a random share of its
+    /// rows. The share is a whole number of percent, rounded down to rows, and takes precedence over the entry's
+    /// `sampling_strategy`. Entries without `data_path` use the `fallback` roots.
     ///
     /// # Errors
-    /// An unknown name (with a suggestion), an impossible share, or an entry with wrong values.
+    /// Returns an error if a name is unknown (with a suggestion), a share is invalid, or an entry has wrong values.
     pub fn select(&self, dataset_use: &str, fallback: &Roots) -> Result<Vec<DatasetSpec>, DataError> {
         let parts: Vec<_> = dataset_use.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
         if parts.is_empty() {
@@ -159,7 +160,7 @@ impl Registry {
     }
 
     fn select_one(&self, part: &str, fallback: &Roots) -> Result<DatasetSpec, DataError> {
-        // A name may itself contain a `%`; only digits after the last one make a share.
+        // A name may contain a `%`. Only digits after the last `%` are a share.
         let share = part
             .rsplit_once('%')
             .filter(|(_, digits)| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()));
@@ -267,7 +268,7 @@ forced_no_think:
         assert_eq!(specs[1].sampling, Sampling::First(Amount::Rows(10)));
         assert_eq!(specs[1].format.map(|format| format.name), Some("conversations"));
         assert_eq!(specs[1].columns["reward_method"], "mcq_iou");
-        // Decided per entry and not on the whole list.
+        // The mode is decided for each entry, not for the whole list.
         let modes: Vec<_> = specs.iter().map(DatasetSpec::think_mode).collect();
         assert_eq!(modes, [ThinkMode::On, ThinkMode::Off, ThinkMode::On]);
     }
@@ -282,7 +283,7 @@ forced_no_think:
         for text in ["assy07_grpo%0", "assy07_grpo%101", "", " , "] {
             assert!(select(text).starts_with("dataset_use"), "{text}");
         }
-        // `%` without digits belongs to the name.
+        // A `%` without digits is part of the name.
         assert!(select("assy07_grpo%x").contains("unknown dataset"));
     }
 

@@ -1,13 +1,13 @@
-//! Paths in rows → files that exist, inside their root.
+//! Resolver from paths in rows to existing files inside their root.
 //!
-//! - Relative paths belong to a root of their kind ([`Roots`]), tried in order; without such roots, to the
+//! - A relative path is looked up in the roots of its kind ([`Roots`]), in order. Without such roots it is looked up in the
 //!   folder of the annotation file.
-//! - A path that leaves its root by `..` or through a link is refused, and so is a folder with a link out of it.
-//! - An absolute path must lie inside a root; where no root of its kind was given, it is taken as it is.
-//! - `http(s)` addresses are fetched where the run allows it, `data:` addresses are written to the cache; both become files.
-//! - A path that is not found in a folder which held media before, and is missing or empty now, is a failure of the machine and not of the
-//!   row. Without such a folder it is a path that names nothing.
-//! - COCO file names find their split's folder: `COCO_train2014_….jpg` is also looked for in `train2014/`.
+//! - A path that leaves its root by `..` or through a link is an error. So is a folder with a link that leaves the root.
+//! - An absolute path must be inside a root. If no root of its kind is given, it is used unchanged.
+//! - `http(s)` addresses are fetched if the run allows it. `data:` addresses are written to the cache. Both become files.
+//! - A missing path is a failure of the machine, not of the row, if its folder held media before and is now missing or empty.
+//!   Otherwise the path is reported as not found.
+//! - COCO file names imply the folder of their split: `COCO_train2014_….jpg` is also looked up in `train2014/`.
 
 use std::collections::HashSet;
 use std::path::{Component, Path, PathBuf};
@@ -21,26 +21,26 @@ use crate::dataset::{Fetch, ReadOptions};
 use crate::error::{DataError, PathProblem};
 use crate::store::store;
 
-/// Folders that relative media paths belong to, per kind. An empty list stands for the annotation file's folder.
+/// Root folders of relative media paths, per kind. An empty list stands for the annotation file's folder.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Roots {
-    /// For images.
+    /// Roots of images.
     pub images: Vec<PathBuf>,
-    /// For videos and frames.
+    /// Roots of videos and frames.
     pub videos: Vec<PathBuf>,
-    /// For sound.
+    /// Roots of sounds.
     pub audios: Vec<PathBuf>,
 }
 
 impl Roots {
-    /// One folder for every kind.
+    /// Uses one folder for every kind.
     pub fn all(folder: impl Into<PathBuf>) -> Self {
         let folders = vec![folder.into()];
         Self { images: folders.clone(), videos: folders.clone(), audios: folders }
     }
 
-    /// The roots of file `index` of `num_files`: where as many roots as files are given they belong together pair by
-    /// pair, else every root serves every file.
+    /// Returns the roots of file `index` of `num_files`. If there are as many roots as files, the file gets the root at its
+    /// position; otherwise every root applies to every file.
     pub(crate) fn of_file(&self, index: usize, num_files: usize) -> Self {
         let pick = |roots: &Vec<PathBuf>| match roots.get(index) {
             Some(root) if roots.len() == num_files => vec![root.clone()],
@@ -50,22 +50,22 @@ impl Roots {
     }
 }
 
-/// [`Roots`] made canonical, for the rows of one annotation file.
+/// Canonical form of [`Roots`] for the rows of one annotation file.
 #[derive(Debug)]
 pub(crate) struct Resolver {
     image: KindRoots,
     video: KindRoots,
     audio: KindRoots,
     fetch: Option<Fetch>,
-    /// Where media that came as bytes are kept; rows of tables name files in it.
+    /// Cache folder of media that came as bytes. Rows of unpacked tables name files in it.
     kept: Option<PathBuf>,
-    /// A path where nothing is counts as found.
+    /// Flag that makes a path without a file count as found.
     missing: bool,
-    /// Folders in which media were found, by this process or an earlier check.
+    /// Folders in which this process or an earlier check found media.
     seen: Mutex<HashSet<PathBuf>>,
 }
 
-/// Where media that came as bytes are kept.
+/// Returns the cache folder of media that came as bytes.
 pub(crate) fn media_folder(cache_dir: &Path) -> PathBuf {
     cache_dir.join("media")
 }
@@ -73,13 +73,13 @@ pub(crate) fn media_folder(cache_dir: &Path) -> PathBuf {
 #[derive(Debug)]
 struct KindRoots {
     folders: Vec<PathBuf>,
-    /// False where the annotation file's folder stands in.
+    /// False if the annotation file's folder is used instead of a given root.
     given: bool,
 }
 
 impl Resolver {
     /// # Errors
-    /// When a root is no folder that can be read.
+    /// Returns an error if a root is not a readable folder.
     pub(crate) fn new(roots: &Roots, here: &Path, options: &ReadOptions) -> Result<Self, DataError> {
         let canonical = |given: &Vec<PathBuf>| -> Result<KindRoots, DataError> {
             let folders = if given.is_empty() {
@@ -114,7 +114,7 @@ impl Resolver {
         })
     }
 
-    /// For rows that stand in no file.
+    /// Creates a resolver for rows that do not come from a file.
     pub(crate) fn in_folder(folder: &Path, options: &ReadOptions) -> std::io::Result<Self> {
         let folder = folder.canonicalize()?;
         let roots = || KindRoots { folders: vec![folder.clone()], given: false };
@@ -129,7 +129,7 @@ impl Resolver {
         })
     }
 
-    /// The file or folder that `text` names in a row.
+    /// Returns the file or folder that `text` names in a row.
     pub(crate) fn path(&self, kind: MediumKind, text: &str) -> Result<PathBuf, PathProblem> {
         if text.starts_with("http://") || text.starts_with("https://") {
             return match &self.fetch {
@@ -158,7 +158,7 @@ impl Resolver {
         let path = Path::new(text);
         if path.is_absolute() {
             let Some(canonical) = canonicalize(path)? else { return self.absent(vec![path.to_owned()]) };
-            // A link would make another folder count as the cache.
+            // A link would let another folder pass as the cache.
             let kept = self.kept.as_ref().filter(|folder| !folder.is_symlink());
             let kept = kept.and_then(|folder| folder.canonicalize().ok());
             return match roots.folders.iter().chain(&kept).find(|root| canonical.starts_with(root)) {
@@ -203,7 +203,7 @@ impl Resolver {
         folder_inside(canonical, kind, root)
     }
 
-    /// Notes that a medium was found at this path.
+    /// Records that a medium was found at this path.
     pub(crate) fn remember(&self, path: &Path) {
         let Some(folder) = path.parent() else { return };
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -227,12 +227,12 @@ impl Resolver {
     }
 }
 
-/// Whether a folder that existed does not exist now.
+/// Reports whether a known folder no longer exists.
 fn is_away(folder: &Path) -> bool {
     matches!(folder.try_exists(), Ok(false))
 }
 
-/// Whether a folder that held media is away or empty. A drive that is unmounted leaves an empty mount point.
+/// Reports whether a folder that held media is missing or empty. An unmounted drive leaves an empty mount point.
 fn is_gone(folder: &Path) -> bool {
     is_away(folder) || folder.read_dir().is_ok_and(|mut entries| entries.next().is_none())
 }
@@ -242,7 +242,7 @@ fn away(folder: &Path) -> PathProblem {
     PathProblem::FolderAway { folder: folder.to_owned(), source }
 }
 
-/// Decodes the rest of a `data:` address: `image/png;base64,iVBO…`.
+/// Decodes the part of a `data:` address after the scheme: `image/png;base64,iVBO…`.
 fn data_bytes(data: &str) -> Result<Vec<u8>, String> {
     use base64::Engine as _;
     let (head, body) = data.split_once(',').ok_or("`data:` without a comma")?;
@@ -254,7 +254,7 @@ fn data_bytes(data: &str) -> Result<Vec<u8>, String> {
         .map_err(|error| format!("broken base64 ({error})"))
 }
 
-/// A path as it is; if it is a folder, of frames, only where none of its links leads out of the root.
+/// Returns the path unchanged. If it is a folder (of frames), none of its links may leave the root.
 fn folder_inside(path: PathBuf, kind: MediumKind, root: &Path) -> Result<PathBuf, PathProblem> {
     if path.is_dir() {
         for entry in path.read_dir().map_err(PathProblem::Io)? {
@@ -283,8 +283,8 @@ fn canonicalize(path: &Path) -> Result<Option<PathBuf>, PathProblem> {
     }
 }
 
-/// Whether some prefix of the path lies above its start. Told without the file system, so that a path which climbs
-/// is refused even where nothing exists.
+/// Reports whether some prefix of the path is above its start. The file system is not used, so a path that climbs is rejected
+/// even if it does not exist.
 fn climbs(path: &Path) -> bool {
     let mut depth = 0i64;
     path.components().any(|component| {
@@ -297,7 +297,7 @@ fn climbs(path: &Path) -> bool {
     })
 }
 
-/// `train2014` of `COCO_train2014_000000000001.jpg`.
+/// Returns `train2014` for `COCO_train2014_000000000001.jpg`.
 fn coco_split(path: &Path) -> Option<&str> {
     let split = path.file_name()?.to_str()?.strip_prefix("COCO_")?.split('_').next()?;
     ["train2014", "val2014", "test2014", "test2015"].contains(&split).then_some(split)
@@ -367,7 +367,7 @@ mod tests {
         hide("data/hidden", "data/in");
         assert_eq!(image(&resolver, "in/b.png").unwrap(), place.base.join("data/in/b.png"));
         assert!(matches!(problem("in/never.png"), PathProblem::NotFound { .. }), "the folder is there");
-        // The root itself, of which nothing was read yet.
+        // The root itself is missing, and nothing was read from it yet.
         hide("data", "hidden");
         assert!(
             matches!(problem("a.png"), PathProblem::FolderAway { folder, .. } if folder.ends_with("data"))
@@ -426,11 +426,11 @@ mod tests {
         for (resolver, path) in [(&near, "frames"), (&given, "frames"), (&given, absolute)] {
             let problem = resolver.path(MediumKind::Video, path).unwrap_err().to_string();
             assert!(
-                problem.contains("frames/1.png leads out of") && problem.contains("Roots::videos"),
+                problem.contains("frames/1.png leaves the root") && problem.contains("Roots::videos"),
                 "{problem}"
             );
         }
-        // Without roots an absolute path is open, as the file behind the link itself is.
+        // Without roots, an absolute path is allowed, and so is the target of the link.
         assert_eq!(near.path(MediumKind::Video, absolute).unwrap(), frames);
     }
 
@@ -446,7 +446,7 @@ mod tests {
         assert!(matches!(image(&resolver, secret), Err(PathProblem::LeavesRoot { .. })));
         let inside = place.base.join("data/a.png");
         assert_eq!(image(&resolver, inside.to_str().unwrap()).unwrap(), inside);
-        // The roots of images say nothing about videos.
+        // The roots of images do not apply to videos.
         assert!(resolver.path(MediumKind::Video, secret).is_ok());
     }
 
@@ -505,7 +505,7 @@ mod tests {
         assert_eq!(std::fs::read(&first).unwrap(), b"\x89PNG\r\n\x1a\n");
         assert_eq!(first.extension().unwrap(), "png");
         assert_eq!(image(&resolver, "data:;base64,iVBORw0KGgo=").unwrap(), first);
-        // A row may name it again by its path, as tables do.
+        // A row may refer to the stored file by its path, as unpacked tables do.
         assert_eq!(image(&resolver, &first.display().to_string()).unwrap(), first);
     }
 

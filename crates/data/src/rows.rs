@@ -1,10 +1,9 @@
-//! An annotation file as rows: an index of byte offsets, so that files larger than memory can be drawn from in any
-//! order.
+//! Rows of an annotation file: an index of byte offsets, which allows random access to files larger than memory.
 //!
-//! JSON lines and JSON arrays are told apart by their first character. Only the frame is read when the file is
-//! opened (quotes and brackets of an array, ends of lines); what is wrong inside a row shows when that row is read. The file is
-//! read, not mapped: a file that shrinks while in use is an error and not a crash. Each row's bytes are hashed when the file is
-//! opened and compared whenever the row is read, so that nothing of a file that is overwritten in place is taken for a row.
+//! The first character distinguishes JSON lines from a JSON array. Opening a file only parses its outer structure: quotes and
+//! brackets of an array, or ends of lines. An error inside a row is reported when that row is read. The file is read, not mapped,
+//! so a file that shrinks while in use causes an error and not a crash. Each row's bytes are hashed when the file is opened and
+//! compared whenever the row is read. Content that overwrites the file is therefore never used as a row.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -17,7 +16,7 @@ use sha2::{Digest as _, Sha256};
 use crate::error::{DataError, RowProblem, shorten};
 use crate::formats::outputs::{self, RolloutLine};
 
-/// Longest row, bytes.
+/// Maximum size of a row, bytes.
 const MAX_ROW_BYTES: u32 = 64 << 20;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
@@ -25,17 +24,17 @@ pub(crate) struct RowFile {
     pub(crate) path: Arc<Path>,
     file: Mutex<File>,
     rows: Vec<RowSpan>,
-    /// Hash of each row's bytes, as they were when the file was opened.
+    /// Hash of each row's bytes at the time the file was opened.
     hashes: Vec<u64>,
-    /// Line of a row that was found changed, the first one.
+    /// Line of the first changed row that was detected.
     changed: OnceLock<u64>,
-    /// Whether the rows came through a pipe.
+    /// True if the rows came through a pipe.
     piped: bool,
-    /// A rollout log, whose rows are several lines each.
+    /// True for a rollout log, in which each row spans several lines.
     is_rollouts: bool,
 }
 
-/// Standard input, or `<(…)` of a shell.
+/// Reports whether the file is a pipe, such as standard input or `<(…)` of a shell.
 fn is_pipe(metadata: &std::fs::Metadata) -> bool {
     #[cfg(unix)]
     return std::os::unix::fs::FileTypeExt::is_fifo(&metadata.file_type());
@@ -43,7 +42,7 @@ fn is_pipe(metadata: &std::fs::Metadata) -> bool {
     return false;
 }
 
-/// Rows are read in any order, so those of a pipe are kept in a file without a name.
+/// Copies a pipe into an unnamed file, because rows are read in any order.
 fn spooled(mut pipe: File) -> std::io::Result<File> {
     let mut file = tempfile::tempfile()?;
     std::io::copy(&mut pipe, &mut file)?;
@@ -54,12 +53,12 @@ fn spooled(mut pipe: File) -> std::io::Result<File> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RowSpan {
     offset: u64,
-    /// `u32::MAX` for a row beyond the limit.
+    /// Length of the row, bytes; `u32::MAX` for a row above the limit.
     len_bytes: u32,
     line: u32,
 }
 
-/// The first 64 bits of SHA-256.
+/// Returns the first 64 bits of the SHA-256 of a row.
 fn hash(row: &[u8]) -> u64 {
     let digest: [u8; 32] = Sha256::digest(row).into();
     digest.iter().take(8).fold(0, |hash, &byte| hash << 8 | u64::from(byte))
@@ -79,15 +78,15 @@ impl RowFile {
         let metadata = file.metadata().map_err(DataError::io("open", path))?;
         let piped = is_pipe(&metadata);
         if piped {
-            file = spooled(file).map_err(DataError::io("keep the rows of", path))?;
+            file = spooled(file).map_err(DataError::io("store the rows of", path))?;
         } else if !metadata.is_file() {
-            let got = "no regular file and no pipe".to_owned();
+            let got = "neither a regular file nor a pipe".to_owned();
             return Err(DataError::UnknownFile { path: path.to_owned(), got });
         }
         Self::indexed(file, path, piped)
     }
 
-    /// Rows that stand in no file, which are kept in one without a name. Messages call them `path`.
+    /// Stores rows that do not come from a file in an unnamed file. Messages refer to it as `path`.
     pub(crate) fn of(rows: impl IntoIterator<Item = Value>, path: &Path) -> Result<Self, DataError> {
         let keep = || -> std::io::Result<File> {
             let mut file = BufWriter::new(tempfile::tempfile()?);
@@ -99,7 +98,7 @@ impl RowFile {
             file.rewind()?;
             Ok(file)
         };
-        let file = keep().map_err(DataError::io("keep the rows of", path))?;
+        let file = keep().map_err(DataError::io("store the rows of", path))?;
         Self::indexed(file, path, true)
     }
 
@@ -123,7 +122,7 @@ impl RowFile {
         let mut reader = BufReader::with_capacity(1 << 20, &mut *file);
         let (mut hashes, mut at, mut bytes) = (Vec::with_capacity(self.rows.len()), 0, Vec::new());
         for span in &self.rows {
-            // Nobody reads a row beyond the limit.
+            // A row above the limit is never read.
             let len_bytes = if span.len_bytes == u32::MAX { 0 } else { span.len_bytes };
             let gap = i64::try_from(span.offset.saturating_sub(at)).unwrap_or(i64::MAX);
             reader.seek_relative(gap)?;
@@ -139,8 +138,8 @@ impl RowFile {
         serde_json::from_slice(&self.bytes(self.rows.get(row as usize)?).ok()?).ok()
     }
 
-    /// Makes one row of the lines of a prompt. A line that cannot be read belongs to the prompt before it, which is then
-    /// refused as a whole.
+    /// Joins the lines of each prompt into one row. An unreadable line counts as part of the preceding prompt, which then becomes
+    /// unusable as a whole.
     fn join_rollouts(&mut self) {
         let mut joined: Vec<RowSpan> = Vec::new();
         for (row, span) in self.rows.iter().enumerate() {
@@ -156,19 +155,19 @@ impl RowFile {
         (self.rows, self.is_rollouts) = (joined, true);
     }
 
-    /// A row as JSON.
+    /// Returns a row as JSON.
     pub(crate) fn value(&self, row: u64) -> Result<Value, RowProblem> {
         let bytes = self.read(row)?;
         if self.is_rollouts { outputs::joined(&bytes) } else { Ok(serde_json::from_slice(&bytes)?) }
     }
 
-    /// Returns the same rows under the name of their original file; lines are then rows of that.
+    /// Returns the same rows under the name of their original file. Line numbers then count rows of the original file.
     #[must_use]
     pub(crate) fn named(self, path: &Path) -> Self {
         Self { path: path.into(), ..self }
     }
 
-    /// Where relative paths of the rows begin.
+    /// Returns the folder against which relative paths of the rows are resolved.
     pub(crate) fn folder(&self) -> &Path {
         match self.path.parent() {
             Some(folder) if folder != Path::new("") && !self.piped => folder,
@@ -180,12 +179,12 @@ impl RowFile {
         self.rows.len() as u64
     }
 
-    /// Line of the row's first character, from 1.
+    /// Returns the line of the row's first character, from 1.
     pub(crate) fn line(&self, row: u64) -> u64 {
         self.rows.get(row as usize).map_or(0, |span| u64::from(span.line))
     }
 
-    /// Hands over the file's bytes, piece by piece; those of a pipe too.
+    /// Passes the file's bytes to `sink`, piece by piece. It also works for rows from a pipe.
     pub(crate) fn feed(&self, sink: &mut impl FnMut(&[u8])) -> Result<(), DataError> {
         let io = || DataError::io("read", &self.path);
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
@@ -212,7 +211,7 @@ impl RowFile {
         let was = self.hashes.get(row as usize);
         let unchanged = match self.bytes(span) {
             Ok(bytes) => Some(bytes).filter(|bytes| was == Some(&hash(bytes))),
-            // It is shorter than it was.
+            // The file is shorter than when it was opened.
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => None,
             Err(error) => return Err(error.into()),
         };
@@ -230,7 +229,7 @@ impl RowFile {
         Ok(bytes)
     }
 
-    /// Fails if a row was not as it was when the file was opened, in whatever thread that was found.
+    /// Returns an error if any thread found a row that differs from its content when the file was opened.
     pub(crate) fn unchanged(&self) -> Result<(), DataError> {
         match self.changed.get() {
             Some(&line) => Err(DataError::Changed { path: self.path.to_path_buf(), line }),
@@ -302,8 +301,8 @@ fn index_lines(
     Ok(rows)
 }
 
-/// A `.json` file that begins with `{` is JSON lines under another name, unless its first line is only a part of a
-/// larger object: then no row could be read and the reason lies in the file, not in its rows.
+/// Rejects a single JSON object that spans several lines. A `.json` file that begins with `{` is otherwise read as JSON lines. If
+/// its first line is only part of a larger object, no row could be read, and the error is in the file, not in its rows.
 fn refuse_spread_object(
     reader: &mut BufReader<File>,
     path: &Path,
@@ -325,8 +324,8 @@ fn refuse_spread_object(
     }
 }
 
-/// Indexes the rows of a JSON array. An element that is an array itself is a pack of qwen-vl-finetune's `pack_data.py`, rows
-/// that it trains as one sequence: each of them is a row.
+/// Indexes the rows of a JSON array. An element that is itself an array is a pack of qwen-vl-finetune's `pack_data.py`, whose
+/// rows are trained as one sequence there. Each row of a pack becomes a separate row here.
 fn index_array(
     reader: &mut BufReader<File>,
     path: &Path,
@@ -335,10 +334,10 @@ fn index_array(
 ) -> Result<Vec<RowSpan>, DataError> {
     let mut rows = Vec::new();
     let mut depth = 0u64;
-    // Depth between rows: 1, in a pack 2.
+    // Nesting depth between rows: 1, or 2 inside a pack.
     let mut between = 1;
     let (mut in_string, mut escaped) = (false, false);
-    // Start and line of the element being read, its end so far.
+    // Start and line of the current element; `end` is its end so far.
     let mut element: Option<(u64, u64)> = None;
     let mut end = 0;
     let mut after_comma = false;
@@ -374,7 +373,7 @@ fn index_array(
                 _ if done => {
                     return Err(syntax(
                         line,
-                        "got something after the array's closing `]`, expected the end of the file",
+                        "got content after the array's closing `]`, expected the end of the file",
                     ));
                 }
                 b'[' if depth == 0 => {
@@ -406,7 +405,7 @@ fn index_array(
                     continue;
                 }
                 _ if after_pack => {
-                    return Err(syntax(line, "got something behind a packed list, expected `,` or `]`"));
+                    return Err(syntax(line, "got content after a packed list, expected `,` or `]`"));
                 }
                 b'}' if depth == between => {
                     return Err(syntax(line, "got `}` without its `{`; is a row's bracket missing?"));
@@ -416,7 +415,8 @@ fn index_array(
                 b']' | b'}' => depth -= 1,
                 _ => {}
             }
-            // The array and the pack raise the depth themselves; what opens an element has raised it already.
+            // An element starts here, unless the bracket belongs to the array or a pack. The opening bracket has already raised
+            // the depth.
             element.get_or_insert((at, line));
             end = offset;
         }
@@ -427,7 +427,7 @@ fn index_array(
         return Err(syntax(
             line,
             &shorten(&format!(
-                "the array does not end (got {last} whole rows), expected `]`; is the file cut off?"
+                "the array has no end: got {last} complete rows, expected `]` after them; is the file truncated?"
             )),
         ));
     }
@@ -490,16 +490,16 @@ mod tests {
     #[test]
     fn broken_frames_name_the_line() {
         let cases = [
-            ("[{\"a\":1},\n{\"b\":", 2, "does not end"),
+            ("[{\"a\":1},\n{\"b\":", 2, "has no end"),
             ("[{},\n,{}]", 2, "empty element"),
             ("[{},]", 1, "empty element"),
             ("[{}}]", 1, "without its"),
             ("[[{}],\n[]]", 2, "empty element"),
             ("[[{},]]", 1, "empty element"),
-            ("[[{}] {}]", 1, "behind a packed list"),
-            ("[[{}]\n[{}]]", 2, "behind a packed list"),
+            ("[[{}] {}]", 1, "after a packed list"),
+            ("[[{}]\n[{}]]", 2, "after a packed list"),
             ("[[{}}]]", 1, "without its"),
-            ("[[{}]", 1, "does not end"),
+            ("[[{}]", 1, "has no end"),
             ("[{}]\n[{}]", 2, "after the array"),
             ("{\n\"a\": 1}", 1, "several lines"),
         ];
@@ -533,9 +533,9 @@ mod tests {
         for (name, text, changed) in [
             ("a.jsonl", "{\"a\":1}\n\n{\"b\":1}\n", "{\"a\":1}\n\n{\"b\":2}\n"),
             ("b.json", "[{\"a\":1},\n\n{\"b\":1} ]", "[{\"a\":1},\n\n{\"b\":2} ]"),
-            // Cut off.
+            // The file is truncated.
             ("c.jsonl", "{\"a\":1}\n\n{\"b\":1}\n", "{\"a\":1}\n"),
-            // The rows behind have moved.
+            // The rows after the removed part have moved.
             ("d.jsonl", "{\"a\":1}\n\n{\"b\":1}\n", "{\"a\":1}\n{\"b\":1}\n"),
         ] {
             let path = folder.path().join(name);
@@ -546,8 +546,8 @@ mod tests {
             assert!(file.read(0).is_ok() && file.unchanged().is_ok(), "{name}");
             assert!(matches!(file.read(1), Err(RowProblem::Changed)), "{name}");
             let told = file.unchanged().unwrap_err().to_string();
-            assert!(told.contains(&format!("{name}:3: the row is not the one")), "{told}");
-            // The same text again is the same row; what was found stays found.
+            assert!(told.contains(&format!("{name}:3: the row has changed")), "{told}");
+            // Restoring the text restores the rows, but the detected change stays recorded.
             std::fs::write(&path, text).unwrap();
             assert!(file.read(1).is_ok() && file.unchanged().is_err(), "{name}");
         }
@@ -563,7 +563,7 @@ mod tests {
             let file = open(name, text.as_bytes()).unwrap();
             let secs = started.elapsed().as_secs_f64();
             assert_eq!(file.len(), 10_000);
-            // Two orders of magnitude slower than it is, so that only a quadratic mistake fails on a busy machine.
+            // The limit is two orders of magnitude above the usual time, so only quadratic behaviour fails on a busy machine.
             assert!(secs < 5.0, "{name}: {secs} s");
             assert_eq!(file.read(9_999).unwrap(), row.as_bytes());
         }

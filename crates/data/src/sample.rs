@@ -1,7 +1,7 @@
-//! A dataset row as a conversation, its media by reference, its solution, and every column unchanged.
+//! Dataset row as a conversation, with references to its media, its solution, and every column unchanged.
 //!
-//! Nothing here is decoded: a medium is a path (checked against its root) plus the options that decide how it will
-//! be read. The final assistant turn is never part of the prompt.
+//! Nothing is decoded here. A medium is a path (checked against its root) and the options for reading it. The final assistant
+//! turn is never part of the prompt.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,48 +10,48 @@ use omnigrpo_text::{MediumKind, Part, Role, Turn};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// One row of a dataset, parsed. The prompt is `turns` with `media`; everything else serves rewards and records.
+/// Parsed row of a dataset. The prompt consists of `turns` and `media`; the other fields are for rewards and logs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// The row's `id` (or `question_id`) column as text, else `dataset:line`. Not necessarily unique.
+    /// Id of the row: the `id` (or `question_id`) column as text, else `dataset:line`. Not necessarily unique.
     pub id: String,
-    /// Index of the row in its [`Dataset`](crate::Dataset), `0..len`; the same for the same settings. Keys random
-    /// numbers and skip lists.
+    /// Index of the row in its [`Dataset`](crate::Dataset), `0..len`. It is stable for the same settings, and keys random numbers
+    /// and skip lists.
     pub row: u64,
     /// Name of the registry entry, or the file stem.
     pub dataset: Arc<str>,
-    /// Where the row stands on disk.
+    /// File and line of the row.
     pub origin: Origin,
-    /// The prompt: every turn before the final assistant turn, never empty, ends with a user turn.
+    /// Prompt: every turn before the final assistant turn. It is never empty and ends with a user turn.
     pub turns: Vec<Turn>,
     /// Every medium of `turns`, each mentioned exactly once: `Part::Medium { kind, index }` is the `index`-th medium of
     /// that kind in this list.
     pub media: Vec<MediumRef>,
-    /// Ground truth for rewards, verbatim: the column that [`ColumnNames`](crate::ColumnNames) names, else the first of
-    /// `solution`, `answer`, `ground_truth`, `reward_model.ground_truth`, the final assistant turn, `label`. Values that
+    /// Ground truth for rewards, verbatim. It comes from the column named in [`ColumnNames`](crate::ColumnNames), else from the
+    /// first of `solution`, `answer`, `ground_truth`, `reward_model.ground_truth`, the final assistant turn, `label`. Values that
     /// are not strings are given as JSON text.
     pub solution: Option<String>,
-    /// The column that `solution` is from, or `(the final turn)`.
+    /// Source of `solution`: the name of the column, or `(the final turn)`.
     pub solution_from: Option<Arc<str>>,
-    /// Column `completion`, else the final assistant turn, verbatim: the target of supervised training.
+    /// Target of supervised training: the column `completion`, else the final assistant turn, verbatim.
     pub reference_answer: Option<String>,
-    /// Every column of the row, and the dataset's default columns where the row lacks one.
+    /// Columns of the row, and the dataset's default columns that the row lacks.
     pub columns: Map<String, Value>,
-    /// Whether a completion is expected to think before it answers.
+    /// Think mode: `On` if a completion is expected to think before it answers.
     pub think: ThinkMode,
-    /// Completions the row brings along (for scoring and replay).
+    /// Completions recorded in the row, for scoring and replay.
     pub completions: Option<Vec<RecordedCompletion>>,
-    /// Rewards the row brings along, one number per completion.
+    /// Rewards recorded in the row, one number per completion.
     pub rewards: Option<RecordedRewards>,
 }
 
 impl Sample {
-    /// Returns the text that supervised training teaches for this row: the final assistant turn, else the solution.
+    /// Returns the target text of supervised training for this row: the final assistant turn, else the solution.
     pub fn sft_target(&self) -> Option<&str> {
         self.reference_answer.as_deref().or(self.solution.as_deref())
     }
 
-    /// Text of the last user turn without its media.
+    /// Returns the text of the last user turn without its media.
     pub fn question(&self) -> String {
         let last = self.turns.iter().rev().find(|turn| turn.role == Role::User);
         last.into_iter()
@@ -64,78 +64,78 @@ impl Sample {
     }
 }
 
-/// Where a row stands.
+/// File and line of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
-    /// The annotation file.
+    /// Annotation file.
     pub file: Arc<std::path::Path>,
     /// Line of the row's first character, from 1.
     pub line: u64,
 }
 
-/// Whether a completion is expected to have a `<think>` part.
+/// Expected form of a completion, with or without a `<think>` part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ThinkMode {
-    /// `<think>…</think><answer>…</answer>`.
+    /// Completion of the form `<think>…</think><answer>…</answer>`.
     On,
-    /// `<answer>…</answer>` only.
+    /// Completion of the form `<answer>…</answer>`.
     Off,
 }
 
-/// One medium of a sample: where it is and how it is to be read.
+/// Medium of a sample: its source and the options for reading it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MediumRef {
-    /// Image, video or audio.
+    /// Kind of the medium: image, video or audio.
     pub kind: MediumKind,
-    /// Where it is.
+    /// File or frames of the medium.
     pub source: MediumSource,
-    /// How it is to be read. What is `None` here follows the run's settings.
+    /// Options for reading the medium. An option that is `None` follows the run's settings.
     pub options: MediumOptions,
 }
 
-/// Where a medium is. Paths are canonical and inside their root (see [`Roots`](crate::Roots)).
+/// Source of a medium. Paths are canonical and inside their root (see [`Roots`](crate::Roots)).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum MediumSource {
     /// A file (image, video, animation, sound), or a folder of frames.
     Path(PathBuf),
-    /// Still images that make a clip, in time order.
+    /// Still images that form a clip, in time order.
     Frames(Vec<PathBuf>),
 }
 
-/// How a medium is to be read. `None` leaves the choice to the run's settings. A message part's own value wins over
-/// the row's; defaults of the run go in by [`MediumOptions::or`].
+/// Options for reading a medium. `None` leaves the choice to the run's settings. The value of a message part takes precedence
+/// over the value of the row. [`MediumOptions::or`] fills in the defaults of the run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MediumOptions {
-    /// Frames per second to sample (for a frame list: its own rate), > 0.
+    /// Frames per second to sample, > 0. For a list of frames, it is the list's own frame rate.
     pub fps: Option<f64>,
     /// Exact number of frames, ≥ 1; excludes `fps`.
     pub nframes: Option<u32>,
-    /// Fewest frames to sample.
+    /// Minimum number of frames to sample.
     pub min_frames: Option<u32>,
-    /// Most frames to sample.
+    /// Maximum number of frames to sample.
     pub max_frames: Option<u32>,
-    /// Least area of an image or frame, pixels.
+    /// Minimum area of an image or frame, pixels.
     pub min_pixels: Option<u64>,
-    /// Greatest area of an image or frame, pixels.
+    /// Maximum area of an image or frame, pixels.
     pub max_pixels: Option<u64>,
-    /// Greatest area of all frames together, pixels.
+    /// Maximum area of all frames together, pixels.
     pub total_pixels: Option<u64>,
-    /// Exact height before patching, pixels; only together with `resized_width`.
+    /// Exact height before the division into patches, pixels; only together with `resized_width`.
     pub resized_height: Option<u32>,
-    /// Exact width before patching, pixels.
+    /// Exact width before the division into patches, pixels; only together with `resized_height`.
     pub resized_width: Option<u32>,
     /// Start of the used part of a clip, seconds.
     pub video_start: Option<f64>,
     /// End of the used part of a clip, seconds.
     pub video_end: Option<f64>,
-    /// The clip is made of segments, each sampled on its own.
+    /// Segments of the clip, each sampled separately.
     pub segments: Option<Segments>,
 }
 
 impl MediumOptions {
-    /// These options, with `defaults` for what is open. Where one of `fps` and `nframes` is set, the other's default does
-    /// not apply.
+    /// Returns these options with unset values taken from `defaults`. If one of `fps` and `nframes` is set, the default of the
+    /// other is ignored.
     pub fn or(&self, defaults: &Self) -> Self {
         let rate_is_open = self.fps.is_none() && self.nframes.is_none();
         Self {
@@ -155,37 +155,37 @@ impl MediumOptions {
     }
 }
 
-/// The `meta` column of clips that were cut together from several segments.
+/// Segments of a clip that was cut together from several videos (the `meta` column).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segments {
-    /// Frames of each segment; their sum is the clip's frame count.
+    /// Number of frames in each segment; their sum is the clip's frame count.
     pub frame_counts: Vec<u32>,
-    /// Fewest frames to take from each segment.
+    /// Minimum number of frames to take from each segment.
     pub min_frames: u32,
-    /// Most frames to take from each segment.
+    /// Maximum number of frames to take from each segment.
     pub max_frames: u32,
-    /// In training, draw the number of frames from `min_frames..=max_frames`; else always `max_frames`.
+    /// Flag for training: draw the number of frames from `min_frames..=max_frames`. Otherwise it is always `max_frames`.
     pub dynamic_sample: bool,
 }
 
-/// A completion that came with the row. At least one of `text` and `completion_ids` is there.
+/// Completion recorded in a row. At least one of `text` and `completion_ids` is set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RecordedCompletion {
-    /// Text.
+    /// Text of the completion.
     pub text: Option<String>,
-    /// Tokens, including the stop token; take precedence over `text`.
+    /// Tokens of the completion, including the stop token; they take precedence over `text`.
     pub completion_ids: Option<Vec<u32>>,
-    /// Log-probability of each token under the policy that sampled it; as long as `completion_ids`.
+    /// Log-probability of each token under the policy that sampled it; same length as `completion_ids`.
     pub logprobs: Option<Vec<f64>>,
-    /// `stop` or `length`, where recorded.
+    /// Finish reason, `stop` or `length`, if recorded.
     pub finish_reason: Option<String>,
 }
 
-/// Rewards that came with the row.
+/// Rewards recorded in a row.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RecordedRewards {
-    /// One total per completion.
+    /// Total reward of each completion.
     Total(Vec<f64>),
-    /// Per reward function, one value per completion; `None` where it did not apply.
+    /// Values of each reward function, one per completion; `None` if the function did not apply.
     Named(Vec<(String, Vec<Option<f64>>)>),
 }

@@ -1,30 +1,30 @@
-//! Which rows of a dataset take part: `all`, `first:N`, `end:N`, `random:N`, with N a number or `p%`.
+//! Selection of the rows of a dataset: `all`, `first:N`, `end:N`, `random:N`, with N a number or `p%`.
 
 use crate::error::DataError;
 use crate::order::{Use, choose, stream};
 
-/// Which rows of a dataset take part. Chosen rows keep the order of the file.
+/// Selection of the rows of a dataset. Selected rows keep the order of the file.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub enum Sampling {
     /// Every row.
     #[default]
     All,
-    /// The first ones.
+    /// First rows of the file.
     First(Amount),
-    /// The last ones.
+    /// Last rows of the file.
     End(Amount),
-    /// A seeded choice without repetition.
+    /// Seeded random selection without repetition.
     Random(Amount),
 }
 
-/// How many rows; never more than there are.
+/// Number of rows to select, at most the number of rows in the file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Amount {
-    /// A number of rows.
+    /// Absolute number of rows.
     Rows(u64),
-    /// `⌈n·p/100⌉` rows: VLM-R1's lists.
+    /// Percentage rounded up, `⌈n·p/100⌉` rows, as in VLM-R1's lists.
     PercentUp(f64),
-    /// `⌊n·p/100⌋` rows: `name%p` in [`Registry::select`](crate::Registry::select).
+    /// Percentage rounded down, `⌊n·p/100⌋` rows, as in `name%p` of [`Registry::select`](crate::Registry::select).
     PercentDown(f64),
 }
 
@@ -44,7 +44,7 @@ impl Sampling {
     /// Parses `all`, `first:N`, `end:N`, `random:N`, with N a number of rows or `p%`.
     ///
     /// # Errors
-    /// [`DataError::Setting`].
+    /// Returns [`DataError::Setting`] if the text is none of these.
     pub fn parse(text: &str) -> Result<Self, DataError> {
         let wrong = || DataError::Setting {
             setting: "sampling_strategy",
@@ -69,7 +69,7 @@ impl Sampling {
         }
     }
 
-    /// The chosen ones of `0..num_rows`, ascending; `None` for all. `counter` separates the datasets of a run.
+    /// Returns the selected rows of `0..num_rows`, ascending; `None` for all. `counter` distinguishes the datasets of a run.
     pub(crate) fn rows(self, num_rows: u64, seed: u64, counter: u64) -> Option<Vec<u64>> {
         match self {
             Self::All => None,

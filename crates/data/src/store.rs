@@ -1,4 +1,4 @@
-//! Media that came as bytes, as files of the cache: each once, under the hash of its content.
+//! Store of media that came as bytes. Each is written once into the cache, under the hash of its content.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use crate::error::DataError;
 use crate::output::Output;
 
-/// Writes a medium into `folder` unless it is there, and returns its file name. `name` is what it was called.
+/// Writes a medium into `folder`, unless it exists, and returns its file name. `name` is its original name.
 pub(crate) fn store(folder: &Path, bytes: &[u8], name: Option<&str>) -> Result<String, DataError> {
     let name = format!("{}.{}", short_hash(bytes), medium_extension(bytes, name));
     let file = folder.join(&name);
@@ -19,12 +19,13 @@ pub(crate) fn store(folder: &Path, bytes: &[u8], name: Option<&str>) -> Result<S
     Ok(name)
 }
 
-/// Half a SHA-256, hexadecimal: beyond coincidence.
+/// Returns half of a SHA-256 in hexadecimal, which is long enough to rule out accidental collisions.
 pub(crate) fn short_hash(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The ending of a medium's file name: that of the name it came with if it is a plain one, else by its first bytes.
+/// Returns the extension of a medium's file name: the one of its original name if that is a plain one, else one derived from its
+/// first bytes.
 #[must_use]
 pub fn medium_extension<'a>(bytes: &[u8], name: Option<&'a str>) -> &'a str {
     let named = name.and_then(|name| Path::new(name).extension()?.to_str());

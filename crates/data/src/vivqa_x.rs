@@ -1,13 +1,13 @@
-//! ViVQA-X (Vietnamese visual questions with explanations over COCO images) → JSON lines for training.
+//! Converter from ViVQA-X (Vietnamese visual questions with explanations over COCO images) to JSON lines for training.
 //!
-//! Source: `ViVQA-X_{train,val,test}.json` of duongtruongbinh/ViVQA-X. One line per item:
-//! `{id, image, conversations: [human, gpt], explanations, question, question_id, question_type, answer_type}`, where the
-//! human turn is the instruction below with the question, and the gpt turn `<answer>…</answer><explain>…</explain>` with
-//! the first explanation. The types are for tables by category. The image is the file's bare name; it is found in its split's folder when rows are read.
+//! Source: `ViVQA-X_{train,val,test}.json` of duongtruongbinh/ViVQA-X. One line per item: `{id, image, conversations: [human,
+//! gpt], explanations, question, question_id, question_type, answer_type}`. The human turn is the instruction below with the
+//! question. The gpt turn is `<answer>…</answer><explain>…</explain>` with the first explanation. The types are for tables by
+//! category. The image is a plain file name, which is looked up in the folder of its split when rows are read.
 //!
-//! Differences from the source's converter: every explanation is kept (column `explanations`), since a reward that
-//! compares with references needs them all; and items that are dropped are reported. As there, ids are 1-based positions in the source
-//! list, so that a dropped item leaves a gap.
+//! Differences from the original converter: every explanation is kept (column `explanations`), because a reward that compares
+//! with references needs all of them, and dropped items are reported. As in the original, ids are 1-based positions in the source
+//! list, so a dropped item leaves a gap.
 
 use std::path::Path;
 
@@ -21,13 +21,13 @@ use crate::rows::RowFile;
 /// Result of [`convert_vivqa_x`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Conversion {
-    /// Lines written.
+    /// Number of lines written.
     pub num_written: u64,
-    /// Items left out: 1-based position in the source and the reason.
+    /// Dropped items: 1-based position in the source and the reason.
     pub dropped: Vec<(u64, String)>,
 }
 
-/// The wording models of this dataset were trained with, trailing space of its first line included.
+/// Wording that models were trained with on this dataset, including the trailing space of its first line.
 const INSTRUCTION: &str = "<image> You are a Visual Question Answering system. Your task is to answer questions based on the content of the provided image. \n\
 You must respond in Vietnamese and your response **must** include all the tags <think> </think>, <answer> </answer>, <explain> </explain>.\n\
 \n\
@@ -50,10 +50,11 @@ struct Item {
     answer_type: Option<Value>,
 }
 
-/// Converts one split. The output is there whole or not at all.
+/// Converts one split. The output is either complete or absent.
 ///
 /// # Errors
-/// An input that is no list of items, an output that cannot be written or is the input, or not one usable item.
+/// Returns an error if the input is not a list of items or has no usable item, or if the output cannot be written or is the
+/// input.
 pub fn convert_vivqa_x(input: &Path, output: &Path) -> Result<Conversion, DataError> {
     check_is_other(input, output)?;
     let items = RowFile::open(input)?;
@@ -108,7 +109,7 @@ mod tests {
     use super::*;
     use crate::{Dataset, DatasetSpec, MediumSource, Part, ReadOptions, Roots};
 
-    /// Items with the keys of the published files.
+    /// Returns items with the keys of the published files.
     fn source() -> Value {
         let item = |question: &str, split: &str, explanation: Value| {
             json!({

@@ -3,162 +3,164 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-/// Why something could not be fetched or sent. No message holds a token.
+/// Error of a download or upload. No message contains a token.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FetchError {
-    /// Not an address that can be asked.
+    /// Address that cannot be used.
     #[error("{url}: not a usable address: {what}")]
     Address {
-        /// The address.
+        /// Requested address.
         url: String,
         /// Problem of the address.
         what: String,
     },
-    /// A host that is not on the public network.
+    /// Host outside the public network.
     #[error(
-        "`{host}` is {address}, an address of this machine or its network; UrlOptions::allow_private allows it"
+        "`{host}` resolves to {address}, an address of this machine or its local network; set UrlOptions::allow_private to allow it"
     )]
     NotPublic {
-        /// The host that was asked for, or that an answer led to.
+        /// Host of the request or of a redirect.
         host: String,
-        /// One of its addresses.
+        /// One of the host's IP addresses.
         address: IpAddr,
     },
-    /// No connection, or it broke.
-    #[error("{url}: no connection, or it broke")]
+    /// Failed or broken connection.
+    #[error("{url}: the connection failed")]
     Network {
-        /// The address.
+        /// Requested address.
         url: String,
-        /// Error of the system.
+        /// Error of the connection.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// An answer that says no.
+    /// Answer with an error status.
     #[error("{url}: the server answers with status {status}")]
     Status {
-        /// The address.
+        /// Requested address.
         url: String,
-        /// The status.
+        /// HTTP status.
         status: u16,
     },
-    /// An address to send to that holds no longer; a new one can be asked for.
+    /// Upload address that has expired. The hub can issue a new one.
     #[error("{url}: the storage answers with status {status}")]
     Expired {
-        /// The address.
+        /// Requested address.
         url: String,
-        /// The status.
+        /// HTTP status.
         status: u16,
     },
-    /// More bytes than are accepted.
+    /// Answer above the size limit.
     #[error("{url}: larger than {limit_bytes} bytes")]
     TooLarge {
-        /// The address.
+        /// Requested address.
         url: String,
-        /// The limit.
+        /// Maximum size, bytes.
         limit_bytes: u64,
     },
-    /// The cache cannot be written.
+    /// Failure to write to the cache.
     #[error("cannot write {}", path.display())]
     Io {
-        /// Where.
+        /// Path in the cache.
         path: PathBuf,
-        /// Error of the system.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// A file to send cannot be read.
+    /// Failure to read a file for an upload.
     #[error("cannot read {}", path.display())]
     Read {
-        /// Where.
+        /// Path of the file.
         path: PathBuf,
-        /// Error of the system.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// The hub has no such repository, or does not show it.
+    /// Repository that does not exist or is not visible.
     #[error("the hub {endpoint} has no {kind} `{name}` at revision `{revision}`")]
     NoRepo {
-        /// The hub.
+        /// Address of the hub.
         endpoint: String,
-        /// Model or dataset.
+        /// Kind of the repository: model or dataset.
         kind: &'static str,
-        /// The repository.
+        /// Name of the repository.
         name: String,
-        /// The branch, tag or commit.
+        /// Requested branch, tag or commit.
         revision: String,
     },
-    /// Nobody is named who could push.
-    #[error("the hub {endpoint} takes models from accounts only; set HF_TOKEN to a token that may write")]
+    /// Push without a token.
+    #[error(
+        "the hub {endpoint} accepts models only from accounts; set HF_TOKEN to a token with write access"
+    )]
     NoToken {
-        /// The hub.
+        /// Address of the hub.
         endpoint: String,
     },
-    /// The hub refuses, with its reason.
+    /// Request rejected by the hub, with the hub's reason.
     #[error("{url}: the hub answers with status {status}: {what}")]
     Refused {
-        /// The address.
+        /// Requested address.
         url: String,
-        /// The status.
+        /// HTTP status.
         status: u16,
-        /// The hub's words.
+        /// Reason given by the hub.
         what: String,
     },
-    /// Everybody can read what only some should.
-    #[error("the repository `{name}` of the hub {endpoint} is there and public, expected a private one")]
+    /// Public repository where a private one was expected.
+    #[error("the repository `{name}` of the hub {endpoint} exists and is public, expected a private one")]
     Public {
-        /// The hub.
+        /// Address of the hub.
         endpoint: String,
-        /// The repository.
+        /// Name of the repository.
         name: String,
     },
-    /// The hub wants an account, or another one.
+    /// Missing access rights: the hub requires an account, or a different one.
     #[error(
-        "the hub {endpoint} does not give `{name}` (status {status}): {}",
-        if *with_token { "the account of the token may not read it; ask for access on its page" }
-        else { "it does not exist, or needs an account; set HF_TOKEN to a token of one that may read it" }
+        "the hub {endpoint} denies access to `{name}` (status {status}): {}",
+        if *with_token { "the token's account has no read access; request access on its page" }
+        else { "it does not exist or requires an account; set HF_TOKEN to a token with read access" }
     )]
     Denied {
-        /// The hub.
+        /// Address of the hub.
         endpoint: String,
-        /// The model.
+        /// Name of the model.
         name: String,
-        /// The status.
+        /// HTTP status.
         status: u16,
-        /// Whether a token was sent.
+        /// True if a token was sent.
         with_token: bool,
     },
-    /// An answer of the hub that makes no sense.
+    /// Invalid answer of the hub.
     #[error("{url}: {what}")]
     Answer {
-        /// The address.
+        /// Requested address.
         url: String,
         /// Problem of the answer.
         what: String,
     },
-    /// A dataset in another form.
+    /// Dataset without parquet files.
     #[error(
-        "the dataset `{name}` has no parquet tables (its files: {files}); fetch it and give its files as rows"
+        "the dataset `{name}` has no parquet tables (its files: {files}); download it and pass its files as rows"
     )]
     NoTables {
-        /// The dataset.
+        /// Name of the dataset.
         name: String,
         /// Files of the repository.
         files: String,
     },
-    /// A dataset without the split that was asked for, or with several of that name.
-    #[error("the dataset `{name}` has no single split `{wanted}`; it has {found}")]
+    /// Dataset that lacks the requested split, or has several of that name.
+    #[error("the dataset `{name}` does not have exactly one split `{wanted}`; available: {found}")]
     NoSplit {
-        /// The dataset.
+        /// Name of the dataset.
         name: String,
         /// Requested part or split.
         wanted: String,
-        /// Available ones, as `PART/SPLIT`.
+        /// Available splits, as `PART/SPLIT`.
         found: String,
     },
-    /// A model without weights in the one format that is read.
+    /// Model without safetensors weights.
     #[error(
-        "the model `{name}` has no safetensors weights (its files: {files}); pickled weights are not read"
+        "the model `{name}` has no safetensors weights (its files: {files}); pickled weights are unsupported"
     )]
     NoWeights {
-        /// The model.
+        /// Name of the model.
         name: String,
         /// Files of the repository.
         files: String,
@@ -176,7 +178,7 @@ impl FetchError {
         move |source| Self::Read { path, source }
     }
 
-    /// An error of the client, which may carry one of ours.
+    /// Converts an error of the HTTP client, which may contain a [`FetchError`].
     pub(crate) fn of(url: &str, error: ureq::Error) -> Self {
         let source = match error {
             ureq::Error::Other(inner) => match inner.downcast::<Self>() {
@@ -192,11 +194,11 @@ impl FetchError {
         Self::Network { url: url.to_owned(), source }
     }
 
-    /// Whether the same request may work a moment later.
+    /// Reports whether the same request may succeed after a pause.
     pub(crate) fn may_pass(&self) -> bool {
         match self {
             Self::Network { .. } | Self::Expired { .. } => true,
-            // 409 and 412: somebody else has changed the repository meanwhile.
+            // 409 and 412: another client has changed the repository in the meantime.
             Self::Status { status, .. } | Self::Refused { status, .. } => {
                 matches!(status, 408 | 409 | 412 | 429 | 500..)
             }

@@ -1,10 +1,10 @@
-//! Downloads into caches on this machine, and uploads.
+//! Downloads into local caches, and uploads.
 //!
 //! - [`UrlMedia`]: media of rows that are named by `http(s)` address.
-//! - [`Hub`]: checkpoints and tables of the Hugging Face hub, in the layout that its Python library reads and writes, and
-//!   models that are pushed to it.
+//! - [`Hub`]: checkpoints and tables of the Hugging Face hub, in the layout that its Python library reads and writes, and uploads
+//!   of models.
 //!
-//! Sizes and times are bounded. Nothing that is fetched is run, and no weight file is read here.
+//! Sizes and times are bounded. Downloaded files are never run, and no weight file is parsed here.
 
 mod error;
 mod hub;
@@ -34,11 +34,11 @@ fn config() -> ureq::config::ConfigBuilder<ureq::typestate::AgentScope> {
         .user_agent(concat!("omnigrpo/", env!("CARGO_PKG_VERSION")))
 }
 
-/// An address this build can speak to.
+/// Checks that this build supports the scheme of an address.
 fn check_scheme(url: &str) -> Result<(), FetchError> {
     let what = match url.split_once("://") {
         Some(("https", _)) if !cfg!(feature = "https") => {
-            "this build speaks http only; build with the feature `https`"
+            "this build supports only http; build with the feature `https`"
         }
         Some(("http" | "https", _)) => return Ok(()),
         _ => "expected http:// or https://",
@@ -46,7 +46,7 @@ fn check_scheme(url: &str) -> Result<(), FetchError> {
     Err(FetchError::Address { url: url.to_owned(), what: what.to_owned() })
 }
 
-/// Hexadecimal, lower case.
+/// Formats bytes in hexadecimal, lower case.
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,8 +1,8 @@
-//! Media by `http(s)` address → files of the cache.
+//! Downloader of media by `http(s)` address into the cache.
 //!
-//! `urls/<hash of the address>` holds the name of a file in `media/`, which is named by the hash of its content. What is
-//! there is not asked for again. Refused: other schemes, more bytes or time than the bounds, hosts that are not on the
-//! public network unless they are allowed. Proxies are not used: one would be asked for hosts that nobody checked.
+//! `urls/<hash of the address>` contains the name of a file in `media/`, which starts with the hash of its content. A cached
+//! medium is not requested again. These are errors: other schemes, more bytes or time than the limits, and hosts outside the
+//! public network unless they are allowed. Proxies are not used, because a proxy would contact hosts without this check.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -17,23 +17,23 @@ use ureq::unversioned::transport::DefaultConnector;
 use crate::public::PublicOnly;
 use crate::{FetchError, check_scheme, config, hex};
 
-/// Most bytes of the name of a file in the cache.
+/// Maximum length of a file name in the cache, bytes.
 const MAX_NAME_BYTES: u64 = 1 << 10;
 
-/// How media are fetched.
+/// Options for fetching media.
 #[derive(Debug, Clone)]
 pub struct UrlOptions {
     /// Folder of the cache.
     pub cache_dir: PathBuf,
-    /// Whether hosts of this machine and its network may be asked.
+    /// Permission to contact hosts of this machine and its local network.
     pub allow_private: bool,
-    /// Largest medium, bytes.
+    /// Maximum size of a medium, bytes.
     pub max_bytes: u64,
     /// Longest time for one medium.
     pub timeout: Duration,
 }
 
-/// Fetches media into a cache.
+/// Client that fetches media into a cache.
 #[derive(Debug)]
 pub struct UrlMedia {
     agent: ureq::Agent,
@@ -41,7 +41,7 @@ pub struct UrlMedia {
 }
 
 impl UrlMedia {
-    /// A client; nothing is fetched yet.
+    /// Creates a client without fetching anything.
     #[must_use]
     pub fn new(options: UrlOptions) -> Self {
         let config = config().proxy(None).timeout_global(Some(options.timeout)).build();
@@ -53,10 +53,11 @@ impl UrlMedia {
         Self { agent, options }
     }
 
-    /// The file with the medium at `url`.
+    /// Returns the local file with the medium at `url`.
     ///
     /// # Errors
-    /// A host that is not allowed, no answer, a status other than 200, too many bytes, a cache that cannot be written.
+    /// Returns an error if the host is not allowed, does not answer or returns a status other than 200, if the medium is too
+    /// large, or if the cache cannot be written.
     pub fn fetch(&self, url: &str) -> Result<PathBuf, FetchError> {
         check_scheme(url)?;
         let key = self.options.cache_dir.join("urls").join(hex(&Sha256::digest(url)));
@@ -121,7 +122,7 @@ impl UrlMedia {
     }
 }
 
-/// Writes a file whole or not at all.
+/// Writes a file atomically.
 pub(crate) fn place(
     path: &Path,
     write: impl FnOnce(&mut std::fs::File) -> std::io::Result<()>,
@@ -129,7 +130,7 @@ pub(crate) fn place(
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
     let mut builder = tempfile::Builder::new();
-    // The mode of any other file: the users of a machine may share a cache of the hub.
+    // The file gets the usual mode, because several users of a machine may share a cache of the hub.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let mut file = builder.tempfile_in(folder).map_err(FetchError::io(folder))?;
@@ -182,7 +183,7 @@ mod tests {
         let media = client(folder.path(), true);
         let address = server(|request| match request.path.as_str() {
             "/large" => Answer::new(200, &[0; 1001]),
-            // Says nothing of its length.
+            // The answer does not state its length.
             "/endless" => Answer { headers: "X-Unknown: 1".to_owned(), ..Answer::new(200, &[0; 5000]) },
             "/gone" => Answer::new(404, b""),
             "/circle" => Answer { headers: "Location: /circle".to_owned(), ..Answer::new(302, b"") },
@@ -212,7 +213,7 @@ mod tests {
             let url = format!("http://{host}:{}/", inner.port());
             assert!(client(folder.path(), false).fetch(&url).is_err(), "{host}");
         }
-        // A server that may be asked leads to one that may not.
+        // An allowed server redirects to one that is not allowed.
         let outer = server(move |_| Answer {
             headers: format!("Location: http://{inner}/"),
             ..Answer::new(302, b"")

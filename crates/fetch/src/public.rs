@@ -1,8 +1,8 @@
-//! Hosts of the public network only.
+//! Restriction to hosts of the public network.
 //!
-//! A row of somebody else's dataset can name any address, also one that only this machine can reach: a service on it, a
-//! router, the metadata of a cloud instance. The check sits where names become addresses, so it holds for every
-//! redirect too, and what is connected to is what was checked.
+//! A row of a third-party dataset can name any address, including one that only this machine can reach: a local service, a
+//! router, or the metadata of a cloud instance. The check is part of name resolution, so it also covers every redirect, and the
+//! connection uses exactly the checked addresses.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -16,7 +16,7 @@ use crate::FetchError;
 #[derive(Debug, Default)]
 pub(crate) struct PublicOnly {
     pub(crate) resolver: DefaultResolver,
-    /// Ports of this machine that tests may reach.
+    /// Local ports that tests may reach.
     #[cfg(test)]
     pub(crate) except: Vec<u16>,
 }
@@ -50,7 +50,7 @@ fn is_public(address: IpAddr) -> bool {
     }
 }
 
-/// By the registry of special addresses (RFC 6890 and its successors).
+/// Reports whether an IPv4 address is public, by the registry of special addresses (RFC 6890 and its successors).
 fn is_public_v4(address: Ipv4Addr) -> bool {
     let [a, b, c, _] = address.octets();
     !(address.is_private()
@@ -76,7 +76,7 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
     match segments {
         [0, 0, 0, 0, 0, 0xffff, ..] | [0x64, 0xff9b, 0, 0, 0, 0, ..] => v4_inside(high, low),
         [0x2002, high, low, ..] => v4_inside(high, low),
-        // Only this block is given out; unique local, link local, loopback and multicast lie outside.
+        // Only this block is allocated; unique local, link local, loopback and multicast addresses are outside it.
         [first, second, ..] => {
             first & 0xe000 == 0x2000 && (first, second) != (0x2001, 0x0db8) && (first, second) != (0x2001, 0)
         }

@@ -1,17 +1,17 @@
-//! A stand-in server on the loopback interface.
+//! Test server on the loopback interface.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener};
 
 pub(crate) struct Request {
     pub(crate) path: String,
-    /// Lower case.
+    /// Headers in lower case.
     pub(crate) headers: String,
 }
 
 pub(crate) struct Answer {
     pub(crate) status: u16,
-    /// Instead of the length.
+    /// Headers that replace the content length.
     pub(crate) headers: String,
     pub(crate) body: Vec<u8>,
 }
@@ -22,7 +22,7 @@ impl Answer {
     }
 }
 
-/// Ends with the test process.
+/// Starts a server that ends with the test process.
 pub(crate) fn server(answer: impl Fn(&Request) -> Answer + Send + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -31,7 +31,7 @@ pub(crate) fn server(answer: impl Fn(&Request) -> Answer + Send + 'static) -> So
             let mut reader = BufReader::new(stream.unwrap());
             let mut first = String::new();
             let mut headers = String::new();
-            // A client that hangs up early is no failure here.
+            // A client that disconnects early is not a failure here.
             let _ = reader.read_line(&mut first);
             loop {
                 let mut line = String::new();

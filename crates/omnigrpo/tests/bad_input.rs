@@ -71,7 +71,7 @@ fn bad_row(bad: &str, reason: &[&str]) {
 fn a_missing_image() {
     bad_row(
         &format!(r#"{{"id": "bad", "image": "gone.png", {IMAGE_TAIL}"#),
-        &["image `gone.png` cannot be used: no such file; looked for "],
+        &["image `gone.png` cannot be used: the file does not exist; paths tried: "],
     );
 }
 

@@ -218,7 +218,7 @@ fn clips_with_sound_that_ffmpeg_cannot_read() {
         row(id, &format!(r#""video": "{file}","#), r"<video>\n<audio>\nWhich emotion?")
     };
     let bad = [
-        ("missing", "no such file"),
+        ("missing", "the file does not exist"),
         ("empty", "the file is empty"),
         ("cut", "cut.mp4"),
         ("scratched", "scratched.mp4"),
@@ -328,7 +328,7 @@ fn sound_that_cannot_be_heard() {
     let bad = [
         ("empty", "empty.wav", "the file is empty"),
         ("cut", "cut.wav", "cut.wav: cannot decode"),
-        ("missing", "missing.wav", "no such file"),
+        ("missing", "missing.wav", "the file does not exist"),
         ("hour", "hour.wav", "length of the sound in seconds"),
         ("nan", "nan.wav", "sample 1 is NaN"),
         ("mute", "mute.mp4", "no audio track"),

@@ -357,7 +357,7 @@ fn rows_that_are_overwritten_mid_run_are_told() {
     run("whole").ok();
     place.write("swap", "");
     run("cut")
-        .fails(1, &["mine.jsonl:", "the row is not the one that stood there", "Put the file back as it was"]);
+        .fails(1, &["mine.jsonl:", "the row has changed since the file was opened", "Restore the file"]);
     let logged = place
         .names("cut/rollouts")
         .iter()

@@ -897,7 +897,7 @@ fn rows_come_from_pipes_tables_and_a_registry_here() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(place.lines("out.jsonl")[0]["rewards"]["accuracy"], json!([1.0]));
     // The standard input of the test is no pipe.
-    place.run("rewards run --input - --output out.jsonl").fails(1, &["no regular file and no pipe"]);
+    place.run("rewards run --input - --output out.jsonl").fails(1, &["neither a regular file nor a pipe"]);
 
     let table = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tests/data/hub.parquet");
     std::fs::copy(table, place.path("hub.parquet")).unwrap();
@@ -925,7 +925,9 @@ fn media_by_address_are_fetched_where_they_are_allowed() {
     let line = "generate --model M --temperature 0 --max_completion_length 6 --image";
     let local = place.run_with(&format!("{line} shapes.png"), question).ok().stdout;
     let by_address = format!("{line} http://{address}/shapes.png");
-    place.run_with(&by_address, question).fails(1, &["media by address are off", "--allow_urls public"]);
+    place
+        .run_with(&by_address, question)
+        .fails(1, &["media by address are not allowed", "--allow_urls public"]);
     let refused = place.run_with(&format!("{by_address} --allow_urls public"), question);
     refused.fails(1, &["an address of this machine", "--allow_urls all"]);
     assert!(asked.lock().unwrap().is_empty());
@@ -1024,8 +1026,10 @@ fn rows_of_the_hub_are_tables_of_a_split() {
     };
     let check = "data check --train_file me/rows";
     run(check, "1").fails(1, &["HF_HUB_OFFLINE is set", "`me/rows`, split `train`"]);
-    run(&format!("{check} --dataset_train_split dev"), "")
-        .fails(1, &["no single split `dev`", "default/test, default/train", "--dataset_train_split"]);
+    run(&format!("{check} --dataset_train_split dev"), "").fails(
+        1,
+        &["does not have exactly one split `dev`", "default/test, default/train", "--dataset_train_split"],
+    );
     run("data check --train_file rows.jsonl --dataset_train_split dev", "")
         .fails(2, &["names a dataset of the hub"]);
     std::fs::copy(place.path("shapes.png"), place.path("kept.png")).unwrap();
@@ -1090,7 +1094,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let mut command = place.command("push M --hub_model_id x");
     command.env("HF_HUB_OFFLINE", "").env("HF_ENDPOINT", format!("http://{closed}")).env("HF_TOKEN", "x");
-    let refused = ran(&mut command).fails(1, &["no connection, or it broke", "Connection refused"]);
+    let refused = ran(&mut command).fails(1, &["the connection failed", "Connection refused"]);
     assert!(!refused.stdout.contains("pushed"));
     run(&format!("{sft} --output_dir no --push_to_hub --hub_model_id others/x"))
         .fails(1, &["status 403", "the rights"]);

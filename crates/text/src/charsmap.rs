@@ -1,6 +1,7 @@
-//! The map of a `Precompiled` normaliser (SentencePiece's `precompiled_charsmap`): base64 of the trie's length in bytes, the
-//! trie, and the texts that it points to. The `tokenizers` crate takes the declared memory before it reads the trie, up to
-//! 8.6 GB. So the length is compared with the bytes that follow before the crate sees the file.
+//! Check of the map of a `Precompiled` normaliser (SentencePiece's `precompiled_charsmap`). The map is base64 of the trie's
+//! length in bytes, the trie, and the texts that it points to. The `tokenizers` crate allocates the declared length, up to 8.6
+//! GB, before it reads the trie. The length is therefore compared with the number of bytes that follow before the crate sees the
+//! file.
 
 use std::borrow::Cow;
 
@@ -9,20 +10,20 @@ use base64::prelude::BASE64_STANDARD;
 use serde::Deserializer;
 use serde::de::{DeserializeSeed, MapAccess, SeqAccess, Visitor};
 
-/// The key of a map.
+/// JSON key of a map.
 const MAP: &str = "precompiled_charsmap";
 
-/// Looks for maps in a `tokenizer.json`, under any key and in any depth.
+/// Checks the maps of a `tokenizer.json`, under any key and at any depth.
 ///
 /// # Errors
-/// A map that declares more than it has; a file that is no JSON.
+/// Returns an error if a map declares more bytes than follow, or if the file is not JSON.
 pub(crate) fn check_charsmaps(tokenizer: &[u8]) -> Result<(), serde_json::Error> {
     Walk { is_map: false }.deserialize(&mut serde_json::Deserializer::from_slice(tokenizer))
 }
 
-/// Walks a JSON value without keeping it.
+/// Visitor that walks a JSON value without storing it.
 struct Walk {
-    /// Whether the value is such a map.
+    /// True if the value is a map to check.
     is_map: bool,
 }
 
@@ -67,7 +68,7 @@ impl<'de> Visitor<'de> for Walk {
         }
         let head = BASE64_STANDARD.decode(text.get(..8).unwrap_or_default()).unwrap_or_default();
         let Some(declared) = head.first_chunk().map(|bytes| u32::from_le_bytes(*bytes) as usize) else {
-            // Too short for a length, or no base64: the crate refuses it.
+            // Too short for a length, or not base64: the crate rejects it.
             return Ok(());
         };
         let padding = text.len() - text.trim_end_matches('=').len();
@@ -117,7 +118,7 @@ mod tests {
         let escaped = format!(r#"{{"precompiled\u005fcharsmap": "{}"}}"#, map(u32::MAX, 40));
         assert!(said(&escaped).is_some(), "a key may be spelled in several ways");
         assert_eq!(said(&format!(r#"{{"model": {{"vocab": {{"{MAP}": 7}}}}, "text": "/////w=="}}"#)), None);
-        // The crate skips what it does not know to any depth.
+        // The crate skips unknown values at any depth.
         let deep =
             format!(r#"{{"x": {}{}, "{MAP}": "{}"}}"#, "[".repeat(200), "]".repeat(200), map(u32::MAX, 40));
         assert!(said(&deep).is_some());

@@ -1,59 +1,57 @@
-//! The crate's errors: what failed, what was found and expected, where, and what to do.
+//! Error type of the crate. Each message states the failure, its place, the value found, the value expected, and a remedy.
 
 use std::path::PathBuf;
 
 use crate::MediumKind;
 
-/// Shorthand for results of this crate.
+/// Result type of this crate.
 pub type Result<T> = std::result::Result<T, TextError>;
 
 /// Error of another library.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// Everything that can go wrong between a conversation and its token ids.
+/// Error on the way between a conversation and its token ids.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {
-    /// A file exists but could not be read.
-    #[error("cannot read {path}; check that the file is there and may be read")]
+    /// File that exists but cannot be read.
+    #[error("cannot read {path}; check that the file exists and is readable")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Error of the system.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// A file is larger than anything this crate would load.
-    #[error(
-        "{path} has {got} bytes, more than the {limit} this program reads; check that it is the right file"
-    )]
+    /// File above the size limit of this crate.
+    #[error("{path} has {got} bytes, more than the limit of {limit} bytes; check that it is the right file")]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Size in bytes.
+        /// Size of the file, bytes.
         got: u64,
-        /// The bound in bytes.
+        /// Maximum size, bytes.
         limit: u64,
     },
-    /// A file does not hold what its name promises.
+    /// File with invalid content.
     #[error("{path}: {problem}")]
     BadFile {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Problem and expected value.
         problem: String,
-        /// Error of the parser, if there is one.
+        /// Error of the parser, if any.
         source: Option<Cause>,
     },
-    /// A model directory without any tokenizer that can be loaded.
+    /// Model directory without a loadable tokenizer.
     #[error(
         "no tokenizer in {dir}: expected tokenizer.json, or vocab.json with merges.txt; copy tokenizer.json from the \
          model's published files, or write it with `AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIR)`"
     )]
     NoTokenizer {
-        /// The directory searched.
+        /// Directory that was searched.
         dir: PathBuf,
     },
-    /// The tokenizer refused a text.
+    /// Text that the tokenizer failed to encode.
     #[error("cannot encode {excerpt:?}")]
     Encode {
         /// Start of the text.
@@ -61,7 +59,7 @@ pub enum TextError {
         /// Error of the tokenizer.
         source: Cause,
     },
-    /// Plain text would have become a control token.
+    /// Plain text that would have become a control token.
     #[error(
         "the tokenizer turns the plain text {excerpt:?} into the control token {token:?} (id {id}), so text could \
          forge the prompt's structure; use a tokenizer whose control tokens are not reachable from text"
@@ -69,114 +67,110 @@ pub enum TextError {
     ControlInText {
         /// Start of the text.
         excerpt: String,
-        /// The control token's literal.
+        /// Literal of the control token.
         token: String,
-        /// Id of the token.
+        /// Id of the control token.
         id: u32,
     },
-    /// Token ids could not be turned into text.
+    /// Token ids that cannot be decoded into text.
     #[error("cannot decode {num_ids} token ids")]
     Decode {
-        /// How many ids were given.
+        /// Number of ids.
         num_ids: usize,
         /// Error of the tokenizer.
         source: Cause,
     },
-    /// A name that is no token of this vocabulary.
+    /// Name that is not a token of this vocabulary.
     #[error(
         "the tokenizer has no token {token:?}, needed as {needed_for}; check that tokenizer and model belong together"
     )]
     UnknownToken {
-        /// The literal looked up.
+        /// Literal that was looked up.
         token: String,
         /// Purpose of the token.
         needed_for: String,
     },
-    /// The chat template does not compile, fails, or exceeds its limits.
+    /// Chat template that does not compile, fails, or exceeds its limits.
     #[error("chat template ({origin}): {problem}")]
     Template {
-        /// Where the template came from.
+        /// Source of the template.
         origin: String,
-        /// The engine's message with line and reason.
+        /// Message of the template engine, with line and reason.
         problem: String,
     },
-    /// The machine has no thread left for work that needs one. No row is to blame.
-    #[error(
-        "{what} needs a thread of its own, and none could be started; raise the limit of processes or of memory"
-    )]
+    /// Failure of the machine to start a thread. No row is to blame.
+    #[error("{what} needs a separate thread, which could not be started; raise the process or memory limit")]
     NoThread {
-        /// The work that needs it.
+        /// Work that needs the thread.
         what: String,
-        /// The answer of the system.
+        /// Error of the operating system.
         source: omnigrpo_guard::MachineFailure,
     },
-    /// The chat template does not reproduce a part of the conversation verbatim.
+    /// Chat template that does not reproduce a part of the conversation verbatim.
     #[error(
-        "chat template ({origin}) {problem} (turn {turn}); a prompt is only used if the template keeps every part, so \
-         change the turn or the template"
+        "chat template ({origin}) {problem} (turn {turn}); the template must keep every part of the conversation, so change the turn or the template"
     )]
     TemplateChangesPart {
-        /// Where the template came from.
+        /// Source of the template.
         origin: String,
         /// Index of the turn.
         turn: usize,
         /// Problem with the part.
         problem: String,
     },
-    /// The template wrote another number of media markers than there are media in the conversation.
+    /// Mismatch between the media markers that the template wrote and the media of the conversation.
     #[error(
-        "the rendered prompt holds {got} media marker(s) {marker:?}, expected {expected}, one per medium; the chat template does not fit the model or the row"
+        "the rendered prompt has {got} media marker(s) {marker:?}, expected {expected}, one per medium; the chat template does not fit the model or the row"
     )]
     MarkerCount {
-        /// The literal that stands for a medium.
+        /// Literal that stands for a medium.
         marker: String,
-        /// Markers found in the template's own output.
+        /// Number of markers in the template's own output.
         got: usize,
-        /// Media in the conversation that use this marker.
+        /// Number of media in the conversation that use this marker.
         expected: usize,
     },
-    /// A part names a medium that was not given, or a medium was given that no part names.
+    /// Part that names a missing medium, or medium that no part names.
     #[error("{kind} {index} is used {got} time(s) in the conversation, expected once; media given: {given}")]
     MediumUse {
         /// Kind of the medium.
         kind: MediumKind,
-        /// Index among the media of its kind.
+        /// Index among the media of this kind.
         index: usize,
-        /// How often the conversation names it.
+        /// Number of times that the conversation names the medium.
         got: usize,
-        /// How many media of this kind were given.
+        /// Number of media of this kind that were given.
         given: usize,
     },
-    /// `<image>`, `<video>` or `<audio>` in the text do not match the row's media.
+    /// Mismatch between `<image>`, `<video>` or `<audio>` in the text and the row's media.
     #[error(
         "the text has {got} {placeholder} placeholder(s) but the row has {expected} {kind} file(s); write one \
          {placeholder} per file, in order, or none at all to put them before the text"
     )]
     PlaceholderCount {
-        /// Kind of medium.
+        /// Kind of the medium.
         kind: MediumKind,
-        /// The placeholder's literal.
+        /// Literal of the placeholder.
         placeholder: &'static str,
-        /// Placeholders found.
+        /// Number of placeholders found.
         got: usize,
-        /// Media of this kind in the row.
+        /// Number of media of this kind in the row.
         expected: usize,
     },
-    /// A conversation that cannot be rendered at all.
+    /// Conversation that cannot be rendered.
     #[error("conversation: {problem}")]
     Conversation {
-        /// Missing part.
+        /// Description of the problem.
         problem: &'static str,
     },
-    /// The template ends an assistant turn with nothing that stops generation.
+    /// Assistant turn after which the template writes no stop token or stop string.
     #[error(
-        "the chat template ends assistant turn {turn} with {got:?}, which starts with no stop token or stop string of \
-         the model; training on it would teach the model never to stop"
+        "the chat template ends assistant turn {turn} with {got:?}, which does not start with a stop token or stop string of the model; a model trained on it would never stop"
     )]
     NoStopAfterAssistant {
         /// Index of the turn.
         turn: usize,
-        /// Text after the assistant's.
+        /// Text that follows the assistant's text.
         got: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Reading small configuration files from a model directory, with a bound. Links that lead out of it are refused.
+//! Reader of small configuration files from a model directory, with a size limit. Links that leave the directory are errors.
 
 use std::io::{ErrorKind, Read};
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::{Result, TextError};
 
-/// The file's bytes, or `None` if there is no such file.
+/// Returns the file's bytes, or `None` if the file does not exist.
 pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     let read_error = |source| TextError::Read { path: path.to_owned(), source };
     let file = match inside::open_path(path) {
@@ -24,7 +24,7 @@ pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// The file as JSON, or `None` if there is no such file.
+/// Returns the file as JSON, or `None` if the file does not exist.
 pub(crate) fn read_json(path: &Path, limit: u64) -> Result<Option<Value>> {
     let Some(bytes) = read_limited(path, limit)? else { return Ok(None) };
     let parsed = serde_json::from_slice(&bytes);

@@ -1,13 +1,13 @@
-//! From a conversation to token ids and back.
+//! Conversion between conversations and token ids.
 //!
-//! - [`Tokenizer`]: a model's vocabulary; text and control tokens never mix by accident.
+//! - [`Tokenizer`]: a model's vocabulary; it keeps text and control tokens apart.
 //! - [`ChatTemplate`]: the model's Jinja template, run with limits.
 //! - [`PromptRenderer`]: turns with text and media → ids, with a [`Span`] for every medium.
 //! - [`split_placeholders`]: `<image>`, `<video>`, `<audio>` in a dataset's text → [`Part`]s.
-//! - [`StopSet`], [`StopMatcher`]: when a completion ends.
+//! - [`StopSet`], [`StopMatcher`]: detection of the end of a completion.
 //!
-//! Text of a conversation cannot forge structure: the literals of control tokens and media placeholders inside it are
-//! encoded as ordinary text. Only what the template itself wrote becomes control tokens.
+//! Text of a conversation cannot forge structure: the literals of control tokens and media placeholders inside it are encoded as
+//! ordinary text. Only literals that the template itself wrote become control tokens.
 //!
 //! ```no_run
 //! # use omnigrpo_text::*;

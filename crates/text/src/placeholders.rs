@@ -1,19 +1,19 @@
-//! `<image>`, `<video>` and `<audio>` in a dataset's text → parts.
+//! Parser of the placeholders `<image>`, `<video>` and `<audio>` in a dataset's text.
 //!
-//! Rules: the k-th placeholder of a kind stands for the k-th medium of that kind; the text around stays verbatim. Media
-//! of a kind that no placeholder mentions are put before the text: images, then videos, then sound. Some placeholders
-//! but not as many as media is an error, never a guess.
+//! The k-th placeholder of a kind stands for the k-th medium of that kind; the surrounding text stays verbatim. If no placeholder
+//! mentions a kind, its media go before the text: images, then videos, then sound. Any other number of placeholders that differs
+//! from the number of media is an error.
 
 use crate::{MediumKind, Part, Result, Role, TextError, Turn};
 
-/// How many media of each kind a row has.
+/// Number of media of each kind in a row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MediaCounts {
-    /// Pictures.
+    /// Number of images.
     pub images: usize,
-    /// Clips.
+    /// Number of clips.
     pub videos: usize,
-    /// Sounds.
+    /// Number of sounds.
     pub audios: usize,
 }
 
@@ -33,18 +33,18 @@ impl MediaCounts {
 /// Splits one text into parts.
 ///
 /// # Errors
-/// [`TextError::PlaceholderCount`] if a kind has some placeholders, but not one per medium.
+/// Returns [`TextError::PlaceholderCount`] if a kind has some placeholders, but not one per medium.
 pub fn split_placeholders(text: &str, media: MediaCounts) -> Result<Vec<Part>> {
     let turns = split_conversation(&[(Role::User, text.to_owned())], media)?;
     Ok(turns.into_iter().flat_map(|turn| turn.parts).collect())
 }
 
-/// Splits a conversation into turns of parts. Placeholders count in user turns only: the same literal in a system or
-/// assistant turn is text. Media without placeholders go before the text of the first user turn.
+/// Splits a conversation into turns of parts. Only user turns contain placeholders: in a system or assistant turn the same
+/// literal is text. Media without placeholders go before the text of the first user turn.
 ///
 /// # Errors
-/// [`TextError::PlaceholderCount`] as for [`split_placeholders`], counted over all user turns;
-/// [`TextError::Conversation`] if there are media and no user turn to hold them.
+/// Returns [`TextError::PlaceholderCount`] as [`split_placeholders`] does, counted over all user turns. Returns
+/// [`TextError::Conversation`] if there are media but no user turn.
 pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Result<Vec<Turn>> {
     let users = || turns.iter().filter(|(role, _)| *role == Role::User);
     let mut unmentioned = Vec::new();
@@ -58,7 +58,7 @@ pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Resul
         }
     }
     if !unmentioned.is_empty() && users().next().is_none() {
-        return Err(TextError::Conversation { problem: "has media but no user turn to show them in" });
+        return Err(TextError::Conversation { problem: "has media but no user turn to put them in" });
     }
 
     let mut next = [0usize; KINDS.len()];

@@ -1,16 +1,16 @@
-//! Conversation → prompt ids with the span of every medium.
+//! Renderer from a conversation to prompt ids, with the span of every medium.
 //!
-//! The template is run with a private stand-in for every text. What the template wrote around the stand-ins is its own,
-//! and only there do literals of control tokens become control tokens and media markers become media. Then the texts
-//! are put in place, and everything between two control tokens is encoded as one string, so that a word whose bytes
-//! come half from the template and half from a text merges as it would in `transformers`.
+//! The template runs with a private stand-in for every text. Everything around the stand-ins was written by the template itself.
+//! Only there do literals of control tokens become control tokens, and media markers become media. Then the texts replace their
+//! stand-ins. Everything between two control tokens is encoded as one string. A word whose bytes come partly from the template
+//! and partly from a text therefore merges as it would in `transformers`.
 //!
-//! Two guarantees follow, and are tested: a text cannot forge structure, whatever is written in it; and for texts
-//! without such literals the ids equal those of `transformers`. Where a model spells its turn end in ordinary tokens
-//! (Aria), the first cannot hold for that literal.
+//! Two guarantees follow, and both are tested. First, no text can forge structure. Second, for texts without such literals the
+//! ids equal those of `transformers`. If a model spells its turn end in ordinary tokens (Aria), the first guarantee does not
+//! cover that literal.
 //!
-//! Refused: a template that drops, repeats or changes a text (other than trimming white space at its ends), or that
-//! writes a different string for the stand-ins than for the texts themselves.
+//! Two kinds of template are errors: one that drops, repeats or changes a text (other than trimming white space at its ends), and
+//! one whose own output differs between the stand-ins and the texts themselves.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -22,19 +22,19 @@ use crate::template::ContentForm;
 use crate::tokenizer::{Run, excerpt};
 use crate::{ChatTemplate, Result, StopSet, TextError, Tokenizer};
 
-/// Who speaks.
+/// Speaker of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Instructions that frame the conversation.
+    /// Author of the instructions that frame the conversation.
     System,
-    /// The person asking.
+    /// Person who asks.
     User,
-    /// The model.
+    /// Model that answers.
     Assistant,
 }
 
 impl Role {
-    /// The name chat templates use.
+    /// Returns the name used in chat templates.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -47,16 +47,16 @@ impl Role {
 /// Kind of a medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MediumKind {
-    /// One still picture.
+    /// Still image.
     Image,
-    /// One clip of frames.
+    /// Clip of frames.
     Video,
-    /// One sound.
+    /// Sound.
     Audio,
 }
 
 impl MediumKind {
-    /// The name chat templates use in `{"type": …}`.
+    /// Returns the name used in `{"type": …}` of chat templates.
     pub fn as_str(self) -> &'static str {
         match self {
             MediumKind::Image => "image",
@@ -72,12 +72,12 @@ impl fmt::Display for MediumKind {
     }
 }
 
-/// A piece of a turn.
+/// Part of a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Part {
-    /// Text, kept verbatim and never read as control tokens.
+    /// Text, which stays verbatim and is never read as control tokens.
     Text(String),
-    /// A medium.
+    /// Reference to a medium.
     Medium {
         /// Kind of the medium.
         kind: MediumKind,
@@ -86,101 +86,102 @@ pub enum Part {
     },
 }
 
-/// One message of a conversation.
+/// Message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
-    /// Who speaks.
+    /// Speaker of the turn.
     pub role: Role,
-    /// Texts and media, in order.
+    /// Texts and media in order.
     pub parts: Vec<Part>,
 }
 
 impl Turn {
-    /// A turn of text only.
+    /// Creates a turn that contains only text.
     pub fn text(role: Role, text: impl Into<String>) -> Self {
         Turn { role, parts: vec![Part::Text(text.into())] }
     }
 }
 
-/// A piece of what a medium becomes in the prompt.
+/// Segment of a medium in the prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MediumSegment {
-    /// Text around features, written by the model family (`<img>`, `Frame1: `): control tokens in it are recognised.
+    /// Text around features, written by the model family (`<img>`, `Frame1: `). Control tokens in it are recognised.
     Text(String),
-    /// `count` positions that the medium's features fill.
+    /// Run of `count` positions for the medium's features.
     Features {
-        /// Id written at these positions.
+        /// Token id at these positions.
         token: u32,
-        /// How many positions.
+        /// Number of positions.
         count: usize,
     },
 }
 
-/// How one medium appears in the prompt.
+/// Representation of one medium in the prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MediumTokens {
     /// Kind of the medium.
     pub kind: MediumKind,
-    /// Text that the template writes for it (`<|image_pad|>`), replaced by `segments`. Must not be empty.
+    /// Text that the template writes for the medium (`<|image_pad|>`). It is replaced by `segments` and must not be empty.
     pub marker: String,
-    /// Replacement of the marker.
+    /// Segments that replace the marker.
     pub segments: Vec<MediumSegment>,
 }
 
 impl MediumTokens {
-    /// The common case: the template writes the token `marker` once, and it is repeated `count` times.
+    /// Describes the common case, in which the template writes the token `marker` once and it is replaced by `count` copies of
+    /// `token`.
     pub fn repeated(kind: MediumKind, marker: impl Into<String>, token: u32, count: usize) -> Self {
         MediumTokens { kind, marker: marker.into(), segments: vec![MediumSegment::Features { token, count }] }
     }
 }
 
-/// Place of a medium's features in the ids: `ids[start..start + len]`.
+/// Position of a medium's features in the ids: `ids[start..start + len]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Index into the media given to the renderer.
+    /// Index into the media passed to the renderer.
     pub medium: usize,
-    /// First position, in tokens.
+    /// First position, tokens.
     pub start: usize,
-    /// Positions, in tokens.
+    /// Number of positions, tokens.
     pub len: usize,
 }
 
-/// How to render.
+/// Options for rendering a prompt.
 #[derive(Debug, Clone, Default)]
 pub struct RenderOptions {
-    /// Replaces the first system turn, or is put before the conversation if there is none. The template's own default
-    /// applies if neither is there.
+    /// System prompt. It replaces the first system turn, or becomes a new first turn. Without it and without a system turn, the
+    /// template's own default applies.
     pub system: Option<String>,
-    /// Ask the template to number media ("Picture 1: "), where it knows how.
+    /// Flag that makes the template number media ("Picture 1: "), if it supports that.
     pub add_vision_id: bool,
-    /// Further variables for the template.
+    /// Additional variables for the template.
     pub kwargs: serde_json::Map<String, serde_json::Value>,
-    /// The time that `strftime_now` sees. A template that asks for the time without one is an error, so that a prompt
-    /// never changes unnoticed between runs.
+    /// Time returned by `strftime_now`. If it is `None`, a template that reads the time fails, so that a prompt never changes
+    /// unnoticed between runs.
     pub now: Option<jiff::civil::DateTime>,
 }
 
-/// A prompt ready for the model.
+/// Prompt ready for the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderedPrompt {
-    /// Token ids, media expanded.
+    /// Token ids with expanded media.
     pub ids: Vec<u32>,
-    /// Runs of feature positions in the order they stand in `ids`; a medium with text between its frames has several.
+    /// Spans of feature positions, in the order of `ids`. A medium with text between its frames has several spans.
     pub spans: Vec<Span>,
-    /// The template's output, each medium still one marker. For people; ids are not made from it again.
+    /// Output of the template, with one marker per medium. It is meant for people; ids are not computed from it.
     pub text: String,
 }
 
-/// A whole conversation with the tokens to train on.
+/// Whole conversation with a mask of the tokens to train on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderedConversation {
     /// Ids, spans and text as for a prompt.
     pub prompt: RenderedPrompt,
-    /// One flag per id: true for assistant text and the stop that ends it.
+    /// Training mask with one flag per id: true for assistant text and the stop that ends it.
     pub train_mask: Vec<bool>,
 }
 
-/// Renders conversations with a model's tokenizer and template.
+/// Renderer of conversations with a model's tokenizer and template.
 #[derive(Debug, Clone, Copy)]
 pub struct PromptRenderer<'a> {
     tokenizer: &'a Tokenizer,
@@ -188,17 +189,17 @@ pub struct PromptRenderer<'a> {
 }
 
 impl<'a> PromptRenderer<'a> {
-    /// Joins the two.
+    /// Creates a renderer from a tokenizer and a template.
     pub fn new(tokenizer: &'a Tokenizer, template: &'a ChatTemplate) -> Self {
         PromptRenderer { tokenizer, template }
     }
 
-    /// The prompt that asks for the next assistant turn. Every medium must be named by exactly one part.
+    /// Renders the prompt for the next assistant turn. Exactly one part must name each medium.
     ///
     /// # Errors
-    /// [`TextError::Conversation`] without turns or if the last is the assistant's; [`TextError::MediumUse`],
-    /// [`TextError::MarkerCount`], [`TextError::Template`], [`TextError::TemplateChangesPart`], [`TextError::Encode`],
-    /// [`TextError::ControlInText`].
+    /// Returns [`TextError::Conversation`] if there are no turns or the last turn is the assistant's. Also returns
+    /// [`TextError::MediumUse`], [`TextError::MarkerCount`], [`TextError::Template`], [`TextError::TemplateChangesPart`],
+    /// [`TextError::Encode`] and [`TextError::ControlInText`].
     pub fn render(
         &self,
         turns: &[Turn],
@@ -207,7 +208,7 @@ impl<'a> PromptRenderer<'a> {
     ) -> Result<RenderedPrompt> {
         if turns.last().is_some_and(|turn| turn.role == Role::Assistant) {
             return Err(TextError::Conversation {
-                problem: "ends with an assistant turn, so nothing is asked",
+                problem: "ends with an assistant turn, expected a user turn",
             });
         }
         let output = self.output(turns, media, options, true)?;
@@ -215,13 +216,14 @@ impl<'a> PromptRenderer<'a> {
         Ok(prompt)
     }
 
-    /// A finished conversation for supervised training. The mask holds for the text of every assistant turn and the
-    /// stop token or stop string that follows it, not for the line break behind that: exactly what a sampled completion
-    /// consists of. Ids are cut where assistant text starts, as they are when it is sampled after a prompt.
+    /// Renders a finished conversation for supervised training. The mask covers the text of every assistant turn and the stop
+    /// token or stop string after it, but not a line break after the stop. These are exactly the tokens of a sampled completion.
+    /// Encoding restarts where assistant text starts, as it does when a completion is sampled after a prompt.
     ///
     /// # Errors
-    /// As [`render`](Self::render), but the last turn may be the assistant's; [`TextError::Conversation`] if no turn is,
-    /// or one shows media; [`TextError::NoStopAfterAssistant`].
+    /// Returns the errors of [`render`](Self::render), except that the last turn may be the assistant's. Returns
+    /// [`TextError::Conversation`] if there is no assistant turn, or if one contains media. Returns
+    /// [`TextError::NoStopAfterAssistant`] if no stop follows an assistant turn.
     pub fn render_conversation(
         &self,
         turns: &[Turn],
@@ -247,13 +249,14 @@ impl<'a> PromptRenderer<'a> {
         Ok(RenderedConversation { prompt, train_mask })
     }
 
-    /// A finished conversation of texts as another model reads it, a reward model for example; media are left out.
+    /// Renders the texts of a finished conversation for another model, such as a reward model. Media are left out.
     ///
-    /// A template may rewrite a text (Qwen3's takes an answer's thinking apart). Then its output is encoded as one
-    /// string, and a text's literals of control tokens are broken by a space, so that they still cannot forge structure.
+    /// A template may rewrite a text; for example, Qwen3's template separates the thinking from an answer. Its output is then
+    /// encoded as one string. The literals of control tokens in the texts are broken by a space, so that they still cannot forge
+    /// structure.
     ///
     /// # Errors
-    /// [`TextError::Conversation`] without turns; [`TextError::Template`], [`TextError::Encode`],
+    /// Returns [`TextError::Conversation`] if there are no turns. Also returns [`TextError::Template`], [`TextError::Encode`] and
     /// [`TextError::ControlInText`].
     pub fn render_finished(&self, turns: &[Turn], options: &RenderOptions) -> Result<RenderedPrompt> {
         let texts = |text: &dyn Fn(&str) -> String| -> Vec<Turn> {
@@ -286,7 +289,7 @@ impl<'a> PromptRenderer<'a> {
         }
     }
 
-    /// Returns the variables of a template beside the messages.
+    /// Returns the template's variables other than the messages.
     fn variables(&self, options: &RenderOptions) -> serde_json::Map<String, Value> {
         let mut variables: serde_json::Map<String, Value> =
             self.tokenizer.named_tokens().iter().map(|(name, token)| (name.clone(), json!(token))).collect();
@@ -297,7 +300,7 @@ impl<'a> PromptRenderer<'a> {
         variables
     }
 
-    /// Runs the template and finds every text and medium in what it wrote.
+    /// Runs the template and locates every text and medium in its output.
     fn output(
         &self,
         turns: &[Turn],
@@ -329,7 +332,7 @@ impl<'a> PromptRenderer<'a> {
         if output.string != plain {
             let same = output.string.bytes().zip(plain.bytes()).take_while(|(a, b)| a == b).count();
             let turn = output.texts.iter().take_while(|t| t.range.start <= same).last().map_or(0, |t| t.turn);
-            let problem = "writes something else depending on what the text says".to_owned();
+            let problem = "writes different output depending on the content of a text".to_owned();
             return Err(self.changed(turn, problem));
         }
         let markers = find_markers(&output, &media_in_order, media)?;
@@ -340,7 +343,7 @@ impl<'a> PromptRenderer<'a> {
         TextError::TemplateChangesPart { origin: self.template.origin().to_string(), turn, problem }
     }
 
-    /// The messages a template sees, with stand-ins for the texts or the texts themselves.
+    /// Returns the messages for a template, with either the texts or their stand-ins.
     fn messages(
         &self,
         turns: &[Turn],
@@ -381,7 +384,7 @@ impl<'a> PromptRenderer<'a> {
         Value::Array(messages)
     }
 
-    /// Where the stop behind an assistant text ends, in bytes of the output.
+    /// Returns the end of the stop after an assistant text, in bytes of the output.
     fn end_of_stop(&self, output: &Output, text: &TextRange, stops: &StopSet) -> Result<usize> {
         let rest = &output.string[text.range.end..];
         let literals =
@@ -395,7 +398,7 @@ impl<'a> PromptRenderer<'a> {
         }
     }
 
-    /// Ids of the output. `trained` are byte ranges of it, in order; the second result is their mask.
+    /// Encodes the output and returns the prompt with its training mask. `trained` contains byte ranges of the output, in order.
     fn encode(
         &self,
         output: &Output,
@@ -429,17 +432,17 @@ impl<'a> PromptRenderer<'a> {
     }
 }
 
-/// Output of a template, with the texts in place.
+/// Output of a template, with the texts in place of their stand-ins.
 #[derive(Debug)]
 struct Output {
     string: String,
-    /// In the order they stand; they do not overlap.
+    /// Texts in order of position, without overlaps.
     texts: Vec<TextRange>,
-    /// (range, index of the medium), in the order they stand.
+    /// Markers as (range, index of the medium), in order of position.
     markers: Vec<(Range<usize>, usize)>,
 }
 
-/// Where a text stands: white space at its ends may be outside.
+/// Position of a text. The range may exclude white space at the ends of the text.
 #[derive(Debug)]
 struct TextRange {
     turn: usize,
@@ -448,7 +451,7 @@ struct TextRange {
 }
 
 impl Output {
-    /// A stretch of the output as runs. It must not begin or end inside a marker.
+    /// Splits a stretch of the output into runs. It must not begin or end inside a marker.
     fn runs(&self, stretch: Range<usize>, media: &[MediumTokens]) -> Vec<Run> {
         let mut runs = Vec::new();
         let trusted = |range: Range<usize>, runs: &mut Vec<Run>| {
@@ -497,7 +500,7 @@ const OPEN: char = '\u{E000}';
 const CLOSE: char = '\u{E001}';
 
 impl StandIns {
-    /// Stand-ins that do not occur in `known`, which is everything else the template may write.
+    /// Creates stand-ins that do not occur in `known`, which contains everything else the template may write.
     fn absent_from(known: &str, trim_assistant: bool) -> Self {
         let mut nonce = 0u64;
         while known.contains(&format!("{OPEN}{nonce}.")) {
@@ -506,10 +509,9 @@ impl StandIns {
         StandIns { nonce: format!("{OPEN}{nonce}."), trim_assistant, texts: Vec::new() }
     }
 
-    /// Returns the stand-in of a text for the template. White space at the ends stays visible, so that a template that trims does
-    /// what it does to the text itself, and an empty text stays empty, so that a template that asks for emptiness sees
-    /// it. Assistant texts are replaced whole, since where they start must be known to the byte, or trimmed if that is
-    /// what the template does.
+    /// Returns the stand-in of a text. White space at the ends stays visible, so that a template trims it as it would trim the
+    /// text. An empty text stays empty, so that a template can test for it. Assistant texts are replaced as a whole, because
+    /// their start must be known to the byte. If the template trims assistant texts, they are trimmed first.
     fn stand_for(&mut self, turn: usize, role: Role, text: &str) -> String {
         let core = text.trim();
         if role == Role::Assistant {
@@ -529,7 +531,7 @@ impl StandIns {
         format!("{}{}{CLOSE}", self.nonce, self.texts.len() - 1)
     }
 
-    /// Puts the texts in place. Error: turn and what is wrong.
+    /// Replaces the stand-ins by their texts. The error contains the turn and a description.
     fn resolve(&self, marked: &str) -> std::result::Result<Output, (usize, String)> {
         let mut output =
             Output { string: String::with_capacity(marked.len()), texts: Vec::new(), markers: Vec::new() };
@@ -565,7 +567,7 @@ impl StandIns {
     }
 }
 
-/// Replaces the first system turn, or puts one in front.
+/// Replaces the first system turn, or inserts one at the start.
 #[must_use]
 pub fn with_system(turns: &[Turn], system: Option<&str>) -> Vec<Turn> {
     let mut turns = turns.to_vec();
@@ -579,7 +581,7 @@ pub fn with_system(turns: &[Turn], system: Option<&str>) -> Vec<Turn> {
     turns
 }
 
-/// Indices into `media` in the order the conversation shows them; each exactly once.
+/// Returns the indices into `media` in the order of the conversation, each exactly once.
 fn media_in_order(turns: &[Turn], media: &[MediumTokens]) -> Result<Vec<usize>> {
     let mut of_kind: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (m, medium) in media.iter().enumerate() {
@@ -610,7 +612,7 @@ fn media_in_order(turns: &[Turn], media: &[MediumTokens]) -> Result<Vec<usize>> 
     Ok(order)
 }
 
-/// Markers in what the template itself wrote: the k-th occurrence of a literal is the k-th medium that uses it.
+/// Finds markers in the text that the template itself wrote. The k-th occurrence of a literal is the k-th medium that uses it.
 fn find_markers(
     output: &Output,
     media_in_order: &[usize],
@@ -654,7 +656,7 @@ fn find_markers(
     Ok(found)
 }
 
-/// The parts of a turn; an assistant's consecutive texts are one, and there is always at least one.
+/// Returns the parts of a turn. Consecutive texts of an assistant are merged, and an assistant turn always has at least one part.
 fn merge_assistant_text(turn: &Turn) -> Vec<Part> {
     if turn.role != Role::Assistant {
         return turn.parts.clone();

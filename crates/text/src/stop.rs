@@ -1,7 +1,7 @@
-//! When a completion ends: stop tokens and stop strings.
+//! Detection of the end of a completion by stop tokens and stop strings.
 //!
-//! Stop ids come from `generation_config.json` and the tokenizer. Nothing else of `generation_config.json` is read:
-//! sampling parameters there are the publisher's, not this run's.
+//! Stop ids come from `generation_config.json` and the tokenizer. The sampling parameters in `generation_config.json` are the
+//! publisher's and are ignored.
 
 use std::path::Path;
 
@@ -12,24 +12,25 @@ use crate::{Result, TextError, Tokenizer};
 
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Rules that end a completion. One set serves the sampler, the loss mask and the loaders.
+/// Rules that end a completion. The sampler, the loss mask and the loaders share one set.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StopSet {
-    /// Token ids, sorted, each once.
+    /// Stop token ids, sorted and without duplicates.
     pub ids: Vec<u32>,
-    /// Strings, none empty, each once.
+    /// Stop strings, non-empty and without duplicates.
     pub strings: Vec<String>,
-    /// The id that fills unused positions, if the model names one.
+    /// Token id that fills unused positions, if the model has one.
     pub pad_id: Option<u32>,
 }
 
 impl StopSet {
-    /// `eos_token_id` (a number or a list) and `pad_token_id` of `generation_config.json` in `dir`, if it is there; the
-    /// tokenizer's end token; `extra_strings`. Padding falls back to the tokenizer's.
+    /// Reads the stop rules of the model in `dir`. The sources are `eos_token_id` (a number or a list) and `pad_token_id` of
+    /// `generation_config.json`, if it exists, the tokenizer's end token, and `extra_strings`. Without `pad_token_id`, the
+    /// tokenizer's padding token is used.
     ///
     /// # Errors
-    /// [`TextError::Read`], [`TextError::TooLarge`], [`TextError::BadFile`]; [`TextError::Conversation`] for an empty
-    /// stop string.
+    /// Returns [`TextError::Read`], [`TextError::TooLarge`] or [`TextError::BadFile`] if the file cannot be used. Returns
+    /// [`TextError::Conversation`] if a stop string is empty.
     pub fn from_dir(dir: &Path, tokenizer: &Tokenizer, extra_strings: &[String]) -> Result<Self> {
         let path = dir.join("generation_config.json");
         let config = read_json(&path, MAX_CONFIG_BYTES)?.unwrap_or(Value::Null);
@@ -62,7 +63,7 @@ impl StopSet {
         Ok(StopSet { ids, strings, pad_id })
     }
 
-    /// Whether this token ends a completion.
+    /// Reports whether this token ends a completion.
     pub fn is_stop(&self, id: u32) -> bool {
         self.ids.binary_search(&id).is_ok()
     }
@@ -72,19 +73,19 @@ fn token_id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
-/// A stop string was completed.
+/// Match of a complete stop string.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StopHit {
     /// Index into [`StopSet::strings`].
     pub string: usize,
-    /// Where the stop string starts, in bytes from the start of the completion: text is cut here.
+    /// Start of the stop string, bytes from the start of the completion. The text is cut here.
     pub start: usize,
-    /// Where it ends, in bytes. The last token may reach further.
+    /// End of the stop string, bytes. The last token may extend beyond it.
     pub end: usize,
 }
 
-/// Finds the first stop string in a completion that grows token by token. It works on bytes, so a string or a character
-/// may be spread over any number of tokens.
+/// Matcher that finds the first stop string in a completion that grows token by token. It works on bytes, so a string or a
+/// character may span any number of tokens.
 #[derive(Debug, Clone)]
 pub struct StopMatcher {
     strings: Vec<Vec<u8>>,
@@ -92,7 +93,7 @@ pub struct StopMatcher {
 }
 
 impl StopMatcher {
-    /// Starts an empty completion.
+    /// Starts with an empty completion.
     pub fn new(stops: &StopSet) -> Self {
         StopMatcher {
             strings: stops.strings.iter().map(|s| s.clone().into_bytes()).collect(),
@@ -100,13 +101,13 @@ impl StopMatcher {
         }
     }
 
-    /// Appends a token's bytes ([`Tokenizer::token_bytes`]). Tells whether a stop string is now complete: of several,
-    /// the one that starts first, then the longest.
+    /// Appends a token's bytes ([`Tokenizer::token_bytes`]) and returns the stop string that is now complete, if any. Of several
+    /// matches it returns the one that starts first, then the longest.
     pub fn push(&mut self, token_bytes: &[u8]) -> Option<StopHit> {
         let old_len = self.bytes.len();
         self.bytes.extend_from_slice(token_bytes);
         let hits = self.strings.iter().enumerate().filter_map(|(string, stop)| {
-            // Matches that end in the old bytes were reported when those came.
+            // Matches that end in the old bytes were reported earlier.
             let from = (old_len + 1).saturating_sub(stop.len());
             let at = self.bytes[from..].windows(stop.len().max(1)).position(|window| window == stop)?;
             Some(StopHit { string, start: from + at, end: from + at + stop.len() })
@@ -114,7 +115,7 @@ impl StopMatcher {
         hits.min_by_key(|hit| (hit.start, std::cmp::Reverse(hit.end)))
     }
 
-    /// How many bytes of the completion can be shown already: the rest may be the start of a stop string.
+    /// Returns the number of bytes of the completion that can be shown. The remaining bytes may be the start of a stop string.
     pub fn num_safe_bytes(&self) -> usize {
         let total = self.bytes.len();
         let held = self.strings.iter().map(|stop| {
@@ -124,7 +125,7 @@ impl StopMatcher {
         total - held.max().unwrap_or(0)
     }
 
-    /// Everything pushed so far.
+    /// Returns all bytes pushed so far.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }

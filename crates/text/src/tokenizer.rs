@@ -1,20 +1,20 @@
-//! A model's vocabulary: text ↔ token ids.
+//! Model vocabulary: text ↔ token ids.
 //!
 //! Source of the format: Hugging Face `tokenizers` (`tokenizer.json`) and `transformers` (`tokenizer_config.json`,
-//! `special_tokens_map.json`). Normaliser, pre-tokeniser, model and decoder are those of the `tokenizers` crate; the
-//! search for added tokens is ours, because who wrote a literal decides whether it is a control token.
+//! `special_tokens_map.json`). Normaliser, pre-tokeniser, model and decoder come from the `tokenizers` crate. The search for
+//! added tokens is implemented here, because the author of a literal decides whether it is a control token.
 //!
 //! *Control tokens* are the added tokens marked special, and those spelled `<|…|>` even if not marked (Qwen leaves
-//! `<|fim_prefix|>` and its kin unmarked). Other added tokens (`<think>`, `<tool_call>`) are vocabulary: they are
+//! `<|fim_prefix|>` and similar tokens unmarked). Other added tokens (`<think>`, `<tool_call>`) are vocabulary: they are
 //! recognised in any text, as in `transformers`.
 //!
-//! Differences from `transformers`: truncation and padding in `tokenizer.json` are ignored; added tokens are matched in
-//! the text as given, also those marked `normalized`; added tokens are decoded from their literal, not through the byte
-//! table. Refused: BPE dropout, files over 256 MiB, ids of 2²⁴ and more.
+//! Differences from `transformers`: truncation and padding in `tokenizer.json` are ignored. Added tokens are matched in the
+//! original text, even those marked `normalized`. Added tokens are decoded from their literal, not through the byte table. BPE
+//! dropout, files over 256 MiB, and ids of 2²⁴ and more are errors.
 //!
-//! `tokenizer.json` comes with a model and is not trusted: panics inside the crate are errors, and a normaliser that would
-//! make a text many times longer is refused before it does. The map of a `Precompiled` normaliser says how long it is; what is
-//! longer than the file has is refused before memory is taken for it.
+//! `tokenizer.json` comes with a model and is not trusted. Panics inside the crate are reported as errors. A normaliser that
+//! would make a text many times longer is rejected before it runs. A `Precompiled` map that declares more bytes than the file
+//! contains is rejected before memory is allocated for it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -44,32 +44,32 @@ use crate::{Cause, Result, TextError};
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// How many times longer a normaliser may make a text, and by how many bytes more. Published ones make it three times
-/// longer (`▁` for each space) and a piece longer.
+/// Limits on the growth of a text in a normaliser: a factor, and a number of additional bytes. Published normalisers triple the
+/// length (`▁` for each space) and add one piece.
 const MAX_GROWTH: usize = 16;
 const MAX_MORE_BYTES: usize = 1 << 10;
-/// Steps of a normaliser. Published ones have up to ten.
+/// Maximum number of steps of a normaliser. Published ones have up to ten.
 const MAX_STEPS: usize = 100;
 
-/// Ids from here on mark holes and control tokens inside [`Tokenizer::encode_runs`].
+/// First of the ids that mark holes and control tokens inside [`Tokenizer::encode_runs`].
 const MARK: u32 = 1 << 31;
 const MAX_VOCAB: usize = 1 << 24;
 
-/// How Qwen models cut text before byte pairs are merged (`transformers`, `tokenization_qwen2.py`).
+/// Pattern by which Qwen models split text before byte pairs are merged (`transformers`, `tokenization_qwen2.py`).
 const QWEN_PRE_TOKENS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Text ↔ token ids.
+/// Converter between text and token ids.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// Added tokens by the first byte of their literal, longest first.
     added: HashMap<u8, Vec<Added>>,
     control_ids: HashSet<u32>,
-    /// The one special token that text may become.
+    /// Unknown token, the only special token that text may become.
     unk_id: Option<u32>,
     pieces: PieceFormat,
     vocab_size: usize,
-    /// `eos_token` → `<|im_end|>` and so on, as templates see them.
+    /// Named tokens as templates see them, such as `eos_token` → `<|im_end|>`.
     named_tokens: BTreeMap<String, String>,
 }
 
@@ -80,42 +80,44 @@ struct Added {
     control: bool,
 }
 
-/// How the decoder turns token strings into bytes.
+/// Rule by which the decoder turns token strings into bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PieceFormat {
     /// One character per byte (GPT-2's table).
     ByteLevel,
-    /// `▁` is a space, `<0x0A>` a byte, one space at the start is dropped.
+    /// SentencePiece: `▁` is a space, `<0x0A>` a byte, and one space at the start is dropped.
     SentencePiece,
-    /// Anything else (word pieces): only the decoder knows.
+    /// Other rules (word pieces), implemented only by the decoder.
     Opaque,
 }
 
-/// A stretch of the string to encode.
+/// Stretch of the string to encode.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Run {
-    /// Literals of control tokens in it are control tokens.
+    /// Text in which literals of control tokens become control tokens.
     Trusted(String),
-    /// Literals of control tokens in it are text.
+    /// Text in which literals of control tokens stay text.
     Plain(String),
-    /// `count` copies of `token`; `medium` owns them.
+    /// Run of `count` copies of `token` that belong to `medium`.
     Hole { medium: usize, token: u32, count: usize },
 }
 
-/// Result of normalising runs.
+/// Result of encoding runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct EncodedRuns {
     pub ids: Vec<u32>,
-    /// (medium, start, len) of every hole with `count > 0`.
+    /// Holes with `count > 0`, as (medium, start, len).
     pub holes: Vec<(usize, usize, usize)>,
 }
 
 impl Tokenizer {
     /// Loads the tokenizer of the model in `dir`: `tokenizer.json`, else PhoBERT's `vocab.txt` + `bpe.codes`, else BERT's
-    /// `vocab.txt`, else Qwen's `vocab.json` + `merges.txt`; with `tokenizer_config.json` and `special_tokens_map.json` if they are there.
+    /// `vocab.txt`, else Qwen's `vocab.json` + `merges.txt`. `tokenizer_config.json` and `special_tokens_map.json` are used if
+    /// they exist.
     ///
     /// # Errors
-    /// [`TextError::NoTokenizer`], [`TextError::Read`], [`TextError::TooLarge`], [`TextError::BadFile`].
+    /// Returns [`TextError::NoTokenizer`] if none of these exists, and [`TextError::Read`], [`TextError::TooLarge`] or
+    /// [`TextError::BadFile`] if a file cannot be used.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let config_path = dir.join("tokenizer_config.json");
         let config = read_json(&config_path, MAX_CONFIG_BYTES)?.unwrap_or(Value::Null);
@@ -180,8 +182,8 @@ impl Tokenizer {
                 }
             }
         }
-        // Named as special in the configuration, but not marked in `tokenizer.json`. Only added tokens: a plain word of
-        // the vocabulary that serves as padding must stay reachable from text.
+        // Some tokens are special in the configuration but not marked in `tokenizer.json`. Only added tokens are marked here: a
+        // plain word of the vocabulary that serves as padding must still be reachable from text.
         for (id, mut token) in inner.get_added_tokens_decoder() {
             if !token.special && special_literals.contains(&token.content) {
                 token.special = true;
@@ -212,7 +214,7 @@ impl Tokenizer {
             ModelWrapper::BPE(model) => model.get_unk_token().as_deref().and_then(|t| inner.token_to_id(t)),
             ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
             ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
-            // The unknown token is not exposed; the configuration names it.
+            // The crate does not expose the unknown token, but the configuration names it.
             ModelWrapper::Unigram(_) => named_tokens.get("unk_token").and_then(|t| inner.token_to_id(t)),
         };
         let decoder = serde_json::to_string(&inner.get_decoder())
@@ -227,28 +229,28 @@ impl Tokenizer {
         Ok(Tokenizer { inner, added, control_ids, unk_id, pieces, vocab_size, named_tokens })
     }
 
-    /// Encodes plain text: literals of control tokens in it are ordinary text.
+    /// Encodes plain text. Literals of control tokens in it are ordinary text.
     ///
     /// # Errors
-    /// [`TextError::Encode`], [`TextError::ControlInText`].
+    /// Returns [`TextError::Encode`] or [`TextError::ControlInText`].
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.encode_runs(&[Run::Plain(text.to_owned())], &[])?.ids)
     }
 
-    /// Encodes text in which control tokens are recognised, except the ids in `excluded` (media placeholders), whose
-    /// literals are ordinary text. Nothing is added in front or behind.
+    /// Encodes text in which control tokens are recognised, except the ids in `excluded` (media placeholders), whose literals are
+    /// ordinary text. No tokens are added before or after the text.
     ///
     /// # Errors
-    /// [`TextError::Encode`], [`TextError::ControlInText`].
+    /// Returns [`TextError::Encode`] or [`TextError::ControlInText`].
     pub fn encode_control(&self, text: &str, excluded: &[u32]) -> Result<Vec<u32>> {
         Ok(self.encode_runs(&[Run::Trusted(text.to_owned())], excluded)?.ids)
     }
 
-    /// Encodes plain text with the start and end tokens that the tokenizer's post-processor adds (BERT's `[CLS]` and
-    /// `[SEP]`, CLIP's). Literals of control tokens are ordinary text; nothing is truncated.
+    /// Encodes plain text with the start and end tokens that the tokenizer's post-processor adds (BERT's `[CLS]` and `[SEP]`,
+    /// CLIP's). Literals of control tokens are ordinary text; the ids are not truncated.
     ///
     /// # Errors
-    /// [`TextError::Encode`], [`TextError::ControlInText`].
+    /// Returns [`TextError::Encode`] or [`TextError::ControlInText`].
     pub fn encode_framed(&self, text: &str) -> Result<Vec<u32>> {
         let tokens =
             self.encode_text(text)?.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect();
@@ -258,7 +260,8 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// A text whose literals of control tokens have a space behind their first character, so that they are none.
+    /// Returns the text with a space inserted after the first character of each control token's literal, so that it stays
+    /// ordinary text.
     pub(crate) fn defused(&self, text: &str) -> String {
         let mut found = Vec::new();
         self.find_added_tokens(text, &[(text.len(), true)], &[], &mut found);
@@ -266,7 +269,7 @@ impl Tokenizer {
             found.iter().filter(|f| matches!(f.fill, Fill::Token(id) if self.control_ids.contains(&id)));
         let (mut out, mut at) = (String::with_capacity(text.len()), 0);
         for literal in control {
-            // White space that the token would swallow stays in front.
+            // White space that the token would absorb stays in front of it.
             let inside = &text[literal.start..literal.end];
             let first = literal.start + inside.len() - inside.trim_start().len();
             let cut = first + text[first..].chars().next().map_or(0, char::len_utf8);
@@ -277,8 +280,8 @@ impl Tokenizer {
         out + &text[at..]
     }
 
-    /// Encodes consecutive runs as one string, so that a word may begin in one run and end in the next, as it would
-    /// if nobody knew where the runs came from. Ids in `excluded` never come from text.
+    /// Encodes consecutive runs as one string, so that a word may begin in one run and end in the next. Ids in `excluded` never
+    /// come from text.
     pub(crate) fn encode_runs(&self, runs: &[Run], excluded: &[u32]) -> Result<EncodedRuns> {
         let mut text = String::new();
         let mut is_trusted = Vec::new(); // (end byte, trusted) of every run
@@ -320,7 +323,7 @@ impl Tokenizer {
                     let token = self.inner.id_to_token(id).unwrap_or_default();
                     return Err(TextError::ControlInText { excerpt: excerpt(&text), token, id });
                 }
-                // A piece that merging leaves over, but the vocabulary does not have.
+                // Merging left a piece that is not in the vocabulary.
                 None if id as usize >= self.vocab_size => out.ids.extend(self.unk_id),
                 None => out.ids.push(id),
             }
@@ -328,7 +331,8 @@ impl Tokenizer {
         Ok(out)
     }
 
-    /// Adds the matches between the holes to `fixed`, which ends up sorted. Leftmost first, then longest.
+    /// Adds the matches between the holes to `fixed`, which is sorted afterwards. Of overlapping matches the leftmost wins, then
+    /// the longest.
     fn find_added_tokens(
         &self,
         text: &str,
@@ -375,13 +379,13 @@ impl Tokenizer {
         }
     }
 
-    /// The pipeline of `tokenizers`, with the added tokens already found.
+    /// Runs the pipeline of `tokenizers` around the added tokens already found.
     fn tokenize(&self, pre: &mut PreTokenizedString, fixed: &[Fixed]) -> tokenizers::Result<()> {
         pre.split(|_, whole| {
             let mut splits: Vec<(NormalizedString, Option<Vec<Token>>)> =
                 Vec::with_capacity(2 * fixed.len() + 1);
-            // Nothing is normalised yet, so both ranges are the same; for an original one all alignments before it are
-            // gone through, which takes the square of the number of added tokens.
+            // Before normalisation both kinds of ranges are equal. A range of the original text would make the crate scan all
+            // earlier alignments, which is quadratic in the number of added tokens.
             let slice = |range: std::ops::Range<usize>| {
                 whole.slice(Range::Normalized(range)).ok_or("text cut inside a character")
             };
@@ -416,11 +420,11 @@ impl Tokenizer {
         pre.tokenize(|piece| self.inner.get_model().tokenize(piece.get()))
     }
 
-    /// Decodes ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing. With `skip_special`, special tokens
-    /// are left out.
+    /// Decodes ids. Bytes that are not UTF-8 become U+FFFD, and unknown ids are dropped. With `skip_special`, special tokens are
+    /// left out.
     ///
     /// # Errors
-    /// [`TextError::Decode`] from decoders that are neither byte-level nor SentencePiece.
+    /// Returns [`TextError::Decode`] from decoders that are neither byte-level nor SentencePiece.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         if self.pieces == PieceFormat::Opaque {
             let decoded = guarded(|| self.inner.decode(ids, skip_special));
@@ -435,9 +439,9 @@ impl Tokenizer {
         Ok(text)
     }
 
-    /// The bytes a token adds to a completion; unknown ids add none. Joined over a completion they are its text, so
-    /// stop strings can be found in them even where a character spans tokens. (SentencePiece: the one space that
-    /// decoding drops at the start is still there. Word pieces: the token's literal.)
+    /// Returns the bytes that a token adds to a completion; unknown ids add none. The bytes of all tokens form the completion's
+    /// text, so stop strings can be found even if a character spans tokens. With SentencePiece the text still contains the
+    /// leading space that decoding drops. With word pieces the bytes are the token's literal.
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         if let Some(token) = self.inner.get_added_vocabulary().get_added_tokens_decoder().get(&id) {
             return token.content.clone().into_bytes();
@@ -460,23 +464,23 @@ impl Tokenizer {
         }
     }
 
-    /// Id of a token by its literal.
+    /// Returns the id of a token by its literal.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// A token's literal: what an added token is written as, the vocabulary's own spelling otherwise.
+    /// Returns a token's literal: the text of an added token, or the vocabulary's spelling of another token.
     pub fn token(&self, id: u32) -> Option<String> {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder().get(&id);
         added.map(|token| token.content.clone()).or_else(|| self.inner.get_model().id_to_token(id))
     }
 
-    /// One more than the largest id, added tokens included. A model's embedding may have more rows.
+    /// Returns the largest id plus one, including added tokens. A model's embedding may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// Whether the id is marked as a special token; `skip_special` leaves these out when decoding.
+    /// Reports whether the id is marked as a special token. Decoding with `skip_special` leaves these out.
     pub fn is_special(&self, id: u32) -> bool {
         self.inner
             .get_added_vocabulary()
@@ -485,30 +489,30 @@ impl Tokenizer {
             .is_some_and(|token| token.special)
     }
 
-    /// The token that ends a turn, if the tokenizer names one.
+    /// Returns the token that ends a turn, if the tokenizer has one.
     pub fn eos_token(&self) -> Option<u32> {
         self.named_tokens.get("eos_token").and_then(|t| self.token_id(t))
     }
 
-    /// The padding token, if the tokenizer names one.
+    /// Returns the padding token, if the tokenizer has one.
     pub fn pad_token(&self) -> Option<u32> {
         self.named_tokens.get("pad_token").and_then(|t| self.token_id(t))
     }
 
-    /// `eos_token`, `pad_token`, … → literal, as the configuration names them.
+    /// Returns the literals of `eos_token`, `pad_token`, … from the configuration.
     pub(crate) fn named_tokens(&self) -> &BTreeMap<String, String> {
         &self.named_tokens
     }
 }
 
-/// Runs code of the crate, whose panics are errors of the file it was given.
+/// Runs code of the crate and reports a panic as an error of the input file.
 fn guarded<T>(run: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
     omnigrpo_guard::guarded(run).unwrap_or_else(|_| {
         Err("the tokenizer stopped on an internal error; its file is damaged, copy it again".into())
     })
 }
 
-/// Parts of a tokenizer that cannot work, or would make every token of a text a long one.
+/// Returns an error if a part of the tokenizer cannot work or would make every token of a text very long.
 fn check_parts(inner: &tokenizers::Tokenizer) -> std::result::Result<(), String> {
     let parts = [
         ("normalizer", serde_json::to_value(inner.get_normalizer())),
@@ -532,7 +536,7 @@ fn check_parts(inner: &tokenizers::Tokenizer) -> std::result::Result<(), String>
                         let len = map.get(key).and_then(Value::as_str).map_or(0, str::len);
                         if len > MAX_MORE_BYTES {
                             return Err(format!(
-                                "{name}: {kind} puts in {len} bytes, expected at most {MAX_MORE_BYTES}"
+                                "{name}: {kind} inserts {len} bytes, expected at most {MAX_MORE_BYTES}"
                             ));
                         }
                     }
@@ -548,7 +552,7 @@ fn check_parts(inner: &tokenizers::Tokenizer) -> std::result::Result<(), String>
     Ok(())
 }
 
-/// Normalises step by step; a step that could make the text longer than `limit` bytes is refused before it runs.
+/// Normalises step by step. A step that could make the text longer than `limit` bytes is rejected before it runs.
 fn normalize(step: &NormalizerWrapper, text: &mut NormalizedString, limit: usize) -> tokenizers::Result<()> {
     let before = text.get();
     let most = match step {
@@ -556,12 +560,12 @@ fn normalize(step: &NormalizerWrapper, text: &mut NormalizedString, limit: usize
             return steps.as_ref().iter().try_for_each(|step| normalize(step, text, limit));
         }
         NormalizerWrapper::Prepend(step) => before.len() + step.prepend.len(),
-        // Assumes that the pattern is found at every byte. The content of published ones is about as long as its pattern.
+        // This assumes a match at every byte. In published normalisers the content is about as long as its pattern.
         NormalizerWrapper::Replace(step) => (before.len() + 1).saturating_mul(step.content.len().max(1)),
         NormalizerWrapper::Precompiled(map) => {
             let mut ends = Vec::new();
             before.char_indices().fold(0usize, |sum, (at, c)| {
-                // It looks at characters, and at graphemes of up to five bytes.
+                // The crate looks up characters, and graphemes of up to five bytes.
                 ends.clear();
                 ends.extend(
                     before[at..].char_indices().map(|(i, c)| i + c.len_utf8()).take_while(|&end| end < 6),
@@ -580,7 +584,7 @@ fn normalize(step: &NormalizerWrapper, text: &mut NormalizedString, limit: usize
     step.normalize(text)
 }
 
-/// A stretch of the string whose ids are known before the model runs.
+/// Stretch of the string whose ids are known before the model runs.
 #[derive(Debug, Clone, Copy)]
 struct Fixed {
     start: usize,
@@ -594,9 +598,9 @@ enum Fill {
     Hole { medium: usize, token: u32, count: usize },
 }
 
-/// Decodes a completion token by token, holding back bytes that do not yet form a character.
+/// Decoder of a completion, token by token. It holds back bytes that do not yet form a character.
 ///
-/// The pieces joined are [`Tokenizer::decode`] of all ids (byte-level and SentencePiece tokenizers).
+/// For byte-level and SentencePiece tokenizers, the pieces joined equal [`Tokenizer::decode`] of all ids.
 #[derive(Debug, Clone, Default)]
 pub struct StreamDecoder {
     pending: Vec<u8>,
@@ -605,12 +609,12 @@ pub struct StreamDecoder {
 }
 
 impl StreamDecoder {
-    /// Starts a completion. With `skip_special`, special tokens add nothing.
+    /// Starts a completion. With `skip_special`, special tokens add no text.
     pub fn new(skip_special: bool) -> Self {
         StreamDecoder { skip_special, ..Default::default() }
     }
 
-    /// The text that this token completes; may be empty.
+    /// Returns the text that this token completes, which may be empty.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> String {
         if self.skip_special && tokenizer.is_special(id) {
             return String::new();
@@ -638,18 +642,19 @@ impl StreamDecoder {
         text
     }
 
-    /// The rest: bytes still held back become U+FFFD.
+    /// Returns the rest. Bytes still held back become U+FFFD.
     pub fn finish(&mut self) -> String {
         String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
     }
 }
 
-/// Whether bytes that are no character yet can become one.
+/// Reports whether further bytes can complete these bytes to a character.
 fn may_continue(bytes: &[u8]) -> bool {
     std::str::from_utf8(bytes).is_err_and(|e| e.valid_up_to() == 0 && e.error_len().is_none())
 }
 
-/// Inverse of GPT-2's byte table: printable Latin-1 stands for itself, the other 68 bytes are 256, 257, … in order.
+/// Inverts GPT-2's byte table: printable Latin-1 characters stand for themselves, and the other 68 bytes are 256, 257, … in
+/// order.
 fn byte_of_char(c: char) -> Option<u8> {
     let is_printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let code = c as u32;
@@ -668,12 +673,12 @@ fn stands_alone(text: &str, start: usize, end: usize) -> bool {
         && !text[end..].chars().next().is_some_and(is_word)
 }
 
-/// `"<s>"` or `{"content": "<s>", …}`.
+/// Returns the literal of `"<s>"` or `{"content": "<s>", …}`.
 fn token_literal(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }
 
-/// `added_tokens_decoder` of `tokenizer_config.json`, by id.
+/// Returns `added_tokens_decoder` of `tokenizer_config.json`, by id.
 fn added_tokens_of(config: &Value, path: &Path) -> Result<BTreeMap<u32, AddedToken>> {
     let mut tokens = BTreeMap::new();
     for (id, value) in config.get("added_tokens_decoder").and_then(Value::as_object).into_iter().flatten() {
@@ -711,16 +716,16 @@ fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path
     }
 }
 
-/// BERT's `vocab.txt`, a word piece per line; `None` if there is no such file.
+/// Loads BERT's `vocab.txt`, with one word piece per line. Returns `None` if the file does not exist.
 fn bert_from_vocabulary(path: &Path, config: &Value) -> Result<Option<tokenizers::Tokenizer>> {
     let Some(bytes) = read_limited(path, MAX_TOKENIZER_BYTES)? else { return Ok(None) };
-    let broken = |e: tokenizers::Error| broken(path, "the vocabulary does not load", e);
+    let broken = |e: tokenizers::Error| broken(path, "the vocabulary cannot be loaded", e);
     let vocab = WordPiece::read_bytes(&bytes).map_err(broken)?;
     let literal = |key: &str, default: &str| -> Result<(String, u32)> {
         let token = config.get(key).and_then(token_literal).unwrap_or(default);
         match vocab.get(token) {
             Some(&id) => Ok((token.to_owned(), id)),
-            None => Err(bad(path, format!("no line is the {key} {token:?}; expected BERT's word pieces"))),
+            None => Err(bad(path, format!("the {key} {token:?} is missing; expected BERT's word pieces"))),
         }
     };
     let (cls, sep) = (literal("cls_token", "[CLS]")?, literal("sep_token", "[SEP]")?);
@@ -748,9 +753,9 @@ fn bert_from_vocabulary(path: &Path, config: &Value) -> Result<Option<tokenizers
     Ok(Some(inner))
 }
 
-/// PhoBERT's `vocab.txt` (a piece and its count per line; `@@` marks pieces that a word goes on after) and `bpe.codes` (two
-/// parts and their count per line), with how many pieces the vocabulary has. Merging makes parts that are no piece; they
-/// have the ids behind the vocabulary. Source: `transformers` 5.23 `tokenization_phobert.py`.
+/// Loads PhoBERT's `vocab.txt` (a piece and its count per line; `@@` marks pieces that are not the end of a word) and `bpe.codes`
+/// (two parts and their count per line). Also returns the number of pieces in the vocabulary. Merging also creates parts that are
+/// not pieces; their ids come after the vocabulary. Source: `transformers` 5.23 `tokenization_phobert.py`.
 fn phobert_from_slow_files(dir: &Path, config: &Value) -> Result<(tokenizers::Tokenizer, usize)> {
     const END: &str = "</w>";
     let (path, codes) = (dir.join("vocab.txt"), dir.join("bpe.codes"));
@@ -786,7 +791,7 @@ fn phobert_from_slow_files(dir: &Path, config: &Value) -> Result<(tokenizers::To
         }
         merges.push((a.to_owned(), b.to_owned()));
     }
-    let broken = |e: tokenizers::Error| broken(&codes, "vocab.txt and bpe.codes do not load", e);
+    let broken = |e: tokenizers::Error| broken(&codes, "vocab.txt and bpe.codes cannot be loaded", e);
     let model = BPE::builder().vocab_and_merges(vocab, merges).unk_token("<unk>".into());
     let model = model.end_of_word_suffix(END.into()).build().map_err(broken)?;
     let words = SplitPattern::Regex(r"\S+\n?".to_owned());
@@ -799,7 +804,7 @@ fn phobert_from_slow_files(dir: &Path, config: &Value) -> Result<(tokenizers::To
     Ok((inner, size))
 }
 
-/// Qwen's `vocab.json` + `merges.txt`.
+/// Loads Qwen's `vocab.json` and `merges.txt`.
 fn qwen_from_slow_files(dir: &Path, config: &Value) -> Result<tokenizers::Tokenizer> {
     let (vocab, merges) = (dir.join("vocab.json"), dir.join("merges.txt"));
     if !vocab.is_file() || !merges.is_file() {
@@ -813,10 +818,10 @@ fn qwen_from_slow_files(dir: &Path, config: &Value) -> Result<tokenizers::Tokeni
         ));
     }
     for path in [&vocab, &merges] {
-        // The library reads them by their paths.
+        // The library reads the files by path, so this call checks their size and links first.
         read_limited(path, MAX_TOKENIZER_BYTES)?;
     }
-    let broken = |e: tokenizers::Error| broken(&vocab, "vocab.json and merges.txt do not load", e);
+    let broken = |e: tokenizers::Error| broken(&vocab, "vocab.json and merges.txt cannot be loaded", e);
     let model =
         BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy()).build().map_err(broken)?;
     let split = SplitAt::new(
@@ -848,7 +853,7 @@ fn encode_error(text: &str, source: tokenizers::Error) -> TextError {
     TextError::Encode { excerpt: excerpt(text), source }
 }
 
-/// The start of a text, for messages.
+/// Returns the start of a text, for messages.
 pub(crate) fn excerpt(text: &str) -> String {
     text.chars().take(60).collect()
 }

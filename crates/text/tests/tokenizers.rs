@@ -324,11 +324,11 @@ fn hostile_tokenizers_are_errors() {
         (
             "prepend",
             with("normalizer", json!({"type": "Prepend", "prepend": long})),
-            "Prepend puts in 10485760 bytes",
+            "Prepend inserts 10485760 bytes",
         ),
-        ("replace", with("normalizer", replace("a", &long)), "Replace puts in 10485760 bytes"),
+        ("replace", with("normalizer", replace("a", &long)), "Replace inserts 10485760 bytes"),
         ("empty pattern", with("normalizer", replace("", &"b".repeat(1000))), "longer than"),
-        ("decoder", with("decoder", replace("a", &long)), "decoder: Replace puts in"),
+        ("decoder", with("decoder", replace("a", &long)), "decoder: Replace inserts"),
         (
             "steps",
             with("normalizer", json!({"type": "Sequence", "normalizers": vec![json!({"type": "NFC"}); 200]})),

@@ -20,8 +20,8 @@ struct Item {
     options: MediumOptions,
 }
 
-/// Turns with their media in place, and the media in the order of their mention per kind. A row that mentions sound and
-/// lists none means that of its videos; with `use_audio_in_video` a row that does not even mention it does.
+/// Returns the turns with their media in place, and the media of each kind in the order of their mention. A row that mentions
+/// sound but lists none uses the sound of its videos. With `use_audio_in_video`, a row that does not mention sound uses it too.
 pub(super) fn place(
     raw: Vec<RawTurn>,
     columns: &Map<String, Value>,
@@ -68,7 +68,7 @@ pub(super) fn place(
     Ok((turns, media))
 }
 
-/// Makes the paths of a row's media absolute, where they name a file: in columns of media, and in typed parts of turns.
+/// Makes the file paths of a row's media absolute, both in media columns and in typed parts of turns.
 pub(crate) fn make_absolute(columns: &mut Map<String, Value>, resolver: &Resolver, names: &ColumnNames) {
     let named = |name: Option<&str>, key: &str| name.and_then(|name| name.split('.').next()) == Some(key);
     for (key, value) in columns.iter_mut() {
@@ -85,7 +85,7 @@ pub(crate) fn make_absolute(columns: &mut Map<String, Value>, resolver: &Resolve
     }
 }
 
-/// The kind of media that a key names: `image`, `images`, `image_url`, …
+/// Returns the kind of media that a key names: `image`, `images`, `image_url`, …
 fn kind_of_key(key: &str) -> Option<MediumKind> {
     let one = key.strip_suffix("_url").or_else(|| key.strip_suffix('s')).unwrap_or(key);
     KINDS.into_iter().find(|kind| kind.as_str() == one)
@@ -98,7 +98,7 @@ fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {
             let part = map.get("type").and_then(Value::as_str).and_then(kind_of_key).or(kind);
             for (key, value) in map.iter_mut() {
                 match key.as_str() {
-                    // Text is no path, whatever it says.
+                    // Text is never a path.
                     "text" | "role" | "from" | "type" => {}
                     "content" | "value" if value.is_array() => absolute(value, None, resolver),
                     "content" | "value" => {}
@@ -118,7 +118,7 @@ fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {
     }
 }
 
-/// Whether a user turn has a place for sound that brings no file of its own.
+/// Reports whether a user turn has a placeholder for sound without a file of its own.
 fn mentions_sound(raw: &[RawTurn]) -> bool {
     raw.iter().filter(|turn| turn.role == Role::User).any(|turn| match &turn.content {
         Content::Text(text) => text.contains("<audio>"),
@@ -128,7 +128,8 @@ fn mentions_sound(raw: &[RawTurn]) -> bool {
     })
 }
 
-/// The videos of a row in the order of the conversation: of typed parts with files of their own, and of the columns.
+/// Returns the videos of a row in the order of the conversation: those of typed parts with their own files, and those of the
+/// columns.
 fn videos(raw: &[RawTurn], listed: &[Item], resolver: &Resolver) -> Result<Vec<Item>, RowProblem> {
     let mut waiting = listed.iter();
     let mut videos = Vec::new();
@@ -150,7 +151,7 @@ fn videos(raw: &[RawTurn], listed: &[Item], resolver: &Resolver) -> Result<Vec<I
     if videos.is_empty() { Ok(listed.to_vec()) } else { Ok(videos) }
 }
 
-/// The sound of those videos that are files; frames have none.
+/// Returns the sound of the videos that are files. Clips given as frames have no sound.
 fn sounds(videos: &[Item]) -> Vec<Item> {
     let files = videos.iter().filter(|video| has_sound(video));
     files.map(|video| Item { kind: MediumKind::Audio, ..video.clone() }).collect()
@@ -160,7 +161,7 @@ fn has_sound(video: &Item) -> bool {
     matches!(&video.source, MediumSource::Path(path) if !path.is_dir())
 }
 
-/// Puts the sound of every video file behind it, on a line of its own.
+/// Inserts the sound of every video file after the video, on a separate line.
 fn hear(turns: &mut [Turn], items: &mut Vec<Item>) {
     let videos: Vec<Item> = items.iter().filter(|item| item.kind == MediumKind::Video).cloned().collect();
     let mut next = 0;
@@ -183,7 +184,7 @@ fn hear(turns: &mut [Turn], items: &mut Vec<Item>) {
     items.extend(sounds(&videos));
 }
 
-/// The media of a kind that the row's columns list.
+/// Returns the media of one kind that the row's columns list.
 fn listed_media(
     kind: MediumKind,
     columns: &Map<String, Value>,
@@ -214,7 +215,7 @@ fn listed_media(
         (None, None) => return Ok(Vec::new()),
     };
     match value {
-        // How some lists say that a row has none.
+        // Some lists use an empty string for a row without media.
         Value::String(text) if text.is_empty() => Ok(Vec::new()),
         Value::Array(list) if !(kind == MediumKind::Video && is_frames(list, resolver)) => list
             .iter()
@@ -225,7 +226,8 @@ fn listed_media(
     }
 }
 
-/// Whether a list of a clip names its frames and not several clips. A WebP may be either; that of the first entry decides.
+/// Reports whether a video list names the frames of one clip and not several clips. A WebP file may be either a frame or a clip,
+/// so the first entry decides.
 fn is_frames(list: &[Value], resolver: &Resolver) -> bool {
     const STILL: [&str; 7] = ["png", "jpg", "jpeg", "bmp", "tif", "tiff", "webp"];
     let still = |value: &Value| {
@@ -236,24 +238,24 @@ fn is_frames(list: &[Value], resolver: &Resolver) -> bool {
     list.iter().all(still) && list.first().is_some_and(|first| !is_animated_webp(first, resolver))
 }
 
-/// Whether this is the path of an animated WebP, as its header says. A file that cannot be read is reported when it is used.
+/// Reports whether a path names an animated WebP, judged by its header. An unreadable file is reported when it is used.
 fn is_animated_webp(value: &Value, resolver: &Resolver) -> bool {
     let read = || {
         let path = resolver.path(MediumKind::Video, value.as_str()?).ok()?;
         let mut header = [0; 21];
-        // A pipe would block, and is no medium.
+        // Opening a pipe would block, and a pipe is not a medium.
         if !path.is_file() {
             return None;
         }
         File::open(path).ok()?.read_exact(&mut header).ok()?;
         Some(header)
     };
-    // RIFF container: "RIFF", size, "WEBP", then the extended header with its flags, of which the second bit is animation.
+    // RIFF container: "RIFF", size, "WEBP", then the extended header. The second bit of its flags marks an animation.
     read()
         .is_some_and(|header| &header[..4] == b"RIFF" && &header[8..16] == b"WEBPVP8X" && header[20] & 2 != 0)
 }
 
-/// Where a part or an entry of a list keeps its file: under its kind's name, OpenAI's `image_url`, or plainly.
+/// Returns the file of a part or list entry. Its key is the name of the kind, `<kind>_url` (OpenAI), `path`, `url` or `bytes`.
 pub(super) fn own_source(map: &Map<String, Value>, kind: MediumKind) -> Option<&Value> {
     let names = [kind.as_str().to_owned(), format!("{kind}_url"), "path".to_owned(), "url".to_owned()];
     match names.iter().find_map(|name| present(map, name)).or_else(|| present(map, "bytes"))? {
@@ -352,7 +354,7 @@ fn place_typed(
                             parts.push(add(item(kind, &Value::Object(map), &place, resolver)?));
                         }
                         RawPart::Medium { kind, own: None } => {
-                            // Counted above: as many are waiting as there are such parts.
+                            // The counts match: a medium is waiting for every such part.
                             parts.extend(waiting[slot(kind)].next().map(&mut add));
                         }
                     }
@@ -426,17 +428,17 @@ fn options(map: &Map<String, Value>, place: &str) -> Result<MediumOptions, RowPr
     }
 }
 
-/// A whole number, also one written as `15.0`.
+/// Reads a whole number, which may also be written as `15.0`.
 fn count(value: &Value, least: u64) -> Option<u64> {
     let number = value.as_u64().or_else(|| {
         let float = value.as_f64()?;
-        // Beyond 2^53 a float is no longer every whole number.
+        // Above 2^53, a float cannot represent every whole number.
         (float.fract() == 0.0 && (0.0..=9e15).contains(&float)).then_some(float as u64)
     })?;
     (number >= least).then_some(number)
 }
 
-/// Segments per clip, for those rows whose `meta` has them.
+/// Returns the segments of each clip whose `meta` lists them.
 fn segments(columns: &Map<String, Value>, num_clips: usize) -> Result<Vec<(usize, Segments)>, RowProblem> {
     let has_counts = |value: &Value| value.get("frame_cnts").is_some_and(|counts| !counts.is_null());
     let metas = match columns.get("meta") {
@@ -470,9 +472,9 @@ fn segments_of(meta: &Value) -> Result<Segments, RowProblem> {
         Value::Array(list) if !list.is_empty() => {
             list.iter().map(|value| frames("frame_cnts", value)).collect::<Result<Vec<_>, _>>()?
         }
-        other => return Err(column("meta.frame_cnts", other, "a list of frame numbers, one per segment")),
+        other => return Err(column("meta.frame_cnts", other, "a list of frame counts, one per segment")),
     };
-    // The documented data bounds both by the shortest segment, and by 4 and 8.
+    // The dataset's documentation limits both values by the shortest segment, and by 4 and 8.
     let shortest = frame_counts.iter().copied().min().unwrap_or(1);
     let max_frames = bound("max_frames")?.unwrap_or(8).min(shortest);
     let min_frames = bound("min_frames")?.unwrap_or(4).min(shortest);

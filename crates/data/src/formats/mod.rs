@@ -1,22 +1,23 @@
-//! One JSON row → [`Sample`], whatever the dialect.
+//! Parser of one JSON row, in any supported format, into a [`Sample`].
 //!
-//! The columns of a row determine its format, in the order of [`FORMATS`]; a file may mix formats. Around every format
-//! the same columns are understood, unless [`ColumnNames`] names others:
+//! The columns of a row determine its format, in the order of [`FORMATS`]; a file may mix formats. Every format accepts the same
+//! additional columns, unless [`ColumnNames`] gives other names:
 //!
 //! | columns | meaning |
 //! | --- | --- |
-//! | `image`, `images`, `video`, `videos`, `audio`, `audios` | a path, or a list of paths, one per placeholder; an entry may be an object with `path` (or the kind's name) and options of its own |
+//! | `image`, `images`, `video`, `videos`, `audio`, `audios` | a path, or a list of paths, one per placeholder; an entry may be an object with `path` (or the kind's name) and its own options |
 //! | `video` as a list of lists, or as a list of still images | clips given as frames |
-//! | `fps`, `nframes`, `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `video_start`, `video_end` | options for every medium of the row; the part of a clip in seconds is also the part that is heard |
+//! | `fps`, `nframes`, `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `video_start`, `video_end` | options for every medium of the row; `video_start` and `video_end` (seconds) select the same part of the sound |
 //! | `meta` with `frame_cnts`, `min_frames`, `max_frames`, `dynamic_sample` | the clip's segments (a list of such objects for several clips) |
 //! | `solution`, else `answer`, `ground_truth`, `reward_model.ground_truth` (verl), the final assistant turn, `label` (OpenRLHF, slime) | the ground truth, verbatim |
 //! | `completions` (texts, or objects with `text`, `completion_ids`, `logprobs`), or `completion_ids` and `logprobs`; `rewards` | recorded completions |
-//! | `completion` | what `sft` learns, before a final assistant turn |
-//! | `row` beside `completions` | the row that the completions are of, as evaluations and rollout logs write it |
+//! | `completion` | the target of `sft`; it takes precedence over a final assistant turn |
+//! | `row` beside `completions` | the original row of the completions, as written by evaluations and rollout logs |
 //!
-//! In plain text of user turns `<image>`, `<video>`, `<audio>` mark where media go. In a conversation with typed parts
-//! text is literal, and parts without a path of their own take the next medium of the columns. Media that nothing mentions go before the text
-//! of the first user turn. Sound that is mentioned and not listed is that of the videos. Assistant turns before the first user turn are dropped, as the source loaders do.
+//! In plain text of user turns, `<image>`, `<video>` and `<audio>` mark the positions of media. In a conversation with typed
+//! parts, text is literal, and a part without a path takes the next medium of the columns. Media without a placeholder go before
+//! the text of the first user turn. If sound is mentioned but not listed, the sound of the videos is used. Assistant turns before
+//! the first user turn are dropped, as in the original loaders.
 
 mod media;
 pub(crate) mod outputs;
@@ -36,14 +37,14 @@ use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
 use crate::sample::{Origin, Sample, ThinkMode};
 
-/// A row of the table of formats.
+/// Entry of the table of row formats.
 #[derive(Debug)]
 pub struct Format {
-    /// Name of a registry's `format` key.
+    /// Name for the `format` key of a registry.
     pub name: &'static str,
-    /// Columns of which one tells the format.
+    /// Columns that identify the format; one of them is enough.
     pub columns: &'static [&'static str],
-    /// Content of the column, and programs that write such files.
+    /// Content of the column and programs that write such files.
     pub doc: &'static str,
     turns: fn(&Value, &str) -> Result<Vec<RawTurn>, RowProblem>,
 }
@@ -65,7 +66,7 @@ pub const FORMATS: &[Format] = &[
     Format {
         name: "prompt",
         columns: &["prompt"],
-        doc: "a text, or a list of messages without the answer: TRL; an answer for sft may stand in `completion`",
+        doc: "a text, or a list of messages without the answer: TRL; an answer for sft may be in `completion`",
         turns: text_or_conversation,
     },
     Format {
@@ -77,10 +78,10 @@ pub const FORMATS: &[Format] = &[
 ];
 
 impl Format {
-    /// The format of that name.
+    /// Returns the format with this name.
     ///
     /// # Errors
-    /// [`DataError::UnknownName`].
+    /// Returns [`DataError::UnknownName`] if the format is unknown.
     pub fn named(name: &str) -> Result<&'static Self, DataError> {
         let names = FORMATS.iter().map(|format| format.name);
         FORMATS
@@ -90,7 +91,7 @@ impl Format {
     }
 }
 
-/// Values that the rows of one annotation file share.
+/// Values shared by all rows of an annotation file.
 pub(crate) struct Context<'a> {
     pub(crate) dataset: &'a Arc<str>,
     pub(crate) file: &'a Arc<Path>,
@@ -103,7 +104,7 @@ pub(crate) struct Context<'a> {
     pub(crate) use_audio_in_video: bool,
 }
 
-/// A turn of the row.
+/// Turn as it appears in the row.
 struct RawTurn {
     role: Role,
     content: Content,
@@ -116,7 +117,7 @@ enum Content {
 
 enum RawPart {
     Text(String),
-    /// With its own file and options, or (`None`) the next one of the row's columns.
+    /// Medium with its own file and options, or with `None` for the next medium of the row's columns.
     Medium {
         kind: MediumKind,
         own: Option<Map<String, Value>>,
@@ -125,7 +126,7 @@ enum RawPart {
 
 const KINDS: [MediumKind; 3] = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
 
-/// Position in [`KINDS`].
+/// Returns the position of a kind in [`KINDS`].
 fn slot(kind: MediumKind) -> usize {
     match kind {
         MediumKind::Image => 0,
@@ -166,13 +167,13 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     });
     if !said {
         let roles = turns.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
-        return Err(RowProblem::NoPrompt { missing: "text and no medium in its last turn", roles });
+        return Err(RowProblem::NoPrompt { missing: "text or medium in its last turn", roles });
     }
     if let Some(last) = turns.last_mut() {
         context.template.apply(last);
     }
 
-    // Where a completion was chosen for a row that has an answer, the answer stays the truth.
+    // If a completion was chosen for a row that already has an answer, the answer stays the ground truth.
     let truth = final_turn.as_deref().or(completion.as_deref());
     let (solution, solution_from) = ground_truth(&columns, context.names, truth);
     let reference_answer = completion.or(final_turn);
@@ -199,11 +200,11 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     })
 }
 
-/// Where the ground truth is called the final assistant turn.
+/// Name of the source of a ground truth that is the final assistant turn.
 const FINAL_TURN: &str = "(the final turn)";
 
-/// The ground truth and where it was found. Columns that name themselves come before the final assistant turn, which
-/// may be a whole worked answer; `label` after it, since in rows with an answer it is often something else.
+/// Returns the ground truth and its source. Explicit columns take precedence over the final assistant turn, which may be a whole
+/// worked answer. `label` comes last, because in rows with an answer it often has another meaning.
 fn ground_truth(
     columns: &Map<String, Value>,
     names: &ColumnNames,
@@ -222,7 +223,7 @@ fn ground_truth(
     found.unzip()
 }
 
-/// The value of a column, or of `a.b` inside an object; `None` where it is missing or null.
+/// Returns the value of a column, or of `a.b` inside an object; `None` if it is missing or null.
 pub(crate) fn inside<'a>(columns: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
     present(columns, name).or_else(|| {
         let (first, rest) = name.split_once('.')?;
@@ -230,7 +231,7 @@ pub(crate) fn inside<'a>(columns: &'a Map<String, Value>, name: &str) -> Option<
     })
 }
 
-/// The row's own id.
+/// Returns the id column of the row.
 pub(crate) fn id(columns: &Map<String, Value>) -> Option<String> {
     ["id", "question_id"].iter().find_map(|name| {
         columns.get(*name).filter(|value| value.is_string() || value.is_number()).map(verbatim)
@@ -241,7 +242,7 @@ fn column(name: impl Into<String>, got: &Value, expected: &'static str) -> RowPr
     RowProblem::Column { column: name.into(), got: describe(got), expected }
 }
 
-/// Text as it is, anything else as JSON.
+/// Returns text unchanged and any other value as JSON.
 fn verbatim(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -313,7 +314,7 @@ fn turn(value: &Value, place: &str) -> Result<RawTurn, RowProblem> {
     };
     let content = match what {
         Value::String(text) => Content::Text(text.clone()),
-        // VLM-R1 keeps boxes and numbers of an answer as JSON.
+        // VLM-R1 stores boxes and numbers in answers as JSON.
         other if role == Role::Assistant && !is_parts(other) => Content::Text(other.to_string()),
         Value::Array(list) => {
             let part = |(index, value)| part(value, &format!("{place}.content[{index}]"));
@@ -354,7 +355,7 @@ fn part(value: &Value, place: &str) -> Result<RawPart, RowProblem> {
     }
 }
 
-/// An answer without media.
+/// Returns the text of an answer, which must not contain media.
 fn answer(turn: RawTurn) -> Result<String, RowProblem> {
     match turn.content {
         Content::Text(text) => Ok(text),
@@ -372,7 +373,7 @@ fn answer(turn: RawTurn) -> Result<String, RowProblem> {
     }
 }
 
-/// TRL keeps the answer of a prompt in a column of its own.
+/// Returns the column `completion`, in which TRL stores the answer to a prompt.
 fn completion(columns: &Map<String, Value>) -> Result<Option<String>, RowProblem> {
     match present(columns, "completion") {
         None => Ok(None),

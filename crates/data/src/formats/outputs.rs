@@ -1,15 +1,15 @@
-//! Rows that this program wrote itself: an evaluated row holds the row it was made from in `row`, and logged rollouts
-//! have a line per completion, the first of each prompt with its `row`. Both read as the row with its completions.
+//! Rows that this program wrote itself. An evaluated row contains its original row in `row`. A rollout log has one line per
+//! completion, and the first line of each prompt contains its `row`. Both are read as the original row with its completions.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::error::RowProblem;
 
-/// Columns that say something about completions and not about the row.
+/// Columns that describe completions, not the row.
 pub(crate) const RECORDED: [&str; 5] = ["completions", "completion_ids", "logprobs", "rewards", "reward"];
 
-/// A row that holds its own columns in `row`, with what was recorded beside them.
+/// Replaces a row that contains its original columns in `row` with those columns and the values recorded beside them.
 pub(crate) fn unfold(mut columns: Map<String, Value>) -> Map<String, Value> {
     if !columns.contains_key("completions") || !columns.get("row").is_some_and(Value::is_object) {
         return columns;
@@ -26,14 +26,14 @@ pub(crate) fn unfold(mut columns: Map<String, Value>) -> Map<String, Value> {
     own
 }
 
-/// Fields that identify a line of a rollout log, and the place of a prompt's first one.
+/// Fields that identify a line of a rollout log.
 #[derive(Deserialize)]
 pub(crate) struct RolloutLine {
     #[serde(rename = "step")]
     _step: u64,
     #[serde(rename = "group")]
     _group: u64,
-    /// Index of the completion among those of its prompt.
+    /// Index of the completion within its prompt.
     pub(crate) sample: u64,
     #[serde(rename = "advantage")]
     _advantage: Option<f64>,
@@ -41,7 +41,7 @@ pub(crate) struct RolloutLine {
     _completion: String,
 }
 
-/// The lines of one prompt as a row.
+/// Joins the lines of one prompt into a row.
 pub(crate) fn joined(lines: &[u8]) -> Result<Value, RowProblem> {
     let lines: Vec<Map<String, Value>> =
         serde_json::Deserializer::from_slice(lines).into_iter().collect::<Result<_, _>>()?;

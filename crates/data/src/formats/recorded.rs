@@ -1,4 +1,4 @@
-//! Completions and rewards that come with a row: for scoring, replay and comparison with other trainers.
+//! Completions and rewards recorded in a row, for scoring, replay and comparison with other trainers.
 
 use omnigrpo_text::Role;
 use serde_json::{Map, Value};
@@ -64,7 +64,7 @@ fn recorded(value: &Value, place: &str) -> Result<RecordedCompletion, RowProblem
     };
     match value {
         Value::String(text) => Ok(RecordedCompletion { text: Some(text.clone()), ..Default::default() }),
-        // TRL's conversational completions: one assistant message each.
+        // TRL's conversational format: each completion is one assistant message.
         Value::Array(_) => match conversation(value, place)?.pop() {
             Some(turn) if turn.role == Role::Assistant => {
                 Ok(RecordedCompletion { text: Some(answer(turn)?), ..Default::default() })

@@ -1,11 +1,11 @@
-//! Bounds on what a table unpacks to, before it is unpacked.
+//! Limits on the unpacked size of a table, checked before it is unpacked.
 //!
-//! A page says in its header how long it becomes, and the reader of the crate makes room for as much; one text of its
-//! dictionary may stand a million times in one row, and the reader copies each. [`Bounded`] looks at every header before
-//! the reader does, and [`Lengths`] adds up the texts of a row while they are still references.
+//! The header of a page states its unpacked length, and the crate's reader allocates memory of this size. One text of a dictionary
+//! may occur a million times in one row, and the reader copies every occurrence. [`Bounded`] checks every header before the
+//! reader sees it. [`Lengths`] adds up the texts of a row while they are still references.
 //!
-//! Refused: pages and rows beyond the limits, headers that name a field twice or in another order than every writer does, and
-//! pages that become longer than they say.
+//! These are errors: pages and rows above the limits, headers with repeated or unordered fields, and pages that unpack to more
+//! bytes than their header states.
 
 use std::fs::File;
 use std::io::{self, Read, Seek as _, SeekFrom};
@@ -19,12 +19,12 @@ use ::parquet::file::reader::{ChunkReader, Length, RowGroupReader};
 use bytes::Bytes;
 use flate2::read::MultiGzDecoder;
 
-/// How much of a table may be in memory.
+/// Limits on the part of a table that is in memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    /// Bytes of unpacked pages, and of one row.
+    /// Maximum bytes of unpacked pages, and of one row.
     pub(super) num_bytes: u64,
-    /// Values of repeated columns in the pages that one row opens.
+    /// Maximum number of values in the pages of repeated columns that one row reads.
     pub(super) num_values: u64,
 }
 
@@ -34,18 +34,19 @@ impl Default for Limits {
     }
 }
 
-/// Bytes of a page's header; statistics are the longest part of real ones.
+/// Maximum size of a page header, bytes. In practice statistics are the longest part of a header.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
-/// Bytes that the reader takes for a value of a dictionary, beside its content; it makes room for as many as are said.
+/// Memory of the reader per dictionary value, bytes, in addition to the content. The reader allocates it for the stated number of
+/// values.
 const DICTIONARY_VALUE_BYTES: u64 = 32;
-/// Headers nest three deep.
+/// Maximum nesting depth. Real headers nest three deep.
 const MAX_DEPTH: usize = 8;
 
 fn refused(what: impl Into<String>) -> ParquetError {
     ParquetError::General(what.into())
 }
 
-/// The column chunk of a row group that is being read, and what of it is in memory.
+/// Column chunk of the current row group, with the sizes of its pages in memory.
 #[derive(Debug)]
 struct Chunk {
     start: u64,
@@ -63,7 +64,7 @@ struct Open {
     row_values: u64,
 }
 
-/// Memory of a reader; a handle.
+/// Shared handle to the record of a reader's memory use.
 #[derive(Debug, Clone)]
 pub(super) struct Opened {
     open: Arc<Mutex<Open>>,
@@ -71,11 +72,11 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Begins a row group.
+    /// Starts a row group.
     pub(super) fn row_group(&self, group: &RowGroupMetaData) -> Result<()> {
         let chunk = |column: &::parquet::file::metadata::ColumnChunkMetaData| {
             let (start, len) = column.byte_range();
-            let end = start.checked_add(len).ok_or_else(|| refused("a column beyond the end of any file"))?;
+            let end = start.checked_add(len).ok_or_else(|| refused("a column whose byte range overflows"))?;
             Ok(Chunk {
                 start,
                 end,
@@ -90,7 +91,7 @@ impl Opened {
         Ok(())
     }
 
-    /// Begins a row.
+    /// Starts a row.
     pub(super) fn row(&self) {
         let mut open = self.lock();
         (open.row_bytes, open.row_values) = (0, 0);
@@ -100,29 +101,30 @@ impl Opened {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at the page whose header begins at `start`.
+    /// Checks the page whose header begins at `start`.
     fn page(&self, file: &File, start: u64) -> Result<()> {
         let mut open = self.lock();
         if open.chunks.is_empty() {
-            // The table's own description is being read.
+            // No row group has started: the reader is reading the table's metadata.
             return Ok(());
         }
         let Some(at) = open.chunks.iter().position(|c| (c.start..c.end).contains(&start)) else {
-            return Err(refused("a page outside of its column"));
+            return Err(refused("a page that starts outside its column"));
         };
         let mut input = Counted { inner: file.get_read(start)?.take(MAX_HEADER_BYTES), num_bytes: 0 };
         let header = Header::read(&mut input)?;
-        // Both make room for as many values as their content says, and the second repeats the values' beginnings.
+        // Both delta encodings allocate memory for as many values as their content states. The second one also repeats the
+        // prefixes of values.
         if header.is_delta {
             return Err(refused(
-                "texts in an encoding of differences, whose size in memory nothing bounds; write it plain",
+                "texts in a delta encoding, whose size in memory is not bounded; write them in plain encoding",
             ));
         }
         let values_bytes = if header.is_dictionary { header.num_values * DICTIONARY_VALUE_BYTES } else { 0 };
         let unpacked = header.unpacked_bytes.max(header.packed_bytes) + values_bytes;
         let limits = self.limits;
         if unpacked > limits.num_bytes {
-            return Err(too_large("a page becomes", unpacked, limits.num_bytes, "bytes"));
+            return Err(too_large("a page takes", unpacked, limits.num_bytes, "bytes"));
         }
         open.row_bytes += unpacked;
         let chunk = &mut open.chunks[at];
@@ -137,13 +139,13 @@ impl Opened {
         let held: u64 = open.chunks.iter().map(|c| c.dictionary_bytes + c.page_bytes).sum();
         let num_bytes = held.max(open.row_bytes);
         if num_bytes > limits.num_bytes {
-            return Err(too_large("the pages of a row become", num_bytes, limits.num_bytes, "bytes"));
+            return Err(too_large("the pages of a row take", num_bytes, limits.num_bytes, "bytes"));
         }
         if open.row_values > limits.num_values {
-            return Err(too_large("the pages of a row hold", open.row_values, limits.num_values, "values"));
+            return Err(too_large("the pages of a row have", open.row_values, limits.num_values, "values"));
         }
         drop(open);
-        // Among the supported compressions, this one alone does not stop at the stated length.
+        // Gzip is the only supported compression whose decoder does not stop at the stated length.
         if gzip && header.is_packed {
             let expected = header.unpacked_bytes.saturating_sub(header.plain_bytes);
             let mut body = file.try_clone()?;
@@ -151,7 +153,9 @@ impl Opened {
             let packed = body.take(header.packed_bytes.saturating_sub(header.plain_bytes));
             let unpacked = MultiGzDecoder::new(packed).take(expected + 1);
             if io::copy(&mut { unpacked }, &mut io::sink())? > expected {
-                return Err(refused(format!("a page becomes longer than the {expected} bytes it says")));
+                return Err(refused(format!(
+                    "a page unpacks to more than the {expected} bytes stated in its header"
+                )));
             }
         }
         Ok(())
@@ -162,7 +166,7 @@ fn too_large(what: &str, got: u64, limit: u64, unit: &str) -> ParquetError {
     refused(format!("{what} {got} {unit} in memory, expected at most {limit}"))
 }
 
-/// A file whose pages are looked at before they are unpacked.
+/// File whose pages are checked before they are unpacked.
 #[derive(Debug)]
 pub(super) struct Bounded {
     file: File,
@@ -188,7 +192,7 @@ impl Length for Bounded {
 impl ChunkReader for Bounded {
     type T = <File as ChunkReader>::T;
 
-    // The reader comes here for headers of pages, and before that for the end of the file.
+    // The reader calls this for the footer of the file first, and then for the headers of pages.
     fn get_read(&self, start: u64) -> Result<Self::T> {
         self.opened.page(&self.file, start)?;
         self.file.get_read(start)
@@ -196,13 +200,13 @@ impl ChunkReader for Bounded {
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes> {
         if (start.saturating_add(length as u64)) > self.file.len() {
-            return Err(refused("a page or column beyond the end of the file"));
+            return Err(refused("a page or column that extends beyond the end of the file"));
         }
         self.file.get_bytes(start, length)
     }
 }
 
-/// Sums of the lengths of a row's values, for columns that may have several values in a row.
+/// Sum of the value lengths of each row, over the columns that can have several values per row.
 pub(super) struct Lengths {
     columns: Vec<ColumnReader>,
     limit: u64,
@@ -226,7 +230,7 @@ impl Lengths {
         Ok(Self { columns, limit: limits.num_bytes })
     }
 
-    /// Looks at the next row.
+    /// Checks the next row.
     pub(super) fn check_row(&mut self) -> Result<()> {
         let (mut definitions, mut repetitions) = (Vec::new(), Vec::new());
         let mut num_bytes = 0;
@@ -249,22 +253,22 @@ impl Lengths {
             repetitions.clear();
         }
         if num_bytes > self.limit {
-            return Err(too_large("a row becomes", num_bytes, self.limit, "bytes"));
+            return Err(too_large("a row takes", num_bytes, self.limit, "bytes"));
         }
         Ok(())
     }
 }
 
-/// Size fields of a page's header. Source: `PageHeader` of parquet.thrift, in Thrift's compact protocol.
+/// Size fields of a page header. Source: `PageHeader` of parquet.thrift, in Thrift's compact protocol.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Header {
     is_dictionary: bool,
     unpacked_bytes: u64,
     packed_bytes: u64,
     num_values: u64,
-    /// Whether texts are lengths and differences (`DELTA_LENGTH_BYTE_ARRAY`, `DELTA_BYTE_ARRAY`).
+    /// Flag for texts stored as lengths and differences (`DELTA_LENGTH_BYTE_ARRAY`, `DELTA_BYTE_ARRAY`).
     is_delta: bool,
-    /// Bytes at the start of a page of version 2 that are never compressed.
+    /// Number of bytes at the start of a version 2 page that are never compressed.
     plain_bytes: u64,
     is_packed: bool,
 }
@@ -278,13 +282,13 @@ impl Header {
                 u64::try_from(value)
                     .ok()
                     .filter(|&n| n <= i32::MAX as u64)
-                    .ok_or_else(|| refused(format!("a page's header says {value} for a size")))
+                    .ok_or_else(|| refused(format!("a page header has the invalid size {value}")))
             };
             match path {
                 [1] => header.is_dictionary = value == 2,
                 [2] => sizes[0] = Some(size()?),
                 [3] => sizes[1] = Some(size()?),
-                // Pages of data, of a dictionary, and of data in version 2.
+                // Data page, dictionary page and version 2 data page.
                 [5 | 7 | 8, 1] => header.num_values = header.num_values.max(size()?),
                 [5, 2] | [8, 4] => header.is_delta |= matches!(value, 6 | 7),
                 [8, 5 | 6] => header.plain_bytes += size()?,
@@ -294,21 +298,21 @@ impl Header {
             Ok(())
         })?;
         let [Some(unpacked), Some(packed)] = sizes else {
-            return Err(refused("a page's header without its sizes"));
+            return Err(refused("a page header without its sizes"));
         };
         Ok(Self { unpacked_bytes: unpacked, packed_bytes: packed, ..header })
     }
 }
 
-/// Reads a structure and hands every whole number and truth value to `found`, with the numbers of its fields from the top.
-/// Fields must come in ascending order, so that none comes twice.
+/// Reads a structure and passes every integer and boolean to `found`, with the path of field numbers from the top. Fields must be
+/// in ascending order, so that none can occur twice.
 fn fields(
     input: &mut impl Read,
     path: &mut Vec<i64>,
     found: &mut dyn FnMut(&[i64], i64) -> Result<()>,
 ) -> Result<()> {
     if path.len() == MAX_DEPTH {
-        return Err(refused("a page's header nests too deep"));
+        return Err(refused("a page header is nested too deeply"));
     }
     path.push(0);
     let depth = path.len() - 1;
@@ -323,7 +327,7 @@ fn fields(
             step => path[depth].saturating_add(i64::from(step)),
         };
         if id <= path[depth] {
-            return Err(refused("a page's header names its fields out of order"));
+            return Err(refused("a page header has its fields out of order"));
         }
         path[depth] = id;
         match start & 15 {
@@ -339,8 +343,10 @@ fn fields(
                 over(input, len)?;
             }
             12 => fields(input, path, found)?,
-            // No header has lists or maps.
-            other => return Err(refused(format!("a page's header has a field of type {other}"))),
+            // A header never contains lists or maps.
+            other => {
+                return Err(refused(format!("a page header has a field of the unexpected type {other}")));
+            }
         }
     }
 }
@@ -348,13 +354,13 @@ fn fields(
 fn over(input: &mut impl Read, num_bytes: u64) -> Result<()> {
     match io::copy(&mut input.by_ref().take(num_bytes), &mut io::sink())? == num_bytes {
         true => Ok(()),
-        false => Err(refused("a page's header ends early or is too long")),
+        false => Err(refused("a page header ends early or is too long")),
     }
 }
 
 fn byte(input: &mut impl Read) -> Result<u8> {
     let mut byte = [0];
-    input.read_exact(&mut byte).map_err(|_| refused("a page's header ends early or is too long"))?;
+    input.read_exact(&mut byte).map_err(|_| refused("a page header ends early or is too long"))?;
     Ok(byte[0])
 }
 
@@ -367,16 +373,16 @@ fn unsigned(input: &mut impl Read) -> Result<u64> {
             return Ok(value);
         }
     }
-    Err(refused("a number of a page's header is too long"))
+    Err(refused("a number in a page header is too long"))
 }
 
-/// A whole number, zigzag.
+/// Reads a zigzag-encoded integer.
 fn number(input: &mut impl Read) -> Result<i64> {
     let value = unsigned(input)?;
     Ok((value >> 1) as i64 ^ -((value & 1) as i64))
 }
 
-/// Counts what is read.
+/// Reader that counts the bytes read.
 struct Counted<R> {
     inner: R,
     num_bytes: u64,
@@ -399,7 +405,7 @@ mod tests {
 
     use super::*;
 
-    /// A whole number of 32 bits in the compact protocol.
+    /// Encodes a 32-bit integer in the compact protocol.
     fn varint(value: i32) -> Vec<u8> {
         let mut rest = (value << 1 ^ value >> 31) as u32;
         let mut bytes = Vec::new();
@@ -411,7 +417,7 @@ mod tests {
         bytes
     }
 
-    /// A page's header: kind, both sizes, and the structure `id` with a number of values and an encoding.
+    /// Builds a page header: kind, both sizes, and the structure `id` with a number of values and an encoding.
     fn header(kind: i32, sizes: [i32; 2], id: u8, num_values: i32, encoding: i32) -> Vec<u8> {
         let mut bytes = Vec::new();
         for value in [kind, sizes[0], sizes[1]] {
@@ -456,11 +462,11 @@ mod tests {
         let cases: [(&[u8], &str); 8] = [
             (&good[..good.len() - 1], "ends early"),
             (&[0x15, 0, 0], "without its sizes"),
-            (&header(0, [-1, 60], 5, 9, 0), "says -1 for a size"),
-            // The second field once more, by its number.
+            (&header(0, [-1, 60], 5, 9, 0), "the invalid size -1"),
+            // The second field again, by its explicit number.
             (&[0x25, 4, 0x05, 4, 4, 0], "out of order"),
-            (&[0x19, 0, 0], "a field of type 9"),
-            (&[0x1c; 20], "nests too deep"),
+            (&[0x19, 0, 0], "a field of the unexpected type 9"),
+            (&[0x1c; 20], "nested too deeply"),
             (&[0x15, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1], "is too long"),
             (&[0x18, 100, 1, 2], "ends early"),
         ];
@@ -495,13 +501,13 @@ mod tests {
         assert_eq!(page(&header(2, [100, 60], 7, 9, 0), false), Ok(()));
         let message = page(&header(2, [100, 60], 7, i32::MAX, 0), false).unwrap_err();
         assert!(
-            message.contains("a page becomes 68719476804 bytes in memory, expected at most 1073741824"),
+            message.contains("a page takes 68719476804 bytes in memory, expected at most 1073741824"),
             "{message}"
         );
         for (kind, id) in [DATA, DATA_V2] {
             for encoding in [6, 7] {
                 let message = page(&header(kind, [100, 60], id, 9, encoding), false).unwrap_err();
-                assert!(message.contains("an encoding of differences"), "{message}");
+                assert!(message.contains("a delta encoding"), "{message}");
             }
         }
         let mut packed = GzEncoder::new(Vec::new(), Level::best());
@@ -511,6 +517,9 @@ mod tests {
             |said: i32| [header(0, [said, packed.len() as i32], 5, 9, 0), packed.clone()].concat();
         assert_eq!(page(&of_length(1 << 20), true), Ok(()));
         let message = page(&of_length(100), true).unwrap_err();
-        assert!(message.contains("a page becomes longer than the 100 bytes it says"), "{message}");
+        assert!(
+            message.contains("a page unpacks to more than the 100 bytes stated in its header"),
+            "{message}"
+        );
     }
 }

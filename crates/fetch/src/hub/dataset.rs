@@ -1,9 +1,9 @@
-//! Tables of the hub: the parquet files of one split of a dataset, in the local cache.
+//! Downloader of tables from the hub: the parquet files of one split of a dataset, in the local cache.
 //!
-//! Many datasets are parquet tables in their main branch; of others the hub keeps a copy in that form in a branch of its own,
-//! `refs/convert/parquet`. Which split and which part (the hub says configuration or subset) a file belongs to, its name
-//! tells, by the rules of the `datasets` library: `data/train-00000-of-00002.parquet`, `PART/test-00000-of-00001.parquet`,
-//! `PART/train/0000.parquet`. Patterns that a dataset's own page declares are not read.
+//! Many datasets are parquet tables in their main branch. For others the hub provides a converted copy in the branch
+//! `refs/convert/parquet`. The name of a file determines its split and its part (the hub says configuration or subset), by the
+//! rules of the `datasets` library: `data/train-00000-of-00002.parquet`, `PART/test-00000-of-00001.parquet`,
+//! `PART/train/0000.parquet`. Patterns declared on a dataset's page are not read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,15 +13,15 @@ use super::{Entry, Hub, Kind, Step, stays_inside};
 use crate::FetchError;
 use crate::media::place as place_file;
 
-/// Where the tables are, in the order they are looked for.
+/// Revisions that may contain the tables, in the order of the search.
 const REVISIONS: [&str; 2] = ["main", "refs/convert/parquet"];
 
-/// The table files of a split in a cache that `huggingface_hub` shares, in order.
+/// Returns the table files of a split from a cache shared with `huggingface_hub`, in order.
 ///
-/// Names of files do not always say how many there are, nor which other parts the hub has. Taken is therefore what
-/// [`Hub::dataset`] has found to be the split and fetched. With `by_names`, for who cannot ask, it is also what another program
-/// left there and the names leave no doubt of: the part is given or called `default`, and no file that the others speak of is
-/// missing.
+/// File names do not always show the number of files, and the cache does not show which other parts the hub has. The function
+/// therefore accepts only files that [`Hub::dataset`] has recorded for the split. With `by_names`, for callers that cannot
+/// contact the hub, it also accepts files of other programs if their names are unambiguous. The part must then be given or called
+/// `default`, and none of the files that the names count may be missing.
 #[must_use]
 pub fn cached_dataset(
     cache: &Path,
@@ -48,22 +48,23 @@ pub fn cached_dataset(
     snapshots.iter().find_map(found).or_else(|| snapshots.iter().filter(|_| by_names).find_map(named))
 }
 
-/// Where the files of the splits are kept that the hub was asked for, by commit. `huggingface_hub` passes it over.
+/// Returns the path of the record of requested splits and their files, by commit. `huggingface_hub` ignores this file.
 fn record_of(repo: &Path, snapshot: &Path) -> PathBuf {
     repo.join("splits").join(snapshot.file_name().unwrap_or_default()).with_extension("json")
 }
 
-/// The files of each split by [`key`]; none where nothing was kept.
+/// Returns the recorded files of each split by [`key`], or nothing without a record.
 fn recorded(path: &Path) -> BTreeMap<String, Vec<String>> {
     std::fs::read(path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
 }
 
-/// A question for a split. One without a part is another than one for the part that it led to.
+/// Returns the key of a request for a split. A request without a part has a different key from a request for the part that it
+/// selects.
 fn key(part: Option<&str>, split: &str) -> String {
     format!("{} {split}", part.unwrap_or_default())
 }
 
-/// Names of the tables in a folder of the cache and those in it.
+/// Collects the names of the tables in a folder of the cache and its subfolders.
 fn tables(dir: &Path, within: &str, depth: usize, into: &mut Vec<String>) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -77,12 +78,13 @@ fn tables(dir: &Path, within: &str, depth: usize, into: &mut Vec<String>) {
 }
 
 impl Hub {
-    /// Fetches what the cache lacks of a split of a dataset and returns its table files there, in order. Without `part` it
-    /// is the one called `default`, or the only one.
+    /// Fetches the missing files of a dataset's split into the cache and returns the split's table files, in order. Without
+    /// `part`, it uses the part called `default`, or the only part.
     ///
     /// # Errors
-    /// No connection, a dataset that is not there or not for this account, one without parquet tables or without that split,
-    /// content that is not what the hub announced, a cache that cannot be written.
+    /// Returns an error in these cases: the connection fails, the dataset does not exist or is not accessible to this account,
+    /// the dataset has no parquet tables or lacks the split, the content differs from what the hub announced, or the cache cannot
+    /// be written.
     pub fn dataset(
         &self,
         name: &str,
@@ -116,7 +118,7 @@ impl Hub {
         for entry in &missing {
             self.file(&source, entry, &mut |bytes| on(Step::Bytes(bytes)))?;
         }
-        // Another process that writes this at the same time may lose it, and the hub is asked once more.
+        // A process that writes the record at the same time may overwrite this entry. The hub is then queried once more.
         let record = record_of(&Kind::Dataset.folder(&self.options.cache, name), &source.snapshot);
         let mut splits = recorded(&record);
         splits.insert(key(part, split), chosen.clone());
@@ -126,7 +128,7 @@ impl Hub {
     }
 }
 
-/// The files of a split, in order.
+/// Selects the files of a split, in order.
 fn choose<'a>(
     name: &str,
     files: impl Iterator<Item = &'a str>,
@@ -154,7 +156,7 @@ fn choose<'a>(
     Ok(files)
 }
 
-/// The part and the split that a table file belongs to.
+/// Returns the part and the split of a table file.
 fn place(file: &str) -> (String, &str) {
     const SPLITS: [&str; 6] = ["train", "validation", "test", "val", "valid", "dev"];
     let stem = file.trim_end_matches(".parquet");
@@ -164,14 +166,14 @@ fn place(file: &str) -> (String, &str) {
         Some((split, _)) => (folder, split),
         None if all_digits(stem) && !folder.is_empty() => folder.rsplit_once('/').unwrap_or(("", folder)),
         None if SPLITS.contains(&stem) => (folder, stem),
-        // A file whose name has no split is for training.
+        // A file without a split in its name belongs to `train`.
         None => (folder, "train"),
     };
     let part = if matches!(folder, "" | "data") { "default" } else { folder };
     (part.to_owned(), split)
 }
 
-/// Split and number of files in the name `train-00000-of-00002`, which may end in `-` and a hash.
+/// Parses the split and the number of files from a name such as `train-00000-of-00002`, which may end in `-` and a hash.
 fn of_total(stem: &str) -> Option<(&str, usize)> {
     let (before, after) = stem.rsplit_once("-of-")?;
     let (split, _) = before.rsplit_once('-').filter(|(_, at)| at.parse::<usize>().is_ok())?;
@@ -179,7 +181,7 @@ fn of_total(stem: &str) -> Option<(&str, usize)> {
     Some((split, total))
 }
 
-/// Whether files of a split, sorted by name, are all that their names speak of.
+/// Reports whether the files of a split, sorted by name, are complete according to their names.
 fn is_whole(files: &[&str]) -> bool {
     let stem = |file: &str| file.trim_end_matches(".parquet").rsplit('/').next().unwrap_or("").to_owned();
     let stems: Vec<String> = files.iter().map(|file| stem(file)).collect();
@@ -188,7 +190,7 @@ fn is_whole(files: &[&str]) -> bool {
     !stems.is_empty()
         && stems.iter().enumerate().all(|(at, stem)| match (of_total(stem), number(stem)) {
             (Some((_, total)), _) => files.len() == total,
-            // Numbered from 0 on; that the last one is missing cannot be told.
+            // Names numbered from 0 do not show whether the last file is missing.
             (None, Some(number)) => number == Some(at),
             (None, None) => true,
         })
@@ -259,7 +261,7 @@ mod tests {
         assert!(files[0].starts_with(folder.path().join("datasets--me--set/snapshots")));
         assert_eq!(cached_dataset(folder.path(), "me/set", None, "train", false), Some(files.clone()));
         assert_eq!(cached_dataset(folder.path(), "me/set", None, "test", true), None, "it was not fetched");
-        // A split of which a file is gone is not taken for whole.
+        // A split with a missing file does not count as complete.
         std::fs::remove_file(&files[1]).unwrap();
         assert_eq!(cached_dataset(folder.path(), "me/set", None, "train", true), None);
 
@@ -301,7 +303,7 @@ mod tests {
         hub.hold("datasets/me/set", &held);
         let options =
             |cache: &Path| HubOptions { endpoint: hub.endpoint(), token: None, cache: cache.to_owned() };
-        // A cache in which only these lie, and no word of what was asked for.
+        // Leaves only these files in the cache, without a record of requests.
         let left = |kept: &[usize]| {
             let folder = tempfile::tempdir().unwrap();
             let hub = Hub::new(options(folder.path()));
@@ -321,7 +323,7 @@ mod tests {
         {
             let folder = left(kept);
             assert_eq!(cached(&folder, Some("en"), true), by_names, "{kept:?}");
-            // Who can ask asks, and gets what was missing.
+            // A caller that can contact the hub does so, and fetches the missing files.
             assert_eq!(cached(&folder, Some("en"), false), None, "{kept:?}");
             let mut steps = Vec::new();
             let files = Hub::new(options(folder.path()))
@@ -330,7 +332,7 @@ mod tests {
             assert_eq!(files.len(), 3);
             assert!(matches!(steps[0], Step::Begin { num_files, .. } if num_files == 3 - kept.len()));
             assert_eq!(cached(&folder, Some("en"), false), Some(3));
-            // That the cache has one part says nothing of the hub, which has two.
+            // The cache has one part, but the hub has two.
             assert_eq!((cached(&folder, None, true), cached(&folder, None, false)), (None, None));
             let error = Hub::new(options(folder.path())).dataset("me/set", None, "train", &mut |_| {});
             assert!(error.unwrap_err().to_string().contains("en/train, fr/train"));

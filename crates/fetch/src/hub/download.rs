@@ -1,17 +1,17 @@
-//! A checkpoint of the hub → its directory in the local cache.
+//! Downloader of checkpoints from the hub into the local cache.
 //!
-//! The cache has the layout of `huggingface_hub`, so that a model fetched by either is there for both:
+//! The cache has the layout of `huggingface_hub`, so that each program finds the models that the other has fetched:
 //!
 //! ```text
-//! models--ORG--NAME/refs/main                  the commit that a branch stood at
+//! models--ORG--NAME/refs/main                  the commit of a branch
 //! models--ORG--NAME/snapshots/COMMIT/FILE      a link to
-//! models--ORG--NAME/blobs/HASH                 the content; HASH.incomplete while it is being fetched
+//! models--ORG--NAME/blobs/HASH                 the content; HASH.incomplete during the transfer
 //! ```
 //!
-//! Asked are two addresses of the hub: `/api/models/NAME/revision/REVISION?blobs=true` for the commit, the files and their
-//! hashes, and `/NAME/resolve/COMMIT/FILE` for each file, whose content is compared with its hash. A broken transfer goes on
-//! where it stopped. Fetched is what a checkpoint needs: safetensors, and the texts beside them. Never fetched: pickled
-//! weights, which can run code when they are read.
+//! Two addresses of the hub are used. `/api/models/NAME/revision/REVISION?blobs=true` returns the commit, the files and their
+//! hashes. `/NAME/resolve/COMMIT/FILE` returns a file, whose content is compared with its hash. A broken transfer resumes where
+//! it stopped. Only the files of a checkpoint are fetched: safetensors, and the text files beside them. Pickled weights are never
+//! fetched, because reading them can run code.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -24,22 +24,23 @@ use super::{Entry, Hub, Kind, Listing, MAX_TEXT_BYTES, Step, escaped, hash_of, i
 use crate::FetchError;
 use crate::media::place;
 
-/// The text that says which weight files a checkpoint consists of.
+/// File that lists the weight files of a checkpoint.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The directory of a model in a cache that `huggingface_hub` shares, as its reference `main` has it; of any program's making.
+/// Returns the directory of a model in a cache shared with `huggingface_hub`, according to the reference `main`. Any program may
+/// have written it.
 #[must_use]
 pub fn cached(cache: &Path, name: &str) -> Option<PathBuf> {
     snapshot(&Kind::Model.folder(cache, name), "main")
 }
 
-/// The directory of what a repository held when a reference of its was last seen.
+/// Returns the directory of the commit that a repository's reference last pointed to.
 pub(super) fn snapshot(repo: &Path, reference: &str) -> Option<PathBuf> {
     let revision = std::fs::read_to_string(repo.join("refs").join(reference)).ok()?;
     Some(repo.join("snapshots").join(revision.trim())).filter(|dir| dir.is_dir())
 }
 
-/// Whether a directory has all its weights: another program may have fetched only a tokenizer, or one file of several.
+/// Reports whether a directory has all its weights. Another program may have fetched only a tokenizer, or one file of several.
 #[must_use]
 pub fn has_weights(dir: &Path) -> bool {
     if dir.join(INDEX).is_file() {
@@ -49,7 +50,7 @@ pub fn has_weights(dir: &Path) -> bool {
     let names = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|file| file.file_name());
     let names: Vec<String> = names.filter_map(|name| name.into_string().ok()).collect();
     let mut weights = names.iter().filter_map(|name| name.strip_suffix(".safetensors"));
-    // Several files make a model with their index only.
+    // Several weight files need an index.
     weights.any(|stem| !stem.contains("-of-") && dir.join(format!("{stem}.safetensors")).is_file())
 }
 
@@ -57,14 +58,14 @@ fn is_weights(entry: &Entry) -> bool {
     entry.rfilename.ends_with(".safetensors")
 }
 
-/// A state of a repository, and where the cache keeps it.
+/// Commit of a repository, with its place in the cache.
 pub(super) struct Source<'a> {
     kind: Kind,
     name: &'a str,
     commit: &'a str,
-    /// The folder of the repository.
+    /// Cache folder of the repository.
     repo: PathBuf,
-    /// The folder of this state.
+    /// Cache folder of this commit.
     pub(super) snapshot: PathBuf,
 }
 
@@ -74,12 +75,12 @@ impl<'a> Source<'a> {
         Self { kind, name, commit, snapshot: repo.join("snapshots").join(commit), repo }
     }
 
-    /// Entries that the snapshot does not have. A link whose blob was removed is followed and found missing.
+    /// Returns the entries that the snapshot lacks. A link to a removed blob counts as missing.
     pub(super) fn missing(&self, entries: Vec<Entry>) -> Vec<Entry> {
         entries.into_iter().filter(|entry| !self.snapshot.join(&entry.rfilename).is_file()).collect()
     }
 
-    /// Bytes of entries that no earlier attempt has fetched.
+    /// Returns the number of bytes that earlier attempts have not fetched.
     pub(super) fn bytes_left(&self, entries: &[Entry]) -> u64 {
         let partial = |entry: &Entry| {
             let path =
@@ -89,7 +90,7 @@ impl<'a> Source<'a> {
         entries.iter().map(|entry| entry.num_bytes().unwrap_or(0).saturating_sub(partial(entry))).sum()
     }
 
-    /// Says last, so that what is only partly there is not taken for whole, at which state a reference stands.
+    /// Writes the commit of a reference. This is the last step, so that a partial download does not count as complete.
     pub(super) fn refer(&self, reference: &str) -> Result<(), FetchError> {
         if reference == self.commit {
             return Ok(());
@@ -98,7 +99,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Refuses what would be written elsewhere or cannot be checked.
+/// Returns an error if an entry would be written outside the snapshot or cannot be verified.
 pub(super) fn check(entry: &Entry, max_bytes: u64) -> Result<(), FetchError> {
     let (blob, bytes) = (entry.blob().filter(|blob| is_hash(blob)), entry.num_bytes());
     if stays_inside(&entry.rfilename) && blob.is_some() && bytes.is_some_and(|bytes| bytes <= max_bytes) {
@@ -114,11 +115,11 @@ pub(super) fn check(entry: &Entry, max_bytes: u64) -> Result<(), FetchError> {
 }
 
 impl Hub {
-    /// Fetches what the cache lacks of a model and returns its directory there.
+    /// Fetches the missing files of a model into the cache and returns the model's directory.
     ///
     /// # Errors
-    /// No connection, a model that is not there or not for this account, a model without safetensors weights, content
-    /// that is not what the hub announced, a cache that cannot be written.
+    /// Returns an error in these cases: the connection fails, the model does not exist or is not accessible to this account, the
+    /// model has no safetensors weights, the content differs from what the hub announced, or the cache cannot be written.
     pub fn download(
         &self,
         name: &str,
@@ -141,7 +142,7 @@ impl Hub {
         weights.iter().try_for_each(|entry| check(entry, u64::MAX))?;
         texts.iter().try_for_each(|entry| check(entry, MAX_TEXT_BYTES))?;
         let texts_missing = source.missing(texts);
-        // The index of the weights is among the texts and says which of them the checkpoint consists of.
+        // The index is one of the text files. It lists the weight files of the checkpoint.
         let all_weights_missing = source.missing(weights);
         for entry in &texts_missing {
             self.file(&source, entry, &mut |_| {})?;
@@ -181,13 +182,13 @@ impl Hub {
                 .write(true)
                 .open(&incomplete)
                 .map_err(FetchError::io(&incomplete))?;
-            // Another process may fetch the same; this one then finds it done.
+            // If another process is fetching the same file, this call waits and then finds it complete.
             file.lock().map_err(FetchError::io(&incomplete))?;
             if !path.is_file() {
                 let have = |file: &File| file.metadata().map_or(0, |metadata| metadata.len());
                 let (mut patience, mut most) = (self.patience(), have(&file));
                 while let Err(error) = self.transfer(&url, name, &mut file, &incomplete, expected, on) {
-                    // A long file over a bad line may be interrupted many times, if each attempt gets further.
+                    // The transfer of a long file may be interrupted many times, as long as each attempt makes progress.
                     if have(&file) > most {
                         (patience, most) = (self.patience(), have(&file));
                     }
@@ -208,7 +209,7 @@ impl Hub {
         link(&path, &snapshot.join(&entry.rfilename), blob, entry.rfilename.split('/').count())
     }
 
-    /// Appends what is missing of a file.
+    /// Appends the missing part of a file.
     fn transfer(
         &self,
         url: &str,
@@ -226,7 +227,7 @@ impl Hub {
             let mut response = self.get(url, have)?;
             match response.status().as_u16() {
                 206 if have > 0 => {}
-                // A server that knows no ranges sends all of it again.
+                // A server without range support sends the whole file again.
                 200 => have = 0,
                 status @ (401 | 403) => return Err(self.denied(name, status)),
                 status => return Err(FetchError::Status { url: url.to_owned(), status }),
@@ -260,12 +261,12 @@ impl Hub {
     }
 }
 
-/// Weights in safetensors and the texts beside them: settings, tokenizers, templates, the code of models that bring their
-/// own (which is copied along and never run), the licence, and the card, which names it.
+/// Reports whether a file is fetched: weights in safetensors and the text files beside them. These are settings, tokenizers,
+/// templates, the licence, the model card, and the code of models that include some. The code is copied and never run.
 fn is_wanted(name: &str) -> bool {
     const ENDINGS: [&str; 7] = [".safetensors", ".json", ".txt", ".jinja", ".model", ".py", ".codes"];
     let file = name.rsplit('/').next().unwrap_or(name);
-    // Exports for other programs, often as large as the model.
+    // Exports for other programs are often as large as the model.
     let foreign =
         ["onnx/", "openvino/", "coreml/", "original/"].iter().any(|folder| name.starts_with(folder));
     let hidden = name.split('/').any(|part| part.starts_with('.') && part != "..");
@@ -274,7 +275,7 @@ fn is_wanted(name: &str) -> bool {
         && (["LICENSE", "README.md"].contains(&file) || ENDINGS.iter().any(|ending| file.ends_with(ending)))
 }
 
-/// The weight files that the snapshot's index names, if it has one.
+/// Returns the weight files listed in the snapshot's index, if it has one.
 fn indexed(snapshot: &Path) -> Option<BTreeSet<String>> {
     #[derive(Deserialize)]
     struct Index {
@@ -285,7 +286,8 @@ fn indexed(snapshot: &Path) -> Option<BTreeSet<String>> {
     Some(index.weight_map.into_values().collect())
 }
 
-/// Whether a weight file is part of the checkpoint. Some models are published twice, in another split or precision.
+/// Reports whether a weight file is part of the checkpoint. Some models are published twice, in a different number of files or
+/// another precision.
 fn belongs(name: &str, indexed: Option<&BTreeSet<String>>, listing: &Listing) -> bool {
     const WHOLE: &str = "model.safetensors";
     match indexed {
@@ -302,7 +304,7 @@ fn link(blob: &Path, to: &Path, name: &str, depth: usize) -> Result<(), FetchErr
     #[cfg(unix)]
     let made = {
         let _ = blob;
-        // Put in its place in one step: another process may have fetched the same and be reading it.
+        // The link is renamed into place atomically, because another process may have fetched the same file and be reading it.
         let new = folder.join(format!(".{name}.{}.tmp", std::process::id()));
         let _ = std::fs::remove_file(&new);
         std::os::unix::fs::symlink(format!("{}blobs/{name}", "../".repeat(depth + 1)), &new)
@@ -334,7 +336,7 @@ mod tests {
     const PAUSE: Duration = Duration::from_millis(5);
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-    /// Files of a model as the hub holds them.
+    /// Returns the files of a model on the hub.
     fn model() -> Vec<(&'static str, Vec<u8>)> {
         let index = json!({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}});
         vec![
@@ -366,7 +368,7 @@ mod tests {
         json!({"id": "me/tiny", "sha": COMMIT, "siblings": siblings})
     }
 
-    /// A hub with one model; every request is kept. Weights are at another address, as on the real one.
+    /// Starts a hub with one model and records every request. Weights have a different address, as on the real hub.
     fn hub(
         change: impl Fn(&Request, Answer) -> Answer + Send + 'static,
     ) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
@@ -400,7 +402,7 @@ mod tests {
                     Some(name) if name.ends_with(".safetensors") => {
                         let headers = format!(
                             "Location: http://{}:{}/{name}\r\nContent-Length: 0",
-                            // Another host, and another port of the same one.
+                            // A different host, and a different port of the same host.
                             if name == "model-1.safetensors" { "localhost" } else { "127.0.0.1" },
                             storage.port()
                         );
@@ -496,7 +498,7 @@ mod tests {
         assert_eq!(first.len(), 6);
         assert!(first.iter().all(|request| request.ends_with("+token")), "{first:?}");
 
-        // A second time only the listing is asked for.
+        // The second call requests only the listing.
         steps.clear();
         fetch(&mut steps).unwrap();
         assert_eq!(asked.lock().unwrap().len(), 1);
@@ -545,10 +547,10 @@ mod tests {
         let dir = client(address, folder.path(), None).download("me/tiny", "main", &mut |_| {}).unwrap();
         assert_eq!(std::fs::read(dir.join("model-1.safetensors")).unwrap(), model()[2].1);
         assert_eq!((pieces.load(Ordering::SeqCst), busy.load(Ordering::SeqCst)), (12, 5));
-        // Pauses of 1, 2, 4 and 8, and one before each further piece.
+        // Pauses of 1, 2, 4 and 8 units, and one unit before each further piece.
         assert!(began.elapsed() >= PAUSE * (15 + 11), "{:?}", began.elapsed());
 
-        // One that comes no further is given up after five.
+        // A transfer without progress is abandoned after five attempts.
         let (address, asked) = hub(|request, answer| match request.path.ends_with("model-1.safetensors") {
             true => Answer::new(503, b""),
             false => answer,
@@ -585,7 +587,7 @@ mod tests {
         for (status, token, expected) in [
             (404, None, "has no model `me/tiny`"),
             (401, None, "set HF_TOKEN"),
-            (403, Some("secret-token"), "may not read it"),
+            (403, Some("secret-token"), "no read access"),
             (500, Some("secret-token"), "status 500"),
         ] {
             let (address, _) = hub(move |_, _| Answer::new(status, b""));
@@ -640,7 +642,7 @@ mod tests {
         std::fs::write(snapshot.join("model.safetensors"), b"").unwrap();
         assert!(has_weights(&snapshot));
 
-        // One file of two is not the model, with the index that names both or without.
+        // One of two files is not a complete model, with or without the index that names both.
         std::fs::remove_file(snapshot.join("model.safetensors")).unwrap();
         let shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
         std::fs::write(snapshot.join(shards[0]), b"").unwrap();

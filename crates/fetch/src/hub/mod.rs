@@ -1,9 +1,9 @@
-//! A client of the Hugging Face hub: checkpoints and tables into the local cache ([`Hub::download`], [`Hub::dataset`]), a
-//! trained model to a repository ([`Hub::push`]).
+//! Client of the Hugging Face hub. It fetches checkpoints and tables into the local cache ([`Hub::download`], [`Hub::dataset`])
+//! and pushes a trained model to a repository ([`Hub::push`]).
 //!
-//! The official client sends large files through a second protocol with a store of its own; it brings an asynchronous
-//! runtime, a second HTTP client and a second TLS, about 300 crates. The hub's older one, which it serves to git and to every
-//! client without that store, needs none of them.
+//! The official client sends large files through a second protocol with a separate store. That protocol would require an
+//! asynchronous runtime, a second HTTP client and a second TLS implementation, about 300 crates. The hub's older protocol, which
+//! serves git and all other clients, needs none of them.
 
 mod dataset;
 mod download;
@@ -26,47 +26,47 @@ use ureq::http::Uri;
 
 use crate::{FetchError, PATIENCE, check_scheme, config, hex};
 
-/// Longest answer about a repository, bytes.
+/// Maximum size of an answer about a repository, bytes.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
-/// Largest file that is not weights, bytes.
+/// Maximum size of a file other than weights, bytes.
 const MAX_TEXT_BYTES: u64 = 256 << 20;
-/// Most files of a repository.
+/// Maximum number of files in a repository.
 const MAX_FILES: usize = 10_000;
-/// Redirects of one request.
+/// Maximum number of redirects of one request.
 const MAX_REDIRECTS: usize = 10;
-/// Attempts at one transfer, each of which resumes the one before.
+/// Number of attempts at one transfer. Each attempt resumes the previous one.
 const ATTEMPTS: usize = 5;
 
-/// Which hub, as whom, into which cache.
+/// Connection options of a [`Hub`]: endpoint, account and cache.
 #[derive(Clone)]
 pub struct HubOptions {
     /// Address of the hub, such as `https://huggingface.co`.
     pub endpoint: String,
-    /// Token of an account, for models that need one and for pushing. It is sent to the endpoint alone.
+    /// Token of an account, for pushing and for models that require one. It is sent only to the endpoint.
     pub token: Option<String>,
-    /// Folder of the cache, which holds `models--ORG--NAME`.
+    /// Folder of the cache, which contains `models--ORG--NAME`.
     pub cache: PathBuf,
 }
 
-/// How far a transfer is.
+/// Progress of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// The transfer begins.
+    /// Start of the transfer.
     Begin {
-        /// Files that are not there yet.
+        /// Number of files to transfer.
         num_files: usize,
-        /// Bytes to transfer, without those of an earlier attempt.
+        /// Number of bytes to transfer, without those of earlier attempts.
         num_bytes: u64,
     },
-    /// So many bytes more are there.
+    /// Number of bytes transferred since the last report.
     Bytes(u64),
 }
 
-/// A client of the hub.
+/// Client of the hub.
 pub struct Hub {
     agent: ureq::Agent,
     options: HubOptions,
-    /// Wait before the second attempt at something; each further one is twice as long.
+    /// Pause before the second attempt. Each further pause is twice as long.
     pause: Duration,
 }
 
@@ -78,7 +78,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// In the paths of the hub's interface.
+    /// Returns the plural used in paths of the hub's API.
     fn plural(self) -> &'static str {
         match self {
             Self::Model => "models",
@@ -93,7 +93,7 @@ impl Kind {
         }
     }
 
-    /// Before the name in addresses of files.
+    /// Returns the prefix of the repository's name in file addresses.
     fn prefix(self) -> &'static str {
         match self {
             Self::Model => "",
@@ -101,13 +101,13 @@ impl Kind {
         }
     }
 
-    /// The folder of a repository in a cache that `huggingface_hub` shares.
+    /// Returns the folder of a repository in a cache shared with `huggingface_hub`.
     fn folder(self, cache: &Path, name: &str) -> PathBuf {
         cache.join(format!("{}--{}", self.plural(), name.replace('/', "--")))
     }
 }
 
-/// A repository as the hub describes it.
+/// Description of a repository by the hub.
 #[derive(Deserialize)]
 struct Listing {
     sha: String,
@@ -141,14 +141,15 @@ impl Entry {
     }
 }
 
-/// Failures in a row, of which a few are borne.
+/// Counter of consecutive failures, with a limit.
 struct Patience {
     pause: Duration,
     num_failures: usize,
 }
 
 impl Patience {
-    /// Waits before another attempt, longer each time. After the last one, or where no other would help, the error comes back.
+    /// Waits before another attempt, longer each time. Returns the error after the last attempt, or if another attempt would not
+    /// help.
     fn wait(&mut self, error: FetchError) -> Result<(), FetchError> {
         self.num_failures += 1;
         if !error.may_pass() || self.num_failures >= ATTEMPTS {
@@ -159,7 +160,7 @@ impl Patience {
     }
 }
 
-/// Whether `text` can name a repository of the hub: `NAME` or `ORG/NAME`.
+/// Reports whether `text` can name a repository of the hub: `NAME` or `ORG/NAME`.
 #[must_use]
 pub fn is_repo_name(text: &str) -> bool {
     let part = |part: &str| {
@@ -173,22 +174,22 @@ pub fn is_repo_name(text: &str) -> bool {
 }
 
 impl Hub {
-    /// A client; nothing is asked yet.
+    /// Creates a client without contacting the hub.
     #[must_use]
     pub fn new(options: HubOptions) -> Self {
-        // Followed here: the token goes by scheme, host and port, which the client's own rules do not.
+        // Redirects are followed in this module: the token depends on scheme, host and port, which the client's own rules ignore.
         let config = config().max_redirects(0).timeout_per_write(Some(PATIENCE));
         let agent = ureq::Agent::new_with_config(config.build());
         let endpoint = options.endpoint.trim_end_matches('/').to_owned();
         Self { agent, options: HubOptions { endpoint, ..options }, pause: Duration::from_secs(1) }
     }
 
-    /// None has failed yet.
+    /// Returns a counter without failures.
     fn patience(&self) -> Patience {
         Patience { pause: self.pause, num_failures: 0 }
     }
 
-    /// Tries again where that may help, after pauses that grow.
+    /// Repeats an attempt if that may help, with growing pauses.
     fn with_patience<T>(&self, mut attempt: impl FnMut() -> Result<T, FetchError>) -> Result<T, FetchError> {
         let mut patience = self.patience();
         loop {
@@ -199,12 +200,12 @@ impl Hub {
         }
     }
 
-    /// The value of the header that says who asks.
+    /// Returns the value of the `Authorization` header.
     fn authorization(&self) -> Option<String> {
         self.options.token.as_ref().map(|token| format!("Bearer {token}"))
     }
 
-    /// A header with the token, for an address of the endpoint: its scheme, host and port.
+    /// Returns the header value with the token if the address has the scheme, host and port of the endpoint.
     fn authorization_at(&self, url: &str) -> Option<String> {
         let origin = |url: &str| Origin::of(&url.parse().ok()?);
         let known = origin(&self.options.endpoint).is_some_and(|home| origin(url) == Some(home));
@@ -234,7 +235,7 @@ impl Hub {
         Err(FetchError::Answer { url: url.to_owned(), what })
     }
 
-    /// Asks what a repository holds at a revision.
+    /// Requests the content of a repository at a revision.
     fn listing(&self, kind: Kind, name: &str, revision: &str) -> Result<Listing, FetchError> {
         let endpoint = &self.options.endpoint;
         check_scheme(endpoint)?;
@@ -249,7 +250,7 @@ impl Hub {
         }
         let at = revision.replace('/', "%2F");
         let url = format!("{endpoint}/api/{}/{name}/revision/{at}?blobs=true", kind.plural());
-        // A busy hub gets time; a hub that does not answer is reported soon.
+        // A busy hub is retried patiently; a hub that does not answer is reported soon.
         let mut response = self.with_patience(|| {
             let answer = match self.get(&url, 0) {
                 Err(error) if error.may_pass() => self.get(&url, 0),
@@ -291,7 +292,7 @@ impl Hub {
     }
 }
 
-/// Whom a request goes to.
+/// Receiver of a request: scheme, host and port.
 #[derive(PartialEq, Eq)]
 struct Origin {
     scheme: String,
@@ -308,7 +309,7 @@ impl Origin {
     }
 }
 
-/// The address that a `Location` means at the address of the request.
+/// Resolves a `Location` header against the address of the request.
 fn resolved(at: &str, location: &str) -> Option<String> {
     let at: Uri = at.parse().ok()?;
     let (scheme, authority) = (at.scheme_str()?, at.authority()?);
@@ -334,7 +335,7 @@ fn stays_inside(name: &str) -> bool {
         && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// The hash of a file's content, lower case: SHA-256, or with `git` the SHA-1 that names it in git.
+/// Returns the hash of a file's content in lower case: SHA-256, or with `git` the SHA-1 of the git blob.
 fn hash_of(file: &mut File, git: bool) -> std::io::Result<String> {
     fn of<D: Digest>(mut hash: D, file: &mut File) -> std::io::Result<String> {
         let mut buffer = vec![0; 1 << 20];
@@ -354,7 +355,7 @@ fn hash_of(file: &mut File, git: bool) -> std::io::Result<String> {
     }
 }
 
-/// A path as part of an address.
+/// Escapes a path for use in an address.
 fn escaped(name: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-~".contains(&byte);
     name.bytes()

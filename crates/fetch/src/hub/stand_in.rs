@@ -1,5 +1,5 @@
-//! A hub on the loopback interface, for tests: accounts, repositories, large file storage, commits. The storage has another
-//! host name than the hub, as on the real one, and refuses requests that carry the token.
+//! Test hub on the loopback interface: accounts, repositories, large file storage, commits. The storage has a different host name
+//! from the hub, as on the real one, and rejects requests that contain the token.
 #![allow(clippy::unwrap_used, dead_code)]
 
 use std::collections::BTreeMap;
@@ -12,7 +12,8 @@ use base64::prelude::BASE64_STANDARD;
 use serde_json::{Value, json};
 use sha1::Digest as _;
 
-/// A repository by its name, with `datasets/` before it and `@BRANCH` behind it where that is not `main`.
+/// Repository. Its key is its name, with the prefix `datasets/` for a dataset and the suffix `@BRANCH` for a branch other than
+/// `main`.
 #[derive(Default)]
 pub struct Repo {
     pub private: bool,
@@ -23,11 +24,11 @@ pub struct Repo {
 #[derive(Default)]
 struct State {
     repos: BTreeMap<String, Repo>,
-    /// Large contents by hash.
+    /// Large contents, by hash.
     stored: BTreeMap<String, Vec<u8>>,
     parts: BTreeMap<(String, usize), Vec<u8>>,
     requests: Vec<String>,
-    /// The next answers to requests whose line contains a text: a status, and how many.
+    /// Failures to inject into requests whose line contains a text, as (text, status, number of times).
     failures: Vec<(String, u16, usize)>,
 }
 
@@ -59,17 +60,17 @@ fn git_hash(bytes: &[u8]) -> String {
     sha1::Sha1::digest(all).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Returns whether a file goes to the storage: by name, as in the hub's `.gitattributes`.
+/// Reports whether a file goes to the large file storage, judged by its name, as in the hub's `.gitattributes`.
 fn is_large(name: &str) -> bool {
     [".safetensors", ".parquet", ".bin"].iter().any(|end| name.ends_with(end))
 }
 
-/// The commit of a state.
+/// Returns the commit hash of a repository's state.
 fn commit_of(repo: &Repo) -> String {
     git_hash(format!("{:?}{:?}", repo.files, repo.messages).as_bytes())
 }
 
-/// The server. It ends with the test process.
+/// Server that ends with the test process.
 #[derive(Clone)]
 pub struct StandIn {
     hub: SocketAddr,
@@ -78,7 +79,7 @@ pub struct StandIn {
 
 impl StandIn {
     pub const TOKEN: &str = "hf_secret-token";
-    /// Larger contents are sent in parts of this size.
+    /// Size of a part, bytes. Larger contents are sent in several parts.
     pub const PART_BYTES: usize = 1000;
 
     pub fn start() -> Self {
@@ -102,25 +103,25 @@ impl StandIn {
         format!("http://{}", self.hub)
     }
 
-    /// Puts a repository there.
+    /// Adds a repository.
     pub fn hold(&self, name: &str, files: &[(&str, &[u8])]) {
         let files = files.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.to_vec())).collect();
         let mut state = self.state.lock().unwrap();
         state.repos.insert(name.to_owned(), Repo { files, ..Repo::default() });
     }
 
-    /// The next `times` requests whose line (`METHOD /path`) contains `part` are answered with `status`; 0 hangs up in the
-    /// middle, 1 never answers.
+    /// Answers the next `times` requests whose line (`METHOD /path`) contains `part` with `status`. Status 0 closes the
+    /// connection in the middle, and status 1 never answers.
     pub fn fail(&self, part: &str, status: u16, times: usize) {
         self.state.lock().unwrap().failures.push((part.to_owned(), status, times));
     }
 
-    /// Looks at a repository.
+    /// Calls `at` with a repository.
     pub fn look<T>(&self, name: &str, at: impl FnOnce(&Repo) -> T) -> Option<T> {
         self.state.lock().unwrap().repos.get(name).map(at)
     }
 
-    /// `METHOD /path` of the requests since the last call.
+    /// Returns `METHOD /path` of the requests since the last call.
     pub fn requests(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().unwrap().requests)
     }
@@ -363,7 +364,7 @@ fn listing(state: &State, name: &str, revision: &str, authorized: bool) -> Answe
     )
 }
 
-/// The files of a repository as the Python library asks for them.
+/// Returns the files of a repository in the form that the Python library requests.
 fn tree(state: &State, name: &str) -> Answer {
     let Some(repo) = state.repos.get(name) else { return refusal(404, "Repository not found") };
     let files: Vec<Value> = repo

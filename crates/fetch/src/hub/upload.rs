@@ -1,18 +1,18 @@
-//! A trained model → a repository of the hub, in one commit.
+//! Uploader of a trained model to a repository of the hub, in one commit.
 //!
-//! Asked in this order, as `huggingface_hub` does without its second store (`_commit_api.py`, `lfs.py` there):
+//! The requests follow `huggingface_hub` without its second store (`_commit_api.py`, `lfs.py` there), in this order:
 //!
 //! | request | answer |
 //! |---|---|
-//! | `POST /api/repos/create` | a new repository, or that there is one |
-//! | `POST /api/models/NAME/preupload/main` | of each file: whether git or the large file storage keeps it, and its present hash |
-//! | `POST /NAME.git/info/lfs/objects/batch` | for each large content: addresses to send it to, or that it is there |
+//! | `POST /api/repos/create` | a new repository, or a notice that it exists |
+//! | `POST /api/models/NAME/preupload/main` | for each file: git or large file storage, and its present hash |
+//! | `POST /NAME.git/info/lfs/objects/batch` | for each large content: upload addresses, or a notice that it is stored already |
 //! | `PUT` to those addresses, whole or in parts; `POST` to complete parts and to verify | |
 //! | `POST /api/models/NAME/commit/main` | the commit |
 //!
-//! An interrupted push starts again: it does not send what the storage has, and identical files make no
-//! commit. In one commit with the new files go weights and settings of an earlier form of the checkpoint (another split into
-//! files, an adapter), since readers would take those.
+//! After an interruption the push is repeated. It skips contents that the storage already has, and unchanged files make no
+//! commit. The commit also deletes weights and settings of an earlier form of the checkpoint (a different number of files, an
+//! adapter), because readers would load them.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
@@ -28,47 +28,47 @@ use serde_json::{Map, Value, json};
 use super::{Hub, Kind, MAX_FILES, MAX_LISTING_BYTES, MAX_TEXT_BYTES, Patience, Step, hash_of};
 use crate::{FetchError, check_scheme};
 
-/// Longest wait for the answer to a request that the hub has to work for.
+/// Longest wait for the answer to a request that takes the hub some time.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Files of one question about files: the hub's limit.
+/// Maximum number of files per `preupload` request, set by the hub.
 const FILES_PER_REQUEST: usize = 256;
-/// Start of each file, from which the hub tells texts.
+/// Length of each file's beginning that is sent to the hub, bytes. The hub uses it to recognise text files.
 const SAMPLE_BYTES: u64 = 512;
 /// Largest part of a file sent at once, bytes.
 const MAX_PART_BYTES: u64 = 5 << 30;
-/// The address that a mirror's answers may name itself by.
+/// Address of the public hub, which a mirror may use in its answers.
 const PUBLIC: &str = "https://huggingface.co/";
 const LFS_JSON: &str = "application/vnd.git-lfs+json";
 
 /// Result of a push.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pushed {
-    /// Address of the repository, for people.
+    /// Address of the repository's web page.
     pub url: String,
-    /// The commit that has the files.
+    /// Commit that contains the files.
     pub commit: String,
-    /// Files that were new or changed.
+    /// Number of new or changed files.
     pub num_changed: usize,
 }
 
-/// A file and what is known of it.
+/// File to push, with its properties.
 struct Item {
     /// Name in the repository.
     name: String,
     path: PathBuf,
     num_bytes: u64,
-    /// SHA-256, once it is known.
+    /// SHA-256 of the content, once computed.
     sha256: Option<String>,
 }
 
-/// Bytes of a file that are sent at once.
+/// Part of a file that is sent in one request.
 struct Piece<'a> {
     item: &'a Item,
     from: u64,
     len: u64,
 }
 
-/// Where a file goes.
+/// Upload mode of a file.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Mode {
@@ -76,11 +76,11 @@ struct Mode {
     upload_mode: String,
     #[serde(default)]
     should_ignore: bool,
-    /// Hash of the repository's file of this name.
+    /// Hash of the repository's present file of this name.
     oid: Option<String>,
 }
 
-/// A large content in the answer of the storage.
+/// Large content in an answer of the storage.
 #[derive(Deserialize)]
 struct Object {
     oid: String,
@@ -107,10 +107,12 @@ struct Action {
 }
 
 impl Hub {
-    /// Makes a repository for a model unless it is there, and returns its full name. `NAME` alone is one of the account's.
+    /// Creates a repository for a model, unless it exists, and returns its full name. `NAME` alone refers to the account's own
+    /// repository.
     ///
     /// # Errors
-    /// No token, no connection, an account that may not write there, a public repository where a private one is wanted.
+    /// Returns an error if the token is missing, the connection fails or the account has no write access. Also returns an error
+    /// if the repository is public but a private one is required.
     pub fn create(&self, name: &str, private: bool) -> Result<String, FetchError> {
         let endpoint = &self.options.endpoint;
         check_scheme(endpoint)?;
@@ -133,7 +135,7 @@ impl Hub {
         let body = json!({"type": "model", "name": short, "organization": organization, "private": private});
         let refused = self.with_patience(|| {
             match self.answer::<Value>(&url, self.post(&url, "application/json", &body.to_string())?) {
-                // Another creation by the same account is under way.
+                // The same account is creating another repository at the moment.
                 Err(FetchError::Refused { status: 409, what, url }) if what.contains("in progress") => {
                     Err(FetchError::Refused { status: 409, what, url })
                 }
@@ -142,7 +144,7 @@ impl Hub {
             }
         })?;
         if let Some(error) = refused {
-            // It may be there, and open for writing to somebody who may make none.
+            // An account that may not create repositories may still have write access to an existing one.
             let exists = match self.listing(Kind::Model, &full, "main") {
                 Ok(listing) => listing,
                 Err(_) => return Err(error),
@@ -154,11 +156,11 @@ impl Hub {
         Ok(full)
     }
 
-    /// Sends files, by name in the repository and path, to a model's repository that is there, as one commit.
+    /// Pushes files, given by name in the repository and local path, to an existing model repository as one commit.
     ///
     /// # Errors
-    /// No token, no connection after several attempts, an account that may not write there, a file that cannot be read,
-    /// an answer that makes no sense. No local file changes; the same call resumes the push.
+    /// Returns an error if the token is missing, the connection fails after several attempts, the account has no write access, a
+    /// file cannot be read, or an answer is invalid. No local file changes; the same call resumes the push.
     pub fn push(
         &self,
         name: &str,
@@ -203,7 +205,7 @@ impl Hub {
             if mode.should_ignore {
                 continue;
             }
-            // The storage takes no empty file.
+            // The storage does not accept empty files.
             let is_large = mode.upload_mode == "lfs" && item.num_bytes > 0;
             let mut file = inside::open_path(&item.path).map_err(FetchError::read(&item.path))?;
             let hash = match &item.sha256 {
@@ -257,7 +259,7 @@ impl Hub {
         Ok(pushed(commit.commit_oid))
     }
 
-    /// Asks where each file goes.
+    /// Requests the upload mode of each file.
     fn modes(&self, name: &str, items: &[Item]) -> Result<Vec<Mode>, FetchError> {
         #[derive(Deserialize)]
         struct Answer {
@@ -281,7 +283,7 @@ impl Hub {
                 let at = answer.files.iter().position(|mode| mode.path == item.name);
                 let at = at.ok_or_else(|| FetchError::Answer {
                     url: url.clone(),
-                    what: format!("it says nothing of the file `{}`", item.name),
+                    what: format!("the answer does not mention the file `{}`", item.name),
                 })?;
                 modes.push(answer.files.swap_remove(at));
             }
@@ -289,7 +291,7 @@ impl Hub {
         Ok(modes)
     }
 
-    /// Sends the contents that the storage lacks. The `patience` of the push is new after each.
+    /// Sends the contents that the storage lacks. Each sent content resets the `patience` of the push.
     fn send_large(
         &self,
         name: &str,
@@ -315,11 +317,11 @@ impl Hub {
                 let item = items.iter().find(|item| item.sha256.as_ref() == Some(&object.oid));
                 let bad = |what: String| FetchError::Answer { url: url.clone(), what };
                 let item =
-                    item.ok_or_else(|| bad(format!("got object {}, which is none of ours", object.oid)))?;
+                    item.ok_or_else(|| bad(format!("got object {}, which was not requested", object.oid)))?;
                 if let Some(error) = object.error {
-                    return Err(bad(format!("`{}` is not taken: {}", item.name, error.message)));
+                    return Err(bad(format!("`{}` is rejected: {}", item.name, error.message)));
                 }
-                // Without anything to do, the content is there.
+                // An object without actions is stored already.
                 todo.extend(object.actions.map(|actions| (*item, actions)));
             }
         }
@@ -383,8 +385,7 @@ impl Hub {
         self.accepted(&url, self.post(&url, LFS_JSON, &body)?)
     }
 
-    /// Sends a piece, several times if need be; an address that holds no longer is not tried again. What has failed so often
-    /// is the end of the push's patience too.
+    /// Sends a piece, with retries. An expired address is not retried. If the retries of a piece are used up, the push fails too.
     fn put_patiently(
         &self,
         url: &str,
@@ -408,8 +409,8 @@ impl Hub {
         }
     }
 
-    /// Sends a piece of a file to the storage, without the token, and returns the tag it is known by there. `num_told` of its
-    /// bytes have been told of in earlier attempts.
+    /// Sends a piece of a file to the storage, without the token, and returns its entity tag. `num_told` counts the bytes that
+    /// earlier attempts have reported as progress.
     fn put(
         &self,
         url: &str,
@@ -434,13 +435,13 @@ impl Hub {
             200..=299 => {
                 Ok(response.headers().get("etag").and_then(|tag| Some(tag.to_str().ok()?.to_owned())))
             }
-            // Addresses hold for a while; the next attempt asks for new ones.
+            // Addresses expire after a while; the next attempt requests new ones.
             status @ (400 | 401 | 403) => Err(FetchError::Expired { url, status }),
             status => Err(FetchError::Status { url, status }),
         }
     }
 
-    /// A post to the hub, with the token; to another host without.
+    /// Sends a POST request to the hub with the token, or to another host without it.
     fn post(
         &self,
         url: &str,
@@ -456,7 +457,7 @@ impl Hub {
         request.send(body).map_err(|error| FetchError::of(&without_query(url), error))
     }
 
-    /// An address of the hub as this client knows it: a mirror passes on what names the public hub.
+    /// Rewrites an address to this client's endpoint. A mirror may return addresses of the public hub.
     fn at_endpoint(&self, url: &str) -> String {
         match url.strip_prefix(PUBLIC) {
             Some(path) => format!("{}/{path}", self.options.endpoint),
@@ -464,12 +465,12 @@ impl Hub {
         }
     }
 
-    /// Refuses answers that say no, with the hub's reason.
+    /// Turns an error status into an error with the hub's reason.
     fn accepted(&self, url: &str, mut response: ureq::http::Response<ureq::Body>) -> Result<(), FetchError> {
         self.text_of(url, &mut response).map(drop)
     }
 
-    /// An answer of the hub as what it should be.
+    /// Parses an answer of the hub.
     fn answer<T: DeserializeOwned>(
         &self,
         url: &str,
@@ -478,7 +479,7 @@ impl Hub {
         let text = self.text_of(url, &mut response)?;
         serde_json::from_str(&text).map_err(|error| FetchError::Answer {
             url: without_query(url),
-            what: format!("not the answer that belongs there: {error}"),
+            what: format!("unexpected answer: {error}"),
         })
     }
 
@@ -514,12 +515,12 @@ fn kind_of_answer(kind: &str) -> &str {
     if kind == LFS_JSON { LFS_JSON } else { "application/json" }
 }
 
-/// An address without its query, which may hold a signature.
+/// Removes the query of an address, which may contain a signature.
 fn without_query(url: &str) -> String {
     url.split('?').next().unwrap_or(url).to_owned()
 }
 
-/// Whether a file at the top of a repository has a say in which weights a reader takes.
+/// Reports whether a file at the top of a repository affects which weights a reader loads.
 fn decides_weights(name: &str) -> bool {
     name == "adapter_config.json"
         || name == "model.safetensors.index.json"
@@ -527,11 +528,11 @@ fn decides_weights(name: &str) -> bool {
         || (name.starts_with("model") && name.ends_with(".safetensors") && !name.contains('/'))
 }
 
-/// Tells how many bytes are read for the first time.
+/// Reader that reports progress for bytes read for the first time.
 struct Counted<'a, R> {
     inner: R,
     num_read: u64,
-    /// Bytes that have been told of, in this attempt or one before.
+    /// Number of bytes reported so far, in this attempt or an earlier one.
     num_told: &'a mut u64,
     on: &'a mut dyn FnMut(Step),
 }
@@ -562,7 +563,7 @@ mod tests {
         Hub { pause: Duration::from_millis(1), ..Hub::new(options) }
     }
 
-    /// A model in files of each kind: small, large in one piece, large in parts, empty.
+    /// Returns the files of a model, one of each kind: small, large in one piece, large in parts, empty.
     fn model(dir: &Path) -> Vec<(String, PathBuf)> {
         let files: [(&str, Vec<u8>); 5] = [
             ("README.md", b"---\ntags: [a]\n---\n".to_vec()),
@@ -605,7 +606,7 @@ mod tests {
         assert_eq!(bytes, 3100);
         assert_eq!(uploads(&hub.requests()), ["/part", "/part", "/part", "/whol"]);
 
-        // An identical push makes no commit; a changed file makes one with that file alone.
+        // An identical push makes no commit; a changed file makes a commit with that file alone.
         let again = me.push("me/tiny", &files, "again", &mut |_| {}).unwrap();
         assert_eq!((again.num_changed, &again.commit), (0, &pushed.commit));
         std::fs::write(dir.path().join("model-00002-of-00002.safetensors"), [8; 600]).unwrap();
@@ -622,7 +623,7 @@ mod tests {
         let files = model(dir.path());
         let me = client(&hub, Some(StandIn::TOKEN));
         me.create("me/tiny", false).unwrap();
-        // The last large file never arrives: the client ends as if it had been killed there.
+        // The last large file never arrives, as if the client had been killed there.
         hub.fail("PUT /whole", 0, ATTEMPTS);
         let error = me.push("me/tiny", &files, "a", &mut |_| {}).unwrap_err();
         assert!(matches!(error, FetchError::Network { .. }), "{error}");
@@ -654,7 +655,8 @@ mod tests {
         ]);
         me.create("me/tiny", false).unwrap();
         me.push("me/tiny", &files[3..], "weights", &mut |_| {}).unwrap();
-        // A part is sent again alone and told of once; where the address is too old, another is asked for at once.
+        // Only the failed part is sent again, and it is reported once. If the address has expired, a new one is requested at
+        // once.
         std::fs::write(&files[3].1, vec![9; 2500]).unwrap();
         std::fs::write(&files[4].1, [8; 600]).unwrap();
         fail(&[("PUT /part", 500), ("PUT /whole", 403)]);
@@ -667,7 +669,7 @@ mod tests {
             steps.iter().map(|step| if let Step::Bytes(num) = step { *num } else { 0 }).sum()
         };
         assert_eq!((bytes(&steps[..second]), bytes(&steps[second..])), (3100, 600));
-        // Somebody else's commit came first; the connection broke.
+        // Another client committed first; then the connection broke.
         fail(&[("commit/main", 412), ("commit/main", 0)]);
         assert_eq!(me.push("me/tiny", &files, "a", &mut |_| {}).unwrap().num_changed, 3);
         assert_eq!(hub.look("me/tiny", |repo| repo.messages.len()).unwrap(), 3);
@@ -691,10 +693,10 @@ mod tests {
         check(client(&hub, Some("secret")).create("me/tiny", false).unwrap_err(), "status 401");
         check(me.create("others/tiny", false).unwrap_err(), "status 403: You don't have the rights");
         check(me.push("me/none", &files, "a", &mut |_| {}).unwrap_err(), "status 404: Repository not found");
-        // What must stay private does not go where everybody reads it.
+        // A push that must stay private does not go to a public repository.
         hub.hold("me/open", &[("config.json", b"{}")]);
         check(me.create("me/open", true).unwrap_err(), "public, expected a private one");
-        // Who may not make repositories may have one to write to.
+        // An account that may not create repositories may have write access to one.
         hub.fail("repos/create", 403, 1);
         assert_eq!(me.create("me/open", false).unwrap(), "me/open");
         let gone = dir.path().join("gone.json");
@@ -734,7 +736,7 @@ mod tests {
         assert_eq!(me.at_endpoint("https://other.co/a"), "https://other.co/a");
     }
 
-    /// The Python library sees the stand-in, what is pushed and what is fetched as this client does.
+    /// The Python library and this client see the same test hub, pushes and downloads.
     #[test]
     #[ignore = "needs a Python with huggingface_hub: OMNIGRPO_PYTHON=PROGRAM"]
     fn the_python_library_agrees() {
@@ -754,7 +756,7 @@ mod tests {
         let files = model(&folder);
         let me = client(&hub, Some(StandIn::TOKEN));
 
-        // Files that one client has pushed, the other need not push.
+        // Files pushed by one client need no push by the other.
         let commit = run("0", &["push", &folder.to_string_lossy(), "me/theirs"]);
         let ours = me.push("me/theirs", &files, "by us", &mut |_| {}).unwrap();
         assert_eq!((ours.num_changed, ours.commit), (0, commit));
@@ -767,7 +769,7 @@ mod tests {
             assert_eq!(std::fs::read(down.join(name)).unwrap(), std::fs::read(path).unwrap(), "{name}");
         }
 
-        // The official client finds what this one has downloaded.
+        // The official client finds the files that this client has downloaded.
         let options = HubOptions { cache: place.path().join("cache"), ..me.options.clone() };
         let fetching = Hub::new(options);
         let dir = fetching.download("me/ours", "main", &mut |_| {}).unwrap();

@@ -101,7 +101,7 @@ impl Client {
             return Err(RewardError::Setting {
                 reward: reward.to_owned(),
                 what: format!(
-                    "{}: this build speaks http only; build with the feature `https`",
+                    "{}: this build supports only http; build with the feature `https`",
                     redacted(url)
                 ),
             });

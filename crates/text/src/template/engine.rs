@@ -1,9 +1,9 @@
-//! The threads that render a template.
+//! Threads that render a template.
 //!
-//! A template needs a large stack, and a thread with one costs more than a render. So threads are kept: each compiles the
-//! template once and then renders whatever it is asked for. There are as many as callers that rendered at the same time. They
-//! start when they are needed and end with the template. A thread whose render panicked ends, and the next call starts
-//! another.
+//! A template needs a large stack, and starting a thread with one costs more than a render. Threads are therefore reused: each
+//! compiles the template once and then renders any number of conversations. Their number is the largest number of simultaneous
+//! callers. They start on demand and end with the template. A thread whose render panics ends, and the next call starts a new
+//! one.
 
 use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -16,22 +16,22 @@ use omnigrpo_guard::{MachineFailure, guarded};
 
 use super::{MAX_OUTPUT_BYTES, guard, invalid};
 
-/// Why there is no text.
+/// Reason why a render failed.
 pub(super) enum Failure {
-    /// The template failed.
+    /// Error of the template.
     Template(Error),
-    /// The template engine panicked.
+    /// Panic of the template engine.
     Engine,
-    /// No thread could be started.
+    /// Failure to start a thread.
     NoThread(MachineFailure),
 }
 
 type Rendered = Result<String, Failure>;
 
-/// A context to render within bounds; without one the template is only compiled.
+/// Bounds and the context to render. Without a context the template is only compiled.
 type Job = (guard::Bounds, Option<Value>);
 
-/// A template's source with what it is compiled and run with.
+/// Source of a template, with the environment and the syntax for it.
 #[derive(Debug)]
 pub(super) struct Engine {
     pub(super) env: Environment<'static>,
@@ -39,18 +39,18 @@ pub(super) struct Engine {
     pub(super) source: String,
 }
 
-/// A thread that waits for jobs. It ends when this is dropped.
+/// Thread that waits for jobs. It ends when the `Worker` is dropped.
 #[derive(Debug)]
 struct Worker {
     jobs: Sender<Job>,
     answers: Receiver<Rendered>,
 }
 
-/// An [`Engine`] with its threads.
+/// [`Engine`] with its threads.
 #[derive(Debug)]
 pub(super) struct Threads {
     engine: Arc<Engine>,
-    /// Threads that nobody is using.
+    /// Idle threads.
     idle: Mutex<Vec<Worker>>,
 }
 
@@ -79,7 +79,7 @@ impl Threads {
             Some(worker) => worker,
             None => Worker::start(&self.engine).map_err(|e| Failure::NoThread(MachineFailure(e)))?,
         };
-        // A thread that is gone answers nothing.
+        // A thread that has ended does not answer.
         let answer = worker.jobs.send(job).ok().and_then(|()| worker.answers.recv().ok());
         match answer {
             Some(answer) if !matches!(answer, Err(Failure::Engine)) => {
@@ -130,7 +130,7 @@ impl Engine {
         }
     }
 
-    /// Parses and compiles the source, with bounds.
+    /// Parses the source and compiles it with bounds.
     fn compiled(&self) -> Result<CompiledTemplate<'_>, Error> {
         guard::check_source(&self.source, &self.syntax)?;
         let config = TemplateConfig {

@@ -1,13 +1,12 @@
-//! Bounds of a template's run: stack, depth of values, work, memory.
+//! Bounds on the run of a template: stack, depth of values, work and memory.
 //!
-//! The engine counts instructions, which bounds loops but not what one instruction does: a string that is appended to itself
-//! doubles, a list can hold itself, a filter takes widths of a billion. So a template is compiled, and every instruction that
-//! makes or reads whole values is replaced by a call of a function of this module, which looks at the operands first. Runs
-//! and parsing happen on threads whose stack ([`STACK_BYTES`]) is enough for the deepest value and expression that are let
-//! through.
+//! The engine counts instructions, which bounds loops but not the cost of a single instruction. A string appended to itself
+//! doubles, a list can contain itself, and a filter accepts widths of a billion. After compilation, every instruction that
+//! creates or reads whole values is therefore replaced by a call of a function in this module, which checks the operands first.
+//! Parsing and runs use threads whose stack ([`STACK_BYTES`]) suffices for the deepest permitted value and expression.
 //!
-//! Refused, all with an error that says so: chained comparisons (`a < b < c`), `*args` in filters, tests and methods,
-//! namespaces inside of lists, dicts and namespaces, filters by name in `map` other than simple ones.
+//! These are reported as errors: chained comparisons (`a < b < c`), `*args` in filters, tests and methods, namespaces inside
+//! lists, dicts and namespaces, and filters by name in `map`, except simple ones.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -20,25 +19,29 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Enough for [`MAX_TAG_TOKENS`] nested expressions and for values of [`MAX_DEPTH`]; only what is touched takes memory.
+/// Stack size of a template thread, bytes. It suffices for [`MAX_TAG_TOKENS`] nested expressions and for values of [`MAX_DEPTH`].
+/// Only the touched part takes memory.
 pub(super) const STACK_BYTES: usize = 64 << 20;
-/// Tokens between `{{` and `}}`, or `{%` and `%}`. The longest published ones have some hundred.
+/// Maximum number of tokens between `{{` and `}}`, or `{%` and `%}`. The longest published templates have about a hundred.
 const MAX_TAG_TOKENS: usize = 2_000;
-/// Multiplications in a template. Those of constants happen while it is compiled, and each can make 100 MB.
+/// Maximum number of multiplications in a template. Products of constants are computed during compilation, and each can take 100
+/// MB.
 const MAX_PRODUCTS: usize = 8;
 const MAX_DEPTH: usize = 100;
-/// Budget of a run: values looked at, and blocks of 64 bytes of text; bytes of all strings and lists it makes.
+/// Budget of a run. `work` counts visited values and blocks of 64 bytes of text; `memory` counts the bytes of all strings and
+/// lists created.
 #[derive(Clone, Copy)]
 pub(super) struct Bounds {
     work: u64,
     memory: u64,
 }
 
-/// A conversation of a thousand turns stays below these.
+/// Budget of a render, more than a conversation of a thousand turns needs.
 pub(super) const RENDER: Bounds = Bounds { work: 1 << 23, memory: 256 << 20 };
-/// For trials with conversations of a few words.
+/// Budget of a trial with a conversation of a few words.
 pub(super) const TRIAL: Bounds = Bounds { work: 1 << 20, memory: 16 << 20 };
-/// Functions that `map`, `select` and similar filters may apply to each item: results are no longer than a few times the item.
+/// Filters that `map`, `select` and similar filters may apply to each item. Their results are at most a few times as long as the
+/// item.
 const SIMPLE: [&str; 12] = [
     "trim",
     "upper",
@@ -55,11 +58,11 @@ const SIMPLE: [&str; 12] = [
 ];
 
 thread_local! {
-    /// The budget that the run on this thread has left. A thread has one run at a time.
+    /// Remaining budget of the run on this thread. A thread has one run at a time.
     static LEFT: Cell<Bounds> = const { Cell::new(RENDER) };
 }
 
-/// Begins a run with these bounds on this thread.
+/// Starts a run with these bounds on this thread.
 pub(super) fn begin(bounds: Bounds) {
     LEFT.set(bounds);
 }
@@ -71,16 +74,18 @@ fn refuse(what: impl Into<String>) -> Error {
 fn work(amount: u64) -> Result<()> {
     let left = LEFT.get();
     let work = left.work.checked_sub(amount);
-    let work = work.ok_or_else(|| refuse("takes too much work; templates are meant to be short"))?;
+    let work = work.ok_or_else(|| refuse("takes too much work; simplify the template"))?;
     LEFT.set(Bounds { work, ..left });
     Ok(())
 }
 
-/// Whether `bytes` more can be made.
+/// Returns an error if `bytes` more would exceed the budget.
 fn fits(bytes: u64) -> Result<()> {
     match LEFT.get().memory {
         left if bytes <= left => Ok(()),
-        left => Err(refuse(format!("makes too much text or too long lists; {left} bytes were left"))),
+        left => {
+            Err(refuse(format!("makes too much text or too long lists; {left} bytes of the budget remained")))
+        }
     }
 }
 
@@ -91,7 +96,7 @@ fn memory(bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// Bytes that a value would take if it were written out, about. Looking is work.
+/// Returns the approximate number of bytes of a value in written form. The traversal counts as work.
 fn size(value: &Value, depth: usize) -> Result<u64> {
     if depth > MAX_DEPTH {
         return Err(refuse(format!("nests values deeper than {MAX_DEPTH}")));
@@ -125,7 +130,7 @@ fn size_of_all(values: &[Value]) -> Result<u64> {
     values.iter().try_fold(0, |sum, value| Ok(sum + size(value, 0)?))
 }
 
-/// A value that an instruction has made: counted, and no longer lazy, so that views of views cannot pile up.
+/// Charges a newly created value to the budget and makes lazy sequences concrete, so that views of views cannot accumulate.
 fn made(value: Value) -> Result<Value> {
     if let Some(text) = value.as_str() {
         memory(text.len() as u64)?;
@@ -157,13 +162,13 @@ fn made(value: Value) -> Result<Value> {
     Ok(value)
 }
 
-/// Counts what is about to be written.
+/// Charges a value that is about to be written.
 pub(super) fn written(value: &Value, state: &State) -> Result<()> {
     let plain = value.as_str().is_some() && matches!(state.auto_escape(), AutoEscape::None);
     memory(size(value, 0)? * if plain { 1 } else { 6 })
 }
 
-/// The largest number among the arguments, by position or by name.
+/// Returns the largest number among the positional and keyword arguments.
 fn largest(args: &[Value]) -> u64 {
     let number = |value: Value| i64::try_from(value).map_or(0, i64::unsigned_abs);
     let named = |value: &Value| {
@@ -173,7 +178,7 @@ fn largest(args: &[Value]) -> u64 {
     args.iter().map(|value| number(value.clone()).max(named(value))).max().unwrap_or(0)
 }
 
-/// Checks that what a filter or method makes of its arguments can fit, before it is made.
+/// Checks in advance that the result of a filter or method fits into the budget.
 fn check_growth(name: &str, args: &[Value]) -> Result<()> {
     if matches!(name, "length" | "count") && args.len() == 1 && args[0].as_str().is_none() {
         return Ok(()); // asked once per turn of a long conversation
@@ -194,14 +199,14 @@ fn check_growth(name: &str, args: &[Value]) -> Result<()> {
         "indent" => {
             let lines = text(0).map_or(0, |text| text.lines().count()) as u64 + 1;
             let spaces = lines.saturating_mul(wide.max(text(1).map_or(0, str::len) as u64));
-            // They are made even where the text has one line and none of them is left in the result.
+            // The spaces are created even if the text has one line and none of them remains in the result.
             work(spaces / 64)?;
             size.saturating_add(spaces)
         }
-        // Lists of their own for pieces that may be one character each.
+        // Each piece is a separate list and may be as short as one character.
         "slice" | "batch" => size.saturating_add(len(0).saturating_add(wide).saturating_mul(112)),
         "format" => {
-            // Widths and precisions are in the text, or arguments where it says so.
+            // Widths and precisions are in the format text, or in arguments if it says so.
             let text = text(0).unwrap_or_default();
             let numbers = text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
             let widths =
@@ -236,7 +241,7 @@ fn check_growth(name: &str, args: &[Value]) -> Result<()> {
     fits(result)
 }
 
-/// Functions that replace operators, and operators that the engine itself evaluates.
+/// Names of the functions that replace operators, with the expressions that the engine evaluates for them.
 const OPERATORS: [(&str, &str); 10] = [
     ("+", "a + b"),
     ("~", "a ~ b"),
@@ -259,10 +264,10 @@ const SET: &str = ".=";
 const SPLAT: &str = "*args";
 const EACH: &str = "for";
 
-/// The engine without bounds, for single operators.
+/// Engine without bounds, for single operators.
 static PLAIN: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
 
-/// An error is one of the template's instruction: it has the line of that, not of the expression.
+/// Evaluates an expression. An error gets the line of the template's instruction, not a line of the expression.
 fn evaluated(expression: &'static str, operands: Value) -> Result<Value> {
     let value = PLAIN.compile_expression(expression).and_then(|expression| expression.eval(operands));
     value.map_err(|e| Error::new(e.kind(), e.detail().unwrap_or("failed").to_owned()))
@@ -283,7 +288,7 @@ fn operator(name: &str, expression: &'static str, args: &[Value]) -> Result<Valu
     made(evaluated(expression, operands)?)
 }
 
-/// A function that takes its arguments as they are: the engine's own conversions refuse keyword arguments among others.
+/// Function that receives its arguments unconverted. The engine's own conversions reject keyword arguments among others.
 struct Raw<F>(F);
 
 impl<F> std::fmt::Debug for Raw<F> {
@@ -310,7 +315,7 @@ fn add(
     env.add_global(name, Value::from_object(Raw(function)));
 }
 
-/// The arguments, and the name that the instruction had, which is the last of them.
+/// Splits off the last argument, which is the name from the instruction.
 fn named(args: &[Value]) -> Result<(&[Value], &str)> {
     let split = args.split_last().and_then(|(name, args)| Some((args, name.as_str()?)));
     split.ok_or_else(|| refuse("a call without a name"))
@@ -330,7 +335,7 @@ fn exactly<const N: usize>(args: &[Value]) -> Result<&[Value; N]> {
     args.try_into().map_err(|_| refuse(format!("{} arguments, expected {N}", args.len())))
 }
 
-/// Gives an environment the functions that guarded instructions call.
+/// Adds the functions called by guarded instructions to an environment.
 pub(super) fn install(env: &mut Environment) {
     for (name, expression) in OPERATORS {
         add(env, name, move |_, args| operator(name, expression, args));
@@ -348,7 +353,7 @@ pub(super) fn install(env: &mut Environment) {
     });
     add(env, EACH, |_, args| {
         let [of] = exactly(args)?;
-        // The characters are counted before the first is taken.
+        // The engine counts all characters before it takes the first one.
         work(of.as_str().map_or(0, str::len) as u64 / 64)?;
         Ok(of.clone())
     });
@@ -376,11 +381,11 @@ pub(super) fn install(env: &mut Environment) {
     add(env, METHOD, |state, args| {
         let (args, name) = named(args)?;
         match args {
-            // Separator and items are in reverse order in the filter.
+            // In the filter, separator and items are in reverse order.
             [at, items] if name == "join" => check_growth(name, &[items.clone(), at.clone()])?,
             _ => check_growth(name, args)?,
         }
-        let (of, args) = args.split_first().ok_or_else(|| refuse("a method of nothing"))?;
+        let (of, args) = args.split_first().ok_or_else(|| refuse("a method call without a value"))?;
         made(of.call_method(state, name, args)?)
     });
     add(env, SET, |_, args| {
@@ -406,7 +411,7 @@ pub(super) fn install(env: &mut Environment) {
     add(env, "debug", |_, _| Err(refuse("debug() is not available")));
 }
 
-/// Jinja's one thing that can be changed: attributes by name. It holds no other namespace, so nothing can hold itself.
+/// Jinja's only mutable value: attributes by name. It cannot contain another namespace, so no value can contain itself.
 #[derive(Debug, Default)]
 struct Namespace(Mutex<BTreeMap<Arc<str>, Value>>);
 
@@ -429,7 +434,7 @@ impl Object for Namespace {
     }
 }
 
-/// Bounds of a source that hold before it is parsed: parsing and compiling recurse into expressions, and multiply
+/// Checks the bounds that must hold before a source is parsed. Parsing and compilation recurse into expressions and multiply
 /// constants.
 pub(super) fn check_source(source: &str, syntax: &SyntaxConfig) -> Result<()> {
     let (mut in_tag, mut products) = (0, 0);
@@ -457,7 +462,7 @@ pub(super) fn check_source(source: &str, syntax: &SyntaxConfig) -> Result<()> {
 pub(super) fn guarded<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>> {
     use Instruction as I;
     let mut list: Vec<(u32, Instruction<'s>)> = Vec::new();
-    // Where each instruction begins now; jumps are set right afterwards.
+    // New start of each instruction; the jumps are adjusted below.
     let mut places = Vec::new();
     let splat = || refuse("*args are only supported in calls of functions and macros");
     let more = |count: &Option<u16>| count.and_then(|count| count.checked_add(1)).ok_or_else(splat);
@@ -490,11 +495,11 @@ pub(super) fn guarded<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>> 
                 set
             }
             I::PushLoop(_) => vec![call(EACH, 1), instruction.clone()],
-            // One list, counted, in place of any number of them.
+            // A single list, charged to the budget, replaces any number of lists.
             I::UnpackLists(count) => {
                 vec![call(SPLAT, u16::try_from(*count).map_err(|_| splat())?), I::UnpackLists(1)]
             }
-            // Text of the template itself counts too: a loop can collect it.
+            // The template's own text counts too, because a loop can repeat it.
             I::EmitRaw(text) => vec![I::LoadConst(Value::from_safe_string((*text).to_owned())), I::Emit],
             I::LoadConst(value) => {
                 size(value, 0)?;
@@ -526,7 +531,7 @@ pub(super) fn guarded<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>> 
             | I::JumpIfFalseOrPop(to)
             | I::JumpIfTrueOrPop(to)
             | I::BuildMacro(_, to, _) => {
-                *to = *places.get(*to as usize).ok_or_else(|| refuse("a jump to nowhere"))?;
+                *to = *places.get(*to as usize).ok_or_else(|| refuse("a jump to a missing instruction"))?;
             }
             _ => {}
         }

@@ -1,14 +1,14 @@
-//! The model's chat template, run as `transformers` runs it.
+//! Chat template of a model, run as `transformers` runs it.
 //!
-//! Jinja with `trim_blocks`, `lstrip_blocks`, loop controls, Python's string and dict methods, and the functions that
-//! `transformers` adds (`utils/chat_template_utils.py`): `raise_exception`, `strftime_now`, and a `tojson` that
-//! escapes no HTML. `{% generation %}` blocks are transparent: which tokens are trained is found without them.
+//! The dialect is Jinja with `trim_blocks`, `lstrip_blocks`, loop controls, Python's string and dict methods, and the functions
+//! that `transformers` adds (`utils/chat_template_utils.py`): `raise_exception`, `strftime_now`, and a `tojson` that does not
+//! escape HTML. `{% generation %}` blocks are transparent; the training mask does not depend on them.
 //!
-//! Templates come with models and are not trusted: they see only what is passed in, cannot read files or include other
-//! templates, and stop at bounds of instructions, recursion, nesting, work and memory (`guard`).
+//! Templates come with models and are not trusted. They see only the values passed to them and cannot read files or include other
+//! templates. Instructions, recursion, nesting, work and memory are bounded (`guard`).
 //!
-//! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not;
-//! `strftime_now` needs a time from the caller; what `guard` refuses.
+//! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not; `strftime_now`
+//! needs a time from the caller; constructs that `guard` rejects are errors.
 
 mod engine;
 mod guard;
@@ -27,27 +27,28 @@ use crate::{Result, Role, TextError};
 const MAX_TEMPLATE_BYTES: u64 = 64 << 10;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
-/// Instructions per render. A long conversation takes some ten thousand.
+/// Maximum number of instructions per render. A long conversation takes some ten thousand.
 const FUEL: u64 = 2_000_000;
 const MAX_JSON_DEPTH: usize = 64;
 const MAX_JSON_INDENT: usize = 16;
-/// Length of a message about a template that fails; the message may contain its own words.
+/// Maximum length of the error message of a failed template. The message may contain the template's own text.
 const MAX_MESSAGE_CHARS: usize = 1_000;
 
 const BUILT_IN: &str = include_str!("qwen.jinja");
 
-/// Where a template came from.
+/// Source of a template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TemplateOrigin {
-    /// `chat_template.jinja`.
+    /// File `chat_template.jinja`.
     JinjaFile,
-    /// `chat_template.json`.
+    /// File `chat_template.json`.
     JsonFile,
-    /// `chat_template` in `tokenizer_config.json`.
+    /// Key `chat_template` in `tokenizer_config.json`.
     TokenizerConfig,
-    /// The directory has none: the built-in template in the format of the Qwen2-VL models. Worth a warning.
+    /// Built-in template in the format of the Qwen2-VL models, for a directory without a template. Callers should print a
+    /// warning.
     BuiltIn,
-    /// Given by the caller.
+    /// Text passed by the caller.
     Given,
 }
 
@@ -63,32 +64,32 @@ impl fmt::Display for TemplateOrigin {
     }
 }
 
-/// The shape of `content` that a template reads.
+/// Form of `content` that a template expects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ContentForm {
-    /// `[{"type": "text", "text": …}, {"type": "image"}, …]`.
+    /// List of parts: `[{"type": "text", "text": …}, {"type": "image"}, …]`.
     Parts,
-    /// One string.
+    /// Single string.
     Text,
 }
 
-/// A compiled chat template.
+/// Compiled chat template.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     threads: Arc<engine::Threads>,
     origin: TemplateOrigin,
-    /// For system, user, assistant.
+    /// Content forms for system, user and assistant turns.
     forms: [ContentForm; 3],
 }
 
 impl ChatTemplate {
-    /// The template of the model in `dir`: `chat_template.jinja`, `chat_template.json`, `chat_template` of
-    /// `tokenizer_config.json` (of several named ones, `default`), else the built-in one, which
-    /// [`origin`](Self::origin) tells.
+    /// Loads the template of the model in `dir`: `chat_template.jinja`, `chat_template.json`, or `chat_template` of
+    /// `tokenizer_config.json` (of several named ones, `default`). Without any of these it uses the built-in template.
+    /// [`origin`](Self::origin) returns the source.
     ///
     /// # Errors
-    /// [`TextError::Read`], [`TextError::TooLarge`], [`TextError::BadFile`]; [`TextError::Template`] if it does not
-    /// compile.
+    /// Returns [`TextError::Read`], [`TextError::TooLarge`] or [`TextError::BadFile`] if a file cannot be used, and
+    /// [`TextError::Template`] if the template does not compile.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("chat_template.jinja");
         if let Some(bytes) = read_limited(&path, MAX_TEMPLATE_BYTES)? {
@@ -129,7 +130,7 @@ impl ChatTemplate {
     /// Compiles a template given as text.
     ///
     /// # Errors
-    /// [`TextError::Template`] if it does not compile.
+    /// Returns [`TextError::Template`] if it does not compile.
     pub fn from_source(source: &str) -> Result<Self> {
         Self::compile(source, TemplateOrigin::Given)
     }
@@ -154,13 +155,13 @@ impl ChatTemplate {
             }
         });
         guard::install(&mut env);
-        // In Python None is no empty list.
+        // In Python, None is not iterable.
         env.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
         env.add_filter("tojson", tojson);
         env.add_function("raise_exception", |message: String| -> std::result::Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        // Jinja2 reads every kind of line end as one.
+        // Jinja2 treats every kind of line ending alike.
         let source = without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n");
         let threads = Arc::new(engine::Threads::new(engine::Engine { env, syntax, source }));
         let mut template = ChatTemplate { threads, origin, forms: [ContentForm::Parts; 3] };
@@ -169,12 +170,12 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// Where it came from.
+    /// Returns the source of the template.
     pub fn origin(&self) -> TemplateOrigin {
         self.origin
     }
 
-    /// The template's text, without `{% generation %}` tags.
+    /// Returns the template's text, without `{% generation %}` tags.
     pub fn source(&self) -> &str {
         self.threads.source()
     }
@@ -183,7 +184,7 @@ impl ChatTemplate {
         self.forms[role as usize]
     }
 
-    /// Runs the template. `messages` is the list of messages; `variables` is everything else it may see.
+    /// Runs the template with the list `messages` and all other `variables`.
     pub(crate) fn run(
         &self,
         messages: &serde_json::Value,
@@ -205,8 +206,8 @@ impl ChatTemplate {
         let strftime_now =
             Value::from_function(move |format: String| -> std::result::Result<String, Error> {
                 let failed = |why: String| Error::new(ErrorKind::InvalidOperation, why);
-                let now =
-                    now.ok_or_else(|| failed("asks for the current time, but none was given".to_owned()))?;
+                let now = now
+                    .ok_or_else(|| failed("reads the current time, but the caller passed none".to_owned()))?;
                 jiff::fmt::strtime::format(&format, now)
                     .map_err(|e| failed(format!("strftime_now({format:?}): {e}")))
             });
@@ -233,7 +234,7 @@ impl ChatTemplate {
     }
 
     fn error(&self, error: &Error) -> TextError {
-        // Kept as text, not as a source: a template is a stranger's, and its messages are unbounded.
+        // Stored as text, not as the source of the error: the template is untrusted, and its messages can be arbitrarily long.
         let mut problem = omnigrpo_guard::told(error);
         if let Some((end, _)) = problem.char_indices().nth(MAX_MESSAGE_CHARS) {
             problem.truncate(end);
@@ -246,8 +247,8 @@ impl ChatTemplate {
         TextError::Template { origin: self.origin.to_string(), problem }
     }
 
-    /// Templates of text-only models read `content` as a string, those of multimodal models as a list; some do one for
-    /// the system turn and the other for the rest. The template itself is asked.
+    /// Determines the form of `content` for each role by rendering a probe. Templates of text-only models read a string, those of
+    /// multimodal models a list. Some read one form for the system turn and the other for the remaining turns.
     fn probe_forms(&self) -> [ContentForm; 3] {
         const PROBE: &str = "omnigrpo-probe";
         let list = serde_json::json!([{"type": "text", "text": PROBE}]);
@@ -256,10 +257,10 @@ impl ChatTemplate {
             ContentForm::Parts => serde_json::json!([{"type": "text", "text": text}]),
             ContentForm::Text => text.clone(),
         };
-        // (writes the text once, writes a key of the list's items)
+        // Returns (writes the text once, writes a key of the list's items).
         let shows = |messages: serde_json::Value| {
             let now = Some(jiff::civil::DateTime::default());
-            // Added to a text, an undefined token would be an error.
+            // Concatenating an undefined token with a text would be an error.
             let tokens = ["bos_token", "eos_token", "pad_token", "unk_token"];
             let tokens = tokens.map(|token| (token.to_owned(), serde_json::json!(""))).into_iter().collect();
             let output = self.run_within(guard::TRIAL, &messages, false, &tokens, now).unwrap_or_default();
@@ -287,8 +288,8 @@ impl ChatTemplate {
     }
 }
 
-/// `{% generation %}` marks assistant text for `transformers`. As a condition that always holds it leaves the same text
-/// and the same whitespace.
+/// Replaces `{% generation %}` tags, which mark assistant text for `transformers`, by a condition that always holds. The text and
+/// the white space stay the same.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -313,7 +314,7 @@ fn without_generation_tags(source: &str) -> String {
     out
 }
 
-/// Python's `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
+/// Implements Python's `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
 fn tojson(value: &Value, options: Kwargs) -> std::result::Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     if indent.is_some_and(|indent| indent > MAX_JSON_INDENT) {
@@ -373,7 +374,7 @@ impl JsonFormat {
                 }
                 self.write_items(out, '{', '}', depth, &keys, |out, key| {
                     let name =
-                        key.as_str().ok_or_else(|| invalid(format!("tojson: key {key} is no string")))?;
+                        key.as_str().ok_or_else(|| invalid(format!("tojson: key {key} is not a string")))?;
                     self.write_string(out, name);
                     out.push_str(&self.separators.1);
                     self.write(out, &value.get_item(key)?, depth + 1)
@@ -437,7 +438,7 @@ impl JsonFormat {
     }
 }
 
-/// Python's `repr` of a float: the shortest digits, an exponent below 1e-4 and from 1e16.
+/// Formats a float like Python's `repr`: the shortest digits, with an exponent below 1e-4 and from 1e16.
 fn python_float(x: f64) -> String {
     if x.is_nan() {
         return "NaN".to_owned();
@@ -467,7 +468,7 @@ mod tests {
 
     #[test]
     fn tojson_writes_what_python_writes() {
-        // python3 -c 'import json; print(json.dumps(x, ensure_ascii=False))' and the options named.
+        // Expected values: python3 -c 'import json; print(json.dumps(x, ensure_ascii=False))' with the options named.
         let x = json!({"b": [1, 2.0, -0.5, 1e-5, 1e16, 1.5e300], "a": "é<\"\\\n\u{1}\u{7f}>", "n": null, "t": true,
             "e": [], "f": {}});
         let plain = "{\"b\": [1, 2.0, -0.5, 1e-05, 1e+16, 1.5e+300], \"a\": \"é<\\\"\\\\\\n\\u0001\u{7f}>\", \
@@ -506,7 +507,7 @@ mod tests {
         let empty = serde_json::Map::new();
         assert_eq!(template.run(&json!([]), false, &empty, Some(now)).unwrap(), "26 Jul 2024");
         let error = template.run(&json!([]), false, &empty, None).unwrap_err().to_string();
-        assert!(error.contains("none was given"), "{error}");
+        assert!(error.contains("the caller passed none"), "{error}");
     }
 
     #[test]
@@ -527,7 +528,7 @@ mod tests {
         }
     }
 
-    /// Each of these ended the process, or took minutes, with the engine's own limits alone.
+    /// With only the engine's own limits, each of these ended the process or took minutes.
     #[test]
     fn hostile_templates_end_with_an_error() {
         let repeat = |piece: &str, n: usize| piece.repeat(n);
@@ -680,7 +681,7 @@ mod tests {
         assert!(error.contains(":2)"), "the line is named: {error}");
     }
 
-    /// Goes through tools and a long conversation as the templates of Llama 3 and Qwen3 do.
+    /// Iterates over tools and a long conversation as the templates of Llama 3 and Qwen3 do.
     #[test]
     fn long_conversations_with_tools_stay_within_the_bounds() {
         let source = "{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\
@@ -703,8 +704,8 @@ mod tests {
         assert_eq!(text.matches("\"name\": \"f\"").count(), 50);
     }
 
-    /// Published templates (`*.jinja` in the directory) render within the bounds, and as `expected.json` beside them says,
-    /// which `transformers` wrote: `"FILE|PARTS|TOOLS"` → text, null where it failed.
+    /// Published templates (`*.jinja` in the directory) render within the bounds and match `expected.json` beside them.
+    /// `transformers` wrote that file: `"FILE|PARTS|TOOLS"` → text, or null if it failed.
     #[test]
     #[ignore = "needs published templates: OMNIGRPO_TEMPLATES=DIR"]
     fn published_templates_render_as_in_transformers() {
@@ -740,7 +741,7 @@ mod tests {
         assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), expected.len(), wrong.join("\n"));
     }
 
-    /// A thread for each caller at a time, and none for each render. What a render has used up is not missing from the next.
+    /// There is one thread per simultaneous caller, not per render. Each render starts with a full budget.
     #[test]
     fn threads_are_kept_from_render_to_render() {
         let template = ChatTemplate::from_source("{{ messages[0].content }}{{ 'x' * n }}").unwrap();
@@ -756,7 +757,7 @@ mod tests {
         assert_eq!(template.threads.num_idle(), 1, "the one that compiled it");
         for _ in 0..5 {
             assert_eq!(run(3).unwrap(), "hixxx");
-            // Nearly all of the memory that a render has, each time; and too much.
+            // Each render uses nearly its whole memory budget; the next one exceeds it.
             assert_eq!(run(60 << 20).unwrap().len(), 2 + (60 << 20));
             let error = run(1 << 40).unwrap_err().to_string();
             assert!(error.contains("makes too much text"), "{error}");
@@ -769,13 +770,13 @@ mod tests {
         });
         let kept = template.threads.num_idle();
         assert!((1..=4).contains(&kept), "{kept}");
-        // They end with the template. Other tests have threads of that name, so these are only looked for where there are none.
+        // Threads end with the template. Threads of other tests have the same name, so only a minimum is checked.
         if cfg!(target_os = "linux") {
             assert!(names() >= kept);
         }
     }
 
-    /// The engine panics in one render: that is its error, and the next has a new thread.
+    /// The engine panics in one render, which returns an error. The next render gets a new thread.
     #[test]
     fn a_thread_that_fails_is_replaced() {
         let mut env = Environment::new();
@@ -793,7 +794,8 @@ mod tests {
         assert_eq!(run(false).ok().unwrap(), "good");
     }
 
-    /// Prints the cost of a render beside one on a thread of its own. `cargo test -p omnigrpo-text --lib -- --ignored --nocapture cost`
+    /// Prints the cost of a render, compared with a render on a new thread. `cargo test -p omnigrpo-text --lib -- --ignored
+    /// --nocapture cost`
     #[test]
     #[ignore = "prints times"]
     fn cost_of_a_render() {

@@ -325,7 +325,7 @@ fn moments_and_states_that_cannot_be_are_refused() {
     with("order", json!({ "epoch": 0, "index": 99, "skipped": [] }));
     sign(&one);
     let message = told(&run(new()).unwrap_err());
-    assert!(message.contains("saved data position is index 99 of an epoch with 6 rows"), "{message}");
+    assert!(message.contains("saved data position is index 99, but the epoch has 6 rows"), "{message}");
     assert_eq!(steps(&out), [1.0], "the logs are as they were");
     std::fs::write(&path, state.to_string()).unwrap();
     sign(&one);
