@@ -63,7 +63,8 @@ def digest(path):
             row = json.loads(line)
             kept = {k: v for k, v in row.items() if not any(t in k for t in TIMES)} if isinstance(row, dict) else row
             text += json.dumps(kept, sort_keys=True) + "\n"
-        data = text.encode()
+        # Rollouts name media by their whole path.
+        data = text.replace(str(GOLDEN), "golden").encode()
     else:
         data = path.read_bytes()
     return hashlib.sha256(data).hexdigest()[:16]
@@ -90,7 +91,9 @@ def run(binary, work, name, verb, model, flags):
             row["conversations"] = [{"from": "human", "value": row.pop("problem")}, {"from": "gpt", "value": row["solution"]}]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [str(binary), verb, "--model_name_or_path", str(place)]
-    line += ["--image_folders", str(GOLDEN / "media"), "--video_folders", str(GOLDEN / "media"), "--audio_folders", str(GOLDEN / "media")]
+    line += ["--image_folders", str(GOLDEN / "media"), "--video_folders", str(GOLDEN / "media")]
+    if model.startswith("humanomni"):
+        line += ["--audio_folders", str(GOLDEN / "media")]
     if verb in ("train", "sft"):
         line += ["--train_file", str(work / "rows.jsonl"), "--output_dir", str(out / "run"), "--max_prompt_length", "400"]
     else:
