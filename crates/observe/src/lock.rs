@@ -29,23 +29,26 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Creates the directory if necessary and locks it. `holder` describes this process to others. If it begins with `process
-    /// ID`,
-    /// other processes wait a few seconds for a process that is exiting.
+    /// Creates the directory if necessary and locks it. `holder` describes this process to others. If it begins with
+    /// `process ID`, other processes wait a few seconds for a process that is exiting.
     ///
     /// # Errors
     /// Returns [`Error::Locked`] if another process keeps the lock, or an error if the directory cannot be written.
     pub fn acquire(root: &Path, holder: &str) -> Result<Self, Error> {
-        fs::create_dir_all(root).map_err(|source| Error::io("create the directory", root, source))?;
         let path = root.join(NAME);
-        let options = &mut File::options();
-        let options = options.read(true).write(true).create(true).truncate(false);
-        let file = inside::open_to_write(&path, options);
-        let mut file = file.map_err(|source| Error::io("open", &path, source))?;
+        let open = || {
+            fs::create_dir_all(root).map_err(|source| Error::io("create the directory", root, source))?;
+            let options = &mut File::options();
+            let options = options.read(true).write(true).create(true).truncate(false);
+            inside::open_to_write(&path, options).map_err(|source| Error::io("open", &path, source))
+        };
+        let mut file = open()?;
         let started = Instant::now();
         let exclusive = loop {
             match file.try_lock() {
-                Ok(()) => break true,
+                Ok(()) if is_at(&file, &path) => break true,
+                // Somebody deleted the directory in the meantime; another process may lock a new file.
+                Ok(()) => file = open()?,
                 Err(TryLockError::WouldBlock) => {
                     let holder = read_holder(&path);
                     let patience = if is_ending(&holder) { ENDING } else { GRACE };
@@ -77,6 +80,20 @@ impl RunLock {
     pub fn is_exclusive(&self) -> bool {
         self.exclusive
     }
+}
+
+/// Returns true if `path` still names the open file.
+#[cfg(unix)]
+fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let id = |found: io::Result<fs::Metadata>| found.map(|m| (m.dev(), m.ino())).ok();
+    id(file.metadata()).is_some_and(|own| Some(own) == id(fs::symlink_metadata(path)))
+}
+
+/// Returns true: the system does not delete an open file.
+#[cfg(not(unix))]
+fn is_at(_: &File, _: &Path) -> bool {
+    true
 }
 
 /// Returns the holder's text. It is empty if the file cannot be read; the lock is refused either way.
@@ -127,6 +144,25 @@ mod tests {
         drop(first);
         let second = RunLock::acquire(&root, "process 9").unwrap();
         assert_eq!(fs::read_to_string(root.join(NAME)).unwrap(), "process 9", "the old name is gone");
+        drop(second);
+    }
+
+    /// The second process waits for the lock while somebody deletes the directory.
+    #[cfg(unix)]
+    #[test]
+    fn a_lock_on_a_deleted_file_is_not_taken() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().join("run");
+        let first = RunLock::acquire(&root, "process").unwrap();
+        let waiting = std::thread::spawn({
+            let root = root.clone();
+            move || RunLock::acquire(&root, "second")
+        });
+        std::thread::sleep(GRACE / 4);
+        fs::remove_dir_all(&root).unwrap();
+        drop(first);
+        let second = waiting.join().unwrap().unwrap();
+        assert!(matches!(RunLock::acquire(&root, "third"), Err(Error::Locked { .. })));
         drop(second);
     }
 
