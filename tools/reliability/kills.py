@@ -63,7 +63,8 @@ CASES = [
     ("best checkpoint", F32, TRAIN + STEPS + EVAL + " --save_strategy best", "kill"),
     ("two checkpoints kept", F32, TRAIN + RUN + " --save_total_limit 2", "kill"),
     ("models only", F32, TRAIN + RUN + " --save_only_model", "kill"),
-    ("two starts at once", F32, TRAIN + RUN, "twice"),
+    # A second start waits a moment for the first, so the first must live longer than that.
+    ("two starts at once", F32, TRAIN + RUN.replace("{steps}", "200"), "twice"),
     ("full disk", F32, TRAIN + RUN + EVAL, "full"),
     ("generate", F32, "generate --input many.jsonl --num_generations 2 --temperature 0.7 --batch_size 2" + SMALL, "answers"),
     ("eval", F32, "eval --eval_file many.jsonl --reward_funcs random,accuracy --batch_size 2" + SMALL, "answers"),
