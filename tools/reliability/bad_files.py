@@ -61,17 +61,12 @@ VALUES = [
 
 
 def checkpoint(into, name):
-    """A directory `m` of links to a checkpoint's files; what a case changes is replaced."""
-    for path in (CHECKPOINTS / name).rglob("*"):
-        if path.is_file():
-            link = into / "m" / path.relative_to(CHECKPOINTS / name)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path)
-    return into / "m"
+    """A copy of a checkpoint in the directory `m`, whose files a case replaces."""
+    return shutil.copytree(CHECKPOINTS / name, into / "m")
 
 
 def put(path, content):
-    """Writes a file in place of a link."""
+    """Replaces a file."""
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
