@@ -1,10 +1,11 @@
-//! `bertscore`: how much of a text and its reference mean the same, token by token.
+//! `bertscore`: similarity of meaning between a text and its reference, measured token by token.
 //!
-//! Each token is matched with the most similar token on the opposite side by the cosine of contextual embeddings;
-//! the mean over the candidate's tokens is precision, over the reference's recall. Start and end tokens can be matched
-//! but have no weight. Source: arXiv 1904.09675 and its package `bert_score` 0.3.13, whose numbers these are.
-//! Difference: sequences are not padded, so a token all of whose similarities are negative keeps its best one, where
-//! the package may take the 0 of the padding.
+//! Each token is matched with the most similar token of the other text, by the cosine of contextual embeddings. The mean over the
+//! candidate's tokens is the precision, the mean over the reference's tokens the recall. Start and end tokens can be matched but
+//! have
+//! no weight. Source: arXiv 1904.09675 and its package `bert_score` 0.3.13, whose values these are.
+//! Difference: sequences are not padded. A token with only negative similarities keeps the largest of them, where the package may
+//! take the 0 of a padding token.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -20,12 +21,12 @@ use crate::sentence::framed;
 use crate::table::ScorerOptions;
 
 const NAME: &str = "bertscore";
-/// Texts encoded at once.
+/// Number of texts encoded in one batch.
 const TEXTS_AT_ONCE: usize = 16;
-/// A baseline file has a line per layer.
+/// Maximum size of a baseline file in bytes. The file has one line per layer.
 const MAX_BASELINE_BYTES: u64 = 1 << 20;
 
-/// Precision, recall and their harmonic mean, at most 1 before rescaling.
+/// Precision, recall and their harmonic mean. Each is at most 1 before rescaling.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BertScore {
     /// Precision over the candidate's tokens.
@@ -36,7 +37,7 @@ pub struct BertScore {
     pub f1: f64,
 }
 
-/// A text encoder that compares texts.
+/// A text encoder that scores the similarity of texts.
 pub struct BertScorer {
     bert: Bert,
     tokenizer: Tokenizer,
@@ -52,17 +53,17 @@ struct Idf {
     counts: HashMap<u32, f64>,
 }
 
-/// A text's tokens and their embeddings `[t, c]`, each of length 1.
+/// Tokens of a text and their embeddings `[t, c]`, each of length 1.
 struct Embedded {
     ids: Vec<u32>,
     rows: Vec<f32>,
 }
 
 impl BertScorer {
-    /// Loads a directory. `layer` blocks give the embeddings, all by default.
+    /// Loads a directory. The embeddings are the output of the first `layer` blocks, or of all blocks by default.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, more layers than there are.
+    /// Returns an error if a file is unreadable, the architecture is unsupported, or the model has fewer than `layer` blocks.
     pub fn load(dir: &Path, layer: Option<usize>, dtype: WeightDtype) -> Result<Self> {
         let bert = Bert::load(dir, dtype)?;
         let layers = bert.config().sizes.layers;
@@ -76,10 +77,10 @@ impl BertScorer {
         Ok(Self { bert, tokenizer, layer, frame, idf: None, baseline: None })
     }
 
-    /// Weighs every token by the logarithm of how few of `texts` have it.
+    /// Weights every token by its inverse document frequency in `texts`.
     ///
     /// # Errors
-    /// A text that cannot be tokenised.
+    /// Returns an error if a text cannot be tokenised.
     pub fn with_idf(mut self, texts: &[&str]) -> Result<Self> {
         let mut counts = HashMap::new();
         for text in texts {
@@ -90,10 +91,10 @@ impl BertScorer {
         Ok(self)
     }
 
-    /// Rescales by the scores of random pairs: a file of `LAYER,P,R,F` lines, as the package's.
+    /// Rescales scores by the scores of random pairs, from a file of `LAYER,P,R,F` lines in the package's format.
     ///
     /// # Errors
-    /// A file without the layer, numbers that are none.
+    /// Returns an error if the file has no line for the layer, or a value is not a number.
     pub fn with_baseline(mut self, path: &Path) -> Result<Self> {
         let fail = |what: String| ScorerError::File { path: path.to_path_buf(), what };
         let size = std::fs::metadata(path).map_err(ScorerError::io(path))?.len();
@@ -116,10 +117,10 @@ impl BertScorer {
         Ok(self)
     }
 
-    /// Scores of candidates, each against its references; by each number the best reference counts.
+    /// Scores each candidate against its references. Each value is that of the best reference.
     ///
     /// # Errors
-    /// A text that cannot be tokenised.
+    /// Returns an error if a text cannot be tokenised.
     pub fn score(&self, pairs: &[(&str, Vec<&str>)]) -> Result<Vec<BertScore>> {
         let mut texts: Vec<&str> = Vec::new();
         let mut places: HashMap<&str, usize> = HashMap::new();
@@ -172,7 +173,7 @@ impl BertScorer {
         let c = self.bert.config().sizes.hidden;
         let frame = self.frame.len();
         let (mut precision, mut recall, mut f1) = (0.0, 0.0, 0.0);
-        // A text of nothing means nothing.
+        // A text without tokens scores 0.
         if candidate.ids.len() > frame && reference.ids.len() > frame {
             let mut best_p = vec![f64::NEG_INFINITY; candidate.ids.len()];
             let mut best_r = vec![f64::NEG_INFINITY; reference.ids.len()];
@@ -198,7 +199,7 @@ impl BertScorer {
         BertScore { precision, recall, f1 }
     }
 
-    /// The weighted mean; 0 where no token has weight.
+    /// Returns the weighted mean, or 0 if no token has a weight.
     fn mean(&self, ids: &[u32], values: &[f64]) -> f64 {
         let weight = |id: &u32| match &self.idf {
             Some(idf) => {
@@ -221,7 +222,7 @@ fn best(a: BertScore, b: BertScore) -> BertScore {
     BertScore { precision: a.precision.max(b.precision), recall: a.recall.max(b.recall), f1: a.f1.max(b.f1) }
 }
 
-/// F1 of the `<explain>` text with the best reference, cut to [0, 1]; `None` for a row without references.
+/// F1 of the `<explain>` text with the best reference, clamped to [0, 1]. A row without references has the value `None`.
 struct BertScoreReward(BertScorer);
 
 pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {

@@ -1,7 +1,7 @@
-//! How well a text fits a picture: the cosine of their CLIP features.
+//! Agreement of a text with a picture: the cosine of their CLIP features.
 //!
-//! Source: CLIPScore (arXiv 2104.08718) as torchmetrics computes it for the ViVQA-X project, 100 · cosine cut at 0. The
-//! text tower may be another one than CLIP's ([`SentenceEncoder`]), which matters for Vietnamese: CLIP's own was taught
+//! Source: CLIPScore (arXiv 2104.08718), computed as in torchmetrics for the ViVQA-X project: 100 · cosine, at least 0. The text
+//! tower may differ from CLIP's own ([`SentenceEncoder`]). This matters for Vietnamese, since CLIP's own tower was trained on
 //! English.
 
 use std::collections::{HashMap, VecDeque};
@@ -19,12 +19,12 @@ use omnigrpo_text::Tokenizer;
 use crate::error::{Result, ScorerError};
 use crate::sentence::{SentenceEncoder, framed};
 
-/// Pictures whose features are kept, the first to come being the first to go. A feature is a few hundred numbers.
+/// Maximum number of pictures with cached features. The oldest is dropped first. A feature has a few hundred numbers.
 const CACHED_PICTURES: usize = 4096;
-/// Texts encoded at once.
+/// Number of texts encoded in one batch.
 const TEXTS_AT_ONCE: usize = 32;
 
-/// CLIP with one of the text towers.
+/// CLIP with its own or another text tower.
 pub struct ClipScorer {
     clip: Clip,
     pixels: ClipPixels,
@@ -37,7 +37,7 @@ enum TextTower {
     Other(Box<SentenceEncoder>),
 }
 
-/// A picture file as it was when it was read.
+/// Path, size and modification time of a picture file when it was read.
 type FileKey = (PathBuf, u64, Option<SystemTime>);
 
 #[derive(Default)]
@@ -47,10 +47,11 @@ struct Cache {
 }
 
 impl ClipScorer {
-    /// Loads a CLIP directory, and the directory of another text tower if there is one.
+    /// Loads a CLIP directory and, if given, the directory of another text tower.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, a text tower of another space.
+    /// Returns an error if a file is unreadable, the architecture is unsupported, or the text tower has a different feature
+    /// space.
     pub fn load(dir: &Path, text_dir: Option<&Path>, dtype: WeightDtype) -> Result<Self> {
         let clip = Clip::load(dir, dtype)?;
         let pixels = processor(dir, clip.config().picture.side_px)?;
@@ -67,7 +68,7 @@ impl ClipScorer {
                 }
                 TextTower::Other(Box::new(encoder))
             }
-            // `vocab.json` and `merges.txt` alone would be read by the rules of another model.
+            // With only `vocab.json` and `merges.txt`, the tokenizer would use the rules of another model.
             None if !dir.join("tokenizer.json").is_file() => {
                 let what = "tokenizer.json is missing; save the tokenizer again with `transformers`".into();
                 return Err(ScorerError::File { path: dir.to_path_buf(), what });
@@ -77,10 +78,10 @@ impl ClipScorer {
         Ok(Self { clip, pixels, text, cache: Mutex::default() })
     }
 
-    /// Features of a picture, of length 1; kept for the next time.
+    /// Returns the features of a picture, with length 1, and caches them.
     ///
     /// # Errors
-    /// A file that is no readable picture.
+    /// Returns an error if the file is not a readable picture.
     pub fn picture(&self, path: &Path) -> Result<Arc<[f32]>> {
         let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let read = |source| MediaError::Read { path: path.to_path_buf(), source };
@@ -90,7 +91,7 @@ impl ClipScorer {
             return Ok(Arc::clone(features));
         }
         let pixels = self.pixels.pixels(&load_image(path, &Limits::default())?)?;
-        // One by one, so that features do not depend on which other pictures were not in the cache.
+        // Pictures are encoded one by one, so that features do not depend on which pictures were cached.
         let features: Arc<[f32]> =
             normalised(self.clip.picture_features(&pixels, 1, &Pass::default())?.into_vec()).into();
         let mut cache = lock();
@@ -105,10 +106,10 @@ impl ClipScorer {
         Ok(features)
     }
 
-    /// Features of texts, each of length 1. A text that is too long for the tower is cut.
+    /// Returns the features of texts, each with length 1. A text that is too long for the tower is truncated.
     ///
     /// # Errors
-    /// A text that cannot be tokenised.
+    /// Returns an error if a text cannot be tokenised.
     pub fn texts(&self, texts: &[&str]) -> Result<Vec<Vec<f32>>> {
         let mut out = Vec::with_capacity(texts.len());
         for some in texts.chunks(TEXTS_AT_ONCE) {
@@ -132,13 +133,13 @@ fn normalised(mut features: Vec<f32>) -> Vec<f32> {
     features
 }
 
-/// 100 · cosine of features of length 1, cut at 0.
+/// Returns 100 · cosine of features with length 1, at least 0.
 pub(crate) fn clip_score(text: &[f32], picture: &[f32]) -> f64 {
     let cosine: f64 = text.iter().zip(picture).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
     (100.0 * cosine).max(0.0)
 }
 
-/// Reads `preprocessor_config.json`; missing keys, or a missing file, have the published CLIP's values.
+/// Reads `preprocessor_config.json`. Missing keys, or a missing file, get the values of the published CLIP.
 fn processor(dir: &Path, side_px: usize) -> Result<ClipPixels> {
     let path = dir.join("preprocessor_config.json");
     let side = u32::try_from(side_px).unwrap_or(u32::MAX);
@@ -166,7 +167,7 @@ fn processor(dir: &Path, side_px: usize) -> Result<ClipPixels> {
     if json.number("resample", 3.0)? != 3.0 {
         return Err(fail("resample is not 3 (bicubic)".into()));
     }
-    // A number in old files, an object in new ones.
+    // The value is a number in old files and an object in new ones.
     let length = |key: &str, part: &str| -> Result<u32> {
         let value = match json.get(key) {
             Some(given) if given.is_object() => json.required_section(key)?.size(part, None)?,

@@ -7,7 +7,7 @@ use omnigrpo_rewards::RewardError;
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ScorerError {
-    /// A file of a scorer's directory does not say what it should.
+    /// A file of a scorer's directory has an unexpected content.
     #[error("{}: {what}", path.display())]
     File {
         /// The file or directory.
@@ -20,10 +20,10 @@ pub enum ScorerError {
     Io {
         /// The file.
         path: PathBuf,
-        /// The system's reason.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// A file of a scorer's directory is not the JSON it should be.
+    /// A file of a scorer's directory is not valid JSON of the expected structure.
     #[error("{} is not the JSON that is expected of it", path.display())]
     Json {
         /// The file.
@@ -31,7 +31,7 @@ pub enum ScorerError {
         /// The parser's message, with line and column.
         source: serde_json::Error,
     },
-    /// A setting is missing, or does not fit the model.
+    /// A setting is missing or does not fit the model.
     #[error("reward `{reward}`: {what}")]
     Setting {
         /// The reward.
@@ -53,7 +53,7 @@ pub enum ScorerError {
     Op(#[from] omnigrpo_ops::Error),
 }
 
-/// The crate's result.
+/// Result type of this crate.
 pub type Result<T, E = ScorerError> = std::result::Result<T, E>;
 
 impl ScorerError {
@@ -61,7 +61,7 @@ impl ScorerError {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
-    /// Converts into the error of a reward about a complete batch.
+    /// Converts the error into that of a reward for a complete batch.
     pub(crate) fn of_batch(self, reward: impl Into<String>) -> RewardError {
         RewardError::Failed { reward: reward.into(), source: self.into() }
     }

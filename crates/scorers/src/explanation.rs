@@ -1,14 +1,23 @@
-//! `explanation`: `w · clip + (1 − w) · cider`, both cut to [0, 1].
+//! `explanation`: `w · clip + (1 − w) · cider`, both clamped to [0, 1].
 //!
-//! Source: the ViVQA-X project's reward of explanations, w = 0.5. The text is that of the completion's first `<explain>`
-//! tag. CLIP score: 100 · cosine of text and the row's first picture, of which (score − 15) / 20 counts. CIDEr: that of
-//! the `cider` reward, over 10.
+//! Source: the explanation reward of the ViVQA-X project, with w = 0.5. The text is the content of the completion's first
+//! `<explain>`
+//! tag. The CLIP part is (score − 15) / 20, where the score is 100 · cosine of the text and the row's first picture. The CIDEr
+//! part
+//! is the value of the `cider` reward divided by 10.
 //!
-//! Differences by design, each of which the source's numbers need: document frequencies are those of the training
-//! references (in the source those of the batch, which makes CIDEr 0 whenever a batch is one prompt); all references count;
-//! the CLIP part is cut at 1 too; scores are not stretched over the batch (which forces a 0 and a 1 into every batch and
-//! lets a reward depend on its neighbours); no explanation earns 0, where CLIP would still like the empty text. The option
-//! `explanation_compat` brings the source's counting, stretching and missing cut back.
+//! Deliberate differences from the source:
+//!
+//! * Document frequencies are those of the training references. The source counts within a batch, so CIDEr is 0 for a batch of
+//!   one
+//!   prompt.
+//! * All references count.
+//! * The CLIP part is limited to 1.
+//! * Scores are not stretched over the batch. Stretching gives every batch a 0 and a 1, and makes a reward depend on its
+//!   neighbours.
+//! * A missing explanation earns 0, although CLIP gives an empty text a positive score.
+//!
+//! The option `explanation_compat` restores the source's counting and stretching, and removes the limit.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,7 +31,7 @@ use crate::error::{Result, ScorerError};
 use crate::table::ScorerOptions;
 
 const NAME: &str = "explanation";
-/// CLIP scores of unrelated and of fitting texts.
+/// CLIP score of unrelated texts, which earns 0. A score of `CLIP_FLOOR + CLIP_SPAN` earns 1.
 const CLIP_FLOOR: f64 = 15.0;
 const CLIP_SPAN: f64 = 20.0;
 
@@ -78,7 +87,7 @@ impl Reward for Explanation {
             .map(|(input, clip)| {
                 let cider = self.cider_part(input)?;
                 let clip = clip?.clamp(0.0, 1.0);
-                // Parts that are not there have no weight, and a weight of 0 is no reason to look at a part.
+                // A missing part has no weight, and a part of weight 0 is not computed.
                 let value = self.clip_weight * clip + (1.0 - self.clip_weight) * cider;
                 Some(if explanation(input.completion).trim().is_empty() { 0.0 } else { value })
             })
@@ -89,7 +98,7 @@ impl Reward for Explanation {
         let Some(path) = row.media_paths.first().filter(|_| self.clip.is_some()) else {
             return Ok(Some(self.compat || self.clip.is_none() && self.cider_part(row).is_some()));
         };
-        // The header tells a picture from a clip or a sound; what is broken behind it, the prompt's own reading finds.
+        // The header distinguishes a picture from a video or a sound. Damage behind the header is found when the prompt is read.
         probe_image(path, &Limits::default()).map_err(|e| no_picture(0, row, &e))?;
         Ok(Some(self.compat || self.cider_part(row).is_some()))
     }
@@ -104,7 +113,7 @@ fn no_picture(index: usize, input: &RewardInput<'_>, why: &dyn std::error::Error
 }
 
 impl Explanation {
-    /// CIDEr over 10; `None` for a row without references.
+    /// Returns CIDEr divided by 10, or `None` for a row without references.
     fn cider_part(&self, input: &RewardInput<'_>) -> Option<f64> {
         let Some(frequencies) = self.frequencies.as_ref().filter(|_| self.clip_weight < 1.0) else {
             return Some(0.0);
@@ -114,7 +123,7 @@ impl Explanation {
         (!references.is_empty()).then(|| (frequencies.score(text, &references) / 10.0).clamp(0.0, 1.0))
     }
 
-    /// `max(0, (score − 15) / 20)` of each row; `None` for a row without picture.
+    /// Returns `max(0, (score − 15) / 20)` of each row, or `None` for a row without a picture.
     fn clip_parts(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         let Some(clip) = &self.clip else { return Ok(vec![Some(0.0); batch.len()]) };
         let mut texts: Vec<&str> = Vec::new();
@@ -136,8 +145,9 @@ impl Explanation {
         batch.iter().enumerate().map(part).collect()
     }
 
-    /// The source's own form: the explanation of the solution as the one reference, words counted over the batch, CIDEr
-    /// on its scale of 10, and the sums stretched so that the worst row of the batch gets 0 and the best 1.
+    /// Computes the source's own form. The explanation in the solution is the only reference, words are counted over the batch,
+    /// and CIDEr
+    /// keeps its scale of 10. The sums are stretched so that the worst row of the batch gets 0 and the best row 1.
     fn stretched(&self, rows: Vec<(&RewardInput<'_>, Option<f64>)>) -> Vec<Option<f64>> {
         let reference =
             |input: &RewardInput<'_>| input.solution.map_or(String::new(), |s| explanation(s).to_owned());

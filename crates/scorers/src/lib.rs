@@ -1,15 +1,15 @@
-//! Rewards that need a model of their own, behind the contract of `omnigrpo-rewards`.
+//! Rewards that need a model, with the interface of `omnigrpo-rewards`.
 //!
 //! * `explanation`: a CLIP score of text and picture, and CIDEr of text and references ([`ClipScorer`]).
 //! * `bertscore`: similarity of text and references by contextual embeddings ([`BertScorer`]).
 //! * A reward by path: a checkpoint with one output that reads prompt and completion ([`RewardModel`]).
 //!
-//! A scorer is loaded once, is frozen, and runs on the CPU whatever trains. Its number for a completion depends on the
-//! completion, the picture and the texts scored with it, never on what was scored before, so a resumed run goes on
-//! with the same numbers.
+//! A scorer is loaded once, is frozen, and runs on the CPU even if training uses a GPU. The value of a completion depends on the
+//! completion, the picture and the texts of the same batch, but not on earlier batches. A resumed run therefore gets the same
+//! values.
 //!
-//! Directories are those that `transformers` and `sentence-transformers` save, with `tokenizer.json` (BERT's
-//! `vocab.txt` will do) and safetensors. Refused: pickle files, pictures by URL.
+//! Directories have the layout of `transformers` or `sentence-transformers`, with safetensors and `tokenizer.json` (or BERT's
+//! `vocab.txt`). Pickle files and pictures by URL are refused.
 
 mod bertscore;
 mod clip_score;

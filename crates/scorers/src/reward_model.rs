@@ -1,17 +1,22 @@
-//! A reward by path: a sequence-classification checkpoint with one output, with its own tokenizer and chat template. It
-//! reads text, or is of a family and sees and hears what the row shows.
+//! A reward by path: a sequence-classification checkpoint with one output, its own tokenizer and its own chat template. The model
+//! reads text, or belongs to a supported family and also reads the row's media.
 //!
-//! The text is TRL's (1.16, `GRPOTrainer._calculate_rewards`). A row whose `prompt` is a text has no roles: the model reads
-//! prompt and completion as one text. Any other row is a conversation: the model's own template renders it with the
-//! completion as the last turn. Models of text leave media out; models of a family read those of the row with their own
-//! processor, and text rows as conversations, since they have a template. What the row says of a medium (the part of a clip,
-//! frames, pixels) holds for them as for the policy; what the run's settings say is the policy's affair.
+//! The text is that of TRL (1.16, `GRPOTrainer._calculate_rewards`). If a row's `prompt` is a text, the model reads prompt and
+//! completion as one text. Any other row is a conversation: the model's own template renders it, with the completion as the last
+//! turn. Text models ignore media. Models of a family read the row's media with their own processor, and always use their
+//! template.
+//! The media settings of a row (part of a video, frames, pixels) apply to this model too. The media settings of a run apply only
+//! to
+//! the policy.
 //!
-//! Differences by design: literals of control tokens in texts are ordinary text, where TRL lets a completion forge turns; encoders get
-//! the start and end tokens of their tokenizer, since their heads read the row of the first, and without a template of
-//! their own they read the last question and the completion, a line break between them, where TRL fails. Nothing is cut: a prompt
-//! that alone is too long is an error of its row, and a completion that is too long with its prompt has no value, is counted
-//! (`too_long`) and told.
+//! Deliberate differences from TRL:
+//!
+//! * Control tokens that appear as text remain ordinary text. In TRL, a completion can forge turns with them.
+//! * Encoders get the start and end tokens of their tokenizer, since their heads read the row of the first token.
+//! * An encoder without a template reads the last question and the completion, separated by a line break. TRL fails here.
+//! * Nothing is truncated. If the prompt alone is too long, the row has an error. If prompt and completion together are too long,
+//!   the
+//!   completion has no value; such completions are counted (`too_long`) and reported.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -26,16 +31,16 @@ use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, Role, TemplateO
 
 use crate::error::{Result, ScorerError};
 
-/// Reason why a row cannot be scored. If [`omnigrpo_guard::fault`] says that it is the machine's, the row may be good.
+/// Reason why a row cannot be scored. If [`omnigrpo_guard::fault`] attributes the failure to the machine, the row may be good.
 type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// A frozen model that gives prompt and completion one number.
+/// A frozen model that assigns one number to a prompt and its completion.
 pub struct RewardModel {
     name: String,
     model: Reader,
-    /// Tokens of the longest prompt that it was asked about.
+    /// Length in tokens of the longest prompt so far.
     longest_prompt: AtomicUsize,
-    /// Completions of the last batch that were too long.
+    /// Number of completions of the last batch that were too long.
     too_long: AtomicUsize,
 }
 
@@ -44,7 +49,7 @@ enum Reader {
     Media(Box<MediaClassifier>),
 }
 
-/// A model of text with what turns a row into its tokens.
+/// A text model, with the tokenizer and template that convert a row into tokens.
 struct TextReader {
     model: SequenceClassifier,
     tokenizer: Tokenizer,
@@ -53,16 +58,18 @@ struct TextReader {
 }
 
 impl RewardModel {
-    /// Loads a directory. `name` is that of the reward; `render` holds what prompts are rendered with, such as a system
+    /// Loads a directory. `name` is the name of the reward. `render` has the options for rendering prompts, such as a system
     /// text.
     ///
     /// # Errors
-    /// Unreadable files, another architecture, a head that is missing or has several outputs, no tokenizer.
+    /// Returns an error if a file is unreadable, the architecture is unsupported, the head is missing or has several outputs, or
+    /// the
+    /// tokenizer is missing.
     pub fn load(name: &str, dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
         let model = if MediaClassifier::is_one(dir)? {
             Reader::Media(Box::new(MediaClassifier::load(dir, dtype, render)?))
         } else {
-            // Small files come first, so that a missing tokenizer is found before gigabytes are read.
+            // Small files are read first, so that a missing tokenizer is found before gigabytes are read.
             let tokenizer = Tokenizer::from_dir(dir)?;
             let template = ChatTemplate::from_dir(dir)?;
             let template = (template.origin() != TemplateOrigin::BuiltIn).then_some(template);
@@ -73,7 +80,7 @@ impl RewardModel {
         Ok(Self { name: name.to_owned(), model, longest_prompt, too_long })
     }
 
-    /// The most tokens that it reads.
+    /// Returns the maximum number of tokens that the model can read.
     fn max_tokens(&self) -> usize {
         match &self.model {
             Reader::Text(text) => text.model.max_tokens(),
@@ -81,8 +88,10 @@ impl RewardModel {
         }
     }
 
-    /// Name and place of the model that the spec of a reward asks for: `DIR` or `ORG/MODEL`, whose last part is the name
-    /// then, or `NAME=` and one of the two. `None` for what is no path and no such name.
+    /// Parses the spec of a reward. Returns the name and location of its model, or `None` if the spec is neither a path nor such
+    /// a name.
+    ///
+    /// The spec is `DIR`, `ORG/MODEL`, or one of them after `NAME=`. Without `NAME=`, the last part of the path is the name.
     #[must_use]
     pub fn spec(spec: &str) -> Option<(&str, &str)> {
         if spec.contains(':') || spec.ends_with(".py") {
@@ -97,7 +106,7 @@ impl RewardModel {
         is_model.then(|| (name.unwrap_or_else(last), place))
     }
 
-    /// Returns the error of a row or, if the machine failed, of the reward: its source then shows that.
+    /// Returns the error of a row or, if the machine failed, of the reward. The source of the error shows which one.
     fn of_row(&self, index: usize, input: &RewardInput<'_>, source: Cause) -> RewardError {
         let reward = self.name.clone();
         if fault(&*source, Fault::Row) == Fault::Machine {
@@ -108,15 +117,16 @@ impl RewardModel {
     }
 }
 
-/// Row and completion as a finished conversation.
+/// Returns row and completion as a complete conversation.
 fn turns(input: &RewardInput<'_>) -> Vec<Turn> {
     let mut turns = input.turns.to_vec();
     turns.push(Turn::text(Role::Assistant, input.completion));
     turns
 }
 
-/// Row and completion for the model, `None` where they are too long. Media that the row before has read already are taken from
-/// `last`.
+/// Encodes row and completion for the model. Returns `None` if they are too long. Media that the previous row has already read
+/// are
+/// taken from `last`.
 fn conversation(
     model: &MediaClassifier,
     input: &RewardInput<'_>,
@@ -135,14 +145,14 @@ fn conversation(
     }
 }
 
-/// One number per completion: the next score for each that fits.
+/// Returns one value per completion: the next score for each completion that fits, and `None` for the others.
 fn placed(fits: &[bool], scores: Vec<f32>) -> Vec<Option<f64>> {
     let mut scores = scores.into_iter().map(f64::from);
     fits.iter().map(|&fits| if fits { scores.next() } else { None }).collect()
 }
 
 impl TextReader {
-    /// The tokens of prompt and completion, or what is wrong with them.
+    /// Returns the tokens of prompt and completion, or the reason why they cannot be encoded.
     fn ids(&self, input: &RewardInput<'_>) -> Result<Vec<u32>, Cause> {
         let is_list = |name: &&str| input.columns.get(*name).is_some_and(serde_json::Value::is_array);
         let is_text = input.columns.get("prompt").is_some_and(serde_json::Value::is_string)
@@ -173,7 +183,7 @@ impl TextReader {
 
     fn scores(&self, ids: &[Vec<u32>]) -> omnigrpo_models::Result<Vec<f32>> {
         let slices: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
-        // TRL pads with the end token where the tokenizer names no padding.
+        // TRL pads with the end token if the tokenizer has no padding token.
         let padding = self.tokenizer.pad_token().or_else(|| self.tokenizer.eos_token());
         self.model.scores(&slices, padding, &Pass::default())
     }
@@ -204,7 +214,7 @@ impl Reward for RewardModel {
             }
             Reader::Media(model) => {
                 let mut last = None;
-                // Media in numbers are large, so those of one row are held at a time.
+                // Decoded media are large, so only those of one row are in memory at a time.
                 for group in rows().collect::<Vec<_>>().chunk_by(|(_, a), (_, b)| a.media == b.media) {
                     let mut own = Vec::with_capacity(group.len());
                     for (i, input) in group {

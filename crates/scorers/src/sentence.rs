@@ -1,8 +1,9 @@
-//! Texts to one vector each: a text encoder, pooling, and a layer into another model's space.
+//! Encoding of a text as one vector: a text encoder, pooling, and a layer into the feature space of another model.
 //!
-//! Reads the layout of `sentence-transformers`, in which multilingual text towers for CLIP are published:
-//! `modules.json` names a transformer (XLM-RoBERTa, DistilBERT, BERT, RoBERTa), mean or `[CLS]` pooling, and dense layers.
-//! Refused: other modules, other pooling.
+//! Reads the layout of `sentence-transformers`, in which multilingual text towers for CLIP are published. `modules.json` names a
+//! transformer (XLM-RoBERTa, DistilBERT, BERT, RoBERTa), mean or `[CLS]` pooling, and dense layers. Other modules and other kinds
+//! of
+//! pooling are unsupported.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -14,7 +15,7 @@ use serde_json::Value;
 
 use crate::error::{Result, ScorerError};
 
-/// Most bytes of `modules.json`. Published ones have a kilobyte.
+/// Maximum size of `modules.json` in bytes. Published files have about a kilobyte.
 const MAX_MODULES_BYTES: u64 = 1 << 20;
 
 /// A text encoder with pooling and dense layers.
@@ -28,9 +29,9 @@ pub struct SentenceEncoder {
 
 #[derive(Clone, Copy, PartialEq)]
 enum Pooling {
-    /// Mean over all tokens, start and end included.
+    /// Mean over all tokens, including the start and end tokens.
     Mean,
-    /// The first token's row.
+    /// Row of the first token.
     First,
 }
 
@@ -47,7 +48,7 @@ impl SentenceEncoder {
     /// Loads a directory.
     ///
     /// # Errors
-    /// Another layout, unreadable files, widths that do not fit together.
+    /// Returns an error if the layout is unsupported, a file is unreadable, or widths do not match.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
         let modules = dir.join("modules.json");
         if !modules.is_file() {
@@ -70,7 +71,7 @@ impl SentenceEncoder {
                 "Transformer" => transformer = Some(place),
                 "Pooling" => pooling = Some(read_pooling(&place)?),
                 "Dense" => dense.push(Dense::load(&place, dtype)?),
-                // Lengths do not matter to a cosine.
+                // The length of a vector does not change its cosine.
                 "Normalize" => {}
                 other => {
                     let known = "Transformer, Pooling, Dense or Normalize";
@@ -105,16 +106,16 @@ impl SentenceEncoder {
         Ok(this)
     }
 
-    /// Features of a text.
+    /// Returns the number of features of a text.
     #[must_use]
     pub fn width(&self) -> usize {
         self.dense.last().map_or(self.bert.config().sizes.hidden, |dense| dense.layer.n())
     }
 
-    /// Rows of [`Self::width`] numbers, one per text. A text that is too long is cut.
+    /// Returns one row of [`Self::width`] numbers per text. A text that is too long is truncated.
     ///
     /// # Errors
-    /// A text that cannot be tokenised.
+    /// Returns an error if a text cannot be tokenised.
     pub fn encode(&self, texts: &[&str]) -> Result<Vec<f32>> {
         let ids = framed(&self.tokenizer, texts, self.max_tokens)?;
         let ids: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
@@ -194,13 +195,13 @@ fn read_pooling(dir: &Path) -> Result<Pooling> {
     }
 }
 
-/// A folder of a directory; nothing outside it, through links neither.
+/// Returns a folder of a directory. Returns `None` for a path outside the directory, also if a link leads there.
 fn inside(dir: &Path, path: &str) -> Option<PathBuf> {
     let plain = Path::new(path).components().all(|part| matches!(part, Component::Normal(_)));
     (plain && omnigrpo_guard::inside::resolve(dir, path).is_ok()).then(|| dir.join(path))
 }
 
-/// Token ids with start and end tokens, cut to at most `max_tokens` with the end token kept.
+/// Returns token ids with start and end tokens, truncated to `max_tokens`. The end token is kept.
 pub(crate) fn framed(tokenizer: &Tokenizer, texts: &[&str], max_tokens: usize) -> Result<Vec<Vec<u32>>> {
     texts
         .iter()
@@ -221,5 +222,5 @@ pub(crate) fn framed(tokenizer: &Tokenizer, texts: &[&str], max_tokens: usize) -
         .collect()
 }
 
-/// No text tower reads further than a few hundred tokens; what a model wrote without end is not tokenised whole.
+/// Maximum number of bytes of a text that are tokenised. Text towers read at most a few hundred tokens.
 const MAX_TEXT_BYTES: usize = 1 << 16;

@@ -15,13 +15,13 @@ pub struct ScorerRow {
     pub name: &'static str,
     /// One line of help.
     pub doc: &'static str,
-    /// Where the rule comes from.
+    /// Source of the rule.
     pub source: &'static str,
-    /// Loads it.
+    /// Function that loads the reward.
     pub make: fn(&ScorerOptions) -> Result<Box<dyn Reward>>,
 }
 
-/// Every reward that needs a model.
+/// Returns all rewards that need a model.
 #[must_use]
 pub fn table() -> &'static [ScorerRow] {
     &[
@@ -43,32 +43,32 @@ pub fn table() -> &'static [ScorerRow] {
 /// Settings of [`table`]'s rewards.
 #[derive(Clone, Debug)]
 pub struct ScorerOptions {
-    /// Directory of a CLIP.
+    /// Directory of a CLIP model.
     pub clip_model: Option<PathBuf>,
-    /// Directory of a text encoder that shares CLIP's space, in place of CLIP's own.
+    /// Directory of a text encoder that shares CLIP's feature space and replaces CLIP's own.
     pub clip_text_model: Option<PathBuf>,
-    /// Share of the CLIP score in `explanation`, 0 to 1; CIDEr has the rest.
+    /// Weight of the CLIP score in `explanation`, 0 to 1. CIDEr has the remaining weight.
     pub explanation_clip_weight: f64,
-    /// Reproduce the source's batch-local counting and stretching in `explanation`.
+    /// Uses the source's counting and stretching within a batch in `explanation`.
     pub explanation_compat: bool,
-    /// Directory of the model of `bertscore`.
+    /// Directory of the model for `bertscore`.
     pub bertscore_model: Option<PathBuf>,
-    /// After how many blocks its embeddings are taken; the last one by default.
+    /// Number of blocks after which the embeddings are taken. The default is all blocks.
     pub bertscore_layer: Option<usize>,
-    /// Weigh tokens by how few of the references have them.
+    /// Weights tokens by their inverse document frequency in the references.
     pub bertscore_idf: bool,
-    /// Scores of random pairs by layer, as the `bert_score` package has them, to rescale by.
+    /// Scores of random pairs by layer, for rescaling, in the format of the `bert_score` package.
     pub bertscore_baseline: Option<PathBuf>,
     /// Document frequencies of the training references, for CIDEr.
     pub frequencies: Option<Arc<DocumentFrequencies>>,
-    /// The training references, for `bertscore_idf`.
+    /// Training references, for `bertscore_idf`.
     pub references: Vec<String>,
-    /// In which dtype weights are held.
+    /// Dtype of the weights in memory.
     pub dtype: WeightDtype,
 }
 
 impl Default for ScorerOptions {
-    /// Half CLIP score, half CIDEr; nothing loaded.
+    /// Returns equal weights of CLIP score and CIDEr, and no models.
     fn default() -> Self {
         Self {
             clip_model: None,
