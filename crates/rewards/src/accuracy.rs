@@ -1,10 +1,11 @@
-//! `accuracy`: is the answer right? The rule is chosen by
-//! [`RewardOptions::accuracy_mode`](crate::RewardOptions), or per row by the column
-//! `accu_reward_method` (or `reward_method`) as in VLM-R1; the rules are the other files of this crate, and each is also
-//! a reward of its own.
+//! `accuracy`: correctness of the answer. [`RewardOptions::accuracy_mode`](crate::RewardOptions) chooses the rule. As in VLM-R1,
+//! the
+//! column `accu_reward_method` (or `reward_method`) can choose another rule for a row. The rules are the other files of this
+//! crate, and
+//! each is also a separate reward.
 //!
-//! A row without a ground truth, or with one that the rule cannot read (no box in it, for example), is "not
-//! applicable". Range [0, 1]; `short_text` [0, 3].
+//! The reward does not apply to a row without a ground truth, or to a row whose ground truth does not suit the rule (for example,
+//! because it has no box). Range [0, 1]; for `short_text` [0, 3].
 
 use std::collections::BTreeSet;
 
@@ -16,7 +17,7 @@ use crate::{
     boxes, choice, detection, emotion, fuzzy, iou, math, short_text, weighted_sum, yes_no,
 };
 
-/// The columns that choose a row's rule, first found wins.
+/// Columns that choose the rule of a row. The first that is present wins.
 const METHOD_COLUMNS: [&str; 2] = ["accu_reward_method", "reward_method"];
 
 pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {
@@ -25,7 +26,7 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
     Ok(Box::new(PerRow { name: "accuracy", range: range(options.accuracy_mode), score }))
 }
 
-/// One rule as a reward of its own; rows cannot choose another.
+/// Creates the reward of one rule. Rows cannot choose another rule.
 pub(crate) fn by_rule(
     name: &'static str,
     mode: AccuracyMode,
@@ -42,7 +43,7 @@ fn range(mode: AccuracyMode) -> (f64, f64) {
     if mode == AccuracyMode::ShortText { (0.0, short_text::FULL) } else { (0.0, 1.0) }
 }
 
-/// The `accuracy` reward without its name, for rewards that depend on being right.
+/// The `accuracy` reward without its name, for rewards that depend on correctness.
 pub(crate) struct Scorer {
     mode: AccuracyMode,
     policy: AnswerPolicy,
@@ -59,7 +60,7 @@ impl Scorer {
         Ok(Question::new(input, self.policy).and_then(|question| compare(mode, &question, &self.compat)))
     }
 
-    /// At least 0.7 of the full score, VLM-R1's threshold for a length reward.
+    /// Returns true for at least 0.7 of the full score, which is VLM-R1's threshold for a length reward.
     pub fn is_right(&self, input: &RewardInput<'_>) -> Result<Option<bool>, String> {
         let full = range(self.mode_of(input)?).1;
         Ok(self.score(input)?.map(|score| score >= 0.7 * full))
@@ -89,7 +90,7 @@ impl Scorer {
     }
 }
 
-/// Applies a rule; `None` where it does not apply to the ground truth.
+/// Applies a rule. Returns `None` if the rule does not suit the ground truth.
 fn compare(mode: AccuracyMode, question: &Question<'_>, compat: &BTreeSet<Compat>) -> Option<f64> {
     let has = |flag| compat.contains(&flag);
     match mode {
@@ -117,7 +118,7 @@ fn compare(mode: AccuracyMode, question: &Question<'_>, compat: &BTreeSet<Compat
     }
 }
 
-/// The rule that fits the ground truth, most specific first.
+/// Returns the most specific rule that suits the ground truth.
 fn auto(question: &Question<'_>) -> AccuracyMode {
     let gold = question.gold;
     if boxes::detections(gold).is_some_and(|boxes| !boxes.is_empty()) {
@@ -139,10 +140,11 @@ fn label(question: &Question<'_>) -> Option<f64> {
     (!question.gold.is_empty()).then(|| f64::from(same_label(question.answer, question.gold)))
 }
 
-/// R1-V: equal by mathematics, else the first answer tag's text (of one line) on each side, equal to the letter.
+/// Compares as in R1-V: equal values score 1. Otherwise, the text of the first one-line answer tag must be exactly equal on both
+/// sides.
 fn r1v(question: &Question<'_>) -> f64 {
     fn first_line_tag(text: &str) -> &str {
-        // Without the dot-matches-newline flag a tag with a line break in it is no match.
+        // The source's expression has no dot-matches-newline flag, so a tag that contains a line break does not match.
         content(text, "answer", AnswerPolicy::First)
             .filter(|inside| !inside.contains('\n'))
             .unwrap_or(text)
@@ -203,7 +205,7 @@ mod tests {
         let options = RewardOptions { accuracy_mode: AccuracyMode::Iou, ..RewardOptions::default() };
         assert_eq!(row(json!("yes_no")).score("accuracy", &options), Some(1.0));
         assert_eq!(row(json!("all_match")).score("accuracy", &options), Some(1.0));
-        // VLM-R1's own names.
+        // Names that VLM-R1 uses.
         assert_eq!(row(json!("default")).score("accuracy", &options), Some(1.0));
         assert_eq!(row(json!("mcq")).score("accuracy", &options), Some(1.0));
         assert_eq!(row(json!("map")).score("accuracy", &options), None);
@@ -228,7 +230,7 @@ mod tests {
         let options = RewardOptions { accuracy_mode: AccuracyMode::R1v, ..RewardOptions::default() };
         let score = |completion, gold| Row::new("q", completion, gold).score("accuracy", &options);
         assert_eq!(score("<answer>happy</answer>", "<answer>happy</answer>"), Some(1.0));
-        // The case counts, the first tag counts, a line break hides the tag.
+        // Case matters, the first tag counts, and a line break hides a tag.
         assert_eq!(score("<answer>Happy</answer>", "<answer>happy</answer>"), Some(0.0));
         assert_eq!(score("<answer>sad</answer><answer>happy</answer>", "happy"), Some(0.0));
         assert_eq!(score("<answer>\nhappy</answer>", "happy"), Some(0.0));

@@ -1,7 +1,8 @@
-//! `all_match`: equal cleaned texts. Range {0, 1}.
+//! `all_match`: equality of cleaned texts. Range {0, 1}.
 //!
-//! Source: VLM-R1. Cleaning takes line breaks for spaces, trailing full stops and case away, nothing else. Difference
-//! by design: an empty ground truth is not applicable instead of equal to an empty answer.
+//! Source: VLM-R1. Cleaning only converts line breaks to spaces, removes trailing full stops and converts to lower case.
+//! Deliberate
+//! difference: the reward does not apply to an empty ground truth. In VLM-R1, an empty answer equals it.
 
 use crate::answer::Question;
 
@@ -10,13 +11,13 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     (!gold.is_empty()).then(|| f64::from(clean(question.answer) == gold))
 }
 
-/// VLM-R1's cleaning of a text whose answer tag is taken off.
+/// Cleans a text without its answer tag, as VLM-R1 does.
 pub(crate) fn clean(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut before = None;
     for c in text.chars() {
         match c {
-            // A line break becomes a space, unless there is white space before it already.
+            // A line break becomes a space, unless white space precedes it.
             '\n' | '\r' if before.is_some_and(char::is_whitespace) => {}
             '\n' | '\r' => out.push(' '),
             c => out.push(c),

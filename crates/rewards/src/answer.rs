@@ -5,21 +5,21 @@ use unicode_normalization::UnicodeNormalization;
 use crate::tags::content;
 use crate::{AnswerPolicy, RewardInput};
 
-/// A completion's answer beside the ground truth.
+/// The answer of a completion, with the ground truth.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Question<'a> {
     /// The row.
     pub input: &'a RewardInput<'a>,
-    /// Content of the answer tag that the policy picks, stripped.
+    /// Trimmed content of the answer tag that the policy selects.
     pub tagged: Option<&'a str>,
-    /// `tagged`, else what follows the thinking, else the whole completion; stripped.
+    /// `tagged` or, without a tag, the trimmed text after the thinking or the complete trimmed completion.
     pub answer: &'a str,
-    /// Content of the ground truth's answer tag, else all of it; stripped.
+    /// Trimmed content of the ground truth's answer tag or, without a tag, the complete trimmed ground truth.
     pub gold: &'a str,
 }
 
 impl<'a> Question<'a> {
-    /// `None` where the row has no ground truth.
+    /// Returns `None` if the row has no ground truth.
     pub fn new(input: &'a RewardInput<'a>, policy: AnswerPolicy) -> Option<Self> {
         let solution = input.solution?;
         let gold = content(solution, "answer", policy).unwrap_or(solution).trim();
@@ -28,8 +28,9 @@ impl<'a> Question<'a> {
     }
 }
 
-/// Returns the answer of a completion: the content of the answer tag that the policy picks, else the text after the thinking, else all of
-/// it; stripped.
+/// Returns the trimmed answer of a completion: the content of the answer tag that the policy selects, otherwise the text after
+/// the
+/// thinking, otherwise the complete text.
 pub(crate) fn said(completion: &str, policy: AnswerPolicy) -> &str {
     content(completion, "answer", policy).map_or_else(|| untagged(completion), str::trim)
 }
@@ -43,14 +44,16 @@ fn untagged(completion: &str) -> &str {
         .trim()
 }
 
-/// Texts are cut here before they are compared: an answer of more characters equals no ground truth worth having,
-/// and the quadratic comparisons stay bounded.
+/// Maximum length of compared texts. Longer texts are truncated. No useful ground truth is longer, and the limit bounds the time
+/// of
+/// quadratic comparisons.
 pub(crate) const MAX_ANSWER_CHARS: usize = 4096;
 
-/// NFC, case folded, punctuation and symbols dropped at the edges of each word, white space collapsed.
-/// A minus or a percent sign before or after a digit stays: "-3" is not "3".
+/// Normalises a text: NFC, case folding, no punctuation or symbols at the edges of words, single spaces. A minus sign before a
+/// digit
+/// and a percent sign after it remain: "-3" is not "3".
 pub(crate) fn normalised(text: &str) -> String {
-    // Cut before composing as well: a run of combining marks is sorted as one.
+    // The text is also truncated before composition, since a run of combining marks is sorted as a whole.
     let cut = text.chars().take(4 * MAX_ANSWER_CHARS).nfc().take(MAX_ANSWER_CHARS);
     let folded: String = cut.flat_map(case_folded).nfc().collect();
     let mut words = String::with_capacity(folded.len());
@@ -67,8 +70,8 @@ pub(crate) fn normalised(text: &str) -> String {
     words
 }
 
-/// Full case folding by way of the upper case, which "ß" and "ss", "ﬁ" and "fi", "ς" and "σ" share. The Turkish dotless
-/// ı stays itself, as in Unicode's own folding.
+/// Folds case through the upper case, which is the same for "ß" and "ss", "ﬁ" and "fi", "ς" and "σ". The Turkish dotless ı is
+/// unchanged, as in Unicode's case folding.
 fn case_folded(c: char) -> impl Iterator<Item = char> {
     let dotless = (c == 'ı').then_some(c);
     let others = (c != 'ı').then_some(c).into_iter();
@@ -85,7 +88,7 @@ fn trim_marks(word: &str) -> &str {
     } else {
         end.trim_end_matches(is_mark)
     };
-    // A sign or a decimal point that belongs to the number behind it.
+    // A sign or a decimal point is part of the number that follows it.
     let sign =
         end[..end.len() - core.len()].chars().next_back().is_some_and(|c| matches!(c, '-' | '−' | '.'));
     if sign && core.starts_with(|c: char| c.is_ascii_digit()) {
@@ -96,13 +99,13 @@ fn trim_marks(word: &str) -> &str {
     core
 }
 
-/// Punctuation or symbol: neither letter, digit, mark of a letter, nor white space.
+/// Returns true for punctuation and symbols.
 fn is_mark(c: char) -> bool {
-    // Combining marks belong to their letter; NFC leaves those without a composed form.
+    // Combining marks are part of their letter. NFC keeps those without a composed form.
     !c.is_alphanumeric() && !c.is_whitespace() && !unicode_normalization::char::is_combining_mark(c)
 }
 
-/// Equal after normalisation; an empty side equals nothing.
+/// Compares texts after normalisation. An empty text equals nothing.
 pub(crate) fn same_label(answer: &str, gold: &str) -> bool {
     let gold = normalised(gold);
     !gold.is_empty() && normalised(answer) == gold

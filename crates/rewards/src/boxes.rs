@@ -1,4 +1,4 @@
-//! Bounding boxes in text: one box, or a JSON list of labelled boxes, corners in pixels.
+//! Bounding boxes in text: one box, or a JSON list of labelled boxes. Coordinates are corners in pixels.
 
 use std::sync::LazyLock;
 
@@ -12,15 +12,16 @@ pub(crate) type Corners = [f64; 4];
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Detection {
     pub corners: Corners,
-    /// Lower case, stripped; empty where there is none.
+    /// Label in lower case, trimmed; empty for a box without a label.
     pub label: String,
 }
 
-/// Lists are cut here: more boxes earn nothing (COCO looks at 100), and matching is quadratic.
+/// Maximum number of boxes of a list. Further boxes earn nothing (COCO uses 100), and matching takes quadratic time.
 const MAX_BOXES: usize = 512;
 
-/// Overlap over union. `pixel_convention` takes `x2` as the first pixel outside, and an overlap of one pixel as none,
-/// as VLM-R1 does.
+/// Returns the area of the intersection divided by that of the union. With `pixel_convention`, as in VLM-R1, `x2` is the first
+/// pixel
+/// outside the box, and an intersection of one pixel counts as none.
 pub(crate) fn iou(a: &Corners, b: &Corners, pixel_convention: bool) -> f64 {
     let overlap = |axis: usize| a[axis + 2].min(b[axis + 2]) - a[axis].max(b[axis]);
     let (width, height) = (overlap(0), overlap(1));
@@ -30,7 +31,7 @@ pub(crate) fn iou(a: &Corners, b: &Corners, pixel_convention: bool) -> f64 {
     }
     let shared = width * height;
     let union = area(a) + area(b) - shared;
-    // Degenerate boxes leave no union.
+    // The union of degenerate boxes is empty.
     if union > 0.0 { (shared / union).clamp(0.0, 1.0) } else { 0.0 }
 }
 
@@ -38,26 +39,27 @@ fn area(corners: &Corners) -> f64 {
     (corners[2] - corners[0]).max(0.0) * (corners[3] - corners[1]).max(0.0)
 }
 
-// A constant expression that does not compile would be found by the first test.
+// The expression is constant. If it did not compile, the first test would fail.
 static FOUR: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let number = r"\s*(-?\d+(?:\.\d+)?)\s*";
     Regex::new(&format!(r"\[{number},{number},{number},{number}\]")).ok()
 });
 
-/// The first `[x1, y1, x2, y2]` of a text.
+/// Returns the first `[x1, y1, x2, y2]` of a text.
 pub(crate) fn first_box(text: &str) -> Option<Corners> {
     let found = FOUR.as_ref()?.captures(text)?;
     let number = |index| found.get(index)?.as_str().parse::<f64>().ok().filter(|n| n.is_finite());
     Some([number(1)?, number(2)?, number(3)?, number(4)?])
 }
 
-/// Is the text nothing but one box?
+/// Returns true if the text is exactly one box.
 pub(crate) fn is_one_box(text: &str) -> bool {
     text.len() < 256 && FOUR.as_ref().and_then(|e| e.find(text)).is_some_and(|m| m.as_str() == text.trim())
 }
 
-/// The list of boxes in a text: in the last ```` ```json ```` fence, else the whole text as JSON. "None" is the empty
-/// list. `None` if it has no list. Entries that are not boxes are left out.
+/// Returns the list of boxes in a text, or `None` if the text has no list. The list is the content of the last ```` ```json ````
+/// fence
+/// or, without a fence, the complete text as JSON. "None" is an empty list. Entries that are not boxes are ignored.
 pub(crate) fn detections(text: &str) -> Option<Vec<Detection>> {
     let text = text.trim();
     if text.eq_ignore_ascii_case("none") {
@@ -66,13 +68,13 @@ pub(crate) fn detections(text: &str) -> Option<Vec<Detection>> {
     let json = fenced(text).or_else(|| text.starts_with('[').then_some(text))?;
     let Ok(Value::Array(entries)) = serde_json::from_str::<Value>(json) else { return None };
     let boxes: Vec<Detection> = entries.iter().take(MAX_BOXES).filter_map(detection).collect();
-    // A list of something else, such as the four numbers of one box.
+    // The list has other content, for example the four numbers of one box.
     (entries.is_empty() || !boxes.is_empty()).then_some(boxes)
 }
 
-/// The first list of labelled boxes anywhere in a text, prose around it or not.
+/// Returns the first list of labelled boxes in a text, with or without other text around it.
 pub(crate) fn detections_in_prose(text: &str) -> Option<Vec<Detection>> {
-    // Each opening is parsed up to its end: few are tried, so that time stays linear.
+    // Maximum number of opening brackets that are tried. Each is parsed up to its end, so a limit keeps the time linear.
     const MAX_OPENINGS: usize = 8;
     let whole = detections(text).filter(|boxes| !boxes.is_empty());
     whole.or_else(|| {
@@ -134,7 +136,7 @@ mod tests {
         let text =
             "x ```json\n[]\n``` y ```json\n[{\"bbox_2d\":[0,1,2,3],\"label\":\" Cat\"},{\"label\":3}]\n```";
         assert_eq!(detections(text), Some(one));
-        // Deep JSON is refused by the parser, not by the stack.
+        // The parser refuses deeply nested JSON before the stack overflows.
         assert_eq!(detections(&"[".repeat(100_000)), None);
     }
 }

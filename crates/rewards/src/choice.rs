@@ -1,9 +1,12 @@
-//! Multiple choice: labels as letters or numbers, in any usual spelling, one or several.
+//! Multiple choice with one or several labels, as letters or numbers in any common notation.
 //!
-//! Sources: qwen-vl-finetune's action sets (overlap) and its later exact form, VLM-R1's `mcq`. Differences by design:
-//! answers are sets; where neither side has a label the texts are compared, so two different words are not "equal
-//! because both lists are empty"; "(B) Collision" and "B" are the same answer. `Compat::S2Accuracy`,
-//! `Compat::S3Accuracy` and `Compat::VlmR1Choice` bring the literal forms back.
+//! Sources: the action sets of qwen-vl-finetune (overlap), its later exact form, and VLM-R1's `mcq`. Deliberate differences:
+//! answers
+//! are sets. If neither side has a label, the texts are compared; in the source, two different words are equal because both lists
+//! are
+//! empty. "(B) Collision" and "B" are the same answer. `Compat::S2Accuracy`, `Compat::S3Accuracy` and `Compat::VlmR1Choice`
+//! restore the
+//! sources' forms.
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -14,7 +17,7 @@ use crate::AnswerPolicy;
 use crate::answer::{Question, normalised, same_label};
 use crate::tags::content;
 
-/// Labels in upper case; numbers without leading zeros.
+/// Labels in upper case, numbers without leading zeros.
 type Labels = BTreeSet<String>;
 
 /// A choice that the question offers.
@@ -24,7 +27,7 @@ struct Choice {
     text: String,
 }
 
-/// All labels right: 1, else 0.
+/// Returns 1 if all labels are correct, otherwise 0.
 pub(crate) fn exact(question: &Question<'_>) -> Option<f64> {
     let (answer, gold) = match sides(question, question.answer)? {
         Sides::Labels(answer, gold) => (answer, gold),
@@ -33,7 +36,7 @@ pub(crate) fn exact(question: &Question<'_>) -> Option<f64> {
     Some(f64::from(answer == gold))
 }
 
-/// Shared labels over all labels. Needs an answer tag, as the source does.
+/// Returns the number of shared labels divided by the number of all labels. Like the source, requires an answer tag.
 pub(crate) fn iou(question: &Question<'_>) -> Option<f64> {
     let (answer, gold) = match sides(question, question.tagged.unwrap_or_default())? {
         Sides::Labels(answer, gold) => (answer, gold),
@@ -42,7 +45,7 @@ pub(crate) fn iou(question: &Question<'_>) -> Option<f64> {
     Some(answer.intersection(&gold).count() as f64 / answer.union(&gold).count() as f64)
 }
 
-/// Is this a multiple-choice question: does the ground truth carry a label, or name one of the question's choices?
+/// Returns true for a multiple-choice question: the ground truth has a label or names one of the question's choices.
 pub(crate) fn is_choice(question: &Question<'_>) -> bool {
     let gold = question.gold;
     let marked = PARENTHESISED.captures(gold).next().is_some_and(|(at, _)| at == 0)
@@ -56,9 +59,9 @@ pub(crate) fn is_choice(question: &Question<'_>) -> bool {
 }
 
 enum Sides {
-    /// Both as labels; the answer's may be empty.
+    /// Labels of the answer, which may be empty, and of the ground truth.
     Labels(Labels, Labels),
-    /// The ground truth has no label: are the texts the same?
+    /// Equality of the texts, for a ground truth without a label.
     Texts(bool),
 }
 
@@ -73,7 +76,7 @@ fn sides(question: &Question<'_>, answer: &str) -> Option<Sides> {
     };
     let answer_labels = labels(answer, &choices).unwrap_or_default();
     if answer_labels.is_empty() && gold_labels.len() == 1 {
-        // The text of the ground truth without its label, for questions whose choices could not be read.
+        // The text of the ground truth without its label serves for questions whose choices could not be parsed.
         let rest = LEADING_ANY.as_ref().map_or_else(String::new, |e| e.replace(gold, "").into_owned());
         return Some(Sides::Texts(same_label(answer, &rest)));
     }
@@ -82,22 +85,23 @@ fn sides(question: &Question<'_>, answer: &str) -> Option<Sides> {
 
 macro_rules! expression {
     ($name:ident, $pattern:literal) => {
-        // A constant expression that does not compile would be found by the first test.
+        // The expression is constant. If it did not compile, the first test would fail.
         static $name: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new($pattern).ok());
     };
 }
 
-/// A label with the characters beside it, which the expression must not consume: they may belong to the next label.
+/// Pattern of a label and of the characters beside it. The expression must not consume those, since they may belong to the next
+/// label.
 struct Marked {
     expression: fn() -> Option<&'static Regex>,
-    /// May this character stand before the match? At the start of the text there is none.
+    /// Returns true if the character may precede the match. A match may also be at the start of the text.
     before: fn(char) -> bool,
-    /// May this character stand behind it? At the end there is none.
+    /// Returns true if the character may follow the match. A match may also be at the end of the text.
     behind: fn(char) -> bool,
 }
 
 impl Marked {
-    /// Where each match starts, and its captures.
+    /// Returns the start of each match, and its captures.
     fn captures<'t>(&self, text: &'t str) -> impl Iterator<Item = (usize, regex::Captures<'t>)> {
         let (before, behind) = (self.before, self.behind);
         let all = (self.expression)().into_iter().flat_map(move |expression| expression.captures_iter(text));
@@ -146,8 +150,8 @@ fn label(text: &str) -> String {
     if digits.is_empty() && !text.is_empty() { "0".to_owned() } else { digits.to_uppercase() }
 }
 
-/// Labels of an answer, by the first spelling that gives any label of the choices (any at all where the choices are
-/// unknown): `(B)`, `B.`, bare labels, "the answer is B", the text of a choice.
+/// Returns the labels of an answer. Uses the first notation that yields a label of the choices, or any label if the choices are
+/// unknown: `(B)`, `B.`, bare labels, "the answer is B", the text of a choice.
 fn labels(text: &str, choices: &[Choice]) -> Option<Labels> {
     let known = |labels: &Labels| {
         choices.is_empty() || labels.iter().any(|label| choices.iter().any(|choice| &choice.label == label))
@@ -180,10 +184,10 @@ fn labels(text: &str, choices: &[Choice]) -> Option<Labels> {
     named.map(|choice| Labels::from([choice.label.clone()])).or(other)
 }
 
-/// "B", "A, C", "1 and 3": nothing but labels.
+/// Returns the labels of a text that has nothing else, such as "B", "A, C" or "1 and 3".
 fn bare(text: &str) -> Labels {
     let mut labels = Labels::new();
-    // More words than labels could make is a sentence.
+    // A text with more words than there can be labels is a sentence.
     for word in text.split([',', ';', '/', '&', ' ', '\t', '\n']).filter(|word| !word.is_empty()) {
         let word = word.trim_matches(['.', ')', ':', '(', '"', '\'', '*']);
         if ["and", "or", "và"].contains(&word) {
@@ -199,7 +203,7 @@ fn bare(text: &str) -> Labels {
     labels
 }
 
-/// The choices of a question: labels that run from A or 1 without a gap, at least two; the last such run counts.
+/// Returns the choices of a question: the last run of at least two labels that starts with A or 1 and has no gap.
 fn choices(question: &str) -> Vec<Choice> {
     [&OPTION_PARENTHESISED, &OPTION_LINE, &OPTION_INLINE]
         .into_iter()
@@ -209,7 +213,7 @@ fn choices(question: &str) -> Vec<Choice> {
 }
 
 fn choices_spelled(expression: &LazyLock<Option<Regex>>, question: &str) -> Vec<Choice> {
-    // Label, first byte of the marker, first byte of the text.
+    // Label, position of the marker and position of the text, in bytes.
     let mut best: Vec<(String, usize, usize)> = Vec::new();
     let mut run: Vec<(String, usize, usize)> = Vec::new();
     for found in captures(expression, question) {
@@ -262,7 +266,7 @@ fn first_tag(text: &str) -> Option<&str> {
     content(text, "answer", AnswerPolicy::First)
 }
 
-/// The source's overlap, literally: equal lists of `(n)` give 1, two empty lists too.
+/// Returns the source's overlap: 1 for equal lists of `(n)`, including two empty lists.
 pub(crate) fn s2_iou(question: &Question<'_>) -> f64 {
     let Some(answer) = first_tag(question.input.completion) else { return 0.0 };
     let solution = question.input.solution.unwrap_or_default();
@@ -275,8 +279,9 @@ pub(crate) fn s2_iou(question: &Question<'_>) -> f64 {
     answer.intersection(&gold).count() as f64 / answer.union(&gold).count() as f64
 }
 
-/// The source's exact form, literally: equal non-empty lists of `(n)`, or equal texts without spaces, underscores and
-/// case.
+/// Returns the source's exact form: 1 for equal non-empty lists of `(n)`, or for texts that are equal apart from spaces,
+/// underscores
+/// and case.
 pub(crate) fn s3_exact(question: &Question<'_>) -> f64 {
     let squeezed = |text: &str| text.replace([' ', '_'], "").to_lowercase();
     let solution = question.input.solution.unwrap_or_default();
@@ -288,7 +293,7 @@ pub(crate) fn s3_exact(question: &Question<'_>) -> f64 {
     f64::from(same_numbers || (!gold.is_empty() && squeezed(answer) == gold))
 }
 
-/// VLM-R1's `mcq`, literally.
+/// Computes VLM-R1's `mcq` without changes.
 pub(crate) fn vlmr1(question: &Question<'_>) -> f64 {
     let solution = question.input.solution.unwrap_or_default();
     let gold = content(solution, "answer", AnswerPolicy::First).unwrap_or(solution);
@@ -297,8 +302,9 @@ pub(crate) fn vlmr1(question: &Question<'_>) -> f64 {
     f64::from(extract_choice(answer).is_some_and(|choice| gold.chars().eq([choice])))
 }
 
-/// VLM-R1's letter search: a letter not preceded by another, followed by punctuation or the end of the text. Among
-/// several, the one with the best surroundings at the first place where that letter occurs at all.
+/// Searches for a letter as VLM-R1 does. Another letter must not precede it, and punctuation or the end of the text must follow
+/// it.
+/// Among several letters, the one with the best surroundings at its first occurrence wins.
 pub(crate) fn extract_choice(text: &str) -> Option<char> {
     const KEYWORDS: [&str; 16] = [
         "答案", "选择", "正确", "是", "对", "认为", "应该", "觉得", "ANSWER", "CORRECT", "CHOOSE", "SELECT",
@@ -323,7 +329,7 @@ pub(crate) fn extract_choice(text: &str) -> Option<char> {
         let late = 2 * usize::from(at as f64 > text.len() as f64 * 0.7);
         words + late + usize::from(text.get(at + 1).is_some_and(|next| "。.!！,，".contains(*next)))
     };
-    // The first of several best, which `max_by_key` would not give.
+    // `max_by_key` returns the last of several maxima, but the first is wanted.
     found.iter().copied().rev().max_by_key(|&letter| points(letter))
 }
 
@@ -413,7 +419,7 @@ mod tests {
         assert_eq!(score("(A)(C)", "(A)", "mcq"), Some(0.0));
     }
 
-    /// Prediction, ground truth, then overlap (source, ours) and exact (source, ours).
+    /// Prediction, ground truth, overlap (source, ours), exact (source, ours).
     const TABLE: &[(&str, &str, [f64; 2], [f64; 2])] = &[
         ("<answer>(2) (1)</answer>", GOLD, [1.0, 1.0], [1.0, 1.0]),
         ("<answer>(1)</answer>", GOLD, [0.5, 0.5], [0.0, 0.0]),
@@ -447,7 +453,7 @@ mod tests {
                     Some(source),
                     "{completion} {mode:?}"
                 );
-                // Not a number stands for "not applicable": an empty ground truth asks nothing.
+                // NaN means "not applicable", for an empty ground truth.
                 let ours = (!ours.is_nan()).then_some(ours);
                 assert_eq!(row.score("accuracy", &with(mode, &[])), ours, "{completion} {mode:?}");
             }

@@ -1,10 +1,14 @@
-//! `cider`: consensus of an explanation with its references, CIDEr-D over 10, cut to [0, 1].
+//! `cider`: consensus of an explanation with its references. The value is CIDEr-D divided by 10, clamped to [0, 1].
 //!
-//! Source: CIDEr (arXiv 1411.5726) as in pycocoevalcap, which the ViVQA-X project calls. Per n of 1 to 4, words are
-//! weighted tf·idf; the candidate's weights are clipped to the reference's, the cosine is damped by the difference in
-//! length (σ = 6), and the mean over n and references is times 10. Differences by design: document frequencies come from
-//! the training references, counted once, not from the batch being scored (where one prompt per batch makes every score
-//! 0); all references of a row count; words are normalised (NFC, lower case, no punctuation at their edges).
+//! Source: CIDEr (arXiv 1411.5726), in the form of pycocoevalcap, which the ViVQA-X project calls. For each n from 1 to 4, words
+//! have
+//! tf·idf weights. The candidate's weights are limited to those of the reference, a difference in length damps the cosine (σ =
+//! 6), and
+//! the mean over n and references is multiplied by 10. Deliberate differences: document frequencies come from the training
+//! references
+//! and are counted once, not within the scored batch (where a batch of one prompt makes every score 0). All references of a row
+//! count.
+//! Words are normalised (NFC, lower case, no punctuation at their edges).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -19,10 +23,10 @@ use crate::{AnswerPolicy, Reward, RewardError, RewardInput, RewardOptions};
 
 const MAX_N: usize = 4;
 const SIGMA: f64 = 6.0;
-/// Columns that hold all references of a row, first found wins.
+/// Columns with all references of a row. The first that is present wins.
 const REFERENCE_COLUMNS: [&str; 2] = ["explanations", "explanation"];
 
-/// In how many training items each n-gram of their references occurs. Counted once, stored with the run.
+/// Number of training items whose references contain each n-gram. Counted once and stored with the run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Stored", into = "Stored")]
 pub struct DocumentFrequencies {
@@ -30,7 +34,7 @@ pub struct DocumentFrequencies {
     counts: HashMap<String, u64>,
 }
 
-/// Sorted, so that the same references always give the same file.
+/// The entries are sorted, so that the same references always give the same file.
 #[derive(Serialize, Deserialize)]
 struct Stored {
     num_items: u64,
@@ -56,7 +60,7 @@ impl DocumentFrequencies {
         self.add_words(&texts.iter().map(|text| words(text)).collect::<Vec<_>>());
     }
 
-    /// [`Self::add_item`] for references that are words already.
+    /// Counts like [`Self::add_item`], for references that are already split into words.
     pub(crate) fn add_words(&mut self, references: &[Vec<&str>]) {
         let mut seen = HashSet::new();
         for words in references {
@@ -70,19 +74,19 @@ impl DocumentFrequencies {
         self.num_items += 1;
     }
 
-    /// Items counted.
+    /// Returns the number of counted items.
     pub fn num_items(&self) -> u64 {
         self.num_items
     }
 
-    /// CIDEr-D of a candidate, 0 to 10; 0 without references.
+    /// Returns the CIDEr-D of a candidate, 0 to 10. Without references, returns 0.
     pub fn score<S: AsRef<str>>(&self, candidate: &str, references: &[S]) -> f64 {
         let candidate = normalised(candidate);
         let texts: Vec<String> = references.iter().map(|text| normalised(text.as_ref())).collect();
         self.score_words(&words(&candidate), &texts.iter().map(|text| words(text)).collect::<Vec<_>>())
     }
 
-    /// [`Self::score`] of texts that are words already.
+    /// Scores like [`Self::score`], for texts that are already split into words.
     pub(crate) fn score_words(&self, candidate: &[&str], references: &[Vec<&str>]) -> f64 {
         if references.is_empty() {
             return 0.0;
@@ -117,7 +121,7 @@ fn words(text: &str) -> Vec<&str> {
 struct Vectors {
     weights: [HashMap<String, f64>; MAX_N],
     norms: [f64; MAX_N],
-    /// The length that pycocoevalcap compares.
+    /// Length that pycocoevalcap compares.
     num_bigrams: usize,
 }
 
@@ -133,7 +137,7 @@ fn similarity(candidate: &Vectors, reference: &Vectors) -> f64 {
                 Some(weight.min(other) * other)
             })
             .collect();
-        // A hash map has no order of its own; the sum must not depend on it.
+        // The order of a hash map is arbitrary, and the sum must not depend on it.
         shared.sort_by(f64::total_cmp);
         let norms = candidate.norms[n] * reference.norms[n];
         if norms > 0.0 {

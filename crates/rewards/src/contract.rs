@@ -93,41 +93,44 @@ impl TokenLimit {
 
 /// A scoring function. Built-in rewards look at one completion at a time; a program or an endpoint gets the batch.
 pub trait Reward: Send + Sync {
-    /// Name in metrics (`rewards/<name>/mean`) and errors.
+    /// Returns the name in metrics (`rewards/<name>/mean`) and errors.
     fn name(&self) -> &str;
 
-    /// Smallest and largest value it may return, inclusive; infinite where it has no bound.
+    /// Returns the smallest and largest possible value, inclusive. An unbounded side is infinite.
     fn range(&self) -> (f64, f64);
 
-    /// One value per completion, in order; `None` where the reward does not apply (no ground truth, for example), or cannot read
-    /// a completion that the policy was free to write. An error ends the run, and a run that is started again samples the same
-    /// completion: what can be wrong with one is therefore `None`, and counted in [`Self::take_logged`].
+    /// Scores completions, one value each, in order. The value is `None` if the reward does not apply (for example, without a
+    /// ground
+    /// truth), or if the reward cannot read what the policy wrote. An error ends the run, and a resumed run samples the same
+    /// completion
+    /// again. Problems of a completion are therefore `None`, and counted in [`Self::take_logged`].
     ///
     /// # Errors
-    /// Any problem that keeps it from scoring; the caller must not use a made-up value instead.
+    /// Returns an error for any other problem that prevents scoring. Callers must not replace it with an invented value.
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError>;
 
-    /// Returns the records of the batch that it scored last; called once per batch.
+    /// Returns the records of the last scored batch. Called once per batch.
     fn take_logged(&self) -> Logged {
         Logged::default()
     }
 
-    /// Whether it applies to a row, whatever the completion; `None` where only a score can tell.
+    /// Returns true if the reward applies to a row, whatever the completion. Returns `None` if only scoring can tell.
     ///
     /// # Errors
-    /// What is wrong with the row: no completion of it can be scored.
+    /// Returns an error that explains why no completion of the row can be scored.
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         let _ = row;
         Ok(None)
     }
 
-    /// How much it can read, where it has a limit. Compared with the length of completions before a run.
+    /// Returns the maximum input length, if the reward has one. It is compared with the length of completions before a run.
     fn token_limit(&self) -> Option<TokenLimit> {
         None
     }
 
-    /// Scores one completion before a run, so that what cannot be reached or started is found before anything is
-    /// sampled. Rewards that are part of the program have nothing to find out.
+    /// Scores one completion before a run, so that an unreachable endpoint or a broken program is found before anything is
+    /// sampled.
+    /// Built-in rewards have nothing to probe.
     fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
         let _ = row;
         Ok(None)
@@ -137,20 +140,20 @@ pub trait Reward: Send + Sync {
 /// Scores of a batch: one row of `values` per reward, one entry per completion.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RewardMatrix {
-    /// Reward names, in the order asked for.
+    /// Reward names, in the requested order.
     pub names: Vec<String>,
-    /// `values[reward][completion]`; unweighted, `None` where the reward does not apply.
+    /// `values[reward][completion]`, unweighted; `None` where the reward does not apply.
     pub values: Vec<Vec<Option<f64>>>,
     /// Weight of each reward.
     pub weights: Vec<f64>,
-    /// Weighted sum over the rewards that apply; `None` where none does.
+    /// Weighted sum over the rewards that apply; `None` if no reward applies.
     pub total: Vec<Option<f64>>,
-    /// Records of the rewards; metrics as `rewards/<reward>/<name>`.
+    /// Records of the rewards. Metrics have the names `rewards/<reward>/<name>`.
     pub logged: Logged,
 }
 
 impl RewardMatrix {
-    /// Adds a reward of weight 1, one entry per completion.
+    /// Adds a reward of weight 1, with one value per completion.
     pub fn add(&mut self, name: &str, values: Vec<Option<f64>>) {
         for (total, value) in self.total.iter_mut().zip(&values) {
             if let Some(value) = value {
@@ -162,7 +165,7 @@ impl RewardMatrix {
         self.weights.push(1.0);
     }
 
-    /// Some of its completions, without what the rewards want recorded.
+    /// Returns the matrix of some of the completions, without the rewards' records.
     #[must_use]
     pub fn part(&self, completions: Range<usize>) -> Self {
         Self {
@@ -174,7 +177,7 @@ impl RewardMatrix {
         }
     }
 
-    /// Puts completions of a matrix of the same rewards in the place of those from `at` on, with their columns.
+    /// Replaces the completions from `at` on, and their columns, with completions of another matrix of the same rewards.
     pub fn replace(&mut self, at: usize, other: &Self, completions: Range<usize>) {
         let to = at..at + completions.len();
         for (own, row) in self.values.iter_mut().zip(&other.values) {
@@ -189,8 +192,9 @@ impl RewardMatrix {
         }
     }
 
-    /// Mean and population standard deviation of each reward over the completions it applies to; `None` where it
-    /// applies to none.
+    /// Returns the mean and population standard deviation of each reward over the completions to which it applies. A reward that
+    /// applies
+    /// to no completion has `None`.
     pub fn mean_and_std(&self) -> Vec<Option<(f64, f64)>> {
         self.values.iter().map(|row| mean_and_std(row)).collect()
     }
@@ -229,11 +233,12 @@ impl std::fmt::Debug for RewardSet {
 }
 
 impl RewardSet {
-    /// Puts rewards together. No weights means 1 for each.
+    /// Combines rewards. Without weights, each reward has weight 1.
     ///
     /// # Errors
-    /// A number of weights that differs from the number of rewards, a weight that is not finite, two rewards of one
-    /// name, no reward at all.
+    /// Returns an error if the numbers of weights and rewards differ, a weight is not finite, two rewards have the same name, or
+    /// no reward
+    /// is given.
     pub fn new(rewards: Vec<Box<dyn Reward>>, weights: &[f64]) -> Result<Self, RewardError> {
         if rewards.is_empty() {
             return Err(RewardError::NoRewards);
@@ -251,26 +256,26 @@ impl RewardSet {
         Ok(Self { rewards, weights })
     }
 
-    /// Names in the order asked for.
+    /// Returns the names in the requested order.
     pub fn names(&self) -> Vec<&str> {
         self.rewards.iter().map(|reward| reward.name()).collect()
     }
 
-    /// Weights in the order of the names.
+    /// Returns the weights in the order of the names.
     pub fn weights(&self) -> &[f64] {
         &self.weights
     }
 
-    /// Smallest and largest value of the reward of that name.
+    /// Returns the smallest and largest value of a reward.
     pub fn range_of(&self, name: &str) -> Option<(f64, f64)> {
         self.rewards.iter().find(|reward| reward.name() == name).map(|reward| reward.range())
     }
 
-    /// Range of the weighted sum, for display and for early stopping at the best reachable score.
+    /// Returns the range of the weighted sum, for display and for early stopping at the best possible score.
     pub fn range(&self) -> (f64, f64) {
         self.rewards.iter().zip(&self.weights).fold((0.0, 0.0), |(low, high), (reward, &weight)| {
             let (a, b) = reward.range();
-            // A weight of 0 times an infinite bound would be NaN.
+            // The product of a weight of 0 and an infinite bound is NaN.
             let (a, b) = if weight == 0.0 { (0.0, 0.0) } else { (a * weight, b * weight) };
             (low + a.min(b), high + a.max(b))
         })
@@ -279,8 +284,9 @@ impl RewardSet {
     /// Scores a batch with every reward.
     ///
     /// # Errors
-    /// What a reward reports; a panic inside it; a wrong number of values; a value that is not finite or lies outside
-    /// the declared range. Each names the reward and, where one row is to blame, that row.
+    /// Returns an error if a reward reports an error, panics, returns the wrong number of values, or returns a value that is not
+    /// finite or
+    /// is outside its range. The error names the reward and, if one row is the cause, that row.
     pub fn score(&self, batch: &[RewardInput<'_>]) -> Result<RewardMatrix, RewardError> {
         let values = self
             .rewards
@@ -308,10 +314,12 @@ impl RewardSet {
         Ok(RewardMatrix { names, values, weights: self.weights.clone(), total, logged })
     }
 
-    /// Whether each reward applies to a row, in order, by its columns alone; `None` where only a score can tell.
+    /// Returns, for each reward in order, whether it applies to a row, judged by the row's columns. The value is `None` if only
+    /// scoring can
+    /// tell.
     ///
     /// # Errors
-    /// The first reward that can score no completion of the row, and why.
+    /// Returns the error of the first reward that can score no completion of the row.
     pub fn applies(&self, row: &RewardInput<'_>) -> Result<Vec<Option<bool>>, RewardError> {
         let bare = RewardInput { completion: "", completion_ids: &[], truncated: false, ..*row };
         let ask = |reward: &dyn Reward| {
@@ -326,14 +334,15 @@ impl RewardSet {
         self.rewards.iter().map(|reward| ask(reward.as_ref())).collect()
     }
 
-    /// The rewards that cannot read a completion of so many tokens behind the longest prompt that they were asked about, with
-    /// their limits. A token of the policy counts as one of the reward.
+    /// Returns the rewards that cannot read a completion of this length after their longest prompt so far, with their limits. One
+    /// token of
+    /// the policy counts as one token of the reward.
     pub fn too_short_for(&self, completion_tokens: usize) -> Vec<(&str, TokenLimit)> {
         let limits = self.rewards.iter().filter_map(|reward| Some((reward.name(), reward.token_limit()?)));
         limits.filter(|(_, limit)| limit.room() < completion_tokens).collect()
     }
 
-    /// Has every program and endpoint score one completion, the values of which are not used.
+    /// Asks every program and endpoint to score one completion, and ignores the values.
     pub fn probe(&self, row: &RewardInput<'_>) -> Result<(), RewardError> {
         self.rewards.iter().try_for_each(|reward| {
             let score = reward.probe(row)?;
@@ -341,7 +350,7 @@ impl RewardSet {
         })
     }
 
-    /// Scores a batch with the reward of that name alone.
+    /// Scores a batch with only the named reward.
     pub fn score_by(&self, name: &str, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         match self.rewards.iter().find(|reward| reward.name() == name) {
             Some(reward) => checked(reward.as_ref(), batch),
@@ -354,14 +363,14 @@ impl RewardSet {
     }
 }
 
-/// The scores of one reward, or what is wrong with them.
+/// Returns the scores of one reward after checking their number and range.
 fn checked(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
     let scores = guarded(reward, batch)?;
     check(reward, batch, &scores)?;
     Ok(scores)
 }
 
-/// Runs a reward so that a panic becomes an error. The row is found by scoring one by one, which only happens then.
+/// Runs a reward and converts a panic into an error. After a panic, rows are scored one by one to find the cause.
 fn guarded(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
     let run = |rows: &[RewardInput<'_>]| omnigrpo_guard::guarded(|| reward.score(rows));
     let payload = match run(batch) {
@@ -393,7 +402,7 @@ fn check(reward: &dyn Reward, batch: &[RewardInput<'_>], scores: &[Option<f64>])
     let (low, high) = reward.range();
     for (index, score) in scores.iter().enumerate() {
         let Some(value) = *score else { continue };
-        // A sum of weighted parts may pass its bound by rounding.
+        // A sum of weighted parts may exceed its bound by a rounding error.
         let slack = 1e-9 * (1.0 + value.abs());
         if !value.is_finite() || value < low - slack || value > high + slack {
             return Err(RewardError::Value {
@@ -408,17 +417,17 @@ fn check(reward: &dyn Reward, batch: &[RewardInput<'_>], scores: &[Option<f64>])
     Ok(())
 }
 
-/// How errors name a row: its place in the batch, and the dataset row and sample behind it.
+/// Returns the name of a row in errors: its index in the batch, the row of the dataset and the sample.
 pub(crate) fn row_name(index: usize, input: &RewardInput<'_>) -> String {
     format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample)
 }
 
 /// Result of the function of a [`reward`].
 pub trait Score {
-    /// A number, nothing where the reward does not apply, or what is wrong with the row.
+    /// Converts the result to a number, to `None` if the reward does not apply, or to an error.
     ///
     /// # Errors
-    /// What is wrong with the row.
+    /// Returns the reason why the row cannot be scored.
     fn score(self) -> Result<Option<f64>, String>;
 }
 
@@ -440,8 +449,9 @@ impl Score for Result<Option<f64>, String> {
     }
 }
 
-/// A reward from a function of one completion: a number between the ends of `range` (which may be infinite), `None` where it
-/// does not apply, or an error that says what is wrong with the row.
+/// Creates a reward from a function of one completion. The function returns a number within `range` (whose ends may be infinite),
+/// `None`
+/// if the reward does not apply, or an error that describes the problem of the row.
 ///
 /// ```
 /// use omnigrpo_rewards::{RewardSet, reward};
@@ -467,7 +477,7 @@ pub(crate) struct PerRow<N, F> {
     pub name: N,
     /// Declared range.
     pub range: (f64, f64),
-    /// The function; its error is what is wrong with the row.
+    /// Scoring function. Its error describes the problem of the row.
     pub score: F,
 }
 
@@ -495,7 +505,7 @@ where
         batch.iter().enumerate().map(score).collect()
     }
 
-    /// The row itself keeps a built-in reward from applying, so an empty completion shows it.
+    /// Only the row decides whether a built-in reward applies, so an empty completion is sufficient.
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         Ok(self.score(std::slice::from_ref(row))?.first().map(Option::is_some))
     }
@@ -596,7 +606,7 @@ mod tests {
         let wrong = Row::new("q", "", "yes").column("reward_method", serde_json::json!("bogus"));
         let error = applies(wrong).unwrap_err();
         assert!(error.contains("`accuracy`") && error.contains("`reward_method`"), "{error}");
-        // A reward that is no function of one row cannot say, and is asked nothing.
+        // A reward that is not a function of one row cannot tell, and is not called.
         let set = RewardSet::new(vec![fixed("mine", (0.0, 1.0), vec![])], &[]).unwrap();
         assert_eq!(set.applies(&Row::new("q", "", "").input()).unwrap(), [None]);
         assert!(set.probe(&Row::new("q", "", "").input()).is_ok());

@@ -1,4 +1,4 @@
-//! The references of a dataset, which some rewards weigh words by.
+//! References of a dataset, which determine the word weights of some rewards.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,22 +6,24 @@ use std::sync::Arc;
 use crate::RewardError;
 use crate::cider::DocumentFrequencies;
 
-/// The references of a dataset: `cider` and `explanation` weigh words by how few of them have each, and `bertscore` tokens if
-/// asked.
+/// The references of a dataset. `cider` and `explanation` weight words by their inverse document frequency, and `bertscore`
+/// weights
+/// tokens likewise if requested.
 #[derive(Debug, Clone, Default)]
 pub struct Corpus {
-    /// How many rows have each n-gram in their references.
+    /// Number of rows whose references contain each n-gram.
     pub frequencies: Arc<DocumentFrequencies>,
-    /// The references themselves, where they are kept.
+    /// Texts of the references, if kept.
     pub texts: Vec<String>,
 }
 
 impl Corpus {
-    /// The file of a run directory that keeps the counts, for evaluations of its checkpoints.
+    /// Name of the file in a run directory that stores the counts, for evaluations of its checkpoints.
     pub const FILE: &'static str = "document_frequencies.json";
 
-    /// Counts the references of rows, each with all of its own, and keeps the texts if asked. A row without references is left
-    /// out: it would make every word look rarer.
+    /// Counts the references of rows, and keeps the texts if requested. A row without references is ignored, since it would make
+    /// every word
+    /// appear rarer.
     pub fn of<R: AsRef<str>>(rows: impl IntoIterator<Item = Vec<R>>, keep_texts: bool) -> Self {
         let (mut frequencies, mut texts) = (DocumentFrequencies::default(), Vec::new());
         for references in rows.into_iter().filter(|references| !references.is_empty()) {
@@ -33,11 +35,11 @@ impl Corpus {
         Self { frequencies: Arc::new(frequencies), texts }
     }
 
-    /// With the counts of the run that made the checkpoint in `dir`, where it kept them: a score then means what it meant in
-    /// training.
+    /// Replaces the counts with those stored by the run that made the checkpoint in `dir`, if any. Scores then mean the same as
+    /// in training.
     ///
     /// # Errors
-    /// A file of counts that cannot be read.
+    /// Returns an error if a file of counts cannot be read.
     pub fn or_kept(mut self, dir: &Path) -> Result<Self, RewardError> {
         let kept = [Some(dir), dir.parent()].into_iter().flatten().map(|dir| dir.join(Self::FILE));
         if let Some(path) = kept.into_iter().find(|path| path.is_file()) {
@@ -47,10 +49,10 @@ impl Corpus {
         Ok(self)
     }
 
-    /// The content of [`Self::FILE`]: the same counts give the same bytes.
+    /// Returns the content of [`Self::FILE`]. The same counts give the same bytes.
     #[must_use]
     pub fn kept(&self) -> Vec<u8> {
-        // Words and counts are always JSON.
+        // Words and counts can always be written as JSON.
         serde_json::to_vec(self.frequencies.as_ref()).unwrap_or_default()
     }
 }

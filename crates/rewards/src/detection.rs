@@ -1,36 +1,38 @@
 //! `od_ap`, `od_ap50`, `odLength`: COCO average precision of a list of labelled boxes. Range [0, 1].
 //!
-//! Source: VLM-R1, which runs pycocotools on one image with score 1 for every box; labels that the ground truth does
-//! not have are dropped. Differences by design: labels are compared without case; an answer that is no list of boxes
-//! earns 0 also where the ground truth is empty (the source gives 1 to any text there).
+//! Source: VLM-R1, which runs pycocotools on one image with score 1 for every box. Boxes with labels that are missing from the
+//! ground
+//! truth are dropped. Deliberate differences: case is ignored in labels, and an answer that is not a list of boxes earns 0 even
+//! if the
+//! ground truth is empty (the source gives any text 1 in that case).
 
 use crate::answer::Question;
 use crate::boxes::{Detection, detections, iou};
 
-/// Overlaps at which a box counts as found.
+/// Overlap thresholds at which a box counts as found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Thresholds {
-    /// 0.5, 0.55 … 0.95, averaged.
+    /// Average over 0.5, 0.55 … 0.95.
     Coco,
-    /// 0.5.
+    /// Only 0.5.
     Half,
 }
 
-/// Boxes beyond this many of a label are not looked at, as in COCO.
+/// Maximum number of boxes per label, as in COCO. Further boxes are ignored.
 const MAX_PER_LABEL: usize = 100;
 const RECALL_POINTS: usize = 101;
 
-/// `None` where the ground truth is no list of boxes.
+/// Returns `None` if the ground truth is not a list of boxes.
 pub(crate) fn average_precision(question: &Question<'_>, thresholds: Thresholds) -> Option<f64> {
     score(question, thresholds).map(|(score, _)| score)
 }
 
-/// The COCO score times gold boxes over predicted boxes, where there are more of the latter.
+/// Returns the COCO score, multiplied by (gold boxes / predicted boxes) if there are more predicted than gold boxes.
 pub(crate) fn with_length(question: &Question<'_>) -> Option<f64> {
     score(question, Thresholds::Coco).map(|(score, length)| score * length)
 }
 
-/// Average precision, and the factor for surplus boxes.
+/// Returns the average precision and the factor for surplus boxes.
 fn score(question: &Question<'_>, thresholds: Thresholds) -> Option<(f64, f64)> {
     let gold = detections(question.gold)?;
     let Some(predicted) = question.tagged.and_then(detections) else { return Some((0.0, 1.0)) };
@@ -64,14 +66,15 @@ fn mean_over_labels(predicted: &[Detection], gold: &[Detection], thresholds: Thr
     sum / (labels.len() as f64 * f64::from(steps))
 }
 
-/// Precision at 101 recalls, averaged, for one label and one threshold. `overlaps[prediction][gold]`.
+/// Returns the precision averaged over 101 recalls, for one label and one threshold. The overlaps are
+/// `overlaps[prediction][gold]`.
 fn one_precision(overlaps: &[Vec<f64>], num_gold: usize, threshold: f64) -> f64 {
     let mut taken = vec![false; num_gold];
     let mut hits = 0usize;
-    // Recall and precision after each prediction, in the order given (all scores are equal).
+    // Recall and precision after each prediction, in the given order (all scores are equal).
     let mut curve: Vec<(f64, f64)> = Vec::with_capacity(overlaps.len());
     for (index, row) in overlaps.iter().enumerate() {
-        // The largest overlap among what is left; the last of equals, as in pycocotools.
+        // Finds the largest overlap among unmatched boxes. The last of equal ones wins, as in pycocotools.
         let (mut best, mut found) = (threshold.min(1.0 - 1e-10), None);
         for (gold, &overlap) in row.iter().enumerate() {
             if !taken[gold] && overlap >= best {
@@ -90,7 +93,7 @@ fn one_precision(overlaps: &[Vec<f64>], num_gold: usize, threshold: f64) -> f64 
     let mut at = 0;
     let mut sum = 0.0;
     for point in 0..RECALL_POINTS {
-        // numpy's linspace(0, 1, 101): the multiple of 0.01, not the nearest hundredth.
+        // This is numpy's `linspace(0, 1, 101)`: a multiple of 0.01, which is not always the nearest hundredth.
         let recall = if point + 1 == RECALL_POINTS { 1.0 } else { point as f64 * 0.01 };
         while curve.get(at).is_some_and(|(reached, _)| *reached < recall) {
             at += 1;
@@ -111,7 +114,7 @@ mod tests {
         format!("<answer>```json\n{boxes}\n```</answer>")
     }
 
-    /// pycocotools 2.0.11; script `tests/data/coco_goldens.py`.
+    /// Values of pycocotools 2.0.11, from `tests/data/coco_goldens.py`.
     #[test]
     fn golden_average_precision() {
         let cases: Vec<Value> =

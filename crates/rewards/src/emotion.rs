@@ -1,13 +1,14 @@
-//! `emotion`: the emotion word, or words, of the ground truth, synonyms included. Range {0, 1}.
+//! `emotion`: agreement with the emotion words of the ground truth, including synonyms. Range {0, 1}.
 //!
-//! Source: R1-Omni (labels of DFEW, MAFW and RAVDESS), which compares texts to the letter. Here "fearful" is "fear",
-//! and a word inside a sentence counts unless the sentence negates or names other emotions as well.
+//! Source: R1-Omni (labels of DFEW, MAFW and RAVDESS), which compares texts exactly. Here "fearful" equals "fear", and a word in
+//! a
+//! sentence counts unless the sentence has a negation or names other emotions as well.
 
 use std::collections::BTreeSet;
 
 use crate::answer::{Question, normalised, same_label};
 
-/// Every spelling of an emotion, the label first.
+/// Spellings of each emotion. The label is first.
 const EMOTIONS: &[&[&str]] = &[
     &["happy", "happiness", "joy", "joyful", "happily", "cheerful", "delighted", "glad"],
     &["sad", "sadness", "sorrow", "sorrowful", "unhappy", "grief"],
@@ -36,7 +37,7 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     Some(f64::from(emotions(question.answer) == gold))
 }
 
-/// The emotions a text names, by index; none where it negates.
+/// Returns the indices of the emotions that a text names. Returns none for a text with a negation.
 pub(crate) fn emotions(text: &str) -> BTreeSet<usize> {
     let text = normalised(text);
     let words = || text.split(|c: char| !c.is_alphanumeric() && c != '\'');

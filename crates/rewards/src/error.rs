@@ -1,12 +1,12 @@
-//! Errors of this crate: what failed, what came, what was expected, and what to do.
+//! Errors of this crate: the failure, the received value, the expected value and advice.
 
 use std::time::Duration;
 
-/// Why completions could not be scored, or rewards not be set up.
+/// Reason why completions could not be scored or rewards could not be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RewardError {
-    /// A name that no reward has.
+    /// Unknown name of a reward.
     #[error(
         "unknown reward `{name}`{hint}; known: {known}, or the directory of a reward model, cmd:\"program arguments\", FILE.py:FUNCTION, http(s)://…, judge:http(s)://…"
     )]
@@ -15,10 +15,10 @@ pub enum RewardError {
         name: String,
         /// " (did you mean `x`?)", or empty.
         hint: String,
-        /// Every name there is.
+        /// All known names.
         known: String,
     },
-    /// A value that an option does not have.
+    /// Unknown value of an option.
     #[error("{option}: unknown value `{value}`{hint}; known: {known}")]
     UnknownValue {
         /// The option.
@@ -30,7 +30,7 @@ pub enum RewardError {
         /// Available names.
         known: String,
     },
-    /// A file that keeps the counts of a run's references cannot be read.
+    /// Unreadable file of the counts of a run's references.
     #[error(
         "the run's document frequencies cannot be read from {}; remove the file to count the references of the \
          evaluated rows instead", path.display()
@@ -44,13 +44,13 @@ pub enum RewardError {
     /// No reward was named.
     #[error("no reward given; name at least one, for example `accuracy`")]
     NoRewards,
-    /// Two rewards would share a metric name.
+    /// Two rewards with the same metric name.
     #[error("reward `{name}` is given twice; give one of them another name with `name=spec`")]
     NameTwice {
         /// The name.
         name: String,
     },
-    /// Weights that do not fit the rewards.
+    /// Weights that do not match the rewards.
     #[error("reward weights {weights:?} do not fit the rewards [{}]: one finite number for each is needed", names.join(", "))]
     Weights {
         /// Received weights.
@@ -58,7 +58,7 @@ pub enum RewardError {
         /// The rewards.
         names: Vec<String>,
     },
-    /// A setting that a reward cannot work with.
+    /// A setting that a reward cannot use.
     #[error("reward `{reward}`: {what}")]
     Setting {
         /// The reward.
@@ -83,30 +83,30 @@ pub enum RewardError {
         reward: String,
         /// Program of the reward.
         program: String,
-        /// The system's reason.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// A reward's own model or files failed.
+    /// Failure of a reward's own model or files.
     #[error("reward `{reward}` failed")]
     Failed {
         /// The reward.
         reward: String,
-        /// With what.
+        /// Cause of the failure.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The wrong number of values.
+    /// Wrong number of values.
     #[error(
         "reward `{reward}` returned {got} value(s) for {expected} completions; it must return exactly one each"
     )]
     Count {
         /// The reward.
         reward: String,
-        /// Values returned.
+        /// Number of returned values.
         got: usize,
-        /// Completions given.
+        /// Number of completions.
         expected: usize,
     },
-    /// A value that is not finite or leaves the declared range.
+    /// A value that is not finite or is outside the declared range.
     #[error("reward `{reward}`, row {row}: got {value}, expected a finite number in {low}..={high} or none")]
     Value {
         /// The reward.
@@ -115,12 +115,12 @@ pub enum RewardError {
         row: String,
         /// Received value.
         value: f64,
-        /// Smallest value declared.
+        /// Lower end of the declared range.
         low: f64,
-        /// Largest value declared.
+        /// Upper end of the declared range.
         high: f64,
     },
-    /// The reward panicked.
+    /// A panic in a reward.
     #[error("reward `{reward}` panicked at row {row}: {what}")]
     Panicked {
         /// The reward.
@@ -130,7 +130,7 @@ pub enum RewardError {
         /// Message of the panic.
         what: String,
     },
-    /// A program or endpoint did not answer in time.
+    /// A program or endpoint that did not answer in time.
     #[error(
         "reward `{reward}`: no answer within {limit:?} for rows {rows}; raise the time limit or make it faster"
     )]
@@ -139,24 +139,24 @@ pub enum RewardError {
         reward: String,
         /// Rows of the request.
         rows: String,
-        /// The limit.
+        /// Time limit.
         limit: Duration,
     },
-    /// A program or endpoint failed for good.
+    /// A program or endpoint that failed in all attempts.
     #[error("reward `{reward}` failed {attempts} time(s) for rows {rows}; the last time: {what}")]
     External {
         /// The reward.
         reward: String,
         /// Rows of the request.
         rows: String,
-        /// Attempts made.
+        /// Number of attempts.
         attempts: u32,
-        /// The last failure.
+        /// Last failure.
         what: String,
     },
 }
 
-/// " (did you mean `x`?)" for the known name nearest to `got`, if any is near.
+/// Returns " (did you mean `x`?)" with the known name most similar to `got`, or an empty text if none is similar.
 pub(crate) fn suggestion<'a>(got: &str, known: impl Iterator<Item = &'a str>) -> String {
     let score = |name: &&str| strsim::jaro_winkler(&got.to_lowercase(), &name.to_lowercase());
     known

@@ -1,10 +1,13 @@
-//! Classification by a set of labels: which label a completion answers, the confusion matrix, and the weighted and
-//! unweighted average recall.
+//! Classification by a set of labels: the label of each answer, the confusion matrix, and the weighted and unweighted average
+//! recall.
 //!
-//! Source: the evaluation of R1-Omni on DFEW and MAFW: WAR is the recall of each class weighted by its frequency, which
-//! is the accuracy; UAR is the plain mean over the classes that occur. Differences: the label is read from the answer tag,
-//! and where there is none from what follows the thinking, as the accuracy reward does; synonyms of emotion words count; a
-//! completion whose answer is no label is wrong.
+//! Source: the evaluation of R1-Omni on DFEW and MAFW. WAR is the recall of each class weighted by its frequency, which equals
+//! the
+//! accuracy. UAR is the mean recall over the classes that occur. Differences: the label is read from the answer tag or, without a
+//! tag,
+//! from the text after the thinking, as in the accuracy reward. Synonyms of emotion words count. A completion without a known
+//! label is
+//! wrong.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +17,7 @@ use crate::RewardError;
 use crate::answer::normalised;
 use crate::emotion::emotions;
 
-/// Most labels of a set; more make no table anybody reads.
+/// Maximum number of labels. A table of more labels is unreadable.
 const MAX_LABELS: usize = 64;
 
 /// The labels of a classification.
@@ -24,14 +27,14 @@ pub struct LabelSet {
     keys: Vec<Key>,
 }
 
-/// Form in which two texts are the same label.
+/// Normal form of a label, for comparison.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
     Emotion(usize),
     Text(String),
 }
 
-/// Emotion words by what they mean, other texts by their normal form.
+/// Returns the meaning of an emotion word, or the normal form of another text.
 fn key(text: &str) -> Option<Key> {
     let named = emotions(text);
     if named.len() == 1 {
@@ -41,10 +44,10 @@ fn key(text: &str) -> Option<Key> {
 }
 
 impl LabelSet {
-    /// The given labels, in the order of the table.
+    /// Creates a set from labels, in the order of the table.
     ///
     /// # Errors
-    /// Fewer than two, more than 64, an empty one, or two that mean the same.
+    /// Returns an error for fewer than two labels, more than 64, an empty label, or two labels with the same meaning.
     pub fn new(names: &[String]) -> Result<Self, RewardError> {
         let wrong = |what: String| RewardError::Setting { reward: "label_set".to_owned(), what };
         if !(2..=MAX_LABELS).contains(&names.len()) {
@@ -61,7 +64,7 @@ impl LabelSet {
         Ok(Self { names: names.to_vec(), keys })
     }
 
-    /// The labels among ground truths, sorted.
+    /// Collects the labels of ground truths, sorted.
     pub fn of_ground_truths<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<Self, RewardError> {
         let mut seen = BTreeSet::new();
         let mut names = BTreeSet::new();
@@ -69,7 +72,7 @@ impl LabelSet {
             if key(text).is_some_and(|key| seen.insert(key)) {
                 names.insert(normalised(text));
             }
-            // Free text has no labels; do not collect all of it before saying so.
+            // Free text is not a set of labels. The error is returned before all texts are collected.
             if names.len() > MAX_LABELS {
                 break;
             }
@@ -82,21 +85,21 @@ impl LabelSet {
         &self.names
     }
 
-    /// Which label a text is.
+    /// Returns the index of the label of a text.
     pub fn find(&self, text: &str) -> Option<usize> {
         let key = key(text)?;
         self.keys.iter().position(|label| *label == key)
     }
 }
 
-/// How often each label was answered with each.
+/// Number of answers with each label, for each true label.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Confusion {
     /// The labels.
     pub labels: Vec<String>,
-    /// `counts[truth][answer]`; the last column counts answers that are no label.
+    /// `counts[truth][answer]`. The last column counts answers without a known label.
     pub counts: Vec<Vec<usize>>,
-    /// Completions whose ground truth is no label; they are not counted above.
+    /// Number of completions whose ground truth is not a label. They are excluded from `counts`.
     pub unlabelled: usize,
 }
 
@@ -116,20 +119,20 @@ impl Confusion {
         }
     }
 
-    /// Weighted average recall, 0..1; `None` without any labelled completion.
+    /// Returns the weighted average recall, 0..1, or `None` if no completion has a labelled ground truth.
     pub fn war(&self) -> Option<f64> {
         let all: usize = self.counts.iter().flatten().sum();
         let right: usize = self.counts.iter().enumerate().map(|(label, row)| row[label]).sum();
         (all > 0).then(|| right as f64 / all as f64)
     }
 
-    /// Unweighted average recall over the classes that occur, 0..1.
+    /// Returns the unweighted average recall over the classes that occur, 0..1.
     pub fn uar(&self) -> Option<f64> {
         let recalls: Vec<f64> = self.recalls().into_iter().flatten().collect();
         (!recalls.is_empty()).then(|| recalls.iter().sum::<f64>() / recalls.len() as f64)
     }
 
-    /// Recall of each label; `None` for one that does not occur.
+    /// Returns the recall of each label, or `None` for a label that does not occur.
     pub fn recalls(&self) -> Vec<Option<f64>> {
         let recall = |(label, row): (usize, &Vec<usize>)| {
             let all: usize = row.iter().sum();

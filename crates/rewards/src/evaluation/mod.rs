@@ -127,31 +127,31 @@ pub struct Category {
     pub means: Vec<Option<f64>>,
 }
 
-/// The numbers of an evaluation.
+/// Results of an evaluation.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
-    /// Metrics by name; `None` where there is nothing to measure.
+    /// Metrics by name; `None` if there is nothing to measure.
     pub metrics: Vec<(String, Option<f64>)>,
-    /// Rewards, in order.
+    /// Names of the rewards, in order.
     pub reward_names: Vec<String>,
-    /// By category, sorted.
+    /// Results by category, sorted.
     pub categories: Vec<Category>,
-    /// By label.
+    /// Results by label.
     pub confusion: Option<Confusion>,
-    /// Numbers of explanations.
+    /// Scores of explanations.
     pub explanations: Option<ExplanationReport>,
     /// 95 % interval of `eval_accuracy`.
     pub accuracy_interval: Option<(f64, f64)>,
 }
 
 impl Summary {
-    /// A metric by name.
+    /// Returns a metric by name.
     #[must_use]
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.metrics.iter().find(|(n, _)| n == name).and_then(|(_, v)| *v)
     }
 
-    /// All of it as an object: the metrics, and the tables under `categories`, `confusion` and `accuracy_interval`.
+    /// Returns everything as a JSON object: the metrics, and the tables under `categories`, `confusion` and `accuracy_interval`.
     #[must_use]
     pub fn to_json(&self) -> serde_json::Value {
         let mut out: serde_json::Map<String, serde_json::Value> =
@@ -176,10 +176,10 @@ impl Summary {
     }
 }
 
-/// Sums up scored rows.
+/// Summarises scored rows.
 ///
 /// # Errors
-/// Labels that make no set.
+/// Returns an error if the labels do not form a valid set.
 pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> Result<Summary, RewardError> {
     let names: Vec<String> = rewards.names().iter().map(|&name| name.to_owned()).collect();
     let judge = Judge::new(rewards, measures.accuracy_threshold);
@@ -196,7 +196,7 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
         let accuracy = judge.accuracy(rows);
         metrics.push(("eval_accuracy".into(), accuracy));
         accuracy_interval = accuracy.map(|p| wilson_interval(p, counts.len()));
-        // Rows may carry different numbers of completions; k is bounded by the fewest.
+        // Rows may have different numbers of completions. The smallest number limits k.
         let samples = counts.iter().map(|&(n, _)| n).min().unwrap_or(0);
         let mut k = 1;
         while samples > 1 && k <= samples {
@@ -210,7 +210,7 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
         let values = || rows.iter().flat_map(|row| row.values(name));
         metrics.push((format!("eval_rewards/{name}/mean"), mean(values())));
         if ["accuracy", "format"].contains(&name.as_str()) {
-            // The names of the evaluation of qwen-vl-finetune's GRPO trainer, as `eval_total_reward` above.
+            // These are the names of qwen-vl-finetune's GRPO trainer, like `eval_total_reward` above.
             metrics.push((format!("eval_{name}_reward"), mean(values())));
         }
         if many {
@@ -239,9 +239,9 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
     })
 }
 
-/// The reward of a run that looks at answers, and the value of a right one: the largest it gives, or 1 for a program or
-/// endpoint of that name that declares no bound. The first of the table where there are several, none where there is
-/// none.
+/// Returns the reward of a run that judges answers, and its value for a correct one. The value is the upper end of the range, or
+/// 1 for a
+/// program or endpoint that declares no bound. Of several such rewards, the first of the table wins.
 #[must_use]
 pub fn answer_reward(rewards: &RewardSet) -> Option<(&'static str, f64)> {
     let names = rewards.names();
@@ -250,27 +250,27 @@ pub fn answer_reward(rewards: &RewardSet) -> Option<(&'static str, f64)> {
     Some((name, if best.is_finite() { best } else { 1.0 }))
 }
 
-/// Says which completions are right.
+/// Rule that decides which completions are correct.
 struct Judge<'a> {
     reward: &'a str,
     from: f64,
 }
 
 impl<'a> Judge<'a> {
-    /// By the first reward that looks at answers, if there is one.
+    /// Uses the first reward that judges answers, if there is one.
     fn new(rewards: &RewardSet, threshold: f64) -> Option<Judge<'static>> {
         let (reward, best) = answer_reward(rewards)?;
         Some(Judge { reward, from: threshold * best - 1e-9 })
     }
 
-    /// Completions that were judged, and the right ones among them; `None` where the reward does not apply.
+    /// Returns the number of judged and of correct completions, or `None` if the reward does not apply.
     fn count(&self, row: &EvalRow) -> Option<(usize, usize)> {
         let judged: Vec<f64> = row.values(self.reward).collect();
         let right = judged.iter().filter(|&&value| value >= self.from).count();
         (!judged.is_empty()).then_some((judged.len(), right))
     }
 
-    /// Mean over the rows of their share of right completions.
+    /// Returns the mean over the rows of their share of correct completions.
     fn accuracy<'r>(&self, rows: impl IntoIterator<Item = &'r EvalRow>) -> Option<f64> {
         mean(rows.into_iter().filter_map(|row| self.count(row)).map(|(n, right)| right as f64 / n as f64))
     }
@@ -280,7 +280,7 @@ fn confusion(rows: &[EvalRow], measures: &Measures) -> Result<Option<Confusion>,
     let truth = |row: &'_ EvalRow| -> Option<String> {
         let solution = row.solution.as_deref()?;
         let text = content(solution, "answer", measures.answer_policy).unwrap_or(solution).trim();
-        // Longer texts are no labels; comparing them would only cost time.
+        // Longer texts are not labels, and comparing them would waste time.
         (text.len() <= MAX_ANSWER_CHARS).then(|| text.to_owned())
     };
     let found;
@@ -303,7 +303,7 @@ fn confusion(rows: &[EvalRow], measures: &Measures) -> Result<Option<Confusion>,
     Ok(Some(confusion))
 }
 
-/// The reward whose numbers are shown beside the other measures of explanations.
+/// Name of the reward that is reported with the measures of explanations.
 const BERT_SCORE: &str = "bertscore";
 
 fn explained(rows: &[EvalRow]) -> Option<ExplanationReport> {
@@ -353,8 +353,8 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     (num > 0).then(|| sum / num as f64)
 }
 
-/// The chance that a draw of `k` among `n` completions, of which `right` are right, has a right one: 1 - C(n-right, k) /
-/// C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374). `k` is at most `n`.
+/// Returns the probability that a draw of `k` from `n` completions, of which `right` are correct, contains a correct one:
+/// 1 - C(n-right, k) / C(n, k). This is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374). `k` is at most `n`.
 #[must_use]
 pub fn pass_at_k(n: usize, right: usize, k: usize) -> f64 {
     if n < right + k {
@@ -363,7 +363,7 @@ pub fn pass_at_k(n: usize, right: usize, k: usize) -> f64 {
     1.0 - ((n - right + 1)..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
 }
 
-/// The 95 % Wilson interval of a share that was observed as `p` in `n` trials.
+/// Returns the 95 % Wilson interval of a share `p` that was observed in `n` trials.
 #[must_use]
 pub fn wilson_interval(p: f64, n: usize) -> (f64, f64) {
     if n == 0 {
@@ -445,7 +445,7 @@ mod tests {
             ],
         );
         let summary = summarize(&rows, &rewards, &Measures::default()).unwrap();
-        // Right: 3 of 4 (an answer without its tag is read where it stands alone), 0 of 4, 4 of 4.
+        // Correct: 3 of 4 (an answer without a tag is read from the text), 0 of 4, 4 of 4.
         near(&summary, "eval_accuracy", (0.75 + 0.0 + 1.0) / 3.0);
         near(&summary, "eval_pass@1", (0.75 + 0.0 + 1.0) / 3.0);
         // 1 - C(1, 2)/C(4, 2) is 1.
@@ -511,14 +511,14 @@ mod tests {
         near(&summary, "eval_war", 0.5);
         near(&summary, "eval_uar", 0.5);
         near(&summary, "eval_explanation/unfiltered/ROUGE_L", 100.0);
-        // The literal rule of the source: "joy" is not "happy".
+        // By the source's exact rule, "joy" is not "happy".
         near(&summary, "eval_explanation/filtered/ROUGE_L", 0.0);
         assert_eq!(summary.metric("eval_explanation/filtered/BERTScore_F1"), None);
         let none = summarize(&rows[1..], &rewards, &Measures::default()).unwrap();
         assert!(none.confusion.is_none() && none.explanations.is_none());
     }
 
-    /// An answer without its tag is what the accuracy takes for one, for every number alike.
+    /// Every metric reads an answer without a tag in the same way as the accuracy.
     #[test]
     fn accuracy_and_recall_read_answers_alike() {
         let rewards = build(&["accuracy"], &RewardOptions::default()).unwrap();

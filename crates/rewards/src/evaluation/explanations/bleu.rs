@@ -1,14 +1,16 @@
-//! BLEU-1 to BLEU-4 of a corpus: clipped n-gram precision over all items, geometric mean over n, brevity penalty against
-//! the reference closest in length.
+//! BLEU-1 to BLEU-4 of a corpus: clipped n-gram precision over all items, geometric mean over n, and a brevity penalty relative
+//! to the
+//! reference with the closest length.
 //!
-//! Source: Papineni et al. 2002, in the form of pycocoevalcap 1.2, whose small constants keep an empty count from ending
-//! in 0/0. Difference: a single item is compared with its closest reference too, not with the average of their lengths.
+//! Source: Papineni et al. 2002, in the form of pycocoevalcap 1.2, which adds small constants so that an empty count does not
+//! give 0/0.
+//! Difference: a single item is also compared with its closest reference, not with the average length of the references.
 
 use std::collections::HashMap;
 
 const MAX_N: usize = 4;
 
-/// BLEU-1..4 in 0..1 of predictions with their references, all as words.
+/// Returns BLEU-1 to BLEU-4, each in 0..1, of predictions and their references. All texts are split into words.
 pub(super) fn corpus(items: &[(Vec<&str>, Vec<Vec<&str>>)]) -> [f64; MAX_N] {
     let (mut correct, mut guessed) = ([0usize; MAX_N], [0usize; MAX_N]);
     let (mut said, mut wanted) = (0usize, 0usize);

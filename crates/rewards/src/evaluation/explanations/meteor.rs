@@ -1,12 +1,14 @@
-//! METEOR: words aligned one to one, precision and recall of the aligned words, and a penalty for an alignment in pieces.
+//! METEOR: a one-to-one alignment of words, precision and recall of the aligned words, and a penalty for a fragmented alignment.
 //!
-//! Source: Denkowski and Lavie 2014 (METEOR 1.5), with its English parameters α = 0.85, β = 0.2, γ = 0.6: the mean is
-//! P·R / (α·P + (1-α)·R), the penalty γ·(chunks / matches)^β. Of several references the best one counts; the score of a
-//! corpus is that of its summed statistics. Alignments have the most equal words, then the fewest chunks, then the
-//! least distance, found by a beam of 40 as that program finds them.
+//! Source: Denkowski and Lavie 2014 (METEOR 1.5), with its English parameters α = 0.85, β = 0.2, γ = 0.6. The mean is
+//! P·R / (α·P + (1-α)·R), the penalty γ·(chunks / matches)^β. The best of several references counts. The score of a corpus is
+//! computed
+//! from summed statistics. Alignments maximise the number of equal words, then minimise the number of chunks, then the distance.
+//! As in
+//! the reference program, a beam of 40 searches for them.
 //!
-//! Covered: equal words (weight 1) and equal English stems (weight 0.6). Not covered, since they are tables of data:
-//! WordNet synonyms, paraphrases, and the lower weight of English function words (all words weigh the same).
+//! Supported: equal words (weight 1) and equal English stems (weight 0.6). Unsupported, since they need tables of data: WordNet
+//! synonyms, paraphrases, and the lower weight of English function words (all words have the same weight).
 
 use std::cmp::Reverse;
 
@@ -17,12 +19,13 @@ const BETA: f64 = 0.2;
 const GAMMA: f64 = 0.6;
 const STEM_WEIGHT: f64 = 0.6;
 const BEAM: usize = 40;
-/// Words and marks of a text that are aligned; a text of 150 words seldom has more.
+/// Maximum number of aligned words and marks of a text. A text of 150 words seldom has more.
 const MAX_TOKENS: usize = 320;
 
-/// Lower-cased words as METEOR's normalizer splits them. It knows Latin letters up to ž and Cyrillic ones; others, such
-/// as the "ế" of "tiếng", stand alone, and so they do here, since published scores are made that way. Marks stand alone
-/// too, but not a hyphen between letters (a space) and points and commas between digits.
+/// Splits a text into lower-case words, as METEOR's normalizer does. The normalizer recognises Latin letters up to ž and Cyrillic
+/// letters. Other letters, such as the "ế" of "tiếng", become separate words, as in published scores. Marks become separate words
+/// too,
+/// except a hyphen between letters (a space) and a point or comma between digits.
 pub(super) fn words(text: &str) -> Vec<String> {
     fn is_letter(c: char) -> bool {
         matches!(c, 'A'..='Z' | 'a'..='z' | 'À'..='Ö' | 'Ø'..='ö' | 'ø'..='ž' | 'Ѐ'..='ӿ' | 'Ԁ'..='ԧ')
@@ -46,7 +49,7 @@ pub(super) fn words(text: &str) -> Vec<String> {
     spaced.split_whitespace().take(MAX_TOKENS).map(str::to_owned).collect()
 }
 
-/// Counts of a score; sums over a corpus.
+/// Counts of a score, which are summed over a corpus.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Statistics {
     prediction_words: f64,
@@ -62,7 +65,7 @@ impl std::ops::AddAssign for Statistics {
         self.reference_words += other.reference_words;
         self.matches += other.matches;
         self.weighted_matches += other.weighted_matches;
-        // A segment that equals its reference has no penalty, in the sum neither.
+        // A segment that equals its reference has no penalty, also within the sum.
         self.chunks += if other.is_whole() { 0.0 } else { other.chunks };
     }
 }
@@ -72,7 +75,7 @@ impl Statistics {
         self.chunks == 1.0 && self.matches == self.prediction_words && self.matches == self.reference_words
     }
 
-    /// The score, 0..1.
+    /// Returns the score, 0..1.
     pub fn score(&self) -> f64 {
         if self.weighted_matches == 0.0 {
             return 0.0;
@@ -85,7 +88,7 @@ impl Statistics {
     }
 }
 
-/// Statistics with the reference that scores best.
+/// Returns the statistics for the reference with the best score.
 pub(super) fn best(prediction: &[String], references: &[Vec<String>]) -> Statistics {
     let stemmer = Stemmer::create(Algorithm::English);
     let stems = |words: &[String]| -> Vec<String> {
@@ -102,7 +105,7 @@ pub(super) fn best(prediction: &[String], references: &[Vec<String>]) -> Statist
     best.unwrap_or_else(|| Statistics { prediction_words: prediction.len() as f64, ..Statistics::default() })
 }
 
-/// An alignment of the reference's first words.
+/// An alignment of the first words of the reference.
 #[derive(Debug, Clone, Copy, Default)]
 struct Path {
     used: [u64; MAX_TOKENS.div_ceil(64)],
@@ -110,7 +113,7 @@ struct Path {
     stem: usize,
     chunks: usize,
     distance: usize,
-    /// One past the prediction's word that the last reference word was matched with.
+    /// Index after the prediction's word that matched the last reference word.
     end: Option<usize>,
 }
 
@@ -120,7 +123,7 @@ impl Path {
     }
 }
 
-/// How two words match, the better first.
+/// Kind of match of two words. The better kind is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Match {
     Equal,
@@ -142,7 +145,7 @@ fn align(
         .collect();
     let mut paths = vec![Path::default()];
     for at in 0..reference.len() {
-        // Equal words before equal stems: of equally good alignments the first stays.
+        // Equal words precede equal stems. The first of equally good alignments is kept.
         let mut matches: Vec<(usize, Match)> =
             (0..prediction.len()).filter_map(|i| Some((i, matched(at, i)?))).collect();
         matches.sort_by_key(|&(_, kind)| kind);
@@ -159,7 +162,7 @@ fn align(
                 taken.stem += usize::from(kind == Match::Stem);
                 taken.chunks += usize::from(path.end.is_some_and(|end| end != i));
                 taken.end = Some(i + 1);
-                // METEOR 1.5 adds the distance to the path it came from, so that it counts for what is tried after it.
+                // METEOR 1.5 adds the distance to the previous path, so that it affects later candidates.
                 if certain {
                     taken.distance += at.abs_diff(i)
                 } else {

@@ -1,10 +1,13 @@
-//! Explanations against their references: BLEU-1..4, METEOR, ROUGE-L, CIDEr and BERTScore, in percent, over all rows,
-//! over the rows with a right answer, and scaled by the accuracy.
+//! Scores of explanations against their references: BLEU-1 to BLEU-4, METEOR, ROUGE-L, CIDEr and BERTScore, in percent. They are
+//! reported over all rows, over the rows with a correct answer, and scaled by the accuracy.
 //!
-//! Source: the evaluation of the ViVQA-X project, which calls pycocoevalcap on texts split at white space, cut to 150
-//! words, with a leading "because" or "vì" and final full stops taken off the prediction; CIDEr's document frequencies
-//! are those of the references being scored. Differences: METEOR has no synonyms and no paraphrases (`meteor`), and
-//! BERTScore is that of the reward `bertscore`, left out, not 0, in runs without it.
+//! Source: the evaluation of the ViVQA-X project, which calls pycocoevalcap. Texts are split at white space and truncated to 150
+//! words.
+//! A leading "because" or "vì" and final full stops of the prediction are removed. CIDEr's document frequencies are those of the
+//! scored
+//! references. Differences: METEOR has no synonyms and paraphrases (`meteor`). BERTScore is that of the reward `bertscore`, and
+//! is
+//! missing, not 0, in runs without that reward.
 
 mod bleu;
 mod meteor;
@@ -14,17 +17,17 @@ use crate::AnswerPolicy;
 use crate::cider::DocumentFrequencies;
 use crate::tags::content;
 
-/// Words of a text that count.
+/// Maximum number of words of a text. Further words are ignored.
 const MAX_WORDS: usize = 150;
 
-/// The measures, in the order of [`TextScores`].
+/// Names of the measures, in the order of [`TextScores`].
 pub const MEASURES: [&str; 8] =
     ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE_L", "CIDEr", "BERTScore_F1"];
 
-/// One value in percent per measure of [`MEASURES`] (CIDEr reaches 1000); `None` where it was not measured.
+/// One value in percent per measure of [`MEASURES`] (up to 1000 for CIDEr); `None` if it was not measured.
 pub type TextScores = [Option<f64>; MEASURES.len()];
 
-/// A completion's explanation beside the references of its row.
+/// The explanation of a completion, and the references of its row.
 #[derive(Debug, Clone, Copy)]
 pub struct Explained<'a> {
     /// The completion.
@@ -33,33 +36,33 @@ pub struct Explained<'a> {
     pub references: &'a [String],
     /// Ground truth of the answer.
     pub solution: &'a str,
-    /// BERTScore F1 with the best reference, 0..1, where a model has measured it.
+    /// BERTScore F1 with the best reference, 0..1, if measured.
     pub bert_score: Option<f64>,
 }
 
 /// The three views of the scores.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExplanationReport {
-    /// Completions with references.
+    /// Number of completions with references.
     pub num_explained: usize,
-    /// Rows with the correct answer.
+    /// Number of completions with the correct answer.
     pub num_right: usize,
-    /// Over all of them.
+    /// Scores over all completions.
     pub unfiltered: TextScores,
-    /// Over those with the right answer; 0 where there are none.
+    /// Scores over completions with the correct answer; 0 if there are none.
     pub filtered: TextScores,
-    /// `unfiltered` times the share of right answers.
+    /// `unfiltered` multiplied by the share of correct answers.
     pub scaled: TextScores,
 }
 
 impl ExplanationReport {
-    /// The views with their names.
+    /// Returns the views with their names.
     pub fn views(&self) -> [(&'static str, &TextScores); 3] {
         [("unfiltered", &self.unfiltered), ("filtered", &self.filtered), ("scaled", &self.scaled)]
     }
 }
 
-/// Scores explanations; `None` where there are none.
+/// Scores explanations. Returns `None` if there are none.
 pub fn explanations(items: &[Explained<'_>]) -> Option<ExplanationReport> {
     if items.is_empty() {
         return None;
@@ -89,7 +92,7 @@ pub fn explanations(items: &[Explained<'_>]) -> Option<ExplanationReport> {
     })
 }
 
-/// An explanation as it is compared.
+/// An explanation, prepared for comparison.
 #[derive(Clone)]
 struct Texts {
     prediction: String,
@@ -97,7 +100,7 @@ struct Texts {
     bert_score: Option<f64>,
 }
 
-/// Equal answers by the source's rule.
+/// Returns true if the answers are equal by the source's rule.
 fn is_right(item: &Explained<'_>) -> bool {
     fn answer(text: &str) -> String {
         text.trim().to_lowercase().trim_end_matches('.').replace('"', "").trim().to_owned()
@@ -106,7 +109,7 @@ fn is_right(item: &Explained<'_>) -> bool {
     content(item.completion, "answer", AnswerPolicy::Last).is_some_and(|said| answer(said) == answer(gold))
 }
 
-/// Without full stops at the end and without a leading "because" or "vì".
+/// Removes full stops at the end and a leading "because" or "vì".
 fn cleaned(text: &str) -> &str {
     let text = text.trim().trim_end_matches('.').trim();
     for word in ["because", "vì"] {
@@ -143,7 +146,7 @@ fn scores(items: &[Texts]) -> TextScores {
         let references: Vec<_> = item.references.iter().map(|text| meteor::words(text)).collect();
         statistics += meteor::best(&meteor::words(&item.prediction), &references);
     }
-    // A mean over some of the rows would not be that of the others.
+    // The mean is reported only if all rows were measured.
     let bert: Option<f64> = items.iter().map(|item| item.bert_score).sum();
     let measured = [bleu[0], bleu[1], bleu[2], bleu[3], statistics.score(), rouge, cider];
     let bert = bert.map(|sum| sum / num);
@@ -174,7 +177,7 @@ mod tests {
         meteor_each: Vec<f64>,
     }
 
-    /// pycocoevalcap 1.2 and METEOR 1.5; script `tests/data/explanation_goldens.py`.
+    /// Values of pycocoevalcap 1.2 and METEOR 1.5, from `tests/data/explanation_goldens.py`.
     #[test]
     fn golden_corpora() {
         let all: std::collections::BTreeMap<String, Golden> =
@@ -257,7 +260,7 @@ mod tests {
         ];
         let report = explanations(&items).unwrap();
         assert_eq!((report.num_explained, report.num_right), (4, 1));
-        // Predictions have 2 + 1 words, of which 2 are right; the references closest in length have 2 + 1 + 1 + 0.
+        // Predictions have 2 + 1 words, of which 2 are correct; the references with the closest length have 2 + 1 + 1 + 0.
         let brevity = (1.0f64 - 4.0 / 3.0).exp();
         assert!((report.unfiltered[0].unwrap() - 100.0 * 2.0 / 3.0 * brevity).abs() < 1e-6);
         assert!((report.filtered[0].unwrap() - 100.0).abs() < 1e-6);

@@ -1,11 +1,11 @@
-//! ROUGE-L of one prediction: F-measure of the longest common subsequence, with the best precision and the best recall
-//! over the references.
+//! ROUGE-L of one prediction: F-measure of the longest common subsequence, from the best precision and the best recall over the
+//! references.
 //!
 //! Source: Lin 2004, in the form of pycocoevalcap 1.2 (β = 1.2; precision and recall may come from different references).
 
 const BETA: f64 = 1.2;
 
-/// ROUGE-L in 0..1.
+/// Returns ROUGE-L in 0..1.
 pub(super) fn score(prediction: &[&str], references: &[Vec<&str>]) -> f64 {
     let (mut precision, mut recall) = (0.0f64, 0.0f64);
     for reference in references.iter().filter(|reference| !reference.is_empty() && !prediction.is_empty()) {
