@@ -1,8 +1,6 @@
 //! `accuracy`: correctness of the answer. [`RewardOptions::accuracy_mode`](crate::RewardOptions) chooses the rule. As in VLM-R1,
-//! the
-//! column `accu_reward_method` (or `reward_method`) can choose another rule for a row. The rules are the other files of this
-//! crate, and
-//! each is also a separate reward.
+//! the column `accu_reward_method` (or `reward_method`) can choose another rule for a row. The rules are the other files of this
+//! crate, and each is also a separate reward.
 //!
 //! The reward does not apply to a row without a ground truth, or to a row whose ground truth does not suit the rule (for example,
 //! because it has no box). Range [0, 1]; for `short_text` [0, 3].

@@ -1,8 +1,7 @@
 //! `all_match`: equality of cleaned texts. Range {0, 1}.
 //!
 //! Source: VLM-R1. Cleaning only converts line breaks to spaces, removes trailing full stops and converts to lower case.
-//! Deliberate
-//! difference: the reward does not apply to an empty ground truth. In VLM-R1, an empty answer equals it.
+//! Deliberate difference: the reward does not apply to an empty ground truth. In VLM-R1, an empty answer equals it.
 
 use crate::answer::Question;
 

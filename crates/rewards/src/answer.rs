@@ -29,8 +29,7 @@ impl<'a> Question<'a> {
 }
 
 /// Returns the trimmed answer of a completion: the content of the answer tag that the policy selects, otherwise the text after
-/// the
-/// thinking, otherwise the complete text.
+/// the thinking, otherwise the complete text.
 pub(crate) fn said(completion: &str, policy: AnswerPolicy) -> &str {
     content(completion, "answer", policy).map_or_else(|| untagged(completion), str::trim)
 }
@@ -45,13 +44,11 @@ fn untagged(completion: &str) -> &str {
 }
 
 /// Maximum length of compared texts. Longer texts are truncated. No useful ground truth is longer, and the limit bounds the time
-/// of
-/// quadratic comparisons.
+/// of quadratic comparisons.
 pub(crate) const MAX_ANSWER_CHARS: usize = 4096;
 
 /// Normalises a text: NFC, case folding, no punctuation or symbols at the edges of words, single spaces. A minus sign before a
-/// digit
-/// and a percent sign after it remain: "-3" is not "3".
+/// digit and a percent sign after it remain: "-3" is not "3".
 pub(crate) fn normalised(text: &str) -> String {
     // The text is also truncated before composition, since a run of combining marks is sorted as a whole.
     let cut = text.chars().take(4 * MAX_ANSWER_CHARS).nfc().take(MAX_ANSWER_CHARS);

@@ -20,8 +20,7 @@ pub(crate) struct Detection {
 const MAX_BOXES: usize = 512;
 
 /// Returns the area of the intersection divided by that of the union. With `pixel_convention`, as in VLM-R1, `x2` is the first
-/// pixel
-/// outside the box, and an intersection of one pixel counts as none.
+/// pixel outside the box, and an intersection of one pixel counts as none.
 pub(crate) fn iou(a: &Corners, b: &Corners, pixel_convention: bool) -> f64 {
     let overlap = |axis: usize| a[axis + 2].min(b[axis + 2]) - a[axis].max(b[axis]);
     let (width, height) = (overlap(0), overlap(1));
@@ -58,8 +57,7 @@ pub(crate) fn is_one_box(text: &str) -> bool {
 }
 
 /// Returns the list of boxes in a text, or `None` if the text has no list. The list is the content of the last ```` ```json ````
-/// fence
-/// or, without a fence, the complete text as JSON. "None" is an empty list. Entries that are not boxes are ignored.
+/// fence or, without a fence, the complete text as JSON. "None" is an empty list. Entries that are not boxes are ignored.
 pub(crate) fn detections(text: &str) -> Option<Vec<Detection>> {
     let text = text.trim();
     if text.eq_ignore_ascii_case("none") {

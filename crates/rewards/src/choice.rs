@@ -1,12 +1,9 @@
 //! Multiple choice with one or several labels, as letters or numbers in any common notation.
 //!
 //! Sources: the action sets of qwen-vl-finetune (overlap), its later exact form, and VLM-R1's `mcq`. Deliberate differences:
-//! answers
-//! are sets. If neither side has a label, the texts are compared; in the source, two different words are equal because both lists
-//! are
-//! empty. "(B) Collision" and "B" are the same answer. `Compat::S2Accuracy`, `Compat::S3Accuracy` and `Compat::VlmR1Choice`
-//! restore the
-//! sources' forms.
+//! answers are sets. If neither side has a label, the texts are compared; in the source, two different words are equal because
+//! both lists are empty. "(B) Collision" and "B" are the same answer. `Compat::S2Accuracy`, `Compat::S3Accuracy` and
+//! `Compat::VlmR1Choice` restore the sources' forms.
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -280,8 +277,7 @@ pub(crate) fn s2_iou(question: &Question<'_>) -> f64 {
 }
 
 /// Returns the source's exact form: 1 for equal non-empty lists of `(n)`, or for texts that are equal apart from spaces,
-/// underscores
-/// and case.
+/// underscores and case.
 pub(crate) fn s3_exact(question: &Question<'_>) -> f64 {
     let squeezed = |text: &str| text.replace([' ', '_'], "").to_lowercase();
     let solution = question.input.solution.unwrap_or_default();
@@ -303,8 +299,7 @@ pub(crate) fn vlmr1(question: &Question<'_>) -> f64 {
 }
 
 /// Searches for a letter as VLM-R1 does. Another letter must not precede it, and punctuation or the end of the text must follow
-/// it.
-/// Among several letters, the one with the best surroundings at its first occurrence wins.
+/// it. Among several letters, the one with the best surroundings at its first occurrence wins.
 pub(crate) fn extract_choice(text: &str) -> Option<char> {
     const KEYWORDS: [&str; 16] = [
         "答案", "选择", "正确", "是", "对", "认为", "应该", "觉得", "ANSWER", "CORRECT", "CHOOSE", "SELECT",

@@ -1,14 +1,10 @@
 //! `cider`: consensus of an explanation with its references. The value is CIDEr-D divided by 10, clamped to [0, 1].
 //!
 //! Source: CIDEr (arXiv 1411.5726), in the form of pycocoevalcap, which the ViVQA-X project calls. For each n from 1 to 4, words
-//! have
-//! tf·idf weights. The candidate's weights are limited to those of the reference, a difference in length damps the cosine (σ =
-//! 6), and
-//! the mean over n and references is multiplied by 10. Deliberate differences: document frequencies come from the training
-//! references
-//! and are counted once, not within the scored batch (where a batch of one prompt makes every score 0). All references of a row
-//! count.
-//! Words are normalised (NFC, lower case, no punctuation at their edges).
+//! have tf·idf weights. The candidate's weights are limited to those of the reference, a difference in length damps the cosine (σ
+//! = 6), and the mean over n and references is multiplied by 10. Deliberate differences: document frequencies come from the
+//! training references and are counted once, not within the scored batch (where a batch of one prompt makes every score 0). All
+//! references of a row count. Words are normalised (NFC, lower case, no punctuation at their edges).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -169,14 +165,14 @@ fn scored(frequencies: &Arc<DocumentFrequencies>, input: &RewardInput<'_>) -> Op
     Some((frequencies.score(explanation(input.completion), &references) / 10.0).clamp(0.0, 1.0))
 }
 
-/// The text of a completion's first `<explain>` tag; empty where there is none.
+/// Returns the text of a completion's first `<explain>` tag, or an empty text.
 #[must_use]
 pub fn explanation(completion: &str) -> &str {
     content(completion, "explain", AnswerPolicy::First).unwrap_or_default()
 }
 
-/// References of a row: column `explanations` or `explanation`, a text or a list of them; else the solution's
-/// `<explain>` tag.
+/// Returns the references of a row: the column `explanations` or `explanation`, which is a text or a list of texts, or otherwise
+/// the solution's `<explain>` tag.
 pub fn references<'a>(
     columns: &'a serde_json::Map<String, Value>,
     solution: Option<&'a str>,
@@ -210,7 +206,7 @@ mod tests {
 
     #[test]
     fn golden_call_local() {
-        // pycocoevalcap, two prompts of two samples each.
+        // Values of pycocoevalcap for two prompts with two samples each.
         let frequencies = counted(&[&[SHOWER], &[SHOWER], &[SMILE], &[SMILE]]);
         for (candidate, reference, expected) in [
             (SHOWER, SHOWER, 10.0),
@@ -221,7 +217,7 @@ mod tests {
             let got = frequencies.score(candidate, &[reference]);
             assert!((got - expected).abs() < 5e-9, "{candidate}: {got}");
         }
-        // One prompt per call: the source's score is 0 whatever the prediction.
+        // With one prompt per call, the source's score is 0 for every prediction.
         let one = counted(&[&[SHOWER], &[SHOWER], &[SHOWER]]);
         assert_eq!(one.score(SHOWER, &[SHOWER]), 0.0);
         assert_eq!(counted(&[&[SHOWER]]).score(SHOWER, &[SHOWER]), 0.0);
@@ -234,7 +230,7 @@ mod tests {
         scores: Vec<f64>,
     }
 
-    /// pycocoevalcap 1.2, several references per item; script `tests/data/cider_goldens.py`.
+    /// Values of pycocoevalcap 1.2 with several references per item, from `tests/data/cider_goldens.py`.
     #[test]
     fn golden_several_references() {
         let golden: Golden = serde_json::from_str(include_str!("../tests/data/cider_goldens.json")).unwrap();

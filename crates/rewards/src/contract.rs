@@ -1,8 +1,8 @@
-//! Contract of a reward: its results, and how several rewards become one number per completion.
+//! Interface of a reward, its results, and the combination of several rewards into one number per completion.
 //!
-//! Each reward declares its range and returns, per completion, one finite number in it or "not applicable". A wrong
-//! count, a number that is not finite or leaves the range, and a panic are errors that name the reward and the row;
-//! they are never turned into 0, since a silent 0 would be learned from.
+//! Each reward declares its range. For each completion, it returns a finite number within the range, or "not applicable". A wrong
+//! number of values, a value that is not finite or is outside the range, and a panic are errors that name the reward and the row.
+//! They are never replaced with 0, since the model would learn from a silent 0.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,22 +14,22 @@ use serde_json::{Map, Value};
 
 use crate::RewardError;
 
-/// Whether the completion is asked to think before it answers (`auto` is resolved per dataset entry before this).
+/// Thinking mode of a completion. `auto` has already been resolved per dataset entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Think {
-    /// `<think>…</think> <answer>…</answer>` is expected.
+    /// The expected form is `<think>…</think> <answer>…</answer>`.
     On,
-    /// `<answer>…</answer>` only.
+    /// The expected form is `<answer>…</answer>`.
     Off,
 }
 
-/// Names one completion of a run. Keys the numbers of the `random` reward, so that they do not depend on batch
-/// composition, order or resume.
+/// Key of one completion of a run. It keys the numbers of the `random` reward, so that they do not depend on batches, order or
+/// resumption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RowKey {
     /// Seed of the run.
     pub seed: u64,
-    /// Optimizer step (or rollout index) the completion belongs to.
+    /// Optimizer step (or index of the rollout) of the completion.
     pub step: u64,
     /// Stable index of the dataset row.
     pub row: u64,
@@ -37,61 +37,61 @@ pub struct RowKey {
     pub sample: u64,
 }
 
-/// One completion to score, with everything a reward may look at.
+/// A completion to score, with all inputs of a reward.
 #[derive(Debug, Clone, Copy)]
 pub struct RewardInput<'a> {
     /// Text of the last user turn.
     pub prompt: &'a str,
-    /// The conversation that was asked, media included.
+    /// Conversation before the completion, including media.
     pub turns: &'a [Turn],
-    /// The completion as text, without its stop token.
+    /// Text of the completion, without its stop token.
     pub completion: &'a str,
-    /// The completion as token ids.
+    /// Token ids of the completion.
     pub completion_ids: &'a [u32],
-    /// Ground truth, verbatim (tags kept), where the row has one.
+    /// Verbatim ground truth with its tags, if the row has one.
     pub solution: Option<&'a str>,
-    /// Every column of the dataset row.
+    /// All columns of the dataset row.
     pub columns: &'a Map<String, Value>,
-    /// Whether thinking is expected.
+    /// Thinking mode.
     pub think: Think,
     /// Resolved paths of the row's media, in prompt order.
     pub media_paths: &'a [PathBuf],
-    /// The row's media with what it says of how to read them: `Part::Medium { kind, index }` of `turns` is the `index`-th of
-    /// that kind.
+    /// Media of the row with their reading options. `Part::Medium { kind, index }` of `turns` is the `index`-th medium of that
+    /// kind.
     pub media: &'a [MediumRef],
-    /// Which completion of the run this is.
+    /// Key of this completion.
     pub key: RowKey,
-    /// The completion reached the length limit before it stopped.
+    /// True if the completion reached the length limit before it stopped.
     pub truncated: bool,
 }
 
-/// Records of a reward beside its scores.
+/// Records of a reward, in addition to its scores.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logged {
     /// Metrics of the step.
     pub metrics: BTreeMap<String, f64>,
-    /// Columns for the records of completions: one value per completion, in order.
+    /// Columns for the records of completions, with one value per completion, in order.
     pub columns: BTreeMap<String, Vec<Value>>,
 }
 
-/// How much a reward can read, in tokens of its own.
+/// Maximum input length of a reward, in its own tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenLimit {
-    /// Most tokens of prompt and completion together.
+    /// Maximum number of tokens of prompt and completion together.
     pub most: usize,
-    /// Tokens of the longest prompt among the rows that it was asked about ([`Reward::applies`]); 0 before the first.
+    /// Length in tokens of the longest prompt among the rows passed to [`Reward::applies`] so far; 0 before the first.
     pub longest_prompt: usize,
 }
 
 impl TokenLimit {
-    /// Tokens that the longest prompt leaves to a completion.
+    /// Returns the number of tokens that remain for a completion after the longest prompt.
     #[must_use]
     pub fn room(&self) -> usize {
         self.most.saturating_sub(self.longest_prompt)
     }
 }
 
-/// A scoring function. Built-in rewards look at one completion at a time; a program or an endpoint gets the batch.
+/// A scoring function. Built-in rewards score one completion at a time. A program or an endpoint receives the batch.
 pub trait Reward: Send + Sync {
     /// Returns the name in metrics (`rewards/<name>/mean`) and errors.
     fn name(&self) -> &str;
@@ -100,10 +100,8 @@ pub trait Reward: Send + Sync {
     fn range(&self) -> (f64, f64);
 
     /// Scores completions, one value each, in order. The value is `None` if the reward does not apply (for example, without a
-    /// ground
-    /// truth), or if the reward cannot read what the policy wrote. An error ends the run, and a resumed run samples the same
-    /// completion
-    /// again. Problems of a completion are therefore `None`, and counted in [`Self::take_logged`].
+    /// ground truth), or if the reward cannot read what the policy wrote. An error ends the run, and a resumed run samples the
+    /// same completion again. Problems of a completion are therefore `None`, and counted in [`Self::take_logged`].
     ///
     /// # Errors
     /// Returns an error for any other problem that prevents scoring. Callers must not replace it with an invented value.
@@ -129,8 +127,7 @@ pub trait Reward: Send + Sync {
     }
 
     /// Scores one completion before a run, so that an unreachable endpoint or a broken program is found before anything is
-    /// sampled.
-    /// Built-in rewards have nothing to probe.
+    /// sampled. Built-in rewards have nothing to probe.
     fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
         let _ = row;
         Ok(None)
@@ -193,8 +190,7 @@ impl RewardMatrix {
     }
 
     /// Returns the mean and population standard deviation of each reward over the completions to which it applies. A reward that
-    /// applies
-    /// to no completion has `None`.
+    /// applies to no completion has `None`.
     pub fn mean_and_std(&self) -> Vec<Option<(f64, f64)>> {
         self.values.iter().map(|row| mean_and_std(row)).collect()
     }
@@ -237,8 +233,7 @@ impl RewardSet {
     ///
     /// # Errors
     /// Returns an error if the numbers of weights and rewards differ, a weight is not finite, two rewards have the same name, or
-    /// no reward
-    /// is given.
+    /// no reward is given.
     pub fn new(rewards: Vec<Box<dyn Reward>>, weights: &[f64]) -> Result<Self, RewardError> {
         if rewards.is_empty() {
             return Err(RewardError::NoRewards);
@@ -285,8 +280,7 @@ impl RewardSet {
     ///
     /// # Errors
     /// Returns an error if a reward reports an error, panics, returns the wrong number of values, or returns a value that is not
-    /// finite or
-    /// is outside its range. The error names the reward and, if one row is the cause, that row.
+    /// finite or is outside its range. The error names the reward and, if one row is the cause, that row.
     pub fn score(&self, batch: &[RewardInput<'_>]) -> Result<RewardMatrix, RewardError> {
         let values = self
             .rewards
@@ -315,8 +309,7 @@ impl RewardSet {
     }
 
     /// Returns, for each reward in order, whether it applies to a row, judged by the row's columns. The value is `None` if only
-    /// scoring can
-    /// tell.
+    /// scoring can tell.
     ///
     /// # Errors
     /// Returns the error of the first reward that can score no completion of the row.
@@ -335,8 +328,7 @@ impl RewardSet {
     }
 
     /// Returns the rewards that cannot read a completion of this length after their longest prompt so far, with their limits. One
-    /// token of
-    /// the policy counts as one token of the reward.
+    /// token of the policy counts as one token of the reward.
     pub fn too_short_for(&self, completion_tokens: usize) -> Vec<(&str, TokenLimit)> {
         let limits = self.rewards.iter().filter_map(|reward| Some((reward.name(), reward.token_limit()?)));
         limits.filter(|(_, limit)| limit.room() < completion_tokens).collect()
@@ -450,8 +442,7 @@ impl Score for Result<Option<f64>, String> {
 }
 
 /// Creates a reward from a function of one completion. The function returns a number within `range` (whose ends may be infinite),
-/// `None`
-/// if the reward does not apply, or an error that describes the problem of the row.
+/// `None` if the reward does not apply, or an error that describes the problem of the row.
 ///
 /// ```
 /// use omnigrpo_rewards::{RewardSet, reward};

@@ -7,8 +7,7 @@ use crate::RewardError;
 use crate::cider::DocumentFrequencies;
 
 /// The references of a dataset. `cider` and `explanation` weight words by their inverse document frequency, and `bertscore`
-/// weights
-/// tokens likewise if requested.
+/// weights tokens likewise if requested.
 #[derive(Debug, Clone, Default)]
 pub struct Corpus {
     /// Number of rows whose references contain each n-gram.
@@ -22,8 +21,7 @@ impl Corpus {
     pub const FILE: &'static str = "document_frequencies.json";
 
     /// Counts the references of rows, and keeps the texts if requested. A row without references is ignored, since it would make
-    /// every word
-    /// appear rarer.
+    /// every word appear rarer.
     pub fn of<R: AsRef<str>>(rows: impl IntoIterator<Item = Vec<R>>, keep_texts: bool) -> Self {
         let (mut frequencies, mut texts) = (DocumentFrequencies::default(), Vec::new());
         for references in rows.into_iter().filter(|references| !references.is_empty()) {

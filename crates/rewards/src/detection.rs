@@ -1,10 +1,8 @@
 //! `od_ap`, `od_ap50`, `odLength`: COCO average precision of a list of labelled boxes. Range [0, 1].
 //!
 //! Source: VLM-R1, which runs pycocotools on one image with score 1 for every box. Boxes with labels that are missing from the
-//! ground
-//! truth are dropped. Deliberate differences: case is ignored in labels, and an answer that is not a list of boxes earns 0 even
-//! if the
-//! ground truth is empty (the source gives any text 1 in that case).
+//! ground truth are dropped. Deliberate differences: case is ignored in labels, and an answer that is not a list of boxes earns 0
+//! even if the ground truth is empty (the source gives any text 1 in that case).
 
 use crate::answer::Question;
 use crate::boxes::{Detection, detections, iou};

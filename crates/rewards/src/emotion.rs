@@ -1,8 +1,7 @@
 //! `emotion`: agreement with the emotion words of the ground truth, including synonyms. Range {0, 1}.
 //!
 //! Source: R1-Omni (labels of DFEW, MAFW and RAVDESS), which compares texts exactly. Here "fearful" equals "fear", and a word in
-//! a
-//! sentence counts unless the sentence has a negation or names other emotions as well.
+//! a sentence counts unless the sentence has a negation or names other emotions as well.
 
 use std::collections::BTreeSet;
 

@@ -1,9 +1,10 @@
-//! `format`: does the completion have the shape that was asked for? Range [0, 1]; `tags3` [0, 3].
+//! `format`: conformance of the completion to the requested format. Range [0, 1]; for `tags3` [0, 3].
 //!
-//! Sources: strict, R1-V `grpo.py` and qwen-vl-finetune's later form; graded, qwen-vl-finetune's first form; tags3,
-//! the ViVQA-X fork of VLM-R1; rec, VLM-R1's referring expressions (which search anywhere in the text). Differences by design: their expressions let repeated blocks and empty answers pass,
-//! and `tags3` has no lower bound; `strict` here wants exactly one pair of each expected tag around something, and
-//! `tags3` stops at 0. `Compat::S3Format`, `Compat::S4Format` and the mode `r1v` bring the literal forms back.
+//! Sources: strict, R1-V `grpo.py` and the later form of qwen-vl-finetune; graded, the first form of qwen-vl-finetune; tags3, the
+//! ViVQA-X fork of VLM-R1; rec, the referring expressions of VLM-R1 (which search anywhere in the text). Deliberate differences:
+//! the sources' expressions accept repeated blocks and empty answers, and the source of `tags3` has no lower bound. Here,
+//! `strict` requires exactly one non-empty pair of each expected tag, and `tags3` is at least 0. `Compat::S3Format`,
+//! `Compat::S4Format` and the mode `r1v` restore the sources' forms.
 
 use std::sync::LazyLock;
 
@@ -40,8 +41,8 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
     Ok(Box::new(PerRow { name: "format", range, score }))
 }
 
-/// Exactly `<think>…</think> <answer>…</answer>` (or the answer alone), white space around it aside, every tag in
-/// lower case, nothing nested, and an answer that is not blank.
+/// Returns true for exactly `<think>…</think> <answer>…</answer>`, or only the answer, apart from white space around them. Tags
+/// are in lower case and not nested, and the answer is not blank.
 fn strict(text: &str, think: Think) -> bool {
     const BOTH: [(&str, bool); 4] = [("think", false), ("think", true), ("answer", false), ("answer", true)];
     let expected = match think {
@@ -57,7 +58,7 @@ fn strict(text: &str, think: Think) -> bool {
         }
         found[count] = Some(tag);
     }
-    // The gaps that must be blank: before the first tag, between the pairs, after the last.
+    // These gaps must be blank: before the first tag, between the pairs, after the last tag.
     let blank = |from: usize, to: usize| text[from..to].trim().is_empty();
     match (think, found) {
         (Think::On, [Some(a), Some(b), Some(c), Some(d)]) => {
@@ -74,9 +75,9 @@ fn has_box(text: &str) -> bool {
     content(text, "answer", AnswerPolicy::Last).is_some_and(|answer| boxes::first_box(answer).is_some())
 }
 
-/// The expressions of R1-V (both tags) and of qwen-vl-finetune's no-think sets (the answer alone).
+/// Matches the expressions of R1-V (both tags) or of qwen-vl-finetune's no-think sets (only the answer).
 fn full_match(text: &str, think: Think) -> bool {
-    // A constant expression that does not compile would be found by the first test.
+    // The expression is constant. If it did not compile, the first test would fail.
     static BOTH: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"(?s)\A<think>.*?</think>\s*<answer>.*?</answer>\z").ok());
     static ANSWER: LazyLock<Option<Regex>> =
@@ -88,8 +89,8 @@ fn full_match(text: &str, think: Think) -> bool {
     expression.as_ref().is_some_and(|expression| expression.is_match(text))
 }
 
-/// 0.3 for a think pair, 0.3 for an answer pair, 0.4 when the first think pair ends before the first answer pair
-/// starts. Without thinking: 0.6 for an answer pair and 0.4 more when there is no think tag.
+/// Returns 0.3 for a think pair, plus 0.3 for an answer pair, plus 0.4 if the first think pair ends before the first answer pair
+/// starts. Without thinking, returns 0.6 for an answer pair, plus 0.4 if there is no think tag.
 fn graded(text: &str, think: Think) -> f64 {
     let thinks = first_pair(text, "think");
     let answers = first_pair(text, "answer");
@@ -106,15 +107,15 @@ fn graded(text: &str, think: Think) -> f64 {
     }
 }
 
-/// First byte and end of the first `<name>…</name>`.
+/// Returns the start and end of the first `<name>…</name>`, in bytes.
 fn first_pair(text: &str, name: &str) -> Option<(usize, usize)> {
     let inside = content(text, name, AnswerPolicy::First)?;
     let from = inside.as_ptr() as usize - text.as_ptr() as usize;
     Some((from - name.len() - 2, from + inside.len() + name.len() + 3))
 }
 
-/// For each of think, answer, explain: 1 for a pair, else 0.5 for any open tag or exactly one close tag; less a third
-/// for each tag beyond one open and one close.
+/// Returns the sum over think, answer and explain. Each pair counts 1. Without a pair, any opening tag or exactly one closing tag
+/// counts 0.5. Each tag beyond one opening and one closing tag subtracts a third.
 fn tags3(text: &str) -> f64 {
     let thirds: i64 = ["think", "answer", "explain"]
         .iter()
@@ -123,7 +124,7 @@ fn tags3(text: &str) -> f64 {
             for tag in tags(text, &[name]) {
                 *(if tag.close { &mut closes } else { &mut opens }) += 1;
             }
-            // In sixths, so that whole and half points stay exact.
+            // The unit is a sixth, so that whole and half points remain exact.
             let base = if first_pair(text, name).is_some() {
                 6
             } else if opens > 0 || closes == 1 {
@@ -142,7 +143,7 @@ mod tests {
     use super::*;
     use crate::testing::Row;
 
-    /// Text, graded, then for thinking and no-thinking sets: the source's expression and our strict rule.
+    /// Text, graded score, then for sets with and without thinking: the source's expression and our strict rule.
     const TABLE: &[(&str, f64, [u8; 2], [u8; 2])] = &[
         ("<think>a</think> <answer>(1) x</answer>", 1.0, [1, 1], [0, 0]),
         ("<think>a</think><answer>(1)</answer>", 1.0, [1, 1], [0, 0]),
@@ -154,7 +155,7 @@ mod tests {
         ("<answer>x</answer><think>y</think><answer>z</answer>", 0.6, [0, 0], [1, 0]),
         ("<think></think><answer></answer>", 1.0, [1, 0], [0, 0]),
         (" \n<think>a</think>\n<answer>b</answer>\n", 1.0, [1, 1], [0, 0]),
-        // Not in the source's table.
+        // This case is not in the source's table.
         ("<think>a<think>b</think></think><answer>c</answer>", 1.0, [1, 0], [0, 0]),
         ("<think>a</think><answer>b<ANSWER>c</ANSWER></answer>", 1.0, [1, 0], [0, 0]),
         ("<answer> \n </answer>", 0.3, [0, 0], [1, 0]),

@@ -1,9 +1,12 @@
-//! `fuzzy`: VLM-R1's default accuracy. Equal by mathematics: 1. Else, with a digit in the ground truth, equal numbers
-//! or, where a side is no number, similarity of the texts; else, with a choice letter in it, equal letters; else
-//! similarity of the texts. Range [0, 1].
+//! `fuzzy`: VLM-R1's default accuracy. Range [0, 1]. The first rule that applies decides:
 //!
-//! Similarity is 1 less the insertions and deletions between the cleaned texts over the sum of their lengths
-//! (`Levenshtein.ratio`). Texts are cut at the extractor's limit of characters.
+//! * Equal values score 1.
+//! * If the ground truth contains a digit: equality of the numbers, or similarity of the texts if a side is not a number.
+//! * If the ground truth contains a choice letter: equality of the letters.
+//! * Otherwise: similarity of the texts.
+//!
+//! Similarity is 1 minus (insertions and deletions between the cleaned texts / sum of their lengths), as in `Levenshtein.ratio`.
+//! Texts are truncated at the extractor's limit of characters.
 
 use crate::all_match::clean;
 use crate::answer::{MAX_ANSWER_CHARS, Question};
@@ -33,7 +36,7 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     Some(similarity())
 }
 
-/// 2 × the longest common subsequence over the sum of lengths, in characters.
+/// Returns 2 × the longest common subsequence / the sum of lengths, in characters.
 fn similarity(a: &str, b: &str) -> f64 {
     let a: Vec<char> = a.chars().take(MAX_ANSWER_CHARS).collect();
     let b: Vec<char> = b.chars().take(MAX_ANSWER_CHARS).collect();
@@ -43,8 +46,8 @@ fn similarity(a: &str, b: &str) -> f64 {
     (2 * common_subsequence(&a, &b)) as f64 / (a.len() + b.len()) as f64
 }
 
-/// Length of the longest common subsequence, 64 cells of the table at a time.
-/// Source: Hyyrö, "Bit-parallel LCS-length computation revisited" (2004).
+/// Returns the length of the longest common subsequence. Computes 64 cells of the table at a time. Source: Hyyrö, "Bit-parallel
+/// LCS-length computation revisited" (2004).
 fn common_subsequence(a: &[char], b: &[char]) -> usize {
     let words = a.len().div_ceil(64);
     let mut positions: std::collections::HashMap<char, Vec<u64>> = std::collections::HashMap::new();
@@ -76,7 +79,7 @@ mod tests {
 
     #[test]
     fn similarity_is_levenshtein_ratio() {
-        // Python: Levenshtein.ratio 0.27.5.
+        // Values of `Levenshtein.ratio` 0.27.5 in Python.
         for (a, b, expected) in [
             ("kitten", "sitting", 0.615_384_615_384_615_4),
             ("red ball", "red", 0.545_454_545_454_545_4),
@@ -91,7 +94,7 @@ mod tests {
 
     #[test]
     fn bits_agree_with_the_table() {
-        // Longer than one word of bits, so that carries cross.
+        // These texts are longer than a word of bits, so that carries occur.
         let text = |seed: u64, length: usize| -> Vec<char> {
             let mut state = seed;
             (0..length)

@@ -1,13 +1,13 @@
 //! `iou`: overlap of the first box in the answer with the box of the ground truth. Range [0, 1].
 //!
-//! Source: VLM-R1's referring expression reward. Differences by design: continuous areas (`Compat::VlmR1Iou` brings
-//! the pixel convention back), decimals are read, degenerate boxes give 0. Both boxes are taken as they stand: a
-//! model that answers in another frame of coordinates needs its ground truth in that frame.
+//! Source: VLM-R1's reward for referring expressions. Deliberate differences: areas are continuous (`Compat::VlmR1Iou` restores
+//! the pixel convention), decimals are read, and degenerate boxes give 0. Boxes are not converted: if a model answers in another
+//! coordinate system, the ground truth must use that system.
 
 use crate::answer::Question;
 use crate::boxes;
 
-/// `None` where the ground truth has no box.
+/// Returns `None` if the ground truth has no box.
 pub(crate) fn score(question: &Question<'_>, pixel_convention: bool) -> Option<f64> {
     let gold = boxes::first_box(question.gold)?;
     let answer = question.tagged.and_then(boxes::first_box);

@@ -1,10 +1,10 @@
-//! `length` and `cosine`: right answers earn more when they are short, wrong ones less, along half a cosine over the
-//! completion's tokens. "Right" is what `accuracy` gives at least 0.7 of its full score.
+//! `length` and `cosine`: short correct answers earn more, short wrong answers earn less. The reward follows half a cosine over
+//! the tokens of the completion. An answer is correct if `accuracy` gives at least 0.7 of its full score.
 //!
-//! Sources: `length`, VLM-R1: right from 1 to 0.5, wrong from 0 to -0.5; `cosine`, TRL: right from 1 to 0.5, wrong from
-//! -1 to -0.5. Both after "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373). Differences by design:
-//! VLM-R1 overwrites the accuracy by 1 and its curve rises again beyond the limit; here the accuracy counts and the
-//! curve stays at its end. `Compat::VlmR1Length` brings the literal form back.
+//! Sources: `length`, VLM-R1: correct from 1 to 0.5, wrong from 0 to -0.5. `cosine`, TRL: correct from 1 to 0.5, wrong from -1 to
+//! -0.5. Both follow "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373). Deliberate differences: VLM-R1 overwrites
+//! the accuracy with 1, and its curve rises again beyond the limit. Here the accuracy counts, and the curve is constant beyond
+//! the limit. `Compat::VlmR1Length` restores the source's form.
 
 use std::f64::consts::PI;
 
@@ -12,7 +12,7 @@ use crate::accuracy::Scorer;
 use crate::contract::PerRow;
 use crate::{Compat, Reward, RewardError, RewardInput, RewardOptions};
 
-/// Reward at 0 tokens and at the limit.
+/// Rewards at 0 tokens and at the limit.
 #[derive(Debug, Clone, Copy)]
 struct Ends {
     right: (f64, f64),
@@ -53,12 +53,12 @@ fn make(
     Ok(Box::new(PerRow { name, range: (low, ends.right.0), score }))
 }
 
-/// From `start` at 0 to `end` at 1.
+/// Returns the value between `start` (share 0) and `end` (share 1).
 fn along((start, end): (f64, f64), share: f64) -> f64 {
     start + (end - start) * (1.0 - (share * PI).cos()) / 2.0
 }
 
-/// Tokens of the completion, stop token included.
+/// Returns the number of tokens of the completion, including the stop token.
 pub(crate) fn num_tokens(input: &RewardInput<'_>) -> Result<usize, String> {
     if input.completion_ids.is_empty() && !input.completion.is_empty() {
         return Err(
@@ -100,16 +100,16 @@ mod tests {
 
     #[test]
     fn golden_cosine() {
-        // The example in TRL's documentation: 50 of 100 tokens.
+        // Example from TRL's documentation: 50 of 100 tokens.
         let options = RewardOptions { max_completion_tokens: 100, ..RewardOptions::default() };
         assert!((score("cosine", "yes", 50, &options) - 0.75).abs() < 1e-12);
         assert!((score("cosine", "no", 50, &options) + 0.75).abs() < 1e-12);
-        // trl 1.16: _CosineScaledReward at 10 tokens.
+        // Value of `_CosineScaledReward` in TRL 1.16, at 10 tokens.
         assert!((score("cosine", "yes", 10, &options) - 0.987_764_129_073_788_3).abs() < 1e-12);
         assert!((score("cosine", "no", 10, &options) + 0.987_764_129_073_788_3).abs() < 1e-12);
     }
 
-    /// The accuracy's rule, with the run's mode, decides what is right.
+    /// The rule of `accuracy`, in the run's mode, decides what is correct.
     #[test]
     fn the_mode_of_the_accuracy_decides() {
         let score = |accuracy_mode| {

@@ -1,7 +1,7 @@
-//! Rewards: pure scoring functions, one file each, in one [`table`]; programs and endpoints as scorers; and the
-//! contract that every one of them is held to ([`Reward`], [`RewardSet`]).
+//! Rewards: pure scoring functions, one file each, in one [`table`]; programs and endpoints as scorers; and the interface of all
+//! rewards ([`Reward`], [`RewardSet`]).
 //!
-//! Text in, numbers out: this crate knows nothing of models, tensors or training.
+//! This crate converts text to numbers. It has no models, tensors or training.
 
 mod accuracy;
 mod all_match;

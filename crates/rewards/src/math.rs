@@ -1,16 +1,16 @@
-//! `math`: are two numbers or formulas the same value? Range {0, 1}.
+//! `math`: equality of the values of two numbers or formulas. Range {0, 1}.
 //!
-//! Covered: integers, decimals, scientific notation, thousands separators, fractions, mixed numbers, percent, roots,
-//! powers, factorials, absolute values, the usual functions, π and e, polynomials and other formulas in variables,
-//! tuples, intervals and sets, in plain text or LaTeX, with `\boxed`, `$`, `\text` and trailing units. Formulas are
-//! compared by their values at fixed points, so `x^2+2x+1` equals `(x+1)^2`.
+//! Supported: integers, decimals, scientific notation, thousands separators, fractions, mixed numbers, percent, roots, powers,
+//! factorials, absolute values, common functions, π and e, polynomials and other formulas in variables, tuples, intervals and
+//! sets. They may be plain text or LaTeX, with `\boxed`, `$`, `\text` and trailing units. Formulas are compared by their values
+//! at fixed points, so `x^2+2x+1` equals `(x+1)^2`.
 //!
-//! Not covered, compared as text instead: matrices, inequalities, equations with something on both sides, complex
-//! numbers, logarithms with a base, number words, conversion of units ("1 m" against "100 cm").
+//! Unsupported, and compared as text: matrices, inequalities, equations with formulas on both sides, complex numbers, logarithms
+//! with a base, number words, conversion of units ("1 m" and "100 cm").
 //!
-//! Source of the rules: the behaviour of math-verify 0.9, which R1-V and VLM-R1 use. Differences by design: different
-//! units are different answers; "1 1/2" is 1.5; an answer in words counts only when it holds one number; numbers that are
-//! equal to six decimals must also agree to a hundredth of their size, so that 1e-7 is not 2e-7.
+//! Source of the rules: the behaviour of math-verify 0.9, which R1-V and VLM-R1 use. Deliberate differences: different units are
+//! different answers. "1 1/2" is 1.5. An answer in words counts only if it contains exactly one number. Numbers that agree to six
+//! decimals must also agree to a hundredth of their size, so that 1e-7 is not 2e-7.
 
 use std::sync::LazyLock;
 
@@ -18,26 +18,26 @@ use regex::Regex;
 
 use crate::answer::Question;
 
-/// Longer texts are not formulas; they are compared as text only.
+/// Maximum number of characters of a formula. Longer texts are only compared as text.
 const MAX_CHARS: usize = 512;
 const MAX_DEPTH: u32 = 40;
-/// Two formulas that agree at this many points are the same.
+/// Number of points at which equal formulas must agree.
 const POINTS: u32 = 4;
-/// A decimal or an irrational number counts to this many decimals, as in math-verify: 0.166667 is 1/6.
+/// Inverse of the precision for decimal and irrational numbers, as in math-verify: 0.166667 is 1/6.
 const DECIMALS: f64 = 1e6;
-/// Numbers of few decimals are not equal because both are small.
+/// Relative tolerance for small numbers, so that they do not become equal through rounding.
 const SMALL_TOLERANCE: f64 = 1e-2;
-/// For the values of a formula at a point.
+/// Relative tolerance for the values of a formula at a point.
 const RELATIVE_TOLERANCE: f64 = 1e-6;
-/// Whole numbers must agree exactly up to where an f64 still holds them.
+/// Relative tolerance for integers. They must be equal as long as an f64 represents them exactly.
 const INTEGER_TOLERANCE: f64 = 1e-14;
 
 pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     (!question.gold.is_empty()).then(|| f64::from(same(question.answer, question.gold)))
 }
 
-/// Is the text a number, perhaps with a unit, without variables? Ranges, dates and scores ("3-4", "1/2/2020") are not:
-/// their values would make different texts equal.
+/// Returns true if the text is a number, possibly with a unit, without variables. Ranges, dates and scores ("3-4", "1/2/2020")
+/// are not numbers, since different texts would have equal values.
 pub(crate) fn is_number(text: &str) -> bool {
     text.chars().any(|c| c.is_ascii_digit())
         && prepare(text).is_some_and(|Prepared { text, .. }| {
@@ -48,14 +48,14 @@ pub(crate) fn is_number(text: &str) -> bool {
         })
 }
 
-/// Is the text a number, or a formula that is marked as one by a command, a power or a definition?
+/// Returns true for a number, or for a formula that has a command, a power or a definition.
 pub(crate) fn is_formula(text: &str) -> bool {
     let marked = text.contains(['\\', '^', '=']);
     let formula = |Prepared { text, .. }: Prepared| items(&text).is_some() || value(&text, 0).is_some();
     is_number(text) || (marked && prepare(text).is_some_and(formula))
 }
 
-/// Same value, or same text up to spacing. An empty ground truth equals nothing.
+/// Returns true for the same value, or the same text apart from spacing. An empty ground truth equals nothing.
 pub(crate) fn same(answer: &str, gold: &str) -> bool {
     if gold.trim().is_empty() {
         return false;
@@ -74,7 +74,7 @@ pub(crate) fn same(answer: &str, gold: &str) -> bool {
     in_words && only_number(&answer_text).is_some_and(|number| same_formula(number, &gold_text))
 }
 
-/// Without white space, but for one space between digits: "1 2" is not "12".
+/// Removes white space, but keeps one space between digits: "1 2" is not "12".
 fn squeezed(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for word in text.split_whitespace() {
@@ -90,7 +90,7 @@ fn squeezed(text: &str) -> String {
 
 macro_rules! expression {
     ($name:ident, $pattern:literal) => {
-        // A constant expression that does not compile would be found by the first test.
+        // The expression is constant. If it did not compile, the first test would fail.
         static $name: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new($pattern).ok());
     };
 }
@@ -111,20 +111,20 @@ fn captures<'t>(expression: &LazyLock<Option<Regex>>, text: &'t str) -> Option<r
     expression.as_ref()?.captures(text)
 }
 
-/// The formula in a text, in one spelling.
+/// The formula of a text, in normal form.
 struct Prepared {
-    /// The name on the left of "x = 5".
+    /// Name on the left side of "x = 5".
     defines: Option<String>,
     text: String,
 }
 
-/// `None` where the text is too long or empty.
+/// Returns `None` if the text is too long or empty.
 fn prepare(text: &str) -> Option<Prepared> {
     let text = boxed(text).unwrap_or(text).trim();
     if text.is_empty() || text.len() > MAX_CHARS {
         return None;
     }
-    // The last formula between dollars, where there is text around it.
+    // If there is other text, the last formula between dollar signs counts.
     let text = match text.match_indices('$').map(|(at, _)| at).collect::<Vec<_>>()[..] {
         [.., from, to] if to > from + 1 && !text[..from].ends_with('\\') => &text[from + 1..to],
         _ => text,
@@ -196,7 +196,7 @@ fn prepare(text: &str) -> Option<Prepared> {
     (!text.is_empty()).then(|| Prepared { defines, text: text.to_owned() })
 }
 
-/// Content of the last `\boxed{…}`, braces balanced.
+/// Returns the content of the last `\boxed{…}` with balanced braces.
 fn boxed(text: &str) -> Option<&str> {
     let start = text.rfind("\\boxed{")? + "\\boxed{".len();
     let mut depth = 1;
@@ -213,7 +213,7 @@ fn boxed(text: &str) -> Option<&str> {
     None
 }
 
-/// `\text{cm}` becomes ` cm `.
+/// Replaces `\text{cm}` with ` cm `.
 fn unwrapped(text: String, command: &str) -> String {
     let opening = format!("{command}{{");
     if !text.contains(&opening) {
@@ -234,7 +234,7 @@ fn unwrapped(text: String, command: &str) -> String {
     out
 }
 
-/// A number and the unit behind it. One letter is a unit only behind a space: "3 m", but "3x".
+/// Splits a number from its unit. A single letter is a unit only after a space: "3 m", but not "3x".
 fn split_unit(text: &str) -> (&str, &str) {
     let Some(found) = captures(&WITH_UNIT, text) else { return (text, "") };
     let (Some(number), Some(space), Some(unit)) = (found.get(1), found.get(2), found.get(3)) else {
@@ -248,7 +248,7 @@ fn split_unit(text: &str) -> (&str, &str) {
     if formula || !(long || short) { (text, "") } else { (number.as_str(), unit.as_str()) }
 }
 
-/// The number of a text that holds exactly one.
+/// Returns the number of a text that contains exactly one.
 fn only_number(text: &str) -> Option<&str> {
     let mut numbers = NUMBER.as_ref()?.find_iter(text);
     let only = numbers.next()?;
@@ -285,11 +285,11 @@ fn items(text: &str) -> Option<Items<'_>> {
             return Some(Items { brackets, items: vec![inside] });
         }
     }
-    // Also "(a), (b)", which opens and closes, but not as one pair.
+    // "(a), (b)" also starts and ends with parentheses, but they are not one pair.
     split_list(text).map(|items| Items { brackets: (' ', ' '), items })
 }
 
-/// Parts between the commas outside all brackets; `None` without one, or where brackets do not match.
+/// Splits a text at the commas outside all brackets. Returns `None` without such a comma, or if brackets do not match.
 fn split_list(text: &str) -> Option<Vec<&str>> {
     let (mut depth, mut from) = (0i32, 0);
     let mut parts = Vec::new();
@@ -338,7 +338,7 @@ fn same_scalar(answer: &str, gold: &str) -> bool {
     if !answer_unit.is_empty() && !gold_unit.is_empty() && stem(answer_unit) != stem(gold_unit) {
         return false;
     }
-    // A percent sign on one side only may have been left out, or the other side may be the fraction.
+    // If only one side has a percent sign, the other side may have omitted it, or may be the fraction.
     let bare = |text: &str| text.trim().strip_suffix('%').map(str::to_owned);
     let pairs = match (bare(answer), bare(gold)) {
         (Some(number), None) => vec![(answer.to_owned(), gold.to_owned()), (number, gold.to_owned())],
@@ -349,14 +349,14 @@ fn same_scalar(answer: &str, gold: &str) -> bool {
 }
 
 fn same_value(answer: &str, gold: &str) -> bool {
-    // Letters alone are words, not products: "A B" is not "B A".
+    // Letters without mathematics are words, not products: "A B" is not "B A".
     if !is_mathematical(answer) && !is_mathematical(gold) {
         return false;
     }
     let mut agreed = 0;
     for point in 0..POINTS {
         let (Some(a), Some(g)) = (value(answer, point), value(gold, point)) else { return false };
-        // Outside the domain of a formula (a root of a negative number) a point says nothing.
+        // A point outside the domain of a formula (a root of a negative number) does not distinguish formulas.
         if !a.number.is_finite() && !g.number.is_finite() {
             continue;
         }
@@ -391,9 +391,9 @@ fn is_mathematical(text: &str) -> bool {
     text.contains(|c: char| c.is_ascii_digit() || matches!(c, '^' | '+' | '*' | '/' | '\\' | '='))
 }
 
-/// Value of a formula at one of the fixed points; `None` where it is not a formula.
+/// Returns the value of a formula at one of the fixed points, or `None` if the text is not a formula.
 fn value(text: &str, point: u32) -> Option<Evaluated> {
-    // Words are products of letters only where there is mathematics around them.
+    // Words are products of letters only inside mathematics.
     let letters_are_variables = is_mathematical(text);
     let chars: Vec<char> = text.chars().collect();
     let mut parser =
@@ -406,7 +406,7 @@ fn value(text: &str, point: u32) -> Option<Evaluated> {
 const FUNCTIONS: [&str; 12] =
     ["sqrt", "sin", "cos", "tan", "arcsin", "arccos", "arctan", "ln", "log", "exp", "abs", "frac"];
 
-/// Recursive descent that evaluates as it reads.
+/// Recursive-descent parser that evaluates while it reads.
 struct Parser<'t> {
     chars: &'t [char],
     at: usize,
@@ -460,7 +460,7 @@ impl Parser<'_> {
             } else if self.eat('/') {
                 total /= self.signed()?;
             } else {
-                // A factor without a sign between: "2x", "3(x+1)", but not "3 4".
+                // Reads a factor without a multiplication sign: "2x", "3(x+1)", but not "3 4".
                 let before = self.chars.get(self.at.wrapping_sub(1)).copied();
                 match self.peek() {
                     Some(c) if c.is_alphabetic() || matches!(c, '(' | '\\' | '{') => total *= self.power()?,
@@ -599,7 +599,7 @@ impl Parser<'_> {
         }
     }
 
-    /// A function's value, the power before its argument or not: `\sin^2 x`. The power -1 is the inverse.
+    /// Applies a function. A power may precede the argument: `\sin^2 x`. The power -1 means the inverse.
     fn applied(&mut self, function: fn(f64) -> f64, inverse: Option<fn(f64) -> f64>) -> Option<f64> {
         let exponent = if self.eat('^') { Some(self.argument()?) } else { None };
         let of = self.power()?;
@@ -610,7 +610,7 @@ impl Parser<'_> {
         }
     }
 
-    /// LaTeX takes one digit where there are no braces: `\frac12`.
+    /// Reads an argument. Without braces, LaTeX takes one digit: `\frac12`.
     fn argument(&mut self) -> Option<f64> {
         match self.peek()? {
             '{' => self.enclosed('{', '}'),
@@ -622,7 +622,7 @@ impl Parser<'_> {
         }
     }
 
-    /// A product of one-letter variables, at most three (or one name after a backslash).
+    /// Reads a product of at most three one-letter variables, or one name after a backslash.
     fn variables(&mut self, word: &str) -> Option<f64> {
         let greek = self.at > word.len() && self.chars.get(self.at - word.chars().count() - 1) == Some(&'\\');
         let letters: Vec<String> =
@@ -647,7 +647,7 @@ impl Parser<'_> {
     }
 }
 
-/// A value in (0.5, 3) that depends on the name and the point only (FNV-1a).
+/// Returns a value in (0.5, 3) that depends only on the name and the point (FNV-1a).
 fn variable(name: &str, point: u32) -> f64 {
     let start = 0xcbf2_9ce4_8422_2325 ^ u64::from(point).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let hash = name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
@@ -662,8 +662,8 @@ fn factorial(of: f64) -> Option<f64> {
 mod tests {
     use super::*;
 
-    /// Answer, ground truth, what math-verify 0.9 says (formulas between dollars), what we say.
-    /// From `tests/data/math_goldens.py`.
+    /// Answer, ground truth, result of math-verify 0.9 (formulas between dollar signs), our result. From
+    /// `tests/data/math_goldens.py`.
     const TABLE: &[(&str, &str, bool, bool)] = &[
         ("1/2", "0.5", true, true),
         ("\\frac{1}{2}", "0.5", true, true),

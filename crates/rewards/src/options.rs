@@ -1,5 +1,5 @@
-//! Settings of the built-in rewards. One value of each, decided before training; rows may only choose their accuracy
-//! method (columns `accu_reward_method`, `reward_method`).
+//! Settings of the built-in rewards. They are fixed before training. A row may only choose its accuracy rule (columns
+//! `accu_reward_method`, `reward_method`).
 
 use std::collections::BTreeSet;
 use std::str::FromStr;
@@ -12,20 +12,20 @@ use crate::external::ExternalOptions;
 
 /// An option with a fixed list of values, each with a name and one line of help.
 pub trait Named: Copy + PartialEq + 'static {
-    /// The option's name in errors.
+    /// Name of the option in errors.
     const OPTION: &'static str;
-    /// Every value: name, value, help. Of several names of a value the first is its own.
+    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
     const ALL: &'static [(&'static str, Self, &'static str)];
 
-    /// The value's name.
+    /// Returns the name of the value.
     fn name(self) -> &'static str {
         Self::ALL.iter().find(|row| row.1 == self).map_or("", |row| row.0)
     }
 
-    /// The value of a name.
+    /// Returns the value with a name.
     ///
     /// # Errors
-    /// A name that is not in the list.
+    /// Returns an error if the name is unknown.
     fn from_name(name: &str) -> Result<Self, RewardError> {
         let names = || Self::ALL.iter().map(|row| row.0);
         Self::ALL.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(|row| row.1).ok_or_else(|| {
@@ -39,19 +39,19 @@ pub trait Named: Copy + PartialEq + 'static {
     }
 }
 
-/// How the `format` reward looks at a completion.
+/// Rule of the `format` reward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FormatMode {
-    /// Exactly one pair of each expected tag, nothing around them, a non-empty answer.
+    /// Exactly one pair of each expected tag, no other text, and a non-empty answer.
     #[default]
     Strict,
-    /// Parts for each pair and for their order.
+    /// Partial scores for each pair and for their order.
     Graded,
-    /// Three tags, a third of the range each, with penalties for repeats.
+    /// Three tags, each worth a third of the range, with penalties for repetition.
     Tags3,
     /// The regular expression of R1-V.
     R1v,
-    /// `Strict`, with a box in the answer.
+    /// `Strict`, and a box in the answer.
     Rec,
 }
 
@@ -70,21 +70,21 @@ impl Named for FormatMode {
     ];
 }
 
-/// How the `accuracy` reward compares an answer with the ground truth.
+/// Rule by which the `accuracy` reward compares an answer with the ground truth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AccuracyMode {
-    /// By the form of the ground truth and the question.
+    /// Rule chosen by the form of the ground truth and the question.
     #[default]
     Auto,
     /// Equal texts after normalisation.
     Label,
     /// Emotion words with synonyms.
     Emotion,
-    /// Multiple choice, all labels right.
+    /// Multiple choice with all labels correct.
     McqExact,
-    /// Multiple choice, overlap of label sets.
+    /// Multiple choice, scored by the overlap of label sets.
     McqIou,
-    /// 3 / 1.5 / 0 for short answers.
+    /// 3, 1.5 or 0 for short answers.
     ShortText,
     /// Numbers and simple formulas.
     Math,
@@ -96,15 +96,15 @@ pub enum AccuracyMode {
     OdAp,
     /// Average precision at an overlap of 0.5.
     OdAp50,
-    /// Average precision, scaled down for surplus boxes.
+    /// Average precision, reduced for surplus boxes.
     OdLength,
     /// Position and completeness of matched boxes.
     WeightedSum,
     /// Equal cleaned texts.
     AllMatch,
-    /// VLM-R1's default: number, choice, else similarity of texts.
+    /// VLM-R1's default: number, choice, otherwise similarity of texts.
     Fuzzy,
-    /// R1-V: mathematics, else the first tag's exact text.
+    /// R1-V: mathematics, otherwise the exact text of the first tag.
     R1v,
 }
 
@@ -137,13 +137,13 @@ impl Named for AccuracyMode {
     ];
 }
 
-/// Which `<answer>` counts when there are several.
+/// Choice among several `<answer>` tags.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AnswerPolicy {
-    /// The last well-formed one.
+    /// The last well-formed tag.
     #[default]
     Last,
-    /// The first one, as most of the source systems do.
+    /// The first tag, as in most of the source systems.
     First,
 }
 
@@ -153,26 +153,26 @@ impl Named for AnswerPolicy {
         &[("last", Self::Last, "the last answer tag"), ("first", Self::First, "the first answer tag")];
 }
 
-/// A source system's documented defect, reproduced on request.
+/// A documented defect of a source system that can be reproduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Compat {
-    /// `mcq_iou` scores 1 when neither side has an `(n)`.
+    /// `mcq_iou` scores 1 if neither side has an `(n)`.
     S2Accuracy,
-    /// `mcq_exact` compares lists of `(n)`, else whole answer texts.
+    /// `mcq_exact` compares lists of `(n)`, otherwise complete answer texts.
     S3Accuracy,
-    /// `format strict` is a regular expression: repeats and empty tags pass.
+    /// `format strict` is a regular expression, which accepts repeated and empty tags.
     S3Format,
-    /// `short_text` has no yes/no guard, no length guard and no Unicode normalisation.
+    /// `short_text` does not treat yes and no separately, does not limit the length, and does not normalise Unicode.
     S4Accuracy,
-    /// `format tags3` may fall below 0.
+    /// `format tags3` may be negative.
     S4Format,
-    /// `explanation` counts words in the batch and stretches its scores from 0 to 1 over it.
+    /// `explanation` counts words within the batch, and stretches its scores over the batch to 0..1.
     S4Explanation,
-    /// `mcq` and `yes_no` read letters and words as VLM-R1 does.
+    /// `mcq` and `yes_no` search for letters and words as VLM-R1 does.
     VlmR1Choice,
-    /// `iou` with `x2 - 1`, an overlap of one pixel counts 0.
+    /// `iou` uses `x2 - 1`, and an overlap of one pixel counts 0.
     VlmR1Iou,
-    /// `length` always takes the branch of a correct answer and rises again beyond the limit.
+    /// `length` treats every answer as correct, and its curve rises again beyond the limit.
     VlmR1Length,
 }
 
@@ -210,30 +210,30 @@ from_str!(FormatMode, AccuracyMode, AnswerPolicy, Compat);
 /// Settings of [`build`](crate::build).
 #[derive(Debug, Clone)]
 pub struct RewardOptions {
-    /// How `format` looks at a completion.
+    /// Rule of `format`.
     pub format_mode: FormatMode,
-    /// How `accuracy` compares, where the row does not say.
+    /// Rule of `accuracy` for rows that do not choose one.
     pub accuracy_mode: AccuracyMode,
-    /// Which answer tag counts.
+    /// Choice among several answer tags.
     pub answer_policy: AnswerPolicy,
     /// Defects to reproduce.
     pub compat: BTreeSet<Compat>,
-    /// One weight per reward; empty means 1 each.
+    /// One weight per reward. If empty, each reward has weight 1.
     pub weights: Vec<f64>,
-    /// `max_completion_length` of the run, tokens; `overlong` and `cosine` need it.
+    /// `max_completion_length` of the run in tokens, which `overlong` and `cosine` need.
     pub max_completion_tokens: usize,
-    /// Length of the ramp below the limit over which `overlong` falls to -1, tokens.
+    /// Length in tokens of the ramp below the limit, over which `overlong` falls to -1.
     pub overlong_cache_tokens: usize,
-    /// n of the n-grams of `repetition`.
+    /// Length of the n-grams of `repetition`.
     pub repetition_ngram: usize,
-    /// Document frequencies of the training references; `cider` needs them.
+    /// Document frequencies of the training references, which `cider` needs.
     pub cider: Option<Arc<DocumentFrequencies>>,
-    /// Programs and endpoints.
+    /// Settings of programs and endpoints.
     pub external: ExternalOptions,
 }
 
 impl Default for RewardOptions {
-    /// The core defaults; 256 tokens as the length limit, a fifth of it as the ramp, 6-grams as in VLM-R1.
+    /// Returns the defaults: a length limit of 256 tokens, a ramp of a fifth of it, 6-grams as in VLM-R1.
     fn default() -> Self {
         Self {
             format_mode: FormatMode::default(),

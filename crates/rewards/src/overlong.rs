@@ -1,4 +1,4 @@
-//! `overlong`: 0 up to a ramp below the length limit, falling to -1 at the limit. Range [-1, 0].
+//! `overlong`: 0 up to the start of a ramp below the length limit, falling to -1 at the limit. Range [-1, 0].
 //!
 //! Source: DAPO (arXiv 2503.14476), equation 13, as in TRL's soft overlong punishment.
 
@@ -38,7 +38,7 @@ mod tests {
 
     #[test]
     fn golden() {
-        // TRL's example (90 tokens, limit 100, ramp 20), and the corners.
+        // TRL's example (90 tokens, limit 100, ramp 20) and the corner cases.
         for (num_tokens, expected) in
             [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0), (500, -1.0)]
         {

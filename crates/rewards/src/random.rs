@@ -1,5 +1,5 @@
-//! `random`: a number in [0, 1) that depends on nothing but the completion's key. A baseline that cannot be learned,
-//! and a reward for benchmarks that gives groups a variance.
+//! `random`: a number in [0, 1) that depends only on the completion's key. It is a baseline that cannot be learned, and gives the
+//! groups of a benchmark a variance.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -15,13 +15,13 @@ pub(crate) fn reward(_: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> 
     }))
 }
 
-/// The key is the generator's seed, so every completion has a stream of its own and order does not matter.
+/// The key is the seed of the generator. Every completion therefore has its own stream, and order does not matter.
 fn uniform(key: RowKey) -> f64 {
     let mut seed = [0u8; 32];
     for (chunk, word) in seed.chunks_exact_mut(8).zip([key.seed, key.step, key.row, key.sample]) {
         chunk.copy_from_slice(&word.to_le_bytes());
     }
-    // 53 bits are what an f64 holds of a number below 1.
+    // An f64 below 1 has 53 random bits.
     (ChaCha8Rng::from_seed(seed).next_u64() >> 11) as f64 / (1u64 << 53) as f64
 }
 
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn the_stream_is_pinned() {
-        // A change of generator would change every benchmark that uses this reward.
+        // Another generator would change every benchmark that uses this reward.
         assert_eq!(format!("{:.6}", uniform(RowKey { seed: 0, step: 0, row: 0, sample: 0 })), "0.836920");
     }
 }

@@ -1,8 +1,7 @@
-//! `repetition` and `repetition_tokens`: minus the share of n-grams that repeat an earlier one. Range [-1, 0].
+//! `repetition` and `repetition_tokens`: the negative share of n-grams that repeat an earlier one. Range [-1, 0].
 //!
-//! Sources: `repetition`, VLM-R1: 6-grams of lower-cased words, or whole boxes where the completion has a JSON list of
-//! them; `repetition_tokens`, TRL: 3-grams of token ids. Difference by design: JSON that does not parse is not
-//! repaired, its words count.
+//! Sources: `repetition`, VLM-R1: 6-grams of lower-case words, or of boxes if the completion has a JSON list of them.
+//! `repetition_tokens`, TRL: 3-grams of token ids. Deliberate difference: invalid JSON is not repaired, and its words count.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
@@ -40,7 +39,7 @@ fn in_text(text: &str, ngram: usize) -> f64 {
         let boxes: Vec<String> = boxes.iter().map(|b| format!("{:?} {}", b.corners, b.label)).collect();
         return repeated(&boxes, 1);
     }
-    // Numbers instead of words, so that an n-gram is hashed in a few bytes.
+    // Numbers replace words, so that hashing an n-gram takes a few bytes.
     let text = text.to_lowercase();
     let mut numbers = HashMap::new();
     let words = text.split_whitespace().map(|word| {
@@ -82,7 +81,7 @@ mod tests {
         let dog = json!({"bbox_2d": [0, 0, 1, 1], "label": "dog"});
         let text = format!("<answer>```json\n{}\n```</answer>", json!([cat, cat, dog, cat]));
         assert_eq!(in_text(&text, 6), -0.5);
-        // In prose, behind brackets of other kinds.
+        // The list is in prose, after other brackets.
         let text = format!("I see [four] of them: {} in all [{{}}].", json!([cat, cat, dog, cat]));
         assert_eq!(in_text(&text, 6), -0.5);
         assert_eq!(in_text("boxes [{\"label\": \"cat\"}, {\"label\": \"cat\"}] a b", 1), 0.0);

@@ -1,9 +1,9 @@
-//! `short_text`: 3 for an equal answer, 1.5 for at least half of its words, 0 otherwise.
+//! `short_text`: 3 for an equal answer, 1.5 for at least half of its words, otherwise 0.
 //!
-//! Source: the outcome reward of the ViVQA-X project. Differences by design: Unicode normalisation (NFC, typographic
-//! quotes, double spaces), the last answer tag instead of the first, and two guards against rewards for hedging: a
-//! ground truth that is a yes/no word is matched whole ("không có" is not half of "có"), and the partial score needs an
-//! answer of at most twice the words. `Compat::S4Accuracy` brings the literal form back.
+//! Source: the outcome reward of the ViVQA-X project. Deliberate differences: Unicode normalisation (NFC, typographic quotes,
+//! double spaces), the last answer tag instead of the first, and two measures against hedging. A ground truth that is a yes/no
+//! word must match completely ("không có" is not half of "có"). The partial score requires an answer of at most twice the words.
+//! `Compat::S4Accuracy` restores the source's form.
 
 use std::collections::HashSet;
 
@@ -42,7 +42,7 @@ fn graded(answer: &str, gold: &str) -> f64 {
     if 2 * hits >= words.len() { PARTIAL } else { 0.0 }
 }
 
-/// The source's rule, literally.
+/// Computes the source's rule without changes.
 pub(crate) fn s4_literal(question: &Question<'_>) -> f64 {
     fn clean(text: &str) -> String {
         text.to_lowercase()

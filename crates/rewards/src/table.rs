@@ -1,4 +1,4 @@
-//! The table of built-in rewards, and how a list of names becomes a [`RewardSet`].
+//! The table of built-in rewards, and the conversion of a list of names to a [`RewardSet`].
 
 use crate::error::suggestion;
 use crate::{
@@ -13,13 +13,13 @@ pub struct RewardRow {
     pub name: &'static str,
     /// One line of help.
     pub doc: &'static str,
-    /// Where the rule comes from.
+    /// Source of the rule.
     pub source: &'static str,
-    /// Makes it from the settings.
+    /// Function that creates the reward from the settings.
     pub make: fn(&RewardOptions) -> Result<Box<dyn Reward>, RewardError>,
 }
 
-/// Every built-in reward. Help, documentation and the suites over all rewards iterate it.
+/// Returns all built-in rewards. Help, documentation and the tests of all rewards use it.
 pub fn table() -> &'static [RewardRow] {
     TABLE
 }
@@ -165,17 +165,17 @@ static TABLE: &[RewardRow] = &[
     },
 ];
 
-/// Makes the rewards of a run. A spec is a name of the [`table`], `cmd:"program arguments"`, `FILE.py:FUNCTION`,
-/// `http://…`, `https://…` or `judge:http(s)://…`; `name=spec` gives one of the last five a name of its own.
+/// Creates the rewards of a run. A spec is a name of the [`table`], `cmd:"program arguments"`, `FILE.py:FUNCTION`, `http://…`,
+/// `https://…` or `judge:http(s)://…`. `name=spec` gives one of the last five another name.
 ///
 /// # Errors
-/// Unknown names, settings a reward cannot work with, weights that do not fit.
+/// Returns an error if a name is unknown, a reward cannot use a setting, or the weights do not match the rewards.
 pub fn build<S: AsRef<str>>(specs: &[S], options: &RewardOptions) -> Result<RewardSet, RewardError> {
     build_with(specs, options, Vec::new())
 }
 
-/// [`build`] with rewards that the caller made itself, such as those that need models: a spec that is the name of one
-/// takes it.
+/// Creates rewards like [`build`], together with rewards that the caller has created, such as those that need models. A spec that
+/// is the name of such a reward selects it.
 pub fn build_with<S: AsRef<str>>(
     specs: &[S],
     options: &RewardOptions,

@@ -1,26 +1,26 @@
-//! The one extractor of `<tag>…</tag>` text. Tag names are compared without case, content may span lines, and the
-//! time is linear in the text whatever is in it: every `<` is looked at once.
+//! The extractor of `<tag>…</tag>` text. Case is ignored in tag names, and content may span lines. The time is linear in the
+//! text, since every `<` is read once.
 //!
-//! Source: the rewards of R1-V, qwen-vl-finetune and VLM-R1 each search with an expression of their own, some for the
-//! first match, some for the last. Here the policy is an argument; with `Last`, the innermost open tag counts, so that
-//! `<answer>a<answer>b</answer>` is "b".
+//! Source: the rewards of R1-V, qwen-vl-finetune and VLM-R1, each of which has its own expression for the first or the last
+//! match. Here the policy is an argument. With `Last`, the innermost opening tag counts, so that `<answer>a<answer>b</answer>` is
+//! "b".
 
 use crate::AnswerPolicy;
 
-/// One tag found in a text.
+/// A tag in a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tag<'n> {
-    /// Name asked for.
+    /// Requested name.
     pub name: &'n str,
-    /// `</name>` rather than `<name>`.
+    /// True for `</name>`, false for `<name>`.
     pub close: bool,
-    /// First byte of the tag.
+    /// Position of the first byte of the tag.
     pub start: usize,
-    /// One past its last byte.
+    /// Position after its last byte.
     pub end: usize,
 }
 
-/// Tags of the given names (lower case, ASCII), in text order.
+/// Returns the tags with the given names (lower case, ASCII), in text order.
 pub(crate) fn tags<'t, 'n>(text: &'t str, names: &'t [&'n str]) -> impl Iterator<Item = Tag<'n>> + 't
 where
     'n: 't,
@@ -37,7 +37,7 @@ where
     })
 }
 
-/// Text of the tag that the policy picks, unstripped; `None` when no pair is complete.
+/// Returns the untrimmed content of the tag that the policy selects, or `None` if no pair is complete.
 pub(crate) fn content<'t>(text: &'t str, name: &str, policy: AnswerPolicy) -> Option<&'t str> {
     let mut open: Option<usize> = None;
     let mut found = None;

@@ -63,7 +63,7 @@ impl Row {
         }
     }
 
-    /// Score of this row by the named reward; an error fails the test.
+    /// Returns the score of this row by the named reward. An error fails the test.
     pub fn score(&self, name: &str, options: &RewardOptions) -> Option<f64> {
         self.try_score(name, options).unwrap()
     }

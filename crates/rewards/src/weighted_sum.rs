@@ -1,8 +1,8 @@
 //! `weighted_sum`: 0.7 × position + 0.3 × completeness of greedily matched boxes. Range [0, 1].
 //!
-//! Source: VLM-R1's detection score (its label weight is 0). Boxes are matched by falling overlap from 0.5 on; a match
-//! with the wrong label counts as found, with overlap 0. Position is the sum of overlaps over the gold boxes;
-//! completeness is 1 less half of the missed and half of the surplus share.
+//! Source: VLM-R1's detection score (its label weight is 0). Boxes are matched in order of decreasing overlap, down to 0.5. A
+//! match with the wrong label counts as found, with overlap 0. Position is the sum of overlaps divided by the number of gold
+//! boxes. Completeness is 1 minus half of the missed share and half of the surplus share.
 
 use crate::answer::Question;
 use crate::boxes::{Detection, detections, iou};
@@ -11,7 +11,7 @@ const MIN_OVERLAP: f64 = 0.5;
 const POSITION: f64 = 0.7;
 const COMPLETENESS: f64 = 0.3;
 
-/// `None` where the ground truth is no list of boxes.
+/// Returns `None` if the ground truth is not a list of boxes.
 pub(crate) fn score(question: &Question<'_>, pixel_convention: bool) -> Option<f64> {
     let gold = detections(question.gold)?;
     let predicted = detections(question.answer);
@@ -32,7 +32,7 @@ fn matched(predicted: &[Detection], gold: &[Detection], pixel_convention: bool) 
             }
         }
     }
-    // Stable, so that the first of equal overlaps is taken.
+    // The sort is stable, so the first of equal overlaps is taken.
     pairs.sort_by(|a, b| b.0.total_cmp(&a.0));
     let (mut used, mut found) = (vec![false; predicted.len()], vec![false; gold.len()]);
     let (mut position, mut matches) = (0.0, 0usize);

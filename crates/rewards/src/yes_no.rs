@@ -1,8 +1,8 @@
-//! `yes_no`: does the answer say yes or no as the ground truth does? English and Vietnamese. Range {0, 1}.
+//! `yes_no`: agreement of yes or no with the ground truth, in English and Vietnamese. Range {0, 1}.
 //!
-//! Source: VLM-R1. Differences by design: whole words count, not "no" inside "know"; an answer that says neither, or
-//! both without starting with one, is wrong; two sides that say neither are not equal. `Compat::VlmR1Choice` brings the
-//! literal form back.
+//! Source: VLM-R1. Deliberate differences: only whole words count, not the "no" in "know". An answer is wrong if it has neither
+//! word, or has both and starts with neither. Two texts with neither word are not equal. `Compat::VlmR1Choice` restores the
+//! source's form.
 
 use crate::AnswerPolicy;
 use crate::answer::{Question, normalised, same_label};
@@ -21,9 +21,9 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     Some(f64::from(polarity(question.answer) == Some(gold)))
 }
 
-/// Does the text consist of one yes or no word?
+/// Returns the meaning of a text that consists of one yes or no word.
 pub(crate) fn polarity_of_word(text: &str) -> Option<bool> {
-    // Longer than any of the words: not worth normalising.
+    // All words are shorter, so normalisation would be wasted.
     if text.len() > 32 {
         return None;
     }
@@ -34,7 +34,7 @@ fn word_polarity(word: &str) -> Option<bool> {
     if YES.contains(&word) { Some(true) } else { NO.contains(&word).then_some(false) }
 }
 
-/// The first word decides; else all yes and no words must agree.
+/// Returns the meaning of the first word or, otherwise, that of all yes and no words if they agree.
 fn polarity(text: &str) -> Option<bool> {
     let text = normalised(text);
     let mut words = text.split(' ');
@@ -46,7 +46,8 @@ fn polarity(text: &str) -> Option<bool> {
     said.all(|other| other == first).then_some(first)
 }
 
-/// VLM-R1, literally: the first "yes" or "no" among the letters of each side; two sides without one are equal.
+/// Computes VLM-R1's rule without changes: compares the first "yes" or "no" among the letters of each side. Two texts with
+/// neither are equal.
 pub(crate) fn vlmr1(question: &Question<'_>) -> f64 {
     fn first(text: &str) -> Option<bool> {
         let text = text.to_lowercase();

@@ -1,11 +1,10 @@
 //! `bertscore`: similarity of meaning between a text and its reference, measured token by token.
 //!
-//! Each token is matched with the most similar token of the other text, by the cosine of contextual embeddings. The mean over the
-//! candidate's tokens is the precision, the mean over the reference's tokens the recall. Start and end tokens can be matched but
-//! have
-//! no weight. Source: arXiv 1904.09675 and its package `bert_score` 0.3.13, whose values these are.
-//! Difference: sequences are not padded. A token with only negative similarities keeps the largest of them, where the package may
-//! take the 0 of a padding token.
+//! Each token is matched with the most similar token of the compared text, by the cosine of contextual embeddings. The mean over
+//! the candidate's tokens is the precision, the mean over the reference's tokens the recall. Start and end tokens can be matched
+//! but have no weight. Source: arXiv 1904.09675 and its package `bert_score` 0.3.13, whose values these are. Difference:
+//! sequences are not padded. A token with only negative similarities keeps the largest of them, where the package may take the 0
+//! of a padding token.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;

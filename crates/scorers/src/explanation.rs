@@ -1,16 +1,13 @@
 //! `explanation`: `w · clip + (1 − w) · cider`, both clamped to [0, 1].
 //!
 //! Source: the explanation reward of the ViVQA-X project, with w = 0.5. The text is the content of the completion's first
-//! `<explain>`
-//! tag. The CLIP part is (score − 15) / 20, where the score is 100 · cosine of the text and the row's first picture. The CIDEr
-//! part
-//! is the value of the `cider` reward divided by 10.
+//! `<explain>` tag. The CLIP part is (score − 15) / 20, where the score is 100 · cosine of the text and the row's first picture.
+//! The CIDEr part is the value of the `cider` reward divided by 10.
 //!
 //! Deliberate differences from the source:
 //!
 //! * Document frequencies are those of the training references. The source counts within a batch, so CIDEr is 0 for a batch of
-//!   one
-//!   prompt.
+//!   one prompt.
 //! * All references count.
 //! * The CLIP part is limited to 1.
 //! * Scores are not stretched over the batch. Stretching gives every batch a 0 and a 1, and makes a reward depend on its
@@ -146,8 +143,7 @@ impl Explanation {
     }
 
     /// Computes the source's own form. The explanation in the solution is the only reference, words are counted over the batch,
-    /// and CIDEr
-    /// keeps its scale of 10. The sums are stretched so that the worst row of the batch gets 0 and the best row 1.
+    /// and CIDEr keeps its scale of 10. The sums are stretched so that the worst row of the batch gets 0 and the best row 1.
     fn stretched(&self, rows: Vec<(&RewardInput<'_>, Option<f64>)>) -> Vec<Option<f64>> {
         let reference =
             |input: &RewardInput<'_>| input.solution.map_or(String::new(), |s| explanation(s).to_owned());

@@ -4,10 +4,8 @@
 //! The text is that of TRL (1.16, `GRPOTrainer._calculate_rewards`). If a row's `prompt` is a text, the model reads prompt and
 //! completion as one text. Any other row is a conversation: the model's own template renders it, with the completion as the last
 //! turn. Text models ignore media. Models of a family read the row's media with their own processor, and always use their
-//! template.
-//! The media settings of a row (part of a video, frames, pixels) apply to this model too. The media settings of a run apply only
-//! to
-//! the policy.
+//! template. The media settings of a row (part of a video, frames, pixels) apply to this model too. The media settings of a run
+//! apply only to the policy.
 //!
 //! Deliberate differences from TRL:
 //!
@@ -15,8 +13,7 @@
 //! * Encoders get the start and end tokens of their tokenizer, since their heads read the row of the first token.
 //! * An encoder without a template reads the last question and the completion, separated by a line break. TRL fails here.
 //! * Nothing is truncated. If the prompt alone is too long, the row has an error. If prompt and completion together are too long,
-//!   the
-//!   completion has no value; such completions are counted (`too_long`) and reported.
+//!   the completion has no value; such completions are counted (`too_long`) and reported.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -63,8 +60,7 @@ impl RewardModel {
     ///
     /// # Errors
     /// Returns an error if a file is unreadable, the architecture is unsupported, the head is missing or has several outputs, or
-    /// the
-    /// tokenizer is missing.
+    /// the tokenizer is missing.
     pub fn load(name: &str, dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
         let model = if MediaClassifier::is_one(dir)? {
             Reader::Media(Box::new(MediaClassifier::load(dir, dtype, render)?))
@@ -125,8 +121,7 @@ fn turns(input: &RewardInput<'_>) -> Vec<Turn> {
 }
 
 /// Encodes row and completion for the model. Returns `None` if they are too long. Media that the previous row has already read
-/// are
-/// taken from `last`.
+/// are taken from `last`.
 fn conversation(
     model: &MediaClassifier,
     input: &RewardInput<'_>,

@@ -2,8 +2,7 @@
 //!
 //! Reads the layout of `sentence-transformers`, in which multilingual text towers for CLIP are published. `modules.json` names a
 //! transformer (XLM-RoBERTa, DistilBERT, BERT, RoBERTa), mean or `[CLS]` pooling, and dense layers. Other modules and other kinds
-//! of
-//! pooling are unsupported.
+//! of pooling are unsupported.
 
 use std::path::{Component, Path, PathBuf};
 

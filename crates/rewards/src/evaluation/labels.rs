@@ -2,12 +2,9 @@
 //! recall.
 //!
 //! Source: the evaluation of R1-Omni on DFEW and MAFW. WAR is the recall of each class weighted by its frequency, which equals
-//! the
-//! accuracy. UAR is the mean recall over the classes that occur. Differences: the label is read from the answer tag or, without a
-//! tag,
-//! from the text after the thinking, as in the accuracy reward. Synonyms of emotion words count. A completion without a known
-//! label is
-//! wrong.
+//! the accuracy. UAR is the mean recall over the classes that occur. Differences: the label is read from the answer tag or,
+//! without a tag, from the text after the thinking, as in the accuracy reward. Synonyms of emotion words count. A completion
+//! without a known label is wrong.
 
 use std::collections::BTreeSet;
 
@@ -150,8 +147,8 @@ mod tests {
         LabelSet::new(&names.iter().map(|&n| n.to_owned()).collect::<Vec<_>>()).unwrap()
     }
 
-    /// scikit-learn 1.7: `accuracy_score` 0.6 and `recall_score(average="macro")` over the classes of the truth
-    /// (3/4 + 0/1 + 3/5) / 3 = 0.45.
+    /// scikit-learn 1.7: `accuracy_score` 0.6 and `recall_score(average="macro")` over the classes of the truth (3/4 + 0/1 + 3/5)
+    /// / 3 = 0.45.
     #[test]
     fn war_is_accuracy_and_uar_the_mean_recall_of_classes_that_occur() {
         let labels = set(&["happy", "sad", "angry", "fear"]);

@@ -1,8 +1,7 @@
-//! From scored completions to the numbers of an evaluation: accuracy with its interval, pass@k, means of the rewards,
-//! answers that cannot be read, tables by category, classification by labels, and scores of explanations.
+//! Evaluation of scored completions: accuracy with its interval, pass@k, means of the rewards, share of unreadable answers,
+//! tables by category, classification by labels, and scores of explanations.
 //!
-//! Rows come from a model (`eval`, or during training) or from a file of completions (`rewards run`); the numbers are
-//! the same.
+//! Rows come from a model (`eval`, or during training) or from a file of completions (`rewards run`). Both give the same numbers.
 
 mod explanations;
 mod labels;
@@ -20,7 +19,7 @@ use crate::{AnswerPolicy, RewardError, RewardSet};
 pub use explanations::{Explained, ExplanationReport, MEASURES, TextScores, explanations};
 pub use labels::{Confusion, LabelSet};
 
-/// Rewards that say whether an answer is right, the first of a run counts.
+/// Rewards that judge the correctness of an answer. The first one that a run uses counts.
 const ANSWER_REWARDS: &[&str] = &[
     "accuracy",
     "label",
@@ -39,14 +38,14 @@ const ANSWER_REWARDS: &[&str] = &[
     "fuzzy",
 ];
 
-/// Measures beside the rewards.
+/// Measures of an evaluation, in addition to the rewards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measures {
-    /// Which answer tag counts.
+    /// Choice among several answer tags.
     pub answer_policy: AnswerPolicy,
-    /// An answer is right from this share of the accuracy reward's largest value on.
+    /// Share of the accuracy reward's largest value from which an answer is correct.
     pub accuracy_threshold: f64,
-    /// Labels to tell apart.
+    /// Labels of the classification, if any.
     pub labels: Labels,
 }
 
@@ -61,24 +60,24 @@ impl Default for Measures {
 pub enum Labels {
     /// No classification.
     None,
-    /// The ground truths of the rows.
+    /// Labels that occur as ground truths of the rows.
     OfGroundTruths,
-    /// These.
+    /// Given labels.
     Given(LabelSet),
 }
 
-/// A row with its scored completions: a line of the result file.
+/// A row with its scored completions, which is a line of the result file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct EvalRow {
-    /// The row's id.
+    /// Id of the row.
     pub id: String,
-    /// The dataset it is from.
+    /// Dataset of the row.
     pub dataset: String,
     /// The question.
     pub prompt: String,
     /// Ground truth.
     pub solution: Option<String>,
-    /// Files of its media.
+    /// Media files of the row.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub media: Vec<PathBuf>,
     /// Value of the category column.
@@ -86,28 +85,28 @@ pub struct EvalRow {
     pub category: Option<String>,
     /// Sampled texts.
     pub completions: Vec<String>,
-    /// Content of the answer tag of each; `None` without an answer.
+    /// Content of each completion's answer tag; `None` without an answer.
     pub answers: Vec<Option<String>>,
-    /// Each reward's value per completion.
+    /// Value of each reward per completion.
     pub rewards: BTreeMap<String, Vec<Option<f64>>>,
     /// Weighted sum per completion.
     pub reward: Vec<Option<f64>>,
-    /// The row's own columns, with which other commands read this line as the row and its completions.
+    /// Columns of the row. Other commands use them to read this line as the row with its completions.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub row: Map<String, Value>,
-    /// References of its explanation.
+    /// References of the row's explanation.
     #[serde(skip)]
     pub references: Vec<String>,
 }
 
 impl EvalRow {
-    /// A reward's values where it applies.
+    /// Returns the values of a reward where it applies.
     fn values(&self, reward: &str) -> impl Iterator<Item = f64> + '_ {
         self.rewards.get(reward).into_iter().flatten().flatten().copied()
     }
 }
 
-/// Returns the content of a completion's answer tag, stripped; `None` if that is empty.
+/// Returns the trimmed content of a completion's answer tag, or `None` if it is empty.
 pub fn answer(completion: &str, policy: AnswerPolicy) -> Option<&str> {
     content(completion, "answer", policy).map(str::trim).filter(|text| !text.is_empty())
 }
@@ -240,8 +239,7 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
 }
 
 /// Returns the reward of a run that judges answers, and its value for a correct one. The value is the upper end of the range, or
-/// 1 for a
-/// program or endpoint that declares no bound. Of several such rewards, the first of the table wins.
+/// 1 for a program or endpoint that declares no bound. Of several such rewards, the first of the table wins.
 #[must_use]
 pub fn answer_reward(rewards: &RewardSet) -> Option<(&'static str, f64)> {
     let names = rewards.names();

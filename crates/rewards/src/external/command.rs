@@ -1,10 +1,10 @@
-//! `cmd:"program arguments"`: any program that reads requests as JSON lines and writes answers as JSON lines.
+//! `cmd:"program arguments"`: a program that reads requests as JSON lines and writes answers as JSON lines.
 //!
-//! Each of the pool's processes is started once and kept. A process that dies or does not answer in time is killed
-//! (with the processes it started), started anew, and given the request again, so that a death loses no step. What it
-//! writes to stderr goes to the log, and the last lines into the error. It does not outlive this process.
+//! Each process of the pool is started once and kept. If a process dies or does not answer in time, it is killed with its child
+//! processes, started again, and given the request again, so that no step is lost. Its stderr goes to the log, and the last lines
+//! go into the error. The process ends with this process.
 //!
-//! `FILE.py:FUNCTION` is such a program, too: Python with a helper that serves the function.
+//! `FILE.py:FUNCTION` is also such a program: Python with a helper that serves the function.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -21,21 +21,21 @@ use super::{
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
 
-/// An answer line beyond this is refused instead of read.
+/// Maximum length of an answer line in bytes. Longer lines are refused.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 const STDERR_LINES: usize = 20;
-/// Length of a line of stderr; the rest is dropped.
+/// Maximum length of a line of stderr. The rest of the line is dropped.
 const STDERR_LINE_BYTES: usize = 4096;
-/// Serves a function of a Python file: `python3 -c HELPER FILE.py:FUNCTION`.
+/// Text of the helper that serves a function of a Python file: `python3 -c HELPER FILE.py:FUNCTION`.
 const PYTHON_HELPER: &str = include_str!("../../assets/omnigrpo_reward.py");
-/// How long a process may take to end after its stdin is closed.
+/// Time that a process gets to exit after its stdin is closed.
 const GOODBYE: Duration = Duration::from_millis(300);
 
 struct CommandReward {
     name: String,
     arguments: Vec<String>,
     options: ExternalOptions,
-    /// One slot per thread of the pool; empty until used and after a failure.
+    /// One slot per thread of the pool. A slot is empty before its first use and after a failure.
     workers: Vec<Mutex<Option<Worker>>>,
     next_id: AtomicU64,
     log: Log,
@@ -46,7 +46,7 @@ pub(super) fn reward(
     name: Option<&str>,
     options: &RewardOptions,
 ) -> Result<Box<dyn Reward>, RewardError> {
-    // A shell may have left the quotes of cmd:"…" in place.
+    // A shell may have kept the quotes of cmd:"…".
     let command = command.trim();
     let command = command.strip_prefix('"').and_then(|inside| inside.strip_suffix('"')).unwrap_or(command);
     let spec = redacted(&format!("cmd:{command}"));
@@ -58,7 +58,7 @@ pub(super) fn reward(
     started(spec, name, arguments, options)
 }
 
-/// The function of a Python file, as TRL takes one.
+/// Creates a reward from a function of a Python file with TRL's signature.
 pub(super) fn python_reward(
     file: &str,
     function: &str,
@@ -78,7 +78,7 @@ pub(super) fn python_reward(
     started(spec, name.unwrap_or(function).to_owned(), arguments, options)
 }
 
-/// With its first process running, so that a program that is not there is found before training.
+/// Starts the first process, so that a missing program is found before training.
 fn started(
     spec: String,
     name: String,
@@ -103,7 +103,7 @@ fn started(
     }))
 }
 
-/// "my_reward" for `python my_reward.py`, the function where an argument names one.
+/// Returns "my_reward" for `python my_reward.py`, or the name of the function if an argument contains it.
 fn default_name(arguments: &[String]) -> String {
     if let Some((_, function)) = arguments.iter().find_map(|argument| python_function(argument)) {
         return function.to_owned();
@@ -140,7 +140,7 @@ impl Reward for CommandReward {
 
     fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
         let mut slot = locked(&self.workers[0]);
-        // An error now is not a passing problem of a long run.
+        // An error before the first step is not a temporary problem.
         let once = ExternalOptions { retries: 0, ..self.options.clone() };
         let (scores, _) = attempts(&self.name, &row_name(0, row), &once, Duration::ZERO, || {
             self.ask(&mut slot, std::slice::from_ref(row), true)
@@ -158,7 +158,7 @@ impl CommandReward {
     ) -> Result<(Vec<Option<f64>>, Logged), Failure> {
         let answered = self.exchange(slot, rows, probe);
         if answered.is_err() {
-            // Whatever it is doing, its next line would not be the answer to the next request.
+            // The next line of this process may belong to the failed request.
             *slot = None;
         }
         answered
@@ -191,17 +191,17 @@ impl CommandReward {
     }
 }
 
-/// A running program, with a thread for each of its pipes: writing to a full pipe, too, must not outlast the limit.
+/// A running program. Each pipe has a thread, so that the time limit also applies when a write blocks on a full pipe.
 struct Worker {
     child: Child,
-    /// It has answered a request.
+    /// True after the first answer.
     answered: bool,
-    /// The child has not been waited for, so its group's id is still its own.
+    /// True until the child has been waited for. Until then, no other process group can have its id.
     group_is_ours: bool,
     requests: Option<Sender<Vec<u8>>>,
     answers: Receiver<std::io::Result<String>>,
     stderr: Arc<Mutex<VecDeque<String>>>,
-    /// Reads the child's stderr until it is closed.
+    /// Thread that reads the child's stderr until it is closed.
     stderr_reader: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -211,8 +211,8 @@ impl Worker {
         command.args(&arguments[1..]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         #[cfg(unix)]
         {
-            // A group of its own: Ctrl-C is for the trainer, which still needs its scorers; and a kill reaches the
-            // processes that the program started.
+            // The child gets its own process group. Ctrl-C then reaches only the trainer, which still needs its scorers, and a
+            // kill also reaches the processes that the program started.
             std::os::unix::process::CommandExt::process_group(&mut command, 0);
         }
         let mut child = spawn(command)?;
@@ -265,8 +265,8 @@ impl Worker {
         }
     }
 
-    /// Describes a program that closed its pipes. One that gives up before its first answer (an
-    /// import that fails, say) would do so again.
+    /// Describes the failure of a program that closed its pipes. If it exits before its first answer (because of a failed import,
+    /// for example), another attempt would fail too.
     fn ended(&mut self) -> Failure {
         let status = self.wait(GOODBYE);
         let gave_up = !self.answered && status.is_some_and(|status| status.code().is_some());
@@ -274,7 +274,7 @@ impl Worker {
             Some(status) => format!("the program ended ({status})"),
             None => "the program closed its stdout".to_owned(),
         };
-        // Last lines may still be in the pipe when its end is known.
+        // The pipe may still contain the last lines after the process has exited.
         let start = Instant::now();
         while self.stderr_reader.as_ref().is_some_and(|reader| !reader.is_finished())
             && start.elapsed() < GOODBYE
@@ -292,7 +292,7 @@ impl Worker {
 }
 
 impl Worker {
-    /// Waits for the program's end; then nothing of what it started is left.
+    /// Waits until the program and its child processes have exited.
     fn wait(&mut self, limit: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
         loop {
@@ -307,15 +307,15 @@ impl Worker {
         }
     }
 
-    /// Kills the program and what it started. Errors mean that nothing is left to kill.
+    /// Kills the program and its child processes. An error means that no process is left.
     fn kill_group(&mut self) {
         if !std::mem::take(&mut self.group_is_ours) {
             return;
         }
         #[cfg(unix)]
         if let Ok(id) = i32::try_from(self.child.id()) {
-            // SAFETY: `kill` takes no pointers. The id is that of the group the child was made the leader of; it is
-            // called at most once, before the child is waited for or at once after, so the id has no new owner.
+            // SAFETY: `kill` takes no pointers. The id belongs to the group that the child leads. The call happens at most once,
+            // before the child is waited for or immediately after, so no other group can have the id.
             unsafe { libc::kill(-id, libc::SIGKILL) };
         }
         let _ = self.child.kill();
@@ -324,7 +324,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Closing stdin asks it to end; a program that hangs is made to.
+        // A closed stdin asks the program to exit. A program that does not exit is killed.
         self.requests = None;
         if self.wait(GOODBYE).is_none() {
             self.kill_group();
@@ -333,8 +333,8 @@ impl Drop for Worker {
     }
 }
 
-/// Starts a program that the system kills when this process ends, however it ends. That rule goes by the thread that
-/// starts a program, so one thread, which is never done, starts them all.
+/// Starts a program that the system kills when this process ends for any reason. That rule depends on the thread that starts the
+/// program, so one thread, which never ends, starts all programs.
 fn spawn(command: Command) -> std::io::Result<Child> {
     type Order = (Command, Sender<std::io::Result<Child>>);
     static STARTER: OnceLock<Sender<Order>> = OnceLock::new();
@@ -343,11 +343,11 @@ fn spawn(command: Command) -> std::io::Result<Child> {
         let start_all = move || {
             for (mut command, answer) in to_do {
                 die_with_parent(&mut command);
-                // The sender of the order waits for it.
+                // The sender of the order waits for the answer.
                 let _ = answer.send(command.spawn());
             }
         };
-        // Without the thread its end of the channel is gone, and so the order below fails.
+        // If the thread cannot be started, its end of the channel is dropped, and the order below fails.
         let _ = std::thread::Builder::new().name("reward starter".to_owned()).spawn(start_all);
         orders
     });
@@ -365,21 +365,21 @@ fn die_with_parent(command: &mut Command) {
         if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
             return Err(std::io::Error::last_os_error());
         }
-        // It may have ended before it was asked for.
+        // The parent may have exited before the request.
         if std::os::unix::process::parent_id() == parent {
             Ok(())
         } else {
             Err(std::io::Error::from_raw_os_error(libc::ESRCH))
         }
     };
-    // SAFETY: between fork and exec `ask` makes two system calls and allocates nothing.
+    // SAFETY: between fork and exec, `ask` makes two system calls and does not allocate.
     unsafe { std::os::unix::process::CommandExt::pre_exec(command, ask) };
 }
 
 #[cfg(not(target_os = "linux"))]
 fn die_with_parent(_: &mut Command) {}
 
-/// Keeps the last lines until stderr is closed. A carriage return ends a line, too, as progress bars have it.
+/// Stores the last lines until stderr is closed. A carriage return also ends a line, since progress bars use it.
 fn read_stderr(mut reader: impl BufRead, lines: &Mutex<VecDeque<String>>) {
     let mut line: Vec<u8> = Vec::new();
     let keep = |line: &mut Vec<u8>| {
@@ -415,14 +415,14 @@ fn read_stderr(mut reader: impl BufRead, lines: &Mutex<VecDeque<String>>) {
 
 fn write_requests(mut stdin: ChildStdin, requests: &Receiver<Vec<u8>>) {
     for request in requests {
-        // A closed pipe shows as the end of stdout, which is where the failure is reported.
+        // A closed pipe appears as the end of stdout, where the failure is reported.
         if stdin.write_all(&request).and_then(|()| stdin.flush()).is_err() {
             return;
         }
     }
 }
 
-/// The next line, `None` at the end.
+/// Returns the next line, or `None` at the end.
 fn next_line(reader: &mut impl BufRead) -> Option<std::io::Result<String>> {
     let mut bytes = Vec::new();
     match reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes) {
@@ -446,7 +446,7 @@ mod tests {
     use crate::testing::Row;
     use crate::{RewardSet, build};
 
-    /// A program in plain shell: answers each request of one row by what `$1` makes of `$id` and the line.
+    /// A shell program that answers each request of one row. `$1` computes the answer from `$id` and the line.
     const ANSWER: &str = r#"while read -r line; do
 id=${line#*:}; id=${id%%,*}
 case $line in *'"completion":"'*) c=${line#*'"completion":"'}; c=${c%%'"'*};; esac
@@ -496,7 +496,7 @@ done"#;
     #[test]
     fn a_death_loses_no_step() {
         let dir = tempfile::tempdir().unwrap();
-        // Dies at the second completion, the first time round.
+        // The program dies at the second completion of its first run.
         let mark = dir.path().join("died");
         let body = format!(
             r#"if [ "$c" = 2 ] && [ ! -e {0} ]; then touch {0}; echo boom >&2; exit 3; fi; {ECHO}"#,
@@ -524,7 +524,7 @@ done"#;
             let set = Arc::clone(&set);
             std::thread::spawn(move || scores(&set, &["3", "4"]).unwrap())
         };
-        // Once it has written its mark for "3" it sleeps: kill it there.
+        // The program sleeps after it has written its mark for "3". The test kills it there.
         let lines = || std::fs::read_to_string(&pids).unwrap().lines().count();
         let start = Instant::now();
         while lines() < 3 && start.elapsed().as_secs() < 10 {
@@ -538,7 +538,7 @@ done"#;
     fn gives_up_with_the_last_lines_of_stderr() {
         let dir = tempfile::tempdir().unwrap();
         let set_of = |body: &str| set(dir.path(), body, |o| o.retries = 1).unwrap();
-        // One that gives up by itself would do it again; one that is killed may have better luck.
+        // A program that exits by itself would do so again. A program that is killed gets another attempt.
         for (end, times) in [("exit 1", 1), ("kill -9 $$", 2)] {
             let set = set_of(&format!("echo no module named torch >&2; {end}"));
             let error = scores(&set, &["1"]).unwrap_err().to_string();
@@ -557,7 +557,7 @@ done"#;
             let row = Row::new("q", "1", "s");
             set.probe(&row.input()).map_err(|error| error.to_string())
         };
-        // It is marked, and the process is kept.
+        // The answer is marked, and the process is kept.
         let marked =
             r#"case $line in *'"probe":true}') echo "{\"id\":$id,\"rewards\":[$$]}";; *) exit 3;; esac"#;
         assert_eq!(probe(marked, None), Ok(()));
@@ -626,7 +626,7 @@ done"#;
         assert!(start.elapsed() < Duration::from_secs(10));
         let pid = std::fs::read_to_string(pid).unwrap();
         let alive = || {
-            // A killed child of a killed parent may linger as a zombie until init reaps it.
+            // A killed child of a killed parent may remain a zombie until init reaps it.
             std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()))
                 .is_ok_and(|stat| !stat.contains(") Z "))
         };

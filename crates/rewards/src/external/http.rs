@@ -1,8 +1,8 @@
-//! `http://…`, `https://…`: an endpoint that takes a request as a POST with a JSON body and answers with JSON.
+//! `http://…`, `https://…`: an endpoint that receives a request as a POST with a JSON body and answers with JSON.
 //!
-//! Connection errors, time-outs, status 408, 429 and 5xx are tried again after a wait that doubles; other statuses are
-//! final. Redirects are not followed: rows go to the address that was given and to no other. `https` needs this crate's
-//! feature of that name.
+//! After connection errors, time-outs and the statuses 408, 429 and 5xx, the request is sent again after a wait that doubles.
+//! Other statuses are final. Redirects are not followed, so rows go only to the given address. `https` needs this crate's feature
+//! of that name.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -84,7 +84,7 @@ impl HttpReward {
     }
 }
 
-/// An HTTP client with this crate's view of failures.
+/// An HTTP client that classifies failures for this crate.
 pub(super) struct Client {
     agent: ureq::Agent,
     api_key: Option<String>,
@@ -119,7 +119,7 @@ impl Client {
         let url = redacted(address);
         let failure = |error: ureq::Error| match error {
             ureq::Error::Timeout(_) => Failure::TimedOut,
-            // A malformed URL will not get better.
+            // Another attempt cannot repair a malformed URL.
             ureq::Error::BadUri(what) => Failure::Final(format!("{url} is not a usable address: {what}")),
             error => Failure::Passing(format!("{url}: {error}")),
         };
@@ -162,11 +162,11 @@ pub(super) mod tests {
     use crate::build;
     use crate::testing::Row;
 
-    /// Starts the text of an answer that leads elsewhere.
+    /// Prefix of the text for an answer that redirects.
     const REDIRECT: &str = "redirect to ";
 
-    /// A server that answers the n-th request with what `answer(n, headers, body)` gives: a status and a text, or no
-    /// answer at all. Ends with the test process.
+    /// Starts a server that answers request n with the result of `answer(n, headers, body)`: a status and a text, or no answer.
+    /// The server ends with the test process.
     pub fn server(
         answer: impl Fn(usize, &str, &Value) -> Option<(u16, String)> + Send + 'static,
     ) -> std::net::SocketAddr {

@@ -1,11 +1,11 @@
 //! `judge:http(s)://host/v1`: a language model behind an OpenAI-compatible endpoint gives the score.
 //!
-//! One request per completion, at temperature 0; the score is the first number of the reply (after its thinking, if it
-//! has any). A reply without a number in the range is asked for again, then an error: a judge that does not answer must
-//! not count as "wrong".
+//! Each completion is one request at temperature 0. The score is the first number of the reply, after the judge's thinking. If a
+//! reply has no number in the range, the request is repeated, and then fails with an error. A judge that does not answer must not
+//! count as "wrong".
 //!
-//! Where the template says `{images}` the row's pictures are sent in OpenAI's form, as `image_url` parts with the file's
-//! bytes: at most 16 of a row, each of at most 8 MiB, PNG, JPEG, GIF or WebP. A row with another medium cannot be scored.
+//! If the template contains `{images}`, the row's pictures are sent in OpenAI's form, as `image_url` parts with the bytes of the
+//! file: at most 16 pictures per row, each at most 8 MiB, as PNG, JPEG, GIF or WebP. A row with another medium cannot be scored.
 
 use std::io::Read as _;
 use std::path::Path;
@@ -23,12 +23,12 @@ use crate::contract::row_name;
 use crate::tags::{content, tags};
 use crate::{AnswerPolicy, Reward, RewardError, RewardInput, RewardOptions};
 
-/// Where the pictures go.
+/// Placeholder for the pictures.
 const IMAGES: &str = "{images}";
 const MAX_IMAGES: usize = 16;
 const MAX_IMAGE_BYTES: u64 = 8 << 20;
 
-/// Asked by default.
+/// Default question to the judge.
 pub(super) const TEMPLATE: &str = "You grade answers. Compare the answer with the reference.\n\n\
     Question:\n{prompt}\n\nReference:\n{solution}\n\nAnswer to grade:\n{answer}\n\n\
     Reply with one number from 0 (wrong) to 1 (right) and nothing else.";
@@ -104,7 +104,7 @@ impl Reward for Judge {
         })
     }
 
-    /// A row's media are looked at here where they will be sent, so that a row that cannot be asked about is found early.
+    /// Checks the row's media if they will be sent, so that an unusable row is found early.
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         if self.options.judge_template.contains(IMAGES) {
             let each = |path: &std::path::PathBuf| image_type(path, &start_of(path)?);
@@ -124,7 +124,7 @@ impl Judge {
         RewardError::Row { reward: self.name.clone(), row: row_name(0, input), what }
     }
 
-    /// The content of the message: a text, or parts where pictures are asked for.
+    /// Returns the content of the message: a text, or a list of parts if the template has pictures.
     fn question(&self, input: &RewardInput<'_>) -> Result<Value, RewardError> {
         let Some((before, after)) = self.options.judge_template.split_once(IMAGES) else {
             return Ok(filled(&self.options.judge_template, input).into());
@@ -181,7 +181,7 @@ fn image_type(path: &Path, bytes: &[u8]) -> Result<&'static str, String> {
     }
 }
 
-/// The template with the row's texts. Braces inside those texts stay as they are.
+/// Fills the template with the row's texts. Braces in these texts are not placeholders.
 fn filled(template: &str, input: &RewardInput<'_>) -> String {
     let answer = content(input.completion, "answer", AnswerPolicy::Last).unwrap_or(input.completion);
     let mut out = String::with_capacity(template.len() + input.prompt.len() + input.completion.len());
@@ -207,9 +207,9 @@ fn filled(template: &str, input: &RewardInput<'_>) -> String {
     out
 }
 
-/// The first number after the judge's own thinking.
+/// Returns the first number after the judge's thinking.
 fn number(reply: &str) -> Option<f64> {
-    // A constant expression that does not compile would be found by the first test.
+    // The expression is constant. If it did not compile, the first test would fail.
     static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"-?\d+(?:\.\d+)?").ok());
     let thought = tags(reply, &["think"]).filter(|tag| tag.close).last();
     let reply = thought.map_or(reply, |tag| &reply[tag.end..]);

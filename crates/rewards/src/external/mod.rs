@@ -1,7 +1,6 @@
-//! Rewards outside this process: programs that speak JSON lines ([`command`]), HTTP endpoints ([`http`]), judges
-//! ([`judge`]).
+//! Rewards outside this process: programs that speak JSON lines ([`command`]), HTTP endpoints ([`http`]), judges ([`judge`]).
 //!
-//! One request carries a batch of rows, one answer a number or null for each:
+//! A request contains a batch of rows. Its answer contains a number or null for each row:
 //!
 //! ```text
 //! {"id": 7, "rows": [{"prompt": "…", "turns": […], "completion": "…", "completion_ids": [1, 2], "solution": "…",
@@ -10,19 +9,19 @@
 //! {"id": 7, "rewards": [0.5]}        or        {"id": 7, "error": "what went wrong"}
 //! ```
 //!
-//! `prompt` is the text of the last question. `turns` is the whole conversation in the form that TRL gives to a reward
-//! (`prepare_multimodal_messages`): `{"role": "user", "content": "…"}` for each turn of a row without media; in a row with
-//! media every `content` is a list of parts, `{"type": "text", "text": "…"}` or `{"type": "image", "image": "/data/1.png"}`,
-//! with paths in place of decoded pictures. A run's own system text is the first turn.
+//! `prompt` is the text of the last question. `turns` is the complete conversation in the form that TRL passes to a reward
+//! (`prepare_multimodal_messages`). In a row without media, each turn is `{"role": "user", "content": "…"}`. In a row with media,
+//! each `content` is a list of parts, `{"type": "text", "text": "…"}` or `{"type": "image", "image": "/data/1.png"}`, with paths
+//! instead of decoded pictures. The system text of a run, if any, is the first turn.
 //!
-//! Beside `rewards` an answer may have `"metrics": {"name": 1.5}`, which become metrics of the step (means over its
-//! requests, by their rows), and `"columns": {"name": ["a value per row"]}` for the records of completions.
+//! Besides `rewards`, an answer may have `"metrics": {"name": 1.5}` and `"columns": {"name": ["a value per row"]}`. Metrics
+//! become metrics of the step, as means over its requests weighted by rows. Columns go into the records of completions.
 //!
-//! The first request of a run is a trial: one row with a made-up completion, `"probe": true` behind `rows`. It is
-//! answered like any other, and its number is not used.
+//! The first request of a run is a test: one row with an invented completion, with `"probe": true` after `rows`. It is answered
+//! like any other request, and its number is ignored.
 //!
-//! A death, a time-out or a refused connection is tried again; an error that the scorer reports, an answer that is none,
-//! or a program that ends by itself before its first answer is final, since the same would happen again.
+//! After a death, a time-out or a refused connection, the request is sent again. These failures are final, since they would
+//! recur: an error that the scorer reports, an invalid answer, or a program that exits by itself before its first answer.
 
 mod command;
 mod http;
@@ -44,31 +43,31 @@ use serde_json::{Map, Value, json};
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions, Think};
 
-/// How programs and endpoints are called.
+/// Settings for calling programs and endpoints.
 #[derive(Debug, Clone)]
 pub struct ExternalOptions {
-    /// Time limit of one attempt, the start of a program included.
+    /// Time limit of one attempt, including the start of a program.
     pub timeout: Duration,
-    /// Processes per program, and requests in flight per endpoint, ≥ 1.
+    /// Number of processes per program, and of concurrent requests per endpoint, ≥ 1.
     pub pool_size: usize,
-    /// Attempts beyond the first before a request counts as failed.
+    /// Number of further attempts before a request fails.
     pub retries: u32,
-    /// Wait before the second attempt at an endpoint; doubled each time.
+    /// Wait before the second attempt at an endpoint. Doubles with each attempt.
     pub backoff: Duration,
-    /// Completions per request, ≥ 1.
+    /// Number of completions per request, ≥ 1.
     pub batch_size: usize,
-    /// Declared range of what comes back; by default anything finite, and 0 to 1 for a judge.
+    /// Declared range of the values. The default is any finite value, and 0 to 1 for a judge.
     pub range: Option<(f64, f64)>,
-    /// Model name sent to a judge.
+    /// Model name that is sent to a judge.
     pub judge_model: String,
-    /// Question to a judge; `{prompt}`, `{completion}`, `{answer}` and `{solution}` are filled in, and
-    /// `{images}` shows the row's pictures.
+    /// Question to a judge. `{prompt}`, `{completion}`, `{answer}` and `{solution}` are replaced with texts, and `{images}` with
+    /// the row's pictures.
     pub judge_template: String,
-    /// Sent to a judge as bearer token.
+    /// Bearer token for a judge.
     pub judge_api_key: Option<String>,
-    /// Interpreter of rewards that are functions of Python files.
+    /// Interpreter for functions of Python files.
     pub python: String,
-    /// System text of the run, which replaces that of a row.
+    /// System text of the run, which replaces the system text of a row.
     pub system: Option<String>,
 }
 
@@ -90,8 +89,8 @@ impl Default for ExternalOptions {
     }
 }
 
-/// The scorer of a spec such as `cmd:"python reward.py"`, `reward.py:function`, `https://…`, `judge:http://…` or `name=`
-/// and one of these; `None` where the spec is of no such form.
+/// Creates the scorer of a spec such as `cmd:"python reward.py"`, `reward.py:function`, `https://…`, `judge:http://…`, or one of
+/// these after `name=`. Returns `None` if the spec has another form.
 pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Box<dyn Reward>, RewardError>> {
     let is_url = |text: &str| text.starts_with("http://") || text.starts_with("https://");
     let is_called =
@@ -124,7 +123,7 @@ pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Bo
     })
 }
 
-/// File and function of `FILE.py:FUNCTION`.
+/// Splits `FILE.py:FUNCTION` into file and function.
 fn python_function(text: &str) -> Option<(&str, &str)> {
     let (file, function) = text.rsplit_once(':')?;
     let is_name = function.starts_with(|c: char| c.is_alphabetic() || c == '_')
@@ -132,8 +131,8 @@ fn python_function(text: &str) -> Option<(&str, &str)> {
     (is_name && file.ends_with(".py") && file.len() > 3).then_some((file, function))
 }
 
-/// The files that a spec names and that decide what it scores: of `FILE.py:FUNCTION` the file, of `cmd:…` the first
-/// argument that is a file: further ones may be logs that the program writes. What the file imports is not among them.
+/// Returns the files of a spec that determine its scores. For `FILE.py:FUNCTION` this is the file, for `cmd:…` the first argument
+/// that is a file. Further arguments may be logs that the program writes. Files that the program imports are not included.
 #[must_use]
 pub fn spec_files(spec: &str) -> Vec<PathBuf> {
     let target = spec.split_once('=').map_or(spec, |(name, target)| match name.contains(':') {
@@ -151,11 +150,11 @@ pub fn spec_files(spec: &str) -> Vec<PathBuf> {
 /// Replacement of a secret.
 const HIDDEN: &str = "***";
 
-/// A spec for files and messages: without the password of an address, and without the values of arguments, variables and
-/// query parameters named key, token, secret, password or similar.
+/// Returns a spec for files and messages, without secrets: the password of an address, and values of arguments, variables and
+/// query parameters with names such as key, token, secret or password.
 #[must_use]
 pub fn redacted(spec: &str) -> String {
-    // Constant expressions that do not compile would be found by the first test.
+    // The expressions are constant. If one did not compile, the first test would fail.
     static IN_ADDRESS: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r#"(https?://)[^/?#\s@"']+@"#).ok());
     static NAMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
@@ -218,7 +217,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// The conversation of a row as TRL's messages.
+/// Returns the conversation of a row as messages in TRL's form.
 fn messages(input: &RewardInput<'_>, system: Option<&str>) -> Vec<Value> {
     let path = |medium: &MediumRef| match &medium.source {
         MediumSource::Path(path) => json!(path),
@@ -256,7 +255,7 @@ struct Answer {
     columns: BTreeMap<String, Vec<Value>>,
 }
 
-/// Records in the answers of a batch, by the rows of their requests.
+/// Records from the answers of a batch, by the rows of their requests.
 #[derive(Default)]
 struct Log(Mutex<Vec<(Range<usize>, Logged)>>);
 
@@ -271,10 +270,10 @@ impl Log {
         }
     }
 
-    /// One value per row of the batch, null where a request's answer had none; means of metrics by rows.
+    /// Returns one value per row of the batch, null if the answer had none, and the means of metrics weighted by rows.
     fn take(&self) -> Logged {
         let mut entries = std::mem::take(&mut *self.entries());
-        // Answers come in any order; sums must not depend on it.
+        // Answers arrive in any order, and sums must not depend on it.
         entries.sort_by_key(|(rows, _)| rows.start);
         let num_rows = entries.iter().map(|(rows, _)| rows.end).max().unwrap_or(0);
         let mut out = Logged::default();
@@ -297,18 +296,18 @@ impl Log {
     }
 }
 
-/// Why one attempt failed.
+/// Failure of one attempt.
 #[derive(Debug)]
 enum Failure {
-    /// Worth another attempt.
+    /// Temporary failure. The request is sent again.
     Passing(String),
-    /// No answer in time; worth another attempt.
+    /// No answer in time. The request is sent again.
     TimedOut,
-    /// Would happen again.
+    /// Failure that would recur.
     Final(String),
 }
 
-/// Makes attempts until one succeeds, fails for good, or there are none left.
+/// Tries until an attempt succeeds, a failure is final, or no attempts remain.
 fn attempts<T>(
     reward: &str,
     rows: &str,
@@ -350,7 +349,7 @@ fn attempts<T>(
             pause *= 2;
         }
     }
-    // The loop above only ends by returning.
+    // The loop above ends only by returning.
     Err(RewardError::External {
         reward: reward.to_owned(),
         rows: rows.to_owned(),
@@ -359,7 +358,7 @@ fn attempts<T>(
     })
 }
 
-/// Rows of a request, for errors.
+/// Returns the rows of a request, for errors.
 fn rows_name(range: &Range<usize>, batch: &[RewardInput<'_>]) -> String {
     let name = |index: usize| row_name(index, &batch[index]);
     if range.len() == 1 {
@@ -369,8 +368,8 @@ fn rows_name(range: &Range<usize>, batch: &[RewardInput<'_>]) -> String {
     }
 }
 
-/// Splits a batch into requests and sends them over `pool_size` threads. `send` gets the number of its thread and the
-/// rows; the first error in row order wins.
+/// Splits a batch into requests and sends them from `pool_size` threads. `send` receives the number of its thread and the rows.
+/// If several requests fail, returns the first error in row order.
 fn spread<'a>(
     batch: &[RewardInput<'a>],
     rows_per_request: usize,
@@ -389,7 +388,7 @@ fn spread<'a>(
             let Some(range) = ranges.get(index).cloned() else { return };
             let scored = send(worker, range.clone(), &batch[range]);
             if scored.is_err() {
-                // Nobody needs the rest.
+                // The remaining requests are not needed.
                 next.store(ranges.len(), Ordering::Relaxed);
             }
             done.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((index, scored));
@@ -398,7 +397,7 @@ fn spread<'a>(
     let threads = pool_size.clamp(1, ranges.len().max(1));
     std::thread::scope(|scope| {
         for worker in 1..threads {
-            // The threads that run do the work of one that cannot be started.
+            // If a thread cannot be started, the other threads do its work.
             let thread = std::thread::Builder::new().name(format!("reward {worker}"));
             if thread.spawn_scoped(scope, move || work(worker)).is_err() {
                 break;
@@ -415,7 +414,7 @@ fn spread<'a>(
     Ok(values)
 }
 
-/// The values of an answer to a request of `expected` rows, and what it wants recorded.
+/// Returns the values and records of an answer to a request of `expected` rows.
 fn values(answer: Answer, expected: usize) -> Result<(Vec<Option<f64>>, Logged), Failure> {
     if let Some((name, values)) = answer.columns.iter().find(|(_, values)| values.len() != expected) {
         return Err(Failure::Final(format!(
@@ -438,7 +437,7 @@ fn values(answer: Answer, expected: usize) -> Result<(Vec<Option<f64>>, Logged),
     }
 }
 
-/// The first characters of a text that is not what it should be.
+/// Returns the first characters of an unexpected text.
 fn excerpt(text: &str) -> String {
     const LENGTH: usize = 200;
     let mut short: String = text.chars().take(LENGTH).collect();

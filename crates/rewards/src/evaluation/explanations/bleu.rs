@@ -1,10 +1,9 @@
 //! BLEU-1 to BLEU-4 of a corpus: clipped n-gram precision over all items, geometric mean over n, and a brevity penalty relative
-//! to the
-//! reference with the closest length.
+//! to the reference with the closest length.
 //!
 //! Source: Papineni et al. 2002, in the form of pycocoevalcap 1.2, which adds small constants so that an empty count does not
-//! give 0/0.
-//! Difference: a single item is also compared with its closest reference, not with the average length of the references.
+//! give 0/0. Difference: a single item is also compared with its closest reference, not with the average length of the
+//! references.
 
 use std::collections::HashMap;
 

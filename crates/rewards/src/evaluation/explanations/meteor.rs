@@ -1,11 +1,9 @@
 //! METEOR: a one-to-one alignment of words, precision and recall of the aligned words, and a penalty for a fragmented alignment.
 //!
 //! Source: Denkowski and Lavie 2014 (METEOR 1.5), with its English parameters α = 0.85, β = 0.2, γ = 0.6. The mean is
-//! P·R / (α·P + (1-α)·R), the penalty γ·(chunks / matches)^β. The best of several references counts. The score of a corpus is
-//! computed
-//! from summed statistics. Alignments maximise the number of equal words, then minimise the number of chunks, then the distance.
-//! As in
-//! the reference program, a beam of 40 searches for them.
+//! `P·R / (α·P + (1-α)·R)`, the penalty `γ·(chunks / matches)^β`. The best of several references counts. The score of a corpus
+//! is computed from summed statistics. Alignments maximise the number of equal words, then minimise the number of chunks, then
+//! the distance. A beam of 40 searches for them, like the reference program.
 //!
 //! Supported: equal words (weight 1) and equal English stems (weight 0.6). Unsupported, since they need tables of data: WordNet
 //! synonyms, paraphrases, and the lower weight of English function words (all words have the same weight).
@@ -24,8 +22,7 @@ const MAX_TOKENS: usize = 320;
 
 /// Splits a text into lower-case words, as METEOR's normalizer does. The normalizer recognises Latin letters up to ž and Cyrillic
 /// letters. Other letters, such as the "ế" of "tiếng", become separate words, as in published scores. Marks become separate words
-/// too,
-/// except a hyphen between letters (a space) and a point or comma between digits.
+/// too, except a hyphen between letters (a space) and a point or comma between digits.
 pub(super) fn words(text: &str) -> Vec<String> {
     fn is_letter(c: char) -> bool {
         matches!(c, 'A'..='Z' | 'a'..='z' | 'À'..='Ö' | 'Ø'..='ö' | 'ø'..='ž' | 'Ѐ'..='ӿ' | 'Ԁ'..='ԧ')

@@ -2,12 +2,9 @@
 //! reported over all rows, over the rows with a correct answer, and scaled by the accuracy.
 //!
 //! Source: the evaluation of the ViVQA-X project, which calls pycocoevalcap. Texts are split at white space and truncated to 150
-//! words.
-//! A leading "because" or "vì" and final full stops of the prediction are removed. CIDEr's document frequencies are those of the
-//! scored
-//! references. Differences: METEOR has no synonyms and paraphrases (`meteor`). BERTScore is that of the reward `bertscore`, and
-//! is
-//! missing, not 0, in runs without that reward.
+//! words. A leading "because" or "vì" and final full stops of the prediction are removed. CIDEr's document frequencies are those
+//! of the scored references. Differences: METEOR has no synonyms and paraphrases (`meteor`). BERTScore is that of the reward
+//! `bertscore`, and is missing, not 0, in runs without that reward.
 
 mod bleu;
 mod meteor;
