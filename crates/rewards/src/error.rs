@@ -45,13 +45,13 @@ pub enum RewardError {
     #[error("no reward given; name at least one, for example `accuracy`")]
     NoRewards,
     /// Two rewards with the same metric name.
-    #[error("reward `{name}` is given twice; give one of them another name with `name=spec`")]
+    #[error("reward `{name}` is given twice; rename one of them with `name=spec`")]
     NameTwice {
         /// The name.
         name: String,
     },
     /// Weights that do not match the rewards.
-    #[error("reward weights {weights:?} do not fit the rewards [{}]: one finite number for each is needed", names.join(", "))]
+    #[error("reward weights {weights:?} do not match the rewards [{}]; expected one finite number for each reward", names.join(", "))]
     Weights {
         /// Received weights.
         weights: Vec<f64>,
@@ -96,7 +96,7 @@ pub enum RewardError {
     },
     /// Wrong number of values.
     #[error(
-        "reward `{reward}` returned {got} value(s) for {expected} completions; it must return exactly one each"
+        "reward `{reward}` returned {got} value(s) for {expected} completions; expected one value for each"
     )]
     Count {
         /// The reward.
@@ -132,7 +132,7 @@ pub enum RewardError {
     },
     /// A program or endpoint that did not answer in time.
     #[error(
-        "reward `{reward}`: no answer within {limit:?} for rows {rows}; raise the time limit or make it faster"
+        "reward `{reward}`: no answer within {limit:?} for rows {rows}; increase the time limit or make the reward faster"
     )]
     TimedOut {
         /// The reward.
@@ -143,7 +143,7 @@ pub enum RewardError {
         limit: Duration,
     },
     /// A program or endpoint that failed in all attempts.
-    #[error("reward `{reward}` failed {attempts} time(s) for rows {rows}; the last time: {what}")]
+    #[error("reward `{reward}` failed {attempts} time(s) for rows {rows}; last failure: {what}")]
     External {
         /// The reward.
         reward: String,

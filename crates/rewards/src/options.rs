@@ -111,11 +111,11 @@ pub enum AccuracyMode {
 impl Named for AccuracyMode {
     const OPTION: &'static str = "accuracy_mode";
     const ALL: &'static [(&'static str, Self, &'static str)] = &[
-        ("auto", Self::Auto, "by the ground truth: choice, box list, box, yes/no, number, else label"),
+        ("auto", Self::Auto, "by the ground truth: choice, box list, box, yes/no, number, otherwise label"),
         ("label", Self::Label, "equal after normalisation"),
-        ("emotion", Self::Emotion, "emotion words, synonyms count"),
-        ("mcq_exact", Self::McqExact, "multiple choice, all labels right"),
-        ("mcq_iou", Self::McqIou, "multiple choice, shared labels over all labels"),
+        ("emotion", Self::Emotion, "emotion words, including synonyms"),
+        ("mcq_exact", Self::McqExact, "multiple choice, all labels correct"),
+        ("mcq_iou", Self::McqIou, "multiple choice, shared labels divided by all labels"),
         (
             "short_text",
             Self::ShortText,
@@ -126,7 +126,7 @@ impl Named for AccuracyMode {
         ("iou", Self::Iou, "overlap of one box"),
         ("od_ap", Self::OdAp, "COCO AP of a list of labelled boxes"),
         ("od_ap50", Self::OdAp50, "the same at overlap 0.5"),
-        ("odLength", Self::OdLength, "od_ap, times gold boxes over boxes when there are too many"),
+        ("odLength", Self::OdLength, "od_ap, multiplied by gold boxes / boxes if there are too many"),
         ("weighted_sum", Self::WeightedSum, "0.7 position + 0.3 completeness of matched boxes"),
         ("all_match", Self::AllMatch, "equal cleaned texts"),
         ("fuzzy", Self::Fuzzy, "VLM-R1's default: number, choice letter, else similarity of texts"),
@@ -179,19 +179,23 @@ pub enum Compat {
 impl Named for Compat {
     const OPTION: &'static str = "compat";
     const ALL: &'static [(&'static str, Self, &'static str)] = &[
-        ("s2_accuracy", Self::S2Accuracy, "mcq_iou: 1 when neither side has an (n)"),
-        ("s3_accuracy", Self::S3Accuracy, "mcq_exact: lists of (n), else whole answer texts"),
-        ("s3_format", Self::S3Format, "format strict: regular expression, repeats and empty tags pass"),
-        ("s4_accuracy", Self::S4Accuracy, "short_text: literal rule without guards"),
-        ("s4_format", Self::S4Format, "format tags3: may fall below 0"),
+        ("s2_accuracy", Self::S2Accuracy, "mcq_iou: 1 if neither side has an (n)"),
+        ("s3_accuracy", Self::S3Accuracy, "mcq_exact: lists of (n), otherwise complete answer texts"),
+        (
+            "s3_format",
+            Self::S3Format,
+            "format strict: regular expression that accepts repeated and empty tags",
+        ),
+        ("s4_accuracy", Self::S4Accuracy, "short_text: the source's rule without measures against hedging"),
+        ("s4_format", Self::S4Format, "format tags3: may be negative"),
         (
             "s4_explanation",
             Self::S4Explanation,
-            "explanation: words counted in the batch, scores stretched over it from 0 to 1",
+            "explanation: words counted within the batch, scores stretched to 0..1",
         ),
         ("vlmr1_choice", Self::VlmR1Choice, "mcq, yes_no: VLM-R1's letter and word search"),
-        ("vlmr1_iou", Self::VlmR1Iou, "iou: x2-1 convention, one pixel of overlap counts 0"),
-        ("vlmr1_length", Self::VlmR1Length, "length: always as if correct, rises beyond the limit"),
+        ("vlmr1_iou", Self::VlmR1Iou, "iou: pixel convention (x2 - 1), an overlap of one pixel counts 0"),
+        ("vlmr1_length", Self::VlmR1Length, "length: treats every answer as correct, rises beyond the limit"),
     ];
 }
 

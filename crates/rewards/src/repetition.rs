@@ -18,7 +18,7 @@ pub(crate) fn words(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardEr
     if ngram == 0 {
         return Err(RewardError::Setting {
             reward: "repetition".to_owned(),
-            what: "n-grams of 0 words; the size must be at least 1".to_owned(),
+            what: "the n-gram size is 0; expected at least 1".to_owned(),
         });
     }
     let score = move |input: &RewardInput<'_>| Ok(Some(in_text(input.completion, ngram)));

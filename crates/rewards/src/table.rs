@@ -27,13 +27,13 @@ pub fn table() -> &'static [RewardRow] {
 static TABLE: &[RewardRow] = &[
     RewardRow {
         name: "accuracy",
-        doc: "is the answer right, compared as RewardOptions::accuracy_mode or the row's column says; 0..1 (short_text 0..3)",
+        doc: "correctness of the answer, by RewardOptions::accuracy_mode or the row's column; 0..1 (short_text 0..3)",
         source: "R1-V, qwen-vl-finetune, VLM-R1",
         make: accuracy::reward,
     },
     RewardRow {
         name: "format",
-        doc: "does the completion have the tags asked for, as RewardOptions::format_mode says; 0..1 (tags3 0..3)",
+        doc: "presence of the requested tags, by RewardOptions::format_mode; 0..1 (tags3 0..3)",
         source: "R1-V, qwen-vl-finetune, ViVQA-X",
         make: format::reward,
     },
@@ -51,25 +51,25 @@ static TABLE: &[RewardRow] = &[
     },
     RewardRow {
         name: "emotion",
-        doc: "the right emotion word, synonyms count; 0 or 1",
+        doc: "correct emotion word, including synonyms; 0 or 1",
         source: "R1-Omni",
         make: |options| accuracy::by_rule("emotion", AccuracyMode::Emotion, options),
     },
     RewardRow {
         name: "mcq",
-        doc: "multiple choice, all labels right; 0 or 1",
+        doc: "multiple choice, all labels correct; 0 or 1",
         source: "qwen-vl-finetune, VLM-R1",
         make: |options| accuracy::by_rule("mcq", AccuracyMode::McqExact, options),
     },
     RewardRow {
         name: "mcq_iou",
-        doc: "multiple choice, shared labels over all labels; 0..1",
+        doc: "multiple choice, shared labels divided by all labels; 0..1",
         source: "qwen-vl-finetune",
         make: |options| accuracy::by_rule("mcq_iou", AccuracyMode::McqIou, options),
     },
     RewardRow {
         name: "yes_no",
-        doc: "yes or no as the ground truth, English and Vietnamese; 0 or 1",
+        doc: "same yes or no as the ground truth, English and Vietnamese; 0 or 1",
         source: "VLM-R1",
         make: |options| accuracy::by_rule("yes_no", AccuracyMode::YesNo, options),
     },
@@ -99,13 +99,13 @@ static TABLE: &[RewardRow] = &[
     },
     RewardRow {
         name: "od_ap50",
-        doc: "the same at overlap 0.5; 0..1",
+        doc: "od_ap at overlap 0.5; 0..1",
         source: "VLM-R1",
         make: |options| accuracy::by_rule("od_ap50", AccuracyMode::OdAp50, options),
     },
     RewardRow {
         name: "odLength",
-        doc: "od_ap, scaled down for surplus boxes; 0..1",
+        doc: "od_ap, reduced for surplus boxes; 0..1",
         source: "VLM-R1",
         make: |options| accuracy::by_rule("odLength", AccuracyMode::OdLength, options),
     },
@@ -123,7 +123,7 @@ static TABLE: &[RewardRow] = &[
     },
     RewardRow {
         name: "fuzzy",
-        doc: "number, choice letter, else similarity of texts; 0..1",
+        doc: "number, choice letter, otherwise similarity of texts; 0..1",
         source: "VLM-R1",
         make: |options| accuracy::by_rule("fuzzy", AccuracyMode::Fuzzy, options),
     },
@@ -135,13 +135,13 @@ static TABLE: &[RewardRow] = &[
     },
     RewardRow {
         name: "length",
-        doc: "right answers earn 1..0.5 by length, wrong ones 0..-0.5",
+        doc: "correct answers earn 1..0.5 by length, wrong ones 0..-0.5",
         source: "VLM-R1",
         make: length::length,
     },
     RewardRow {
         name: "cosine",
-        doc: "right answers earn 1..0.5 by length, wrong ones -1..-0.5",
+        doc: "correct answers earn 1..0.5 by length, wrong ones -1..-0.5",
         source: "TRL",
         make: length::cosine,
     },
@@ -153,13 +153,13 @@ static TABLE: &[RewardRow] = &[
     },
     RewardRow {
         name: "repetition",
-        doc: "minus the share of repeated word 6-grams or boxes; -1..0",
+        doc: "negative share of repeated word 6-grams or boxes; -1..0",
         source: "VLM-R1",
         make: repetition::words,
     },
     RewardRow {
         name: "repetition_tokens",
-        doc: "minus the share of repeated token 3-grams; -1..0",
+        doc: "negative share of repeated token 3-grams; -1..0",
         source: "TRL",
         make: repetition::tokens,
     },

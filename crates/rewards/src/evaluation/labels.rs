@@ -54,7 +54,7 @@ impl LabelSet {
         for name in names {
             let key = key(name).ok_or_else(|| wrong(format!("`{name}` has no letters or digits")))?;
             if keys.contains(&key) {
-                return Err(wrong(format!("`{name}` means the same as a label before it")));
+                return Err(wrong(format!("`{name}` has the same meaning as an earlier label")));
             }
             keys.push(key);
         }
@@ -191,7 +191,7 @@ mod tests {
         for (names, expected) in [
             (vec!["a"], "got 1 labels"),
             (vec!["a", "!"], "no letters"),
-            (vec!["joy", "happy"], "means the same"),
+            (vec!["joy", "happy"], "has the same meaning"),
         ] {
             let names: Vec<String> = names.into_iter().map(str::to_owned).collect();
             let error = LabelSet::new(&names).unwrap_err().to_string();

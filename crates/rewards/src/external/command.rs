@@ -51,7 +51,7 @@ pub(super) fn reward(
     let command = command.strip_prefix('"').and_then(|inside| inside.strip_suffix('"')).unwrap_or(command);
     let spec = redacted(&format!("cmd:{command}"));
     let arguments = shlex::split(command).filter(|arguments| !arguments.is_empty()).ok_or_else(|| {
-        let what = "expected a program and its arguments, quotes closed".to_owned();
+        let what = "expected a program and its arguments, with closed quotes".to_owned();
         RewardError::Setting { reward: spec.clone(), what }
     })?;
     let name = name.map_or_else(|| default_name(&arguments), str::to_owned);
@@ -285,7 +285,7 @@ impl Worker {
         let what = if lines.is_empty() {
             status
         } else {
-            format!("{status}; its last lines: {}", lines.join(" | "))
+            format!("{status}; its last output: {}", lines.join(" | "))
         };
         if gave_up { Failure::Final(what) } else { Failure::Passing(what) }
     }
@@ -351,7 +351,7 @@ fn spawn(command: Command) -> std::io::Result<Child> {
         let _ = std::thread::Builder::new().name("reward starter".to_owned()).spawn(start_all);
         orders
     });
-    let gone = || std::io::Error::other("the thread that starts programs is gone");
+    let gone = || std::io::Error::other("the thread that starts programs has ended");
     let (answer, started) = channel();
     starter.send((command, answer)).map_err(|_| gone())?;
     started.recv().map_err(|_| gone())?

@@ -144,7 +144,7 @@ impl Judge {
 fn few_enough(num_images: usize) -> Result<(), String> {
     let few = num_images <= MAX_IMAGES;
     few.then_some(())
-        .ok_or_else(|| format!("the row has {num_images} pictures, a judge is sent at most {MAX_IMAGES}"))
+        .ok_or_else(|| format!("the row has {num_images} pictures; a judge accepts at most {MAX_IMAGES}"))
 }
 
 fn data_url(path: &Path) -> Result<String, String> {

@@ -418,7 +418,7 @@ fn spread<'a>(
 fn values(answer: Answer, expected: usize) -> Result<(Vec<Option<f64>>, Logged), Failure> {
     if let Some((name, values)) = answer.columns.iter().find(|(_, values)| values.len() != expected) {
         return Err(Failure::Final(format!(
-            "its column `{name}` has {} value(s) for {expected} completions; it must have exactly one each",
+            "its column `{name}` has {} value(s) for {expected} completions; expected one value for each",
             values.len()
         )));
     }
@@ -430,7 +430,7 @@ fn values(answer: Answer, expected: usize) -> Result<(Vec<Option<f64>>, Logged),
         }
         (Some(values), None) if values.len() == expected => Ok((values, logged)),
         (Some(values), None) => Err(Failure::Final(format!(
-            "it returned {} value(s) for {expected} completions; it must return exactly one each",
+            "it returned {} value(s) for {expected} completions; expected one value for each",
             values.len()
         ))),
         (None, None) => Err(Failure::Final("the answer has neither `rewards` nor `error`".to_owned())),
