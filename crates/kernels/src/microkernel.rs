@@ -140,6 +140,7 @@ pub(crate) enum WeightPtr {
     F32(*const f32),
     Bf16(*const bf16),
     /// bf16 weights that are multiplied without widening ([`crate::paths::Path::Dot`]).
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 multiplies pairs"))]
     Pairs(*const bf16),
 }
 
