@@ -420,7 +420,7 @@ fn the_first_signal_is_answered_and_the_second_ends_the_run_at_once() {
 fn reward_programs_that_fail_are_named_with_their_rows() {
     let place = Place::new();
     let cases: &[(&str, i32, &[&str])] = &[
-        ("cmd:sleep 100", 1, &["reward `sleep`: no answer within 1s for rows 0", "raise the time limit"]),
+        ("cmd:sleep 100", 1, &["reward `sleep`: no answer within 1s for rows 0", "increase the time limit"]),
         ("cmd:false", 1, &["reward `false` failed", "the program ended (exit status: 1)"]),
         ("cmd:no-such-program", 2, &["cannot start `no-such-program`", "is it installed and on PATH?"]),
         ("cmd:cat", 1, &["reward `cat` failed", "the answer has neither `rewards` nor `error`"]),
