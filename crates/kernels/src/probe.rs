@@ -140,7 +140,7 @@ mod system {
     }
 
     impl Trial {
-        /// Converts the outcome to a [`Feature`]. `announced` decides if no trial ran.
+        /// Converts the outcome to a [`Feature`]. If no trial ran, `announced` decides whether the feature is used.
         pub(super) fn verdict(self, name: &'static str, announced: bool) -> Feature {
             let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
             match self {

@@ -185,7 +185,7 @@ pub const FLAGS: &[Flag] = &[
         .idle(no_judge),
     row("judge_prompt", Path, at!(rewards.judge_prompt), REWARDED)
         .help(
-            "File with the question to a `judge:` reward. `{prompt}`, `{solution}`, and `{answer}` or \
+            "File with the question that a `judge:` reward asks. `{prompt}`, `{solution}`, and `{answer}` or \
              `{completion}` are filled in; `{images}` sends the row's pictures.",
         )
         .unset("one that asks for a number from 0 to 1")

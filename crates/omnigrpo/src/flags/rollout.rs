@@ -25,7 +25,7 @@ pub const FLAGS: &[Flag] = &[
     .per_verb(&[(Generate, "1"), (Eval, "1")]),
     row("max_resample_times", int(0, 64), at!(algorithm.max_resample_times), GRPO)
         .help(
-            "Dynamic sampling (DAPO): how many times a group whose completions all earned the same is replaced \
+            "Dynamic sampling (DAPO): how many times a group whose rewards are all equal is replaced \
              by another row; 0 keeps such groups.",
         ),
     row("temperature", float(0.0, 100.0), at!(algorithm.sampling.temperature), SAMPLES)

@@ -626,7 +626,7 @@ pub(super) const TABLE: &[Row] = &[
             "algorithm.filter_low",
             "algorithm.filter_high",
         ],
-        |_| Dropped("`max_resample_times` replaces groups whose completions all earned the same"),
+        |_| Dropped("`max_resample_times` replaces groups whose rewards are all equal"),
     ),
     (&["algorithm.norm_adv_by_std_in_grpo"], |v| match on(v) {
         Some(false) => Becomes("scale_rewards", "none".into()),
