@@ -12,6 +12,9 @@ use support::{Place, appears, ran};
 
 const TRAIN: &str = "train --model M --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 4 --gradient_accumulation_steps 2 --max_completion_length 24 --min_completion_length 24";
 
+/// Steps of a run that a test ends early. A signal may reach it a second late on a busy machine.
+const LONG: usize = 150;
+
 fn line(steps: usize, threads: usize, dir: &str) -> String {
     format!("{TRAIN} --max_steps {steps} --save_steps 5 --threads {threads} --output_dir {dir}")
 }
@@ -44,13 +47,13 @@ fn a_killed_run_goes_on_bit_for_bit() {
     let place = Place::new();
     for threads in [1, 2] {
         let (whole, cut) = (format!("whole{threads}"), format!("cut{threads}"));
-        place.run(&line(40, threads, &whole)).ok();
-        let mut child = place.command(&line(40, threads, &cut)).stderr(Stdio::null()).spawn().unwrap();
+        place.run(&line(LONG, threads, &whole)).ok();
+        let mut child = place.command(&line(LONG, threads, &cut)).stderr(Stdio::null()).spawn().unwrap();
         assert!(appears(&place.path(&format!("{cut}/checkpoint-10"))));
         child.kill().unwrap();
         assert_eq!(child.wait().unwrap().code(), None);
         assert!(!place.exists(&format!("{cut}/model.safetensors")), "it was killed before its end");
-        let again = place.run(&line(40, threads, &cut)).ok();
+        let again = place.run(&line(LONG, threads, &cut)).ok();
         assert!(again.stderr.contains("resuming from"), "{}", again.stderr);
         same(&place, &whole, &cut);
     }
@@ -63,10 +66,10 @@ fn a_killed_run_goes_on_bit_for_bit() {
 #[test]
 fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
     let place = Place::new();
-    place.run(&line(40, 1, "whole")).ok();
+    place.run(&line(LONG, 1, "whole")).ok();
     for signal in ["INT", "TERM", "HUP", "USR1"] {
         let dir = format!("cut{signal}");
-        let never = line(40, 1, &dir).replace("--save_steps 5", "--save_steps 1000");
+        let never = line(LONG, 1, &dir).replace("--save_steps 5", "--save_steps 1000");
         let mut command = place.command(&never);
         let child = command.stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         assert!(appears(&place.path(&format!("{dir}/rollouts/step-000003.jsonl"))));
@@ -88,11 +91,11 @@ fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
 #[test]
 fn a_start_right_after_a_kill_is_not_refused() {
     let place = Place::new();
-    place.run(&line(40, 1, "whole")).ok();
+    place.run(&line(LONG, 1, "whole")).ok();
     let mut dead = Vec::new();
     for step in [2, 8, 14] {
         let mut child =
-            place.command(&line(40, 1, "cut")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+            place.command(&line(LONG, 1, "cut")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
         assert!(
             appears(&place.path(&format!("cut/rollouts/step-{step:06}.jsonl"))),
             "refused before step {step}"
@@ -100,7 +103,7 @@ fn a_start_right_after_a_kill_is_not_refused() {
         child.kill().unwrap();
         dead.push(child);
     }
-    place.run(&line(40, 1, "cut")).ok();
+    place.run(&line(LONG, 1, "cut")).ok();
     same(&place, "whole", "cut");
     for mut child in dead {
         child.wait().unwrap();
@@ -111,7 +114,7 @@ fn a_start_right_after_a_kill_is_not_refused() {
 #[test]
 fn an_interrupted_run_that_saves_models_only_goes_on() {
     let place = Place::new();
-    let only = |dir: &str| line(12, 1, dir) + " --save_only_model";
+    let only = |dir: &str| line(LONG, 1, dir) + " --save_only_model";
     place.run(&only("whole")).ok();
     let child = place.command(&only("cut")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     assert!(appears(&place.path("cut/rollouts/step-000002.jsonl")));
