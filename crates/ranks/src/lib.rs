@@ -1,0 +1,388 @@
+//! Processes that train one model together.
+//!
+//! *Ranks* are the processes of a run, numbered from 0. They all call the same methods of [`Ranks`] in the same order. An
+//! [`Engine`] moves the bytes: none in one process ([`Alone`]), memory between threads of a test ([`Threads`]), or MPI ([`Mpi`]).
+//!
+//! Engines move bytes, and this crate adds numbers, in an order that depends only on the number of summands ([`sum`]). The result
+//! is then the same for every engine, library, network and, with a [`Cascade`], number of ranks. [`Ranks::sum_by_engine`] is the
+//! faster sum whose order the engine chooses.
+//!
+//! [`Launch`] recognises how a process was started, and a [`Lifeline`] ends the run on all ranks if one of them ends. The crate
+//! does not know tensors.
+//!
+//! ```
+//! use omnigrpo_ranks::{Launch, Ranks};
+//!
+//! let ranks: Ranks = Launch::read(|_| None)?.connect()?;
+//! let mut gradient = [1.0, 2.0];
+//! ranks.all_reduce(&mut gradient, &vec![true; ranks.size()])?;
+//! assert_eq!((gradient, ranks.size()), ([1.0, 2.0], 1));
+//! # Ok::<(), omnigrpo_ranks::Error>(())
+//! ```
+
+mod error;
+mod launch;
+mod lifeline;
+#[cfg(unix)]
+mod mpi;
+pub mod sum;
+mod threads;
+
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use omnigrpo_guard::{Fault, told};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use error::{Error, Result};
+pub use launch::{Launch, Launcher, Mpirun};
+pub use lifeline::Lifeline;
+#[cfg(unix)]
+pub use mpi::Mpi;
+pub use sum::Cascade;
+pub use threads::Threads;
+
+/// Transport between ranks. Every rank makes the same calls in the same order, with buffers of the same sizes.
+pub trait Engine: Send + Sync {
+    /// Returns the number of this rank.
+    fn rank(&self) -> usize;
+
+    /// Returns the number of ranks.
+    fn size(&self) -> usize;
+
+    /// Returns the name and version of the engine.
+    fn name(&self) -> String;
+
+    /// Exchanges blocks. Both buffers have a block for each rank; block `r` of `send` becomes block `self.rank()` of `recv` on
+    /// rank `r`.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    fn all_to_all(&self, send: &[u8], recv: &mut [u8]) -> Result<()>;
+
+    /// Copies the `own` of every rank into its block of `all`, on all ranks.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    fn all_gather(&self, own: &[u8], all: &mut [u8]) -> Result<()>;
+
+    /// Copies the `bytes` of rank `root` to all ranks.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    fn broadcast(&self, root: usize, bytes: &mut [u8]) -> Result<()>;
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    fn barrier(&self) -> Result<()>;
+
+    /// Replaces `data` by the sum over all ranks in the engine's order; returns `None` if the engine has no sums.
+    fn sum(&self, data: &mut [f32]) -> Option<Result<()>> {
+        let _ = data;
+        None
+    }
+}
+
+/// Engine of a single process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Alone;
+
+impl Engine for Alone {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn name(&self) -> String {
+        "one process".to_owned()
+    }
+
+    fn all_to_all(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
+        recv.copy_from_slice(send);
+        Ok(())
+    }
+
+    fn all_gather(&self, own: &[u8], all: &mut [u8]) -> Result<()> {
+        all.copy_from_slice(own);
+        Ok(())
+    }
+
+    fn broadcast(&self, _: usize, _: &mut [u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// All ranks of a run, as one of them sees them. A clone is the same rank.
+#[derive(Clone)]
+pub struct Ranks(Arc<dyn Engine>);
+
+/// Ranks of one machine, as one of them sees them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Local {
+    /// Number of this rank among those of its machine.
+    pub rank: usize,
+    /// Number of ranks on this machine.
+    pub size: usize,
+    /// Number of machines.
+    pub machines: usize,
+}
+
+/// Numbers that are exchanged at once: 16 MiB of f32.
+const BUCKET: usize = 4 << 20;
+
+impl Default for Ranks {
+    /// Returns the only rank of a single process.
+    fn default() -> Self {
+        Self::new(Alone)
+    }
+}
+
+impl std::fmt::Debug for Ranks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} of {}, {}", self.rank(), self.size(), self.engine())
+    }
+}
+
+impl Ranks {
+    /// Creates ranks that an engine connects.
+    pub fn new(engine: impl Engine + 'static) -> Self {
+        Self(Arc::new(engine))
+    }
+
+    /// Returns the number of this rank.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    /// Returns the number of ranks.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.0.size()
+    }
+
+    /// Returns true for the rank that writes the files and messages of the run.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Returns the name of the engine.
+    #[must_use]
+    pub fn engine(&self) -> String {
+        self.0.name()
+    }
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    pub fn barrier(&self) -> Result<()> {
+        self.0.barrier()
+    }
+
+    /// Copies the value of rank `root` to all ranks.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    pub fn broadcast<T: Pod>(&self, root: usize, data: &mut [T]) -> Result<()> {
+        self.0.broadcast(root, bytemuck::cast_slice_mut(data))
+    }
+
+    /// Returns the `own` of each rank, all of the same length, one after the other.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    pub fn all_gather<T: Pod>(&self, own: &[T]) -> Result<Vec<T>> {
+        let mut all = vec![T::zeroed(); own.len() * self.size()];
+        self.0.all_gather(bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all))?;
+        Ok(all)
+    }
+
+    /// Returns the bytes of each rank. Their lengths may differ.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    pub fn gather_each(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let lengths = self.all_gather(&[own.len() as u64])?;
+        let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
+        let mut padded = own.to_vec();
+        padded.resize(longest.max(1), 0);
+        let all = self.all_gather(&padded)?;
+        let each = all.chunks(padded.len()).zip(&lengths);
+        Ok(each.map(|(block, &length)| block[..length as usize].to_vec()).collect())
+    }
+
+    /// Returns the value of each rank, in the order of the ranks. Floating-point numbers keep their bits.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does, or if a rank runs another program.
+    pub fn share<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>> {
+        if self.size() == 1 {
+            return Ok(vec![own]);
+        }
+        let unreadable =
+            |rank: usize, e: &dyn std::fmt::Display| Error::Unreadable { rank, what: e.to_string() };
+        let mut bytes = Vec::new();
+        ciborium::into_writer(&own, &mut bytes).map_err(|e| unreadable(self.rank(), &e))?;
+        let each = self.gather_each(&bytes)?;
+        let read = |(rank, bytes): (usize, &Vec<u8>)| {
+            ciborium::from_reader(bytes.as_slice()).map_err(|e| unreadable(rank, &e))
+        };
+        each.iter().enumerate().map(read).collect()
+    }
+
+    /// Returns true on all ranks if `own` is true on one of them.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    pub fn any(&self, own: bool) -> Result<bool> {
+        Ok(self.all_gather(&[u8::from(own)])?.contains(&1))
+    }
+
+    /// Returns the value of each rank if no rank has failed. Otherwise all ranks get the failure of the first rank that has one.
+    /// All ranks then leave a phase together, and none waits for one that has failed. `fault` returns the cause of an error.
+    ///
+    /// # Errors
+    /// Returns the first failure: unchanged on its own rank, as [`Error::Other`] on the others.
+    pub fn share_all<T, E>(&self, own: Result<T, E>, fault: impl FnOnce(&E) -> Fault) -> Result<Vec<T>, E>
+    where
+        T: Serialize + DeserializeOwned,
+        E: From<Error> + std::error::Error + 'static,
+    {
+        if self.size() == 1 {
+            return own.map(|own| vec![own]);
+        }
+        let (sent, failure) = match own {
+            Ok(own) => (Ok(own), None),
+            Err(error) => (Err((code(fault(&error)), told(&error))), Some(error)),
+        };
+        let each: Vec<Result<T, (u8, String)>> = self.share(sent)?;
+        let mut all = Vec::with_capacity(each.len());
+        for (rank, value) in each.into_iter().enumerate() {
+            match (value, failure.as_ref().filter(|_| rank == self.rank())) {
+                (Ok(value), _) => all.push(value),
+                (Err(_), Some(_)) => break,
+                (Err((fault, what)), None) => {
+                    return Err(Error::Other { rank, what, fault: cause(fault) }.into());
+                }
+            }
+        }
+        failure.map_or(Ok(all), Err)
+    }
+
+    /// Returns the result of this rank if no rank has failed, else the first failure, as [`Self::share_all`].
+    ///
+    /// # Errors
+    /// Returns the first failure.
+    pub fn agree<T, E>(&self, own: Result<T, E>, fault: impl FnOnce(&E) -> Fault) -> Result<T, E>
+    where
+        E: From<Error> + std::error::Error + 'static,
+    {
+        let (value, done) = match own {
+            Ok(value) => (Some(value), Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        self.share_all(done, fault)?;
+        // A rank without a value has left with its error.
+        value.ok_or_else(|| Error::Engine { call: "agree", what: "no result".to_owned() }.into())
+    }
+
+    /// Replaces `data` by the sum over the ranks that are `present`, in the order of [`sum::fold`]. If none is, `data` stays.
+    ///
+    /// Each rank sends and receives 2 (n − 1) / n of the bytes, as in a ring.
+    ///
+    /// # Errors
+    /// Returns an error if `present` does not have an entry for each rank, or if the engine fails.
+    pub fn all_reduce(&self, data: &mut [f32], present: &[bool]) -> Result<()> {
+        let n = self.size();
+        if present.len() != n {
+            return Err(Error::Size { call: "all_reduce", got: present.len(), unit: "flags", expected: n });
+        }
+        if n == 1 || !present.contains(&true) {
+            return Ok(());
+        }
+        let most = data.len().min(BUCKET).div_ceil(n) * n;
+        let (mut padded, mut parts) = (Vec::new(), vec![0.0f32; most]);
+        for bucket in data.chunks_mut(BUCKET) {
+            let share = bucket.len().div_ceil(n);
+            let parts = &mut parts[..share * n];
+            let whole = if bucket.len() == parts.len() {
+                &mut *bucket
+            } else {
+                padded.clear();
+                padded.extend_from_slice(bucket);
+                padded.resize(share * n, 0.0);
+                &mut padded[..]
+            };
+            self.0.all_to_all(bytemuck::cast_slice(whole), bytemuck::cast_slice_mut(parts))?;
+            let own = sum::fold(parts, share, present);
+            self.0.all_gather(bytemuck::cast_slice(own), bytemuck::cast_slice_mut(whole))?;
+            if share * n != bucket.len() {
+                bucket.copy_from_slice(&padded[..bucket.len()]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Replaces `data` by the sum over all ranks in the order that the engine chooses. Its bits can change with the number of
+    /// ranks, the library, the network and, on some networks, between two calls. The relative difference from
+    /// [`Self::all_reduce`] is at most the number of ranks times 6·10⁻⁸ of the sum of the absolute values.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    pub fn sum_by_engine(&self, data: &mut [f32]) -> Result<()> {
+        match self.0.sum(data) {
+            Some(done) => done,
+            None => self.all_reduce(data, &vec![true; self.size()]),
+        }
+    }
+
+    /// Returns how the ranks are distributed over machines. Ranks with the same host name share a machine.
+    ///
+    /// # Errors
+    /// Returns an error if the engine does.
+    pub fn local(&self) -> Result<Local> {
+        let hosts = self.gather_each(host_name().as_bytes())?;
+        let own = &hosts[self.rank()];
+        let mut names: Vec<_> = hosts.iter().collect();
+        names.sort();
+        names.dedup();
+        Ok(Local {
+            rank: hosts[..self.rank()].iter().filter(|host| *host == own).count(),
+            size: hosts.iter().filter(|host| *host == own).count(),
+            machines: names.len(),
+        })
+    }
+}
+
+/// Returns the number that stands for a cause on its way between ranks.
+fn code(fault: Fault) -> u8 {
+    match fault {
+        Fault::Row => 0,
+        Fault::Machine => 1,
+        Fault::Run => 2,
+    }
+}
+
+fn cause(code: u8) -> Fault {
+    [Fault::Row, Fault::Machine].get(usize::from(code)).copied().unwrap_or(Fault::Run)
+}
+
+/// Returns the name of this machine.
+fn host_name() -> String {
+    #[cfg(unix)]
+    return rustix::system::uname().nodename().to_string_lossy().into_owned();
+    #[cfg(not(unix))]
+    return String::new();
+}

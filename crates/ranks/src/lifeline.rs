@@ -1,0 +1,434 @@
+//! Connections that end the run on all ranks if one of them ends.
+//!
+//! A rank in a collective waits forever for one that is gone, because engines notice it late or never. Every rank therefore has
+//! a TCP connection to the first one. The system closes the connections of a process that ends, however it ends, and a machine
+//! that is unreachable sends no more signs of life. The first rank then tells the others which rank was lost.
+//!
+//! Only ranks of the run can connect: each sends a secret that the first rank created and that the engine carried. Other
+//! connections are closed, and they delay the start by at most the time limit of the start.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use omnigrpo_guard::Fault;
+
+use crate::{Error, Ranks, Result, host_name};
+
+/// Pause between two signs of life.
+const PULSE: Duration = Duration::from_secs(3);
+/// Maximum time without a sign of life, after which a rank counts as lost.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Maximum time until all ranks have connected.
+const START: Duration = Duration::from_secs(30);
+/// Maximum number of connections that are open before they have sent the secret.
+const STRANGERS: usize = 64;
+/// Maximum length of a message, in bytes.
+const LONGEST: u64 = 4096;
+
+const ALIVE: u8 = b'.';
+const DONE: u8 = b'!';
+/// Byte before the message that a rank was lost. A line feed ends the message.
+const LOST: u8 = b'?';
+
+/// First bytes of a connection: the secret, then the number of the rank, little-endian.
+type Hello = [u8; 24];
+
+type Peer = Arc<Mutex<TcpStream>>;
+
+/// Watch over the other ranks. It ends when it is dropped.
+pub struct Lifeline {
+    over: Arc<AtomicBool>,
+    peers: Vec<Peer>,
+}
+
+/// Function that is called with a sentence if a rank is lost.
+type OnLost = Arc<dyn Fn(&str) + Send + Sync>;
+
+impl Lifeline {
+    /// Connects all ranks to the first one. `who` describes this rank for people (its process and machine). `address` is the
+    /// address of the first rank for the others; without it, the loopback interface is used if all ranks share a machine, else
+    /// the interface of the first rank that leads to the others. If a rank ends before its lifeline was dropped, `lost` is called
+    /// once on another thread. It must end the process with `_exit`: exit handlers of MPI would wait for the other ranks.
+    ///
+    /// # Errors
+    /// Returns an error on all ranks if a connection cannot be made.
+    pub fn new(
+        ranks: &Ranks,
+        who: &str,
+        address: Option<IpAddr>,
+        lost: impl Fn(&str) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        Self::with_patience(ranks, who, address, lost, [PULSE, PATIENCE])
+    }
+
+    fn with_patience(
+        ranks: &Ranks,
+        who: &str,
+        address: Option<IpAddr>,
+        lost: impl Fn(&str) + Send + Sync + 'static,
+        [pause, patience]: [Duration; 2],
+    ) -> Result<Self> {
+        let over = Arc::new(AtomicBool::new(false));
+        if ranks.size() == 1 {
+            return Ok(Self { over, peers: Vec::new() });
+        }
+        let lost: OnLost = Arc::new(lost);
+        let names: Vec<(String, String)> = ranks.share((who.to_owned(), host_name()))?;
+        let name = |rank: usize| format!("rank {rank} ({})", names[rank].0);
+
+        let opened = if ranks.is_first() {
+            let hosts: Vec<&str> = names.iter().map(|(_, host)| host.as_str()).collect();
+            listen(address, &hosts).map(Some)
+        } else {
+            Ok(None)
+        };
+        let opened = ranks.agree(opened, |_| Fault::Run)?;
+        let meeting = opened.as_ref().map(|(_, address, secret)| (address.to_string(), *secret));
+        let meeting = ranks.share(meeting)?.into_iter().next().flatten();
+        let (meeting, secret) = meeting.ok_or_else(|| failed("the first rank has published no address"))?;
+
+        let connected = match opened {
+            Some((listener, ..)) => accept_all(listener, secret, ranks.size()),
+            None => join(&meeting, secret, ranks.rank()).map(|stream| vec![(0, stream)]),
+        };
+        let mut peers: Vec<(usize, Peer)> = Vec::new();
+        for (rank, stream) in ranks.agree(connected, |_| Fault::Run)? {
+            let limits = [stream.set_read_timeout(Some(patience)), stream.set_write_timeout(Some(patience))];
+            limits.into_iter().collect::<std::io::Result<()>>().map_err(failed)?;
+            peers.push((rank, Arc::new(Mutex::new(stream))));
+        }
+        let all: Vec<Peer> = peers.iter().map(|(_, peer)| Arc::clone(peer)).collect();
+        for (rank, peer) in &peers {
+            let (others, lost) = (if ranks.is_first() { all.clone() } else { Vec::new() }, Arc::clone(&lost));
+            watch(peer, &name(*rank), Arc::clone(&over), patience, move |what| {
+                // Ranks that are still there learn it from here. Those that cannot be reached are lost as well.
+                for other in &others {
+                    let _ = lock(other).write_all(format!("{}{what}\n", LOST as char).as_bytes());
+                }
+                lost(what);
+            })?;
+        }
+        pulse(all.clone(), Arc::clone(&over), pause)?;
+        Ok(Self { over, peers: all })
+    }
+}
+
+impl Drop for Lifeline {
+    /// Tells the other ranks that this one ends as it should. While a panic unwinds it does not, so that they learn of it.
+    fn drop(&mut self) {
+        if thread::panicking() {
+            return;
+        }
+        self.over.store(true, Ordering::SeqCst);
+        for peer in &self.peers {
+            // A rank that is gone needs no farewell.
+            let _ = lock(peer).write_all(&[DONE]);
+        }
+    }
+}
+
+fn failed(what: impl std::fmt::Display) -> Error {
+    Error::Lifeline { what: format!("the ranks cannot watch each other: {what}") }
+}
+
+fn lock(stream: &Mutex<TcpStream>) -> MutexGuard<'_, TcpStream> {
+    stream.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Opens the port of the first rank and returns it with its address and a new secret.
+fn listen(address: Option<IpAddr>, hosts: &[&str]) -> Result<(TcpListener, SocketAddr, [u8; 16])> {
+    let address = match address {
+        Some(address) => address,
+        None if hosts.iter().all(|host| *host == hosts[0]) => IpAddr::from([127, 0, 0, 1]),
+        None => own_address(hosts)
+            .ok_or_else(|| failed(format!("no address of {} for the other machines was found", hosts[0])))?,
+    };
+    let listener = TcpListener::bind((address, 0)).map_err(|e| failed(format!("{address}: {e}")))?;
+    let address = listener.local_addr().map_err(failed)?;
+    let mut secret = [0; 16];
+    getrandom::fill(&mut secret).map_err(failed)?;
+    Ok((listener, address, secret))
+}
+
+/// Returns the address of the interface that leads from this machine, the first of `hosts`, to another one.
+fn own_address(hosts: &[&str]) -> Option<IpAddr> {
+    let remote = hosts.iter().find(|host| **host != hosts[0])?;
+    let towards = |to: SocketAddr| {
+        let from: IpAddr = if to.is_ipv4() { [0, 0, 0, 0].into() } else { [0u16; 8].into() };
+        let socket = UdpSocket::bind((from, 0)).ok()?;
+        // This sends nothing; the system only chooses the route.
+        socket.connect(to).ok()?;
+        Some(socket.local_addr().ok()?.ip()).filter(|ip| !ip.is_loopback())
+    };
+    let route = (*remote, 9).to_socket_addrs().ok().and_then(|mut found| found.find_map(towards));
+    let named = || (hosts[0], 9).to_socket_addrs().ok()?.map(|own| own.ip()).find(|ip| !ip.is_loopback());
+    route.or_else(named)
+}
+
+/// Connects a rank to the first one.
+fn join(address: &str, secret: [u8; 16], rank: usize) -> Result<TcpStream> {
+    let address: SocketAddr = address.parse().map_err(|e| failed(format!("{address}: {e}")))?;
+    let connect = || {
+        let mut stream = TcpStream::connect_timeout(&address, START / 3)?;
+        stream.set_nodelay(true)?;
+        stream.write_all(&hello(secret, rank))?;
+        Ok(stream)
+    };
+    connect().map_err(|e: std::io::Error| failed(format!("the first rank does not answer at {address}: {e}")))
+}
+
+fn hello(secret: [u8; 16], rank: usize) -> Hello {
+    let mut hello = [0; 24];
+    hello[..16].copy_from_slice(&secret);
+    hello[16..].copy_from_slice(&(rank as u64).to_le_bytes());
+    hello
+}
+
+/// Accepts connections until each other rank has one.
+fn accept_all(listener: TcpListener, secret: [u8; 16], size: usize) -> Result<Vec<(usize, TcpStream)>> {
+    let until = Instant::now() + START;
+    let (send, arrived) = channel();
+    let over = Arc::new(AtomicBool::new(false));
+    listener.set_nonblocking(true).map_err(failed)?;
+    let stop = Arc::clone(&over);
+    let accepting = thread::Builder::new().name("lifeline".to_owned());
+    accepting.spawn(move || accept(&listener, secret, &send, &stop)).map_err(failed)?;
+    let found = gather(&arrived, size, until);
+    over.store(true, Ordering::SeqCst);
+    found
+}
+
+/// Accepts connections until `over` is true, and sends those with the secret to `found`.
+fn accept(listener: &TcpListener, secret: [u8; 16], found: &Sender<(usize, TcpStream)>, over: &AtomicBool) {
+    let strangers = Arc::new(());
+    while !over.load(Ordering::SeqCst) {
+        let Ok((mut stream, _)) = listener.accept() else {
+            thread::sleep(Duration::from_millis(5));
+            continue;
+        };
+        if Arc::strong_count(&strangers) > STRANGERS {
+            continue;
+        }
+        let (counted, found) = (Arc::clone(&strangers), found.clone());
+        // Each connection has its own thread, so a slow one does not delay the others.
+        let greet = move || {
+            let _counted = counted;
+            let mut said: Hello = [0; 24];
+            stream.set_nonblocking(false).ok()?;
+            stream.set_nodelay(true).ok()?;
+            stream.set_read_timeout(Some(START / 3)).ok()?;
+            stream.read_exact(&mut said).ok()?;
+            let rank = u64::from_le_bytes(said[16..].try_into().ok()?) as usize;
+            (said == hello(secret, rank)).then(|| found.send((rank, stream)).ok())?
+        };
+        // Without a thread the connection is closed, and the rank fails with a message.
+        drop(thread::Builder::new().spawn(greet));
+    }
+}
+
+/// Collects a connection for each rank but the first.
+fn gather(
+    arrived: &Receiver<(usize, TcpStream)>,
+    size: usize,
+    until: Instant,
+) -> Result<Vec<(usize, TcpStream)>> {
+    let mut found: Vec<(usize, TcpStream)> = Vec::new();
+    while found.len() + 1 < size {
+        match arrived.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok((rank, stream)) if (1..size).contains(&rank) && found.iter().all(|(own, _)| *own != rank) => {
+                found.push((rank, stream));
+            }
+            Ok(_) => {}
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                let absent = (1..size).filter(|rank| found.iter().all(|(own, _)| own != rank));
+                let absent: Vec<String> = absent.map(|rank| rank.to_string()).collect();
+                let absent = absent.join(", ");
+                return Err(failed(format!("rank {absent} did not connect within {} s", START.as_secs())));
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Sends signs of life.
+fn pulse(peers: Vec<Peer>, over: Arc<AtomicBool>, pause: Duration) -> Result<()> {
+    let beat = move || {
+        while !over.load(Ordering::SeqCst) {
+            for peer in &peers {
+                // The thread that reads from the peer notices a failure.
+                let _ = lock(peer).write_all(&[ALIVE]);
+            }
+            thread::sleep(pause);
+        }
+    };
+    thread::Builder::new().name("lifeline".to_owned()).spawn(beat).map(drop).map_err(failed)
+}
+
+/// Reads the messages of a peer until it ends as it should. Calls `lost` if it ends otherwise.
+fn watch(
+    peer: &Mutex<TcpStream>,
+    name: &str,
+    over: Arc<AtomicBool>,
+    patience: Duration,
+    lost: impl FnOnce(&str) + Send + 'static,
+) -> Result<()> {
+    let (mut stream, name) = (lock(peer).try_clone().map_err(failed)?, name.to_owned());
+    let read = move || {
+        if let Some(what) = listen_to(&mut stream, &name, patience)
+            // A rank that has ended as it should misses no other.
+            && !over.load(Ordering::SeqCst)
+        {
+            lost(&what);
+        }
+    };
+    thread::Builder::new().name("lifeline".to_owned()).spawn(read).map(drop).map_err(failed)
+}
+
+/// Returns the reason why a rank is lost, or `None` if the peer ended as it should.
+fn listen_to(stream: &mut TcpStream, name: &str, patience: Duration) -> Option<String> {
+    let mut byte = [0u8];
+    loop {
+        match stream.read(&mut byte) {
+            Ok(1) if byte[0] == ALIVE => {}
+            Ok(1) if byte[0] == DONE => return None,
+            Ok(1) if byte[0] == LOST => {
+                let mut text = Vec::new();
+                // A message that ends early is reported as far as it goes.
+                let _ = BufReader::new(stream.take(LONGEST)).read_until(b'\n', &mut text);
+                text.pop_if(|byte| *byte == b'\n');
+                return Some(String::from_utf8_lossy(&text).replace(char::is_control, " "));
+            }
+            Ok(1) => return Some(format!("{name} has sent an unknown message, byte {}", byte[0])),
+            Ok(_) => return Some(format!("{name} has ended")),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                return Some(format!("{name} has given no sign of life for {} s", patience.as_secs()));
+            }
+            Err(error) => return Some(format!("{name} has ended ({error})")),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::Threads;
+
+    const SECRET: [u8; 16] = [7; 16];
+
+    /// Opens a port, lets `strangers` use it and connects ranks 1 and 2. Returns the ranks that were accepted, in order.
+    fn ranks_among(strangers: impl Fn(SocketAddr) -> Vec<TcpStream>) -> Vec<usize> {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let started = Instant::now();
+        let kept = strangers(address);
+        let ranks: Vec<TcpStream> =
+            [2, 1].map(|rank| join(&address.to_string(), SECRET, rank).unwrap()).into_iter().collect();
+        let mut found: Vec<usize> =
+            accept_all(listener, SECRET, 3).unwrap().into_iter().map(|(rank, _)| rank).collect();
+        assert!(started.elapsed() < START / 3, "a stranger has delayed the start");
+        drop((kept, ranks));
+        found.sort_unstable();
+        found
+    }
+
+    fn say(address: SocketAddr, bytes: &[u8]) -> TcpStream {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(bytes).unwrap();
+        stream
+    }
+
+    #[test]
+    fn only_ranks_with_the_secret_are_accepted() {
+        assert_eq!(ranks_among(|_| Vec::new()), [1, 2]);
+        // The wrong secret, garbage that is too short or too long, nothing at all, and one that closes at once.
+        let hostile = |address| {
+            let mut wrong = hello(SECRET, 1);
+            wrong[15] ^= 1;
+            drop(TcpStream::connect(address).unwrap());
+            let mut kept =
+                vec![say(address, &wrong), say(address, b"GET / HTTP/1.1\r\n\r\n"), say(address, &[0; 4096])];
+            kept.extend((0..5).map(|_| TcpStream::connect(address).unwrap()));
+            kept
+        };
+        assert_eq!(ranks_among(hostile), [1, 2]);
+        // A rank that does not exist, the first rank itself, and one that connects twice.
+        let repeated =
+            |address| [9, 0, 2].map(|rank| say(address, &hello(SECRET, rank))).into_iter().collect();
+        assert_eq!(ranks_among(repeated), [1, 2]);
+    }
+
+    #[test]
+    fn messages_of_a_peer_are_understood() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let heard = |bytes: &[u8], closes: bool| {
+            let peer = say(listener.local_addr().unwrap(), bytes);
+            let (mut stream, _) = listener.accept().unwrap();
+            let patience = Duration::from_millis(200);
+            stream.set_read_timeout(Some(patience)).unwrap();
+            let kept = (!closes).then_some(peer);
+            let heard = listen_to(&mut stream, "rank 1", patience);
+            drop(kept);
+            heard
+        };
+        assert_eq!(heard(b"..!", true), None);
+        assert_eq!(heard(b"...", true).unwrap(), "rank 1 has ended");
+        assert_eq!(heard(b".", false).unwrap(), "rank 1 has given no sign of life for 0 s");
+        assert_eq!(heard(b"?rank 2 has\x1b[2J ended\n", false).unwrap(), "rank 2 has [2J ended");
+        assert_eq!(heard(b".x", true).unwrap(), "rank 1 has sent an unknown message, byte 120");
+        let long = [b"?".as_slice(), &[b'a'; 10_000]].concat();
+        assert_eq!(heard(&long, true).unwrap().len(), LONGEST as usize);
+    }
+
+    /// Rank 1 of three leaves without a farewell: the two others hear its name, and a run that ends as it should hears nothing.
+    #[test]
+    fn the_others_learn_which_rank_is_lost() {
+        for fails in [false, true] {
+            let heard: Vec<Vec<String>> = thread::scope(|scope| {
+                let all: Vec<_> = Threads::new(3)
+                    .into_iter()
+                    .map(|engine| {
+                        scope.spawn(move || {
+                            let ranks = Ranks::new(engine);
+                            let (send, lost) = channel();
+                            let who = format!("process {}", 10 + ranks.rank());
+                            let line = Lifeline::with_patience(
+                                &ranks,
+                                &who,
+                                None,
+                                move |what| drop(send.send(what.to_owned())),
+                                [Duration::from_millis(50), Duration::from_secs(5)],
+                            )
+                            .unwrap();
+                            if fails && ranks.rank() == 1 {
+                                let shut =
+                                    |peer: &Peer| lock(peer).shutdown(std::net::Shutdown::Both).unwrap();
+                                line.peers.iter().for_each(shut);
+                                line.over.store(true, Ordering::SeqCst);
+                                return Vec::new();
+                            }
+                            if fails {
+                                let heard = lost.recv_timeout(Duration::from_secs(20)).unwrap();
+                                return vec![heard];
+                            }
+                            ranks.barrier().unwrap();
+                            drop(line);
+                            ranks.barrier().unwrap();
+                            lost.try_iter().collect()
+                        })
+                    })
+                    .collect();
+                all.into_iter().map(|rank| rank.join().unwrap()).collect()
+            });
+            let name = vec!["rank 1 (process 11) has ended".to_owned()];
+            let expected = if fails { [name.clone(), Vec::new(), name] } else { Default::default() };
+            assert_eq!(heard.as_slice(), expected.as_slice());
+        }
+    }
+}
