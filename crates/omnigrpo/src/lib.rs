@@ -72,11 +72,15 @@
 //!
 //! # Features
 //!
-//! `cli` (default) adds the dependencies of the program. `https` and `parquet` (default) add rewards behind TLS and rows in
+//! `cli` (default) adds the program and its dependencies. `settings`, which `cli` includes, adds settings by name. `https` and `parquet` (default) add rewards behind TLS and rows in
 //! parquet tables; both build C.
 
 #![warn(missing_docs)]
 
+#[cfg(feature = "cli")]
+pub mod cli;
+#[cfg(feature = "settings")]
+pub mod settings;
 mod training;
 
 pub use omnigrpo_data::{

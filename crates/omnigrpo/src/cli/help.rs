@@ -1,0 +1,121 @@
+//! Help texts of settings, and the reference page of all settings.
+
+use crate::settings::explain::{default_text, expected, listed, plain};
+#[cfg(test)]
+use crate::settings::flags::Section;
+use crate::settings::flags::{Fallback, Flag, Kind, Verb};
+
+/// Returns the placeholder of a flag's value in the help.
+pub const fn placeholder(kind: &Kind) -> &'static str {
+    match kind {
+        Kind::Bool => "BOOL",
+        Kind::Int { .. } => "N",
+        Kind::Float { .. } | Kind::Fraction => "X",
+        Kind::Text => "TEXT",
+        Kind::Path => "PATH",
+        Kind::Choice(_) => "NAME",
+        Kind::Choices(_) | Kind::Words => "NAME,…",
+        Kind::Floats => "X,…",
+        Kind::Paths(_) => "PATH,…",
+        Kind::Specs => "REWARD,…",
+        Kind::Texts => "TEXT…",
+        Kind::Object => "JSON",
+    }
+}
+
+/// Returns the help of a flag: its effect, names and default. A `short` one has only the first sentence of the effect.
+pub fn help(flag: &Flag, verb: Verb, short: bool) -> String {
+    let first = flag.help.split_inclusive(". ").next().unwrap_or_default();
+    let mut text = if short { first.trim_end() } else { flag.help }.to_owned();
+    if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
+        text.push_str(&format!(" [{}]", listed(names, "|")));
+    }
+    let default = default_text(flag, verb);
+    if flag.required.contains(&verb.runs()) {
+        text.push_str(" [required]");
+    } else if !default.is_empty() {
+        text.push_str(&format!(" [default: {default}]"));
+    }
+    text
+}
+
+/// Returns the text that `help SETTING` prints.
+pub fn setting(flag: &Flag) -> String {
+    let dashes = if flag.positional { "" } else { "--" };
+    let mut out = format!("{dashes}{} {}\n\n{}\n", flag.name, placeholder(&flag.kind), flag.help);
+    match flag.kind {
+        Kind::Choice(names) | Kind::Choices(names) => {
+            out.push('\n');
+            for (name, about) in names() {
+                out.push_str(&format!("  {name:<24} {about}\n"));
+            }
+            out.push('\n');
+        }
+        kind => out.push_str(&format!("\nvalue:    {}\n", expected(&kind))),
+    }
+    let mut line = |name: &str, value: String| {
+        if !value.is_empty() {
+            out.push_str(&format!("{name:<9} {value}\n"));
+        }
+    };
+    line("default:", default_words(flag));
+    line("aliases:", flag.aliases.iter().map(|alias| format!("--{alias}")).collect::<Vec<_>>().join(", "));
+    line("commands:", flag.verbs.iter().map(|verb| verb.name()).collect::<Vec<_>>().join(", "));
+    out
+}
+
+/// Returns the default of a setting in words, with the defaults of commands that differ.
+fn default_words(flag: &Flag) -> String {
+    let mut default = match flag.default() {
+        Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
+        Fallback::Unset("") => "none".to_string(),
+        Fallback::Unset(text) => text.to_string(),
+        Fallback::Is(value) => match plain(&value).as_str() {
+            "" => "none".to_string(),
+            text => format!("`{text}`"),
+        },
+    };
+    for (verb, text) in flag.verb_defaults {
+        default.push_str(&format!("; {} `{text}`", verb.name()));
+    }
+    default
+}
+
+/// Returns the reference page `docs/flags.md`.
+#[cfg(test)]
+pub fn reference() -> String {
+    let mut out = String::from(
+        "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
+         of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
+         A setting that can have no effect, whatever the rows and the machine, is an error. \
+         `plan` takes the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
+    );
+    for section in Section::ALL {
+        out.push_str(&format!(
+            "\n## {}\n\n| setting | value | default | verbs |\n|---|---|---|---|\n",
+            section.title()
+        ));
+        for flag in section.rows() {
+            let mut name =
+                if flag.positional { format!("`{}` (word)", flag.name) } else { format!("`{}`", flag.name) };
+            for alias in flag.aliases {
+                name.push_str(&format!(", `{alias}`"));
+            }
+            // `plan` takes the settings of `train`.
+            let verbs = flag.verbs.iter().filter(|verb| **verb != Verb::Plan).map(|verb| verb.name());
+            let verbs = verbs.collect::<Vec<_>>().join(", ");
+            let mut help = flag.help.to_string();
+            match flag.kind {
+                Kind::Choice(names) | Kind::Choices(names) => {
+                    for (name, about) in names() {
+                        help.push_str(&format!(" <br>`{name}`: {}.", about.trim().trim_end_matches('.')));
+                    }
+                }
+                kind => help.push_str(&format!(" ({})", expected(&kind))),
+            }
+            let cells = [name, help, default_words(flag), verbs];
+            out.push_str(&format!("| {} |\n", cells.map(|c| c.replace('|', "\\|")).join(" | ")));
+        }
+    }
+    out
+}

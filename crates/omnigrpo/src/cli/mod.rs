@@ -1,0 +1,127 @@
+//! The `omnigrpo` program: the command line, the commands, and messages for users.
+
+mod arguments;
+mod bus;
+mod heap;
+pub(crate) mod help;
+mod verbs;
+
+use std::ffi::OsString;
+use std::fmt::{Debug, Write as _};
+use std::io::{IsTerminal as _, Write as _};
+use std::process::ExitCode;
+
+use omnigrpo_observe::Console;
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
+
+use crate::settings::{Problem, wording};
+use arguments::Parsed;
+
+/// Runs the program `omnigrpo` with these arguments, of which the first is its name, and returns its exit code.
+///
+/// It reads environment variables, prints, handles signals and installs a panic hook. So call it once, from a process that does
+/// nothing else.
+pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    heap::keep();
+    bus::tell();
+    bus::write_to_the_limit();
+    quiet_guarded_panics();
+    let env = |name: &str| std::env::var(name).ok();
+    let console = Console::stderr(wants_colour(env, std::io::stderr().is_terminal()));
+    console.word_by(wording::worded);
+    show_warnings(&console);
+    let problem = match arguments::parse(args, env) {
+        Ok(Parsed::Print(text)) => {
+            // A closed pipe (`| head`) is not an error.
+            let _ = write!(std::io::stdout().lock(), "{text}");
+            return ExitCode::SUCCESS;
+        }
+        Ok(Parsed::Run(resolved)) => match verbs::run(&resolved, &console) {
+            Ok(()) => return ExitCode::SUCCESS,
+            Err(error) => Problem::from_error(error.as_ref()),
+        },
+        Err(problem) => problem,
+    };
+    console.error(&problem.to_string());
+    ExitCode::from(problem.exit_code())
+}
+
+/// Silences panics that a guard catches and reports as an error of a file. Other panics are printed as usual, and so are all
+/// panics if `RUST_BACKTRACE` is set.
+fn quiet_guarded_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !omnigrpo_guard::is_guarded()
+            || std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0")
+        {
+            usual(panic);
+        }
+    }));
+}
+
+/// Returns true for a terminal with colours, unless `NO_COLOR` is set to any text (no-color.org).
+fn wants_colour(env: impl Fn(&str) -> Option<String>, is_terminal: bool) -> bool {
+    let no = env("NO_COLOR").is_some_and(|value| !value.is_empty());
+    is_terminal && !no && env("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Sends warnings of the libraries (for instance, that a request to a reward program is repeated) to the console and so to the
+/// run's log. `RUST_LOG` shows more. Omits warnings of `symphonia`'s probe, which calls the first four bytes of every MP4 and MOV
+/// file junk.
+fn show_warnings(console: &Console) {
+    use tracing_subscriber::EnvFilter;
+    let shown = "warn,symphonia_core::formats::probe=error";
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(shown));
+    let subscriber = tracing_subscriber::registry().with(Warnings(console.clone()).with_filter(filter));
+    // This cannot fail: no other subscriber is set yet, since this is the program's first action.
+    let _ = tracing::subscriber::set_global_default(subscriber);
+}
+
+struct Warnings(Console);
+
+impl<S: tracing::Subscriber> Layer<S> for Warnings {
+    fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        let metadata = event.metadata();
+        let text = format!("{}{}", line.message, line.fields);
+        match *metadata.level() {
+            tracing::Level::ERROR => self.0.error(&format!("error: {text}")),
+            tracing::Level::WARN => self.0.warning(&text),
+            level => self.0.line(&format!("{level} {}: {text}", metadata.target())),
+        }
+    }
+}
+
+/// Message of an event, followed by its fields as `(name value)`.
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl tracing::field::Visit for Line {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn Debug) {
+        // Writing to a string cannot fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, " ({name} {value:?})"),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::wants_colour;
+
+    #[test]
+    fn colour_is_for_terminals_that_want_it() {
+        let env = |list: &'static [(&str, &str)]| {
+            move |name: &str| list.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        };
+        assert!(wants_colour(env(&[]), true) && wants_colour(env(&[("NO_COLOR", "")]), true));
+        assert!(!wants_colour(env(&[]), false));
+        assert!(!wants_colour(env(&[("NO_COLOR", "1")]), true));
+        assert!(!wants_colour(env(&[("TERM", "dumb")]), true));
+    }
+}

@@ -1,0 +1,320 @@
+//! `bench`: a GRPO step of a model with random weights, compared with the limits of the machine.
+//!
+//! The step is the same as in `train`: prompts with images, sampling, reference, policy forward and backward, optimizer. Every
+//! weight is trained. Two rates of the machine are measured with all threads. Matrix products of the model's own shapes
+//! (three per layer: output, input gradient, weight gradient) are measured before and after every step. Memory reads are measured
+//! before the first and after the last step. The medians are printed. The policy pass of a step is compared with the rates just
+//! before and after it, and the median of these shares is printed.
+//!
+//! [`omnigrpo_train::roofline`] defines useful work and the bytes that decoding has to read.
+
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
+use omnigrpo_demo::MODEL_FILES;
+use omnigrpo_kernels::profile::{self, Profile};
+use omnigrpo_models::{Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings};
+use omnigrpo_observe::PhaseTimer;
+use omnigrpo_rewards::RewardOptions;
+use omnigrpo_rollout::SamplingParams;
+use omnigrpo_train::roofline::{
+    RolloutShape, decode_bytes, gemm_rate, median, memory_rate, policy_flops, secs, useful_flops,
+};
+use omnigrpo_train::{
+    AdamW, AdamWConfig, Algorithm, Collector, PreparedRow, Selection, UpdateAt, peak_memory_bytes, prepare,
+    update,
+};
+use serde_json::json;
+
+use super::profile::table;
+use super::{Context, print, setup};
+use crate::settings::Settings;
+use crate::settings::problem::Problem;
+
+/// Configuration of a Qwen2.5-VL with 28 million parameters, for a bench without `--model_name_or_path`.
+const CONFIG: &[u8] = include_bytes!("../../../assets/bench/config.json");
+/// Image processor of that model, also used for directories without one.
+const PREPROCESSOR: &[u8] = include_bytes!("../../../assets/bench/preprocessor_config.json");
+
+/// Phase that is compared with the machine's rates.
+const POLICY: &str = "policy, forward and backward";
+
+/// Measures the steps and prints the results.
+pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
+    let scratch = tempfile::tempdir().context("a temporary directory could not be made")?;
+    let dir = scratch.path();
+    checkpoint(settings, dir)?;
+    let start = Checkpoint::open(dir)?;
+    let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
+    let model = Model::random(&start, settings.algorithm.seed, &options)?;
+    Selection::ALL.apply(&model)?;
+    let algorithm = algorithm(settings);
+    let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
+    let mut optimizer = AdamW::new(AdamWConfig::default(), model.params());
+    let prompts = prompts(settings, &start)?;
+    let rows = rows(settings, &prompts, dir)?;
+    let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
+
+    let prompt_rows = rows[0].prompt.ids.len();
+    let group = algorithm.num_generations;
+    let stream_rows = rows.len() * (prompt_rows + group * (settings.bench.completion_tokens - 1));
+    context.console.line("measuring this machine");
+    // The speed of a shared machine varies, so its rates are measured several times.
+    let mut memory_rates = vec![memory_rate()];
+    let mut gemm_rates = Vec::new();
+    let mut steps: Vec<(f64, Profile)> = Vec::new();
+    for index in 0..=settings.bench.num_steps {
+        // The first step is not measured, because it includes page faults of fresh memory.
+        profile::enable(false);
+        gemm_rates.push(gemm_rate(&model, stream_rows));
+        profile::enable(index > 0);
+        let started = Instant::now();
+        let mut timer = PhaseTimer::start(started);
+        let collector = Collector {
+            model: &model,
+            prompts: &prompts,
+            shuffled: None,
+            rewards: &rewards,
+            algorithm: &algorithm,
+        };
+        let mut rollouts =
+            collector.collect(rows.clone(), index as u64, &mut |_| Ok(Vec::new()), &mut timer)?;
+        let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
+        update(&model, reference.as_ref(), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
+        if index > 0 {
+            steps.push((started.elapsed().as_secs_f64(), profile::take()));
+            context.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));
+        }
+    }
+    profile::enable(false);
+    gemm_rates.push(gemm_rate(&model, stream_rows));
+    let peak = peak_memory_bytes().unwrap_or(0);
+    memory_rates.push(memory_rate());
+    // A step's share refers to the rates just before and after it.
+    let shares = steps.iter().zip(gemm_rates[1..].windows(2)).map(|((_, of_step), rates)| {
+        let time = secs(of_step, "forward") + secs(of_step, "backward");
+        policy_flops(of_step) / time / median(rates.to_vec())
+    });
+    let policy_share = median(shares.collect());
+    let (gemm_rate, memory_rate) = (median(gemm_rates), median(memory_rates));
+    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (step_secs, typical) = &steps[(steps.len() - 1) / 2];
+
+    let sum = |phases: &[&str]| phases.iter().map(|p| secs(typical, p)).sum::<f64>();
+    let useful = |phase: &str| useful_flops(typical, phase);
+    let shape = RolloutShape {
+        prompt_tokens: prompt_rows,
+        num_prompts: rows.len(),
+        num_generations: group,
+        completion_tokens: settings.bench.completion_tokens,
+    };
+    let decode_bytes = decode_bytes(&model, shape);
+    let phases = [
+        ("tower, for the rollout", sum(&["encode"]), useful("encode")),
+        ("prefill", sum(&["prefill"]), useful("prefill")),
+        ("decode", sum(&["decode"]), useful("decode")),
+        ("reference", sum(&["reference"]), useful("reference")),
+        (POLICY, sum(&["forward", "backward"]), policy_flops(typical)),
+        ("optimizer", sum(&["optimizer"]), 0.0),
+    ];
+    let decode_share = decode_bytes / memory_rate / phases[2].1;
+
+    let params: usize = model.params().iter().map(|p| p.len()).sum();
+    let mut out = format!(
+        "{:.2} million parameters, {} prompt{} of {prompt_rows} tokens with {} images, {group} completions of {} tokens, \
+         {} threads\nthis machine: {:.1} GFLOP/s in matrix products of these shapes, {:.1} GB/s from memory\n\n",
+        params as f64 / 1e6,
+        rows.len(),
+        if rows.len() == 1 { "" } else { "s" },
+        settings.bench.num_images,
+        settings.bench.completion_tokens,
+        rayon::current_num_threads(),
+        gemm_rate / 1e9,
+        memory_rate / 1e9,
+    );
+    out.push_str(&format!("{:30}{:>9}{:>10}{:>10}{:>14}\n", "", "s", "GFLOP", "GFLOP/s", "of the rate"));
+    for (name, secs, flops) in phases {
+        out.push_str(&format!("{name:30}{secs:>9.3}"));
+        if flops > 0.0 {
+            let rate = flops / secs;
+            let share = 100.0 * if name == POLICY { policy_share } else { rate / gemm_rate };
+            out.push_str(&format!("{:>10.2}{:>10.1}{share:>12.0} %", flops / 1e9, rate / 1e9));
+        }
+        out.push('\n');
+    }
+    out.push_str(&format!("{:30}{step_secs:>9.3}\n\n", "step"));
+    out.push_str(&format!(
+        "policy: {:.0} % of the rate of matrix products\ndecode: {:.0} % of the rate of memory ({:.2} GB have to be read)\n\
+         peak memory: {:.0} MB\n\n",
+        100.0 * policy_share,
+        100.0 * decode_share,
+        decode_bytes / 1e9,
+        peak as f64 / 1e6
+    ));
+    out.push_str(&table(typical, 1));
+    if let Some(path) = &settings.io.json {
+        let phases: serde_json::Map<String, serde_json::Value> = phases
+            .iter()
+            .map(|(name, secs, flops)| ((*name).to_owned(), json!({"secs": secs, "flops": flops})))
+            .collect();
+        let all: Vec<f64> = steps.iter().map(|(secs, _)| *secs).collect();
+        let value = json!({
+            "prompt_tokens": prompt_rows,
+            "num_prompts": rows.len(),
+            "num_generations": group,
+            "completion_tokens": settings.bench.completion_tokens,
+            "num_images": settings.bench.num_images,
+            "gradient_checkpointing": algorithm.recompute,
+            "threads": rayon::current_num_threads(),
+            "parameters": params,
+            "gemm_flops_per_sec": gemm_rate,
+            "memory_bytes_per_sec": memory_rate,
+            "step_secs": step_secs,
+            "steps_secs": all,
+            "phases": phases,
+            "policy_share_of_gemm": policy_share,
+            "decode_share_of_memory": decode_share,
+            "peak_bytes": peak,
+        });
+        let text = serde_json::to_string_pretty(&value)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    print(&out)
+}
+
+/// Writes a directory with everything except weights: the files of the given directory, or the embedded ones.
+fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
+    // A template file would override the template in the settings of a given tokenizer.
+    let left_out: &[&str] = match settings.model.name {
+        Some(_) => &[".safetensors", ".jinja"],
+        None => &[".safetensors"],
+    };
+    let taken = |name: &str| !left_out.iter().any(|ending| name.ends_with(ending));
+    for (name, bytes) in MODEL_FILES.iter().filter(|(name, _)| taken(name)) {
+        std::fs::write(dir.join(name), bytes)?;
+    }
+    std::fs::write(dir.join("preprocessor_config.json"), PREPROCESSOR)?;
+    if settings.model.name.is_none() {
+        return Ok(std::fs::write(dir.join("config.json"), CONFIG)?);
+    }
+    let from = setup::checkpoint_dir(settings)?;
+    for entry in std::fs::read_dir(&from).with_context(|| format!("reading {}", from.display()))? {
+        let path = entry?.path();
+        let text =
+            path.extension().is_some_and(|e| e == "json" || e == "jinja" || e == "txt" || e == "model");
+        if let Some(name) = path.file_name().filter(|_| text) {
+            let copied = omnigrpo_guard::inside::open_path(&path)
+                .and_then(|mut file| std::io::copy(&mut file, &mut std::fs::File::create(dir.join(name))?));
+            copied.with_context(|| format!("copying {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn algorithm(settings: &Settings) -> Algorithm {
+    let length = settings.bench.completion_tokens;
+    let mut algorithm = settings.algorithm.clone();
+    algorithm.sampling = SamplingParams {
+        min_completion_length: length,
+        max_completion_length: length,
+        seed: settings.algorithm.seed,
+        ..SamplingParams::default()
+    };
+    if algorithm.num_generations == 1 {
+        // There is no second policy to compare with. The step computes the same for the KL alone.
+        algorithm.alpha = 0.0;
+    }
+    algorithm
+}
+
+fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
+    let area = (settings.bench.image_px * settings.bench.image_px) as u64;
+    let sized = !start.family().processor().idle_settings().fields.contains(&"image.max_pixels");
+    let image = MediumOptions { max_pixels: sized.then_some(area), ..MediumOptions::default() };
+    let prompt = PromptSettings {
+        media: MediaSettings { image, ..MediaSettings::default() },
+        max_completion_length: settings.bench.completion_tokens,
+        ..PromptSettings::default()
+    };
+    Ok(PromptBuilder::open(start, prompt)?)
+}
+
+/// Returns prompts of the given length with pictures of noise.
+fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
+    let b = &settings.bench;
+    let names: Vec<String> = (0..b.num_images).map(|i| format!("{i}.bmp")).collect();
+    for (i, name) in names.iter().enumerate() {
+        std::fs::write(dir.join(name), bitmap(b.image_px as u32, i as u32 + 1))?;
+    }
+    let build = |words: usize, count: usize| -> Result<Vec<PreparedRow>> {
+        let problem = "<image>".repeat(b.num_images) + &"a".repeat(words);
+        let row = json!({"image": names, "problem": problem, "solution": "a"}).to_string() + "\n";
+        let file = dir.join("rows.jsonl");
+        std::fs::write(&file, row.repeat(count))?;
+        let dataset =
+            Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
+        let made = |row| {
+            prepare(&dataset, prompts, None, row, 0)?
+                .map_err(|unusable| Problem::failure(unusable.reason).into())
+        };
+        (0..dataset.len()).map(made).collect()
+    };
+    // Each added letter adds at most one token, so the loop ends.
+    let text_tokens =
+        |row: &PreparedRow| row.prompt.ids.len() - row.prompt.spans.iter().map(|s| s.len).sum::<usize>();
+    let mut words = 1;
+    loop {
+        let short = b.prompt_tokens.saturating_sub(text_tokens(&build(words, 1)?[0]));
+        if short == 0 {
+            return build(words, b.num_prompts);
+        }
+        words += short;
+    }
+}
+
+/// Returns a picture of noise, 24 bits per pixel.
+fn bitmap(px: u32, seed: u32) -> Vec<u8> {
+    let stride = (px * 3).next_multiple_of(4);
+    let mut out = Vec::with_capacity(54 + (stride * px) as usize);
+    out.extend_from_slice(b"BM");
+    for word in [54 + stride * px, 0, 54, 40, px, px, 1 | (24 << 16), 0, stride * px, 2835, 2835, 0, 0] {
+        out.extend_from_slice(&word.to_le_bytes());
+    }
+    let mut state = seed;
+    for _ in 0..stride * px {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        out.push((state >> 24) as u8);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_template_of_a_given_checkpoint_is_its_own() {
+        let given =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
+        let yaml = format!("model_name_or_path: {given}");
+        let values = crate::settings::config::parse(&yaml, "test", |_| crate::settings::values::Origin::Flag);
+        let environment = crate::settings::environment::Environment::default();
+        let settings =
+            crate::settings::resolve(crate::settings::Verb::Bench, values, environment).unwrap().settings;
+        let dir = tempfile::tempdir().unwrap();
+        checkpoint(&settings, dir.path()).unwrap();
+        let template = |dir: &Path| omnigrpo_text::ChatTemplate::from_dir(dir).unwrap().source().to_owned();
+        assert_eq!(template(dir.path()), template(Path::new(given)));
+    }
+
+    #[test]
+    fn a_bitmap_has_its_size_in_its_header() {
+        let bytes = bitmap(30, 1);
+        // A row of 90 bytes is padded to 92.
+        assert_eq!(bytes.len(), 54 + 92 * 30);
+        assert_eq!(bytes[2..6], (54u32 + 92 * 30).to_le_bytes());
+        assert_eq!((bytes[18], bytes[22], bytes[28]), (30, 30, 24));
+    }
+}

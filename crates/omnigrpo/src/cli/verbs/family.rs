@@ -1,0 +1,90 @@
+//! Check for settings that the model's family does not read. Only `config.json` names the family, so the check runs when a
+//! command starts.
+
+use anyhow::Result;
+
+use super::Context;
+use crate::settings::Settings;
+use crate::settings::explain::yaml;
+use crate::settings::flags::{Flag, Section, find};
+use crate::settings::presets;
+use crate::settings::problem::Problem;
+use crate::settings::values::{Origin, Resolved, Value, Values};
+use crate::settings::wording::{flag_at, worded};
+
+/// Settings for sound, which have no effect on a family without sound.
+const SOUND: [&str; 3] = ["use_audio_in_video", "missing_audio", "audio_folders"];
+
+/// Removes settings without effect on this model if they come from a preset, and adds a note.
+///
+/// # Errors
+/// Returns an error if a setting without effect was given by flag or file, with a value other than its default and that of the
+/// preset.
+pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> {
+    let mut out = resolved.clone();
+    let settings = &resolved.settings;
+    let given = |flag: &Flag| {
+        let set = resolved.values.lookup(flag.name);
+        set.is_some_and(|(_, origin)| *origin != Origin::Default)
+    };
+    let sections = [Section::Media, Section::Family].into_iter().flat_map(Section::rows);
+    let mut asked = sections.chain(SOUND.iter().filter_map(|name| find(name)));
+    if settings.model.name.is_none() || !asked.any(given) {
+        return Ok(out);
+    }
+    let family = context.checkpoint()?.family();
+    let idle = family.processor().idle_settings();
+    let fields = idle.fields.iter().filter_map(|field| flag_at(&format!("prompts.media.{field}")));
+    let mut unread: Vec<(&str, String)> = fields.map(|flag| (flag.name, worded(idle.why))).collect();
+    if !family.processor().hears() {
+        unread.extend(SOUND.map(|name| (name, "the family takes no sound".to_owned())));
+    }
+    let defaults = Values::defaults(resolved.verb);
+    let (mut preset, mut dropped) = ("", Vec::new());
+    for (flag, why) in unread {
+        let Some((value, origin)) = resolved.values.lookup(flag) else { continue };
+        if defaults.lookup(flag).is_some_and(|(default, _)| default == value) {
+            continue;
+        }
+        let name = match (origin, preset_of(resolved)) {
+            (Origin::Preset(name), _) => Some(name.as_str()),
+            // Launch scripts often repeat values of their preset.
+            (_, Some(name)) => presets::layer(name, resolved.verb)
+                .given
+                .iter()
+                .any(|given| given.flag.name == flag && given.value == *value)
+                .then_some(name),
+            _ => None,
+        };
+        let Some(name) = name else {
+            let problem = Problem::usage(format!("`{flag}` has no effect on {}", family.name()))
+                .got(yaml(value))
+                .help(format!("{why}; leave `{flag}` out"));
+            return Err(match origin {
+                Origin::Config(place) => problem.at(place.clone()),
+                _ => problem,
+            }
+            .into());
+        };
+        preset = name;
+        dropped.push(format!("`{flag}` {}", yaml(value)));
+        out.values.reset(flag, resolved.verb);
+        out.idle.push((flag, why));
+    }
+    if !dropped.is_empty() {
+        out.notes.push(format!(
+            "left out of the preset {preset}, since they have no effect on {}: {}",
+            family.name(),
+            dropped.join(", ")
+        ));
+    }
+    out.settings = Settings::from_values(&out.values, settings.env.clone())?;
+    Ok(out)
+}
+
+fn preset_of(resolved: &Resolved) -> Option<&str> {
+    match resolved.values.lookup("preset") {
+        Some((Value::Text(name), _)) => Some(name),
+        _ => None,
+    }
+}

@@ -1,0 +1,374 @@
+//! `generate`, `score` and `eval`.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
+use omnigrpo_guard::inside::is_same_file;
+use omnigrpo_models::{ModelError, PromptBuilder};
+use omnigrpo_observe::Partial;
+use omnigrpo_rollout::{Completion, Generator};
+use omnigrpo_text::StreamDecoder;
+use omnigrpo_train::{
+    EvalOptions, EvalPlan, Keep, PreparedRow, Recorded, TrainError, Unusable, encode, evaluate_rest, requests,
+};
+use serde_json::{Value, json};
+
+use super::{Context, memory, print, print_data, profile, resume, setup};
+use crate::settings::Settings;
+use crate::settings::problem::Problem;
+use crate::settings::values::{Origin, Resolved, Value as Setting};
+use crate::settings::wording::worded;
+
+/// Writes lines of JSON. The file appears only when it is complete.
+pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<Item = T>) -> Result<()> {
+    let mut lines = lines.into_iter();
+    Ok(omnigrpo_observe::write_atomic(path, |out| {
+        for line in lines.by_ref() {
+            writeln!(out, "{line}")?;
+        }
+        Ok(())
+    })?)
+}
+
+/// Returns an error if any row failed. The output contains the reasons.
+pub fn all_rows(failed: u64, rows: u64) -> Result<()> {
+    if failed == 0 {
+        return Ok(());
+    }
+    Err(Problem::failure(format!("{failed} of {rows} rows failed"))
+        .help("each failed row has an `error` in the output; the other rows are complete")
+        .into())
+}
+
+fn input(settings: &Settings) -> Result<Arc<Dataset>> {
+    let Some(input) = &settings.io.input else {
+        return Err(Problem::usage("no rows are given").expected("`--input rows.jsonl`").into());
+    };
+    setup::input_rows(settings, input, false)
+}
+
+fn output(settings: &Settings) -> Result<&Path> {
+    let output = settings
+        .io
+        .output
+        .as_deref()
+        .ok_or_else(|| Problem::usage("no output is given").expected("`--output out.jsonl`"))?;
+    can_write(output)?;
+    Ok(output)
+}
+
+/// Returns an error if a file cannot be written at this path, so that the command fails before hours of work.
+pub fn can_write(path: &Path) -> Result<()> {
+    let problem = |got: String| {
+        Problem::failure("the output cannot be written")
+            .at(path.display().to_string())
+            .got(got)
+            .expected("a file in a writable directory")
+            .help("choose another --output")
+    };
+    if path.is_dir() {
+        return Err(problem("a directory".into()).into());
+    }
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut name = std::ffi::OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(format!(".{}.probe", std::process::id()));
+    let probe = folder.join(name);
+    std::fs::create_dir_all(folder)
+        .and_then(|()| std::fs::write(&probe, b""))
+        .and_then(|()| std::fs::remove_file(&probe))
+        .map_err(|e| problem(e.to_string()).into())
+}
+
+/// Returns an error if the output would overwrite an input, by any path or link.
+pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>) -> Result<()> {
+    let written = [output.to_owned(), output.with_extension("summary.json")];
+    for input in inputs {
+        if let Some(written) = written.iter().find(|written| is_same_file(input, written)) {
+            return Err(Problem::usage("the output would overwrite the input")
+                .at("--output")
+                .got(format!("{}, which is the same file as {}", written.display(), input.display()))
+                .expected("another file name")
+                .into());
+        }
+    }
+    Ok(())
+}
+
+/// Computes the log-probabilities of given completions.
+pub fn score(settings: &Settings, context: &Context) -> Result<()> {
+    let (output, dataset) = (output(settings)?, input(settings)?);
+    keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
+    let checkpoint = context.checkpoint()?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
+    // No room is reserved for new tokens, because the given completions have their own lengths.
+    let mut no_new_tokens = settings.clone();
+    no_new_tokens.prompts.max_completion_length = 0;
+    let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
+    memory::keep_media(settings, checkpoint);
+    let mut lines = Vec::new();
+    let mut failed = 0;
+    let mut progress = context.console.progress("scoring", dataset.len());
+    let rows: Vec<u64> = (0..dataset.len()).collect();
+    omnigrpo_train::score_recorded(
+        &model,
+        &prompts,
+        (&dataset, &rows),
+        &settings.algorithm,
+        &mut |_, recorded| {
+            lines.push(match recorded {
+                Ok(recorded) => {
+                    let scored = scored_row(&prompts, &recorded)?;
+                    with_columns(&dataset, &recorded.row.sample, &["rewards", "reward"], scored)
+                }
+                Err(Unusable { id, reason }) => {
+                    failed += 1;
+                    json!({ "id": id, "error": worded(&reason) })
+                }
+            });
+            progress.advance(1);
+            Ok(())
+        },
+    )?;
+    drop(progress);
+    write_lines(output, &lines)?;
+    all_rows(failed, dataset.len())
+}
+
+fn scored_row(prompts: &PromptBuilder, scored: &Recorded) -> Result<Value, TrainError> {
+    let Recorded { row: PreparedRow { sample, prompt, .. }, ids, logprobs } = scored;
+    let mut completions = Vec::with_capacity(ids.len());
+    for ((ids, logprobs), recorded) in ids.iter().zip(logprobs).zip(sample.completions.iter().flatten()) {
+        completions.push(json!({
+            "text": prompts.tokenizer().decode(ids, true).map_err(ModelError::from)?,
+            "completion_ids": ids,
+            "logprobs": logprobs,
+            "finish_reason": recorded.finish_reason,
+        }));
+    }
+    Ok(json!({ "id": sample.id, "prompt_tokens": prompt.ids.len(), "completions": completions }))
+}
+
+/// Returns a line with the row's own columns, the named columns about its completions, and new results. Every command reads such
+/// a line as the row with its completions.
+pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made: Value) -> Value {
+    let mut line = dataset.portable_row(sample);
+    let recorded = recorded.iter().filter_map(|name| sample.columns.get_key_value(*name));
+    line.extend(recorded.map(|(name, value)| (name.clone(), value.clone())));
+    if let Value::Object(made) = made {
+        line.extend(made);
+    }
+    Value::Object(line)
+}
+
+/// Samples completions for rows or for one prompt.
+pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
+    profile::enable(settings.log.profile);
+    if let Some((Setting::Float(temperature), Origin::Default)) = resolved.values.lookup("temperature") {
+        context.console.line(&format!(
+            "sampling at temperature {temperature}; `--temperature 0` always takes the most likely token, as `eval` does"
+        ));
+    }
+    match &settings.io.prompt {
+        Some(prompt) => generate_one(settings, context, prompt),
+        None => generate_rows(resolved, context),
+    }?;
+    if settings.log.profile {
+        print(&profile::table(&profile::take(), 1))?;
+    }
+    Ok(())
+}
+
+fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
+    let (output, dataset) = (output(settings)?, input(settings)?);
+    keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
+    let checkpoint = context.checkpoint()?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
+    let prompts = setup::prompts(settings, checkpoint, false)?;
+    memory::keep_media(settings, checkpoint);
+    let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
+    let mut progress = context.console.progress("generating", dataset.len());
+    progress.advance(partial.done().len() as u64);
+    // Results of rows that fail are not stored, because a second attempt may succeed.
+    let mut failed: BTreeMap<u64, String> = BTreeMap::new();
+    let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
+    let activity = context.console.activity();
+    omnigrpo_train::generate(
+        &model,
+        &prompts,
+        (&dataset, &rows),
+        &sampled(settings),
+        &mut |event| activity.token(event.last),
+        &mut |done| {
+            let lines = done.rows.iter().zip(done.completions).map(|(row, completions)| {
+                let made = json!({
+                    "id": row.sample.id,
+                    "prompt_tokens": row.prompt.ids.len(),
+                    "completions": completions.iter().map(completion_line).collect::<Vec<_>>(),
+                });
+                (row.sample.row, with_columns(&dataset, &row.sample, &[], made).to_string())
+            });
+            partial.add(lines)?;
+            for (row, Unusable { id, reason }) in done.unusable {
+                failed.insert(*row, json!({ "id": id, "error": worded(reason) }).to_string());
+            }
+            progress.advance((done.rows.len() + done.unusable.len()) as u64);
+            Ok(())
+        },
+    )?;
+    drop(progress);
+    let lines: BTreeMap<&u64, &String> = partial.done().iter().chain(&failed).collect();
+    write_lines(output, lines.into_values())?;
+    partial.remove()?;
+    all_rows(failed.len() as u64, dataset.len())
+}
+
+/// Returns the sampling options of these commands.
+fn sampled(settings: &Settings) -> EvalOptions {
+    EvalOptions {
+        num_generations: settings.algorithm.num_generations,
+        sampling: settings.algorithm.sampling.clone(),
+        max_live: settings.algorithm.max_live,
+        ..settings.eval.clone()
+    }
+}
+
+fn completion_line(c: &Completion) -> Value {
+    json!({
+        "text": c.text,
+        "completion_ids": c.ids,
+        "logprobs": c.logprobs,
+        "finish_reason": c.finish_reason,
+    })
+}
+
+/// Answers one question on the terminal, streamed.
+fn generate_one(settings: &Settings, context: &Context, question: &str) -> Result<()> {
+    let absolute = |path: &String| -> Result<String> {
+        if ["http://", "https://", "data:"].iter().any(|scheme| path.starts_with(scheme)) {
+            return Ok(path.clone());
+        }
+        let path = std::path::absolute(path).with_context(|| format!("the path {path}"))?;
+        Ok(path.to_string_lossy().into_owned())
+    };
+    let images = settings.io.image.iter().map(absolute).collect::<Result<Vec<_>>>()?;
+    let videos = settings.io.video.iter().map(absolute).collect::<Result<Vec<_>>>()?;
+    let audios = settings.io.audio.iter().map(absolute).collect::<Result<Vec<_>>>()?;
+    let mut row = json!({ "id": "prompt", "prompt": question });
+    if !images.is_empty() {
+        row["images"] = json!(images);
+    }
+    // One path is a clip or a directory of frames; several paths are frames or several clips.
+    match videos.as_slice() {
+        [] => {}
+        [video] => row["video"] = json!(video),
+        videos => row["video"] = json!(videos),
+    }
+    if !audios.is_empty() {
+        row["audios"] = json!(audios);
+    }
+    // The row uses the default names of columns.
+    let options = ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) };
+    let folder = std::env::current_dir().context("the working directory")?;
+    let sample = Sample::from_row(row, "prompt", &folder, &options)?;
+    let checkpoint = context.checkpoint()?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
+    let prompts = setup::prompts(settings, checkpoint, false)?;
+    let row = PreparedRow::new(&prompts, sample, 0)?;
+    let (features, _) = encode(&model, Keep::Features, [&*row.prompt])?;
+    let algorithm = &settings.algorithm;
+    let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
+    let row = [row];
+    let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
+    // Several completions are printed at the end, since their tokens are interleaved. So is a completion with stop strings,
+    // because its end is known only afterwards.
+    let live = settings.algorithm.num_generations == 1 && settings.prompts.stop_strings.is_empty();
+    let mut decoder = StreamDecoder::new(true);
+    let completions = generator.generate(&requests, |event| {
+        if live {
+            // The error is ignored here; a failed write fails again at the final newline.
+            let _ = print_data(&decoder.push(prompts.tokenizer(), event.id));
+            let _ = std::io::stdout().flush();
+        }
+    })?;
+    if live {
+        print_data(&decoder.finish())?;
+        return print_data("\n");
+    }
+    for (i, completion) in completions.iter().flatten().enumerate() {
+        print_data(&format!("--- {i}\n{}\n", completion.text))?;
+    }
+    Ok(())
+}
+
+/// Evaluates a model on a dataset.
+pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
+    let dataset = setup::eval_data(settings)?
+        .ok_or_else(|| Problem::usage("no rows to evaluate").expected("`--eval_file FILE`"))?;
+    if let Some(output) = &settings.io.output {
+        can_write(output)?;
+        keep_inputs(output, settings.data.eval_file.iter().map(PathBuf::as_path).chain(dataset.files()))?;
+    }
+    let checkpoint = context.checkpoint()?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
+    let prompts = setup::prompts(settings, checkpoint, false)?;
+    let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
+    let corpus = corpus.map(|corpus| corpus.or_kept(model.dir())).transpose()?;
+    let rewards = setup::rewards(settings, corpus.as_ref())?;
+    memory::keep_media(settings, checkpoint);
+    let rows: Vec<u64> = (0..dataset.len()).collect();
+    if let Some(problem) = super::data::ask_before_evaluation(context, &dataset, &rows, &rewards) {
+        return Err(problem.into());
+    }
+    setup::probe_rewards(&rewards, &dataset, rows.iter().copied(), &prompts)?;
+    let plan = EvalPlan {
+        prompts: Arc::new(prompts),
+        rows,
+        dataset: Arc::clone(&dataset),
+        options: sampled(settings),
+    };
+    let output = settings.io.output.as_deref();
+    let mut partial = match output {
+        Some(output) => Some(resume::open(resolved, context, output, model.dir(), &dataset)?),
+        None => None,
+    };
+    let mut done = BTreeMap::new();
+    for (&row, text) in partial.iter().flat_map(Partial::done) {
+        done.insert(row, serde_json::from_str(text).context("a row of an interrupted evaluation")?);
+    }
+    let mut progress = context.console.progress("evaluating", dataset.len());
+    progress.advance(done.len() as u64);
+    let evaluation = evaluate_rest(&model, &rewards, &plan, done, &mut |batch| {
+        progress.advance(batch.num_rows);
+        Ok(partial.as_mut().map_or(Ok(()), |partial| partial.add_json(batch.judged))?)
+    })?;
+    drop(progress);
+    for row in &evaluation.skipped {
+        context.console.line(&row.to_string());
+    }
+    if let Some(output) = output {
+        let lines: Vec<String> =
+            evaluation.rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+        write_lines(output, &lines)?;
+        super::summary::write(output, &evaluation.summary)?;
+    }
+    partial.map_or(Ok(()), Partial::remove)?;
+    print(&super::summary::tables(&evaluation.summary))?;
+    if !settings.run.skip.tolerates(evaluation.skipped.len() as u64, dataset.len()) {
+        return Err(Problem::failure(format!(
+            "{} of {} rows could not be evaluated",
+            evaluation.skipped.len(),
+            dataset.len()
+        ))
+        .help("they are listed above; --max_skipped sets the largest tolerated share")
+        .into());
+    }
+    Ok(())
+}

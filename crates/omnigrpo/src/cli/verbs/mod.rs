@@ -1,0 +1,187 @@
+//! The commands. Each converts settings to plans of the libraries and calls one function there.
+
+mod bench;
+mod data;
+mod demo;
+mod doctor;
+mod export;
+mod family;
+mod infer;
+mod memory;
+mod options;
+mod plan;
+mod profile;
+mod push;
+mod rates;
+mod resume;
+mod rewards;
+mod setup;
+mod shell;
+mod summary;
+mod survey;
+mod train;
+mod watch;
+
+use std::cell::OnceCell;
+use std::io::IsTerminal as _;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+use anyhow::{Context as _, Result};
+use omnigrpo_kernels::paths::Path;
+use omnigrpo_models::Checkpoint;
+use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
+use omnigrpo_ops::Device;
+
+use crate::settings::Settings;
+use crate::settings::flags::Verb;
+use crate::settings::names::{Bf16Products, QuantizedActivations};
+use crate::settings::problem::Problem;
+use crate::settings::values::Resolved;
+use crate::settings::wording::worded;
+
+/// Context of a command besides its settings.
+pub struct Context {
+    /// Console for progress and messages.
+    pub console: Console,
+    /// Flag that is set when the user or the system requests the program to stop.
+    pub stop: Arc<AtomicBool>,
+    /// Settings that name the checkpoint.
+    settings: Settings,
+    checkpoint: OnceCell<Checkpoint>,
+    device: Arc<OnceLock<Device>>,
+}
+
+impl Context {
+    fn new(settings: &Settings, console: Console, stop: Arc<AtomicBool>) -> Self {
+        let (checkpoint, device) = (OnceCell::new(), Arc::default());
+        Self { console, stop, settings: settings.clone(), checkpoint, device }
+    }
+
+    /// Returns the context of a command within this one, with its own settings and checkpoint, on the same device.
+    fn with(&self, settings: &Settings) -> Self {
+        let device = Arc::clone(&self.device);
+        Self { device, ..Self::new(settings, self.console.clone(), Arc::clone(&self.stop)) }
+    }
+
+    /// Returns the device of the model. The first call opens it and prints it.
+    pub fn device(&self) -> Result<Device> {
+        if let Some(opened) = self.device.get() {
+            return Ok(*opened);
+        }
+        let (opened, why) = setup::open_device(self.settings.model.device, "--device", &self.settings)?;
+        self.console.line(&format!("device: {opened}{}", in_brackets(&why)));
+        Ok(*self.device.get_or_init(|| opened))
+    }
+
+    /// Returns the device of the reference.
+    pub fn reference_device(&self) -> Result<Device> {
+        let model = &self.settings.model;
+        let device = self.device()?;
+        let Some(choice) = model.reference_device.filter(|choice| *choice != model.device) else {
+            return Ok(device);
+        };
+        if setup::is_at(device, choice) {
+            return Ok(device);
+        }
+        let (opened, why) = setup::open_device(choice, "--reference_device", &self.settings)?;
+        self.console.line(&format!("device of the reference: {opened}{}", in_brackets(&why)));
+        Ok(opened)
+    }
+
+    /// Returns the checkpoint that the settings name. The first call opens it.
+    pub fn checkpoint(&self) -> Result<&Checkpoint> {
+        if let Some(opened) = self.checkpoint.get() {
+            return Ok(opened);
+        }
+        let opened = setup::checkpoint(&self.settings)?;
+        Ok(self.checkpoint.get_or_init(|| opened))
+    }
+}
+
+fn in_brackets(why: &str) -> String {
+    if why.is_empty() { String::new() } else { format!(" ({why})") }
+}
+
+/// Runs a command.
+///
+/// # Errors
+/// Returns the failure of the command.
+pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
+    // This must precede the start of threads, because instructions are tried in a child process.
+    let doubts = omnigrpo_kernels::probe::doubts();
+    let activations = resolved.settings.model.quantized_activations;
+    omnigrpo_kernels::quant::keep_inputs(activations == QuantizedActivations::Float32);
+    let path = match resolved.settings.model.bf16_products {
+        Bf16Products::Auto => None,
+        Bf16Products::Widened => Some(Path::Widened),
+        Bf16Products::Dot => Some(Path::Dot),
+        Bf16Products::Amx => Some(Path::Amx),
+    };
+    omnigrpo_kernels::paths::choose(path).map_err(|error| {
+        Problem::failure(error.to_string())
+            .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
+    })?;
+    // The pool is built here because at its first use a thread that cannot be started would cause a panic. 0 means one thread per
+    // core.
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(resolved.settings.threads.unwrap_or(0))
+        .build_global()
+        .context("the threads of the pool could not be started")?;
+    let context = Context::new(&resolved.settings, console.clone(), Arc::default());
+    let mut resolved = family::without_idle(resolved, &context)?;
+    resolved.notes.extend(doubts);
+    let resolved = &resolved;
+    for note in &resolved.notes {
+        context.console.line(note);
+    }
+    match resolved.verb {
+        Verb::Train | Verb::Plan => train::train(resolved, &context),
+        Verb::Sft => train::sft(resolved, &context),
+        Verb::Generate => infer::generate(resolved, &context),
+        Verb::Score => infer::score(&resolved.settings, &context),
+        Verb::Eval => infer::eval(resolved, &context),
+        Verb::DataCheck => data::check(resolved, &context),
+        Verb::DataShow => data::show(&resolved.settings, &context),
+        Verb::DataConvert => data::convert(&resolved.settings, &context),
+        Verb::RewardsList => rewards::list(),
+        Verb::RewardsRun => rewards::run(&resolved.settings, &context),
+        Verb::Export => export::export(&resolved.settings, &context),
+        Verb::Push => push::push(&resolved.settings, &context),
+        Verb::Doctor => doctor::doctor(&resolved.settings, &context),
+        Verb::Demo => demo::demo(resolved, &context),
+        Verb::Bench => bench::bench(&resolved.settings, &context),
+        Verb::Watch => watch::watch(&resolved.settings, &context),
+        Verb::Report => watch::report(&resolved.settings, &context),
+        Verb::Schema => print_data(&format!("{:#}\n", crate::settings::schema())),
+        Verb::Completions => shell::completions(&resolved.settings),
+        Verb::Man => shell::man(&resolved.settings),
+    }
+}
+
+/// Writes a table or a report to standard output. Escapes control characters; on a terminal, breaks lines between words.
+pub(crate) fn print(text: &str) -> Result<()> {
+    let text = worded(text);
+    let text = escape(&text);
+    match stdout_columns() {
+        Some(columns) => {
+            let end = if text.ends_with('\n') { "\n" } else { "" };
+            print_raw(&format!("{}{end}", wrap(&text, columns).trim_end_matches('\n')))
+        }
+        None => print_raw(&text),
+    }
+}
+
+/// Writes text of a model to standard output: unchanged to a pipe, escaped to a terminal.
+pub(crate) fn print_data(text: &str) -> Result<()> {
+    if std::io::stdout().is_terminal() { print_raw(&escape(text)) } else { print_raw(text) }
+}
+
+/// Writes to standard output; a closed pipe (`| head`) ends the program quietly.
+fn print_raw(text: &str) -> Result<()> {
+    use std::io::Write as _;
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        other => other.context("writing to standard output"),
+    }
+}

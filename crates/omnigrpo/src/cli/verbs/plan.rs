@@ -1,0 +1,529 @@
+//! `plan`, and the prediction of memory that `train` makes before it loads a model: memory by part, and flags that reduce it.
+//! `plan` also predicts the time of a run on the CPU.
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::MediumKind;
+use omnigrpo_models::{Checkpoint, MediumShape};
+use omnigrpo_ops::{Device, Rates};
+use omnigrpo_train::{Memory, Objective, Phase, StepTime};
+use serde_json::{Map, Value as Json, json};
+
+use super::memory::{self, Longest, size};
+use super::train::Prepared;
+use super::{Context, print, setup};
+use crate::settings::Settings;
+use crate::settings::flags;
+use crate::settings::problem::Problem;
+use crate::settings::rules;
+use crate::settings::values::{Given, Origin, Raw, Resolved};
+
+/// Length of the longest bar, columns.
+const BAR: u64 = 40;
+
+/// A run with some flags changed.
+struct Way {
+    /// Flags in the form that the user types.
+    flags: String,
+    memory: Memory,
+}
+
+/// Memory of a run, and its limit.
+struct Forecast {
+    memory: Memory,
+    /// Bytes that this process may use, and the name of that memory.
+    limit: Option<(u64, &'static str)>,
+    /// Bytes of main memory for stored decoded media.
+    for_media: u64,
+}
+
+impl Forecast {
+    fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Self> {
+        let device = prepared.devices[0];
+        // The memory that this process already uses is added on both sides.
+        let own = if device == Device::Cpu { memory::resident() } else { 0 };
+        let limit = memory::free_on(device).map(|(free, whose)| (free + own, whose));
+        let mut this = Self { memory: Memory::default(), limit, for_media: 0 };
+        (this.memory, this.for_media) = this.complete(settings, checkpoint, prepared, &prepared.longest)?;
+        Ok(this)
+    }
+
+    /// Returns the memory of a run with these settings and longest rows, and the capacity of its store of decoded media, bytes.
+    fn complete(
+        &self,
+        settings: &Settings,
+        checkpoint: &Checkpoint,
+        prepared: &Prepared,
+        longest: &Longest,
+    ) -> Result<(Memory, u64)> {
+        let mut memory = memory::of_run(settings, checkpoint, prepared, longest)?;
+        if prepared.devices[0] != Device::Cpu {
+            // The other half of main memory is for data that is not stored on the card: moments, a reference, rewards, media of
+            // two steps.
+            return Ok((memory, memory::for_media(settings, memory::free().map(|free| free / 2))));
+        }
+        memory.program = memory::resident().saturating_sub(prepared.reward_bytes);
+        memory.rewards = prepared.reward_bytes;
+        let left = self.limit.map(|(limit, _)| limit.saturating_sub(memory.total()));
+        let room = memory::for_media(settings, left);
+        // Other settings of media are assumed to change all rows in the same proportion as the longest one.
+        let of_longest = |longest: &Longest| longest.media_bytes().max(1) as f64;
+        let scale = of_longest(longest) / of_longest(&prepared.longest);
+        let all = prepared.media_bytes(&settings.run) as f64 * scale;
+        memory.media_store = memory::kept(all as u64, room, memory.media);
+        Ok((memory, room))
+    }
+
+    fn fits(&self, memory: &Memory) -> bool {
+        self.limit.is_none_or(|(limit, _)| memory.total() <= limit)
+    }
+}
+
+/// Predicted time of a run on this machine.
+struct Times {
+    /// Number of tokens of a completion, and the time of a step with such completions.
+    steps: Vec<(usize, StepTime)>,
+    num_steps: u64,
+    steps_per_epoch: u64,
+    /// Number of evaluations, and of batches in each.
+    evaluations: [u64; 2],
+}
+
+impl Times {
+    /// Measures rates for about a second and predicts times from them. Returns `None` on a GPU, whose rates are not measured.
+    fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Option<Self>> {
+        if prepared.devices.iter().any(|device| *device != Device::Cpu) {
+            return Ok(None);
+        }
+        let longest = settings.algorithm.sampling.max_completion_length;
+        let lengths = match prepared.objective {
+            Objective::Imitate => vec![longest],
+            Objective::Reinforce if longest == 1 => vec![1],
+            Objective::Reinforce => vec![longest, longest / 2],
+        };
+        let mut rates = Rates::default();
+        let of = |tokens| {
+            let time =
+                memory::step_time(settings, checkpoint, prepared, &prepared.typical, tokens, &mut rates);
+            Ok((tokens, time?))
+        };
+        let (run, rows) = (&settings.run, prepared.usable_rows());
+        let (num_steps, steps_per_epoch) = (run.num_steps(rows)?, run.steps_per_epoch(rows));
+        let evaluations = prepared.eval.as_ref().map_or([0, 0], |plan| {
+            let batches = plan.rows.len().div_ceil(plan.options.batch_rows.max(1)) as u64;
+            [run.num_evaluations(num_steps, steps_per_epoch), batches]
+        });
+        Ok(Some(Self {
+            steps: lengths.into_iter().map(of).collect::<Result<_>>()?,
+            num_steps,
+            steps_per_epoch,
+            evaluations,
+        }))
+    }
+
+    /// Returns the seconds that steps and evaluations take, with completions of the length in `step`.
+    fn of_steps(&self, step: &StepTime, steps: u64, evaluations: u64) -> f64 {
+        steps as f64 * step.total() + (evaluations * self.evaluations[1]) as f64 * step.evaluation
+    }
+
+    fn table(&self) -> String {
+        let mut out =
+            "\ntime on this machine, without rewards, reading media and saving checkpoints\n\n".to_owned();
+        for (tokens, step) in &self.steps {
+            let of = |phases: &[&str]| {
+                step.phases
+                    .iter()
+                    .filter(|(name, _)| phases.contains(name))
+                    .map(|(_, secs)| secs)
+                    .sum::<f64>()
+            };
+            let parts = [
+                ("media", of(&["encode"])),
+                ("completions", of(&["rollout"])),
+                ("reference", of(&["reference"])),
+                ("update", of(&["forward", "backward"])),
+                ("optimizer", of(&["optimizer"])),
+            ];
+            let parts: Vec<String> = parts
+                .iter()
+                .filter(|(_, secs)| *secs > 0.005 * step.total())
+                .map(|(name, secs)| format!("{name} {}", duration(*secs)))
+                .collect();
+            if self.steps.len() > 1 {
+                out.push_str(&format!("completions of {tokens} tokens\n"));
+            }
+            let line =
+                |name: &str, secs: f64, note: &str| format!("  {name:12}{:>9}  {note}\n", duration(secs));
+            out.push_str(&line("a step", step.total(), &parts.join(", ")));
+            let epoch = self.of_steps(step, self.steps_per_epoch, 0);
+            out.push_str(&line("an epoch", epoch, &format!("{} steps", self.steps_per_epoch)));
+            let [evaluations, _] = self.evaluations;
+            let note = match evaluations {
+                0 => format!("{} steps", self.num_steps),
+                each => format!("{} steps and {each} evaluations", self.num_steps),
+            };
+            out.push_str(&line("the run", self.of_steps(step, self.num_steps, evaluations), &note));
+        }
+        out
+    }
+
+    fn as_json(&self) -> Json {
+        let each = self.steps.iter().map(|(tokens, step)| {
+            json!({
+                "completion_tokens": tokens,
+                "step_secs": step.total(),
+                "phases": step.phases.iter().copied().collect::<std::collections::BTreeMap<_, _>>(),
+                "epoch_secs": self.of_steps(step, self.steps_per_epoch, 0),
+                "run_secs": self.of_steps(step, self.num_steps, self.evaluations[0]),
+            })
+        });
+        json!({
+            "steps": self.num_steps,
+            "steps_per_epoch": self.steps_per_epoch,
+            "evaluations": self.evaluations[0],
+            "with_completions": each.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Formats a time with two to three digits.
+fn duration(secs: f64) -> String {
+    match secs {
+        s if s < 1.0 => format!("{:.0} ms", 1e3 * s),
+        s if s < 100.0 => format!("{s:.1} s"),
+        s if s < 6000.0 => format!("{:.0} min", s / 60.0),
+        s if s < 360_000.0 => format!("{:.1} h", s / 3600.0),
+        s => format!("{:.1} days", s / 86_400.0),
+    }
+}
+
+/// Prints the memory and time that a run needs. Returns an error if the run does not fit into memory.
+pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<()> {
+    let checkpoint = context.checkpoint()?;
+    let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
+    let ways = ways(resolved, checkpoint, prepared, &forecast)?;
+    let times = Times::new(&resolved.settings, checkpoint, prepared)?;
+    if let Some(path) = &resolved.settings.io.json {
+        let mut found = as_json(&forecast, &ways);
+        found["time"] = times.as_ref().map_or(Json::Null, Times::as_json);
+        let text = serde_json::to_string_pretty(&found)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    print(&(table(&forecast, &ways) + &times.map_or(String::new(), |times| times.table())))?;
+    match too_much(&forecast, &ways) {
+        Some(problem) => Err(problem.into()),
+        None => Ok(()),
+    }
+}
+
+/// Checks the memory of a run before it starts. Returns an error if its permanent part does not fit, and warns if the total does
+/// not fit. Sets the capacity of the store of decoded media to the rest.
+pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
+    let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
+    checkpoint.media_store().set_max_bytes(forecast.for_media);
+    if forecast.fits(&forecast.memory) {
+        return Ok(());
+    }
+    let ways = ways(resolved, checkpoint, prepared, &forecast)?;
+    let Some(problem) = too_much(&forecast, &ways) else { return Ok(()) };
+    if forecast.limit.is_some_and(|(limit, _)| forecast.memory.lasting() > limit) {
+        return Err(problem.into());
+    }
+    // The total includes activations. It assumes the longest rows and completions, which may never occur together.
+    tracing::warn!("{}", problem.to_string().replacen("error: ", "", 1));
+    Ok(())
+}
+
+/// Returns a problem if a run does not fit, with the flags that would make it fit.
+fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
+    let (limit, whose) = forecast.limit.filter(|_| !forecast.fits(&forecast.memory))?;
+    let help = match ways.iter().find(|way| forecast.fits(&way.memory)) {
+        Some(way) => format!("with `{}` it takes {}", way.flags, size(way.memory.total())),
+        None => {
+            "no flag that `omnigrpo plan` tries makes it fit: take a smaller model, or shorter rows".into()
+        }
+    };
+    Some(
+        Problem::failure(format!("this run does not fit into {whose}"))
+            .got(format!("{} ({})", size(forecast.memory.total()), memory::parts(&forecast.memory)))
+            .expected(format!("at most the free {}", size(limit)))
+            .help(help),
+    )
+}
+
+/// Flags with their values.
+pub type Flags = Vec<(&'static str, String)>;
+
+/// Formats flags as the user types them.
+pub fn typed(flags: &[(&'static str, String)]) -> String {
+    let one = |(name, value): &(&str, String)| match value.as_str() {
+        "true" => format!("--{name}"),
+        value => format!("--{name} {value}"),
+    };
+    flags.iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+/// Returns flags that make media smaller: pictures first, then clips. Flags that a family rejects are removed later.
+pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
+    /// Number of pixels that suffices for the details in most questions: 1,280 tokens of 28 × 28.
+    const ENOUGH: usize = 1_003_520;
+    let mut flags: Vec<Flags> = Vec::new();
+    let mut one = |name, value: usize| {
+        if !flags.iter().any(|have| have[0].0 == name) {
+            flags.push(vec![(name, value.to_string())]);
+        }
+    };
+    // The side of a patch is at least 14 pixels.
+    let pixels = |shape: &MediumShape| match *shape {
+        MediumShape::Patches(grid) => grid.h * grid.w * 14 * 14,
+        MediumShape::Masked { side_px, .. } => side_px * side_px,
+        _ => 0,
+    };
+    for (kind, shape) in longest.media() {
+        match (kind, shape) {
+            (MediumKind::Image, MediumShape::Pictures { count, .. }) if count > 2 => {
+                one("max_anyres_num", count / 2)
+            }
+            (MediumKind::Image, shape) if pixels(&shape) > 2 * ENOUGH => one("max_pixels", ENOUGH),
+            (MediumKind::Image, shape) if pixels(&shape) >= 1 << 17 => {
+                one("max_pixels", pixels(&shape) / 2 / 784 * 784);
+            }
+            (MediumKind::Video, shape) => {
+                let frames = match shape {
+                    MediumShape::Patches(grid) => 2 * grid.t,
+                    MediumShape::Pictures { count, .. } | MediumShape::Masked { count, .. } => count,
+                    MediumShape::Mel { .. } => 0,
+                };
+                if frames >= 8 {
+                    let fixed = s.prompts.media.video.nframes.is_some();
+                    one(if fixed { "nframes" } else { "video_max_frames" }, frames / 4 * 2);
+                }
+                if pixels(&shape) >= 1 << 16 {
+                    one("video_max_frame_pixels", pixels(&shape) / 2 / 784 * 784);
+                }
+            }
+            _ => {}
+        }
+    }
+    flags
+}
+
+/// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
+fn ways(
+    resolved: &Resolved,
+    checkpoint: &Checkpoint,
+    prepared: &Prepared,
+    forecast: &Forecast,
+) -> Result<Vec<Way>> {
+    let s = &resolved.settings;
+    let on_a_card = prepared.devices[0] != Device::Cpu;
+    let completion = s.algorithm.sampling.max_completion_length;
+    let one = |name: &'static str, value: String| vec![(name, value)];
+    let on = |name: &'static str| one(name, "true".into());
+    let media = media_flags(s, &prepared.longest);
+    // Flags that do not change results.
+    let mut exact = Vec::new();
+    if !s.algorithm.recompute {
+        exact.push(on("gradient_checkpointing"));
+    }
+    // A stream contains at least a prompt and one completion.
+    let least = (prepared.longest.prompt_tokens() + completion).next_multiple_of(64);
+    if 2 * least <= s.algorithm.stream_rows() {
+        exact.push(one("max_stream_tokens", least.to_string()));
+    }
+    if on_a_card && !s.optimizer.offload {
+        exact.push(on("offload_optimizer"));
+    }
+    if forecast.memory.media_store > 0 {
+        exact.push(one("mm_processor_cache_gb", "0".into()));
+    }
+    let mut single = vec![one("torch_dtype", "bfloat16".into())];
+    if s.batch.accumulation >= 2 {
+        single.push(one("gradient_accumulation_steps", (s.batch.accumulation / 2).to_string()));
+    }
+    if s.algorithm.num_generations >= 4 {
+        single.push(one("num_generations", (s.algorithm.num_generations / 2).to_string()));
+    }
+    if completion >= 64 {
+        single.push(one("max_completion_length", (completion / 2).to_string()));
+    }
+    if s.algorithm.loss.needs_reference() {
+        single.push(one("beta", "0".into()));
+    }
+    if !s.model.use_peft {
+        single.push(on("use_peft"));
+    }
+    let quantised = s.model.load_in_8bit || s.model.load_in_4bit;
+    let adapted = |flag: &'static str| {
+        let mut flags = on(flag);
+        flags.splice(0..0, if s.model.use_peft { Vec::new() } else { on("use_peft") });
+        flags
+    };
+    if !quantised {
+        single.push(adapted("load_in_8bit"));
+        single.push(adapted("load_in_4bit"));
+    }
+    // Combinations: media, flags that change no result, adapters, quantised weights. Each row adds to the one before.
+    let together = |parts: &[&[Flags]]| parts.iter().flat_map(|part| part.concat()).collect::<Flags>();
+    let peft = if s.model.use_peft { Vec::new() } else { vec![on("use_peft")] };
+    let few = if quantised { Vec::new() } else { vec![on("load_in_4bit")] };
+    let mut all = [media.clone(), exact.clone(), single].concat();
+    for parts in [
+        &[&exact[..]][..],
+        &[&media, &exact],
+        &[&exact, &peft],
+        &[&exact, &peft, &few],
+        &[&media, &exact, &peft],
+        &[&media, &exact, &peft, &few],
+    ] {
+        let flags = together(parts);
+        if flags.len() > 1 && !all.contains(&flags) {
+            all.push(flags);
+        }
+    }
+    let mut ways = Vec::new();
+    for flags in all {
+        // Flags that contradict another setting of the run are skipped.
+        let Some(settings) = changed(resolved, &flags) else { continue };
+        let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
+        let longest = match of_media.then(|| setup::prompts(&settings, checkpoint, true)) {
+            None => None,
+            Some(Ok(prompts)) => prepared.longest.with(&prompts, prepared.objective),
+            Some(Err(_)) => continue,
+        };
+        let longest = longest.as_ref().unwrap_or(&prepared.longest);
+        if of_media && longest.prompt_tokens() >= prepared.longest.prompt_tokens() {
+            continue;
+        }
+        // Some flags do not apply to this model, such as adapters on weights that are fully trained.
+        let Ok((memory, _)) = forecast.complete(&settings, checkpoint, prepared, longest) else { continue };
+        ways.push(Way { flags: typed(&flags), memory });
+    }
+    let base = forecast.memory.total();
+    // A flag that saves less than one percent is not worth a line.
+    ways.retain(|way| way.memory.total() < base - base / 100);
+    Ok(ways)
+}
+
+/// Returns the settings with other values of some flags; `None` if these contradict other settings.
+pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<Settings> {
+    let mut values = resolved.values.clone();
+    for (name, text) in flags {
+        let flag = flags::find(name).filter(|flag| flag.verbs.contains(&resolved.verb))?;
+        values.set(Given::read(flag, &Raw::Arguments(vec![text.clone()]), Origin::Flag).ok()?);
+    }
+    let settings = Settings::from_values(&values, resolved.settings.env.clone()).ok()?;
+    rules::check(resolved.verb, &settings).is_empty().then_some(settings)
+}
+
+fn table(forecast: &Forecast, ways: &[Way]) -> String {
+    let Forecast { memory, limit, .. } = forecast;
+    let most = limit.map_or(0, |(limit, _)| limit).max(memory.total()).max(1);
+    let bar = |bytes: u64| {
+        let full = "█".repeat((bytes * BAR / most) as usize);
+        if full.is_empty() && bytes > 0 { "▏".to_owned() } else { full }
+    };
+    let width = ways.iter().map(|way| way.flags.len()).max().unwrap_or(0).max(22);
+    let line = |name: &str, bytes: u64, note: &str| {
+        format!("{name:width$}  {:>9}  {}{note}\n", size(bytes), bar(bytes))
+    };
+    let when = match memory.peak {
+        Phase::Rollout => "a rollout",
+        Phase::Update => "an update",
+        Phase::Evaluation => "an evaluation",
+    };
+    let mut out = format!("memory of this run, with its longest rows, in {when}\n\n");
+    for (name, bytes) in memory.parts().into_iter().filter(|(_, bytes)| *bytes > 0) {
+        out.push_str(&line(name, bytes, ""));
+    }
+    out.push_str(&line("all of it", memory.total(), ""));
+    if let Some((limit, whose)) = limit {
+        let name = format!("free, {whose}");
+        out.push_str(&line(
+            &name,
+            *limit,
+            if forecast.fits(memory) { "  it fits" } else { "  it does not fit" },
+        ));
+    }
+    if !ways.is_empty() {
+        out.push_str("\nwith other flags\n\n");
+    }
+    for way in ways {
+        let note = if forecast.fits(&way.memory) { "  fits" } else { "" };
+        out.push_str(&line(&way.flags, way.memory.total(), note));
+    }
+    out
+}
+
+fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
+    let parts = |memory: &Memory| -> Map<String, Json> {
+        memory.parts().into_iter().map(|(name, bytes)| (name.replace(' ', "_"), bytes.into())).collect()
+    };
+    let ways = ways.iter().map(|way| {
+        json!({
+            "flags": way.flags,
+            "total": way.memory.total(),
+            "parts": parts(&way.memory),
+            "fits": forecast.fits(&way.memory),
+        })
+    });
+    json!({
+        "total": forecast.memory.total(),
+        "parts": parts(&forecast.memory),
+        "limit": forecast.limit.map(|(limit, _)| limit),
+        "fits": forecast.fits(&forecast.memory),
+        "with_other_flags": ways.collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn of(weights: u64, activations: u64) -> Memory {
+        Memory { weights, activations, ..Memory::default() }
+    }
+
+    #[test]
+    fn bars_are_shares_of_the_longest_and_the_first_way_that_fits_is_told() {
+        let forecast = Forecast {
+            memory: of(2_000_000_000, 2_000_000_000),
+            limit: Some((3_000_000_000, "memory")),
+            for_media: 0,
+        };
+        let way = |flags: &str, memory: Memory| Way { flags: flags.into(), memory };
+        let ways = [
+            way("--num_generations 4", of(2_000_000_000, 1_500_000_000)),
+            way("--gradient_checkpointing", of(2_000_000_000, 500_000_000)),
+            way("--use_peft --load_in_4bit", of(700_000_000, 500_000_000)),
+        ];
+        let told = table(&forecast, &ways);
+        let line = |start: &str| told.lines().find(|line| line.starts_with(start)).unwrap().to_owned();
+        assert!(line("weights").ends_with(&format!(" 2.0 GB  {}", "█".repeat(20))), "{told}");
+        assert!(line("all of it").ends_with(&format!(" 4.0 GB  {}", "█".repeat(40))), "{told}");
+        assert!(line("free, memory").ends_with("  it does not fit"), "{told}");
+        assert!(
+            !line("--num_generations").ends_with("fits") && line("--gradient").ends_with("  fits"),
+            "{told}"
+        );
+        assert!(!told.contains("adapters"), "what takes nothing has no line: {told}");
+
+        let problem = too_much(&forecast, &ways).unwrap().to_string();
+        for part in [
+            "does not fit into memory",
+            "4.0 GB (weights 2.0 GB, activations 2.0 GB)",
+            "at most the free 3.0 GB",
+            "with `--gradient_checkpointing` it takes 2.5 GB",
+        ] {
+            assert!(problem.contains(part), "{problem}");
+        }
+        assert!(too_much(&forecast, &ways[..1]).unwrap().to_string().contains("no flag"));
+        let enough = Forecast { limit: Some((4_000_000_000, "memory")), ..forecast };
+        assert!(too_much(&enough, &ways).is_none());
+
+        let json = as_json(&enough, &ways);
+        assert_eq!(json["total"], json!(4_000_000_000_u64));
+        assert_eq!((&json["fits"], &json["parts"]["activations"]), (&json!(true), &json!(2_000_000_000)));
+        assert_eq!(json["with_other_flags"][2]["flags"], json!("--use_peft --load_in_4bit"));
+    }
+}

@@ -1,0 +1,240 @@
+//! `rewards list` and `rewards run`.
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{Dataset, Sample};
+use omnigrpo_guard::told;
+use omnigrpo_observe::{stdout_columns, wrap};
+use omnigrpo_rewards::{EvalRow, Measures, RewardError, RewardSet, answer_reward, summarize};
+use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_train::TrainError;
+use serde_json::json;
+
+use super::infer::with_columns;
+use super::{Context, print, setup};
+use crate::settings::problem::Problem;
+use crate::settings::wording::worded;
+use crate::settings::{Keep, Settings};
+
+/// Prints the table of rewards.
+pub fn list() -> Result<()> {
+    let mut out = String::new();
+    let columns = stdout_columns().unwrap_or(80);
+    let rewards = omnigrpo_rewards::table().iter().map(|row| (row.name, row.doc, row.source));
+    let scorers = omnigrpo_scorers::table().iter().map(|row| (row.name, row.doc, row.source));
+    let rows: Vec<_> = rewards.chain(scorers).collect();
+    let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
+    for (mut name, doc, source) in rows {
+        // Continuation lines are indented by two columns, so they are narrower.
+        for line in wrap(&format!("{doc} [{source}]"), columns.saturating_sub(width + 2)).lines() {
+            let gap = if name.is_empty() { "" } else { "  " };
+            out.push_str(&format!("{name:width$}{gap}{line}\n"));
+            name = "";
+        }
+    }
+    let others = "A reward can also be the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
+    out.push_str(&format!("\n{}\n", wrap(others, columns)));
+    print(&out)
+}
+
+/// Scores rows that contain completions and summarises them as an evaluation.
+pub fn run(settings: &Settings, context: &Context) -> Result<()> {
+    let (Some(input), Some(output)) = (&settings.io.input, &settings.io.output) else {
+        return Err(Problem::usage("nothing to score")
+            .expected("`rewards run --input rows.jsonl --output out.jsonl`")
+            .into());
+    };
+    super::infer::can_write(output)?;
+    // Missing media are allowed here, because a reward that reads media reports the files that it cannot open.
+    let dataset = setup::input_rows(settings, input, true)?;
+    super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
+    let keep = settings.io.keep;
+    let rewards = setup::rewards(settings, setup::corpus(settings, &dataset, 0..dataset.len()).as_ref())?;
+    let measures = settings.eval.measures.clone();
+    let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
+    if keep == Some(Keep::Passed) && right.is_none() {
+        return Err(Problem::usage("no reward compares answers, so it is unknown which answers are correct")
+            .at("--keep")
+            .got(format!("`reward_funcs` {}", settings.rewards.funcs.join(", ")))
+            .expected("`accuracy` or one of its rules in `reward_funcs`, or else `best` or a number")
+            .into());
+    }
+    probe(&rewards, &dataset)?;
+    let category = settings.eval.category.as_deref();
+    let mut progress = context.console.progress("scoring", dataset.len());
+    let mut lines = Vec::new();
+    let mut rows = Vec::new();
+    let all: Vec<u64> = (0..dataset.len()).collect();
+    for numbers in all.chunks(BATCH_ROWS) {
+        let read: Vec<_> = numbers.iter().map(|&row| read_row(&dataset, row)).collect();
+        let good: Vec<Scored<'_>> = read.iter().flatten().map(|(s, c)| (s, c.as_slice())).collect();
+        let mut scored =
+            score_rows(&good, &rewards, settings.algorithm.seed, category, &measures)?.into_iter();
+        for (&number, read) in numbers.iter().zip(&read) {
+            let row = match read {
+                Ok((sample, _)) => {
+                    scored.next().context("a row was not scored").flatten().map(|row| (sample, row))
+                }
+                Err(error) => Err(anyhow::anyhow!("{}", told(error.as_ref()))),
+            };
+            match row {
+                Ok((sample, row)) => {
+                    let scores = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
+                    match keep {
+                        None => {
+                            let recorded = ["completions", "completion_ids", "logprobs"];
+                            lines.push(with_columns(&dataset, sample, &recorded, scores).to_string());
+                        }
+                        Some(keep) => lines.extend(kept(&row, keep, right).map(|index| {
+                            let made = json!({
+                                "id": row.id,
+                                "completion": row.completions[index],
+                                "reward": row.reward[index],
+                            });
+                            with_columns(&dataset, sample, &[], made).to_string()
+                        })),
+                    }
+                    rows.push(row);
+                }
+                Err(error) if keep.is_none() => {
+                    let id = dataset.id(number);
+                    lines.push(json!({ "id": id, "error": worded(&told(error.as_ref())) }).to_string());
+                }
+                Err(error) => {
+                    let (id, error) = (dataset.id(number), told(error.as_ref()));
+                    context.console.warning(&format!("row {number} (id {id}): {error}"));
+                }
+            }
+        }
+        progress.advance(numbers.len() as u64);
+    }
+    drop(progress);
+    if keep.is_some() {
+        let all: usize = rows.iter().map(|row| row.completions.len()).sum();
+        context.console.line(&format!("kept {} of {all} completions of {} rows", lines.len(), rows.len()));
+    }
+    super::infer::write_lines(output, &lines)?;
+    let summary = summarize(&rows, &rewards, &measures)?;
+    super::summary::write(output, &summary)?;
+    print(&super::summary::tables(&summary))?;
+    super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
+}
+
+/// Returns the indices of the completions of a row to keep. `right` is the name of the reward that compares answers, and its
+/// threshold.
+fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<Item = usize> {
+    let scores: &[Option<f64>] = match (keep, right) {
+        (Keep::Passed, Some((name, _))) => row.rewards.get(name).map_or(&[], Vec::as_slice),
+        _ => &row.reward,
+    };
+    let from = match (keep, right) {
+        (Keep::Best, _) => scores.iter().copied().flatten().fold(f64::NEG_INFINITY, f64::max),
+        (Keep::Passed, Some((_, from))) | (Keep::From(from), _) => from,
+        (Keep::Passed, None) => f64::INFINITY,
+    };
+    let good = scores.iter().enumerate().filter(move |(_, score)| score.is_some_and(|score| score >= from));
+    let most = if keep == Keep::Best { 1 } else { scores.len() };
+    good.map(|(index, _)| index).take(most).collect::<Vec<_>>().into_iter()
+}
+
+/// Number of rows that are scored together, so that requests to a program or an address are full and spread over its workers.
+const BATCH_ROWS: usize = 64;
+
+type Scored<'a> = (&'a Sample, &'a [Completion]);
+
+fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
+    let sample = dataset.get(row)?;
+    let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
+    anyhow::ensure!(
+        recorded.iter().all(|c| c.text.is_some()),
+        "a completion has token ids and no text, which rewards read; `score` writes both"
+    );
+    let completions = recorded
+        .iter()
+        .map(|c| {
+            let finish_reason = match c.finish_reason.as_deref() {
+                Some("length") => FinishReason::Length,
+                _ => FinishReason::Stop,
+            };
+            let ids = c.completion_ids.clone().unwrap_or_default();
+            Completion::recorded(ids, finish_reason, c.text.clone().unwrap_or_default())
+        })
+        .collect();
+    Ok((sample, completions))
+}
+
+/// Scores the first readable row, so that a reward that cannot be started or reached fails the command immediately instead of
+/// failing at each row.
+fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
+    let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
+        return Ok(());
+    };
+    let Some(first) = completions.into_iter().next() else { return Ok(()) };
+    omnigrpo_train::probe(rewards, &sample, first.text, first.ids).map_err(|error| {
+        let help = "the reward had to score one completion before the others; nothing is written";
+        Problem::of(&error).at("--reward_funcs").help(help).into()
+    })
+}
+
+/// Number of consecutive rows with the same failure after which an external reward counts as unavailable.
+const GIVEN_UP_AFTER: usize = 3;
+
+/// Scores rows together. If that fails, scores each row alone, so that an error is attributed to its row. If a reward no longer
+/// answers, the command fails.
+fn score_rows(
+    rows: &[Scored<'_>],
+    rewards: &RewardSet,
+    seed: u64,
+    category: Option<&str>,
+    measures: &Measures,
+) -> Result<Vec<Result<EvalRow>>> {
+    Ok(match omnigrpo_train::score(rewards, rows, seed, 0) {
+        Ok(scores) => {
+            let mut from = 0;
+            let each = |(sample, completions): &Scored<'_>| {
+                let span = from..from + completions.len();
+                from = span.end;
+                let texts = completions.iter().map(|c| c.text.clone()).collect();
+                Ok(omnigrpo_train::eval_row(sample, texts, &scores, span, category, measures))
+            };
+            rows.iter().map(each).collect()
+        }
+        Err(error) if rows.len() == 1 => vec![Err(error.into())],
+        Err(_) => {
+            let mut all = Vec::with_capacity(rows.len());
+            let mut refusals: Vec<String> = Vec::new();
+            for row in rows.chunks(1) {
+                let one = score_rows(row, rewards, seed, category, measures)?;
+                let refusal = one.iter().find_map(|row| refusal(row.as_ref().err()?));
+                refusals.retain(|earlier| Some(earlier) == refusal.as_ref());
+                refusals.extend(refusal);
+                if refusals.len() == GIVEN_UP_AFTER {
+                    return Err(Problem::failure(format!(
+                        "{GIVEN_UP_AFTER} consecutive rows failed in the same way"
+                    ))
+                    .at("--reward_funcs")
+                    .got(refusals.swap_remove(0))
+                    .help("no more rows are scored, and nothing is written")
+                    .into());
+                }
+                all.extend(one);
+            }
+            all
+        }
+    })
+}
+
+/// Returns the message of a program or address that gave no score, without the part that names the row.
+fn refusal(error: &anyhow::Error) -> Option<String> {
+    let reward = match error.downcast_ref::<TrainError>()? {
+        TrainError::Reward(error) => error,
+        TrainError::Unscored { source, .. } => source,
+        _ => return None,
+    };
+    match reward {
+        RewardError::External { reward, what, .. } => Some(format!("`{reward}`: {what}")),
+        RewardError::TimedOut { reward, limit, .. } => {
+            Some(format!("`{reward}`: no answer within {limit:?}"))
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,143 @@
+//! The rewards of a command and their references.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Result;
+use omnigrpo_data::{Dataset, Sample};
+use omnigrpo_guard::told;
+use omnigrpo_models::PromptBuilder;
+use omnigrpo_rewards::{Compat, Corpus, RewardSet, references};
+use omnigrpo_scorers::{RewardModel, ScorerOptions};
+
+use super::hub::named_dir;
+use crate::settings::Settings;
+use crate::settings::problem::Problem;
+
+/// Returns the references of these rows if a reward needs them.
+pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Option<Corpus> {
+    let wants = |name: &str| !settings.lacks_reward(name);
+    let weigh_tokens = wants("bertscore") && settings.rewards.scorers.bertscore_idf;
+    (wants("cider") || wants("explanation") || weigh_tokens).then(|| {
+        // An unreadable row is skipped here; it is reported when it is used.
+        let samples = rows.into_iter().filter_map(|row| dataset.get(row).ok());
+        let own = |sample: Sample| {
+            let references = references(&sample.columns, sample.solution.as_deref());
+            references.into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        Corpus::of(samples.map(own), weigh_tokens)
+    })
+}
+
+/// Builds the rewards.
+pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet> {
+    let asked = &settings.rewards;
+    let wants = |name: &str| !settings.lacks_reward(name);
+    let mut options = asked.options.clone();
+    options.external.judge_api_key = settings.env.judge_api_key.clone();
+    options.external.system = settings.prompts.render.system.clone();
+    if let Some(path) = &asked.judge_prompt {
+        options.external.judge_template = judge_prompt(path)?;
+    }
+    options.cider = corpus.map(|corpus| Arc::clone(&corpus.frequencies));
+    let dir = |flag: &str, wanted: bool, name: &Option<PathBuf>| {
+        let name = name.as_ref().filter(|_| wanted).map(|name| name.to_string_lossy());
+        name.map(|name| named_dir("the model", &name, settings).map_err(|problem| problem.at(flag)))
+            .transpose()
+    };
+    let pictures = wants("explanation") && asked.scorers.explanation_clip_weight > 0.0;
+    let scorers = ScorerOptions {
+        clip_model: dir("--clip_model", pictures, &asked.scorers.clip_model)?,
+        clip_text_model: dir("--clip_text_model", pictures, &asked.scorers.clip_text_model)?,
+        explanation_compat: options.compat.contains(&Compat::S4Explanation),
+        bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.scorers.bertscore_model)?,
+        frequencies: options.cider.clone(),
+        references: corpus.map_or_else(Vec::new, |corpus| corpus.texts.clone()),
+        ..asked.scorers.clone()
+    };
+    let mut made = omnigrpo_scorers::table()
+        .iter()
+        .filter(|row| wants(row.name))
+        .map(|row| (row.make)(&scorers).map_err(|e| Problem::of(&e).at("--reward_funcs")))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut names = asked.funcs.clone();
+    for spec in &mut names {
+        let Some((name, place)) = RewardModel::spec(spec) else { continue };
+        let at = |problem: Problem| problem.at("--reward_funcs");
+        let dir = named_dir("the reward model", place, settings).map_err(at)?;
+        let render = settings.prompts.render.clone();
+        let model = RewardModel::load(name, &dir, asked.scorers.dtype, render).map_err(|e| {
+            at(Problem::failure(format!("the reward model `{place}` cannot be used")).got(told(&e)))
+        })?;
+        made.push(Box::new(model));
+        *spec = name.to_owned();
+    }
+    omnigrpo_rewards::build_with(&names, &options, made)
+        .map_err(|e| Problem::usage(told(&e)).at("--reward_funcs").into())
+}
+
+/// Reads the prompt for a judge from a file.
+fn judge_prompt(path: &Path) -> Result<String> {
+    const MAX_BYTES: u64 = 64 << 10;
+    let problem = |got: String| {
+        Problem::usage("the judge's prompt cannot be used")
+            .at(path.display().to_string())
+            .got(got)
+            .expected("a text that contains `{answer}` or `{completion}` and requests a number from 0 to 1")
+    };
+    let mut text = String::new();
+    std::fs::File::open(path)
+        .and_then(|file| {
+            std::io::Read::read_to_string(&mut std::io::Read::take(file, MAX_BYTES + 1), &mut text)
+        })
+        .map_err(|e| problem(e.to_string()))?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(problem(format!("more than {MAX_BYTES} bytes")).into());
+    }
+    if !text.contains("{answer}") && !text.contains("{completion}") {
+        return Err(problem("a text without an answer to grade".to_owned()).into());
+    }
+    Ok(text)
+}
+
+/// Builds the rewards that need neither a model nor another program, which suffice to check rows. Returns `None` if there are
+/// none.
+pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<RewardSet>> {
+    let mut textual = settings.clone();
+    let asked = &mut textual.rewards;
+    let is_built_in = |name: &String| omnigrpo_rewards::table().iter().any(|row| row.name == name);
+    asked.funcs.retain(is_built_in);
+    asked.options.weights = vec![1.0; asked.funcs.len()];
+    if asked.funcs.is_empty() {
+        return Ok(None);
+    }
+    rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref()).map(Some)
+}
+
+/// Scores one made-up completion of the first readable row with the external rewards, so that a reward that cannot
+/// be started or reached is reported before hours of sampling.
+pub fn probe_rewards(
+    rewards: &RewardSet,
+    dataset: &Dataset,
+    rows: impl IntoIterator<Item = u64>,
+    prompts: &PromptBuilder,
+) -> Result<()> {
+    let Some(sample) = rows.into_iter().find_map(|row| dataset.get(row).ok()) else { return Ok(()) };
+    let solution = sample.solution.as_deref().unwrap_or("nothing");
+    let answer = if solution.contains("<answer>") {
+        solution.to_owned()
+    } else {
+        format!("<answer>{solution}</answer>")
+    };
+    let text = format!("<think>A trial before the run.</think>{answer}");
+    let ids = prompts.completion_ids(&text)?;
+    omnigrpo_train::probe(rewards, &sample, text, ids).map_err(|e| {
+        Problem::of(&e)
+            .at("--reward_funcs")
+            .help(
+                "the reward had to score one completion before the run, as described in docs/rewards.md; nothing was \
+                 sampled yet",
+            )
+            .into()
+    })
+}

@@ -1,0 +1,137 @@
+//! `watch` and `report`, and the page and trackers of a run.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Result;
+use omnigrpo_guard::told;
+use omnigrpo_observe::{Tracker, Trackers};
+use omnigrpo_watch::{Board, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
+
+use super::{Context, print};
+use crate::settings::Settings;
+use crate::settings::names;
+use crate::settings::problem::Problem;
+use crate::settings::values::Resolved;
+
+/// Serves runs until the program is stopped.
+pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
+    let directories: Vec<PathBuf> = settings.io.run_dirs.iter().map(PathBuf::from).collect();
+    if settings.log.tui {
+        return table(&directories, context);
+    }
+    let server = Server::start(&directories, settings.log.dashboard_port).map_err(problem)?;
+    print(&format!("{}\n", server.url()))?;
+    context.console.line("the page opens only on this machine; press Ctrl-C to stop");
+    loop {
+        std::thread::park();
+    }
+}
+
+/// Shows runs as a table in the terminal until the program is stopped. In a pipe, prints a line per step.
+fn table(directories: &[PathBuf], context: &Context) -> Result<()> {
+    const EVERY: Duration = Duration::from_secs(1);
+    let mut board = Board::open(directories).map_err(problem)?;
+    let block = context.console.block();
+    loop {
+        let news = board.look().map_err(problem)?;
+        match &block {
+            Some(block) => block.show(board.table(context.console.width()).trim_end()),
+            None => news.iter().try_for_each(|line| print(&format!("{line}\n")))?,
+        }
+        std::thread::sleep(EVERY);
+    }
+}
+
+/// Writes each run as one file.
+pub fn report(settings: &Settings, context: &Context) -> Result<()> {
+    for directory in &settings.io.run_dirs {
+        let report = omnigrpo_watch::report(Path::new(directory)).map_err(problem)?;
+        print(&format!("{}\n", report.path.display()))?;
+        let folders: Vec<_> =
+            report.media_folders.iter().map(|folder| folder.display().to_string()).collect();
+        if !folders.is_empty() {
+            context.console.line(&format!(
+                "it contains pictures or sounds of {}: check them before you share it",
+                folders.join(", ")
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Starts the trackers of a run. Leaves out a tracker that cannot start, with a warning.
+pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box<dyn FnOnce() -> Trackers> {
+    use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
+    let settings = &resolved.settings;
+    let chosen = settings.log.report_to.clone();
+    let given = settings.run.run_name.clone();
+    let own = || directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = given.clone().unwrap_or_else(own);
+    let (port, may_send) = (settings.log.prometheus_port, !settings.env.wandb_disabled);
+    let run = WandbRun {
+        python: settings.rewards.options.external.python.clone(),
+        directory: directory.to_owned(),
+        name: given,
+        settings: resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect(),
+        secret: settings.env.wandb_api_key.clone(),
+    };
+    let console = context.console.clone();
+    Box::new(move || {
+        let wanted = |one| chosen.contains(&one) || chosen.contains(&All);
+        let mut all: Vec<Box<dyn Tracker>> = Vec::new();
+        let mut add = |name: &str, made: Result<Box<dyn Tracker>, String>| match made {
+            Ok(tracker) => all.push(tracker),
+            Err(why) => console.warning(&format!("{name} gets no metrics: {why}")),
+        };
+        if wanted(Tensorboard) {
+            let made = TensorBoard::begin(&run.directory.join("tensorboard"), &name, &run.settings);
+            add("tensorboard", made.map(|one| Box::new(one) as _));
+        }
+        if wanted(Scraped) {
+            let made = Prometheus::start(port, &name).inspect(|one| {
+                console.line(&format!("for Prometheus: http://127.0.0.1:{}/metrics", one.port()));
+            });
+            add("prometheus", made.map(|one| Box::new(one) as _));
+        }
+        if wanted(Sent) && may_send {
+            add("wandb", Wandb::start(run).map(|one| Box::new(one) as _));
+        }
+        Trackers::start(all, &console)
+    })
+}
+
+/// Serves the page of a run that is about to begin, if the settings request it.
+pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Result<Option<Server>> {
+    if !settings.log.dashboard {
+        return Ok(None);
+    }
+    let directory = std::fs::canonicalize(directory)?;
+    let server = Server::start_live(directory, settings.log.dashboard_port).map_err(problem)?;
+    // The address contains a token, and other users may read the log.
+    let file = server.address_file().unwrap_or(Path::new("")).display().to_string();
+    context.console.log(&format!("the address of the run's page is in {file}"));
+    match is_read_by_others(std::io::stderr()) {
+        true => context.console.unlogged(&format!("the address of the run's page is in {file}")),
+        false => context.console.unlogged(&format!("the run as a page: {}", server.url())),
+    }
+    Ok(Some(server))
+}
+
+/// Returns true if an output goes to a file that other accounts may read, such as the log of a batch system.
+fn is_read_by_others(output: impl std::os::fd::AsFd) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    let file = output.as_fd().try_clone_to_owned().map(std::fs::File::from);
+    let about = file.and_then(|file| file.metadata());
+    about.is_ok_and(|about| about.is_file() && about.mode() & 0o077 != 0)
+}
+
+fn problem(error: Error) -> anyhow::Error {
+    match &error {
+        Error::NoRun { .. } | Error::Missing(_) => Problem::failure("no run to show was found")
+            .got(told(&error))
+            .expected("the `--output_dir` of a run")
+            .into(),
+        _ => error.into(),
+    }
+}

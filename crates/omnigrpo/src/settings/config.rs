@@ -1,0 +1,155 @@
+//! Files of settings: YAML mappings from names in the flag table to values.
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value as Json};
+use serde_saphyr::Spanned;
+
+use crate::settings::layer::{Entry, Layer};
+use crate::settings::problem::Problem;
+use crate::settings::values::{Origin, Raw};
+
+/// Maximum size of a file of settings, bytes. Real files have a few thousand.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// Reads a file of settings. The returned layer contains its mistakes, with file and line.
+pub fn read(path: &Path) -> Layer {
+    let name = path.display().to_string();
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
+    if let Err(error) = read {
+        return Layer::unreadable(
+            Problem::usage("cannot read the file of settings").at(name).got(error.to_string()),
+        );
+    }
+    if text.len() as u64 > MAX_FILE_BYTES {
+        return Layer::unreadable(
+            Problem::usage("the file of settings is too large")
+                .at(name)
+                .expected(format!("at most {MAX_FILE_BYTES} bytes")),
+        );
+    }
+    parse(&text, &name, |line| Origin::Config(format!("{name}:{line}")))
+}
+
+/// Reads the text of a file of settings; `origin` turns a line number into a source.
+pub fn parse(text: &str, name: &str, origin: impl Fn(u64) -> Origin) -> Layer {
+    if text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#')) {
+        return Layer::default();
+    }
+    let document: Document = match serde_saphyr::from_str(text) {
+        Ok(document) => document,
+        Err(error) => return Layer::unreadable(no_yaml(&error, name)),
+    };
+    let entries = document.0.into_iter().map(|(key, node)| Entry {
+        origin: origin(key.referenced.line()),
+        raw: match node.value {
+            Node::Null => None,
+            Node::Scalar(text) => Some(Raw::Arguments(vec![text])),
+            Node::Items(items) => Some(Raw::Items(items)),
+            Node::Mapping(map) => Some(Raw::Object(map)),
+        },
+        name: key.value,
+    });
+    Layer::read(entries.collect(), None)
+}
+
+fn no_yaml(error: &serde_saphyr::Error, name: &str) -> Problem {
+    let mut got = error.without_snippet().to_string();
+    // This part of the library's message is meant for programmers.
+    if let Some((what, rest)) = got.split_once(", set DuplicateKeyPolicy in Options if acceptable") {
+        got = format!("{what}{rest}");
+    }
+    let problem = Problem::usage("not a YAML mapping of settings").got(got);
+    let problem = match error.location() {
+        Some(at) => problem.at(format!("{name}:{}:{}", at.line(), at.column())),
+        None => problem.at(name.to_string()),
+    };
+    problem.expected("lines of `setting: value`, each setting once")
+}
+
+/// Top-level mapping in the order of the file, with repeated keys.
+struct Document(Vec<(Spanned<String>, Spanned<Node>)>);
+
+impl<'de> Deserialize<'de> for Document {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Pairs;
+        impl<'de> Visitor<'de> for Pairs {
+            type Value = Document;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a mapping from settings to values")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Document, A::Error> {
+                let mut pairs = Vec::new();
+                while let Some(pair) = map.next_entry()? {
+                    pairs.push(pair);
+                }
+                Ok(Document(pairs))
+            }
+        }
+        deserializer.deserialize_map(Pairs)
+    }
+}
+
+/// A value before the kind of its setting is known. Scalars stay text, to be parsed later by the kind of the flag.
+enum Node {
+    Null,
+    Scalar(String),
+    Items(Vec<String>),
+    Mapping(Map<String, Json>),
+}
+
+impl<'de> Deserialize<'de> for Node {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Node;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a value, a list of values or a mapping")
+            }
+            fn visit_bool<E>(self, v: bool) -> Result<Node, E> {
+                Ok(Node::Scalar(v.to_string()))
+            }
+            fn visit_i64<E>(self, v: i64) -> Result<Node, E> {
+                Ok(Node::Scalar(v.to_string()))
+            }
+            fn visit_u64<E>(self, v: u64) -> Result<Node, E> {
+                Ok(Node::Scalar(v.to_string()))
+            }
+            fn visit_f64<E>(self, v: f64) -> Result<Node, E> {
+                Ok(Node::Scalar(v.to_string()))
+            }
+            fn visit_str<E>(self, v: &str) -> Result<Node, E> {
+                Ok(Node::Scalar(v.to_string()))
+            }
+            fn visit_unit<E>(self) -> Result<Node, E> {
+                Ok(Node::Null)
+            }
+            fn visit_none<E>(self) -> Result<Node, E> {
+                Ok(Node::Null)
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Node, A::Error> {
+                let mut items = Vec::new();
+                while let Some(item) = seq.next_element::<Node>()? {
+                    match item {
+                        Node::Scalar(text) => items.push(text),
+                        _ => return Err(A::Error::custom("a list of settings holds plain values only")),
+                    }
+                }
+                Ok(Node::Items(items))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Node, A::Error> {
+                let mut object = Map::new();
+                while let Some((key, value)) = map.next_entry::<String, Json>()? {
+                    object.insert(key, value);
+                }
+                Ok(Node::Mapping(object))
+            }
+        }
+        deserializer.deserialize_any(Any)
+    }
+}

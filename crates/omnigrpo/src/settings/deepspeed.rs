@@ -1,0 +1,348 @@
+//! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
+//!
+//! A run is one process, so nothing is sharded, and communication buffers have no counterpart. A number that is in both the file
+//! and the settings must be the same in both, as in the `transformers` trainer. `auto` takes the value of the setting. An
+//! unsupported field is an error, and so is a field that is not in the table. Fields:
+//! <https://www.deepspeed.ai/docs/config-json/>.
+
+use std::path::Path;
+
+use omnigrpo_models::WeightDtype;
+use omnigrpo_train::ScheduleKind;
+use serde_json::Value;
+
+use crate::settings::Settings;
+use crate::settings::problem::Problem;
+
+/// Maximum size of a file, bytes. A larger file contains no settings.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// Meaning of a field.
+enum Field {
+    /// A number that must equal the value of a setting.
+    Same(&'static str, fn(&Settings) -> f64),
+    /// A list of numbers that must equal the values of settings.
+    SameList(&'static str, fn(&Settings) -> Vec<f64>),
+    /// A field without effect, for the given reason.
+    NoEffect(&'static str),
+    /// A field with its own reader.
+    Read(fn(&Value, &Settings) -> Result<String, String>),
+    /// A field with its own reader, which also gets whether the model is on a GPU.
+    ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
+}
+
+use Field::{ByDevice, NoEffect, Read, Same, SameList};
+
+const COMMUNICATION: &str = "a run is one process, so nothing is communicated";
+const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
+const PINNED: &str = "there is only one way to allocate host memory";
+const PARAMETERS: &str = "all weights are in one process";
+
+/// Every known field by its path.
+const FIELDS: &[(&str, Field)] = &[
+    (
+        "train_batch_size",
+        Same("per_device_train_batch_size × gradient_accumulation_steps", |s| {
+            (s.batch.per_device * s.batch.accumulation) as f64
+        }),
+    ),
+    ("train_micro_batch_size_per_gpu", Same("per_device_train_batch_size", |s| s.batch.per_device as f64)),
+    ("gradient_accumulation_steps", Same("gradient_accumulation_steps", |s| s.batch.accumulation as f64)),
+    ("gradient_clipping", Same("max_grad_norm", |s| s.optimizer.max_grad_norm)),
+    ("optimizer.type", Read(optimizer)),
+    ("optimizer.params.lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
+    (
+        "optimizer.params.betas",
+        SameList("adam_beta1 and adam_beta2", |s| vec![s.optimizer.beta1, s.optimizer.beta2]),
+    ),
+    ("optimizer.params.eps", Same("adam_epsilon", |s| s.optimizer.epsilon)),
+    ("optimizer.params.weight_decay", Same("weight_decay", |s| s.optimizer.weight_decay)),
+    ("optimizer.params.torch_adam", NoEffect("there is one AdamW")),
+    ("optimizer.params.adam_w_mode", Read(adam_w)),
+    ("scheduler.type", Read(scheduler)),
+    ("scheduler.params.warmup_min_lr", Read(|v, _| auto_or(v, 0.0, "warm-up starts at 0"))),
+    ("scheduler.params.warmup_max_lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
+    ("scheduler.params.warmup_num_steps", Same("warmup_steps", |s| s.run.warmup_steps as f64)),
+    ("scheduler.params.total_num_steps", Read(total_steps)),
+    ("scheduler.params.warmup_type", Read(warmup_type)),
+    ("zero_optimization.stage", Read(stage)),
+    ("zero_optimization.offload_optimizer.device", ByDevice(offload_optimizer)),
+    ("zero_optimization.offload_optimizer.pin_memory", NoEffect(PINNED)),
+    (
+        "zero_optimization.offload_optimizer.ratio",
+        NoEffect("the state is offloaded completely or not at all"),
+    ),
+    ("zero_optimization.offload_optimizer.buffer_count", NoEffect(COMMUNICATION)),
+    ("zero_optimization.offload_optimizer.fast_init", NoEffect(COMMUNICATION)),
+    ("zero_optimization.offload_param.device", ByDevice(offload_param)),
+    ("zero_optimization.offload_param.pin_memory", NoEffect(PINNED)),
+    ("zero_optimization.offload_param.buffer_count", NoEffect(PARAMETERS)),
+    ("zero_optimization.offload_param.buffer_size", NoEffect(PARAMETERS)),
+    ("zero_optimization.offload_param.max_in_cpu", NoEffect(PARAMETERS)),
+    ("zero_optimization.allgather_partitions", NoEffect(COMMUNICATION)),
+    ("zero_optimization.allgather_bucket_size", NoEffect(COMMUNICATION)),
+    ("zero_optimization.overlap_comm", NoEffect(COMMUNICATION)),
+    ("zero_optimization.reduce_scatter", NoEffect(COMMUNICATION)),
+    ("zero_optimization.reduce_bucket_size", NoEffect(COMMUNICATION)),
+    ("zero_optimization.contiguous_gradients", NoEffect("each gradient has its own buffer")),
+    ("zero_optimization.round_robin_gradients", NoEffect(COMMUNICATION)),
+    ("zero_optimization.sub_group_size", NoEffect(PARAMETERS)),
+    ("zero_optimization.stage3_prefetch_bucket_size", NoEffect(PARAMETERS)),
+    ("zero_optimization.stage3_param_persistence_threshold", NoEffect(PARAMETERS)),
+    ("zero_optimization.stage3_max_live_parameters", NoEffect(PARAMETERS)),
+    ("zero_optimization.stage3_max_reuse_distance", NoEffect(PARAMETERS)),
+    (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        NoEffect("checkpoints are always complete"),
+    ),
+    ("zero_optimization.gather_16bit_weights_on_model_save", NoEffect("checkpoints are always complete")),
+    ("zero_optimization.gather_fp16_weights_on_model_save", NoEffect("checkpoints are always complete")),
+    (
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        NoEffect("checkpoints are always complete"),
+    ),
+    (
+        "zero_optimization.ignore_unused_parameters",
+        NoEffect("weights without a gradient are counted in the metrics"),
+    ),
+    (
+        "zero_optimization.elastic_checkpoint",
+        NoEffect("checkpoints do not depend on the number of processes"),
+    ),
+    (
+        "zero_optimization.cpu_offload",
+        ByDevice(|v, s, on_gpu| match v {
+            Value::Bool(true) => offload_optimizer(&"cpu".into(), s, on_gpu),
+            Value::Bool(false) => offload_optimizer(&"none".into(), s, on_gpu),
+            _ => Err("expected true or false".into()),
+        }),
+    ),
+    ("zero_allow_untested_optimizer", NoEffect("AdamW is the only optimizer")),
+    ("zero_force_ds_cpu_optimizer", NoEffect("AdamW is the only optimizer")),
+    ("bf16.enabled", Read(bf16)),
+    ("fp16.enabled", Read(fp16)),
+    ("fp16.auto_cast", NoEffect(SCALING)),
+    ("fp16.loss_scale", NoEffect(SCALING)),
+    ("fp16.loss_scale_window", NoEffect(SCALING)),
+    ("fp16.initial_scale_power", NoEffect(SCALING)),
+    ("fp16.hysteresis", NoEffect(SCALING)),
+    ("fp16.consecutive_hysteresis", NoEffect(SCALING)),
+    ("fp16.min_loss_scale", NoEffect(SCALING)),
+    ("steps_per_print", NoEffect("`logging_steps` sets how often a line is printed")),
+    ("wall_clock_breakdown", NoEffect("`metrics.jsonl` always has the time of each phase")),
+    ("dump_state", NoEffect("`--print_config` shows every setting")),
+];
+
+/// Reads the file as JSON.
+fn parse(path: &Path) -> Result<Value, Problem> {
+    let place = path.display().to_string();
+    let unreadable = |e: String| {
+        Problem::usage("the DeepSpeed file cannot be read")
+            .at(place.clone())
+            .got(e)
+            .expected("a JSON file such as zero2.json, or no `deepspeed` setting, which is never required")
+    };
+    let size = std::fs::metadata(path).map_err(|e| unreadable(e.to_string()))?.len();
+    if size > MAX_BYTES {
+        return Err(unreadable(format!("{size} bytes")));
+    }
+    let text = std::fs::read_to_string(path).map_err(|e| unreadable(e.to_string()))?;
+    let json: Value = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+    if json.is_object() { Ok(json) } else { Err(unreadable("no JSON object".into())) }
+}
+
+/// Reads a file and returns one line per field that explains its effect in this run. `on_gpu` is true if the model is on a GPU.
+///
+/// # Errors
+/// Returns an error if the file cannot be read, or if a field is unknown, differs from a setting, or requests something
+/// unsupported.
+pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String>, Problem> {
+    let place = path.display().to_string();
+    let json = parse(path)?;
+    let mut leaves = Vec::new();
+    collect("", &json, &mut leaves);
+    let (mut lines, mut problems) = (Vec::new(), Vec::new());
+    for (name, value) in leaves {
+        match FIELDS.iter().find(|(known, _)| *known == name) {
+            Some((_, field)) => match effect(field, value, settings, on_gpu) {
+                Ok(text) => lines.push(format!("{name} = {value}: {text}")),
+                Err(problem) => problems.push(format!("{name} = {value}: {problem}")),
+            },
+            None => problems.push(format!("{name} = {value}: not a field this program knows")),
+        }
+    }
+    if problems.is_empty() {
+        return Ok(lines);
+    }
+    Err(Problem::usage("unsupported setting in the DeepSpeed file")
+        .at(place)
+        .got(problems.join("\n"))
+        .help("change the file or the settings, or leave `deepspeed` out"))
+}
+
+/// Collects the leaves of nested objects with their paths. Lists are leaves.
+fn collect<'v>(path: &str, value: &'v Value, leaves: &mut Vec<(String, &'v Value)>) {
+    match value.as_object() {
+        Some(fields) => {
+            for (name, value) in fields {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                collect(&path, value, leaves);
+            }
+        }
+        None => leaves.push((path.to_owned(), value)),
+    }
+}
+
+fn effect(field: &Field, value: &Value, settings: &Settings, on_gpu: bool) -> Result<String, String> {
+    match field {
+        NoEffect(why) => Ok(format!("no effect: {why}")),
+        Read(read) => read(value, settings),
+        ByDevice(read) => read(value, settings, on_gpu),
+        Same(name, ours) => same(name, value, &[ours(settings)]),
+        SameList(name, ours) => same(name, value, &ours(settings)),
+    }
+}
+
+fn same(name: &str, value: &Value, ours: &[f64]) -> Result<String, String> {
+    let shown = ours.iter().map(f64::to_string).collect::<Vec<_>>().join(", ");
+    if value == "auto" {
+        return Ok(format!("{name} = {shown}"));
+    }
+    let theirs: Option<Vec<f64>> = match value.as_array() {
+        Some(list) => list.iter().map(Value::as_f64).collect(),
+        None => value.as_f64().map(|x| vec![x]),
+    };
+    match theirs {
+        Some(theirs) if theirs == ours => Ok(format!("{name}, the same")),
+        Some(theirs) if theirs.len() == ours.len() => {
+            Err(format!("{name} is {shown}; write \"auto\" or the same number"))
+        }
+        _ => Err(format!("expected \"auto\" or {shown}")),
+    }
+}
+
+fn auto_or(value: &Value, expected: f64, meaning: &str) -> Result<String, String> {
+    match value.as_f64() {
+        Some(x) if x == expected => Ok(meaning.to_owned()),
+        None if value == "auto" => Ok(meaning.to_owned()),
+        _ => Err(format!("{meaning}; expected \"auto\" or {expected}")),
+    }
+}
+
+fn optimizer(value: &Value, _: &Settings) -> Result<String, String> {
+    match value.as_str() {
+        Some("Adam" | "AdamW") => Ok("AdamW, the only optimizer".into()),
+        _ => Err("the only optimizer is AdamW".into()),
+    }
+}
+
+fn adam_w(value: &Value, _: &Settings) -> Result<String, String> {
+    match value {
+        Value::Bool(true) => Ok("weight decay is always AdamW's".into()),
+        _ => Err("weight decay is AdamW's; expected true".into()),
+    }
+}
+
+fn scheduler(value: &Value, s: &Settings) -> Result<String, String> {
+    let ours = s.run.schedule;
+    let fits = match value.as_str() {
+        Some("WarmupLR") => matches!(ours, ScheduleKind::ConstantWithWarmup | ScheduleKind::Constant),
+        Some("WarmupDecayLR") => ours == ScheduleKind::Linear,
+        Some("WarmupCosineLR") => ours == ScheduleKind::Cosine,
+        _ => return Err("expected WarmupLR, WarmupDecayLR or WarmupCosineLR".into()),
+    };
+    if fits {
+        Ok("lr_scheduler_type, the same".into())
+    } else {
+        Err("`lr_scheduler_type` differs: WarmupLR is constant_with_warmup, WarmupDecayLR linear, WarmupCosineLR cosine"
+            .into())
+    }
+}
+
+fn total_steps(value: &Value, s: &Settings) -> Result<String, String> {
+    match (value.as_u64(), s.run.max_steps) {
+        _ if value == "auto" => Ok("the run's length".into()),
+        (Some(theirs), Some(ours)) if theirs == ours => Ok("max_steps, the same".into()),
+        _ => Err("the schedule follows the run's length; write \"auto\" or the number of `max_steps`".into()),
+    }
+}
+
+fn warmup_type(value: &Value, _: &Settings) -> Result<String, String> {
+    match value.as_str() {
+        Some("linear") => Ok("warm-up is linear".into()),
+        _ => Err("warm-up is linear".into()),
+    }
+}
+
+fn stage(value: &Value, _: &Settings) -> Result<String, String> {
+    match value.as_u64() {
+        Some(0) => Ok("nothing is sharded".into()),
+        Some(1) => Ok("shards optimizer states over processes; with one process they stay complete".into()),
+        Some(2) => {
+            Ok("shards optimizer states and gradients over processes; with one process they stay complete".into())
+        }
+        Some(3) => Ok(
+            "shards optimizer states, gradients and weights over processes; with one process they stay complete".into()
+        ),
+        _ => Err("expected 0, 1, 2 or 3".into()),
+    }
+}
+
+fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String, String> {
+    match (value.as_str(), on_gpu) {
+        (Some("cpu"), false) => Ok("the state is in host memory, as always on a CPU".into()),
+        (Some("cpu"), true) if s.optimizer.offload => {
+            Ok("`offload_optimizer`: the state stays in host memory".into())
+        }
+        (Some("cpu"), true) => {
+            Err("`offload_optimizer` is false; remove that setting or write \"device\": \"none\"".into())
+        }
+        (Some("none"), _) => Ok("nothing is offloaded".into()),
+        (Some("nvme"), _) => Err("offload to a disk is unsupported; expected cpu or none".into()),
+        _ => Err("expected cpu or none".into()),
+    }
+}
+
+fn offload_param(value: &Value, _: &Settings, on_gpu: bool) -> Result<String, String> {
+    match (value.as_str(), on_gpu) {
+        (Some("cpu"), false) => Ok("weights are in host memory, as always on a CPU".into()),
+        (Some("cpu"), true) => Err(
+            "weights stay on the GPU; write none, and lower their size with `load_in_4bit` or `load_in_8bit`"
+                .into(),
+        ),
+        (Some("none"), _) => Ok("nothing is offloaded".into()),
+        (Some("nvme"), _) => Err("offload to a disk is unsupported; expected cpu or none".into()),
+        _ => Err("expected cpu or none".into()),
+    }
+}
+
+/// Returns true if a file requests that the optimizer's state be kept in host memory. Returns false if the file cannot be read,
+/// because [`read`] reports that.
+pub fn offloads_optimizer(path: &Path) -> bool {
+    let Ok(json) = parse(path) else { return false };
+    let zero = &json["zero_optimization"];
+    zero["offload_optimizer"]["device"] == "cpu" || zero["cpu_offload"] == true
+}
+
+fn bf16(value: &Value, s: &Settings) -> Result<String, String> {
+    match value {
+        Value::Bool(true) if s.model.dtype != WeightDtype::BFloat16 => {
+            Err("`torch_dtype` is not bfloat16; give `--torch_dtype bfloat16` or write \"auto\"".into())
+        }
+        Value::Bool(false) if s.model.dtype == WeightDtype::BFloat16 => {
+            Err("`torch_dtype` is bfloat16; write true or \"auto\"".into())
+        }
+        Value::Bool(_) => Ok("torch_dtype, the same".into()),
+        _ if value == "auto" => Ok("set by `torch_dtype`".into()),
+        _ => Err("expected true, false or \"auto\"".into()),
+    }
+}
+
+fn fp16(value: &Value, _: &Settings) -> Result<String, String> {
+    match value {
+        Value::Bool(true) => Err("fp16 training is unsupported; use bf16".into()),
+        Value::Bool(false) => Ok("off, as always".into()),
+        _ if value == "auto" => Ok("off: fp16 training is unsupported".into()),
+        _ => Err("expected false or \"auto\"".into()),
+    }
+}
