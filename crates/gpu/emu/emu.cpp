@@ -7,7 +7,8 @@ namespace emu {
 thread_local Block* block;
 thread_local Fiber* self;
 Kernel* kernels;
-static constexpr size_t STACK = 128 << 10, ARENA = 48 << 10;
+const Observer* observer;
+static constexpr size_t STACK = 128 << 10;
 
 extern "C" void emu_switch(void** save, void* load);
 #if defined(__x86_64__)
@@ -138,6 +139,7 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
     std::vector<char> memory(shared + ARENA + 256);
     b.shared = reinterpret_cast<char*>((uintptr_t(memory.data()) + 127) & ~uintptr_t(127));
     b.arena = b.shared + (shared + 15) / 16 * 16;
+    b.shared_bytes = shared;
     std::vector<unsigned> order(threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
     state = seed;
@@ -155,6 +157,7 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
             b.warps[f.warp].alive = ++b.warps[f.warp].size;
             f.sp = first_frame(stacks + STACK * (i + 1), start);
         }
+        if (observer) observer->block_begins();
         // With seed 0, all threads advance together. With another seed, a random warp runs ahead, for some steps or
         // until it waits for the rest of the block. Every effect of a missing barrier therefore occurs under some seed.
         while (b.alive) {
@@ -194,6 +197,14 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
 
 /// A matrix in the layout of products: `[rows, cols]`, with `ld` elements from one row to the next.
 struct Operand { const char* at; int64_t ld; int bf16, transposed; };
+/// Reports the rows of a matrix to the observer. Returns null, or an error.
+static const char* observe(Operand o, int64_t rows, int64_t cols, bool writes) {
+    if (o.transposed) std::swap(rows, cols);
+    int64_t size = o.bf16 ? 2 : 4;
+    const char* failure = nullptr;
+    for (int64_t i = 0; observer && !failure && i < rows; i++) failure = observer->product_row(o.at + i * o.ld * size, cols * size, writes);
+    return failure;
+}
 static std::vector<float> widened(Operand o, int64_t rows, int64_t cols) {
     std::vector<float> x(rows * cols);
     for (int64_t i = 0; i < rows; i++) for (int64_t j = 0; j < cols; j++) {
@@ -210,13 +221,22 @@ extern "C" const char* emulated_launch(const char* file, const char* name, const
         if (strcmp(k->file, file) || strcmp(k->name, name)) continue;
         if (k->sizes != std::vector<size_t>(sizes, sizes + count)) return "its arguments differ in number or size from those it was given";
         if (threads > k->max_threads) return "more threads than its bounds allow";
-        return emu::launch(*k, {grid[0], grid[1], grid[2]}, threads, shared, args, seed);
+        if (emu::observer) emu::observer->launch_begins();
+        const char* failure = emu::launch(*k, {grid[0], grid[1], grid[2]}, threads, shared, args, seed);
+        if (emu::observer) emu::observer->launch_ends();
+        return failure;
     }
     return "there is no such kernel";
 }
 /// Computes `c [m, n] (+)= a [m, k] · b [k, n]` with f32 sums over k in order. On a GPU, cuBLASLt computes this
-/// product.
-extern "C" void emulated_product(int64_t m, int64_t n, int64_t k, const emu::Operand* a, const emu::Operand* b, char* c, int64_t ldc, int bf16_out, int adds) {
+/// product. Returns null, or an error.
+extern "C" const char* emulated_product(int64_t m, int64_t n, int64_t k, const emu::Operand* a, const emu::Operand* b, char* c, int64_t ldc, int bf16_out, int adds) {
+    emu::Operand to{c, ldc, bf16_out, 0};
+    const char* failure = emu::observe(*a, m, k, false);
+    if (!failure) failure = emu::observe(*b, k, n, false);
+    if (!failure && adds) failure = emu::observe(to, m, n, false);
+    if (!failure) failure = emu::observe(to, m, n, true);
+    if (failure) return failure;
     std::vector<float> x = emu::widened(*a, m, k), y = emu::widened(*b, k, n), sum(n);
     for (int64_t i = 0; i < m; i++) {
         std::fill(sum.begin(), sum.end(), 0.0f);
@@ -232,4 +252,5 @@ extern "C" void emulated_product(int64_t m, int64_t n, int64_t k, const emu::Ope
             else *wide = (adds ? *wide : 0) + sum[j];
         }
     }
+    return nullptr;
 }

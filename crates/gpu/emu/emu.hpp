@@ -41,13 +41,14 @@ struct Block {
     std::vector<Warp> warps;
     std::vector<std::pair<const void*, size_t>> arrays;  // of shared memory, by place in the text
     unsigned alive = 0, waiting = 0;
-    char *shared = nullptr, *arena = nullptr;
-    size_t arena_used = 0;
+    char *shared = nullptr, *arena = nullptr;  // memory that the launch asked for, and room for arrays of the text
+    size_t shared_bytes = 0, arena_used = 0;
     void* home = nullptr;  // stack of the scheduler
     void (*body)(void**) = nullptr;
     void** args = nullptr;
     const char* failure = nullptr;
 };
+constexpr size_t ARENA = 48 << 10;
 extern thread_local Block* block;
 extern thread_local Fiber* self;
 
@@ -87,6 +88,15 @@ struct Kernel {
     Kernel* next;
 };
 extern Kernel* kernels;
+/// Functions of a library that checks more than the emulator does (tools/gpu/ptx).
+struct Observer {
+    void (*launch_begins)();
+    void (*launch_ends)();
+    void (*block_begins)();
+    /// Takes note of a row of a matrix that a product reads or writes. Returns null, or an error.
+    const char* (*product_row)(const void* at, size_t bytes, bool writes);
+};
+extern const Observer* observer;
 template <auto F> struct Entry;
 template <class... A, void (*F)(A...)> struct Entry<F> {
     template <size_t... I> static void call(void** args, std::index_sequence<I...>) {

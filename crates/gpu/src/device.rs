@@ -464,10 +464,7 @@ impl Gpu {
         self.note(match &self.0.driver {
             Driver::Cuda(cuda) => cuda.product(product),
             #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => {
-                emulated.product(*product);
-                Ok(())
-            }
+            Driver::Emulated(emulated) => emulated.product(*product),
         });
     }
 }

@@ -30,7 +30,9 @@ type LaunchFn = unsafe extern "C" fn(
     usize,
     u64,
 ) -> *const c_char;
-type ProductFn = unsafe extern "C" fn(i64, i64, i64, *const Operand, *const Operand, u64, i64, i32, i32);
+type ProductFn =
+    unsafe extern "C" fn(i64, i64, i64, *const Operand, *const Operand, u64, i64, i32, i32) -> *const c_char;
+type MemoryFn = unsafe extern "C" fn(u64, usize, i32);
 
 unsafe extern "C" {
     fn emulated_launch(
@@ -54,7 +56,16 @@ unsafe extern "C" {
         ldc: i64,
         bf16: i32,
         adds: i32,
-    );
+    ) -> *const c_char;
+}
+
+/// Something that happened to memory, reported to a library that checks accesses (tools/gpu/ptx/hazards.cpp has the same numbers).
+#[derive(Clone, Copy)]
+enum Event {
+    Allocated,
+    Freed,
+    Written,
+    Undefined,
 }
 
 pub(crate) struct Emulated {
@@ -69,6 +80,7 @@ pub(crate) struct Emulated {
     recording: Mutex<Option<Vec<Call>>>,
     launch: LaunchFn,
     product: ProductFn,
+    memory_event: Option<MemoryFn>,
     _library: Option<libloading::Library>,
 }
 
@@ -105,6 +117,7 @@ impl Emulated {
             recording: Mutex::default(),
             launch: emulated_launch,
             product: emulated_product,
+            memory_event: None,
             _library: None,
         }
     }
@@ -116,7 +129,9 @@ impl Emulated {
             let library = libloading::Library::new(path).map_err(failed)?;
             let launch = *library.get::<LaunchFn>(b"emulated_launch\0").map_err(failed)?;
             let product = *library.get::<ProductFn>(b"emulated_product\0").map_err(failed)?;
-            Ok(Self { launch, product, _library: Some(library), ..Self::linked(schedule, usize::MAX) })
+            let memory_event = library.get::<MemoryFn>(b"emulated_memory\0").ok().map(|symbol| *symbol);
+            let linked = Self::linked(schedule, usize::MAX);
+            Ok(Self { launch, product, memory_event, _library: Some(library), ..linked })
         }
     }
 
@@ -157,12 +172,21 @@ impl Emulated {
             let at = inner.add(room - bytes - tail);
             std::ptr::write_bytes(at, 0xff, bytes);
             std::ptr::write_bytes(at.add(bytes), TAIL, tail);
+            self.report(at as u64, bytes, Event::Allocated);
             Ok(at as u64)
+        }
+    }
+
+    fn report(&self, at: u64, bytes: usize, event: Event) {
+        if let Some(report) = self.memory_event {
+            // SAFETY: the function only takes notes.
+            unsafe { report(at, bytes, event as i32) };
         }
     }
 
     pub(crate) fn free(&self, at: u64, bytes: usize) -> Result<()> {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.report(at, bytes, Event::Freed);
         let tail = bytes.next_multiple_of(ALIGN) - bytes;
         let end = at as usize + bytes;
         // SAFETY: `at` is from `alloc` with the same number of bytes. The tail is therefore mapped, and the mapping begins at the
@@ -213,8 +237,8 @@ impl Emulated {
         for call in calls {
             match call {
                 Call::Launch(launch, args) => self.run(*launch, &mut args.clone())?,
-                Call::Product(product) => self.multiply(product),
-                Call::Fill { at, bytes, with } => fill(*at, *bytes, *with),
+                Call::Product(product) => self.multiply(product)?,
+                Call::Fill { at, bytes, with } => self.fill_now(*at, *bytes, *with),
             }
         }
         Ok(())
@@ -232,14 +256,21 @@ impl Emulated {
 
     fn fill(&self, at: u64, bytes: usize, with: u8) {
         if self.record(Call::Fill { at, bytes, with }).is_some() {
-            fill(at, bytes, with);
+            self.fill_now(at, bytes, with);
         }
+    }
+
+    fn fill_now(&self, at: u64, bytes: usize, with: u8) {
+        // SAFETY: the callers' ranges are inside arrays that `alloc` returned.
+        unsafe { std::ptr::write_bytes(at as *mut u8, with, bytes) };
+        self.report(at, bytes, if with == 0 { Event::Written } else { Event::Undefined });
     }
 
     pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
         self.traffic[0].fetch_add(1, Ordering::Relaxed);
         // SAFETY: the callers' ranges are inside arrays that `alloc` returned.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, from.len()) };
+        self.report(at, from.len(), Event::Written);
         Ok(())
     }
 
@@ -283,20 +314,17 @@ impl Emulated {
                 seed,
             )
         };
-        if why.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the pointer is to a text constant of the emulator.
-        fail(unsafe { CStr::from_ptr(why) }.to_string_lossy().into_owned())
+        message(why).map_or(Ok(()), fail)
     }
 
-    pub(crate) fn product(&self, product: Product) {
-        if self.record(Call::Product(product)).is_some() {
-            self.multiply(&product);
+    pub(crate) fn product(&self, product: Product) -> Result<()> {
+        match self.record(Call::Product(product)) {
+            Some(_) => self.multiply(&product),
+            None => Ok(()),
         }
     }
 
-    fn multiply(&self, p: &Product) {
+    fn multiply(&self, p: &Product) -> Result<()> {
         let operand = |f: Factor| Operand {
             at: f.at,
             ld: f.ld as i64,
@@ -306,13 +334,17 @@ impl Emulated {
         let bf16 = i32::from(p.c_dtype == Dtype::Bf16);
         let (m, n, k) = (p.m as i64, p.n as i64, p.k as i64);
         // SAFETY: sizes and addresses belong to arrays; see `linear`.
-        unsafe {
-            (self.product)(m, n, k, &operand(p.a), &operand(p.b), p.c, p.ldc as i64, bf16, i32::from(p.adds));
-        }
+        let why = unsafe {
+            (self.product)(m, n, k, &operand(p.a), &operand(p.b), p.c, p.ldc as i64, bf16, i32::from(p.adds))
+        };
+        message(why).map_or(Ok(()), |what| {
+            Err(Error::Launch { kernel: "product".into(), what: format!("{m}×{n}×{k}: {what}") })
+        })
     }
 }
 
-fn fill(at: u64, bytes: usize, with: u8) {
-    // SAFETY: the callers' ranges are inside arrays that `alloc` returned.
-    unsafe { std::ptr::write_bytes(at as *mut u8, with, bytes) };
+/// Returns the message of a call that failed.
+fn message(why: *const c_char) -> Option<String> {
+    // SAFETY: a pointer that is not null is to a text that the emulator keeps until this thread's next call.
+    (!why.is_null()).then(|| unsafe { CStr::from_ptr(why) }.to_string_lossy().into_owned())
 }

@@ -16,8 +16,8 @@ use omnigrpo_kernels::{Mat, logprob, twin};
 /// Schedules: all threads together, and two in which warps run ahead and copies arrive early or late.
 const SCHEDULES: [u64; 3] = [0, 1, 2];
 
-/// Opens the emulator, with planted faults if the test of the tests requests them, or the GPU that `OMNIGRPO_TEST_CARD`
-/// names (bench/gpu/README.md).
+/// Opens the emulator, with the kernels of a library that `OMNIGRPO_TEST_KERNELS` names (the PTX of `tools/gpu/ptx`, or a
+/// planted fault), or the GPU that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
 fn gpu(schedule: u64) -> Gpu {
     if let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") {
         static OPEN: std::sync::OnceLock<Gpu> = std::sync::OnceLock::new();
@@ -26,7 +26,7 @@ fn gpu(schedule: u64) -> Gpu {
         let open = || Gpu::cuda(card.parse().unwrap(), &folders, &cache).unwrap();
         return OPEN.get_or_init(open).clone();
     }
-    match std::env::var_os("OMNIGRPO_PLANTED_KERNELS") {
+    match std::env::var_os("OMNIGRPO_TEST_KERNELS") {
         Some(library) => Gpu::emulated_from(library.as_ref(), schedule).unwrap(),
         None => Gpu::emulated(schedule),
     }
@@ -1172,7 +1172,7 @@ fn slow_planted_faults_are_found() {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(tests)
             .args(["--exact", "--test-threads=1"])
-            .env("OMNIGRPO_PLANTED_KERNELS", &library)
+            .env("OMNIGRPO_TEST_KERNELS", &library)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
