@@ -24,8 +24,8 @@ const GRACE: Duration = Duration::from_millis(200);
 pub struct RunLock {
     root: PathBuf,
     exclusive: bool,
-    /// Open file that owns the lock.
-    _file: File,
+    /// Open file that owns the lock; `None` if another rank of the run owns it.
+    _file: Option<File>,
 }
 
 impl RunLock {
@@ -66,7 +66,13 @@ impl RunLock {
         };
         // A failure is ignored: the lock works without this text, and a full disk must not prevent a run from resuming.
         let _ = file.set_len(0).and_then(|()| file.write_all(holder.as_bytes()));
-        Ok(Self { root: root.to_owned(), exclusive, _file: file })
+        Ok(Self { root: root.to_owned(), exclusive, _file: Some(file) })
+    }
+
+    /// Returns the access of a rank whose run is locked by its first rank.
+    #[must_use]
+    pub fn of_first_rank(root: &Path) -> Self {
+        Self { root: root.to_owned(), exclusive: true, _file: None }
     }
 
     /// Returns the directory.

@@ -576,7 +576,24 @@ impl Param {
 
     /// Drops the gradient and frees its memory.
     pub fn clear_grad(&self) {
-        *self.grad.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        drop(self.take_grad());
+    }
+
+    /// Removes the gradient `[1, len]` and returns it, or `None` if no gradient has reached this weight since
+    /// [`Self::clear_grad`].
+    #[must_use]
+    pub fn take_grad(&self) -> Option<Rows> {
+        self.grad.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Replaces the gradient `[1, len]`. Returns an error if its size differs.
+    pub fn set_grad(&self, grad: Option<Rows>) -> Result<()> {
+        if let Some(dims) = grad.as_ref().map(Rows::dims).filter(|dims| *dims != (1, self.len())) {
+            let what = format!("got a gradient of {dims:?}, expected (1, {})", self.len());
+            return Err(Error::Weight { name: self.name.clone(), what });
+        }
+        *self.grad.lock().unwrap_or_else(PoisonError::into_inner) = grad;
+        Ok(())
     }
 
     /// Overwrites the values in place with f32 values, for the optimizer and for loading. For a bf16 weight, they are rounded to

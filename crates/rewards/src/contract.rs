@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use omnigrpo_data::MediumRef;
 use omnigrpo_text::Turn;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::RewardError;
@@ -66,7 +67,7 @@ pub struct RewardInput<'a> {
 }
 
 /// Records of a reward, in addition to its scores.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Logged {
     /// Metrics of the step.
     pub metrics: BTreeMap<String, f64>,
@@ -135,7 +136,7 @@ pub trait Reward: Send + Sync {
 }
 
 /// Scores of a batch: one row of `values` per reward, one entry per completion.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RewardMatrix {
     /// Reward names, in the requested order.
     pub names: Vec<String>,

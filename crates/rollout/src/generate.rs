@@ -44,7 +44,7 @@ pub enum FinishReason {
 }
 
 /// A sampled completion.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Completion {
     /// Token ids, including the stop token.
     pub ids: Vec<u32>,

@@ -1,15 +1,15 @@
 //! State of a rollout that still has updates to come, as a checkpoint stores it.
 
 use omnigrpo_data::Dataset;
-use omnigrpo_models::{Memories, Model, PromptBuilder};
+use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
-use crate::features::encode_plain;
+use crate::features::settle;
 use crate::rollouts::{Group, Rollouts, Scored};
-use crate::rows::prepare;
+use crate::rows::{prepare, prepare_split};
 use crate::step::Algorithm;
 
 /// State of a rollout that still has updates to come.
@@ -135,9 +135,14 @@ impl BufferState {
                 ),
             });
         }
+        let at: Vec<(u64, u64)> = self.rows.iter().copied().zip(self.epochs.iter().copied()).collect();
+        let owners = algorithm.split.owners(at.len(), algorithm.micro());
+        let rows = prepare_split(&algorithm.split, dataset, &at, &owners, |(row, epoch)| {
+            prepare(dataset, prompts, None, row, epoch)
+        })?;
         let mut groups = Vec::with_capacity(self.rows.len());
-        for (r, (&row, &epoch)) in self.rows.iter().zip(&self.epochs).enumerate() {
-            let row = prepare(dataset, prompts, None, row, epoch)?.map_err(|e| TrainError::Checkpoint {
+        for (r, (row, prepared)) in self.rows.iter().zip(rows).enumerate() {
+            let row = prepared.map_err(|e| TrainError::Checkpoint {
                 what: format!("row {row} of a rollout in progress can no longer be read: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
@@ -154,9 +159,9 @@ impl BufferState {
                     ..Scored::new(completion, Some(old.clone()))
                 }
             });
-            let features = encode_plain(model, [&*row.prompt])?.remove(0);
-            groups.push(Group { features, completions: completions.collect(), row });
+            groups.push(Group { features: Vec::new(), completions: completions.collect(), row });
         }
+        algorithm.split.agree(settle(model, prompts, algorithm, &mut groups))?;
         let rewards = RewardMatrix {
             names: self.reward_names.clone(),
             values: self.reward_values.clone(),
@@ -164,7 +169,7 @@ impl BufferState {
             total: self.reward_totals.clone(),
             logged: Logged::default(),
         };
-        let rollouts = Rollouts::new(algorithm, groups, Memories::default(), rewards)?;
+        let rollouts = Rollouts::new(algorithm, groups, Vec::new(), rewards)?;
         Ok(rollouts.split(prompts_per_step))
     }
 }

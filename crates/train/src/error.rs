@@ -7,6 +7,9 @@ use omnigrpo_guard::{Fault, fault};
 /// Error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
+    /// Failure of another rank, or of the connection between ranks.
+    #[error(transparent)]
+    Ranks(#[from] omnigrpo_ranks::Error),
     /// Setting with an unusable value.
     #[error("{name}: {got:?}: {what}")]
     Setting {
@@ -155,6 +158,7 @@ impl TrainError {
     pub fn fault(&self) -> Fault {
         match self {
             Self::Machine { .. } => Fault::Machine,
+            Self::Ranks(omnigrpo_ranks::Error::Other { fault, .. }) => *fault,
             Self::Dataset(error @ omnigrpo_data::DataError::Machine { .. }) => fault(error, Fault::Machine),
             Self::Model(omnigrpo_models::ModelError::Media(_) | omnigrpo_models::ModelError::Text(_))
             | Self::Reward(_)

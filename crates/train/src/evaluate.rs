@@ -11,9 +11,10 @@ use omnigrpo_rollout::{Completion, FinishReason, Generator, SamplingParams};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::error::Result;
-use crate::rows::{Ready, SkippedRow, Unusable, media_paths, prepare_all, requests};
+use crate::error::{Result, TrainError};
+use crate::rows::{PreparedRow, Ready, SkippedRow, Unusable, media_paths, prepare_all, requests, unreadable};
 use crate::scoring;
+use crate::split::Split;
 use crate::step::MAX_LIVE;
 
 /// Rows and settings of an evaluation.
@@ -81,6 +82,21 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
+    /// Returns an error if there are rows and none of them is usable.
+    pub(crate) fn usable(&self) -> Result<()> {
+        let (true, Some(first)) = (self.rows.is_empty(), self.skipped.first()) else { return Ok(()) };
+        Err(TrainError::Data {
+            what: format!(
+                "none of the {} evaluation rows can be used; row {} (id {}): {}; correct the rows, or run without an \
+                 evaluation",
+                self.skipped.len(),
+                first.row,
+                first.id,
+                first.reason
+            ),
+        })
+    }
+
     /// Returns the metric with this name.
     #[must_use]
     pub fn metric(&self, name: &str) -> Option<f64> {
@@ -171,30 +187,114 @@ pub fn evaluate_rest(
     mut done: BTreeMap<u64, Judged>,
     each: &mut dyn FnMut(Batch<'_>) -> Result<()>,
 ) -> Result<Evaluation> {
-    let (prompts, options) = (&plan.prompts, &plan.options);
-    let mut out = Evaluation::default();
+    let mut skipped = Vec::new();
     let rest: Vec<u64> = plan.rows.iter().copied().filter(|row| !done.contains_key(row)).collect();
-    for batch in rest.chunks(options.batch_rows.max(1)) {
-        let Ready { rows, features, unusable } =
-            prepare_all(model, prompts, &plan.dataset, Some(rewards), batch)?;
-        let skip = |(row, Unusable { id, reason })| SkippedRow { row, id, reason, replaced_by: None };
-        out.skipped.extend(unusable.into_iter().map(skip));
-        let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);
-        let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
-        let completions = generator.generate(&requests, |_| {})?;
-        let matrix = scoring::score(rewards, &scoring::pairs(&rows, &completions), options.sampling.seed, 0)?;
-        let mut judged = Vec::with_capacity(rows.len());
-        for (r, (row, completions)) in rows.iter().zip(&completions).enumerate() {
-            let span = r * options.num_generations..(r + 1) * options.num_generations;
-            let texts = completions.iter().map(|c| c.text.clone()).collect();
-            let mut line =
-                eval_row(&row.sample, texts, &matrix, span, options.category.as_deref(), &options.measures);
-            line.row = plan.dataset.portable_row(&row.sample);
-            judged.push((row.sample.row, Judged::new(line, completions)));
-        }
+    for batch in rest.chunks(plan.options.batch_rows.max(1)) {
+        let completed = complete(model, rewards, plan, batch)?;
+        let samples: Vec<&Sample> = completed.rows.iter().map(|row| &row.sample).collect();
+        let judged = judge(rewards, plan, &samples, &completed.completions)?;
+        skipped.extend(completed.skipped);
         each(Batch { num_rows: batch.len() as u64, judged: &judged })?;
         done.extend(judged);
     }
+    conclude(rewards, plan, done, skipped)
+}
+
+/// Evaluates like [`evaluate`] over ranks. Each rank completes its batches of rows, and the first one scores all of them. The other
+/// ranks get the metrics only.
+pub(crate) fn evaluate_split(
+    split: &Split,
+    model: &Model,
+    rewards: &RewardSet,
+    plan: &EvalPlan,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Evaluation> {
+    if split.ranks.size() == 1 {
+        return evaluate(model, rewards, plan, progress);
+    }
+    let (mut done, mut skipped) = (BTreeMap::new(), Vec::new());
+    let size = plan.options.batch_rows.max(1);
+    for batches in plan.rows.chunks(size * split.ranks.size()) {
+        let own = batches.chunks(size).nth(split.ranks.rank()).unwrap_or_default();
+        let completed = complete(model, rewards, plan, own).map(|own| {
+            let rows: Vec<u64> = own.rows.iter().map(|row| row.sample.row).collect();
+            (rows, own.completions, own.skipped)
+        });
+        let all = split.share(completed)?;
+        split.only_first(|| {
+            for (rows, completions, unusable) in all {
+                let read = |row: u64| plan.dataset.get(row).map_err(|e| unreadable(row, &e));
+                let samples = rows.into_iter().map(read).collect::<Result<Vec<_>>>()?;
+                done.extend(judge(rewards, plan, &samples.iter().collect::<Vec<_>>(), &completions)?);
+                skipped.extend(unusable);
+            }
+            Ok(())
+        })?;
+        progress(batches.len() as u64);
+    }
+    let mut evaluation = None;
+    let metrics = split.by_first(|| {
+        let own = conclude(rewards, plan, done, skipped)?;
+        own.usable()?;
+        let metrics = own.summary.metrics.clone();
+        evaluation = Some(own);
+        Ok(metrics)
+    })?;
+    let others =
+        || Evaluation { summary: Summary { metrics, ..Summary::default() }, ..Evaluation::default() };
+    Ok(evaluation.unwrap_or_else(others))
+}
+
+/// Rows of a batch with their completions.
+struct Completed {
+    rows: Vec<PreparedRow>,
+    completions: Vec<Vec<Completion>>,
+    skipped: Vec<SkippedRow>,
+}
+
+/// Samples completions of a batch of rows.
+fn complete(model: &Model, rewards: &RewardSet, plan: &EvalPlan, batch: &[u64]) -> Result<Completed> {
+    let (prompts, options) = (&plan.prompts, &plan.options);
+    let Ready { rows, features, unusable } =
+        prepare_all(model, prompts, &plan.dataset, Some(rewards), batch)?;
+    let skip = |(row, Unusable { id, reason })| SkippedRow { row, id, reason, replaced_by: None };
+    let skipped = unusable.into_iter().map(skip).collect();
+    let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);
+    let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
+    let completions = generator.generate(&requests, |_| {})?;
+    Ok(Completed { rows, completions, skipped })
+}
+
+/// Scores the completions of a batch.
+fn judge(
+    rewards: &RewardSet,
+    plan: &EvalPlan,
+    samples: &[&Sample],
+    completions: &[Vec<Completion>],
+) -> Result<Vec<(u64, Judged)>> {
+    let options = &plan.options;
+    let pairs: Vec<_> = samples.iter().copied().zip(completions.iter().map(Vec::as_slice)).collect();
+    let matrix = scoring::score(rewards, &pairs, options.sampling.seed, 0)?;
+    let mut judged = Vec::with_capacity(pairs.len());
+    for (r, (sample, completions)) in pairs.into_iter().enumerate() {
+        let span = r * options.num_generations..(r + 1) * options.num_generations;
+        let texts = completions.iter().map(|c| c.text.clone()).collect();
+        let mut line = eval_row(sample, texts, &matrix, span, options.category.as_deref(), &options.measures);
+        line.row = plan.dataset.portable_row(sample);
+        judged.push((sample.row, Judged::new(line, completions)));
+    }
+    Ok(judged)
+}
+
+/// Computes the metrics of all rows.
+fn conclude(
+    rewards: &RewardSet,
+    plan: &EvalPlan,
+    mut done: BTreeMap<u64, Judged>,
+    skipped: Vec<SkippedRow>,
+) -> Result<Evaluation> {
+    let options = &plan.options;
+    let mut out = Evaluation { skipped, ..Evaluation::default() };
     let (mut tokens, mut truncated, mut completions) = (0, 0, 0);
     for judged in plan.rows.iter().filter_map(|row| done.remove(row)) {
         tokens += judged.tokens;

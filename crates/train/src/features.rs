@@ -1,11 +1,14 @@
 //! Features of media: for a rollout, after an update, and for the reference.
 
-use omnigrpo_models::{Features, Memories, Model, Prompt};
+use omnigrpo_models::{Features, Memories, Model, Prompt, PromptBuilder};
+use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::Part::{Audio, Vision};
 
 use crate::error::Result;
-use crate::rollouts::Group;
+use crate::rollouts::{Group, Kept};
+use crate::rows::{PreparedRow, bring_here};
 use crate::step::Algorithm;
+use crate::timing::timed;
 
 /// Results of a tower's forward pass that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +49,59 @@ pub(crate) fn encode_plain<'p>(
     prompts: impl IntoIterator<Item = &'p Prompt>,
 ) -> Result<Vec<Vec<Features>>> {
     Ok(encode(model, Keep::Features, prompts)?.0)
+}
+
+/// Computes the features of the rows that this rank trains on; those of the others are empty. `keep` keeps results for the first
+/// update, by leaf.
+pub(crate) fn encode_own(
+    model: &Model,
+    prompts: &PromptBuilder,
+    algorithm: &Algorithm,
+    rows: &mut [PreparedRow],
+    keep: bool,
+    timer: &mut PhaseTimer,
+) -> Result<(Vec<Vec<Features>>, Vec<Kept>)> {
+    let split = &algorithm.split;
+    let mut all = vec![Vec::new(); rows.len()];
+    let mut kept = Vec::new();
+    // Later updates of a rollout have other weights, so they cannot use results of the rollout.
+    let keep = keep && algorithm.is_one_update(rows.len());
+    let keeps = if keep { Keep::for_update(algorithm) } else { Keep::Features };
+    let encoded = timed(timer, "encode", || {
+        for groups in algorithm.own_leaves_of_rollout(rows.len()) {
+            rows[groups.clone()].iter_mut().try_for_each(|row| bring_here(prompts, row))?;
+            let (own, memories) = encode(model, keeps, rows[groups.clone()].iter().map(|row| &*row.prompt))?;
+            all[groups.clone()].clone_from_slice(&own);
+            if keep {
+                kept.push(Kept { groups, memories, recalled: None });
+            }
+        }
+        Ok(())
+    });
+    split.agree(encoded)?;
+    Ok((all, kept))
+}
+
+/// Decodes the media of the groups that this rank trains on and computes their features, unless they are here. Drops the features
+/// of all other groups.
+pub(crate) fn settle(
+    model: &Model,
+    prompts: &PromptBuilder,
+    algorithm: &Algorithm,
+    groups: &mut [Group],
+) -> Result<()> {
+    let own = algorithm.owns(groups.len());
+    for (Group { row, features, .. }, own) in groups.iter_mut().zip(own) {
+        if !own {
+            features.clear();
+            continue;
+        }
+        bring_here(prompts, row)?;
+        if features.len() < row.prompt.media.len() {
+            *features = model.encode_prompt(&row.prompt)?;
+        }
+    }
+    Ok(())
 }
 
 /// Recomputes features after an update. If no tower is trained, only the projector runs again.

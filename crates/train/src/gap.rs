@@ -1,7 +1,7 @@
 //! Difference between two computations of the same log-probabilities.
 
 /// Maximum and sum of the differences between two computations of log-probabilities.
-#[derive(Default)]
+#[derive(Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gap {
     max: f64,
     sum: f64,
@@ -16,6 +16,13 @@ impl Gap {
             self.sum += d;
             self.tokens += 1;
         }
+    }
+
+    /// Adds the differences of another part.
+    pub(crate) fn merge(&mut self, other: &Self) {
+        self.max = self.max.max(other.max);
+        self.sum += other.sum;
+        self.tokens += other.tokens;
     }
 
     /// Returns the largest and the mean difference; `None` without tokens.

@@ -23,8 +23,9 @@ use crate::error::{Result, TrainError};
 use crate::features::{self, Keep};
 use crate::imitate::imitate;
 use crate::optimizer::{AdamW, AdamWConfig};
-use crate::rollouts::{Group, Rollouts, Scored};
+use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::rows::PreparedRow;
+use crate::split::Split;
 use crate::step::{Algorithm, UpdateAt, update};
 
 /// Owner of the memory.
@@ -264,7 +265,8 @@ pub(crate) fn reinforce(
     rows: &[PreparedRow],
     take: &mut impl FnMut(Phase, Footprint),
 ) -> Result<()> {
-    let algorithm = plan.algorithm;
+    // This process alone runs the outline.
+    let algorithm = &Algorithm { split: Split::default(), ..plan.algorithm.clone() };
     let size = algorithm.num_generations;
     let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
     let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
@@ -301,8 +303,8 @@ pub(crate) fn reinforce(
         total,
         logged: Logged::default(),
     };
-    let mut parts =
-        Rollouts::new(algorithm, groups.collect(), memories, rewards)?.split(plan.prompts_per_step);
+    let kept = vec![Kept { groups: 0..rows.len(), memories, recalled: None }];
+    let mut parts = Rollouts::new(algorithm, groups.collect(), kept, rewards)?.split(plan.prompts_per_step);
     for part in &mut parts {
         part.gate(&algorithm.loss)?;
         let mut timer = PhaseTimer::start(Instant::now());

@@ -1,29 +1,36 @@
 //! Forward and backward passes of one update.
 //!
 //! The model processes completions in packed streams, one after the other, and sums their gradients. The backward pass of the
-//! media towers runs once, after the last stream.
+//! media towers runs once per leaf, after its last stream. The gradients of the leaves are then summed over all ranks.
 
-use std::mem::take;
+use std::mem::{replace, take};
 use std::ops::Range;
 
 use omnigrpo_grpo::{Batch, MetricSums, Normalizer, evaluate};
-use omnigrpo_models::{FeatureGradients, Features, Model, PackedStream, Prompt, Training};
+use omnigrpo_models::{DecoderMemory, FeatureGradients, Features, Model, PackedStream, Prompt, Training};
 use omnigrpo_observe::PhaseTimer;
+use omnigrpo_ranks::Cascade;
 use omnigrpo_rollout::Completion;
+use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
+use crate::error::{Result, TrainError};
 use crate::features;
 use crate::gap::Gap;
-use crate::rollouts::{Group, Rollouts, Scored};
-use crate::step::{Algorithm, TokenNumbers};
+use crate::rollouts::{Group, Kept, Rollouts, Scored};
+use crate::split::Split;
+use crate::step::{Algorithm, TokenNumbers, own_places};
 use crate::streams::{Part, pack};
 use crate::timing::timed;
 
 /// State of the passes of an update.
 pub(crate) struct Pass<'a> {
     model: &'a Model,
-    /// Feature gradients summed per prompt.
+    /// Groups of the current leaf.
+    leaf: Range<usize>,
+    /// Feature gradients summed per prompt of the leaf.
     gradients: FeatureGradients,
+    /// Decoder results of the rollout for the leaf.
+    recalled: Option<DecoderMemory>,
     algorithm: &'a Algorithm,
     training: Training,
     /// Length of each completion, in the order of the rollout.
@@ -31,12 +38,13 @@ pub(crate) struct Pass<'a> {
     truncated: Vec<bool>,
     /// Normalizer of the complete step.
     normalizer: Normalizer,
-    /// Prompts of streams with a gradient of 0, which had no backward pass.
+    /// Prompts of the leaf's streams with a gradient of 0, which had no backward pass.
     idle: Vec<usize>,
     passed: Passed,
 }
 
-/// Results of the passes.
+/// Results of the passes, for a leaf or for all of them.
+#[derive(Default, Serialize, Deserialize)]
 pub(crate) struct Passed {
     /// True if the weights have not changed since sampling.
     pub(crate) on_policy: bool,
@@ -50,6 +58,18 @@ pub(crate) struct Passed {
     pub(crate) logprobs: Vec<Vec<f32>>,
     /// All numbers of each completion, if the algorithm records them.
     pub(crate) tokens: Vec<TokenNumbers>,
+}
+
+impl Passed {
+    /// Adds the results of the next leaf.
+    fn merge(&mut self, leaf: Self) {
+        self.sums.merge(&leaf.sums);
+        self.gap.merge(&leaf.gap);
+        self.num_tokens += leaf.num_tokens;
+        self.router.iter_mut().zip(leaf.router).for_each(|(sum, own)| *sum += own);
+        self.logprobs.extend(leaf.logprobs);
+        self.tokens.extend(leaf.tokens);
+    }
 }
 
 impl<'a> Pass<'a> {
@@ -77,17 +97,15 @@ impl<'a> Pass<'a> {
         let training = Training { step_tokens, ..training };
         Ok(Self {
             model,
+            leaf: 0..0,
             gradients: FeatureGradients::default(),
+            recalled: None,
             algorithm,
             training,
             passed: Passed {
                 on_policy: rollouts.completions().all(|c| c.old.is_none()),
                 sums,
-                gap: Gap::default(),
-                num_tokens: 0,
-                router: [0.0; 2],
-                logprobs: Vec::with_capacity(lengths.len()),
-                tokens: Vec::new(),
+                ..Passed::default()
             },
             lengths,
             truncated,
@@ -96,12 +114,39 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Runs the passes and leaves the gradient of the step in the weights.
+    /// Runs the passes of this rank's leaves and leaves the gradient of the step, summed over all ranks, in the weights. Returns the
+    /// results of all leaves.
     pub(crate) fn run(mut self, rollouts: &mut Rollouts, timer: &mut PhaseTimer) -> Result<Passed> {
+        let split = &self.algorithm.split;
+        let on_policy = self.passed.on_policy;
+        let of_leaf = || Passed { on_policy, ..Passed::default() };
+        let mut passed = replace(&mut self.passed, of_leaf());
+        let (mut own, mut sums) = (Vec::new(), Cascade::default());
+        let mut leaves = self.algorithm.own_leaves(rollouts.groups.len()).into_iter();
+        let done = leaves.try_for_each(|leaf| {
+            self.leaf(leaf, rollouts, timer)?;
+            own.push(replace(&mut self.passed, of_leaf()));
+            // A single leaf stays in the weights.
+            if split.is_off() { Ok(()) } else { Split::end_leaf(&mut sums, self.model.params()) }
+        });
+        let each = split.share(done.map(|()| own))?;
+        if !split.is_off() {
+            timed(timer, "exchange", || split.sum(sums, self.model))?;
+        }
+        each.into_iter().flatten().for_each(|leaf| passed.merge(leaf));
+        Ok(passed)
+    }
+
+    /// Adds the gradient of a leaf to the gradient in the weights.
+    fn leaf(&mut self, leaf: Range<usize>, rollouts: &mut Rollouts, timer: &mut PhaseTimer) -> Result<()> {
         let algorithm = self.algorithm;
         let num_prompts = rollouts.groups.len();
-        let (micro, group) = (algorithm.prompts_per_micro_batch.max(1), algorithm.num_generations);
-        for first in (0..num_prompts).step_by(micro) {
+        let (micro, group) = (algorithm.micro(), algorithm.num_generations);
+        let kept = rollouts.kept.extract_if(.., |kept| kept.groups == leaf).next();
+        let (memories, recalled) =
+            kept.map(|Kept { memories, recalled, .. }| (memories, recalled)).unwrap_or_default();
+        (self.leaf, self.recalled) = (leaf.clone(), recalled);
+        for first in leaf.clone().step_by(micro) {
             let last = (first + micro).min(num_prompts);
             let span = first * group..last * group;
             let normalizer = self.normalizer.for_micro_batch(
@@ -116,22 +161,22 @@ impl<'a> Pass<'a> {
                 self.stream(&stream, rollouts, &normalizer, timer)?;
             }
         }
-        timer.activity().parts("prompts", num_prompts, num_prompts);
+        timer.activity().parts("prompts", leaf.end, num_prompts);
 
-        let memories = take(&mut rollouts.memories);
         timed(timer, "backward", || {
-            let prompts: Vec<&Prompt> = rollouts.groups.iter().map(|g| &*g.row.prompt).collect();
-            let features: Vec<&[Features]> = rollouts.groups.iter().map(|g| g.features.as_slice()).collect();
-            self.model.reach(&prompts, &self.idle, &mut self.gradients);
-            self.model.backward_media(&prompts, &features, memories, self.gradients, self.training)
-        })?;
-        Ok(self.passed)
+            let groups = &rollouts.groups[leaf];
+            let prompts: Vec<&Prompt> = groups.iter().map(|g| &*g.row.prompt).collect();
+            let features: Vec<&[Features]> = groups.iter().map(|g| g.features.as_slice()).collect();
+            let (mut gradients, idle) = (take(&mut self.gradients), take(&mut self.idle));
+            self.model.reach(&prompts, &idle, &mut gradients);
+            Ok(self.model.backward_media(&prompts, &features, memories, gradients, self.training)?)
+        })
     }
 
     fn stream(
         &mut self,
         parts: &[Part],
-        rollouts: &mut Rollouts,
+        rollouts: &Rollouts,
         normalizer: &Normalizer,
         timer: &mut PhaseTimer,
     ) -> Result<()> {
@@ -146,8 +191,9 @@ impl<'a> Pass<'a> {
             && !plan.needs_entropy()
             && self.training.router.is_off();
         let stream = PackedStream::new(&rollouts.stream(parts))?;
-        // The recalled pass fits only the stream of the complete rollout. For other streams it is dropped to free its memory.
-        let recalled = rollouts.recalled.take().filter(|_| !rollouts.updated && rollouts.is_whole(parts));
+        // The recalled pass fits only the stream of the complete leaf. For other streams it is dropped to free its memory.
+        let recalled = self.recalled.take();
+        let recalled = recalled.filter(|_| !rollouts.updated && rollouts.is_whole(parts, self.leaf.clone()));
 
         let drawn = if idle { self.as_drawn(parts, rollouts) } else { None };
         let (logprobs, entropies, pass) = if let Some((logprobs, entropies)) = drawn {
@@ -211,13 +257,13 @@ impl<'a> Pass<'a> {
             }));
         }
         let Some(pass) = pass.filter(|_| !idle) else {
-            self.idle.extend(parts.iter().map(|p| p.group));
+            self.idle.extend(parts.iter().map(|p| p.group - self.leaf.start));
             return Ok(());
         };
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
         let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
         timed(timer, "backward", || {
-            let groups: Vec<usize> = parts.iter().map(|p| p.group).collect();
+            let groups: Vec<usize> = parts.iter().map(|p| p.group - self.leaf.start).collect();
             let router = pass.router();
             let gradients = pass.backward(&narrow(&out.dlogp), dentropy.as_deref())?;
             if let Some(router) = router {
@@ -253,18 +299,42 @@ fn streams(rollouts: &Rollouts, groups: Range<usize>, max_rows: usize) -> Vec<Ve
     streams
 }
 
-/// Scores completions with a model and passes the log-probabilities and entropies of each to `keep`. `seen` returns the features
-/// of a group's media for this model.
+/// Log-probabilities and entropies of a completion.
+type Numbers<'a> = (&'a [f32], &'a [f32]);
+
+/// Scores the completions of this rank with a model and passes the numbers that `choose` selects to `keep`, for the completions of
+/// all ranks. `seen` returns the features of a group's media for this model.
 fn score(
     model: &Model,
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
     streams: Vec<Vec<Part>>,
     seen: impl Fn(&Group) -> Result<Vec<Features>>,
-    keep: impl Fn(&mut Scored, &[f32], &[f32]),
+    choose: impl Fn(Numbers) -> &[f32],
+    keep: impl Fn(&mut Scored, Vec<f32>),
 ) -> Result<()> {
+    let own = score_own(model, algorithm, rollouts, streams, seen, choose);
+    let all = algorithm.split.collect(rollouts.groups.len(), own)?;
+    for (group, numbers) in rollouts.groups.iter_mut().zip(all) {
+        group.completions.iter_mut().zip(numbers).for_each(|(c, numbers)| keep(c, numbers));
+    }
+    Ok(())
+}
+
+/// Returns the groups in the streams with the chosen numbers of each completion.
+fn score_own(
+    model: &Model,
+    algorithm: &Algorithm,
+    rollouts: &Rollouts,
+    streams: Vec<Vec<Part>>,
+    seen: impl Fn(&Group) -> Result<Vec<Features>>,
+    choose: impl Fn(Numbers) -> &[f32],
+) -> Result<Vec<(usize, Vec<Vec<f32>>)>> {
     let temperature = algorithm.sampling.scoring_temperature();
     let mut last: Option<(usize, Vec<Features>)> = None;
+    // A group without completions is in no stream.
+    let own = own_places(algorithm, rollouts.groups.len()).into_iter();
+    let mut scored: Vec<(usize, Vec<Vec<f32>>)> = own.map(|group| (group, Vec::new())).collect();
     for parts in streams {
         let stream = PackedStream::new(&rollouts.stream(&parts))?;
         let mut features = Vec::with_capacity(parts.len());
@@ -280,26 +350,31 @@ fn score(
         let (logprobs, entropies) = model.score(&stream, &features, temperature)?;
         let mut each = stream.each(&logprobs).zip(stream.each(&entropies));
         for part in &parts {
-            let completions = &mut rollouts.groups[part.group].completions[part.completions.clone()];
-            completions.iter_mut().zip(each.by_ref()).for_each(|(c, (logp, h))| keep(c, logp, h));
+            let of_group = scored.iter_mut().find(|(group, _)| *group == part.group);
+            let each = each.by_ref().take(part.completions.len()).map(|numbers| choose(numbers).to_vec());
+            if let Some((_, numbers)) = of_group {
+                numbers.extend(each);
+            }
         }
     }
-    Ok(())
+    Ok(scored)
 }
 
 /// Scores the completions with the weights that sampled them, for updates after the weights have changed.
 pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
-    let streams = streams(rollouts, 0..rollouts.groups.len(), algorithm.stream_rows());
+    let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
+    let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, algorithm.stream_rows())).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    score(model, algorithm, rollouts, streams, seen, |c, logp, _| c.old = Some(logp.to_vec()))
+    score(model, algorithm, rollouts, streams, seen, |(logp, _)| logp, |c, logp| c.old = Some(logp))
 }
 
 /// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream, so
 /// that the entropies do not depend on `max_stream_tokens`.
 pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
-    let streams = streams(rollouts, 0..rollouts.groups.len(), 1);
+    let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
+    let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, 1)).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    score(model, algorithm, rollouts, streams, seen, |c, _, h| c.completion.entropies = h.to_vec())
+    score(model, algorithm, rollouts, streams, seen, |(_, h)| h, |c, h| c.completion.entropies = h)
 }
 
 /// Scores the completions with the reference, in the streams of the update. The completions store the numbers for all updates.
@@ -309,13 +384,23 @@ pub(crate) fn reference_logprobs(
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
 ) -> Result<()> {
-    let num_prompts = rollouts.groups.len();
-    let micro = algorithm.prompts_per_micro_batch.max(1);
-    let micro_batches = (0..num_prompts).step_by(micro).map(|first| first..(first + micro).min(num_prompts));
-    let streams =
-        micro_batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows())).collect();
+    let micro = algorithm.micro();
+    let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
+    let batches = leaves.flat_map(|leaf| {
+        let end = leaf.end;
+        leaf.step_by(micro).map(move |first| first..(first + micro).min(end))
+    });
+    let streams = batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows())).collect();
     let seen = |group: &Group| features::of_reference(reference, model, &group.row.prompt, &group.features);
-    score(reference, algorithm, rollouts, streams, seen, |c, logp, _| c.reference = Some(logp.to_vec()))?;
+    score(
+        reference,
+        algorithm,
+        rollouts,
+        streams,
+        seen,
+        |(logp, _)| logp,
+        |c, logp| c.reference = Some(logp),
+    )?;
     // The files are checked before the numbers are used.
-    Ok(reference.files_unchanged()?)
+    algorithm.split.agree(reference.files_unchanged().map_err(TrainError::from))
 }

@@ -30,7 +30,8 @@ const TRACKERS_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Records of a running loop.
 pub(crate) struct Records {
-    dir: RunDir,
+    /// Logs of the run; `None` on ranks other than the first, which record nothing.
+    dir: Option<RunDir>,
     dataset: Arc<Dataset>,
     console: Console,
     trackers: Trackers,
@@ -53,7 +54,7 @@ pub(crate) struct Records {
 impl Records {
     pub(crate) fn new(
         run: &RunPlan,
-        dir: RunDir,
+        dir: Option<RunDir>,
         dataset: Arc<Dataset>,
         console: &Console,
         trackers: Trackers,
@@ -82,20 +83,22 @@ impl Records {
 
     /// Waits until everything written so far is on disk.
     pub(crate) fn sync(&mut self) -> Result<()> {
-        Ok(self.dir.sync()?)
+        Ok(self.dir.as_mut().map_or(Ok(()), RunDir::sync)?)
     }
 
     pub(crate) fn skipped(&mut self, step: u64, row: &SkippedRow) -> Result<()> {
+        let Some(dir) = &mut self.dir else { return Ok(()) };
         self.console.line(&row.to_string());
         let SkippedRow { id, reason, replaced_by, .. } = row.clone();
         let reason = self.console.worded(&reason).into_owned();
-        let in_place = self.dir.append_skipped(&Skipped { step, id, reason, replaced_by })?;
+        let in_place = dir.append_skipped(&Skipped { step, id, reason, replaced_by })?;
         self.notice(in_place, "skipped.jsonl");
         Ok(())
     }
 
     fn metrics(&mut self, step: u64, epoch: f64, metrics: &[Metric]) -> Result<()> {
-        let in_place = self.dir.append_metrics(step, epoch, metrics)?;
+        let Some(dir) = &mut self.dir else { return Ok(()) };
+        let in_place = dir.append_metrics(step, epoch, metrics)?;
         self.notice(in_place, "metrics.jsonl");
         Ok(())
     }
@@ -110,8 +113,9 @@ impl Records {
 
     /// Writes the completions of a step to a file after their scoring failed.
     pub(crate) fn keep_unscored(&self, step: u64, error: TrainError) -> TrainError {
+        let Some(dir) = &self.dir else { return error };
         let TrainError::Unscored { source, rows } = error else { return error };
-        let path = self.dir.root().join(format!("rollouts/unscored-step-{step:06}.jsonl"));
+        let path = dir.root().join(format!("rollouts/unscored-step-{step:06}.jsonl"));
         match write_atomic(&path, |out| rows.iter().try_for_each(|row| writeln!(out, "{row}"))) {
             Ok(()) => TrainError::UnscoredKept { source, rows: path },
             // The error of the reward matters more than the failure to write the file.
@@ -121,8 +125,9 @@ impl Records {
 
     /// Records the completions that `step` is about to train on.
     pub(crate) fn rollouts(&mut self, step: u64, epoch: f64, rollouts: &Rollouts) -> Result<()> {
+        let Some(dir) = &mut self.dir else { return Ok(()) };
         let lines = rollout_lines(&self.dataset, rollouts, epoch);
-        self.dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
+        dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
         if let Some(log) = &self.debug_log {
             log.append(&lines, &jiff::Zoned::now())?;
         }
@@ -149,9 +154,7 @@ impl Records {
         numbers: Vec<TokenNumbers>,
         tokenizer: &Tokenizer,
     ) -> Result<()> {
-        if numbers.is_empty() {
-            return Ok(());
-        }
+        let Some(dir) = self.dir.as_mut().filter(|_| !numbers.is_empty()) else { return Ok(()) };
         let places = rollouts.groups.iter().enumerate().flat_map(|(group, of)| {
             of.completions.iter().enumerate().map(move |(sample, scored)| (group, sample, &scored.completion))
         });
@@ -180,7 +183,7 @@ impl Records {
                 }
             })
             .collect();
-        Ok(self.dir.write_tokens(step, &lines)?)
+        Ok(dir.write_tokens(step, &lines)?)
     }
 
     /// Records the metrics of an update.
@@ -192,6 +195,10 @@ impl Records {
         reward: Option<f64>,
         timer: PhaseTimer,
     ) -> Result<()> {
+        if self.dir.is_none() {
+            self.steps_timed += 1;
+            return Ok(());
+        }
         if let Some(bytes) = peak_memory_bytes() {
             metrics.push(("memory/peak_mb".into(), Some(bytes as f64 / 1e6)));
         }
@@ -223,10 +230,11 @@ impl Records {
 
     /// Shows and records the problems that begin or end with a step.
     fn warn(&mut self, step: u64, metrics: &[Metric]) -> Result<()> {
+        let Some(dir) = &mut self.dir else { return Ok(()) };
         let mut warnings = self.health.add(step, metrics);
         for warning in &mut warnings {
             if warning.begins {
-                let good = checkpoint::before(self.dir.root(), warning.since)?;
+                let good = checkpoint::before(dir.root(), warning.since)?;
                 let good = good.map_or("No checkpoint precedes the problem".to_owned(), |(_, path)| {
                     format!("The last checkpoint before the problem is {}", path.display())
                 });
@@ -237,7 +245,7 @@ impl Records {
             }
             warning.text = self.console.worded(&warning.text).into_owned();
         }
-        Ok(self.dir.append_warnings(&warnings)?)
+        Ok(dir.append_warnings(&warnings)?)
     }
 
     /// Returns the message of a collapse that is still in progress.
@@ -248,8 +256,8 @@ impl Records {
 
     /// Returns the step of the last checkpoint from before the current problems.
     pub(crate) fn last_good(&self) -> Result<Option<u64>> {
-        let Some(since) = self.health.since() else { return Ok(None) };
-        Ok(checkpoint::before(self.dir.root(), since)?.map(|(step, _)| step))
+        let (Some(since), Some(dir)) = (self.health.since(), &self.dir) else { return Ok(None) };
+        Ok(checkpoint::before(dir.root(), since)?.map(|(step, _)| step))
     }
 
     /// Shows the metrics of incomplete logging windows when the run ends after `step`.
@@ -307,8 +315,9 @@ impl Records {
         for row in &evaluation.skipped {
             self.skipped(step, row)?;
         }
+        let Some(dir) = &self.dir else { return Ok(()) };
         let lines = json_lines(&evaluation.rows);
-        let dir = self.dir.root().join("eval");
+        let dir = dir.root().join("eval");
         std::fs::create_dir_all(&dir).map_err(TrainError::io(&dir))?;
         write_atomic(&dir.join(format!("step-{step:06}.jsonl")), |out| out.write_all(&lines))?;
         write_atomic(&dir.join(format!("step-{step:06}.summary.json")), |out| {
@@ -337,7 +346,8 @@ impl Records {
             TrainError::NonFiniteGradient { .. } => told(&error),
             _ => return error,
         };
-        let path = self.dir.root().join(format!("nonfinite-step-{step}.jsonl"));
+        let Some(dir) = &self.dir else { return error };
+        let path = dir.root().join(format!("nonfinite-step-{step}.jsonl"));
         let lines = json_lines(&rollout_lines(&self.dataset, rollouts, 0.0));
         match write_atomic(&path, |out| out.write_all(&lines)) {
             Ok(()) => TrainError::NonFiniteLoss { step, what, rows: path },
@@ -381,7 +391,7 @@ impl Records {
             step_secs: secs("step_time"),
             ahead_secs: per_step(self.ahead_secs),
             rewards: self.rewards_seen.clone(),
-            run_dir: self.dir.root().display().to_string(),
+            run_dir: self.dir.as_ref().map(|dir| dir.root().display().to_string()).unwrap_or_default(),
         }
     }
 }

@@ -9,11 +9,10 @@ use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 
 use crate::error::{Result, TrainError};
-use crate::features::{self, Keep};
+use crate::features::encode_own;
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::PreparedRow;
 use crate::step::Algorithm;
-use crate::timing::timed;
 
 /// Builds a rollout from the completions and rewards in the rows instead of sampling. Tokens after the first stop token of a
 /// completion are dropped, because other trainers record padding there.
@@ -24,12 +23,10 @@ pub fn replay(
     model: &Model,
     prompts: &PromptBuilder,
     algorithm: &Algorithm,
-    rows: Vec<PreparedRow>,
+    mut rows: Vec<PreparedRow>,
     timer: &mut PhaseTimer,
 ) -> Result<Rollouts> {
-    let (features, memories) = timed(timer, "encode", || {
-        features::encode(model, Keep::for_update(algorithm), rows.iter().map(|row| &*row.prompt))
-    })?;
+    let (features, kept) = encode_own(model, prompts, algorithm, &mut rows, true, timer)?;
     let mut groups: Vec<Group> = Vec::with_capacity(rows.len());
     let mut names: Vec<String> = Vec::new();
     let mut values: Vec<Vec<Option<f64>>> = Vec::new();
@@ -84,7 +81,7 @@ pub fn replay(
     let weights = vec![1.0; names.len()];
     let total = advantage::weighted_sum(&values, &weights)?;
     let rewards = RewardMatrix { names, values, weights, total, logged: Logged::default() };
-    Rollouts::new(algorithm, groups, memories, rewards)
+    Rollouts::new(algorithm, groups, kept, rewards)
 }
 
 /// Reads a completion up to its first stop token, with its log-probabilities if it has any.

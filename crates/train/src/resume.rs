@@ -16,6 +16,7 @@ use crate::checkpoint::{self, TrainerState};
 use crate::error::{Result, TrainError};
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
+use crate::split::Split;
 
 /// Settings on which a position in the data depends.
 const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
@@ -79,6 +80,41 @@ impl Resumed {
 }
 
 impl Start {
+    /// Chooses the starting point of all ranks: the first rank decides as [`Self::find`] does, and the others load the same
+    /// checkpoint.
+    pub(crate) fn find_together(
+        split: &Split,
+        run: &RunPlan,
+        dir: &Path,
+        total_steps: u64,
+        model: &Model,
+        optimizer: &mut AdamW,
+        console: &Console,
+    ) -> Result<Self> {
+        let mut start = None;
+        let chosen = split.by_first(|| {
+            let found = Self::find(run, dir, total_steps, model, optimizer, console)?;
+            let chosen = match &found {
+                Self::Anew { .. } => None,
+                Self::From(resumed) => Some((resumed.path.clone(), resumed.changed.clone())),
+            };
+            start = Some(found);
+            Ok(chosen)
+        })?;
+        let load = || match chosen {
+            None => Ok(Self::Anew { why: String::new() }),
+            Some((path, changed)) => {
+                let state = checkpoint::read_state(&path)?;
+                checkpoint::load(&path, model, optimizer, &state)?;
+                Ok(Self::From(Box::new(Resumed { path, state, changed })))
+            }
+        };
+        split.agree(match start {
+            Some(start) => Ok(start),
+            None => load(),
+        })
+    }
+
     /// Chooses the starting point and loads the checkpoint, if there is one.
     pub(crate) fn find(
         run: &RunPlan,

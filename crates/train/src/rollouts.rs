@@ -1,6 +1,7 @@
 //! Input of an update: groups of completions with their advantages.
 
 use std::mem::{replace, take};
+use std::ops::Range;
 
 use omnigrpo_grpo::{Advantages, LossPlan, advantage, top_entropy_tokens};
 use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories};
@@ -66,12 +67,20 @@ pub struct Rollouts {
     pub rewards: RewardMatrix,
     /// One flag per group; true if all completions of the group have the same reward.
     pub(crate) zero_std: Vec<bool>,
-    /// Results of the media towers; the first update takes them.
-    pub(crate) memories: Memories,
-    /// Results of the decoder for the completions; the first update takes them.
-    pub(crate) recalled: Option<DecoderMemory>,
+    /// Results of the rollout for each leaf of this rank; the first update takes them.
+    pub(crate) kept: Vec<Kept>,
     /// True if the weights have changed since the features were computed.
     pub(crate) updated: bool,
+}
+
+/// Results of a rollout that the first update of a leaf can reuse.
+pub(crate) struct Kept {
+    /// Groups of the leaf.
+    pub(crate) groups: Range<usize>,
+    /// Results of the media towers; groups are numbered from 0.
+    pub(crate) memories: Memories,
+    /// Results of the decoder for the completions.
+    pub(crate) recalled: Option<DecoderMemory>,
 }
 
 /// Compares the completions of each group and returns their advantages.
@@ -94,14 +103,14 @@ impl Rollouts {
     pub(crate) fn new(
         algorithm: &Algorithm,
         mut groups: Vec<Group>,
-        memories: Memories,
+        kept: Vec<Kept>,
         rewards: RewardMatrix,
     ) -> Result<Self> {
         let advantages = compare(algorithm, &rewards)?;
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(&advantages.values).for_each(|(c, value)| c.advantage = *value);
         let zero_std = advantages.zero_std;
-        Ok(Self { groups, rewards, zero_std, memories, recalled: None, updated: false })
+        Ok(Self { groups, rewards, zero_std, kept, updated: false })
     }
 
     /// Selects the tokens that count in the policy term and the entropy bonus, by the entropies of the weights that sampled.
@@ -142,9 +151,7 @@ impl Rollouts {
                 rewards: self.rewards.part(first..completions),
                 zero_std: self.zero_std[before..before + own.len()].to_vec(),
                 groups: own,
-                // These results belong to all groups together.
-                memories: Memories::default(),
-                recalled: None,
+                kept: Vec::new(),
                 updated: !parts.is_empty(),
             });
         }
@@ -159,12 +166,12 @@ impl Rollouts {
         self.groups.iter().flat_map(|group| &group.completions)
     }
 
-    /// Returns true if a stream has every completion of every group.
-    pub(crate) fn is_whole(&self, stream: &[Part]) -> bool {
+    /// Returns true if a stream has every completion of the given groups.
+    pub(crate) fn is_whole(&self, stream: &[Part], groups: Range<usize>) -> bool {
         let whole = |(at, part): (usize, &Part)| {
             part.group == at && part.completions == (0..self.groups[at].completions.len())
         };
-        stream.len() == self.groups.len() && stream.iter().enumerate().all(whole)
+        stream.len() == groups.len() && groups.zip(stream).all(whole)
     }
 
     /// Returns the completions of a stream.

@@ -8,13 +8,16 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
 use omnigrpo_guard::{Fault, WAITS, fault, retried, told};
-use omnigrpo_models::{Features, Model, Prompt, PromptBuilder, SftExample};
+use omnigrpo_models::{Features, MediumInput, MediumShape, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Request;
+use omnigrpo_text::MediumKind;
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
 use crate::features::encode_plain;
 use crate::scoring;
+use crate::split::Split;
 
 /// Treatment of unusable rows.
 #[derive(Clone, Debug)]
@@ -42,7 +45,7 @@ impl SkipPolicy {
 }
 
 /// Row that was skipped.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SkippedRow {
     /// Index of the row in the dataset.
     pub row: u64,
@@ -87,10 +90,64 @@ impl PreparedRow {
         let prompt = Arc::new(prompts.outline(&sample)?);
         Ok(Self { sample, prompt, epoch: 0 })
     }
+
+    /// Returns false if another rank has decoded the row. Its prompt then has ids and text, and its media have no content.
+    pub(crate) fn is_here(&self) -> bool {
+        self.prompt.positions.len() == self.prompt.ids.len()
+    }
+}
+
+/// Data of a prepared row that every rank needs.
+#[derive(Serialize, Deserialize)]
+struct Sent {
+    ids: Vec<u32>,
+    text: String,
+    /// Kind and frame times of each medium.
+    media: Vec<(char, Vec<f64>)>,
+}
+
+impl Sent {
+    fn of(row: &PreparedRow) -> Self {
+        let kind = |medium: &MediumInput| match medium.kind {
+            MediumKind::Image => 'i',
+            MediumKind::Video => 'v',
+            MediumKind::Audio => 'a',
+        };
+        let Prompt { ids, text, media, .. } = &*row.prompt;
+        let media = media.iter().map(|medium| (kind(medium), medium.frame_times_secs.clone()));
+        Self { ids: ids.clone(), text: text.clone(), media: media.collect() }
+    }
+
+    /// Returns the row that another rank has decoded.
+    fn row(self, sample: Sample, epoch: u64) -> PreparedRow {
+        let medium = |(kind, frame_times_secs)| {
+            Arc::new(MediumInput {
+                kind: match kind {
+                    'v' => MediumKind::Video,
+                    'a' => MediumKind::Audio,
+                    _ => MediumKind::Image,
+                },
+                shape: MediumShape::Mel { mels: 0, frames: 0 },
+                data: Vec::new(),
+                seconds_per_grid: 0.0,
+                frame_times_secs,
+            })
+        };
+        let prompt = Prompt {
+            ids: self.ids,
+            spans: Vec::new(),
+            positions: Vec::new(),
+            next_position: 0,
+            media: self.media.into_iter().map(medium).collect(),
+            instruction: Vec::new(),
+            text: self.text,
+        };
+        PreparedRow { sample, prompt: Arc::new(prompt), epoch }
+    }
 }
 
 /// Unusable row of a dataset.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unusable {
     /// Id of the row.
     pub id: String,
@@ -156,6 +213,52 @@ pub fn prepare(
     epoch: u64,
 ) -> Result<Result<PreparedRow, Unusable>> {
     attempted(dataset, rewards, row, |sample| PreparedRow::new(prompts, sample, epoch))
+}
+
+/// Returns the error for a row of the dataset that only another rank can read.
+pub(crate) fn unreadable(row: u64, error: &RowError) -> TrainError {
+    TrainError::Data {
+        what: format!(
+            "row {row} was read by another rank, but cannot be read by this one: {}; give all ranks the same files",
+            reason(error)
+        ),
+    }
+}
+
+/// Prepares rows over ranks: each rank those that it owns, by calling `make` with row and pass over the data. Returns the result of
+/// every row on all ranks.
+///
+/// # Errors
+/// Returns an error on all ranks if the machine fails on one of them, or if one cannot read the dataset.
+pub(crate) fn prepare_split(
+    split: &Split,
+    dataset: &Dataset,
+    rows: &[(u64, u64)],
+    owners: &[usize],
+    mut make: impl FnMut((u64, u64)) -> Attempt<PreparedRow>,
+) -> Result<Vec<Result<PreparedRow, Unusable>>> {
+    let mut here = HashMap::new();
+    let mut own = Vec::new();
+    let each = rows.iter().zip(owners).enumerate().filter(|(_, (_, owner))| **owner == split.ranks.rank());
+    let done = each.map(|(place, (at, _))| (place, *at)).try_for_each(|(place, at)| {
+        let made = make(at)?;
+        own.push((place, made.as_ref().map(Sent::of).map_err(Unusable::clone)));
+        here.insert(place, made);
+        Ok(())
+    });
+    let sent = split.collect(rows.len(), done.map(|()| own))?;
+    let row = |(place, sent): (usize, Result<Sent, Unusable>)| {
+        let (row, epoch) = rows[place];
+        match (here.remove(&place), sent) {
+            (Some(made), _) => Ok(made),
+            (None, Err(unusable)) => Ok(Err(unusable)),
+            (None, Ok(sent)) => {
+                let sample = dataset.get(row).map_err(|error| unreadable(row, &error))?;
+                Ok(Ok(sent.row(sample, epoch)))
+            }
+        }
+    };
+    split.agree(sent.into_iter().enumerate().map(row).collect())
 }
 
 /// Rows that are ready for a generator, and unusable rows.
@@ -250,6 +353,8 @@ pub struct RowSource {
     fresh: Vec<SkippedRow>,
     ahead: Option<Ahead>,
     ahead_time: Duration,
+    /// Division over ranks, and prompts of a micro-batch.
+    split: (Split, usize),
 }
 
 /// For each row and epoch, either the row's id and prepared form or the reason why it is unusable.
@@ -282,6 +387,22 @@ fn make(
     })
 }
 
+/// Decodes the media of a row that another rank has prepared, to train on it here.
+///
+/// # Errors
+/// Returns an error if the row is unusable on this rank only.
+pub(crate) fn bring_here(prompts: &PromptBuilder, row: &mut PreparedRow) -> Result<()> {
+    if !row.is_here() {
+        *row = retried(&WAITS, || PreparedRow::new(prompts, row.sample.clone(), row.epoch)).map_err(|error| {
+            let (row, why) = (row.sample.row, told(&error));
+            TrainError::Data {
+                what: format!("row {row} was read by another rank, but not by this one: {why}; give all ranks the same files"),
+            }
+        })?;
+    }
+    Ok(())
+}
+
 impl RowSource {
     /// Creates a source over an order of the dataset's rows. `rewards` are the rewards that will score their completions.
     #[must_use]
@@ -293,15 +414,29 @@ impl RowSource {
         policy: SkipPolicy,
     ) -> Self {
         let total = (order.num_usable() + order.state().skipped.len()) as u64;
-        let (fresh, ahead, ahead_time) = (Vec::new(), None, Duration::ZERO);
-        Self { dataset, order, prompts, rewards, policy, total, fresh, ahead, ahead_time }
+        let (fresh, ahead, ahead_time, split) = (Vec::new(), None, Duration::ZERO, (Split::default(), 1));
+        Self { dataset, order, prompts, rewards, policy, total, fresh, ahead, ahead_time, split }
+    }
+
+    /// Lets each rank decode the rows that it trains on. `micro` is the number of prompts of a micro-batch. All ranks draw the same
+    /// rows.
+    pub(crate) fn over(self, split: &Split, micro: usize) -> Self {
+        Self { split: (split.clone(), micro), ..self }
+    }
+
+    /// Returns the next `count` rows of the order with their passes over the data, without drawing them. There are fewer if the
+    /// order ends.
+    fn next(&self, count: usize) -> Vec<(u64, u64)> {
+        let mut order = self.order.clone();
+        (0..count).map_while(|_| Some((order.draw().ok()?, order.state().epoch))).collect()
     }
 
     /// Starts preparing the next `count` rows on another thread.
     pub fn prepare_ahead(&mut self, count: usize, making: Making) {
-        let mut order = self.order.clone();
+        let (split, micro) = &self.split;
+        let owned = self.next(count).into_iter().zip(split.owners(count, *micro));
         let rows: Vec<(u64, u64)> =
-            (0..count).map_while(|_| Some((order.draw().ok()?, order.state().epoch))).collect();
+            owned.filter(|(_, owner)| *owner == split.ranks.rank()).map(|(row, _)| row).collect();
         let (dataset, prompts) = (Arc::clone(&self.dataset), Arc::clone(&self.prompts));
         let rewards = self.rewards.clone();
         let work = move || {
@@ -365,24 +500,69 @@ impl RowSource {
         // Rows skipped from here on are replaced by the next usable row.
         let mut waiting = self.fresh.len();
         while out.len() < count {
-            let row = self.order.draw()?;
-            let at = (row, self.order.state().epoch);
-            let made = match ready.remove(&at) {
-                Some(made) => made,
-                None => make(&self.dataset, &self.prompts, self.rewards.as_deref(), at, making)?,
-            };
-            // A change of the dataset file is not the fault of the row.
-            self.dataset.unchanged()?;
-            match made {
-                Ok((id, value)) => {
-                    out.push(value);
-                    self.fresh[waiting..].iter_mut().for_each(|row| row.replaced_by = Some(id.clone()));
-                    waiting = self.fresh.len();
+            for (row, made) in self.make_next(count, out.len(), making, &mut ready)? {
+                match made {
+                    Ok((id, value)) => {
+                        out.push(value);
+                        self.fresh[waiting..].iter_mut().for_each(|row| row.replaced_by = Some(id.clone()));
+                        waiting = self.fresh.len();
+                    }
+                    Err(Unusable { id, reason }) => self.skip(row, &id, &reason)?,
                 }
-                Err(Unusable { id, reason }) => self.skip(row, &id, &reason)?,
             }
         }
         Ok(out)
+    }
+
+    /// Draws and prepares the next rows: one row, or several over ranks. An unusable row is the last one, because it changes the
+    /// order of the following rows.
+    fn make_next(
+        &mut self,
+        count: usize,
+        done: usize,
+        making: Making,
+        ready: &mut MadeRows,
+    ) -> Result<Vec<(u64, Result<(String, Made), Unusable>)>> {
+        let (dataset, prompts) = (Arc::clone(&self.dataset), Arc::clone(&self.prompts));
+        let rewards = self.rewards.clone();
+        let mut attempt = |at| -> Attempt<(String, Made)> {
+            let made = match ready.remove(&at) {
+                Some(made) => made,
+                None => make(&dataset, &prompts, rewards.as_deref(), at, making)?,
+            };
+            // A change of the dataset file is not the fault of the row.
+            dataset.unchanged()?;
+            Ok(made)
+        };
+        let (split, micro) = &self.split;
+        if split.ranks.size() == 1 {
+            let row = self.order.draw()?;
+            return Ok(vec![(row, attempt((row, self.order.state().epoch))?)]);
+        }
+        let rows = self.next(count - done);
+        let owners = split.owners(count, *micro);
+        let prepared = prepare_split(split, &dataset, &rows, &owners[done..], |at| match attempt(at)? {
+            Ok((_, Made::Prompt(row))) => Ok(Ok(row)),
+            Ok((id, Made::Example(_))) => Err(TrainError::Data {
+                what: format!("row {id}: supervised training over ranks is unsupported"),
+            }),
+            Err(unusable) => Ok(Err(unusable)),
+        })?;
+        let mut made = Vec::with_capacity(rows.len());
+        let mut rest = rows.into_iter().zip(prepared);
+        // An empty order returns its error here.
+        loop {
+            let row = self.order.draw()?;
+            let Some((_, own)) = rest.next() else { break };
+            let unusable = own.is_err();
+            made.push((row, own.map(|own| (own.sample.id.clone(), Made::Prompt(own)))));
+            if unusable || rest.len() == 0 {
+                break;
+            }
+        }
+        let here = rest.filter_map(|(at, own)| Some((at, own.ok().filter(PreparedRow::is_here)?)));
+        ready.extend(here.map(|(at, own)| (at, Ok((own.sample.id.clone(), Made::Prompt(own))))));
+        Ok(made)
     }
 
     /// Returns the rows skipped since the last call, even if drawing returned an error.

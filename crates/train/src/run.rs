@@ -9,13 +9,13 @@ use omnigrpo_data::{Dataset, Order};
 use omnigrpo_grpo::CorrectionKind;
 use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{Aims, Console, Health, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
+use omnigrpo_observe::{Aims, Console, Health, Metric, PhaseTimer, RunDir, RunLock, Trackers, write_atomic};
 use omnigrpo_rewards::RewardSet;
 
 use crate::buffer::BufferState;
 use crate::checkpoint::{self, TrainerState};
 use crate::error::{Result, TrainError};
-use crate::evaluate::{EvalPlan, Evaluation, evaluate};
+use crate::evaluate::{EvalPlan, Evaluation, evaluate_split};
 use crate::imitate::{self, ImitationOutcome};
 use crate::length::Length;
 use crate::model_card;
@@ -56,7 +56,9 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         }
         asked_to_stop = this.place.evaluation_due;
     }
-    while step < total && !asked_to_stop && !stop.load(Ordering::Relaxed) {
+    let split = this.algorithm.split.clone();
+    // All ranks stop if one of them is asked to.
+    while step < total && !split.ranks.any(asked_to_stop || stop.load(Ordering::Relaxed))? {
         let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
         let factor = this.schedule.factor(step);
         let at = UpdateAt { step, learning_rate_factor: factor };
@@ -90,7 +92,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         let epoch = this.source.order().epochs_done();
         shown.advance(&metrics);
         asked_to_stop |= this.observer.step(step, &metrics).is_break();
-        this.records.step(step, epoch, metrics, reward, timer)?;
+        split.agree(this.records.step(step, epoch, metrics, reward, timer))?;
         if this.run.stop_on_collapse && step < total {
             summary.collapsed = this.records.collapse();
             asked_to_stop |= summary.collapsed.is_some();
@@ -117,10 +119,12 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             improved = this.evaluate_step(step, &mut summary)?;
             asked_to_stop |= this.place.evaluation_due;
         }
+        asked_to_stop = split.ranks.any(asked_to_stop || stop.load(Ordering::Relaxed))?;
         // A stop during the last step is not an interruption: no work remains.
-        let interrupted = step < total && (asked_to_stop || stop.load(Ordering::Relaxed));
+        let interrupted = step < total && asked_to_stop;
+        let late = this.run.save_every.is_some_and(|time| last_save.elapsed() >= time);
         let save_now = interrupted
-            || this.run.save_every.is_some_and(|time| last_save.elapsed() >= time)
+            || split.ranks.any(late && split.ranks.is_first())?
             || match this.run.save {
                 SaveWhen::Never => false,
                 SaveWhen::Steps(n) => due(n),
@@ -206,7 +210,7 @@ impl Loop {
             rows,
             eval,
             rewards,
-            algorithm,
+            mut algorithm,
             optimizer,
             selection,
             run,
@@ -216,12 +220,25 @@ impl Loop {
             reference_device,
         } = setup;
         let dir = lock.root();
-        for name in checkpoint::remove_leftovers(dir)? {
-            console.line(&format!("removed {name}, which an earlier process left incomplete"));
-        }
+        algorithm.split.validate()?;
+        algorithm.split.prompts_per_step = Some(run.prompts_per_step);
+        let split = algorithm.split.clone();
+        split.only_first(|| {
+            for name in checkpoint::remove_leftovers(dir)? {
+                console.line(&format!("removed {name}, which an earlier process left incomplete"));
+            }
+            Ok(())
+        })?;
         selection.apply(&model)?;
         console.line(summary(&model).trim_end());
         let imitate = run.objective == Objective::Imitate;
+        if imitate && !split.is_off() {
+            return Err(TrainError::setting(
+                "gradient_leaves",
+                &split.leaves.to_string(),
+                "supervised training runs in one process with one leaf; start it without a launcher".into(),
+            ));
+        }
         let reference = if algorithm.loss.needs_reference() && !imitate {
             Some(match run.lends_reference(reference_device) {
                 true => model.reference_in_place()?,
@@ -248,13 +265,14 @@ impl Loop {
         // Supervised examples and rows with recorded rewards are not scored.
         let scoring = (!imitate && !run.replay).then(|| Arc::clone(&rewards));
         let mut source =
-            RowSource::new(Arc::clone(&dataset), order, Arc::clone(&prompts), scoring, run.skip.clone());
+            RowSource::new(Arc::clone(&dataset), order, Arc::clone(&prompts), scoring, run.skip.clone())
+                .over(&split, algorithm.micro());
 
-        let start = Start::find(&run, dir, length.total, &model, &mut optimizer, console)?;
+        let start = Start::find_together(&split, &run, dir, length.total, &model, &mut optimizer, console)?;
         let mut place = Place::default();
         if let Start::From(resumed) = &start {
             if let (Some(reference), Some(_)) = (&reference, run.sync_reference) {
-                checkpoint::load_reference(&resumed.path, reference)?;
+                split.agree(checkpoint::load_reference(&resumed.path, reference))?;
             }
             place = Place::of(resumed, dir);
             if resumed.keeps_position() {
@@ -267,9 +285,6 @@ impl Loop {
                 place.buffer = Some((parts, saved.iteration));
             }
         }
-        // Files are moved only after the checkpoint has been loaded without an error.
-        start.make_room(dir, model.dir(), console)?;
-        let records = RunDir::open(dir, start.existing())?;
         let scored = !imitate && !run.replay;
         let mut health = Health::new(Aims {
             range: scored.then(|| rewards.range()),
@@ -281,20 +296,36 @@ impl Loop {
                 .collect(),
             corrected: algorithm.loss.correction.kind != CorrectionKind::Off,
         });
-        if let Start::From(resumed) = &start {
-            place.evaluated_at = continued(&records, resumed, length.total, console)?;
-            records.each_step(|step, metrics| drop(health.add(step, metrics)))?;
-        }
-        for (name, content) in &run.files {
-            write_atomic(&dir.join(name), |out| out.write_all(content))?;
-        }
+        let mut records = None;
+        place.evaluated_at = split.by_first(|| {
+            // Files are moved only after the checkpoint has been loaded without an error.
+            start.make_room(dir, model.dir(), console)?;
+            let own = RunDir::open(dir, start.existing())?;
+            let mut evaluated_at = None;
+            if let Start::From(resumed) = &start {
+                evaluated_at = continued(&own, resumed, length.total, console)?;
+                own.each_step(|step, metrics| drop(health.add(step, metrics)))?;
+            }
+            for (name, content) in &run.files {
+                write_atomic(&dir.join(name), |out| out.write_all(content))?;
+            }
+            records = Some(own);
+            Ok(evaluated_at)
+        })?;
+        let first = split.ranks.is_first();
+        let trackers = if first { trackers() } else { Trackers::none(console) };
+        let observer = if first { observer } else { Box::new(()) };
         let mut records =
-            Records::new(&run, records, Arc::clone(&dataset), console, trackers(), length.total, health);
+            Records::new(&run, records, Arc::clone(&dataset), console, trackers, length.total, health);
         let known = matches!(&start, Start::From(resumed) if resumed.keeps_position());
         if !known {
-            for (row, id, reason) in run.bad_rows.clone() {
-                records.skipped(place.step, &SkippedRow { row, id, reason, replaced_by: None })?;
-            }
+            let mut bad = run.bad_rows.iter().cloned().map(|(row, id, reason)| SkippedRow {
+                row,
+                id,
+                reason,
+                replaced_by: None,
+            });
+            split.agree(bad.try_for_each(|row| records.skipped(place.step, &row)))?;
         }
         Ok(Self {
             schedule: length.schedule(&run),
@@ -322,9 +353,7 @@ impl Loop {
     fn imitate(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<Vec<Metric>> {
         let (step, length) = (at.step, self.length);
         let drawn = timed(timer, "data", || self.source.draw_sft(length.num_rows(step)));
-        for row in self.source.take_skipped() {
-            self.records.skipped(step + 1, &row)?;
-        }
+        self.record_skipped(step + 1)?;
         let examples = drawn?;
         if step + 1 < length.total {
             self.source.prepare_ahead(length.num_rows(step + 1), Making::Example);
@@ -355,10 +384,11 @@ impl Loop {
         .map_err(|error| self.records.offending_rows(at.step + 1, rollouts, error))?;
         let mut metrics = reinforcement_metrics(&outcome);
         let reward = outcome.sums.reward();
-        timed(timer, "records", || {
+        let recorded = timed(timer, "records", || {
             let places = (first_group, &*rollouts);
             self.records.tokens(at.step + 1, places, outcome.tokens, self.prompts.tokenizer())
-        })?;
+        });
+        self.algorithm.split.agree(recorded)?;
         if done == 0 {
             let logged = &rollouts.rewards.logged.metrics;
             metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
@@ -390,13 +420,17 @@ impl Loop {
         Ok(())
     }
 
+    /// Records the rows that were skipped since the last call.
+    fn record_skipped(&mut self, step: u64) -> Result<()> {
+        let mut rows = self.source.take_skipped().into_iter();
+        self.algorithm.split.agree(rows.try_for_each(|row| self.records.skipped(step, &row)))
+    }
+
     /// Samples the next rollout and splits it into one part per update of an iteration.
     fn rollout(&mut self, step: u64, timer: &mut PhaseTimer) -> Result<Vec<Rollouts>> {
         let (index, length) = (self.place.rollout, self.length);
         let drawn = timed(timer, "data", || self.source.draw(length.num_rows(index)));
-        for row in self.source.take_skipped() {
-            self.records.skipped(step + 1, &row)?;
-        }
+        self.record_skipped(step + 1)?;
         let epoch = self.source.order().epochs_done();
         let drawn = drawn?;
         let updates = drawn.len().div_ceil(self.run.prompts_per_step) * self.run.num_iterations;
@@ -404,9 +438,7 @@ impl Loop {
             self.source.prepare_ahead(length.num_rows(index + 1), Making::Prompt);
         }
         let collected = self.collect(drawn, step, epoch, timer)?;
-        for row in self.source.take_skipped() {
-            self.records.skipped(step + 1, &row)?;
-        }
+        self.record_skipped(step + 1)?;
         let rewards = collected.rewards.total.chunks(self.algorithm.num_generations);
         for (group, rewards) in collected.groups.iter().zip(rewards) {
             let known: Vec<f64> = rewards.iter().copied().flatten().collect();
@@ -457,32 +489,23 @@ impl Loop {
                 .map_err(|error| self.records.keep_unscored(step + 1, error))?
         };
         self.observer.rollout(step, &rollouts);
-        timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts))?;
-        Ok(rollouts)
+        let recorded = timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts));
+        self.algorithm.split.agree(recorded.map(|()| rollouts))
     }
 
     fn evaluate(&mut self, step: u64, epoch: f64) -> Result<Option<Evaluation>> {
         let Some(plan) = &self.eval else { return Ok(None) };
         self.console.activity().enter("evaluation", Instant::now());
         let mut progress = self.console.progress("evaluating", plan.rows.len() as u64);
-        let evaluation = evaluate(&self.model, &self.rewards, plan, &mut |done| progress.advance(done))?;
+        let (model, rewards, split) = (&self.model, &self.rewards, &self.algorithm.split);
+        let evaluation = evaluate_split(split, model, rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
         self.console.activity().leave();
-        if let (true, Some(first)) = (evaluation.rows.is_empty(), evaluation.skipped.first()) {
-            return Err(TrainError::Data {
-                what: format!(
-                    "none of the {} evaluation rows can be used; row {} (id {}): {}; correct the rows, or run without an \
-                     evaluation",
-                    evaluation.skipped.len(),
-                    first.row,
-                    first.id,
-                    first.reason
-                ),
-            });
-        }
+        evaluation.usable()?;
         self.observer.evaluation(step, &evaluation);
         if self.place.evaluated_at != Some(step) {
-            self.records.evaluation(step, epoch, &evaluation)?;
+            let recorded = self.records.evaluation(step, epoch, &evaluation);
+            self.algorithm.split.agree(recorded)?;
             self.place.evaluated_at = Some(step);
         }
         Ok(Some(evaluation))
@@ -538,8 +561,18 @@ impl Loop {
         Ok(better)
     }
 
-    /// Writes a checkpoint. It includes the optimizer's state if `whole` is true; only then can a run resume from it.
+    /// Writes a checkpoint, on the first rank. It includes the optimizer's state if `whole` is true; only then can a run resume from
+    /// it.
     fn save(&mut self, whole: bool) -> Result<()> {
+        let split = self.algorithm.split.clone();
+        split.only_first(|| self.write(whole))?;
+        if whole {
+            self.place.saved_at = Some(self.place.step);
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, whole: bool) -> Result<()> {
         self.console.activity().enter("saving", Instant::now());
         self.records.sync()?;
         let place = &self.place;
@@ -565,9 +598,6 @@ impl Loop {
         self.console.activity().leave();
         self.console.line(&format!("saved {}", path.display()));
         self.observer.saved(self.place.step, &path);
-        if whole {
-            self.place.saved_at = Some(self.place.step);
-        }
         Ok(())
     }
 
@@ -590,8 +620,10 @@ impl Loop {
                 // The run resumed after its last step, so this process has no evaluation yet.
                 summary.after = self.evaluate(step, self.source.order().epochs_done())?;
             }
-            checkpoint::save_final(&self.model, self.lock.root())?;
-            self.write_model_card(&summary)?;
+            self.algorithm.split.only_first(|| {
+                checkpoint::save_final(&self.model, self.lock.root())?;
+                self.write_model_card(&summary)
+            })?;
         }
         summary.steps = step;
         summary.steps_here = self.records.steps_timed;

@@ -30,20 +30,23 @@
 //! the backward pass of the model starts from that derivative. The streams of a step add up their gradients, so the
 //! `Normalizer` must first be computed for the whole step.
 
+use std::ops::Range;
+
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
-use omnigrpo_models::{DecoderMemory, Memories, Model, PromptBuilder, RouterPlan, Training};
+use omnigrpo_models::{DecoderMemory, Model, PromptBuilder, RouterPlan, Training};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
-use omnigrpo_rollout::{Generator, SamplingParams, TokenEvent};
+use omnigrpo_rollout::{Generator, Request, SamplingParams, TokenEvent};
 
 use crate::error::{Result, TrainError};
-use crate::features::{self, Keep};
+use crate::features::{self, encode_own, settle};
 use crate::gap::Gap;
 use crate::optimizer::AdamW;
 use crate::pass::{Pass, reference_logprobs};
-use crate::rollouts::{Group, Rollouts, Scored, alike};
+use crate::rollouts::{Group, Kept, Rollouts, Scored, alike};
 use crate::rows::{PreparedRow, requests};
 use crate::scoring;
+use crate::split::Split;
 use crate::temporal;
 use crate::timing::timed;
 
@@ -72,7 +75,7 @@ pub struct Algorithm {
     /// True to recompute activations in the backward pass.
     pub recompute: bool,
     /// True to let the first update of a rollout reuse the rollout's own forward pass. This requires that both passes give the
-    /// same results up to rounding ([`Model::can_recall`]) and that the rollout fits in one stream.
+    /// same results up to rounding ([`Model::can_recall`]) and that a leaf fits in one stream.
     pub recall: bool,
     /// Prompts per micro-batch, over which `bnpo` takes its mean.
     pub prompts_per_micro_batch: usize,
@@ -82,6 +85,8 @@ pub struct Algorithm {
     pub max_resample_times: usize,
     /// True to return the numbers of each token with the outcome of an update.
     pub token_stats: bool,
+    /// Division of a step over ranks.
+    pub split: Split,
 }
 
 impl Default for Algorithm {
@@ -112,12 +117,39 @@ impl Algorithm {
             seed,
             max_resample_times: 0,
             token_stats: false,
+            split: Split::default(),
         }
     }
 
     /// Copies the advantage, its factor and the loss from a recipe.
     pub fn follow(&mut self, recipe: &Recipe) {
         (self.advantage, self.alpha, self.loss) = (recipe.advantage, recipe.alpha, recipe.loss);
+    }
+
+    /// Returns the prompts of a micro-batch.
+    pub(crate) fn micro(&self) -> usize {
+        self.prompts_per_micro_batch.max(1)
+    }
+
+    /// Returns the prompts of each leaf of this rank, in an update with `prompts` prompts.
+    pub(crate) fn own_leaves(&self, prompts: usize) -> Vec<Range<usize>> {
+        self.split.own_leaves(prompts, self.micro())
+    }
+
+    /// Returns the prompts of each leaf of this rank, in a rollout with `prompts` prompts.
+    pub(crate) fn own_leaves_of_rollout(&self, prompts: usize) -> Vec<Range<usize>> {
+        self.split.own_leaves_of_rollout(prompts, self.micro())
+    }
+
+    /// Returns for each prompt of a rollout whether this rank trains on it.
+    pub(crate) fn owns(&self, prompts: usize) -> Vec<bool> {
+        let owners = self.split.owners(prompts, self.micro());
+        owners.into_iter().map(|owner| owner == self.split.ranks.rank()).collect()
+    }
+
+    /// Returns true if a rollout with `prompts` prompts serves one update of each iteration.
+    pub(crate) fn is_one_update(&self, prompts: usize) -> bool {
+        self.split.prompts_per_step.is_none_or(|step| prompts <= step)
     }
 
     /// Returns the maximum number of rows per packed stream.
@@ -180,7 +212,7 @@ pub struct StepOutcome {
 }
 
 /// Numbers of a completion's tokens in an update, in nats.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub struct TokenNumbers {
     /// Log-probabilities under the policy before the update.
     pub logprobs: Vec<f32>,
@@ -212,8 +244,7 @@ pub struct Collector<'a> {
 /// Sampled and scored completions before advantages are computed.
 struct Sampled {
     groups: Vec<Group>,
-    memories: Memories,
-    recalled: Option<DecoderMemory>,
+    kept: Vec<Kept>,
     rewards: RewardMatrix,
 }
 
@@ -233,8 +264,7 @@ impl Collector<'_> {
         timer: &mut PhaseTimer,
     ) -> Result<Rollouts> {
         let (algorithm, size) = (self.algorithm, self.algorithm.num_generations);
-        let memory = self.memory(&rows);
-        let mut sampled = self.sample(rows, rollout, memory, timer)?;
+        let mut sampled = self.sample(rows, rollout, true, timer)?;
         let mut dropped = 0;
         for round in 1..=algorithm.max_resample_times as u64 {
             let idle = alike(algorithm, &sampled.rewards)?;
@@ -243,48 +273,72 @@ impl Collector<'_> {
                 break;
             }
             let rows = timed(timer, "data", || draw(idle.len()))?;
-            let others = self.sample(rows, rollout + round * AGAIN, None, timer)?;
+            let others = self.sample(rows, rollout + round * AGAIN, false, timer)?;
             let alike = alike(algorithm, &others.rewards)?;
             let telling = others.groups.into_iter().enumerate().filter(|(group, _)| !alike[*group]);
             for (to, (from, group)) in idle.into_iter().zip(telling) {
                 sampled.groups[to] = group;
                 sampled.rewards.replace(to * size, &others.rewards, from * size..(from + 1) * size);
                 // These results belong to the original prompts.
-                (sampled.memories, sampled.recalled) = (Memories::default(), None);
+                sampled.kept.retain(|kept| !kept.groups.contains(&to));
                 dropped += 1;
             }
         }
-        let Sampled { groups, memories, recalled, mut rewards } = sampled;
+        let Sampled { mut groups, kept, mut rewards } = sampled;
+        if dropped > 0 {
+            // Another rank may have sampled a group that this rank trains on.
+            let settled = timed(timer, "encode", || settle(self.model, self.prompts, algorithm, &mut groups));
+            algorithm.split.agree(settled)?;
+        }
         if algorithm.max_resample_times > 0 {
             rewards.logged.metrics.insert("sampling/resampled_prompts".into(), f64::from(dropped));
         }
-        let rollouts = Rollouts::new(algorithm, groups, memories, rewards)?;
-        Ok(Rollouts { recalled, ..rollouts })
+        Rollouts::new(algorithm, groups, kept, rewards)
     }
 
+    /// Samples completions of the rows that this rank trains on and shares them with the other ranks. The first rank scores all of
+    /// them, so that a reward with a process or a bill runs once. With `keep`, results are kept for the first update.
     fn sample(
         &self,
-        rows: Vec<PreparedRow>,
+        mut rows: Vec<PreparedRow>,
         rollout: u64,
-        mut recalled: Option<DecoderMemory>,
+        keep: bool,
         timer: &mut PhaseTimer,
     ) -> Result<Sampled> {
         let Self { model, prompts, shuffled, rewards, algorithm } = *self;
         let activity = timer.activity().clone();
-        let (features, memories) = timed(timer, "encode", || {
-            features::encode(model, Keep::for_update(algorithm), rows.iter().map(|row| &*row.prompt))
-        })?;
+        let split = &algorithm.split;
+        let (features, mut kept) = encode_own(model, prompts, algorithm, &mut rows, keep, timer)?;
         let completions = timed(timer, "rollout", || {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);
             activity.parts("completions", 0, rows.len() * algorithm.num_generations);
             let generator = Generator::new(model, prompts, &algorithm.sampling, algorithm.max_live);
-            let told = |event: TokenEvent| activity.token(event.last);
-            Ok::<_, TrainError>(generator.generate_with(&requests, told, recalled.as_mut())?)
+            let mut own = Vec::new();
+            let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
+                let requests: Vec<Request> = places.iter().map(|&place| requests[place]).collect();
+                let told = |event: TokenEvent| activity.token(event.last);
+                own.extend(places.into_iter().zip(generator.generate_with(&requests, told, memory)?));
+                Ok::<_, TrainError>(())
+            };
+            let mut rest: Vec<usize> = own_places(algorithm, rows.len());
+            let generated = (|| {
+                for Kept { groups, recalled, .. } in &mut kept {
+                    *recalled = self.memory(groups.len());
+                    if recalled.is_some() {
+                        rest.retain(|place| !groups.contains(place));
+                        generate(groups.clone().collect(), recalled.as_mut())?;
+                    }
+                }
+                generate(rest, None)
+            })();
+            split.collect(rows.len(), generated.map(|()| own))
         })?;
         let mut matrix = timed(timer, "reward", || {
-            let scored = scoring::pairs(&rows, &completions);
-            scoring::score(rewards, &scored, algorithm.seed, rollout)
-                .map_err(|error| scoring::unscored(error, &scored))
+            split.by_first(|| {
+                let scored = scoring::pairs(&rows, &completions);
+                scoring::score(rewards, &scored, algorithm.seed, rollout)
+                    .map_err(|error| scoring::unscored(error, &scored))
+            })
         })?;
         if let Some(shuffled) = shuffled {
             timed(timer, "shuffled_rollout", || {
@@ -297,17 +351,23 @@ impl Collector<'_> {
             features,
             completions: completions.into_iter().map(|completion| Scored::new(completion, None)).collect(),
         });
-        Ok(Sampled { groups: groups.collect(), memories, recalled, rewards: matrix })
+        Ok(Sampled { groups: groups.collect(), kept, rewards: matrix })
     }
 
-    /// Returns a memory for the decoder's results if all rows fit in one micro-batch and the model can recall. The update would
-    /// hold these results anyway.
-    fn memory(&self, rows: &[PreparedRow]) -> Option<DecoderMemory> {
+    /// Returns a memory for the decoder's results of a leaf if its prompts fit in one micro-batch and the model can recall. The
+    /// update would hold these results anyway. Whether a leaf is recalled does not depend on the rank that samples it.
+    fn memory(&self, prompts: usize) -> Option<DecoderMemory> {
         let Self { model, algorithm, .. } = *self;
-        let together = rows.len() <= algorithm.prompts_per_micro_batch;
+        let together = (1..=algorithm.prompts_per_micro_batch).contains(&prompts);
         let same = algorithm.recall && algorithm.router.is_off() && model.can_recall();
         (same && together).then(|| DecoderMemory::new(algorithm.stream_rows(), algorithm.recompute))
     }
+}
+
+/// Returns the places of the prompts that this rank trains on, in a rollout with `prompts` prompts.
+pub(crate) fn own_places(algorithm: &Algorithm, prompts: usize) -> Vec<usize> {
+    let owns = algorithm.owns(prompts).into_iter().enumerate();
+    owns.filter_map(|(place, own)| own.then_some(place)).collect()
 }
 
 /// Performs one optimizer update from scored rollouts.
@@ -324,8 +384,14 @@ pub fn update(
     timer: &mut PhaseTimer,
 ) -> Result<StepOutcome> {
     let pass = Pass::new(model, algorithm, at.training(algorithm), rollouts)?;
+    let split = &algorithm.split;
     if rollouts.updated && model.trains_media() {
-        timed(timer, "encode", || features::encode_again(model, &mut rollouts.groups))?;
+        let groups = &mut rollouts.groups;
+        let mut leaves = algorithm.own_leaves(groups.len()).into_iter();
+        let encoded = timed(timer, "encode", || {
+            leaves.try_for_each(|leaf| features::encode_again(model, &mut groups[leaf]))
+        });
+        split.agree(encoded)?;
     }
     let unknown = rollouts.completions().any(|c| c.reference.is_none());
     if let Some(reference) = reference.filter(|_| algorithm.loss.needs_reference() && unknown) {
@@ -338,7 +404,7 @@ pub fn update(
             sampler_gap.add(&c.sampler_logprobs, &c.logprobs);
         }
     }
-    let done = timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor))?;
+    let done = split.agree(timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor)))?;
     rollouts.updated = true;
     if passed.on_policy {
         // Later updates of the same rollout use the log-probabilities of the first one in their ratios.

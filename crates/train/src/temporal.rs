@@ -43,17 +43,30 @@ pub fn add_order_bonus(
     let Some(accuracy) = matrix.names.iter().position(|n| n == name) else { return Ok(()) };
     let accuracy = matrix.values[accuracy].clone();
     let has_video = |row: &PreparedRow| row.prompt.media.iter().any(|m| m.kind == MediumKind::Video);
-    let videos = rows.iter().filter(|row| has_video(row));
-    let videos = videos
-        .map(|row| Ok(retried(&WAITS, || PreparedRow::new(shuffled, row.sample.clone(), row.epoch))?))
-        .collect::<Result<Vec<_>>>()?;
-    let features = encode_plain(model, videos.iter().map(|row| &*row.prompt))?;
-    let requests = requests(&videos, &features, (group / 2).max(1), SHUFFLED | rollout);
-    let generator = Generator::new(model, shuffled, &algorithm.sampling, algorithm.max_live);
-    let completions = generator.generate(&requests, |_| {})?;
-    let scored = scoring::pairs(&videos, &completions);
-    let mut shuffled_accuracy =
-        scoring::score_by(rewards, name, &scored, algorithm.seed, SHUFFLED | rollout)?.into_iter();
+    let owns = algorithm.owns(rows.len()).into_iter();
+    let (videos, own): (Vec<PreparedRow>, Vec<bool>) =
+        rows.iter().cloned().zip(owns).filter(|(row, _)| has_video(row)).unzip();
+    let (split, mut videos) = (&algorithm.split, videos);
+    let places: Vec<usize> = (0..own.len()).filter(|&place| own[place]).collect();
+    let generated = (|| {
+        for &place in &places {
+            let PreparedRow { sample, epoch, .. } = videos[place].clone();
+            videos[place] = retried(&WAITS, || PreparedRow::new(shuffled, sample.clone(), epoch))?;
+        }
+        let mut features = vec![Vec::new(); videos.len()];
+        let encoded = encode_plain(model, places.iter().map(|&place| &*videos[place].prompt))?;
+        places.iter().zip(encoded).for_each(|(&place, own)| features[place] = own);
+        let requests = requests(&videos, &features, (group / 2).max(1), SHUFFLED | rollout);
+        let requests: Vec<_> = places.iter().map(|&place| requests[place]).collect();
+        let generator = Generator::new(model, shuffled, &algorithm.sampling, algorithm.max_live);
+        Ok(places.iter().copied().zip(generator.generate(&requests, |_| {})?).collect())
+    })();
+    let completions = split.collect(own.len(), generated)?;
+    let shuffled_accuracy = split.by_first(|| {
+        let scored = scoring::pairs(&videos, &completions);
+        scoring::score_by(rewards, name, &scored, algorithm.seed, SHUFFLED | rollout)
+    })?;
+    let mut shuffled_accuracy = shuffled_accuracy.into_iter();
     let share = |value: Option<f64>| value.map(|value| value / best);
     let mut done = completions.iter();
     for (row, (bonus, ordered)) in rows.iter().zip(bonus.chunks_mut(group).zip(accuracy.chunks(group))) {

@@ -12,6 +12,8 @@ mod exact;
 mod health;
 #[path = "run/machine.rs"]
 mod machine;
+#[path = "run/ranks.rs"]
+mod ranks;
 #[path = "run/resume.rs"]
 mod resume;
 mod setup;
@@ -32,7 +34,8 @@ use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     AdamW, AdamWConfig, Collector, EvalOptions, EvalPlan, EvalWhen, Making, Objective, Observer, PreparedRow,
-    ResumeFrom, Rollouts, RowSource, SaveWhen, Selection, TrainError, TrainSetup, replay, train, update,
+    ResumeFrom, Rollouts, RowSource, RunSummary, SaveWhen, Selection, TrainError, TrainSetup, replay, train,
+    update,
 };
 use serde_json::{Value, json};
 use setup::{
@@ -306,6 +309,10 @@ fn resume_is_exact(place: &Place, change: impl Fn(&mut TrainSetup), what: &str) 
 
 /// Resumes a copy of the run `whole` from a step's checkpoint, and compares the ends of both.
 fn resumes_from(place: &Place, step: usize, name: &str, new: impl Fn(&str) -> TrainSetup, what: &str) {
+    resumes_by(place, step, name, || run(new(name)).unwrap(), what);
+}
+
+fn resumes_by(place: &Place, step: usize, name: &str, run: impl FnOnce() -> RunSummary, what: &str) {
     // The copy looks like a run that was killed in the step after the next: it has later rows and no later checkpoint.
     let (whole, part) = (place.out("whole"), place.out(name));
     let from = format!("checkpoint-{step}");
@@ -315,7 +322,7 @@ fn resumes_from(place: &Place, step: usize, name: &str, new: impl Fn(&str) -> Tr
     cut.push_str(&metrics.lines().nth(step + 1).unwrap()[..40]);
     std::fs::write(part.join("metrics.jsonl"), cut).unwrap();
     std::fs::copy(whole.join("skipped.jsonl"), part.join("skipped.jsonl")).unwrap();
-    let summary = run(new(name)).unwrap();
+    let summary = run();
     assert_eq!((summary.steps, summary.steps_here), (6, 6 - step as u64), "{what}");
 
     assert_eq!(timeless(&part), timeless(&whole), "{what}, from step {step}");

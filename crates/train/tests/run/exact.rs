@@ -6,9 +6,9 @@ use omnigrpo_train::SyncReference;
 
 use super::*;
 
-type Setting = (&'static str, fn(&mut TrainSetup));
+pub(crate) type Setting = (&'static str, fn(&mut TrainSetup));
 
-const SETTINGS: [Setting; 8] = [
+pub(crate) const SETTINGS: [Setting; 8] = [
     ("moving reference", |s| s.run.sync_reference = Some(SyncReference { every: 1, mixup: 0.5 })),
     ("several iterations", |s| s.run.num_iterations = 2),
     ("several steps of a generation", |s| s.run.steps_per_generation = 2),

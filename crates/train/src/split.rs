@@ -1,0 +1,266 @@
+//! Division of a step over ranks.
+//!
+//! Every rank draws the same rows and knows every completion, reward and advantage of a step. These are small, so the code that
+//! needs the whole step is the same as in one process: advantages, normalizers, metrics, dynamic sampling, the order of rows. The
+//! heavy work is done once: one rank decodes the media of a row, runs its towers, samples its completions and computes its
+//! passes.
+//!
+//! The micro-batches of an update are divided into *leaves*, each with neighbouring micro-batches. A rank has neighbouring leaves.
+//! The gradients of the leaves are summed as a tree ([`omnigrpo_ranks::sum`]), so one process with four leaves, two ranks with two
+//! and four ranks with one give the same bits.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use omnigrpo_models::Model;
+use omnigrpo_ops::{Param, Rows};
+use omnigrpo_ranks::{Cascade, Ranks};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::{Result, TrainError};
+
+/// Way to sum the gradients of all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GradientSum {
+    /// In a fixed order. The bits depend only on the number of leaves.
+    #[default]
+    Ordered,
+    /// In the order of the engine ([`Ranks::sum_by_engine`]), which is faster. The bits depend on the number of ranks, the engine
+    /// and the network.
+    Engine,
+}
+
+/// Division of a step over ranks.
+#[derive(Clone)]
+pub struct Split {
+    /// Processes of the run.
+    pub ranks: Ranks,
+    /// Number of leaves of an update, a multiple of the number of ranks.
+    pub leaves: usize,
+    /// Way to sum the gradients of all ranks.
+    pub sum: GradientSum,
+    /// Prompts of an update, if a rollout serves several updates.
+    pub(crate) prompts_per_step: Option<usize>,
+}
+
+impl Default for Split {
+    /// Returns the division of a single process with one leaf.
+    fn default() -> Self {
+        Self::over(Ranks::default())
+    }
+}
+
+impl std::fmt::Debug for Split {
+    /// Formats what the result depends on, for comparison with a checkpoint.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} leaves", self.leaves)?;
+        if self.sum == GradientSum::Engine { write!(f, " on {} ranks", self.ranks.size()) } else { Ok(()) }
+    }
+}
+
+/// Gradient of each weight; `None` for a weight that was not reached.
+pub(crate) type Gradients = Vec<Option<Rows>>;
+
+impl Split {
+    /// Returns a division with one leaf for each rank.
+    #[must_use]
+    pub fn over(ranks: Ranks) -> Self {
+        Self { leaves: ranks.size(), ranks, sum: GradientSum::Ordered, prompts_per_step: None }
+    }
+
+    /// Checks that every rank has the same number of leaves.
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.leaves > 0 && self.leaves.is_multiple_of(self.ranks.size()) {
+            return Ok(());
+        }
+        let size = self.ranks.size();
+        Err(TrainError::setting(
+            "gradient_leaves",
+            &self.leaves.to_string(),
+            format!("expected a multiple of the number of ranks, {size}, so that all ranks have equal work"),
+        ))
+    }
+
+    /// Returns true if one process sums all gradients in the order in which they are computed.
+    pub(crate) fn is_off(&self) -> bool {
+        self.leaves == 1
+    }
+
+    /// Returns the prompts of each leaf of an update with `prompts` prompts in micro-batches of `micro`.
+    pub(crate) fn leaves(&self, prompts: usize, micro: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (leaves, batches) = (self.leaves, prompts.div_ceil(micro));
+        let cut = move |leaf: usize| (batches * leaf / leaves * micro).min(prompts);
+        (0..leaves).map(move |leaf| cut(leaf)..cut(leaf + 1))
+    }
+
+    /// Returns the prompts of each leaf of this rank, in an update with `prompts` prompts.
+    pub(crate) fn own_leaves(&self, prompts: usize, micro: usize) -> Vec<Range<usize>> {
+        let each = self.leaves / self.ranks.size();
+        self.leaves(prompts, micro).skip(self.ranks.rank() * each).take(each).collect()
+    }
+
+    /// Returns the prompts of each leaf of a rollout with `prompts` prompts, over all of its updates.
+    pub(crate) fn leaves_of_rollout(&self, prompts: usize, micro: usize) -> Vec<Range<usize>> {
+        let step = self.prompts_per_step.unwrap_or(prompts).max(1);
+        let updates = (0..prompts).step_by(step);
+        let each = updates.flat_map(|first| {
+            self.leaves(step.min(prompts - first), micro).map(move |own| first + own.start..first + own.end)
+        });
+        each.collect()
+    }
+
+    /// Returns the prompts of each leaf of this rank, in a rollout with `prompts` prompts, over all of its updates.
+    pub(crate) fn own_leaves_of_rollout(&self, prompts: usize, micro: usize) -> Vec<Range<usize>> {
+        let each = self.leaves / self.ranks.size();
+        let leaves = self.leaves_of_rollout(prompts, micro).into_iter().enumerate();
+        leaves
+            .filter(|(leaf, _)| leaf % self.leaves / each == self.ranks.rank())
+            .map(|(_, own)| own)
+            .collect()
+    }
+
+    /// Returns the rank of each prompt of a rollout.
+    pub(crate) fn owners(&self, prompts: usize, micro: usize) -> Vec<usize> {
+        let each = self.leaves / self.ranks.size();
+        let leaves = self.leaves_of_rollout(prompts, micro).into_iter().enumerate();
+        leaves.flat_map(|(leaf, own)| own.map(move |_| leaf)).map(|leaf| leaf % self.leaves / each).collect()
+    }
+
+    /// Returns the result of this rank if no rank has failed, else the first failure ([`Ranks::agree`]).
+    pub(crate) fn agree<T>(&self, own: Result<T>) -> Result<T> {
+        self.ranks.agree(own, TrainError::fault)
+    }
+
+    /// Returns the value of each rank if no rank has failed, else the first failure ([`Ranks::share_all`]).
+    pub(crate) fn share<T: Serialize + DeserializeOwned>(&self, own: Result<T>) -> Result<Vec<T>> {
+        self.ranks.share_all(own, TrainError::fault)
+    }
+
+    /// Runs `make` on the first rank and returns its result on all ranks.
+    pub(crate) fn by_first<T: Serialize + DeserializeOwned>(
+        &self,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        if self.ranks.size() == 1 {
+            return make();
+        }
+        // An option in an option would not survive the transport.
+        let made = if self.ranks.is_first() { make().map(|made| vec![made]) } else { Ok(Vec::new()) };
+        let made = self.share(made)?.into_iter().flatten().next();
+        made.ok_or_else(|| TrainError::Data { what: "the first rank sent no result".into() })
+    }
+
+    /// Runs `make` on the first rank only; all ranks get its failure.
+    pub(crate) fn only_first(&self, make: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.agree(if self.ranks.is_first() { make() } else { Ok(()) })
+    }
+
+    /// Collects a value for each item from the ranks that have it. `own` gives the items of this rank with their values.
+    pub(crate) fn collect<T: Serialize + DeserializeOwned>(
+        &self,
+        count: usize,
+        own: Result<Vec<(usize, T)>>,
+    ) -> Result<Vec<T>> {
+        let mut all: Vec<Option<T>> = (0..count).map(|_| None).collect();
+        for (at, value) in self.share(own)?.into_iter().flatten() {
+            if let Some(slot) = all.get_mut(at) {
+                *slot = Some(value);
+            }
+        }
+        let whole: Option<Vec<T>> = all.into_iter().collect();
+        whole.ok_or_else(|| TrainError::Data { what: "a prompt of the step belongs to no rank".into() })
+    }
+
+    /// Moves the gradients of a leaf out of the weights and into `sums`.
+    pub(crate) fn end_leaf(sums: &mut Cascade<Gradients>, params: &[Arc<Param>]) -> Result<()> {
+        sums.push(Some(params.iter().map(|param| param.take_grad()).collect()), add)
+    }
+
+    /// Sums the gradients of the leaves of all ranks and stores them in the weights. A weight that no leaf has reached gets no
+    /// gradient.
+    pub(crate) fn sum(&self, sums: Cascade<Gradients>, model: &Model) -> Result<()> {
+        let params = model.params();
+        let own = sums.finish(add)?.unwrap_or_else(|| vec![None; params.len()]);
+        if self.ranks.size() == 1 {
+            return params.iter().zip(own).try_for_each(|(param, grad)| Ok(param.set_grad(grad)?));
+        }
+        let reached: Vec<u8> = own.iter().map(|grad| u8::from(grad.is_some())).collect();
+        let reached = self.ranks.all_gather(&reached)?;
+        for (at, (param, grad)) in params.iter().zip(own).enumerate() {
+            let of_ranks = reached.iter().skip(at).step_by(params.len().max(1));
+            let present: Vec<bool> = of_ranks.map(|&there| there == 1).collect();
+            if !present.contains(&true) {
+                continue;
+            }
+            let device = grad.as_ref().map_or(model.device(), Rows::device);
+            let mut data = grad.map_or_else(|| vec![0.0; param.len()], Rows::into_vec);
+            match self.sum {
+                GradientSum::Ordered => self.ranks.all_reduce(&mut data, &present)?,
+                GradientSum::Engine => self.ranks.sum_by_engine(&mut data)?,
+            }
+            param.set_grad(Some(Rows::from_vec(data, 1, param.len())?.to_device(device)))?;
+        }
+        Ok(())
+    }
+}
+
+fn add(to: &mut Gradients, from: Gradients) -> Result<()> {
+    for (to, from) in to.iter_mut().zip(from) {
+        match (to.as_mut(), from) {
+            (Some(to), Some(from)) => to.add(&from)?,
+            (None, from) => *to = from,
+            (Some(_), None) => {}
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn split(leaves: usize, prompts_per_step: Option<usize>) -> Split {
+        Split { leaves, prompts_per_step, ..Split::default() }
+    }
+
+    #[test]
+    fn leaves_are_neighbouring_micro_batches() {
+        let of = |leaves, prompts, micro| split(leaves, None).leaves(prompts, micro).collect::<Vec<_>>();
+        assert_eq!(of(1, 5, 2), [0..5]);
+        assert_eq!(of(2, 5, 1), [0..2, 2..5]);
+        // Three micro-batches, of which the last has one prompt.
+        assert_eq!(of(2, 5, 2), [0..2, 2..5]);
+        // Fewer micro-batches than leaves: some leaves are empty.
+        assert_eq!(of(4, 3, 1), [0..0, 0..1, 1..2, 2..3]);
+        // Two updates of a rollout, the second with one prompt less.
+        assert_eq!(split(2, Some(4)).leaves_of_rollout(7, 1), [0..2, 2..4, 4..5, 5..7]);
+    }
+
+    #[test]
+    fn the_rank_that_trains_on_a_prompt_owns_it() {
+        let owners = |size: usize, leaves, prompts_per_step, prompts| {
+            let ranks = Ranks::new(omnigrpo_ranks::Threads::new(size).swap_remove(0));
+            Split { ranks, ..split(leaves, prompts_per_step) }.owners(prompts, 1)
+        };
+        assert_eq!(owners(1, 4, None, 5), [0; 5]);
+        assert_eq!(owners(2, 2, None, 4), [0, 0, 1, 1]);
+        assert_eq!(owners(2, 4, None, 5), [0, 0, 1, 1, 1]);
+        assert_eq!(owners(2, 2, Some(4), 7), [0, 0, 1, 1, 0, 1, 1]);
+        assert_eq!(owners(4, 4, None, 3), [1, 2, 3]);
+    }
+
+    #[test]
+    fn every_rank_has_the_same_number_of_leaves() {
+        let mut three = split(3, None);
+        assert!(three.validate().is_ok());
+        three.ranks = Ranks::new(omnigrpo_ranks::Threads::new(2).swap_remove(0));
+        let told = three.validate().unwrap_err().to_string();
+        assert!(
+            told.contains("gradient_leaves") && told.contains("a multiple of the number of ranks, 2"),
+            "{told}"
+        );
+        assert!(split(0, None).validate().is_err());
+    }
+}

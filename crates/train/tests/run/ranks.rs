@@ -1,0 +1,293 @@
+//! Ranks as threads: the bits of one process, whatever the settings, and one outcome on all ranks.
+
+use std::thread;
+
+use omnigrpo_grpo::RECIPES;
+use omnigrpo_models::LoraConfig;
+use omnigrpo_observe::RunLock;
+use omnigrpo_ranks::{Ranks, Threads};
+use omnigrpo_train::Split;
+
+use super::exact::{SETTINGS, Setting};
+use super::*;
+
+const LEAVES: usize = 4;
+
+/// Runs a setup as each of `size` ranks, which write to `out`. `new` receives the rank.
+fn over(
+    size: usize,
+    out: &Path,
+    new: impl Fn(usize, &Path) -> TrainSetup + Sync,
+    stop: impl Fn(usize) -> bool + Sync,
+) -> Vec<Result<RunSummary, TrainError>> {
+    let (new, stop) = (&new, &stop);
+    let rank = |(rank, engine): (usize, Threads)| {
+        // A folder for the lock that a test's setup takes.
+        let scratch = TempDir::new().unwrap();
+        let mut setup = new(rank, if rank == 0 { out } else { scratch.path() });
+        if rank > 0 {
+            setup.lock = RunLock::of_first_rank(out);
+        }
+        let mut split = Split::over(Ranks::new(engine));
+        split.leaves = LEAVES;
+        setup.algorithm.split = split;
+        let console = Console::plain(std::io::sink());
+        let summary = train(setup, &console, &AtomicBool::new(stop(rank)));
+        assert_eq!(names(scratch.path()).len(), usize::from(rank > 0), "rank {rank} has written files");
+        summary
+    };
+    thread::scope(|scope| {
+        let all: Vec<_> =
+            Threads::new(size).into_iter().enumerate().map(|own| scope.spawn(move || rank(own))).collect();
+        all.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Runs a setup over ranks that all succeed, and returns the summary of the first.
+fn done(size: usize, out: &Path, new: impl Fn(usize, &Path) -> TrainSetup + Sync) -> RunSummary {
+    let mut all: Vec<RunSummary> =
+        over(size, out, new, |_| false).into_iter().map(|own| own.map_err(|e| told(&e)).unwrap()).collect();
+    let ends: BTreeSet<_> = all.iter().map(|own| (own.steps, own.interrupted)).collect();
+    assert_eq!(ends.len(), 1, "{ends:?}");
+    all.swap_remove(0)
+}
+
+/// Compares the records, the model and the newest checkpoint of two runs.
+fn assert_same(a: &Path, b: &Path, what: &str) {
+    assert_eq!(names(a), names(b), "{what}");
+    assert_eq!(timeless(a), timeless(b), "{what}");
+    assert_eq!(lines(&a.join("skipped.jsonl")), lines(&b.join("skipped.jsonl")), "{what}");
+    for step in 1.. {
+        let name = format!("rollouts/step-{step:06}.jsonl");
+        if !a.join(&name).exists() {
+            assert!(!b.join(&name).exists(), "{what}: {name}");
+            break;
+        }
+        let of = |dir: &Path| -> Vec<Value> {
+            let mut rows = lines(&dir.join(&name));
+            rows.iter_mut().for_each(|row| drop(row.as_object_mut().unwrap().remove("timestamp")));
+            rows
+        };
+        assert_eq!(of(a), of(b), "{what}: {name}");
+    }
+    let newest = checkpoints(a).pop().unwrap();
+    for folder in ["", &newest] {
+        let files = names(&a.join(folder)).into_iter().filter(|name| name.ends_with(".safetensors"));
+        let files: Vec<String> = files.collect();
+        assert!(!files.is_empty(), "{what}: {folder:?} has no weights");
+        for file in files {
+            let of = |dir: &Path| raw_tensors(&dir.join(folder).join(&file));
+            assert!(of(a) == of(b), "{what}: {folder}/{file} differs");
+        }
+    }
+}
+
+/// A run of three updates with four prompts each, in micro-batches of one prompt.
+fn plain(place: &Place, out: &Path) -> TrainSetup {
+    let mut setup = setup::setup(NAME, &place.file, place.dir.path(), out);
+    (setup.run.max_steps, setup.run.prompts_per_step, setup.run.save) = (Some(3), 4, SaveWhen::Steps(3));
+    setup.algorithm.prompts_per_micro_batch = 1;
+    // One row of six teaches nothing.
+    setup.rewards = reward(|input| match input.prompt.contains("What is 0") {
+        true => 0.5,
+        false => input.key.sample as f64 + input.prompt.len() as f64 / 100.0,
+    });
+    setup
+}
+
+fn ranks_give_the_bits_of_one_process(place: &Place, what: &str, change: impl Fn(&mut TrainSetup) + Sync) {
+    let run = |size: usize| {
+        let out = place.out(&format!("{what}-{size}"));
+        done(size, &out, |_, out| {
+            let mut setup = plain(place, out);
+            change(&mut setup);
+            setup
+        });
+        out
+    };
+    let alone = run(1);
+    for size in [2, 4] {
+        assert_same(&alone, &run(size), &format!("{what} on {size} ranks"));
+    }
+}
+
+#[test]
+fn every_setting_gives_the_bits_of_one_process() {
+    let more: [Setting; 6] = [
+        ("plain", |_| {}),
+        ("several leaves per micro-batch", |s| s.algorithm.prompts_per_micro_batch = 3),
+        ("a prompt less than ranks", |s| s.run.prompts_per_step = 3),
+        ("one prompt", |s| s.run.prompts_per_step = 1),
+        ("recomputation", |s| s.algorithm.recompute = true),
+        ("bf16", |s| s.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap()),
+    ];
+    let place = Place::new();
+    for (what, change) in SETTINGS.into_iter().chain(more) {
+        ranks_give_the_bits_of_one_process(&place, what, |setup| change(setup));
+    }
+}
+
+#[test]
+fn every_loss_gives_the_bits_of_one_process() {
+    let place = Place::new();
+    for recipe in RECIPES {
+        ranks_give_the_bits_of_one_process(&place, recipe.name, |setup| {
+            setup.algorithm.follow(&recipe);
+            setup.algorithm.loss.beta = 0.02;
+            setup.run.num_iterations = 2;
+        });
+    }
+}
+
+#[test]
+fn adapters_and_evaluations_give_the_bits_of_one_process() {
+    let place = Place::new();
+    ranks_give_the_bits_of_one_process(&place, "lora", |setup| {
+        let lora = LoraConfig {
+            rank: 2,
+            alpha: 4.0,
+            dropout: 0.1,
+            rslora: false,
+            targets: vec!["all-linear".into()],
+            seed: 5,
+        };
+        setup.model.add_lora(&lora).unwrap();
+        (setup.selection.llm, setup.selection.projector, setup.selection.towers) = (false, false, false);
+    });
+    ranks_give_the_bits_of_one_process(&place, "evaluation", |setup| {
+        let mut plan = EvalPlan::new(Arc::clone(&setup.prompts), Arc::clone(&setup.dataset));
+        plan.options.batch_rows = 2;
+        setup.eval = Some(plan);
+        (setup.run.eval, setup.run.eval_on_start) = (EvalWhen::Steps(1), true);
+        (setup.run.save, setup.run.best_metric) = (SaveWhen::Best, "eval_reward".into());
+    });
+}
+
+#[test]
+fn a_broken_row_gives_the_bits_of_one_process() {
+    let place = with_a_broken_row();
+    ranks_give_the_bits_of_one_process(&place, "a broken row", |_| {});
+    assert_eq!(number(timeless(&place.out("a broken row-4")).last().unwrap(), "data/skipped"), 1.0);
+}
+
+/// Four ranks write checkpoints; two ranks or one process continue, also in the middle of a generation.
+#[test]
+fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
+    let cases: [Setting; 3] = [
+        ("plain", |_| {}),
+        ("several iterations", |s| s.run.num_iterations = 2),
+        ("several steps of a generation", |s| {
+            (s.run.steps_per_generation, s.run.sync_reference) =
+                (2, Some(omnigrpo_train::SyncReference { every: 1, mixup: 0.5 }));
+        }),
+    ];
+    for (what, change) in cases {
+        let place = Place::new();
+        let new = |_: usize, out: &Path| {
+            let mut setup = plain(&place, out);
+            (setup.run.max_steps, setup.run.save) = (Some(6), SaveWhen::Steps(1));
+            change(&mut setup);
+            setup
+        };
+        done(4, &place.out("whole"), new);
+        for size in [1, 2] {
+            let name = format!("on-{size}");
+            let resumed = || done(size, &place.out(&name), new);
+            resumes_by(&place, 3, &name, resumed, &format!("{what} on {size} ranks"));
+        }
+    }
+}
+
+#[test]
+fn a_failure_of_one_rank_ends_all_with_its_message() {
+    let place = Place::new();
+    // Rank 1 has another file in place of a picture, so it cannot read what the others can.
+    let other = Place::new();
+    for i in 0..4 {
+        std::fs::write(other.dir.path().join(format!("{i}.png")), "no picture").unwrap();
+    }
+    let strict = |rank: usize, out: &Path| {
+        let from = if rank == 1 { &other } else { &place };
+        let mut setup = plain(from, out);
+        setup.run.skip.strict = true;
+        setup
+    };
+    let told_by: Vec<String> = over(2, &place.out("strict"), strict, |_| false)
+        .into_iter()
+        .map(|own| told(&own.unwrap_err()))
+        .collect();
+    assert!(told_by[0].contains("cannot be used") && told_by[0] == told_by[1], "{told_by:?}");
+
+    // The first rank scores for all.
+    let failing = |_: usize, out: &Path| {
+        let mut setup = plain(&place, out);
+        setup.rewards = RewardSet::new(vec![Box::new(Failing)], &[]).unwrap();
+        setup
+    };
+    let told_by: Vec<String> = over(4, &place.out("reward"), failing, |_| false)
+        .into_iter()
+        .map(|own| told(&own.unwrap_err()))
+        .collect();
+    assert!(told_by[0].contains("no more room"), "{told_by:?}");
+    assert!(
+        told_by[1..].iter().all(|own| own.starts_with("rank 0: ") && own.contains("no more room")),
+        "{told_by:?}"
+    );
+}
+
+struct Failing;
+
+impl Reward for Failing {
+    fn name(&self) -> &str {
+        "failing"
+    }
+
+    fn range(&self) -> (f64, f64) {
+        (0.0, 1.0)
+    }
+
+    fn score(&self, _: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        Err(RewardError::Row { reward: "failing".into(), row: "0".into(), what: "no more room".into() })
+    }
+}
+
+#[test]
+fn a_stop_of_one_rank_stops_all_with_a_checkpoint() {
+    let place = Place::new();
+    let out = place.out("run");
+    let summaries = over(2, &out, |_, out| plain(&place, out), |rank| rank == 1);
+    for summary in summaries {
+        let summary = summary.unwrap();
+        assert_eq!((summary.steps, summary.interrupted), (0, true));
+    }
+    assert_eq!(checkpoints(&out), ["checkpoint-0"]);
+}
+
+#[test]
+fn a_reward_is_asked_once_whatever_the_number_of_ranks() {
+    let place = Place::new();
+    let asked = |size: usize| {
+        let count = Arc::new(AtomicU64::new(0));
+        done(size, &place.out(&format!("asked-{size}")), |_, out| {
+            let mut setup = plain(&place, out);
+            let count = Arc::clone(&count);
+            setup.rewards = reward(move |input| {
+                count.fetch_add(1, Ordering::Relaxed);
+                input.key.sample as f64
+            });
+            setup
+        });
+        count.load(Ordering::Relaxed)
+    };
+    assert_eq!([asked(1), asked(4)], [3 * 4 * 3; 2]);
+}
+
+#[test]
+fn what_cannot_run_over_ranks_is_refused() {
+    let place = Place::new();
+    let mut supervised = plain(&place, &place.out("supervised"));
+    supervised.run.objective = Objective::Imitate;
+    supervised.algorithm.split.leaves = 2;
+    let told = told(&run(supervised).unwrap_err());
+    assert!(told.contains("gradient_leaves") && told.contains("one process"), "{told}");
+}
