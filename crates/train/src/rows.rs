@@ -357,8 +357,11 @@ pub struct RowSource {
     split: (Split, usize),
 }
 
-/// For each row and epoch, either the row's id and prepared form or the reason why it is unusable.
-type MadeRows = HashMap<(u64, u64), Result<(String, Made), Unusable>>;
+/// Id and prepared form of a row, or the reason why it is unusable.
+type Outcome = Result<(String, Made), Unusable>;
+
+/// Outcome for each row and epoch.
+type MadeRows = HashMap<(u64, u64), Outcome>;
 
 struct Ahead {
     making: Making,
@@ -522,7 +525,7 @@ impl RowSource {
         done: usize,
         making: Making,
         ready: &mut MadeRows,
-    ) -> Result<Vec<(u64, Result<(String, Made), Unusable>)>> {
+    ) -> Result<Vec<(u64, Outcome)>> {
         let (dataset, prompts) = (Arc::clone(&self.dataset), Arc::clone(&self.prompts));
         let rewards = self.rewards.clone();
         let mut attempt = |at| -> Attempt<(String, Made)> {

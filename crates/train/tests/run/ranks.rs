@@ -123,7 +123,7 @@ fn every_setting_gives_the_bits_of_one_process() {
     ];
     let place = Place::new();
     for (what, change) in SETTINGS.into_iter().chain(more) {
-        ranks_give_the_bits_of_one_process(&place, what, |setup| change(setup));
+        ranks_give_the_bits_of_one_process(&place, what, change);
     }
 }
 
@@ -132,7 +132,7 @@ fn every_loss_gives_the_bits_of_one_process() {
     let place = Place::new();
     for recipe in RECIPES {
         ranks_give_the_bits_of_one_process(&place, recipe.name, |setup| {
-            setup.algorithm.follow(&recipe);
+            setup.algorithm.follow(recipe);
             setup.algorithm.loss.beta = 0.02;
             setup.run.num_iterations = 2;
         });
