@@ -114,8 +114,8 @@ template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u
     constexpr int LD = LINE<D>, N = ROWS / 8;
     DYNAMIC_SHARED(shared);
     u16 *sq = (u16*)shared, *sk = sq + ROWS * LD, *sv = sk + 2 * ROWS * LD;
-    Tile tile = tiles[blockIdx.x];
-    int head = blockIdx.y, kv = head / sh.group, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    Tile tile = tiles[blockIdx.y];
+    int head = blockIdx.x, kv = head / sh.group, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
     int row = tile.row0 + own + g;
     float factor = sh.scale * LOG2E;
     auto fetch = [&](Cursor c, int stage) {
@@ -161,8 +161,8 @@ template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* l
     constexpr int LD = LINE<D>, N = ROWS / 8;
     DYNAMIC_SHARED(shared);
     u16 *sq = (u16*)shared, *sd = sq + ROWS * LD, *sk = sd + ROWS * LD, *sv = sk + ROWS * LD;
-    Tile tile = tiles[blockIdx.x];
-    int head = blockIdx.y, kv = head / sh.group, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    Tile tile = tiles[blockIdx.y];
+    int head = blockIdx.x, kv = head / sh.group, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
     int row = tile.row0 + own + g;
     float factor = sh.scale * LOG2E, minus[2], del[2];
     UNROLL for (int h = 0; h < 2; h++) {
@@ -193,45 +193,56 @@ template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* l
     store_rows<D>(dq + head * D, acc, sh.scale, sh.scale, sh.stride, tile.row0 + own, tile.row1);
 }
 
-/// Computes the gradients with respect to keys and values. A tile has key rows; its items have the queries that see
-/// these rows.
-template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
+/// Where a kernel for keys and values writes. Head i of a row begins at column `i · head`. If several query heads share
+/// a key head, they write f32 parts, which `sum_heads` adds.
+struct Gradients { char *dk, *dv; int bf16, stride, head, none; };
+template <int D> DEVICE void store_gradients(char* to, Gradients at, const float (&acc)[PADDED<D> / 8][4], float factor, int head, int row, int end) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (at.bf16) return store_rows<D>((u16*)to + head * at.head, acc, factor, factor, at.stride, row, end);
+    UNROLL for (int c = 0; c < D / 8; c++) UNROLL for (int h = 0; h < 2; h++) {
+        if (row + g + 8 * h >= end) continue;
+        float* place = (float*)to + (i64)(row + g + 8 * h) * at.stride + head * at.head + c * 8 + 2 * t;
+        *(Words2*)place = {{bits(acc[c][2 * h] * factor), bits(acc[c][2 * h + 1] * factor)}};
+    }
+}
+/// Computes the gradients with respect to keys and values, as far as one query head contributes to them. A tile has key
+/// rows; its items have the queries that see these rows.
+template <int D> DEVICE void backward_kv(Gradients to, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
     constexpr int LD = LINE<D>, Q = 32, N = Q / 8;
     DYNAMIC_SHARED(shared);
     u16 *sk = (u16*)shared, *sv = sk + ROWS * LD, *sq = sv + ROWS * LD, *sd = sq + Q * LD;
-    Tile tile = tiles[blockIdx.x];
-    int kv = blockIdx.y, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    Tile tile = tiles[blockIdx.y];
+    int head = blockIdx.x, kv = head / sh.group, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
     int row = tile.row0 + own + g;
     float factor = sh.scale * LOG2E;
     load_rows<D, ROWS>(sk, k + kv * D, sh.stride, tile.row0, tile.row1);
     load_rows<D, ROWS>(sv, v + kv * D, sh.stride, tile.row0, tile.row1);
     float acc_k[PADDED<D> / 8][4] = {}, acc_v[PADDED<D> / 8][4] = {};
-    for (int head = kv * sh.group; head < (kv + 1) * sh.group; head++)
-        for (Cursor c(items, tile, Q, true); c.valid(); c.next()) {
-            load_rows<D, Q>(sq, q + head * D, sh.stride, c.at, c.end());
-            load_rows<D, Q>(sd, dout + head * D, sh.out_stride, c.at, c.end());
-            commit_copies();
-            wait_copies<0>();
-            sync_block();
-            Item it = items[c.item];
-            float s[N][4], dp[N][4];
-            products<D, N>(s, sk, own, sq);
-            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
-                int query = c.at + j * 8 + 2 * t + e % 2, key = row + e / 2 * 8;
-                bool seen = query < it.q1 && key >= it.k0 && key < it.k1 && key < query + it.off;
-                s[j][e] = seen ? exp2_(s[j][e] * factor - lse[(i64)query * sh.heads + head] * LOG2E) : 0.0f;
-            }
-            accumulate<D, N>(acc_v, s, sd);
-            products<D, N>(dp, sv, own, sd);
-            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
-                int query = c.at + j * 8 + 2 * t + e % 2;
-                s[j][e] *= dp[j][e] - (query < it.q1 ? delta[(i64)query * sh.heads + head] : 0.0f);
-            }
-            accumulate<D, N>(acc_k, s, sq);
-            sync_block();
+    for (Cursor c(items, tile, Q, true); c.valid(); c.next()) {
+        load_rows<D, Q>(sq, q + head * D, sh.stride, c.at, c.end());
+        load_rows<D, Q>(sd, dout + head * D, sh.out_stride, c.at, c.end());
+        commit_copies();
+        wait_copies<0>();
+        sync_block();
+        Item it = items[c.item];
+        float s[N][4], dp[N][4];
+        products<D, N>(s, sk, own, sq);
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
+            int query = c.at + j * 8 + 2 * t + e % 2, key = row + e / 2 * 8;
+            bool seen = query < it.q1 && key >= it.k0 && key < it.k1 && key < query + it.off;
+            s[j][e] = seen ? exp2_(s[j][e] * factor - lse[(i64)query * sh.heads + head] * LOG2E) : 0.0f;
         }
-    store_rows<D>(dk + kv * D, acc_k, sh.scale, sh.scale, sh.stride, tile.row0 + own, tile.row1);
-    store_rows<D>(dv + kv * D, acc_v, 1, 1, sh.stride, tile.row0 + own, tile.row1);
+        accumulate<D, N>(acc_v, s, sd);
+        products<D, N>(dp, sv, own, sd);
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
+            int query = c.at + j * 8 + 2 * t + e % 2;
+            s[j][e] *= dp[j][e] - (query < it.q1 ? delta[(i64)query * sh.heads + head] : 0.0f);
+        }
+        accumulate<D, N>(acc_k, s, sq);
+        sync_block();
+    }
+    store_gradients<D>(to.dk, to, acc_k, sh.scale, head, tile.row0 + own, tile.row1);
+    store_gradients<D>(to.dv, to, acc_v, 1, head, tile.row0 + own, tile.row1);
 }
 
 /// A row to decode; see plain_attention.cu.
@@ -298,13 +309,30 @@ KERNEL_OF(128, 4, delta, (float* delta, Array dout, Array out, i64 count, int d)
     if (at < count && threadIdx.x % 32 == 0) delta[at] = sum;
 }
 
+/// Adds the parts of the query heads that share a key head, in order. A row of `partial` is
+/// `[query head, dk | dv]` and a row of the output is `[dk | dv]`, of `kv` heads each.
+KERNEL(sum_heads, (Array to, const float* partial, i64 rows, int stride, int kv, int group, int d)) {
+    i64 i = thread_index();
+    int quads = (d + 3) / 4, col = i % quads * 4;
+    if (i >= rows * 2 * kv * quads) return;
+    i64 row = i / (2 * kv * quads), place = i / quads % (2 * kv), part = place / kv, head = place % kv * group;
+    Four sum = {};
+    for (int h = 0; h < group; h++) {
+        i64 at = ((row * kv * group + head + h) * 2 + part) * d;
+        Four x = load4({(char*)partial, 0}, at + col, at + d);
+        for (int e = 0; e < 4; e++) sum.x[e] += x.x[e];
+    }
+    i64 at = row * stride + place * d;
+    store4(to, at + col, at + d, sum);
+}
+
 #define OF_WIDTH(D) \
     KERNEL_OF(THREADS, 2, forward_##D, (u16* out, float* lse, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
         forward<D>(out, lse, q, k, v, tiles, items, sh); } \
     KERNEL_OF(THREADS, 2, backward_q_##D, (u16* dq, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
         backward_q<D>(dq, dout, lse, delta, q, k, v, tiles, items, sh); } \
-    KERNEL_OF(THREADS, 2, backward_kv_##D, (u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
-        backward_kv<D>(dk, dv, dout, lse, delta, q, k, v, tiles, items, sh); } \
+    KERNEL_OF(THREADS, 2, backward_kv_##D, (Gradients to, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
+        backward_kv<D>(to, dout, lse, delta, q, k, v, tiles, items, sh); } \
     KERNEL_OF(THREADS, 2, decode_prompt_##D, (float* partial, const u16* q, const Decode* rows, const Pairs* tiles, int layer, int parts, Shape sh)) { \
         decode_prompt<D>(partial, q, rows, tiles, layer, parts, sh); }
 OF_WIDTH(64)

@@ -50,8 +50,8 @@ struct Softmax {
 KERNEL_OF(128, 4, forward, (Array out, float* lse, Array q, Array k, Array v, const Tile* tiles, const Item* items, Shape sh, int d)) {
     SHARED(float, p, THREADS);
     SHARED(float, red, 32);
-    Tile tile = tiles[blockIdx.x];
-    int row = tile.row0 + blockIdx.z, head = blockIdx.y;
+    Tile tile = tiles[blockIdx.y];
+    int row = tile.row0 + blockIdx.z, head = blockIdx.x;
     if (row >= tile.row1) return;
     i64 kv = head / sh.group * d;
     Softmax s;
@@ -68,8 +68,8 @@ KERNEL_OF(128, 4, forward, (Array out, float* lse, Array q, Array k, Array v, co
 }
 KERNEL_OF(128, 4, backward_q, (Array dq, Array dout, const float* lse, const float* delta, Array q, Array k, Array v, const Tile* tiles, const Item* items, Shape sh, int d)) {
     SHARED(float, ds, THREADS);
-    Tile tile = tiles[blockIdx.x];
-    int row = tile.row0 + blockIdx.z, head = blockIdx.y;
+    Tile tile = tiles[blockIdx.y];
+    int row = tile.row0 + blockIdx.z, head = blockIdx.x;
     if (row >= tile.row1) return;
     i64 kv = head / sh.group * d, own = (i64)row * sh.stride + head * d, stat = (i64)row * sh.heads + head;
     float acc[COLUMNS] = {};
@@ -92,41 +92,43 @@ KERNEL_OF(128, 4, backward_q, (Array dq, Array dout, const float* lse, const flo
         if (j < d) store(dq, own + j, acc[c]);
     }
 }
-/// Computes the gradients with respect to keys and values. Tiles have key rows; their items have the queries that see
-/// some of these rows.
-KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse, const float* delta, Array q, Array k, Array v, const Tile* tiles, const Item* items, Shape sh, int d)) {
+/// Where gradients are written; see attention.cu.
+struct Gradients { char *dk, *dv; int bf16, stride, head, none; };
+/// Computes the gradients with respect to keys and values, as far as one query head contributes to them. Tiles have key
+/// rows; their items have the queries that see some of these rows.
+KERNEL_OF(128, 4, backward_kv, (Gradients to, Array dout, const float* lse, const float* delta, Array q, Array k, Array v, const Tile* tiles, const Item* items, Shape sh, int d)) {
     SHARED(float, p, THREADS);
     SHARED(float, ds, THREADS);
-    Tile tile = tiles[blockIdx.x];
-    int key = tile.row0 + blockIdx.z, kv = blockIdx.y;
+    Tile tile = tiles[blockIdx.y];
+    int key = tile.row0 + blockIdx.z, head = blockIdx.x;
     if (key >= tile.row1) return;
-    i64 own = (i64)key * sh.stride + kv * d;
+    i64 own = (i64)key * sh.stride + head / sh.group * d;
     float acc_k[COLUMNS] = {}, acc_v[COLUMNS] = {};
-    for (int head = kv * sh.group; head < (kv + 1) * sh.group; head++)
-        EACH_CHUNK(items[item].q0, items[item].q1) {
-            Item it = items[item];
-            int row = at + threadIdx.x, count = end - at < THREADS ? end - at : THREADS;
-            float prob = 0, slope = 0;
-            if (row < end && key >= it.k0 && key < seen(it, row)) {
-                i64 stat = (i64)row * sh.heads + head;
-                prob = exp_(sh.scale * dot(q, (i64)row * sh.stride + head * d, k, own, d) - lse[stat]);
-                slope = sh.scale * prob * (dot(dout, (i64)row * sh.out_stride + head * d, v, own, d) - delta[stat]);
-            }
-            p[threadIdx.x] = prob;
-            ds[threadIdx.x] = slope;
-            sync_block();
-            UNROLL for (int c = 0; c < COLUMNS; c++) {
-                int j = threadIdx.x + c * THREADS;
-                if (j < d) for (int i = 0; i < count; i++) {
-                    acc_k[c] += ds[i] * load(q, (i64)(at + i) * sh.stride + head * d + j);
-                    acc_v[c] += p[i] * load(dout, (i64)(at + i) * sh.out_stride + head * d + j);
-                }
-            }
-            sync_block();
+    EACH_CHUNK(items[item].q0, items[item].q1) {
+        Item it = items[item];
+        int row = at + threadIdx.x, count = end - at < THREADS ? end - at : THREADS;
+        float prob = 0, slope = 0;
+        if (row < end && key >= it.k0 && key < seen(it, row)) {
+            i64 stat = (i64)row * sh.heads + head;
+            prob = exp_(sh.scale * dot(q, (i64)row * sh.stride + head * d, k, own, d) - lse[stat]);
+            slope = sh.scale * prob * (dot(dout, (i64)row * sh.out_stride + head * d, v, own, d) - delta[stat]);
         }
+        p[threadIdx.x] = prob;
+        ds[threadIdx.x] = slope;
+        sync_block();
+        UNROLL for (int c = 0; c < COLUMNS; c++) {
+            int j = threadIdx.x + c * THREADS;
+            if (j < d) for (int i = 0; i < count; i++) {
+                acc_k[c] += ds[i] * load(q, (i64)(at + i) * sh.stride + head * d + j);
+                acc_v[c] += p[i] * load(dout, (i64)(at + i) * sh.out_stride + head * d + j);
+            }
+        }
+        sync_block();
+    }
     UNROLL for (int c = 0; c < COLUMNS; c++) {
         int j = threadIdx.x + c * THREADS;
-        if (j < d) store(dk, own + j, acc_k[c]), store(dv, own + j, acc_v[c]);
+        i64 place = (i64)key * to.stride + head * to.head + j;
+        if (j < d) store({to.dk, to.bf16}, place, acc_k[c]), store({to.dv, to.bf16}, place, acc_v[c]);
     }
 }
 

@@ -92,8 +92,8 @@ struct Tiles {
 }
 
 impl Tiles {
-    fn new(gpu: &Gpu, (tiles, items): (Vec<Tile>, Vec<Item>)) -> Self {
-        Self { tiles: gpu.upload_words(&tiles), items: gpu.upload_words(&items), len: tiles.len() }
+    fn new(gpu: &Gpu, (tiles, items): &(Vec<Tile>, Vec<Item>)) -> Self {
+        Self { tiles: gpu.upload_words(tiles), items: gpu.upload_words(items), len: tiles.len() }
     }
 }
 
@@ -108,6 +108,25 @@ pub struct Pattern {
 
 /// Value of `off` that lets a query see every key.
 const ALL: i32 = 1 << 30;
+
+/// Sorts tiles by decreasing work. A GPU starts blocks in order, so a long tile at the end would leave most of it idle.
+fn longest_first(tiles: &mut [Tile], items: &[Item], work: impl Fn(&Tile, &Item) -> i32) {
+    let of = |tile: &Tile| -> i64 {
+        let [first, last] = tile.items.map(|item| item as usize);
+        items[first..last].iter().map(|item| i64::from(work(tile, item).max(0))).sum()
+    };
+    tiles.sort_by_cached_key(|tile| std::cmp::Reverse(of(tile)));
+}
+
+/// Returns the number of keys that a tile of queries reads for an item.
+fn keys_of(tile: &Tile, item: &Item) -> i32 {
+    item.k[1].min(tile.rows[1] - 1 + item.off) - item.k[0]
+}
+
+/// Returns the number of queries that a tile of keys reads for an item.
+fn queries_of(_: &Tile, item: &Item) -> i32 {
+    item.q[1] - item.q[0]
+}
 
 fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
     let (mut tiles, mut items) = (Vec::new(), Vec::new());
@@ -124,6 +143,7 @@ fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
             tiles.push(Tile { rows: [at, q[1].min(at + ROWS as i32)], items: [first, last] });
         }
     }
+    longest_first(&mut tiles, &items, keys_of);
     (tiles, items)
 }
 
@@ -142,6 +162,7 @@ fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
         }
         tiles.push(Tile { rows: [begin, end], items: [first, items.len() as i32] });
     }
+    longest_first(&mut tiles, &items, queries_of);
     (tiles, items)
 }
 
@@ -151,8 +172,8 @@ impl Pattern {
     pub fn new(gpu: &Gpu, layout: &AttentionLayout, rows: usize) -> Self {
         let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
         Self {
-            by_query: Tiles::new(gpu, by_query(layout)),
-            by_key: Tiles::new(gpu, by_key(layout, rows)),
+            by_query: Tiles::new(gpu, &by_query(layout)),
+            by_key: Tiles::new(gpu, &by_key(layout, rows)),
             complete: queries == rows,
         }
     }
@@ -320,7 +341,7 @@ impl Gpu {
         if let Some(([kernel, ..], width)) = heads.tensor_cores(qkv.dtype()) {
             let [a, b, c] = parts.map(|col| Arg::Pointer(qkv.place(col)));
             let shared = 5 * ROWS * (width + 8) * 2;
-            let launch = Launch { kernel, grid: [*len, q, 1], threads: 128, shared };
+            let launch = Launch { kernel, grid: [q, *len, 1], threads: 128, shared };
             self.launch(
                 launch,
                 &[out.pointer(), lse.pointer(), a, b, c, tiles.pointer(), items.pointer(), shape],
@@ -328,7 +349,7 @@ impl Gpu {
         } else {
             let [a, b, c] = parts.map(|col| qkv.arg_at(col));
             let launch =
-                Launch { kernel: "plain_attention/forward", grid: [*len, q, ROWS], threads: 128, shared: 0 };
+                Launch { kernel: "plain_attention/forward", grid: [q, *len, ROWS], threads: 128, shared: 0 };
             let d = Arg::Int(d as i32);
             self.launch(
                 launch,
@@ -336,6 +357,13 @@ impl Gpu {
             );
         }
         (out, lse)
+    }
+
+    /// Returns the structure `Gradients` of attention.cu. `strides` are those of a row and of a head.
+    fn gradients(places: [u64; 2], dtype: Dtype, strides: [usize; 2]) -> Arg {
+        let [dk, dv] = places.map(|at| [at as u32, (at >> 32) as u32]);
+        let [row, head] = strides.map(|n| n as u32);
+        Arg::fields(&[dk[0], dk[1], dv[0], dv[1], u32::from(dtype == Dtype::Bf16), row, head, 0])
     }
 
     /// Returns the gradient with respect to the packed rows, in their dtype.
@@ -363,32 +391,57 @@ impl Gpu {
         self.launch(delta_launch, &[delta.pointer(), dout.arg(), out.arg(), count, width]);
         let stats = [lse.pointer(), delta.pointer()];
         let of = |tiles: &Tiles| [tiles.tiles.pointer(), tiles.items.pointer(), shape];
+        // Each query head has its own blocks. Heads that share a key head write parts, which are added in order.
+        let partial = (q != kv).then(|| self.alloc(t * q * 2 * d, Dtype::F32));
+        let to = match &partial {
+            Some(partial) => {
+                Self::gradients([partial.place(0), partial.place(d)], Dtype::F32, [2 * q * d, 2 * d])
+            }
+            None => {
+                let places = [parts[1], parts[2]].map(|col| dqkv.place(col));
+                Self::gradients(places, dqkv.dtype(), [heads.packed(), d])
+            }
+        };
         if let Some(([_, to_q, to_kv, _], padded)) = heads.tensor_cores(qkv.dtype()) {
             let dout = self.held(dout, Dtype::Bf16);
             let line = (padded + 8) * 2;
             let inputs = parts.map(|col| Arg::Pointer(qkv.place(col)));
-            let [dq, dk, dv] = parts.map(|col| Arg::Pointer(dqkv.place(col)));
-            let launch = |kernel, grid, rows| Launch { kernel, grid, threads: 128, shared: rows * line };
+            let launch = |kernel, tiles: &Tiles, rows| Launch {
+                kernel,
+                grid: [q, tiles.len, 1],
+                threads: 128,
+                shared: rows * line,
+            };
             self.launch(
-                launch(to_q, [queries.len, q, 1], 4 * ROWS),
-                &[&[dq, dout.pointer()], &stats[..], &inputs, &of(queries)].concat(),
+                launch(to_q, queries, 4 * ROWS),
+                &[&[dqkv.pointer(), dout.pointer()], &stats[..], &inputs, &of(queries)].concat(),
             );
             self.launch(
-                launch(to_kv, [keys.len, kv, 1], 3 * ROWS),
-                &[&[dk, dv, dout.pointer()], &stats[..], &inputs, &of(keys)].concat(),
+                launch(to_kv, keys, 3 * ROWS),
+                &[&[to, dout.pointer()], &stats[..], &inputs, &of(keys)].concat(),
             );
         } else {
             let inputs = parts.map(|col| qkv.arg_at(col));
-            let [dq, dk, dv] = parts.map(|col| dqkv.arg_at(col));
-            let launch = |kernel, grid| Launch { kernel, grid, threads: 128, shared: 0 };
+            let launch = |kernel, tiles: &Tiles| Launch {
+                kernel,
+                grid: [q, tiles.len, ROWS],
+                threads: 128,
+                shared: 0,
+            };
             self.launch(
-                launch("plain_attention/backward_q", [queries.len, q, ROWS]),
-                &[&[dq, dout.arg()], &stats[..], &inputs, &of(queries), &[width]].concat(),
+                launch("plain_attention/backward_q", queries),
+                &[&[dqkv.arg(), dout.arg()], &stats[..], &inputs, &of(queries), &[width]].concat(),
             );
             self.launch(
-                launch("plain_attention/backward_kv", [keys.len, kv, ROWS]),
-                &[&[dk, dv, dout.arg()], &stats[..], &inputs, &of(keys), &[width]].concat(),
+                launch("plain_attention/backward_kv", keys),
+                &[&[to, dout.arg()], &stats[..], &inputs, &of(keys), &[width]].concat(),
             );
+        }
+        if let Some(partial) = &partial {
+            let [stride, kv_heads, group] = [heads.packed(), kv, q / kv.max(1)].map(|n| Arg::Int(n as i32));
+            let args =
+                [dqkv.arg_at(q * d), partial.pointer(), Arg::Long(t as i64), stride, kv_heads, group, width];
+            self.each("attention/sum_heads", t * 2 * kv * d.div_ceil(4), &args);
         }
         dqkv
     }
@@ -447,5 +500,63 @@ impl Gpu {
         let args = [out.arg(), partial.pointer(), count, int(parts), int(d)];
         self.each("plain_attention/decode_join", rows * q * d, &args);
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BinaryHeap;
+
+    /// Blocks of 128 threads that 132 multiprocessors run at the same time.
+    const SLOTS: usize = 264;
+
+    /// Returns the fraction of the slots' time in which they are busy, if each block starts, in order, in the first free slot.
+    fn busy(work: impl Iterator<Item = i64>) -> f64 {
+        let mut slots: BinaryHeap<_> = (0..SLOTS).map(|_| std::cmp::Reverse(0)).collect();
+        let (mut all, mut last) = (0, 0);
+        for work in work {
+            let end = slots.pop().map_or(0, |slot| slot.0) + work;
+            slots.push(std::cmp::Reverse(end));
+            all += work;
+            last = last.max(end);
+        }
+        all as f64 / (SLOTS as i64 * last) as f64
+    }
+
+    /// The blocks of the backward pass keep a GPU busy. For comparison: with one block per tile and key head, in the order of
+    /// rows, most of it was idle.
+    #[test]
+    fn blocks_of_a_group_keep_a_gpu_busy() {
+        // Query heads and key heads of 3B and 7B, and the percentages with a block per key head.
+        let models = [("3B", 16, 2, [17, 14, 49]), ("7B", 28, 4, [35, 27, 66])];
+        let layouts = [
+            ("1792 + 8 × 256", AttentionLayout::groups(&[(1792, vec![256; 8])]), 3840),
+            ("1024 + 8 × 512", AttentionLayout::groups(&[(1024, vec![512; 8])]), 5120),
+            ("causal 8192", AttentionLayout::causal(8192), 8192),
+        ];
+        for (name, q, kv, before) in models {
+            for ((what, layout, rows), before) in layouts.iter().zip(before) {
+                let work = |(tiles, items): &(Vec<Tile>, Vec<Item>), of: fn(&Tile, &Item) -> i32| {
+                    let work = |tile: &Tile| -> i64 {
+                        let [first, last] = tile.items.map(|item| item as usize);
+                        items[first..last].iter().map(|item| i64::from(of(tile, item).max(0))).sum()
+                    };
+                    tiles.iter().map(|tile| (tile.rows[0], work(tile))).collect::<Vec<_>>()
+                };
+                let per_head = |tiles: &[(i32, i64)]| {
+                    busy(tiles.iter().flat_map(|&(_, work)| std::iter::repeat_n(work, q)))
+                };
+                let mut keys = work(&by_key(layout, *rows), queries_of);
+                let [now, queries] = [per_head(&keys), per_head(&work(&by_query(layout), keys_of))];
+                keys.sort_unstable();
+                let group = (q / kv) as i64;
+                let old = busy((0..kv).flat_map(|_| keys.iter().map(|&(_, work)| work * group)));
+                println!("{name}, {what}: {old:.3} before, {now:.3} now, {queries:.3} by query");
+                assert_eq!((old * 100.0).round() as i32, before, "{name}, {what}, one block per key head");
+                assert!(now >= 0.9, "{name}, {what}: {now}");
+                assert!(queries >= 0.9, "{name}, {what}, by query: {queries}");
+            }
+        }
     }
 }

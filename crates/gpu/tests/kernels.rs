@@ -159,6 +159,17 @@ fn attention_in_windows() {
     attention(5, &layout, 139, Heads { q: 1, kv: 1, d: 72 }, Dtype::Bf16);
 }
 
+/// Query heads that share a key head have blocks of their own, and their gradients are added afterwards.
+#[test]
+fn attention_of_every_group_size() {
+    let layout = AttentionLayout::groups(&[(9, vec![4, 1]), (2, vec![3])]);
+    for group in [1, 2, 7, 8, 16, 32] {
+        for (d, dtype) in [(64, Dtype::Bf16), (6, Dtype::F32)] {
+            attention(group as u64, &layout, 19, Heads { q: 2 * group, kv: 2, d }, dtype);
+        }
+    }
+}
+
 #[test]
 #[ignore = "slow"]
 fn slow_attention_of_every_width() {
@@ -886,7 +897,7 @@ const FAULTS: &[Fault] = &[
     fault(
         "attention",
         "no barrier at the end of a step over queries",
-        "accumulate<D, N>(acc_k, s, sq);\n            sync_block();",
+        "accumulate<D, N>(acc_k, s, sq);\n        sync_block();",
         "accumulate<D, N>(acc_k, s, sq);",
     ),
     fault(
@@ -907,6 +918,12 @@ const FAULTS: &[Fault] = &[
         "the gradient is read with another stride",
         "sd, dout + head * D, sh.out_stride, tile",
         "sd, dout + head * D, sh.stride, tile",
+    ),
+    fault(
+        "attention",
+        "the last head's gradient is left out",
+        "for (int h = 0; h < group; h++)",
+        "for (int h = 0; h < group - 1; h++)",
     ),
     fault("attention", "another head's keys", "kv = head / sh.group", "kv = head % sh.group"),
     fault("attention", "columns behind a head are read", "&& c < D", ""),
@@ -1158,6 +1175,7 @@ fn slow_planted_faults_are_found() {
             "attention" => &[
                 "attention_with_shared_prefixes",
                 "attention_in_windows",
+                "attention_of_every_group_size",
                 "decoding_does_not_depend_on_the_batch",
             ],
             "linear" => &["a_row_has_the_same_bits_in_every_batch", "quantised_weights_are_widened"],
