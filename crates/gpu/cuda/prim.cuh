@@ -51,6 +51,14 @@ DEVICE void copy_async(void* to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Increments a counter, which becomes 0 after `last`, and returns its previous value. All that this thread knows to be
+/// stored is visible to a thread that counts later.
+DEVICE u32 count(u32* counter, u32 last) {
+    __threadfence();
+    u32 before = atomicInc(counter, last);
+    __threadfence();
+    return before;
+}
 template <int NEWEST> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
 #endif
 
@@ -116,6 +124,17 @@ template <class T> DEVICE T block_sum(T x, T* red) {
     for (u32 w = 0; w < blockDim.x / 32; w++) sum += red[w];
     sync_block();
     return sum;
+}
+/// Counts this block among `blocks` that have stored parts of one result. Returns true in the block that is counted last:
+/// it can read all parts. The counter is 0 before and after. It has no influence on numbers, because parts are added in
+/// a fixed order.
+DEVICE bool finishes_last(u32* counter, u32 blocks) {
+    SHARED(u32, last, 1);
+    sync_block();
+    if (blocks == 1) return true;
+    if (threadIdx.x == 0) last[0] = count(counter, blocks - 1) == blocks - 1;
+    sync_block();
+    return last[0];
 }
 DEVICE float block_max(float x, float* red) {
     for (int mask = 16; mask; mask /= 2) x = larger(x, shuffle_xor(x, mask));

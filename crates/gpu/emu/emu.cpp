@@ -143,8 +143,11 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
     std::vector<unsigned> order(threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
     state = seed;
-    for (unsigned z = 0; z < grid.z; z++) for (unsigned y = 0; y < grid.y; y++) for (unsigned x = 0; x < grid.x; x++) {
-        b.index = {x, y, z};
+    std::vector<size_t> blocks(size_t(grid.x) * grid.y * grid.z);
+    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = i;
+    if (seed) for (size_t i = blocks.size(); i > 1; i--) std::swap(blocks[i - 1], blocks[random() % i]);
+    for (size_t i : blocks) {
+        b.index = {unsigned(i % grid.x), unsigned(i / grid.x % grid.y), unsigned(i / grid.x / grid.y)};
         memset(b.shared, 0xff, (shared + 15) / 16 * 16 + (b.arena_used ? b.arena_used : ARENA));
         b.fibers.assign(threads, Fiber{});
         b.warps.resize((threads + 31) / 32);
@@ -228,13 +231,13 @@ extern "C" const char* emulated_launch(const char* file, const char* name, const
     }
     return "there is no such kernel";
 }
-/// Computes `c [m, n] (+)= a [m, k] · b [k, n]` with f32 sums over k in order. On a GPU, cuBLASLt computes this
+/// Computes `c [m, n] = a [m, k] · b [k, n] (+ plus [m, n])` with f32 sums over k in order. On a GPU, cuBLASLt computes this
 /// product. Returns null, or an error.
-extern "C" const char* emulated_product(int64_t m, int64_t n, int64_t k, const emu::Operand* a, const emu::Operand* b, char* c, int64_t ldc, int bf16_out, int adds) {
+extern "C" const char* emulated_product(int64_t m, int64_t n, int64_t k, const emu::Operand* a, const emu::Operand* b, char* c, int64_t ldc, int bf16_out, const char* plus) {
     emu::Operand to{c, ldc, bf16_out, 0};
     const char* failure = emu::observe(*a, m, k, false);
     if (!failure) failure = emu::observe(*b, k, n, false);
-    if (!failure && adds) failure = emu::observe(to, m, n, false);
+    if (!failure && plus) failure = emu::observe({plus, ldc, bf16_out, 0}, m, n, false);
     if (!failure) failure = emu::observe(to, m, n, true);
     if (failure) return failure;
     std::vector<float> x = emu::widened(*a, m, k), y = emu::widened(*b, k, n), sum(n);
@@ -246,10 +249,12 @@ extern "C" const char* emulated_product(int64_t m, int64_t n, int64_t k, const e
             for (int64_t j = 0; j < n; j++) sum[j] += f * row[j];
         }
         for (int64_t j = 0; j < n; j++) {
-            uint16_t* narrow = reinterpret_cast<uint16_t*>(c) + i * ldc + j;
-            float* wide = reinterpret_cast<float*>(c) + i * ldc + j;
-            if (bf16_out) *narrow = bf16((adds ? f32(*narrow) : 0) + sum[j]);
-            else *wide = (adds ? *wide : 0) + sum[j];
+            int64_t at = i * ldc + j;
+            auto narrow = reinterpret_cast<const uint16_t*>(plus);
+            auto wide = reinterpret_cast<const float*>(plus);
+            float own = (plus ? bf16_out ? f32(narrow[at]) : wide[at] : 0) + sum[j];
+            if (bf16_out) reinterpret_cast<uint16_t*>(c)[at] = bf16(own);
+            else reinterpret_cast<float*>(c)[at] = own;
         }
     }
     return nullptr;

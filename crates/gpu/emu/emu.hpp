@@ -1,5 +1,5 @@
-// Runs CUDA C++ on the CPU, for tests, with one fiber per thread and one block after the other. A seed determines which
-// warp runs, and how far ahead of the others. Shared memory starts as NaN. Asynchronous copies arrive immediately, or
+// Runs CUDA C++ on the CPU, for tests, with one fiber per thread and one block after the other. A seed determines the
+// order of the blocks, which warp runs, and how far ahead of the others. Shared memory starts as NaN. Asynchronous copies arrive immediately, or
 // when a thread waits for them. A missing barrier or wait therefore changes results from seed to seed. Only `prim.cuh`
 // includes this file.
 #pragma once
@@ -180,3 +180,8 @@ inline void copy_async(void* to, const void* from, bool valid) {
 }
 inline void commit_copies() { emu::commit_copies(); }
 template <int NEWEST> inline void wait_copies() { emu::wait_copies(NEWEST); }
+inline uint32_t count(uint32_t* counter, uint32_t last) {
+    uint32_t before = *counter;
+    *counter = before >= last ? 0 : before + 1;
+    return before;
+}

@@ -26,17 +26,17 @@ pub(crate) struct Blas {
 struct Key {
     sizes: [usize; 6],
     flags: [bool; 5],
-    /// Largest powers of two, up to 256, by which the three addresses are divisible.
-    aligned: [u32; 3],
+    /// Largest powers of two, up to 256, by which the addresses of the factors, the addend and the result are divisible.
+    aligned: [u32; 4],
 }
 
 impl Key {
     fn new(p: &Product) -> Self {
         let low = |dtype| dtype == Dtype::Bf16;
-        let aligned = [p.a.at, p.b.at, p.c].map(|at| 1 << at.trailing_zeros().min(8));
+        let aligned = [p.a.at, p.b.at, p.plus.unwrap_or(p.c), p.c].map(|at| 1 << at.trailing_zeros().min(8));
         Self {
             sizes: [p.m, p.n, p.k, p.a.ld, p.b.ld, p.ldc],
-            flags: [p.a.transposed, p.b.transposed, p.adds, low(p.a.dtype), low(p.c_dtype)],
+            flags: [p.a.transposed, p.b.transposed, p.plus.is_some(), low(p.a.dtype), low(p.c_dtype)],
             aligned,
         }
     }
@@ -85,7 +85,7 @@ impl Blas {
                 }
             }
         };
-        let (alpha, beta) = (1.0f32, if p.adds { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (1.0f32, if p.plus.is_some() { 1.0f32 } else { 0.0 });
         let [first, second, out] = plan.layouts;
         // SAFETY: the handles are alive, and the addresses belong to arrays at least as large as the layouts state.
         unsafe {
@@ -98,7 +98,7 @@ impl Blas {
                 first,
                 p.a.at as *const c_void,
                 second,
-                p.c as *const c_void,
+                p.plus.unwrap_or(p.c) as *const c_void,
                 out,
                 p.c as *mut c_void,
                 out,
@@ -144,14 +144,14 @@ impl Blas {
                     size_of_val(&value),
                 )?;
             }
-            let [a, b, c] = key.aligned;
+            let [a, b, plus, c] = key.aligned;
             let workspace = Self::WORKSPACE as u64;
             let most = Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             result::set_matmul_pref_attribute(preference, most, (&raw const workspace).cast(), 8)?;
             for (which, value) in [
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
-                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plus),
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
             ] {
                 result::set_matmul_pref_attribute(preference, which, (&raw const value).cast(), 4)?;

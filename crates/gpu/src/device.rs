@@ -1,6 +1,6 @@
 //! Devices: memory, kernel launches and products.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use half::bf16;
 
@@ -50,6 +50,20 @@ struct Inner {
     /// Lock that gives a thread exclusive use of the device. All other threads acquire it in shared mode for each driver call.
     door: RwLock<()>,
     scope: Mutex<Option<Scope>>,
+    /// Address of [`COUNTERS`] counters of blocks, allocated at first use.
+    counters: OnceLock<u64>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // The device is gone for its users, so no one could be told about a failure.
+        let _ = match (&self.driver, self.counters.get()) {
+            (_, None | Some(0)) => Ok(()),
+            (Driver::Cuda(cuda), Some(&at)) => cuda.free(at),
+            #[cfg(feature = "emulator")]
+            (Driver::Emulated(emulated), Some(&at)) => emulated.free(at, 4 * COUNTERS),
+        };
+    }
 }
 
 /// An argument of a kernel.
@@ -150,6 +164,9 @@ impl Launch {
     }
 }
 
+/// Number of counters that kernels share. Every kernel leaves them at 0.
+pub(crate) const COUNTERS: usize = 256;
+
 /// Number of threads per block in kernels whose threads each process one piece of work.
 const THREADS: usize = 256;
 
@@ -189,6 +206,7 @@ impl Gpu {
             failure: Mutex::default(),
             door: RwLock::default(),
             scope: Mutex::default(),
+            counters: OnceLock::new(),
         }))
     }
 
@@ -239,10 +257,10 @@ impl Gpu {
         (!own).then(|| self.0.door.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the number of uploads to the emulator, and of reads from it, since it was opened.
+    /// Returns the numbers of uploads to the emulator, of reads from it and of kernels it ran, since it was opened.
     #[cfg(feature = "emulator")]
     #[must_use]
-    pub fn traffic(&self) -> Option<[u64; 2]> {
+    pub fn traffic(&self) -> Option<[u64; 3]> {
         match &self.0.driver {
             Driver::Cuda(_) => None,
             Driver::Emulated(emulated) => Some(emulated.traffic()),
@@ -330,6 +348,16 @@ impl Gpu {
         });
     }
 
+    /// Returns [`COUNTERS`] counters, which are 0 between kernels. They outlive all recordings, so they are in no arena.
+    pub(crate) fn counters(&self) -> Arg {
+        let make = || {
+            let at = self.note(self.driver_alloc(4 * COUNTERS)).unwrap_or(0);
+            self.clear_bytes(at, 4 * COUNTERS);
+            at
+        };
+        Arg::Pointer(*self.0.counters.get_or_init(make))
+    }
+
     /// Allocates an array of zeros.
     #[must_use]
     pub fn zeros(&self, len: usize, dtype: Dtype) -> Array {
@@ -340,7 +368,10 @@ impl Gpu {
 
     /// Zeroes a range of elements.
     pub fn clear(&self, array: &mut Array, range: std::ops::Range<usize>) {
-        let (at, bytes) = (array.place(range.start), range.len() * array.dtype.size());
+        self.clear_bytes(array.place(range.start), range.len() * array.dtype.size());
+    }
+
+    fn clear_bytes(&self, at: u64, bytes: usize) {
         if bytes == 0 || self.failed() {
             return;
         }

@@ -31,7 +31,7 @@ type LaunchFn = unsafe extern "C" fn(
     u64,
 ) -> *const c_char;
 type ProductFn =
-    unsafe extern "C" fn(i64, i64, i64, *const Operand, *const Operand, u64, i64, i32, i32) -> *const c_char;
+    unsafe extern "C" fn(i64, i64, i64, *const Operand, *const Operand, u64, i64, i32, u64) -> *const c_char;
 type MemoryFn = unsafe extern "C" fn(u64, usize, i32);
 
 unsafe extern "C" {
@@ -55,7 +55,7 @@ unsafe extern "C" {
         c: u64,
         ldc: i64,
         bf16: i32,
-        adds: i32,
+        plus: u64,
     ) -> *const c_char;
 }
 
@@ -205,9 +205,10 @@ impl Emulated {
         }
     }
 
-    /// Returns the number of uploads and the number of reads.
-    pub(crate) fn traffic(&self) -> [u64; 2] {
-        [0, 1].map(|i| self.traffic[i].load(Ordering::Relaxed))
+    /// Returns the numbers of uploads, of reads and of kernels.
+    pub(crate) fn traffic(&self) -> [u64; 3] {
+        let [uploads, reads] = &self.traffic;
+        [uploads, reads, &self.launches].map(|count| count.load(Ordering::Relaxed))
     }
 
     fn recording(&self) -> MutexGuard<'_, Option<Vec<Call>>> {
@@ -335,7 +336,17 @@ impl Emulated {
         let (m, n, k) = (p.m as i64, p.n as i64, p.k as i64);
         // SAFETY: sizes and addresses belong to arrays; see `linear`.
         let why = unsafe {
-            (self.product)(m, n, k, &operand(p.a), &operand(p.b), p.c, p.ldc as i64, bf16, i32::from(p.adds))
+            (self.product)(
+                m,
+                n,
+                k,
+                &operand(p.a),
+                &operand(p.b),
+                p.c,
+                p.ldc as i64,
+                bf16,
+                p.plus.unwrap_or(0),
+            )
         };
         message(why).map_or(Ok(()), |what| {
             Err(Error::Launch { kernel: "product".into(), what: format!("{m}×{n}×{k}: {what}") })

@@ -31,7 +31,7 @@ impl Gpu {
                 c: y.place(rows.start * n),
                 c_dtype: y.dtype(),
                 ldc: n,
-                adds: false,
+                plus: None,
             });
         }
     }
@@ -83,7 +83,7 @@ impl Gpu {
                 c: dx.place(rows.start * k),
                 c_dtype: dx.dtype(),
                 ldc: k,
-                adds: false,
+                plus: None,
             });
         }
     }
@@ -109,7 +109,7 @@ impl Gpu {
                 c: dw.place(expert * k * n),
                 c_dtype: dw.dtype(),
                 ldc: n,
-                adds: true,
+                plus: Some(dw.place(expert * k * n)),
             });
         }
     }

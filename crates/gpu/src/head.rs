@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::device::{Arg, Array, Dtype, Gpu};
-use crate::linear::Weight;
+use crate::linear::{Onto, Weight};
 
 /// The target tokens of each row, on a device. A row has the tokens at `offsets[row]..offsets[row + 1]`.
 #[derive(Debug)]
@@ -72,7 +72,7 @@ impl Gpu {
             for first in (0..vocab).step_by(width) {
                 let width = width.min(vocab - first);
                 let mut logits = self.alloc(piece.len() * width, Dtype::F32);
-                self.linear(&mut logits, [0, width], &x, weight, [first, width, h], false);
+                self.linear(&mut logits, [0, width], &x, weight, [first, width, h], Onto::Nothing);
                 self.statistics([&running, &out[0]], &logits, [first, width], marks, &piece, temperature);
             }
             self.finish(&out, &running, marks, &piece);
@@ -152,7 +152,7 @@ impl Gpu {
             for first in (0..vocab).step_by(width) {
                 let width = width.min(vocab - first);
                 let mut logits = self.alloc(count * width, Dtype::F32);
-                self.linear(&mut logits, [0, width], &x, weight, [first, width, h], false);
+                self.linear(&mut logits, [0, width], &x, weight, [first, width, h], Onto::Nothing);
                 let dlogits = self.alloc(count * width, weight.dtype());
                 let args = [
                     dlogits.arg(),

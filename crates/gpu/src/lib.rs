@@ -40,7 +40,7 @@ pub use error::{Error, Result};
 pub use graph::{Arena, Graph};
 pub use head::{Head, Marks};
 pub use libraries::{Library, folders, libraries};
-pub use linear::{Codes, Plus, Weight};
+pub use linear::{Affine, Codes, Onto, Weight};
 pub use optim::Step;
 pub use sample::{DrawPlaces, DrawSize, Drawn, Draws, Row, Sampling};
 pub use sums::Mixture;

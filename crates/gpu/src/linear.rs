@@ -38,15 +38,23 @@ pub enum Weight<'a> {
     Codes(&'a Codes),
 }
 
-/// Terms added to a product.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Plus<'a> {
-    /// Bias, with one number per column.
+/// Rows to which a product is added.
+#[derive(Clone, Copy, Debug)]
+pub enum Onto<'a> {
+    /// None: the product replaces the output's previous values.
+    Nothing,
+    /// The output's previous values.
+    Output,
+    /// Rows in the dtype of the output and of the same width. They are added at the same columns.
+    Residual(&'a Array),
+}
+
+/// A linear layer: a weight `[n, k]` and an optional bias `[n]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Affine<'a> {
+    pub weight: Weight<'a>,
     pub bias: Option<&'a Array>,
-    /// Rows of the same width as the output's rows. They are added at the same columns.
-    pub residual: Option<&'a Array>,
-    /// True if the product is added to the output's previous values, instead of a residual.
-    pub output: bool,
+    pub n: usize,
 }
 
 /// A weight, or a piece of it, in the form that products read.
@@ -86,14 +94,63 @@ impl Factored<'_> {
     }
 }
 
-/// Number of input rows in a block of the kernel for few rows. The constants below are its weight rows per block, the columns of
-/// a stage and the number of stages.
+/// Number of input rows in a block of the kernels for few rows, number of weight rows in a block, and number of stages.
 const FEW_ROWS: usize = 64;
 const WEIGHT_ROWS: usize = 64;
-const DEPTH: usize = 64;
 const STAGES: usize = 4;
+/// Number of columns by which a sum is divided into parts, the same for weights of 4, 8 and 16 bits.
+const DEPTH: usize = 128;
 /// Number of blocks that is enough to keep a GPU of 132 multiprocessors busy.
 const BLOCKS: usize = 264;
+/// Number of weights in one launch.
+const JOINED: usize = 3;
+
+/// The kernels of a kind of weight for up to 8, 16, 32 and 64 rows, the columns of a stage, and the bytes of a weight's row in it.
+struct FewRows {
+    kernels: [&'static str; 4],
+    depth: usize,
+    line: usize,
+}
+
+impl FewRows {
+    fn of(weight: Weight) -> Self {
+        match weight {
+            Weight::Dense(_) => Self {
+                kernels: ["linear/few_rows_1", "linear/few_rows_2", "linear/few_rows_4", "linear/few_rows_8"],
+                depth: 64,
+                line: 144,
+            },
+            Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => Self {
+                kernels: [
+                    "linear/few_rows_of_8_bits_1",
+                    "linear/few_rows_of_8_bits_2",
+                    "linear/few_rows_of_8_bits_4",
+                    "linear/few_rows_of_8_bits_8",
+                ],
+                depth: 64,
+                line: 96,
+            },
+            Weight::Codes(Codes { bits: QuantBits::Four, .. }) => Self {
+                kernels: [
+                    "linear/few_rows_of_4_bits_1",
+                    "linear/few_rows_of_4_bits_2",
+                    "linear/few_rows_of_4_bits_4",
+                    "linear/few_rows_of_4_bits_8",
+                ],
+                depth: 128,
+                line: 96,
+            },
+        }
+    }
+}
+
+/// Returns the number of parts of a sum over `k` in a launch of `tiles` tiles, and the number of pieces of [`DEPTH`] columns in
+/// each. It must not depend on the rows.
+fn parts_of(tiles: usize, k: usize) -> [usize; 2] {
+    let pieces = k.div_ceil(DEPTH).max(1);
+    let each = pieces.div_ceil((BLOCKS / tiles.max(1)).clamp(1, pieces.min(16)));
+    [pieces.div_ceil(each), each]
+}
 
 impl Gpu {
     /// Returns rows of a weight in the dtype of its product: either the rows with the given indices, or `rows` rows from the
@@ -155,8 +212,8 @@ impl Gpu {
         }
     }
 
-    /// Sets the columns `col..col + n` of `y`, whose rows have `width` elements, to `x Wᵀ`, or adds the product to them. `W` is
-    /// rows `first..first + n` of the weight.
+    /// Sets the columns `col..col + n` of `y`, whose rows have `width` elements, to `x Wᵀ`, added to `onto`. `W` is rows
+    /// `first..first + n` of the weight.
     pub fn linear(
         &self,
         y: &mut Array,
@@ -164,10 +221,15 @@ impl Gpu {
         x: &Array,
         weight: Weight,
         [first, n, k]: [usize; 3],
-        adds: bool,
+        onto: Onto,
     ) {
         let x = self.held(x, weight.dtype());
         let w = self.factored(weight, k, first, n);
+        let plus = match onto {
+            Onto::Nothing => None,
+            Onto::Output => Some(y.place(col)),
+            Onto::Residual(residual) => Some(residual.place(col)),
+        };
         self.product(&Product {
             m: x.len() / k.max(1),
             n,
@@ -177,90 +239,102 @@ impl Gpu {
             c: y.place(col),
             c_dtype: y.dtype(),
             ldc: width,
-            adds,
+            plus,
         });
     }
 
-    /// Computes the same product as [`Self::linear`] with all rows of the weight, but the bits of a row depend only on that row
-    /// and the weight.
+    /// Computes the outputs of layers with the same input, with all rows of their weights, in neighbouring columns from `col` on.
+    /// The bits of a row depend only on that row and the layers. Neighbours of one kind, up to three, share a launch.
     pub fn linear_rows(
         &self,
         y: &mut Array,
-        [col, width]: [usize; 2],
+        [mut col, width]: [usize; 2],
         x: &Array,
-        weight: Weight,
-        [n, k]: [usize; 2],
-        plus: Plus,
+        layers: &[Affine],
+        k: usize,
+        onto: Onto,
     ) {
-        let x = self.held(x, weight.dtype());
-        let w = self.factored(weight, k, 0, n);
-        let t = x.len() / k.max(1);
-        let fast = weight.dtype() == Dtype::Bf16 && k.is_multiple_of(8);
-        for begin in (0..t).step_by(if fast { FEW_ROWS } else { 32_768 }) {
-            let rows = (t - begin).min(if fast { FEW_ROWS } else { 32_768 });
-            let (partial, parts) = match fast {
-                true => self.few_rows(&x, begin, rows, &w, [n, k]),
-                false => {
-                    let partial = self.alloc(rows * n, Dtype::F32);
-                    let grid = [n.div_ceil(4), rows, 1];
-                    let (n_arg, k_arg) = (Arg::Int(n as i32), Arg::Int(k as i32));
-                    let args =
-                        [partial.pointer(), x.arg_at(begin * k), w.array().arg_at(w.first()), n_arg, k_arg];
-                    self.launch(
-                        Launch { kernel: "linear/rows_product", grid, threads: 128, shared: 0 },
-                        &args,
-                    );
-                    (partial, 1)
+        let kind = |layer: &Affine| match layer.weight {
+            Weight::Dense(array) => (array.dtype(), None),
+            Weight::Codes(codes) => (Dtype::Bf16, Some(codes.bits)),
+        };
+        let alike = layers.chunk_by(|a, b| kind(a) == kind(b));
+        for layers in alike.flat_map(|alike| alike.chunks(JOINED)) {
+            let x = self.held(x, kind(&layers[0]).0);
+            let t = x.len() / k.max(1);
+            let fast = x.dtype() == Dtype::Bf16 && k.is_multiple_of(8);
+            let most = if fast { FEW_ROWS } else { 32_768 };
+            for begin in (0..t).step_by(most) {
+                let (rows, at) = ((t - begin).min(most), begin * width + col);
+                let residual = match onto {
+                    Onto::Nothing => Arg::NO_ARRAY,
+                    Onto::Output => y.arg_at(at),
+                    Onto::Residual(residual) => residual.arg_at(at),
+                };
+                let out = [y.arg_at(at), residual, Arg::Long(width as i64)];
+                match fast {
+                    true => self.few_rows(out, &x, [begin, rows], layers, k),
+                    false => self.rows_product(out, &x, [begin, rows], layers, k),
                 }
-            };
-            let at = begin * width + col;
-            let own = if plus.output { y.arg_at(at) } else { Arg::NO_ARRAY };
-            let args = [
-                y.arg_at(at),
-                Arg::Long(width as i64),
-                partial.pointer(),
-                plus.bias.map_or(Arg::NO_ARRAY, Array::arg),
-                plus.residual.map_or(own, |residual| residual.arg_at(at)),
-                Arg::Long(width as i64),
-                Arg::Int(parts as i32),
-                Arg::Long(rows as i64),
-                Arg::Int(n as i32),
-            ];
-            self.each("linear/few_rows_finish", rows * n, &args);
+            }
+            col += layers.iter().map(|layer| layer.n).sum::<usize>();
         }
     }
 
-    fn few_rows(
-        &self,
-        x: &Array,
-        begin: usize,
-        rows: usize,
-        w: &Factored,
-        [n, k]: [usize; 2],
-    ) -> (Array, usize) {
-        let (tiles, depth) = (n.div_ceil(WEIGHT_ROWS), k.div_ceil(DEPTH));
-        let parts = (BLOCKS / tiles.max(1)).clamp(1, depth.clamp(1, 16));
-        let steps = depth.div_ceil(parts);
-        let parts = depth.div_ceil(steps.max(1)).max(1);
-        let (kernel, blocks) = match rows {
-            0..=8 => ("linear/few_rows_1", 1),
-            9..=16 => ("linear/few_rows_2", 2),
-            17..=32 => ("linear/few_rows_4", 4),
-            _ => ("linear/few_rows_8", 8),
+    /// Returns the structure `Layer` of linear.cu of each layer. Codes are widened if `widened` has arrays for them.
+    fn layer_args(layers: &[Affine], widened: &[Factored]) -> [Arg; JOINED] {
+        let split = |at: u64| [at as u32, (at >> 32) as u32];
+        let arg = |(layer, factored): (&Affine, Option<&Factored>)| {
+            let low = |array: &Array| u32::from(array.dtype() == Dtype::Bf16);
+            let [at, scales] = match (layer.weight, factored) {
+                (_, Some(factored)) => [factored.array().place(0), 0],
+                (Weight::Dense(array), None) => [array.place(0), 0],
+                (Weight::Codes(codes), None) => [codes.codes.place(0), codes.scales.place(0)],
+            };
+            let bias = layer.bias.map_or(0, |bias| bias.place(0));
+            let lows = u32::from(layer.weight.dtype() == Dtype::Bf16) + 2 * layer.bias.map_or(0, low);
+            let [at, scales, bias] = [at, scales, bias].map(split);
+            Arg::fields(&[at[0], at[1], scales[0], scales[1], bias[0], bias[1], layer.n as u32, lows])
         };
-        let partial = self.alloc(parts * rows * n, Dtype::F32);
-        let shared = STAGES * (WEIGHT_ROWS + 8 * blocks) * (DEPTH + 8) * 2;
+        std::array::from_fn(|i| {
+            layers.get(i).map_or(Arg::fields(&[0; 8]), |layer| arg((layer, widened.get(i))))
+        })
+    }
+
+    fn few_rows(&self, out: [Arg; 3], x: &Array, [begin, rows]: [usize; 2], layers: &[Affine], k: usize) {
+        let tiles = layers.iter().map(|layer| layer.n.div_ceil(WEIGHT_ROWS)).sum();
+        let [parts, pieces] = parts_of(tiles, k);
+        let FewRows { kernels, depth, line } = FewRows::of(layers[0].weight);
+        let size = rows.div_ceil(8).next_power_of_two().trailing_zeros() as usize;
+        let partial = self.alloc(tiles * parts * rows * WEIGHT_ROWS, Dtype::F32);
+        let shared = STAGES * (WEIGHT_ROWS * line + (8 << size) * (depth + 8) * 2);
+        let [a, b, c] = Self::layer_args(layers, &[]);
+        let [y, residual, stride] = out;
         let args = [
+            y,
+            residual,
+            stride,
             partial.pointer(),
+            self.counters(),
             Arg::Pointer(x.place(begin * k)),
-            Arg::Pointer(w.array().place(w.first())),
+            a,
+            b,
+            c,
             Arg::Int(rows as i32),
-            Arg::Int(n as i32),
             Arg::Int(k as i32),
-            Arg::Int(steps as i32),
+            Arg::Int((pieces * DEPTH / depth) as i32),
         ];
-        self.launch(Launch { kernel, grid: [tiles, parts, 1], threads: 128, shared }, &args);
-        (partial, parts)
+        self.launch(Launch { kernel: kernels[size], grid: [tiles, parts, 1], threads: 128, shared }, &args);
+    }
+
+    fn rows_product(&self, out: [Arg; 3], x: &Array, [begin, rows]: [usize; 2], layers: &[Affine], k: usize) {
+        let widened: Vec<_> = layers.iter().map(|layer| self.factored(layer.weight, k, 0, layer.n)).collect();
+        let n: usize = layers.iter().map(|layer| layer.n).sum();
+        let [a, b, c] = Self::layer_args(layers, &widened);
+        let [y, residual, stride] = out;
+        let args = [y, residual, stride, x.arg_at(begin * k), a, b, c, Arg::Int(k as i32)];
+        let grid = [n.div_ceil(4), rows, 1];
+        self.launch(Launch { kernel: "linear/rows_product", grid, threads: 128, shared: 0 }, &args);
     }
 
     /// Sets `dx [t, k]` to `dy W`, or adds the product to it. `W` is rows `first..first + n` of the weight. The columns of these
@@ -285,7 +359,7 @@ impl Gpu {
             c: dx.place(0),
             c_dtype: dx.dtype(),
             ldc: k,
-            adds,
+            plus: adds.then(|| dx.place(0)),
         });
     }
 
@@ -309,7 +383,7 @@ impl Gpu {
             c: dw.place(first * k),
             c_dtype: dw.dtype(),
             ldc: k,
-            adds: true,
+            plus: Some(dw.place(first * k)),
         });
     }
 }

@@ -22,7 +22,8 @@ impl Factor {
     }
 }
 
-/// A product `c [m, n] (+)= a [m, k] · b [k, n]` of row-major matrices. Both factors have the same dtype, and sums are f32.
+/// A product `c [m, n] = a [m, k] · b [k, n] (+ plus [m, n])` of row-major matrices. Both factors have the same dtype, and sums are
+/// f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub m: usize,
@@ -33,5 +34,6 @@ pub(crate) struct Product {
     pub c: u64,
     pub c_dtype: Dtype,
     pub ldc: usize,
-    pub adds: bool,
+    /// Matrix that is added, in the dtype and with the row length of `c`. It may be `c` itself.
+    pub plus: Option<u64>,
 }

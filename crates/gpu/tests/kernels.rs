@@ -3,8 +3,8 @@
 
 use half::bf16;
 use omnigrpo_gpu::{
-    Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, PAGE, Pattern,
-    Place, Plus, Row, Sampling, Step, Unfolding, Weight,
+    Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
+    Pattern, Place, Row, Sampling, Step, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange, Shape};
@@ -317,10 +317,9 @@ fn few(schedule: u64, x: &[f32], w: &[f32], [n, k]: [usize; 2], dtype: Dtype) ->
     let bias = gpu.upload(&noise(n, 9));
     let t = x.len() / k;
     let mut y = gpu.zeros(t * (n + 2), Dtype::F32);
-    let plus = Plus { bias: Some(&bias), ..Plus::default() };
-    gpu.linear_rows(&mut y, [1, n + 2], &x, Weight::Dense(&w), [n, k], plus);
-    let plus = Plus { output: true, ..Plus::default() };
-    gpu.linear_rows(&mut y, [1, n + 2], &x, Weight::Dense(&w), [n, k], plus);
+    let layer = |bias| Affine { weight: Weight::Dense(&w), bias, n };
+    gpu.linear_rows(&mut y, [1, n + 2], &x, &[layer(Some(&bias))], k, Onto::Nothing);
+    gpu.linear_rows(&mut y, [1, n + 2], &x, &[layer(None)], k, Onto::Output);
     gpu.check().unwrap();
     let y = y.to_vec();
     let (x, w, bias) = (wide(&x.to_vec()), wide(&w.to_vec()), wide(&bias.to_vec()));
@@ -343,6 +342,116 @@ fn a_row_has_the_same_bits_in_every_batch() {
         for (schedule, rows) in [(1, 1), (2, 9), (3, 25)] {
             assert_eq!(few(schedule, &x[..rows * k], &w, [n, k], dtype), all[..rows * (n + 2)]);
         }
+    }
+}
+
+/// Layers that share a launch: their outputs are neighbouring columns, added to those of a residual. More than three
+/// layers take several launches. The bits of a row are the same in every batch. A row with a NaN harms no other.
+#[test]
+fn layers_share_a_launch() {
+    let (ns, t) = ([70, 5, 64, 1], 40);
+    for (k, dtype, bound) in [(520, Dtype::Bf16, 4e-3), (24, Dtype::F32, 1e-6)] {
+        let width: usize = ns.iter().sum::<usize>() + 2;
+        let run = |rows: std::ops::Range<usize>, schedule: u64| {
+            let gpu = gpu(schedule);
+            let mut x = noise(t * k, 1);
+            x[3 * k] = f32::NAN;
+            let x = gpu.cast(&gpu.upload(&x[rows.start * k..rows.end * k]), dtype);
+            let residual = &noise(t * width, 2)[rows.start * width..rows.end * width];
+            let residual = gpu.cast(&gpu.upload(residual), dtype);
+            let weights = ns.map(|n| numbers(&gpu, n * k, dtype, n as u64).0);
+            let biases = ns.map(|n| numbers(&gpu, n, [dtype, Dtype::F32][n % 2], 50 + n as u64).0);
+            let layers: Vec<Affine> = (0..4)
+                .map(|i| {
+                    let bias = (i % 3 == 0).then_some(&biases[i]);
+                    Affine { weight: Weight::Dense(&weights[i]), bias, n: ns[i] }
+                })
+                .collect();
+            let mut y = gpu.cast(&residual, dtype);
+            gpu.linear_rows(&mut y, [1, width], &x, &layers, k, Onto::Residual(&residual));
+            gpu.check().unwrap();
+            let x = wide(&x.to_vec());
+            let mut want = wide(&residual.to_vec());
+            let mut col = 1;
+            for (i, n) in ns.into_iter().enumerate() {
+                let (w, bias) = (wide(&weights[i].to_vec()), wide(&biases[i].to_vec()));
+                let bias = (i % 3 == 0).then_some(&bias[..]);
+                let own = twin::linear_forward(Mat::new(&x, rows.len(), k), Mat::new(&w, n, k), bias);
+                for (row, own) in own.chunks(n).enumerate() {
+                    own.iter().enumerate().for_each(|(j, own)| want[row * width + col + j] += own);
+                }
+                col += n;
+            }
+            (y.to_vec(), want)
+        };
+        let (all, want) = run(0..t, 0);
+        for (row, (own, want)) in all.chunks(width).zip(want.chunks(width)).enumerate() {
+            match row {
+                3 => assert!(own[1..width - 1].iter().all(|x| x.is_nan())),
+                _ => assert!(error(&wide(own), want) < bound, "{dtype:?}, row {row}"),
+            }
+        }
+        for (rows, schedule) in [(0..1, 1), (2..11, 2), (20..40, 3)] {
+            let (some, _) = run(rows.clone(), schedule);
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            let among = &all[rows.start * width..rows.end * width];
+            assert_eq!(bits(&some), bits(among), "{dtype:?}, {rows:?}");
+        }
+    }
+}
+
+/// Products with codes of 8 and 4 bits have the bits of products with the widened weight: whole and partial tiles, blocks
+/// of codes and groups of a scale, one part and several, and widths that tensor cores do not support.
+#[test]
+fn products_with_codes_equal_those_with_widened_weights() {
+    for bits in [QuantBits::Eight, QuantBits::Four] {
+        for (n, k, rows) in [(70, 200, 9), (3, 64, 1), (64, 8, 20), (130, 520, 40), (5, 33, 2), (1, 128, 8)] {
+            let gpu = gpu(rows as u64);
+            let values = noise(n * k, 1);
+            let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&values[i * k..(i + 1) * k]);
+            let (codes, scales) = QuantMatrix::from_rows(bits, n, k, row).unwrap().by_rows();
+            let scales: Vec<_> = scales.iter().map(|scale| [scale.min, scale.step]).collect();
+            let codes = Codes::new(&gpu, bits, [n, k], &codes, &scales);
+            let widened = gpu.weight_rows(Weight::Codes(&codes), k, None, n, Dtype::Bf16);
+            let x = gpu.cast(&gpu.upload(&noise(rows * k, 2)), Dtype::Bf16);
+            let [of_codes, of_widened] = [Weight::Codes(&codes), Weight::Dense(&widened)].map(|weight| {
+                let mut y = gpu.alloc(2 * rows * n, Dtype::F32);
+                let layer = Affine { weight, bias: None, n };
+                gpu.linear_rows(&mut y, [0, 2 * n], &x, &[layer; 2], k, Onto::Nothing);
+                y.to_vec()
+            });
+            gpu.check().unwrap();
+            assert_eq!(of_codes, of_widened, "{bits:?}, {n}×{k}, {rows} rows");
+            let (x, w) = (wide(&x.to_vec()), wide(&widened.to_vec()));
+            let want = twin::linear_forward(Mat::new(&x, rows, k), Mat::new(&w, n, k), None);
+            let want: Vec<f64> = want.chunks(n).flat_map(|row| [row, row].concat()).collect();
+            assert!(error(&wide(&of_codes), &want) < 1e-5, "{bits:?}, {n}×{k}, {rows} rows");
+        }
+    }
+}
+
+/// A product is added to other rows, whose values stay, and to its output's.
+#[test]
+fn products_are_added_to_a_residual() {
+    let (t, n, k, width) = (3, 5, 7, 9);
+    for (dtype, bound) in [(Dtype::F32, 1e-6), (Dtype::Bf16, 4e-3)] {
+        let gpu = gpu(1);
+        let [(x, xs), (w, ws), (residual, rs)] =
+            [(t * k, 1), (n * k, 2), (t * width, 3)].map(|(n, seed)| numbers(&gpu, n, dtype, seed));
+        let mut y = gpu.zeros(t * width, dtype);
+        let sizes = [0, n, k];
+        gpu.linear(&mut y, [2, width], &x, Weight::Dense(&w), sizes, Onto::Residual(&residual));
+        gpu.linear(&mut y, [2, width], &x, Weight::Dense(&w), sizes, Onto::Output);
+        gpu.check().unwrap();
+        let product = twin::linear_forward(Mat::new(&xs, t, k), Mat::new(&ws, n, k), None);
+        let want: Vec<f64> = (0..t * width)
+            .map(|i| match i % width {
+                col @ 2..7 => rs[i] + 2.0 * product[i / width * n + col - 2],
+                _ => 0.0,
+            })
+            .collect();
+        assert!(error(&wide(&y.to_vec()), &want) < bound, "{dtype:?}");
+        assert_eq!(wide(&residual.to_vec()), rs);
     }
 }
 
@@ -948,8 +1057,18 @@ const FAULTS: &[Fault] = &[
         "for (int p = 0; p < parts; p++)",
         "for (int p = 1; p < parts; p++)",
     ),
-    fault("linear", "a row too many is read", "row < (is_x ? rows : n)", "row <= (is_x ? rows : n)"),
-    fault("linear", "columns behind the end are read", " && at + c < k;", ";"),
+    fault("linear", "a row too many is read", "first + r < w.n && piece", "first + r <= w.n && piece"),
+    fault("linear", "columns behind the end are read", " && at * D + c < k;", ";"),
+    fault("linear", "codes of another column", "shift = c / 16 * BITS", "shift = c / 32 * BITS"),
+    fault("linear", "the scale of another group", "scales[h][c / 64]", "scales[h][0]"),
+    fault("linear", "the scales of the step before", "fetch_scales(s + 1)", "fetch_scales(s)"),
+    fault("linear", "another layer's columns", "stride + place.col + out, sum", "stride + out, sum"),
+    fault(
+        "prim",
+        "every block finishes a tile",
+        "count(counter, blocks - 1) == blocks - 1",
+        "count(counter, blocks - 1) == 0",
+    ),
     fault("linear", "codes of another word", "q % 16]", "q / per_word]"),
     fault("norms", "a factor of the deviation is missing", "red) * r * r / dim", "red) * r / dim"),
     fault("norms", "columns behind the end count for the variance", "e < 4 && j + e < dim", "e < 4"),
@@ -1178,7 +1297,12 @@ fn slow_planted_faults_are_found() {
                 "attention_of_every_group_size",
                 "decoding_does_not_depend_on_the_batch",
             ],
-            "linear" => &["a_row_has_the_same_bits_in_every_batch", "quantised_weights_are_widened"],
+            "linear" => &[
+                "a_row_has_the_same_bits_in_every_batch",
+                "layers_share_a_launch",
+                "products_with_codes_equal_those_with_widened_weights",
+                "quantised_weights_are_widened",
+            ],
             "plain_attention" => &["plain_attention_of_any_width", "decoding_does_not_depend_on_the_batch"],
             "head" => &["the_head"],
             "sample" => &["draws_are_those_of_a_sorted_row"],
@@ -1216,6 +1340,7 @@ fn slow_planted_faults_are_found() {
         // The norms test a fault in the shared file; elementwise kernels test one that concerns single elements.
         let compiled = match *file {
             "prim" if what.contains("stored") => "elementwise",
+            "prim" if what.contains("tile") => "linear",
             "prim" => "norms",
             file => file,
         };

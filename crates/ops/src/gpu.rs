@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
-    Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, PAGE, Pattern,
-    Place, Plus, Row, Sampling, Unfolding, Weight,
+    Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
+    Pattern, Place, Row, Sampling, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;
@@ -89,10 +89,11 @@ impl Card {
         self.gpu
     }
 
-    /// Returns the number of uploads to an emulator and of reads from it, since it was opened. Returns `None` for a GPU.
+    /// Returns the numbers of uploads to an emulator, of reads from it and of kernels that it ran, since it was opened. Returns
+    /// `None` for a GPU.
     #[cfg(feature = "emulator")]
     #[must_use]
-    pub fn traffic(self) -> Option<[u64; 2]> {
+    pub fn traffic(self) -> Option<[u64; 3]> {
         self.gpu.traffic()
     }
 
@@ -221,6 +222,19 @@ struct Layer {
     bias: Option<Arc<Weights>>,
     n: usize,
     k: usize,
+}
+
+impl Layer {
+    fn bias(&self) -> Option<&Array> {
+        match self.bias.as_deref() {
+            Some(Weights::Dense(array)) => Some(array),
+            Some(Weights::Codes(_)) | None => None,
+        }
+    }
+
+    fn affine(&self) -> Affine<'_> {
+        Affine { weight: self.weight.weight(), bias: self.bias(), n: self.n }
+    }
 }
 
 fn head_of<'a>(weights: &'a Weights, head: &Param, h: usize, temperature: f32) -> Head<'a> {
@@ -353,35 +367,28 @@ impl Card {
         order: Order,
     ) -> Array {
         let width = layers.iter().map(|layer| layer.n).sum();
+        let k = layers.first().map_or(0, |layer| layer.k);
         let dtype = residual.map_or_else(|| self.output(x.dtype(), layers), Array::dtype);
         let mut y = self.gpu.alloc(rows * width, dtype);
         let converted = self.operand(x, layers);
         let x = converted.as_ref().unwrap_or(x);
+        let onto = residual.map_or(Onto::Nothing, Onto::Residual);
+        if order == Order::PerRow {
+            let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
+            self.gpu.linear_rows(&mut y, [0, width], x, &layers, k, onto);
+            return y;
+        }
         let mut col = 0;
         for layer in layers {
-            let Layer { n, k, .. } = *layer;
-            let (weight, place) = (layer.weight.weight(), [col, width]);
-            let bias = layer.bias.as_deref().and_then(|bias| match bias {
-                Weights::Dense(array) => Some(array),
-                Weights::Codes(_) => None,
-            });
-            match order {
-                Order::PerRow => {
-                    let plus = Plus { bias, residual, output: false };
-                    self.gpu.linear_rows(&mut y, place, x, weight, [n, k], plus);
+            let onto = match layer.bias() {
+                Some(bias) => {
+                    self.gpu.bias_rows(&mut y, col, width, rows, bias, residual);
+                    Onto::Output
                 }
-                Order::Blocked => {
-                    if let Some(bias) = bias {
-                        self.gpu.bias_rows(&mut y, col, width, rows, bias, residual);
-                    } else if let Some(residual) = residual {
-                        let at = Place::new(col, width);
-                        self.gpu.copy_rows(&mut y, at, residual, at, [rows, n]);
-                    }
-                    let adds = bias.is_some() || residual.is_some();
-                    self.gpu.linear(&mut y, place, x, weight, [0, n, k], adds);
-                }
-            }
-            col += n;
+                None => onto,
+            };
+            self.gpu.linear(&mut y, [col, width], x, layer.weight.weight(), [0, layer.n, k], onto);
+            col += layer.n;
         }
         y
     }
@@ -613,14 +620,15 @@ impl Backend for Card {
     }
 
     fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order) {
-        let (width, Layer { weight, n, k, .. }) = (y.cols(), self.layer(weight));
+        let (width, layer) = (y.cols(), self.layer(weight));
+        let own = Affine { bias: None, ..layer.affine() };
         self.change(y, |y| match order {
             Order::Blocked => {
-                self.gpu.linear(y, [col, width], self.of(x), weight.weight(), [0, n, k], true);
+                let sizes = [0, layer.n, layer.k];
+                self.gpu.linear(y, [col, width], self.of(x), own.weight, sizes, Onto::Output);
             }
             Order::PerRow => {
-                let plus = Plus { output: true, ..Plus::default() };
-                self.gpu.linear_rows(y, [col, width], self.of(x), weight.weight(), [n, k], plus);
+                self.gpu.linear_rows(y, [col, width], self.of(x), &[own], layer.k, Onto::Output);
             }
         });
     }
@@ -997,7 +1005,8 @@ impl Backend for Card {
         let (vocab, weights) = (head.len() / h.max(1), self.weights(head));
         let mut y = self.gpu.alloc(rows * vocab, Dtype::F32);
         let x = self.of(normed);
-        self.gpu.linear_rows(&mut y, [0, vocab], x, weights.weight(), [vocab, h], Plus::default());
+        let layer = Affine { weight: weights.weight(), bias: None, n: vocab };
+        self.gpu.linear_rows(&mut y, [0, vocab], x, &[layer], h, Onto::Nothing);
         self.rows(y, rows, vocab)
     }
 
