@@ -250,10 +250,10 @@ struct Decode { char* prompt; int prompt_rows, length, page, none; };
 /// Up to 64 pairs of a query head and a row in `row0..row1`. These rows continue one prompt. Pairs are numbered from
 /// `first` on, and pair i belongs to row `row0 + i / group`.
 struct Pairs { int row0, row1, first, none; };
-constexpr int SPLIT = 256;
+constexpr int SPLIT = 256, PAGE = 64, WARPS = THREADS / 32, HEADS = 16;
 
 /// Computes part `blockIdx.z` of the keys of a prompt for all rows that continue it. Keys and values are read once. The
-/// output has the format of `decode` in plain_attention.cu.
+/// results are those of the online softmax, `[row, head, part, {top, sum, values}]`, with `top` in base 2.
 template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const Decode* rows, const Pairs* tiles, int layer, int parts, Shape sh) {
     constexpr int LD = LINE<D>, N = ROWS / 8, CHUNKS = PADDED<D> / 8;
     DYNAMIC_SHARED(shared);
@@ -295,8 +295,103 @@ template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const D
         int pair = tile.first + own + g + 8 * h, row = tile.row0 + pair / sh.group, head = kv * sh.group + pair % sh.group;
         if (pair >= pairs) continue;
         float* to = partial + (((i64)row * sh.heads + head) * parts + blockIdx.z) * (2 + D);
-        if (t == 0) to[0] = m[h] * LN2, to[1] = l[h];
+        if (t == 0) to[0] = m[h], to[1] = l[h];
         UNROLL for (int c = 0; c < D / 8; c++) UNROLL for (int e = 0; e < 2; e++) to[2 + c * 8 + 2 * t + e] = acc[c][2 * h + e];
+    }
+}
+
+/// Some parts of an online softmax, joined: the top, the sum, and the sum of one column of the values.
+struct Joined { float top, sum, value; };
+/// Joins more parts in order. An empty part has a top of −∞.
+DEVICE void join(Joined& to, const float* from, int parts, int stride, int column) {
+    for (int p = 0; p < parts; p++, from += stride) {
+        if (from[0] == -INFINITY) continue;
+        float top = larger(to.top, from[0]), before = exp2_(to.top - top), own = exp2_(from[0] - top);
+        to = {top, to.sum * before + from[1] * own, to.value * before + from[2 + column] * own};
+    }
+}
+/// Appends the key and the value of row `blockIdx.x` to the last page of its completion, and computes its attention over
+/// prompt and completion. `blockIdx.y` selects a key head and up to 16 of its query heads, so keys are read once for
+/// these. `blockIdx.z` is a part of the completion's keys: each warp takes 16 keys of a page, and the warps are joined
+/// in order. The block that finishes last joins the prompt's parts, from `decode_prompt`, with those of the completion.
+template <int D> DEVICE void decode(u16* out, float* partial, u32* counters, const u16* qkv, const Decode* rows, char* const* pages, int layer, int prompt_parts, int parts, Shape sh) {
+    constexpr int LD = LINE<D>, CHUNKS = PADDED<D> / 8, PART = 2 + D;
+    DYNAMIC_SHARED(shared);
+    u16 *sq = (u16*)shared, *sk = sq + HEADS * LD, *sv = sk + 2 * PAGE * LD;
+    Decode it = rows[blockIdx.x];
+    int tiles = (sh.group + HEADS - 1) / HEADS, kv = blockIdx.y / tiles, first = blockIdx.y % tiles * HEADS;
+    int heads = sh.group - first < HEADS ? sh.group - first : HEADS, head = kv * sh.group + first;
+    // A padding row has one part without keys, and its result is zero.
+    int own_parts = it.length > SPLIT ? (it.length + SPLIT - 1) / SPLIT : 1, width = sh.heads / sh.group * D;
+    if (blockIdx.z >= own_parts) return;
+    int begin = blockIdx.z * SPLIT, end = begin + SPLIT < it.length ? begin + SPLIT : it.length, newest = it.length - 1;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32, own = warp * 16;
+    const u16 *row = qkv + (i64)blockIdx.x * sh.stride, *fresh = row + (sh.heads + kv) * D;
+    auto page_of = [&](int key) { return (u16*)pages[it.page + key / PAGE] + (i64)layer * PAGE * 2 * width + kv * D; };
+    auto fetch = [&](int at, int stage) {
+        const u16* page = page_of(at);
+        for (int i = threadIdx.x; i < PAGE * CHUNKS; i += THREADS) {
+            int r = i / CHUNKS, c = i % CHUNKS * 8, to = (stage * PAGE + r) * LD + c;
+            bool in = at + r < end && c < D;
+            const u16* from = !in ? page : at + r == newest ? fresh + c : page + r * 2 * width + c;
+            copy_async(sk + to, from, in);
+            copy_async(sv + to, from + width, in);
+        }
+    };
+    for (int i = threadIdx.x; i < HEADS * CHUNKS; i += THREADS) {
+        int r = i / CHUNKS, c = i % CHUNKS * 8;
+        bool in = r < heads && c < D;
+        copy_async(sq + r * LD + c, row + (in ? (head + r) * D + c : 0), in);
+    }
+    if (begin < end) fetch(begin, 0);
+    commit_copies();
+    if (first == 0 && begin <= newest && newest < end) {
+        u16* to = page_of(newest) + newest % PAGE * 2 * width;
+        for (int c = threadIdx.x * 8; c < D; c += THREADS * 8) {
+            *(Words4*)(to + c) = *(const Words4*)(fresh + c);
+            *(Words4*)(to + width + c) = *(const Words4*)(fresh + width + c);
+        }
+    }
+    float acc[PADDED<D> / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, factor = sh.scale * LOG2E;
+    for (int at = begin, stage = 0; at < end; at += PAGE, stage ^= 1) {
+        if (at + PAGE < end) fetch(at + PAGE, stage ^ 1);
+        commit_copies();
+        wait_copies<1>();
+        sync_block();
+        float s[2][4];
+        products<D, 2>(s, sq, 0, sk + (stage * PAGE + own) * LD);
+        UNROLL for (int j = 0; j < 2; j++) UNROLL for (int e = 0; e < 4; e++)
+            if (at + own + j * 8 + 2 * t + e % 2 >= end) s[j][e] = -INFINITY;
+        softmax_step<D, 2>(s, acc, m, l, factor);
+        accumulate<D, 2>(acc, s, sv + (stage * PAGE + own) * LD);
+        sync_block();
+    }
+    // The rows of shared memory are no longer needed; the results of the warps take their place.
+    wait_copies<0>();
+    sync_block();
+    float* of_warps = (float*)shared;
+    UNROLL for (int h = 0; h < 2; h++) {
+        l[h] = quad_sum(l[h]);
+        float* to = of_warps + (own + g + 8 * h) * PART;
+        if (t == 0) to[0] = m[h], to[1] = l[h];
+        UNROLL for (int c = 0; c < D / 8; c++) UNROLL for (int e = 0; e < 2; e++) to[2 + c * 8 + 2 * t + e] = acc[c][2 * h + e];
+    }
+    sync_block();
+    float* of_row = partial + ((i64)blockIdx.x * sh.heads + head) * parts * PART;
+    for (int i = threadIdx.x; i < heads * D; i += THREADS) {
+        Joined sum = {-INFINITY, 0, 0};
+        join(sum, of_warps + i / D * PART, WARPS, 16 * PART, i % D);
+        float* to = of_row + ((i64)i / D * parts + prompt_parts + blockIdx.z) * PART;
+        if (i % D == 0) to[0] = sum.top, to[1] = sum.sum;
+        to[2 + i % D] = sum.value;
+    }
+    if (!finishes_last(counters + blockIdx.x * gridDim.y + blockIdx.y, own_parts)) return;
+    for (int i = threadIdx.x; i < heads * D; i += THREADS) {
+        const float* from = of_row + (i64)i / D * parts * PART;
+        Joined sum = {-INFINITY, 0, 0};
+        join(sum, from, (it.prompt_rows + SPLIT - 1) / SPLIT, PART, i % D);
+        join(sum, from + prompt_parts * PART, own_parts, PART, i % D);
+        out[(i64)blockIdx.x * sh.out_stride + head * D + i] = bf16(sum.sum == 0 ? 0 : sum.value / sum.sum);
     }
 }
 
@@ -334,7 +429,9 @@ KERNEL(sum_heads, (Array to, const float* partial, i64 rows, int stride, int kv,
     KERNEL_OF(THREADS, 2, backward_kv_##D, (Gradients to, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
         backward_kv<D>(to, dout, lse, delta, q, k, v, tiles, items, sh); } \
     KERNEL_OF(THREADS, 2, decode_prompt_##D, (float* partial, const u16* q, const Decode* rows, const Pairs* tiles, int layer, int parts, Shape sh)) { \
-        decode_prompt<D>(partial, q, rows, tiles, layer, parts, sh); }
+        decode_prompt<D>(partial, q, rows, tiles, layer, parts, sh); } \
+    KERNEL_OF(THREADS, 2, decode_##D, (u16* out, float* partial, u32* counters, const u16* qkv, const Decode* rows, char* const* pages, int layer, int prompt_parts, int parts, Shape sh)) { \
+        decode<D>(out, partial, counters, qkv, rows, pages, layer, prompt_parts, parts, sh); }
 OF_WIDTH(64)
 OF_WIDTH(72)
 OF_WIDTH(80)

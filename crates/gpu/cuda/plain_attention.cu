@@ -148,15 +148,15 @@ KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qk
         store4({pages[it.page + own / PAGE], cache_bf16}, to + j, to + width, load4(qkv, from + j, from + width));
 }
 
-/// Computes part `first + blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`. The results are
+/// Computes part `blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`. The results are
 /// `{top, sum}` of the online softmax and sums of values, `[row, head, part, 2 + d]`. The first `prompt_parts` of all
 /// `parts` belong to the prompt. The division into parts depends only on positions in the prompt or the completion, so
 /// the bits of a row do not depend on other rows.
-KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* const* pages, int cache_bf16, int layer, int first, int prompt_parts, int parts, int heads, int group, int stride, int d, float scale)) {
+KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* const* pages, int cache_bf16, int layer, int prompt_parts, int parts, int heads, int group, int stride, int d, float scale)) {
     SHARED(float, p, THREADS);
     SHARED(float, red, 32);
     Decode it = rows[blockIdx.x];
-    int head = blockIdx.y, width = heads / group * d, kv = head / group * d, part = first + blockIdx.z;
+    int head = blockIdx.y, width = heads / group * d, kv = head / group * d, part = blockIdx.z;
     bool of_prompt = part < prompt_parts;
     int total = of_prompt ? it.prompt_rows : it.length, begin = (of_prompt ? part : part - prompt_parts) * SPLIT;
     int end = begin + SPLIT < total ? begin + SPLIT : total;

@@ -22,8 +22,13 @@ impl Heads {
 
     fn shape(self, scale: f32) -> Arg {
         let [stride, out, heads, group] =
-            [self.packed(), self.q * self.d, self.q, self.q / self.kv.max(1)].map(|n| n as u32);
+            [self.packed(), self.q * self.d, self.q, self.group()].map(|n| n as u32);
         Arg::fields(&[stride, out, heads, group, scale.to_bits()])
+    }
+
+    /// Returns the number of query heads that share a key head.
+    fn group(self) -> usize {
+        self.q / self.kv.max(1)
     }
 
     fn scale(self) -> f32 {
@@ -32,31 +37,35 @@ impl Heads {
 
     /// Returns the kernels that use tensor cores, and the padded width of a head in shared memory. Returns `None` if tensor cores
     /// are unsupported.
-    fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 4], usize)> {
+    fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 5], usize)> {
         let names = match (dtype, self.d) {
             (Dtype::Bf16, 64) => [
                 "attention/forward_64",
                 "attention/backward_q_64",
                 "attention/backward_kv_64",
                 "attention/decode_prompt_64",
+                "attention/decode_64",
             ],
             (Dtype::Bf16, 72) => [
                 "attention/forward_72",
                 "attention/backward_q_72",
                 "attention/backward_kv_72",
                 "attention/decode_prompt_72",
+                "attention/decode_72",
             ],
             (Dtype::Bf16, 80) => [
                 "attention/forward_80",
                 "attention/backward_q_80",
                 "attention/backward_kv_80",
                 "attention/decode_prompt_80",
+                "attention/decode_80",
             ],
             (Dtype::Bf16, 128) => [
                 "attention/forward_128",
                 "attention/backward_q_128",
                 "attention/backward_kv_128",
                 "attention/decode_prompt_128",
+                "attention/decode_128",
             ],
             _ => return None,
         };
@@ -197,7 +206,7 @@ pub struct CachedGroup<'a> {
 impl CachedGroup<'_> {
     /// Returns the number of pairs of a row and a query head that read the same keys.
     fn pairs(&self, heads: Heads) -> usize {
-        self.completions.len() * (heads.q / heads.kv.max(1))
+        self.completions.len() * heads.group()
     }
 }
 
@@ -229,6 +238,8 @@ pub struct DecodingSize {
     tiles: usize,
     /// Number of parts of the longest prompt and of the longest completion.
     parts: [usize; 2],
+    /// Number of pairs of a key head and up to [`JOINED_HEADS`] of its query heads.
+    heads: usize,
 }
 
 impl DecodingSize {
@@ -244,6 +255,7 @@ impl DecodingSize {
                 parts(&mut groups.iter().map(|group| group.prompt_rows)),
                 parts(&mut completions.map(|(_, length)| *length)),
             ],
+            heads: heads.kv * heads.group().div_ceil(JOINED_HEADS),
         }
     }
 
@@ -255,7 +267,8 @@ impl DecodingSize {
     /// Rounds up to one of a few sizes. Padding rows fill the rest.
     #[must_use]
     pub fn rounded(self, rows: usize) -> Self {
-        Self { rows, tiles: self.tiles.next_power_of_two(), parts: self.parts.map(usize::next_power_of_two) }
+        let parts = self.parts.map(usize::next_power_of_two);
+        Self { rows, tiles: self.tiles.next_power_of_two(), parts, ..self }
     }
 }
 
@@ -265,6 +278,8 @@ pub struct Decoding {
     rows: Array,
     pages: Array,
     tiles: Array,
+    /// Counters of the blocks that have finished a part, one for each row and each of [`DecodingSize::heads`].
+    counters: Array,
     size: DecodingSize,
 }
 
@@ -279,7 +294,7 @@ impl Decoding {
 
     /// Packs tables of the given size, and returns the offset of each table.
     #[must_use]
-    pub fn pack(pack: &mut Pack, groups: &[CachedGroup], heads: Heads, size: DecodingSize) -> [usize; 3] {
+    pub fn pack(pack: &mut Pack, groups: &[CachedGroup], heads: Heads, size: DecodingSize) -> [usize; 4] {
         let words = |at: u64| [at as u32, (at >> 32) as u32];
         let (mut rows, mut tiles) = (Vec::with_capacity(size.rows + 1), Vec::with_capacity(size.tiles));
         let mut pages = vec![0u64; size.rows * size.pages()];
@@ -303,17 +318,19 @@ impl Decoding {
         // Add one row, because tiles without rows read it.
         rows.resize(size.rows + 1, bytemuck::Zeroable::zeroed());
         tiles.resize(size.tiles, Pairs { rows: [size.rows as u32; 2], first: 0, none: 0 });
-        [pack.add(&rows), pack.add(&pages), pack.add(&tiles)]
+        let counters = vec![0u32; size.rows * size.heads];
+        [pack.add(&rows), pack.add(&pages), pack.add(&tiles), pack.add(&counters)]
     }
 
     /// Creates a view of the tables that were packed into `whole`.
     #[must_use]
-    pub fn over(whole: &Arc<Array>, [rows, pages, tiles]: [usize; 3], size: DecodingSize) -> Self {
+    pub fn over(whole: &Arc<Array>, [rows, pages, tiles, counters]: [usize; 4], size: DecodingSize) -> Self {
         let words = |first, bytes| Array::part(whole, first, bytes / 4);
         Self {
             rows: words(rows, (size.rows + 1) * size_of::<Row>()),
             pages: words(pages, size.rows * size.pages() * size_of::<u64>()),
             tiles: words(tiles, size.tiles * size_of::<Pairs>()),
+            counters: words(counters, size.rows * size.heads * size_of::<u32>()),
             size,
         }
     }
@@ -321,6 +338,9 @@ impl Decoding {
 
 /// Number of keys in one part of the sum of a decoding row.
 const SPLIT: usize = 256;
+
+/// Number of query heads for which a block reads the keys of a completion once.
+const JOINED_HEADS: usize = 16;
 
 impl Gpu {
     fn output(&self, len: usize, dtype: Dtype, pattern: &Pattern) -> Array {
@@ -402,7 +422,7 @@ impl Gpu {
                 Self::gradients(places, dqkv.dtype(), [heads.packed(), d])
             }
         };
-        if let Some(([_, to_q, to_kv, _], padded)) = heads.tensor_cores(qkv.dtype()) {
+        if let Some(([_, to_q, to_kv, ..], padded)) = heads.tensor_cores(qkv.dtype()) {
             let dout = self.held(dout, Dtype::Bf16);
             let line = (padded + 8) * 2;
             let inputs = parts.map(|col| Arg::Pointer(qkv.place(col)));
@@ -438,7 +458,7 @@ impl Gpu {
             );
         }
         if let Some(partial) = &partial {
-            let [stride, kv_heads, group] = [heads.packed(), kv, q / kv.max(1)].map(|n| Arg::Int(n as i32));
+            let [stride, kv_heads, group] = [heads.packed(), kv, heads.group()].map(|n| Arg::Int(n as i32));
             let args =
                 [dqkv.arg_at(q * d), partial.pointer(), Arg::Long(t as i64), stride, kv_heads, group, width];
             self.each("attention/sum_heads", t * 2 * kv * d.div_ceil(4), &args);
@@ -451,19 +471,18 @@ impl Gpu {
     #[must_use]
     pub fn attend_cached(&self, qkv: &Array, decoding: &Decoding, layer: usize, heads: Heads) -> Array {
         let Heads { q, kv, d } = heads;
-        let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts] } = decoding.size;
+        let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts], heads: blocks } = decoding.size;
         let parts = prompt_parts + own_parts;
         let (table, pages) = (decoding.rows.pointer(), decoding.pages.pointer());
         let int = |n: usize| Arg::Int(n as i32);
-        let low = int(usize::from(qkv.dtype() == Dtype::Bf16));
-        let (stride, width) = (int(heads.packed()), 2 * kv * d);
-        let args = [table, pages, low, qkv.arg(), stride, int(width), int(layer)];
-        self.each_row("plain_attention/append", rows, width, &args);
+        let out = self.alloc(rows * q * d, qkv.dtype());
         let partial = self.alloc(rows * q * parts * (2 + d), Dtype::F32);
-        // Tensor cores read the keys of a shared prompt once for all its completions. The plain kernel processes the other keys.
-        let shared = heads.tensor_cores(qkv.dtype());
-        if let Some(([.., kernel], width)) = shared {
+        // Tensor cores read the keys of a shared prompt once for all its completions, and the keys of a completion once for all
+        // query heads of a key head.
+        if let Some(([.., of_prompt, of_all], padded)) = heads.tensor_cores(qkv.dtype()) {
             let shape = heads.shape(heads.scale());
+            let launch =
+                |kernel, grid, lines| Launch { kernel, grid, threads: 128, shared: lines * (padded + 8) * 2 };
             let args = [
                 partial.pointer(),
                 qkv.pointer(),
@@ -473,11 +492,26 @@ impl Gpu {
                 int(parts),
                 shape,
             ];
-            let shared = 5 * ROWS * (width + 8) * 2;
-            self.launch(Launch { kernel, grid: [tiles, kv, prompt_parts], threads: 128, shared }, &args);
+            self.launch(launch(of_prompt, [tiles, kv, prompt_parts], 5 * ROWS), &args);
+            let args = [
+                out.pointer(),
+                partial.pointer(),
+                decoding.counters.pointer(),
+                qkv.pointer(),
+                table,
+                pages,
+                int(layer),
+                int(prompt_parts),
+                int(parts),
+                shape,
+            ];
+            self.launch(launch(of_all, [rows, blocks, own_parts], JOINED_HEADS + 4 * PAGE), &args);
+            return out;
         }
-        let first = if shared.is_some() { prompt_parts } else { 0 };
-        let grid = [rows, q, parts - first];
+        let low = int(usize::from(qkv.dtype() == Dtype::Bf16));
+        let (stride, width) = (int(heads.packed()), 2 * kv * d);
+        let args = [table, pages, low, qkv.arg(), stride, int(width), int(layer)];
+        self.each_row("plain_attention/append", rows, width, &args);
         let args = [
             partial.pointer(),
             qkv.arg(),
@@ -485,17 +519,16 @@ impl Gpu {
             pages,
             low,
             int(layer),
-            int(first),
             int(prompt_parts),
             int(parts),
             int(q),
-            int(q / kv.max(1)),
+            int(heads.group()),
             stride,
             int(d),
             Arg::Float(heads.scale()),
         ];
+        let grid = [rows, q, parts];
         self.launch(Launch { kernel: "plain_attention/decode", grid, threads: 128, shared: 0 }, &args);
-        let out = self.alloc(rows * q * d, qkv.dtype());
         let count = Arg::Long((rows * q) as i64);
         let args = [out.arg(), partial.pointer(), count, int(parts), int(d)];
         self.each("plain_attention/decode_join", rows * q * d, &args);

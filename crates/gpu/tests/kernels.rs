@@ -225,6 +225,14 @@ fn decoding_does_not_depend_on_the_batch() {
     }
 }
 
+/// Query heads that share a key head, in less than a tile, a whole one and several.
+#[test]
+fn decoding_of_every_group_size() {
+    for group in [2, 7, 8, 20, 32] {
+        decoding(Dtype::Bf16, Heads { q: group, kv: 1, d: 64 });
+    }
+}
+
 #[test]
 #[ignore = "slow"]
 fn slow_decoding_of_every_width() {
@@ -1130,6 +1138,26 @@ const FAULTS: &[Fault] = &[
         "it.length % PAGE) * width",
     ),
     fault("attention", "keys behind a part are seen", "if (at + j * 8 + 2 * t + e % 2 >= end)", "if (false)"),
+    fault("attention", "a warp is left out", "PART, WARPS, 16 * PART", "PART, WARPS - 1, 16 * PART"),
+    fault("attention", "a key that was not appended", "at + r == newest ? fresh + c : page", "page"),
+    fault(
+        "attention",
+        "each tile of heads is the first one",
+        "first = blockIdx.y % tiles * HEADS",
+        "first = 0",
+    ),
+    fault(
+        "attention",
+        "keys behind the end of a page's part",
+        "2 * t + e % 2 >= end) s[j][e] = -INFINITY;\n        softmax_step<D, 2>",
+        "2 * t + e % 2 > end) s[j][e] = -INFINITY;\n        softmax_step<D, 2>",
+    ),
+    fault(
+        "attention",
+        "the completion's parts are joined alone",
+        "join(sum, from, (it.prompt_rows",
+        "if (it.prompt_rows < 0) join(sum, from, (it.prompt_rows",
+    ),
     fault(
         "attention",
         "another completion's part",
@@ -1296,6 +1324,7 @@ fn slow_planted_faults_are_found() {
                 "attention_in_windows",
                 "attention_of_every_group_size",
                 "decoding_does_not_depend_on_the_batch",
+                "decoding_of_every_group_size",
             ],
             "linear" => &[
                 "a_row_has_the_same_bits_in_every_batch",

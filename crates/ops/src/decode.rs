@@ -222,7 +222,7 @@ struct OnCard {
 struct Places {
     ids: usize,
     angles: [usize; 2],
-    tables: [usize; 3],
+    tables: [usize; 4],
     draws: omnigrpo_gpu::DrawPlaces,
 }
 
