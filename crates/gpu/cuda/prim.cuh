@@ -59,6 +59,9 @@ DEVICE u32 count(u32* counter, u32 last) {
     __threadfence();
     return before;
 }
+/// Adds an integer atomically, and returns the previous value. Floats are never added this way, because their sum
+/// depends on the order.
+template <class T> DEVICE T add_integer(T* at, T by) { return atomicAdd(at, by); }
 template <int NEWEST> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
 #endif
 

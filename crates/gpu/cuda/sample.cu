@@ -1,59 +1,134 @@
 // Draws a token from each row of logits, with one block per row. The steps follow the order of `transformers`:
 // repetition penalty, minimum length, temperature, top-k, top-p, min-p. The host supplies the uniform random number.
 //
-// Tokens are ordered by decreasing logit, and tokens with the same logit by id. Nothing is sorted. A position in that
-// order is found bit by bit in the key of a logit, with one sum over the row per bit, in a fixed order.
+// Tokens are ordered by decreasing logit, and tokens with the same logit by id. Nothing is sorted. Each cut of top-k,
+// top-p and min-p keeps the first tokens of that order, so only the sum of their weights must be known. One pass over
+// the row counts and weighs the tokens in bins of decreasing logits. A position is then found in a bin, and among the
+// few tokens of that bin. Weights are integers, so sums do not depend on their order.
 #include "prim.cuh"
 
 struct Sampling { float temperature, top_p, min_p, scoring; int top_k; u32 vocab; };
 struct Drawn { u32 id; float logp, sampler_logp, entropy; };
-/// The tokens up to a position in the order.
-struct Cut { u32 key, id; };
-
 /// Maps floats to unsigned numbers that have the same order.
 DEVICE u32 key_of(float x) {
     u32 b = bits(x);
     return b >> 31 ? ~b : b | 0x80000000u;
 }
-DEVICE bool within(Cut cut, u32 key, u32 id) { return key > cut.key || (key == cut.key && id <= cut.id); }
 
-template <class F> DEVICE double total(const float* z, u32 vocab, double* red, F of) {
-    double sum = 0;
-    for (u32 id = threadIdx.x; id < vocab; id += blockDim.x) sum += of(z[id], id);
-    return block_sum(sum, red);
-}
-/// Returns the largest key for which the tokens at or above it sum to more than `bound` (with `reach`, to at least
-/// `bound`).
-template <class F> DEVICE u32 descend(const float* z, u32 vocab, double* red, double bound, bool reach, F of) {
-    u32 key = 0;
-    for (u32 bit = 0x80000000u; bit; bit >>= 1) {
-        u32 next = key | bit;
-        double sum = total(z, vocab, red, [&](float x, u32 id) { return key_of(x) >= next ? of(x, id) : 0.0; });
-        if (reach ? sum >= bound : sum > bound) key = next;
+constexpr int THREADS = 256, BINS = 2048, LISTED = 512;
+/// Number of bins per unit of the logits divided by the temperature. The last bin has all tokens of weight 0.
+constexpr float BINS_PER_NAT = 64;
+
+/// The first index at which a sum reaches a target, and the sum before it.
+struct Position { u32 at; u64 before; };
+/// Returns the first index below `n` at which the sum of `of(0)`, `of(1)`, … reaches `target`, or the last index. Each
+/// thread sums a range; the range that contains the index is then divided again.
+template <class F> DEVICE Position search(u32 n, u64 target, u64* runs, F of) {
+    SHARED(u64, warps, THREADS / 32);
+    u32 first = 0, count = n;
+    u64 before = 0;
+    for (;;) {
+        u32 per = (count + THREADS - 1) / THREADS, begin = threadIdx.x * per, end = begin + per < count ? begin + per : count;
+        u64 own = 0;
+        for (u32 i = begin; i < end; i++) own += of(first + i);
+        runs[threadIdx.x] = own;
+        own = warp_sum(own);
+        if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
+        sync_block();
+        u32 last = (count - 1) / per, warp = 0;
+        while (warp < last / 32 && before + warps[warp] < target) before += warps[warp++];
+        u32 run = warp * 32;
+        while (run < last && before + runs[run] < target) before += runs[run++];
+        sync_block();
+        first += run * per;
+        if (per == 1) return {first, before};
+        count = run < last ? per : count - last * per;
     }
-    return key;
 }
-/// Returns the id of the `rank`-th token with a certain key that `cut` keeps, or of the last such token.
-DEVICE u32 id_of(const float* z, u32 vocab, u32* counts, u32 key, Cut cut, u32 rank) {
-    u32 per = (vocab + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * per, end = begin + per < vocab ? begin + per : vocab;
-    u32 own = 0, before = 0, all = 0;
-    for (u32 id = begin; id < end; id++) own += key_of(z[id]) == key && within(cut, key, id);
-    counts[threadIdx.x] = own;
-    sync_block();
-    for (u32 i = 0; i < blockDim.x; i++) {
-        if (i < threadIdx.x) before += counts[i];
-        all += counts[i];
+/// A token, and the sum of the weights up to it in the order.
+struct Found { u32 id; u64 mass; };
+struct Token { u64 mass; u32 key, id; };
+/// A row of logits. A weight is `e^((z − top) / temperature)` in units of 2^−44.
+struct Logits {
+    const float* z;
+    u32 vocab;
+    float top, inverse;
+    u32* counts;
+    u64 *masses, *red, *runs;
+    Token* list;
+
+    DEVICE float weight(float x) const { return exp_((x - top) * inverse); }
+    DEVICE u64 mass(float x) const { return (u64)(weight(x) * 17592186044416.0f); }
+    DEVICE u32 bin(float x) const {
+        float at = (top - x) * (inverse * BINS_PER_NAT);
+        return at < BINS - 1 ? (u32)at : BINS - 1;
     }
-    sync_block();
-    if (rank >= all) rank = all - 1;
-    if (rank >= before && rank < before + own)
-        for (u32 id = begin; id < end; id++)
-            if (key_of(z[id]) == key && within(cut, key, id) && before++ == rank) counts[0] = id;
-    sync_block();
-    u32 id = counts[0];
-    sync_block();
-    return id;
-}
+    template <class F> DEVICE u64 total(F of) const {
+        u64 sum = 0;
+        for (u32 id = threadIdx.x; id < vocab; id += THREADS) sum += of(z[id]);
+        return block_sum(sum, red);
+    }
+    DEVICE void fill_bins() const {
+        for (u32 i = threadIdx.x; i < BINS; i += THREADS) counts[i] = 0, masses[i] = 0;
+        sync_block();
+        for (u32 id = threadIdx.x; id < vocab; id += THREADS) {
+            u32 own = bin(z[id]);
+            add_integer(counts + own, 1u);
+            add_integer(masses + own, mass(z[id]));
+        }
+        sync_block();
+    }
+    /// Finds the first token at which the sum of the weights reaches `target`, or with `by_count` the `target`-th token.
+    DEVICE Found find(u64 target, bool by_count) const {
+        SHARED(u32, size, 1);
+        SHARED(Found, found, 1);
+        auto amount = [&](u64 mass) { return by_count ? 1 : mass; };
+        Position place = search(BINS, target, runs, [&](u32 i) { return by_count ? counts[i] : masses[i]; });
+        u64 before = 0;
+        for (u32 i = threadIdx.x; i < place.at; i += THREADS) before += masses[i];
+        before = block_sum(before, red);
+        // Tokens of the last bin have no weight, and no such token is ever drawn.
+        if (place.at == BINS - 1) return {0, before};
+        if (threadIdx.x == 0) size[0] = 0;
+        sync_block();
+        for (u32 id = threadIdx.x; id < vocab; id += THREADS) {
+            if (bin(z[id]) != place.at) continue;
+            u32 slot = add_integer(size, 1u);
+            if (slot < LISTED) list[slot] = {mass(z[id]), key_of(z[id]), id};
+        }
+        sync_block();
+        if (size[0] > LISTED) return find_slowly(target, by_count);
+        for (u32 i = threadIdx.x; i < size[0]; i += THREADS) {
+            Token own = list[i];
+            u64 sum = place.before, mass = before;
+            for (u32 j = 0; j < size[0]; j++) {
+                if (list[j].key < own.key || (list[j].key == own.key && list[j].id > own.id)) continue;
+                sum += amount(list[j].mass);
+                mass += list[j].mass;
+            }
+            if (sum >= target && sum - amount(own.mass) < target) found[0] = {own.id, mass};
+        }
+        sync_block();
+        Found result = found[0];
+        sync_block();
+        return result;
+    }
+    /// Finds the same token without a list, if many tokens are in one bin: the key bit by bit, with one sum per bit.
+    DEVICE Found find_slowly(u64 target, bool by_count) const {
+        auto amount = [&](float x) { return by_count ? 1 : mass(x); };
+        u32 key = 0;
+        for (u32 bit = 0x80000000u; bit; bit >>= 1) {
+            u32 next = key | bit;
+            if (total([&](float x) { return key_of(x) >= next ? amount(x) : 0; }) >= target) key = next;
+        }
+        u64 above = total([&](float x) { return key_of(x) > key ? amount(x) : 0; });
+        u64 heavier = total([&](float x) { return key_of(x) > key ? mass(x) : 0; });
+        u64 each = mass(from_bits(key >> 31 ? key & 0x7fffffffu : ~key));
+        u64 rank = by_count ? target - above : (target - above + each - 1) / each;
+        u32 id = search(vocab, rank, runs, [&](u32 i) { return key_of(z[i]) == key; }).at;
+        return {id, heavier + rank * each};
+    }
+};
 
 /// Divides the positive and multiplies the negative logits of the tokens `ids[offsets[row]..offsets[row + 1]]` by the
 /// penalty. These tokens are distinct. Their previous logits are saved in `raw`.
@@ -71,75 +146,51 @@ KERNEL(forbid, (float* logits, const u32* forbids, const u32* ids, int count, u3
 }
 /// Draws tokens. `lse` and `entropy` belong to the scoring temperature, before penalties.
 KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, const u32* offsets, const u32* ids, const double* uniforms, const float* lse, const float* entropy, Sampling p)) {
-    SHARED(double, red, 32);
+    SHARED(u64, red, 32);
     SHARED(float, red32, 32);
-    SHARED(u32, counts, 256);
+    SHARED(u64, runs, THREADS);
+    SHARED(u32, counts, BINS);
+    SHARED(u64, masses, BINS);
+    SHARED(Token, list, LISTED);
     const float* z = logits + (i64)blockIdx.x * p.vocab;
     u32 vocab = p.vocab, id;
     float top = -INFINITY;
-    for (u32 i = threadIdx.x; i < vocab; i += blockDim.x) top = larger(top, z[i]);
+    for (u32 i = threadIdx.x; i < vocab; i += THREADS) top = larger(top, z[i]);
     top = block_max(top, red32);
-    Cut cut = {0, 0xffffffffu};
-    double mass = 1, weight = 1;
+    // A NaN or +∞ among the logits makes `lse` NaN. Such a row has no token, and neither has one without any weight.
+    if (!(lse[blockIdx.x] < INFINITY) || top == -INFINITY) {
+        float nan = from_bits(0x7fc00000u);
+        if (threadIdx.x == 0) out[blockIdx.x] = {0, nan, nan, nan};
+        return;
+    }
+    u64 mass = 1, weight = 1;
     if (p.temperature == 0) {
-        id = id_of(z, vocab, counts, key_of(top), cut, 0);
+        id = search(vocab, 1, runs, [&](u32 i) { return z[i] == top; }).at;
     } else {
-        float inverse = 1 / p.temperature;
-        auto own = [&](float x) { return (double)exp_((x - top) * inverse); };
-        auto kept = [&](float x, u32 i) { return within(cut, key_of(x), i) && own(x) >= p.min_p ? own(x) : 0.0; };
+        Logits row = {z, vocab, top, 1 / p.temperature, counts, masses, red, runs, list};
         bool truncated = p.top_k > 0 || p.top_p < 1 || p.min_p > 0;
-        if (p.top_k > 0 && p.top_k < (int)vocab) {
-            u32 key = descend(z, vocab, red, p.top_k, true, [&](float, u32) { return 1.0; });
-            u32 above = (u32)total(z, vocab, red, [&](float x, u32) { return key_of(x) > key ? 1.0 : 0.0; });
-            cut = {key, id_of(z, vocab, counts, key, cut, p.top_k - above - 1)};
-        }
-        float min_p = p.min_p;
-        p.min_p = 0;
+        if (truncated) row.fill_bins();
+        mass = row.total([&](float x) { return row.mass(x); });
+        if (p.top_k > 0 && p.top_k < (int)vocab) mass = row.find(p.top_k, true).mass;
         if (p.top_p < 1) {
-            double bound = p.top_p * total(z, vocab, red, kept);
-            u32 key = descend(z, vocab, red, bound, true, kept);
-            double above = total(z, vocab, red, [&](float x, u32 i) { return key_of(x) > key ? kept(x, i) : 0.0; });
-            double each = own(from_bits(key >> 31 ? key & 0x7fffffffu : ~key)), more = (bound - above) / each;
-            u32 rank = more > 1 ? (u32)more - ((double)(u32)more == more) : 0;
-            cut = {key, id_of(z, vocab, counts, key, cut, rank)};
+            double bound = p.top_p * (double)mass;
+            u64 target = (u64)bound;
+            target += (double)target < bound;
+            mass = row.find(target > 1 ? target : 1, false).mass;
         }
-        p.min_p = min_p;
-        mass = total(z, vocab, red, kept);
-        double bound = uniforms[blockIdx.x] * mass;
-        if (truncated) {
-            u32 key = descend(z, vocab, red, bound, false, kept);
-            double above = total(z, vocab, red, [&](float x, u32 i) { return key_of(x) > key ? kept(x, i) : 0.0; });
-            double each = own(from_bits(key >> 31 ? key & 0x7fffffffu : ~key));
-            id = id_of(z, vocab, counts, key, cut, (u32)((bound - above) / each));
-        } else {
-            // Search in the order of ids: each thread sums a range of them, then one thread searches the range that
-            // contains the bound.
-            SHARED(double, runs, 256);
-            u32 per = (vocab + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * per;
-            double sum = 0;
-            for (u32 i = begin; i < begin + per && i < vocab; i++) sum += own(z[i]);
-            runs[threadIdx.x] = sum;
-            sync_block();
-            if (threadIdx.x == 0) {
-                double before = 0;
-                u32 run = 0, last = 0;
-                while (run + 1 < blockDim.x && before + runs[run] <= bound) before += runs[run++];
-                for (u32 i = run * per; i < vocab; i++) {
-                    if (own(z[i]) == 0) continue;
-                    last = i;
-                    before += own(z[i]);
-                    if (before > bound) break;
-                }
-                counts[0] = last;
-            }
-            sync_block();
-            id = counts[0];
+        if (p.min_p > 0) {
+            u64 kept = row.total([&](float x) { return row.weight(x) >= p.min_p ? row.mass(x) : 0; });
+            mass = kept < mass ? kept : mass;
         }
-        weight = own(z[id]);
+        u64 target = (u64)(uniforms[blockIdx.x] * (double)mass) + 1;
+        if (target > mass) target = mass;
+        id = truncated ? row.find(target, false).id : search(vocab, target, runs, [&](u32 i) { return row.mass(z[i]); }).at;
+        weight = row.mass(z[id]);
     }
     if (threadIdx.x == 0) {
         float logit = z[id];
         if (raw) for (u32 i = offsets[blockIdx.x]; i < offsets[blockIdx.x + 1]; i++) if (ids[i] == id) logit = raw[i];
-        out[blockIdx.x] = {id, logit / p.scoring - lse[blockIdx.x], p.temperature == 0 ? 0 : log_((float)(weight / mass)), entropy[blockIdx.x]};
+        float sampled = p.temperature == 0 ? 0 : log_((float)((double)weight / (double)mass));
+        out[blockIdx.x] = {id, logit / p.scoring - lse[blockIdx.x], sampled, entropy[blockIdx.x]};
     }
 }

@@ -4,7 +4,7 @@
 //!   loaded when a GPU is opened, so CUDA is not needed to build or start this program.
 //! * With the feature `emulator`, g++ compiles the same text against `emu/`, which runs a fiber for each thread. Tests can then
 //!   run every kernel and the complete host code on a machine without a GPU.
-//! * Sums have a fixed order, and no value is added atomically. The same GPU and libraries therefore give the same bits.
+//! * Sums of floats have a fixed order, and no float is added atomically. The same GPU and libraries therefore give the same bits.
 //!
 //! Functions take arrays and sizes, queue work and return new arrays. Callers must ensure that sizes match, as in
 //! `omnigrpo-kernels`. The shapes use these names: `t` rows, `h` width, `n`/`k` outputs/inputs of a linear layer, `d` head width.

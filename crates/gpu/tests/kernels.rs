@@ -912,9 +912,11 @@ fn drawn(logits: &[f32], sampling: &Sampling, row: &Row, forbidden: &[u32]) -> D
 
 #[test]
 fn draws_are_those_of_a_sorted_row() {
-    // Multiples of 1/8, of which many are equal; more tokens than threads.
-    let vocab = 300;
-    let logits: Vec<f32> = noise(4 * vocab, 1).iter().map(|x| (x * 16.0).round() / 8.0).collect();
+    // Multiples of 1/8, of which many are equal; more tokens than threads. In the last row, nearly all are equal, so
+    // they are too many for a list.
+    let vocab = 700;
+    let mut logits: Vec<f32> = noise(4 * vocab, 1).iter().map(|x| (x * 16.0).round() / 8.0).collect();
+    logits[3 * vocab + 9..].fill(1.5);
     let plain = Sampling {
         temperature: 1.0,
         top_p: 1.0,
@@ -929,6 +931,12 @@ fn draws_are_those_of_a_sorted_row() {
         Sampling { temperature: 0.7, scoring_temperature: 0.7, top_k: 9, ..plain },
         Sampling { top_p: 0.6, repetition_penalty: 1.5, ..plain },
         Sampling { temperature: 1.25, top_k: 40, top_p: 0.9, min_p: 0.2, repetition_penalty: 0.8, ..plain },
+        // The tokens of the cut have no weight.
+        Sampling { temperature: 0.01, scoring_temperature: 0.01, top_k: 300, ..plain },
+        Sampling { top_k: 600, top_p: 0.5, ..plain },
+        Sampling { top_p: 0.001, ..plain },
+        Sampling { top_k: 1, ..plain },
+        Sampling { min_p: 0.05, ..plain },
     ];
     let forbidden = [5, 17];
     for (i, sampling) in cases.iter().enumerate() {
@@ -958,6 +966,34 @@ fn draws_are_those_of_a_sorted_row() {
                 );
             }
         }
+    }
+}
+
+/// A row with NaN or +∞, or without any possible token, has no finite numbers, and harms no other row.
+#[test]
+fn a_row_without_a_distribution_has_no_token() {
+    let vocab = 300;
+    let plain = Sampling {
+        temperature: 1.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        scoring_temperature: 1.0,
+    };
+    let greedy = Sampling { temperature: 0.0, ..plain };
+    for sampling in [plain, greedy, Sampling { top_p: 0.5, top_k: 20, min_p: 0.1, ..plain }] {
+        let mut logits = noise(4 * vocab, 1);
+        logits[7] = f32::NAN;
+        logits[vocab + 299] = f32::INFINITY;
+        logits[2 * vocab..3 * vocab].fill(f32::NEG_INFINITY);
+        let rows = vec![Row { uniform: 0.5, ..Row::default() }; 4];
+        let gpu = gpu(1);
+        let got = gpu.sample(&mut gpu.upload(&logits), vocab, &sampling, &rows, &[]);
+        gpu.check().unwrap();
+        assert!(got[..3].iter().all(|drawn| drawn.logprob.is_nan()), "{got:?}");
+        let want = drawn(&logits[3 * vocab..], &sampling, &rows[3], &[]);
+        assert!(got[3].id == want.id && (got[3].logprob - want.logprob).abs() < 2e-5, "{got:?} for {want:?}");
     }
 }
 
@@ -1178,12 +1214,25 @@ const FAULTS: &[Fault] = &[
     ),
     fault("head", "sums of pieces are not brought to one scale", "a * old.s + b * s", "old.s + b * s"),
     fault("head", "targets of the first piece alone", "tokens[t] == first + j", "tokens[t] == j"),
-    fault("sample", "an equal logit is lost at the cut", "id <= cut.id", "id < cut.id"),
+    fault("sample", "an equal logit is lost at the cut", "list[j].id > own.id", "list[j].id >= own.id"),
     fault(
         "sample",
-        "no barrier before counts are read",
-        "counts[threadIdx.x] = own;\n    sync_block();",
-        "counts[threadIdx.x] = own;",
+        "no barrier before sums are read",
+        "warps[threadIdx.x / 32] = own;\n        sync_block();",
+        "warps[threadIdx.x / 32] = own;",
+    ),
+    fault(
+        "sample",
+        "no barrier before bins are read",
+        "mass(z[id]));\n        }\n        sync_block();",
+        "mass(z[id]));\n        }",
+    ),
+    fault("sample", "a long list is not noticed", "size[0] > LISTED", "size[0] > 4 * LISTED"),
+    fault(
+        "sample",
+        "tokens in front of the bin have no weight",
+        "u64 sum = place.before, mass = before",
+        "u64 sum = place.before, mass = 0",
     ),
     fault("sums", "rows are as long as what is summed of them", "row * a_stride + j", "row * cols + j"),
     fault(
@@ -1334,7 +1383,7 @@ fn slow_planted_faults_are_found() {
             ],
             "plain_attention" => &["plain_attention_of_any_width", "decoding_does_not_depend_on_the_batch"],
             "head" => &["the_head"],
-            "sample" => &["draws_are_those_of_a_sorted_row"],
+            "sample" => &["draws_are_those_of_a_sorted_row", "a_row_without_a_distribution_has_no_token"],
             "conv" => &["convolutions", "a_blend_of_several_parts"],
             "experts" => &["experts"],
             "elementwise" => &["elements", "a_step_to_a_tie_rounds_to_even"],
