@@ -51,17 +51,25 @@ DEVICE void copy_async(void* to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Increments a counter, which becomes 0 after `last`, and returns its previous value. All that this thread knows to be
-/// stored is visible to a thread that counts later.
+/// Increments a counter, which becomes 0 after `last`, and returns its previous value. All that is stored before this
+/// call, in the order of barriers, is visible after a later call of any block.
 DEVICE u32 count(u32* counter, u32 last) {
-    __threadfence();
-    u32 before = atomicInc(counter, last);
-    __threadfence();
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)), "r"(last) : "memory");
     return before;
 }
-/// Adds an integer atomically, and returns the previous value. Floats are never added this way, because their sum
-/// depends on the order.
-template <class T> DEVICE T add_integer(T* at, T by) { return atomicAdd(at, by); }
+/// Adds an integer to one in shared memory atomically, and returns the previous value. Floats are never added this way,
+/// because their sum depends on the order.
+DEVICE u32 add_shared(u32* at, u32 by) {
+    u32 before;
+    asm volatile("atom.shared.add.u32 %0,[%1],%2;" : "=r"(before) : "r"(static_cast<u32>(__cvta_generic_to_shared(at))), "r"(by) : "memory");
+    return before;
+}
+DEVICE u64 add_shared(u64* at, u64 by) {
+    u64 before;
+    asm volatile("atom.shared.add.u64 %0,[%1],%2;" : "=l"(before) : "r"(static_cast<u32>(__cvta_generic_to_shared(at))), "l"(by) : "memory");
+    return before;
+}
 template <int NEWEST> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
 #endif
 

@@ -73,8 +73,8 @@ struct Logits {
         sync_block();
         for (u32 id = threadIdx.x; id < vocab; id += THREADS) {
             u32 own = bin(z[id]);
-            add_integer(counts + own, 1u);
-            add_integer(masses + own, mass(z[id]));
+            add_shared(counts + own, 1u);
+            add_shared(masses + own, mass(z[id]));
         }
         sync_block();
     }
@@ -93,7 +93,7 @@ struct Logits {
         sync_block();
         for (u32 id = threadIdx.x; id < vocab; id += THREADS) {
             if (bin(z[id]) != place.at) continue;
-            u32 slot = add_integer(size, 1u);
+            u32 slot = add_shared(size, 1u);
             if (slot < LISTED) list[slot] = {mass(z[id]), key_of(z[id]), id};
         }
         sync_block();

@@ -185,7 +185,7 @@ inline uint32_t count(uint32_t* counter, uint32_t last) {
     *counter = before >= last ? 0 : before + 1;
     return before;
 }
-template <class T> inline T add_integer(T* at, T by) {
+template <class T> inline T add_shared(T* at, T by) {
     T before = *at;
     *at += by;
     return before;

@@ -1,7 +1,8 @@
 // Checks every access to memory of translated PTX. A launch fails if
 //
-// * two threads access the same bytes, one of them writes, and no barrier orders them: between blocks nothing orders them, and
-//   within a block `bar.sync` does. The order in which the emulator happened to run them does not matter;
+// * two threads access the same bytes, one of them writes, and nothing orders them. Within a block, `bar.sync` does. Between
+//   blocks, a counter does: what comes before a block's count is before what follows the later count of another block. Atomic
+//   operations need no order among themselves. The order in which the emulator happened to run threads does not matter;
 // * bytes are accessed that belong to no array, or lie behind the shared memory that the launch asked for;
 // * bytes are read that nothing has written: in shared memory since the block began, in global memory since the allocation;
 // * an asynchronous copy's target is accessed before its thread has waited for it.
@@ -25,10 +26,12 @@ struct Access {
     s32 thread = NONE;  // SEVERAL: threads of this block, all after the same barrier
     u32 barriers = 0;
     bool any() const { return block != NONE; }
-    /// Returns whether this access certainly comes before `later`.
-    bool before(const Access& later) const {
-        return !any() || (block == later.block && (thread == later.thread || barriers < later.barriers));
+    /// Returns whether this access certainly comes before `later` of the same block.
+    bool before_own(const Access& later) const {
+        return block == later.block && (thread == later.thread || barriers < later.barriers);
     }
+    /// Returns whether this access certainly comes before `later`, which is the current one.
+    bool before(const Access& later) const;
     void add(const Access& one) {
         if (before(one)) *this = one;
         else if (block != one.block) block = SEVERAL;
@@ -39,7 +42,7 @@ struct Access {
 struct Pair {
     u32 since = 0;  // number of that launch or block
     s32 copier = Access::NONE;  // thread whose asynchronous copy is under way
-    Access write, read;
+    Access write, read, atomic;
 };
 template <class T> T* mapped(u64 count) {
     void* at = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -68,6 +71,9 @@ struct Copies {
     std::vector<u32> open;
 };
 std::vector<Copies> copies;
+/// The counts at each counter in this launch, and those of other blocks that the current block has met, each with its own count.
+std::map<const void*, std::vector<Access>> counts;
+std::vector<std::pair<Access, Access>> met;
 std::vector<u32> barriers;
 
 /// Returns the array that contains an address, and the address's offset.
@@ -82,6 +88,12 @@ Access now() {
     unsigned thread = emu::self->tid.x;
     return {s64(at.x) + s64(grid.x) * (at.y + s64(grid.y) * at.z), s32(thread), barriers[thread]};
 }
+bool Access::before(const Access& later) const {
+    if (!any() || before_own(later)) return true;
+    for (auto& [theirs, ours] : met)
+        if (before_own(theirs) && ours.before_own(later)) return true;
+    return false;
+}
 std::string who(const Access& access) {
     if (access.block == Access::SEVERAL) return "several blocks";
     std::string text = "block " + std::to_string(access.block);
@@ -89,40 +101,43 @@ std::string who(const Access& access) {
     return text + ", warp " + std::to_string(access.thread / 32) + ", thread " + std::to_string(access.thread);
 }
 /// Checks an access against the history of the bytes, and adds it.
-void order(Space space, Pair& pair, u32 since, bool writes, const Address& where) {
+void order(Space space, Pair& pair, u32 since, Use use, const Address& where) {
     if (pair.since != since) pair = Pair{since};
     Access me = now();
-    const char* what = writes ? "write" : "read";
+    const char* what = use == reads ? "read" : "write";
     if (pair.copier != Access::NONE)
         refuse(where, "%s of %s memory to which thread %d copies, which it has not waited for", what, name(space), pair.copier);
-    if (!pair.write.before(me))
-        refuse(where, "%s of %s memory that %s wrote, without a barrier between them", what, name(space), who(pair.write).c_str());
-    if (writes && !pair.read.before(me))
-        refuse(where, "write of %s memory that %s read, without a barrier between them", name(space), who(pair.read).c_str());
-    if (writes) pair.write = me;
-    else pair.read.add(me);
+    auto after = [&](const Access& other, const char* did) {
+        if (!other.before(me))
+            refuse(where, "%s of %s memory that %s %s, without a barrier between them", what, name(space), who(other).c_str(), did);
+    };
+    after(pair.write, "wrote");
+    if (use != atomic) after(pair.atomic, "wrote");
+    if (use != reads) after(pair.read, "read");
+    if (use == writes) pair.write = me;
+    else (use == reads ? pair.read : pair.atomic).add(me);
 }
-void check_shared(const char* at, size_t bytes, bool writes, const Address& where) {
+void check_shared(const char* at, size_t bytes, Use use, const Address& where) {
     const emu::Block& b = *emu::block;
     bool dynamic = at >= b.shared && at + bytes <= b.shared + b.shared_bytes;
     if (!dynamic && !(at >= b.arena && at + bytes <= b.arena + b.arena_used))
         refuse(where, "access of %zu bytes at %td in shared memory, of which the launch has %zu", bytes, at - b.shared, b.shared_bytes);
     for (u64 i = (at - b.shared) / PAIR; i < (at + bytes - b.shared) / PAIR; i++) {
         Pair& pair = of_shared[i];
-        if (!writes && (pair.since != blocks || !pair.write.any()))
+        if (use != writes && (pair.since != blocks || !pair.write.any()))
             refuse(where, "read of shared memory that nothing has written");
-        order(shared, pair, blocks, writes, where);
+        order(shared, pair, blocks, use, where);
     }
 }
-void check_global(const char* at, size_t bytes, bool writes, const Address& where) {
+void check_global(const char* at, size_t bytes, Use use, const Address& where) {
     auto [array, from] = array_of(u64(at));
-    if (!array) refuse(where, "%s of global memory at %p, which belongs to no array", writes ? "write" : "read", at);
+    if (!array) refuse(where, "%s of global memory at %p, which belongs to no array", use == reads ? "read" : "write", at);
     if (from + bytes > array->bytes) refuse(where, "access of %zu bytes at byte %lu of an array of %lu bytes", bytes, from, array->bytes);
     for (u64 i = from / PAIR; i < (from + bytes) / PAIR; i++) {
-        if (!writes && !array->defined[i])
+        if (use != writes && !array->defined[i])
             refuse(where, "read of global memory that nothing has written, at byte %lu of an array of %lu bytes", PAIR * i, array->bytes);
-        order(global, array->history[i], launches, writes, where);
-        if (writes) array->defined[i] = true;
+        order(global, array->history[i], launches, use, where);
+        if (use != reads) array->defined[i] = true;
     }
 }
 /// Checks bytes that a product accesses, and marks those that it writes as defined.
@@ -135,11 +150,12 @@ const char* product_row(const void* at, size_t bytes, bool writes) {
     if (writes) array->define(from, bytes, true);
     return nullptr;
 }
-void launch_begins() { door.lock(), launches++; }
+void launch_begins() { door.lock(), launches++, counts.clear(); }
 void launch_ends() { door.unlock(); }
 void block_begins() {
     const emu::Block& b = *emu::block;
     blocks++;
+    met.clear();
     of_shared.resize(std::max(of_shared.size(), size_t(b.arena - b.shared + emu::ARENA) / PAIR));
     copies.assign(b.dim.x, {});
     barriers.assign(b.dim.x, 0);
@@ -148,9 +164,14 @@ const emu::Observer observer = {launch_begins, launch_ends, block_begins, produc
 [[maybe_unused]] const bool registered = (emu::observer = &observer, true);
 }  // namespace
 
-void check(Space space, const char* at, size_t bytes, bool writes, const Address& where) {
+void check(Space space, const char* at, size_t bytes, Use use, const Address& where) {
     if (bytes % PAIR) refuse(where, "access of %zu bytes; the checks cover multiples of %lu", bytes, PAIR);
-    (space == shared ? check_shared : check_global)(at, bytes, writes, where);
+    (space == shared ? check_shared : check_global)(at, bytes, use, where);
+}
+void passed_counter(const void* counter) {
+    Access me = now();
+    for (const Access& other : counts[counter]) met.emplace_back(other, me);
+    counts[counter].push_back(me);
 }
 void copying(const char* to, size_t bytes) {
     u32 first = (to - emu::block->shared) / PAIR;

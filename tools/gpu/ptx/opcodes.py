@@ -136,6 +136,10 @@ ROWS = [
     action("cp.async.cg.shared.global", "[to] [from] 16 u32 n", "copy({to}, {from}, {n})", "9.7.9.25.3.1"),
     action("cp.async.commit_group", "", "commit()", "9.7.9.25.3.2"),
     action("cp.async.wait_group", "#n", "wait({n})", "9.7.9.25.3.3"),
+    action("atom.shared.add.u32", "to [at] u32 by", "added<u32>({at}, {by}, {to})", "9.7.13.5"),
+    action("atom.shared.add.u64", "to [at] u64 by", "added<u64>({at}, {by}, {to})", "9.7.13.5"),
+    # The previous value is returned. A counter that has reached its end becomes 0.
+    action("atom.acq_rel.gpu.global.inc.u32", "to [at] u32 last", "counted({at}, {last}, {to})", "9.7.13.5"),
     # Control, barriers and exchange within a warp. All 32 lanes must take part: the mask is that of a whole warp.
     action("bra", "label", "goto {label}", "9.7.12.3"),
     action("bra.uni", "label", "goto {label}", "9.7.12.3"),

@@ -50,7 +50,7 @@ class Kernel:
 
 PARAM = re.compile(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)(?:\[(\d+)\])?")
 REGISTERS = re.compile(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>;")
-SHARED = re.compile(r"(?:\.extern )?\.shared \.align (\d+) \.b8 (\w+)\[(\d*)\];")
+SHARED = re.compile(r"(?:\.extern )?\.shared \.align (\d+) \.(\w+) ([\w$]+)(?:\[(\d*)\])?;")
 PLACE = re.compile(r"\.loc\s+(\d+) (\d+)")
 INSTRUCTION = re.compile(r"(?:@(!?%\w+)\s+)?([a-z][\w.:]*)\s*(.*)")
 # Alignment that the emulator gives to static arrays in shared memory.
@@ -71,17 +71,27 @@ def parse(text, file):
             f"{file}: {lines.count('{')} lines open a block and {lines.count('}')} close one; the text may be truncated"
         )
     names = dict(re.findall(r'^\s*\.file\s+(\d+) "(?:[^"]*/)?([^"/]+)"', text, re.M))
-    dynamic = {match[2]: 0 for line in lines if (match := SHARED.match(line)) and not match[3]}
-    kernels, at = [], 0
+    # Arrays that stand in front of the kernels belong to those that name them.
+    kernels, of_file, at = [], {}, 0
     while at < len(lines):
         if match := re.match(r"\.visible \.entry (\w+)\(", lines[at]):
-            kernel = Kernel(file, match[1], shared=dict(dynamic))
-            at = read_kernel(kernel, lines, at + 1, names)
+            kernel = Kernel(file, match[1])
+            first, at = at, read_kernel(kernel, lines, at + 1, names)
+            body = "\n".join(lines[first:at])
+            kernel.shared |= {name: size for name, size in of_file.items() if name in body}
             kernels.append(kernel)
+        elif match := SHARED.match(lines[at]):
+            of_file |= shared_array(match)
         elif re.match(r"\.(visible |weak )?\.?func\b", lines[at]):
             raise Refused(f"{file}, line {at + 1}: a function; kernels must not call any")
         at += 1
     return kernels
+
+
+def shared_array(match):
+    """Returns the name and the number of bytes of an array in shared memory."""
+    _, kind, name, count = match.groups()
+    return {name: SIZE[kind] * int(1 if count is None else count or 0)}
 
 
 def read_kernel(kernel, lines, at, names):
@@ -108,9 +118,9 @@ def read_kernel(kernel, lines, at, names):
         elif match := SHARED.match(line):
             if int(match[1]) > STATIC_ALIGN:
                 kernel.refuse(
-                    at + 1, f"shared array {match[2]} is aligned to {match[1]} bytes, at most {STATIC_ALIGN} are supported"
+                    at + 1, f"shared array {match[3]} is aligned to {match[1]} bytes, at most {STATIC_ALIGN} are supported"
                 )
-            kernel.shared[match[2]] = int(match[3])
+            kernel.shared |= shared_array(match)
         elif line.startswith(".") and not line.startswith(".pragma"):
             kernel.refuse(at + 1, f"unknown directive {line!r}")
         elif line and not line.startswith(".pragma"):

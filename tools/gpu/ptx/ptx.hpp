@@ -64,46 +64,64 @@ inline u32 shared_offset(uintptr_t number, size_t bytes) {
     return u32(at - emu::block->shared);
 }
 enum Space { global, shared, param };
+/// How an instruction uses memory. An atomic one reads and writes.
+enum Use { reads, writes, atomic };
 inline const char* name(Space space) { return space == global ? "global" : space == shared ? "shared" : "parameter"; }
 template <Space S> inline char* place(const Address& a) {
     return S == shared ? emu::block->shared + u32(a.at) : reinterpret_cast<char*>(a.at);
 }
 #ifdef HAZARDS
-void check(Space space, const char* at, size_t bytes, bool writes, const Address& where);
+void check(Space space, const char* at, size_t bytes, Use use, const Address& where);
+/// Notes that this thread has counted at `counter`, with release and acquire.
+void passed_counter(const void* counter);
 void copying(const char* to, size_t bytes);
 void committed();
 void waited(unsigned newest);
 void passed_barrier();
 #else
-inline void check(Space, const char*, size_t, bool, const Address&) {}
+inline void check(Space, const char*, size_t, Use, const Address&) {}
+inline void passed_counter(const void*) {}
 inline void copying(const char*, size_t) {}
 inline void committed() {}
 inline void waited(unsigned) {}
 inline void passed_barrier() {}
 #endif
-template <Space S> inline char* checked(const Address& a, size_t bytes, bool writes) {
+template <Space S> inline char* checked(const Address& a, size_t bytes, Use use) {
     char* at = place<S>(a);
     if (S != param && uintptr_t(at) % bytes)
         refuse(a, "%s access of %zu bytes at an address that is not a multiple of %zu", name(S), bytes, bytes);
-    if (S != param) check(S, at, bytes, writes, a);
+    if (S != param) check(S, at, bytes, use, a);
     return at;
 }
 template <Space S, class T, size_t N, class... R> inline void load(const Address& a, R&... to) {
     static_assert(sizeof...(R) == N);
-    const char* at = checked<S>(a, sizeof(T) * N, false);
+    const char* at = checked<S>(a, sizeof(T) * N, reads);
     auto next = [&] { T value; memcpy(&value, at, sizeof(T)); at += sizeof(T); return value; };
     (set(to, next()), ...);
 }
 template <Space S, class T, size_t N, class... V> inline void store(const Address& a, V... values) {
     static_assert(sizeof...(V) == N);
-    char* at = checked<S>(a, sizeof(T) * N, true);
+    char* at = checked<S>(a, sizeof(T) * N, writes);
     auto put = [&](T value) { memcpy(at, &value, sizeof(T)); at += sizeof(T); };
     (put(values), ...);
 }
+template <class T, class R> inline void added(const Address& a, T by, R& to) {
+    char* at = checked<shared>(a, sizeof(T), atomic);
+    T before;
+    memcpy(&before, at, sizeof(T));
+    set(to, before);
+    before += by;
+    memcpy(at, &before, sizeof(T));
+}
+template <class R> inline void counted(const Address& a, u32 last, R& to) {
+    char* at = checked<global>(a, sizeof(u32), atomic);
+    set(to, count(reinterpret_cast<u32*>(at), last));
+    passed_counter(at);
+}
 inline void copy(const Address& to, const Address& from, u32 bytes) {
     if (bytes != 0 && bytes != 16) refuse(to, "cp.async of %u bytes; 0 and 16 are supported", bytes);
-    char* target = checked<shared>(to, 16, true);
-    const char* source = bytes ? checked<global>(from, 16, false) : nullptr;
+    char* target = checked<shared>(to, 16, writes);
+    const char* source = bytes ? checked<global>(from, 16, reads) : nullptr;
     copying(target, 16);
     copy_async(target, source, source);
 }
@@ -113,7 +131,7 @@ inline void barrier() { passed_barrier(); emu::wait_block(); }
 
 template <bool TRANSPOSED> inline void matrices(const Address& row, u32& r0, u32& r1, u32& r2, u32& r3) {
     u32 r[4];
-    load_matrices<TRANSPOSED>(r, reinterpret_cast<const u16*>(checked<shared>(row, 16, false)));
+    load_matrices<TRANSPOSED>(r, reinterpret_cast<const u16*>(checked<shared>(row, 16, reads)));
     r0 = r[0], r1 = r[1], r2 = r[2], r3 = r[3];
 }
 inline void multiply(u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, f32 c0, f32 c1, f32 c2, f32 c3, b32& d0, b32& d1, b32& d2, b32& d3) {

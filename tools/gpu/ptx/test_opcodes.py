@@ -308,6 +308,28 @@ ACTIONS = {
         ld.shared.v4.u32 {%r6,%r7,%r8,%r9}, [%r4];
         add.s64 %rd5, %rd2, %rd3;
         st.global.v4.u32 [%rd5], {%r6,%r7,%r8,%r9};""",
+    # 64 threads add their numbers to two words, and count to 2 again and again.
+    "atomic": """
+        setp.eq.s32 %p1, %r1, 0;
+        mov.u32 %r2, 0;
+        mov.u64 %rd3, 4294967295;
+        @%p1 st.shared.u32 [0], %r2;
+        @%p1 st.shared.u64 [8], %rd3;
+        bar.sync 0;
+        cvt.u64.u32 %rd4, %r1;
+        atom.shared.add.u32 %r3, [0], %r1;
+        atom.shared.add.u64 %rd5, [8], %rd4;
+        mov.u32 %r4, 2;
+        atom.acq_rel.gpu.global.inc.u32 %r5, [%rd1], %r4;
+        bar.sync 0;
+        ld.shared.u32 %r6, [0];
+        ld.shared.u64 %rd6, [8];
+        shl.b32 %r7, %r1, 2;
+        cvt.u64.u32 %rd7, %r7;
+        add.s64 %rd8, %rd2, %rd7;
+        st.global.u32 [%rd8], %r5;
+        st.global.u32 [%rd2+256], %r6;
+        st.global.u64 [%rd2+264], %rd6;""",
     "misaligned": "ld.global.v2.u32 {%r2,%r3}, [%rd1+4];",
     "by_zero": "mov.u32 %r2, 0;\ndiv.s32 %r3, %r1, %r2;\nst.global.u32 [%rd2], %r3;",
     # Thread i brings 16 bytes, row i of four matrices, and stores what it receives.
@@ -384,6 +406,11 @@ class Actions(unittest.TestCase):
     def test_a_barrier_joins_warps(self):
         out = struct.unpack("<64I", self.run_kernel("barrier", b"", 256, 64, 256))
         self.assertEqual(list(out), [(thread + 1) % 64 for thread in range(64)])
+
+    def test_atomic_operations_return_the_value_before(self):
+        out = struct.unpack("<66IQ", self.run_kernel("atomic", bytes(4), 272, 64, 16))
+        self.assertEqual(sorted(out[:64]), [0] * 22 + [1] * 21 + [2] * 21)
+        self.assertEqual((out[64], out[66]), (2016, 2016 + 4294967295))
 
     def test_copies_arrive_and_absent_ones_are_zeros(self):
         data = bytes(range(256)) * 2
