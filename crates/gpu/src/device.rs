@@ -56,7 +56,7 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The device is gone for its users, so no one could be told about a failure.
+        // No user of the device is left, so a failure is not reported.
         let _ = match (&self.driver, self.counters.get()) {
             (_, None | Some(0)) => Ok(()),
             (Driver::Cuda(cuda), Some(&at)) => cuda.free(at),
