@@ -1,34 +1,60 @@
 //! Table of runs with the numbers of their last steps, redrawn after every step.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::{Metric, columns, sparkline};
 
-/// Number of steps that the curve covers.
+/// Number of steps that a curve covers.
 const COURSE_STEPS: usize = 400;
-/// Width of the curve in characters.
+/// Width of a curve in characters.
 const COURSE_COLUMNS: usize = 14;
 
-/// Metrics of a run's last step, and the history of its reward, or of the loss if there are no rewards.
+/// Metrics of a run's last step, and the history of its loss, of its reward and of the mean of each reward.
 #[derive(Clone, Debug, Default)]
 pub struct Latest {
-    course: VecDeque<f64>,
+    courses: BTreeMap<String, VecDeque<f64>>,
     metrics: Vec<Metric>,
 }
 
 impl Latest {
     /// Adds the metrics of another step.
     pub fn add(&mut self, metrics: Vec<Metric>) {
+        for (name, value) in metrics.iter().filter(|(name, _)| has_course(name)) {
+            let course = self.courses.entry(name.clone()).or_default();
+            course.push_back(value.unwrap_or(f64::NAN));
+            course.drain(..course.len().saturating_sub(COURSE_STEPS));
+        }
         self.metrics = metrics;
-        let shown = if self.has("reward") { "reward" } else { "loss" };
-        self.course.push_back(self.value(shown).unwrap_or(f64::NAN));
-        self.course.drain(..self.course.len().saturating_sub(COURSE_STEPS));
     }
 
     /// Returns the metrics of the last step.
     #[must_use]
     pub fn metrics(&self) -> &[Metric] {
         &self.metrics
+    }
+
+    /// Formats a table of at most `width` columns with the mean, the standard deviation and the history of each reward. It is empty
+    /// without rewards.
+    #[must_use]
+    pub fn rewards_table(&self, width: usize) -> String {
+        let cell = |name: &str| self.value(name).map_or("-".to_owned(), |value| format!("{value:.3}"));
+        let row = |(name, _): &Metric| {
+            let reward = reward_name(name)?;
+            let spread = format!("rewards/{reward}/std");
+            Some(vec![reward.to_owned(), cell(name), cell(&spread), self.course(name)])
+        };
+        let rows: Vec<_> = self.metrics.iter().filter_map(row).collect();
+        if rows.is_empty() {
+            String::new()
+        } else {
+            columns(&["reward", "mean", "std", "course"], &rows, width)
+        }
+    }
+
+    /// Draws the history of a metric; empty without one.
+    fn course(&self, name: &str) -> String {
+        let values: Vec<f64> = self.courses.get(name).into_iter().flatten().copied().collect();
+        sparkline(&values, COURSE_COLUMNS)
     }
 
     fn has(&self, name: &str) -> bool {
@@ -38,6 +64,15 @@ impl Latest {
     fn value(&self, name: &str) -> Option<f64> {
         self.metrics.iter().find(|(own, _)| own == name).and_then(|(_, value)| *value)
     }
+}
+
+/// Returns the name of a reward if the metric is its mean.
+fn reward_name(metric: &str) -> Option<&str> {
+    metric.strip_prefix("rewards/")?.strip_suffix("/mean")
+}
+
+fn has_course(metric: &str) -> bool {
+    matches!(metric, "reward" | "loss") || reward_name(metric).is_some()
 }
 
 /// Formats a table of at most `width` columns with one row per run: the caller's cells and header first, then the numbers of the
@@ -65,8 +100,7 @@ pub fn latest_table(header: &[&str], runs: &[(Vec<String>, &Latest)], width: usi
         for (row, (_, latest)) in rows.iter_mut().zip(runs) {
             row.push(latest.value(name).map_or("-".to_owned(), |value| format!("{value:.digits$}")));
             if is_course {
-                let course: Vec<f64> = latest.course.iter().copied().collect();
-                row.push(sparkline(&course, COURSE_COLUMNS));
+                row.push(latest.course(if latest.has(name) { name } else { "loss" }));
             }
         }
     }
@@ -103,10 +137,28 @@ mod tests {
     }
 
     #[test]
+    fn each_reward_has_a_row() {
+        let step = |accuracy, format| {
+            [
+                ("rewards/accuracy/mean", accuracy),
+                ("rewards/accuracy/std", Some(0.5)),
+                ("rewards/format/mean", format),
+            ]
+        };
+        let latest = of(&[&step(Some(0.0), Some(1.0)), &step(Some(0.25), None)]);
+        assert_eq!(
+            latest.rewards_table(80),
+            "reward     mean    std  course\naccuracy  0.250  0.500      ▁█\nformat        -      -      ▄\n"
+        );
+        assert_eq!(Latest::default().rewards_table(80), "");
+    }
+
+    #[test]
     fn only_the_last_steps_are_kept() {
         let mut latest = Latest::default();
         (0..1000).for_each(|step| latest.add(vec![("reward".to_owned(), Some(f64::from(step)))]));
-        assert_eq!((latest.course.len(), latest.course[0]), (COURSE_STEPS, 600.0));
+        let course = &latest.courses["reward"];
+        assert_eq!((course.len(), course[0]), (COURSE_STEPS, 600.0));
         assert_eq!(latest.metrics(), [("reward".to_owned(), Some(999.0))]);
     }
 }

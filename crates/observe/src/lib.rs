@@ -56,3 +56,20 @@ pub type Metric = (String, Option<f64>);
 pub fn is_alias(name: &str) -> bool {
     name.starts_with("eval_") && name.ends_with("_reward") && name != "eval_reward"
 }
+
+/// Returns true for an evaluation metric that is shown where there is room for few numbers.
+#[must_use]
+pub fn is_headline(name: &str) -> bool {
+    const NAMES: [&str; 5] = ["eval_reward", "eval_accuracy", "eval_war", "eval_uar", "eval_parse_fail_rate"];
+    NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
+}
+
+/// Formats the main numbers of an evaluation in one line.
+#[must_use]
+pub fn evaluation_line(step: u64, metrics: &[Metric]) -> String {
+    let shown = metrics
+        .iter()
+        .filter(|(name, _)| is_headline(name))
+        .filter_map(|(name, value)| Some(format!("{} {:.3}", name.trim_start_matches("eval_"), (*value)?)));
+    format!("evaluation at step {step}: {}", shown.collect::<Vec<_>>().join(" | "))
+}

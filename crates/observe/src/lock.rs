@@ -75,6 +75,19 @@ impl RunLock {
         Self { root: root.to_owned(), exclusive: true, _file: None }
     }
 
+    /// Returns true if a process holds the lock on a directory, and `None` if the file system has no locks.
+    #[must_use]
+    pub fn is_held(root: &Path) -> Option<bool> {
+        let path = root.join(NAME);
+        let Ok(file) = inside::open(root, &path) else { return Some(false) };
+        // A run that starts at this moment tries again after a few milliseconds.
+        match file.try_lock_shared() {
+            Ok(()) => Some(false),
+            Err(TryLockError::WouldBlock) => Some(true),
+            Err(TryLockError::Error(_)) => None,
+        }
+    }
+
     /// Returns the directory.
     #[must_use]
     pub fn root(&self) -> &Path {
@@ -142,12 +155,15 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().join("run");
         let this = format!("process {} on host a since noon", std::process::id());
+        assert_eq!(RunLock::is_held(&root), Some(false));
         let first = RunLock::acquire(&root, &this).unwrap();
         assert!(first.is_exclusive());
+        assert_eq!(RunLock::is_held(&root), Some(true));
         let refused = RunLock::acquire(&root, "process 8").unwrap_err();
         assert!(matches!(&refused, Error::Locked { holder, .. } if *holder == this));
         assert!(refused.to_string().contains(&this), "{refused}");
         drop(first);
+        assert_eq!(RunLock::is_held(&root), Some(false));
         let second = RunLock::acquire(&root, "process 9").unwrap();
         assert_eq!(fs::read_to_string(root.join(NAME)).unwrap(), "process 9", "the old name is gone");
         drop(second);

@@ -4,9 +4,8 @@
 #[path = "support/published.rs"]
 mod published;
 
-use std::io::{BufRead as _, BufReader};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 
 fn command(dir: &Path, env: &[(&str, &str)], args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_omnigrpo"));
@@ -839,14 +838,10 @@ fn a_run_is_shown_in_the_terminal_and_written_as_one_file() {
         String::from_utf8(run_in(dir.path(), &[], &["watch", "x", "--dashbord_port", "1"]).stderr).unwrap();
     assert!(error.contains("dashboard_port"), "{error}");
 
-    // A switch does not take a directory as its value. A pipe gets one line per step.
+    // A switch does not take a directory as its value. A pipe gets one line per step, and ends with the run.
     for words in [&["watch", "--tui", "mine, yours"][..], &["watch", "--tui", "true", "mine, yours"]] {
-        let mut watch = command(dir.path(), &[], words).stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(watch.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        watch.kill().unwrap();
-        watch.wait().unwrap();
-        assert_eq!(line, "step 1/1 | reward 0.500\n", "{words:?}");
+        let lines = stdout(&run_in(dir.path(), &[], words));
+        assert_eq!(lines, "step 1/1 | reward 0.500\nthe run stopped after step 1\n", "{words:?}");
     }
 }
 

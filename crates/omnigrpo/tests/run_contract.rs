@@ -438,3 +438,42 @@ fn every_preset_has_a_launch_script_that_sets_what_it_says() {
     }
     assert_eq!(count, 7);
 }
+
+#[test]
+fn a_run_tells_how_it_ended_and_writes_no_secret() {
+    let place = Place::new();
+    let line = format!("{TRAIN} --max_steps 1 --output_dir out");
+    let more =
+        ["--notify", "cmd:tee -a message.jsonl", "cmd:false --token abc", "http://127.0.0.1:1/services/KEY"];
+    let stderr = place.run_with(&line, &more).ok().stderr;
+    let messages = place.lines("message.jsonl");
+    assert_eq!(messages.len(), 1);
+    let message = &messages[0];
+    assert_eq!(
+        (&message["event"], &message["step"], &message["run"]),
+        (&"done".into(), &1.into(), &"out".into())
+    );
+    assert_eq!(message["message"], "all 1 steps are done");
+    assert_eq!(message["directory"], place.path("out").canonicalize().unwrap().display().to_string());
+    for failed in ["`false` got no message that the run is done", "`127.0.0.1:1` got no message"] {
+        assert!(stderr.contains(failed), "{stderr}");
+    }
+    let config = place.text("out/config.yaml");
+    assert!(config.contains("http://127.0.0.1:1/***"), "{config}");
+    for text in [stderr, place.text("out/log.txt"), config, place.text("out/README.md")] {
+        assert!(!text.contains("KEY") && !text.contains("abc"), "{text}");
+    }
+
+    // The rows are checked before the first step.
+    place.write("rows.jsonl", "");
+    let refused = place.run_with(&format!("{TRAIN} --max_steps 1 --output_dir other"), &more[..2]);
+    refused.fails(1, &["the dataset is empty"]);
+    let message = place.lines("message.jsonl").remove(1);
+    assert_eq!((&message["event"], &message["step"]), (&"failed".into(), &serde_json::Value::Null));
+    assert!(message["message"].as_str().unwrap().starts_with("it failed: "), "{message}");
+    // A target that is neither is refused before anything is written.
+    place
+        .run_with(&format!("{TRAIN} --max_steps 1 --output_dir third"), &["--notify", "me@example.org"])
+        .fails(2, &["wrong destination of messages", "`cmd:PROGRAM ARGUMENTS`"]);
+    assert!(!place.exists("third/metrics.jsonl"));
+}

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use omnigrpo_data::{Dataset, Lessons};
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{DebugLog, Metric, Report, RunLock, Trackers};
+use omnigrpo_observe::{DebugLog, Metric, Report, RunLock, Trackers, Warning};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 use serde_json::{Map, Value};
@@ -268,6 +268,41 @@ pub trait Observer {
     /// Receives the evaluation of the model after `step` updates.
     fn evaluation(&mut self, step: u64, evaluation: &Evaluation) {
         let _ = (step, evaluation);
+    }
+
+    /// Receives a training problem that begins or ends.
+    fn problem(&mut self, warning: &Warning) {
+        let _ = warning;
+    }
+}
+
+/// Calls every observer, in order.
+impl Observer for Vec<Box<dyn Observer>> {
+    fn rollout(&mut self, step: u64, rollouts: &Rollouts) {
+        self.iter_mut().for_each(|one| one.rollout(step, rollouts));
+    }
+
+    fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
+        // Every observer is called, whatever the others return.
+        let breaks =
+            self.iter_mut().filter_map(|one| one.step(step, metrics).is_break().then_some(())).count();
+        if breaks > 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    fn saved(&mut self, step: u64, checkpoint: &Path) {
+        self.iter_mut().for_each(|one| one.saved(step, checkpoint));
+    }
+
+    fn reads(&self) -> Option<u64> {
+        self.iter().filter_map(|one| one.reads()).min()
+    }
+
+    fn evaluation(&mut self, step: u64, evaluation: &Evaluation) {
+        self.iter_mut().for_each(|one| one.evaluation(step, evaluation));
+    }
+
+    fn problem(&mut self, warning: &Warning) {
+        self.iter_mut().for_each(|one| one.problem(warning));
     }
 }
 

@@ -7,7 +7,7 @@ use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{
     BeforeAfter, Console, DebugLog, Event, FinishReason, Health, Metric, PhaseTimer, Report, Rollout, RunDir,
-    Skipped, Tokens, Trackers, Window, best_and_worst, write_atomic,
+    Skipped, Tokens, Trackers, Warning, Window, best_and_worst, evaluation_line, is_headline, write_atomic,
 };
 use omnigrpo_rewards::Category;
 use omnigrpo_text::{StreamDecoder, Tokenizer};
@@ -186,7 +186,7 @@ impl Records {
         Ok(dir.write_tokens(step, &lines)?)
     }
 
-    /// Records the metrics of an update.
+    /// Records the metrics of an update. Returns the problems that begin or end with it.
     pub(crate) fn step(
         &mut self,
         step: u64,
@@ -194,10 +194,10 @@ impl Records {
         mut metrics: Vec<Metric>,
         reward: Option<f64>,
         timer: PhaseTimer,
-    ) -> Result<()> {
+    ) -> Result<Vec<Warning>> {
         if self.dir.is_none() {
             self.steps_timed += 1;
-            return Ok(());
+            return Ok(Vec::new());
         }
         if let Some(bytes) = peak_memory_bytes() {
             metrics.push(("memory/peak_mb".into(), Some(bytes as f64 / 1e6)));
@@ -212,7 +212,7 @@ impl Records {
         }
         self.steps_timed += 1;
         self.rewards_seen.extend(reward);
-        self.warn(step, &metrics)?;
+        let warnings = self.warn(step, &metrics)?;
         metrics.extend(times);
         self.metrics(step, epoch, &metrics)?;
         let (own, others): (Vec<Metric>, Vec<Metric>) =
@@ -225,12 +225,12 @@ impl Records {
         if step.is_multiple_of(self.logging_steps) {
             self.show_window(step, epoch);
         }
-        Ok(())
+        Ok(warnings)
     }
 
-    /// Shows and records the problems that begin or end with a step.
-    fn warn(&mut self, step: u64, metrics: &[Metric]) -> Result<()> {
-        let Some(dir) = &mut self.dir else { return Ok(()) };
+    /// Shows, records and returns the problems that begin or end with a step.
+    fn warn(&mut self, step: u64, metrics: &[Metric]) -> Result<Vec<Warning>> {
+        let Some(dir) = &mut self.dir else { return Ok(Vec::new()) };
         let mut warnings = self.health.add(step, metrics);
         for warning in &mut warnings {
             if warning.begins {
@@ -245,7 +245,8 @@ impl Records {
             }
             warning.text = self.console.worded(&warning.text).into_owned();
         }
-        Ok(dir.append_warnings(&warnings)?)
+        dir.append_warnings(&warnings)?;
+        Ok(warnings)
     }
 
     /// Returns the message of a collapse that is still in progress.
@@ -326,16 +327,7 @@ impl Records {
         // The metrics are written last, so their row shows that the evaluation is complete.
         self.metrics(step, epoch, &evaluation.summary.metrics)?;
         self.track(step, epoch, &evaluation.summary.metrics);
-        let shown: Vec<String> = evaluation
-            .summary
-            .metrics
-            .iter()
-            .filter(|(name, _)| is_headline(name))
-            .filter_map(|(name, value)| {
-                Some(format!("{} {:.3}", name.trim_start_matches("eval_"), (*value)?))
-            })
-            .collect();
-        self.console.line(&format!("evaluation at step {step}: {}", shown.join(" | ")));
+        self.console.line(&evaluation_line(step, &evaluation.summary.metrics));
         Ok(())
     }
 
@@ -403,12 +395,6 @@ fn json_lines<T: Serialize>(rows: &[T]) -> Vec<u8> {
         lines.push(b'\n');
     }
     lines
-}
-
-/// Returns true for evaluation metrics that are shown on the console.
-fn is_headline(name: &str) -> bool {
-    const NAMES: [&str; 5] = ["eval_reward", "eval_accuracy", "eval_war", "eval_uar", "eval_parse_fail_rate"];
-    NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
 }
 
 fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {

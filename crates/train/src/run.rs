@@ -92,7 +92,9 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         let epoch = this.source.order().epochs_done();
         shown.advance(&metrics);
         asked_to_stop |= this.observer.step(step, &metrics).is_break();
-        split.agree(this.records.step(step, epoch, metrics, reward, timer))?;
+        for warning in split.agree(this.records.step(step, epoch, metrics, reward, timer))? {
+            this.observer.problem(&warning);
+        }
         if this.run.stop_on_collapse && step < total {
             summary.collapsed = this.records.collapse();
             asked_to_stop |= summary.collapsed.is_some();

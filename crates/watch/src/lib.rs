@@ -38,6 +38,7 @@ mod rollouts;
 mod run;
 mod server;
 mod tensorboard;
+mod terminal;
 mod wandb;
 
 pub use board::Board;

@@ -118,8 +118,16 @@ impl Records {
         Ok(json!({ "step": step, "all": groups.len(), "groups": shown }))
     }
 
+    /// Returns the number and the question of each prompt of a step, in order.
+    pub(crate) fn prompts(&self, run: &Run, step: u64) -> Result<Vec<(usize, String)>, Error> {
+        let (_, index) = self.index(run, step)?;
+        let prompts: BTreeMap<usize, String> =
+            index.iter().rev().map(|entry| (entry.brief.group, entry.brief.excerpt.clone())).collect();
+        Ok(prompts.into_iter().collect())
+    }
+
     /// Reads the records of one prompt, ordered by sample.
-    fn group_records(&self, run: &Run, step: u64, group: usize) -> Result<Vec<Rollout>, Error> {
+    pub(crate) fn group_records(&self, run: &Run, step: u64, group: usize) -> Result<Vec<Rollout>, Error> {
         let (path, index) = self.index(run, step)?;
         let mut records = Vec::new();
         for entry in index.iter().filter(|entry| entry.brief.group == group).take(MAX_SAMPLES) {

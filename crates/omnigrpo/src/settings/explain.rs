@@ -202,10 +202,31 @@ pub fn command(resolved: &Resolved) -> String {
 /// Removes secrets from a value before it is written to a file: the address or command of a reward may contain a password.
 pub fn without_secrets(flag: &Flag, value: &Value) -> Value {
     match (flag.kind, value) {
+        (_, Value::Texts(specs)) if flag.name == "notify" => {
+            Value::Texts(specs.iter().map(|spec| redacted_target(spec)).collect())
+        }
         (Kind::Specs, Value::Texts(specs)) => {
             Value::Texts(specs.iter().map(|spec| omnigrpo_rewards::redacted(spec)).collect())
         }
         _ => value.clone(),
+    }
+}
+
+/// Replacement for a secret, as in the specs of rewards.
+pub(crate) const HIDDEN: &str = "***";
+
+/// Returns the host and port of an address.
+pub(crate) fn host(address: &str) -> &str {
+    let rest = address.split_once("://").map_or(address, |(_, rest)| rest);
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    authority.rsplit('@').next().unwrap_or_default()
+}
+
+/// Returns a destination of messages without its secrets. Only the scheme and the host of a webhook remain.
+pub(crate) fn redacted_target(spec: &str) -> String {
+    match spec.split_once("://") {
+        Some((scheme, _)) if !spec.starts_with("cmd:") => format!("{scheme}://{}/{HIDDEN}", host(spec)),
+        _ => omnigrpo_rewards::redacted(spec),
     }
 }
 

@@ -276,7 +276,9 @@ pub struct Log {
     /// Port of the page; 0 for a free one.
     pub dashboard_port: u16,
     pub prometheus_port: u16,
-    /// True if a table in the terminal replaces the page.
+    /// Programs and webhooks that get a message when the run ends or goes wrong.
+    pub notify: Vec<String>,
+    /// True if the terminal replaces the page.
     pub tui: bool,
     /// True if time, operations and bytes are counted by phase and kernel.
     pub profile: bool,
@@ -395,6 +397,7 @@ impl Default for Settings {
                 dashboard: false,
                 dashboard_port: 0,
                 prometheus_port: 9464,
+                notify: Vec::new(),
                 tui: false,
                 profile: false,
             },

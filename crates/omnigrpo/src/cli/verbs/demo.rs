@@ -61,7 +61,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
         }
     }
     let run = resolve(Verb::Train, recipe, settings.env.clone())?;
-    let summary = train::run(&run, &context.with(&run.settings), Objective::Reinforce, lock, None)?;
+    let summary = train::run(&run, &context.with(&run.settings), Objective::Reinforce, lock, Box::new(()))?;
     train::finish(&summary, &run)?;
     let permuted = permuted(&run, context, &data)?;
     print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))

@@ -8,6 +8,7 @@ mod export;
 mod family;
 mod infer;
 mod memory;
+mod notify;
 mod options;
 mod plan;
 mod profile;

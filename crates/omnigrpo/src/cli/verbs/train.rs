@@ -20,6 +20,7 @@ use serde_json::{Map, Value};
 
 use super::data::Checked;
 use super::memory::Longest;
+use super::notify::{Event, Notifier};
 use super::push::Pusher;
 use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
 use crate::settings::Settings;
@@ -63,11 +64,32 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
             .into());
     }
     let pusher = Pusher::before(settings, context)?;
+    let notifier = Notifier::new(settings, output_dir, &host(), &context.console)?;
     let lock = take(output_dir)?;
-    let summary = run(resolved, context, objective, lock, pusher.as_ref())?;
-    finish(&summary, resolved)?;
-    // The push is last, so that the model is written and reported even if the push fails.
-    pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps))
+    let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(notifier.clone())];
+    observers.extend(pusher.as_ref().map(Pusher::observer));
+    let outcome = run(resolved, context, objective, lock, Box::new(observers));
+    let (mut event, mut how) = (event(&outcome), ending(&outcome));
+    let step = outcome.as_ref().ok().map(|summary| summary.steps);
+    let result = outcome.and_then(|summary| {
+        finish(&summary, resolved)?;
+        // The push is last, so that the model is written and reported even if the push fails.
+        pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps))
+    });
+    if let (Event::Done, Err(error)) = (event, &result) {
+        (event, how) = (Event::Failed, error.to_string());
+    }
+    notifier.end(event, &how, step);
+    result
+}
+
+/// Returns the kind of end of a run, for its message.
+fn event(outcome: &Result<RunSummary>) -> Event {
+    match outcome {
+        Err(_) | Ok(RunSummary { collapsed: Some(_), .. }) => Event::Failed,
+        Ok(RunSummary { interrupted: true, .. }) => Event::Stopped,
+        Ok(_) => Event::Done,
+    }
 }
 
 /// Locks the run directory for this process.
@@ -144,7 +166,7 @@ pub fn run(
     context: &Context,
     objective: Objective,
     lock: RunLock,
-    pusher: Option<&Pusher>,
+    observer: Box<dyn Observer>,
 ) -> Result<RunSummary> {
     if let Some(path) = &resolved.settings.io.log_file {
         context.console.log_to(path).map_err(|e| unwritable(lock.root(), &e))?;
@@ -158,7 +180,7 @@ pub fn run(
         );
     }
     let page = watch::beside(&resolved.settings, lock.root(), context)?;
-    let outcome = run_logged(resolved, context, objective, lock, pusher);
+    let outcome = run_logged(resolved, context, objective, lock, observer);
     if let Some(page) = &page {
         page.end(&ending(&outcome));
         let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
@@ -390,7 +412,7 @@ fn run_logged(
     context: &Context,
     objective: Objective,
     lock: RunLock,
-    pusher: Option<&Pusher>,
+    observer: Box<dyn Observer>,
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     find_checkpoint(settings, lock.root())?;
@@ -438,7 +460,7 @@ fn run_logged(
         selection,
         reference_device: devices[1],
         run,
-        observer: pusher.map_or_else(|| Box::new(()) as Box<dyn Observer>, Pusher::observer),
+        observer,
         trackers: watch::trackers(resolved, lock.root(), context),
         lock,
     };

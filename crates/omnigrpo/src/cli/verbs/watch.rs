@@ -1,12 +1,18 @@
 //! `watch` and `report`, and the page and trackers of a run.
 
+use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::Result;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{Tracker, Trackers};
 use omnigrpo_watch::{Board, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
+use signal_hook::low_level::emulate_default_handler;
 
 use super::{Context, print};
 use crate::settings::Settings;
@@ -18,7 +24,7 @@ use crate::settings::values::Resolved;
 pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
     let directories: Vec<PathBuf> = settings.io.run_dirs.iter().map(PathBuf::from).collect();
     if settings.log.tui {
-        return table(&directories, context);
+        return terminal(&directories);
     }
     let server = Server::start(&directories, settings.log.dashboard_port).map_err(problem)?;
     print(&format!("{}\n", server.url()))?;
@@ -28,16 +34,27 @@ pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
     }
 }
 
-/// Shows runs as a table in the terminal until the program is stopped. In a pipe, prints a line per step.
-fn table(directories: &[PathBuf], context: &Context) -> Result<()> {
+/// Shows runs in the terminal until the user quits. In a pipe, prints a line per step until all runs have ended.
+fn terminal(directories: &[PathBuf]) -> Result<()> {
     const EVERY: Duration = Duration::from_secs(1);
+    if std::io::stdout().is_terminal() {
+        let signal = Arc::new(AtomicUsize::new(0));
+        for number in [SIGINT, SIGTERM, SIGHUP] {
+            flag::register_usize(number, Arc::clone(&signal), number as usize)?;
+        }
+        let caught = || signal.load(Ordering::Relaxed);
+        Board::show(directories, || caught() != 0).map_err(problem)?;
+        // The terminal is restored, so the signal may now have its usual effect.
+        return match caught() {
+            0 => Ok(()),
+            number => Ok(emulate_default_handler(number as i32)?),
+        };
+    }
     let mut board = Board::open(directories).map_err(problem)?;
-    let block = context.console.block();
     loop {
-        let news = board.look().map_err(problem)?;
-        match &block {
-            Some(block) => block.show(board.table(context.console.width()).trim_end()),
-            None => news.iter().try_for_each(|line| print(&format!("{line}\n")))?,
+        board.look().map_err(problem)?.iter().try_for_each(|line| print(&format!("{line}\n")))?;
+        if board.is_over() {
+            return Ok(());
         }
         std::thread::sleep(EVERY);
     }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::settings::names::{Tracker, words};
 use crate::settings::values::Field as _;
-use Kind::{Bool, Choices, Text};
+use Kind::{Bool, Choices, Text, Texts};
 use verb::Verb::Watch;
 
 /// Flags of this section.
@@ -52,7 +52,18 @@ pub const FLAGS: &[Flag] = &[
             _ => (!s.log.dashboard).then_some("`dashboard` is off, so there is no page"),
         }),
     row("tui", Bool, at!(log.tui), &[Watch])
-        .help("Show the runs as a table in the terminal instead of a page. In a pipe, print a line per step."),
+        .help(
+            "Show the runs in the terminal instead of a page; `?` lists the keys. In a pipe, print a line per step \
+             until the runs have ended.",
+        ),
+    row("notify", Texts, at!(log.notify), &[Train, Sft])
+        .help(
+            "Programs (`cmd:PROGRAM ARGUMENTS`) and webhooks (`https://…`) that get a message when the run ends, is \
+             stopped or fails, and when a training problem begins: a JSON object on standard input, or as a POST \
+             (docs/runs.md). A delivery that fails is a warning.",
+        )
+        .unset("no messages")
+        .free(LOOP),
     row("profile", Bool, at!(log.profile), &[Train, Sft, Generate, Demo])
         .help(
             "Print at the end how the time was spent, by phase and kind of work, with operations and bytes per \
