@@ -167,6 +167,8 @@ KERNEL(adamw, (Array weight, short* rest, float* m, float* v, const float* grad,
         // A tie above an even half rounds down; all other values round up.
         whole -= (whole & 0x1ffffu) == 0x8000u;
         u32 upper = (whole + 0x8000u) >> 16;
+        // The NaN of a GPU, 0x7fffffff, would round to a zero.
+        if (w != w) upper = 0x7fffu, whole = 0x7fff0000u;
         ((u16*)weight.at)[i] = u16(upper);
         rest[i] = (short)(whole - (upper << 16));
     } else {

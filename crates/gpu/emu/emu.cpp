@@ -8,6 +8,7 @@ thread_local Block* block;
 thread_local Fiber* self;
 Kernel* kernels;
 const Observer* observer;
+static thread_local uint64_t most_blocks = ~uint64_t(0);
 static constexpr size_t STACK = 128 << 10;
 
 extern "C" void emu_switch(void** save, void* load);
@@ -143,8 +144,13 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
     std::vector<unsigned> order(threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
     state = seed;
-    std::vector<size_t> blocks(size_t(grid.x) * grid.y * grid.z);
-    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = i;
+    // A launch of too many blocks runs the first and the last of each dimension.
+    size_t count = size_t(grid.x) * grid.y * grid.z;
+    auto after = [&](unsigned i, unsigned n) { return count > most_blocks && i + 1 < n ? n - 1 : i + 1; };
+    std::vector<size_t> blocks;
+    for (unsigned z = 0; z < grid.z; z = after(z, grid.z))
+        for (unsigned y = 0; y < grid.y; y = after(y, grid.y))
+            for (unsigned x = 0; x < grid.x; x = after(x, grid.x)) blocks.push_back(x + size_t(grid.x) * (y + size_t(grid.y) * z));
     if (seed) for (size_t i = blocks.size(); i > 1; i--) std::swap(blocks[i - 1], blocks[random() % i]);
     for (size_t i : blocks) {
         b.index = {unsigned(i % grid.x), unsigned(i / grid.x % grid.y), unsigned(i / grid.x / grid.y)};
@@ -223,6 +229,7 @@ extern "C" const char* emulated_launch(const char* file, const char* name, const
     for (emu::Kernel* k = emu::kernels; k; k = k->next) {
         if (strcmp(k->file, file) || strcmp(k->name, name)) continue;
         if (k->sizes != std::vector<size_t>(sizes, sizes + count)) return "its arguments differ in number or size from those it was given";
+        if (!threads || !grid[0] || !grid[1] || !grid[2]) return "a launch without threads or blocks, which a GPU refuses";
         if (threads > k->max_threads) return "more threads than its bounds allow";
         if (emu::observer) emu::observer->launch_begins();
         const char* failure = emu::launch(*k, {grid[0], grid[1], grid[2]}, threads, shared, args, seed);
@@ -231,9 +238,12 @@ extern "C" const char* emulated_launch(const char* file, const char* name, const
     }
     return "there is no such kernel";
 }
+/// From now on, launches of this thread that have more blocks run only the first and the last of each dimension.
+extern "C" void emulated_sample(uint64_t most_blocks) { emu::most_blocks = most_blocks; }
 /// Computes `c [m, n] = a [m, k] · b [k, n] (+ plus [m, n])` with f32 sums over k in order. On a GPU, cuBLASLt computes this
 /// product. Returns null, or an error.
 extern "C" const char* emulated_product(int64_t m, int64_t n, int64_t k, const emu::Operand* a, const emu::Operand* b, char* c, int64_t ldc, int bf16_out, const char* plus) {
+    if (m <= 0 || n <= 0 || k <= 0) return "a product without rows, columns or terms, which cuBLASLt refuses";
     emu::Operand to{c, ldc, bf16_out, 0};
     const char* failure = emu::observe(*a, m, k, false);
     if (!failure) failure = emu::observe(*b, k, n, false);

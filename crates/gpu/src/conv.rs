@@ -98,7 +98,7 @@ impl Gpu {
         let rows = x.len() / c.max(1);
         let parts = rows.div_ceil(PER_PART);
         let partial = self.alloc(parts * 9 * c, Dtype::F32);
-        let threads = (9 * c).next_multiple_of(32).min(256);
+        let threads = (9 * c).next_multiple_of(32).clamp(32, 256);
         let grid = [(9 * c).div_ceil(threads), parts, 1];
         let [h, w, c] = [h, w, c].map(|n| Arg::Int(n as i32));
         let (rows, per) = (Arg::Long(rows as i64), Arg::Long(PER_PART as i64));

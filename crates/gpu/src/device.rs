@@ -267,6 +267,15 @@ impl Gpu {
         }
     }
 
+    /// On the emulator, makes launches of more than 4,096 blocks run only the first and the last block of each dimension. A GPU runs
+    /// all blocks.
+    #[cfg(feature = "emulator")]
+    pub fn sample_blocks(&self) {
+        if let Driver::Emulated(emulated) = &self.0.driver {
+            emulated.sample_blocks(4096);
+        }
+    }
+
     /// Rounds `rows` up to one of a few batch sizes, so that one graph serves many batches. Kernels for few rows process at least
     /// 8 and at most 64 rows at a time. On the emulator, every additional row takes time.
     #[must_use]
@@ -480,15 +489,19 @@ impl Gpu {
         self.launch(Launch { kernel, grid, threads: threads as u32, shared: 0 }, args);
     }
 
-    /// Queues a kernel with one block of threads for each of `rows` rows of `cols` elements.
+    /// Queues a kernel with one block of threads for each of `rows` rows of `cols` elements. Rows without columns have a block too.
     pub(crate) fn each_row(&self, kernel: &'static str, rows: usize, cols: usize, args: &[Arg]) {
-        let threads = cols.div_ceil(4).next_multiple_of(32).min(THREADS);
+        let threads = cols.div_ceil(4).next_multiple_of(32).clamp(32, THREADS);
         self.launch(Launch { kernel, grid: [rows, 1, 1], threads: threads as u32, shared: 0 }, args);
     }
 
-    /// Queues a product.
+    /// Queues a product. A sum of no terms is zero; cuBLASLt refuses it.
     pub(crate) fn product(&self, product: &Product) {
         if self.failed() || product.m == 0 || product.n == 0 {
+            return;
+        }
+        if product.k == 0 {
+            self.sum_of_nothing(product);
             return;
         }
         let _entered = self.enter();

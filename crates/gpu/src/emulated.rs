@@ -1,6 +1,6 @@
 //! Execution of kernels on the CPU, for tests; see `emu/emu.hpp`.
 //!
-//! A new array is filled with NaN, and its memory ends at a guard page. When the array is freed, the bytes between its end and
+//! A new array is filled with NaN (from 1 GiB on, with zeros), and its memory ends at a guard page. When the array is freed, the bytes between its end and
 //! that page are checked.
 
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -32,6 +32,7 @@ type LaunchFn = unsafe extern "C" fn(
 ) -> *const c_char;
 type ProductFn =
     unsafe extern "C" fn(i64, i64, i64, *const Operand, *const Operand, u64, i64, i32, u64) -> *const c_char;
+type SampleFn = unsafe extern "C" fn(u64);
 type MemoryFn = unsafe extern "C" fn(u64, usize, i32);
 
 unsafe extern "C" {
@@ -57,6 +58,7 @@ unsafe extern "C" {
         bf16: i32,
         plus: u64,
     ) -> *const c_char;
+    fn emulated_sample(most_blocks: u64);
 }
 
 /// Something that happened to memory, reported to a library that checks accesses (tools/gpu/ptx/hazards.cpp has the same numbers).
@@ -81,6 +83,9 @@ pub(crate) struct Emulated {
     launch: LaunchFn,
     product: ProductFn,
     memory_event: Option<MemoryFn>,
+    sample: SampleFn,
+    /// Number of blocks above which a launch runs only the first and the last of each dimension.
+    most_blocks: AtomicU64,
     _library: Option<libloading::Library>,
 }
 
@@ -100,6 +105,8 @@ const PAGE: usize = 4096;
 /// Alignment of arrays in bytes. On a GPU it is 256.
 const ALIGN: usize = 16;
 const TAIL: u8 = 0xa5;
+/// Size in bytes from which arrays are mapped lazily and hold zeros, because they may be larger than memory.
+const LARGE: usize = 1 << 30;
 
 /// Returns the number of bytes up to the guard page. The array occupies the last of these bytes.
 fn room(bytes: usize) -> usize {
@@ -118,6 +125,8 @@ impl Emulated {
             launch: emulated_launch,
             product: emulated_product,
             memory_event: None,
+            sample: emulated_sample,
+            most_blocks: AtomicU64::new(u64::MAX),
             _library: None,
         }
     }
@@ -130,8 +139,9 @@ impl Emulated {
             let launch = *library.get::<LaunchFn>(b"emulated_launch\0").map_err(failed)?;
             let product = *library.get::<ProductFn>(b"emulated_product\0").map_err(failed)?;
             let memory_event = library.get::<MemoryFn>(b"emulated_memory\0").ok().map(|symbol| *symbol);
+            let sample = *library.get::<SampleFn>(b"emulated_sample\0").map_err(failed)?;
             let linked = Self::linked(schedule, usize::MAX);
-            Ok(Self { launch, product, memory_event, _library: Some(library), ..linked })
+            Ok(Self { launch, product, memory_event, sample, _library: Some(library), ..linked })
         }
     }
 
@@ -157,7 +167,7 @@ impl Emulated {
                 std::ptr::null_mut(),
                 room + 2 * PAGE,
                 libc::PROT_NONE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                 -1,
                 0,
             );
@@ -170,7 +180,9 @@ impl Emulated {
             }
             let tail = bytes.next_multiple_of(ALIGN) - bytes;
             let at = inner.add(room - bytes - tail);
-            std::ptr::write_bytes(at, 0xff, bytes);
+            if bytes < LARGE {
+                std::ptr::write_bytes(at, 0xff, bytes);
+            }
             std::ptr::write_bytes(at.add(bytes), TAIL, tail);
             self.report(at as u64, bytes, Event::Allocated);
             Ok(at as u64)
@@ -203,6 +215,10 @@ impl Emulated {
                 }),
             }
         }
+    }
+
+    pub(crate) fn sample_blocks(&self, most_blocks: u64) {
+        self.most_blocks.store(most_blocks, Ordering::Relaxed);
     }
 
     /// Returns the numbers of uploads, of reads and of kernels.
@@ -299,6 +315,8 @@ impl Emulated {
         // The order differs from launch to launch; 0 stays 0.
         let count = self.launches.fetch_add(1, Ordering::Relaxed);
         let seed = self.schedule.wrapping_mul(count.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15));
+        // SAFETY: the function only stores the number.
+        unsafe { (self.sample)(self.most_blocks.load(Ordering::Relaxed)) };
         let pointers = &mut args.pointers();
         // SAFETY: pointers and sizes are those of `args`, and the callee compares the sizes with the kernel's parameters. Kernels
         // access only their arguments, as on a GPU.

@@ -152,6 +152,11 @@ fn parts_of(tiles: usize, k: usize) -> [usize; 2] {
     [pieces.div_ceil(each), each]
 }
 
+/// Returns the number of rows of `x`, whose rows have `width` elements. Rows without elements are as many as the `others`.
+fn rows(x: &Array, width: usize, others: usize) -> usize {
+    x.len().checked_div(width).unwrap_or(others)
+}
+
 impl Gpu {
     /// Returns rows of a weight in the dtype of its product: either the rows with the given indices, or `rows` rows from the
     /// first on.
@@ -231,7 +236,7 @@ impl Gpu {
             Onto::Residual(residual) => Some(residual.place(col)),
         };
         self.product(&Product {
-            m: x.len() / k.max(1),
+            m: rows(&x, k, y.len() / width.max(1)),
             n,
             k,
             a: Factor::new(&x, 0, k),
@@ -261,7 +266,7 @@ impl Gpu {
         let alike = layers.chunk_by(|a, b| kind(a) == kind(b));
         for layers in alike.flat_map(|alike| alike.chunks(JOINED)) {
             let x = self.held(x, kind(&layers[0]).0);
-            let t = x.len() / k.max(1);
+            let t = rows(&x, k, y.len() / width.max(1));
             let fast = x.dtype() == Dtype::Bf16 && k.is_multiple_of(8);
             let most = if fast { FEW_ROWS } else { 32_768 };
             for begin in (0..t).step_by(most) {
@@ -279,6 +284,20 @@ impl Gpu {
             }
             col += layers.iter().map(|layer| layer.n).sum::<usize>();
         }
+    }
+
+    /// Computes a product over no terms: zeros, or what is added to them.
+    pub(crate) fn sum_of_nothing(&self, p: &Product) {
+        let zeros = self.zeros(p.n, p.c_dtype);
+        let (from, stride) = match p.plus {
+            Some(at) if at == p.c => return,
+            Some(at) => (Arg::Array(at, p.c_dtype), p.ldc),
+            None => (zeros.arg(), 0),
+        };
+        let [rows, to_stride, stride] = [p.m, p.ldc, stride].map(|n| Arg::Long(n as i64));
+        let (to, cols) = (Arg::Array(p.c, p.c_dtype), Arg::Int(p.n as i32));
+        let args = [to, from, Arg::NULL, Arg::NULL, rows, cols, to_stride, stride];
+        self.each("elementwise/copy_rows", p.m * p.n.div_ceil(4), &args);
     }
 
     /// Returns the structure `Layer` of linear.cu of each layer. Codes are widened if `widened` has arrays for them.
@@ -351,7 +370,7 @@ impl Gpu {
         let dy = self.held(dy, weight.dtype());
         let w = self.factored(weight, k, first, n);
         self.product(&Product {
-            m: dy.len() / width.max(1),
+            m: rows(&dy, width, dx.len() / k.max(1)),
             n: k,
             k: n,
             a: Factor::new(&dy, col, width),

@@ -91,7 +91,7 @@ impl Gpu {
         let partial = self.alloc(parts * cols, Dtype::F32);
         let address = |place: Option<u64>| Arg::Pointer(place.unwrap_or(0));
         let (b, mean, rstd) = by.map_or((Arg::NO_ARRAY, None, None), |(b, mean, rstd)| (b.arg(), mean, rstd));
-        let threads = cols.next_multiple_of(32).min(256);
+        let threads = cols.next_multiple_of(32).clamp(32, 256);
         self.launch(
             Launch {
                 kernel: "sums/column_sums",

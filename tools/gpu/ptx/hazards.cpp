@@ -50,12 +50,15 @@ template <class T> T* mapped(u64 count) {
 }
 /// An array of the host. Its tables are mapped lazily, because arrays may be larger than memory.
 struct Array {
+    /// Size in bytes from which the host maps an array lazily. All of it then counts as written.
+    static constexpr u64 LARGE = 1 << 30;
     u64 bytes, pairs;
     bool* defined;
     Pair* history;
     explicit Array(u64 bytes) : bytes(bytes), pairs(bytes / PAIR + 1), defined(mapped<bool>(pairs)), history(mapped<Pair>(pairs)) {}
     Array(const Array&) = delete;
     ~Array() { munmap(defined, pairs * sizeof(bool)), munmap(history, pairs * sizeof(Pair)); }
+    bool is_defined(u64 pair) const { return bytes >= LARGE || defined[pair]; }
     void define(u64 from, u64 count, bool value) {
         memset(defined + from / PAIR, value, (from + count + PAIR - 1) / PAIR - from / PAIR);
     }
@@ -134,7 +137,7 @@ void check_global(const char* at, size_t bytes, Use use, const Address& where) {
     if (!array) refuse(where, "%s of global memory at %p, which belongs to no array", use == reads ? "read" : "write", at);
     if (from + bytes > array->bytes) refuse(where, "access of %zu bytes at byte %lu of an array of %lu bytes", bytes, from, array->bytes);
     for (u64 i = from / PAIR; i < (from + bytes) / PAIR; i++) {
-        if (use != writes && !array->defined[i])
+        if (use != writes && !array->is_defined(i))
             refuse(where, "read of global memory that nothing has written, at byte %lu of an array of %lu bytes", PAIR * i, array->bytes);
         order(global, array->history[i], launches, use, where);
         if (use != reads) array->defined[i] = true;
@@ -146,7 +149,7 @@ const char* product_row(const void* at, size_t bytes, bool writes) {
     auto [array, from] = array_of(u64(at));
     if (!array || from + bytes > array->bytes) return "a product accesses memory that belongs to no array";
     for (u64 i = from / PAIR; i < (from + bytes) / PAIR && !writes; i++)
-        if (!array->defined[i]) return "a product reads global memory that nothing has written";
+        if (!array->is_defined(i)) return "a product reads global memory that nothing has written";
     if (writes) array->define(from, bytes, true);
     return nullptr;
 }

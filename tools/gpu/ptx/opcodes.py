@@ -13,6 +13,7 @@ CLASSES = {
     "int": "s16 s32 s64 u16 u32 u64",
     "signed": "s16 s32 s64",
     "float": "f32 f64",
+    "single": "f32",
     "number": "s16 s32 s64 u16 u32 u64 f32 f64",
     "bits": "b16 b32 b64",
     "logic": "b16 b32 b64 pred",
@@ -44,6 +45,11 @@ def value(pattern, signature, meaning, section):
     return Row(pattern, signature, meaning, section)
 
 
+def arithmetic(pattern, signature, meaning, section):
+    """A value whose NaN has the bits that the ISA gives it."""
+    return Row(pattern, signature, f"canonical<T>({meaning})", section)
+
+
 def action(pattern, operands, meaning, section, together=False):
     return Row(pattern, operands, meaning, section, together)
 
@@ -63,21 +69,21 @@ ROWS = [
     value("min.<int>", "T(T a, T b)", "a < b ? a : b", "9.7.1.12"),
     value("max.<int>", "T(T a, T b)", "a > b ? a : b", "9.7.1.13"),
     value("bfi.<bits>", "T(T a, T b, u32 c, u32 d)", "inserted(a, b, c & 255, d & 255)", "9.7.1.20"),
-    # Floating-point numbers; results are rounded to nearest even and subnormal numbers are kept unless the name says otherwise.
-    value("add.<float>", "T(T a, T b)", "a + b", "9.7.3.3"),
-    value("sub.<float>", "T(T a, T b)", "a - b", "9.7.3.4"),
-    value("mul.<float>", "T(T a, T b)", "a * b", "9.7.3.5"),
-    value("fma.rn.<float>", "T(T a, T b, T c)", "std::fma(a, b, c)", "9.7.3.6"),
-    value("fma.rm.<float>", "T(T a, T b, T c)", "rounded(FE_DOWNWARD, [&] { return std::fma(a, b, c); })", "9.7.3.6"),
-    value("div.rn.<float>", "T(T a, T b)", "a / b", "9.7.3.8"),
+    # Floating-point numbers. Results are rounded to nearest even and subnormal numbers are kept unless the name says otherwise.
+    arithmetic("add.<float>", "T(T a, T b)", "a + b", "9.7.3.3"),
+    arithmetic("sub.<float>", "T(T a, T b)", "a - b", "9.7.3.4"),
+    arithmetic("mul.<float>", "T(T a, T b)", "a * b", "9.7.3.5"),
+    arithmetic("fma.rn.<float>", "T(T a, T b, T c)", "std::fma(a, b, c)", "9.7.3.6"),
+    arithmetic("fma.rm.<float>", "T(T a, T b, T c)", "rounded(FE_DOWNWARD, [&] { return std::fma(a, b, c); })", "9.7.3.6"),
+    arithmetic("div.rn.<float>", "T(T a, T b)", "a / b", "9.7.3.8"),
     value("abs.<float>", "T(T a)", "std::fabs(a)", "9.7.3.9"),
     value("neg.<float>", "T(T a)", "-a", "9.7.3.10"),
     value("copysign.<float>", "T(T a, T b)", "std::copysign(b, a)", "9.7.3.2"),
-    value("rcp.rn.<float>", "T(T a)", "1 / a", "9.7.3.13"),
-    value("rcp.approx.ftz.f32", "f32(f32 a)", "flushed(1 / flushed(a))", "9.7.3.13"),
-    value("sqrt.rn.<float>", "T(T a)", "std::sqrt(a)", "9.7.3.15"),
-    value("lg2.approx.f32", "f32(f32 a)", "std::log2(a)", "9.7.3.20"),
-    value("ex2.approx.ftz.f32", "f32(f32 a)", "flushed(std::exp2(flushed(a)))", "9.7.3.21"),
+    arithmetic("rcp.rn.<float>", "T(T a)", "1 / a", "9.7.3.13"),
+    arithmetic("rcp.approx.ftz.<single>", "T(T a)", "flushed(1 / flushed(a))", "9.7.3.13"),
+    arithmetic("sqrt.rn.<float>", "T(T a)", "std::sqrt(a)", "9.7.3.15"),
+    arithmetic("lg2.approx.<single>", "T(T a)", "std::log2(a)", "9.7.3.20"),
+    arithmetic("ex2.approx.ftz.<single>", "T(T a)", "flushed(std::exp2(flushed(a)))", "9.7.3.21"),
     # Comparison and choice. A comparison with NaN is false, except for the unordered ones (`ltu`) and `nan`.
     value("setp.eq.<any>", "pred(T a, T b)", "a == b", "9.7.6.2"),
     value("setp.ne.<any>", "pred(T a, T b)", "a == a && b == b && a != b", "9.7.6.2"),
@@ -116,7 +122,7 @@ ROWS = [
     value("cvt.<int>.<int:S>", "T(S a)", "a", "9.7.9.21"),
     value("cvt.rn.<float>.<int:S>", "T(S a)", "a", "9.7.9.21"),
     value("cvt.f64.f32", "f64(f32 a)", "a", "9.7.9.21"),
-    value("cvt.rn.f32.f64", "f32(f64 a)", "a", "9.7.9.21"),
+    arithmetic("cvt.rn.<single>.f64", "T(f64 a)", "T(a)", "9.7.9.21"),
     value("cvt.rzi.<int>.<float:S>", "T(S a)", "truncated<T>(a)", "9.7.9.21"),
     value("cvt.sat.<float>.<float>", "T(T a)", "a > 0 ? a < 1 ? a : 1 : 0", "9.7.9.21"),
     value("cvt.rn.bf16x2.f32", "b32(f32 a, f32 b)", "::bf16(b) | b32(::bf16(a)) << 16", "9.7.9.21"),

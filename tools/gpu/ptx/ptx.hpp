@@ -129,6 +129,12 @@ inline void commit() { committed(); emu::commit_copies(); }
 inline void wait(unsigned newest) { waited(newest); emu::wait_copies(newest); }
 inline void barrier() { passed_barrier(); emu::wait_block(); }
 
+/// Returns the result of arithmetic. NaN of single precision has all bits set but the sign, whatever NaN came in.
+template <class T> inline T canonical(T x) {
+    if constexpr (sizeof(T) == 4)
+        if (x != x) return get<T>(b32(0x7fffffff));
+    return x;
+}
 template <bool TRANSPOSED> inline void matrices(const Address& row, u32& r0, u32& r1, u32& r2, u32& r3) {
     u32 r[4];
     load_matrices<TRANSPOSED>(r, reinterpret_cast<const u16*>(checked<shared>(row, 16, reads)));
@@ -137,7 +143,7 @@ template <bool TRANSPOSED> inline void matrices(const Address& row, u32& r0, u32
 inline void multiply(u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, f32 c0, f32 c1, f32 c2, f32 c3, b32& d0, b32& d1, b32& d2, b32& d3) {
     f32 d[4] = {c0, c1, c2, c3};
     mma(d, {a0, a1, a2, a3}, b0, b1);
-    set(d0, d[0]), set(d1, d[1]), set(d2, d[2]), set(d3, d[3]);
+    set(d0, canonical(d[0])), set(d1, canonical(d[1])), set(d2, canonical(d[2])), set(d3, canonical(d[3]));
 }
 inline void exchange(u32 a, u32 mask, u32 clamp, u32 lanes, u32& to, pred& valid) {
     if (lanes != ~u32(0) || clamp != 31 || mask > 31) refuse(NOWHERE, "shfl of lanes %x with clamp %u; only whole warps are supported", lanes, clamp);

@@ -1,0 +1,696 @@
+//! Every operation at its edges: no rows and no columns, batches beside the buckets, NaN, and more than 2³¹ elements.
+
+use omnigrpo_gpu::{DecodingSize, Pack};
+
+use super::*;
+
+/// An operation on `t` rows of `h` columns.
+struct Op {
+    name: &'static str,
+    /// Lengths of the inputs. The operation accepts them in either dtype, except for those of `f32s`.
+    inputs: fn(usize, usize) -> Vec<usize>,
+    /// Indices of inputs that are always f32.
+    f32s: &'static [usize],
+    run: fn(&Gpu, Vec<Array>, [usize; 2]) -> Vec<Array>,
+    /// Number of results, from the first on, of which row `i` depends only on row `i` of the inputs.
+    by_row: usize,
+    /// Whether a launch of all rows takes no longer than one of its blocks, times a few.
+    large: bool,
+}
+
+fn take<const N: usize>(inputs: Vec<Array>) -> [Array; N] {
+    inputs.try_into().unwrap_or_else(|_| unreachable!("an operation declares its inputs"))
+}
+
+const KINDS: [Activation; 5] =
+    [Activation::GeluErf, Activation::GeluTanh, Activation::QuickGelu, Activation::Silu, Activation::Tanh];
+const STEP: Step =
+    Step { lr: 0.5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.5, count: 3 };
+/// Number of columns of products, of experts, and of tokens in the vocabulary.
+const N: usize = 5;
+
+/// Returns heads with a kernel for tensor cores if rows are bf16.
+fn heads(x: &Array) -> Heads {
+    Heads { q: 2, kv: 1, d: if x.dtype() == Dtype::Bf16 { 64 } else { 6 } }
+}
+
+/// Returns the first `len` elements.
+fn packed_rows(gpu: &Gpu, x: &Array, len: usize) -> Array {
+    let mut to = gpu.alloc(len, x.dtype());
+    gpu.copy_rows(&mut to, Place::new(0, len), x, Place::new(0, len), [1, len]);
+    to
+}
+
+/// Returns magnitudes, for inputs that must not be negative.
+fn magnitudes(gpu: &Gpu, x: &Array) -> Array {
+    gpu.upload(&x.to_vec().iter().map(|x| x.abs()).collect::<Vec<f32>>())
+}
+
+/// Returns a place of each row, with an expert that it chooses.
+fn places(gpu: &Gpu, t: usize) -> (Mixture, Array, [usize; 3]) {
+    let [ends, rows] = [t + 1, t].map(|len| (0..len as u32).collect::<Vec<u32>>());
+    (Mixture::new(gpu, &ends, &rows, None), gpu.upload_words(&vec![1u32; t]), [0, 0, t])
+}
+
+const OPS: &[Op] = &[
+    Op {
+        name: "rms",
+        inputs: |t, h| vec![t * h, h],
+        f32s: &[],
+        run: |gpu, inputs, _| {
+            let [x, w] = take(inputs);
+            <[Array; 2]>::from(gpu.rms(&x, &w, 1e-5, x.dtype())).into()
+        },
+        by_row: 2,
+        large: true,
+    },
+    Op {
+        name: "rms_back",
+        inputs: |t, h| vec![t * h, t * h, t * h, t, h],
+        f32s: &[0, 3],
+        run: |gpu, inputs, _| {
+            let [mut dx, dy, x, rstd, w] = take(inputs);
+            gpu.rms_back(&mut dx, &dy, &x, &rstd, &w);
+            vec![dx]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "layer",
+        inputs: |t, h| vec![t * h, h, h],
+        f32s: &[],
+        run: |gpu, inputs, _| {
+            let [x, w, b] = take(inputs);
+            <[Array; 2]>::from(gpu.layer(&x, &w, &b, 1e-5, x.dtype())).into()
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "layer_back",
+        inputs: |t, h| vec![t * h, t * h, t * h, 2 * t, h],
+        f32s: &[0, 3],
+        run: |gpu, inputs, _| {
+            let [mut dx, dy, x, stats, w] = take(inputs);
+            gpu.layer_back(&mut dx, &dy, &x, &stats, &w);
+            vec![dx]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "norm_weight",
+        inputs: |t, h| vec![h, t * h, t * h, 2 * t],
+        f32s: &[0, 3],
+        run: |gpu, inputs, [t, _]| {
+            let [mut dw, dy, x, stats] = take(inputs);
+            gpu.norm_weight(&mut dw, &dy, &x, Some((&stats, 0)), (&stats, t));
+            vec![dw]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "column_sums",
+        inputs: |t, h| vec![h, t * h, t * h],
+        f32s: &[0],
+        run: |gpu, inputs, [t, h]| {
+            let [mut to, a, b] = take(inputs);
+            gpu.add_column_sums(&mut to, &a, [0, h], Some(&b), t);
+            vec![to]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "mix",
+        inputs: |t, h| vec![t * h, t * h],
+        f32s: &[],
+        run: |gpu, inputs, [t, h]| {
+            let [mut y, x] = take(inputs);
+            gpu.mix(&mut y, &x, &places(gpu, t).0, h, true);
+            vec![y]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "sum_of_squares",
+        inputs: |t, h| vec![t * h],
+        f32s: &[],
+        run: |gpu, inputs, _| vec![gpu.upload(&[gpu.sum_of_squares(&inputs[0]) as f32])],
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "swiglu",
+        inputs: |t, h| vec![2 * t * h],
+        f32s: &[],
+        run: |gpu, inputs, [t, h]| vec![gpu.swiglu(&inputs[0], t, h)],
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "swiglu_back",
+        inputs: |t, h| vec![2 * t * h, t * h],
+        f32s: &[],
+        run: |gpu, inputs, [t, h]| {
+            let [mut gate_up, dy] = take(inputs);
+            gpu.swiglu_back(&mut gate_up, &dy, t, h);
+            vec![gate_up]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "activation",
+        inputs: |t, h| vec![t * h],
+        f32s: &[],
+        run: |gpu, inputs, _| KINDS.map(|kind| gpu.activation(&inputs[0], kind)).into(),
+        by_row: KINDS.len(),
+        large: true,
+    },
+    Op {
+        name: "activation_back",
+        inputs: |t, h| vec![t * h, t * h],
+        f32s: &[],
+        run: |gpu, inputs, _| {
+            let [x, dy] = take(inputs);
+            let back = |kind| {
+                let mut own = gpu.cast(&x, x.dtype());
+                gpu.activation_back(&mut own, &dy, kind);
+                own
+            };
+            KINDS.map(back).into()
+        },
+        by_row: KINDS.len(),
+        large: true,
+    },
+    Op {
+        name: "scale_columns",
+        inputs: |t, h| vec![t * h, t * h, h],
+        f32s: &[],
+        run: |gpu, inputs, _| {
+            let [x, residual, scale] = take(inputs);
+            vec![gpu.scale_columns(&x, Some(&residual), &scale)]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "bias_rows",
+        inputs: |t, h| vec![t * h, h, t * h],
+        f32s: &[],
+        run: |gpu, inputs, [t, h]| {
+            let [mut y, bias, residual] = take(inputs);
+            gpu.bias_rows(&mut y, 0, h, t, &bias, Some(&residual));
+            vec![y]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "copy_rows",
+        inputs: |t, h| vec![t * h, t * h],
+        f32s: &[],
+        run: |gpu, inputs, [t, h]| {
+            let [mut to, from] = take(inputs);
+            gpu.copy_rows(&mut to, Place::new(0, h), &from, Place::new(0, h), [t, h]);
+            vec![to]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "rotate",
+        inputs: |t, h| vec![t * h, t * (h / 2), t * (h / 2)],
+        f32s: &[1, 2],
+        run: |gpu, inputs, [t, h]| {
+            let [mut x, cos, sin] = take(inputs);
+            gpu.rotate(&mut x, [t, h], &cos, &sin, 1, false);
+            vec![x]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "dropout",
+        inputs: |t, h| vec![t * h],
+        f32s: &[],
+        run: |gpu, inputs, [_, h]| vec![gpu.dropout(&inputs[0], h, None, 7, 1 << 30, 1.25)],
+        by_row: 1,
+        large: false,
+    },
+    Op {
+        name: "add",
+        inputs: |t, h| vec![t * h, t * h],
+        f32s: &[],
+        run: |gpu, inputs, _| {
+            let [mut to, from] = take(inputs);
+            gpu.add(&mut to, &from);
+            vec![to]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "scale",
+        inputs: |t, h| vec![t * h],
+        f32s: &[],
+        run: |gpu, inputs, _| {
+            let [mut x] = take(inputs);
+            gpu.scale(&mut x, 3.0);
+            vec![x]
+        },
+        by_row: 1,
+        large: true,
+    },
+    Op {
+        name: "cast",
+        inputs: |t, h| vec![t * h],
+        f32s: &[],
+        run: |gpu, inputs, _| [Dtype::F32, Dtype::Bf16].map(|dtype| gpu.cast(&inputs[0], dtype)).into(),
+        by_row: 2,
+        large: true,
+    },
+    Op {
+        name: "adamw",
+        inputs: |t, h| vec![t * h; 4],
+        f32s: &[1, 2, 3],
+        run: |gpu, inputs, _| {
+            let [mut weight, mut m, v, grad] = take(inputs);
+            let mut v = magnitudes(gpu, &v);
+            gpu.adamw(&mut weight, None, [&mut m, &mut v], &grad, &STEP);
+            vec![weight, m, v]
+        },
+        by_row: 3,
+        large: false,
+    },
+    Op {
+        name: "adamw of a weight in two halves",
+        inputs: |t, h| vec![t * h; 4],
+        f32s: &[0, 1, 2, 3],
+        run: |gpu, inputs, _| {
+            let [master, mut m, v, grad] = take(inputs);
+            let mut v = magnitudes(gpu, &v);
+            let (mut weight, mut rest) = gpu.split_master(&master.to_vec());
+            gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &grad, &STEP);
+            let joined = gpu.upload(&gpu.join_master(&weight, &rest));
+            vec![weight, joined, m, v]
+        },
+        by_row: 4,
+        large: false,
+    },
+    Op {
+        name: "linear",
+        inputs: |t, h| vec![t * h, N * h, t * N],
+        f32s: &[],
+        run: |gpu, inputs, [_, h]| {
+            let [x, w, mut y] = take(inputs);
+            let mut plain = gpu.alloc(y.len(), Dtype::F32);
+            gpu.linear(&mut plain, [0, N], &x, Weight::Dense(&w), [0, N, h], Onto::Nothing);
+            gpu.linear(&mut y, [0, N], &x, Weight::Dense(&w), [0, N, h], Onto::Output);
+            vec![plain, y]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "linear_rows",
+        inputs: |t, h| vec![t * h, N * h, N, t * N],
+        f32s: &[],
+        run: |gpu, inputs, [_, h]| {
+            let [x, w, bias, mut y] = take(inputs);
+            let layer = Affine { weight: Weight::Dense(&w), bias: Some(&bias), n: N };
+            gpu.linear_rows(&mut y, [0, N], &x, &[layer], h, Onto::Output);
+            vec![y]
+        },
+        by_row: 1,
+        large: false,
+    },
+    Op {
+        name: "linear_dx",
+        inputs: |t, h| vec![t * h, t * N, N * h],
+        f32s: &[],
+        run: |gpu, inputs, [_, h]| {
+            let [mut dx, dy, w] = take(inputs);
+            gpu.linear_dx(&mut dx, &dy, [0, N], Weight::Dense(&w), [0, N, h], true);
+            vec![dx]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "linear_dw",
+        inputs: |t, h| vec![N * h, t * h, t * N],
+        f32s: &[0],
+        run: |gpu, inputs, [_, h]| {
+            let [mut dw, x, dy] = take(inputs);
+            let dtype = x.dtype();
+            gpu.linear_dw(&mut dw, &x, &dy, [0, N], [0, N, h], dtype);
+            vec![dw]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "attention",
+        inputs: |t, _| vec![t * 256, t * 128],
+        f32s: &[],
+        run: |gpu, inputs, [t, _]| {
+            let [qkv, dout] = take(inputs);
+            let heads = heads(&qkv);
+            let (qkv, dout) =
+                (packed_rows(gpu, &qkv, t * 4 * heads.d), packed_rows(gpu, &dout, t * 2 * heads.d));
+            let pattern = Pattern::new(gpu, &AttentionLayout::causal(t), t);
+            let (out, lse) = gpu.attention(&qkv, &pattern, heads);
+            let back = gpu.attention_back(&qkv, &out, &lse, &dout, &pattern, heads);
+            vec![out, lse, back]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "unfold",
+        inputs: |t, h| vec![t * h],
+        f32s: &[],
+        run: |gpu, inputs, [t, h]| {
+            let sources: Vec<u32> = (0..t as u32).collect();
+            let patches = Unfolding::new(gpu, &sources, 1, t);
+            let unfolded = gpu.unfold(&inputs[0], &patches, h);
+            let [mut dx] = take(inputs);
+            gpu.fold(&mut dx, &unfolded, &patches, h);
+            vec![unfolded, dx]
+        },
+        by_row: 2,
+        large: false,
+    },
+    Op {
+        name: "depthwise",
+        inputs: |t, h| vec![t * h, 9 * h, 9 * h, t * h],
+        f32s: &[2],
+        run: |gpu, inputs, _| {
+            let [x, w, mut dw, dy] = take(inputs);
+            gpu.depthwise_weight(&mut dw, &dy, &x, [1, 1]);
+            vec![gpu.depthwise(&x, &w, [1, 1], false), gpu.depthwise(&dy, &w, [1, 1], true), dw]
+        },
+        by_row: 2,
+        large: false,
+    },
+    Op {
+        name: "gate",
+        inputs: |t, h| vec![t * h; 3],
+        f32s: &[],
+        run: |gpu, inputs, [_, h]| {
+            let [x, gate, dy] = take(inputs);
+            let y = gpu.gate(&x, &gate, h);
+            let [dx, dgate] = gpu.gate_back(&x, &gate, &dy, h);
+            vec![y, dx, dgate]
+        },
+        by_row: 3,
+        large: false,
+    },
+    Op {
+        name: "blend",
+        inputs: |t, h| vec![3 * t * h, 3, t * h],
+        f32s: &[1],
+        run: |gpu, inputs, _| {
+            let [x, logits, dy] = take(inputs);
+            let y = gpu.blend(&x, &logits);
+            let [dx, dlogits] = gpu.blend_back(&x, &logits, &dy);
+            vec![y, dx, dlogits]
+        },
+        by_row: 0,
+        large: false,
+    },
+    Op {
+        name: "experts",
+        inputs: |t, h| vec![t * h, 2 * h * N, t * N, 2 * h * N],
+        f32s: &[3],
+        run: |gpu, inputs, [t, h]| {
+            let [x, w, dy, mut dw] = take(inputs);
+            let (_, experts, offsets) = places(gpu, t);
+            let weight = Weight::Dense(&w);
+            let [mut by_place, mut by_expert] = [(); 2].map(|()| gpu.alloc(t * N, x.dtype()));
+            gpu.experts_rows(&mut by_place, &x, weight, (&offsets, &experts), [h, N]);
+            gpu.experts(&mut by_expert, &x, weight, &offsets, [h, N]);
+            let mut dx = gpu.alloc(t * h, x.dtype());
+            gpu.experts_dx(&mut dx, &dy, weight, &offsets, [h, N]);
+            gpu.experts_dw(&mut dw, &x, &dy, (&offsets, x.dtype()), [h, N]);
+            vec![by_place, by_expert, dx, dw]
+        },
+        by_row: 1,
+        large: false,
+    },
+    Op {
+        name: "weigh",
+        inputs: |t, h| vec![t * h, t * h, 2 * t],
+        f32s: &[2],
+        run: |gpu, inputs, [t, _]| {
+            let [x, dy, logits] = take(inputs);
+            let (mixture, experts, _) = places(gpu, t);
+            let y = gpu.weigh(&x, &logits, &mixture, &experts, 2);
+            let [dx, dlogits] = gpu.weigh_back([&x, &dy], &logits, &mixture, &experts, 2);
+            vec![y, dx, dlogits]
+        },
+        by_row: 3,
+        large: false,
+    },
+    Op {
+        name: "score",
+        inputs: |t, h| vec![t * h, N * h, N * h, t, t],
+        f32s: &[2, 3, 4],
+        run: |gpu, inputs, [t, h]| {
+            let [x, w, mut dhead, dlogp, dentropy] = take(inputs);
+            let offsets: Vec<u32> = (0..=t as u32).collect();
+            let marks = Marks::new(gpu, &offsets, &vec![2; t]);
+            let head = Head { weight: Weight::Dense(&w), vocab: N, h, temperature: 0.7 };
+            let [logp, entropy, lse] = gpu.score(&x, head, &marks);
+            let upstream = (&dlogp, Some(&dentropy));
+            let dx = gpu.score_back(&x, head, &marks, [&entropy, &lse], upstream, Some(&mut dhead));
+            vec![logp, entropy, lse, dx, dhead]
+        },
+        by_row: 0,
+        large: false,
+    },
+];
+
+impl Op {
+    /// Returns the numbers of the inputs, which for more rows begin with those for fewer.
+    fn numbers(&self, t: usize, h: usize) -> Vec<Vec<f32>> {
+        (self.inputs)(t, h).iter().zip(1..).map(|(&len, seed)| noise(len, seed)).collect()
+    }
+
+    fn compute(&self, gpu: &Gpu, inputs: &[Vec<f32>], dtype: Dtype, size: [usize; 2]) -> Vec<Vec<f32>> {
+        let upload = |(i, x): (usize, &Vec<f32>)| {
+            let dtype = if self.f32s.contains(&i) { Dtype::F32 } else { dtype };
+            gpu.cast(&gpu.upload(x), dtype)
+        };
+        let results = (self.run)(gpu, inputs.iter().enumerate().map(upload).collect(), size);
+        let results = results.iter().map(Array::to_vec).collect();
+        assert_eq!(gpu.check(), Ok(()), "{}, {dtype:?}, {size:?}", self.name);
+        results
+    }
+}
+
+fn every_op(check: impl Fn(&Op, Dtype)) {
+    for op in OPS {
+        [Dtype::F32, Dtype::Bf16].iter().for_each(|&dtype| check(op, dtype));
+    }
+}
+
+/// Launches without rows, without columns, and without both succeed, and leave no element of a result undefined.
+#[test]
+fn nothing_to_compute() {
+    every_op(|op, dtype| {
+        for [t, h] in [[0, 8], [3, 0], [0, 0]] {
+            let results = op.compute(&gpu(1), &op.numbers(t, h), dtype, [t, h]);
+            for (i, x) in results.iter().enumerate() {
+                // A mean of no columns is undefined.
+                let mean = i == 1 && ["rms", "layer"].contains(&op.name);
+                let what = format!("{}, {dtype:?}, {t}×{h}, result {i}: {x:?}", op.name);
+                assert!(mean || x.iter().all(|x| !x.is_nan()), "{what}");
+            }
+        }
+    });
+}
+
+/// Rows have the same bits in batches that are no multiple of a tile or bucket.
+#[test]
+fn batches_beside_the_buckets() {
+    every_op(|op, dtype| {
+        let h = 24;
+        let few = op.compute(&gpu(0), &op.numbers(7, h), dtype, [7, h]);
+        for (schedule, t) in [(1, 9), (2, 12), (1, 15), (2, 17), (1, 33), (2, 65)] {
+            let many = op.compute(&gpu(schedule), &op.numbers(t, h), dtype, [t, h]);
+            for (i, (few, many)) in few.iter().zip(&many).take(op.by_row).enumerate() {
+                let same = few.iter().zip(many).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{}, {dtype:?}, {t} rows: result {i} differs from that of 7 rows", op.name);
+            }
+        }
+    });
+}
+
+/// Every number that depends on an input is NaN if that input is. Dependence is found by changing the input.
+#[test]
+fn nan_is_never_hidden() {
+    every_op(|op, dtype| {
+        let size = [3, 8];
+        let inputs = op.numbers(3, 8);
+        let before = op.compute(&gpu(0), &inputs, dtype, size);
+        for (i, input) in inputs.iter().enumerate() {
+            for at in [0, input.len() / 2, input.len() - 1] {
+                let with = |value: f32| {
+                    let mut changed = inputs.clone();
+                    changed[i][at] = value;
+                    op.compute(&gpu(0), &changed, dtype, size)
+                };
+                let (after, nan) = (with(input[at] + 1.0), with(f32::NAN));
+                for (result, ((before, after), nan)) in before.iter().zip(&after).zip(&nan).enumerate() {
+                    for (j, ((before, after), nan)) in before.iter().zip(after).zip(nan).enumerate() {
+                        assert!(
+                            before.to_bits() == after.to_bits() || nan.is_nan(),
+                            "{}, {dtype:?}: element {j} of result {result} is {nan} although element {at} of input {i} is NaN",
+                            op.name
+                        );
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// The last row of an array of more than 2³¹ elements equals that row alone. The emulator runs the first and the last
+/// block of a launch, and maps memory as it is used.
+#[test]
+fn more_than_2_31_elements() {
+    let [t, h] = [(1 << 16) + 1, 1 << 15];
+    // At most so many elements belong to the last block of a kernel of single elements.
+    let tail = 128;
+    let last = |gpu: &Gpu, x: &Array| {
+        let mut to = gpu.alloc(tail, x.dtype());
+        let from = Place::new(x.len() - tail, tail);
+        gpu.copy_rows(&mut to, Place::new(0, tail), x, from, [1, tail]);
+        to.to_vec()
+    };
+    for op in OPS.iter().filter(|op| op.large) {
+        let gpu = gpu(0);
+        let one = op.numbers(1, h);
+        let want = op.compute(&gpu, &one, Dtype::F32, [1, h]);
+        gpu.sample_blocks();
+        let place = |(&len, own): (&usize, &Vec<f32>)| {
+            // Memory of the largest arrays is not touched as a whole.
+            let fits = len < 1 << 28;
+            let mut whole = if fits { gpu.zeros(len, Dtype::F32) } else { gpu.alloc(len, Dtype::F32) };
+            let row = gpu.upload(own);
+            let to = Place::new(len - own.len(), own.len());
+            gpu.copy_rows(&mut whole, to, &row, Place::new(0, own.len()), [1, own.len()]);
+            whole
+        };
+        let inputs = (op.inputs)(t, h).iter().zip(&one).map(place).collect();
+        let results = (op.run)(&gpu, inputs, [t, h]);
+        for (i, (got, want)) in results.iter().zip(&want).enumerate() {
+            // Statistics of a row are fewer.
+            if want.len() < tail {
+                continue;
+            }
+            let got = last(&gpu, got);
+            assert_eq!(gpu.check(), Ok(()), "{}", op.name);
+            assert_eq!(got, want[want.len() - tail..], "{}, result {i}", op.name);
+        }
+    }
+}
+
+/// A sum of squares whose value in f32 is wrong: 2¹² squared, and ones that an f32 sum of that size loses.
+#[test]
+fn squares_are_summed_in_f64() {
+    let mut x = vec![1.0; 70_000];
+    x[0] = 4096.0;
+    let gpu = gpu(1);
+    let got = gpu.sum_of_squares(&gpu.upload(&x));
+    gpu.check().unwrap();
+    assert_eq!(got, 16_777_216.0 + 69_999.0);
+}
+
+/// Decoding of batches that are padded to a size of a recorded graph: rows have the bits of the batch without padding,
+/// and padding rows are zeros, even after memory was used for something else.
+#[test]
+fn padded_decoding() {
+    for (dtype, heads) in
+        [(Dtype::Bf16, Heads { q: 2, kv: 1, d: 64 }), (Dtype::F32, Heads { q: 2, kv: 1, d: 6 })]
+    {
+        let gpu = gpu(1);
+        let (width, packed) = (2 * heads.kv * heads.d, (heads.q + 2 * heads.kv) * heads.d);
+        let array = |rows: usize, cols: usize, seed: u64| numbers(&gpu, rows * cols, dtype, seed).0;
+        let prompt = array(10, width, 3);
+        for rows in [1usize, 7, 9, 12, 15, 17] {
+            let batch = rows.next_power_of_two().max(8);
+            let qkv = array(batch, packed, 5);
+            let decode = |padded: usize| {
+                // The token is appended to its page, so each run has pages of its own.
+                let pages: Vec<Array> = (0..rows as u64).map(|row| array(PAGE, width, 10 + row)).collect();
+                let completions = pages.iter().zip(1..).map(|(page, len)| (vec![page], len)).collect();
+                let groups = [CachedGroup { prompt: &prompt, prompt_rows: 10, completions }];
+                let size = DecodingSize::of(&groups, heads).rounded(padded);
+                let mut pack = Pack::default();
+                let at = Decoding::pack(&mut pack, &groups, heads, size);
+                let decoding = Decoding::over(&pack.upload(&gpu), at, size);
+                let own = packed_rows(&gpu, &qkv, padded * packed);
+                gpu.attend_cached(&own, &decoding, 0, heads).to_vec()
+            };
+            let (alone, padded) = (decode(rows), decode(batch));
+            gpu.check().unwrap();
+            let (own, rest) = padded.split_at(alone.len());
+            assert_eq!(own, alone, "{heads:?}, {rows} rows");
+            assert!(rest.iter().all(|&x| x == 0.0), "{heads:?}, {rows} rows: {rest:?}");
+        }
+    }
+}
+
+/// A row with NaN among its logits has NaN as log-probability, and its draw ends at the first token that decides.
+#[test]
+fn draws_from_nan() {
+    let vocab = 300;
+    let mut logits = noise(2 * vocab, 1);
+    logits[17] = f32::NAN;
+    logits[vocab..].fill(f32::NAN);
+    let plain = Sampling {
+        temperature: 1.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        scoring_temperature: 1.0,
+    };
+    for sampling in [plain, Sampling { top_p: 0.9, ..plain }, Sampling { top_k: 5, min_p: 0.1, ..plain }] {
+        let gpu = gpu(2);
+        let rows = [0.3, 0.9].map(|uniform| Row { uniform, seen: vec![], forbids: false });
+        let mut z = gpu.upload(&logits);
+        let drawn = gpu.sample(&mut z, vocab, &sampling, &rows, &[]);
+        gpu.check().unwrap();
+        assert!(drawn.iter().all(|one| one.logprob.is_nan() && one.id < vocab as u32), "{drawn:?}");
+        // A walk to the end of the vocabulary would return its last token.
+        assert_eq!(drawn[1].id, 0, "{sampling:?}");
+    }
+}
+
+/// A product over no terms is zero, or leaves what it is added to.
+#[test]
+fn a_product_of_no_terms() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let gpu = gpu(0);
+        let nothing = gpu.alloc(0, dtype);
+        // Columns 1..4 of rows of 5.
+        let mut y = gpu.upload(&[7.0; 10]);
+        gpu.linear(&mut y, [1, 5], &nothing, Weight::Dense(&nothing), [0, 3, 0], Onto::Output);
+        assert_eq!(y.to_vec(), [7.0; 10]);
+        gpu.linear(&mut y, [1, 5], &nothing, Weight::Dense(&nothing), [0, 3, 0], Onto::Nothing);
+        let row = [7.0, 0.0, 0.0, 0.0, 7.0];
+        assert_eq!(y.to_vec(), [row, row].concat());
+        let mut dw = gpu.upload(&[2.0; 6]);
+        gpu.linear_dw(&mut dw, &nothing, &nothing, [0, 3], [0, 3, 2], dtype);
+        assert_eq!(dw.to_vec(), [2.0; 6]);
+        gpu.check().unwrap();
+    }
+}

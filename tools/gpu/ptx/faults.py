@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Plants faults in the kernels, builds their PTX with checks, and expects the named tests to fail as the fault says.
+
+    faults.py OUT TESTS [WORD…]     OUT is where `build OUT --race` builds the kernels without faults, TESTS the program of
+                                    crates/gpu/tests/kernels; with words, only faults whose description has one of them
+
+These are kinds of faults that the emulator of crates/gpu cannot see; it has a list of its own in crates/gpu/tests/kernels/faults.rs.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CUDA = HERE.parents[2] / "crates/gpu/cuda"
+LIMIT_SECS = 300
+
+
+@dataclass
+class Fault:
+    what: str
+    # The file of kernels that is compiled anew.
+    file: str
+    before: str
+    after: str
+    tests: str
+    # What the output of the tests shows.
+    shows: str
+    # Whether the text is in prim.cuh, not in the file.
+    of_prim: bool = False
+
+
+OF_BLOCK = "i64 begin = blockIdx.x * per_block, end = begin + per_block < n ? begin + per_block : n;"
+NO_WAIT = "has not waited for"
+FAULTS = [
+    Fault(
+        "operands of cvt.rn.bf16x2 swapped",
+        "norms",
+        '"f"(hi), "f"(lo)',
+        '"f"(lo), "f"(hi)',
+        "norms",
+        "Bf16, result",
+        of_prim=True,
+    ),
+    Fault(
+        "no .trans in ldmatrix", "attention", "x4.trans.shared", "x4.shared", "attention_in_windows", "log-sum-exp", of_prim=True
+    ),
+    Fault(
+        "cp.async.wait_group of one group less",
+        "attention",
+        '"n"(NEWEST)',
+        '"n"(NEWEST + 1)',
+        "attention_in_windows",
+        NO_WAIT,
+        of_prim=True,
+    ),
+    Fault(
+        "blocks add to one place",
+        "sums",
+        "partial[(i64)blockIdx.y * cols + j] = sum;",
+        "if (blockIdx.y) { partial[j] += sum; partial[(i64)blockIdx.y * cols + j] = 0; } else partial[j] = sum;",
+        "sums",
+        r"that block \d+, warp \d+, thread \d+ wrote",
+    ),
+    Fault(
+        "attention needs more shared memory than the host asks for",
+        "attention",
+        "constexpr int LINE = PADDED<D> + 8",
+        "constexpr int LINE = PADDED<D> + 16",
+        "attention_in_windows",
+        r"in shared memory, of which the launch has \d+",
+    ),
+    Fault(
+        "few rows need more shared memory than the host asks for",
+        "linear",
+        "X_LINE = DEPTH<BITS> + 8",
+        "X_LINE = DEPTH<BITS> + 16",
+        "a_row_has_the_same_bits_in_every_batch",
+        r"in shared memory, of which the launch has \d+",
+    ),
+    Fault(
+        "vectors at any address", "elementwise", " || at % (a.bf16 ? 8 : 16)", "", "elements", "not a multiple of", of_prim=True
+    ),
+    Fault(
+        "rows beyond 2^31 elements",
+        "norms",
+        "(i64)blockIdx.x * dim",
+        "(int)(blockIdx.x * dim)",
+        "edges::more_than_2_31_elements",
+        "belongs to no array",
+    ),
+    Fault(
+        "NaN logits are left out of the sum",
+        "head",
+        "        s += e;\n",
+        "        if (x != x) continue;\n        s += e;\n",
+        "edges::nan_is_never_hidden",
+        "score, .* is NaN",
+    ),
+    Fault(
+        "dot products in f32",
+        "sums",
+        f"SHARED(double, red, 32);\n    {OF_BLOCK}\n    double sum = 0;",
+        f"SHARED(float, red, 32);\n    {OF_BLOCK}\n    float sum = 0;",
+        "edges::squares_are_summed_in_f64",
+        "left: 1684",
+    ),
+    Fault(
+        "accumulators start undefined",
+        "linear",
+        "float acc[BLOCKS][4] = {};",
+        "float acc[BLOCKS][4];",
+        "a_row_has_the_same_bits_in_every_batch",
+        "not a number",
+    ),
+    Fault(
+        "a barrier that only threads with columns reach",
+        "norms",
+        "float r = 1 / sqrt_(block_sum(squares, red) / dim + eps);",
+        "float r = 0; if (threadIdx.x * 4 < dim) r = 1 / sqrt_(block_sum(squares, red) / dim + eps);",
+        "norms",
+        "threads wait at different barriers|after some of its threads have ended",
+    ),
+    Fault(
+        "a row of the next tile is stored",
+        "attention",
+        "if (row + g + 8 < end)",
+        "if (row + g + 8 <= end)",
+        "attention_with_shared_prefixes",
+        r"that block \d+, warp \d+, thread \d+ wrote|belongs to no array",
+    ),
+    Fault("one group of copies too few", "attention", "wait_copies<1>", "wait_copies<2>", "attention_in_windows", NO_WAIT),
+    Fault(
+        "no barrier before sums of warps are read",
+        "norms",
+        "red[threadIdx.x / 32] = x;\n    sync_block();\n    T sum",
+        "red[threadIdx.x / 32] = x;\n    T sum",
+        "norms",
+        "without a barrier between them|nothing has written",
+        of_prim=True,
+    ),
+    Fault(
+        "padding rows join undefined parts",
+        "attention",
+        "(it.prompt_rows + SPLIT - 1) / SPLIT, PART, i % D",
+        "prompt_parts, PART, i % D",
+        "edges::padded_decoding",
+        "read of global memory that nothing has written",
+    ),
+    Fault(
+        "a token is drawn from a row of NaN",
+        "sample",
+        "if (!(lse[blockIdx.x] < INFINITY) || top == -INFINITY)",
+        "if (top == -INFINITY)",
+        "edges::draws_from_nan",
+        "left: [1-9]|draws_from_nan .* FAILED",
+    ),
+    Fault(
+        "NaN is rounded to a zero",
+        "elementwise",
+        "if (w != w) upper = 0x7fffu, whole = 0x7fff0000u;",
+        "",
+        "edges::nan_is_never_hidden",
+        "adamw of a weight in two halves, .* is -?0",
+    ),
+]
+
+
+def planted(fault, text):
+    """Returns the text of the file with the fault. That of prim.cuh is written into it, so that no other file changes."""
+    prim = (CUDA / "prim.cuh").read_text()
+    changed = (prim if fault.of_prim else text).replace(fault.before, fault.after)
+    if changed == (prim if fault.of_prim else text):
+        raise SystemExit(f"{fault.what}: the text is not there: {fault.before!r}")
+    text = text.replace('#include "prim.cuh"', changed.replace("#pragma once\n", "")) if fault.of_prim else changed
+    # Two of the widths of heads are tested, and compile in half the time.
+    return text.replace("OF_WIDTH(80)\nOF_WIDTH(128)\n", "")
+
+
+def failure(fault, out, tests):
+    """Returns the output of the tests if they fail with the fault, else None."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources, built = Path(folder, "cuda"), Path(folder, "out")
+        # Times are kept, so that only the changed file is compiled.
+        shutil.copytree(CUDA, sources)
+        shutil.copytree(out, built)
+        source = sources / f"{fault.file}.cu"
+        source.write_text(planted(fault, source.read_text()))
+        subprocess.run([HERE / "build", built, "--race"], check=True, env={**os.environ, "SOURCES": str(sources)})
+        environment = {**os.environ, "OMNIGRPO_TEST_KERNELS": str(built / "kernels-race.so")}
+        command = [tests, *fault.tests.split(), "--exact", "--test-threads=1"]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECS)
+        if "running 0 tests" in run.stdout:
+            raise SystemExit(f"{fault.what}: {tests} has no test {fault.tests}")
+        return run.stdout + run.stderr if run.returncode else None
+
+
+def main(out, tests, words):
+    missed = 0
+    subprocess.run([HERE / "build", out, "--race"], check=True)
+    for fault in FAULTS:
+        if words and not any(word in fault.what for word in words):
+            continue
+        start = time.monotonic()
+        output = failure(fault, out, tests)
+        shown = output and re.search(fault.shows, output)
+        result = f"found: {shown[0]}" if shown else "MISSED" if output is None else f"FOUND OTHERWISE\n{output[-3000:]}"
+        missed += not shown
+        print(f"{fault.file}: {fault.what}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
+    if missed:
+        raise SystemExit(f"{missed} faults were missed, or found for another reason")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:])
