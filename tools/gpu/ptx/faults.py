@@ -30,7 +30,7 @@ class Fault:
     before: str
     after: str
     tests: str
-    # What the output of the tests shows.
+    # Pattern of what the output of the tests shows.
     shows: str
     # Whether the text is in prim.cuh, not in the file.
     of_prim: bool = False
