@@ -20,6 +20,8 @@ const OLDEST_DRIVER: i32 = 13_000;
 
 pub(crate) struct Cuda {
     pub(crate) name: String,
+    /// Bytes of shared memory that a block can have.
+    pub(crate) most_shared: usize,
     context: sys::CUcontext,
     stream: sys::CUstream,
     arch: String,
@@ -169,12 +171,16 @@ impl Cuda {
                 (&raw mut keep).cast(),
             )
             .map_err(said("cuMemPoolSetAttribute"))?;
+            let most_shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+            let most_shared =
+                result::device::get_attribute(device, most_shared).map_err(said("cuDeviceGetAttribute"))?;
             let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
                 .map_err(said("cuStreamCreate"))?;
             let workspace =
                 result::malloc_async(stream, Blas::WORKSPACE).map_err(opened("cuMemAllocAsync"))?;
             Ok(Self {
                 name,
+                most_shared: most_shared as usize,
                 context,
                 stream,
                 arch: arch(major, minor),

@@ -466,8 +466,18 @@ impl Gpu {
             return;
         }
         let [x, y, z] = launch.grid;
-        if x > i32::MAX as usize || y > 65_535 || z > 65_535 || launch.shared > 227 << 10 {
-            let what = format!("a grid of {x}×{y}×{z} blocks, {} bytes of shared memory", launch.shared);
+        let most_shared = match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.most_shared,
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => Emulated::MOST_SHARED,
+        };
+        if x > i32::MAX as usize || y > 65_535 || z > 65_535 || launch.shared > most_shared {
+            let what = format!(
+                "expected at most 2147483647×65535×65535 blocks with {most_shared} bytes of shared memory on {}, got \
+                 {x}×{y}×{z} blocks with {} bytes",
+                self.name(),
+                launch.shared
+            );
             self.note::<()>(Err(Error::Launch { kernel: launch.kernel.into(), what }));
             return;
         }
@@ -662,5 +672,29 @@ impl Drop for Array {
             Memory::Arena(blocks) => blocks.give_back(self.at),
             Memory::Part { .. } => {}
         }
+    }
+}
+
+#[cfg(all(test, feature = "emulator"))]
+mod tests {
+    use super::*;
+
+    /// Blocks have at most the shared memory of the device. On the emulator, that is the least of all supported GPUs.
+    #[test]
+    fn a_launch_that_needs_too_much_shared_memory_is_refused() {
+        let refused = |shared| {
+            let gpu = Gpu::emulated(0);
+            let launch = Launch { kernel: "linear/few_rows_1", grid: [1; 3], threads: 32, shared };
+            gpu.launch(launch, &[]);
+            gpu.check().unwrap_err().to_string()
+        };
+        let said = refused((99 << 10) + 1);
+        assert!(
+            said.contains("at most") && said.contains("101376 bytes") && said.contains("101377"),
+            "{said}"
+        );
+        // The next check is that of the arguments.
+        let said = refused(99 << 10);
+        assert!(said.contains("arguments differ"), "{said}");
     }
 }

@@ -114,6 +114,9 @@ fn room(bytes: usize) -> usize {
 }
 
 impl Emulated {
+    /// Bytes of shared memory of a block, the fewest of the GPUs that are supported (compute capability 8.6, 8.9 and 12.0).
+    pub(crate) const MOST_SHARED: usize = 99 << 10;
+
     pub(crate) fn linked(schedule: u64, memory: usize) -> Self {
         Self {
             schedule,
