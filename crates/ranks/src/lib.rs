@@ -135,6 +135,8 @@ pub struct Local {
     pub size: usize,
     /// Number of machines.
     pub machines: usize,
+    /// Number of this machine among them.
+    pub machine: usize,
 }
 
 /// Numbers that are exchanged at once: 16 MiB of f32.
@@ -362,6 +364,7 @@ impl Ranks {
             rank: hosts[..self.rank()].iter().filter(|host| *host == own).count(),
             size: hosts.iter().filter(|host| *host == own).count(),
             machines: names.len(),
+            machine: names.iter().position(|name| *name == own).unwrap_or(0),
         })
     }
 }

@@ -96,7 +96,7 @@ fn values_of_all_ranks_arrive_unchanged() {
             assert_eq!((share.unwrap(), text.as_str()), (from as f64 / 3.0, "é"));
         }
         assert!(any);
-        assert_eq!(local, Local { rank, size: 3, machines: 1 });
+        assert_eq!(local, Local { rank, size: 3, machines: 1, machine: 0 });
     }
 }
 

@@ -252,7 +252,7 @@ fn step_of(checkpoint: &Path) -> Option<u64> {
 ///
 /// # Errors
 /// Returns an error if the directory is not a checkpoint, or if the state is damaged or inconsistent.
-pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
+pub fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let path = checkpoint.join(STATE);
     if !path.is_file() {
         return Err(TrainError::Checkpoint {

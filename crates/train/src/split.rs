@@ -63,10 +63,16 @@ impl std::fmt::Debug for Split {
 pub(crate) type Gradients = Vec<Option<Rows>>;
 
 impl Split {
+    /// Returns a division with this number of leaves.
+    #[must_use]
+    pub fn new(ranks: Ranks, leaves: usize, sum: GradientSum) -> Self {
+        Self { ranks, leaves, sum, prompts_per_step: None }
+    }
+
     /// Returns a division with one leaf for each rank.
     #[must_use]
     pub fn over(ranks: Ranks) -> Self {
-        Self { leaves: ranks.size(), ranks, sum: GradientSum::Ordered, prompts_per_step: None }
+        Self::new(ranks.clone(), ranks.size(), GradientSum::Ordered)
     }
 
     /// Checks that every rank has the same number of leaves.

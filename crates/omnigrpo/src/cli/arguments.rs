@@ -55,7 +55,7 @@ where
     }
     let print = layer.given.iter().any(|g| g.flag.name == "print_config" && g.value == Value::Bool(true));
     let environment = Environment::read(environment);
-    let several = environment.several_processes.clone();
+    let processes = environment.processes;
     let resolved = resolve(verb.runs(), layer, environment)?;
     if print {
         return Ok(Parsed::Print(print_config(&resolved)));
@@ -74,27 +74,23 @@ where
         .collect();
     missing.extend(rules::needs(verb.runs(), &resolved.settings));
     Problem::all(missing)?;
-    match several {
-        Some(variable) if WRITES.contains(&verb) => Err(Problem::usage(format!(
-            "a launcher started several processes of `{}`",
-            verb.name()
-        ))
-        .got(variable)
-        .expected("one process, because several would do the same work and write the same files")
-        .help(
-            "start the program without the launcher, since one process uses all cores; if the variable is \
-                     left from another job, unset it",
-        )),
-        _ => Ok(Parsed::Run(Box::new(resolved))),
+    if processes > 1 && WRITES.contains(&verb) {
+        return Err(Problem::usage(format!("a launcher started several processes of `{}`", verb.name()))
+            .got(format!("{processes} processes"))
+            .expected("one process, because several would do the same work and write the same files")
+            .help(
+                "start the program without the launcher, since one process uses all cores; if the variables of the \
+                 launcher are left from another job, unset them; only `train` divides its work over processes",
+            ));
     }
+    Ok(Parsed::Run(Box::new(resolved)))
 }
 
 /// Name of the command that shows the help of another command or of a setting.
 const HELP: &str = "help";
 
-/// Verbs that write files.
+/// Verbs that write files as one process.
 const WRITES: &[Verb] = &[
-    Verb::Train,
     Verb::Sft,
     Verb::Generate,
     Verb::Score,

@@ -4,6 +4,7 @@ mod arguments;
 mod bus;
 mod heap;
 pub(crate) mod help;
+mod ranks;
 mod verbs;
 
 use std::ffi::OsString;
@@ -12,10 +13,12 @@ use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
 use omnigrpo_observe::Console;
+use omnigrpo_ranks::Launch;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
 use crate::settings::{Problem, wording};
 use arguments::Parsed;
+use ranks::Started;
 
 /// Runs the program `omnigrpo` with these arguments, of which the first is its name, and returns its exit code.
 ///
@@ -27,17 +30,33 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     bus::write_to_the_limit();
     quiet_guarded_panics();
     let env = |name: &str| std::env::var(name).ok();
-    let console = Console::stderr(wants_colour(env, std::io::stderr().is_terminal()));
+    let args: Vec<OsString> = args.into_iter().collect();
+    let is_first = Launch::read(env).map_or(true, |launch| launch.rank == 0);
+    // The first of several processes speaks for all of them.
+    let console = match is_first {
+        true => Console::stderr(wants_colour(env, std::io::stderr().is_terminal())),
+        false => Console::plain(std::io::sink()),
+    };
     console.word_by(wording::worded);
     show_warnings(&console);
-    let problem = match arguments::parse(args, env) {
+    let problem = match arguments::parse(args.iter().cloned(), env) {
         Ok(Parsed::Print(text)) => {
             // A closed pipe (`| head`) is not an error.
-            let _ = write!(std::io::stdout().lock(), "{text}");
+            if is_first {
+                let _ = write!(std::io::stdout().lock(), "{text}");
+            }
             return ExitCode::SUCCESS;
         }
-        Ok(Parsed::Run(resolved)) => match verbs::run(&resolved, &console) {
-            Ok(()) => return ExitCode::SUCCESS,
+        Ok(Parsed::Run(resolved)) => match ranks::start(&resolved, &args) {
+            Ok(Started::Ended(code)) => return code,
+            Ok(Started::Rank(rank)) => {
+                let problem = verbs::run(&resolved, &console, rank.ranks.clone())
+                    .err()
+                    .map(|error| Problem::from_error(error.as_ref()));
+                rank.end(problem.as_ref());
+                let Some(problem) = problem else { return ExitCode::SUCCESS };
+                problem
+            }
             Err(error) => Problem::from_error(error.as_ref()),
         },
         Err(problem) => problem,

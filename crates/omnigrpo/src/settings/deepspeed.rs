@@ -42,8 +42,8 @@ const PARAMETERS: &str = "all weights are in one process";
 const FIELDS: &[(&str, Field)] = &[
     (
         "train_batch_size",
-        Same("per_device_train_batch_size × gradient_accumulation_steps", |s| {
-            (s.batch.per_device * s.batch.accumulation) as f64
+        Same("per_device_train_batch_size × gradient_accumulation_steps × processes", |s| {
+            (s.batch.per_device * s.batch.accumulation * s.env.processes.max(1)) as f64
         }),
     ),
     ("train_micro_batch_size_per_gpu", Same("per_device_train_batch_size", |s| s.batch.per_device as f64)),
@@ -277,13 +277,10 @@ fn warmup_type(value: &Value, _: &Settings) -> Result<String, String> {
 fn stage(value: &Value, _: &Settings) -> Result<String, String> {
     match value.as_u64() {
         Some(0) => Ok("nothing is sharded".into()),
-        Some(1) => Ok("shards optimizer states over processes; with one process they stay complete".into()),
-        Some(2) => {
-            Ok("shards optimizer states and gradients over processes; with one process they stay complete".into())
+        Some(1..=3) => {
+            Ok("has no effect: every process holds the complete weights, gradients and optimizer state"
+                .into())
         }
-        Some(3) => Ok(
-            "shards optimizer states, gradients and weights over processes; with one process they stay complete".into()
-        ),
         _ => Err("expected 0, 1, 2 or 3".into()),
     }
 }

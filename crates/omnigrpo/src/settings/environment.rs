@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use omnigrpo_ranks::Launch;
+
 /// Values of the environment variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
@@ -11,8 +13,8 @@ pub struct Environment {
     pub wandb_api_key: Option<String>,
     /// `EXP_NAME`, the name of a run that has no other name.
     pub exp_name: Option<String>,
-    /// Variable with which a launcher announces several processes, in the form `NAME=NUMBER`.
-    pub several_processes: Option<String>,
+    /// Number of processes that a launcher started; 0 or 1 without one.
+    pub processes: usize,
     /// File to which completions are logged in the source systems' format: `LOG_PATH` with `DEBUG_MODE`.
     pub debug_log: Option<PathBuf>,
     /// True if `DS_SKIP_CUDA_CHECK` is true. The variable has no effect; a note tells the user so.
@@ -88,15 +90,12 @@ impl Environment {
         let user_cache = user_cache
             .or_else(|| Some(PathBuf::from(get("HOME")?).join(".cache")))
             .unwrap_or_else(|| PathBuf::from(".cache"));
-        let several = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| {
-            let processes: u64 = get(name)?.trim().parse().ok()?;
-            (processes > 1).then(|| format!("{name}={processes}"))
-        });
         Self {
             wandb_disabled: on(&get, "WANDB_DISABLED"),
             wandb_api_key: get("WANDB_API_KEY"),
             exp_name: get("EXP_NAME"),
-            several_processes: several,
+            // A launcher whose variables are wrong is reported where the processes connect.
+            processes: Launch::read(get).map_or(1, |launch| launch.size),
             debug_log: on(&get, "DEBUG_MODE")
                 .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from("grpo_debug.log"), PathBuf::from)),
             ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),

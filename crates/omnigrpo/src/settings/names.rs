@@ -4,7 +4,7 @@ use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
 use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
-use omnigrpo_train::ScheduleKind;
+use omnigrpo_train::{GradientSum, ScheduleKind};
 
 /// A type whose values have names on the command line.
 pub trait Named: Copy + PartialEq + 'static {
@@ -147,6 +147,10 @@ listed!(ScheduleKind:
     "constant_with_warmup" = ScheduleKind::ConstantWithWarmup, "Constant after the warm-up.";
     "linear" = ScheduleKind::Linear, "Linear decrease to 0.";
     "cosine" = ScheduleKind::Cosine, "Half a cosine down to 0.";
+);
+listed!(GradientSum:
+    "ordered" = GradientSum::Ordered, "In a fixed order: the bits do not depend on the number of ranks.";
+    "engine" = GradientSum::Engine, "In the order of MPI: faster; relative differences up to ranks × 6e-8.";
 );
 listed!(Curriculum:
     "off" = Curriculum::None, "in random order";

@@ -284,6 +284,17 @@ pub struct Log {
     pub profile: bool,
 }
 
+/// Processes that train together.
+#[derive(Clone, Debug, Default)]
+pub struct Processes {
+    /// Number of processes that the program starts on this machine; `None` starts none.
+    pub nproc_per_node: Option<usize>,
+    /// Number of gradient leaves; `None` for that of the checkpoint to resume from, else the number of ranks.
+    pub leaves: Option<usize>,
+    /// Address of the first rank for the other machines.
+    pub address: Option<String>,
+}
+
 /// Every setting of one run.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -325,6 +336,8 @@ pub struct Settings {
     pub bench: Bench,
     /// Number of threads; `None` uses all cores.
     pub threads: Option<usize>,
+    /// Processes of the run.
+    pub ranks: Processes,
     /// Environment variables.
     pub env: Environment,
 }
@@ -410,6 +423,7 @@ impl Default for Settings {
                 num_steps: 3,
             },
             threads: None,
+            ranks: Processes::default(),
             env: Environment::default(),
         }
     }
@@ -447,10 +461,12 @@ impl Settings {
     /// Converts the batch of a step to prompts and stores it in the plans.
     fn count_in_prompts(&mut self) -> Result<(), Problem> {
         let Batch { unit, per_device, accumulation, per_generation } = self.batch;
+        // A launcher's processes share a step.
+        let processes = self.env.processes.max(1);
         let each = self.algorithm.num_generations;
         let (at_a_time, prompts) = match unit {
-            BatchUnit::Prompts => (per_device, per_device * accumulation),
-            BatchUnit::Completions if each == 0 || per_device * accumulation % each != 0 => {
+            BatchUnit::Prompts => (per_device, per_device * accumulation * processes),
+            BatchUnit::Completions if each == 0 || per_device * accumulation * processes % each != 0 => {
                 return Err(Problem::usage("the completions of a step do not form complete groups")
                     .got(format!(
                         "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} \
@@ -460,7 +476,7 @@ impl Settings {
                     .help("`--batch_unit prompts` counts prompts, which always form complete groups"));
             }
             BatchUnit::Completions => {
-                let prompts = per_device * accumulation / each;
+                let prompts = per_device * accumulation * processes / each;
                 // Number of complete groups in the given size. It must divide the step.
                 let at_a_time = (per_device / each).max(1);
                 (if prompts.is_multiple_of(at_a_time) { at_a_time } else { 1 }, prompts)

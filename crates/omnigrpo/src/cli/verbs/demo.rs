@@ -62,7 +62,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     }
     let run = resolve(Verb::Train, recipe, settings.env.clone())?;
     let summary = train::run(&run, &context.with(&run.settings), Objective::Reinforce, lock, Box::new(()))?;
-    train::finish(&summary, &run)?;
+    train::finish(&summary, &run, true)?;
     let permuted = permuted(&run, context, &data)?;
     print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
 }

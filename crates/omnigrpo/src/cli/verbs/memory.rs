@@ -188,7 +188,7 @@ pub fn step_time(
     let mut settings = settings.clone();
     settings.limit_completions(completion_tokens);
     settings.algorithm.sampling.min_completion_length = 0;
-    let rollout = settings.run.prompts_per_step * settings.run.steps_per_generation;
+    let rollout = prompts_here(&settings) * settings.run.steps_per_generation;
     // The steps together use every row once.
     let steps = typical.len().div_ceil(rollout).max(1);
     let plans: Vec<MemoryPlan> =
@@ -196,10 +196,15 @@ pub fn step_time(
     Ok(omnigrpo_train::step_time(&outline, &plans, settings.run.num_iterations, rates)?)
 }
 
+/// Returns the number of prompts of a step that this process computes.
+fn prompts_here(settings: &Settings) -> usize {
+    settings.run.prompts_per_step.div_ceil(settings.env.processes.max(1))
+}
+
 /// Returns the memory plan of a step with the rows from index `first`.
 fn plan<'s>(settings: &'s Settings, prepared: &Prepared, longest: &Longest, first: usize) -> MemoryPlan<'s> {
     let Prepared { objective, devices: [device, reference_device], .. } = *prepared;
-    let prompts = settings.run.prompts_per_step;
+    let prompts = prompts_here(settings);
     let rows = match objective {
         Objective::Imitate => prompts,
         Objective::Reinforce => prompts * settings.run.steps_per_generation,

@@ -33,6 +33,7 @@ use omnigrpo_kernels::paths::Path;
 use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 use omnigrpo_ops::Device;
+use omnigrpo_ranks::Ranks;
 
 use crate::settings::Settings;
 use crate::settings::flags::Verb;
@@ -47,6 +48,8 @@ pub struct Context {
     pub console: Console,
     /// Flag that is set when the user or the system requests the program to stop.
     pub stop: Arc<AtomicBool>,
+    /// Processes of the run.
+    pub ranks: Ranks,
     /// Settings that name the checkpoint.
     settings: Settings,
     checkpoint: OnceCell<Checkpoint>,
@@ -56,7 +59,8 @@ pub struct Context {
 impl Context {
     fn new(settings: &Settings, console: Console, stop: Arc<AtomicBool>) -> Self {
         let (checkpoint, device) = (OnceCell::new(), Arc::default());
-        Self { console, stop, settings: settings.clone(), checkpoint, device }
+        let ranks = Ranks::default();
+        Self { console, stop, ranks, settings: settings.clone(), checkpoint, device }
     }
 
     /// Returns the context of a command within this one, with its own settings and checkpoint, on the same device.
@@ -108,7 +112,7 @@ fn in_brackets(why: &str) -> String {
 ///
 /// # Errors
 /// Returns the failure of the command.
-pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
+pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
     // This must precede the start of threads, because instructions are tried in a child process.
     let doubts = omnigrpo_kernels::probe::doubts();
     let activations = resolved.settings.model.quantized_activations;
@@ -123,13 +127,24 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Problem::failure(error.to_string())
             .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
     })?;
+    let local = ranks.local()?;
+    let threads = match resolved.settings.threads {
+        Some(threads) => threads,
+        None if ranks.size() == 1 => 0,
+        None => super::ranks::threads(&ranks, local, console)?,
+    };
     // The pool is built here because at its first use a thread that cannot be started would cause a panic. 0 means one thread per
     // core.
     rayon::ThreadPoolBuilder::new()
-        .num_threads(resolved.settings.threads.unwrap_or(0))
+        .num_threads(threads)
         .build_global()
         .context("the threads of the pool could not be started")?;
-    let context = Context::new(&resolved.settings, console.clone(), Arc::default());
+    let mut resolved = resolved.clone();
+    if local.size > 1 {
+        resolved.settings.model.device = setup::card_of(resolved.settings.model.device, local);
+    }
+    let resolved = &resolved;
+    let context = Context { ranks, ..Context::new(&resolved.settings, console.clone(), Arc::default()) };
     let mut resolved = family::without_idle(resolved, &context)?;
     resolved.notes.extend(doubts);
     let resolved = &resolved;

@@ -11,10 +11,12 @@ use omnigrpo_guard::told;
 use omnigrpo_models::{Model, PromptBuilder, source_digest};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_ops::{Device, ParamDtype};
+use omnigrpo_ranks::Ranks;
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, ResumeFrom, RunPlan, RunSummary, TrainSetup,
+    Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, ResumeFrom, RunPlan, RunSummary, Split,
+    TrainSetup,
 };
 use serde_json::{Map, Value};
 
@@ -23,6 +25,7 @@ use super::memory::Longest;
 use super::notify::{Event, Notifier};
 use super::push::Pusher;
 use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
+use crate::cli::ranks::{LEAVES, leaves, together};
 use crate::settings::Settings;
 use crate::settings::deepspeed;
 use crate::settings::explain::{self, print_config};
@@ -63,23 +66,31 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
             .at("--output_dir")
             .into());
     }
-    let pusher = Pusher::before(settings, context)?;
-    let notifier = Notifier::new(settings, output_dir, &host(), &context.console)?;
-    let lock = take(output_dir)?;
-    let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(notifier.clone())];
+    let (ranks, first) = (&context.ranks, context.ranks.is_first());
+    let pusher = together(ranks, if first { Pusher::before(settings, context) } else { Ok(None) })?;
+    let notifier = || -> Result<_> {
+        Ok(Some(Notifier::new(settings, output_dir, &host(), &context.console)?))
+    };
+    let notifier = together(ranks, if first { notifier() } else { Ok(None) })?;
+    let lock = together(ranks, if first { take(output_dir).map(Some) } else { Ok(None) })?;
+    let lock = lock.unwrap_or_else(|| RunLock::of_first_rank(output_dir));
+    let mut observers: Vec<Box<dyn Observer>> = Vec::new();
+    observers.extend(notifier.clone().map(|notifier| Box::new(notifier) as Box<dyn Observer>));
     observers.extend(pusher.as_ref().map(Pusher::observer));
     let outcome = run(resolved, context, objective, lock, Box::new(observers));
     let (mut event, mut how) = (event(&outcome), ending(&outcome));
     let step = outcome.as_ref().ok().map(|summary| summary.steps);
     let result = outcome.and_then(|summary| {
-        finish(&summary, resolved)?;
+        finish(&summary, resolved, first)?;
         // The push is last, so that the model is written and reported even if the push fails.
         pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps))
     });
     if let (Event::Done, Err(error)) = (event, &result) {
         (event, how) = (Event::Failed, error.to_string());
     }
-    notifier.end(event, &how, step);
+    if let Some(notifier) = notifier {
+        notifier.end(event, &how, step);
+    }
     result
 }
 
@@ -125,9 +136,11 @@ fn host() -> String {
     if failed { "this host".to_owned() } else { String::from_utf8_lossy(&name[..end]).into_owned() }
 }
 
-/// Prints the report. A stopped run is an error with its own exit code.
-pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
-    print(&format!("{}", summary.report))?;
+/// Prints the report, on the first rank. A stopped run is an error with its own exit code.
+pub fn finish(summary: &RunSummary, resolved: &Resolved, first: bool) -> Result<()> {
+    if first {
+        print(&format!("{}", summary.report))?;
+    }
     if !summary.interrupted {
         return Ok(());
     }
@@ -168,8 +181,10 @@ pub fn run(
     lock: RunLock,
     observer: Box<dyn Observer>,
 ) -> Result<RunSummary> {
+    let rank = context.ranks.rank();
     if let Some(path) = &resolved.settings.io.log_file {
-        context.console.log_to(path).map_err(|e| unwritable(lock.root(), &e))?;
+        let path = if rank == 0 { path.clone() } else { path.with_extension(format!("rank-{rank}.txt")) };
+        context.console.log_to(&path).map_err(|e| unwritable(lock.root(), &e))?;
     }
     for note in &resolved.notes {
         context.console.log(note);
@@ -179,7 +194,8 @@ pub fn run(
             "warning: this file system has no locks, so a second run in the same directory would not be detected",
         );
     }
-    let page = watch::beside(&resolved.settings, lock.root(), context)?;
+    let page = if rank == 0 { watch::beside(&resolved.settings, lock.root(), context) } else { Ok(None) };
+    let page = together(&context.ranks, page)?;
     let outcome = run_logged(resolved, context, objective, lock, observer);
     if let Some(page) = &page {
         page.end(&ending(&outcome));
@@ -322,7 +338,8 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         data::check_before(settings, context, &dataset, &prompts, cache, asked)?
     };
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
-    if scored {
+    // The first rank scores for all.
+    if scored && context.ranks.is_first() {
         let usable = rows.iter().copied().filter(|row| !bad.contains(row));
         setup::probe_rewards(&rewards, &dataset, usable, &prompts)?;
     }
@@ -330,7 +347,7 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     if let Some(problem) = data::ask_before_evaluation(context, &eval_dataset, &eval_rows, &rewards) {
         context.console.line(&format!("in evaluations: {problem}"));
     }
-    if !scored {
+    if !scored && context.ranks.is_first() {
         setup::probe_rewards(&rewards, &eval_dataset, eval_rows.iter().copied(), &prompts)?;
     }
     if scored || !eval_rows.is_empty() {
@@ -415,16 +432,24 @@ fn run_logged(
     observer: Box<dyn Observer>,
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
-    find_checkpoint(settings, lock.root())?;
-    let prepared = prepare(settings, context, objective, &lock.root().join(".cache"))?;
+    let ranks = &context.ranks;
+    let prepared = || {
+        find_checkpoint(settings, lock.root())?;
+        let prepared = prepare(settings, context, objective, &lock.root().join(".cache"))?;
+        plan::foresee(resolved, context.checkpoint()?, &prepared)?;
+        Ok(prepared)
+    };
+    // The first rank fills the caches of downloads and checks, which the others then read.
+    let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
+    let prepared = together(ranks, own.map_or_else(prepared, Ok))?;
     let checkpoint = context.checkpoint()?;
-    plan::foresee(resolved, checkpoint, &prepared)?;
     let Prepared {
         devices, prompts, shuffled, dataset, rows, rewards, corpus, eval, bad_rows, longest, ..
     } = prepared;
     // If kept, it would hold its decoded media during the complete run.
     drop(longest);
-    let model = setup::trained_model(settings, checkpoint, devices[0])?;
+    let model = together(ranks, setup::trained_model(settings, checkpoint, devices[0]))?;
+    let leaves = together(ranks, leaves(settings, ranks, lock.root()))?;
     let selection = setup::selection(settings, checkpoint.family());
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
@@ -432,7 +457,7 @@ fn run_logged(
         context.console.line(&format!("run {name}"));
     }
     describe(context, &model, &dataset, usable, &prompts);
-    context.console.line(&step_takes(settings, objective));
+    context.console.line(&step_takes(settings, objective, ranks));
     install_signals(context)?;
     let files = [("config.yaml", print_config(resolved).into_bytes())]
         .into_iter()
@@ -441,7 +466,7 @@ fn run_logged(
         objective,
         debug_log: settings.env.debug_log.clone().map(DebugLog::new),
         files: files.collect(),
-        fingerprint: fingerprint(resolved, &model, &dataset)?,
+        fingerprint: together(ranks, fingerprint(resolved, &model, &dataset, leaves))?,
         bad_rows,
         command: Some(explain::command(resolved)),
         curves: Some(omnigrpo_watch::curves),
@@ -455,7 +480,10 @@ fn run_logged(
         rows,
         eval,
         rewards,
-        algorithm: settings.algorithm.clone(),
+        algorithm: Algorithm {
+            split: Split::new(ranks.clone(), leaves, settings.algorithm.split.sum),
+            ..settings.algorithm.clone()
+        },
         optimizer: settings.optimizer.clone(),
         selection,
         reference_device: devices[1],
@@ -466,7 +494,7 @@ fn run_logged(
     };
     profile::enable(settings.log.profile);
     let summary = omnigrpo_train::train(setup, &context.console, &context.stop)?;
-    if settings.log.profile {
+    if settings.log.profile && ranks.is_first() {
         print(&profile::table(&profile::take(), summary.steps_here))?;
     }
     Ok(summary)
@@ -510,11 +538,23 @@ fn eval_options(settings: &Settings) -> EvalOptions {
 
 /// Returns every setting that must not change when a run resumes, and digests of the models, the dataset and the files of
 /// rewards.
-fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
+fn fingerprint(
+    resolved: &Resolved,
+    model: &Model,
+    dataset: &Dataset,
+    leaves: usize,
+) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     for (flag, value) in resolved.values.binding(resolved.verb) {
         let is_path = matches!(flag.kind, Kind::Path | Kind::Paths(_));
         out.insert(flag.name.to_owned(), if is_path { real_paths(value) } else { value });
+    }
+    // A step has as many prompts on another number of processes with as many more or fewer batches.
+    if let Some(batches) = out.get_mut("gradient_accumulation_steps") {
+        *batches = (resolved.settings.batch.accumulation * resolved.settings.env.processes.max(1)).into();
+    }
+    if leaves > 1 {
+        out.insert(LEAVES.into(), leaves.into());
     }
     let mut sources = vec![("the model", model.dir().to_owned())];
     sources.extend(resolved.settings.model.adapter.clone().map(|dir| ("the adapter", dir)));
@@ -581,7 +621,12 @@ fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, pr
     console.line(&format!("training on {rows} of {} rows", dataset.len()));
 }
 
-fn step_takes(settings: &Settings, objective: Objective) -> String {
+fn step_takes(settings: &Settings, objective: Objective, ranks: &Ranks) -> String {
+    let one = one_process_takes(settings, objective);
+    if ranks.size() == 1 { one } else { format!("{one}, on {} ranks ({})", ranks.size(), ranks.engine()) }
+}
+
+fn one_process_takes(settings: &Settings, objective: Objective) -> String {
     let prompts = settings.run.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
     let each = match settings.algorithm.num_generations {

@@ -1,7 +1,10 @@
 //! The program itself.
 
+use omnigrpo_train::GradientSum;
+
 use super::*;
-use Kind::{Bool, Choice, Path};
+use crate::settings::names::words;
+use Kind::{Bool, Choice, Path, Text};
 
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
@@ -36,6 +39,24 @@ pub const FLAGS: &[Flag] = &[
         &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Export, Doctor, Demo, Bench],
     )
     .help("Threads for computing.")
-    .unset("all cores")
+    .unset("all cores, divided by the ranks of this machine")
     .free(Verb::ALL),
+    row("nproc_per_node", int(1, 4096), at!(ranks.nproc_per_node), &[Train])
+        .help("Processes to start on this machine with `mpirun`. They train together and divide each step.")
+        .unset("one process, or those of the launcher (`mpirun`, `srun`, `torchrun`)")
+        .alias(&["num_processes"])
+        .free(Verb::ALL),
+    row("gradient_leaves", int(1, 65_536), at!(ranks.leaves), &[Train])
+        .help(
+            "Parts of a step whose gradients are summed as a tree. A multiple of the number of processes. Runs with \
+             equal numbers give equal bits on 1, 2, 4 … processes.",
+        )
+        .unset("as in the checkpoint to resume from, else one for each process")
+        .free(Verb::ALL),
+    row("gradient_sum", Choice(words::<GradientSum>), at!(algorithm.split.sum), &[Train])
+        .help("Order in which the gradients of several processes are summed."),
+    row("rank_address", Text, at!(ranks.address), &[Train])
+        .help("IP address of the first process for the processes on other machines.")
+        .unset("that of the interface that leads to them")
+        .free(Verb::ALL),
 ];

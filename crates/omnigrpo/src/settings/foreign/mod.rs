@@ -51,7 +51,7 @@ const TRACKERS: &[&str] = &[
     "trackio",
 ];
 
-const ONE_PROCESS: &str = "the run is one process";
+const COMPLETE: &str = "every process holds the complete weights, gradients and optimizer state";
 const IN_PROCESS: &str = "completions are sampled in the same process with the trained weights";
 const OWN_KERNELS: &str = "the program uses only its own kernels";
 const READ_AHEAD: &str = "rows are read ahead on other threads";
@@ -154,7 +154,7 @@ const TABLE: &[Row] = &[
     (&["logging_dir"], |_| Dropped("logs are in the run directory")),
     (&["disable_tqdm"], |_| Dropped("a terminal always shows the bar; a pipe or a file gets lines")),
     (&["ddp_timeout", "ddp_find_unused_parameters", "ds3_gather_for_generation", "local_rank"], |_| {
-        Dropped(ONE_PROCESS)
+        Dropped(COMPLETE)
     }),
     (&["use_vllm", "vllm_*"], |_| Dropped(IN_PROCESS)),
 ];

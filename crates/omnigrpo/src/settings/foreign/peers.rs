@@ -5,7 +5,7 @@
 //! `FastVisionModel.get_peft_model` of Unsloth.
 
 use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Refused};
-use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
+use super::{COMPLETE, IN_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
 
 const WHOLE_ROWS: &str = "rows that are too long are skipped; `max_prompt_length` sets the limit";
 const NO_SPLIT: &str =
@@ -92,7 +92,7 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["max_length", "truncation_strategy", "max_seq_length"], |_| Dropped(WHOLE_ROWS)),
     (&["dataset_num_proc", "load_from_cache_file", "streaming"], |_| Dropped(READ_AHEAD)),
-    (&["sequence_parallel_size", "deepspeed_autotp_size"], |_| Dropped(ONE_PROCESS)),
+    (&["sequence_parallel_size", "deepspeed_autotp_size"], |_| Dropped(COMPLETE)),
     (&["add_version", "check_model", "create_checkpoint_symlink", "strict"], |_| Dropped(WHERE)),
     (&["ref_model", "ref_adapters", "ref_model_type", "ref_model_revision"], |v| {
         off(v, "leave it out: the reference is the model that training begins with")

@@ -2,7 +2,7 @@
 //! of the cold start of R1-Omni, other than those in its launch scripts.
 
 use super::Fate::{Becomes, BecomesAll, Dropped, Refused};
-use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
+use super::{COMPLETE, IN_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
 
 const ADAMW: &str =
     "leave it out: the only optimizer is AdamW, with `adam_beta1`, `adam_beta2` and `adam_epsilon`";
@@ -36,7 +36,7 @@ pub(super) const TABLE: &[Row] = &[
             "ignore_bias_buffers",
             "zero_hpz_partition_size",
         ],
-        |_| Dropped(ONE_PROCESS),
+        |_| Dropped(COMPLETE),
     ),
     (&["label_smoothing_factor", "label_smoothing"], |v| off(v, "leave it out: labels are never smoothed")),
     (&["bf16_full_eval", "fp16_full_eval"], |_| {

@@ -4,9 +4,21 @@ use std::path::Path;
 
 use omnigrpo_gpu::Error as GpuError;
 use omnigrpo_ops::{Card, Device};
+use omnigrpo_ranks::Local;
 
 use crate::settings::problem::Problem;
 use crate::settings::{DeviceChoice, Settings};
+
+/// Returns the device of one of several processes on a machine: the card with its number, if cards are used.
+pub fn card_of(choice: DeviceChoice, local: Local) -> DeviceChoice {
+    let has_cards = || omnigrpo_gpu::survey().is_ok_and(|survey| !survey.cards.is_empty());
+    let card = || u16::try_from(local.rank).map_or(choice, DeviceChoice::Cuda);
+    match choice {
+        DeviceChoice::Cuda(_) => card(),
+        DeviceChoice::Auto if has_cards() => card(),
+        other => other,
+    }
+}
 
 /// Opens a device. Returns it with a short description of the device or of the reason for choosing it. The description is empty
 /// for a

@@ -7,7 +7,7 @@ mod prompts;
 mod rewards;
 mod rows;
 
-pub use device::{is_at, no_cards, open_device};
+pub use device::{card_of, is_at, no_cards, open_device};
 pub use hub::{hub, named_dir, progress};
 pub use model::{
     check_router, checkpoint, checkpoint_dir, model, model_to_change, selection, trained_model,

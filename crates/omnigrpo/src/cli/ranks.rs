@@ -1,0 +1,263 @@
+//! Start and end of a run with several processes, the ranks.
+//!
+//! A launcher of MPI starts the ranks, and they connect here. For `--nproc_per_node`, and for `torchrun` and its relatives, which
+//! provide no MPI, one process starts `mpirun` and waits for it.
+
+use std::ffi::OsString;
+use std::net::IpAddr;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_observe::Console;
+use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks};
+use omnigrpo_train::checkpoint;
+
+use crate::settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
+use crate::settings::values::Resolved;
+use crate::settings::{Settings, flags::Verb};
+
+/// Longest wait for the other ranks after a failure of this one.
+const FAREWELL: Duration = Duration::from_secs(10);
+/// Longest wait for the process that starts `mpirun`.
+const MEETING: Duration = Duration::from_secs(60);
+
+/// This process as a rank.
+pub struct Rank {
+    pub ranks: Ranks,
+    lifeline: Option<Lifeline>,
+}
+
+/// Result of starting.
+pub enum Started {
+    /// This process is a rank.
+    Rank(Rank),
+    /// Other processes were the ranks, and they have ended with this code.
+    Ended(ExitCode),
+}
+
+/// Connects this process with the other ranks, or starts them with the words of the command line and waits for their end.
+pub fn start(resolved: &Resolved, words: &[OsString]) -> Result<Started> {
+    let alone = Started::Rank(Rank { ranks: Ranks::default(), lifeline: None });
+    if resolved.verb != Verb::Train || resolved.settings.io.dry_run {
+        return Ok(alone);
+    }
+    let launch = Launch::read(|name| std::env::var(name).ok())?;
+    let wanted = resolved.settings.ranks.nproc_per_node;
+    match (launch.launcher, wanted) {
+        (Launcher::None, None | Some(1)) => Ok(alone),
+        (Launcher::None, Some(size)) => Ok(Started::Ended(exit_code(mpirun(size, words)?))),
+        (_, Some(size)) if size != launch.size => {
+            Err(Problem::usage("the launcher has started the processes")
+                .got(format!("{} processes, `nproc_per_node` {size}", launch.size))
+                .expected("equal numbers, or no `nproc_per_node`")
+                .at("--nproc_per_node")
+                .into())
+        }
+        (Launcher::Torch, _) => {
+            if launch.local_size < launch.size {
+                return Err(Problem::usage(
+                    "torchrun and its relatives cannot start ranks on several machines",
+                )
+                .got(format!("{} processes, {} of them on this machine", launch.size, launch.local_size))
+                .expected("a launcher of MPI")
+                .help(format!("write `mpirun -n {} --host HOST,HOST … omnigrpo train …`", launch.size))
+                .into());
+            }
+            Ok(Started::Ended(exit_code(beside_torch(&launch, words)?)))
+        }
+        _ => connect(&launch, &resolved.settings).map(Started::Rank),
+    }
+}
+
+fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(EXIT_FAILURE))
+}
+
+/// Connects the ranks, and ends this process if another rank is lost.
+fn connect(launch: &Launch, settings: &Settings) -> Result<Rank> {
+    let address = settings.ranks.address.as_deref().map(str::parse::<IpAddr>).transpose();
+    let address = address.map_err(|_| {
+        Problem::usage("wrong value for `rank_address`")
+            .got(settings.ranks.address.clone().unwrap_or_default())
+            .expected("an IP address of the first process's machine")
+            .at("--rank_address")
+    })?;
+    let ranks = launch.connect()?;
+    let who = format!("process {}", std::process::id());
+    let lifeline = Lifeline::new(&ranks, &who, address, |what| {
+        use std::io::Write as _;
+        // One write, because all ranks write to the same terminal.
+        let text = format!(
+            "error: the run has ended: {what}\n  help: the last checkpoint is complete; repeat the command to resume from it\n"
+        );
+        let _ = std::io::stderr().write_all(text.as_bytes());
+        // SAFETY: the call has no preconditions. Handlers of MPI that `exit` would call wait for the lost rank.
+        unsafe { libc::_exit(EXIT_FAILURE.into()) };
+    })?;
+    Ok(Rank { ranks, lifeline: Some(lifeline) })
+}
+
+impl Rank {
+    /// Ends this rank together with the others. If it has failed and the others do not arrive, it reports `failure` and ends them.
+    pub fn end(self, failure: Option<&Problem>) {
+        let Self { ranks, lifeline } = self;
+        if let Some(problem) = failure.cloned().filter(|_| ranks.size() > 1) {
+            let rank = ranks.rank();
+            let watch = move || {
+                std::thread::sleep(FAREWELL);
+                use std::io::Write as _;
+                let _ = std::io::stderr().write_all(format!("rank {rank}: {problem}\n").as_bytes());
+                // SAFETY: the call has no preconditions. The other ranks learn from the closed connection that this one has ended.
+                unsafe { libc::_exit(problem.exit_code().into()) };
+            };
+            drop(std::thread::Builder::new().name("farewell".to_owned()).spawn(watch));
+        }
+        // A failure of the barrier changes nothing: this rank has ended either way.
+        let _ = ranks.barrier();
+        drop(lifeline);
+    }
+}
+
+/// Returns the result of this rank if no rank has failed, else the failure of the first rank that has one.
+pub fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
+    if ranks.size() == 1 {
+        return own;
+    }
+    let problem = own.as_ref().err().map(|error| Problem::from_error(error.as_ref()));
+    let told = problem.as_ref().map(|problem| (problem.exit_code(), problem.to_string()));
+    let all: Vec<Option<(u8, String)>> = ranks.share(told)?;
+    let first = all.into_iter().enumerate().find_map(|(rank, told)| Some((rank, told?)));
+    match first.filter(|(rank, _)| *rank != ranks.rank()) {
+        None => own,
+        Some((rank, (code, text))) => {
+            let what = format!("rank {rank}: {}", text.trim_start_matches("error: "));
+            Err(match code {
+                EXIT_USAGE => Problem::usage(what),
+                EXIT_STOPPED => Problem::stopped(what),
+                _ => Problem::failure(what),
+            }
+            .into())
+        }
+    }
+}
+
+/// Returns the number of threads of a rank: the cores that it may use, divided by the ranks that may use the same cores. Warns if a
+/// launcher has bound ranks to single cores.
+pub fn threads(ranks: &Ranks, local: Local, console: &Console) -> Result<usize> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let cores = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
+    let own = (local.machine, cores.trim().to_owned());
+    let usable = std::thread::available_parallelism().map_or(1, usize::from);
+    let all = ranks.share(own.clone())?;
+    let sharing = all.iter().filter(|other| **other == own).count().max(1);
+    // SAFETY: the call has no preconditions.
+    let of_machine = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    if usable == 1 && usize::try_from(of_machine).is_ok_and(|cores| cores >= 2 * local.size) {
+        console.warning(&format!(
+            "warning: the launcher has bound each process to one of {of_machine} cores; `mpirun --bind-to none` gives them all cores"
+        ));
+    }
+    Ok((usable / sharing).max(1))
+}
+
+/// Returns the number of gradient leaves: the given one, that of the checkpoint from which the run resumes, or that of the ranks.
+pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &std::path::Path) -> Result<usize> {
+    use omnigrpo_train::ResumeFrom;
+    if let Some(given) = settings.ranks.leaves {
+        return Ok(given);
+    }
+    let newest = || Ok::<_, anyhow::Error>(checkpoint::list(output_dir)?.pop().map(|(_, path)| path));
+    let path = match &settings.run.resume {
+        ResumeFrom::Start => None,
+        ResumeFrom::Path(path) => Some(path.clone()),
+        ResumeFrom::Newest | ResumeFrom::Must => newest()?,
+    };
+    // A checkpoint that cannot be read is reported when the run resumes.
+    let state = path.and_then(|path| checkpoint::read_state(&path).ok());
+    let saved =
+        state.map(|state| state.fingerprint.get(LEAVES).and_then(serde_json::Value::as_u64).unwrap_or(1));
+    let saved = saved.map(|leaves| leaves as usize).filter(|leaves| leaves.is_multiple_of(ranks.size()));
+    Ok(saved.unwrap_or(ranks.size()))
+}
+
+/// Name of the number of leaves in a checkpoint. One leaf has no entry.
+pub const LEAVES: &str = "gradient_leaves";
+
+/// Starts this program as `size` ranks and returns the exit code of `mpirun`. A signal to stop is passed on as SIGUSR1, because
+/// `mpirun` kills its processes a second after any other one.
+fn mpirun(size: usize, words: &[OsString]) -> Result<i32> {
+    use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+    let program = std::env::current_exe().context("the path of the program is unknown")?;
+    let path = std::env::var("PATH").unwrap_or_default();
+    let mut command: Command =
+        Mpirun::find(&path)?.command(size, &program, words.get(1..).unwrap_or_default());
+    // Ctrl-C of a terminal must not reach `mpirun`.
+    let mut child = command.process_group(0).spawn().context("mpirun could not be started")?;
+    let id = i32::try_from(child.id()).context("the process of mpirun has no id")?;
+    use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGUSR1])
+        .context("signals cannot be handled")?;
+    let pass_on = move || {
+        for _ in &mut signals {
+            // SAFETY: the call sends a signal to the process that this one has started.
+            unsafe { libc::kill(id, SIGUSR1) };
+        }
+    };
+    std::thread::Builder::new().name("signals".to_owned()).spawn(pass_on).context("no thread for signals")?;
+    let status = child.wait().context("mpirun cannot be waited for")?;
+    Ok(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)))
+}
+
+/// Lets one of the processes of `torchrun` start `mpirun`; the others wait for it and end with its exit code.
+fn beside_torch(launch: &Launch, words: &[OsString]) -> Result<i32> {
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::net::{UnixListener, UnixStream};
+    let folder = std::env::temp_dir().join(format!(
+        "omnigrpo-{}",
+        // SAFETY: the call has no preconditions.
+        unsafe { libc::geteuid() }
+    ));
+    std::fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+    omnigrpo_guard::cache::own_folder(&folder).with_context(|| format!("{}", folder.display()))?;
+    let port = std::env::var("MASTER_PORT").unwrap_or_default();
+    let port: String = port.chars().filter(char::is_ascii_digit).collect();
+    // The processes of one launcher have the same parent.
+    let place = folder.join(format!("torch-{}-{port}", std::os::unix::process::parent_id()));
+    if launch.local_rank > 0 {
+        let until = std::time::Instant::now() + MEETING;
+        let mut stream = loop {
+            match UnixStream::connect(&place) {
+                Ok(stream) => break stream,
+                Err(_) if std::time::Instant::now() < until => std::thread::sleep(Duration::from_millis(50)),
+                Err(error) => {
+                    return Err(error)
+                        .context("the process with LOCAL_RANK 0 has not started mpirun within 60 s");
+                }
+            }
+        };
+        let mut code = [EXIT_FAILURE];
+        // Without a code the first process was killed.
+        let _ = stream.read_exact(&mut code);
+        return Ok(code[0].into());
+    }
+    drop(std::fs::remove_file(&place));
+    let listener = UnixListener::bind(&place).with_context(|| format!("{}", place.display()))?;
+    let waiting = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let accepted = std::sync::Arc::clone(&waiting);
+    let accept = move || {
+        for stream in listener.incoming().flatten() {
+            accepted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(stream);
+        }
+    };
+    std::thread::Builder::new().name("torch".to_owned()).spawn(accept).context("no thread for torchrun")?;
+    let code = mpirun(launch.size, words);
+    drop(std::fs::remove_file(&place));
+    let told = *code.as_ref().unwrap_or(&i32::from(EXIT_FAILURE));
+    let told = u8::try_from(told).unwrap_or(EXIT_FAILURE);
+    for stream in waiting.lock().unwrap_or_else(std::sync::PoisonError::into_inner).iter_mut() {
+        // A process that is gone needs no code.
+        let _ = stream.write_all(&[told]);
+    }
+    code
+}
