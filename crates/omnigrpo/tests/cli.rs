@@ -791,20 +791,45 @@ mod sources {
 }
 
 #[test]
-fn a_launcher_with_several_processes_is_refused() {
-    let args = ["train", "--model", "m", "--output_dir", "o", "--train_file", "r.jsonl"];
-    for variable in ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"] {
-        let output = run_in(Path::new("."), &[(variable, "2"), ("RANK", "0")], &args);
+fn a_launcher_with_several_processes_is_refused_by_commands_that_do_not_divide_their_work() {
+    let args = ["sft", "--model", "m", "--output_dir", "o", "--train_file", "r.jsonl"];
+    for [size, rank] in [["WORLD_SIZE", "RANK"], ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]] {
+        let output = run_in(Path::new("."), &[(size, "2"), (rank, "0")], &args);
         let error = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{error}");
-        let got = format!("got: {variable}=2");
-        assert!(error.contains("a launcher started several processes") && error.contains(&got), "{error}");
+        let got = "got: 2 processes";
+        assert!(error.contains("a launcher started several processes") && error.contains(got), "{error}");
+        // One process speaks for all.
+        let second = run_in(Path::new("."), &[(size, "2"), (rank, "1")], &args);
+        assert_eq!((second.status.code(), second.stderr.len()), (Some(2), 0));
     }
     // A launcher with one process is accepted, and so are several processes of a command that writes nothing.
     let dir = tempfile::tempdir().unwrap();
     let output = run_in(dir.path(), &[("WORLD_SIZE", "1"), ("HF_HUB_OFFLINE", "1")], &args);
     assert!(!String::from_utf8(output.stderr).unwrap().contains("launcher"));
     assert!(run_in(Path::new("."), &[("WORLD_SIZE", "2")], &["rewards", "list"]).status.success());
+}
+
+#[test]
+fn a_launcher_that_cannot_start_a_run_gets_the_line_to_type() {
+    let told = |variables: &[(&str, &str)], more: &[&str]| {
+        let args = ["train", "--model", "m", "--output_dir", "o", "--train_file", "r.jsonl"];
+        let output = run_in(Path::new("."), variables, &[&args, more].concat());
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let srun = told(&[("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", "0")], &[]);
+    assert!(srun.contains("srun --mpi=pmix") && srun.contains("--mpi=pmi2"), "{srun}");
+    let torn = told(&[("WORLD_SIZE", "2")], &[]);
+    assert!(torn.contains("RANK: got no value, expected a number below 2"), "{torn}");
+    let none = told(&[("PATH", "/nonexistent")], &["--nproc_per_node", "2"]);
+    assert!(none.contains("no mpirun") && none.contains("apt install openmpi-bin"), "{none}");
+    let unequal =
+        told(&[("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")], &["--nproc_per_node", "4"]);
+    assert!(unequal.contains("2 processes, `nproc_per_node` 4"), "{unequal}");
+    let machines = [("WORLD_SIZE", "4"), ("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")];
+    let torch = told(&machines, &[]);
+    assert!(torch.contains("mpirun -n 4 --host"), "{torch}");
 }
 
 #[test]

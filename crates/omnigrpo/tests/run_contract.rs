@@ -274,11 +274,11 @@ fn deepspeed_files_are_explained_field_by_field() {
     let line = format!("{TRAIN} --max_steps 1 --output_dir");
     let two = place.run_with(&format!("{line} two --deepspeed"), &[&example("zero2.json")]).ok().stderr;
     for part in [
-        "zero_optimization.stage = 2: shards optimizer states and gradients over processes; with one process they stay complete",
+        "zero_optimization.stage = 2: has no effect: every process holds the complete weights, gradients and optimizer state",
         "zero_optimization.offload_optimizer.device = \"cpu\": the state is in host memory, as always on a CPU",
-        "zero_optimization.overlap_comm = false: no effect: a run is one process, so nothing is communicated",
+        "zero_optimization.overlap_comm = false: no effect: gradients are summed after the backward pass, weight by weight",
         "gradient_clipping = \"auto\": max_grad_norm = 1",
-        "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps = 1",
+        "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps × processes = 1",
         "fp16.enabled = \"auto\": off: fp16 training is unsupported",
     ] {
         assert!(two.contains(part), "`{part}` is not in\n{two}");

@@ -1,6 +1,6 @@
 //! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
 //!
-//! A run is one process, so nothing is sharded, and communication buffers have no counterpart. A number that is in both the file
+//! Nothing is sharded over processes, and communication buffers have no counterpart. A number that is in both the file
 //! and the settings must be the same in both, as in the `transformers` trainer. `auto` takes the value of the setting. An
 //! unsupported field is an error, and so is a field that is not in the table. Fields:
 //! <https://www.deepspeed.ai/docs/config-json/>.
@@ -33,10 +33,10 @@ enum Field {
 
 use Field::{ByDevice, NoEffect, Read, Same, SameList};
 
-const COMMUNICATION: &str = "a run is one process, so nothing is communicated";
+const COMMUNICATION: &str = "gradients are summed after the backward pass, weight by weight";
 const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
 const PINNED: &str = "there is only one way to allocate host memory";
-const PARAMETERS: &str = "all weights are in one process";
+const PARAMETERS: &str = "every process holds all weights";
 
 /// Every known field by its path.
 const FIELDS: &[(&str, Field)] = &[

@@ -20,7 +20,7 @@ const TEMPLATE: &str = "the checkpoint's chat template formats the prompts";
 const IN_CHECKPOINT: &str = "the checkpoint's files set it";
 const PARTS: &str = "use the `tune_mm_` settings, and `trainable_patterns` for some weights of a part";
 const LENGTHS: &str = "leave it out: the reward uses the constants of its source (`omnigrpo rewards list`)";
-const ONE_MACHINE: &str = "the run is one process on one machine";
+const ONE_MACHINE: &str = "a launcher or `nproc_per_node` starts several processes";
 
 const SPLITS: &str =
     "only a single name may have a split; put several names into `dataset_use`, each with its own split";
