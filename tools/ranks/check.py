@@ -89,7 +89,7 @@ def torch(command):
     for rank in range(2):
         own = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         environment = {**os.environ, **ROOT, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        started.append(subprocess.Popen(command, env=environment))
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     for process in started:
         status = process.wait(LIMIT_SECS)
         expect(status == 0, f"a process of torchrun ended with status {status}")

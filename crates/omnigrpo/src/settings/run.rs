@@ -466,7 +466,9 @@ impl Settings {
         let each = self.algorithm.num_generations;
         let (at_a_time, prompts) = match unit {
             BatchUnit::Prompts => (per_device, per_device * accumulation * processes),
-            BatchUnit::Completions if each == 0 || per_device * accumulation * processes % each != 0 => {
+            BatchUnit::Completions
+                if each == 0 || !(per_device * accumulation * processes).is_multiple_of(each) =>
+            {
                 return Err(Problem::usage("the completions of a step do not form complete groups")
                     .got(format!(
                         "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} \

@@ -68,9 +68,8 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
     }
     let (ranks, first) = (&context.ranks, context.ranks.is_first());
     let pusher = together(ranks, if first { Pusher::before(settings, context) } else { Ok(None) })?;
-    let notifier = || -> Result<_> {
-        Ok(Some(Notifier::new(settings, output_dir, &host(), &context.console)?))
-    };
+    let notifier =
+        || -> Result<_> { Ok(Some(Notifier::new(settings, output_dir, &host(), &context.console)?)) };
     let notifier = together(ranks, if first { notifier() } else { Ok(None) })?;
     let lock = together(ranks, if first { take(output_dir).map(Some) } else { Ok(None) })?;
     let lock = lock.unwrap_or_else(|| RunLock::of_first_rank(output_dir));
