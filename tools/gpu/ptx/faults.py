@@ -81,7 +81,7 @@ FAULTS = [
         "linear",
         "X_LINE = DEPTH<BITS> + 8",
         "X_LINE = DEPTH<BITS> + 16",
-        "a_row_has_the_same_bits_in_every_batch",
+        "edges::sums_that_use_each_stage_again",
         r"in shared memory, of which the launch has \d+",
     ),
     Fault(

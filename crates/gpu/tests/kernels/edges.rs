@@ -694,3 +694,14 @@ fn a_product_of_no_terms() {
         gpu.check().unwrap();
     }
 }
+
+/// Sums that are so long that each of the four stages of copies is filled twice in every part.
+#[test]
+fn sums_that_use_each_stage_again() {
+    let (n, k) = (5, 4360);
+    let (x, w) = (noise(17 * k, 1), noise(n * k, 2));
+    let all = few(0, &x, &w, [n, k], Dtype::Bf16);
+    for (schedule, rows) in [(1, 7), (2, 9), (1, 12), (2, 15)] {
+        assert_eq!(few(schedule, &x[..rows * k], &w, [n, k], Dtype::Bf16), all[..rows * (n + 2)]);
+    }
+}
