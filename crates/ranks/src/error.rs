@@ -28,6 +28,12 @@ pub enum Error {
         /// Command line that works.
         line: String,
     },
+    /// No `mpirun` that can be run.
+    #[error(
+        "several processes need an MPI, and PATH has no mpirun of Open MPI, MPICH or Intel MPI; install one \
+         (`apt install openmpi-bin`, `apt install mpich` or `pip install mpich`)"
+    )]
+    NoMpirun,
     /// No library of the engine that can be loaded.
     #[error(
         "no MPI library can be loaded ({tried}); install Open MPI or MPICH, or set {variable} to the path of a library"

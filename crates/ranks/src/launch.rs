@@ -84,8 +84,7 @@ impl Launch {
         if get("PMIX_RANK").is_none() {
             return Err(Error::Launcher {
                 what: format!("srun started {size} processes without an MPI that connects them"),
-                line: "srun --mpi=pmix … for Open MPI, or srun --mpi=pmi2 … for MPICH and Intel MPI"
-                    .to_owned(),
+                line: "srun --mpi=pmix …` (Open MPI) or `srun --mpi=pmi2 …".to_owned(),
             });
         }
         Ok(Self { launcher: Launcher::OpenMpi, rank, size, local_rank: 0, local_size: size })
@@ -134,11 +133,7 @@ impl Mpirun {
         if let Some(found) = programs.filter(|program| program.is_file()).find_map(Self::at) {
             return Ok(found);
         }
-        Err(Error::Launcher {
-            what: "several processes need an MPI, and PATH has no mpirun of Open MPI, MPICH or Intel MPI"
-                .to_owned(),
-            line: "apt install openmpi-bin, or pip install mpich; then repeat the command".to_owned(),
-        })
+        Err(Error::NoMpirun)
     }
 
     /// Returns the `mpirun` at a path; `None` if it does not belong to a known MPI.
