@@ -1,0 +1,766 @@
+// A stand-in for libcuda.so.1, which runs kernels on the CPU and checks every call.
+//
+// Memory of a device is memory of the host between two inaccessible pages. New memory is filled with 0xff, which is NaN. Kernels come from the
+// objects that this library is linked with, by the name of the file that a module states. They run at once, on the
+// scheduler of crates/gpu/emu. A call that a real driver refuses, or that leads to undefined behaviour, is a complaint:
+// a line of the report and of standard error. README.md lists the settings.
+#include "stand_in.hpp"
+#include "emu.hpp"
+#include <csignal>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+
+/// Values of CUresult.
+enum Result {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    NO_BINARY_FOR_GPU = 209,
+    INVALID_PTX = 218,
+    UNSUPPORTED_PTX_VERSION = 222,
+    NOT_FOUND = 500,
+    ILLEGAL_ADDRESS = 700,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
+    STREAM_CAPTURE_INVALIDATED = 901,
+};
+
+/// Values of CUdevice_attribute.
+enum Attribute {
+    MAX_SHARED_MEMORY_PER_BLOCK = 8,
+    MULTIPROCESSOR_COUNT = 16,
+    ECC_ENABLED = 32,
+    COMPUTE_CAPABILITY_MAJOR = 75,
+    COMPUTE_CAPABILITY_MINOR = 76,
+    MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
+    MEMORY_POOLS_SUPPORTED = 115,
+};
+
+constexpr int FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE = 8;
+constexpr int MEMPOOL_ATTRIBUTE_RELEASE_THRESHOLD = 4;
+/// Shared memory that a block may use without asking for more.
+constexpr unsigned DEFAULT_SHARED = 48 << 10;
+constexpr size_t PAGE = 4096, ALIGNMENT = 256;
+/// Content of the bytes between the end of an allocation and its guard page.
+constexpr unsigned char TAIL = 0xa5;
+
+/// The described hardware.
+struct Settings {
+    int driver = int(setting("STAND_IN_DRIVER", 13000ull));
+    int devices = int(setting("STAND_IN_DEVICES", 1ull));
+    /// Compute capability, ten times its major number plus its minor number.
+    int architecture = int(setting("STAND_IN_ARCHITECTURE", 90ull));
+    size_t memory = setting("STAND_IN_MEMORY", 4ull << 30);
+    int shared = int(setting("STAND_IN_SHARED", 227ull << 10));
+    int ecc = int(setting("STAND_IN_ECC", 1ull));
+    /// Seed of the order in which the threads of a kernel run.
+    uint64_t seed = setting("STAND_IN_SEED", 1ull);
+    /// Kernel, as `file/name`, whose launch ends in an error that later calls report.
+    std::string fault = setting("STAND_IN_FAULT", "");
+    bool blocking = setting("CUDA_LAUNCH_BLOCKING", 0ull) != 0;
+};
+// Programs may call the driver until they end, so nothing of the following is ever destroyed.
+static const Settings& settings = *new Settings;
+
+struct Device {
+    size_t used = 0;
+    /// First error of a kernel. Every later call returns it.
+    int failure = SUCCESS;
+};
+struct Allocation {
+    size_t bytes;
+    Device* device;
+};
+struct Module {
+    std::string file;
+};
+struct Function {
+    std::string file, name;
+    const emu::Kernel* kernel;
+    unsigned shared = DEFAULT_SHARED;
+};
+using Work = std::function<int()>;
+struct Graph {
+    Device* device;
+    std::vector<Work> nodes;
+};
+struct Stream {
+    Device* device;
+    bool captures = false, invalid = false;
+    std::unique_ptr<Graph> graph;
+};
+
+static std::recursive_mutex lock;
+static bool is_initialised;
+static Device devices[8];
+static thread_local Device* current;
+static auto& allocations = *new std::map<Address, Allocation>;
+static auto& freed = *new std::set<Address>;
+static auto& streams = *new std::set<void*>;
+static auto& graphs = *new std::set<void*>;
+static auto& executables = *new std::set<void*>;
+static auto& modules = *new std::set<void*>;
+/// Kernel that runs now, for the report of a fault.
+static const Function* running;
+
+/// Numbers and complaints of this process. They are written to `$STAND_IN_REPORT/<process>.json` when it ends.
+struct Report {
+    std::map<std::string, uint64_t> calls, kernels, numbers;
+    std::vector<std::string> complaints;
+    size_t live = 0, peak = 0;
+
+    void write() {
+        const char* folder = getenv("STAND_IN_REPORT");
+        if (!folder || written) return;
+        written = true;
+        std::string path = std::string(folder) + "/" + std::to_string(getpid()) + ".json";
+        FILE* file = fopen(path.c_str(), "w");
+        if (!file) {
+            fprintf(stderr, "stand-in: cannot write %s\n", path.c_str());
+            return;
+        }
+        fprintf(file, "{\"peak_bytes\": %zu, \"live_bytes\": %zu, \"live_allocations\": %zu", peak, live, allocations.size());
+        for (auto& [name, number] : numbers) fprintf(file, ", \"%s\": %llu", name.c_str(), (unsigned long long)number);
+        table(file, "calls", calls);
+        table(file, "kernels", kernels);
+        fprintf(file, ", \"complaints\": [");
+        for (size_t i = 0; i < complaints.size(); i++) fprintf(file, "%s\"%s\"", i ? ", " : "", escaped(complaints[i]).c_str());
+        fprintf(file, "]}\n");
+        fclose(file);
+    }
+
+  private:
+    bool written = false;
+    static std::string escaped(const std::string& text) {
+        std::string out;
+        for (unsigned char c : text) {
+            if (c == '"' || c == '\\') out += '\\';
+            out += c < ' ' ? ' ' : char(c);
+        }
+        return out;
+    }
+    static void table(FILE* file, const char* name, const std::map<std::string, uint64_t>& numbers) {
+        const char* between = "";
+        fprintf(file, ", \"%s\": {", name);
+        for (auto& [key, number] : numbers) {
+            fprintf(file, "%s\"%s\": %llu", between, key.c_str(), (unsigned long long)number);
+            between = ", ";
+        }
+        fprintf(file, "}");
+    }
+};
+static Report& report = *new Report;
+__attribute__((destructor)) static void at_exit() { report.write(); }
+
+__attribute__((format(printf, 1, 2))) static void complain(const char* format, ...) {
+    char text[512];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(text, sizeof text, format, values);
+    va_end(values);
+    fprintf(stderr, "stand-in: %s\n", text);
+    report.complaints.emplace_back(text);
+}
+
+/// Begins a call: takes the lock and counts the call.
+#define CALL \
+    std::lock_guard<std::recursive_mutex> locked(lock); \
+    report.calls[__func__]++
+/// Begins a call that needs a current context without an error.
+#define CALL_IN_CONTEXT \
+    CALL; \
+    if (!is_initialised) return NOT_INITIALIZED; \
+    if (!current) { \
+        complain("%s without a current context", __func__); \
+        return INVALID_CONTEXT; \
+    } \
+    if (current->failure) return current->failure
+/// Refuses a call in a thread whose stream is being captured. The capture becomes invalid.
+#define NOT_WHILE_CAPTURING(stream) \
+    if ((stream)->captures) { \
+        (stream)->invalid = true; \
+        complain("%s while the stream is being captured", __func__); \
+        return STREAM_CAPTURE_UNSUPPORTED; \
+    }
+
+/// Returns the handle as a stream of the current context, or null with a complaint.
+static Stream* stream_of(void* handle, const char* call) {
+    auto stream = static_cast<Stream*>(handle);
+    if (!streams.count(handle)) {
+        complain("%s: a stream that does not exist", call);
+        return nullptr;
+    }
+    if (stream->device != current) {
+        complain("%s: a stream of another context", call);
+        return nullptr;
+    }
+    return stream;
+}
+#define STREAM(name, handle) \
+    Stream* name = stream_of(handle, __func__); \
+    if (!name) return INVALID_VALUE
+
+static bool is_captured() {
+    for (void* stream : streams)
+        if (auto s = static_cast<Stream*>(stream); s->device == current && s->captures) return true;
+    return false;
+}
+
+static std::map<Address, Allocation>::iterator allocation_of(Address at) {
+    auto after = allocations.upper_bound(at);
+    return after == allocations.begin() ? allocations.end() : std::prev(after);
+}
+
+EXPORTED bool stand_in_holds(Address at, size_t bytes) {
+    std::lock_guard<std::recursive_mutex> locked(lock);
+    auto found = allocation_of(at);
+    if (found == allocations.end() || found->second.device != current) return false;
+    return at + bytes <= found->first + found->second.bytes;
+}
+
+EXPORTED void stand_in_count(const char* what, uint64_t by) {
+    std::lock_guard<std::recursive_mutex> locked(lock);
+    report.numbers[what] += by;
+}
+
+EXPORTED void stand_in_complain(const char* text) {
+    std::lock_guard<std::recursive_mutex> locked(lock);
+    complain("%s", text);
+}
+
+/// Runs work, or records it if the stream is being captured.
+static int queue(Stream* stream, Work work) {
+    if (stream->captures) {
+        stream->graph->nodes.push_back(std::move(work));
+        return SUCCESS;
+    }
+    return work();
+}
+
+EXPORTED int stand_in_queue(void* handle, void (*work)(void*), void* data) {
+    std::lock_guard<std::recursive_mutex> locked(lock);
+    if (!current) {
+        complain("a product without a current context");
+        return INVALID_CONTEXT;
+    }
+    if (current->failure) return current->failure;
+    STREAM(stream, handle);
+    return queue(stream, [=] {
+        work(data);
+        return int(SUCCESS);
+    });
+}
+
+// Driver and devices.
+
+/// Reports an access of a kernel outside of all arrays, and ends the process.
+static void on_fault(int signal, siginfo_t* info, void*) {
+    if (running) {
+        complain("kernel %s/%s accessed %p, outside of its arrays", running->file.c_str(), running->name.c_str(), info->si_addr);
+        report.write();
+        _exit(70);
+    }
+    // This fault is the program's. It occurs again when this function returns, and then has its usual effect.
+    std::signal(signal, SIG_DFL);
+}
+
+EXPORTED int cuInit(unsigned) {
+    CALL;
+    if (settings.devices == 0) return NO_DEVICE;
+    if (!is_initialised) {
+        struct sigaction action = {};
+        action.sa_sigaction = on_fault;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        sigaction(SIGSEGV, &action, nullptr);
+    }
+    is_initialised = true;
+    return SUCCESS;
+}
+
+EXPORTED int cuDriverGetVersion(int* version) {
+    CALL;
+    *version = settings.driver;
+    return SUCCESS;
+}
+
+EXPORTED int cuDeviceGetCount(int* count) {
+    CALL;
+    *count = settings.devices;
+    return is_initialised ? SUCCESS : NOT_INITIALIZED;
+}
+
+EXPORTED int cuDeviceGet(int* device, int ordinal) {
+    CALL;
+    if (ordinal < 0 || ordinal >= settings.devices || ordinal >= 8) return INVALID_DEVICE;
+    *device = ordinal;
+    return SUCCESS;
+}
+
+EXPORTED int cuDeviceGetName(char* name, int length, int) {
+    CALL;
+    snprintf(name, size_t(length), "%s", setting("STAND_IN_NAME", "Stand-in GPU"));
+    return SUCCESS;
+}
+
+EXPORTED int cuDeviceGetPCIBusId(char* id, int length, int device) {
+    CALL;
+    snprintf(id, size_t(length), "0000:%02X:00.0", device + 1);
+    return SUCCESS;
+}
+
+EXPORTED int cuDeviceTotalMem_v2(size_t* bytes, int) {
+    CALL;
+    *bytes = settings.memory;
+    return SUCCESS;
+}
+
+EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int) {
+    CALL;
+    switch (attribute) {
+    case MAX_SHARED_MEMORY_PER_BLOCK: *value = DEFAULT_SHARED; break;
+    case MULTIPROCESSOR_COUNT: *value = 4; break;
+    case ECC_ENABLED: *value = settings.ecc; break;
+    case COMPUTE_CAPABILITY_MAJOR: *value = settings.architecture / 10; break;
+    case COMPUTE_CAPABILITY_MINOR: *value = settings.architecture % 10; break;
+    case MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = settings.shared; break;
+    case MEMORY_POOLS_SUPPORTED: *value = 1; break;
+    default: complain("cuDeviceGetAttribute: the stand-in knows no attribute %d", attribute); return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+
+/// NVRTC calls this function of the loaded driver and reads the table.
+EXPORTED int cuGetExportTable(const void** table, const void*) {
+    static const uint64_t entries[64] = {16};
+    *table = entries;
+    return SUCCESS;
+}
+
+EXPORTED int cuGetErrorName(int result, const char** name) {
+    switch (result) {
+    case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+    case NO_BINARY_FOR_GPU: *name = "CUDA_ERROR_NO_BINARY_FOR_GPU"; break;
+    case INVALID_PTX: *name = "CUDA_ERROR_INVALID_PTX"; break;
+    case UNSUPPORTED_PTX_VERSION: *name = "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"; break;
+    case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
+    default: *name = "CUDA_ERROR"; break;
+    }
+    return SUCCESS;
+}
+
+EXPORTED int cuGetErrorString(int result, const char** text) {
+    switch (result) {
+    case OUT_OF_MEMORY: *text = "out of memory"; break;
+    case NO_BINARY_FOR_GPU: *text = "no kernel image is available for execution on the device"; break;
+    case INVALID_PTX: *text = "a PTX JIT compilation failed"; break;
+    case UNSUPPORTED_PTX_VERSION: *text = "the provided PTX was compiled with an unsupported toolchain."; break;
+    case ILLEGAL_ADDRESS: *text = "an illegal memory access was encountered"; break;
+    default: *text = "an error of the stand-in"; break;
+    }
+    return SUCCESS;
+}
+
+// Contexts and streams. A context is represented by its device.
+
+EXPORTED int cuDevicePrimaryCtxRetain(void** context, int device) {
+    CALL;
+    if (!is_initialised) return NOT_INITIALIZED;
+    *context = &devices[device];
+    return SUCCESS;
+}
+
+EXPORTED int cuCtxSetCurrent(void* context) {
+    CALL;
+    current = static_cast<Device*>(context);
+    return SUCCESS;
+}
+
+EXPORTED int cuStreamCreate(void** stream, unsigned) {
+    CALL_IN_CONTEXT;
+    *stream = new Stream{current, false, false, nullptr};
+    streams.insert(*stream);
+    return SUCCESS;
+}
+
+EXPORTED int cuStreamSynchronize(void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    NOT_WHILE_CAPTURING(stream);
+    return SUCCESS;
+}
+
+// Memory.
+
+EXPORTED int cuDeviceGetDefaultMemPool(void** pool, int device) {
+    CALL;
+    *pool = &devices[device];
+    return SUCCESS;
+}
+
+EXPORTED int cuMemPoolSetAttribute(void*, int attribute, void*) {
+    CALL;
+    if (attribute == MEMPOOL_ATTRIBUTE_RELEASE_THRESHOLD) return SUCCESS;
+    complain("cuMemPoolSetAttribute: the stand-in knows no attribute %d", attribute);
+    return INVALID_VALUE;
+}
+
+EXPORTED int cuMemGetInfo_v2(size_t* free, size_t* total) {
+    CALL_IN_CONTEXT;
+    *total = settings.memory;
+    *free = settings.memory - current->used;
+    return SUCCESS;
+}
+
+/// Returns the number of bytes between the two guard pages of an allocation, which lies at their end.
+static size_t room(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+static size_t padded(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+EXPORTED int cuMemAllocAsync(Address* at, size_t bytes, void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    NOT_WHILE_CAPTURING(stream);
+    if (bytes == 0) {
+        complain("cuMemAllocAsync of 0 bytes");
+        return INVALID_VALUE;
+    }
+    if (bytes > settings.memory - current->used) return OUT_OF_MEMORY;
+    size_t inner = room(bytes);
+    void* mapped = mmap(nullptr, inner + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) return OUT_OF_MEMORY;
+    char* begin = static_cast<char*>(mapped) + PAGE;
+    if (mprotect(begin, inner, PROT_READ | PROT_WRITE)) return OUT_OF_MEMORY;
+    char* first = begin + inner - padded(bytes);
+    memset(first, 0xff, bytes);
+    memset(first + bytes, TAIL, padded(bytes) - bytes);
+    *at = Address(first);
+    allocations[*at] = {bytes, current};
+    freed.erase(*at);
+    current->used += bytes;
+    report.live += bytes;
+    report.peak = std::max(report.peak, report.live);
+    report.numbers["allocations"]++;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemFreeAsync(Address at, void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    NOT_WHILE_CAPTURING(stream);
+    auto found = allocations.find(at);
+    if (found == allocations.end()) {
+        complain("cuMemFreeAsync of %llx, which %s", at, freed.count(at) ? "is already free" : "was not allocated");
+        return INVALID_VALUE;
+    }
+    auto [bytes, device] = found->second;
+    char* first = reinterpret_cast<char*>(at);
+    for (size_t i = bytes; i < padded(bytes); i++)
+        if (static_cast<unsigned char>(first[i]) != TAIL) {
+            complain("byte %zu of an allocation of %zu bytes was written", i, bytes);
+            break;
+        }
+    size_t inner = room(bytes);
+    munmap(first + padded(bytes) - inner - PAGE, inner + 2 * PAGE);
+    device->used -= bytes;
+    report.live -= bytes;
+    report.numbers["frees"]++;
+    freed.insert(at);
+    allocations.erase(found);
+    return SUCCESS;
+}
+
+/// Returns true if the range is inside an allocation. Otherwise, complains.
+static bool holds(Address at, size_t bytes, const char* call) {
+    if (stand_in_holds(at, bytes)) return true;
+    complain("%s: %zu bytes from %llx are not inside an allocation", call, bytes, at);
+    return false;
+}
+
+EXPORTED int cuMemsetD8Async(Address at, unsigned char value, size_t bytes, void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    if (!holds(at, bytes, __func__)) return INVALID_VALUE;
+    report.numbers["bytes_set"] += bytes;
+    return queue(stream, [=] {
+        memset(reinterpret_cast<void*>(at), value, bytes);
+        return int(SUCCESS);
+    });
+}
+
+EXPORTED int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    // A capture would record the address of the host's memory, which the caller may free.
+    NOT_WHILE_CAPTURING(stream);
+    if (!holds(to, bytes, __func__)) return INVALID_VALUE;
+    memcpy(reinterpret_cast<void*>(to), from, bytes);
+    report.numbers["bytes_up"] += bytes;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    NOT_WHILE_CAPTURING(stream);
+    if (!holds(from, bytes, __func__)) return INVALID_VALUE;
+    memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    report.numbers["bytes_down"] += bytes;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    if (!holds(to, bytes, __func__) || !holds(from, bytes, __func__)) return INVALID_VALUE;
+    return queue(stream, [=] {
+        memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+        return int(SUCCESS);
+    });
+}
+
+// Graphs.
+
+EXPORTED int cuStreamBeginCapture_v2(void* handle, int) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    NOT_WHILE_CAPTURING(stream);
+    stream->captures = true;
+    stream->invalid = false;
+    stream->graph = std::make_unique<Graph>(Graph{current, {}});
+    return SUCCESS;
+}
+
+EXPORTED int cuStreamEndCapture(void* handle, void** graph) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    if (!stream->captures) {
+        complain("cuStreamEndCapture without a capture");
+        return INVALID_VALUE;
+    }
+    stream->captures = false;
+    *graph = nullptr;
+    if (stream->invalid) return STREAM_CAPTURE_INVALIDATED;
+    *graph = stream->graph.release();
+    graphs.insert(*graph);
+    return SUCCESS;
+}
+
+EXPORTED int cuGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long) {
+    CALL_IN_CONTEXT;
+    if (!graphs.count(graph)) {
+        complain("cuGraphInstantiateWithFlags of a graph that does not exist");
+        return INVALID_VALUE;
+    }
+    *executable = new Graph(*static_cast<Graph*>(graph));
+    executables.insert(*executable);
+    report.numbers["graphs"]++;
+    return SUCCESS;
+}
+
+/// Deletes a graph of `those`. Complains if it is not among them.
+static int destroy(std::set<void*>& those, void* graph, const char* call) {
+    if (!those.erase(graph)) {
+        complain("%s of a graph that does not exist", call);
+        return INVALID_VALUE;
+    }
+    delete static_cast<Graph*>(graph);
+    return SUCCESS;
+}
+
+EXPORTED int cuGraphDestroy(void* graph) {
+    CALL_IN_CONTEXT;
+    return destroy(graphs, graph, __func__);
+}
+
+EXPORTED int cuGraphExecDestroy(void* executable) {
+    CALL_IN_CONTEXT;
+    return destroy(executables, executable, __func__);
+}
+
+EXPORTED int cuGraphLaunch(void* executable, void* handle) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, handle);
+    NOT_WHILE_CAPTURING(stream);
+    if (!executables.count(executable)) {
+        complain("cuGraphLaunch of a graph that does not exist");
+        return INVALID_VALUE;
+    }
+    auto& nodes = static_cast<Graph*>(executable)->nodes;
+    report.numbers["graph_launches"]++;
+    report.numbers["graph_nodes"] += nodes.size();
+    for (auto& node : nodes)
+        if (int result = node()) return result;
+    return SUCCESS;
+}
+
+// Modules and kernels.
+
+/// Returns the length of a cubin, which its ELF header states.
+static size_t length_of(const unsigned char* elf) {
+    uint64_t sections;
+    uint16_t size, count;
+    memcpy(&sections, elf + 0x28, 8);
+    memcpy(&size, elf + 0x3a, 2);
+    memcpy(&count, elf + 0x3c, 2);
+    return sections + size_t(size) * count;
+}
+
+/// Returns the architecture of a cubin, ten times its major number plus its minor number.
+static int architecture_of(const unsigned char* elf) {
+    uint32_t flags;
+    memcpy(&flags, elf + 0x30, 4);
+    // The eighth version of the format moved the number.
+    return elf[8] >= 8 ? flags >> 8 & 0xff : flags & 0xff;
+}
+
+/// Returns a number `major.minor` after `word` as ten times `major` plus `minor`, or `major` alone. Returns 0 if there is none.
+static int number_after(const std::string& text, const char* word) {
+    size_t at = text.find(word);
+    if (at == std::string::npos) return 0;
+    int major = 0, minor = 0;
+    return sscanf(text.c_str() + at + strlen(word), "%d.%d", &major, &minor) == 2 ? 10 * major + minor : major;
+}
+
+/// Returns the file of kernels whose name, with `.cu`, is in an image, or an empty string.
+static std::string file_in(const char* image, size_t length) {
+    for (const emu::Kernel* kernel = emu::kernels; kernel; kernel = kernel->next) {
+        std::string name = std::string(kernel->file) + ".cu";
+        const char* at = image;
+        while ((at = static_cast<const char*>(memmem(at, length - size_t(at - image), name.data(), name.size())))) {
+            bool begins = at == image || !(isalnum(at[-1]) || at[-1] == '_');
+            if (begins) return kernel->file;
+            at++;
+        }
+    }
+    return "";
+}
+
+EXPORTED int cuModuleLoadData(void** module, const void* image) {
+    CALL_IN_CONTEXT;
+    if (is_captured()) {
+        complain("cuModuleLoadData while a stream is being captured");
+        return STREAM_CAPTURE_UNSUPPORTED;
+    }
+    auto bytes = static_cast<const unsigned char*>(image);
+    bool is_elf = !memcmp(bytes, "\x7f" "ELF", 4);
+    size_t length = is_elf ? length_of(bytes) : strlen(static_cast<const char*>(image));
+    if (is_elf) {
+        int got = architecture_of(bytes);
+        // Machine code runs on devices with the same major number and at least the same minor number.
+        if (got / 10 != settings.architecture / 10 || got > settings.architecture) return NO_BINARY_FOR_GPU;
+        report.numbers["cubins"]++;
+    } else {
+        std::string text(static_cast<const char*>(image), length);
+        if (!number_after(text, ".version ")) return INVALID_IMAGE;
+        if (number_after(text, ".target sm_") > settings.architecture) return INVALID_PTX;
+        // PTX 9.0 belongs to CUDA 13.0, PTX 8.0 to CUDA 12.0.
+        if (number_after(text, ".version ") + 40 > settings.driver / 1000 * 10 + settings.driver % 1000 / 10) return UNSUPPORTED_PTX_VERSION;
+        report.numbers["ptx_modules"]++;
+    }
+    std::string file = file_in(static_cast<const char*>(image), length);
+    if (file.empty()) {
+        complain("cuModuleLoadData: the image names no file of kernels");
+        return INVALID_IMAGE;
+    }
+    *module = new Module{file};
+    modules.insert(*module);
+    return SUCCESS;
+}
+
+EXPORTED int cuModuleGetFunction(void** function, void* handle, const char* name) {
+    CALL_IN_CONTEXT;
+    if (!modules.count(handle)) {
+        complain("cuModuleGetFunction of a module that does not exist");
+        return INVALID_VALUE;
+    }
+    const std::string& file = static_cast<Module*>(handle)->file;
+    for (const emu::Kernel* kernel = emu::kernels; kernel; kernel = kernel->next)
+        if (file == kernel->file && !strcmp(kernel->name, name)) {
+            *function = new Function{file, name, kernel};
+            return SUCCESS;
+        }
+    complain("cuModuleGetFunction: %s.cu has no kernel %s", file.c_str(), name);
+    return NOT_FOUND;
+}
+
+EXPORTED int cuFuncSetAttribute(void* function, int attribute, int value) {
+    CALL_IN_CONTEXT;
+    if (attribute != FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE) {
+        complain("cuFuncSetAttribute: the stand-in knows no attribute %d", attribute);
+        return INVALID_VALUE;
+    }
+    auto f = static_cast<Function*>(function);
+    if (value < 0 || value > settings.shared) {
+        complain("%s/%s: %d bytes of shared memory, at most %d", f->file.c_str(), f->name.c_str(), value, settings.shared);
+        return INVALID_VALUE;
+    }
+    f->shared = unsigned(value);
+    return SUCCESS;
+}
+
+extern "C" const char* emulated_launch(const char* file, const char* name, const unsigned* grid, unsigned threads, size_t shared, void** args,
+                                       const size_t* sizes, size_t count, uint64_t seed);
+
+/// A launch with a copy of its arguments, as graphs keep them.
+struct Launch {
+    const Function* function;
+    unsigned grid[3], threads, shared;
+    std::vector<std::vector<char>> values;
+
+    int run() const {
+        std::string name = function->file + "/" + function->name;
+        uint64_t count = ++report.numbers["launches"];
+        report.kernels[name]++;
+        auto copies = values;
+        std::vector<void*> pointers;
+        for (auto& value : copies) pointers.push_back(value.data());
+        auto& sizes = function->kernel->sizes;
+        uint64_t seed = settings.seed * (count * 2 + 0x9e3779b97f4a7c15ull);
+        running = function;
+        const char* why = emulated_launch(function->file.c_str(), function->name.c_str(), grid, threads, shared, pointers.data(), sizes.data(),
+                                          sizes.size(), seed);
+        running = nullptr;
+        if (why) complain("kernel %s: %s", name.c_str(), why);
+        if (why || name == settings.fault) current->failure = ILLEGAL_ADDRESS;
+        return settings.blocking ? current->failure : int(SUCCESS);
+    }
+};
+
+EXPORTED int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                            unsigned block_z, unsigned shared, void* stream_handle, void** arguments, void** extra) {
+    CALL_IN_CONTEXT;
+    STREAM(stream, stream_handle);
+    auto function = static_cast<const Function*>(handle);
+    const char* name = function->name.c_str();
+    if (!grid_x || !grid_y || !grid_z || grid_x > 0x7fffffff || grid_y > 65535 || grid_z > 65535) {
+        complain("%s: a grid of %u×%u×%u blocks", name, grid_x, grid_y, grid_z);
+        return INVALID_VALUE;
+    }
+    if (!block_x || block_y != 1 || block_z != 1 || block_x > function->kernel->max_threads || block_x > 1024) {
+        complain("%s: %u×%u×%u threads, at most %u", name, block_x, block_y, block_z, function->kernel->max_threads);
+        return INVALID_VALUE;
+    }
+    if (shared > function->shared) {
+        complain("%s: %u bytes of shared memory of the %u that were asked for", name, shared, function->shared);
+        return INVALID_VALUE;
+    }
+    if (extra) {
+        complain("%s: arguments as a buffer", name);
+        return INVALID_VALUE;
+    }
+    auto launch = std::make_shared<Launch>(Launch{function, {grid_x, grid_y, grid_z}, block_x, shared, {}});
+    for (size_t i = 0; i < function->kernel->sizes.size(); i++) {
+        auto value = static_cast<char*>(arguments[i]);
+        launch->values.emplace_back(value, value + function->kernel->sizes[i]);
+    }
+    return queue(stream, [launch] { return launch->run(); });
+}

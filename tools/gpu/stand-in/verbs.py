@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Runs the commands of the program that use a GPU on the stand-in of a GPU and compares its numbers with the CPU's.
+
+    tools/gpu/stand-in/verbs.py PROGRAM FOLDER
+
+FOLDER is new and receives everything that the commands write. LD_LIBRARY_PATH has to name the stand-ins and NVRTC (see
+`check`). A difference, a complaint of the stand-in, memory that is not freed, or work that no graph replayed is a failure.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+GOLDEN = ROOT / "crates/models/tests/golden"
+ROWS = [
+    {"id": "shapes", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"},
+    {"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>"},
+]
+# Largest difference to the CPU, relative and absolute.
+RELATIVE, ABSOLUTE = 2e-3, 1e-5
+# Arrays that live until the program ends: cuBLASLt's workspace, and the array that stands for absent values.
+LASTING = 2
+
+MODEL = f"--model {GOLDEN}/checkpoints/qwen2_5_vl_tied --torch_dtype float32 --threads 2"
+STEPS = "--num_generations 4 --gradient_accumulation_steps 2 --max_steps 2 --max_completion_length 8 --min_completion_length 8"
+UPDATE = "--learning_rate 1e-4 --adam_epsilon 1e-3"
+ADAPTER = "--use_peft --lora_r 4 --lora_dropout 0"
+TRAIN = f"train {MODEL} {STEPS} {UPDATE} --train_file rows.jsonl --eval_file rows.jsonl --reward_funcs random --output_dir OUT"
+
+
+class Failure(Exception):
+    """What went wrong, for the user."""
+
+
+def run(program, place, words, device, **environment):
+    """Runs a command. Returns its output and the reports of the stand-in."""
+    reports = place / "reports"
+    shutil.rmtree(reports, ignore_errors=True)
+    reports.mkdir()
+    command = [program, *words.split(), *(["--device", device] if device else [])]
+    variables = {**os.environ, "STAND_IN_REPORT": str(reports), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(place / "cache"), **environment}
+    done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise Failure(f"exit code {done.returncode} of {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    found = [json.loads(path.read_text()) for path in reports.iterdir()]
+    for report in found:
+        if report["complaints"]:
+            raise Failure("the stand-in complains:\n" + "\n".join(report["complaints"]))
+    return done.stdout + done.stderr, found
+
+
+def numbers(value, at=""):
+    """Yields the path and the value of each number that does not depend on time or memory, and of each text."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not any(word in key for word in ("time", "per_sec", "memory", "bytes", "path", "device")):
+                yield from numbers(inner, f"{at}/{key}")
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from numbers(inner, f"{at}/{i}")
+    else:
+        yield at, value
+
+
+def compare(cpu, gpu, least):
+    """Compares two files of JSON lines. Fails if they differ, or have fewer than `least` numbers."""
+    want, got = ([pair for line in path.read_text().splitlines() for pair in numbers(json.loads(line))] for path in (cpu, gpu))
+    if [at for at, _ in want] != [at for at, _ in got]:
+        raise Failure(f"{gpu} has other fields than {cpu}")
+    count, most = 0, 0.0
+    for (at, want), (_, got) in zip(want, got):
+        if not isinstance(want, float):
+            if want != got:
+                raise Failure(f"{gpu}: {at} is {got!r}, and {want!r} on the CPU")
+            continue
+        share = abs(got - want) / (RELATIVE * abs(want) + ABSOLUTE)
+        if not share <= 1:
+            raise Failure(f"{gpu}: {at} is {got}, and {want} on the CPU")
+        count, most = count + 1, max(most, share)
+    if count < least:
+        raise Failure(f"{gpu}: {count} numbers, expected at least {least}")
+    return f"{count} numbers, at most {most:.0%} of the allowed difference"
+
+
+def on_both(program, place, name, line, results, least, only_gpu="", replays=False):
+    """Runs a command on the CPU and on the stand-in and compares the files `results`. OUT in the line is the place of its output."""
+    for device in ("cpu", "cuda:0"):
+        out = f"{name}-{device[:3]}"
+        words = line.replace("OUT", out) + (f" {only_gpu}" if device != "cpu" else "")
+        _, found = run(program, place, words, device)
+    if len(found) != 1:
+        raise Failure(f"{len(found)} processes used the stand-in, expected 1")
+    report = found[0]
+    if report["live_allocations"] > LASTING:
+        raise Failure(f"{report['live_allocations']} arrays were not freed, expected at most {LASTING}")
+    if replays and not report.get("graph_nodes"):
+        raise Failure("no graph was replayed")
+    same = [compare(place / result.replace("OUT", f"{name}-cpu"), place / result.replace("OUT", f"{name}-cud"), least) for result in results]
+    peak, launches = report["peak_bytes"] / 1e6, report["launches"]
+    return f"{'; '.join(same)}; {launches:,} kernels, {report.get('graph_nodes', 0):,} nodes of graphs, {peak:.1f} MB"
+
+
+def says(program, place, line, device, parts, **environment):
+    """Runs a command and looks for texts in its output."""
+    text, _ = run(program, place, line, device, **environment)
+    for part in parts:
+        if part not in text:
+            raise Failure(f"`{part}` is not in\n{text}")
+    return f"says {', '.join(parts)}"
+
+
+def cases(program, place):
+    """Yields each case: its name and the function that runs it."""
+    both = lambda *args, **more: lambda: on_both(program, place, *args, **more)  # noqa: E731
+    given = [dict(row, completions=["<answer>square</answer>", "So it is 5."]) for row in ROWS]
+    (place / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    metrics = ["OUT/metrics.jsonl"]
+    yield "doctor", lambda: says(program, place, "doctor", None, ["can be used", "cuda:0, which `--device auto` takes"])
+    yield "train", both("train", TRAIN, metrics, 50, replays=True)
+    yield "train, offloaded", both("offload", TRAIN, metrics, 50, only_gpu="--offload_optimizer", replays=True)
+    yield "train, adapters", both("lora", f"{TRAIN} {ADAPTER} --gradient_checkpointing", metrics, 50, replays=True)
+    yield "sft", both("sft", f"sft {MODEL} {UPDATE} --train_file rows.jsonl --max_steps 2 --gradient_accumulation_steps 2 --output_dir OUT", metrics, 10)
+    yield "eval", both(
+        "eval", f"eval {MODEL} --eval_file rows.jsonl --output OUT.jsonl --max_completion_length 6 --reward_funcs random",
+        ["OUT.jsonl"], 2, replays=True)
+    yield "generate", both(
+        "generate", f"generate {MODEL} --input rows.jsonl --output OUT.jsonl --max_completion_length 6 --temperature 0",
+        ["OUT.jsonl"], 10, replays=True)
+    yield "score", both("score", f"score {MODEL} --input given.jsonl --output OUT.jsonl", ["OUT.jsonl"], 20)
+    yield "plan", lambda: says(program, place, TRAIN.replace("train", "plan", 1), "cuda:0", ["weights", "activations"])
+    # The evaluations of `demo` take minutes on the stand-in, so only a step from its model and on its rows runs there.
+    yield "demo", lambda: says(program, place, "demo --output_dir demo --max_steps 1", "cpu", ["run directory: demo"])
+    demo = f"{STEPS} {UPDATE} --torch_dtype float32 --train_file demo/data/train.jsonl --reward_funcs accuracy random --output_dir OUT"
+    yield "train, model of the demo", both("of-demo", f"train --model demo/start-model {demo}", metrics, 20, replays=True)
+
+
+def main():
+    program, place = (pathlib.Path(word).resolve() for word in sys.argv[1:3])
+    place.mkdir(parents=True)
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    shutil.copy(GOLDEN / "media/shapes.png", place)
+    failed = 0
+    for name, case in cases(program, place):
+        try:
+            print(f"{name}: {case()}", flush=True)
+        except Failure as failure:
+            print(f"{name}: FAILED: {failure}", flush=True)
+            failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
