@@ -14,9 +14,11 @@ use omnigrpo_ops::{
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
 fn card() -> Device {
     let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") else { return Device::emulator().unwrap() };
+    static OPEN: std::sync::OnceLock<Card> = std::sync::OnceLock::new();
     let folders = ["/usr/local/cuda", "/usr/local", "/usr"].map(Into::into);
     let cache = std::env::temp_dir().join("omnigrpo-kernels");
-    Device::Gpu(Card::open(card.parse().unwrap(), &folders, &cache).unwrap())
+    let open = || Card::open(card.parse().unwrap(), &folders, &cache).unwrap();
+    Device::Gpu(*OPEN.get_or_init(open))
 }
 
 fn devices() -> Vec<Device> {

@@ -44,9 +44,11 @@ pub fn checkpoint(name: &str) -> PathBuf {
 /// The emulator of a card, or the card that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
 pub fn card() -> Device {
     let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") else { return Device::emulator().unwrap() };
+    static OPEN: std::sync::OnceLock<Card> = std::sync::OnceLock::new();
     let folders = ["/usr/local/cuda", "/usr/local", "/usr"].map(Into::into);
     let cache = std::env::temp_dir().join("omnigrpo-kernels");
-    Device::Gpu(Card::open(card.parse().unwrap(), &folders, &cache).unwrap())
+    let open = || Card::open(card.parse().unwrap(), &folders, &cache).unwrap();
+    Device::Gpu(*OPEN.get_or_init(open))
 }
 
 /// A safetensors file as f32 and i64 arrays.
