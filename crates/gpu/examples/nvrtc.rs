@@ -8,7 +8,8 @@
 
 use std::process::ExitCode;
 
-use omnigrpo_gpu::{nvrtc, sources};
+use omnigrpo_gpu::nvrtc::Nvrtc;
+use omnigrpo_gpu::sources;
 
 /// Architectures: Ampere, its workstation variant, Ada, Hopper, Blackwell, its workstation variant.
 const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"];
@@ -57,19 +58,19 @@ fn reports(log: &str) -> Vec<Report> {
 
 fn main() -> ExitCode {
     let folders: Vec<_> = std::env::args_os().skip(1).map(Into::into).collect();
-    let _ = omnigrpo_gpu::libraries(&folders);
-    match nvrtc::version() {
-        Ok([major, minor]) => println!("NVRTC {major}.{minor}"),
+    let nvrtc = match Nvrtc::load(&folders, None) {
+        Ok(nvrtc) => nvrtc,
         Err(error) => {
             eprintln!("{error}");
             return ExitCode::FAILURE;
         }
-    }
+    };
+    println!("{nvrtc:?}");
     let mut problems = Vec::new();
     for arch in ARCHITECTURES {
         let (mut count, mut most) = (0, Report::default());
         for (file, text) in sources::FILES {
-            let compiled = match nvrtc::compile(file, text, arch) {
+            let compiled = match nvrtc.compile(file, text, arch) {
                 Ok(compiled) => compiled,
                 Err(error) => {
                     problems.push(error.to_string());

@@ -5,17 +5,44 @@
 //! `cᵀ = bᵀ aᵀ`.
 
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use cudarc::cublaslt::{result, sys};
+use cudarc::cublaslt::result::CublasError;
+use cudarc::cublaslt::sys;
 use cudarc::driver::sys::CUstream;
 
 use crate::device::Dtype;
 use crate::error::{Error, Result};
+use crate::libraries::{functions, load_blas};
 use crate::product::{Factor, Product};
 
+functions! {
+    /// Functions of cuBLASLt.
+    BlasFunctions {
+        cublasLtGetVersion() -> usize;
+        cublasLtCreate(*mut sys::cublasLtHandle_t) -> sys::cublasStatus_t;
+        cublasLtMatrixLayoutCreate(*mut sys::cublasLtMatrixLayout_t, sys::cudaDataType, u64, u64, i64) -> sys::cublasStatus_t;
+        cublasLtMatmulDescCreate(*mut sys::cublasLtMatmulDesc_t, sys::cublasComputeType_t, sys::cudaDataType) -> sys::cublasStatus_t;
+        cublasLtMatmulDescSetAttribute(sys::cublasLtMatmulDesc_t, sys::cublasLtMatmulDescAttributes_t, *const c_void, usize) -> sys::cublasStatus_t;
+        cublasLtMatmulPreferenceCreate(*mut sys::cublasLtMatmulPreference_t) -> sys::cublasStatus_t;
+        cublasLtMatmulPreferenceSetAttribute(sys::cublasLtMatmulPreference_t, sys::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize) -> sys::cublasStatus_t;
+        cublasLtMatmulPreferenceDestroy(sys::cublasLtMatmulPreference_t) -> sys::cublasStatus_t;
+        cublasLtMatmulAlgoGetHeuristic(sys::cublasLtHandle_t, sys::cublasLtMatmulDesc_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatrixLayout_t, sys::cublasLtMatmulPreference_t, c_int, *mut sys::cublasLtMatmulHeuristicResult_t, *mut c_int) -> sys::cublasStatus_t;
+        cublasLtMatmul(sys::cublasLtHandle_t, sys::cublasLtMatmulDesc_t, *const c_void, *const c_void, sys::cublasLtMatrixLayout_t, *const c_void, sys::cublasLtMatrixLayout_t, *const c_void, *const c_void, sys::cublasLtMatrixLayout_t, *mut c_void, sys::cublasLtMatrixLayout_t, *const sys::cublasLtMatmulAlgo_t, *mut c_void, usize, sys::cudaStream_t) -> sys::cublasStatus_t;
+    }
+}
+
+/// Returns the version that the library states, as `[major, minor]`.
+pub(crate) fn version(functions: &BlasFunctions) -> [i32; 2] {
+    // SAFETY: the function has no preconditions.
+    let version = unsafe { (functions.cublasLtGetVersion)() } as i32;
+    [version / 10_000, version % 10_000 / 100]
+}
+
 pub(crate) struct Blas {
+    functions: BlasFunctions,
     handle: sys::cublasLtHandle_t,
     workspace: u64,
     plans: Mutex<HashMap<Key, Plan>>,
@@ -60,19 +87,19 @@ impl Blas {
     /// Size of the workspace in bytes, as NVIDIA recommends for Hopper.
     pub(crate) const WORKSPACE: usize = 32 << 20;
 
-    pub(crate) fn new(workspace: u64) -> Result<Self> {
-        // SAFETY: loading the library has no preconditions.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(Error::Library { library: "libcublasLt", package: "nvidia-cublas" });
-        }
-        let handle = result::create_handle()
+    /// Loads cuBLASLt. `workspace` is the address of [`Self::WORKSPACE`] bytes of the current GPU.
+    pub(crate) fn new(workspace: u64, libraries: &[PathBuf], driver: i32) -> Result<Self> {
+        let (functions, _) = load_blas(libraries, Some(driver))?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the address is valid.
+        unsafe { (functions.cublasLtCreate)(&raw mut handle) }
+            .result()
             .map_err(|error| Error::Driver { call: "cublasLtCreate", what: error.to_string() })?;
-        Ok(Self { handle, workspace, plans: Mutex::default() })
+        Ok(Self { functions, handle, workspace, plans: Mutex::default() })
     }
 
     pub(crate) fn product(&self, p: &Product, stream: CUstream) -> Result<()> {
-        let failed =
-            |error: result::CublasError| Error::Product { m: p.m, n: p.n, k: p.k, what: error.to_string() };
+        let failed = |error: CublasError| Error::Product { m: p.m, n: p.n, k: p.k, what: error.to_string() };
         let plan = {
             let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
             let key = Key::new(p);
@@ -89,15 +116,15 @@ impl Blas {
         let [first, second, out] = plan.layouts;
         // SAFETY: the handles are alive, and the addresses belong to arrays at least as large as the layouts state.
         unsafe {
-            result::matmul(
+            (self.functions.cublasLtMatmul)(
                 self.handle,
                 plan.operation,
                 (&raw const alpha).cast(),
-                (&raw const beta).cast(),
                 p.b.at as *const c_void,
                 first,
                 p.a.at as *const c_void,
                 second,
+                (&raw const beta).cast(),
                 p.plus.unwrap_or(p.c) as *const c_void,
                 out,
                 p.c as *mut c_void,
@@ -108,56 +135,66 @@ impl Blas {
                 stream.cast(),
             )
         }
+        .result()
         .map_err(failed)
     }
 
-    fn plan(&self, p: &Product, key: Key) -> std::result::Result<Plan, result::CublasError> {
+    fn plan(&self, p: &Product, key: Key) -> std::result::Result<Plan, CublasError> {
         use sys::cublasLtMatmulDescAttributes_t as Descriptor;
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
-        // A row-major [rows, cols] matrix is a column-major [cols, rows] matrix.
-        let factor = |f: Factor, rows: usize, cols: usize| {
-            let [rows, cols] = if f.transposed { [cols, rows] } else { [rows, cols] };
-            result::create_matrix_layout(data_type(f.dtype), cols as u64, rows as u64, f.ld as i64)
-        };
-        let layouts = [
-            factor(p.b, p.k, p.n)?,
-            factor(p.a, p.m, p.k)?,
-            result::create_matrix_layout(data_type(p.c_dtype), p.n as u64, p.m as u64, p.ldc as i64)?,
-        ];
-        let operation = result::create_matmul_desc(
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cudaDataType::CUDA_R_32F,
-        )?;
-        // These are the values of CUBLAS_OP_N and CUBLAS_OP_T in cublas_api.h, which the bindings of cuBLASLt lack.
-        let transposed = |f: Factor| i32::from(f.transposed);
-        let preference = result::create_matmul_pref()?;
-        // SAFETY: each attribute is set to a value of its type and size.
+        let f = &self.functions;
+        let mut layouts = [std::ptr::null_mut(); 3];
+        let (mut operation, mut preference) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: all addresses are valid, and each attribute is set to a value of its type and size.
         unsafe {
+            // A row-major [rows, cols] matrix is a column-major [cols, rows] matrix.
+            let mut layout = |at: usize, dtype, rows: usize, cols: usize, ld: usize| {
+                let type_ = data_type(dtype);
+                (f.cublasLtMatrixLayoutCreate)(
+                    &raw mut layouts[at],
+                    type_,
+                    cols as u64,
+                    rows as u64,
+                    ld as i64,
+                )
+                .result()
+            };
+            for (at, factor, rows, cols) in [(0, p.b, p.k, p.n), (1, p.a, p.m, p.k)] {
+                let Factor { dtype, ld, transposed, .. } = factor;
+                let [rows, cols] = if transposed { [cols, rows] } else { [rows, cols] };
+                layout(at, dtype, rows, cols, ld)?;
+            }
+            layout(2, p.c_dtype, p.m, p.n, p.ldc)?;
+            let sums = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+            (f.cublasLtMatmulDescCreate)(&raw mut operation, sums, sys::cudaDataType::CUDA_R_32F).result()?;
+            // These are the values of CUBLAS_OP_N and CUBLAS_OP_T in cublas_api.h, which the bindings of cuBLASLt lack.
+            let transposed = |f: Factor| i32::from(f.transposed);
             for (which, value) in [
                 (Descriptor::CUBLASLT_MATMUL_DESC_TRANSA, transposed(p.b)),
                 (Descriptor::CUBLASLT_MATMUL_DESC_TRANSB, transposed(p.a)),
             ] {
-                result::set_matmul_desc_attribute(
-                    operation,
-                    which,
-                    (&raw const value).cast(),
-                    size_of_val(&value),
-                )?;
+                (f.cublasLtMatmulDescSetAttribute)(operation, which, (&raw const value).cast(), 4)
+                    .result()?;
             }
+            (f.cublasLtMatmulPreferenceCreate)(&raw mut preference).result()?;
             let [a, b, plus, c] = key.aligned;
             let workspace = Self::WORKSPACE as u64;
             let most = Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-            result::set_matmul_pref_attribute(preference, most, (&raw const workspace).cast(), 8)?;
+            (f.cublasLtMatmulPreferenceSetAttribute)(preference, most, (&raw const workspace).cast(), 8)
+                .result()?;
             for (which, value) in [
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plus),
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
             ] {
-                result::set_matmul_pref_attribute(preference, which, (&raw const value).cast(), 4)?;
+                (f.cublasLtMatmulPreferenceSetAttribute)(preference, which, (&raw const value).cast(), 4)
+                    .result()?;
             }
             let [first, second, out] = layouts;
-            let found = result::get_matmul_algo_heuristic(
+            let mut found = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::uninit();
+            let mut count = 0;
+            let asked = (f.cublasLtMatmulAlgoGetHeuristic)(
                 self.handle,
                 operation,
                 first,
@@ -165,9 +202,18 @@ impl Blas {
                 out,
                 out,
                 preference,
+                1,
+                found.as_mut_ptr(),
+                &raw mut count,
             );
-            let _ = result::destroy_matmul_pref(preference);
-            Ok(Plan { operation, layouts, algorithm: found?.algo })
+            let _ = (f.cublasLtMatmulPreferenceDestroy)(preference);
+            asked.result()?;
+            if count == 0 {
+                return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
+            }
+            let found = found.assume_init();
+            found.state.result()?;
+            Ok(Plan { operation, layouts, algorithm: found.algo })
         }
     }
 }

@@ -1,6 +1,6 @@
 //! NVIDIA GPUs, used through the driver API. Libraries are loaded when a GPU is opened.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -10,26 +10,34 @@ use cudarc::driver::{result, sys};
 use crate::blas::Blas;
 use crate::device::{Args, Launch};
 use crate::error::{Error, Result};
-use crate::libraries;
-use crate::nvrtc;
+use crate::libraries::OLDEST;
+use crate::nvrtc::Nvrtc;
 use crate::product::Product;
 use crate::sources::FILES;
 
-/// Oldest supported driver. The kernels are cubins of CUDA 13, which need a driver that supports CUDA 13.
-const OLDEST_DRIVER: i32 = 13_000;
+/// Oldest supported driver.
+const OLDEST_DRIVER: i32 = 1000 * OLDEST;
+/// Number of launches whose names an error lists.
+const REMEMBERED: usize = 16;
 
 pub(crate) struct Cuda {
     pub(crate) name: String,
     /// Bytes of shared memory that a block can have.
     pub(crate) most_shared: usize,
+    /// Address on the PCI bus.
+    bus: String,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    nvrtc: Nvrtc,
+    /// Architecture for which the kernels are compiled.
     arch: String,
     cache: PathBuf,
     /// Functions by `file/name`. A file is compiled when one of its kernels is first launched.
     functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
     modules: Mutex<HashMap<&'static str, sys::CUmodule>>,
     blas: Blas,
+    /// Names of the last launches, the newest first.
+    recent: Mutex<VecDeque<&'static str>>,
 }
 
 /// Handle of recorded work that can be replayed.
@@ -49,17 +57,6 @@ unsafe impl Sync for Cuda {}
 
 fn said(call: &'static str) -> impl Fn(result::DriverError) -> Error {
     move |error| Error::Driver { call, what: error.to_string() }
-}
-
-/// Converts the error of a call that allocates memory.
-fn memory_or(call: &'static str, wanted: usize) -> impl Fn(result::DriverError) -> Error {
-    move |error| match error.0 {
-        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-            let (free, total) = result::mem_get_info().unwrap_or_default();
-            Error::Memory { wanted, free, total }
-        }
-        _ => said(call)(error),
-    }
 }
 
 /// A GPU, as the driver describes it.
@@ -136,17 +133,30 @@ impl Survey {
     }
 }
 
-/// Returns the architecture whose code runs best on a GPU of this compute capability.
-fn arch(major: i32, minor: i32) -> String {
-    // Hopper and data-centre Blackwell have architecture-specific instructions. The suffix `a` enables them.
-    let own = matches!((major, minor), (9, 0) | (10, 0) | (10, 3));
-    format!("sm_{major}{minor}{}", if own { "a" } else { "" })
+/// Returns true for an error of a kernel, which the driver reports at a later call.
+fn is_fault(error: &result::DriverError) -> bool {
+    use sys::CUresult;
+    matches!(
+        error.0,
+        CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUresult::CUDA_ERROR_ASSERT
+            | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUresult::CUDA_ERROR_INVALID_PC
+            | CUresult::CUDA_ERROR_LAUNCH_FAILED
+    )
 }
 
 impl Cuda {
     pub(crate) fn open(ordinal: usize, given: &[PathBuf], cache: &Path) -> Result<Self> {
-        let Found { name, capability: [major, minor], .. } = survey()?.usable(ordinal)?.clone();
-        libraries::check(given)?;
+        let survey = survey()?;
+        let Found { name, capability, .. } = survey.usable(ordinal)?.clone();
+        let nvrtc = Nvrtc::load(given, Some(survey.supports))?;
+        let arch = nvrtc.architecture(capability)?;
         let device = result::device::get(ordinal as i32).map_err(said("cuDeviceGet"))?;
         let opened = |call| {
             let name = name.clone();
@@ -178,16 +188,24 @@ impl Cuda {
                 .map_err(said("cuStreamCreate"))?;
             let workspace =
                 result::malloc_async(stream, Blas::WORKSPACE).map_err(opened("cuMemAllocAsync"))?;
+            let mut bus = [0u8; 32];
+            sys::cuDeviceGetPCIBusId(bus.as_mut_ptr().cast(), bus.len() as i32, device)
+                .result()
+                .map_err(said("cuDeviceGetPCIBusId"))?;
+            let bus = bus.iter().take_while(|&&byte| byte != 0).map(|&byte| char::from(byte)).collect();
             Ok(Self {
                 name,
                 most_shared: most_shared as usize,
+                bus,
                 context,
                 stream,
-                arch: arch(major, minor),
+                nvrtc,
+                arch,
                 cache: cache.into(),
                 functions: Mutex::default(),
                 modules: Mutex::default(),
-                blas: Blas::new(workspace)?,
+                blas: Blas::new(workspace, given, survey.supports)?,
+                recent: Mutex::default(),
             })
         }
     }
@@ -195,19 +213,49 @@ impl Cuda {
     /// Makes this GPU's context the current context of the thread.
     fn enter(&self) -> Result<()> {
         // SAFETY: the context is retained as long as `self` lives.
-        unsafe { result::ctx::set_current(self.context) }.map_err(said("cuCtxSetCurrent"))
+        unsafe { result::ctx::set_current(self.context) }.map_err(self.said("cuCtxSetCurrent"))
+    }
+
+    /// Converts an error. An error of a kernel gets the names of the last launches.
+    fn said(&self, call: &'static str) -> impl Fn(result::DriverError) -> Error {
+        move |error| match is_fault(&error) {
+            true => {
+                let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+                let kernels = recent.iter().copied().collect::<Vec<_>>().join(", ");
+                Error::Fault { call, what: error.to_string(), kernels }
+            }
+            false => said(call)(error),
+        }
+    }
+
+    /// Converts the error of a call that allocates memory.
+    fn memory_or(&self, call: &'static str, wanted: usize) -> impl Fn(result::DriverError) -> Error {
+        move |error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                let (free, total) = result::mem_get_info().unwrap_or_default();
+                Error::Memory { wanted, free, total }
+            }
+            _ => self.said(call)(error),
+        }
+    }
+
+    /// Stores the name of a launch for the message about a later error.
+    fn remember(&self, name: &'static str) {
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        recent.truncate(REMEMBERED - 1);
+        recent.push_front(name);
     }
 
     pub(crate) fn synchronize(&self) -> Result<()> {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(said("cuStreamSynchronize"))
+        unsafe { result::stream::synchronize(self.stream) }.map_err(self.said("cuStreamSynchronize"))
     }
 
     /// Returns the numbers of free and total bytes. Memory that the pool keeps counts as used.
     pub(crate) fn memory(&self) -> Result<[usize; 2]> {
         self.enter()?;
-        let (free, total) = result::mem_get_info().map_err(said("cuMemGetInfo"))?;
+        let (free, total) = result::mem_get_info().map_err(self.said("cuMemGetInfo"))?;
         Ok([free, total])
     }
 
@@ -215,32 +263,32 @@ impl Cuda {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.
         unsafe { result::malloc_async(self.stream, bytes.max(1)) }
-            .map_err(memory_or("cuMemAllocAsync", bytes))
+            .map_err(self.memory_or("cuMemAllocAsync", bytes))
     }
 
     pub(crate) fn free(&self, at: u64) -> Result<()> {
         self.enter()?;
         // SAFETY: `at` is from `alloc` and is freed only once. Queued work runs first.
-        unsafe { result::free_async(at, self.stream) }.map_err(said("cuMemFreeAsync"))
+        unsafe { result::free_async(at, self.stream) }.map_err(self.said("cuMemFreeAsync"))
     }
 
     pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
         self.enter()?;
         // SAFETY: the range is inside an array.
-        unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }.map_err(said("cuMemsetD8Async"))
+        unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }.map_err(self.said("cuMemsetD8Async"))
     }
 
     pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
         self.enter()?;
         // SAFETY: the array has at least as many bytes. Host memory is pageable, so the driver copies it to a buffer before the
         // call returns.
-        unsafe { result::memcpy_htod_async(at, from, self.stream) }.map_err(said("cuMemcpyHtoDAsync"))
+        unsafe { result::memcpy_htod_async(at, from, self.stream) }.map_err(self.said("cuMemcpyHtoDAsync"))
     }
 
     pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
         self.enter()?;
         // SAFETY: the array has at least as many bytes, and the next line waits for the copy.
-        unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(said("cuMemcpyDtoHAsync"))?;
+        unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(self.said("cuMemcpyDtoHAsync"))?;
         self.synchronize()
     }
 
@@ -250,7 +298,7 @@ impl Cuda {
         self.enter()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(said("cuStreamBeginCapture"))
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(self.said("cuStreamBeginCapture"))
     }
 
     /// Ends the recording, and returns the recorded work, ready for replay.
@@ -258,10 +306,10 @@ impl Cuda {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`. The graph is destroyed once, after its instantiation.
         unsafe {
-            let graph = result::stream::end_capture(self.stream).map_err(said("cuStreamEndCapture"))?;
+            let graph = result::stream::end_capture(self.stream).map_err(self.said("cuStreamEndCapture"))?;
             let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map(Recorded);
-            let destroyed = result::graph::destroy(graph).map_err(said("cuGraphDestroy"));
-            let made = made.map_err(memory_or("cuGraphInstantiate", 0))?;
+            let destroyed = result::graph::destroy(graph).map_err(self.said("cuGraphDestroy"));
+            let made = made.map_err(self.memory_or("cuGraphInstantiate", 0))?;
             match destroyed {
                 Ok(()) => Ok(made),
                 Err(error) => self.forget(made).and(Err(error)),
@@ -271,28 +319,31 @@ impl Cuda {
 
     pub(crate) fn replay(&self, Recorded(graph): Recorded) -> Result<()> {
         self.enter()?;
+        self.remember("a recorded graph");
         // SAFETY: the graph belongs to this GPU and is alive. Its inputs and outputs are alive too, because `Graph` keeps them.
-        unsafe { result::graph::launch(graph, self.stream) }.map_err(memory_or("cuGraphLaunch", 0))
+        unsafe { result::graph::launch(graph, self.stream) }.map_err(self.memory_or("cuGraphLaunch", 0))
     }
 
     pub(crate) fn forget(&self, Recorded(graph): Recorded) -> Result<()> {
         self.enter()?;
         // SAFETY: as above; the graph is not used again. The driver waits for a launch that is in progress.
-        unsafe { result::graph::exec_destroy(graph) }.map_err(said("cuGraphExecDestroy"))
+        unsafe { result::graph::exec_destroy(graph) }.map_err(self.said("cuGraphExecDestroy"))
     }
 
     pub(crate) fn product(&self, product: &Product) -> Result<()> {
         self.enter()?;
+        self.remember("a product");
         self.blas.product(product, self.stream)
     }
 
     pub(crate) fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
         self.enter()?;
-        let fail = |error: result::DriverError| Error::Launch {
-            kernel: launch.kernel.into(),
-            what: error.to_string(),
-        };
         let function = self.function(launch)?;
+        self.remember(launch.kernel);
+        let fail = |error: result::DriverError| match is_fault(&error) {
+            true => self.said("cuLaunchKernel")(error),
+            false => Error::Launch { kernel: launch.kernel.into(), what: error.to_string() },
+        };
         let [x, y, z] = launch.grid.map(|n| n as u32);
         // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
         // compares the arguments with the kernel's parameters.
@@ -315,6 +366,31 @@ impl Cuda {
         }
     }
 
+    /// Returns the architecture for which kernels are compiled.
+    pub(crate) fn arch(&self) -> &str {
+        &self.arch
+    }
+
+    /// Returns the address on the PCI bus.
+    pub(crate) fn bus(&self) -> &str {
+        &self.bus
+    }
+
+    /// Compiles all kernels that are not in the cache, several at a time.
+    pub(crate) fn compile_all(&self) -> Result<()> {
+        std::thread::scope(|scope| {
+            let all: Vec<_> = FILES
+                .iter()
+                .map(|(file, text)| {
+                    scope.spawn(|| self.nvrtc.compile_cached(file, text, &self.arch, &self.cache).map(drop))
+                })
+                .collect();
+            let lost =
+                || Error::Launch { kernel: "all".into(), what: "the compiler's thread ended early".into() };
+            all.into_iter().try_for_each(|thread| thread.join().map_err(|_| lost())?)
+        })
+    }
+
     fn function(&self, launch: Launch) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(&function) = functions.get(launch.kernel) {
@@ -330,9 +406,9 @@ impl Cuda {
                     .iter()
                     .find(|(known, _)| *known == file)
                     .ok_or_else(|| missing("the file of kernels does not exist".into()))?;
-                let cubin = nvrtc::compile_cached(file, text, &self.arch, &self.cache)?;
-                // SAFETY: the image is a cubin, which states its own size.
-                let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }
+                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache)?;
+                // SAFETY: a cubin states its own size, and PTX ends with a zero byte.
+                let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
                     .map_err(|error| missing(error.to_string()))?;
                 modules.insert(file, module);
                 module
@@ -350,15 +426,6 @@ impl Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn architectures() {
-        let of = |major, minor| arch(major, minor);
-        assert_eq!(
-            [of(8, 0), of(8, 9), of(9, 0), of(10, 0), of(12, 0)],
-            ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"]
-        );
-    }
 
     #[test]
     fn a_machine_without_a_driver_gets_an_error() {

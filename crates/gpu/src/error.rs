@@ -15,7 +15,7 @@ pub enum Error {
     NoDriver,
     /// Driver that is older than the kernels require.
     #[error(
-        "the NVIDIA driver supports CUDA {}.{}, expected {}.{} or newer (driver 580); update the driver, or use the CPU",
+        "the NVIDIA driver supports CUDA {}.{}, expected {}.{} or newer (driver 525); update the driver, or use the CPU",
         got / 1000, got % 1000 / 10, expected / 1000, expected % 1000 / 10
     )]
     OldDriver {
@@ -56,14 +56,36 @@ pub enum Error {
     },
     /// CUDA library that is not installed.
     #[error(
-        "{library} was not found; install it with `pip install '{package}>=13,<14'` or the CUDA toolkit 13, in the active Python \
-         environment or with its folder in CUDA_HOME or LD_LIBRARY_PATH"
+        "{library} was not found; install it with `pip install '{package}'` or the CUDA toolkit, in the active Python environment \
+         or with its folder in CUDA_HOME or LD_LIBRARY_PATH"
     )]
     Library {
         /// File name of the library.
         library: &'static str,
-        /// Python package that contains the library.
-        package: &'static str,
+        /// Python package that contains the library for this driver.
+        package: String,
+    },
+    /// CUDA library for a newer driver.
+    #[error(
+        "{path} is version {}.{}, expected at most {}, since the NVIDIA driver supports CUDA {}.{}; install a library for this driver \
+         with `pip install '{package}'`, or update the driver",
+        version[0], version[1], supports / 1000, supports / 1000, supports % 1000 / 10
+    )]
+    NewLibrary {
+        path: PathBuf,
+        /// Version of the library as `[major, minor]`.
+        version: [i32; 2],
+        /// Newest CUDA version that the driver supports, `1000 · major + 10 · minor`.
+        supports: i32,
+        /// Python package that contains the library for this driver.
+        package: String,
+    },
+    /// Library that cannot be loaded or lacks functions.
+    #[error("{path} cannot be used: {what}; install the library again")]
+    DamagedLibrary {
+        path: PathBuf,
+        /// Message from the system.
+        what: String,
     },
     /// Insufficient GPU memory for an array.
     #[error(
@@ -111,6 +133,19 @@ pub enum Error {
         k: usize,
         /// Message from cuBLASLt.
         what: String,
+    },
+    /// Kernel that failed while it ran. The driver reports this at a later call.
+    #[error(
+        "a kernel failed ({call}: {what}); the last ones were {kernels}; the variable CUDA_LAUNCH_BLOCKING=1 makes the driver report \
+         the failing one itself"
+    )]
+    Fault {
+        /// Name of the driver call that reported the error.
+        call: &'static str,
+        /// Message from the driver.
+        what: String,
+        /// Last launches, the newest first.
+        kernels: String,
     },
     /// Driver call that failed.
     #[error("{call}: {what}")]

@@ -11,6 +11,7 @@
 
 mod attention;
 mod blas;
+mod checkup;
 mod conv;
 mod cuda;
 mod device;
@@ -24,6 +25,7 @@ mod head;
 mod libraries;
 mod linear;
 mod norm;
+mod nvml;
 pub mod nvrtc;
 mod optim;
 mod product;
@@ -32,6 +34,7 @@ pub mod sources;
 mod sums;
 
 pub use attention::{CachedGroup, Decoding, DecodingSize, Heads, PAGE, Pattern};
+pub use checkup::{Checked, Finding};
 pub use conv::Unfolding;
 pub use cuda::{Found, Survey, survey};
 pub use device::{Array, Dtype, Gpu, Pack};

@@ -1347,43 +1347,113 @@ fn few_bits_on_the_emulator_of_a_gpu() {
     }
 }
 
-/// Messages about an unusable GPU, with a stand-in for the driver. No other device replaces it.
-#[test]
-fn gpus_that_cannot_be_used_are_errors() {
-    let place = Place::new();
-    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/driver.c");
-    std::fs::create_dir(place.path("driver")).unwrap();
-    let compiled = std::process::Command::new("g++")
-        .args(["-x", "c", "-shared", "-fPIC", "-o"])
-        .arg(place.path("driver/libcuda.so"))
-        .arg(source)
-        .status();
-    assert!(compiled.unwrap().success());
-    let run = |line: &str, driver: &[(&str, &str)]| {
-        let mut command = place.command(line);
+/// A machine with a stand-in for the driver, and with libraries of several versions of CUDA.
+struct CudaMachine {
+    place: Place,
+}
+
+impl CudaMachine {
+    fn new() -> Self {
+        let this = Self { place: Place::new() };
+        this.compile("driver.c", 0, "driver/libcuda.so");
+        this
+    }
+
+    fn compile(&self, source: &str, major: u32, to: &str) {
+        let to = self.place.path(to);
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support").join(source);
+        let compiled = std::process::Command::new("g++")
+            .args(["-x", "c", "-shared", "-fPIC", &format!("-DMAJOR={major}")])
+            .arg(source)
+            .arg("-o")
+            .arg(to)
+            .status();
+        assert!(compiled.unwrap().success());
+    }
+
+    /// Adds NVRTC and cuBLASLt of a version of CUDA, with this ending of their names.
+    fn libraries(&self, major: u32, folder: &str, ending: &str) {
+        for name in ["libnvrtc", "libcublasLt"] {
+            self.compile("libraries.c", major, &format!("{folder}/{name}{ending}"));
+        }
+    }
+
+    fn run(&self, line: &str, variables: &[(&str, &str)]) -> support::Ran {
+        let mut command = self.place.command(line);
         for name in ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES"] {
             command.env_remove(name);
         }
         command
-            .env("LD_LIBRARY_PATH", place.path("driver"))
-            .envs(driver.iter().copied())
-            .env("HOME", place.path(""));
+            .env("LD_LIBRARY_PATH", self.place.path("driver"))
+            .envs(variables.iter().copied())
+            .env("HOME", self.place.path(""));
         ran(&mut command)
-    };
+    }
+
+    fn doctor(&self, variables: &[(&str, &str)], parts: &[&str]) {
+        let shown = self.run("doctor", variables).ok().stdout;
+        for part in parts {
+            assert!(shown.contains(part), "`{part}` is not in\n{shown}");
+        }
+    }
+}
+
+/// `libnvrtc.so` on the loader's path often belongs to another version of CUDA than the libraries of Python's packages.
+#[test]
+fn cuda_libraries_are_those_that_doctor_names() {
+    let machine = CudaMachine::new();
+    machine.libraries(12, "driver", ".so");
+    machine.libraries(13, "home/lib", ".so.13");
+    let home = machine.place.path("home").display().to_string();
+    let at = |name: &str, major: u32| format!("{name:<16} {major}.4, {home}/lib/{name}.so.{major}");
+    let both = |major: u32| [at("libnvrtc", major), at("libcublasLt", major)];
+    machine.doctor(&[("CUDA_HOME", &home)], &both(13).each_ref().map(String::as_str));
+    // A driver for CUDA 12 needs libraries of CUDA 12.
+    let old = [("CUDA_HOME", home.as_str()), ("DRIVER_VERSION", "12080")];
+    let too_new =
+        "libnvrtc.so.13 is version 13.0, expected at most 12, since the NVIDIA driver supports CUDA 12.8";
+    let install = "pip install 'nvidia-cuda-nvrtc-cu12'";
+    machine.doctor(&old, &[too_new, install, "none: `--device auto` fails"]);
+    machine
+        .run("score --model M --input rows.jsonl --output out.jsonl --device cuda", &old)
+        .fails(1, &["the GPU cannot be used", too_new, install]);
+    machine.libraries(12, "home/lib", ".so.12");
+    machine.doctor(&old, &[&both(12)[0], &both(12)[1], "cuda:0, which `--device auto` takes"]);
+    // The name of a file is no proof of its version.
+    machine.libraries(14, "home/lib", ".so.13");
+    machine.doctor(
+        &[("CUDA_HOME", &home)],
+        &["libcublasLt.so.13 is version 14.4, expected at most 13", "'nvidia-cublas>=13,<14'"],
+    );
+    // An empty file.
+    machine.place.write("home/lib/libnvrtc.so.13", "");
+    std::fs::remove_file(machine.place.path("home/lib/libnvrtc.so.12")).unwrap();
+    machine
+        .doctor(&[("CUDA_HOME", &home)], &["libnvrtc.so.13 cannot be used: ", "install the library again"]);
+}
+
+/// Messages about an unusable GPU, with a stand-in for the driver. No other device replaces it.
+#[test]
+fn gpus_that_cannot_be_used_are_errors() {
+    let machine = CudaMachine::new();
+    let place = &machine.place;
+    let run = |line: &str, variables: &[(&str, &str)]| machine.run(line, variables);
+    let doctor = |variables: &[(&str, &str)], parts: &[&str]| machine.doctor(variables, parts);
     let score = "score --model M --input rows.jsonl --output out.jsonl";
     let cuda = |n: &str| format!("{score} --device {n}");
     let cannot = "the GPU cannot be used";
     run(&cuda("cuda:3"), &[("DRIVER_CARDS", "2")])
         .fails(1, &[cannot, "GPU 3 does not exist: the driver reports 2", "CUDA_VISIBLE_DEVICES"]);
-    let old = ["the NVIDIA driver supports CUDA 12.4, expected 13.0 or newer", "update the driver"];
-    run(&cuda("cuda"), &[("DRIVER_VERSION", "12040")])
+    let old = ["the NVIDIA driver supports CUDA 11.8, expected 12.0 or newer", "update the driver"];
+    run(&cuda("cuda"), &[("DRIVER_VERSION", "11080")])
         .fails(1, &[&[cannot, "--device cuda:0"], &old[..]].concat());
-    run(&cuda("auto"), &[("DRIVER_VERSION", "12040")])
+    run(&cuda("auto"), &[("DRIVER_VERSION", "11080")])
         .fails(1, &[&[cannot, "`--device cpu` needs no GPU"], &old[..]].concat());
     run(&cuda("cuda"), &[("DRIVER_MAJOR", "7")])
         .fails(1, &[cannot, "Stand-in has compute capability 7.0, expected 8.0"]);
     run(&cuda("cuda"), &[("DRIVER_INIT", "999")]).fails(1, &[cannot, "cuInit"]);
-    if omnigrpo_gpu::libraries(&[]).iter().all(|library| !library.found) {
+    if omnigrpo_gpu::libraries(&[], None).iter().all(|library| library.found.is_err()) {
         run(&cuda("cuda"), &[])
             .fails(1, &[cannot, "libnvrtc was not found", "pip install 'nvidia-cuda-nvrtc>=13,<14'"]);
     }
@@ -1403,25 +1473,17 @@ fn gpus_that_cannot_be_used_are_errors() {
         shown.contains("device: cpu (the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty"),
         "{shown}"
     );
-    let doctor = |driver: &[(&str, &str)], parts: &[&str]| {
-        let shown = run("doctor", driver).ok().stdout;
-        for part in parts {
-            assert!(shown.contains(part), "`{part}` is not in\n{shown}");
-        }
-    };
     let fails = "none: `--device auto` fails until the GPU can be used";
     let card = "Stand-in, 151.4 GB, compute capability 7.0";
     doctor(
         &[("DRIVER_CARDS", "2"), ("DRIVER_MAJOR", "7")],
         &["NVIDIA, supports CUDA 13.0", "cuda:1", card, "libcublasLt", fails],
     );
-    doctor(&[("DRIVER_VERSION", "12040")], &["supports CUDA 12.4", "update the driver", fails]);
+    doctor(&[("DRIVER_VERSION", "11080")], &["supports CUDA 11.8", "update the driver", fails]);
     doctor(&[("DRIVER_INIT", "999")], &["cuInit", fails]);
     doctor(&[("DRIVER_CARDS", "0")], &["shows no GPU", "cpu, which `--device auto` takes"]);
-    // The libraries exist, which is all that is checked before a card is opened; another program uses the card.
-    for name in ["libnvrtc.so", "libcublasLt.so"] {
-        std::fs::copy(place.path("driver/libcuda.so"), place.path("driver").join(name)).unwrap();
-    }
+    // The libraries exist, and another program uses the card.
+    machine.libraries(13, "driver", ".so.13");
     doctor(&[], &["cuda:0, which `--device auto` takes"]);
     for (code, what) in [("2", "out of memory"), ("46", "busy or unavailable")] {
         run(&cuda("cuda"), &[("DRIVER_OPEN", code)]).fails(
@@ -1429,7 +1491,7 @@ fn gpus_that_cannot_be_used_are_errors() {
             &[cannot, "Stand-in cannot be opened", what, "another program uses this GPU (`nvidia-smi`"],
         );
     }
-    if !omnigrpo_gpu::libraries(&[])[0].found && omnigrpo_gpu::survey().is_err() {
+    if omnigrpo_gpu::libraries(&[], None)[0].found.is_err() && omnigrpo_gpu::survey().is_err() {
         // This machine itself.
         let none = "no NVIDIA driver was found (libcuda)";
         place.run(&cuda("cuda")).fails(1, &[cannot, none]);

@@ -166,8 +166,8 @@ static uint16_t rounded(float x) {
 struct Product {
     Descriptor op;
     Layout a, b, c;
-    const char *at_a, *at_b;
-    char* at_c;
+    const char *at_a, *at_b, *at_c;
+    char* at_d;
     float alpha, beta;
 
     /// Returns a matrix as f32, column by column and without gaps.
@@ -195,12 +195,11 @@ struct Product {
             }
             for (uint64_t i = 0; i < m; i++) {
                 uint64_t to = j * uint64_t(c.ld) + i;
-                auto low = reinterpret_cast<uint16_t*>(at_c) + to;
-                auto high = reinterpret_cast<float*>(at_c) + to;
-                // The old value may be NaN where beta is 0.
-                float old = beta == 0 ? 0 : beta * (c.type == R_16BF ? widened(*low) : *high);
-                if (c.type == R_16BF) *low = rounded(alpha * sum[i] + old);
-                else *high = alpha * sum[i] + old;
+                // C may be NaN where beta is 0.
+                float term = 0;
+                if (beta != 0) term = beta * (c.type == R_16BF ? widened(reinterpret_cast<const uint16_t*>(at_c)[to]) : reinterpret_cast<const float*>(at_c)[to]);
+                if (c.type == R_16BF) reinterpret_cast<uint16_t*>(at_d)[to] = rounded(alpha * sum[i] + term);
+                else reinterpret_cast<float*>(at_d)[to] = alpha * sum[i] + term;
             }
         }
     }
@@ -210,9 +209,9 @@ EXPORTED int cublasLtMatmul(void*, void* op, const float* alpha, const void* at_
                             const void* at_c, void* c, void* at_d, void* d, const Algorithm* algorithm, void* workspace, size_t workspace_bytes,
                             void* stream) {
     Product product{*static_cast<Descriptor*>(op), *static_cast<Layout*>(a), *static_cast<Layout*>(b), *static_cast<Layout*>(d),
-                    static_cast<const char*>(at_a), static_cast<const char*>(at_b), static_cast<char*>(at_d), *alpha, *beta};
+                    static_cast<const char*>(at_a), static_cast<const char*>(at_b), static_cast<const char*>(at_c), static_cast<char*>(at_d), *alpha, *beta};
     if (int status = check(product.op, product.a, product.b, product.c)) return status;
-    if (at_c != at_d || c != d) return refused("C is not D, which the stand-in lacks");
+    if (c != d) return refused("C and D with two layouts, which the stand-in lacks");
     if (Address(workspace) % 256) return refused("a workspace that is not aligned to 256 bytes");
     if (workspace_bytes && !stand_in_holds(Address(workspace), workspace_bytes)) return refused("a workspace outside of its allocation");
     if (workspace_bytes < algorithm->workspace) return refused("a workspace that is smaller than the preference promised");
@@ -224,6 +223,8 @@ EXPORTED int cublasLtMatmul(void*, void* op, const float* alpha, const void* at_
     } operands[] = {
         {"A", at_a, product.a, algorithm->alignment[0]},
         {"B", at_b, product.b, algorithm->alignment[1]},
+        // C is not read where beta is 0.
+        {"C", *beta == 0 ? at_d : at_c, product.c, algorithm->alignment[*beta == 0 ? 3 : 2]},
         {"D", at_d, product.c, algorithm->alignment[3]},
     };
     for (auto& operand : operands) {

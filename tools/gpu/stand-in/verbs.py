@@ -22,8 +22,8 @@ ROWS = [
 ]
 # Largest difference to the CPU, relative and absolute.
 RELATIVE, ABSOLUTE = 2e-3, 1e-5
-# Arrays that live until the program ends: cuBLASLt's workspace, and the array that stands for absent values.
-LASTING = 2
+# Arrays that live until the program ends: cuBLASLt's workspace, the array that stands for absent values, counters of blocks.
+LASTING = 3
 
 MODEL = f"--model {GOLDEN}/checkpoints/qwen2_5_vl_tied --torch_dtype float32 --threads 2"
 STEPS = "--num_generations 4 --gradient_accumulation_steps 2 --max_steps 2 --max_completion_length 8 --min_completion_length 8"
@@ -36,15 +36,15 @@ class Failure(Exception):
     """What went wrong, for the user."""
 
 
-def run(program, place, words, device, **environment):
-    """Runs a command. Returns its output and the reports of the stand-in."""
+def run(program, place, words, device, code=0, **environment):
+    """Runs a command that ends with `code`. Returns its output and the reports of the stand-in."""
     reports = place / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
     command = [program, *words.split(), *(["--device", device] if device else [])]
     variables = {**os.environ, "STAND_IN_REPORT": str(reports), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(place / "cache"), **environment}
     done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    if done.returncode != code:
         raise Failure(f"exit code {done.returncode} of {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
     found = [json.loads(path.read_text()) for path in reports.iterdir()]
     for report in found:
@@ -86,27 +86,31 @@ def compare(cpu, gpu, least):
     return f"{count} numbers, at most {most:.0%} of the allowed difference"
 
 
-def on_both(program, place, name, line, results, least, only_gpu="", replays=False):
-    """Runs a command on the CPU and on the stand-in and compares the files `results`. OUT in the line is the place of its output."""
-    for device in ("cpu", "cuda:0"):
+def on_both(program, place, name, line, results, least, only_gpu="", replays=False, uses="cubins", gpu="cuda:0", **environment):
+    """Runs a command on the CPU and on the stand-in and compares the files `results`.
+
+    OUT in the line is the place of its output. `uses` is a number of the report that must not be 0.
+    """
+    for device in ("cpu", gpu):
         out = f"{name}-{device[:3]}"
         words = line.replace("OUT", out) + (f" {only_gpu}" if device != "cpu" else "")
-        _, found = run(program, place, words, device)
+        _, found = run(program, place, words, device, **environment)
     if len(found) != 1:
         raise Failure(f"{len(found)} processes used the stand-in, expected 1")
     report = found[0]
     if report["live_allocations"] > LASTING:
         raise Failure(f"{report['live_allocations']} arrays were not freed, expected at most {LASTING}")
-    if replays and not report.get("graph_nodes"):
-        raise Failure("no graph was replayed")
+    for number in [uses] + ["graph_nodes"] * replays:
+        if not report.get(number):
+            raise Failure(f"the report has no `{number}`")
     same = [compare(place / result.replace("OUT", f"{name}-cpu"), place / result.replace("OUT", f"{name}-cud"), least) for result in results]
     peak, launches = report["peak_bytes"] / 1e6, report["launches"]
     return f"{'; '.join(same)}; {launches:,} kernels, {report.get('graph_nodes', 0):,} nodes of graphs, {peak:.1f} MB"
 
 
-def says(program, place, line, device, parts, **environment):
+def says(program, place, line, device, parts, code=0, **environment):
     """Runs a command and looks for texts in its output."""
-    text, _ = run(program, place, line, device, **environment)
+    text, _ = run(program, place, line, device, code, **environment)
     for part in parts:
         if part not in text:
             raise Failure(f"`{part}` is not in\n{text}")
@@ -120,6 +124,14 @@ def cases(program, place):
     (place / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     metrics = ["OUT/metrics.jsonl"]
     yield "doctor", lambda: says(program, place, "doctor", None, ["can be used", "cuda:0, which `--device auto` takes"])
+    health = ["sm_90a", "580.65.06", "0 uncorrected errors", "not reduced, 40 °C"]
+    checked = ["plain_attention.cu relative error", "36 kinds", "72 kinds", "GB/s", "TFLOP/s"]
+    yield "doctor --gpu", lambda: says(program, place, "doctor --gpu", None, health + checked)
+    ill = ["3 uncorrected errors of memory", "its temperature is too high", "MIG is on", "the GPU cannot be trusted"]
+    yield "doctor --gpu, ill", lambda: says(
+        program, place, "doctor --gpu", None, ill, 1, STAND_IN_ECC_ERRORS="3", STAND_IN_THROTTLE="32", STAND_IN_MIG="1")
+    yield "doctor --gpu, failing kernel", lambda: says(
+        program, place, "doctor --gpu", None, ["norms.cu: a kernel failed", "the last ones were norms/rms"], 1, STAND_IN_FAULT="norms/rms")
     yield "train", both("train", TRAIN, metrics, 50, replays=True)
     yield "train, offloaded", both("offload", TRAIN, metrics, 50, only_gpu="--offload_optimizer", replays=True)
     yield "train, adapters", both("lora", f"{TRAIN} {ADAPTER} --gradient_checkpointing", metrics, 50, replays=True)
@@ -130,7 +142,18 @@ def cases(program, place):
     yield "generate", both(
         "generate", f"generate {MODEL} --input rows.jsonl --output OUT.jsonl --max_completion_length 6 --temperature 0",
         ["OUT.jsonl"], 10, replays=True)
-    yield "score", both("score", f"score {MODEL} --input given.jsonl --output OUT.jsonl", ["OUT.jsonl"], 20)
+    score = f"score {MODEL} --input given.jsonl --output OUT.jsonl"
+    yield "score", both("score", score, ["OUT.jsonl"], 20)
+    # NVRTC 13.0 does not know this architecture, so the driver has to compile PTX.
+    yield "a newer GPU", both("newer", score, ["OUT.jsonl"], 20, uses="ptx_modules", STAND_IN_ARCHITECTURE="130")
+    yield "a second GPU", both("second", score, ["OUT.jsonl"], 20, gpu="cuda:1", STAND_IN_DEVICES="2")
+    fails = lambda parts, **environment: lambda: says(program, place, TRAIN, "cuda:0", parts, 1, **environment)  # noqa: E731
+    last = "the last ones were"
+    yield "a failing kernel", fails(["a kernel failed", "an illegal memory access", f"{last}", "norms/rms"], STAND_IN_FAULT="norms/rms")
+    yield "a failing kernel, blocking", fails(
+        ["cuLaunchKernel", f"{last} norms/rms, "], STAND_IN_FAULT="norms/rms", CUDA_LAUNCH_BLOCKING="1")
+    yield "too little memory", fails(["out of GPU memory", "of 35200000 free"], STAND_IN_MEMORY="35200000")
+    yield "an occupied GPU", fails(["cannot be opened", "another program uses this GPU"], STAND_IN_MEMORY="20000000")
     yield "plan", lambda: says(program, place, TRAIN.replace("train", "plan", 1), "cuda:0", ["weights", "activations"])
     # The evaluations of `demo` take minutes on the stand-in, so only a step from its model and on its rows runs there.
     yield "demo", lambda: says(program, place, "demo --output_dir demo --max_steps 1", "cpu", ["run directory: demo"])

@@ -282,6 +282,8 @@ pub struct Log {
     pub tui: bool,
     /// True if time, operations and bytes are counted by phase and kernel.
     pub profile: bool,
+    /// True if `doctor` runs kernels and products on every GPU.
+    pub gpu: bool,
 }
 
 /// Processes that train together.
@@ -413,6 +415,7 @@ impl Default for Settings {
                 notify: Vec::new(),
                 tui: false,
                 profile: false,
+                gpu: false,
             },
             bench: Bench {
                 num_images: 1,

@@ -37,9 +37,19 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     for (name, value) in gpu(settings) {
         line(&name, value);
     }
+    let mut problems = Vec::new();
+    if settings.log.gpu {
+        for (name, found) in checkups(settings)? {
+            let value = found.unwrap_or_else(|problem| {
+                problems.push(format!("{}: {problem}", name.trim()));
+                "PROBLEM, see below".into()
+            });
+            line(&name, value);
+        }
+    }
     let families: Vec<_> = FAMILIES.iter().map(|f| f.name).collect();
     line("families", families.join(", "));
-    let mut problems = Vec::new();
+    let unusable = problems.len();
     if settings.model.name.is_some() {
         let dir = setup::checkpoint_dir(settings)?;
         line("checkpoint", dir.display().to_string());
@@ -68,7 +78,24 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     if problems.is_empty() {
         return Ok(());
     }
-    Err(Problem::failure("the checkpoint cannot be used").got(problems.join("\n")).into())
+    let what = if unusable > 0 { "the GPU cannot be trusted" } else { "the checkpoint cannot be used" };
+    Err(Problem::failure(what).got(problems.join("\n")).into())
+}
+
+/// Opens every GPU and checks it. Returns lines and problems by name.
+fn checkups(settings: &Settings) -> Result<Vec<(String, Result<String, String>)>> {
+    let count = omnigrpo_gpu::survey().map_or(1, |survey| survey.cards.len().max(1));
+    let mut lines = Vec::new();
+    for ordinal in 0..count {
+        let cache = settings.env.cache_dir.join("kernels");
+        let gpu = omnigrpo_gpu::Gpu::cuda(ordinal, &settings.env.cuda_folders, &cache).map_err(|error| {
+            Problem::failure(format!("cuda:{ordinal} cannot be used")).got(error.to_string())
+        })?;
+        lines.push((format!("check of cuda:{ordinal}"), Ok(gpu.name())));
+        lines
+            .extend(gpu.checkup().into_iter().map(|finding| (format!("  {}", finding.name), finding.result)));
+    }
+    Ok(lines)
 }
 
 /// Returns lines about the driver, its cards, the kernel libraries, and the choice of `--device auto`.
@@ -93,21 +120,19 @@ fn gpu(settings: &Settings) -> Vec<(String, String)> {
             }
         }
     }
-    let libraries = omnigrpo_gpu::libraries(&settings.env.cuda_folders);
+    let supports = survey.as_ref().ok().map(|survey| survey.supports);
+    let libraries = omnigrpo_gpu::libraries(&settings.env.cuda_folders, supports);
     for library in &libraries {
-        let value = match (&library.path, library.found) {
-            (Some(path), _) => path.display().to_string(),
-            (None, true) => "found by the loader".to_owned(),
-            (None, false) => {
-                omnigrpo_gpu::Error::Library { library: library.name, package: library.package }.to_string()
-            }
+        let value = match &library.found {
+            Ok((path, [major, minor])) => format!("{major}.{minor}, {}", path.display()),
+            Err(error) => error.to_string(),
         };
         lines.push((format!("  {}", library.name), value));
     }
     let took = match survey {
         Err(omnigrpo_gpu::Error::NoDriver) => "cpu, which `--device auto` takes",
         Ok(survey) if survey.cards.is_empty() => "cpu, which `--device auto` takes",
-        Ok(survey) if survey.usable(0).is_ok() && libraries.iter().all(|library| library.found) => {
+        Ok(survey) if survey.usable(0).is_ok() && libraries.iter().all(|library| library.found.is_ok()) => {
             "cuda:0, which `--device auto` takes"
         }
         _ => "none: `--device auto` fails until the GPU can be used; `--device cpu` needs no GPU",

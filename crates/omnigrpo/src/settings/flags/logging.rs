@@ -70,6 +70,10 @@ pub const FLAGS: &[Flag] = &[
              second.",
         )
         .free(Verb::ALL),
+    row("gpu", Bool, at!(log.gpu), &[Doctor]).help(
+        "Check every GPU for a few seconds: versions of the libraries, the card's health, a kernel of each file and products \
+         compared with the CPU, and rates of copies and products.",
+    ),
     row("run_name", Text, at!(run.run_name), LOOP)
         .help("Name of the run in logs, trackers and the model card.")
         .unset("name of the run directory")

@@ -344,7 +344,8 @@ impl Verb {
             }
             Export => "omnigrpo export --model_name_or_path BASE --adapter_name_or_path runs/first --merge --output_dir merged",
             Push => "omnigrpo push runs/first --hub_model_id ORG/NAME",
-            Doctor => "omnigrpo doctor",
+            Doctor => "omnigrpo doctor
+  omnigrpo doctor --gpu",
             Demo => "omnigrpo demo",
             Bench => "omnigrpo bench",
             Watch => "omnigrpo watch runs/first",
