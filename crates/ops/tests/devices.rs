@@ -11,7 +11,7 @@ use omnigrpo_ops::{
     Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward,
 };
 
-/// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
+/// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
 fn card() -> Device {
     let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") else { return Device::emulator().unwrap() };
     static OPEN: std::sync::OnceLock<Card> = std::sync::OnceLock::new();

@@ -1,5 +1,5 @@
 //! Times a random model on a device: products and attention alone, a training pass with its optimizer step, and
-//! decoding. Writes one line of JSON for each; `bench/gpu/run.py` builds a page from them.
+//! decoding. Writes one line of JSON for each; tools/gpu/first-contact builds a page from them.
 //!
 //! Usage: `gpu DEVICE CONFIG_DIR PROMPT_TOKENS COMPLETIONS COMPLETION_TOKENS`, with `cuda:N`, `cpu` or `emulated` as
 //! device and a directory with the `config.json` of a family; no weights are needed.

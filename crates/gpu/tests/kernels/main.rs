@@ -20,7 +20,7 @@ use omnigrpo_kernels::{Mat, logprob, twin};
 const SCHEDULES: [u64; 3] = [0, 1, 2];
 
 /// Opens the emulator, with the kernels of a library that `OMNIGRPO_TEST_KERNELS` names (the PTX of `tools/gpu/ptx`, or a
-/// planted fault), or the GPU that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
+/// planted fault), or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
 fn gpu(schedule: u64) -> Gpu {
     if let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") {
         static OPEN: std::sync::OnceLock<Gpu> = std::sync::OnceLock::new();

@@ -41,7 +41,7 @@ pub fn checkpoint(name: &str) -> PathBuf {
     golden("checkpoints").join(name)
 }
 
-/// The emulator of a card, or the card that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
+/// The emulator of a card, or the card that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
 pub fn card() -> Device {
     let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") else { return Device::emulator().unwrap() };
     static OPEN: std::sync::OnceLock<Card> = std::sync::OnceLock::new();

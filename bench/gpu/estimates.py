@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Estimates the speed on a GPU from formulas, and writes docs/gpu-results.md from them.
+
+    python3 bench/gpu/estimates.py
+
+tools/gpu/first-contact/report.py compares its measurements with the same formulas.
+"""
+
+import json
+import pathlib
+
+HERE = pathlib.Path(__file__).resolve().parent
+# Rates of one H200, for the estimates. Other programs reached the first three on such a GPU.
+PRODUCTS = 700e12  # FLOP/s of cuBLASLt at these shapes, bf16
+COPY = 4.3e12  # bytes/s of a copy
+READ = 0.85 * 4.8e12  # bytes/s that kernels which read weights reach
+ATTENTION = 250e12  # FLOP/s of our attention: a guess from FlashAttention-2, which has the same instructions
+# Products of tensor cores in attention: 2 forward, 3 for queries, 4 for keys and values. A product takes 2·keys·q FLOP.
+ATTENTION_PRODUCTS = 2 + 3 + 4
+PEAK = 989e12  # FLOP/s of the data sheet, for MFU
+KERNEL = 1.0e-6  # seconds between kernels of a graph: a guess
+LAUNCH = 2.0e-6  # seconds between kernels that the host launches one by one
+TOKEN = 20e-6  # seconds for upload, launch of the graph and read: a guess
+# Kernels of a decoder layer in a decoding step.
+KERNELS = 22
+
+
+class Model:
+    """Sizes of a decoder, from its config.json."""
+
+    def __init__(self, name, elementwise, folder=HERE):
+        c = json.loads((folder / name / "config.json").read_text())
+        self.name, self.layers, self.h = name, c["num_hidden_layers"], c["hidden_size"]
+        d = self.h // c["num_attention_heads"]
+        self.q, self.kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+        layer = self.h * (2 * self.q + 2 * self.kv) + 3 * self.h * c["intermediate_size"]
+        self.weights = self.layers * layer + c["vocab_size"] * self.h
+        # Bytes that elementwise kernels move for a token and layer, forward and backward.
+        self.elementwise = elementwise
+
+    def train(self, visible):
+        """Returns seconds per token of a training pass, and its fraction of the peak."""
+        products = 6 * self.weights
+        secs = products / PRODUCTS + 2 * ATTENTION_PRODUCTS * visible * self.q * self.layers / ATTENTION
+        secs += self.elementwise * self.layers / COPY
+        return secs, products / secs / PEAK
+
+    def decode(self, rows, cached, graphs=True):
+        """Returns seconds of a decoding step, and its fraction of the GPU's bandwidth."""
+        moved = 2 * self.weights + 4 * self.kv * self.layers * rows * cached
+        secs = moved / READ + KERNELS * self.layers * (KERNEL if graphs else LAUNCH) + TOKEN
+        return secs, moved / secs / 4.8e12
+
+
+def models(folder=HERE):
+    """Returns the models whose configurations are in a folder."""
+    return [Model("3b", 0.34e6, folder), Model("7b", 0.445e6, folder)]
+
+
+def estimates():
+    lines = [
+        "| what | formula | estimate, 3B | estimate, 7B |",
+        "|---|---|---|---|",
+    ]
+
+    def row(what, formula, values):
+        lines.append(f"| {what} | {formula} | " + " | ".join(f"≈ {value} (est.)" for value in values) + " |")
+
+    for visible in (2048, 8192):
+        both = [model.train(visible) for model in models()]
+        row(
+            f"training pass, {visible} keys seen",
+            f"6·W / 700 TFLOP/s + {2 * ATTENTION_PRODUCTS}·keys·q·layers / 250 TFLOP/s + layers·bytes / 4.3 TB/s; MFU = 6·W / time / 989 TFLOP/s",
+            [f"{secs * 1e6:.1f} µs a token, MFU {share:.0%}" for secs, share in both],
+        )
+    for rows, graphs in ((16, True), (64, True), (16, False)):
+        both = [model.decode(rows, 1024, graphs) for model in models()]
+        between = KERNEL if graphs else LAUNCH
+        row(
+            f"decoding step, {rows} rows, 1,024 tokens in the cache" + ("" if graphs else ", without a graph"),
+            f"(2·W + 4·kv·layers·rows·1024) / (0.85 · 4.8 TB/s) + {KERNELS}·layers · {between * 1e6:.0f} µs + 20 µs",
+            [f"{secs * 1e3:.2f} ms, {share:.0%} of 4.8 TB/s" for secs, share in both],
+        )
+    memory = [f"{16 * model.weights / 1e9:.0f} GB" for model in models()]
+    row("weights, gradients, optimizer", "16 bytes · W", memory)
+    row("weights, gradients, optimizer with `offload_optimizer`", "6 bytes · W", [f"{6 * m.weights / 1e9:.0f} GB" for m in models()])
+    return lines
+
+
+def estimate_page():
+    weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in models())
+    return "\n".join(
+        [
+            "**Nothing here was run on a GPU. Every figure below is an estimate, marked (est.), with its formula.**",
+            "",
+            "# GPU results",
+            "",
+            f"The estimates are for one H200 and Qwen2.5-VL's decoders. W is the number of weights that multiply a token: {weights}.",
+            "q and kv are the widths of all query heads and of all key heads. Other programs reached 700 TFLOP/s, 4.3 TB/s and a fraction of",
+            "0.85 on that GPU. Four numbers are guesses: 250 TFLOP/s for attention (FlashAttention-2 uses the same instructions), 1 µs between the",
+            "kernels of a CUDA graph, 2 µs between kernels that the host launches one by one, and 20 µs per token for upload, launch and read.",
+            "",
+            *estimates(),
+            "",
+            "The goals are 50 % MFU in training at prompts of 2k and 60 % of the memory's bandwidth in decoding. By these formulas, training",
+            f"reaches {models()[0].train(2048)[1]:.0%} with 3B and {models()[1].train(2048)[1]:.0%} with 7B. Decoding reaches its goal with 7B, and with",
+            "3B only at 64 rows.",
+            "",
+            "Checked without a GPU:",
+            "",
+            "- Every kernel equals f64 on an emulator, under several schedules.",
+            "- Complete steps, evaluations and rollouts of a tiny model of each family equal the CPU's on that emulator.",
+            "- The PTX that NVRTC makes of every kernel passes the same tests on that emulator, also with checks of races, bounds and undefined",
+            "  memory ([tools/gpu/ptx](../tools/gpu/ptx/README.md)).",
+            "- The host code and the program's commands give the CPU's numbers on stand-ins of CUDA's libraries, which run that PTX",
+            "  ([tools/gpu/stand-in](../tools/gpu/stand-in/README.md)).",
+            "- All kernels compile for six architectures within bounds of registers and shared memory ([tools/gpu/nvrtc](../tools/gpu/nvrtc)).",
+            "",
+            "Not checked: speed, the behaviour of cuBLASLt, and races finer than a step between barriers.",
+            "",
+            "[tools/gpu/first-contact](../tools/gpu/first-contact/README.md) creates this page on a GPU.",
+            "",
+        ]
+    )
+
+
+def main():
+    (HERE / "../../docs/gpu-results.md").write_text(estimate_page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Makes a page of the results of run.py: `report.py results.jsonl > docs/gpu-results.md`."""
+
+import collections
+import json
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+# The packed folder has both beside this file.
+sys.path[:0] = [str(HERE), str(ROOT / "bench/gpu")]
+import estimates  # noqa: E402
+
+STAGES = {
+    "A": "Libraries, health and a kernel of each file",
+    "B": "Tests of kernels and devices",
+    "C": "NVIDIA's sanitizer",
+    "D": "The same bits in two processes",
+    "E": "Speed",
+    "F": "Training steps compared with the CPU",
+}
+
+
+def models():
+    packed = HERE / "models"
+    return {model.name: model for model in estimates.models(*([packed] if packed.exists() else []))}
+
+
+def card(results):
+    """Returns the name of the card, from the first line of doctor's check."""
+    for result in results:
+        for line in (result.get("output") or "").splitlines():
+            if line.startswith("check of cuda:"):
+                return line.split(maxsplit=3)[3]
+    return "an unknown card"
+
+
+def speed(results):
+    """Returns the rows of the table of measurements."""
+    known, rows = models(), []
+    for result in results:
+        of = result["is"]
+        secs = of.get("secs", of.get("median_secs"))
+        if secs is None:
+            continue
+        model, (prompt, _, tokens) = known.get(result["model"]), result["sizes"]
+        least = max(of.get("flops", 0) / estimates.PRODUCTS, of.get("bytes", 0) / estimates.COPY)
+        estimate = ""
+        if model and result["what"] == "policy":
+            guess, mfu = model.train(prompt)
+            own = 6 * model.weights * of["rows"] / secs / estimates.PEAK
+            estimate = f"{guess * of['rows'] * 1e3:.0f} ms, MFU {mfu:.0%}; measured MFU {own:.0%}"
+        elif model and result["what"].startswith("decode"):
+            guess, share = model.decode(of["rows"], prompt + tokens // 2, result["what"] == "decode")
+            estimate = f"{guess * 1e3:.2f} ms, {share:.0%} of bandwidth; measured {of['bytes'] / secs / 4.8e12:.0%}"
+        name = " ".join(filter(None, [result["what"], of.get("name", "").removeprefix("model.")]))
+        share = f"{least / secs:.0%}" if least else ""
+        rows.append(f"| {result['model']} | {name} | {of.get('rows', '')} | {secs * 1e3:.3f} | {share} | {estimate} |")
+    return rows
+
+
+def page(results):
+    begin = next((result for result in results if result["name"] == "begin"), {})
+    text = [f"Run on {card(results)}, {begin.get('date', 'unknown date')}, commit {begin.get('commit', 'unknown')}.", "", "# GPU results"]
+    if results[-1]["name"] != "end":
+        text += ["", "The run was cut off: later results are missing."]
+    by_stage = collections.defaultdict(list)
+    for result in results:
+        by_stage[result["stage"]].append(result)
+    for letter, title in STAGES.items():
+        own = by_stage.get(letter)
+        if not own:
+            continue
+        skipped = [result for result in own if "skipped" in result]
+        failed = [result for result in own if not result["ok"] and "skipped" not in result]
+        checks = [result for result in own if result["name"] != "measured" and result not in skipped]
+        text += ["", f"## {title}", "", f"{len(checks) - len(failed)} of {len(checks)} passed; {len(skipped)} were skipped."]
+        for result in failed:
+            text += ["", f"**{result['name']} failed** ({result.get('ended_with', '')}):", "", "```", result.get("output", "").strip(), "```"]
+        for why in sorted({result["skipped"] for result in skipped}):
+            text += ["", f"Skipped: {why}."]
+        for result in own:
+            if result["name"] == "what doctor says":
+                text += ["", "```", result["output"].strip(), "```"]
+        measured = [result for result in own if result["name"] == "measured"]
+        if measured:
+            text += ["", "| model | | rows | ms | lower bound / time | estimate |", "|---|---|---|---|---|---|", *speed(measured)]
+    return "\n".join(text) + "\n"
+
+
+def main():
+    lines = pathlib.Path(sys.argv[1]).read_text().splitlines()
+    sys.stdout.write(page([json.loads(line) for line in lines]))
+
+
+if __name__ == "__main__":
+    main()

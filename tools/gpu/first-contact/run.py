@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Runs the first half hour on a card, in stages with time limits, and writes what happens as JSON lines.
+
+    python3 first-contact/run.py [--stages ABCDEF] [--scale 1.0] [--device N]
+
+Each line of `results.jsonl` is written as soon as it is known, so a run that is cut off keeps its results. `report.py` makes a
+page of them. Only Python's standard library is needed. Libraries are searched in the packages of this Python, in
+LD_LIBRARY_PATH, and where the program itself searches.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+MODEL = HERE / "models/qwen2_5_vl_tied"
+ROWS = [
+    {"id": "shapes", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"},
+    {"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>"},
+]
+# Sizes of the measurements: prompt tokens, completions, tokens per completion. With 8 and 64 completions a decoding batch is
+# one of the fixed sizes, with 12 it has padding.
+SPEED = [("3b", (1792, 8, 256)), ("3b", (1792, 12, 64)), ("3b", (1792, 64, 64)), ("7b", (1792, 8, 256))]
+TINY = [("qwen2_5_vl_tied", (20, 2, 4))]
+# Fields of a step that must agree between a card and the CPU.
+COMPARED = ["loss", "reward", "grad_norm", "kl"]
+
+
+class Run:
+    """The results file, the clock of the current stage, and the environment of programs."""
+
+    def __init__(self, args):
+        self.args = args
+        self.file = open(HERE / "results.jsonl", "a")
+        self.began = time.monotonic()
+        self.ends = self.began
+        self.stage = "-"
+        folders = python_folders() + os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        self.environment = {
+            **os.environ,
+            "LD_LIBRARY_PATH": ":".join(filter(None, folders)),
+            "XDG_CACHE_HOME": str(HERE / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            "OMNIGRPO_TEST_CARD": str(args.device),
+        }
+
+    def tell(self, name, ok, **more):
+        """Writes a result at once."""
+        line = {"stage": self.stage, "name": name, "ok": ok, "at": round(time.monotonic() - self.began, 1), **more}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        print(f"{self.stage} {'ok    ' if ok else 'FAILED'} {name}", flush=True)
+        return ok
+
+    def left(self):
+        """Returns the seconds until the stage ends."""
+        return self.ends - time.monotonic()
+
+    def call(self, name, command, limit=None, tell=True, **environment):
+        """Runs a command until the stage ends. Returns its output, or None if it failed, and tells the result."""
+        left = min(self.left(), limit or float("inf"))
+        if left <= 0:
+            self.tell(name, False, skipped="the stage's time is over")
+            return None
+        started = time.monotonic()
+        try:
+            done = subprocess.run(
+                [str(word) for word in command], cwd=HERE, env={**self.environment, **environment}, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, errors="replace", timeout=left, check=False)
+            code, text = done.returncode, done.stdout
+        except subprocess.TimeoutExpired as expired:
+            output = expired.stdout or b""
+            code, text = "the time limit", output if isinstance(output, str) else output.decode(errors="replace")
+        except OSError as error:
+            code, text = str(error), ""
+        secs = round(time.monotonic() - started, 2)
+        if code != 0:
+            self.tell(name, False, secs=secs, ended_with=code, output=text[-4000:])
+            return None
+        if tell:
+            self.tell(name, True, secs=secs)
+        return text
+
+
+def python_folders():
+    """Returns the folders of libraries in the `nvidia` packages of this Python."""
+    try:
+        import nvidia
+    except ImportError:
+        return []
+    return [str(lib) for path in nvidia.__path__ for lib in sorted(pathlib.Path(path).glob("*/lib"))]
+
+
+def sanitizer():
+    """Returns NVIDIA's sanitizer, or None."""
+    packages = [pathlib.Path(lib).parent / "bin/compute-sanitizer" for lib in python_folders()]
+    places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer", *packages]
+    return next((place for place in places if place and pathlib.Path(place).exists()), None)
+
+
+def stage_a(run):
+    """Shows what is loaded, and checks a kernel of each file, products and rates."""
+    text = run.call("doctor --gpu", [HERE / "omnigrpo", "doctor", "--gpu"])
+    if text is not None:
+        run.tell("what doctor says", True, output=text)
+
+
+def tests_of(run, suite):
+    listed = run.call(f"{suite}: list", [HERE / "tests" / suite, "--list"], tell=False) or ""
+    names = [line.removesuffix(": test") for line in listed.splitlines() if line.endswith(": test")]
+    # The stand-in computes more than 2³¹ elements too slowly.
+    skipped = ["slow_"] + ["more_than_2_31"] * run.args.tiny
+    return [name for name in names if not any(part in name for part in skipped)]
+
+
+def stage_b(run):
+    """Runs each test of kernels and devices by itself; a failure again with a wait after every kernel."""
+    for suite in ("kernels", "devices"):
+        for test in tests_of(run, suite):
+            command = [HERE / "tests" / suite, "--exact", test, "--test-threads=1"]
+            if run.call(f"{suite}::{test}", command) is None and run.left() > 0:
+                run.call(f"{suite}::{test}, blocking", command, CUDA_LAUNCH_BLOCKING="1")
+
+
+def stage_c(run):
+    """Runs the kernels' tests under the tools of NVIDIA's sanitizer, a tool for each part of the time."""
+    program = sanitizer()
+    if program is None:
+        run.tell("compute-sanitizer", False, skipped="not found; `pip install nvidia-cuda-sanitizer-api` has it")
+        return
+    tests, tools = tests_of(run, "kernels"), ["memcheck", "initcheck", "racecheck", "synccheck"]
+    for i, tool in enumerate(tools):
+        ends = time.monotonic() + run.left() / (len(tools) - i)
+        for test in tests:
+            left = ends - time.monotonic()
+            if left <= 0:
+                run.tell(f"{tool}: {test}", False, skipped="the tool's part of the time is over")
+                continue
+            command = [program, "--tool", tool, "--error-exitcode", "9", HERE / "tests/kernels", "--exact", test, "--test-threads=1"]
+            run.call(f"{tool}: {test}", command, limit=left)
+
+
+def write_rows():
+    (HERE / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def stage_d(run):
+    """Compares the bits of two processes that decode with recorded graphs."""
+    write_rows()
+    hashes = []
+    for i in range(2):
+        out = HERE / f"bits-{i}.jsonl"
+        words = ["generate", "--model", MODEL, "--device", f"cuda:{run.args.device}", "--input", "rows.jsonl", "--output", out,
+                 "--max_completion_length", "24", "--min_completion_length", "24", "--temperature", "1"]
+        if run.call(f"generate, process {i + 1}", [HERE / "omnigrpo", *words]) is not None:
+            hashes.append(hashlib.sha256(out.read_bytes()).hexdigest())
+    run.tell("two processes give the same bits", len(hashes) == 2 and hashes[0] == hashes[1], hashes=hashes)
+
+
+def stage_e(run):
+    """Measures products, attention, decoding, a training pass and an optimizer step."""
+    for model, sizes in TINY if run.args.tiny else SPEED:
+        name = f"speed, {model}, {'×'.join(map(str, sizes))}"
+        text = run.call(name, [HERE / "gpu", f"cuda:{run.args.device}", HERE / "models" / model, *sizes])
+        for line in (text or "").splitlines():
+            if line.startswith("{"):
+                run.tell("measured", True, model=model, sizes=sizes, **json.loads(line))
+
+
+def steps_of(folder):
+    path = HERE / folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if "loss" in line]
+
+
+def stage_f(run):
+    """Compares training steps on the card with the CPU's."""
+    write_rows()
+    for device in ("cpu", f"cuda:{run.args.device}"):
+        shutil.rmtree(HERE / f"train-{device[:4]}", ignore_errors=True)
+        words = ["train", "--model", MODEL, "--device", device, "--train_file", "rows.jsonl", "--reward_funcs", "random",
+                 "--torch_dtype", "float32", "--max_steps", "3", "--num_generations", "4", "--gradient_accumulation_steps", "2",
+                 "--max_completion_length", "8", "--learning_rate", "1e-4", "--adam_epsilon", "1e-3", "--output_dir", f"train-{device[:4]}"]
+        run.call(f"train on {device}", [HERE / "omnigrpo", *words])
+    cpu, card = steps_of("train-cpu"), steps_of("train-cuda")
+    pairs = [(a[key], b[key]) for a, b in zip(cpu, card) for key in COMPARED if a.get(key) is not None]
+    far = [abs(a - b) / (2e-3 * abs(a) + 1e-5) for a, b in pairs]
+    same = len(cpu) == len(card) == 3 and bool(far) and max(far) <= 1
+    run.tell("steps on the card equal the CPU's", same, numbers=len(pairs), of_allowed=max(far, default=None))
+
+
+# Letter, function, and seconds.
+STAGES = [("A", stage_a, 60), ("B", stage_b, 240), ("C", stage_c, 300), ("D", stage_d, 120), ("E", stage_e, 480), ("F", stage_f, 300)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", default="ABCDEF", help="letters of the stages to run")
+    parser.add_argument("--device", type=int, default=0, help="number of the card")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all time limits")
+    parser.add_argument("--tiny", action="store_true", help="measure a tiny model, to rehearse")
+    args = parser.parse_args()
+    run = Run(args)
+    run.tell("begin", True, commit=(HERE / "commit").read_text().strip(), date=time.strftime("%Y-%m-%d", time.gmtime()))
+    for letter, work, secs in STAGES:
+        if letter in args.stages:
+            run.stage, run.ends = letter, time.monotonic() + secs * args.scale
+            work(run)
+    run.stage = "-"
+    run.tell("end", True)
+    page = subprocess.run([sys.executable, HERE / "report.py", HERE / "results.jsonl"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    (HERE / "gpu-results.md").write_text(page)
+    results = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
+    return 0 if all(result["ok"] or "skipped" in result for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
