@@ -67,6 +67,8 @@ struct Settings {
     uint64_t seed = setting("STAND_IN_SEED", 1ull);
     /// Kernel, as `file/name`, whose launch ends in an error that later calls report.
     std::string fault = setting("STAND_IN_FAULT", "");
+    /// False if kernels and products are checked but not computed. Memory then holds zeros.
+    bool computes = setting("STAND_IN_COMPUTES", 1ull) != 0;
     bool blocking = setting("CUDA_LAUNCH_BLOCKING", 0ull) != 0;
 };
 // Programs may call the driver until they end, so nothing of the following is ever destroyed.
@@ -256,7 +258,7 @@ EXPORTED int stand_in_queue(void* handle, void (*work)(void*), void* data) {
     if (current->failure) return current->failure;
     STREAM(stream, handle);
     return queue(stream, [=] {
-        work(data);
+        if (settings.computes) work(data);
         return int(SUCCESS);
     });
 }
@@ -440,7 +442,8 @@ EXPORTED int cuMemAllocAsync(Address* at, size_t bytes, void* handle) {
     char* begin = static_cast<char*>(mapped) + PAGE;
     if (mprotect(begin, inner, PROT_READ | PROT_WRITE)) return OUT_OF_MEMORY;
     char* first = begin + inner - padded(bytes);
-    memset(first, 0xff, bytes);
+    // A new mapping holds zeros, and takes no memory of the host until it is written.
+    if (settings.computes) memset(first, 0xff, bytes);
     memset(first + bytes, TAIL, padded(bytes) - bytes);
     *at = Address(first);
     allocations[*at] = {bytes, current};
@@ -720,6 +723,7 @@ struct Launch {
         std::string name = function->file + "/" + function->name;
         uint64_t count = ++report.numbers["launches"];
         report.kernels[name]++;
+        if (!settings.computes) return SUCCESS;
         auto copies = values;
         std::vector<void*> pointers;
         for (auto& value : copies) pointers.push_back(value.data());
