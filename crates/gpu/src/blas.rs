@@ -4,7 +4,6 @@
 //! library gives the same bits. Matrices in this crate are row-major and those of cuBLASLt are column-major, so cuBLASLt computes
 //! `cᵀ = bᵀ aᵀ`.
 
-use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
@@ -17,6 +16,7 @@ use crate::device::Dtype;
 use crate::error::{Error, Result};
 use crate::libraries::{functions, load_blas};
 use crate::product::{Factor, Product};
+use crate::recent::Recent;
 
 functions! {
     /// Functions of cuBLASLt.
@@ -24,7 +24,9 @@ functions! {
         cublasLtGetVersion() -> usize;
         cublasLtCreate(*mut sys::cublasLtHandle_t) -> sys::cublasStatus_t;
         cublasLtMatrixLayoutCreate(*mut sys::cublasLtMatrixLayout_t, sys::cudaDataType, u64, u64, i64) -> sys::cublasStatus_t;
+        cublasLtMatrixLayoutDestroy(sys::cublasLtMatrixLayout_t) -> sys::cublasStatus_t;
         cublasLtMatmulDescCreate(*mut sys::cublasLtMatmulDesc_t, sys::cublasComputeType_t, sys::cudaDataType) -> sys::cublasStatus_t;
+        cublasLtMatmulDescDestroy(sys::cublasLtMatmulDesc_t) -> sys::cublasStatus_t;
         cublasLtMatmulDescSetAttribute(sys::cublasLtMatmulDesc_t, sys::cublasLtMatmulDescAttributes_t, *const c_void, usize) -> sys::cublasStatus_t;
         cublasLtMatmulPreferenceCreate(*mut sys::cublasLtMatmulPreference_t) -> sys::cublasStatus_t;
         cublasLtMatmulPreferenceSetAttribute(sys::cublasLtMatmulPreference_t, sys::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize) -> sys::cublasStatus_t;
@@ -45,7 +47,7 @@ pub(crate) struct Blas {
     functions: BlasFunctions,
     handle: sys::cublasLtHandle_t,
     workspace: u64,
-    plans: Mutex<HashMap<Key, Plan>>,
+    plans: Mutex<Recent<Key, Plan>>,
 }
 
 /// The properties of a product that determine its plan.
@@ -87,6 +89,9 @@ impl Blas {
     /// Size of the workspace in bytes, as NVIDIA recommends for Hopper.
     pub(crate) const WORKSPACE: usize = 32 << 20;
 
+    /// Number of plans that are kept. A pass needs about 40, and nearly every pass has another number of rows.
+    const MOST_PLANS: usize = 512;
+
     /// Loads cuBLASLt. `workspace` is the address of [`Self::WORKSPACE`] bytes of the current GPU.
     pub(crate) fn new(workspace: u64, libraries: &[PathBuf], driver: i32) -> Result<Self> {
         let (functions, _) = load_blas(libraries, Some(driver))?;
@@ -95,21 +100,22 @@ impl Blas {
         unsafe { (functions.cublasLtCreate)(&raw mut handle) }
             .result()
             .map_err(|error| Error::Driver { call: "cublasLtCreate", what: error.to_string() })?;
-        Ok(Self { functions, handle, workspace, plans: Mutex::default() })
+        Ok(Self { functions, handle, workspace, plans: Mutex::new(Recent::new(Self::MOST_PLANS)) })
     }
 
     pub(crate) fn product(&self, p: &Product, stream: CUstream) -> Result<()> {
         let failed = |error: CublasError| Error::Product { m: p.m, n: p.n, k: p.k, what: error.to_string() };
-        let plan = {
-            let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-            let key = Key::new(p);
-            match plans.get(&key) {
-                Some(&plan) => plan,
-                None => {
-                    let plan = self.plan(p, key).map_err(failed)?;
-                    plans.insert(key, plan);
-                    plan
+        // The lock is held until the product is queued. No other thread can then destroy its plan.
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = Key::new(p);
+        let plan = match plans.get(&key) {
+            Some(&plan) => plan,
+            None => {
+                let plan = self.plan(p, key).map_err(failed)?;
+                if let Some(forgotten) = plans.insert(key, plan) {
+                    self.destroy(&forgotten);
                 }
+                plan
             }
         };
         let (alpha, beta) = (1.0f32, if p.plus.is_some() { 1.0f32 } else { 0.0 });
@@ -137,6 +143,16 @@ impl Blas {
         }
         .result()
         .map_err(failed)
+    }
+
+    fn destroy(&self, plan: &Plan) {
+        // SAFETY: the handles are alive, and the plan is no longer in the table.
+        unsafe {
+            for layout in plan.layouts {
+                let _ = (self.functions.cublasLtMatrixLayoutDestroy)(layout);
+            }
+            let _ = (self.functions.cublasLtMatmulDescDestroy)(plan.operation);
+        }
     }
 
     fn plan(&self, p: &Product, key: Key) -> std::result::Result<Plan, CublasError> {
@@ -218,7 +234,7 @@ impl Blas {
     }
 }
 
-// SAFETY: the functions of cuBLASLt may be called from any thread. Plans are behind a lock and never destroyed.
+// SAFETY: the functions of cuBLASLt may be called from any thread. Plans are used and destroyed behind a lock.
 unsafe impl Send for Blas {}
 // SAFETY: as above. A single stream orders all uses of the workspace.
 unsafe impl Sync for Blas {}

@@ -29,6 +29,7 @@ mod nvml;
 pub mod nvrtc;
 mod optim;
 mod product;
+mod recent;
 mod sample;
 pub mod sources;
 mod sums;

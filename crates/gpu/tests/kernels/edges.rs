@@ -709,3 +709,17 @@ fn sums_that_use_each_stage_again() {
         assert_eq!(few(schedule, &x[..rows * k], &w, [n, k], Dtype::Bf16), all[..rows * (n + 2)]);
     }
 }
+
+/// Products of more shapes than plans are kept (512), and the first shape again.
+#[test]
+fn products_of_many_shapes() {
+    let gpu = gpu(0);
+    let w = gpu.upload(&[1.0; 24]);
+    for rows in (1..=600).chain([1, 2]) {
+        let x = gpu.upload(&vec![1.0; rows * 8]);
+        let mut y = gpu.alloc(rows * 3, Dtype::F32);
+        gpu.linear(&mut y, [0, 3], &x, Weight::Dense(&w), [0, 3, 8], Onto::Nothing);
+        assert_eq!(y.to_vec(), vec![8.0; rows * 3], "{rows} rows");
+    }
+    gpu.check().unwrap();
+}
