@@ -6,6 +6,7 @@
 tools/gpu/first-contact/report.py compares its measurements with the same formulas.
 """
 
+import heapq
 import json
 import pathlib
 
@@ -21,8 +22,32 @@ PEAK = 989e12  # FLOP/s of the data sheet, for MFU
 KERNEL = 1.0e-6  # seconds between kernels of a graph: a guess
 LAUNCH = 2.0e-6  # seconds between kernels that the host launches one by one
 TOKEN = 20e-6  # seconds for upload, launch of the graph and read: a guess
-# Kernels of a decoder layer in a decoding step.
-KERNELS = 22
+# Kernels of a decoder layer in a decoding step: norm, q|k|v, rotation, prompt's keys, own keys, projection, norm, gate|up, activation,
+# down. crates/gpu/tests/graphs.rs counts them.
+KERNELS = 10
+# Bytes that a weight takes in memory, with the scales of its group.
+BYTES = {"16": 2.0, "8": 1 + 4 / 64, "4": 0.5 + 4 / 64}
+# Blocks of 128 threads that 132 multiprocessors run at the same time.
+SLOTS = 264
+
+
+def busy(work):
+    """Returns the fraction of the slots' time in which they are busy, if each block starts, in order, in the first free slot."""
+    slots = [0] * SLOTS
+    for one in work:
+        heapq.heapreplace(slots, slots[0] + one)
+    return sum(work) / SLOTS / max(slots)
+
+
+def queries_of(prompt, group, tokens):
+    """Returns the number of queries that see each tile of 64 keys, for one prompt and its completions."""
+    tiles = []
+    for at in range(0, prompt + group * tokens, 64):
+        of_prompt = max(0, prompt - at) + group * tokens if at < prompt else 0
+        ends = [prompt + (g + 1) * tokens for g in range(group)]
+        own = [end - max(at, end - tokens) for end in ends if end - tokens < at + 64 and end > at]
+        tiles.append(of_prompt or sum(own))
+    return tiles
 
 
 class Model:
@@ -32,10 +57,11 @@ class Model:
         c = json.loads((folder / name / "config.json").read_text())
         self.name, self.layers, self.h = name, c["num_hidden_layers"], c["hidden_size"]
         d = self.h // c["num_attention_heads"]
-        self.q, self.kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+        self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+        self.q, self.kv = self.heads * d, self.kv_heads * d
         layer = self.h * (2 * self.q + 2 * self.kv) + 3 * self.h * c["intermediate_size"]
         self.weights = self.layers * layer + c["vocab_size"] * self.h
-        # Bytes that elementwise kernels move for a token and layer, forward and backward.
+        # Bytes that elementwise kernels move for a token and layer, forward and backward, with the sum of the query heads' gradients.
         self.elementwise = elementwise
 
     def train(self, visible):
@@ -45,9 +71,13 @@ class Model:
         secs += self.elementwise * self.layers / COPY
         return secs, products / secs / PEAK
 
+    def moved(self, rows, cached, bits="16"):
+        """Returns the bytes that a decoding step reads."""
+        return BYTES[bits] * self.weights + 4 * self.kv * self.layers * rows * cached
+
     def decode(self, rows, cached, graphs=True):
         """Returns seconds of a decoding step, and its fraction of the GPU's bandwidth."""
-        moved = 2 * self.weights + 4 * self.kv * self.layers * rows * cached
+        moved = self.moved(rows, cached)
         secs = moved / READ + KERNELS * self.layers * (KERNEL if graphs else LAUNCH) + TOKEN
         return secs, moved / secs / 4.8e12
 
@@ -87,6 +117,44 @@ def estimates():
     return lines
 
 
+def designs():
+    """Returns a table of what a launch needs in the current design and in the one before it."""
+    lines = ["| what | model | before | now | source |", "|---|---|---|---|---|"]
+    for model in MODELS:
+        group = model.heads // model.kv_heads
+        for sizes in ((1792, 8, 256), (1024, 8, 512)):
+            tiles = queries_of(*sizes)
+            before = busy([tile * group for _ in range(model.kv_heads) for tile in tiles])
+            now = busy([tile for tile in sorted(tiles, reverse=True) for _ in range(model.heads)])
+            what = f"slots busy in the backward pass for keys, {sizes[0]} + {sizes[1]} × {sizes[2]}"
+            lines.append(f"| {what} | {model.name.upper()} | {before:.0%} | {now:.0%} | simulated |")
+    lines.append(f"| kernels of a layer in a decoding step | both | 22 | {KERNELS} | counted |")
+    for model in MODELS:
+        lines.append(
+            f"| kernels of all layers in a decoding step | {model.name.upper()} | {22 * model.layers} | {KERNELS * model.layers} | counted |"
+        )
+    for model in MODELS:
+        for bits in BYTES:
+            # Codes were read, and the weights written as bf16 and read again.
+            before = BYTES[bits] + (0 if bits == "16" else 4)
+            moved = [each * model.weights / 1e9 for each in (before, BYTES[bits])]
+            what = f"bytes of weights of {bits} bits in a decoding step"
+            lines.append(f"| {what} | {model.name.upper()} | {moved[0]:.1f} GB | {moved[1]:.1f} GB | est. |")
+    for model in MODELS:
+        own = 4 * model.kv * model.layers * 64 * 256 / 1e9
+        group = model.heads // model.kv_heads
+        lines.append(
+            f"| bytes of own keys and values, 64 rows of 256 tokens, with repeated reads | {model.name.upper()} | {own * group:.1f} GB | {own:.1f} GB | est. |"
+        )
+    for model in MODELS:
+        lines.append(f"| bytes that copy residuals, for a token and layer in training | {model.name.upper()} | {16 * model.h} | 0 | est. |")
+        lines.append(
+            f"| bytes that add up the query heads' gradients, for a token and layer | {model.name.upper()} | 0 | {16 * model.q} | est. |"
+        )
+    lines.append("| passes over the logits of a draw with top-p | both | 71 | 4 | counted |")
+    return lines
+
+
 def estimate_page():
     weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in models())
     return "\n".join(
@@ -103,8 +171,13 @@ def estimate_page():
             *estimates(),
             "",
             "The goals are 50 % MFU in training at prompts of 2k and 60 % of the memory's bandwidth in decoding. By these formulas, training",
-            f"reaches {models()[0].train(2048)[1]:.0%} with 3B and {models()[1].train(2048)[1]:.0%} with 7B. Decoding reaches its goal with 7B, and with",
-            "3B only at 64 rows.",
+            f"reaches {models()[0].train(2048)[1]:.0%} with 3B and {models()[1].train(2048)[1]:.0%} with 7B. Decoding reaches its goal with both.",
+            "",
+            "## The design in numbers",
+            "",
+            f"Slots are places for blocks: {SLOTS} on an H100 or H200. A simulation starts each block, in order, in the first free slot.",
+            "",
+            *designs(),
             "",
             "Checked without a GPU:",
             "",

@@ -68,7 +68,8 @@ struct Logits {
         for (u32 id = threadIdx.x; id < vocab; id += THREADS) sum += of(z[id]);
         return block_sum(sum, red);
     }
-    DEVICE void fill_bins() const {
+    /// Fills the bins, and returns the sum of all weights.
+    DEVICE u64 fill_bins() const {
         for (u32 i = threadIdx.x; i < BINS; i += THREADS) counts[i] = 0, masses[i] = 0;
         sync_block();
         for (u32 id = threadIdx.x; id < vocab; id += THREADS) {
@@ -77,6 +78,13 @@ struct Logits {
             add_shared(masses + own, mass(z[id]));
         }
         sync_block();
+        return mass_below(BINS);
+    }
+    /// Returns the sum of the weights in the bins below `end`.
+    DEVICE u64 mass_below(u32 end) const {
+        u64 sum = 0;
+        for (u32 i = threadIdx.x; i < end; i += THREADS) sum += masses[i];
+        return block_sum(sum, red);
     }
     /// Finds the first token at which the sum of the weights reaches `target`, or with `by_count` the `target`-th token.
     DEVICE Found find(u64 target, bool by_count) const {
@@ -84,9 +92,7 @@ struct Logits {
         SHARED(Found, found, 1);
         auto amount = [&](u64 mass) { return by_count ? 1 : mass; };
         Position place = search(BINS, target, runs, [&](u32 i) { return by_count ? counts[i] : masses[i]; });
-        u64 before = 0;
-        for (u32 i = threadIdx.x; i < place.at; i += THREADS) before += masses[i];
-        before = block_sum(before, red);
+        u64 before = mass_below(place.at);
         // Tokens of the last bin have no weight, and no such token is ever drawn.
         if (place.at == BINS - 1) return {0, before};
         if (threadIdx.x == 0) size[0] = 0;
@@ -169,8 +175,7 @@ KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, cons
     } else {
         Logits row = {z, vocab, top, 1 / p.temperature, counts, masses, red, runs, list};
         bool truncated = p.top_k > 0 || p.top_p < 1 || p.min_p > 0;
-        if (truncated) row.fill_bins();
-        mass = row.total([&](float x) { return row.mass(x); });
+        mass = truncated ? row.fill_bins() : row.total([&](float x) { return row.mass(x); });
         if (p.top_k > 0 && p.top_k < (int)vocab) mass = row.find(p.top_k, true).mass;
         if (p.top_p < 1) {
             double bound = p.top_p * (double)mass;

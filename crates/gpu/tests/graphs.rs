@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use omnigrpo_gpu::{Arena, Array, Dtype, Error, Gpu, Place};
+use omnigrpo_gpu::{
+    Affine, Arena, Array, CachedGroup, Decoding, Dtype, Error, Gpu, Heads, Onto, PAGE, Place, Weight,
+};
 
 /// Computes `3 · (2 x) + x`, with an intermediate array that is freed and allocated again.
 fn work(gpu: &Gpu, input: &Arc<Array>, out: &mut Array) {
@@ -172,4 +174,68 @@ fn other_threads_wait_for_a_recording() {
     let panics = || gpu.capture(&arena, || std::panic::resume_unwind(Box::new(())));
     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
     assert_eq!(gpu.upload(&[6.0]).to_vec(), [6.0]);
+}
+
+/// A layer of Qwen2.5's decoder takes ten kernels for a token: norm, q|k|v, rotation, prompt's keys, own keys, projection, norm,
+/// gate|up, activation, down. A replay computes the same bits as plain launches, also in a padding row.
+#[test]
+fn a_decoder_layer_takes_ten_kernels() {
+    let gpu = Gpu::emulated(1);
+    let heads = Heads { q: 4, kv: 2, d: 64 };
+    let (rows, h, inner, q, kv) = (2, 128, 136, heads.q * heads.d, heads.kv * heads.d);
+    let packed = q + 2 * kv;
+    let array = |n: usize, scale: f32| {
+        let x: Vec<f32> = (0..n).map(|i| ((i * 37 % 101) as f32 / 50.0 - 1.0) * scale).collect();
+        gpu.cast(&gpu.upload(&x), Dtype::Bf16)
+    };
+    let norms = [array(h, 1.0), array(h, 1.0)];
+    let weights = [(q, h), (kv, h), (kv, h), (h, q), (inner, h), (inner, h), (h, inner)];
+    let weights = weights.map(|(n, k)| (array(n * k, 0.1), n));
+    let biases = [q, kv, kv].map(|n| array(n, 0.5));
+    let layer = |i: usize| {
+        let (weight, n) = &weights[i];
+        Affine { weight: Weight::Dense(weight), bias: biases.get(i), n: *n }
+    };
+    let (cos, sin) = (gpu.upload(&[0.8; 64]), gpu.upload(&[0.6; 64]));
+    let width = 2 * kv;
+    let (prompt, page) = (array(3 * width, 1.0), array(PAGE * width, 1.0));
+    let cached = [CachedGroup { prompt: &prompt, prompt_rows: 3, completions: vec![(vec![&page], 5)] }];
+    let mut pack = omnigrpo_gpu::Pack::default();
+    let size = omnigrpo_gpu::DecodingSize::of(&cached, heads).rounded(rows);
+    let places = Decoding::pack(&mut pack, &cached, heads, size);
+    let tables = Decoding::over(&pack.upload(&gpu), places, size);
+    let x = gpu.cast(&array(rows * h, 2.0), Dtype::F32);
+    let mut out = gpu.zeros(rows * h, Dtype::F32);
+    let run = |out: &mut Array| {
+        let mut qkv = gpu.alloc(rows * packed, Dtype::Bf16);
+        let normed = gpu.rms(&x, &norms[0], 1e-6, Dtype::Bf16).0;
+        let of_qkv = [layer(0), layer(1), layer(2)];
+        gpu.linear_rows(&mut qkv, [0, packed], &normed, &of_qkv, h, Onto::Nothing);
+        gpu.rotate(&mut qkv, [rows, packed], &cos, &sin, heads.q + heads.kv, false);
+        let attended = gpu.attend_cached(&qkv, &tables, 0, heads);
+        let mut y = gpu.alloc(rows * h, Dtype::F32);
+        gpu.linear_rows(&mut y, [0, h], &attended, &[layer(3)], q, Onto::Residual(&x));
+        let normed = gpu.rms(&y, &norms[1], 1e-6, Dtype::Bf16).0;
+        let mut gate_up = gpu.alloc(rows * 2 * inner, Dtype::Bf16);
+        let of_mlp = [layer(4), layer(5)];
+        gpu.linear_rows(&mut gate_up, [0, 2 * inner], &normed, &of_mlp, h, Onto::Nothing);
+        let active = gpu.swiglu(&gate_up, rows, inner);
+        gpu.linear_rows(out, [0, h], &active, &[layer(6)], inner, Onto::Residual(&y));
+    };
+    let kernels = |f: &mut dyn FnMut()| {
+        let count = || gpu.traffic().unwrap()[2];
+        let before = count();
+        f();
+        count() - before
+    };
+    let arena = Arena::new(&gpu);
+    assert_eq!(kernels(&mut || gpu.within(&arena, || run(&mut out))), 10);
+    let plain = out.to_vec();
+    assert!(plain.iter().all(|x| x.is_finite()), "a padding row has numbers, too");
+    let graph = gpu.capture(&arena, || run(&mut out)).unwrap();
+    for _ in 0..2 {
+        assert_eq!(kernels(&mut || gpu.replay(&graph, &[&out])), 10);
+        assert_eq!(out.to_vec(), plain);
+    }
+    gpu.check().unwrap();
 }
