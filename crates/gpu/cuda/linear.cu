@@ -38,8 +38,8 @@ template <int BITS> DEVICE float value(u32 word, u32 scale) {
     return code * f32(u16(scale >> 16)) + f32(u16(scale));
 }
 
-/// Computes a tile of 64 outputs for up to `8 · BLOCKS` rows. The grid is (tiles, parts). `partial` has
-/// `[tile, part, rows, 64]` numbers.
+/// Computes a tile of 64 outputs for up to `8 · BLOCKS` rows. The grid is (tiles, parts). If there are several parts,
+/// `partial` has `[tile, part, rows, 64]` numbers.
 template <int BITS, int BLOCKS> DEVICE void few_rows(Array y, Array residual, i64 stride, float* partial, u32* counters, const u16* x, Layer l0, Layer l1, Layer l2, int rows, int k, int steps) {
     constexpr int D = DEPTH<BITS>, LINE = X_LINE<BITS>, W_LINE = WEIGHT_LINE<BITS>, GROUPS = D / 64;
     // Pieces of 16 bytes in a stage of a weight's row.
@@ -114,10 +114,12 @@ template <int BITS, int BLOCKS> DEVICE void few_rows(Array y, Array residual, i6
     int size = rows * WEIGHT_ROWS, parts = gridDim.y;
     float* parts_at = partial + (i64)blockIdx.x * parts * size;
     UNROLL for (int b = 0; b < BLOCKS; b++) UNROLL for (int e = 0; e < 4; e++) {
-        int row = b * 8 + t * 2 + e % 2;
-        if (row < rows) parts_at[(i64)blockIdx.y * size + row * WEIGHT_ROWS + warp * 16 + g + e / 2 * 8] = acc[b][e];
+        int row = b * 8 + t * 2 + e % 2, j = warp * 16 + g + e / 2 * 8, out = place.first + j;
+        if (row >= rows) continue;
+        if (parts > 1) parts_at[(i64)blockIdx.y * size + row * WEIGHT_ROWS + j] = acc[b][e];
+        else if (out < w.n) put(y, residual, row * stride + place.col + out, bias_of(w, out) + acc[b][e]);
     }
-    if (!finishes_last(counters + blockIdx.x, parts)) return;
+    if (parts == 1 || !finishes_last(counters + blockIdx.x, parts)) return;
     for (int i = threadIdx.x; i < size; i += THREADS) {
         int out = place.first + i % WEIGHT_ROWS;
         if (out >= w.n) continue;

@@ -1,12 +1,13 @@
 //! Linear layers.
 //!
 //! With a bf16 weight, the other factor is rounded to bf16 as well, and sums are f32. The same holds for a quantised weight,
-//! which is widened to bf16. With an f32 weight, everything is f32.
+//! whose values are bf16: it is widened before a product of many rows, and within one of few rows. With an f32 weight,
+//! everything is f32.
 
 use half::bf16;
 use omnigrpo_kernels::quant::QuantBits;
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+use crate::device::{Arg, Array, COUNTERS, Dtype, Gpu, Launch};
 use crate::product::{Factor, Product};
 
 /// A weight of 8 or 4 bits on a device, in the layout that `QuantMatrix::by_rows` in `omnigrpo_kernels` returns.
@@ -102,6 +103,8 @@ const STAGES: usize = 4;
 const DEPTH: usize = 128;
 /// Number of blocks that is enough to keep a GPU of 132 multiprocessors busy.
 const BLOCKS: usize = 264;
+// Tiles of a single part need no counter.
+const _: () = assert!(BLOCKS / 2 <= COUNTERS);
 /// Number of weights in one launch.
 const JOINED: usize = 3;
 
@@ -325,7 +328,8 @@ impl Gpu {
         let [parts, pieces] = parts_of(tiles, k);
         let FewRows { kernels, depth, line } = FewRows::of(layers[0].weight);
         let size = rows.div_ceil(8).next_power_of_two().trailing_zeros() as usize;
-        let partial = self.alloc(tiles * parts * rows * WEIGHT_ROWS, Dtype::F32);
+        let partial = if parts == 1 { 0 } else { tiles * parts * rows * WEIGHT_ROWS };
+        let partial = self.alloc(partial, Dtype::F32);
         let shared = STAGES * (WEIGHT_ROWS * line + (8 << size) * (depth + 8) * 2);
         let [a, b, c] = Self::layer_args(layers, &[]);
         let [y, residual, stride] = out;
