@@ -120,7 +120,7 @@ def estimates():
 def designs():
     """Returns a table of what a launch needs in the current design and in the one before it."""
     lines = ["| what | model | before | now | source |", "|---|---|---|---|---|"]
-    for model in MODELS:
+    for model in models():
         group = model.heads // model.kv_heads
         for sizes in ((1792, 8, 256), (1024, 8, 512)):
             tiles = queries_of(*sizes)
@@ -129,24 +129,24 @@ def designs():
             what = f"slots busy in the backward pass for keys, {sizes[0]} + {sizes[1]} × {sizes[2]}"
             lines.append(f"| {what} | {model.name.upper()} | {before:.0%} | {now:.0%} | simulated |")
     lines.append(f"| kernels of a layer in a decoding step | both | 22 | {KERNELS} | counted |")
-    for model in MODELS:
+    for model in models():
         lines.append(
             f"| kernels of all layers in a decoding step | {model.name.upper()} | {22 * model.layers} | {KERNELS * model.layers} | counted |"
         )
-    for model in MODELS:
+    for model in models():
         for bits in BYTES:
             # Codes were read, and the weights written as bf16 and read again.
             before = BYTES[bits] + (0 if bits == "16" else 4)
             moved = [each * model.weights / 1e9 for each in (before, BYTES[bits])]
             what = f"bytes of weights of {bits} bits in a decoding step"
             lines.append(f"| {what} | {model.name.upper()} | {moved[0]:.1f} GB | {moved[1]:.1f} GB | est. |")
-    for model in MODELS:
+    for model in models():
         own = 4 * model.kv * model.layers * 64 * 256 / 1e9
         group = model.heads // model.kv_heads
         lines.append(
             f"| bytes of own keys and values, 64 rows of 256 tokens, with repeated reads | {model.name.upper()} | {own * group:.1f} GB | {own:.1f} GB | est. |"
         )
-    for model in MODELS:
+    for model in models():
         lines.append(f"| bytes that copy residuals, for a token and layer in training | {model.name.upper()} | {16 * model.h} | 0 | est. |")
         lines.append(
             f"| bytes that add up the query heads' gradients, for a token and layer | {model.name.upper()} | 0 | {16 * model.q} | est. |"

@@ -1,12 +1,12 @@
-"""The page of estimates: its formulas count what the kernels compute, and the committed page is the one that run.py writes."""
+"""The page of estimates: its formulas count what the kernels compute, and the committed page is the one that estimates.py writes."""
 
 import pathlib
 import re
 import unittest
 
-import run
+import estimates
 
-ROOT = pathlib.Path(run.__file__).resolve().parents[2]
+ROOT = pathlib.Path(estimates.__file__).resolve().parents[2]
 
 
 class Page(unittest.TestCase):
@@ -15,10 +15,10 @@ class Page(unittest.TestCase):
         text = (ROOT / "crates/gpu/cuda/attention.cu").read_text()
         bodies = re.findall(r"DEVICE void (forward|backward_q|backward_kv)\((.*?)\n}\n", text, re.S)
         counts = [len(re.findall(r"\b(?:products|accumulate)<", body)) for _, body in bodies]
-        self.assertEqual((counts, sum(counts)), ([2, 3, 4], run.ATTENTION_PRODUCTS))
+        self.assertEqual((counts, sum(counts)), ([2, 3, 4], estimates.ATTENTION_PRODUCTS))
 
     def test_the_committed_page_is_up_to_date(self):
-        self.assertEqual((ROOT / "docs/gpu-results.md").read_text(), run.estimate_page())
+        self.assertEqual((ROOT / "docs/gpu-results.md").read_text(), estimates.estimate_page())
 
 
 if __name__ == "__main__":
