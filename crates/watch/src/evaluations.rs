@@ -62,6 +62,8 @@ pub(crate) enum Change {
 /// Request to compare the questions of two evaluations.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Comparison {
+    /// Index of the run of the first evaluation; `None` for the run of the second one.
+    pub(crate) other: Option<usize>,
     before: u64,
     after: u64,
     change: Option<Change>,
@@ -76,7 +78,7 @@ pub(crate) struct Comparison {
 impl Comparison {
     /// Requests the first `limit` questions with the given change.
     pub(crate) fn of(before: u64, after: u64, change: Change, limit: usize) -> Self {
-        Self { before, after, change: Some(change), category: None, from: 0, limit }
+        Self { other: None, before, after, change: Some(change), category: None, from: 0, limit }
     }
 }
 
@@ -111,9 +113,10 @@ impl Evaluations {
         Ok((path, index))
     }
 
-    /// Returns the questions that both evaluations contain, with their change. The largest changes come first.
-    pub(crate) fn compare(&self, run: &Run, asked: &Comparison) -> Result<Value, Error> {
-        let (before_path, before) = self.index(run, asked.before)?;
+    /// Returns the questions that two evaluations contain, with their change. The largest changes come first. `gain` has the
+    /// moments of the changes of all questions of the category, from which an interval follows.
+    pub(crate) fn compare(&self, before_run: &Run, run: &Run, asked: &Comparison) -> Result<Value, Error> {
+        let (before_path, before) = self.index(before_run, asked.before)?;
         let (after_path, after) = self.index(run, asked.after)?;
         // Ids need not be unique. The n-th row with an id is compared with the n-th row with that id.
         let mut seen: HashMap<&str, usize> = HashMap::new();
@@ -124,7 +127,7 @@ impl Evaluations {
             *nth += 1;
         }
         seen.clear();
-        let mut pairs = Vec::new();
+        let (mut pairs, mut gains) = (Vec::new(), Vec::new());
         for (at, entry) in after.iter().enumerate() {
             let nth = seen.entry(&entry.brief.id).or_default();
             let earlier = places.get(&(entry.brief.id.as_str(), *nth)).copied();
@@ -135,7 +138,10 @@ impl Evaluations {
                 continue;
             }
             let gain = match (before[earlier].brief.reward, entry.brief.reward) {
-                (Some(before), Some(after)) => after - before,
+                (Some(before), Some(after)) => {
+                    gains.push(after - before);
+                    after - before
+                }
                 _ => 0.0,
             };
             let change = match gain {
@@ -154,7 +160,7 @@ impl Evaluations {
         for (earlier, later, gain, change) in
             pairs.into_iter().skip(asked.from).take(asked.limit.clamp(1, 100))
         {
-            let old = row_at(run, &before_path, &before[earlier])?;
+            let old = row_at(before_run, &before_path, &before[earlier])?;
             let new = row_at(run, &after_path, &after[later])?;
             rows.push(json!({
                 "id": new.id,
@@ -169,7 +175,7 @@ impl Evaluations {
                 "after": side(&new),
             }));
         }
-        Ok(json!({ "counts": counts, "all": all, "rows": rows }))
+        Ok(json!({ "counts": counts, "all": all, "gain": moments(&gains), "rows": rows }))
     }
 
     /// Opens a media file of a row.
@@ -178,6 +184,15 @@ impl Evaluations {
         let entry = index.get(row).ok_or_else(|| Error::missing("this row does not exist"))?;
         media::open(&row_at(run, &path, entry)?.media, at)
     }
+}
+
+/// Returns the number, the mean and the standard deviation of values. The deviation divides by n − 1.
+fn moments(values: &[f64]) -> Value {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let squares: f64 = values.iter().map(|own| (own - mean).powi(2)).sum();
+    let deviation = (values.len() > 1).then(|| (squares / (count - 1.0)).sqrt());
+    json!({ "count": values.len(), "mean": (!values.is_empty()).then_some(mean), "deviation": deviation })
 }
 
 fn parsed(line: &[u8]) -> Result<Row, serde_json::Error> {

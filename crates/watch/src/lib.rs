@@ -5,8 +5,10 @@
 //! from the start, and a run serves its own page with the same code.
 //!
 //! ```text
-//! metrics.jsonl ──► /api/metrics  (raw rows from an offset) ─┐
+//! metrics.jsonl ──► /api/curves   (columns, thinned) ─────────┐
+//! log.txt ──► /api/marks          (checkpoints, resumptions) ──┤
 //! rollouts/, tokens/ ──► /api/steps, groups, group, tokens ──┼──► the page (src/page): charts, viewer, evaluations, settings
+//! rollouts/ ──► catalogue ──► /api/catalogue, spread, joint ──┤
 //! eval/ ──► /api/evaluations, compare ───────────────────────┤
 //! config.yaml, warnings.jsonl ──► /api/runs, warnings ────────┘
 //! growth of metrics.jsonl ──► /api/events (server-sent): the page fetches what is new
@@ -26,10 +28,13 @@
 
 mod assets;
 mod board;
+mod catalogue;
+mod curves;
 mod error;
 mod evaluations;
 pub mod http;
 mod index;
+mod marks;
 mod media;
 mod plot;
 mod prometheus;

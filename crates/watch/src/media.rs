@@ -1,13 +1,30 @@
 //! Media of a record, which requests name by their place in it. The content type follows from the first bytes of the file.
 
+use std::collections::VecDeque;
 use std::fs::{self, File};
-use std::io::Read as _;
+use std::io::{Cursor, Read as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
+use image::codecs::jpeg::JpegEncoder;
+use image::{ImageFormat, RgbImage, imageops};
 use omnigrpo_guard::told;
+use omnigrpo_media::{
+    FrameSampling, FrameSize, Limits, QwenSampling, Rgb8Image, VideoRequest, VideoSource, decode_video,
+    load_image, probe_video,
+};
 use serde_json::{Value, json};
 
 use crate::Error;
+use crate::index::Stamp;
+
+/// Largest number of frames in the preview of a clip.
+const PREVIEW_FRAMES: usize = 16;
+/// Largest PNG preview, in bytes. A larger one is stored as JPEG.
+const PNG_BYTES: usize = 24 << 10;
+/// Largest size of the previews that are kept, in bytes.
+const KEPT_BYTES: usize = 16 << 20;
 
 /// A media file that may be served.
 #[derive(Debug, PartialEq, Eq)]
@@ -34,6 +51,11 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
             }
         })
         .collect()
+}
+
+/// Returns the index of the first picture or clip among the first media of a record.
+pub(crate) fn first_picture(paths: &[String]) -> Option<usize> {
+    (0..paths.len().min(4)).find(|&at| open(paths, at).is_ok_and(|own| !own.mime.starts_with("audio/")))
 }
 
 /// Opens the media file at index `at` of a record's list.
@@ -66,6 +88,119 @@ pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
         ))
     })?;
     Ok(Medium { path: real, mime })
+}
+
+/// Small copy of a picture, or the sampled frames of a clip side by side.
+#[derive(Debug)]
+pub(crate) struct Preview {
+    /// Content type.
+    pub(crate) mime: &'static str,
+    pub(crate) bytes: Vec<u8>,
+    /// Time of each frame, in seconds; empty for a picture.
+    pub(crate) times_secs: Vec<f64>,
+}
+
+type Key = (PathBuf, Stamp, u32, usize);
+
+/// Previews that were made most recently.
+#[derive(Debug, Default)]
+pub(crate) struct Previews(Mutex<VecDeque<(Key, Arc<Preview>)>>);
+
+impl Previews {
+    /// Returns a preview whose longer side, or that of each frame, has at most `side_px` pixels. `times_secs` are the times of
+    /// the sampled frames of a clip; at most `frames` of them are shown.
+    pub(crate) fn of(
+        &self,
+        medium: &Medium,
+        times_secs: &[f64],
+        frames: usize,
+        side_px: u32,
+    ) -> Result<Arc<Preview>, Error> {
+        let meta = fs::metadata(&medium.path).map_err(Error::io("look at", &medium.path))?;
+        let key = (medium.path.clone(), Stamp::of(&meta), side_px, frames);
+        let kept = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, own)) = kept().iter().find(|(own, _)| *own == key) {
+            return Ok(Arc::clone(own));
+        }
+        let made = Arc::new(preview(medium, times_secs, frames.clamp(1, PREVIEW_FRAMES), side_px)?);
+        let mut kept = kept();
+        kept.push_back((key, Arc::clone(&made)));
+        let mut total: usize = kept.iter().map(|(_, own)| own.bytes.len()).sum();
+        while total > KEPT_BYTES {
+            total -= kept.pop_front().map_or(total, |(_, own)| own.bytes.len());
+        }
+        Ok(made)
+    }
+}
+
+fn preview(medium: &Medium, times_secs: &[f64], frames: usize, side_px: u32) -> Result<Preview, Error> {
+    let failed = |why: String| Error::missing(format!("{} has no preview: {why}", medium.path.display()));
+    let limits = Limits { timeout: Duration::from_secs(20), max_video_bytes: 64 << 20, ..Limits::default() };
+    let is_clip = medium.mime.starts_with("video/") || !times_secs.is_empty();
+    let (pictures, times_secs) = if is_clip {
+        let source = VideoSource::from_path(&medium.path);
+        let info = probe_video(&source, None, &limits).map_err(|error| failed(told(&error)))?;
+        let (width_px, height_px) = scaled(info.width_px, info.height_px, side_px);
+        let ends = times_secs.first().copied().zip(times_secs.last().copied());
+        let (from, until) = ends
+            .filter(|_| frames > 1)
+            .unwrap_or((times_secs.first().copied().unwrap_or(0.0), info.duration_s));
+        // The rule takes frames at equal distances from the first to the last time and an even number of them.
+        let rule = QwenSampling {
+            nframes: Some(times_secs.len().clamp(2, frames.max(2)) / 2 * 2),
+            as_many_as_there_are: true,
+            video_start: (from > 0.0).then_some(from),
+            video_end: (until > from).then_some(until),
+            ..QwenSampling::default()
+        };
+        let request = VideoRequest {
+            sampling: FrameSampling::Qwen(rule),
+            size: FrameSize::Exact { width_px, height_px },
+            listed_fps: None,
+        };
+        let mut found = decode_video(&source, &request, &limits).map_err(|error| failed(told(&error)))?;
+        found.frames.truncate(frames);
+        found.timestamps_s.truncate(frames);
+        (found.frames, found.timestamps_s)
+    } else if medium.mime.starts_with("image/") {
+        (vec![load_image(&medium.path, &limits).map_err(|error| failed(told(&error)))?], Vec::new())
+    } else {
+        return Err(failed("it is not a picture or clip".to_owned()));
+    };
+    let picture = side_by_side(pictures, side_px).ok_or_else(|| failed("it has no frame".to_owned()))?;
+    let mut png = Cursor::new(Vec::new());
+    picture.write_to(&mut png, ImageFormat::Png).map_err(|error| failed(error.to_string()))?;
+    if png.get_ref().len() <= PNG_BYTES {
+        return Ok(Preview { mime: "image/png", bytes: png.into_inner(), times_secs });
+    }
+    let mut bytes = Vec::new();
+    let written = JpegEncoder::new_with_quality(&mut bytes, 85).encode_image(&picture);
+    written.map_err(|error| failed(error.to_string()))?;
+    Ok(Preview { mime: "image/jpeg", bytes, times_secs })
+}
+
+/// Joins pictures to one row, each scaled down to at most `side_px`.
+fn side_by_side(pictures: Vec<Rgb8Image>, side_px: u32) -> Option<RgbImage> {
+    let of = |own: Rgb8Image| {
+        let (width, height) = scaled(own.width_px, own.height_px, side_px);
+        let is_small = (width, height) == (own.width_px, own.height_px);
+        let own = RgbImage::from_raw(own.width_px, own.height_px, own.pixels)?;
+        Some(if is_small { own } else { imageops::thumbnail(&own, width, height) })
+    };
+    let pictures = pictures.into_iter().map(of).collect::<Option<Vec<_>>>()?;
+    let (width, height) = pictures.first()?.dimensions();
+    let mut row = RgbImage::new(width * pictures.len() as u32, height);
+    for (at, own) in pictures.iter().enumerate() {
+        imageops::replace(&mut row, own, at as i64 * i64::from(width), 0);
+    }
+    Some(row)
+}
+
+/// Returns the size with a longer side of at most `side_px`.
+fn scaled(width: u32, height: u32, side_px: u32) -> (u32, u32) {
+    let scale = (f64::from(side_px) / f64::from(width.max(height).max(1))).min(1.0);
+    let side = |own: u32| ((f64::from(own) * scale).round() as u32).max(1);
+    (side(width), side(height))
 }
 
 /// Determines the content type of a file from its first bytes.
@@ -129,6 +264,51 @@ mod tests {
         for (head, mime) in cases {
             assert_eq!(mime_of(head), mime, "{:?}", String::from_utf8_lossy(head));
         }
+    }
+
+    #[test]
+    fn a_preview_is_small_and_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = fs::canonicalize(directory.path()).unwrap().join("wide.png");
+        RgbImage::from_pixel(640, 4, image::Rgb([255, 0, 0])).save(&path).unwrap();
+        let medium = Medium { path: path.clone(), mime: "image/png" };
+        let previews = Previews::default();
+        let made = previews.of(&medium, &[], 1, 320).unwrap();
+        let picture = image::load_from_memory(&made.bytes).unwrap().into_rgb8();
+        assert_eq!(
+            (picture.dimensions(), picture[(319, 1)].0, made.mime),
+            ((320, 2), [255, 0, 0], "image/png")
+        );
+        assert!(Arc::ptr_eq(&made, &previews.of(&medium, &[], 1, 320).unwrap()));
+        assert_eq!(previews.of(&medium, &[], 1, 64).unwrap().times_secs, [0.0; 0]);
+        // Noise is smaller as JPEG.
+        let noise = RgbImage::from_fn(320, 320, |x, y| {
+            image::Rgb([(x * y * 7919 % 251) as u8, (x * 31 + y * 17) as u8, (y * y) as u8])
+        });
+        noise.save(&path).unwrap();
+        assert_eq!(previews.of(&medium, &[], 1, 320).unwrap().mime, "image/jpeg");
+        fs::write(&path, "no picture").unwrap();
+        assert!(
+            previews.of(&medium, &[], 1, 320).unwrap_err().to_string().contains("wide.png has no preview: ")
+        );
+    }
+
+    #[test]
+    fn a_clip_shows_its_sampled_frames_side_by_side() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = fs::canonicalize(directory.path()).unwrap().join("clip.gif");
+        let frame = |grey: u8| {
+            let picture = image::RgbaImage::from_pixel(8, 4, image::Rgba([grey, grey, grey, 255]));
+            image::Frame::from_parts(picture, 0, 0, image::Delay::from_numer_denom_ms(500, 1))
+        };
+        let mut writer = image::codecs::gif::GifEncoder::new(File::create(&path).unwrap());
+        writer.encode_frames([0, 80, 160, 240].map(frame)).unwrap();
+        drop(writer);
+        let medium = Medium { path, mime: "image/gif" };
+        let made = preview(&medium, &[0.5, 1.0], 8, 320).unwrap();
+        assert_eq!(made.times_secs, [0.5, 1.0]);
+        let row = image::load_from_memory(&made.bytes).unwrap().into_rgb8();
+        assert_eq!((row.dimensions(), row[(0, 0)].0, row[(8, 3)].0), ((16, 4), [80; 3], [160; 3]));
     }
 
     #[test]

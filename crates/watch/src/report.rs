@@ -299,7 +299,7 @@ fn evaluation(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> R
     let evaluations = Evaluations::default();
     for (title, change) in [("Got better", Change::Better), ("Got worse", Change::Worse)] {
         let asked = Comparison::of(step(first), step(last), change, SHOWN_QUESTIONS);
-        let found = evaluations.compare(run, &asked)?;
+        let found = evaluations.compare(run, run, &asked)?;
         let rows = found["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
         if rows.is_empty() {
             continue;
@@ -333,7 +333,7 @@ fn samples(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Resu
     let found = records.groups(run, step, 0, 500)?;
     let spread = |group: &Value| {
         let rewards: Vec<f64> =
-            group["rewards"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect();
+            group["reward"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect();
         let most = rewards.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let least = rewards.iter().copied().fold(f64::INFINITY, f64::min);
         if rewards.is_empty() { 0.0 } else { most - least }

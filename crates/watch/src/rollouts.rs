@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use omnigrpo_observe::{FinishReason, Rollout};
@@ -10,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::Error;
 use crate::index::{Index, Indices, Lines, line_at};
-use crate::media::{self, Medium};
+use crate::media::{self, Medium, Preview, Previews};
 use crate::run::{Run, unquoted};
 
 /// Largest number of characters of a text in a response. The page requests longer texts separately.
@@ -19,6 +20,8 @@ const SHOWN_CHARS: usize = 20_000;
 const EXCERPT_CHARS: usize = 160;
 /// Largest number of completions of one prompt in a response.
 const MAX_SAMPLES: usize = 1024;
+/// Largest number of list entries in a response.
+const MAX_LINES: usize = 200;
 /// Time limit of a search request. The response contains the position from which the next request continues.
 const SEARCH_TIME: Duration = Duration::from_millis(250);
 
@@ -33,10 +36,14 @@ pub(crate) struct Brief {
     sample: usize,
     id: String,
     reward: Option<f64>,
+    rewards: BTreeMap<String, Option<f64>>,
+    length: usize,
     cut: bool,
     parsed: bool,
     category: Option<String>,
     excerpt: String,
+    /// Index of the first picture or clip among the media. Only the first completion of a prompt has it.
+    picture: Option<usize>,
 }
 
 /// Position of a completion's per-token numbers: a line of `tokens/`.
@@ -51,6 +58,7 @@ struct Place {
 pub(crate) struct Records {
     rollouts: Indices<Brief>,
     tokens: Indices<Place>,
+    previews: Previews,
 }
 
 /// Conditions of a search. A completion must meet all conditions that are set.
@@ -75,22 +83,56 @@ pub(crate) struct Filter {
 /// List entry for a prompt of a step.
 #[derive(Debug, Serialize)]
 struct GroupLine<'a> {
+    step: u64,
     group: usize,
     id: &'a str,
     category: Option<&'a str>,
     excerpt: &'a str,
     completions: usize,
-    rewards: Vec<Option<f64>>,
+    /// Total reward of each completion, and the unweighted values by name.
+    reward: Vec<Option<f64>>,
+    rewards: BTreeMap<&'a str, Vec<Option<f64>>>,
+    length: Vec<usize>,
     cut: usize,
     unparsed: usize,
+    picture: Option<usize>,
+}
+
+impl<'a> GroupLine<'a> {
+    /// Summarises the completions of a prompt; `None` without completions.
+    fn of(step: u64, briefs: &[&'a Brief]) -> Option<Self> {
+        let first = briefs.iter().min_by_key(|brief| brief.sample)?;
+        let shown = || briefs.iter().take(MAX_SAMPLES);
+        let names = first.rewards.keys();
+        let value = |brief: &&Brief, name: &String| brief.rewards.get(name).copied().flatten();
+        Some(Self {
+            step,
+            group: first.group,
+            id: &first.id,
+            category: briefs.iter().find_map(|brief| brief.category.as_deref()),
+            excerpt: &first.excerpt,
+            completions: briefs.len(),
+            reward: shown().map(|brief| brief.reward).collect(),
+            rewards: names
+                .map(|name| (name.as_str(), shown().map(|own| value(own, name)).collect()))
+                .collect(),
+            length: shown().map(|brief| brief.length).collect(),
+            cut: briefs.iter().filter(|brief| brief.cut).count(),
+            unparsed: briefs.iter().filter(|brief| !brief.parsed).count(),
+            picture: first.picture,
+        })
+    }
 }
 
 impl Records {
     fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Index<Brief>), Error> {
         let path = run.step_file("rollouts", step);
         let column = category_column(run);
-        let index =
-            self.rollouts.of(run, &path, |line| Some(brief(&parsed(line).ok()?, column.as_deref())))?;
+        let index = self.rollouts.of(run, &path, |line| {
+            let record = parsed(line).ok()?;
+            let picture = if record.sample == 0 { media::first_picture(&record.media) } else { None };
+            Some(Brief { picture, ..brief(&record, column.as_deref()) })
+        })?;
         Ok((path, index))
     }
 
@@ -101,21 +143,22 @@ impl Records {
         for entry in index.iter() {
             groups.entry(entry.brief.group).or_default().push(&entry.brief);
         }
-        let of = |(&group, briefs): (&usize, &Vec<&Brief>)| {
-            let first = briefs.iter().min_by_key(|brief| brief.sample);
-            json!(GroupLine {
-                group,
-                id: first.map_or("", |brief| &brief.id),
-                category: briefs.iter().find_map(|brief| brief.category.as_deref()),
-                excerpt: first.map_or("", |brief| &brief.excerpt),
-                completions: briefs.len(),
-                rewards: briefs.iter().take(MAX_SAMPLES).map(|brief| brief.reward).collect(),
-                cut: briefs.iter().filter(|brief| brief.cut).count(),
-                unparsed: briefs.iter().filter(|brief| !brief.parsed).count(),
-            })
-        };
-        let shown: Vec<Value> = groups.iter().skip(from).take(limit).map(of).collect();
-        Ok(json!({ "step": step, "all": groups.len(), "groups": shown }))
+        let lines = groups.values().skip(from).take(limit).filter_map(|own| GroupLine::of(step, own));
+        Ok(json!({ "step": step, "all": groups.len(), "groups": lines.collect::<Vec<_>>() }))
+    }
+
+    /// Returns the list entries of some prompts, given as `STEP-GROUP,STEP-GROUP,…`. Prompts that do not exist are left out.
+    pub(crate) fn lines(&self, run: &Run, places: &str) -> Result<Value, Error> {
+        let number = |text: &str| text.parse::<u64>().ok();
+        let place = |text: &str| text.split_once('-').and_then(|(a, b)| Some((number(a)?, number(b)?)));
+        let mut lines = Vec::new();
+        for (step, group) in places.split(',').filter_map(place).take(MAX_LINES) {
+            let Ok((_, index)) = self.index(run, step) else { continue };
+            let own = index.iter().map(|entry| &entry.brief).filter(|own| own.group as u64 == group);
+            let own: Vec<&Brief> = own.collect();
+            lines.extend(GroupLine::of(step, &own).map(|line| json!(line)));
+        }
+        Ok(json!({ "groups": lines }))
     }
 
     /// Returns the number and the question of each prompt of a step, in order.
@@ -191,6 +234,20 @@ impl Records {
     pub(crate) fn medium(&self, run: &Run, step: u64, group: usize, at: usize) -> Result<Medium, Error> {
         let records = self.group_records(run, step, group)?;
         media::open(&records[0].media, at)
+    }
+
+    /// Returns a small copy of a picture of a prompt, or the sampled frames of a clip.
+    pub(crate) fn preview(
+        &self,
+        run: &Run,
+        (step, group, at): (u64, usize, usize),
+        frames: usize,
+        side_px: u32,
+    ) -> Result<Arc<Preview>, Error> {
+        let records = self.group_records(run, step, group)?;
+        let medium = media::open(&records[0].media, at)?;
+        let times = records[0].frame_times_secs.get(at).map(Vec::as_slice).unwrap_or_default();
+        self.previews.of(&medium, times, frames, side_px)
     }
 
     /// Returns the full text of a completion or of the prompt.
@@ -317,10 +374,13 @@ fn brief(record: &Rollout, column: Option<&str>) -> Brief {
         sample: record.sample,
         id: record.id.chars().take(EXCERPT_CHARS).collect(),
         reward: record.reward,
+        rewards: record.rewards.clone(),
+        length: record.length,
         cut: record.finish_reason == FinishReason::Length,
         parsed: has_answer(&record.completion),
         category: record.row.as_ref().and_then(|row| category(row, column)),
         excerpt: question(record),
+        picture: None,
     }
 }
 
@@ -351,18 +411,18 @@ fn excerpt(text: &str, sought: Option<&str>) -> String {
 }
 
 /// Returns true if there is text between the answer tags.
-fn has_answer(completion: &str) -> bool {
+pub(crate) fn has_answer(completion: &str) -> bool {
     let inside = completion.split_once("<answer>").and_then(|(_, rest)| rest.split_once("</answer>"));
     inside.is_some_and(|(answer, _)| !answer.trim().is_empty())
 }
 
-fn category_column(run: &Run) -> Option<String> {
+pub(crate) fn category_column(run: &Run) -> Option<String> {
     let settings = run.settings();
     let column = settings.iter().find(|setting| setting.name == "category_column")?;
     Some(unquoted(&column.value).to_owned())
 }
 
-fn category(row: &Map<String, Value>, column: Option<&str>) -> Option<String> {
+pub(crate) fn category(row: &Map<String, Value>, column: Option<&str>) -> Option<String> {
     let named = column.into_iter().chain(CATEGORIES);
     let value = named.filter_map(|name| row.get(name)).find(|value| !value.is_null())?;
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);

@@ -16,8 +16,11 @@ use serde_json::{Value, json};
 
 use crate::Error;
 use crate::assets;
+use crate::catalogue::Catalogues;
+use crate::curves::AllCurves;
 use crate::evaluations::{Comparison, Evaluations};
 use crate::http::{Answer, Http, Limits, Request};
+use crate::marks::Marks;
 use crate::media::Medium;
 use crate::rollouts::{Filter, Records};
 use crate::run::{Metrics, Run};
@@ -30,6 +33,8 @@ const ALIVE_EVERY: Duration = Duration::from_secs(10);
 const MAX_LISTENERS: usize = 32;
 /// Largest number of prompts in one response.
 const MAX_GROUPS: usize = 500;
+/// Longer side of a preview, in pixels.
+const PREVIEW_PX: u32 = 160;
 /// Largest part of a media file in one response to a player, in bytes. A player stops reading when it has enough. A response that
 /// does not fit into the buffers would then block one of the browser's few connections.
 const PART_BYTES: u64 = 1 << 20;
@@ -65,6 +70,9 @@ struct App {
     token: String,
     runs: Vec<Run>,
     records: Records,
+    catalogues: Catalogues,
+    curves: AllCurves,
+    marks: Marks,
     evaluations: Evaluations,
     listeners: Arc<AtomicUsize>,
     /// Outcome of the run, once it has ended.
@@ -115,6 +123,9 @@ impl Server {
             token: token.clone(),
             runs,
             records: Records::default(),
+            catalogues: Catalogues::default(),
+            curves: AllCurves::default(),
+            marks: Marks::default(),
             evaluations: Evaluations::default(),
             listeners: Arc::default(),
             ended: OnceLock::new(),
@@ -268,6 +279,11 @@ struct Asked {
     row: Option<usize>,
     #[serde(default)]
     at: usize,
+    /// Number of frames in a preview.
+    frames: Option<usize>,
+    /// Prompts by step and index.
+    #[serde(default)]
+    places: String,
 }
 
 impl App {
@@ -281,6 +297,10 @@ impl App {
         }
     }
 
+    fn run(&self, at: usize) -> Result<&Run, Error> {
+        self.runs.get(at).ok_or_else(|| Error::missing(format!("there is no run {at}")))
+    }
+
     fn answer(&self, path: &str, query: &str, request: &Request) -> Result<Answer, Error> {
         if path.is_empty() {
             return Ok(Answer::new(200, "text/html; charset=utf-8", assets::PAGE));
@@ -291,12 +311,13 @@ impl App {
             return Ok(Answer::new(200, kind, *content));
         }
         let given: Asked = asked(query)?;
-        let run = self.runs.get(given.run);
-        let run = run.ok_or_else(|| Error::missing(format!("there is no run {}", given.run)))?;
+        let run = self.run(given.run)?;
         let group = given.group.unwrap_or(0);
         let value = match path {
             "api/runs" => self.runs.iter().zip(Run::names(&self.runs)).map(described).collect(),
             "api/metrics" => return rows(run, given.from),
+            "api/curves" => self.curves.of(run, &asked(query)?)?,
+            "api/marks" => self.marks.of(run)?,
             "api/warnings" => {
                 return Ok(Answer::new(200, "application/x-ndjson; charset=utf-8", run.warnings()?));
             }
@@ -304,6 +325,17 @@ impl App {
             "api/groups" => {
                 let limit = given.limit.unwrap_or(MAX_GROUPS).min(MAX_GROUPS);
                 self.records.groups(run, given.step, given.from as usize, limit)?
+            }
+            "api/lines" => self.records.lines(run, &given.places)?,
+            "api/catalogue" => self.catalogues.with(run, |own| own.groups(&asked(query)?))?,
+            "api/spread" => self.catalogues.with(run, |own| own.spread(&asked(query)?))?,
+            "api/joint" => self.catalogues.with(run, |own| own.joint(&asked(query)?))?,
+            "api/preview" => {
+                let frames = given.frames.unwrap_or(1);
+                let made = self.records.preview(run, (given.step, group, given.at), frames, PREVIEW_PX)?;
+                let times: Vec<String> = made.times_secs.iter().map(|time| format!("{time:.3}")).collect();
+                let answer = Answer::new(200, made.mime, made.bytes.clone());
+                return Ok(answer.with(HeaderName::from_static("x-times"), times.join(" ")));
             }
             "api/group" => self.records.group(run, given.step, group)?,
             "api/text" => {
@@ -326,7 +358,11 @@ impl App {
                 return file(&medium, request);
             }
             "api/evaluations" => Evaluations::summaries(run)?,
-            "api/compare" => self.evaluations.compare(run, &asked::<Comparison>(query)?)?,
+            "api/compare" => {
+                let asked = asked::<Comparison>(query)?;
+                let before = asked.other.map_or(Ok(run), |other| self.run(other))?;
+                self.evaluations.compare(before, run, &asked)?
+            }
             _ => return Err(Error::missing("not found")),
         };
         Ok(json_answer(&value))
@@ -749,6 +785,13 @@ mod tests {
         let found = value(&server, "compare?run=0&before=1&after=2&limit=1");
         assert_eq!(found["counts"], json!({ "better": 2, "worse": 0, "same": 0 }));
         assert_eq!((&found["all"], found["rows"].as_array().unwrap().len()), (&json!(2), 1));
+        assert_eq!(found["gain"], json!({ "count": 2, "mean": 1.0, "deviation": 0.0 }));
+        // Two evaluations of different runs are compared in the same way.
+        let (other, _server) = run();
+        let both = Server::start(&[directory.path().to_owned(), other.path().to_owned()], 0).unwrap();
+        let found = value(&both, "compare?run=1&other=0&before=2&after=1&limit=1");
+        assert_eq!((&found["counts"]["worse"], &found["gain"]["mean"]), (&json!(2), &json!(-1.0)));
+        assert!(refused(&both, "compare?run=1&other=2&before=2&after=1").contains("there is no run 2"));
         assert_eq!(found["rows"][0]["after"]["completions"], json!([SCRIPT]));
         let worse = value(&server, "compare?run=0&before=2&after=1&change=worse&from=1&limit=5");
         assert_eq!(worse["rows"][0]["gain"], -1.0);

@@ -1,12 +1,18 @@
 // Main script of the page: the runs, their live metrics, and the current view.
 
-import { again, api, apiJson, duration, el, failure, place, quoted, remember, visible } from './shared.js';
+import { again, api, apiJson, duration, el, failure, place, quoted, remember, settled, visible } from './shared.js';
 import * as charts from './charts.js';
 import * as rollouts from './rollouts.js';
+import * as rows from './rows.js';
 import * as evaluations from './evaluations.js';
 
-const VIEWS = { charts, rollouts, evaluations, settings: { show: showSettings } };
+const VIEWS = { charts, rollouts, rows, evaluations, settings: { show: showSettings } };
 const COLOURS = 8;
+// More runs than these are shown only when they are chosen.
+const FIRST_SHOWN = 10;
+const LISTED_RUNS = 6;
+const LONG_EVERY_MS = 5000;
+const FEW_BUCKETS = 150;
 const main = document.getElementById('main');
 const notices = document.getElementById('notices');
 const state = { runs: [], view: null, ended: null };
@@ -19,60 +25,53 @@ class Run {
   }
 
   clear() {
-    this.file = null;
-    this.next = 0;
-    this.rows = [];
-    this.evals = [];
-    this.seconds = 0;
-    this.warnings = [];
-    this.warned = 0;
+    this.generation = 0;
+    this.bytes = null;
+    this.steps = { x: [], seconds: [], columns: {} };
+    this.evals = this.steps;
+    this.thinned = false;
+    this.detail = null;
+    this.latest = {};
+    this.warnings ??= [];
+    this.warned ??= 0;
   }
 
-  /// Adds complete lines of metrics.jsonl.
-  add(text) {
-    for (const line of text.split('\n')) {
-      if (!line) continue;
-      let row;
-      try { row = JSON.parse(line); } catch { continue; }
-      // Skips lines of a damaged file that are not rows.
-      if (typeof row?.step !== 'number') continue;
-      const kept = Object.keys(row).some((name) => name.startsWith('eval_')) ? this.evals : this.rows;
-      this.seconds += row.step_time ?? 0;
-      row['\0seconds'] = this.seconds;
-      // A run that resumed from a checkpoint has written this step again.
-      while (kept.length && kept.at(-1).step >= row.step) kept.pop();
-      kept.push(row);
-    }
+  /// Takes rows: all of them in buckets, all of them, or those that are new.
+  take(found) {
+    const isNew = !found.thinned && !this.thinned && found.generation === this.generation && found.from === this.steps.x.length && found.from > 0;
+    if (isNew) {
+      const before = this.steps.x.length;
+      this.steps.x.push(...found.steps.x);
+      this.steps.seconds.push(...found.steps.seconds);
+      for (const [name, values] of Object.entries(found.steps.columns)) (this.steps.columns[name] ??= new Array(before).fill(null)).push(...values);
+    } else this.steps = found.steps;
+    Object.assign(this, { generation: found.generation, thinned: found.thinned, evals: found.evaluations, latest: found.last, rows: found.rows });
   }
 
-  /// Fetches new rows and warnings. Returns true if there were any.
-  async fetch(metrics) {
+  /// Fetches new rows and warnings. Returns true if there were any. `progress` is called after each part of a long file.
+  async fetch(metrics, progress) {
     this.metrics = metrics;
-    if (this.file !== null && metrics.id !== this.file) this.clear();
-    if (metrics.bytes < this.next) this.clear();
     let news = false;
     if (metrics.warnings !== this.warned) {
       this.warned = metrics.warnings;
       this.warnings = paired(await (await api('warnings', { run: this.at })).text());
       news = true;
     }
-    while (this.next < metrics.bytes) {
-      const response = await api('metrics', { run: this.at, from: this.next });
-      const file = Number(response.headers.get('x-file'));
-      const next = Number(response.headers.get('x-next'));
-      const text = await response.text();
-      if (this.file !== null && file !== this.file) { this.clear(); this.file = file; continue; }
-      this.file = file;
-      if (next === this.next) break;
-      this.next = next;
-      this.add(text);
-      news = true;
+    const wanted = `${metrics.id} ${metrics.bytes}`;
+    // All buckets of a long run come again with each step.
+    const isSoon = this.thinned && !metrics.done && Date.now() - this.fetched < LONG_EVERY_MS;
+    if (!this.shown || this.bytes === wanted || isSoon) return news;
+    for (let done = false; !done;) {
+      const found = await apiJson('curves', { run: this.at, generation: this.generation || undefined, from: this.thinned ? undefined : this.steps.x.length || undefined, buckets: state.runs.filter((run) => run.shown).length > 8 ? FEW_BUCKETS : undefined });
+      this.take(found);
+      done = found.done;
+      if (!done) progress?.();
     }
-    this.loaded = true;
-    return news;
+    Object.assign(this, { bytes: wanted, fetched: Date.now(), loaded: true });
+    return true;
   }
 
-  get last() { return this.rows.at(-1); }
+  get last() { return this.rows ? { ...this.latest, step: this.thinned ? this.latest.step : this.steps.x.at(-1) } : undefined; }
   setting(name) { return this.settings.find((setting) => setting.name === name)?.value; }
 
   /// True if a row has arrived within the time of a few steps.
@@ -97,10 +96,13 @@ function paired(text) {
 
 async function start() {
   state.runs = (await apiJson('runs')).map((given, at) => new Run(at, given));
+  // The newest runs are shown at first.
+  const newest = [...state.runs].sort((a, b) => a.metrics.age_secs - b.metrics.age_secs).slice(0, FIRST_SHOWN);
+  state.runs.forEach((run) => { run.shown = newest.includes(run); });
   named();
   addEventListener('hashchange', route);
   addEventListener('keydown', keys);
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => VIEWS.charts.repaint());
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => state.view?.repaint?.());
   document.getElementById('theme').addEventListener('click', nextTheme);
   setTheme(remember('theme') ?? 'auto');
   route();
@@ -156,11 +158,22 @@ function notify() {
 const shownRuns = () => state.runs.filter((run) => run.shown);
 
 async function arrived(metrics) {
-  if (state.runs.some((run) => !run.settings.length && !run.rows.length)) await describe();
+  if (state.runs.some((run) => !run.settings.length && !run.rows)) await describe();
+  state.told = metrics;
+  await load();
+}
+
+/// Fetches what is new of the runs that are shown. A view is drawn as soon as the first run is there.
+async function load() {
+  const drawn = settled(100, (run) => { state.drawn = true; state.view?.update?.([run]); });
   const news = await Promise.all(state.runs.map(async (run, at) => {
     run.seen = Date.now();
     run.failure = null;
-    try { return await run.fetch(metrics[at]); } catch (error) {
+    try {
+      const has = await run.fetch(state.told[at], () => drawn(run));
+      if (has && !state.drawn) drawn(run);
+      return has;
+    } catch (error) {
       // The other runs are still shown.
       run.failure = error;
       return false;
@@ -196,25 +209,37 @@ function status() {
   }
   const running = state.runs.filter((run) => run.isLive);
   live.className = running.length ? 'on' : '';
-  live.textContent = running.length ? `live · ${running.map(progress).join(' · ')}` : state.runs.some((r) => r.rows.length) ? 'not training' : 'no step yet';
+  live.textContent = running.length ? `live · ${running.map(progress).join(' · ')}` : state.runs.some((run) => run.rows) ? 'not training' : 'no step yet';
 }
 
 function progress(run) {
   const total = Number(run.setting('max_steps'));
   const step = run.last?.step ?? 0;
   if (!(total > 0)) return `step ${step}`;
-  const recent = run.rows.slice(-20);
-  const mean = recent.reduce((sum, row) => sum + (row.step_time ?? 0), 0) / Math.max(recent.length, 1);
+  const recent = run.thinned ? [] : (run.steps.columns.step_time ?? []).slice(-20);
+  const mean = recent.length ? recent.reduce((sum, own) => sum + (own ?? 0), 0) / recent.length : run.latest.step_time ?? 0;
   return `step ${step}/${total} · ${duration(mean * (total - step))} left`;
 }
 
+/// Shows the names of the runs, with a box for each of several. Many runs are in a list with a search.
 function chips() {
-  document.getElementById('runs').replaceChildren(...(state.runs.length < 2 ? [el('b', {}, state.runs[0]?.name ?? 'no run')] : state.runs.map((run) => {
-    const box = el('input', { type: 'checkbox', checked: run.shown, onchange: () => { run.shown = box.checked; notify(); state.view?.update?.(state.runs); } });
+  const box = document.getElementById('runs');
+  if (state.runs.length < 2) { box.replaceChildren(el('b', {}, state.runs[0]?.name ?? 'no run')); return; }
+  const chosen = () => { notify(); say(); state.view?.update?.(state.runs); if (state.told) load().catch(() => { /* the next event asks again */ }); };
+  const labels = state.runs.map((run) => {
+    const own = el('input', { type: 'checkbox', checked: run.shown, onchange: () => { run.shown = own.checked; chosen(); } });
     const swatch = el('span', { class: 'swatch' });
     swatch.style.background = run.colour;
-    return el('label', { class: 'chip', title: run.dir }, box, swatch, run.name);
-  })));
+    return el('label', { class: 'chip', title: run.dir }, own, swatch, run.name);
+  });
+  const summary = el('summary', {});
+  const say = () => { summary.textContent = `${shownRuns().length} of ${state.runs.length} runs`; };
+  say();
+  if (state.runs.length <= LISTED_RUNS) { box.replaceChildren(...labels); return; }
+  const set = (test) => { state.runs.forEach((run, at) => { run.shown = test(run); labels[at].querySelector('input').checked = run.shown; }); chosen(); };
+  const find = el('input', { type: 'search', placeholder: 'find a run', 'aria-label': 'find a run', oninput: () => labels.forEach((label, at) => { label.hidden = !state.runs[at].name.toLowerCase().includes(find.value.toLowerCase()); }) });
+  const button = (label, test) => el('button', { type: 'button', onclick: () => set(test) }, label);
+  box.replaceChildren(el('details', { class: 'many' }, summary, el('div', { class: 'controls' }, find, button('all', () => true), button('none', () => false), button('those found', (run) => run.name.toLowerCase().includes(find.value.toLowerCase()))), el('div', { class: 'list' }, labels)));
 }
 
 function route() {
@@ -233,7 +258,7 @@ function route() {
 
 function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input:not([type=checkbox], [type=range]), select, textarea')) return;
-  const view = { 1: 'charts', 2: 'rollouts', 3: 'evaluations', 4: 'settings' }[event.key];
+  const view = Object.keys(VIEWS)[Number(event.key) - 1];
   if (view) location.hash = `#/${view}`;
   else if (event.key === 't') nextTheme();
   else state.view?.key?.(event);
@@ -245,7 +270,7 @@ function setTheme(theme) {
   button.textContent = { auto: '◐', light: '☀', dark: '☾' }[theme];
   button.setAttribute('aria-label', `theme: ${theme}`);
   remember('theme', theme);
-  VIEWS.charts.repaint();
+  state.view?.repaint?.();
 }
 
 function nextTheme() {

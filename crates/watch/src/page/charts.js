@@ -1,11 +1,17 @@
-// Charts: groups of metrics, smoothing, axes, and several runs in one chart.
+// Charts: groups of metrics, smoothing, axes, marks, several runs in one chart, and files of what is shown.
 
-import { distinct, duration, el, number, remember, settled } from './shared.js';
+import { api, apiJson, choice, distinct, duration, el, hash, number, place, remember, settled, visible } from './shared.js';
+import { moments, quantile, smoothed } from './stats.js';
+import { csv, picture, save, svg } from './export.js';
 
-// Longest run that is drawn in full. A longer run shows the minimum and the maximum of each bucket of steps.
-const MOST_POINTS = 2000;
-const BUCKETS = 400;
 const PER_REWARD = /^rewards\/(.+)\/mean$/;
+// With more runs, a chart has one line per run and metric: no edges and no faint values.
+const FULL_RUNS = 4;
+// Points of a time axis that several long runs share.
+const TIME_POINTS = 800;
+// Settings in which runs of one experiment may differ.
+const SEED_SETTINGS = new Set(['seed', 'data_seed', 'output_dir', 'run_name', 'log_file', 'dashboard', 'dashboard_port', 'prometheus_port', 'report_to', 'resume_from_checkpoint', 'push_to_hub']);
+const MARKS = { checkpoint: '▲', evaluation: '◆', resumption: '↻', warning: '!', stop: '■' };
 
 // Each line is a metric and its label. `band` names the metrics of its lower and upper edge; `spread` is a distance to both sides.
 const CHARTS = [
@@ -21,66 +27,138 @@ const CHARTS = [
   { title: 'Cut off', lines: [['completions/clipped_ratio', 'share']], zero: true, help: 'Share of completions that hit the length limit' },
   { title: 'Rollout and training', lines: [['sampling/sampling_logp_difference/mean', 'mean'], ['sampling/sampling_logp_difference/max', 'max']], help: 'Difference of log-probabilities between rollout and training per token, in nats' },
   { title: 'Step time by phase', stack: /^time\//, help: 'Seconds of a step' },
-  { title: 'Tokens per second', lines: [['\0tokens_per_second', 'tokens/s']], zero: true, help: 'Tokens processed in training, divided by the time of the step' },
-  { title: 'Memory', stack: /^(memory\/media_store_mb|\0memory_rest)$/, names: { 'memory/media_store_mb': 'media kept', '\0memory_rest': 'rest of the peak' }, help: 'In MB: decoded media kept for later passes, and the rest of the peak memory of the process' },
+  { title: 'Tokens per second', lines: [['derived/tokens_per_second', 'tokens/s']], zero: true, help: 'Tokens processed in training, divided by the time of the step' },
+  { title: 'Memory', stack: /^(memory\/media_store_mb|derived\/memory_rest_mb)$/, names: { 'memory/media_store_mb': 'media kept', 'derived/memory_rest_mb': 'rest of the peak' }, help: 'In MB: decoded media kept for later passes, and the rest of the peak memory of the process' },
   { title: 'Learning rate', lines: [['learning_rate', 'rate']] },
   { title: 'Evaluation', lines: [['eval_accuracy', 'accuracy'], ['eval_reward', 'reward']], evals: true, help: 'Share of correct answers and mean reward on held-out rows' },
 ];
 
 const STACK_COLOURS = 9;
 let charts = [];
-let root, grid, runs, controls;
-const axis = { smooth: Number(remember('smooth') ?? 0.6), time: remember('x') === 'time', all: false };
+let root, grid, runs, controls, events, reset;
+const axis = { smooth: Number(remember('smooth') ?? 0.6), time: remember('x') === 'time', all: false, log: false, clip: false, seeds: false, range: null };
+const marks = new Map();
 
-export function show(main, given) {
+export function show(main, given, params) {
   runs = given;
   root = main;
-  const smooth = el('input', { type: 'range', min: '0', max: '0.99', step: '0.01', value: String(axis.smooth), oninput: () => { axis.smooth = Number(smooth.value); remember('smooth', smooth.value); said.textContent = smooth.value; data(); } });
+  take(params);
+  const smooth = el('input', { type: 'range', min: '0', max: '0.99', step: '0.01', value: String(axis.smooth), oninput: () => { axis.smooth = Number(smooth.value); remember('smooth', smooth.value); said.textContent = smooth.value; data(); said2(); } });
+  const said2 = settled(200, address);
   const said = el('output', {}, String(axis.smooth));
-  const x = el('select', { onchange: () => { axis.time = x.value === 'time'; remember('x', x.value); rebuild(); } }, el('option', { value: 'step' }, 'steps'), el('option', { value: 'time' }, 'time'));
+  const x = choice('x', 'x axis', [['step', 'steps'], ['time', 'time']], { onchange: () => { axis.time = x.value === 'time'; axis.range = null; remember('x', x.value); rebuild(); } });
   x.value = axis.time ? 'time' : 'step';
-  const all = el('input', { type: 'checkbox', checked: axis.all, onchange: () => { axis.all = all.checked; rebuild(); } });
-  controls = el('div', { class: 'controls' }, el('label', {}, 'smoothing ', smooth, said), el('label', {}, 'over ', x), el('label', {}, all, ' every metric'));
+  const box = (name, label, title) => {
+    const own = el('input', { type: 'checkbox', name, checked: axis[name], onchange: () => { axis[name] = own.checked; rebuild(); } });
+    return el('label', { title }, own, ` ${label}`);
+  };
+  reset = el('button', { type: 'button', onclick: () => { axis.range = null; runs.forEach((run) => { run.detail = null; }); rebuild(); } }, 'whole run');
+  const copy = el('button', { type: 'button', onclick: async () => {
+    address();
+    try { await navigator.clipboard.writeText(location.href); copy.textContent = 'copied'; } catch { copy.textContent = 'copy the address above'; }
+    setTimeout(() => { copy.textContent = 'copy link'; }, 2000);
+  } }, 'copy link');
+  controls = el('div', { class: 'controls' }, el('label', {}, 'smoothing ', smooth, said), el('label', {}, 'over ', x),
+    box('log', 'log axis', 'Logarithmic y axis where all values are above 0'), box('clip', 'without outliers', 'y axis from the 1 % to the 99 % quantile of the values'),
+    box('all', 'every metric'), runs.length > 1 ? box('seeds', 'join seeds', 'Mean and standard deviation of runs whose settings differ in the seed only') : '', reset, copy);
+  events = el('details', { class: 'events', hidden: true });
   grid = el('div', { class: 'grid' });
-  main.append(controls, grid);
+  main.append(controls, events, grid);
+  watch = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => { target.chart.seen = isIntersecting; if (isIntersecting) target.chart.fresh(); }), { rootMargin: '200px' });
   rebuild();
+  fetchMarks();
+}
+
+let watch;
+
+/// Takes the view from the parameters of the address.
+function take(params) {
+  for (const name of ['all', 'log', 'clip', 'seeds']) if (params[name] !== undefined) axis[name] = params[name] === '1';
+  if (params.smooth !== undefined) axis.smooth = Number(params.smooth) || 0;
+  if (params.x !== undefined) axis.time = params.x === 'time';
+  const [low, high] = [params.from, params.to].map(Number);
+  axis.range = params.from !== undefined && low < high ? [low, high] : null;
+  if (params.runs !== undefined) { const own = new Set(params.runs.split('.').map(Number)); runs.forEach((run) => { run.shown = own.has(run.at); }); }
+}
+
+/// Writes the view into the address, so that its link shows the same.
+function address() {
+  const flags = Object.fromEntries(['all', 'log', 'clip', 'seeds'].filter((name) => axis[name]).map((name) => [name, '1']));
+  const own = runs.filter((run) => run.shown);
+  const params = { ...flags, smooth: axis.smooth, x: axis.time ? 'time' : undefined, from: axis.range?.[0].toFixed(2), to: axis.range?.[1].toFixed(2), runs: own.length < runs.length ? own.map((run) => run.at).join('.') : undefined };
+  history.replaceState(null, '', hash('charts', params));
 }
 
 export function hide() {
   charts.forEach((chart) => chart.destroy());
+  watch?.disconnect();
   charts = [];
   grid = null;
 }
 
+/// Takes another address of this view. The address that the view itself wrote changes nothing.
+export function navigate(params) {
+  if (!grid || !Object.keys(params).length) return Boolean(grid);
+  return false;
+}
+
 export function update() {
   if (!grid) return;
+  fetchMarks();
   const wanted = layout().map((chart) => chart.title).join('\n');
-  if (wanted !== charts.map((chart) => chart.spec.title).join('\n') || charts.some((chart) => chart.runs !== shown().map((run) => run.at).join())) rebuild();
+  if (wanted !== charts.map((chart) => chart.spec.title).join('\n') || charts.some((chart) => chart.key !== keyOf(chart.spec))) rebuild();
   else data();
 }
 
 export function repaint() { if (grid) rebuild(); }
 
-const shown = () => runs.filter((run) => run.shown && (run.rows.length || run.evals.length));
+const shown = () => runs.filter((run) => run.shown && (run.steps.x.length || run.evals.x.length));
+const keyOf = (spec) => lanes(spec).map((lane) => lane.members.map((run) => run.at).join('+')).join();
 
-function names(evals) {
-  const found = new Set();
-  for (const run of shown()) {
-    const rows = evals ? run.evals : run.rows;
-    for (const row of [rows[0], rows[Math.floor(rows.length / 2)], rows.at(-1)]) {
-      for (const name of Object.keys(row ?? {})) if (typeof row[name] === 'number' || row[name] === null) found.add(name);
-    }
+/// Runs of a chart. With joined seeds, a lane is all runs of one experiment.
+function lanes(spec) {
+  const all = shown();
+  if (spec.stacked || !axis.seeds) return (spec.stacked ? all.slice(0, 1) : all).map((run) => ({ members: [run], at: run.at, name: run.name }));
+  const groups = new Map();
+  for (const run of all) {
+    const key = JSON.stringify(run.settings.filter(({ name }) => !SEED_SETTINGS.has(name)).map(({ name, value }) => [name, value]));
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(run);
   }
+  return [...groups.values()].map((members) => ({ members, at: members[0].at, name: members.length > 1 ? `${members[0].name} and ${members.length - 1} more seeds` : members[0].name }));
+}
+
+const fetchMarks = settled(1000, async () => {
+  if (!grid) return;
+  for (const run of shown().slice(0, FULL_RUNS)) {
+    try { marks.set(run.at, await apiJson('marks', { run: run.at })); } catch { marks.set(run.at, []); }
+  }
+  if (!grid) return;
+  listEvents();
+  charts.forEach((chart) => { if (chart.seen) chart.plot?.redraw(false); });
+});
+
+/// Lists checkpoints, evaluations, warnings and resumptions with their lines of the log.
+function listEvents() {
+  const several = runs.length > 1;
+  const all = shown().flatMap((run) => (marks.get(run.at) ?? []).map((own) => ({ ...own, run })));
+  events.hidden = !all.length;
+  const counts = Object.keys(MARKS).map((kind) => [kind, all.filter((own) => own.kind === kind).length]).filter(([, count]) => count);
+  events.replaceChildren(el('summary', {}, counts.map(([kind, count]) => `${MARKS[kind]} ${count} ${kind}${count > 1 ? 's' : ''}`).join(' · ')),
+    el('ul', {}, all.slice(-300).map((own) => el('li', {}, el('b', {}, `${MARKS[own.kind]} step ${own.step} `), several ? el('span', { class: 'quiet' }, `${own.run.name} `) : '', visible(own.text)))));
+}
+
+function names(of) {
+  const found = new Set();
+  for (const run of shown()) for (const [name, values] of Object.entries(run[of].columns)) if ((values.means ?? values).some((value) => value !== null)) found.add(name);
   return found;
 }
 
 /// Returns the charts for which these runs have numbers.
 function layout() {
-  const own = names(false);
-  const evals = names(true);
-  if (own.has('num_tokens') && own.has('step_time')) own.add('\0tokens_per_second');
-  if (own.has('memory/peak_mb')) own.add('\0memory_rest');
-  const used = new Set(['step', 'epoch', '\0seconds', '\0tokens_per_second', '\0memory_rest']);
+  const own = names('steps');
+  const evals = names('evals');
+  const used = new Set(['epoch', 'derived/tokens_per_second', 'derived/memory_rest_mb']);
   const out = [];
   for (const chart of CHARTS) {
     if (chart.each) {
@@ -98,9 +176,11 @@ function layout() {
   }
   if (axis.all) {
     out.forEach((chart) => chart.lines.forEach(([name]) => used.add(name)));
-    const rows = (of) => shown().map((run) => run[of].at(-1)).filter(Boolean);
-    for (const name of distinct([...own].sort(), rows('rows'))) if (!used.has(name)) out.push({ title: name, lines: [[name, name]] });
-    for (const name of distinct([...evals].sort(), rows('evals'))) if (!used.has(name)) out.push({ title: name, lines: [[name, name]], evals: true });
+    for (const [of, found] of [['steps', own], ['evals', evals]]) {
+      const last = (run, name) => (run[of].columns[name]?.means ?? run[of].columns[name])?.at(-1);
+      const rows = shown().map((run) => Object.fromEntries([...found].map((name) => [name, last(run, name)])));
+      for (const name of distinct([...found].sort(), rows)) if (!used.has(name)) out.push({ title: name, lines: [[name, name]], evals: of === 'evals' });
+    }
   }
   return out;
 }
@@ -109,194 +189,303 @@ function rebuild() {
   if (!grid) return;
   charts.forEach((chart) => chart.destroy());
   const specs = layout();
-  charts = specs.map((spec) => new Chart(spec, shown()));
+  charts = specs.map((spec) => new Chart(spec));
   grid.replaceChildren(...charts.map((chart) => chart.figure));
   const waiting = runs.some((run) => run.shown && !run.loaded) ? 'Loading the metrics …' : 'No step is done yet. Charts appear with the first one.';
   if (!specs.length) grid.replaceChildren(el('p', { class: 'quiet', role: 'status' }, waiting));
-  charts.forEach((chart) => chart.draw());
+  reset.hidden = !axis.range;
+  charts.forEach((chart) => watch.observe(chart.figure));
+  if (specs.length) address();
+  if (axis.range) finer();
 }
 
-function data() { charts.forEach((chart) => chart.set()); }
+function data() { charts.forEach((chart) => chart.stale()); }
 
-function value(row, name) {
-  if (name === '\0tokens_per_second') return row.num_tokens / row.step_time;
-  if (name === '\0memory_rest') return row['memory/peak_mb'] - (row['memory/media_store_mb'] ?? 0);
-  return row[name] ?? null;
+/// Fetches every row of the visible range of runs that are drawn in buckets.
+const finer = settled(150, async () => {
+  if (!axis.range || !grid) return;
+  const range = axis.range;
+  await Promise.all(shown().map(async (run) => {
+    if (!run.thinned) return;
+    const step = (x) => (axis.time ? run.steps.x[Math.max(0, run.steps.seconds.findIndex((own) => own >= x))] ?? run.steps.x.at(-1) : x);
+    const [low, high] = range.map(step);
+    // The rows before the range let the smoothing settle.
+    const found = await apiJson('curves', { run: run.at, low: Math.floor(low - 0.2 * (high - low)), high: Math.ceil(high) });
+    run.detail = { low: found.steps.x[0], high: found.steps.x.at(-1), steps: found.steps };
+  }));
+  if (axis.range === range) data();
+});
+
+/// Shows a range in all charts.
+const zoom = settled(60, (range) => {
+  if (String(range) === String(axis.range)) return;
+  axis.range = range;
+  if (!range) runs.forEach((run) => { run.detail = null; });
+  reset.hidden = !range;
+  address();
+  charts.forEach((chart) => chart.zoomTo(range));
+  if (range) finer();
+});
+
+/// Returns the x values of a part of a run and a column of it: the values, or both ends of each bucket.
+function part(steps, name, weight) {
+  const column = steps.columns[name];
+  const x = axis.time ? steps.seconds : steps.x;
+  if (!column) return { x, raw: new Array(x.length).fill(null), mean: new Array(x.length).fill(null) };
+  if (!column.means) return { x, raw: column, mean: smoothed(column, weight) };
+  // A bucket stands for many steps, so its weight is that of all of them.
+  const mean = weight > 0 ? smoothed(column.means, weight ** steps.width).flatMap((own) => [own, own]) : column.ends;
+  return { x, raw: column.ends, mean };
 }
 
-/// Computes exponential means, corrected for the bias towards the first value. Gaps stay gaps.
-function smoothed(values, weight) {
-  if (!(weight > 0)) return values;
-  let mean = 0;
-  let total = 0;
-  return values.map((own) => {
-    if (own === null || own === undefined || !Number.isFinite(own)) return null;
-    mean = weight * mean + (1 - weight) * own;
-    total = weight * total + (1 - weight);
-    return mean / total;
-  });
+/// Returns a column of a run, with every row of the range that was fetched in detail.
+function series(run, spec, name, weight) {
+  const whole = part(spec.evals ? run.evals : run.steps, name, weight);
+  if (!run.detail || spec.evals) return whole;
+  const inner = part(run.detail.steps, name, weight);
+  const [low, high] = [inner.x[0], inner.x.at(-1)];
+  const join = (of) => [...whole[of].filter((_, at) => whole.x[at] < low), ...inner[of], ...whole[of].filter((_, at) => whole.x[at] > high)];
+  return { x: join('x'), raw: join('raw'), mean: join('mean') };
 }
 
-/// Selects the indices of long columns to draw: both ends, and for each bucket the minimum and the maximum of every line. The first
-/// column is x. The visible range is divided into separate buckets.
-function places([x, ...lines], visible) {
-  const kept = new Set([0, x.length - 1]);
-  const add = (from, until) => {
-    const size = until - from > MOST_POINTS ? Math.ceil((until - from) / BUCKETS) : 1;
-    for (let begin = from; begin < until; begin += size) {
-      const end = Math.min(until, begin + size);
-      if (size === 1) { kept.add(begin); continue; }
-      for (const line of lines) {
-        let [low, high] = [-1, -1];
-        for (let at = begin; at < end; at += 1) {
-          if (line[at] === null || line[at] === undefined) continue;
-          if (low < 0 || line[at] < line[low]) low = at;
-          if (high < 0 || line[at] > line[high]) high = at;
-        }
-        if (low >= 0) kept.add(low).add(high);
-      }
-    }
-  };
-  add(0, x.length);
-  if (visible && x.length > MOST_POINTS) {
-    const from = x.findIndex((own) => own >= visible[0]);
-    const until = x.findLastIndex((own) => own <= visible[1]) + 1;
-    if (from >= 0) add(from, until);
-  }
-  return [...kept].filter((at) => at >= 0).sort((a, b) => a - b);
+/// Returns the value of a line at x, between its neighbours; null outside of it.
+function interpolated(xs, values, x) {
+  let [low, high] = [0, xs.length - 1];
+  if (!xs.length || x < xs[0] || x > xs[high]) return null;
+  while (high - low > 1) { const middle = (low + high) >> 1; if (xs[middle] <= x) low = middle; else high = middle; }
+  const [a, b] = [values[low], values[high]];
+  if (a === null || b === null || a === undefined || b === undefined) return a ?? b ?? null;
+  return xs[high] === xs[low] ? a : a + ((b - a) * (x - xs[low])) / (xs[high] - xs[low]);
 }
 
 class Chart {
-  constructor(spec, of) {
+  constructor(spec) {
     this.spec = spec;
-    this.of = spec.stacked ? of.slice(0, 1) : of;
-    this.runs = of.map((run) => run.at).join();
+    this.lanes = lanes(spec);
+    this.key = keyOf(spec);
     this.body = el('div', { class: 'plot' });
     this.said = el('span', { class: 'said' });
-    const whose = spec.stacked && of.length > 1 ? ` (${of[0].name})` : '';
+    this.title = spec.title + (spec.stacked && shown().length > 1 ? ` (${this.lanes[0].name})` : '');
     const help = el('p', { class: 'help', hidden: true }, spec.help);
     const about = spec.help && el('button', { type: 'button', class: 'about', 'aria-expanded': 'false', 'aria-label': `about ${spec.title}`, onclick: () => { help.hidden = !help.hidden; about.setAttribute('aria-expanded', String(!help.hidden)); } }, '?');
-    this.figure = el('figure', { class: 'chart', tabindex: '0', onkeydown: (event) => this.key(event) },
-      el('figcaption', {}, el('span', {}, el('b', {}, spec.title + whose), about), this.said), help, this.body);
-    this.visible = null;
-    this.finer = settled(60, () => { if (this.plot) this.set(); });
+    this.menu = el('details', { class: 'menu', ontoggle: () => this.fill() }, el('summary', { 'aria-label': `range and files of ${spec.title}` }, '⋯'));
+    this.figure = el('figure', { class: 'chart' },
+      el('figcaption', {}, el('span', {}, el('b', {}, this.title), about, this.menu), this.said), help, this.body);
+    // Arrow keys reach the plot; buttons in the caption keep their own.
+    this.body.tabIndex = 0;
+    this.body.setAttribute('role', 'img');
+    this.body.addEventListener('keydown', (event) => this.move(event));
+    this.figure.chart = this;
+    this.isStale = true;
     this.resize = new ResizeObserver(() => this.plot?.setSize({ width: this.body.clientWidth, height: this.height() }));
   }
 
   height() { return innerWidth < 500 ? 170 : 200; }
 
-  /// Returns the x values, then for each run its lines with their edges. All runs share one list of x values.
+  /// Draws again what has changed, at once if it can be seen.
+  stale() { this.isStale = true; if (this.seen) this.fresh(); }
+
+  fresh() {
+    if (!this.isStale) return;
+    this.isStale = false;
+    if (this.plot) this.set(); else this.draw();
+  }
+
+  /// Controls of the y axis, and files of what the chart shows.
+  fill() {
+    if (!this.menu.open || this.menu.children.length > 1) return;
+    const edge = (at) => el('input', { type: 'number', step: 'any', class: 'step', 'aria-label': at ? 'largest y' : 'smallest y', placeholder: at ? 'y to' : 'y from', onchange: (event) => { this.edges ??= [null, null]; this.edges[at] = event.target.value === '' ? null : Number(event.target.value); this.set(); } });
+    const button = (label, act) => el('button', { type: 'button', onclick: act }, label);
+    const name = this.title.replace(/[^\w.-]+/g, '-').toLowerCase();
+    this.menu.append(el('div', { class: 'controls' }, edge(0), edge(1),
+      button('CSV', async () => save(`${name}.csv`, 'text/csv', await this.table())),
+      button('SVG', () => save(`${name}.svg`, 'image/svg+xml', svg(this.drawing()))),
+      button('PNG', async () => save(`${name}.png`, 'image/png', await picture(svg(this.drawing()))))));
+  }
+
+  /// Returns every step of the chart's metrics, and not only what is drawn.
+  async table() {
+    const wanted = [...this.spec.lines.map(([name]) => name), ...(this.spec.band ?? []), this.spec.spread].filter(Boolean);
+    const rows = [];
+    for (const run of this.lanes.flatMap((lane) => lane.members)) {
+      for (const line of await metrics(run)) {
+        if (wanted.some((name) => typeof line[name] === 'number')) rows.push([run.name, line.step, ...wanted.map((name) => line[name] ?? '')]);
+      }
+    }
+    return csv([['run', 'step', ...wanted], ...rows]);
+  }
+
+  drawing() {
+    const { x, y } = this.plot.scales;
+    const lines = this.series.flatMap((own, at) => (own.kind === 'line' || own.kind === 'stack' ? [{ label: this.lanes.length > 1 ? `${own.lane.name}${this.spec.lines.length > 1 ? ` ${own.label}` : ''}` : own.label, colour: this.colour(own), values: this.plot.data[at + 1] }] : []));
+    const bands = this.series.flatMap((own, at) => (own.kind === 'edge' && this.series[at + 1]?.kind === 'edge' ? [{ colour: this.colour(own), high: this.plot.data[at + 1], low: this.plot.data[at + 2] }] : []));
+    const style = getComputedStyle(document.documentElement);
+    return { title: this.title, x: this.plot.data[0], range: [x.min, x.max], y: [y.min, y.max], log: this.isLog, time: axis.time, lines, bands, ink: style.getPropertyValue('--ink').trim(), grid: style.getPropertyValue('--line').trim(), paper: style.getPropertyValue('--card').trim() };
+  }
+
+  /// Returns the x values, then for each lane its lines with their edges. All lanes share one list of x values.
   columns() {
     const { spec } = this;
+    const weight = spec.evals || spec.stacked ? 0 : axis.smooth;
+    const isFull = this.lanes.length <= FULL_RUNS;
     const tables = [];
     this.series = [];
-    for (const run of this.of) {
-      const rows = spec.evals ? run.evals : run.rows;
-      const mine = this.series.length;
-      const x = rows.map((row) => (axis.time ? row['\0seconds'] : row.step));
-      const out = [x];
-      const raw = (name) => rows.map((row) => value(row, name));
-      const weight = spec.evals || spec.stacked ? 0 : axis.smooth;
+    for (const lane of this.lanes) {
+      const run = lane.members[0];
+      const joins = lane.members.length > 1;
+      const out = [null];
+      const get = (name, own = run) => series(own, spec, name, weight);
+      const first = get(spec.lines[0][0]);
+      let x = first.x;
+      if (joins) x = [...new Set(lane.members.flatMap((own) => get(spec.lines[0][0], own).x))].sort((a, b) => a - b);
       if (spec.stacked) {
-        const sums = new Array(rows.length).fill(0);
+        const sums = new Array(x.length).fill(0);
         spec.lines.forEach(([name, label], at) => {
-          const own = smoothed(raw(name), axis.smooth).map((own) => own ?? 0);
-          own.forEach((own, i) => { sums[i] += own; });
+          const own = series(run, spec, name, axis.smooth).mean.map((value) => value ?? 0);
+          own.forEach((value, i) => { sums[i] += value; });
           out.push([...sums]);
-          this.series.push({ run, label, at, kind: 'stack', own });
+          this.series.push({ lane, label, at, kind: 'stack', own });
         });
       } else {
         spec.lines.forEach(([name, label], at) => {
-          const values = raw(name);
-          const mean = smoothed(values, weight);
-          const edges = spec.band?.map((edge) => smoothed(raw(edge), weight))
-            ?? (spec.spread && rows.some((row) => spec.spread in row) ? [-1, 1].map((side) => smoothed(raw(spec.spread), weight).map((own, i) => (own === null || mean[i] === null ? null : mean[i] + side * own))) : null);
+          let { raw, mean } = get(name);
+          let edges = null;
+          if (joins) {
+            const all = lane.members.map((own) => get(name, own));
+            const of = x.map((own) => moments(all.map((line) => interpolated(line.x, line.mean, own)).filter((value) => value !== null)));
+            mean = of.map((own) => own.mean);
+            raw = null;
+            edges = [-1, 1].map((side) => of.map((own) => (own.deviation === null ? own.mean : own.mean + side * own.deviation)));
+          } else if (isFull && spec.band) edges = spec.band.map((edge) => get(edge).mean);
+          else if (isFull && spec.spread && spec.spread in run.steps.columns) {
+            const spread = get(spec.spread).mean;
+            edges = [-1, 1].map((side) => spread.map((own, i) => (own === null || mean[i] === null ? null : mean[i] + side * own)));
+          }
           if (edges && at === 0) {
             out.push(edges[1], edges[0]);
-            this.series.push({ run, at, kind: 'edge' }, { run, at, kind: 'edge' });
+            this.series.push({ lane, at, kind: 'edge' }, { lane, at, kind: 'edge' });
           }
-          if (weight > 0) { out.push(values); this.series.push({ run, at, kind: 'raw' }); }
+          if (weight > 0 && raw && isFull) { out.push(raw); this.series.push({ lane, at, kind: 'raw' }); }
           out.push(mean);
-          this.series.push({ run, label, at, kind: 'line' });
+          this.series.push({ lane, label, at, kind: 'line' });
         });
       }
-      const kept = places(out, this.visible);
-      for (const own of this.series.slice(mine)) {
-        own.until = x.at(-1);
-        if (own.own) own.own = kept.map((at) => own.own[at]);
-      }
-      tables.push(out.map((column) => kept.map((at) => column[at])));
+      out[0] = x;
+      for (const own of this.series) if (own.lane === lane) own.until = x.at(-1);
+      tables.push(this.lanes.length > 1 && axis.time ? gridded(out) : out);
     }
     return tables.length > 1 ? uPlot.join(tables) : tables[0];
   }
 
   colour(series) {
     const style = getComputedStyle(document.documentElement);
-    const name = this.spec.stacked || (this.of.length < 2 && this.spec.lines.length > 1) ? `--run-${series.at % STACK_COLOURS}` : `--run-${series.run.at % 8}`;
+    const name = this.spec.stacked || (this.lanes.length < 2 && this.spec.lines.length > 1) ? `--run-${series.at % STACK_COLOURS}` : `--run-${series.lane.at % 8}`;
     return style.getPropertyValue(name).trim();
+  }
+
+  /// Returns the range of the y axis: by hand, by quantiles, or of all values.
+  range(low, high) {
+    const isZero = this.spec.zero || this.spec.stacked;
+    if (axis.clip && this.plot && !this.spec.stacked) {
+      const values = this.series.flatMap((own, at) => (own.kind === 'edge' ? [] : this.plot.data[at + 1])).filter((own) => Number.isFinite(own)).sort((a, b) => a - b);
+      if (values.length > 20) [low, high] = [quantile(values, 0.01), quantile(values, 0.99)];
+    }
+    let [from, to] = this.isLog ? [low, high] : room(low, high, isZero);
+    if (this.isLog && from === to) [from, to] = [from / 2, to * 2];
+    const [least, most] = this.edges ?? [null, null];
+    if (least !== null && !(this.isLog && least <= 0)) from = least;
+    if (most !== null) to = most;
+    return from < to ? [from, to] : [from, from + 1];
   }
 
   draw() {
     const columns = this.columns();
-    if (!columns) return;
+    if (!columns || !columns[0].length) return;
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue('--quiet').trim();
     const lines = style.getPropertyValue('--line').trim();
+    const isPositive = columns.slice(1).every((column, at) => this.series[at].kind === 'edge' || column.every((own) => !(own <= 0)) || column.every((own) => own === null || own === undefined));
+    this.isLog = axis.log && !this.spec.stacked && isPositive;
     const series = this.series.map((own) => {
       const stroke = this.colour(own);
       if (own.kind === 'edge') return { show: true, width: 0, points: { show: false } };
       if (own.kind === 'raw') return { stroke: `${stroke}55`, width: 1, points: { show: false } };
-      const dash = this.of.length > 1 ? [undefined, [6, 4], [2, 3]][own.at % 3] : undefined;
-      return { stroke, width: own.kind === 'stack' ? 1 : 1.75, dash, fill: own.kind === 'stack' ? `${stroke}66` : undefined, points: { show: this.spec.evals, size: 5 }, spanGaps: true };
+      const dash = this.lanes.length > 1 ? [undefined, [6, 4], [2, 3]][own.at % 3] : undefined;
+      return { stroke, width: own.kind === 'stack' ? 1 : 1.75, dash, fill: own.kind === 'stack' ? `${stroke}66` : undefined, points: { show: Boolean(this.spec.evals), size: 5 }, spanGaps: true };
     });
     const bands = [];
     this.series.forEach((own, at) => {
-      if (own.kind === 'edge' && this.series[at + 1]?.kind === 'edge') bands.push({ series: [at + 1, at + 2], fill: `${this.colour(own)}${this.of.length < 3 ? '26' : '14'}` });
+      if (own.kind === 'edge' && this.series[at + 1]?.kind === 'edge') bands.push({ series: [at + 1, at + 2], fill: `${this.colour(own)}${this.lanes.length < 3 ? '26' : '14'}` });
       if (own.kind === 'stack' && own.at > 0) bands.push({ series: [at + 1, at], fill: `${this.colour(own)}66` });
     });
     if (this.spec.stacked) series.forEach((own, at) => { if (at > 0) delete own.fill; });
+    // Edges below 0 cannot be drawn on a logarithmic axis.
+    if (this.isLog) this.series.forEach((own, at) => { if (own.kind === 'edge') columns[at + 1] = columns[at + 1].map((value) => (value > 0 ? value : null)); });
     this.plot = new uPlot({
       width: this.body.clientWidth || 320,
       height: this.height(),
       legend: { show: false },
       cursor: { sync: { key: 'all' }, drag: { x: true, y: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: (_, low, high) => range(low, high, this.spec.zero || this.spec.stacked) } },
+      scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1, range: (_, low, high) => this.range(low, high) } },
       axes: [
         { stroke: ink, grid: { stroke: lines, width: 1 }, ticks: { show: false }, size: 28, font: '11px system-ui', values: (_, ticks) => ticks.map((tick) => (axis.time ? duration(tick) : String(tick))), incrs: axis.time ? [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400] : undefined, space: axis.time ? 80 : 50 },
-        { stroke: ink, grid: { stroke: lines, width: 1 }, ticks: { show: false }, size: 52, font: '11px system-ui', values: (_, ticks) => ticks.map((tick) => number(tick)) },
+        { stroke: ink, grid: { stroke: lines, width: 1 }, ticks: { show: false }, size: 52, font: '11px system-ui', values: (_, ticks) => ticks.map((tick) => (tick === null ? '' : number(tick))) },
       ],
       series: [{}, ...series],
       bands,
       hooks: {
         setCursor: [(plot) => this.say(plot.cursor.idx)],
-        setScale: [(plot, key) => { if (key === 'x') this.zoom(plot); }],
-        drawClear: [(plot) => this.mark(plot, style.getPropertyValue('--warm').trim())],
+        setScale: [(plot, key) => { if (key === 'x' && this.plot === plot && !this.isQuiet) { const { min, max } = plot.scales.x; const [first, last] = [plot.data[0][0], plot.data[0].at(-1)]; zoom(min > first || max < last ? [min, max] : null); } }],
+        drawClear: [(plot) => this.shade(plot, style.getPropertyValue('--warm').trim())],
+        draw: [(plot) => this.mark(plot, ink)],
       },
     }, columns, this.body);
     this.resize.observe(this.body);
+    if (axis.range) this.zoomTo(axis.range);
     this.say(null);
   }
 
-  /// Draws the rows of a zoomed range.
-  zoom(plot) {
-    const { min, max } = plot.scales.x;
-    const x = plot.data[0];
-    const visible = min > x[0] || max < x.at(-1) ? [min, max] : null;
-    if (String(visible) === String(this.visible)) return;
-    this.visible = visible;
-    if (this.of.some((run) => run.rows.length > MOST_POINTS)) this.finer();
+  zoomTo(range) {
+    if (!this.plot) return;
+    const x = this.plot.data[0];
+    const [min, max] = range ?? [x[0], x.at(-1)];
+    if (!(min < max) || (this.plot.scales.x.min === min && this.plot.scales.x.max === max)) return;
+    this.isQuiet = true;
+    this.plot.batch(() => this.plot.setScale('x', { min, max }));
+    this.isQuiet = false;
+  }
+
+  /// Returns the place of a step of a run on the canvas.
+  at(plot, run, step) {
+    const { left, width } = plot.bbox;
+    const rows = run.steps;
+    const x = axis.time ? rows.seconds[rows.x.findIndex((own) => own >= step)] ?? rows.seconds.at(-1) ?? 0 : step;
+    return Math.max(left, Math.min(left + width, plot.valToPos(x, 'x', true)));
   }
 
   /// Shades the steps of a problem.
-  mark(plot, colour) {
-    const { left, top, width, height } = plot.bbox;
-    for (const run of this.of) {
-      const x = (step) => (axis.time ? run.rows.find((row) => row.step >= step)?.['\0seconds'] ?? run.seconds : step);
+  shade(plot, colour) {
+    const { top, height } = plot.bbox;
+    for (const run of this.lanes.flatMap((lane) => lane.members)) {
       for (const own of run.warnings) {
-        const [from, to] = [own.since, own.until ?? run.last?.step ?? own.step].map((step) => Math.max(left, Math.min(left + width, plot.valToPos(x(step), 'x', true))));
+        const [from, to] = [own.since, own.until ?? run.last?.step ?? own.step].map((step) => this.at(plot, run, step));
         plot.ctx.fillStyle = `${colour}22`;
         plot.ctx.fillRect(from, top, Math.max(2, to - from), height);
       }
+    }
+  }
+
+  /// Draws a sign for each event at the lower edge. The list above the charts has its line of the log.
+  mark(plot, ink) {
+    const { left, top, width, height } = plot.bbox;
+    const all = this.lanes.flatMap((lane) => lane.members.flatMap((run) => (marks.get(run.at) ?? []).map((own) => [run, own])));
+    if (all.length > 200) return;
+    plot.ctx.font = `${9 * devicePixelRatio}px system-ui`;
+    plot.ctx.textAlign = 'center';
+    plot.ctx.fillStyle = ink;
+    for (const [run, own] of all) {
+      const x = this.at(plot, run, own.step);
+      if (x > left && x < left + width) plot.ctx.fillText(MARKS[own.kind], x, top + height - 2 * devicePixelRatio);
     }
   }
 
@@ -304,14 +493,16 @@ class Chart {
   set() {
     const before = this.series?.map((own) => own.kind).join();
     const columns = this.columns();
-    if (!this.plot || !columns || this.series.map((own) => own.kind).join() !== before) {
+    if (!this.plot || !columns || this.series.map((own) => own.kind).join() !== before || axis.log) {
       this.plot?.destroy();
+      this.plot = null;
       this.draw();
       return;
     }
-    const zoomed = this.plot.scales.x.min > this.plot.data[0][0] || this.plot.scales.x.max < this.plot.data[0].at(-1);
-    this.plot.setData(columns, !zoomed);
-    if (zoomed) this.plot.redraw();
+    this.isQuiet = true;
+    this.plot.setData(columns, !axis.range);
+    if (axis.range) this.plot.redraw();
+    this.isQuiet = false;
     this.say(this.plot.cursor.idx);
   }
 
@@ -321,29 +512,30 @@ class Chart {
     const last = columns[0].length - 1;
     const here = at ?? last;
     const parts = [];
+    const few = this.series.filter((own) => own.kind === 'line' || own.kind === 'stack').length <= 8;
     this.series.forEach((own, i) => {
       if (own.kind !== 'line' && own.kind !== 'stack') return;
-      // Runs share one list of x values, so a run may have no value at this x. Its previous value applies, but not after its last one.
+      // Lanes share one list of x values, so one may have no value at this x. Its previous value applies, but not after its last one.
       let row = columns[0][here] > own.until && at !== null && at !== undefined ? -1 : here;
       while (row > 0 && (columns[i + 1][row] === null || columns[i + 1][row] === undefined)) row -= 1;
       const found = row < 0 ? null : own.kind === 'stack' ? own.own[row] : columns[i + 1][row];
       const mark = el('i', {});
       mark.style.background = this.colour(own);
-      const label = this.spec.lines.length > 1 ? `${own.label} ` : '';
-      parts.push(el('span', {}, mark, `${label}${number(found)}`));
+      const label = this.spec.lines.length > 1 && few ? `${own.label} ` : '';
+      parts.push(el('span', { title: this.lanes.length > 1 ? own.lane.name : undefined }, few ? mark : '', `${label}${number(found)}`));
     });
     const x = columns[0][here];
     const where = at === null || at === undefined ? '' : axis.time ? duration(x) : `step ${x}`;
-    this.said.replaceChildren(...parts, ...(where ? [el('span', { class: 'quiet' }, where)] : []));
-    this.figure.setAttribute('aria-label', `${this.spec.title}: ${this.said.textContent}`);
+    this.said.replaceChildren(...(few ? parts : [`${parts.length} lines`]), ...(where ? [el('span', { class: 'quiet' }, where)] : []));
+    this.body.setAttribute('aria-label', `${this.spec.title}: ${this.said.textContent}. Arrow keys move from step to step.`);
   }
 
-  key(event) {
-    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (move === undefined || !this.plot) return;
+  move(event) {
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (by === undefined || !this.plot) return;
     event.preventDefault();
     const x = this.plot.data[0];
-    const at = Math.max(0, Math.min(x.length - 1, (this.plot.cursor.idx ?? x.length - 1) + move));
+    const at = Math.max(0, Math.min(x.length - 1, (this.plot.cursor.idx ?? x.length - 1) + by));
     this.plot.setCursor({ left: this.plot.valToPos(x[at], 'x'), top: 10 }, true, true);
   }
 
@@ -354,12 +546,32 @@ class Chart {
   }
 }
 
-function range(low, high, zero) {
-  if (low === null || high === null) return [0, 1];
+/// Moves times of a lane to a common grid, so that many runs do not have different x values each.
+function gridded([x, ...lines]) {
+  const most = Math.max(...shown().map((run) => run.steps.seconds.at(-1) ?? 0));
+  const size = most / TIME_POINTS || 1;
+  const kept = x.flatMap((own, at) => (at === 0 || Math.round(own / size) > Math.round(x[at - 1] / size) ? [at] : []));
+  return [kept.map((at) => Math.round(x[at] / size) * size), ...lines.map((line) => kept.map((at) => line[at]))];
+}
+
+/// Reads every row of a run.
+async function metrics(run) {
+  const rows = [];
+  for (let from = 0; ;) {
+    const response = await api('metrics', { run: run.at, from });
+    for (const line of (await response.text()).split('\n')) { try { rows.push(JSON.parse(line)); } catch { /* no row */ } }
+    const next = Number(response.headers.get('x-next'));
+    if (next === from) return rows.filter((row) => typeof row?.step === 'number');
+    from = next;
+  }
+}
+
+function room(low, high, zero) {
+  if (low === null || high === null || low === undefined) return [0, 1];
   let from = zero ? Math.min(0, low) : low;
   let to = high;
   // Means of equal numbers differ by rounding, and an axis cannot have ticks for such a small range.
-  if (to - from <= 1e-9 * Math.max(Math.abs(from), Math.abs(to))) { const by = Math.abs(from) * 0.1 || 0.1; from -= zero ? 0 : by; to += by; }
-  const room = (to - from) * 0.05;
-  return [zero && from === 0 ? 0 : from - room, to + room];
+  if (to - from <= 1e-6 * Math.max(Math.abs(from), Math.abs(to))) { const by = Math.abs(from) * 0.1 || 0.1; from -= zero ? 0 : by; to += by; }
+  const space = (to - from) * 0.05;
+  return [zero && from === 0 ? 0 : from - space, to + space];
 }

@@ -1,7 +1,8 @@
 // Evaluations: results over the run and by category with intervals, confusion matrix, and each question before and after.
 
-import { apiJson, distinct, el, failure, number, signed, visible } from './shared.js';
+import { apiJson, choice, distinct, el, failure, number, signed, visible } from './shared.js';
 import { gallery } from './media.js';
+import { meanInterval, shareInterval } from './stats.js';
 
 const PAGE = 20;
 let runs, root, body;
@@ -17,28 +18,21 @@ export async function show(main, given) {
 export function hide() { root = null; }
 
 export function update(news) {
-  if (root && news.some((run) => run.evals.length !== run.drawnEvals)) draw().catch((error) => body.replaceChildren(failure(error)));
+  if (root && news.some((run) => run.evals.x.length !== run.drawnEvals)) draw().catch((error) => body.replaceChildren(failure(error)));
 }
 
 async function draw() {
   const of = runs.filter((run) => run.shown);
   const all = await Promise.all(of.map((run) => apiJson('evaluations', { run: run.at }).catch((error) => error)));
-  of.forEach((run) => { run.drawnEvals = run.evals.length; });
+  of.forEach((run) => { run.drawnEvals = run.evals.x.length; });
   if (!root) return;
   const parts = of.flatMap((run, at) => {
     if (all[at] instanceof Error) return [failure(`${run.name}: ${all[at].message}`)];
     return all[at].length ? [sectionOf(run, all[at])] : [];
   });
+  const evaluated = of.map((run, at) => ({ run, evaluations: all[at] instanceof Error ? [] : all[at] })).filter(({ evaluations }) => evaluations.length);
+  if (evaluated.length) parts.push(comparison(evaluated));
   body.replaceChildren(...(parts.length ? parts : [el('p', { class: 'quiet' }, 'No evaluation yet. Runs with `--eval_file` are evaluated at their end, and with `--eval_on_start` also at their beginning.')]));
-}
-
-/// Computes the 95 % interval of a share (Wilson).
-function interval(share, count) {
-  if (share === null || share === undefined || !count) return null;
-  const z = 1.96;
-  const middle = (share + (z * z) / (2 * count)) / (1 + (z * z) / count);
-  const half = (z * Math.sqrt((share * (1 - share)) / count + (z * z) / (4 * count * count))) / (1 + (z * z) / count);
-  return [Math.max(0, middle - half), Math.min(1, middle + half)];
 }
 
 function sectionOf(run, evaluations) {
@@ -54,7 +48,7 @@ function sectionOf(run, evaluations) {
   return el('div', {},
     el('h2', {}, runs.length > 1 ? run.name : 'Evaluation'),
     el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, el('th', {}, ''), evaluations.map(({ step }) => el('th', { scope: 'col' }, `step ${step}`)), evaluations.length > 1 ? el('th', { scope: 'col' }, 'change') : '')), el('tbody', {}, rows))),
-    categories(first, last), confusion(last), evaluations.length > 1 ? comparison(run, evaluations) : '');
+    categories(first, last), confusion(last));
 }
 
 function categories(first, last) {
@@ -63,7 +57,7 @@ function categories(first, last) {
   const before = new Map((first === last ? [] : first.summary.categories ?? []).map((own) => [own.category, own]));
   const row = (label, own, kind) => {
     const share = own?.accuracy ?? null;
-    const edges = interval(share, own?.rows);
+    const edges = shareInterval(share, own?.rows);
     const track = el('div', { class: `track ${kind}`, role: 'img', 'aria-label': `${label}: ${number(share)}` });
     if (edges) {
       const range = el('i', {});
@@ -97,40 +91,48 @@ function confusion({ step, summary }) {
       el('tbody', {}, counts.map((row, truth) => el('tr', {}, el('th', { scope: 'row' }, visible(labels[truth])), row.map((count, answer) => cell(count, truth, answer))))))));
 }
 
-function comparison(run, evaluations) {
-  const steps = evaluations.map(({ step }) => step);
-  const choose = (value, label) => { const node = el('select', { 'aria-label': label, onchange: () => fetchRows(0) }, steps.map((step) => el('option', { value: String(step) }, `step ${step}`))); node.value = String(value); return node; };
-  const before = choose(steps[0], 'before');
-  const after = choose(steps.at(-1), 'after');
-  const names = [...new Set(evaluations.flatMap(({ summary }) => (summary.categories ?? []).map((own) => own.category)))];
-  const category = el('select', { 'aria-label': 'category', onchange: () => fetchRows(0) }, el('option', { value: '' }, 'all categories'), names.map((name) => el('option', { value: name }, name)));
-  const change = el('select', { 'aria-label': 'change', onchange: () => fetchRows(0) }, [['', 'all'], ['better', 'got better'], ['worse', 'got worse'], ['same', 'unchanged']].map(([value, label]) => el('option', { value }, label)));
+/// Compares the questions of two evaluations, of one run or of two.
+function comparison(all) {
+  const places = all.flatMap(({ run, evaluations }) => evaluations.map(({ step }) => ({ key: `${run.at}-${step}`, run: run.at, step, label: all.length > 1 ? `${run.name}, step ${step}` : `step ${step}` })));
+  if (places.length < 2) return '';
+  const choose = (value, label) => { const node = choice(label, label, places.map((own) => [own.key, own.label]), { onchange: () => fetchRows(0) }); node.value = value; return node; };
+  // Of two runs, their last evaluations are compared.
+  const first = all.length > 1 ? places.findLast((own) => own.run === all[0].run.at) : places[0];
+  const before = choose(first.key, 'before');
+  const after = choose(places.at(-1).key, 'after');
+  const names = [...new Set(all.flatMap(({ evaluations }) => evaluations.flatMap(({ summary }) => (summary.categories ?? []).map((own) => own.category))))];
+  const category = choice('category', 'category', [['', 'all categories'], ...names.map((name) => [name, name])], { onchange: () => fetchRows(0) });
+  const change = choice('change', 'change', [['', 'all'], ['better', 'got better'], ['worse', 'got worse'], ['same', 'unchanged']], { onchange: () => fetchRows(0) });
   const counts = el('p', { role: 'status' });
   const list = el('div', { class: 'pairs' });
   let ticket = 0;
   async function fetchRows(from) {
     const mine = (ticket += 1);
+    const [old, own] = [before, after].map((field) => places.find(({ key }) => key === field.value));
     try {
-      const found = await apiJson('compare', { run: run.at, before: before.value, after: after.value, change: change.value, category: category.value, from, limit: PAGE });
+      const found = await apiJson('compare', { run: own.run, other: old.run === own.run ? undefined : old.run, before: old.step, after: own.step, change: change.value, category: category.value, from, limit: PAGE });
       if (mine !== ticket) return;
-      counts.replaceChildren(el('b', { class: 'good' }, `${found.counts.better} better`), ' · ', el('b', { class: 'bad' }, `${found.counts.worse} worse`), ` · ${found.counts.same} unchanged`);
+      const edges = meanInterval(found.gain);
+      counts.replaceChildren(el('b', { class: 'good' }, `${found.counts.better} better`), ' · ', el('b', { class: 'bad' }, `${found.counts.worse} worse`), ` · ${found.counts.same} unchanged`,
+        found.gain.count ? ` · mean change ${signed(found.gain.mean, 3)}${edges ? `, 95 % interval ${signed(edges[0], 3)} to ${signed(edges[1], 3)}` : ''}` : '');
       if (from === 0) list.replaceChildren();
-      list.append(...found.rows.map((row) => pair(run, Number(after.value), row)));
+      list.append(...found.rows.map((row) => pair(own, row, [old, own].map(({ label }) => label))));
       if (from + found.rows.length < found.all) {
         const button = el('button', { type: 'button', onclick: () => { button.remove(); fetchRows(from + found.rows.length); } }, `more of ${found.all}`);
         list.append(button);
       }
+      if (!found.all) list.append(el('p', { class: 'quiet' }, 'No question matches.'));
     } catch (error) { list.replaceChildren(failure(error)); }
   }
   fetchRows(0);
   return el('div', {}, el('h3', {}, 'Questions before and after'), el('div', { class: 'controls' }, el('label', {}, before), '→', el('label', {}, after), change, names.length ? category : ''), counts, list);
 }
 
-function pair(run, step, row) {
+function pair({ run, step }, row, labels) {
   const side = (label, own) => el('div', {}, el('b', {}, `${label} `), el('span', { class: 'quiet' }, own.reward.map((value) => number(value, 2)).join(', ')), own.completions.map((text) => el('pre', {}, visible(text))));
   return el('article', { class: `pair ${row.change}` },
     el('header', {}, visible(row.id), el('span', { class: row.gain < 0 ? 'bad' : row.gain > 0 ? 'good' : 'quiet' }, ` ${signed(row.gain)}`), row.category ? el('span', { class: 'quiet' }, visible(` ${row.category}`)) : ''),
-    row.media.length ? gallery(row.media, { run: run.at, step, row: row.row }) : '',
+    row.media.length ? gallery(row.media, { run, step, row: row.row }) : '',
     el('pre', {}, visible(row.prompt.trim())), el('p', { class: 'quiet' }, 'truth ', visible(row.solution ?? 'none')),
-    el('div', { class: 'sides' }, side('before', row.before), side('after', row.after)));
+    el('div', { class: 'sides' }, side(labels[0], row.before), side(labels[1], row.after)));
 }

@@ -1,13 +1,13 @@
 // Media of a record: pictures, clips with marks for the sampled frames, and sound with its waveform.
 
-import { el, mediaUrl, number } from './shared.js';
+import { el, link, number } from './shared.js';
 
 const MAX_WAVE_BYTES = 64e6;
 const WAVE_COLUMNS = 600;
 
 /// Shows the media of a record. `where` names the record: run, step, and group or row.
 export function gallery(media, where) {
-  return el('div', { class: 'media' }, media.map((medium, at) => figure(medium, mediaUrl({ ...where, at }))));
+  return el('div', { class: 'media' }, media.map((medium, at) => figure(medium, link('media', { ...where, at }))));
 }
 
 function figure(medium, url) {

@@ -1,9 +1,11 @@
-// Rollout viewer: the steps, the prompts of a step, and the completions of a prompt side by side.
+// Rollout viewer: groups of a step or of all steps, filtered and sorted, and the completions of a group side by side.
 
-import { api, apiJson, el, failure, hash, number, place, remember, settled, signed, visible } from './shared.js';
+import { api, apiJson, choice, el, failure, hash, link, number, place, remember, settled, signed, visible } from './shared.js';
+import { ONLY, SORTS, groupsOf, measures, summary, triaged } from './groups.js';
 import { gallery } from './media.js';
 
-const PAGE = 100;
+const PAGE = 50;
+const STEP_GROUPS = 500;
 const SAMPLES_AT_ONCE = 32;
 const TOKENS_AT_ONCE = 4000;
 const COLOURINGS = {
@@ -15,7 +17,9 @@ const COLOURINGS = {
   entropy: 'entropy',
 };
 
-let runs, root, list, detail, stepBox, stepOf, form, status;
+const TRIAGE = ['scope', 'sort', 'only', 'measure', 'least', 'hide'];
+
+let runs, root, list, detail, stepBox, stepOf, form, triage, status;
 let current = {};
 let steps = { steps: [], tokens: [] };
 let listed = { key: null };
@@ -24,20 +28,21 @@ let ticket = 0;
 export async function show(main, given, params) {
   runs = given;
   root = main;
-  list = el('ol', { class: 'groups', 'aria-label': 'Prompts' });
+  list = el('ol', { class: 'groups', 'aria-label': 'Groups' });
   detail = el('article', { class: 'detail', 'aria-live': 'polite' });
   status = el('p', { class: 'quiet', role: 'status' });
   stepBox = el('input', { type: 'number', min: '0', class: 'step', 'aria-label': 'step', onchange: () => go({ step: nearest(Number(stepBox.value)) }) });
   stepOf = el('span', { class: 'quiet' });
-  const move = (by) => el('button', { type: 'button', title: by < 0 ? 'previous step (p)' : 'next step (n)', onclick: () => moveStep(by) }, by < 0 ? '‹' : '›');
+  const move = (by) => el('button', { type: 'button', title: by < 0 ? 'previous step (p)' : 'next step (n)', onclick: () => moveStep(by), 'aria-label': by < 0 ? 'previous step' : 'next step' }, by < 0 ? '‹' : '›');
   const whose = runs.length > 1 ? el('select', { 'aria-label': 'run', onchange: () => go({ run: Number(whose.value), step: undefined }) }, runs.map((run) => el('option', { value: String(run.at) }, run.name))) : null;
   if (whose) whose.value = params.run ?? '0';
   form = filters();
+  triage = triageForm();
   main.append(el('div', { class: 'viewer' },
     el('aside', {},
       el('div', { class: 'controls' }, whose, el('label', {}, 'step ', move(-1), stepBox, move(1)), stepOf,
         el('button', { type: 'button', onclick: () => go({ step: steps.steps.at(-1), newest: 1 }) }, 'newest')),
-      form, status, list),
+      triage, form, status, list),
     detail));
   listed = { key: null };
   await open(params);
@@ -69,6 +74,9 @@ export function key(event) {
 
 function go(changes) {
   const params = { ...place().params, group: undefined, sample: undefined, newest: undefined, ...changes };
+  // The defaults stand in no address.
+  if (params.sort === 'spread') params.sort = undefined;
+  if (params.measure === 'reward') params.measure = undefined;
   location.hash = hash('rollouts', params);
 }
 
@@ -110,14 +118,16 @@ async function open(params) {
   for (const name of ['text', 'min', 'max', 'category']) form.elements[name].value = params[name] ?? '';
   for (const name of ['cut', 'unparsed']) form.elements[name].checked = params[name] === 'true';
   const filter = chosen();
-  const wanted = filter ? JSON.stringify([run, filter]) : JSON.stringify([run, current.step]);
+  triage.show(params, Boolean(filter));
+  const wanted = JSON.stringify([run, filter ?? [params.scope === 'all' || current.step, ...TRIAGE.map((name) => params[name])]]);
   if (listed.key !== wanted) {
     listed = { key: wanted };
     list.replaceChildren();
-    await (filter ? find(run, filter, mine) : groups(run, current.step, 0, mine));
+    await (filter ? find(run, filter, mine) : groups(run, params, mine));
   }
   if (mine !== ticket) return;
   const first = params.group === undefined ? list.querySelector('a')?.dataset : null;
+  if (params.group === undefined && !first && !filter) { detail.replaceChildren(el('p', { class: 'quiet' }, 'No group matches this selection.')); return; }
   if (first) current.step = Number(first.step);
   stepBox.value = current.step;
   const group = params.group ?? first?.group;
@@ -153,29 +163,103 @@ function chosen() {
   return Object.values(filter).some((value) => value !== '') ? filter : null;
 }
 
+/// Controls that choose, filter and sort groups. `show` sets them from the parameters of the address.
+function triageForm() {
+  const change = () => go(Object.fromEntries(TRIAGE.map((name) => [name, value(box.elements[name]) || undefined])));
+  const value = (field) => (field.type === 'checkbox' ? (field.checked ? 'true' : '') : field.value);
+  const options = (from) => Object.entries(from).map(([name, [label]]) => [name, label]);
+  const box = el('form', { class: 'filters triage', onsubmit: (event) => event.preventDefault(), onchange: change, 'aria-label': 'Groups' },
+    choice('scope', 'groups of', [['', 'this step'], ['all', 'all steps']]),
+    choice('sort', 'sorted by', options(SORTS)),
+    choice('only', 'shown groups', Object.entries(ONLY).map(([name, { label }]) => [name, label])),
+    choice('measure', 'measure', measures([])),
+    el('input', { name: 'least', type: 'number', step: 'any', placeholder: 'passes from', 'aria-label': 'smallest value that passes' }),
+    el('label', {}, el('input', { name: 'hide', type: 'checkbox' }), ' hide solved'));
+  box.show = (params, searches) => {
+    box.hidden = searches;
+    for (const name of TRIAGE) {
+      const field = box.elements[name];
+      if (field.type === 'checkbox') field.checked = params[name] === 'true';
+      else field.value = params[name] ?? { sort: 'spread', measure: 'reward' }[name] ?? '';
+    }
+    for (const option of box.elements.only.options) option.disabled = Boolean(ONLY[option.value].all) && params.scope !== 'all';
+    box.elements.sort.querySelector('[value=order]').disabled = params.scope === 'all';
+    box.elements.sort.querySelector('[value=change]').disabled = params.scope !== 'all';
+  };
+  box.rewards = (names, params) => {
+    const field = box.elements.measure;
+    if (field.options.length === names.length + 1) return;
+    field.replaceChildren(...measures(names).map(([name, label]) => el('option', { value: name }, label)));
+    field.value = params.measure ?? 'reward';
+  };
+  return box;
+}
+
 function line({ step, group, sample }, ...content) {
   const params = { ...place().params, step, group, sample, newest: undefined };
   return el('li', {}, el('a', { href: hash('rollouts', params), 'data-step': String(step), 'data-group': String(group), 'data-sample': sample === undefined ? null : String(sample) }, content));
 }
 
-async function groups(run, step, from, mine) {
-  const found = await apiJson('groups', { run, step, from, limit: PAGE });
+/// Fetches the groups of the selection and lists them page by page.
+async function groups(run, params, mine) {
+  const { measure = 'reward', least } = params;
+  const table = groupsOf(run, measure, least);
+  if (params.scope === 'all') {
+    const { key } = listed;
+    await table.load(({ about }) => {
+      status.textContent = `reading step ${about.steps} of ${about.all_steps} …`;
+      return root && listed.key === key;
+    });
+    if (mine !== ticket) return;
+    triage.rewards(table.about.rewards, params);
+    const rows = triaged([...table.rows], params, table);
+    status.textContent = `${rows.length} of ${table.rows.length} groups${table.about.full ? '; the run has more completions than are indexed' : ''}`;
+    await page(rows, 0, async (part) => (await apiJson('lines', { run, places: part.map((own) => `${own.step}-${own.group}`).join(',') })).groups.map((own) => ({ ...part.find((row) => row.step === own.step && row.group === own.group), ...summary(own, measure, table.least) })));
+    return;
+  }
+  const lines = [];
+  for (let all = 1; lines.length < all;) {
+    const found = await apiJson('groups', { run, step: current.step, from: lines.length, limit: STEP_GROUPS });
+    if (mine !== ticket) return;
+    all = found.all;
+    lines.push(...found.groups);
+    if (!found.groups.length) break;
+  }
+  // The largest value of the run, as far as it is known, tells what passes.
+  const known = await apiJson('catalogue', { run, measure, least, from: 1e9 });
   if (mine !== ticket) return;
-  status.textContent = `${found.all} prompts`;
-  list.append(...found.groups.map((own) => {
-    const [low, high] = spread(run, own.rewards);
-    return line({ step, group: own.group },
-      el('span', { class: 'bars', 'aria-label': `rewards ${own.rewards.map((reward) => number(reward, 2)).join(', ')}` }, own.rewards.slice(0, SAMPLES_AT_ONCE).map((reward) => bar(reward, low, high))),
-      el('span', { class: 'excerpt' }, visible(own.excerpt)),
-      el('span', { class: 'quiet' }, visible([own.id, own.category, own.cut ? `${own.cut} cut off` : '', own.unparsed ? `${own.unparsed} without answer` : ''].filter(Boolean).join(' · '))));
-  }));
-  if (from + found.groups.length < found.all) more(() => groups(run, step, from + found.groups.length, ticket));
+  triage.rewards(known.rewards, params);
+  const rows = lines.map((own) => summary(own, measure, known.least));
+  const shown = triaged(rows, params);
+  status.textContent = shown.length === rows.length ? `${rows.length} groups` : `${shown.length} of ${rows.length} groups`;
+  await page(shown, 0, (part) => part);
+}
+
+/// Adds a page of groups to the list. `fill` returns the list entries of some rows.
+async function page(rows, from, fill) {
+  const mine = listed.key;
+  const part = await fill(rows.slice(from, from + PAGE));
+  if (listed.key !== mine || !root) return;
+  list.append(...part.map(entry));
+  if (from + PAGE < rows.length) more(() => page(rows, from + PAGE, fill));
+  mark();
+}
+
+function entry(own) {
+  const [low, high] = range(current.run, own.values);
+  const words = [place().params.scope === 'all' ? `step ${own.step}` : '', own.pass === null ? '' : `${Math.round(own.pass * own.completions)}/${own.completions} pass`, own.id, own.category,
+    own.cut ? `${own.cut} cut off` : '', own.unparsed ? `${own.unparsed} without answer` : '', own.change ? `${signed(own.change)} since its last pass` : ''];
+  return line(own,
+    own.picture === null ? '' : el('img', { class: 'thumb', src: link('preview', { run: current.run, step: own.step, group: own.group, at: own.picture }), alt: '', loading: 'lazy', onerror: (event) => event.target.remove() }),
+    el('span', { class: 'bars', role: 'img', 'aria-label': `rewards ${own.values.map((value) => number(value, 2)).join(', ')}` }, own.values.slice(0, SAMPLES_AT_ONCE).map((value) => bar(value, low, high))),
+    el('span', { class: 'excerpt' }, visible(own.excerpt)),
+    el('span', { class: 'quiet' }, visible(words.filter(Boolean).join(' · '))));
 }
 
 let ranges = {};
 
 /// Returns the range of rewards seen so far in a run, so that bars are comparable across prompts.
-function spread(run, rewards) {
+function range(run, rewards) {
   const [low, high] = ranges[run] ?? [0, 1e-9];
   const own = rewards.filter((reward) => reward !== null);
   ranges[run] = [Math.min(low, ...own), Math.max(high, ...own)];
@@ -197,11 +281,12 @@ function more(then) {
 /// Searches until a page is full or all steps are searched. Each response arrives quickly and contains the position to continue from.
 async function find(run, filter, mine) {
   let next = { step: 0, byte: 0 };
+  const { key } = listed;
   const one = async () => {
     let count = 0;
     while (next && count < PAGE) {
       const found = await apiJson('find', { run, ...filter, step: next.step, byte: next.byte, limit: PAGE - count });
-      if (mine !== ticket && listed.key !== JSON.stringify([run, filter])) return;
+      if (mine !== ticket && listed.key !== key) return;
       list.append(...found.found.map((own) => line(own,
         el('span', { class: 'excerpt' }, visible(own.excerpt)),
         el('span', { class: 'quiet' }, visible([`step ${own.step}`, own.id, own.category, `reward ${number(own.reward, 2)}`, own.cut ? 'cut off' : '', own.parsed ? '' : 'no answer'].filter(Boolean).join(' · '))))));
@@ -246,6 +331,7 @@ async function prompt(mine) {
   const mean = rewards.reduce((sum, own) => sum + own, 0) / (rewards.length || 1);
   detail.replaceChildren(
     el('h2', {}, visible(`${found.id}`), el('span', { class: 'quiet' }, ` step ${found.step}, prompt ${found.group}${found.category ? ` · ${found.category}` : ''} · mean reward ${number(mean)}`)),
+    el('p', {}, el('a', { href: hash('rows', { run: current.run, id: found.id }) }, 'history of this row')),
     found.media.length ? gallery(found.media, where) : '',
     el('details', { open: found.prompt.chars < 1200 }, el('summary', {}, 'rendered prompt'), text(found.prompt, { ...where })),
     el('details', { open: true }, el('summary', {}, 'solution'), el('pre', {}, visible(typeof found.solution === 'string' ? found.solution : JSON.stringify(found.solution)))),

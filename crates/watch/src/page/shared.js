@@ -15,7 +15,8 @@ export async function api(path, params = {}) {
 
 export const apiJson = async (path, params) => (await api(path, params)).json();
 
-export const mediaUrl = (params) => `api/media?${new URLSearchParams(params)}`;
+/// Returns the address of a file that the server answers with.
+export const link = (path, params) => `api/${path}?${new URLSearchParams(params)}`;
 
 /// Creates an element. Children are nodes or text; text is never parsed as markup.
 export function el(tag, attributes = {}, ...children) {
@@ -29,6 +30,11 @@ export function el(tag, attributes = {}, ...children) {
   }
   node.append(...children.flat(Infinity).filter((child) => child !== undefined && child !== null && child !== false));
   return node;
+}
+
+/// Creates a field of a form that offers a choice. `options` are pairs of a value and its label.
+export function choice(name, label, options, attributes = {}) {
+  return el('select', { name, 'aria-label': label, title: label, ...attributes }, options.map(([value, text]) => el('option', { value }, text)));
 }
 
 // Characters that are invisible or that change the writing direction.
