@@ -178,14 +178,14 @@ try {
   for (const [at, count] of (await inked()).entries()) assert.ok(count > 50, `the chart ${titles[at]} is empty: ${count}`);
   console.log(`${titles.length} charts draw`);
 
-  const reward = () => tab.$eval('.chart', (chart) => chart.getAttribute('aria-label'));
+  const reward = () => tab.$eval('.chart .plot', (chart) => chart.getAttribute('aria-label'));
   const before = await reward();
   appendFileSync(join(dir, 'metrics.jsonl'), [61, 62, 63].map((step) => `${metrics(step)}\n`).join(''));
-  await tab.waitForFunction((old) => document.querySelector('.chart').getAttribute('aria-label') !== old, before, { timeout: 20000 });
+  await tab.waitForFunction((old) => document.querySelector('.chart .plot').getAttribute('aria-label') !== old, before, { timeout: 20000 });
   await tab.waitForFunction(() => /step 63\/80/.test(document.getElementById('live').textContent), null, { timeout: 20000 });
   console.log('live rows arrive');
 
-  await tab.focus('.chart');
+  await tab.focus('.chart .plot');
   await tab.keyboard.press('ArrowLeft');
   const said = () => tab.$$eval('.chart .said', (all) => all.map((own) => own.textContent));
   for (const text of await said()) assert.match(text, /step 62/);
@@ -197,18 +197,18 @@ try {
   await tab.keyboard.press('t');
   await tab.click('.chart .about');
   assert.match(await tab.$eval('.chart .help', (own) => own.textContent), /Mean of the weighted sum/);
-  for (const [key, view] of [['2', 'rollouts'], ['3', 'evaluations'], ['4', 'settings'], ['1', 'charts']]) {
+  for (const [key, view] of [['2', 'distributions'], ['3', 'rollouts'], ['4', 'rows'], ['5', 'evaluations'], ['6', 'settings'], ['1', 'charts']]) {
     await tab.keyboard.press(key);
-    assert.equal(await tab.evaluate(() => location.hash), `#/${view}`);
+    assert.match(await tab.evaluate(() => location.hash), new RegExp(`^#/${view}`));
   }
   await tab.waitForSelector('.chart canvas');
-  await tab.check('.controls input[type=checkbox]');
+  await tab.check('.controls input[name=all]');
   const every = await tab.$$eval('.chart figcaption b', (all) => all.map((own) => own.textContent));
   assert.ok(every.includes('kl/token_mean') && !every.includes('rewards/accuracy') && !every.includes('clip_ratio'), `${every}`);
-  await tab.uncheck('.controls input[type=checkbox]');
+  await tab.uncheck('.controls input[name=all]');
   assert.match(await tab.$eval('.notice.warning', (own) => own.textContent), /the policy ran away.*1 earlier problem/);
   console.log('keys work in every chart, help opens, problems are shown');
-  await tab.selectOption('.controls select', 'time');
+  await tab.selectOption('.controls select[name=x]', 'time');
   await tab.waitForSelector('.chart canvas');
 
   await tab.goto(`${url}#/rollouts?step=60&group=0`);
@@ -252,6 +252,30 @@ try {
   await tab.fill('input[name=category]', 'shape');
   await tab.waitForFunction(() => /^60 found in 60 steps/.test(document.querySelector('aside [role=status]')?.textContent), null, { timeout: 20000 });
   console.log('search and filters find');
+
+  // The viewer opens at the group with the largest spread; the list shows groups of all steps by selection.
+  await tab.goto(`${url}#/rollouts?step=60`);
+  await tab.waitForFunction(() => /^3 groups/.test(document.querySelector('aside [role=status]')?.textContent));
+  await tab.waitForSelector('.groups .thumb');
+  await tab.goto(`${url}#/rollouts?scope=all&only=mixed&sort=long&measure=rewards%2Faccuracy`);
+  await tab.waitForFunction(() => /^180 of 180 groups/.test(document.querySelector('aside [role=status]')?.textContent), null, { timeout: 20000 });
+  assert.match(await tab.$eval('.groups a', (own) => own.textContent), /step 1 · 2\/4 pass · row-0 · colour · 1 cut off · .* without answer/);
+  await tab.goto(`${url}#/rollouts?scope=all&only=never&least=2`);
+  await tab.waitForFunction(() => /^180 of 180 groups/.test(document.querySelector('aside [role=status]')?.textContent));
+  console.log('groups of all steps are filtered and sorted');
+
+  await tab.goto(`${url}#/rows?id=row-1&left=0-1-1&right=0-60-1`);
+  await tab.waitForSelector('.sides pre');
+  assert.match(await tab.$eval('.page [role=status]', (own) => own.textContent), /^3 of 3 rows · 0 never solved/);
+  assert.equal(await tab.$$eval('.passes i', (own) => own.length), 60);
+  await tab.selectOption('select[name=sample-1]', '2');
+  await tab.waitForSelector('.sides ins');
+  assert.match(await tab.$eval('.sides ins', (own) => own.textContent), /x/);
+  assert.ok((await tab.$eval('.heat', (own) => own.getContext('2d').getImageData(2, 2, 1, 1).data))[3] > 0, 'the map of rows is empty');
+  await tab.goto(`${url}#/distributions?measure=length`);
+  await tab.waitForFunction(() => /720 completions of 60 steps/.test(document.querySelector('.page [role=status]')?.textContent));
+  await tab.waitForFunction(() => /4 by|by length/.test(document.querySelector('.page')?.textContent));
+  console.log('rows have their history, and distributions are drawn');
 
   await tab.goto(`${url}#/evaluations`);
   await tab.waitForSelector('.pair');
@@ -317,10 +341,10 @@ try {
     assert.ok(time < limit, `${name} took ${Math.round(time)} ms`);
   };
   const heading = (text) => slow.waitForFunction((wanted) => document.querySelector('.detail h2')?.textContent.includes(wanted), text);
-  await took('another step', 2000, async () => { await slow.keyboard.press('n'); await heading('step 2, prompt 0'); });
-  await took('another prompt', 2000, async () => { await slow.keyboard.press('j'); await heading('step 2, prompt 1'); });
+  await took('another step', 2000, async () => { await slow.keyboard.press('n'); await heading('step 2, prompt'); });
+  await took('another prompt', 2000, async () => { await slow.keyboard.press('j'); await slow.waitForFunction(() => document.querySelectorAll('.groups a')[1]?.getAttribute('aria-current')); });
   await took('a step of 2,000 completions', 4000, async () => { await slow.goto(`${whole}#/rollouts?step=41&group=249`); await heading('step 41, prompt 249'); });
-  assert.equal(await slow.$$eval('.groups li', (own) => own.length), 101);
+  assert.equal(await slow.$$eval('.groups li', (own) => own.length), 51);
   await took('a link into it', 2000, async () => { await slow.goto(`${whole}#/rollouts?step=41&group=100`); await heading('step 41, prompt 100'); });
   await took('a search through all', 20000, async () => {
     await slow.fill('input[name=text]', 'step 40 prompt 24 sees');
@@ -366,7 +390,7 @@ try {
   });
   const drawn = await above();
   assert.ok(drawn > 5, `the spike is not drawn: ${drawn}`);
-  await spike.focus('.chart:nth-child(2)');
+  await spike.focus('.chart:nth-child(2) .plot');
   await spike.keyboard.press('End');
   assert.match(await spike.$eval('.chart:nth-child(2) .said', (own) => own.textContent), /–step 21000/);
   console.log('a spike of one step is drawn');
@@ -380,7 +404,7 @@ try {
   await tab.waitForSelector('.chart canvas');
   child.kill();
   await tab.waitForFunction(() => /This page is no longer served.*omnigrpo watch/.test(document.getElementById('notices').textContent), null, { timeout: 20000 });
-  await tab.keyboard.press('3');
+  await tab.keyboard.press('5');
   await tab.waitForFunction(() => /was not loaded before/.test(document.getElementById('main').textContent));
   const [sixth, same] = await serve([dir]);
   children.push(sixth);

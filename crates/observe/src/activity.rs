@@ -135,8 +135,9 @@ impl Activity {
         out
     }
 
-    /// Formats the whole activity as one line for a plain log.
-    pub(crate) fn line(&self, now: Instant) -> String {
+    /// Formats the whole activity as one line for a plain log. It is empty outside a run.
+    #[must_use]
+    pub fn line(&self, now: Instant) -> String {
         let doing = self.doing(now);
         let Some((done, total)) = self.steps() else { return doing };
         let mut parts = vec![format!("step {}/{total}:", (done + 1).min(total))];

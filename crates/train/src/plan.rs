@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use omnigrpo_data::{Dataset, Lessons};
@@ -157,6 +158,8 @@ pub struct RunPlan {
     /// True to end the run with a checkpoint if the policy diverges or its entropy collapses
     /// ([`Rule::collapse`](omnigrpo_observe::Rule)).
     pub stop_on_collapse: bool,
+    /// Flag that another thread sets to get a checkpoint after the step under way. The run clears it.
+    pub save_asked: Arc<AtomicBool>,
     /// Names and contents of files written next to the records at the start: the resolved configuration and data stored by
     /// rewards.
     pub files: Vec<(&'static str, Vec<u8>)>,
@@ -235,6 +238,7 @@ impl Default for RunPlan {
             command: None,
             curves: None,
             stop_on_collapse: false,
+            save_asked: Arc::default(),
             files: Vec::new(),
         }
     }

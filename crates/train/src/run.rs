@@ -124,7 +124,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         asked_to_stop = split.ranks.any(asked_to_stop || stop.load(Ordering::Relaxed))?;
         // A stop during the last step is not an interruption: no work remains.
         let interrupted = step < total && asked_to_stop;
-        let late = this.run.save_every.is_some_and(|time| last_save.elapsed() >= time);
+        let asked_to_save = this.run.save_asked.swap(false, Ordering::Relaxed);
+        let late = asked_to_save || this.run.save_every.is_some_and(|time| last_save.elapsed() >= time);
         let save_now = interrupted
             || split.ranks.any(late && split.ranks.is_first())?
             || match this.run.save {

@@ -8,6 +8,7 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("app.js", JS, include_str!("page/app.js")),
     ("colours.css", CSS, COLOURS),
     ("charts.js", JS, include_str!("page/charts.js")),
+    ("distributions.js", JS, include_str!("page/distributions.js")),
     ("evaluations.js", JS, include_str!("page/evaluations.js")),
     ("export.js", JS, include_str!("page/export.js")),
     ("groups.js", JS, include_str!("page/groups.js")),

@@ -101,6 +101,12 @@ impl Request {
         self.head.uri.query().unwrap_or_default()
     }
 
+    /// Returns true for a `POST`.
+    #[must_use]
+    pub fn is_post(&self) -> bool {
+        self.head.method == Method::POST
+    }
+
     /// Returns a header field if it is text.
     #[must_use]
     pub fn field(&self, name: &HeaderName) -> Option<&str> {
@@ -156,7 +162,7 @@ impl Answer {
         self
     }
 
-    fn refusal(status: StatusCode, why: &'static str) -> Self {
+    pub(crate) fn refusal(status: StatusCode, why: &'static str) -> Self {
         Self::new(status.as_u16(), "text/plain", why)
     }
 

@@ -18,7 +18,8 @@
 //! Rows and completions are untrusted text, and a run directory may come from somebody else.
 //!
 //! - The server listens on loopback, accepts only names of loopback in `Host`, and requires a random token of 128 bits in each
-//!   URL. It only reads files, and [`http`] limits what clients can send to it.
+//!   URL. It only reads files, and [`http`] limits what clients can send to it. A run that serves its own page also takes requests
+//!   to stop and to save: a `POST` with the token in a header and the origin of the page.
 //! - The page fetches nothing from other servers. Scripts and styles are embedded in the binary, and the content security policy
 //!   of the page allows no others. The page sets text, never markup.
 //! - A media file is named by its place in a record (`step`, `group`, index), never by a path. The recorded path must be the path
@@ -34,6 +35,7 @@ mod error;
 mod evaluations;
 pub mod http;
 mod index;
+mod machine;
 mod marks;
 mod media;
 mod plot;
@@ -50,6 +52,6 @@ pub use board::Board;
 pub use error::Error;
 pub use prometheus::Prometheus;
 pub use report::{Report, curves, report};
-pub use server::Server;
+pub use server::{Action, Controls, Server};
 pub use tensorboard::TensorBoard;
 pub use wandb::{Wandb, WandbRun};

@@ -8,8 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use hyper::StatusCode;
 use hyper::header::{self, HeaderName};
 use omnigrpo_guard::{inside, told};
+use omnigrpo_observe::Activity;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -20,6 +22,7 @@ use crate::catalogue::Catalogues;
 use crate::curves::AllCurves;
 use crate::evaluations::{Comparison, Evaluations};
 use crate::http::{Answer, Http, Limits, Request};
+use crate::machine;
 use crate::marks::Marks;
 use crate::media::Medium;
 use crate::rollouts::{Filter, Records};
@@ -33,6 +36,10 @@ const ALIVE_EVERY: Duration = Duration::from_secs(10);
 const MAX_LISTENERS: usize = 32;
 /// Largest number of prompts in one response.
 const MAX_GROUPS: usize = 500;
+/// Largest body of a request. Requests to stop or save have none.
+const MAX_BODY_BYTES: usize = 64;
+/// Interval at which an open page hears of the phase under way, at most.
+const DOING_EVERY: Duration = Duration::from_secs(1);
 /// Longer side of a preview, in pixels.
 const PREVIEW_PX: u32 = 160;
 /// Largest part of a media file in one response to a player, in bytes. A player stops reading when it has enough. A response that
@@ -57,6 +64,23 @@ static FIELDS: [(HeaderName, &str); 6] = [
     (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
 ];
 
+/// What a page asks of a run in progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Finish the step under way, write a checkpoint and end.
+    Stop,
+    /// Write a checkpoint after the step under way.
+    Save,
+}
+
+/// Connection between the page and the run that serves it.
+pub struct Controls {
+    /// Passes a request to the run and returns a sentence about what happens next.
+    pub act: Box<dyn Fn(Action) -> String + Send + Sync>,
+    /// Step and phase under way.
+    pub activity: Activity,
+}
+
 /// Server of the page for some runs. It runs until it is dropped.
 pub struct Server {
     url: String,
@@ -75,6 +99,8 @@ struct App {
     marks: Marks,
     evaluations: Evaluations,
     listeners: Arc<AtomicUsize>,
+    /// Connection to the run in progress; `None` if this server only shows runs.
+    controls: Option<Controls>,
     /// Outcome of the run, once it has ended.
     ended: OnceLock<String>,
     /// Number of pages that have received the outcome.
@@ -95,45 +121,43 @@ impl Server {
     pub fn start(directories: &[PathBuf], port: u16) -> Result<Self, Error> {
         let runs = Run::find(directories)?;
         let kept = if let [run] = runs.as_slice() { Address::kept(&run.dir) } else { None };
-        Self::serve(runs, port, kept)
+        Self::serve(runs, port, kept, None)
     }
 
     /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the
     /// URL of
-    /// the page. This is the URL of an earlier start if its port is free.
+    /// the page. This is the URL of an earlier start if its port is free. With `controls`, the page can stop the run and save a
+    /// checkpoint.
     ///
     /// # Errors
     /// Returns an error if the requested port is in use or the directory cannot be written.
-    pub fn start_live(directory: PathBuf, port: u16) -> Result<Self, Error> {
+    pub fn start_live(directory: PathBuf, port: u16, controls: Option<Controls>) -> Result<Self, Error> {
         let path = directory.join(Self::ADDRESS_FILE);
         let kept = Address::kept(&directory);
-        let mut server = Self::serve(vec![Run { dir: directory }], port, kept)?;
+        let mut server = Self::serve(vec![Run { dir: directory }], port, kept, controls)?;
         write_address(&path, &server.url).map_err(Error::io("write", &path))?;
         server.address_file = Some(path);
         Ok(server)
     }
 
-    fn serve(runs: Vec<Run>, port: u16, kept: Option<Address>) -> Result<Self, Error> {
+    fn serve(
+        runs: Vec<Run>,
+        port: u16,
+        kept: Option<Address>,
+        controls: Option<Controls>,
+    ) -> Result<Self, Error> {
         let failed = |source| Error::Serve { port, source };
         let (wanted, token) = match kept {
             Some(address) => (address.port, address.token),
             None => (0, new_token().map_err(failed)?),
         };
-        let app = Arc::new(App {
-            token: token.clone(),
-            runs,
-            records: Records::default(),
-            catalogues: Catalogues::default(),
-            curves: AllCurves::default(),
-            marks: Marks::default(),
-            evaluations: Evaluations::default(),
-            listeners: Arc::default(),
-            ended: OnceLock::new(),
-            told: AtomicUsize::new(0),
-        });
+        let has_controls = controls.is_some();
+        let app = Arc::new(App { token: token.clone(), controls, ..App::of(runs) });
         let start = |port: u16| {
             let app = Arc::clone(&app);
-            let limits = Limits { fields: &FIELDS, ..Limits::default() };
+            // Only a run in progress takes requests that change something.
+            let body_bytes = if has_controls { MAX_BODY_BYTES } else { 0 };
+            let limits = Limits { fields: &FIELDS, body_bytes, ..Limits::default() };
             Http::start("watch", (Ipv4Addr::LOCALHOST, port), limits, move |request: &Request| {
                 app.respond(request)
             })
@@ -287,14 +311,54 @@ struct Asked {
 }
 
 impl App {
+    fn of(runs: Vec<Run>) -> Self {
+        Self {
+            token: String::new(),
+            runs,
+            records: Records::default(),
+            catalogues: Catalogues::default(),
+            curves: AllCurves::default(),
+            marks: Marks::default(),
+            evaluations: Evaluations::default(),
+            listeners: Arc::default(),
+            controls: None,
+            ended: OnceLock::new(),
+            told: AtomicUsize::new(0),
+        }
+    }
+
     fn respond(self: &Arc<Self>, request: &Request) -> Answer {
         let inside =
             || request.path().strip_prefix('/')?.strip_prefix(self.token.as_str())?.strip_prefix('/');
         match inside() {
             None => Answer::new(404, "text/plain", "not found\n"),
+            Some(path) if request.is_post() => self.act(path, request),
             Some("api/events") => self.listen(),
             Some(path) => self.answer(path, request.query(), request).unwrap_or_else(|error| refusal(&error)),
         }
+    }
+
+    /// Passes a request to stop or save to the run. Only this page can send it: another page does not know the token, cannot set a
+    /// header without the permission of this server, and has another origin.
+    fn act(&self, path: &str, request: &Request) -> Answer {
+        let action = match (path, &self.controls) {
+            ("api/stop", Some(_)) => Action::Stop,
+            ("api/save", Some(_)) => Action::Save,
+            _ => {
+                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed\n");
+                return refusal.with(header::ALLOW, "GET, HEAD");
+            }
+        };
+        let field = |name: &HeaderName| request.field(name);
+        let own = field(&header::HOST).map(|host| format!("http://{host}"));
+        let is_own_origin = own.is_some() && field(&header::ORIGIN).map(str::to_owned) == own;
+        let site = field(&HeaderName::from_static("sec-fetch-site"));
+        let has_token = field(&HeaderName::from_static("x-token")) == Some(self.token.as_str());
+        if !(is_own_origin && has_token && site.is_none_or(|site| site == "same-origin")) {
+            return Answer::refusal(StatusCode::FORBIDDEN, "only the page of the run can ask for this\n");
+        }
+        let told = self.controls.as_ref().map(|controls| (controls.act)(action)).unwrap_or_default();
+        json_answer(&json!({ "told": told }))
     }
 
     fn run(&self, at: usize) -> Result<&Run, Error> {
@@ -314,7 +378,13 @@ impl App {
         let run = self.run(given.run)?;
         let group = given.group.unwrap_or(0);
         let value = match path {
-            "api/runs" => self.runs.iter().zip(Run::names(&self.runs)).map(described).collect(),
+            "api/runs" => {
+                let mut all: Value = self.runs.iter().zip(Run::names(&self.runs)).map(described).collect();
+                if let (Some(_), Some(own)) = (&self.controls, all.get_mut(0).and_then(Value::as_object_mut)) {
+                    own.insert("controls".to_owned(), true.into());
+                }
+                all
+            }
             "api/metrics" => return rows(run, given.from),
             "api/curves" => self.curves.of(run, &asked(query)?)?,
             "api/marks" => self.marks.of(run)?,
@@ -420,6 +490,15 @@ fn range(text: &str, length: u64) -> Option<(u64, u64)> {
 }
 
 impl App {
+    /// Returns the step and phase under way if they differ from what a page has heard, at most once a second.
+    fn doing(&self, last: &str, at: Option<Instant>) -> Option<String> {
+        let controls = self.controls.as_ref()?;
+        if at.is_some_and(|at| at.elapsed() < DOING_EVERY) || self.ended.get().is_some() {
+            return None;
+        }
+        Some(controls.activity.line(Instant::now())).filter(|now| now != last)
+    }
+
     /// Streams the state of each run's metrics to a page: once at the start, and again after each change.
     fn listen(self: &Arc<Self>) -> Answer {
         let Some(listener) = Listener::enter(&self.listeners) else {
@@ -430,6 +509,7 @@ impl App {
             all.iter().map(|own| (own.id, own.bytes, own.warnings, own.done)).collect::<Vec<_>>()
         };
         let (mut last, mut spoken, mut heard) = (None, Instant::now(), false);
+        let (mut doing, mut doing_at) = (String::new(), None::<Instant>);
         let parts = std::iter::from_fn(move || {
             let _listens = &listener;
             let now: Vec<Metrics> = app.runs.iter().map(Run::metrics_now).collect();
@@ -440,6 +520,10 @@ impl App {
                 heard = true;
                 app.told.fetch_add(1, Ordering::Relaxed);
                 format!("event: end\ndata: {}\n\n", json!({ "how": how }))
+            } else if let Some(now) = app.doing(&doing, doing_at) {
+                doing_at = Some(Instant::now());
+                doing = now;
+                format!("event: doing\ndata: {}\n\n", json!({ "doing": doing, "machine": machine::now() }))
             } else if spoken.elapsed() > ALIVE_EVERY {
                 ":\n\n".to_owned()
             } else {
@@ -614,7 +698,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(directory.path()).unwrap();
         fs::write(root.join("metrics.jsonl"), "{\"step\":1}\n").unwrap();
-        let live = Server::start_live(root.clone(), 0).unwrap();
+        let live = Server::start_live(root.clone(), 0, None).unwrap();
         let (url, file) = (live.url().to_owned(), root.join(Server::ADDRESS_FILE));
         assert_eq!(fs::read_to_string(&file).unwrap().lines().next(), Some(&*url));
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
@@ -644,7 +728,7 @@ mod tests {
         let again = Server::start(std::slice::from_ref(&root), 0).unwrap();
         assert_eq!(again.url(), url);
         drop(again);
-        assert_eq!(Server::start_live(root.clone(), 0).unwrap().url(), url, "a run that goes on, too");
+        assert_eq!(Server::start_live(root.clone(), 0, None).unwrap().url(), url, "a run that goes on, too");
 
         // A URL file that others can read, or that contains no valid URL, is not used.
         fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
@@ -802,7 +886,7 @@ mod tests {
     fn a_run_that_begins_after_its_page_gets_its_name() {
         let directory = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(directory.path()).unwrap();
-        let server = Server::start_live(root.clone(), 0).unwrap();
+        let server = Server::start_live(root.clone(), 0, None).unwrap();
         let own = root.file_name().unwrap().to_str().unwrap();
         assert_eq!(value(&server, "runs")[0]["name"], own);
         assert_eq!(get(&format!("{}api/metrics?run=0", server.url()), &[]), (200, Vec::new()));

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use omnigrpo_watch::http::{Answer, Http, Limits, Request};
-use omnigrpo_watch::{Prometheus, Server};
+use omnigrpo_watch::{Action, Controls, Prometheus, Server};
 
 /// Longer than any limit here; only a server that fails lets a test wait so long.
 const HANGS: Duration = Duration::from_secs(60);
@@ -260,6 +260,61 @@ fn only_reading_is_answered() {
         assert!(head.ends_with("\r\n\r\n"), "{head}");
         assert!(!asked("G E T").contains(" 200 "));
     }
+}
+
+#[test]
+fn only_the_page_of_the_run_stops_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let (tell, heard) = channel();
+    let tell = Mutex::new(tell);
+    let act = move |action: Action| {
+        tell.lock().unwrap().send(action).unwrap();
+        "finishing step 3".to_owned()
+    };
+    let controls = Controls { act: Box::new(act), activity: omnigrpo_observe::Activity::default() };
+    let root = std::fs::canonicalize(directory.path()).unwrap();
+    let server = Server::start_live(root, 0, Some(controls)).unwrap();
+    let (host, path) = server.url().strip_prefix("http://").unwrap().split_once('/').unwrap();
+    let (address, token) = (host.parse().unwrap(), path.trim_end_matches('/'));
+    let post = |method: &str, path: &str, fields: &str| {
+        let answer = ask(address, &format!("{method} /{token}/{path} HTTP/1.1\r\nHost: {host}\r\n{fields}\r\n"));
+        status(&answer).to_owned()
+    };
+    let (origin, own) = (format!("Origin: http://{host}\r\n"), format!("X-Token: {token}\r\n"));
+    let other = if token.starts_with('0') { "1" } else { "0" };
+    for (fields, why) in [
+        (String::new(), "neither"),
+        (own.clone(), "no origin"),
+        (origin.clone(), "no token in a header"),
+        (format!("{origin}X-Token: {other}{}\r\n", &token[1..]), "another token"),
+        (format!("{own}Origin: http://evil.example\r\n"), "another origin"),
+        (format!("{own}Origin: null\r\n"), "a page without an origin"),
+        (format!("{own}Origin: https://{host}\r\n"), "another scheme"),
+        (format!("{own}Origin: http://localhost:1\r\n"), "another port"),
+        (format!("{own}{origin}Sec-Fetch-Site: cross-site\r\n"), "another site"),
+        (format!("{own}{origin}Sec-Fetch-Site: same-site\r\n"), "another origin of the site"),
+    ] {
+        assert_eq!(post("POST", "api/stop", &fields), "403", "{why}");
+        assert_eq!(post("POST", "api/save", &fields), "403", "{why}");
+    }
+    let both = format!("{own}{origin}");
+    assert_eq!(post("GET", "api/stop", &both), "404");
+    assert_eq!(post("OPTIONS", "api/stop", &both), "405");
+    assert_eq!(post("POST", "", &both), "405");
+    assert_eq!(post("POST", "api/runs", &both), "405");
+    assert_eq!(post("POST", "api/stop", &format!("{both}Content-Length: 99\r\n")), "413");
+    let elsewhere = ask(address, &format!("POST /api/stop HTTP/1.1\r\nHost: {host}\r\n{both}\r\n"));
+    assert_eq!(status(&elsewhere), "404");
+    assert!(heard.try_recv().is_err(), "nothing was passed on");
+    assert_eq!(post("POST", "api/save", &both), "200");
+    assert_eq!(post("POST", "api/stop", &format!("{both}Sec-Fetch-Site: same-origin\r\n")), "200");
+    assert_eq!([heard.recv(), heard.recv()], [Ok(Action::Save), Ok(Action::Stop)]);
+    // A server that only shows runs takes no such request.
+    let (_other, (shown, _), [(address, path), _]) = served();
+    let token = path.trim_matches('/');
+    let text = format!("POST {path}api/stop HTTP/1.1\r\nHost: {address}\r\nOrigin: http://{address}\r\nX-Token: {token}\r\n\r\n");
+    assert_eq!(status(&ask(address, &text)), "405");
+    drop(shown);
 }
 
 #[test]

@@ -2,11 +2,12 @@
 
 import { again, api, apiJson, duration, el, failure, place, quoted, remember, settled, visible } from './shared.js';
 import * as charts from './charts.js';
+import * as distributions from './distributions.js';
 import * as rollouts from './rollouts.js';
 import * as rows from './rows.js';
 import * as evaluations from './evaluations.js';
 
-const VIEWS = { charts, rollouts, rows, evaluations, settings: { show: showSettings } };
+const VIEWS = { charts, distributions, rollouts, rows, evaluations, settings: { show: showSettings } };
 const COLOURS = 8;
 // More runs than these are shown only when they are chosen.
 const FIRST_SHOWN = 10;

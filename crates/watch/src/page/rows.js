@@ -84,7 +84,7 @@ function rowsOf() {
   return [...tables[0].byId].map(([id, passes]) => {
     const [first, last] = [passes[0], passes.at(-1)];
     const other = tables[1]?.byId.get(id)?.at(-1) ?? null;
-    const gain = first.mean === null || last.mean === null ? null : last.mean - first.mean;
+    const gain = passes.length < 2 || first.mean === null || last.mean === null ? null : last.mean - first.mean;
     return { id, category: last.category, passes, first, last, gain, other, difference: other && other.mean !== null && last.mean !== null ? other.mean - last.mean : null };
   });
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Result;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{Tracker, Trackers};
-use omnigrpo_watch::{Board, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
+use omnigrpo_watch::{Action, Board, Controls, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::low_level::emulate_default_handler;
@@ -118,13 +118,30 @@ pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box
     })
 }
 
-/// Serves the page of a run that is about to begin, if the settings request it.
+/// Serves the page of a run that is about to begin, if the settings request it. Through the page, the run can be stopped as with
+/// Ctrl-C, and asked for a checkpoint.
 pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Result<Option<Server>> {
     if !settings.log.dashboard {
         return Ok(None);
     }
     let directory = std::fs::canonicalize(directory)?;
-    let server = Server::start_live(directory, settings.log.dashboard_port).map_err(problem)?;
+    let (console, stop) = (context.console.clone(), Arc::clone(&context.stop));
+    let save = Arc::clone(&settings.run.save_asked);
+    let act = move |action| {
+        let Some(step) = console.activity().step() else {
+            return "the run has not begun its first step: ask again then, or press Ctrl-C in its terminal".to_owned();
+        };
+        let (flag, what) = match action {
+            Action::Stop => (&stop, format!("finishing step {step}, then saving and stopping")),
+            Action::Save => (&save, format!("saving a checkpoint after step {step}")),
+        };
+        flag.store(true, Ordering::Relaxed);
+        console.line(&format!("asked by the page: {what}"));
+        what
+    };
+    let controls = Controls { act: Box::new(act), activity: context.console.activity().clone() };
+    let server =
+        Server::start_live(directory, settings.log.dashboard_port, Some(controls)).map_err(problem)?;
     // The address contains a token, and other users may read the log.
     let file = server.address_file().unwrap_or(Path::new("")).display().to_string();
     context.console.log(&format!("the address of the run's page is in {file}"));
