@@ -6,7 +6,7 @@
 pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("app.css", CSS, include_str!("page/app.css")),
     ("app.js", JS, include_str!("page/app.js")),
-    ("colours.css", CSS, COLOURS),
+    ("colours.css", CSS, include_str!("page/colours.css")),
     ("charts.js", JS, include_str!("page/charts.js")),
     ("distributions.js", JS, include_str!("page/distributions.js")),
     ("evaluations.js", JS, include_str!("page/evaluations.js")),
@@ -23,11 +23,68 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("uplot.LICENSE", "text/plain; charset=utf-8", include_str!("page/uplot.LICENSE")),
 ];
 
-/// Colours of the page and of reports.
-pub(crate) const COLOURS: &str = include_str!("page/colours.css");
-
 /// HTML of the page.
 pub(crate) const PAGE: &str = include_str!("page/index.html");
 
 const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
+
+/// Modules of the page, each after those that it imports.
+const MODULES: [&str; 11] = [
+    "shared",
+    "stats",
+    "export",
+    "groups",
+    "media",
+    "charts",
+    "distributions",
+    "rollouts",
+    "rows",
+    "evaluations",
+    "app",
+];
+
+fn content(name: &str) -> &'static str {
+    FILES.iter().find(|(own, ..)| *own == name).map_or("", |(.., content)| content)
+}
+
+/// Returns the styles of the page as one text.
+pub(crate) fn style() -> String {
+    ["uplot.css", "colours.css", "app.css"].map(content).concat()
+}
+
+/// Returns the scripts of the page as one script without modules, for a page that is a file. A module becomes a function that
+/// returns what it exports.
+pub(crate) fn script() -> String {
+    let mut out = format!("{}\n", content("uplot.js"));
+    for name in MODULES {
+        let mut exported = Vec::new();
+        let mut body = String::new();
+        for line in content(&format!("{name}.js")).lines() {
+            let line = match line.strip_prefix("import ").and_then(|rest| rest.split_once(" from './")) {
+                Some((what, from)) => {
+                    let from = from.trim_end_matches(".js';");
+                    format!("const {} = {from}_;", what.trim_start_matches("* as "))
+                }
+                None => line.to_owned(),
+            };
+            let line = match line.strip_prefix("export ") {
+                Some(rest) => {
+                    let words = rest
+                        .split([' ', '(', '='])
+                        .filter(|word| !["async", "function", "const", "class"].contains(word));
+                    exported.extend(words.map(str::to_owned).next());
+                    rest.to_owned()
+                }
+                None => line,
+            };
+            body.push_str(&line);
+            body.push('\n');
+        }
+        out.push_str(&format!(
+            "const {name}_ = (() => {{\n{body}return {{ {} }};\n}})();\n",
+            exported.join(", ")
+        ));
+    }
+    out
+}

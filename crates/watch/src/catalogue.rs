@@ -652,7 +652,7 @@ mod tests {
         // Lengths 2, 4, 9, 5 with mean 5, and values 0, 1, 0, 0 with mean 1/4: xy = -1, xx = 26, yy = 3/4.
         assert_eq!((&found["pairs"], &found["r"]), (&json!(4), &json!(rounded(-1.0 / 19.5_f64.sqrt()))));
         // artanh(-0.22646) = -0.23046, plus and minus 1.96: tanh(-2.19046) and tanh(1.72954).
-        assert_eq!(found["interval"], json!([-0.9753, 0.9391]));
+        assert_eq!(found["interval"], json!([-0.9753, 0.939]));
         assert_eq!(found["means"], json!([0.0, 0.5, null, 0.0]));
         assert_eq!(found["counts"][1], json!([1, 1]));
         let found = all.with(&run, |own| own.joint(&asked("x=reward&y=rewards/accuracy"))).unwrap();

@@ -75,13 +75,6 @@ pub(crate) struct Comparison {
     limit: usize,
 }
 
-impl Comparison {
-    /// Requests the first `limit` questions with the given change.
-    pub(crate) fn of(before: u64, after: u64, change: Change, limit: usize) -> Self {
-        Self { other: None, before, after, change: Some(change), category: None, from: 0, limit }
-    }
-}
-
 impl Evaluations {
     /// Returns the summaries of a run's evaluations, ordered by step.
     pub(crate) fn summaries(run: &Run) -> Result<Value, Error> {

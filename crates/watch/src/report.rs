@@ -1,52 +1,41 @@
-//! Report on a run as one shareable file: `report.html` contains its plots, which are also written as separate SVG files.
+//! Report on a run as one shareable file: the page of the run with its data inside. The plots are also written as SVG files.
+//!
+//! The report contains the answers that the server would give to the page, and the page reads them instead of asking. It has the
+//! charts, the distributions, the groups of the last step whose completions differ most, and the questions of the evaluations that
+//! changed most. Pictures are scaled down, and clips are shown by their sampled frames.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
-use std::io::{Cursor, Read as _};
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use image::RgbImage;
 use omnigrpo_guard::inside;
-use omnigrpo_media::{Limits, load_image};
-use omnigrpo_observe::{Warning, is_alias, write_atomic};
-use serde_json::{Map, Value};
+use omnigrpo_observe::write_atomic;
+use serde_json::{Map, Value, json};
+use sha2::{Digest as _, Sha256};
 
 use crate::Error;
 use crate::assets;
-use crate::evaluations::{Change, Comparison, Evaluations};
 use crate::index::Lines;
-use crate::media;
+use crate::media::{Medium, Previews};
 use crate::plot::{self, Line, Plot};
-use crate::rollouts::Records;
 use crate::run::Run;
+use crate::server::App;
 
-/// Number of prompts of the last step that the report shows. Prompts whose completions differ most are preferred.
-const SHOWN_PROMPTS: usize = 4;
-/// Number of completions shown per prompt, taken from the best and the worst.
-const SHOWN_COMPLETIONS: usize = 4;
-/// Number of questions shown that improved in the evaluation, and of those that got worse.
-const SHOWN_QUESTIONS: usize = 4;
-/// Largest number of characters of a text.
-const MAX_CHARS: usize = 2_000;
+/// Number of groups whose completions the report contains.
+const SHOWN_GROUPS: usize = 12;
+/// Number of questions in each list of changed questions. The page asks for so many at a time.
+const SHOWN_QUESTIONS: usize = 20;
+/// Largest number of groups in a table. Longer tables would make the file too large to share.
+const MAX_GROUPS: u64 = 20_000;
+/// Largest total size of pictures and sounds, in bytes.
+const MAX_MEDIA_BYTES: usize = 12 << 20;
+/// Largest sound that is embedded, in bytes.
+const MAX_SOUND_BYTES: u64 = 512 << 10;
 /// Longer side of a picture, in pixels.
 const PICTURE_PX: u32 = 320;
-/// Largest picture that is scaled down, in pixels. Larger pictures are left out.
-const MAX_PIXELS: u64 = 20_000 * 20_000;
-/// Largest animation or sound that is embedded unchanged, in bytes.
-const MAX_EMBEDDED_BYTES: u64 = 512 << 10;
-/// Number of lines shown from the log.
-const LOG_LINES: usize = 40;
-
-const STYLE: &str = "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:0 auto;padding:16px;color:var(--ink);background:var(--card)}\
-h1{font-size:22px}h2{font-size:17px;margin:28px 0 8px;border-bottom:1px solid var(--line)}table{border-collapse:collapse;margin:8px 0}\
-td,th{padding:2px 10px;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}th:first-child,td.t{text-align:left;overflow-wrap:anywhere}\
-pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border:1px solid var(--line);border-radius:6px;padding:6px 8px;margin:4px 0}\
-.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(330px,1fr));gap:10px}.plots img{width:100%}\
-.card{border:1px solid var(--line);border-radius:8px;padding:8px 12px;margin:10px 0}.sides{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:10px}\
-.q{color:var(--quiet)}.good{color:var(--good)}.bad{color:var(--bad)}.warning{border-left:4px solid var(--warm)}.plots img{background:#fff;border-radius:6px}.card img{max-width:320px;max-height:240px;margin:4px 8px 4px 0}\
-@media print{.card,.plots img{break-inside:avoid}}";
+/// Largest number of frames of a clip.
+const FRAMES: usize = 8;
 
 /// Numbers of a step by name.
 type Row = BTreeMap<String, f64>;
@@ -57,8 +46,7 @@ pub struct Report {
     /// Path of the report.
     pub path: PathBuf,
     /// Directories outside of the run directory from which media are embedded. Records name media by path and may name any file
-    /// on
-    /// this machine, so the user should check these directories before sharing a report.
+    /// on this machine, so the user should check these directories before sharing a report.
     pub media_folders: BTreeSet<PathBuf>,
 }
 
@@ -69,24 +57,22 @@ pub struct Report {
 pub fn report(directory: &Path) -> Result<Report, Error> {
     let run = Run::find(&[directory.to_owned()])?.remove(0);
     let (rows, evaluations) = metrics(&run)?;
-    let plots = plots(&rows, &evaluations);
     let folder = run.dir.join("plots");
     let made = std::fs::create_dir_all(&folder).and_then(|()| inside::resolve(&run.dir, "plots"));
     let folder = made.map_err(Error::io("make the directory", &folder))?;
     let written = |path: &Path, text: &str| {
         write_atomic(path, |out| out.write_all(text.as_bytes())).map_err(Error::from)
     };
-    let mut pictures = Vec::new();
-    for plot in &plots {
-        let svg = plot.svg();
-        written(&folder.join(format!("{}.svg", plot.file_name())), &svg)?;
-        pictures.push((plot.title.clone(), svg));
+    for plot in plots(&rows, &evaluations) {
+        written(&folder.join(format!("{}.svg", plot.file_name())), &plot.svg())?;
     }
     let path = run.dir.join("report.html");
-    let mut media_folders = BTreeSet::new();
-    written(&path, &page(&run, &rows, &pictures, &mut media_folders)?)?;
-    media_folders.retain(|folder| !folder.starts_with(&run.dir));
-    Ok(Report { path, media_folders })
+    let dir = run.dir.clone();
+    let mut data = Data::new(run);
+    data.fill()?;
+    written(&path, &page(&data.name, &json!({ "answers": data.answers, "media": data.media })))?;
+    data.folders.retain(|folder| !folder.starts_with(&dir));
+    Ok(Report { path, media_folders: data.folders })
 }
 
 /// Draws the most informative curves of a run as one SVG; `None` if the run has no step.
@@ -170,400 +156,264 @@ fn plots(rows: &[Row], evaluations: &[Row]) -> Vec<Plot> {
     plots
 }
 
-fn page(
-    run: &Run,
-    rows: &[Row],
-    plots: &[(String, String)],
-    folders: &mut BTreeSet<PathBuf>,
-) -> Result<String, Error> {
-    let mut out = String::new();
-    let name = escaped(&run.name());
-    let last = rows.last().and_then(|row| row.get("step")).copied().unwrap_or(0.0);
-    let seconds: f64 = rows.iter().filter_map(|row| row.get("step_time")).sum();
-    // Writing to a string cannot fail.
-    let _ = write!(
-        out,
-        "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'\">\
-         <title>{name}</title><style>{}{STYLE}</style></head><body><header><h1>{name}</h1><p class=\"q\">{last} steps in {:.1} min of training</p></header><main>",
-        assets::COLOURS,
-        seconds / 60.0
+/// Answers and media of a report.
+struct Data {
+    app: App,
+    name: String,
+    answers: Map<String, Value>,
+    media: Map<String, Value>,
+    folders: BTreeSet<PathBuf>,
+    previews: Previews,
+    media_bytes: usize,
+}
+
+impl Data {
+    fn new(run: Run) -> Self {
+        let name = run.name();
+        Self {
+            app: App::of(vec![run]),
+            name,
+            answers: Map::new(),
+            media: Map::new(),
+            folders: BTreeSet::new(),
+            previews: Previews::default(),
+            media_bytes: 0,
+        }
+    }
+
+    /// Stores the answer to a request of the page, and returns it. Requests are named by their path and their parameters in order.
+    fn ask(&mut self, path: &str, given: &[(&str, &str)]) -> Result<Value, Error> {
+        let mut given = given.to_vec();
+        given.sort_unstable();
+        let key: Vec<String> = given.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let query = serde_urlencoded::to_string(&given).unwrap_or_default();
+        // A catalogue reads for a limited time per request.
+        let answer = loop {
+            let answer = self.app.value(&format!("api/{path}"), &query)?;
+            if answer.get("done") != Some(&Value::Bool(false)) {
+                break answer;
+            }
+        };
+        self.answers.insert(format!("{path}?{}", key.join("&")), answer.clone());
+        Ok(answer)
+    }
+
+    fn fill(&mut self) -> Result<(), Error> {
+        const RUN: (&str, &str) = ("run", "0");
+        self.ask("runs", &[])?;
+        for path in ["warnings", "curves", "marks"] {
+            self.ask(path, &[RUN])?;
+        }
+        let known = self.ask("catalogue", &[RUN, ("measure", "reward"), ("from", "1000000000")])?;
+        let texts = |list: &Value| -> Vec<String> {
+            list.as_array().into_iter().flatten().filter_map(|own| Some(own.as_str()?.to_owned())).collect()
+        };
+        let rewards: Vec<String> =
+            texts(&known["rewards"]).iter().map(|name| format!("rewards/{name}")).collect();
+        let is_short = known["groups"].as_u64().is_some_and(|all| all <= MAX_GROUPS);
+        for measure in ["reward".to_owned()].iter().chain(&rewards) {
+            self.ask("catalogue", &[RUN, ("measure", measure), ("from", "1000000000")])?;
+            if is_short {
+                self.ask("catalogue", &[RUN, ("measure", measure)])?;
+            }
+        }
+        let both = ["reward", "length", "advantage"].map(str::to_owned);
+        for measure in both.iter().chain(&rewards) {
+            self.ask("spread", &[RUN, ("measure", measure)])?;
+            self.ask("joint", &[RUN, ("x", "length"), ("y", measure)])?;
+        }
+        self.groups()?;
+        self.evaluations()
+    }
+
+    /// Adds the groups of the last step whose completions differ most.
+    fn groups(&mut self) -> Result<(), Error> {
+        let steps = self.ask("steps", &[("run", "0")])?;
+        let Some(step) = steps["steps"].as_array().and_then(|all| all.last()).and_then(Value::as_u64) else {
+            return Ok(());
+        };
+        let text = step.to_string();
+        let given = [("run", "0"), ("step", &*text), ("from", "0"), ("limit", "500")];
+        let found = self.ask("groups", &given)?;
+        let spread = |group: &Value| {
+            let rewards: Vec<f64> =
+                group["reward"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect();
+            let most = rewards.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let least = rewards.iter().copied().fold(f64::INFINITY, f64::min);
+            if rewards.is_empty() { 0.0 } else { most - least }
+        };
+        let mut groups: Vec<&Value> = found["groups"].as_array().into_iter().flatten().collect();
+        groups.sort_by(|a, b| spread(b).total_cmp(&spread(a)));
+        for group in groups.into_iter().take(SHOWN_GROUPS) {
+            let Some(at) = group["group"].as_u64() else { continue };
+            let shown = self.ask("group", &[("run", "0"), ("step", &text), ("group", &at.to_string())])?;
+            for (place, own) in shown["media"].as_array().into_iter().flatten().enumerate() {
+                let times: Vec<f64> =
+                    own["times"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect();
+                if let Ok(medium) = self.app.rollout_medium(step, at as usize, place) {
+                    self.embed(format!("{step}-{at}-{place}"), &medium, &times);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the evaluations and the questions that changed most from the first to the last.
+    fn evaluations(&mut self) -> Result<(), Error> {
+        let all = self.ask("evaluations", &[("run", "0")])?;
+        let step = |own: Option<&Value>| own.and_then(|own| own["step"].as_u64());
+        let all = all.as_array().map(Vec::as_slice).unwrap_or_default();
+        let (Some(first), Some(last)) = (step(all.first()), step(all.last())) else { return Ok(()) };
+        if first == last {
+            return Ok(());
+        }
+        let (before, after, limit) = (first.to_string(), last.to_string(), SHOWN_QUESTIONS.to_string());
+        let given =
+            [("run", "0"), ("before", &*before), ("after", &*after), ("from", "0"), ("limit", &*limit)];
+        for change in [None, Some(("change", "better")), Some(("change", "worse"))] {
+            let given: Vec<(&str, &str)> = given.into_iter().chain(change).collect();
+            let found = self.ask("compare", &given)?;
+            for row in found["rows"].as_array().into_iter().flatten() {
+                let Some(at) = row["row"].as_u64() else { continue };
+                for place in 0..row["media"].as_array().map_or(0, Vec::len) {
+                    if let Ok(medium) = self.app.evaluation_medium(last, at as usize, place) {
+                        self.embed(format!("{last}-row{at}-{place}"), &medium, &[]);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a small copy of a picture, the frames of a clip, or a short sound, while there is room.
+    fn embed(&mut self, key: String, medium: &Medium, times_secs: &[f64]) {
+        if self.media.contains_key(&key) {
+            return;
+        }
+        let (mime, bytes, times) = if medium.mime.starts_with("audio/") {
+            let is_short = std::fs::metadata(&medium.path).is_ok_and(|meta| meta.len() <= MAX_SOUND_BYTES);
+            match std::fs::read(&medium.path) {
+                Ok(bytes) if is_short => (medium.mime, bytes, Vec::new()),
+                _ => return,
+            }
+        } else {
+            let Ok(made) = self.previews.of(medium, times_secs, FRAMES, PICTURE_PX) else { return };
+            (made.mime, made.bytes.clone(), made.times_secs.clone())
+        };
+        if self.media_bytes + bytes.len() > MAX_MEDIA_BYTES {
+            return;
+        }
+        self.media_bytes += bytes.len();
+        self.folders.extend(medium.path.parent().map(Path::to_owned));
+        let src = format!("data:{mime};base64,{}", STANDARD.encode(bytes));
+        self.media.insert(key, json!({ "src": src, "times": times }));
+    }
+}
+
+/// Returns the page with its scripts, its styles and the data inside. Only this script and this style are allowed, by their hashes.
+fn page(name: &str, data: &Value) -> String {
+    let (style, script) = (assets::style(), assets::script());
+    let hash = |text: &str| format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text)));
+    let policy = format!(
+        "default-src 'none'; script-src {}; style-src {}; img-src data: blob:; media-src data:; base-uri 'none'; form-action 'none'",
+        hash(&script),
+        hash(&style),
     );
-    warnings(&mut out, run)?;
-    section(&mut out, "Curves", |out| {
-        out.push_str("<div class=\"plots\">");
-        for (title, svg) in plots {
-            let (title, data) = (escaped(title), STANDARD.encode(svg));
-            let _ = write!(out, "<img alt=\"{title}\" src=\"data:image/svg+xml;base64,{data}\">");
-        }
-        out.push_str("</div>");
-    });
-    evaluation(&mut out, run, folders)?;
-    samples(&mut out, run, folders)?;
-    section(&mut out, "Time", |out| timing(out, rows));
-    section(&mut out, "Settings", |out| {
-        out.push_str("<table>");
-        for setting in run.settings() {
-            let cells = [&setting.name, &setting.value, &setting.origin].map(|text| escaped(text));
-            let [name, value, origin] = cells;
-            let _ = write!(
-                out,
-                "<tr><th>{name}</th><td class=\"t\">{value}</td><td class=\"t q\">{origin}</td></tr>"
-            );
-        }
-        out.push_str("</table>");
-    });
-    section(&mut out, "Log of the run", |out| {
-        let _ = write!(out, "<pre>{}</pre>", escaped(&log(run)));
-    });
-    out.push_str("</main></body></html>\n");
-    Ok(out)
-}
-
-/// Writes the problems that the run reported and how long they lasted.
-fn warnings(out: &mut String, run: &Run) -> Result<(), Error> {
-    let rows = run.warnings()?;
-    let told: Vec<Warning> =
-        rows.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
-    section(out, "Training problems", |out| {
-        for (at, own) in told.iter().enumerate().filter(|(_, own)| own.begins) {
-            let end = told[at..].iter().find(|other| !other.begins && other.rule == own.rule);
-            let end = end
-                .map_or("It lasted to the end.".to_owned(), |end| format!("It ended at step {}.", end.step));
-            let _ = write!(out, "<p class=\"card warning\">{}. {end}</p>", escaped(&own.text));
-        }
-    });
-    Ok(())
-}
-
-fn section(out: &mut String, title: &str, fill: impl FnOnce(&mut String)) {
-    let before = out.len();
-    let _ = write!(out, "<h2>{title}</h2>");
-    let begun = out.len();
-    fill(out);
-    if out.len() == begun {
-        out.truncate(before);
-    }
-}
-
-fn evaluation(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Result<(), Error> {
-    let all = Evaluations::summaries(run)?;
-    let all = all.as_array().map(Vec::as_slice).unwrap_or_default();
-    let (Some(first), Some(last)) = (all.first(), all.last()) else { return Ok(()) };
-    let step = |one: &Value| one["step"].as_u64().unwrap_or(0);
-    let _ = write!(out, "<h2>Evaluation</h2><table><tr><th></th>");
-    for one in all {
-        let _ = write!(out, "<th>step {}</th>", step(one));
-    }
-    out.push_str("</tr>");
-    let empty = Map::new();
-    for name in last["summary"].as_object().unwrap_or(&empty).keys() {
-        // The mean under the name of a reward can be the same number.
-        let plain = name.strip_prefix("eval_rewards/").and_then(|name| name.strip_suffix("/mean"));
-        let repeats = plain.is_some_and(|plain| {
-            let plain = format!("eval_{plain}");
-            all.iter().all(|one| one["summary"][&plain] == one["summary"][name])
-        });
-        if !last["summary"][name].is_number() || is_alias(name) || repeats {
-            continue;
-        }
-        let _ = write!(out, "<tr><th>{}</th>", escaped(name.trim_start_matches("eval_")));
-        for one in all {
-            let _ = write!(out, "<td>{}</td>", number(&one["summary"][name]));
-        }
-        out.push_str("</tr>");
-    }
-    out.push_str("</table>");
-    let categories = |one: &Value| one["summary"]["categories"].as_array().cloned().unwrap_or_default();
-    let (before, after) = (categories(first), categories(last));
-    if !after.is_empty() {
-        out.push_str(
-            "<table><tr><th>category</th><th>rows</th><th>right before</th><th>right after</th></tr>",
-        );
-        for own in &after {
-            let earlier = before.iter().find(|other| other["category"] == own["category"]);
-            let _ = write!(
-                out,
-                "<tr><th>{}</th><td>{}</td><td>{}</td><td>{}</td></tr>",
-                escaped(own["category"].as_str().unwrap_or_default()),
-                own["rows"],
-                earlier.map_or("–".to_owned(), |own| number(&own["accuracy"])),
-                number(&own["accuracy"]),
-            );
-        }
-        out.push_str("</table>");
-    }
-    if step(first) == step(last) {
-        return Ok(());
-    }
-    let evaluations = Evaluations::default();
-    for (title, change) in [("Got better", Change::Better), ("Got worse", Change::Worse)] {
-        let asked = Comparison::of(step(first), step(last), change, SHOWN_QUESTIONS);
-        let found = evaluations.compare(run, run, &asked)?;
-        let rows = found["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
-        if rows.is_empty() {
-            continue;
-        }
-        let _ = write!(out, "<h3>{title}: {} questions</h3>", found["all"]);
-        for row in rows {
-            out.push_str("<div class=\"card\">");
-            let at = row["row"].as_u64().unwrap_or(0) as usize;
-            let open = |place| evaluations.medium(run, step(last), at, place);
-            embed(out, row["media"].as_array(), open, folders);
-            let _ = write!(
-                out,
-                "<pre>{}</pre><p class=\"q\">truth {}</p><div class=\"sides\">",
-                text(&row["prompt"]),
-                text(&row["solution"])
-            );
-            for side in ["before", "after"] {
-                let _ =
-                    write!(out, "<div><b>{side}</b><pre>{}</pre></div>", text(&row[side]["completions"][0]));
-            }
-            out.push_str("</div></div>");
-        }
-    }
-    Ok(())
-}
-
-/// Writes prompts of the last step with their completions.
-fn samples(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Result<(), Error> {
-    let Some(step) = run.steps("rollouts")?.pop() else { return Ok(()) };
-    let records = Records::default();
-    let found = records.groups(run, step, 0, 500)?;
-    let spread = |group: &Value| {
-        let rewards: Vec<f64> =
-            group["reward"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect();
-        let most = rewards.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let least = rewards.iter().copied().fold(f64::INFINITY, f64::min);
-        if rewards.is_empty() { 0.0 } else { most - least }
-    };
-    let mut groups: Vec<&Value> = found["groups"].as_array().into_iter().flatten().collect();
-    groups.sort_by(|a, b| spread(b).total_cmp(&spread(a)));
-    let _ = write!(out, "<h2>Completions of step {step}</h2>");
-    for group in groups.into_iter().take(SHOWN_PROMPTS) {
-        let at = group["group"].as_u64().unwrap_or(0) as usize;
-        let shown = records.group(run, step, at)?;
-        out.push_str("<div class=\"card\">");
-        embed(out, shown["media"].as_array(), |place| records.medium(run, step, at, place), folders);
-        let _ = write!(
-            out,
-            "<pre>{}</pre><p class=\"q\">{} · truth {}</p><div class=\"sides\">",
-            text(&shown["prompt"]["text"]),
-            text(&shown["id"]),
-            text(&shown["solution"])
-        );
-        let mut all: Vec<&Value> = shown["samples"].as_array().into_iter().flatten().collect();
-        all.sort_by(|a, b| {
-            b["reward"].as_f64().unwrap_or(f64::MIN).total_cmp(&a["reward"].as_f64().unwrap_or(f64::MIN))
-        });
-        let ends = |place: usize| place < SHOWN_COMPLETIONS / 2 || place + SHOWN_COMPLETIONS / 2 >= all.len();
-        for (_, own) in all.iter().enumerate().filter(|(place, _)| ends(*place)) {
-            let advantage = own["advantage"].as_f64().unwrap_or(0.0);
-            let _ = write!(
-                out,
-                "<div><b>{}</b> <span class=\"{}\">A {advantage:+.2}</span> <span class=\"q\">{}</span><pre>{}</pre></div>",
-                number(&own["reward"]),
-                match advantage {
-                    a if a < 0.0 => "bad",
-                    a if a > 0.0 => "good",
-                    _ => "q",
-                },
-                escaped(&own["rewards"].as_object().map_or(String::new(), |all| {
-                    all.iter()
-                        .map(|(name, value)| format!("{name} {}", number(value)))
-                        .collect::<Vec<_>>()
-                        .join(", ")
-                })),
-                text(&own["completion"]["text"]),
-            );
-        }
-        out.push_str("</div></div>");
-    }
-    Ok(())
-}
-
-/// Embeds pictures, small animations and sounds in the report and names those that are left out. Adds the directories of embedded
-/// files to `folders`.
-fn embed(
-    out: &mut String,
-    listed: Option<&Vec<Value>>,
-    open: impl Fn(usize) -> Result<media::Medium, Error>,
-    folders: &mut BTreeSet<PathBuf>,
-) {
-    for (place, own) in listed.into_iter().flatten().enumerate() {
-        let name = text(&own["name"]);
-        let data = open(place).ok().and_then(|medium| {
-            let data = data_address(&medium)?;
-            folders.extend(medium.path.parent().map(Path::to_owned));
-            Some(data)
-        });
-        let _ = match data {
-            Some(data) if data.starts_with("data:image/") => {
-                write!(out, "<img alt=\"{name}\" src=\"{data}\">")
-            }
-            Some(data) => write!(out, "<audio controls src=\"{data}\"></audio>"),
-            None => write!(out, "<p class=\"q\">{name} (not in this file)</p>"),
-        };
-    }
-}
-
-fn data_address(medium: &media::Medium) -> Option<String> {
-    let small = std::fs::metadata(&medium.path).ok()?.len() <= MAX_EMBEDDED_BYTES;
-    let is_still =
-        ["image/png", "image/jpeg", "image/webp", "image/bmp", "image/tiff"].contains(&medium.mime);
-    let (kind, bytes) = if is_still {
-        let limits = Limits { max_pixels: MAX_PIXELS, ..Limits::default() };
-        let picture = load_image(&medium.path, &limits).ok()?;
-        let picture = RgbImage::from_raw(picture.width_px, picture.height_px, picture.pixels)?;
-        let (width, height) = picture.dimensions();
-        let scale = f64::from(PICTURE_PX) / f64::from(width.max(height));
-        let scaled = |side: u32| ((f64::from(side) * scale).round() as u32).max(1);
-        let picture = match scale < 1.0 {
-            true => image::imageops::thumbnail(&picture, scaled(width), scaled(height)),
-            false => picture,
-        };
-        let mut png = Cursor::new(Vec::new());
-        picture.write_to(&mut png, image::ImageFormat::Png).ok()?;
-        ("image/png", png.into_inner())
-    } else if small && (medium.mime == "image/gif" || medium.mime.starts_with("audio/")) {
-        (medium.mime, std::fs::read(&medium.path).ok()?)
-    } else {
-        return None;
-    };
-    Some(format!("data:{kind};base64,{}", STANDARD.encode(bytes)))
-}
-
-fn timing(out: &mut String, rows: &[Row]) {
-    let mean = |name: &str| {
-        let all: Vec<f64> = rows.iter().filter_map(|row| row.get(name)).copied().collect();
-        (!all.is_empty()).then(|| all.iter().sum::<f64>() / all.len() as f64)
-    };
-    let Some(step) = mean("step_time") else { return };
-    out.push_str("<table><tr><th>phase</th><th>s/step</th><th>share</th></tr>");
-    let names = rows.last().into_iter().flat_map(Row::keys).filter(|name| name.starts_with("time/"));
-    for (name, secs) in names.filter_map(|name| Some((&name["time/".len()..], mean(name)?))) {
-        let share = 100.0 * secs / step.max(1e-9);
-        let _ = write!(out, "<tr><th>{}</th><td>{secs:.3}</td><td>{share:.0} %</td></tr>", escaped(name));
-    }
-    let _ = write!(out, "<tr><th>step</th><td>{step:.3}</td><td></td></tr></table>");
-}
-
-/// Returns the beginning of the log, in which the run describes its environment.
-fn log(run: &Run) -> String {
-    let mut text = Vec::new();
-    let Ok(file) = run.open(&run.dir.join("log.txt")) else { return String::new() };
-    if file.take(1 << 18).read_to_end(&mut text).is_err() {
-        return String::new();
-    }
-    String::from_utf8_lossy(&text).lines().take(LOG_LINES).collect::<Vec<_>>().join("\n")
-}
-
-fn number(value: &Value) -> String {
-    value.as_f64().map_or("–".to_owned(), |value| {
-        let text = format!("{value:.4}");
-        text.trim_end_matches('0').trim_end_matches('.').to_owned()
-    })
-}
-
-/// Formats a text or value of a record, shortened and escaped for HTML.
-fn text(value: &Value) -> String {
-    let text = match value {
-        Value::String(text) => text.clone(),
-        Value::Null => "none".to_owned(),
-        other => other.to_string(),
-    };
-    let cut: String = text.chars().take(MAX_CHARS).collect();
-    let more = if cut.len() < text.len() { "…" } else { "" };
-    format!("{}{more}", escaped(&cut))
+    // Within a script element, `<` could end it.
+    let data = data.to_string().replace('<', "\\u003c");
+    let body = assets::PAGE.split_once("<body>").map_or("", |(_, body)| body);
+    let body = body.split_once("</body>").map_or(body, |(body, _)| body);
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"{policy}\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{}</title>\n<style>{style}</style>\n</head>\n\
+         <body>{body}<script type=\"application/json\" id=\"data\">{data}</script>\n<script>{script}</script>\n</body>\n</html>\n",
+        escaped(name),
+    )
 }
 
 /// Escapes text for HTML and makes invisible characters visible.
 fn escaped(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in omnigrpo_observe::escape(text).chars() {
-        match c {
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '&' => out.push_str("&amp;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c => out.push(c),
-        }
-    }
-    out
+    let of = |c: char| match c {
+        '<' => "&lt;".to_owned(),
+        '>' => "&gt;".to_owned(),
+        '&' => "&amp;".to_owned(),
+        c => c.to_string(),
+    };
+    omnigrpo_observe::escape(text).chars().map(of).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Returns the data of a report.
+    fn data(page: &str) -> Value {
+        let text = page.split("id=\"data\">").nth(1).unwrap().split("</script>").next().unwrap();
+        serde_json::from_str(text).unwrap()
+    }
+
     #[test]
-    fn a_report_is_one_file_and_text_in_it_is_no_markup() {
+    fn a_report_is_the_page_with_its_data() {
         let directory = tempfile::tempdir().unwrap();
         let root = std::fs::canonicalize(directory.path()).unwrap();
         let row = |step: f64| {
-            format!(
-                "{{\"step\":{step},\"reward\":{},\"kl\":null,\"step_time\":2,\"time/rollout\":1.5}}\n",
-                step / 4.0
-            )
+            format!("{{\"step\":{step},\"reward\":{},\"step_time\":2,\"time/rollout\":1.5}}\n", step / 4.0)
         };
-        let other = "null\n[1]\n{\"reward\":7}\n{\"step\":\"x\"}\n";
-        std::fs::write(root.join("metrics.jsonl"), [1.0, 2.0, 3.0, 2.0].map(row).concat() + other).unwrap();
+        std::fs::write(root.join("metrics.jsonl"), [1.0, 2.0, 3.0, 2.0].map(row).concat()).unwrap();
         std::fs::write(root.join("config.yaml"), "run_name: <i>mine</i>   # flag\nseed: 7   # default\n")
             .unwrap();
-        let warning = |step: u64, begins: bool| {
-            let text = "<b>cut</b> off".into();
-            let own = Warning { step, rule: "cut_off".into(), begins, since: 1, text };
-            format!("{}\n", serde_json::to_string(&own).unwrap())
-        };
-        std::fs::write(
-            root.join("warnings.jsonl"),
-            [warning(5, true), warning(9, false), warning(12, true)].concat(),
-        )
-        .unwrap();
+        let warning =
+            "{\"step\":2,\"rule\":\"cut_off\",\"begins\":true,\"since\":1,\"text\":\"<b>cut</b>\"}\n";
+        std::fs::write(root.join("warnings.jsonl"), warning).unwrap();
         std::fs::create_dir(root.join("rollouts")).unwrap();
         image::RgbImage::from_pixel(640, 4, image::Rgb([255, 0, 0])).save(root.join("wide.png")).unwrap();
-        let rollout = serde_json::json!({
+        let mut rollout = json!({
             "step": 2, "timestamp": "", "epoch": 0.5, "id": "r", "group": 0, "sample": 0, "prompt": "<script>alert(1)</script>",
-            "completion": "</pre><img src=x onerror=alert(1)>\u{202e}", "solution": null, "rewards": {"accuracy": 1}, "reward": 1.0,
+            "completion": "</script><img src=x onerror=alert(1)>", "solution": null, "rewards": {"accuracy": 1}, "reward": 1.0,
             "advantage": -0.5, "length": 3, "media": [root.join("wide.png"), "/etc/passwd"], "finish_reason": "stop",
         });
         std::fs::write(root.join("rollouts/step-000002.jsonl"), format!("{rollout}\n")).unwrap();
-        let elsewhere = tempfile::tempdir().unwrap();
-        let foreign = std::fs::canonicalize(elsewhere.path()).unwrap();
         let Report { path, media_folders } = report(&root).unwrap();
         assert!(media_folders.is_empty(), "{media_folders:?}");
-        let page = std::fs::read_to_string(&path).unwrap();
         assert_eq!(path, root.join("report.html"));
+        let page = std::fs::read_to_string(&path).unwrap();
         assert!(page.contains("<title>&lt;i&gt;mine&lt;/i&gt;</title>"));
-        assert!(page.contains("&lt;/pre&gt;&lt;img src=x onerror=alert(1)&gt;\\u{202e}"));
-        assert!(!page.contains("<script") && !page.contains("<img src=x") && !page.contains("http://"));
-        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It ended at step 9.</p>"));
-        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It lasted to the end.</p>"));
-        assert!(page.contains("<main>") && page.contains("--good: #"));
-        assert!(page.contains("2 steps in 0.1 min"), "a step that was done again counts once");
-        assert!(
-            page.contains("A -0.50")
-                && page.contains("<th>seed</th>")
-                && page.contains("<th>rollout</th><td>1.500</td><td>75 %</td>")
+        // Text of the run ends no element, and no other script may run.
+        assert_eq!((page.matches("<script").count(), page.matches("</script>").count()), (2, 2));
+        let script = page.rsplit("<script>").next().unwrap().split("</script>").next().unwrap();
+        let hash = STANDARD.encode(Sha256::digest(script));
+        assert!(page.contains(&format!("script-src 'sha256-{hash}';")));
+        assert!(!script.contains("\nimport ") && !script.contains("export "), "one script without modules");
+        let data = data(&page);
+        let answers = &data["answers"];
+        assert_eq!(
+            answers["curves?run=0"]["steps"]["columns"]["reward"],
+            json!([0.25, 0.5]),
+            "a step that was done again counts once"
         );
-        let picture = page.split("src=\"data:image/png;base64,").nth(1).unwrap().split('"').next().unwrap();
+        assert_eq!(answers["runs?"][0]["name"], "<i>mine</i>");
+        assert_eq!(answers["warnings?run=0"], warning);
+        let group = &answers["group?group=0&run=0&step=2"];
+        assert_eq!(group["samples"][0]["completion"]["text"], "</script><img src=x onerror=alert(1)>");
+        assert_eq!(answers["joint?run=0&x=length&y=rewards/accuracy"]["pairs"], 1);
+        let picture =
+            data["media"]["2-0-0"]["src"].as_str().unwrap().strip_prefix("data:image/png;base64,").unwrap();
         let picture = image::load_from_memory(&STANDARD.decode(picture).unwrap()).unwrap();
         assert_eq!((picture.width(), picture.height()), (320, 2));
-        assert!(page.contains("passwd (not in this file)"));
+        assert_eq!(data["media"].as_object().unwrap().len(), 1, "no file that is not a medium");
         let mut plots: Vec<_> =
             std::fs::read_dir(root.join("plots")).unwrap().map(|e| e.unwrap().file_name()).collect();
         plots.sort();
         assert_eq!(plots, ["reward.svg", "seconds-by-phase.svg"], "what was not measured has no plot");
         let svg = std::fs::read_to_string(root.join("plots/reward.svg")).unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("polyline"), "{svg}");
-        assert_eq!(page.matches("data:image/svg+xml;base64,").count(), 2);
         // Directories outside of the run directory are returned if the report embeds media from them.
+        let elsewhere = tempfile::tempdir().unwrap();
+        let foreign = std::fs::canonicalize(elsewhere.path()).unwrap();
         std::fs::copy(root.join("wide.png"), foreign.join("theirs.png")).unwrap();
-        let mut rollout = rollout;
-        rollout["media"] =
-            serde_json::json!([root.join("wide.png"), foreign.join("theirs.png"), "/etc/passwd"]);
+        rollout["media"] = json!([root.join("wide.png"), foreign.join("theirs.png"), "/etc/passwd"]);
         std::fs::write(root.join("rollouts/step-000002.jsonl"), format!("{rollout}\n")).unwrap();
         assert_eq!(report(&root).unwrap().media_folders, BTreeSet::from([foreign.clone()]));
         // Plots are written into the run directory and never through a link.

@@ -90,7 +90,7 @@ pub struct Server {
     _http: Http,
 }
 
-struct App {
+pub(crate) struct App {
     token: String,
     runs: Vec<Run>,
     records: Records,
@@ -311,7 +311,8 @@ struct Asked {
 }
 
 impl App {
-    fn of(runs: Vec<Run>) -> Self {
+    /// Creates the answers about runs, without a server.
+    pub(crate) fn of(runs: Vec<Run>) -> Self {
         Self {
             token: String::new(),
             runs,
@@ -377,20 +378,51 @@ impl App {
         let given: Asked = asked(query)?;
         let run = self.run(given.run)?;
         let group = given.group.unwrap_or(0);
-        let value = match path {
+        Ok(match path {
+            "api/metrics" => rows(run, given.from)?,
+            "api/text" => {
+                let text = self.records.text(run, given.step, group, given.sample)?;
+                Answer::new(200, "text/plain; charset=utf-8", text)
+            }
+            "api/tokens" => {
+                let line = self.records.tokens(run, given.step, group, given.sample.unwrap_or(0))?;
+                Answer::new(200, "application/json", line)
+            }
+            "api/preview" => {
+                let frames = given.frames.unwrap_or(1);
+                let made = self.records.preview(run, (given.step, group, given.at), frames, PREVIEW_PX)?;
+                Answer::new(200, made.mime, made.bytes.clone())
+            }
+            "api/media" => {
+                let medium = match (given.group, given.row) {
+                    (Some(group), _) => self.records.medium(run, given.step, group, given.at)?,
+                    (None, Some(row)) => self.evaluations.medium(run, given.step, row, given.at)?,
+                    (None, None) => {
+                        return Err(Error::missing("the request names no record; expected `group` or `row`"));
+                    }
+                };
+                file(&medium, request)?
+            }
+            _ => json_answer(&self.value(path, query)?),
+        })
+    }
+
+    /// Returns the answer to a request whose answer is JSON.
+    pub(crate) fn value(&self, path: &str, query: &str) -> Result<Value, Error> {
+        let given: Asked = asked(query)?;
+        let run = self.run(given.run)?;
+        Ok(match path {
             "api/runs" => {
                 let mut all: Value = self.runs.iter().zip(Run::names(&self.runs)).map(described).collect();
-                if let (Some(_), Some(own)) = (&self.controls, all.get_mut(0).and_then(Value::as_object_mut)) {
+                if let (Some(_), Some(own)) = (&self.controls, all.get_mut(0).and_then(Value::as_object_mut))
+                {
                     own.insert("controls".to_owned(), true.into());
                 }
                 all
             }
-            "api/metrics" => return rows(run, given.from),
             "api/curves" => self.curves.of(run, &asked(query)?)?,
             "api/marks" => self.marks.of(run)?,
-            "api/warnings" => {
-                return Ok(Answer::new(200, "application/x-ndjson; charset=utf-8", run.warnings()?));
-            }
+            "api/warnings" => String::from_utf8_lossy(&run.warnings()?).into_owned().into(),
             "api/steps" => json!({ "steps": run.steps("rollouts")?, "tokens": run.steps("tokens")? }),
             "api/groups" => {
                 let limit = given.limit.unwrap_or(MAX_GROUPS).min(MAX_GROUPS);
@@ -400,33 +432,8 @@ impl App {
             "api/catalogue" => self.catalogues.with(run, |own| own.groups(&asked(query)?))?,
             "api/spread" => self.catalogues.with(run, |own| own.spread(&asked(query)?))?,
             "api/joint" => self.catalogues.with(run, |own| own.joint(&asked(query)?))?,
-            "api/preview" => {
-                let frames = given.frames.unwrap_or(1);
-                let made = self.records.preview(run, (given.step, group, given.at), frames, PREVIEW_PX)?;
-                let times: Vec<String> = made.times_secs.iter().map(|time| format!("{time:.3}")).collect();
-                let answer = Answer::new(200, made.mime, made.bytes.clone());
-                return Ok(answer.with(HeaderName::from_static("x-times"), times.join(" ")));
-            }
-            "api/group" => self.records.group(run, given.step, group)?,
-            "api/text" => {
-                let text = self.records.text(run, given.step, group, given.sample)?;
-                return Ok(Answer::new(200, "text/plain; charset=utf-8", text));
-            }
-            "api/tokens" => {
-                let line = self.records.tokens(run, given.step, group, given.sample.unwrap_or(0))?;
-                return Ok(Answer::new(200, "application/json", line));
-            }
+            "api/group" => self.records.group(run, given.step, given.group.unwrap_or(0))?,
             "api/find" => self.records.find(run, &asked::<Filter>(query)?)?,
-            "api/media" => {
-                let medium = match (given.group, given.row) {
-                    (Some(group), _) => self.records.medium(run, given.step, group, given.at)?,
-                    (None, Some(row)) => self.evaluations.medium(run, given.step, row, given.at)?,
-                    (None, None) => {
-                        return Err(Error::missing("the request names no record; expected `group` or `row`"));
-                    }
-                };
-                return file(&medium, request);
-            }
             "api/evaluations" => Evaluations::summaries(run)?,
             "api/compare" => {
                 let asked = asked::<Comparison>(query)?;
@@ -434,8 +441,17 @@ impl App {
                 self.evaluations.compare(before, run, &asked)?
             }
             _ => return Err(Error::missing("not found")),
-        };
-        Ok(json_answer(&value))
+        })
+    }
+
+    /// Opens a medium of a prompt of the first run.
+    pub(crate) fn rollout_medium(&self, step: u64, group: usize, at: usize) -> Result<Medium, Error> {
+        self.records.medium(self.run(0)?, step, group, at)
+    }
+
+    /// Opens a medium of a question of the first run.
+    pub(crate) fn evaluation_medium(&self, step: u64, row: usize, at: usize) -> Result<Medium, Error> {
+        self.evaluations.medium(self.run(0)?, step, row, at)
     }
 }
 
@@ -753,10 +769,10 @@ mod tests {
     #[test]
     fn problems_are_served_as_they_stand() {
         let (directory, server) = run();
-        assert_eq!(get(&format!("{}api/warnings", server.url()), &[]), (200, Vec::new()));
+        assert_eq!(value(&server, "warnings"), "");
         let row = "{\"step\":6,\"rule\":\"ran_away\",\"begins\":true,\"since\":2,\"text\":\"x\"}\n";
         fs::write(directory.path().join("warnings.jsonl"), row).unwrap();
-        assert_eq!(get(&format!("{}api/warnings", server.url()), &[]), (200, row.as_bytes().to_vec()));
+        assert_eq!(value(&server, "warnings"), row);
         assert_eq!(value(&server, "runs")[0]["metrics"]["warnings"], row.len());
     }
 

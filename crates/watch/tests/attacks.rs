@@ -277,7 +277,8 @@ fn only_the_page_of_the_run_stops_it() {
     let (host, path) = server.url().strip_prefix("http://").unwrap().split_once('/').unwrap();
     let (address, token) = (host.parse().unwrap(), path.trim_end_matches('/'));
     let post = |method: &str, path: &str, fields: &str| {
-        let answer = ask(address, &format!("{method} /{token}/{path} HTTP/1.1\r\nHost: {host}\r\n{fields}\r\n"));
+        let answer =
+            ask(address, &format!("{method} /{token}/{path} HTTP/1.1\r\nHost: {host}\r\n{fields}\r\n"));
         status(&answer).to_owned()
     };
     let (origin, own) = (format!("Origin: http://{host}\r\n"), format!("X-Token: {token}\r\n"));
@@ -312,7 +313,9 @@ fn only_the_page_of_the_run_stops_it() {
     // A server that only shows runs takes no such request.
     let (_other, (shown, _), [(address, path), _]) = served();
     let token = path.trim_matches('/');
-    let text = format!("POST {path}api/stop HTTP/1.1\r\nHost: {address}\r\nOrigin: http://{address}\r\nX-Token: {token}\r\n\r\n");
+    let text = format!(
+        "POST {path}api/stop HTTP/1.1\r\nHost: {address}\r\nOrigin: http://{address}\r\nX-Token: {token}\r\n\r\n"
+    );
     assert_eq!(status(&ask(address, &text)), "405");
     drop(shown);
 }

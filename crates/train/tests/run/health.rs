@@ -147,6 +147,18 @@ fn a_run_that_is_to_stop_on_collapse_ends_with_a_checkpoint_and_goes_on_no_furth
 }
 
 #[test]
+fn a_checkpoint_that_another_thread_asks_for_is_written_once() {
+    let place = Place::new();
+    let mut setup = setup(&place, "run", vec![scored("same", UNIT, |_| 0.0)], 3);
+    setup.run.save = SaveWhen::Never;
+    let asked = std::sync::Arc::clone(&setup.run.save_asked);
+    asked.store(true, std::sync::atomic::Ordering::Relaxed);
+    run(setup).unwrap();
+    assert_eq!(checkpoints(&place.out("run")), ["checkpoint-1"]);
+    assert!(!asked.load(std::sync::atomic::Ordering::Relaxed));
+}
+
+#[test]
 fn a_resumed_run_tells_what_an_uninterrupted_one_tells() {
     let place = Place::new();
     let start = |name: &str, stop_at: Option<u64>| {

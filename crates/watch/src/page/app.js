@@ -1,6 +1,6 @@
 // Main script of the page: the runs, their live metrics, and the current view.
 
-import { again, api, apiJson, duration, el, failure, place, quoted, remember, settled, visible } from './shared.js';
+import { again, apiJson, duration, el, failure, isFile, number, place, quoted, remember, settled, visible } from './shared.js';
 import * as charts from './charts.js';
 import * as distributions from './distributions.js';
 import * as rollouts from './rollouts.js';
@@ -55,7 +55,7 @@ class Run {
     let news = false;
     if (metrics.warnings !== this.warned) {
       this.warned = metrics.warnings;
-      this.warnings = paired(await (await api('warnings', { run: this.at })).text());
+      this.warnings = paired(await apiJson('warnings', { run: this.at }));
       news = true;
     }
     const wanted = `${metrics.id} ${metrics.bytes}`;
@@ -105,8 +105,15 @@ async function start() {
   addEventListener('keydown', keys);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => state.view?.repaint?.());
   document.getElementById('theme').addEventListener('click', nextTheme);
+  document.getElementById('stop').addEventListener('click', () => ask('stop', 'The run finishes the step under way, writes a checkpoint and ends. The same command resumes it.'));
+  document.getElementById('save').addEventListener('click', () => ask('save', 'The run writes a checkpoint after the step under way and continues.'));
   setTheme(remember('theme') ?? 'auto');
   route();
+  if (isFile) {
+    state.told = state.runs.map((run) => run.metrics);
+    await load();
+    return;
+  }
   listen();
   setInterval(status, 5000);
 }
@@ -117,6 +124,7 @@ function listen() {
   events.onmessage = (event) => {
     queue = queue.then(() => arrived(JSON.parse(event.data))).catch(() => { /* the next event asks again */ });
   };
+  events.addEventListener('doing', (event) => { Object.assign(state, JSON.parse(event.data)); status(); });
   events.addEventListener('end', (event) => { state.ended = JSON.parse(event.data).how; notify(); status(); });
   events.onerror = () => {
     // The browser reconnects automatically, but not after an error response.
@@ -135,11 +143,29 @@ function listen() {
   state.events = events;
 }
 
+/// Asks the run to stop or to save, after a confirmation. The token in a header shows that the request comes from this page.
+function ask(action, question) {
+  const dialog = el('dialog', { 'aria-labelledby': 'question' }, el('p', { id: 'question' }, question),
+    el('form', { method: 'dialog', class: 'controls' }, el('button', { value: 'yes' }, action === 'stop' ? 'Stop the run' : 'Save a checkpoint'), el('button', { value: '' }, 'Cancel')));
+  dialog.addEventListener('close', async () => {
+    dialog.remove();
+    if (dialog.returnValue !== 'yes') return;
+    try {
+      const response = await fetch(`api/${action}`, { method: 'POST', headers: { 'X-Token': location.pathname.split('/')[1] } });
+      state.answer = response.ok ? (await response.json()).told : `the run refused: ${await response.text()}`;
+    } catch { state.answer = 'the run did not answer'; }
+    notify();
+  });
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
 /// Shows notices: unreadable runs, the end of the server, and training problems.
 function notify() {
   const several = state.runs.length > 1;
   again.command = `omnigrpo watch ${state.runs.map((run) => quoted(run.dir)).join(' ')}`;
   const parts = state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`));
+  if (state.answer) parts.push(el('div', { class: 'notice', role: 'status' }, el('p', {}, visible(state.answer))));
   if (state.ended || (state.gone && state.drawn)) {
     parts.push(el('div', { class: 'notice', role: 'status' },
       el('p', {}, el('b', {}, state.ended ? 'The run has ended: ' : 'This page is no longer served'), state.ended ? [visible(state.ended), '.'] : ': the run was killed, or `watch` was stopped.', ' Charts and texts that are already loaded stay visible.'),
@@ -191,7 +217,7 @@ async function load() {
 /// Fetches the names and settings again: the page of a new run exists before its settings.
 async function describe() {
   const told = await apiJson('runs');
-  state.runs.forEach((run, at) => Object.assign(run, { name: told[at].name, settings: told[at].settings }));
+  state.runs.forEach((run, at) => Object.assign(run, { name: told[at].name, settings: told[at].settings, controls: told[at].controls }));
   named();
   if (state.view === VIEWS.settings) state.view.update();
 }
@@ -208,8 +234,20 @@ function status() {
     live.className = state.ended ? '' : 'off';
     return;
   }
+  if (isFile) { live.textContent = `report · step ${state.runs[0]?.last?.step ?? 0}`; return; }
   const running = state.runs.filter((run) => run.isLive);
   live.className = running.length ? 'on' : '';
+  const buttons = document.getElementById('controls');
+  buttons.hidden = state.ended !== null || state.gone || !state.runs[0]?.controls;
+  if (state.doing && !buttons.hidden) {
+    const { machine } = state;
+    live.className = 'on';
+    live.textContent = state.doing;
+    live.title = [machine.load === null ? '' : `load ${machine.load} of ${machine.cores} cores`, machine.used_mb === null ? '' : `memory ${number(machine.used_mb / 1000, 1)} of ${number(machine.memory_mb / 1000, 1)} GB`, machine.own_mb === null ? '' : `this run ${number(machine.own_mb / 1000, 1)} GB`].filter(Boolean).join(' · ');
+    document.getElementById('machine').textContent = live.title;
+    return;
+  }
+  document.getElementById('machine').textContent = '';
   live.textContent = running.length ? `live · ${running.map(progress).join(' · ')}` : state.runs.some((run) => run.rows) ? 'not training' : 'no step yet';
 }
 

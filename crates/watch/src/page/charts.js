@@ -1,6 +1,6 @@
 // Charts: groups of metrics, smoothing, axes, marks, several runs in one chart, and files of what is shown.
 
-import { api, apiJson, choice, distinct, duration, el, hash, number, place, remember, settled, visible } from './shared.js';
+import { api, apiJson, choice, distinct, duration, el, hash, isFile, number, place, remember, settled, visible } from './shared.js';
 import { moments, quantile, smoothed } from './stats.js';
 import { csv, picture, save, svg } from './export.js';
 
@@ -86,7 +86,7 @@ function address() {
   const flags = Object.fromEntries(['all', 'log', 'clip', 'seeds'].filter((name) => axis[name]).map((name) => [name, '1']));
   const own = runs.filter((run) => run.shown);
   const params = { ...flags, smooth: axis.smooth, x: axis.time ? 'time' : undefined, from: axis.range?.[0].toFixed(2), to: axis.range?.[1].toFixed(2), runs: own.length < runs.length ? own.map((run) => run.at).join('.') : undefined };
-  history.replaceState(null, '', hash('charts', params));
+  try { history.replaceState(null, '', hash('charts', params)); } catch { /* a page without an address of its own */ }
 }
 
 export function hide() {
@@ -557,6 +557,8 @@ function gridded([x, ...lines]) {
 /// Reads every row of a run.
 async function metrics(run) {
   const rows = [];
+  // A report has what it draws.
+  if (isFile) return run.steps.x.map((step, at) => ({ step, ...Object.fromEntries(Object.entries(run.steps.columns).map(([name, values]) => [name, (values.ends ?? values)[at]])) }));
   for (let from = 0; ;) {
     const response = await api('metrics', { run: run.at, from });
     for (const line of (await response.text()).split('\n')) { try { rows.push(JSON.parse(line)); } catch { /* no row */ } }

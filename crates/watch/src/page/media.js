@@ -1,13 +1,22 @@
 // Media of a record: pictures, clips with marks for the sampled frames, and sound with its waveform.
 
-import { el, link, number } from './shared.js';
+import { el, isFile, kept, link, number } from './shared.js';
 
 const MAX_WAVE_BYTES = 64e6;
 const WAVE_COLUMNS = 600;
 
 /// Shows the media of a record. `where` names the record: run, step, and group or row.
 export function gallery(media, where) {
-  return el('div', { class: 'media' }, media.map((medium, at) => figure(medium, link('media', { ...where, at }))));
+  return el('div', { class: 'media' }, media.map((medium, at) => (isFile ? copy(medium, kept(where, at)) : figure(medium, link('media', { ...where, at })))));
+}
+
+/// Shows the small copy of a medium in a report: a picture, the frames of a clip side by side, or a sound.
+function copy(medium, own) {
+  const name = medium.name ?? 'medium';
+  if (!own) return el('figure', {}, el('figcaption', {}, `${name}: ${medium.error ?? 'not in the report'}`));
+  const caption = el('figcaption', {}, name, own.times.length ? ` · frames at ${own.times.map((time) => number(time, 2)).join(', ')} s` : '');
+  if (own.src.startsWith('data:audio/')) return el('figure', {}, el('audio', { src: own.src, controls: true }), caption);
+  return el('figure', {}, el('img', { src: own.src, alt: name }), caption);
 }
 
 function figure(medium, url) {

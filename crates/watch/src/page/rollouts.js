@@ -1,6 +1,6 @@
 // Rollout viewer: groups of a step or of all steps, filtered and sorted, and the completions of a group side by side.
 
-import { api, apiJson, choice, el, failure, hash, link, number, place, remember, settled, signed, visible } from './shared.js';
+import { api, apiJson, choice, el, failure, hash, isFile, link, number, place, remember, settled, signed, visible } from './shared.js';
 import { ONLY, SORTS, groupsOf, measures, summary, triaged } from './groups.js';
 import { gallery } from './media.js';
 
@@ -37,6 +37,7 @@ export async function show(main, given, params) {
   const whose = runs.length > 1 ? el('select', { 'aria-label': 'run', onchange: () => go({ run: Number(whose.value), step: undefined }) }, runs.map((run) => el('option', { value: String(run.at) }, run.name))) : null;
   if (whose) whose.value = params.run ?? '0';
   form = filters();
+  form.hidden = isFile;
   triage = triageForm();
   main.append(el('div', { class: 'viewer' },
     el('aside', {},
@@ -214,7 +215,7 @@ async function groups(run, params, mine) {
     triage.rewards(table.about.rewards, params);
     const rows = triaged([...table.rows], params, table);
     status.textContent = `${rows.length} of ${table.rows.length} groups${table.about.full ? '; the run has more completions than are indexed' : ''}`;
-    await page(rows, 0, async (part) => (await apiJson('lines', { run, places: part.map((own) => `${own.step}-${own.group}`).join(',') })).groups.map((own) => ({ ...part.find((row) => row.step === own.step && row.group === own.group), ...summary(own, measure, table.least) })));
+    await page(rows, 0, (part) => withTexts(run, part, measure, table.least));
     return;
   }
   const lines = [];
@@ -235,6 +236,13 @@ async function groups(run, params, mine) {
   await page(shown, 0, (part) => part);
 }
 
+/// Adds texts and rewards to rows of a table. A report does not have them.
+async function withTexts(run, rows, measure, least) {
+  if (isFile) return rows.map((row) => ({ ...row, values: [], excerpt: '', picture: null }));
+  const { groups: found } = await apiJson('lines', { run, places: rows.map((own) => `${own.step}-${own.group}`).join(',') });
+  return found.map((own) => ({ ...summary(own, measure, least), change: rows.find((row) => row.step === own.step && row.group === own.group).change }));
+}
+
 /// Adds a page of groups to the list. `fill` returns the list entries of some rows.
 async function page(rows, from, fill) {
   const mine = listed.key;
@@ -250,7 +258,7 @@ function entry(own) {
   const words = [place().params.scope === 'all' ? `step ${own.step}` : '', own.pass === null ? '' : `${Math.round(own.pass * own.completions)}/${own.completions} pass`, own.id, own.category,
     own.cut ? `${own.cut} cut off` : '', own.unparsed ? `${own.unparsed} without answer` : '', own.change ? `${signed(own.change)} since its last pass` : ''];
   return line(own,
-    own.picture === null ? '' : el('img', { class: 'thumb', src: link('preview', { run: current.run, step: own.step, group: own.group, at: own.picture }), alt: '', loading: 'lazy', onerror: (event) => event.target.remove() }),
+    own.picture === null || !link('preview', { step: own.step, group: own.group, at: own.picture }) ? '' : el('img', { class: 'thumb', src: link('preview', { run: current.run, step: own.step, group: own.group, at: own.picture }), alt: '', loading: 'lazy', onerror: (event) => event.target.remove() }),
     el('span', { class: 'bars', role: 'img', 'aria-label': `rewards ${own.values.map((value) => number(value, 2)).join(', ')}` }, own.values.slice(0, SAMPLES_AT_ONCE).map((value) => bar(value, low, high))),
     el('span', { class: 'excerpt' }, visible(own.excerpt)),
     el('span', { class: 'quiet' }, visible(words.filter(Boolean).join(' · '))));

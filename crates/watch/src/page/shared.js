@@ -3,20 +3,35 @@
 /// Command that serves this page again.
 export const again = { command: 'omnigrpo watch RUN_DIR' };
 
+// A report has the answers to the requests of its page inside.
+const inside = document.getElementById('data') ? JSON.parse(document.getElementById('data').textContent) : null;
+
+/// True if this page is a report.
+export const isFile = inside !== null;
+
+const meant = (params) => Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== '');
+
 export async function api(path, params = {}) {
-  const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== '');
+  if (inside) throw new Error('This is not in the report. `omnigrpo watch RUN_DIR` shows everything.');
   let response;
-  try { response = await fetch(`api/${path}?${new URLSearchParams(given)}`); } catch { throw new Error(`This part was not loaded before the program that serves the page ended. \`${again.command}\` serves it again.`); }
+  try { response = await fetch(`api/${path}?${new URLSearchParams(meant(params))}`); } catch { throw new Error(`This part was not loaded before the program that serves the page ended. \`${again.command}\` serves it again.`); }
   if (response.ok) return response;
   let what = `${response.status} ${response.statusText}`;
   try { what = (await response.json()).error ?? what; } catch { /* not ours: the status says it */ }
   throw new Error(what);
 }
 
-export const apiJson = async (path, params) => (await api(path, params)).json();
+export async function apiJson(path, params = {}) {
+  if (!inside) return (await api(path, params)).json();
+  const key = `${path}?${meant(params).map(([name, value]) => [name, String(value)]).sort(([a], [b]) => (a < b ? -1 : 1)).map((own) => own.join('=')).join('&')}`;
+  return inside.answers[key] ?? api(path, params);
+}
+
+/// Returns a small copy of a medium that is in the report; null if it is not there.
+export const kept = ({ step, group, row }, at) => inside?.media[`${step}-${group ?? `row${row}`}-${at}`] ?? null;
 
 /// Returns the address of a file that the server answers with.
-export const link = (path, params) => `api/${path}?${new URLSearchParams(params)}`;
+export const link = (path, params) => (inside ? kept(params, params.at)?.src ?? '' : `api/${path}?${new URLSearchParams(params)}`);
 
 /// Creates an element. Children are nodes or text; text is never parsed as markup.
 export function el(tag, attributes = {}, ...children) {

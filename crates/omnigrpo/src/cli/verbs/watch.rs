@@ -129,7 +129,8 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
     let save = Arc::clone(&settings.run.save_asked);
     let act = move |action| {
         let Some(step) = console.activity().step() else {
-            return "the run has not begun its first step: ask again then, or press Ctrl-C in its terminal".to_owned();
+            return "the run has not begun its first step: ask again then, or press Ctrl-C in its terminal"
+                .to_owned();
         };
         let (flag, what) = match action {
             Action::Stop => (&stop, format!("finishing step {step}, then saving and stopping")),
