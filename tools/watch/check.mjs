@@ -1,7 +1,7 @@
 // Opens the page of `omnigrpo watch` in a headless Chromium: charts draw, live rows arrive, filters find, hostile text stays
 // text, media show and clips play, a run of 10,000 completions answers at once, and the console says nothing.
 //
-//   npm i playwright-core && node tools/watch/check.mjs target/debug/omnigrpo watch
+//   npm i playwright-core axe-core && node tools/watch/check.mjs target/debug/omnigrpo watch
 //   node tools/watch/check.mjs target/debug/omnigrpo watch --shots DIR RUN_DIR     # pictures of a run
 //
 // It needs ffmpeg, which makes a clip. CHROMIUM names the browser where it is not /usr/bin/chromium. The program is called with the directory of a made-up run as
@@ -14,7 +14,9 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { createRequire } from 'node:module';
 
-const { chromium } = createRequire(join(process.cwd(), 'x.js'))('playwright-core');
+const require = createRequire(join(process.cwd(), 'x.js'));
+const { chromium } = require('playwright-core');
+const axe = readFileSync(require.resolve('axe-core/axe.min.js'), 'utf8');
 const argv = process.argv.slice(2);
 const at = argv.indexOf('--shots');
 const [shots, shown] = at < 0 ? [] : argv.splice(at, 3).slice(1);
@@ -157,6 +159,13 @@ async function page(url, options = {}) {
   return tab;
 }
 
+/// Returns what axe finds against WCAG 2.2 A and AA and its own best practices.
+async function flaws(tab) {
+  await tab.evaluate(axe);
+  const { violations } = await tab.evaluate(() => globalThis.axe.run(document, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice'] }));
+  return violations.flatMap((own) => own.nodes.map((node) => `${own.id}: ${node.target.join(' ')} ${node.any.map((one) => one.message).join('; ')}`));
+}
+
 const children = [];
 try {
   const dir = madeUp();
@@ -187,7 +196,7 @@ try {
 
   await tab.focus('.chart .plot');
   await tab.keyboard.press('ArrowLeft');
-  const said = () => tab.$$eval('.chart .said', (all) => all.map((own) => own.textContent));
+  const said = () => tab.$$eval('.chart .said', (all) => all.filter((own) => own.closest('.chart').chart.seen).map((own) => own.textContent));
   for (const text of await said()) assert.match(text, /step 62/);
   await tab.keyboard.press('Home');
   for (const text of await said()) assert.match(text, /step 1$/);
@@ -259,6 +268,7 @@ try {
   await tab.waitForSelector('.groups .thumb');
   await tab.goto(`${url}#/rollouts?scope=all&only=mixed&sort=long&measure=rewards%2Faccuracy`);
   await tab.waitForFunction(() => /^180 of 180 groups/.test(document.querySelector('aside [role=status]')?.textContent), null, { timeout: 20000 });
+  await tab.waitForSelector('.groups a');
   assert.match(await tab.$eval('.groups a', (own) => own.textContent), /step 1 · 2\/4 pass · row-0 · colour · 1 cut off · .* without answer/);
   await tab.goto(`${url}#/rollouts?scope=all&only=never&least=2`);
   await tab.waitForFunction(() => /^180 of 180 groups/.test(document.querySelector('aside [role=status]')?.textContent));
@@ -368,6 +378,48 @@ try {
     assert.ok(wide <= inner, `${view} is ${wide} px wide on a phone of ${inner}`);
   }
   console.log('a phone is wide enough');
+
+  for (const colorScheme of ['light', 'dark']) {
+    const seen = await page(url, { colorScheme });
+    for (const [view, sign] of [['charts', '.chart canvas'], ['distributions', '.histogram'], ['rollouts?step=60&group=0', '.card'], ['rollouts?scope=all', '.groups a'], ['rows?id=row-1', '.sides pre'], ['evaluations', '.pair'], ['settings', '.settings td']]) {
+      await seen.goto(`${url}#/${view}`);
+      await seen.waitForSelector(sign);
+      await seen.waitForTimeout(300);
+      assert.deepEqual(await flaws(seen), [], `${view}, ${colorScheme}`);
+    }
+    await seen.close();
+  }
+  console.log('axe finds nothing');
+
+  // The report is the page with its data inside. It asks nobody.
+  execFileSync(program, ['report', dir], { stdio: ['ignore', 'ignore', 'inherit'] });
+  const apart = await browser.newContext();
+  const file = await apart.newPage();
+  const heard = [];
+  file.on('console', (message) => heard.push(message.text()));
+  file.on('pageerror', (error) => heard.push(String(error.stack)));
+  file.on('request', (request) => { if (!/^(file|data|blob):/.test(request.url())) heard.push(`asked ${request.url()}`); });
+  const report = `file://${join(dir, 'report.html')}`;
+  await file.goto(report);
+  await file.waitForSelector('.chart canvas');
+  for (const [view, sign] of [['distributions', '.histogram'], ['rollouts', '.card'], ['rollouts?scope=all', '.groups a'], ['rows', '.page table td'], ['evaluations', '.pair'], ['settings', '.settings td'], ['charts', '.chart canvas']]) {
+    await file.goto(`${report}#/${view}`);
+    await file.waitForSelector(sign);
+    assert.equal(await file.$('.error'), null, `${view}: ${await file.$eval('.error', (own) => own.textContent).catch(() => '')}`);
+    assert.deepEqual(await flaws(file), [], view);
+  }
+  await file.goto(`${report}#/rollouts`);
+  await file.waitForFunction(() => document.querySelector('.media img')?.naturalWidth > 0);
+  assert.equal(await file.evaluate(() => globalThis.owned), undefined, 'a script in a completion ran in the report');
+  await file.goto(`${report}#/charts`);
+  await file.click('.chart .menu summary');
+  for (const [button, start] of [['CSV', 'run,step,reward'], ['SVG', '<svg xmlns'], ['PNG', '\u0089PNG']]) {
+    const [download] = await Promise.all([file.waitForEvent('download'), file.click(`.chart .menu button:has-text("${button}")`)]);
+    assert.ok(readFileSync(await download.path(), 'latin1').startsWith(start), button);
+  }
+  assert.deepEqual(heard, []);
+  await apart.close();
+  console.log('the report shows the same views without a server, and charts are saved as files');
 
   // A spike of one step in 21,000 reaches the top of its chart, and a short run has no number behind its end.
   const long = temporary('omnigrpo-long-');

@@ -64,7 +64,7 @@ static FIELDS: [(HeaderName, &str); 6] = [
     (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
 ];
 
-/// What a page asks of a run in progress.
+/// Request of a page to a run in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Finish the step under way, write a checkpoint and end.

@@ -546,7 +546,7 @@ class Chart {
   }
 }
 
-/// Moves times of a lane to a common grid, so that many runs do not have different x values each.
+/// Moves times of a lane to a common grid. Otherwise each of many runs would add x values of its own.
 function gridded([x, ...lines]) {
   const most = Math.max(...shown().map((run) => run.steps.seconds.at(-1) ?? 0));
   const size = most / TIME_POINTS || 1;

@@ -1,6 +1,6 @@
 // Evaluations: results over the run and by category with intervals, confusion matrix, and each question before and after.
 
-import { apiJson, choice, distinct, el, failure, number, signed, visible } from './shared.js';
+import { apiJson, block, choice, distinct, el, failure, number, signed, visible } from './shared.js';
 import { gallery } from './media.js';
 import { meanInterval, shareInterval } from './stats.js';
 
@@ -47,7 +47,7 @@ function sectionOf(run, evaluations) {
   });
   return el('div', {},
     el('h2', {}, runs.length > 1 ? run.name : 'Evaluation'),
-    el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, el('th', {}, ''), evaluations.map(({ step }) => el('th', { scope: 'col' }, `step ${step}`)), evaluations.length > 1 ? el('th', { scope: 'col' }, 'change') : '')), el('tbody', {}, rows))),
+    el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'number'), evaluations.map(({ step }) => el('th', { scope: 'col' }, `step ${step}`)), evaluations.length > 1 ? el('th', { scope: 'col' }, 'change') : '')), el('tbody', {}, rows))),
     categories(first, last), confusion(last));
 }
 
@@ -87,7 +87,7 @@ function confusion({ step, summary }) {
     return node;
   };
   return el('div', {}, el('h3', {}, `Confusion at step ${step}: truth by row, answer by column`),
-    el('div', { class: 'scroll' }, el('table', { class: 'confusion' }, el('thead', {}, el('tr', {}, el('th', {}, ''), [...labels, 'other'].map((label) => el('th', { scope: 'col' }, visible(label))))),
+    el('div', { class: 'scroll' }, el('table', { class: 'confusion' }, el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'truth'), [...labels, 'other'].map((label) => el('th', { scope: 'col' }, visible(label))))),
       el('tbody', {}, counts.map((row, truth) => el('tr', {}, el('th', { scope: 'row' }, visible(labels[truth])), row.map((count, answer) => cell(count, truth, answer))))))));
 }
 
@@ -96,7 +96,7 @@ function comparison(all) {
   const places = all.flatMap(({ run, evaluations }) => evaluations.map(({ step }) => ({ key: `${run.at}-${step}`, run: run.at, step, label: all.length > 1 ? `${run.name}, step ${step}` : `step ${step}` })));
   if (places.length < 2) return '';
   const choose = (value, label) => { const node = choice(label, label, places.map((own) => [own.key, own.label]), { onchange: () => fetchRows(0) }); node.value = value; return node; };
-  // Of two runs, their last evaluations are compared.
+  // Two runs are compared by their last evaluations.
   const first = all.length > 1 ? places.findLast((own) => own.run === all[0].run.at) : places[0];
   const before = choose(first.key, 'before');
   const after = choose(places.at(-1).key, 'after');
@@ -129,10 +129,10 @@ function comparison(all) {
 }
 
 function pair({ run, step }, row, labels) {
-  const side = (label, own) => el('div', {}, el('b', {}, `${label} `), el('span', { class: 'quiet' }, own.reward.map((value) => number(value, 2)).join(', ')), own.completions.map((text) => el('pre', {}, visible(text))));
+  const side = (label, own) => el('div', {}, el('b', {}, `${label} `), el('span', { class: 'quiet' }, own.reward.map((value) => number(value, 2)).join(', ')), own.completions.map((text) => block(text)));
   return el('article', { class: `pair ${row.change}` },
     el('header', {}, visible(row.id), el('span', { class: row.gain < 0 ? 'bad' : row.gain > 0 ? 'good' : 'quiet' }, ` ${signed(row.gain)}`), row.category ? el('span', { class: 'quiet' }, visible(` ${row.category}`)) : ''),
     row.media.length ? gallery(row.media, { run, step, row: row.row }) : '',
-    el('pre', {}, visible(row.prompt.trim())), el('p', { class: 'quiet' }, 'truth ', visible(row.solution ?? 'none')),
+    block(row.prompt.trim()), el('p', { class: 'quiet' }, 'truth ', visible(row.solution ?? 'none')),
     el('div', { class: 'sides' }, side(labels[0], row.before), side(labels[1], row.after)));
 }

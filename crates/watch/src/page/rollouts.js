@@ -1,10 +1,11 @@
 // Rollout viewer: groups of a step or of all steps, filtered and sorted, and the completions of a group side by side.
 
-import { api, apiJson, choice, el, failure, hash, isFile, link, number, place, remember, settled, signed, visible } from './shared.js';
+import { api, apiJson, block, choice, el, failure, hash, isFile, link, number, place, remember, settled, signed, visible } from './shared.js';
 import { ONLY, SORTS, groupsOf, measures, summary, triaged } from './groups.js';
 import { gallery } from './media.js';
 
 const PAGE = 50;
+const FOUND = 100;
 const STEP_GROUPS = 500;
 const SAMPLES_AT_ONCE = 32;
 const TOKENS_AT_ONCE = 4000;
@@ -292,8 +293,8 @@ async function find(run, filter, mine) {
   const { key } = listed;
   const one = async () => {
     let count = 0;
-    while (next && count < PAGE) {
-      const found = await apiJson('find', { run, ...filter, step: next.step, byte: next.byte, limit: PAGE - count });
+    while (next && count < FOUND) {
+      const found = await apiJson('find', { run, ...filter, step: next.step, byte: next.byte, limit: FOUND - count });
       if (mine !== ticket && listed.key !== key) return;
       list.append(...found.found.map((own) => line(own,
         el('span', { class: 'excerpt' }, visible(own.excerpt)),
@@ -342,7 +343,7 @@ async function prompt(mine) {
     el('p', {}, el('a', { href: hash('rows', { run: current.run, id: found.id }) }, 'history of this row')),
     found.media.length ? gallery(found.media, where) : '',
     el('details', { open: found.prompt.chars < 1200 }, el('summary', {}, 'rendered prompt'), text(found.prompt, { ...where })),
-    el('details', { open: true }, el('summary', {}, 'solution'), el('pre', {}, visible(typeof found.solution === 'string' ? found.solution : JSON.stringify(found.solution)))),
+    el('details', { open: true }, el('summary', {}, 'solution'), block(typeof found.solution === 'string' ? found.solution : JSON.stringify(found.solution))),
     Object.keys(found.row).length ? el('details', {}, el('summary', {}, 'row'), el('dl', {}, Object.entries(found.row).map(([name, value]) => [el('dt', {}, visible(name)), el('dd', {}, visible(typeof value === 'string' ? value : JSON.stringify(value)))]))) : '',
     el('div', { class: 'controls' }, el('h3', {}, `${samples.length} completions, best first`), el('label', {}, 'tokens by ', colours),
       found.samples.some((own) => own.tokens) ? '' : el('span', { class: 'quiet' }, '`train --log_token_stats` records numbers per token')),
@@ -354,7 +355,7 @@ async function prompt(mine) {
 
 /// Shows a text from the server. A very long text is shortened, with a button that shows all of it.
 function text({ text: shown, chars }, where) {
-  const pre = el('pre', {}, visible(shown));
+  const pre = block(shown);
   const cut = chars > [...shown].length;
   if (!cut) return pre;
   const button = el('button', { type: 'button', onclick: async () => {
@@ -406,7 +407,7 @@ function at(numbers, i) {
 }
 
 function tokens(numbers, how, advantage) {
-  const box = el('pre', { class: 'tokens' });
+  const box = el('pre', { class: 'tokens', tabIndex: 0, role: 'region', 'aria-label': 'tokens' });
   const tip = el('output', { class: 'tip' });
   const add = (from) => {
     const until = Math.min(numbers.tokens.length, from + TOKENS_AT_ONCE);

@@ -1,6 +1,6 @@
 // Rows of the training data over the steps: pass rates as a heat map, the history of a row, and a comparison of two runs.
 
-import { apiJson, choice, el, failure, hash, number, place, settled, signed, visible } from './shared.js';
+import { apiJson, block, choice, el, failure, hash, number, place, settled, signed, visible } from './shared.js';
 import { groupsOf, measures } from './groups.js';
 import { gallery } from './media.js';
 import { meanInterval, moments, wordDifference } from './stats.js';
@@ -33,7 +33,7 @@ export async function show(main, given, params) {
   map.addEventListener('pointermove', (event) => { const at = rowAt(event); map.title = at ? at.label : ''; });
   list = el('div', { class: 'scroll' });
   detail = el('article', { class: 'detail', 'aria-live': 'polite' });
-  main.append(el('section', { class: 'page' }, el('h2', {}, 'Rows'), form, status, el('div', { class: 'heat-box' }, map), detail, list));
+  main.append(el('section', { class: 'page' }, el('h2', {}, 'Rows'), form, status, el('div', { class: 'heat-box', tabIndex: 0, role: 'region', 'aria-label': 'pass rates' }, map), detail, list));
   await open(params);
 }
 
@@ -79,7 +79,7 @@ async function open(params) {
   else await history(params, mine);
 }
 
-/// Returns the rows of the first table, with the row of the other run.
+/// Returns the rows of the first table, each with its last pass in the second table.
 function rowsOf() {
   return [...tables[0].byId].map(([id, passes]) => {
     const [first, last] = [passes[0], passes.at(-1)];
@@ -202,7 +202,7 @@ async function history(params, mine) {
       const field = choice(`sample-${at}`, 'completion', samples[at].map((one) => [String(one.sample), `#${one.sample}: ${number(one.reward, 2)}`]), { onchange: () => { chosen[at] = samples[at].find((one) => String(one.sample) === field.value); compare(); } });
       field.value = String(chosen[at].sample);
       const text = parts ? parts[at].map((part) => (part.differs ? el(at ? 'ins' : 'del', {}, visible(part.text)) : visible(part.text))) : visible(texts[at]);
-      return el('div', {}, el('div', { class: 'controls' }, chooser(at ? 'right' : 'left', own), field, el('a', { href: hash('rollouts', { run: own.run, step: own.step, group: own.group }) }, 'all completions')), el('pre', {}, text));
+      return el('div', {}, el('div', { class: 'controls' }, chooser(at ? 'right' : 'left', own), field, el('a', { href: hash('rollouts', { run: own.run, step: own.step, group: own.group }) }, 'all completions')), block(texts[at], text));
     }));
   };
   compare();

@@ -72,6 +72,12 @@ export function visible(text) {
   return nodes;
 }
 
+/// Creates a block of text. A long one scrolls, so the keyboard must reach it.
+export function block(text, parts = visible(text)) {
+  const isLong = text.length > 600 || text.split('\n').length > 15;
+  return el('pre', isLong ? { tabIndex: 0, role: 'region', 'aria-label': 'text' } : {}, parts);
+}
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
   const size = Math.abs(value);
