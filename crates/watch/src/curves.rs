@@ -232,7 +232,7 @@ impl Table {
     }
 
     /// Returns a range in buckets of equal widths. Widths are powers of two and buckets begin at multiples of them, so that runs share
-    /// their x values. `x` has the beginning and the middle of each bucket, and `ends` the minimum and the maximum in the order in
+    /// their x values except at the ends. `x` has the beginning and the middle of each bucket, and `ends` the minimum and the maximum in the order in
     /// which they occur.
     fn buckets(&self, range: std::ops::Range<usize>, count: usize) -> Value {
         let span = self.steps[range.end - 1] - self.steps[range.start] + 1.0;
@@ -240,6 +240,7 @@ impl Table {
         while span / width > count as f64 {
             width *= 2.0;
         }
+        let (first, last) = (self.steps[range.start], self.steps[range.end - 1]);
         let place = |at: usize| (self.steps[at] / width).floor();
         let mut parts: Vec<std::ops::Range<usize>> = Vec::new();
         for at in range {
@@ -248,7 +249,9 @@ impl Table {
                 None => parts.push(at..at + 1),
             }
         }
-        let x = parts.iter().flat_map(|part| [0.0, 0.5].map(|share| (place(part.start) + share) * width));
+        let x = parts.iter().flat_map(|part| {
+            [0.0, 0.5].map(|share| ((place(part.start) + share) * width).clamp(first, last))
+        });
         let seconds = parts.iter().flat_map(|part| [part.start, part.end - 1]).map(|at| self.seconds[at]);
         let of = |(name, all): &(String, Vec<f32>)| {
             let (mut ends, mut means) = (Vec::new(), Vec::new());
@@ -422,7 +425,7 @@ mod tests {
         let found = all.of(&run, &asked("buckets=300")).unwrap();
         let steps = &found["steps"];
         assert_eq!((&found["thinned"], &steps["width"]), (&json!(true), &json!(16.0)));
-        assert_eq!(steps["x"].as_array().unwrap()[..4], [0.0, 8.0, 16.0, 24.0].map(|own| json!(own)));
+        assert_eq!(steps["x"].as_array().unwrap()[..4], [1.0, 8.0, 16.0, 24.0].map(|own| json!(own)));
         let ends = steps["columns"]["kl"]["ends"].as_array().unwrap();
         // Steps 2336 to 2351: first the least, 0, at step 2336, then the spike. The mean is (7 + 1000) / 16.
         assert_eq!(ends[2 * 146..2 * 147], [json!(0.0), json!(1000.0)]);

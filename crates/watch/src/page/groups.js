@@ -1,6 +1,6 @@
 // Groups of a run as rows with numbers: all completions of a prompt in a step. The table of a run is fetched once and kept up to date.
 
-import { apiJson } from './shared.js';
+import { apiJson, isFile } from './shared.js';
 
 const tables = new Map();
 
@@ -28,6 +28,8 @@ export class Groups {
   }
 
   async fetch(progress) {
+    // A report does not grow.
+    if (isFile && this.rows.length) return;
     for (;;) {
       const found = await apiJson('catalogue', { run: this.run, measure: this.measure, least: this.asked, generation: this.generation || undefined, from: this.next || undefined });
       // The run resumed from an earlier step, or a larger value changes what passes.

@@ -142,4 +142,6 @@ export function settled(wait, then) {
   };
 }
 
-export const failure = (error) => el('p', { class: 'error', role: 'alert' }, visible(String(error.message ?? error)));
+export const failure = (error) => (isFile ? el('p', { class: 'quiet', role: 'status' }, String(error.message ?? error)) : told(error));
+
+const told = (error) => el('p', { class: 'error', role: 'alert' }, visible(String(error.message ?? error)));
