@@ -390,10 +390,11 @@ class Chart {
       const values = this.series.flatMap((own, at) => (own.kind === 'edge' ? [] : this.plot.data[at + 1])).filter((own) => Number.isFinite(own)).sort((a, b) => a - b);
       if (values.length > 20) [low, high] = [quantile(values, 0.01), quantile(values, 0.99)];
     }
-    let [from, to] = this.isLog ? [low, high] : room(low, high, isZero);
+    // Rounding errors near 0 would take most of a logarithmic axis, and uPlot cannot place ticks there.
+    let [from, to] = this.isLog && high > 1e-12 ? [Math.max(low, high / 1e9, 1e-12), high] : this.isLog ? [0.1, 1] : room(low, high, isZero);
     if (this.isLog && from === to) [from, to] = [from / 2, to * 2];
     const [least, most] = this.edges ?? [null, null];
-    if (least !== null && !(this.isLog && least <= 0)) from = least;
+    if (least !== null) from = this.isLog ? Math.max(least, 1e-12) : least;
     if (most !== null) to = most;
     return from < to ? [from, to] : [from, from + 1];
   }
