@@ -547,7 +547,10 @@ mod tests {
         format!("{own}\n")
     }
 
-    fn run(steps: &[(u64, &[(&str, u32, u32, f64, u32)])]) -> (tempfile::TempDir, Run) {
+    /// Row id, group, sample, accuracy and length of completions.
+    type Completions<'a> = &'a [(&'a str, u32, u32, f64, u32)];
+
+    fn run(steps: &[(u64, Completions)]) -> (tempfile::TempDir, Run) {
         let directory = tempfile::tempdir().unwrap();
         let run = Run { dir: fs::canonicalize(directory.path()).unwrap() };
         fs::create_dir(run.dir.join("rollouts")).unwrap();
@@ -562,7 +565,7 @@ mod tests {
         serde_urlencoded::from_str(query).unwrap()
     }
 
-    const TWO: &[(u64, &[(&str, u32, u32, f64, u32)])] = &[
+    const TWO: &[(u64, Completions)] = &[
         (1, &[("a", 0, 1, 1.0, 4), ("a", 0, 0, 0.0, 2), ("b", 1, 0, 0.0, 9), ("b", 1, 1, 0.0, 5)]),
         (3, &[("a", 0, 0, 1.0, 3), ("a", 0, 1, 1.0, 5)]),
     ];
