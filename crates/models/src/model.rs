@@ -1,7 +1,7 @@
 //! A network with its weights, which scores and trains packed streams.
 
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +18,8 @@ use crate::lora::LoraConfig;
 use crate::prompt::Prompt;
 use crate::stream::PackedStream;
 use crate::weights::{
-    FileSource, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype, WeightFiles,
+    FileSource, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype,
+    WeightFiles,
 };
 
 /// A model: a checkpoint, a network and its weights.
@@ -224,6 +225,33 @@ impl Model {
         Ok(Self::new(checkpoint.clone(), network, source.params, HashSet::new(), options.device))
     }
 
+    /// Builds the outline of this model, with its adapters: the same names, shapes and dtypes, without data.
+    ///
+    /// # Errors
+    /// Returns an error if the adapters do not fit.
+    pub fn to_outline(&self) -> Result<Self> {
+        let weights = self.by_name();
+        let mut source = OutlineOf { weights: &weights, tied: self.decoder().tied(), params: Vec::new() };
+        let network = self.family().architecture().network(&mut source)?;
+        let (checkpoint, outside) = (self.checkpoint.clone(), self.outside.clone());
+        let mut outline = Self::new(checkpoint, network, source.params, outside, Device::Outline);
+        if let Some(lora) = &self.lora {
+            let bases = outline.by_name();
+            for (weight, adapter) in self.adapted() {
+                if let Some(base) = bases.get(weight.name()) {
+                    outline.adapt(base, lora, adapter.rank(), None)?;
+                }
+            }
+            outline.lora = Some(lora.clone());
+        }
+        Ok(outline)
+    }
+
+    /// Returns the weights of the architecture by published name.
+    fn by_name(&self) -> HashMap<String, Arc<Param>> {
+        self.base_params().iter().map(|param| (param.name().to_owned(), Arc::clone(param))).collect()
+    }
+
     /// Builds a frozen model for the KL term. It copies the trained weights, shares the others and has no adapters.
     ///
     /// # Errors
@@ -273,7 +301,7 @@ impl Model {
     }
 
     fn reference_with(&self, device: Device, files: Option<&WeightFiles>) -> Result<Self> {
-        let policy = self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
+        let policy = self.by_name();
         let mut source =
             ReferenceSource { policy: &policy, tied: self.decoder().tied(), files, params: Vec::new() };
         let network = self.family().architecture().network(&mut source)?;

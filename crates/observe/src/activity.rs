@@ -11,7 +11,42 @@ const RECENT_STEPS: usize = 20;
 
 /// Step, phase and counts of a run. The worker writes them and the console shows them; all clones share one state.
 #[derive(Clone, Debug, Default)]
-pub struct Activity(Arc<Mutex<State>>);
+pub struct Activity(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    listener: Mutex<Listener>,
+}
+
+/// Function that hears of every change.
+#[derive(Default)]
+struct Listener(Option<Box<dyn FnMut(&StepProgress) + Send>>);
+
+impl std::fmt::Debug for Listener {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Listener").field(&self.0.is_some()).finish()
+    }
+}
+
+/// Work of a run at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepProgress {
+    /// Step, counted from 1; 0 outside of steps.
+    pub step: u64,
+    /// Number of steps of the run.
+    pub num_steps: u64,
+    /// Name of the phase, as in `time/<phase>`; empty between phases.
+    pub phase: &'static str,
+    /// Name of the parts that are counted, such as `completions`; empty if the step has not counted any.
+    pub part: &'static str,
+    /// Number of parts that are done.
+    pub done: usize,
+    /// Number of all parts.
+    pub of: usize,
+    /// Number of tokens sampled in this phase.
+    pub tokens: u64,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -37,7 +72,38 @@ struct Phase {
 
 impl Activity {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the function that is called after every change, also after every sampled token. It runs on the thread that works, so it
+    /// must be quick, and must not change the activity. It replaces an earlier function.
+    pub fn listen(&self, listener: impl FnMut(&StepProgress) + Send + 'static) {
+        *self.0.listener.lock().unwrap_or_else(PoisonError::into_inner) = Listener(Some(Box::new(listener)));
+    }
+
+    /// Calls the listener.
+    fn tell(&self) {
+        let mut listener = self.0.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(listener) = &mut listener.0 {
+            listener(&self.progress());
+        }
+    }
+
+    /// Returns what the run is doing.
+    #[must_use]
+    pub fn progress(&self) -> StepProgress {
+        let state = self.state();
+        let (part, done, of) = state.parts.unwrap_or_default();
+        let steps = state.steps.as_ref();
+        StepProgress {
+            step: steps.map_or(0, |steps| (steps.done + 1).min(steps.total)),
+            num_steps: steps.map_or(0, |steps| steps.total),
+            phase: state.phase.as_ref().map_or("", |phase| phase.name),
+            part,
+            done,
+            of,
+            tokens: state.phase.as_ref().map_or(0, |phase| phase.tokens),
+        }
     }
 
     pub(crate) fn begin(&self, done: u64, total: u64, now: Instant) {
@@ -71,16 +137,19 @@ impl Activity {
     /// Begins a phase.
     pub fn enter(&self, name: &'static str, now: Instant) {
         self.state().phase = Some(Phase { name, since: now, tokens: 0 });
+        self.tell();
     }
 
     /// Ends the phase.
     pub fn leave(&self) {
         self.state().phase = None;
+        self.tell();
     }
 
     /// Sets how many named parts of the step are done. The counts stay until the next call.
     pub fn parts(&self, name: &'static str, done: usize, total: usize) {
         self.state().parts = Some((name, done, total));
+        self.tell();
     }
 
     /// Counts one sampled token. With `last`, it also counts one more part as done.
@@ -92,6 +161,8 @@ impl Activity {
         if let (true, Some((_, done, _))) = (last, &mut state.parts) {
             *done += 1;
         }
+        drop(state);
+        self.tell();
     }
 
     /// Returns the number of tokens sampled in this phase.
@@ -193,6 +264,40 @@ mod tests {
         assert_eq!(activity.left(at(400.0)), Some(Duration::from_secs(289 * 40)));
         activity.end();
         assert_eq!(activity.step(), None);
+    }
+
+    #[test]
+    fn a_listener_hears_every_change() {
+        let (activity, now) = (Activity::default(), Instant::now());
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let told = Arc::clone(&heard);
+        activity.listen(move |progress| told.lock().unwrap().push(*progress));
+        activity.begin(2, 9, now);
+        activity.enter("rollout", now);
+        activity.parts("completions", 0, 2);
+        activity.token(false);
+        activity.token(true);
+        activity.leave();
+        let of = |phase, part, done, of, tokens| StepProgress {
+            step: 3,
+            num_steps: 9,
+            phase,
+            part,
+            done,
+            of,
+            tokens,
+        };
+        let expected = [
+            of("rollout", "", 0, 0, 0),
+            of("rollout", "completions", 0, 2, 0),
+            of("rollout", "completions", 0, 2, 1),
+            of("rollout", "completions", 1, 2, 2),
+            of("", "completions", 1, 2, 0),
+        ];
+        assert_eq!(*heard.lock().unwrap(), expected);
+        activity.listen(|_| {});
+        activity.leave();
+        assert_eq!(heard.lock().unwrap().len(), expected.len());
     }
 
     #[test]

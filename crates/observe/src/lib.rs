@@ -29,7 +29,7 @@ mod text;
 mod trackers;
 mod window;
 
-pub use activity::Activity;
+pub use activity::{Activity, StepProgress};
 pub use atomic::{sync_directory, write_atomic};
 pub use completions::best_and_worst;
 pub use console::{Block, Console, Progress, Steps, stdout_columns, summary_line};

@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!("step {}: reward {:.1}", step.step, step.metric("reward").unwrap_or_default());
         ControlFlow::Continue(())
     });
-    let summary = train(model, prompts, rows, rewards, plan)?;
-    println!("{} steps; the model is in {}", summary.steps, dir.join("run").display());
+    let trained = train(model, prompts, rows, rewards, plan)?;
+    println!("{} steps; the model is in {}", trained.summary.steps, dir.join("run").display());
     Ok(())
 }

@@ -24,7 +24,7 @@
 //! 5. A [`Generator`] samples completions of prompts, by [`SamplingParams`]. [`logprobs`] returns the log-probabilities of
 //!    existing completions.
 //! 6. A [`RewardSet`] scores them: [rewards by name](build_rewards) (`accuracy`, `format`, …), [a closure](reward()), or anything that
-//!    implements [`Reward`], with a weight each.
+//!    implements [`Reward`], with a weight each. [`build_rewards_with`] mixes names with rewards of your own.
 //! 7. [`train()`] repeats this. An [`Algorithm`] sets how rewards become advantages, and the loss;
 //!    [`Algorithm::of`] takes a published [`Recipe`] by [name](recipe()), whose values can all be changed. [`AdamWConfig`],
 //!    [`Selection`] (which parts are trained) and [`RunPlan`] (length, checkpoints, resuming) are the rest of a [`TrainPlan`].
@@ -32,10 +32,13 @@
 //!
 //! # Observe a run
 //!
-//! A run writes the same files as the program: `metrics.jsonl`, all completions with their rewards in `rollouts/`, checkpoints, and at
-//! the end the model. [`TrainPlan::on_rollout`], [`TrainPlan::on_step`] and [`TrainPlan::on_evaluation`] call your
-//! functions with the same numbers; one that returns [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after its step, with a checkpoint to
-//! resume from.
+//! [`train()`] starts a run as the program does: before the first step it checks all rows and rewards, forecasts the memory, and
+//! compares the inputs of a resumed run by content. A run writes the same files as the program: `metrics.jsonl`, all completions
+//! with their rewards in `rollouts/`, checkpoints, and at the end the model. [`TrainPlan::on_rollout`], [`TrainPlan::on_step`]
+//! and [`TrainPlan::on_evaluation`] call your functions with the same numbers. One that returns
+//! [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after its step, with a checkpoint to resume from.
+//! [`TrainPlan::on_progress`] tells what a step is doing. A plan and its functions are [`Send`], so a service can train on a thread
+//! of its own.
 //!
 //! # A loss of your own
 //!
@@ -95,11 +98,12 @@ pub use omnigrpo_models::{
     Checkpoint, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, ModelError,
     Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, WeightDtype,
 };
-pub use omnigrpo_observe::Console;
+pub use omnigrpo_observe::{Console, StepProgress};
 pub use omnigrpo_ops::Device;
 pub use omnigrpo_rewards::{
-    AccuracyMode, AnswerPolicy, ExternalOptions, FormatMode, Measures, Reward, RewardError, RewardInput,
-    RewardMatrix, RewardOptions, RewardSet, RowKey, Score, Summary, Think, build as build_rewards, reward,
+    AccuracyMode, AnswerPolicy, Corpus, ExternalOptions, FormatMode, Logged, Measures, Reward, RewardError,
+    RewardInput, RewardMatrix, RewardOptions, RewardSet, RowKey, Score, Summary, Think,
+    build as build_rewards, build_with as build_rewards_with, reward,
 };
 pub use omnigrpo_rollout::{
     Completion, FinishReason, Generator, Request, RolloutError, SamplingParams, TokenEvent,
@@ -107,8 +111,8 @@ pub use omnigrpo_rollout::{
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, EvalWhen, Evaluation, Generated, Group, Objective,
-    PreparedRow, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind, Scored, Selection,
-    SkipPolicy, SyncReference, TrainError, evaluate, generate, logprobs,
+    PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind, Scored,
+    Selection, SkipPolicy, SyncReference, TrainError, Trained, evaluate, generate, logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 

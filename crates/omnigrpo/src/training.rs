@@ -8,11 +8,11 @@ use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
-use omnigrpo_rewards::RewardSet;
+use omnigrpo_observe::{Console, Metric, RunLock, StepProgress, Trackers};
+use omnigrpo_rewards::{Corpus, RewardSet};
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalOptions, EvalPlan, Evaluation, Observer, Result, Rollouts, RunPlan,
-    RunSummary, Selection, TrainSetup,
+    AdamWConfig, Algorithm, EvalOptions, EvalPlan, Evaluation, Observer, Output, Policy, Result, Rollouts,
+    Run, RunPlan, Selection, Trained,
 };
 
 /// Settings of a training run and its directory. All but the directory have a default.
@@ -51,6 +51,15 @@ pub struct TrainPlan {
     pub eval: EvalOptions,
     /// Console of the run; silent by default, [`Console::stderr`] shows progress.
     pub console: Console,
+    /// False to trust the rows instead of reading all of them before the first update.
+    pub check_rows: bool,
+    /// Files that determine the scores of rewards, such as programs. A run resumes only if their content is the same.
+    pub reward_files: Vec<PathBuf>,
+    /// References for rewards that weigh words by their frequency ([`corpus`](omnigrpo_train::checks::corpus)). They are stored in the
+    /// run directory.
+    pub corpus: Option<Corpus>,
+    /// Maximum memory of decoded media that are kept for later passes, bytes; `None` for a share of the free memory.
+    pub media_bytes: Option<u64>,
     /// Flag that, once set, ends the run after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
     hooks: Hooks,
@@ -61,7 +70,7 @@ pub struct TrainPlan {
 pub struct StepReport<'a> {
     /// Number of updates so far, including this one.
     pub step: u64,
-    /// Metrics, with their names in `metrics.jsonl`.
+    /// Numbers of the line of this update in `metrics.jsonl`, in its order.
     pub metrics: &'a [Metric],
 }
 
@@ -73,13 +82,15 @@ impl StepReport<'_> {
     }
 }
 
-type OnStep = Box<dyn FnMut(&StepReport<'_>) -> ControlFlow<()>>;
-type OnRollout = Box<dyn FnMut(&Rollouts)>;
-type OnEvaluation = Box<dyn FnMut(u64, &Evaluation)>;
+type OnStep = Box<dyn FnMut(&StepReport<'_>) -> ControlFlow<()> + Send>;
+type OnProgress = Box<dyn FnMut(&StepProgress) + Send>;
+type OnRollout = Box<dyn FnMut(&Rollouts) + Send>;
+type OnEvaluation = Box<dyn FnMut(u64, &Evaluation) + Send>;
 
 #[derive(Default)]
 struct Hooks {
     step: Vec<OnStep>,
+    progress: Vec<OnProgress>,
     rollout: Vec<OnRollout>,
     evaluation: Vec<OnEvaluation>,
 }
@@ -114,6 +125,10 @@ impl TrainPlan {
             held_out: None,
             eval: EvalOptions::default(),
             console: Console::plain(std::io::sink()),
+            check_rows: true,
+            reward_files: Vec::new(),
+            corpus: None,
+            media_bytes: None,
             stop: Arc::default(),
             hooks: Hooks::default(),
         }
@@ -122,30 +137,40 @@ impl TrainPlan {
     /// Registers a function to be called after every update. `Break` ends the run after that update, with a checkpoint to resume
     /// from.
     #[must_use]
-    pub fn on_step(mut self, hook: impl FnMut(&StepReport<'_>) -> ControlFlow<()> + 'static) -> Self {
+    pub fn on_step(mut self, hook: impl FnMut(&StepReport<'_>) -> ControlFlow<()> + Send + 'static) -> Self {
         self.hooks.step.push(Box::new(hook));
+        self
+    }
+
+    /// Registers a function to be called whenever a step goes on: at each phase, at each part of it (a completion, a prompt), and after
+    /// each sampled token. It runs on the thread that trains, so it must be quick.
+    #[must_use]
+    pub fn on_progress(mut self, hook: impl FnMut(&StepProgress) + Send + 'static) -> Self {
+        self.hooks.progress.push(Box::new(hook));
         self
     }
 
     /// Registers a function to be called with the scored completions of every rollout, before the model is trained on them.
     #[must_use]
-    pub fn on_rollout(mut self, hook: impl FnMut(&Rollouts) + 'static) -> Self {
+    pub fn on_rollout(mut self, hook: impl FnMut(&Rollouts) + Send + 'static) -> Self {
         self.hooks.rollout.push(Box::new(hook));
         self
     }
 
     /// Registers a function to be called with the number of updates so far and the result of every evaluation.
     #[must_use]
-    pub fn on_evaluation(mut self, hook: impl FnMut(u64, &Evaluation) + 'static) -> Self {
+    pub fn on_evaluation(mut self, hook: impl FnMut(u64, &Evaluation) + Send + 'static) -> Self {
         self.hooks.evaluation.push(Box::new(hook));
         self
     }
 }
 
-/// Trains a model on the rows of a dataset.
+/// Trains a model on the rows of a dataset, and returns it with the summary of the run.
 ///
-/// Resumes an unfinished run of the same plan, rewards and rows in the run directory, so a killed program can simply be started
-/// again. The code of closures and functions cannot be compared.
+/// Like the program, it first checks everything that can be checked: all rows and the headers of their media, whether the rewards
+/// can score them, one made-up completion by each external reward, and the memory. Then it resumes an unfinished run of the same
+/// plan, rewards, rows and weights in the run directory, so a killed program can simply be started again. Inputs are compared by
+/// content, but the code of closures and functions cannot be compared.
 ///
 /// ```
 /// use std::path::Path;
@@ -170,61 +195,70 @@ impl TrainPlan {
 /// plan.algorithm.num_generations = 2;
 /// plan.algorithm.sampling.max_completion_length = 4;
 /// plan.run.max_steps = Some(1);
-/// let summary = train(model, prompts, rows, RewardSet::new(vec![brief], &[])?, plan)?;
-/// assert_eq!(summary.steps, 1);
+/// let trained = train(model, prompts, rows, RewardSet::new(vec![brief], &[])?, plan)?;
+/// assert_eq!(trained.summary.steps, 1);
+/// assert!(trained.model.params().iter().any(|weight| weight.trainable()));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Errors
-/// Returns an error if settings cannot work, rows or rewards fail, the loss is not finite, or the disk is full. The newest
-/// checkpoint stays usable.
+/// Returns [`TrainError::Refused`](omnigrpo_train::TrainError::Refused) if a check fails, and another error if settings cannot work,
+/// rows or rewards fail later, the loss is not finite, or the disk is full. The newest checkpoint stays usable.
 pub fn train(
     model: Model,
     prompts: PromptBuilder,
     dataset: Dataset,
     rewards: RewardSet,
     plan: TrainPlan,
-) -> Result<RunSummary> {
-    let TrainPlan {
-        output_dir,
-        algorithm,
-        optimizer,
-        selection,
-        mut run,
-        held_out,
-        eval,
-        console,
-        stop,
-        hooks,
-    } = plan;
+) -> Result<Trained> {
     let (prompts, dataset) = (Arc::new(prompts), Arc::new(dataset));
-    if run.fingerprint.is_empty() {
-        let plans: [(&str, &dyn Debug); 3] =
-            [("algorithm", &algorithm), ("optimizer", &optimizer), ("selection", &selection)];
-        let plans = plans.into_iter().map(|(name, plan)| (name, format!("{plan:?}")));
-        let inputs = [("rewards", rewards.names().join(", ")), ("dataset", dataset.fingerprint()?)];
-        run.fingerprint = plans.chain(inputs).map(|(name, text)| (name.to_owned(), text.into())).collect();
-    }
-    let trackers = Trackers::none(&console);
-    let setup = TrainSetup {
-        eval: held_out
-            .map(|rows| EvalPlan { options: eval, ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows)) }),
-        rows: (0..dataset.len()).collect(),
-        lock: RunLock::acquire(&output_dir, &format!("process {}", std::process::id()))?,
-        trackers: Box::new(move || trackers),
-        observer: Box::new(hooks),
+    let lock = RunLock::acquire(&plan.output_dir, &format!("process {}", std::process::id()))?;
+    let mut run = plan.run;
+    let plans: [(&str, &dyn Debug); 4] = [
+        ("algorithm", &plan.algorithm),
+        ("optimizer", &plan.optimizer),
+        ("selection", &plan.selection),
+        ("prompts", prompts.settings()),
+    ];
+    run.fingerprint
+        .extend(plans.into_iter().map(|(name, plan)| (name.to_owned(), format!("{plan:?}").into())));
+    run.fingerprint.extend(run.binding());
+    let weighed = format!("{} weighed {:?}", rewards.names().join(", "), rewards.weights());
+    run.fingerprint.insert("rewards".to_owned(), weighed.into());
+    let eval = plan
+        .held_out
+        .map(|rows| EvalPlan { options: plan.eval, ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows)) });
+    let run = Run {
         reference_device: model.device(),
-        model,
+        model: Policy::Loaded(Box::new(model)),
+        rows: (0..dataset.len()).collect(),
         prompts,
         shuffled: None,
         dataset,
+        eval,
         rewards,
-        algorithm,
-        optimizer,
-        selection,
-        run,
+        corpus: plan.corpus,
+        reward_bytes: 0,
+        reward_files: plan.reward_files,
+        algorithm: plan.algorithm,
+        optimizer: plan.optimizer,
+        selection: plan.selection,
+        plan: run,
+        check_rows: plan.check_rows,
+        cache_dir: Some(lock.root().join(".cache")),
+        media_bytes: plan.media_bytes,
+        output_dir: Some(lock.root().to_owned()),
     };
-    omnigrpo_train::train(setup, &console, &stop)
+    let mut hooks = plan.hooks;
+    let mut progress = std::mem::take(&mut hooks.progress);
+    if !progress.is_empty() {
+        let tell = move |now: &StepProgress| progress.iter_mut().for_each(|hook| hook(now));
+        plan.console.activity().listen(tell);
+    }
+    let prepared = run.prepare(&plan.console)?;
+    let trackers = Trackers::none(&plan.console);
+    let output = Output { lock, observer: Box::new(hooks), trackers: Box::new(move || trackers) };
+    prepared.train(output, &plan.console, &plan.stop)
 }
 
 #[cfg(test)]
@@ -237,6 +271,7 @@ mod tests {
     use omnigrpo_grpo::{CustomTerm, Surrogate};
     use omnigrpo_models::{Checkpoint, LoadOptions, PromptSettings};
     use omnigrpo_rewards::reward;
+    use omnigrpo_train::TrainError;
     use serde_json::json;
 
     use super::*;
@@ -269,7 +304,13 @@ mod tests {
             (plan.run.prompts_per_step, plan.run.max_steps) = (2, Some(max_steps));
             let (steps, completions) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(0)));
             let (told, counted) = (Arc::clone(&steps), Arc::clone(&completions));
+            let phases = Arc::new(Mutex::new(std::collections::BTreeSet::new()));
+            let heard = Arc::clone(&phases);
             let plan = plan
+                .on_progress(move |now| {
+                    assert!(now.done <= now.of && now.num_steps == max_steps, "{now:?}");
+                    heard.lock().unwrap().insert((now.step, now.phase));
+                })
                 .on_step(move |step| {
                     assert!(step.metric("reward").is_some() && step.metric("rewards/digits/mean").is_some());
                     told.lock().unwrap().push(step.step);
@@ -278,7 +319,12 @@ mod tests {
                 .on_rollout(move |rollouts| {
                     *counted.lock().unwrap() += rollouts.completions().count();
                 });
-            let summary = train(model, prompts, rows, rewards, plan).unwrap();
+            let summary = train(model, prompts, rows, rewards, plan).unwrap().summary;
+            let phases = phases.lock().unwrap();
+            assert!(
+                [(1, "rollout"), (2, "backward")].iter().all(|phase| phases.contains(phase)),
+                "{phases:?}"
+            );
             (summary.steps, steps.lock().unwrap().clone(), *completions.lock().unwrap())
         };
         assert_eq!(start(2, 1e-3), (2, vec![1, 2], 12));
@@ -290,5 +336,45 @@ mod tests {
         assert!(weights() == trained);
         assert_eq!(start(2, 1e-2), (2, vec![1, 2], 12));
         assert!(weights() != trained);
+    }
+
+    #[test]
+    fn plans_models_and_options_may_be_sent_to_a_thread() {
+        fn is_send<T: Send>() {}
+        fn is_sync<T: Sync>() {}
+        is_send::<TrainPlan>();
+        is_send::<Run>();
+        is_send::<Trained>();
+        is_send::<LoadOptions<'static>>();
+        is_sync::<LoadOptions<'static>>();
+    }
+
+    /// The library checks a run as the program does: an unusable row, and a reward by name beside a closure that applies to no row.
+    #[test]
+    fn a_run_that_cannot_work_is_refused_before_its_first_step() {
+        let dir =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/checkpoints/qwen2_5_vl_tied");
+        let place = tempfile::tempdir().unwrap();
+        let refused = |row: serde_json::Value, names: &[&str]| {
+            let checkpoint = Checkpoint::open(&dir).unwrap();
+            let model = Model::load_with(&checkpoint, &LoadOptions::default()).unwrap();
+            let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
+            let rows = Dataset::from_rows("rows", [row], place.path(), &ReadOptions::default()).unwrap();
+            let brief = reward("brief", (-1e4, 0.0), |row| -(row.completion.len() as f64));
+            let rewards = omnigrpo_rewards::build_with(names, &Default::default(), vec![brief]).unwrap();
+            let plan = TrainPlan::in_dir(place.path().join("run")).on_step(|_| panic!("a step was taken"));
+            match train(model, prompts, rows, rewards, plan) {
+                Err(TrainError::Refused(refusal)) => refusal,
+                Err(error) => panic!("{error}"),
+                Ok(_) => panic!("the run was not refused"),
+            }
+        };
+        let missing = json!({ "prompt": "<image>What?", "image": "missing.png", "solution": "x" });
+        let refusal = refused(missing, &["brief", "accuracy"]);
+        assert_eq!(refusal.what, "too many rows cannot be used");
+        assert_eq!(refusal.got.as_deref(), Some("1 of 1 rows"));
+        let refusal = refused(json!({ "prompt": "1 + 1 =" }), &["brief", "accuracy"]);
+        assert_eq!(refusal.what, "the reward `accuracy` applies to no row");
+        assert!(!place.path().join("run/metrics.jsonl").exists());
     }
 }

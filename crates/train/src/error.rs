@@ -20,6 +20,9 @@ pub enum TrainError {
         /// Problem and advice.
         what: String,
     },
+    /// Run that cannot work, found before its first step.
+    #[error("{0}")]
+    Refused(Box<Refusal>),
     /// Invalid regular expression in a pattern that selects weights.
     #[error("{name} {pattern:?} is not a valid regular expression")]
     Pattern {
@@ -175,6 +178,78 @@ impl TrainError {
     pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { path, source }
+    }
+}
+
+/// Reason why a run cannot start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Problem.
+    pub what: String,
+    /// Place of the problem: a setting, a file or a directory.
+    pub at: Option<String>,
+    /// Value that was found.
+    pub got: Option<String>,
+    /// Description of a correct value.
+    pub expected: Option<String>,
+    /// Advice.
+    pub help: Option<String>,
+    /// True if only other settings can help.
+    pub by_settings: bool,
+}
+
+impl Refusal {
+    /// Creates the refusal of rows, files or a machine.
+    pub(crate) fn failure(what: impl Into<String>) -> Self {
+        let (at, got, expected, help) = (None, None, None, None);
+        Self { what: what.into(), at, got, expected, help, by_settings: false }
+    }
+
+    /// Creates the refusal of settings.
+    pub(crate) fn usage(what: impl Into<String>) -> Self {
+        Self { by_settings: true, ..Self::failure(what) }
+    }
+
+    /// Adds the place.
+    pub(crate) fn at(mut self, place: impl Into<String>) -> Self {
+        self.at = Some(place.into());
+        self
+    }
+
+    /// Adds the value that was found.
+    pub(crate) fn got(mut self, got: impl Into<String>) -> Self {
+        self.got = Some(got.into());
+        self
+    }
+
+    /// Adds a description of a correct value.
+    pub(crate) fn expected(mut self, expected: impl Into<String>) -> Self {
+        self.expected = Some(expected.into());
+        self
+    }
+
+    /// Adds advice.
+    pub(crate) fn help(mut self, help: impl Into<String>) -> Self {
+        self.help = Some(help.into());
+        self
+    }
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.what)?;
+        let parts =
+            [(" at ", &self.at), (": got ", &self.got), ("; expected ", &self.expected), ("; ", &self.help)];
+        parts.into_iter().try_for_each(|(joint, part)| match part {
+            Some(part) => write!(f, "{joint}{part}"),
+            None => Ok(()),
+        })
+    }
+}
+
+impl From<Refusal> for TrainError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(Box::new(refusal))
     }
 }
 

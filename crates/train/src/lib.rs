@@ -5,6 +5,7 @@
 
 mod buffer;
 pub mod checkpoint;
+pub mod checks;
 mod error;
 mod evaluate;
 mod features;
@@ -12,17 +13,22 @@ mod forecast;
 mod gap;
 mod imitate;
 mod infer;
+mod inputs;
 mod length;
+mod longest;
 mod memory;
 mod model_card;
 mod optimizer;
 mod pass;
 mod plan;
+mod policy;
+mod prepare;
 mod records;
 mod replay;
 mod resume;
 mod rollouts;
 pub mod roofline;
+pub mod room;
 mod rows;
 mod run;
 mod schedule;
@@ -36,17 +42,21 @@ mod temporal;
 mod timing;
 
 pub use buffer::BufferState;
-pub use error::{Result, TrainError};
+pub use error::{Refusal, Result, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
 pub use features::{Keep, encode};
 pub use forecast::{StepTime, step_time};
 pub use imitate::{ImitationOutcome, imitate};
 pub use infer::{Generated, Recorded, generate, logprobs, score_recorded};
+pub use inputs::digests;
+pub use longest::Longest;
 pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
 pub use plan::{
     EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,
 };
+pub use policy::{ModelPlan, Policy, weights_fit};
+pub use prepare::{Forecast, Output, Prepared, Run, Trained, Variant};
 pub use replay::replay;
 pub use rollouts::{Group, Rollouts, Scored};
 pub use rows::{

@@ -24,6 +24,7 @@ use crate::features::{self, Keep};
 use crate::imitate::imitate;
 use crate::optimizer::{AdamW, AdamWConfig};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
+use crate::room;
 use crate::rows::PreparedRow;
 use crate::split::Split;
 use crate::step::{Algorithm, UpdateAt, update};
@@ -154,6 +155,15 @@ impl Memory {
             ("cache of completions", self.cache),
             ("allocator", self.slack),
         ]
+    }
+}
+
+/// Lists the parts that take memory, with their sizes.
+impl std::fmt::Display for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let some = self.parts().into_iter().filter(|(_, bytes)| *bytes > 0);
+        let parts: Vec<String> = some.map(|(name, bytes)| format!("{name} {}", room::size(bytes))).collect();
+        f.write_str(&parts.join(", "))
     }
 }
 

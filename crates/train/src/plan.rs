@@ -173,6 +173,26 @@ impl RunPlan {
         device == Device::Cpu && self.sync_reference.is_none()
     }
 
+    /// Returns the settings that must not change when a run resumes: those on which an update depends. The length of the run, its
+    /// records and its checkpoints may change.
+    #[must_use]
+    pub fn binding(&self) -> Map<String, Value> {
+        let all: [(&str, &dyn std::fmt::Debug); 11] = [
+            ("objective", &self.objective),
+            ("prompts_per_step", &self.prompts_per_step),
+            ("num_iterations", &self.num_iterations),
+            ("steps_per_generation", &self.steps_per_generation),
+            ("sync_reference", &self.sync_reference),
+            ("lessons", &self.lessons),
+            ("schedule", &self.schedule),
+            ("warmup_ratio", &self.warmup_ratio),
+            ("warmup_steps", &self.warmup_steps),
+            ("replay", &self.replay),
+            ("data_seed", &self.data_seed),
+        ];
+        all.into_iter().map(|(name, value)| (name.to_owned(), format!("{value:?}").into())).collect()
+    }
+
     /// Returns the number of updates of the run for `usable` rows.
     ///
     /// # Errors
@@ -245,13 +265,13 @@ impl Default for RunPlan {
 }
 
 /// Callbacks of a training run, called inside its process. The default implementations do nothing.
-pub trait Observer {
+pub trait Observer: Send {
     /// Receives newly scored completions. The update after the first `step` updates trains on them.
     fn rollout(&mut self, step: u64, rollouts: &Rollouts) {
         let _ = (step, rollouts);
     }
 
-    /// Receives the metrics of update number `step`, as they are written to `metrics.jsonl`. `Break` ends the run with a
+    /// Receives the numbers of update number `step`: those of its line in `metrics.jsonl`, in the same order. `Break` ends the run with a
     /// checkpoint from which it can resume.
     fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
         let _ = (step, metrics);
@@ -344,7 +364,7 @@ pub struct TrainSetup {
     /// Observer of the run.
     pub observer: Box<dyn Observer>,
     /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
-    pub trackers: Box<dyn FnOnce() -> Trackers>,
+    pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
 }
 
 /// Summary of a run.

@@ -186,7 +186,7 @@ impl Records {
         Ok(dir.write_tokens(step, &lines)?)
     }
 
-    /// Records the metrics of an update. Returns the problems that begin or end with it.
+    /// Records the metrics of an update. Returns all numbers of its line in `metrics.jsonl`, and the problems that begin or end with it.
     pub(crate) fn step(
         &mut self,
         step: u64,
@@ -194,10 +194,10 @@ impl Records {
         mut metrics: Vec<Metric>,
         reward: Option<f64>,
         timer: PhaseTimer,
-    ) -> Result<Vec<Warning>> {
+    ) -> Result<(Vec<Metric>, Vec<Warning>)> {
         if self.dir.is_none() {
             self.steps_timed += 1;
-            return Ok(Vec::new());
+            return Ok((metrics, Vec::new()));
         }
         if let Some(bytes) = peak_memory_bytes() {
             metrics.push(("memory/peak_mb".into(), Some(bytes as f64 / 1e6)));
@@ -216,7 +216,7 @@ impl Records {
         metrics.extend(times);
         self.metrics(step, epoch, &metrics)?;
         let (own, others): (Vec<Metric>, Vec<Metric>) =
-            metrics.into_iter().partition(|(name, _)| name.starts_with("grpo/"));
+            metrics.iter().cloned().partition(|(name, _)| name.starts_with("grpo/"));
         self.window.push(&others);
         self.grpo_window.push(&own);
         if step.is_multiple_of(self.grpo_logging_steps) {
@@ -225,7 +225,8 @@ impl Records {
         if step.is_multiple_of(self.logging_steps) {
             self.show_window(step, epoch);
         }
-        Ok(warnings)
+        metrics.insert(0, ("epoch".to_owned(), Some(epoch)));
+        Ok((metrics, warnings))
     }
 
     /// Shows, records and returns the problems that begin or end with a step.

@@ -13,7 +13,7 @@ use omnigrpo_observe::{Console, Existing, step_files};
 use serde_json::Value;
 
 use crate::checkpoint::{self, TrainerState};
-use crate::error::{Result, TrainError};
+use crate::error::{Refusal, Result, TrainError};
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
 use crate::split::Split;
@@ -164,13 +164,7 @@ impl Start {
         if let Some(path) = named {
             let state = checkpoint::read_state(&path)?;
             if let (false, Some(differing)) = (run.allow_changed, describe(run, &state)) {
-                return Err(TrainError::Checkpoint {
-                    what: format!(
-                        "{} was written with other settings ({differing}); restore the old settings, use the new ones \
-                         with RunPlan::allow_changed, or start from the beginning with RunPlan::resume ResumeFrom::Start",
-                        path.display()
-                    ),
-                });
+                return Err(written_otherwise(&path, &differing));
             }
             return load(path, state);
         }
@@ -284,6 +278,63 @@ impl Start {
         }
         console.line(&format!("{what} in {} were moved to {}: {why}", dir.display(), aside.display()));
         Ok(())
+    }
+}
+
+/// Returns an error if the checkpoint that the plan names is missing.
+pub(crate) fn find_requested(resume: &ResumeFrom, dir: &Path) -> Result<()> {
+    let absent = |place: &Path| -> Result<()> {
+        let found = checkpoint::list(dir)?;
+        let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
+        Err(Refusal::failure("no checkpoint to resume from was found")
+            .at(place.display().to_string())
+            .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
+            .expected("a directory `checkpoint-N` with `trainer_state.json`")
+            .help("`RunPlan::resume ResumeFrom::Newest` starts from the beginning if there is none")
+            .into())
+    };
+    match resume {
+        ResumeFrom::Must if checkpoint::list(dir)?.is_empty() => absent(dir),
+        ResumeFrom::Path(path) if !path.is_dir() => absent(path),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the checkpoint from which a run will resume, and its step. If it turns out to be damaged when it is loaded, the run
+/// resumes from an earlier one.
+pub(crate) fn expected(run: &RunPlan, dir: &Path) -> Result<Option<(PathBuf, u64)>> {
+    let newest_first = || -> Result<Vec<PathBuf>> {
+        Ok(checkpoint::list(dir)?.into_iter().rev().map(|(_, path)| path).collect())
+    };
+    let (candidates, named) = match &run.resume {
+        ResumeFrom::Start => return Ok(None),
+        ResumeFrom::Path(path) => (vec![path.clone()], true),
+        ResumeFrom::Must => (newest_first()?.into_iter().take(1).collect(), true),
+        ResumeFrom::Newest => (newest_first()?, false),
+    };
+    for path in candidates {
+        let state = match checkpoint::read_state(&path) {
+            Err(error) if named => return Err(error),
+            Err(_) => continue,
+            Ok(state) if state.model_only && !named => continue,
+            Ok(state) => state,
+        };
+        return match describe(run, &state).filter(|_| !run.allow_changed) {
+            None => Ok(Some((path, state.global_step))),
+            Some(differing) if named => Err(written_otherwise(&path, &differing)),
+            Some(_) => Ok(None),
+        };
+    }
+    Ok(None)
+}
+
+fn written_otherwise(path: &Path, differing: &str) -> TrainError {
+    TrainError::Checkpoint {
+        what: format!(
+            "{} was written with other settings ({differing}); restore the old settings, use the new ones with \
+             RunPlan::allow_changed, or start from the beginning with RunPlan::resume ResumeFrom::Start",
+            path.display()
+        ),
     }
 }
 

@@ -22,6 +22,7 @@ use crate::model_card;
 use crate::optimizer::AdamW;
 use crate::pass::{entropies, old_logprobs, reference_logprobs};
 use crate::plan::{EvalWhen, Objective, Observer, RunPlan, RunSummary, SaveWhen, TrainSetup};
+use crate::prepare::Trained;
 use crate::records::Records;
 use crate::replay::replay;
 use crate::resume::{Resumed, Start};
@@ -32,13 +33,13 @@ use crate::selection::summary;
 use crate::step::{Algorithm, Collector, StepOutcome, UpdateAt, update};
 use crate::timing::timed;
 
-/// Runs GRPO or supervised training.
+/// Runs GRPO or supervised training, without the checks of [`Run::prepare`](crate::Run::prepare).
 ///
 /// # Errors
 /// Returns an error if a setting is invalid, the data are unusable, a loss is not finite, or the disk is full. The last complete
 /// checkpoint stays usable. If the machine fails during a step, the run writes a checkpoint and ends without an error
 /// ([`RunSummary::machine`]).
-pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<RunSummary> {
+pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<Trained> {
     let mut this = Loop::begin(setup, console)?;
     let total = this.length.total;
     let mut step = this.place.step;
@@ -91,10 +92,9 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         this.place.step = step;
         let epoch = this.source.order().epochs_done();
         shown.advance(&metrics);
+        let (metrics, warnings) = split.agree(this.records.step(step, epoch, metrics, reward, timer))?;
         asked_to_stop |= this.observer.step(step, &metrics).is_break();
-        for warning in split.agree(this.records.step(step, epoch, metrics, reward, timer))? {
-            this.observer.problem(&warning);
-        }
+        warnings.iter().for_each(|warning| this.observer.problem(warning));
         if this.run.stop_on_collapse && step < total {
             summary.collapsed = this.records.collapse();
             asked_to_stop |= summary.collapsed.is_some();
@@ -605,7 +605,7 @@ impl Loop {
     }
 
     /// Ends the run: writes the model with its card, or a checkpoint if the run was interrupted, and creates the report.
-    fn end(mut self, mut summary: RunSummary) -> Result<RunSummary> {
+    fn end(mut self, mut summary: RunSummary) -> Result<Trained> {
         let step = self.place.step;
         self.records.close(step, self.source.order().epochs_done());
         summary.interrupted = step < self.length.total;
@@ -632,7 +632,7 @@ impl Loop {
         summary.steps_here = self.records.steps_timed;
         self.records.finish_trackers();
         summary.report = self.records.report(&summary);
-        Ok(summary)
+        Ok(Trained { model: self.model, summary })
     }
 
     fn write_model_card(&self, summary: &RunSummary) -> Result<()> {

@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use omnigrpo_data::{Cause, CheckOptions, Dataset, Measure, MediumInfo, MediumRef, Report, Sample, check};
 use omnigrpo_models::{Limits, PromptBuilder, probe_medium};
+use omnigrpo_observe::Console;
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::Part;
 
@@ -23,8 +24,8 @@ pub struct RowCheck<'a> {
     pub num_longest: usize,
     /// Directory that caches the contents of media headers for the next check.
     pub cache_dir: Option<&'a Path>,
-    /// Callback with the number of checked rows and of all rows. Several threads call it.
-    pub progress: &'a (dyn Fn(u64, u64) + Sync),
+    /// Console that shows the progress.
+    pub console: &'a Console,
 }
 
 impl RowCheck<'_> {
@@ -46,6 +47,15 @@ impl RowCheck<'_> {
                 media_bytes: 4 * numbers as u64,
             })
         };
+        let bar = Mutex::new((self.console.progress("checking rows", dataset.len()), 0));
+        let progress = |done: u64, _all: u64| {
+            let mut bar = bar.lock().unwrap_or_else(PoisonError::into_inner);
+            if done > bar.1 {
+                let more = done - bar.1;
+                bar.0.advance(more);
+                bar.1 = done;
+            }
+        };
         Ok(check(
             dataset,
             &CheckOptions {
@@ -54,7 +64,7 @@ impl RowCheck<'_> {
                 num_longest: self.num_longest,
                 num_threads: rayon::current_num_threads(),
                 cache_dir: self.cache_dir,
-                progress: self.progress,
+                progress: &progress,
             },
         )?)
     }
@@ -158,7 +168,7 @@ mod tests {
             survey: Some(&survey),
             num_longest: 1,
             cache_dir: None,
-            progress: &|_, _| {},
+            console: &Console::plain(std::io::sink()),
         };
         let report = checked.run(&rows).unwrap();
         assert_eq!(report.bad_rows().collect::<Vec<_>>(), [1]);

@@ -567,7 +567,7 @@ fn a_run_that_is_asked_to_stop_resumes_where_it_was() {
         }
     }
     setup.rewards = RewardSet::new(vec![Box::new(Signal { inner: random, flag, calls })], &[]).unwrap();
-    let summary = train(setup, &Console::plain(std::io::sink()), &stop).unwrap();
+    let summary = train(setup, &Console::plain(std::io::sink()), &stop).unwrap().summary;
     assert_eq!((summary.steps, summary.interrupted), (2, true));
     assert_eq!(checkpoints(&place.out("part")), ["checkpoint-2"]);
     assert!(!place.out("part").join("model.safetensors").exists());

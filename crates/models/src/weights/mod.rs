@@ -42,7 +42,7 @@ pub struct Quantization<'a> {
     /// Number of bits of a quantised weight.
     pub bits: QuantBits,
     /// Selects, by published name and part, the weights that are not quantised because they will be trained.
-    pub keep: &'a dyn Fn(&str, Part) -> bool,
+    pub keep: &'a (dyn Fn(&str, Part) -> bool + Sync),
 }
 
 impl Quantization<'_> {
@@ -467,6 +467,35 @@ impl WeightSource for ReferenceSource<'_> {
 
     fn has(&self, name: &str) -> bool {
         self.policy.contains_key(name)
+    }
+}
+
+/// A source of the names, shapes and dtypes of a model in memory.
+pub(crate) struct OutlineOf<'a> {
+    /// Weights of the model, keyed by published name.
+    pub(crate) weights: &'a std::collections::HashMap<String, Arc<Param>>,
+    /// Whether the output head is the input embedding.
+    pub(crate) tied: bool,
+    /// Weights that were requested so far.
+    pub(crate) params: Vec<Arc<Param>>,
+}
+
+impl WeightSource for OutlineOf<'_> {
+    fn get(&mut self, name: &str, part: Part, shape: &[usize], _init: Init) -> Result<Arc<Param>> {
+        let Some(weight) = self.weights.get(name) else {
+            return Err(ModelError::weights(format!("outline: the model has no tensor {name}")));
+        };
+        let param = Arc::new(Param::outline(name, part, shape, weight.dtype()));
+        self.params.push(Arc::clone(&param));
+        Ok(param)
+    }
+
+    fn tied(&mut self, _embed: &str, _head: &str, _config: bool) -> Result<bool> {
+        Ok(self.tied)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.weights.contains_key(name)
     }
 }
 

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 
 use omnigrpo_guard::{Fault, fault};
-use omnigrpo_train::TrainError;
+use omnigrpo_train::{Refusal, TrainError};
 
 use super::values::Origin;
 
@@ -73,6 +73,9 @@ impl Problem {
             return problem.clone();
         }
         let trained = cause::<TrainError>(error);
+        if let Some(TrainError::Refused(refusal)) = trained {
+            return Self::from((**refusal).clone());
+        }
         let kept = match trained {
             Some(TrainError::UnscoredKept { rows, .. }) => Some(rows),
             _ => None,
@@ -171,6 +174,14 @@ impl fmt::Display for Problem {
 }
 
 impl Error for Problem {}
+
+impl From<Refusal> for Problem {
+    fn from(refusal: Refusal) -> Self {
+        let Refusal { what, at: place, got, expected, help, by_settings } = refusal;
+        let exit_code = if by_settings { EXIT_USAGE } else { EXIT_FAILURE };
+        Self(Box::new(Parts { what, place, got, expected, help, each: Vec::new(), exit_code }))
+    }
+}
 
 /// Returns the first error of this type among an error and its causes.
 fn cause<'e, T: Error + 'static>(error: &'e (dyn Error + 'static)) -> Option<&'e T> {

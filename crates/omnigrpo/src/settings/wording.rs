@@ -11,6 +11,7 @@ const PLANS: &[(&str, &str)] = &[
     ("LoraConfig", "lora"),
     ("MediaSettings", "prompts.media"),
     ("PromptSettings", "prompts"),
+    ("ReadOptions", "read"),
     ("RewardOptions", "rewards.options"),
     ("Roots", "data.roots"),
     ("RunPlan", "run"),
@@ -22,12 +23,14 @@ const PLANS: &[(&str, &str)] = &[
 
 /// Names that do not simply correspond to a field of a plan.
 const OTHERS: &[(&str, &str)] = &[
+    ("LoadOptions::dtype", "--torch_dtype"),
     ("LoadOptions::quantization", "--load_in_8bit, --load_in_4bit"),
     ("PromptSettings::max_completion_length", "--max_completion_length"),
     ("ReadOptions::fetch", "--allow_urls public"),
     ("ResumeFrom::Newest", "auto"),
     ("ResumeFrom::Start", "never"),
     ("RewardOptions::max_completion_tokens", "--max_completion_length"),
+    ("TrainSetup::eval", "--eval_file and --val_split_ratio"),
     ("TrainSetup::lock", "--output_dir"),
     ("TrainSetup::rewards", "--reward_funcs"),
     ("TrainSetup::shuffled", "--temporal_order_bonus"),

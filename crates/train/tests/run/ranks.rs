@@ -39,7 +39,7 @@ fn over(
     thread::scope(|scope| {
         let all: Vec<_> =
             Threads::new(size).into_iter().enumerate().map(|own| scope.spawn(move || rank(own))).collect();
-        all.into_iter().map(|rank| rank.join().unwrap()).collect()
+        all.into_iter().map(|rank| rank.join().unwrap().map(|trained| trained.summary)).collect()
     })
 }
 

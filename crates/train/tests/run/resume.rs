@@ -27,7 +27,8 @@ impl Write for Screen {
 /// Runs with a console whose text comes back.
 fn shown(setup: TrainSetup) -> (Result<RunSummary, TrainError>, String) {
     let screen = Screen::default();
-    let result = train(setup, &Console::plain(screen.clone()), &AtomicBool::new(false));
+    let result =
+        train(setup, &Console::plain(screen.clone()), &AtomicBool::new(false)).map(|trained| trained.summary);
     let text = String::from_utf8(screen.0.lock().unwrap().clone()).unwrap();
     (result, text)
 }
@@ -417,7 +418,7 @@ fn an_interruption_saves_what_going_on_needs() {
     let mut whole = new("whole-too");
     whole.rewards = reward(|input| input.completion_ids.iter().map(|&id| f64::from(id)).sum());
     run(whole).unwrap();
-    let summary = train(setup, &Console::plain(std::io::sink()), &stop).unwrap();
+    let summary = train(setup, &Console::plain(std::io::sink()), &stop).unwrap().summary;
     assert_eq!((summary.steps, summary.interrupted), (2, true));
     let mut again = new("cut");
     again.rewards = reward(|input| input.completion_ids.iter().map(|&id| f64::from(id)).sum());
@@ -441,7 +442,7 @@ fn an_evaluation_is_logged_once() {
         rows.iter().filter(|row| row.get("eval_reward").is_some()).map(|row| number(row, "step")).collect()
     };
     // Asked to stop during the first evaluation.
-    let summary = train(new(), &Console::plain(std::io::sink()), &AtomicBool::new(true)).unwrap();
+    let summary = train(new(), &Console::plain(std::io::sink()), &AtomicBool::new(true)).unwrap().summary;
     assert_eq!((summary.steps, summary.interrupted), (0, true));
     assert_eq!(checkpoints(&out), ["checkpoint-0"]);
     let first = run(new()).unwrap();

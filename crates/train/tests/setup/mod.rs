@@ -83,7 +83,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
 }
 
 pub fn run(setup: TrainSetup) -> Result<RunSummary, TrainError> {
-    train(setup, &Console::plain(std::io::sink()), &AtomicBool::new(false))
+    train(setup, &Console::plain(std::io::sink()), &AtomicBool::new(false)).map(|trained| trained.summary)
 }
 
 /// The objects of a JSONL file; none if the file is missing.

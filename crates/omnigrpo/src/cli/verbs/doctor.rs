@@ -12,10 +12,10 @@ use omnigrpo_models::{
 use omnigrpo_ops::Device;
 use omnigrpo_text::{StopSet, Tokenizer};
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, MemoryOf, MemoryPlan, ReferenceKept, STREAM_ROWS, Selection, Work,
+    AdamWConfig, Algorithm, MemoryOf, MemoryPlan, ReferenceKept, STREAM_ROWS, Selection, Work, room,
 };
 
-use super::{Context, memory, print, rates, setup};
+use super::{Context, print, rates, setup};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
 
@@ -109,7 +109,7 @@ fn gpu(settings: &Settings) -> Vec<(String, String)> {
             lines.push(("GPU driver".to_owned(), format!("NVIDIA, supports CUDA {major}.{minor}")));
             for (ordinal, card) in survey.cards.iter().enumerate() {
                 let [major, minor] = card.capability;
-                let size = memory::size(card.memory as u64);
+                let size = room::size(card.memory as u64);
                 let usable =
                     survey.usable(ordinal).map_or_else(|error| error.to_string(), |_| "can be used".into());
                 let text = format!("{}, {size}, compute capability {major}.{minor}: {usable}", card.name);
@@ -161,7 +161,7 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
-    memory::weights_fit(&Model::outline(checkpoint, &options, false)?, Device::Cpu)?;
+    omnigrpo_train::weights_fit(&Model::outline(checkpoint, &options, false)?, Device::Cpu)?;
     let model = Model::load_with(checkpoint, &options)?;
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     Ok(format!(
@@ -222,7 +222,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             of: MemoryOf::Host,
         };
         let memory = omnigrpo_train::memory(&outline, &plan)?;
-        lines.push(format!("{name}: {} ({})", memory::size(memory.total()), memory::parts(&memory)));
+        lines.push(format!("{name}: {} ({})", room::size(memory.total()), memory));
     }
     Ok(lines.join("\n                   "))
 }

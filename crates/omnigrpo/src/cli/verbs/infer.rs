@@ -8,16 +8,17 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
 use omnigrpo_guard::inside::is_same_file;
-use omnigrpo_models::{ModelError, PromptBuilder};
+use omnigrpo_models::{Checkpoint, ModelError, PromptBuilder};
 use omnigrpo_observe::Partial;
 use omnigrpo_rollout::{Completion, Generator};
 use omnigrpo_text::StreamDecoder;
 use omnigrpo_train::{
-    EvalOptions, EvalPlan, Keep, PreparedRow, Recorded, TrainError, Unusable, encode, evaluate_rest, requests,
+    EvalOptions, EvalPlan, Keep, PreparedRow, Recorded, TrainError, Unusable, encode, evaluate_rest,
+    requests, room,
 };
 use serde_json::{Value, json};
 
-use super::{Context, memory, print, print_data, profile, resume, setup};
+use super::{Context, print, print_data, profile, resume, setup};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
 use crate::settings::values::{Origin, Resolved, Value as Setting};
@@ -99,6 +100,11 @@ pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>
     Ok(())
 }
 
+/// Enables the store of decoded media. Must be called after the models are loaded.
+fn keep_media(settings: &Settings, checkpoint: &Checkpoint) {
+    checkpoint.media_store().set_max_bytes(room::for_media(setup::media_bytes(settings), room::free()));
+}
+
 /// Computes the log-probabilities of given completions.
 pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let (output, dataset) = (output(settings)?, input(settings)?);
@@ -109,7 +115,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let mut no_new_tokens = settings.clone();
     no_new_tokens.prompts.max_completion_length = 0;
     let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
-    memory::keep_media(settings, checkpoint);
+    keep_media(settings, checkpoint);
     let mut lines = Vec::new();
     let mut failed = 0;
     let mut progress = context.console.progress("scoring", dataset.len());
@@ -191,7 +197,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
-    memory::keep_media(settings, checkpoint);
+    keep_media(settings, checkpoint);
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
@@ -322,12 +328,14 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
     let corpus = corpus.map(|corpus| corpus.or_kept(model.dir())).transpose()?;
     let rewards = setup::rewards(settings, corpus.as_ref())?;
-    memory::keep_media(settings, checkpoint);
+    keep_media(settings, checkpoint);
     let rows: Vec<u64> = (0..dataset.len()).collect();
-    if let Some(problem) = super::data::ask_before_evaluation(context, &dataset, &rows, &rewards) {
-        return Err(problem.into());
+    if let Some(problem) =
+        omnigrpo_train::checks::ask_before_evaluation(&context.console, &dataset, &rows, &rewards)
+    {
+        return Err(Problem::from(problem).into());
     }
-    setup::probe_rewards(&rewards, &dataset, rows.iter().copied(), &prompts)?;
+    omnigrpo_train::checks::probe_rewards(&rewards, &dataset, rows.iter().copied(), &prompts)?;
     let plan = EvalPlan {
         prompts: Arc::new(prompts),
         rows,

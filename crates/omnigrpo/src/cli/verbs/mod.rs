@@ -7,7 +7,6 @@ mod doctor;
 mod export;
 mod family;
 mod infer;
-mod memory;
 mod notify;
 mod options;
 mod plan;
@@ -19,7 +18,6 @@ mod rewards;
 mod setup;
 mod shell;
 mod summary;
-mod survey;
 mod train;
 mod watch;
 

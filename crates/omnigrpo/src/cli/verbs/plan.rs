@@ -5,17 +5,14 @@ use anyhow::{Context as _, Result};
 use omnigrpo_data::MediumKind;
 use omnigrpo_models::{Checkpoint, MediumShape};
 use omnigrpo_ops::{Device, Rates};
-use omnigrpo_train::{Memory, Objective, Phase, StepTime};
+use omnigrpo_train::{
+    Forecast, Longest, Memory, Objective, Phase, Prepared, RunPlan, StepTime, Variant, room,
+};
 use serde_json::{Map, Value as Json, json};
 
-use super::memory::{self, Longest, size};
-use super::train::Prepared;
 use super::{Context, print, setup};
-use crate::settings::Settings;
-use crate::settings::flags;
-use crate::settings::problem::Problem;
-use crate::settings::rules;
 use crate::settings::values::{Given, Origin, Raw, Resolved};
+use crate::settings::{Problem, Settings, flags, rules};
 
 /// Length of the longest bar, columns.
 const BAR: u64 = 40;
@@ -25,57 +22,6 @@ struct Way {
     /// Flags in the form that the user types.
     flags: String,
     memory: Memory,
-}
-
-/// Memory of a run, and its limit.
-struct Forecast {
-    memory: Memory,
-    /// Bytes that this process may use, and the name of that memory.
-    limit: Option<(u64, &'static str)>,
-    /// Bytes of main memory for stored decoded media.
-    for_media: u64,
-}
-
-impl Forecast {
-    fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Self> {
-        let device = prepared.devices[0];
-        // The memory that this process already uses is added on both sides.
-        let own = if device == Device::Cpu { memory::resident() } else { 0 };
-        let limit = memory::free_on(device).map(|(free, whose)| (free + own, whose));
-        let mut this = Self { memory: Memory::default(), limit, for_media: 0 };
-        (this.memory, this.for_media) = this.complete(settings, checkpoint, prepared, &prepared.longest)?;
-        Ok(this)
-    }
-
-    /// Returns the memory of a run with these settings and longest rows, and the capacity of its store of decoded media, bytes.
-    fn complete(
-        &self,
-        settings: &Settings,
-        checkpoint: &Checkpoint,
-        prepared: &Prepared,
-        longest: &Longest,
-    ) -> Result<(Memory, u64)> {
-        let mut memory = memory::of_run(settings, checkpoint, prepared, longest)?;
-        if prepared.devices[0] != Device::Cpu {
-            // The other half of main memory is for data that is not stored on the card: moments, a reference, rewards, media of
-            // two steps.
-            return Ok((memory, memory::for_media(settings, memory::free().map(|free| free / 2))));
-        }
-        memory.program = memory::resident().saturating_sub(prepared.reward_bytes);
-        memory.rewards = prepared.reward_bytes;
-        let left = self.limit.map(|(limit, _)| limit.saturating_sub(memory.total()));
-        let room = memory::for_media(settings, left);
-        // Other settings of media are assumed to change all rows in the same proportion as the longest one.
-        let of_longest = |longest: &Longest| longest.media_bytes().max(1) as f64;
-        let scale = of_longest(longest) / of_longest(&prepared.longest);
-        let all = prepared.media_bytes(&settings.run) as f64 * scale;
-        memory.media_store = memory::kept(all as u64, room, memory.media);
-        Ok((memory, room))
-    }
-
-    fn fits(&self, memory: &Memory) -> bool {
-        self.limit.is_none_or(|(limit, _)| memory.total() <= limit)
-    }
 }
 
 /// Predicted time of a run on this machine.
@@ -90,25 +36,21 @@ struct Times {
 
 impl Times {
     /// Measures rates for about a second and predicts times from them. Returns `None` on a GPU, whose rates are not measured.
-    fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Option<Self>> {
-        if prepared.devices.iter().any(|device| *device != Device::Cpu) {
+    fn new(settings: &Settings, objective: Objective, prepared: &Prepared) -> Result<Option<Self>> {
+        if prepared.devices().iter().any(|device| *device != Device::Cpu) {
             return Ok(None);
         }
         let longest = settings.algorithm.sampling.max_completion_length;
-        let lengths = match prepared.objective {
+        let lengths = match objective {
             Objective::Imitate => vec![longest],
             Objective::Reinforce if longest == 1 => vec![1],
             Objective::Reinforce => vec![longest, longest / 2],
         };
         let mut rates = Rates::default();
-        let of = |tokens| {
-            let time =
-                memory::step_time(settings, checkpoint, prepared, &prepared.typical, tokens, &mut rates);
-            Ok((tokens, time?))
-        };
+        let of = |tokens| Ok((tokens, prepared.step_time(tokens, &mut rates)?));
         let (run, rows) = (&settings.run, prepared.usable_rows());
         let (num_steps, steps_per_epoch) = (run.num_steps(rows)?, run.steps_per_epoch(rows));
-        let evaluations = prepared.eval.as_ref().map_or([0, 0], |plan| {
+        let evaluations = prepared.eval().map_or([0, 0], |plan| {
             let batches = plan.rows.len().div_ceil(plan.options.batch_rows.max(1)) as u64;
             [run.num_evaluations(num_steps, steps_per_epoch), batches]
         });
@@ -197,35 +139,32 @@ fn duration(secs: f64) -> String {
 }
 
 /// Prints the memory and time that a run needs. Returns an error if the run does not fit into memory.
-pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<()> {
-    let checkpoint = context.checkpoint()?;
-    let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
-    let ways = ways(resolved, checkpoint, prepared, &forecast)?;
-    let times = Times::new(&resolved.settings, checkpoint, prepared)?;
+pub fn show(resolved: &Resolved, context: &Context, objective: Objective, prepared: &Prepared) -> Result<()> {
+    let forecast = prepared.forecast();
+    let ways = ways(resolved, context.checkpoint()?, prepared)?;
+    let times = Times::new(&resolved.settings, objective, prepared)?;
     if let Some(path) = &resolved.settings.io.json {
-        let mut found = as_json(&forecast, &ways);
+        let mut found = as_json(forecast, &ways);
         found["time"] = times.as_ref().map_or(Json::Null, Times::as_json);
         let text = serde_json::to_string_pretty(&found)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    print(&(table(&forecast, &ways) + &times.map_or(String::new(), |times| times.table())))?;
-    match too_much(&forecast, &ways) {
+    print(&(table(forecast, &ways) + &times.map_or(String::new(), |times| times.table())))?;
+    match too_much(forecast, &ways) {
         Some(problem) => Err(problem.into()),
         None => Ok(()),
     }
 }
 
-/// Checks the memory of a run before it starts. Returns an error if its permanent part does not fit, and warns if the total does
-/// not fit. Sets the capacity of the store of decoded media to the rest.
-pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
-    let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
-    checkpoint.media_store().set_max_bytes(forecast.for_media);
-    if forecast.fits(&forecast.memory) {
+/// Returns an error if the permanent part of a run's memory does not fit, and warns if the total does not fit. Both name the flags
+/// that would make it fit.
+pub fn refuse(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
+    let forecast = prepared.forecast();
+    if forecast.allows(&forecast.memory) {
         return Ok(());
     }
-    let ways = ways(resolved, checkpoint, prepared, &forecast)?;
-    let Some(problem) = too_much(&forecast, &ways) else { return Ok(()) };
-    if forecast.limit.is_some_and(|(limit, _)| forecast.memory.lasting() > limit) {
+    let Some(problem) = too_much(forecast, &ways(resolved, checkpoint, prepared)?) else { return Ok(()) };
+    if forecast.is_hopeless() {
         return Err(problem.into());
     }
     // The total includes activations. It assumes the longest rows and completions, which may never occur together.
@@ -235,19 +174,13 @@ pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared
 
 /// Returns a problem if a run does not fit, with the flags that would make it fit.
 fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
-    let (limit, whose) = forecast.limit.filter(|_| !forecast.fits(&forecast.memory))?;
-    let help = match ways.iter().find(|way| forecast.fits(&way.memory)) {
-        Some(way) => format!("with `{}` it takes {}", way.flags, size(way.memory.total())),
+    let problem = Problem::from(forecast.refusal()?);
+    Some(problem.help(match ways.iter().find(|way| forecast.allows(&way.memory)) {
+        Some(way) => format!("with `{}` it takes {}", way.flags, room::size(way.memory.total())),
         None => {
             "no flag that `omnigrpo plan` tries makes it fit: take a smaller model, or shorter rows".into()
         }
-    };
-    Some(
-        Problem::failure(format!("this run does not fit into {whose}"))
-            .got(format!("{} ({})", size(forecast.memory.total()), memory::parts(&forecast.memory)))
-            .expected(format!("at most the free {}", size(limit)))
-            .help(help),
-    )
+    }))
 }
 
 /// Flags with their values.
@@ -308,25 +241,22 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
 }
 
 /// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
-fn ways(
-    resolved: &Resolved,
-    checkpoint: &Checkpoint,
-    prepared: &Prepared,
-    forecast: &Forecast,
-) -> Result<Vec<Way>> {
-    let s = &resolved.settings;
-    let on_a_card = prepared.devices[0] != Device::Cpu;
+fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Vec<Way>> {
+    let (s, forecast, objective) =
+        (&resolved.settings, prepared.forecast(), prepared.variant().plan.objective);
+    let (device, own) = (prepared.devices()[0], prepared.longest());
+    let on_a_card = device != Device::Cpu;
     let completion = s.algorithm.sampling.max_completion_length;
     let one = |name: &'static str, value: String| vec![(name, value)];
     let on = |name: &'static str| one(name, "true".into());
-    let media = media_flags(s, &prepared.longest);
+    let media = media_flags(s, own);
     // Flags that do not change results.
     let mut exact = Vec::new();
     if !s.algorithm.recompute {
         exact.push(on("gradient_checkpointing"));
     }
     // A stream contains at least a prompt and one completion.
-    let least = (prepared.longest.prompt_tokens() + completion).next_multiple_of(64);
+    let least = (own.prompt_tokens() + completion).next_multiple_of(64);
     if 2 * least <= s.algorithm.stream_rows() {
         exact.push(one("max_stream_tokens", least.to_string()));
     }
@@ -387,15 +317,24 @@ fn ways(
         let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
         let longest = match of_media.then(|| setup::prompts(&settings, checkpoint, true)) {
             None => None,
-            Some(Ok(prompts)) => prepared.longest.with(&prompts, prepared.objective),
+            Some(Ok(prompts)) => own.with(&prompts, objective),
             Some(Err(_)) => continue,
         };
-        let longest = longest.as_ref().unwrap_or(&prepared.longest);
-        if of_media && longest.prompt_tokens() >= prepared.longest.prompt_tokens() {
+        let longest = longest.as_ref().unwrap_or(own);
+        if of_media && longest.prompt_tokens() >= own.prompt_tokens() {
             continue;
         }
+        let variant = Variant {
+            model: Some(&setup::model_plan(&settings, checkpoint, device)),
+            selection: &setup::selection(&settings, checkpoint.family()),
+            algorithm: &settings.algorithm,
+            optimizer: &settings.optimizer,
+            plan: &RunPlan { objective, ..settings.run.clone() },
+            media_bytes: setup::media_bytes(&settings),
+            longest,
+        };
         // Some flags do not apply to this model, such as adapters on weights that are fully trained.
-        let Ok((memory, _)) = forecast.complete(&settings, checkpoint, prepared, longest) else { continue };
+        let Ok((memory, _)) = prepared.memory(&variant) else { continue };
         ways.push(Way { flags: typed(&flags), memory });
     }
     let base = forecast.memory.total();
@@ -424,7 +363,7 @@ fn table(forecast: &Forecast, ways: &[Way]) -> String {
     };
     let width = ways.iter().map(|way| way.flags.len()).max().unwrap_or(0).max(22);
     let line = |name: &str, bytes: u64, note: &str| {
-        format!("{name:width$}  {:>9}  {}{note}\n", size(bytes), bar(bytes))
+        format!("{name:width$}  {:>9}  {}{note}\n", room::size(bytes), bar(bytes))
     };
     let when = match memory.peak {
         Phase::Rollout => "a rollout",
@@ -441,14 +380,14 @@ fn table(forecast: &Forecast, ways: &[Way]) -> String {
         out.push_str(&line(
             &name,
             *limit,
-            if forecast.fits(memory) { "  it fits" } else { "  it does not fit" },
+            if forecast.allows(memory) { "  it fits" } else { "  it does not fit" },
         ));
     }
     if !ways.is_empty() {
         out.push_str("\nwith other flags\n\n");
     }
     for way in ways {
-        let note = if forecast.fits(&way.memory) { "  fits" } else { "" };
+        let note = if forecast.allows(&way.memory) { "  fits" } else { "" };
         out.push_str(&line(&way.flags, way.memory.total(), note));
     }
     out
@@ -463,14 +402,14 @@ fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
             "flags": way.flags,
             "total": way.memory.total(),
             "parts": parts(&way.memory),
-            "fits": forecast.fits(&way.memory),
+            "fits": forecast.allows(&way.memory),
         })
     });
     json!({
         "total": forecast.memory.total(),
         "parts": parts(&forecast.memory),
         "limit": forecast.limit.map(|(limit, _)| limit),
-        "fits": forecast.fits(&forecast.memory),
+        "fits": forecast.allows(&forecast.memory),
         "with_other_flags": ways.collect::<Vec<_>>(),
     })
 }
@@ -489,7 +428,7 @@ mod tests {
         let forecast = Forecast {
             memory: of(2_000_000_000, 2_000_000_000),
             limit: Some((3_000_000_000, "memory")),
-            for_media: 0,
+            media_store: 0,
         };
         let way = |flags: &str, memory: Memory| Way { flags: flags.into(), memory };
         let ways = [

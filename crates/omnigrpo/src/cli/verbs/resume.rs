@@ -1,23 +1,15 @@
 //! Resuming of `generate` and `eval` after they were stopped; see [`Partial`].
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use omnigrpo_data::Dataset;
 use omnigrpo_observe::{Found, Partial};
-use omnigrpo_rewards::spec_files;
 use serde_json::{Map, Value, json};
-use sha2::{Digest as _, Sha256};
 
-use super::Context;
-use crate::settings::Settings;
+use super::{Context, setup};
 use crate::settings::values::Resolved;
-
-/// Maximum number of bytes that are read of a reward's file. Programs are small texts.
-const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
 
 /// Opens the stored rows of an earlier attempt at this output, and prints how many it found.
 pub fn open(
@@ -52,27 +44,11 @@ fn made_with(resolved: &Resolved, model: &Path, dataset: &Dataset) -> Result<Map
     let mut out = Map::new();
     out.insert("command".into(), resolved.verb.name().into());
     out.extend(resolved.values.binding(resolved.verb).map(|(flag, value)| (flag.name.to_owned(), value)));
-    out.extend(inputs(settings, dataset)?);
+    out.extend(omnigrpo_train::digests(dataset, &setup::reward_files(settings))?);
     let files = settings.io.input.iter().chain(&settings.data.eval_file).map(|path| stamp(path));
     out.insert("files of rows".into(), files.collect());
     let weights = [Some(model), settings.model.adapter.as_deref()];
     out.insert("files of weights".into(), weights.into_iter().flatten().flat_map(weight_files).collect());
-    Ok(out)
-}
-
-/// Returns digests of rows, media and files of rewards. Does not read files that a reward's file imports.
-pub fn inputs(settings: &Settings, dataset: &Dataset) -> Result<Map<String, Value>> {
-    let mut out = Map::new();
-    out.insert("dataset".into(), dataset.fingerprint()?.into());
-    out.insert("media".into(), dataset.media_digest().into());
-    let files = settings.rewards.funcs.iter().flat_map(|spec| spec_files(spec));
-    for path in files.chain(settings.rewards.judge_prompt.clone()) {
-        let file = File::open(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let mut content = file.metadata()?.len().to_le_bytes().to_vec();
-        file.take(MAX_REWARD_FILE_BYTES).read_to_end(&mut content)?;
-        let digest: String = Sha256::digest(&content).iter().take(16).map(|b| format!("{b:02x}")).collect();
-        out.insert(format!("content of {}", path.display()), digest.into());
-    }
     Ok(out)
 }
 

@@ -1,39 +1,27 @@
 //! `train` and `sft`.
 
-use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{Dataset, split};
+use omnigrpo_data::split;
 use omnigrpo_guard::told;
-use omnigrpo_models::{Model, PromptBuilder, source_digest};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
-use omnigrpo_ops::{Device, ParamDtype};
-use omnigrpo_ranks::Ranks;
-use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
+use omnigrpo_ops::Device;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, ResumeFrom, RunPlan, RunSummary, Split,
-    TrainSetup,
+    EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Output, Policy, Prepared, ResumeFrom, Run, RunPlan,
+    RunSummary, room,
 };
 use serde_json::{Map, Value};
 
-use super::data::Checked;
-use super::memory::Longest;
 use super::notify::{Event, Notifier};
 use super::push::Pusher;
-use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
-use crate::cli::ranks::{LEAVES, leaves, together};
-use crate::settings::Settings;
-use crate::settings::deepspeed;
-use crate::settings::explain::{self, print_config};
-use crate::settings::flags::Kind;
-use crate::settings::names::BatchUnit;
-use crate::settings::problem::Problem;
-use crate::settings::values::Resolved;
-use crate::settings::wording::worded;
+use super::{Context, plan, print, profile, setup, watch};
+use crate::settings::{
+    BatchUnit, Flag, Kind, Problem, Resolved, Settings, command, print_config, read_deepspeed, worded,
+};
 
 /// Runs GRPO training.
 pub fn train(resolved: &Resolved, context: &Context) -> Result<()> {
@@ -48,8 +36,8 @@ pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
 fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result<()> {
     let settings = &resolved.settings;
     if settings.io.dry_run {
-        let prepared = prepare(settings, context, objective, &settings.env.check_cache())?;
-        return plan::show(resolved, context, &prepared);
+        let prepared = prepare(resolved, context, objective, None)?;
+        return plan::show(resolved, context, objective, &prepared);
     }
     let Some(output_dir) = &settings.io.output_dir else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
@@ -217,75 +205,51 @@ fn ending(outcome: &Result<RunSummary>) -> String {
     }
 }
 
-/// Parts of a run other than its model.
-pub struct Prepared {
-    pub objective: Objective,
-    pub devices: [Device; 2],
-    prompts: Arc<PromptBuilder>,
-    shuffled: Option<Arc<PromptBuilder>>,
-    dataset: Arc<Dataset>,
-    rows: Vec<u64>,
-    rewards: RewardSet,
-    /// Memory of reward models, bytes.
-    pub reward_bytes: u64,
-    corpus: Option<Corpus>,
-    pub eval: Option<EvalPlan>,
-    bad_rows: Vec<(u64, String, String)>,
-    pub longest: Longest,
-    /// Outlines of rows as steps draw them.
-    pub typical: Longest,
-    /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` if the rows were not checked.
-    row_media_bytes: Option<f64>,
-    eval_media_bytes: Option<f64>,
-}
-
-impl Prepared {
-    /// Returns the number of rows that can be drawn.
-    pub fn usable_rows(&self) -> usize {
-        let bad: HashSet<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
-        self.rows.iter().filter(|row| !bad.contains(row)).count()
+fn run_logged(
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+    lock: RunLock,
+    observer: Box<dyn Observer>,
+) -> Result<RunSummary> {
+    let settings = &resolved.settings;
+    let prepared = prepare(resolved, context, objective, Some(lock.root()))?;
+    plan::refuse(resolved, context.checkpoint()?, &prepared)?;
+    install_signals(context)?;
+    profile::enable(settings.log.profile);
+    let trackers = watch::trackers(resolved, lock.root(), context);
+    let output = Output { lock, observer, trackers };
+    let summary = prepared.train(output, &context.console, &context.stop)?.summary;
+    if settings.log.profile {
+        print(&profile::table(&profile::take(), summary.steps_here))?;
     }
-
-    /// Returns an upper bound of the bytes of all decoded media of a run: the sum found by the check, times the number of
-    /// versions that may be stored.
-    pub fn media_bytes(&self, run: &RunPlan) -> u64 {
-        let rows = self.rows.len() as u64;
-        let by_epochs = (rows as f64 * run.num_epochs).ceil() as u64;
-        let draws =
-            run.max_steps.map_or(by_epochs, |steps| steps.saturating_mul(run.prompts_per_step as u64));
-        let orders = 1 + u64::from(self.shuffled.is_some());
-        let kept = kept_rows([rows, draws], self.longest.versions(), orders);
-        let mean = self.row_media_bytes.unwrap_or(self.longest.media_bytes() as f64);
-        let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len());
-        let held_out = self.eval_media_bytes.unwrap_or(self.longest.media_bytes() as f64);
-        (kept as f64 * mean + evaluated as f64 * held_out) as u64
-    }
+    Ok(summary)
 }
 
-/// Returns the maximum number of stored media, given the rows and the draws. A row with `meta.dynamic_sample` may be drawn with
-/// another number of frames, out of `versions`, in each pass, and each of these in several orders.
-fn kept_rows([rows, draws]: [u64; 2], versions: u64, orders: u64) -> u64 {
-    let drawn = rows.min(draws);
-    let each = versions.min(draws.div_ceil(drawn.max(1)));
-    each.saturating_mul(orders).saturating_mul(drawn)
-}
-
-/// Opens and checks everything except the model.
-fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: &Path) -> Result<Prepared> {
+/// Opens everything that a run needs except its model, and checks it. Without an `output_dir`, the run is only planned.
+fn prepare(
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+    output_dir: Option<&Path>,
+) -> Result<Prepared> {
+    let settings = &resolved.settings;
     environment(context);
-    let devices = [context.device()?, context.reference_device()?];
-    if devices[0] == Device::Cpu && settings.optimizer.offload {
+    let (device, reference_device) = (context.device()?, context.reference_device()?);
+    if device == Device::Cpu && settings.optimizer.offload {
         context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
     }
     let checkpoint = context.checkpoint()?;
-    setup::check_router(settings, checkpoint)?;
     if let Some(path) = &settings.io.deepspeed {
         context.console.line(&format!("{}:", path.display()));
-        for line in deepspeed::read(path, settings, devices[0] != Device::Cpu)? {
+        for line in read_deepspeed(path, settings, device != Device::Cpu)? {
             context.console.line(&format!("  {line}"));
         }
     }
-    let prompts = Arc::new(setup::prompts(settings, checkpoint, true)?);
+    if objective == Objective::Reinforce && settings.batch.unit == BatchUnit::Completions {
+        let batch = settings.run.prompts_per_step * settings.algorithm.num_generations;
+        context.console.line(&format!("a batch of {batch} counts completions, as the source"));
+    }
     let dataset = setup::train_data(settings)?;
     let held_out = setup::eval_data(settings)?;
     let ratio = settings.data.val_split_ratio;
@@ -295,229 +259,53 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         None => ((0..dataset.len()).collect::<Vec<u64>>(), Vec::new()),
     };
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
-    let before = memory::resident();
+    let before = room::resident();
     let rewards = setup::rewards(settings, corpus.as_ref())?;
     // A smaller increase of memory cannot come from a model.
-    let reward_bytes =
-        Some(memory::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20).unwrap_or(0);
-    let shuffled = if settings.rewards.temporal_order_bonus {
-        if answer_reward(&rewards).is_none() {
-            return Err(Problem::usage(
-                "no reward compares answers, so no answer can depend on the order of frames",
-            )
-            .at("--temporal_order_bonus")
-            .got(format!("`reward_funcs` {}", omnigrpo_rewards::redacted(&settings.rewards.funcs.join(", "))))
-            .expected("`accuracy` or one of its rules in `reward_funcs`")
-            .into());
-        }
-        Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?))
-    } else {
-        None
-    };
-
-    let eval_prompts = match eval_rows.is_empty() {
+    let reward_bytes = Some(room::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20);
+    let eval = match eval_rows.is_empty() {
         true => None,
-        false => Some(Arc::new(setup::prompts(settings, checkpoint, false)?)),
+        false => Some(EvalPlan {
+            prompts: Arc::new(setup::prompts(settings, checkpoint, false)?),
+            dataset: held_out.unwrap_or_else(|| Arc::clone(&dataset)),
+            rows: eval_rows,
+            options: eval_options(settings),
+        }),
     };
-    let scored = objective == Objective::Reinforce && !settings.run.replay;
-    let mut eval_media_bytes = None;
-    let Checked { bad: bad_rows, longest, row_media_bytes } = if settings.data.skip_check {
-        if scored && let Some(problem) = data::ask_unchecked(&dataset, &rows, &rewards) {
-            return Err(problem.into());
-        }
-        // Without a check of the rows, the longest ones are unknown.
-        let longest = rows.iter().copied().take(memory::PREPARED).collect();
-        Checked { bad: Vec::new(), longest, row_media_bytes: None }
-    } else {
-        // If the held-out rows are a split of `dataset`, they were checked with it.
-        if let (Some(held_out), Some(prompts)) = (&held_out, &eval_prompts) {
-            eval_media_bytes = Some(data::check_held_out(settings, context, held_out, prompts, cache)?);
-        }
-        let asked = scored.then_some(&rewards);
-        data::check_before(settings, context, &dataset, &prompts, cache, asked)?
+    let shuffled = match settings.rewards.temporal_order_bonus {
+        true => Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?)),
+        false => None,
     };
-    let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
-    // The first rank scores for all.
-    if scored && context.ranks.is_first() {
-        let usable = rows.iter().copied().filter(|row| !bad.contains(row));
-        setup::probe_rewards(&rewards, &dataset, usable, &prompts)?;
-    }
-    let eval_dataset = held_out.unwrap_or_else(|| Arc::clone(&dataset));
-    if let Some(problem) = data::ask_before_evaluation(context, &eval_dataset, &eval_rows, &rewards) {
-        context.console.line(&format!("in evaluations: {problem}"));
-    }
-    if !scored && context.ranks.is_first() {
-        setup::probe_rewards(&rewards, &eval_dataset, eval_rows.iter().copied(), &prompts)?;
-    }
-    if scored || !eval_rows.is_empty() {
-        rewards_read_all(settings, &rewards)?;
-    }
-    if let (true, Some(prompts)) = (settings.data.skip_check, &eval_prompts) {
-        any_usable(&eval_dataset, &eval_rows, prompts, &rewards)?;
-    }
-    let eval = eval_prompts.map(|prompts| EvalPlan {
-        prompts,
-        dataset: eval_dataset,
-        rows: eval_rows,
-        options: eval_options(settings),
-    });
-    let longest = Longest::prepare(&prompts, &dataset, &longest, objective);
-    let usable: Vec<u64> = rows.iter().copied().filter(|row| !bad.contains(row)).collect();
-    let some = usable.len().min(memory::TYPICAL);
-    let typical: Vec<u64> = (0..some).map(|at| usable[at * usable.len() / some]).collect();
-    let typical = Longest::prepare(&prompts, &dataset, &typical, objective);
-    Ok(Prepared {
-        objective,
-        devices,
-        prompts,
+    let run = Run {
+        model: Policy::Planned(setup::model_plan(settings, checkpoint, device)),
+        prompts: Arc::new(setup::prompts(settings, checkpoint, true)?),
         shuffled,
         dataset,
         rows,
+        eval,
         rewards,
-        reward_bytes,
         corpus,
-        eval,
-        bad_rows,
-        longest,
-        typical,
-        row_media_bytes,
-        eval_media_bytes: eval_media_bytes.or(row_media_bytes),
-    })
-}
-
-/// Returns an error if a reward cannot read the longest possible completion after its longest prompt. Such completions would get
-/// no score.
-fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
-    let longest = settings.algorithm.sampling.max_completion_length;
-    let Some((name, limit)) = rewards.too_short_for(longest).into_iter().next() else { return Ok(()) };
-    let lower = match limit.room() {
-        0 => String::new(),
-        room => format!("lower --max_completion_length to {room}, "),
-    };
-    Err(Problem::usage("a reward cannot read the longest completions")
-        .got(format!(
-            "`{name}` in --reward_funcs reads at most {} tokens; the longest prompt has {} of them and --max_completion_length \
-             {longest} allows {longest} more",
-            limit.most, limit.longest_prompt
-        ))
-        .expected("prompt and completion within the limit; a token of the policy counts as one token of the reward model")
-        .help(format!("{lower}leave out the longest prompts, or use a reward model with a higher limit"))
-        .into())
-}
-
-/// Returns an error if no evaluation row can be used. Without this check, the first evaluation would report that hours later.
-/// Reads rows until one can be used, which is usually the first.
-fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards: &RewardSet) -> Result<()> {
-    let mut first = None;
-    for &row in rows {
-        match omnigrpo_train::prepare(dataset, prompts, Some(rewards), row, 0)? {
-            Ok(_) => return Ok(()),
-            Err(why) => drop(first.get_or_insert((row, why))),
-        }
-    }
-    let Some((row, why)) = first else { return Ok(()) };
-    Err(Problem::failure("no evaluation row can be used")
-        .got(format!("{} unusable rows; row {row} (id {}): {}", rows.len(), why.id, why.reason))
-        .expected("at least one row to evaluate on")
-        .help("`omnigrpo data check` lists all of them; to train without evaluations, remove --eval_file and --val_split_ratio")
-        .into())
-}
-
-fn run_logged(
-    resolved: &Resolved,
-    context: &Context,
-    objective: Objective,
-    lock: RunLock,
-    observer: Box<dyn Observer>,
-) -> Result<RunSummary> {
-    let settings = &resolved.settings;
-    let ranks = &context.ranks;
-    let prepared = || {
-        find_checkpoint(settings, lock.root())?;
-        let prepared = prepare(settings, context, objective, &lock.root().join(".cache"))?;
-        plan::foresee(resolved, context.checkpoint()?, &prepared)?;
-        Ok(prepared)
-    };
-    // The first rank fills the caches of downloads and checks, which the others then read.
-    let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
-    let prepared = together(ranks, own.map_or_else(prepared, Ok))?;
-    let checkpoint = context.checkpoint()?;
-    let Prepared {
-        devices, prompts, shuffled, dataset, rows, rewards, corpus, eval, bad_rows, longest, ..
-    } = prepared;
-    // If kept, it would hold its decoded media during the complete run.
-    drop(longest);
-    let model = together(ranks, setup::trained_model(settings, checkpoint, devices[0]))?;
-    let leaves = together(ranks, leaves(settings, ranks, lock.root()))?;
-    let selection = setup::selection(settings, checkpoint.family());
-    let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
-    let usable = rows.iter().filter(|row| !bad.contains(row)).count();
-    if let Some(name) = &settings.run.run_name {
-        context.console.line(&format!("run {name}"));
-    }
-    describe(context, &model, &dataset, usable, &prompts);
-    context.console.line(&step_takes(settings, objective, ranks));
-    install_signals(context)?;
-    let files = [("config.yaml", print_config(resolved).into_bytes())]
-        .into_iter()
-        .chain(corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
-    let run = RunPlan {
-        objective,
-        debug_log: settings.env.debug_log.clone().map(DebugLog::new),
-        files: files.collect(),
-        fingerprint: together(ranks, fingerprint(resolved, &model, &dataset, leaves))?,
-        bad_rows,
-        command: Some(explain::command(resolved)),
-        curves: Some(omnigrpo_watch::curves),
-        ..settings.run.clone()
-    };
-    let setup = TrainSetup {
-        model,
-        prompts,
-        shuffled,
-        dataset,
-        rows,
-        eval,
-        rewards,
-        algorithm: Algorithm {
-            split: Split::new(ranks.clone(), leaves, settings.algorithm.split.sum),
-            ..settings.algorithm.clone()
-        },
+        reward_bytes: reward_bytes.unwrap_or(0),
+        reward_files: setup::reward_files(settings),
+        algorithm: settings.algorithm.clone(),
         optimizer: settings.optimizer.clone(),
-        selection,
-        reference_device: devices[1],
-        run,
-        observer,
-        trackers: watch::trackers(resolved, lock.root(), context),
-        lock,
+        selection: setup::selection(settings, checkpoint.family()),
+        reference_device,
+        plan: RunPlan {
+            objective,
+            debug_log: settings.env.debug_log.clone().map(DebugLog::new),
+            files: vec![("config.yaml", print_config(resolved).into_bytes())],
+            fingerprint: binding(resolved),
+            command: Some(command(resolved)),
+            curves: Some(omnigrpo_watch::curves),
+            ..settings.run.clone()
+        },
+        check_rows: !settings.data.skip_check,
+        cache_dir: Some(output_dir.map_or_else(|| settings.env.check_cache(), |dir| dir.join(".cache"))),
+        media_bytes: setup::media_bytes(settings),
+        output_dir: output_dir.map(Path::to_owned),
     };
-    profile::enable(settings.log.profile);
-    let summary = omnigrpo_train::train(setup, &context.console, &context.stop)?;
-    if settings.log.profile && ranks.is_first() {
-        print(&profile::table(&profile::take(), summary.steps_here))?;
-    }
-    Ok(summary)
-}
-
-/// Returns an error if the requested checkpoint is missing, before the model is loaded.
-fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem> {
-    let list = || {
-        let found = omnigrpo_train::checkpoint::list(output_dir);
-        found.map_err(|error| Problem::from_error(&error))
-    };
-    let absent = |place: &Path, found: Vec<(u64, PathBuf)>| {
-        let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
-        Problem::failure("no checkpoint to resume from was found")
-            .at(place.display().to_string())
-            .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
-            .expected("a directory `checkpoint-N` with `trainer_state.json`")
-            .help("`--resume_from_checkpoint auto` starts from the beginning if there is none")
-    };
-    match &settings.run.resume {
-        ResumeFrom::Must if list()?.is_empty() => Err(absent(output_dir, Vec::new())),
-        ResumeFrom::Path(path) if !path.is_dir() => Err(absent(path, list()?)),
-        _ => Ok(()),
-    }
+    Ok(run.prepare(&context.console)?)
 }
 
 /// Returns the options of evaluations during training: greedy for one completion per row, sampled as in training for several.
@@ -535,57 +323,13 @@ fn eval_options(settings: &Settings) -> EvalOptions {
     EvalOptions { batch_rows: MAX_LIVE, ..options }
 }
 
-/// Returns every setting that must not change when a run resumes, and digests of the models, the dataset and the files of
-/// rewards.
-fn fingerprint(
-    resolved: &Resolved,
-    model: &Model,
-    dataset: &Dataset,
-    leaves: usize,
-) -> Result<Map<String, Value>> {
-    let mut out = Map::new();
-    for (flag, value) in resolved.values.binding(resolved.verb) {
+/// Returns every setting that must not change when a run resumes.
+fn binding(resolved: &Resolved) -> Map<String, Value> {
+    let real = |(flag, value): (&Flag, Value)| {
         let is_path = matches!(flag.kind, Kind::Path | Kind::Paths(_));
-        out.insert(flag.name.to_owned(), if is_path { real_paths(value) } else { value });
-    }
-    // A step has as many prompts on another number of processes with as many more or fewer batches.
-    if let Some(batches) = out.get_mut("gradient_accumulation_steps") {
-        *batches = (resolved.settings.batch.accumulation * resolved.settings.env.processes.max(1)).into();
-    }
-    if leaves > 1 {
-        out.insert(LEAVES.into(), leaves.into());
-    }
-    let mut sources = vec![("the model", model.dir().to_owned())];
-    sources.extend(resolved.settings.model.adapter.clone().map(|dir| ("the adapter", dir)));
-    for companion in model.family().format().companions() {
-        sources.extend(companion.dir.map(|dir| (companion.option, dir)));
-    }
-    for (name, dir) in sources {
-        let digest = source_digest(&dir)?;
-        // Random weights need no digest, because the seed determines them.
-        if let (Some(weights), None) = (digest.weights, resolved.settings.model.init_weights) {
-            out.insert(format!("weights of {name}"), weights.into());
-        }
-        out.insert(format!("files of {name}"), digest.files.into());
-    }
-    out.extend(resume::inputs(&resolved.settings, dataset)?);
-    out.extend(products(model));
-    Ok(out)
-}
-
-/// Returns the way in which the CPU multiplies with weights other than f32, if it affects results.
-fn products(model: &Model) -> Map<String, Value> {
-    let mut out = Map::new();
-    let params =
-        || model.params().iter().filter(|_| model.device() == Device::Cpu).map(|param| param.dtype());
-    if params().any(|dtype| dtype != ParamDtype::F32) {
-        out.insert("path of bf16 products".into(), omnigrpo_kernels::paths::path().name().into());
-    }
-    if params().any(|dtype| matches!(dtype, ParamDtype::Quantised(_))) {
-        let inputs = if omnigrpo_kernels::quant::rounds_inputs() { "bytes" } else { "float32" };
-        out.insert("activations of products with few bits".into(), inputs.into());
-    }
-    out
+        (flag.name.to_owned(), if is_path { real_paths(value) } else { value })
+    };
+    resolved.values.binding(resolved.verb).map(real).collect()
 }
 
 /// Replaces paths by their real paths, so that different spellings compare equal.
@@ -611,39 +355,6 @@ fn environment(context: &Context) {
         std::env::consts::OS,
         std::env::consts::ARCH,
     ));
-}
-
-/// Writes the next lines of the log, about the model and the data.
-fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, prompts: &PromptBuilder) {
-    let console = &context.console;
-    console.line(&format!("model {} ({})", model.dir().display(), prompts.family().name()));
-    console.line(&format!("training on {rows} of {} rows", dataset.len()));
-}
-
-fn step_takes(settings: &Settings, objective: Objective, ranks: &Ranks) -> String {
-    let one = one_process_takes(settings, objective);
-    if ranks.size() == 1 { one } else { format!("{one}, on {} ranks ({})", ranks.size(), ranks.engine()) }
-}
-
-fn one_process_takes(settings: &Settings, objective: Objective) -> String {
-    let prompts = settings.run.prompts_per_step;
-    let plural = if prompts == 1 { "" } else { "s" };
-    let each = match settings.algorithm.num_generations {
-        1 => "1 completion".to_owned(),
-        each => format!("{each} completions"),
-    };
-    match (objective, settings.batch.unit) {
-        (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
-        (Objective::Reinforce, BatchUnit::Prompts) => {
-            format!("a step takes {prompts} prompt{plural} of {each}")
-        }
-        (Objective::Reinforce, BatchUnit::Completions) => {
-            format!(
-                "a step takes {prompts} prompt{plural} of {each}, as the source: its batch of {} counts completions",
-                prompts * settings.algorithm.num_generations
-            )
-        }
-    }
 }
 
 /// Installs signal handlers. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint. The
@@ -690,26 +401,5 @@ fn is_ignored(signal: i32) -> bool {
     unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();
         libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::kept_rows;
-
-    #[test]
-    fn media_are_kept_for_what_is_drawn() {
-        for (of, versions, orders, kept) in [
-            ([10, 4], 1, 1, 4),
-            ([10, 30], 1, 1, 10),
-            // Three passes use three of five numbers of frames, or both of two.
-            ([10, 30], 5, 1, 30),
-            ([10, 30], 2, 1, 20),
-            ([10, 30], 2, 2, 40),
-            ([10, u64::MAX], 7, 1, 70),
-            ([0, 0], 3, 2, 0),
-        ] {
-            assert_eq!(kept_rows(of, versions, orders), kept, "{of:?}, {versions}, {orders}");
-        }
     }
 }

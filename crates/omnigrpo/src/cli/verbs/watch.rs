@@ -78,7 +78,11 @@ pub fn report(settings: &Settings, context: &Context) -> Result<()> {
 }
 
 /// Starts the trackers of a run. Leaves out a tracker that cannot start, with a warning.
-pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box<dyn FnOnce() -> Trackers> {
+pub fn trackers(
+    resolved: &Resolved,
+    directory: &Path,
+    context: &Context,
+) -> Box<dyn FnOnce() -> Trackers + Send> {
     use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
     let settings = &resolved.settings;
     let chosen = settings.log.report_to.clone();

@@ -9,10 +9,7 @@ mod rows;
 
 pub use device::{card_of, is_at, no_cards, open_device};
 pub use hub::{hub, named_dir, progress};
-pub use model::{
-    check_router, checkpoint, checkpoint_dir, model, model_to_change, selection, trained_model,
-    trained_outline,
-};
-pub use prompts::{prompts, shuffled_prompts};
-pub use rewards::{corpus, probe_rewards, rewards, text_rewards};
+pub use model::{checkpoint, checkpoint_dir, model, model_plan, model_to_change, selection};
+pub use prompts::{media_bytes, prompts, shuffled_prompts};
+pub use rewards::{corpus, reward_files, rewards, text_rewards};
 pub use rows::{eval_data, input_rows, read_options, train_data};

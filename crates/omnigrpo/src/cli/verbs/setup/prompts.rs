@@ -25,3 +25,9 @@ fn prompts_with(
     let media = MediaSettings { dynamic_sample, shuffle_frames, ..prompts.media };
     Ok(PromptBuilder::open(checkpoint, PromptSettings { media, ..prompts })?)
 }
+
+/// Returns the memory of decoded media that the settings give, bytes.
+pub fn media_bytes(settings: &Settings) -> Option<u64> {
+    const GIB: f64 = (1u64 << 30) as f64;
+    settings.data.mm_processor_cache_gb.map(|given| (given * GIB) as u64)
+}

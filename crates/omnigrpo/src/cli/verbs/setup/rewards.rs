@@ -4,10 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
-use omnigrpo_data::{Dataset, Sample};
+use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
-use omnigrpo_models::PromptBuilder;
-use omnigrpo_rewards::{Compat, Corpus, RewardSet, references};
+use omnigrpo_rewards::{Compat, Corpus, RewardSet, spec_files};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
 
 use super::hub::named_dir;
@@ -18,15 +17,14 @@ use crate::settings::problem::Problem;
 pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Option<Corpus> {
     let wants = |name: &str| !settings.lacks_reward(name);
     let weigh_tokens = wants("bertscore") && settings.rewards.scorers.bertscore_idf;
-    (wants("cider") || wants("explanation") || weigh_tokens).then(|| {
-        // An unreadable row is skipped here; it is reported when it is used.
-        let samples = rows.into_iter().filter_map(|row| dataset.get(row).ok());
-        let own = |sample: Sample| {
-            let references = references(&sample.columns, sample.solution.as_deref());
-            references.into_iter().map(str::to_owned).collect::<Vec<_>>()
-        };
-        Corpus::of(samples.map(own), weigh_tokens)
-    })
+    (wants("cider") || wants("explanation") || weigh_tokens)
+        .then(|| omnigrpo_train::checks::corpus(dataset, rows, weigh_tokens))
+}
+
+/// Returns the files that determine the scores of rewards.
+pub fn reward_files(settings: &Settings) -> Vec<PathBuf> {
+    let files = settings.rewards.funcs.iter().flat_map(|spec| spec_files(spec));
+    files.chain(settings.rewards.judge_prompt.clone()).collect()
 }
 
 /// Builds the rewards.
@@ -112,32 +110,4 @@ pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<Rew
         return Ok(None);
     }
     rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref()).map(Some)
-}
-
-/// Scores one made-up completion of the first readable row with the external rewards, so that a reward that cannot
-/// be started or reached is reported before hours of sampling.
-pub fn probe_rewards(
-    rewards: &RewardSet,
-    dataset: &Dataset,
-    rows: impl IntoIterator<Item = u64>,
-    prompts: &PromptBuilder,
-) -> Result<()> {
-    let Some(sample) = rows.into_iter().find_map(|row| dataset.get(row).ok()) else { return Ok(()) };
-    let solution = sample.solution.as_deref().unwrap_or("nothing");
-    let answer = if solution.contains("<answer>") {
-        solution.to_owned()
-    } else {
-        format!("<answer>{solution}</answer>")
-    };
-    let text = format!("<think>A trial before the run.</think>{answer}");
-    let ids = prompts.completion_ids(&text)?;
-    omnigrpo_train::probe(rewards, &sample, text, ids).map_err(|e| {
-        Problem::of(&e)
-            .at("--reward_funcs")
-            .help(
-                "the reward had to score one completion before the run, as described in docs/rewards.md; nothing was \
-                 sampled yet",
-            )
-            .into()
-    })
 }

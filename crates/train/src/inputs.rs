@@ -1,0 +1,71 @@
+//! Digests of everything on which the result of a run depends: weights, rows, media, files of rewards.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::PathBuf;
+
+use omnigrpo_data::Dataset;
+use omnigrpo_models::{Model, source_digest};
+use omnigrpo_ops::{Device, ParamDtype};
+use serde_json::{Map, Value};
+use sha2::{Digest as _, Sha256};
+
+use crate::error::{Result, TrainError};
+use crate::policy::Policy;
+
+/// Maximum number of bytes that are read of a reward's file. Programs are small texts.
+const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
+
+/// Returns digests of rows, media and the given files. Does not read files that a reward's file imports.
+///
+/// # Errors
+/// Returns an error if a file cannot be read.
+pub fn digests(dataset: &Dataset, files: &[PathBuf]) -> Result<Map<String, Value>> {
+    let mut out = Map::new();
+    out.insert("dataset".into(), dataset.fingerprint()?.into());
+    out.insert("media".into(), dataset.media_digest().into());
+    for path in files {
+        let content = File::open(path).and_then(|file| {
+            let mut content = file.metadata()?.len().to_le_bytes().to_vec();
+            file.take(MAX_REWARD_FILE_BYTES).read_to_end(&mut content)?;
+            Ok(content)
+        });
+        let content = content.map_err(TrainError::io(path))?;
+        let digest: String = Sha256::digest(&content).iter().take(16).map(|b| format!("{b:02x}")).collect();
+        out.insert(format!("content of {}", path.display()), digest.into());
+    }
+    Ok(out)
+}
+
+/// Returns digests of the files of a model, and the way in which the CPU multiplies with its weights.
+pub(crate) fn of_model(policy: &Policy, outline: &Model) -> Result<Map<String, Value>> {
+    let checkpoint = policy.checkpoint();
+    let mut sources = vec![("the model", checkpoint.dir().to_owned())];
+    let mut random = false;
+    if let Policy::Planned(plan) = policy {
+        sources.extend(plan.adapter.clone().map(|dir| ("the adapter", dir)));
+        random = plan.random.is_some();
+    }
+    for companion in checkpoint.family().format().companions() {
+        sources.extend(companion.dir.map(|dir| (companion.option, dir)));
+    }
+    let mut out = Map::new();
+    for (name, dir) in sources {
+        let digest = source_digest(&dir)?;
+        // Random weights need no digest, because the seed determines them.
+        if let (Some(weights), false) = (digest.weights, random) {
+            out.insert(format!("weights of {name}"), weights.into());
+        }
+        out.insert(format!("files of {name}"), digest.files.into());
+    }
+    let dtypes =
+        || outline.params().iter().filter(|_| policy.device() == Device::Cpu).map(|param| param.dtype());
+    if dtypes().any(|dtype| dtype != ParamDtype::F32) {
+        out.insert("path of bf16 products".into(), omnigrpo_kernels::paths::path().name().into());
+    }
+    if dtypes().any(|dtype| matches!(dtype, ParamDtype::Quantised(_))) {
+        let inputs = if omnigrpo_kernels::quant::rounds_inputs() { "bytes" } else { "float32" };
+        out.insert("activations of products with few bits".into(), inputs.into());
+    }
+    Ok(out)
+}

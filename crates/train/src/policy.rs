@@ -1,0 +1,196 @@
+//! The model of a run: in memory, or a plan to load it after the checks.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use omnigrpo_models::{
+    Checkpoint, LoadOptions, LoraConfig, Model, QuantBits, Quantization, WeightDtype, whole_tensors,
+};
+use omnigrpo_ops::{Device, Part};
+
+use crate::error::{Refusal, Result};
+use crate::room;
+use crate::selection::Selection;
+
+/// Source and form of a model.
+#[derive(Clone)]
+pub struct ModelPlan {
+    /// Opened checkpoint.
+    pub checkpoint: Checkpoint,
+    /// Precision of the weights.
+    pub dtype: WeightDtype,
+    /// Bits of frozen weights of linear layers; `None` for the precision above.
+    pub bits: Option<QuantBits>,
+    /// Device on which the model runs.
+    pub device: Device,
+    /// Seed of random weights; `None` for the weights of the checkpoint.
+    pub random: Option<u64>,
+    /// Directory of an adapter that was trained on this checkpoint.
+    pub adapter: Option<PathBuf>,
+    /// New adapters to train. They are added only if no `adapter` is given.
+    pub lora: Option<LoraConfig>,
+}
+
+impl ModelPlan {
+    /// Returns the plan of a checkpoint as it is, on the CPU.
+    #[must_use]
+    pub fn of(checkpoint: &Checkpoint) -> Self {
+        Self {
+            checkpoint: checkpoint.clone(),
+            dtype: WeightDtype::Auto,
+            bits: None,
+            device: Device::Cpu,
+            random: None,
+            adapter: None,
+            lora: None,
+        }
+    }
+
+    /// Loads the model with weights that can be changed. Weights that are `trained` are never quantised.
+    ///
+    /// # Errors
+    /// Returns an error if the weights do not fit into memory, or files are unreadable or do not fit together.
+    pub fn load(&self, trained: &Selection) -> Result<Model> {
+        let mut model = self.load_as(trained, false)?;
+        if let Some(lora) = self.new_adapters() {
+            model.add_lora(lora)?;
+        }
+        Ok(model)
+    }
+
+    /// Loads the model for short commands that do not change it. Weights stay in their files if possible: during a long run, a
+    /// file could change unnoticed.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::load`].
+    pub fn load_to_read(&self) -> Result<Model> {
+        self.load_as(&Selection::NONE, true)
+    }
+
+    /// Returns the outline of the model that [`Self::load`] returns, with its trained weights marked.
+    ///
+    /// # Errors
+    /// Returns an error if files are unreadable, or nothing can be trained.
+    pub fn outline(&self, trained: &Selection) -> Result<Model> {
+        let mut outline = self.with_options(trained, (Device::Outline, false), |options| {
+            Ok(Model::outline(&self.checkpoint, options, self.random.is_some())?)
+        })?;
+        if let Some(adapter) = &self.adapter {
+            outline.load_adapter(adapter)?;
+        }
+        if let Some(lora) = self.new_adapters() {
+            outline.add_lora(lora)?;
+        }
+        trained.apply(&outline)?;
+        Ok(outline)
+    }
+
+    fn new_adapters(&self) -> Option<&LoraConfig> {
+        self.lora.as_ref().filter(|_| self.adapter.is_none())
+    }
+
+    fn load_as(&self, trained: &Selection, in_place: bool) -> Result<Model> {
+        let mut model = self.with_options(trained, (self.device, in_place), |options| {
+            let outline = Model::outline(&self.checkpoint, options, self.random.is_some())?;
+            weights_fit(&outline, Device::Cpu)?;
+            weights_fit(&outline, self.device)?;
+            let model = match self.random {
+                Some(seed) => Model::random(&self.checkpoint, seed, options)?,
+                None => Model::load_with(&self.checkpoint, options)?,
+            };
+            if let Some(quantization) = &options.quantization {
+                let params = model.params().iter();
+                let left = params.filter(|p| quantization.leaves(p.name(), p.part(), p.shape())).count();
+                if left > 0 {
+                    tracing::warn!(
+                        "{left} linear weights are not quantised, because their rows are shorter than a group of {} numbers",
+                        Quantization::GROUP
+                    );
+                }
+            }
+            Ok(model)
+        })?;
+        if let Some(adapter) = &self.adapter {
+            model.load_adapter(adapter)?;
+        }
+        Ok(model)
+    }
+
+    /// Calls `f` with the options of loading.
+    fn with_options<R>(
+        &self,
+        trained: &Selection,
+        (device, in_place): (Device, bool),
+        f: impl FnOnce(&LoadOptions) -> Result<R>,
+    ) -> Result<R> {
+        let whole = match &self.adapter {
+            Some(adapter) if self.bits.is_some() || in_place => {
+                whole_tensors(adapter, self.checkpoint.family().format())?
+            }
+            _ => BTreeSet::new(),
+        };
+        let trained = trained.matcher()?;
+        let keep = |name: &str, part: Part| whole.contains(name) || trained(name, part);
+        let quantization = self.bits.map(|bits| Quantization { bits, keep: &keep });
+        let in_place = in_place && device == Device::Cpu && whole.is_empty();
+        f(&LoadOptions { dtype: self.dtype, quantization, device, in_place })
+    }
+}
+
+/// Model of a run.
+pub enum Policy {
+    /// Model in memory.
+    Loaded(Box<Model>),
+    /// Model that is loaded after the checks.
+    Planned(ModelPlan),
+}
+
+impl Policy {
+    pub(crate) fn checkpoint(&self) -> &Checkpoint {
+        match self {
+            Self::Loaded(model) => model.checkpoint(),
+            Self::Planned(plan) => &plan.checkpoint,
+        }
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        match self {
+            Self::Loaded(model) => model.device(),
+            Self::Planned(plan) => plan.device,
+        }
+    }
+
+    /// Returns the outline of the model, with its trained weights marked.
+    pub(crate) fn outline(&self, trained: &Selection) -> Result<Model> {
+        match self {
+            Self::Planned(plan) => plan.outline(trained),
+            Self::Loaded(model) => {
+                let outline = model.to_outline()?;
+                trained.apply(&outline)?;
+                Ok(outline)
+            }
+        }
+    }
+}
+
+/// Returns an error if the weights alone exceed the free memory of a device. Weights are loaded through main memory.
+///
+/// # Errors
+/// Returns [`TrainError::Refused`](crate::TrainError::Refused) if they do.
+pub fn weights_fit(outline: &Model, device: Device) -> Result<()> {
+    let weights: u64 = outline.params().iter().map(|param| param.num_bytes() as u64).sum();
+    match room::free_on(device) {
+        Some((free, whose)) if weights > free => {
+            Err(Refusal::failure(format!("the model does not fit into {whose}"))
+                .at(outline.dir().display().to_string())
+                .got(format!("{} of weights", room::size(weights)))
+                .expected(format!("at most the free {}", room::size(free)))
+                .help(
+                    "LoadOptions::quantization stores frozen weights in fewer bits; bfloat16 as LoadOptions::dtype halves the size of \
+                     f32 weights; `omnigrpo doctor` with the model shows the memory of each way of training",
+                )
+                .into())
+        }
+        _ => Ok(()),
+    }
+}

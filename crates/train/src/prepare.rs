@@ -1,0 +1,596 @@
+//! The start of a run: [`Run::prepare`] checks everything that can be checked without a model, and [`Prepared::train`] trains.
+//!
+//! Before a weight is loaded, the check reads every row and every medium's header, asks the rewards whether they can score the
+//! rows, lets each external reward score one made-up completion, digests all inputs, decides about resuming, and forecasts memory.
+//! A run that cannot work is refused in seconds, and not after hours.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use omnigrpo_data::Dataset;
+use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_observe::{Console, RunLock, Trackers};
+use omnigrpo_ops::{Device, Rates};
+use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
+
+use crate::checks::{self, LONGEST};
+use crate::error::{Refusal, Result};
+use crate::evaluate::EvalPlan;
+use crate::forecast::{StepTime, step_time};
+use crate::inputs;
+use crate::longest::{Longest, PREPARED, TYPICAL};
+use crate::memory::{Memory, MemoryOf, MemoryPlan, ReferenceKept, memory};
+use crate::optimizer::AdamWConfig;
+use crate::plan::{Objective, Observer, RunPlan, RunSummary, TrainSetup};
+use crate::policy::{ModelPlan, Policy};
+use crate::resume;
+use crate::room;
+use crate::run::train;
+use crate::selection::Selection;
+use crate::step::Algorithm;
+use crate::survey::{RowCheck, Survey};
+
+/// Names of the kinds of rows in messages.
+const TRAINING: &str = "rows";
+const EVALUATION: &str = "evaluation rows";
+
+/// A run before its checks: model, rows, rewards and settings.
+pub struct Run {
+    /// Model to train.
+    pub model: Policy,
+    /// Builder of training prompts.
+    pub prompts: Arc<PromptBuilder>,
+    /// Builder of prompts with shuffled frames; set if answers that need the order of the frames earn a bonus.
+    pub shuffled: Option<Arc<PromptBuilder>>,
+    /// Dataset with the training rows.
+    pub dataset: Arc<Dataset>,
+    /// Row numbers to train on.
+    pub rows: Vec<u64>,
+    /// Evaluation on held-out rows.
+    pub eval: Option<EvalPlan>,
+    /// Rewards that score the completions.
+    pub rewards: RewardSet,
+    /// References of the rows on which rewards were built. They are stored in the run directory for later evaluations.
+    pub corpus: Option<Corpus>,
+    /// Memory of reward models, bytes.
+    pub reward_bytes: u64,
+    /// Files that determine the scores of rewards.
+    pub reward_files: Vec<PathBuf>,
+    /// Settings of the algorithm.
+    pub algorithm: Algorithm,
+    /// Settings of the optimizer.
+    pub optimizer: AdamWConfig,
+    /// Trained weights.
+    pub selection: Selection,
+    /// Device of the reference.
+    pub reference_device: Device,
+    /// Length, records and checkpoints of the run. Its fingerprint has the settings; [`Run::prepare`] adds the inputs.
+    pub plan: RunPlan,
+    /// False to trust the rows instead of reading all of them first.
+    pub check_rows: bool,
+    /// Directory that caches the headers of media for the next check.
+    pub cache_dir: Option<PathBuf>,
+    /// Maximum memory of decoded media that are kept for later passes, bytes; `None` for a share of the free memory.
+    pub media_bytes: Option<u64>,
+    /// Directory of the run, in which checkpoints to resume from are looked for; `None` to only plan the run.
+    pub output_dir: Option<PathBuf>,
+}
+
+/// A checked run.
+pub struct Prepared {
+    run: Run,
+    /// Rows that must never be drawn: number, id and reason.
+    bad_rows: Vec<(u64, String, String)>,
+    longest: Longest,
+    typical: Longest,
+    /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` if the rows were not checked.
+    row_media_bytes: [Option<f64>; 2],
+    resumes: Option<(PathBuf, u64)>,
+    forecast: Forecast,
+}
+
+/// Memory of a run, and its limit.
+#[derive(Clone, Debug)]
+pub struct Forecast {
+    /// Memory with the longest rows and completions.
+    pub memory: Memory,
+    /// Bytes that this process may use, and the name of that memory; `None` if the system does not report it.
+    pub limit: Option<(u64, &'static str)>,
+    /// Capacity of the store of decoded media, bytes.
+    pub media_store: u64,
+}
+
+impl Forecast {
+    /// Returns true if this memory is within the limit.
+    #[must_use]
+    pub fn allows(&self, memory: &Memory) -> bool {
+        self.limit.is_none_or(|(limit, _)| memory.total() <= limit)
+    }
+
+    /// Returns true if the memory that is in use all the time exceeds the limit, so that the run cannot work.
+    #[must_use]
+    pub fn is_hopeless(&self) -> bool {
+        self.limit.is_some_and(|(limit, _)| self.memory.lasting() > limit)
+    }
+
+    /// Returns the refusal of a run that exceeds the limit.
+    #[must_use]
+    pub fn refusal(&self) -> Option<Refusal> {
+        let (limit, whose) = self.limit.filter(|_| !self.allows(&self.memory))?;
+        Some(
+            Refusal::failure(format!("this run does not fit into {whose}"))
+                .got(format!("{} ({})", room::size(self.memory.total()), self.memory))
+                .expected(format!("at most the free {}", room::size(limit))),
+        )
+    }
+}
+
+/// Settings on which the memory of a run depends, to forecast it for other values.
+#[derive(Clone)]
+pub struct Variant<'a> {
+    /// Model to train; `None` for that of the run.
+    pub model: Option<&'a ModelPlan>,
+    /// Trained weights.
+    pub selection: &'a Selection,
+    /// Settings of the algorithm.
+    pub algorithm: &'a Algorithm,
+    /// Settings of the optimizer.
+    pub optimizer: &'a AdamWConfig,
+    /// Length of the run and prompts per step.
+    pub plan: &'a RunPlan,
+    /// Maximum memory of decoded media that are kept.
+    pub media_bytes: Option<u64>,
+    /// Longest rows with these settings.
+    pub longest: &'a Longest,
+}
+
+/// Places to which a run writes.
+pub struct Output {
+    /// Lock on the run directory, so that no other process writes to it.
+    pub lock: RunLock,
+    /// Observer of the run.
+    pub observer: Box<dyn Observer>,
+    /// Function that starts the trackers. It is called after files of an earlier run have been moved away.
+    pub trackers: Box<dyn FnOnce() -> Trackers + Send>,
+}
+
+/// A trained model and the summary of its run.
+pub struct Trained {
+    /// Model after the last update.
+    pub model: Model,
+    /// Summary of the run.
+    pub summary: RunSummary,
+}
+
+impl Run {
+    /// Checks everything that can be checked before the model is loaded, and prints what it found.
+    ///
+    /// # Errors
+    /// Returns [`TrainError::Refused`](crate::TrainError::Refused) if the run cannot work: too many unusable rows, a reward that
+    /// applies to no row or does not answer, a missing checkpoint, or one that was written with other settings or inputs. Returns
+    /// another error if files cannot be read.
+    pub fn prepare(mut self, console: &Console) -> Result<Prepared> {
+        self.check_router()?;
+        self.check_shuffled()?;
+        if let Some(dir) = &self.output_dir {
+            resume::find_requested(&self.plan.resume, dir)?;
+        }
+        let (bad_rows, longest, row_media_bytes) = self.check_data(console)?;
+        let outline = self.model.outline(&self.selection)?;
+        self.add_inputs(&outline)?;
+        let resumes = match &self.output_dir {
+            Some(dir) => resume::expected(&self.plan, dir)?,
+            None => None,
+        };
+        let objective = self.plan.objective;
+        let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
+        let usable: Vec<u64> = self.rows.iter().copied().filter(|row| !bad.contains(row)).collect();
+        let some = usable.len().min(TYPICAL);
+        let typical: Vec<u64> = (0..some).map(|at| usable[at * usable.len() / some]).collect();
+        let longest = Longest::prepare(&self.prompts, &self.dataset, &longest, objective);
+        let typical = Longest::prepare(&self.prompts, &self.dataset, &typical, objective);
+        let forecast = Forecast { memory: Memory::default(), limit: None, media_store: 0 };
+        let mut prepared =
+            Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes, forecast };
+        prepared.foresee()?;
+        Ok(prepared)
+    }
+
+    /// Returns true if rewards score sampled completions.
+    fn scores(&self) -> bool {
+        self.plan.objective == Objective::Reinforce && !self.plan.replay
+    }
+
+    /// Checks that the settings for routers apply to the model.
+    fn check_router(&self) -> Result<()> {
+        let family = self.model.checkpoint().family();
+        if family.architecture().decoder_config().experts.is_some() || self.algorithm.router.is_off() {
+            return Ok(());
+        }
+        Err(Refusal::usage("router_aux_loss_coef and router_z_loss_coef have no effect on this model")
+            .got(format!("{}, which has no experts", family.name()))
+            .expected("a family with experts, such as aria; otherwise remove the two settings")
+            .into())
+    }
+
+    /// Checks that a reward can tell whether an answer depends on the order of frames.
+    fn check_shuffled(&self) -> Result<()> {
+        if self.shuffled.is_none() || answer_reward(&self.rewards).is_some() {
+            return Ok(());
+        }
+        Err(Refusal::usage("no reward compares answers, so no answer can depend on the order of frames")
+            .at("TrainSetup::shuffled")
+            .got(format!("the rewards {}", self.rewards.names().join(" ")))
+            .expected("`accuracy` or one of its rules in TrainSetup::rewards")
+            .into())
+    }
+
+    /// Checks rows and rewards. Returns the unusable rows, the numbers of the longest rows, and the mean memory of a row's media.
+    #[expect(clippy::type_complexity, reason = "three results of one check, taken apart at once")]
+    fn check_data(
+        &self,
+        console: &Console,
+    ) -> Result<(Vec<(u64, String, String)>, Vec<u64>, [Option<f64>; 2])> {
+        let (mut bad_rows, mut longest, mut media_bytes) = (Vec::new(), Vec::new(), [None; 2]);
+        if self.check_rows {
+            let survey = self.scores().then(|| Survey::new(&self.rewards));
+            // Held-out rows of the same dataset are checked with it.
+            let held_out = self.eval.as_ref().filter(|eval| !Arc::ptr_eq(&eval.dataset, &self.dataset));
+            if let Some(eval) = held_out {
+                let report = self.check(EVALUATION, &eval.dataset, &eval.prompts, None, console)?;
+                media_bytes[1] = Some(checks::mean_media_bytes(&report));
+            }
+            let report = self.check(TRAINING, &self.dataset, &self.prompts, survey.as_ref(), console)?;
+            if let Some(survey) = &survey {
+                if let Some(refusal) = checks::idle(&survey.seen(), &self.dataset) {
+                    return Err(refusal.into());
+                }
+                let system = self.prompts.settings().render.system.as_deref();
+                checks::warnings(&survey.seen(), system).iter().for_each(|line| console.line(line));
+            }
+            media_bytes[0] = Some(checks::mean_media_bytes(&report));
+            media_bytes[1] = media_bytes[1].or(media_bytes[0]);
+            longest.extend(report.longest.iter().map(|prompt| prompt.row));
+            bad_rows.extend(report.problems.into_iter().map(|p| {
+                (p.row, self.dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what))
+            }));
+        } else {
+            let seen = || Survey::new(&self.rewards).ask_until_none_is_idle(&self.dataset, &self.rows);
+            if let Some(refusal) =
+                self.scores().then(seen).and_then(|seen| checks::idle(&seen, &self.dataset))
+            {
+                return Err(refusal.into());
+            }
+            // Without a check of the rows, the longest ones are unknown.
+            longest.extend(self.rows.iter().copied().take(PREPARED));
+        }
+        self.check_rewards(&bad_rows, console)?;
+        Ok((bad_rows, longest, media_bytes))
+    }
+
+    /// Reads every row of a dataset, and the header of every medium.
+    fn check(
+        &self,
+        which: &str,
+        dataset: &Dataset,
+        prompts: &PromptBuilder,
+        survey: Option<&Survey<'_>>,
+        console: &Console,
+    ) -> Result<omnigrpo_data::Report> {
+        let check = RowCheck {
+            prompts: Some(prompts),
+            limits: &prompts.settings().media.limits,
+            survey,
+            num_longest: LONGEST,
+            cache_dir: self.cache_dir.as_deref(),
+            console,
+        };
+        checks::tolerable(which, &check, dataset, &self.plan.skip, console)
+    }
+
+    /// Lets the rewards score one completion, and asks them about the evaluation rows.
+    fn check_rewards(&self, bad_rows: &[(u64, String, String)], console: &Console) -> Result<()> {
+        let scores = self.scores();
+        if scores {
+            let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
+            let usable = self.rows.iter().copied().filter(|row| !bad.contains(row));
+            checks::probe_rewards(&self.rewards, &self.dataset, usable, &self.prompts)?;
+        }
+        if let Some(eval) = &self.eval {
+            if let Some(refusal) =
+                checks::ask_before_evaluation(console, &eval.dataset, &eval.rows, &self.rewards)
+            {
+                console.line(&format!("in evaluations: {refusal}"));
+            }
+            if !scores {
+                let rows = eval.rows.iter().copied();
+                checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts)?;
+            }
+        }
+        if scores || self.eval.is_some() {
+            checks::rewards_read_all(&self.rewards, self.algorithm.sampling.max_completion_length)?;
+        }
+        match &self.eval {
+            Some(eval) if !self.check_rows => {
+                checks::any_usable(&eval.dataset, &eval.rows, &eval.prompts, &self.rewards)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the contents of all inputs to the fingerprint.
+    fn add_inputs(&mut self, outline: &Model) -> Result<()> {
+        let of_model = inputs::of_model(&self.model, outline)?;
+        let digests = inputs::digests(&self.dataset, &self.reward_files)?;
+        self.plan.fingerprint.extend(of_model.into_iter().chain(digests));
+        Ok(())
+    }
+}
+
+impl Prepared {
+    /// Returns the number of rows that can be drawn.
+    #[must_use]
+    pub fn usable_rows(&self) -> usize {
+        let bad: HashSet<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
+        self.run.rows.iter().filter(|row| !bad.contains(row)).count()
+    }
+
+    /// Returns the rows that will never be drawn: number, id and reason.
+    #[must_use]
+    pub fn bad_rows(&self) -> &[(u64, String, String)] {
+        &self.bad_rows
+    }
+
+    /// Returns the checkpoint from which the run will resume, and its step; `None` if it starts from the beginning.
+    #[must_use]
+    pub fn resumes_from(&self) -> Option<(&Path, u64)> {
+        self.resumes.as_ref().map(|(path, step)| (path.as_path(), *step))
+    }
+
+    /// Returns the memory that the run takes, and the limit.
+    #[must_use]
+    pub fn forecast(&self) -> &Forecast {
+        &self.forecast
+    }
+
+    /// Returns the outlines of the longest rows.
+    #[must_use]
+    pub fn longest(&self) -> &Longest {
+        &self.longest
+    }
+
+    /// Returns the device of the model and that of the reference.
+    #[must_use]
+    pub fn devices(&self) -> [Device; 2] {
+        [self.run.model.device(), self.run.reference_device]
+    }
+
+    /// Returns the plan of evaluations.
+    #[must_use]
+    pub fn eval(&self) -> Option<&EvalPlan> {
+        self.run.eval.as_ref()
+    }
+
+    /// Returns the settings of the run on which its memory depends.
+    #[must_use]
+    pub fn variant(&self) -> Variant<'_> {
+        Variant {
+            model: None,
+            selection: &self.run.selection,
+            algorithm: &self.run.algorithm,
+            optimizer: &self.run.optimizer,
+            plan: &self.run.plan,
+            media_bytes: self.run.media_bytes,
+            longest: &self.longest,
+        }
+    }
+
+    /// Forecasts the memory of the run.
+    fn foresee(&mut self) -> Result<()> {
+        let device = self.run.model.device();
+        // The memory that this process already uses is added on both sides.
+        let own = if device == Device::Cpu { room::resident() } else { 0 };
+        self.forecast.limit = room::free_on(device).map(|(free, whose)| (free + own, whose));
+        (self.forecast.memory, self.forecast.media_store) = self.memory(&self.variant())?;
+        Ok(())
+    }
+
+    /// Returns the memory that the run takes with other settings, and the capacity of its store of decoded media, bytes.
+    ///
+    /// # Errors
+    /// Returns an error if the settings cannot be used with this model.
+    pub fn memory(&self, variant: &Variant<'_>) -> Result<(Memory, u64)> {
+        let outline = self.outline(variant)?;
+        let mut memory = memory(&outline, &self.memory_plan(variant, variant.longest, 0))?;
+        if self.run.model.device() != Device::Cpu {
+            // The other half of main memory is for data that is not stored on the card: moments, a reference, rewards, media of
+            // two steps.
+            return Ok((memory, room::for_media(variant.media_bytes, room::free().map(|free| free / 2))));
+        }
+        // A model in memory is part of the process already.
+        let loaded =
+            if let Policy::Loaded(_) = self.run.model { memory.weights + memory.adapters } else { 0 };
+        memory.program = room::resident().saturating_sub(self.run.reward_bytes + loaded);
+        memory.rewards = self.run.reward_bytes;
+        let left = self.forecast.limit.map(|(limit, _)| limit.saturating_sub(memory.total()));
+        let room = room::for_media(variant.media_bytes, left);
+        // Other settings of media are assumed to change all rows in the same proportion as the longest one.
+        let of_longest = |longest: &Longest| longest.media_bytes().max(1) as f64;
+        let scale = of_longest(variant.longest) / of_longest(&self.longest);
+        let all = self.media_bytes(variant.plan) as f64 * scale;
+        memory.media_store = room::kept(all as u64, room, memory.media);
+        Ok((memory, room))
+    }
+
+    /// Predicts the time of a step and of an evaluation batch on this machine's CPU, for completions of the given length in
+    /// tokens.
+    ///
+    /// # Errors
+    /// Returns an error if the settings cannot be used with this model.
+    pub fn step_time(&self, completion_tokens: usize, rates: &mut Rates) -> Result<StepTime> {
+        let mut algorithm = self.run.algorithm.clone();
+        algorithm.sampling.max_completion_length = completion_tokens;
+        algorithm.sampling.min_completion_length = 0;
+        let variant = Variant { algorithm: &algorithm, ..self.variant() };
+        let outline = self.outline(&variant)?;
+        let plan = &self.run.plan;
+        let rollout = plan.prompts_per_step * plan.steps_per_generation;
+        // The steps together use every row once.
+        let steps = self.typical.len().div_ceil(rollout).max(1);
+        let plans: Vec<MemoryPlan<'_>> =
+            (0..steps).map(|step| self.memory_plan(&variant, &self.typical, step * rollout)).collect();
+        step_time(&outline, &plans, plan.num_iterations, rates)
+    }
+
+    fn outline(&self, variant: &Variant<'_>) -> Result<Model> {
+        match variant.model {
+            Some(plan) => plan.outline(variant.selection),
+            None => self.run.model.outline(variant.selection),
+        }
+    }
+
+    /// Returns the memory plan of a step with the rows from index `first`.
+    fn memory_plan<'v>(&self, variant: &Variant<'v>, longest: &Longest, first: usize) -> MemoryPlan<'v> {
+        let (objective, device) = (variant.plan.objective, self.run.model.device());
+        let prompts = variant.plan.prompts_per_step;
+        let rows = match objective {
+            Objective::Imitate => prompts,
+            Objective::Reinforce => prompts * variant.plan.steps_per_generation,
+        };
+        let evaluation = self.run.eval.as_ref().map(|plan| {
+            let rows = plan.rows.len().min(plan.options.batch_rows);
+            let prompts: Vec<_> = longest.prompts().map(|p| Arc::new(p.clone())).collect();
+            (prompts.into_iter().cycle().take(rows).collect(), plan.options.num_generations)
+        });
+        let needed = objective == Objective::Reinforce && variant.algorithm.loss.needs_reference();
+        // True if the weights at the start of the run are those in the checkpoint's files.
+        let published = match (variant.model, &self.run.model) {
+            (Some(plan), _) | (None, Policy::Planned(plan)) => {
+                plan.random.is_none() && plan.adapter.is_none()
+            }
+            (None, Policy::Loaded(model)) => model.adapter_params().is_empty(),
+        };
+        let reference = if !needed || device != self.run.reference_device {
+            ReferenceKept::No
+        } else if published && variant.plan.lends_reference(device) {
+            ReferenceKept::InPlace
+        } else {
+            ReferenceKept::Copied
+        };
+        MemoryPlan {
+            algorithm: variant.algorithm,
+            optimizer: variant.optimizer,
+            work: longest.work(first, rows, objective),
+            prompts_per_step: prompts,
+            evaluation,
+            reference,
+            of: if device == Device::Cpu { MemoryOf::Host } else { MemoryOf::Card },
+        }
+    }
+
+    /// Returns an upper bound of the bytes of all decoded media of a run: the sum found by the check, times the number of
+    /// versions that may be stored.
+    fn media_bytes(&self, plan: &RunPlan) -> u64 {
+        let rows = self.run.rows.len() as u64;
+        let by_epochs = (rows as f64 * plan.num_epochs).ceil() as u64;
+        let draws =
+            plan.max_steps.map_or(by_epochs, |steps| steps.saturating_mul(plan.prompts_per_step as u64));
+        let orders = 1 + u64::from(self.run.shuffled.is_some());
+        let kept = kept_rows([rows, draws], self.longest.versions(), orders);
+        let [trained, held_out] =
+            self.row_media_bytes.map(|mean| mean.unwrap_or(self.longest.media_bytes() as f64));
+        let evaluated = self.run.eval.as_ref().map_or(0, |plan| plan.rows.len());
+        (kept as f64 * trained + evaluated as f64 * held_out) as u64
+    }
+
+    /// Loads the model if it is not in memory, and trains. Returns the trained model with the summary of the run.
+    ///
+    /// # Errors
+    /// Returns an error if the lasting part of the run's memory exceeds what is free, and the errors of training
+    /// ([`train`](crate::train())).
+    pub fn train(self, output: Output, console: &Console, stop: &AtomicBool) -> Result<Trained> {
+        let usable = self.usable_rows();
+        let Self { run, bad_rows, longest, typical, forecast, .. } = self;
+        if let Some(refusal) = forecast.refusal().filter(|_| forecast.is_hopeless()) {
+            return Err(refusal.into());
+        }
+        // If kept, they would hold their decoded media during the complete run.
+        drop((longest, typical));
+        run.prompts.media_store().set_max_bytes(forecast.media_store);
+        let model = match run.model {
+            Policy::Loaded(model) => *model,
+            Policy::Planned(plan) => plan.load(&run.selection)?,
+        };
+        if let Some(name) = &run.plan.run_name {
+            console.line(&format!("run {name}"));
+        }
+        console.line(&format!("model {} ({})", model.dir().display(), model.family().name()));
+        console.line(&format!("training on {usable} of {} rows", run.dataset.len()));
+        console.line(&step_takes(&run.plan, &run.algorithm));
+        let mut plan = RunPlan { bad_rows, ..run.plan };
+        plan.files.extend(run.corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
+        let Output { lock, observer, trackers } = output;
+        let setup = TrainSetup {
+            model,
+            prompts: run.prompts,
+            shuffled: run.shuffled,
+            dataset: run.dataset,
+            rows: run.rows,
+            eval: run.eval,
+            rewards: run.rewards,
+            algorithm: run.algorithm,
+            optimizer: run.optimizer,
+            selection: run.selection,
+            reference_device: run.reference_device,
+            run: plan,
+            lock,
+            observer,
+            trackers,
+        };
+        train(setup, console, stop)
+    }
+}
+
+/// Returns a line about the work of a step.
+fn step_takes(plan: &RunPlan, algorithm: &Algorithm) -> String {
+    let prompts = plan.prompts_per_step;
+    let plural = if prompts == 1 { "" } else { "s" };
+    match (plan.objective, algorithm.num_generations) {
+        (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
+        (Objective::Reinforce, 1) => format!("a step takes {prompts} prompt{plural} of 1 completion"),
+        (Objective::Reinforce, each) => {
+            format!("a step takes {prompts} prompt{plural} of {each} completions")
+        }
+    }
+}
+
+/// Returns the maximum number of stored media, given the rows and the draws. A row with `meta.dynamic_sample` may be drawn with
+/// another number of frames, out of `versions`, in each pass, and each of these in several orders.
+fn kept_rows([rows, draws]: [u64; 2], versions: u64, orders: u64) -> u64 {
+    let drawn = rows.min(draws);
+    let each = versions.min(draws.div_ceil(drawn.max(1)));
+    each.saturating_mul(orders).saturating_mul(drawn)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kept_rows;
+
+    #[test]
+    fn media_are_kept_for_what_is_drawn() {
+        for (of, versions, orders, kept) in [
+            ([10, 4], 1, 1, 4),
+            ([10, 30], 1, 1, 10),
+            // Three passes use three of five numbers of frames, or both of two.
+            ([10, 30], 5, 1, 30),
+            ([10, 30], 2, 1, 20),
+            ([10, 30], 2, 2, 40),
+            ([10, u64::MAX], 7, 1, 70),
+            ([0, 0], 3, 2, 0),
+        ] {
+            assert_eq!(kept_rows(of, versions, orders), kept, "{of:?}, {versions}, {orders}");
+        }
+    }
+}

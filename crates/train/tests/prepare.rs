@@ -1,0 +1,229 @@
+//! Each test breaks one thing of a run that works, and [`Run::prepare`] finds it before the first step.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod setup;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+use omnigrpo_models::{Checkpoint, Model, WeightDtype};
+use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
+use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
+use omnigrpo_train::{
+    EvalPlan, ModelPlan, Observer, Output, Policy, Prepared, ResumeFrom, Run, RunPlan, SaveWhen, Selection,
+    TrainError, Trained,
+};
+use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
+
+const MODEL: &str = "qwen2_5_vl_tied";
+
+fn quiet() -> Console {
+    Console::plain(std::io::sink())
+}
+
+fn by_name(name: &str) -> RewardSet {
+    build(&[name], &RewardOptions::default()).unwrap()
+}
+
+/// A run of two updates on the rows of a file.
+fn run(file: &Path, output_dir: &Path) -> Run {
+    let dir = checkpoint(MODEL);
+    let dataset = Arc::new(dataset(file, file.parent().unwrap()));
+    Run {
+        model: Policy::Planned(ModelPlan::of(&Checkpoint::open(&dir).unwrap())),
+        prompts: Arc::new(prompts(&dir, 8)),
+        shuffled: None,
+        rows: (0..dataset.len()).collect(),
+        dataset,
+        eval: None,
+        rewards: by_name("random"),
+        corpus: None,
+        reward_bytes: 0,
+        reward_files: Vec::new(),
+        algorithm: algorithm(3, 8),
+        optimizer: optimizer(),
+        selection: Selection::ALL,
+        reference_device: omnigrpo_ops::Device::Cpu,
+        plan: RunPlan {
+            max_steps: Some(2),
+            prompts_per_step: 2,
+            save: SaveWhen::Steps(1),
+            data_seed: 1,
+            ..RunPlan::default()
+        },
+        check_rows: true,
+        cache_dir: None,
+        media_bytes: Some(0),
+        output_dir: Some(output_dir.to_owned()),
+    }
+}
+
+fn train(prepared: Prepared, dir: &Path, observer: impl Observer + 'static) -> Result<Trained, TrainError> {
+    let output = Output {
+        lock: RunLock::acquire(dir, "this test").unwrap(),
+        observer: Box::new(observer),
+        trackers: Box::new(|| Trackers::none(&quiet())),
+    };
+    prepared.train(output, &quiet(), &AtomicBool::new(false))
+}
+
+fn refusal(run: Run) -> String {
+    match run.prepare(&quiet()) {
+        Err(error @ TrainError::Refused(_)) => error.to_string(),
+        Err(error) => panic!("{error}"),
+        Ok(_) => panic!("the run was not refused"),
+    }
+}
+
+struct Place {
+    _dir: tempfile::TempDir,
+    rows: PathBuf,
+    out: PathBuf,
+}
+
+fn place() -> Place {
+    let dir = tempfile::tempdir().unwrap();
+    let (rows, out) = (questions(dir.path()), dir.path().join("run"));
+    std::fs::create_dir(&out).unwrap();
+    Place { _dir: dir, rows, out }
+}
+
+#[test]
+fn a_row_that_cannot_be_used_is_found_and_never_drawn() {
+    let place = place();
+    std::fs::remove_file(place.rows.with_file_name("1.png")).unwrap();
+    // One of six rows is more than the default share of unusable rows.
+    let said = refusal(run(&place.rows, &place.out));
+    assert!(said.contains("too many rows cannot be used: got 1 of 6 rows"), "{said}");
+    let mut lenient = run(&place.rows, &place.out);
+    lenient.plan.skip.max_share = 0.5;
+    let prepared = lenient.prepare(&quiet()).unwrap();
+    assert_eq!(prepared.usable_rows(), 5);
+    let [(row, id, why)] = prepared.bad_rows() else { panic!("{:?}", prepared.bad_rows()) };
+    assert_eq!((*row, id.as_str()), (1, "colour-1"));
+    assert!(why.contains("1.png"), "{why}");
+    train(prepared, &place.out, ()).unwrap();
+    assert_eq!(lines(&place.out.join("skipped.jsonl")).len(), 1);
+    // Without the check, the same run begins.
+    let unchecked = Run { check_rows: false, ..run(&place.rows, &place.out) };
+    assert_eq!(unchecked.prepare(&quiet()).unwrap().bad_rows(), []);
+}
+
+#[test]
+fn a_reward_that_applies_to_no_row_or_does_not_answer_is_refused() {
+    let place = place();
+    let said = refusal(Run { rewards: by_name("iou"), ..run(&place.rows, &place.out) });
+    assert!(said.contains("the reward `iou` applies to no row"), "{said}");
+    let unchecked = Run { check_rows: false, rewards: by_name("iou"), ..run(&place.rows, &place.out) };
+    assert!(refusal(unchecked).contains("applies to no row"));
+    let dead = build(&["cmd:false"], &RewardOptions::default()).unwrap();
+    let said = refusal(Run { rewards: dead, ..run(&place.rows, &place.out) });
+    assert!(said.contains("TrainSetup::rewards") && said.contains("nothing was sampled yet"), "{said}");
+}
+
+#[test]
+fn evaluation_rows_are_checked_too() {
+    let place = place();
+    let other = tempfile::tempdir().unwrap();
+    let file = other.path().join("rows.jsonl");
+    std::fs::write(
+        &file,
+        "{\"problem\": \"<image>What?\", \"image\": \"missing.png\", \"solution\": \"x\"}\n",
+    )
+    .unwrap();
+    let held_out = || Arc::new(dataset(&file, other.path()));
+    let eval = || EvalPlan::new(Arc::new(prompts(&checkpoint(MODEL), 8)), held_out());
+    let said = refusal(Run { eval: Some(eval()), ..run(&place.rows, &place.out) });
+    assert!(said.contains("too many evaluation rows cannot be used"), "{said}");
+    let said = refusal(Run { eval: Some(eval()), check_rows: false, ..run(&place.rows, &place.out) });
+    assert!(said.contains("no evaluation row can be used"), "{said}");
+}
+
+#[test]
+fn a_run_resumes_with_the_same_inputs_and_refuses_others() {
+    let place = place();
+    let first = run(&place.rows, &place.out).prepare(&quiet()).unwrap();
+    assert_eq!(first.resumes_from(), None);
+    let longer = |rows: &Path, resume: ResumeFrom| {
+        let mut longer = run(rows, &place.out);
+        (longer.plan.max_steps, longer.plan.resume) = (Some(3), resume);
+        longer
+    };
+    assert!(
+        refusal(longer(&place.rows, ResumeFrom::Must)).contains("no checkpoint to resume from was found")
+    );
+    train(first, &place.out, ()).unwrap();
+    let again = longer(&place.rows, ResumeFrom::Must).prepare(&quiet()).unwrap();
+    let newest = place.out.join("checkpoint-2");
+    assert_eq!(again.resumes_from(), Some((newest.as_path(), 2)));
+    // A copy of the rows in another folder has the same content.
+    let moved = tempfile::tempdir().unwrap();
+    let copy = questions(moved.path());
+    let same = longer(&copy, ResumeFrom::Must).prepare(&quiet()).unwrap();
+    assert_eq!(same.resumes_from(), Some((newest.as_path(), 2)));
+    let text = std::fs::read_to_string(&copy).unwrap().replace("What is 0", "What is 7");
+    std::fs::write(&copy, text).unwrap();
+    let error = longer(&copy, ResumeFrom::Must).prepare(&quiet()).err().unwrap().to_string();
+    assert!(error.contains("written with other settings (dataset: content has changed)"), "{error}");
+    assert_eq!(longer(&copy, ResumeFrom::Newest).prepare(&quiet()).unwrap().resumes_from(), None);
+    let trained = train(again, &place.out, ()).unwrap();
+    assert_eq!((trained.summary.steps, trained.summary.steps_here), (3, 1));
+}
+
+#[test]
+fn memory_is_forecast_and_a_hopeless_run_is_refused_before_it_loads() {
+    let place = place();
+    let prepared = run(&place.rows, &place.out).prepare(&quiet()).unwrap();
+    let model = Model::load(&checkpoint(MODEL), WeightDtype::Auto).unwrap();
+    let weights: usize = model.params().iter().map(|param| param.num_bytes()).sum();
+    let forecast = prepared.forecast();
+    assert_eq!(forecast.memory.weights, weights as u64);
+    assert!(forecast.allows(&forecast.memory) && forecast.refusal().is_none());
+    assert!(forecast.memory.activations > 0 && forecast.memory.optimizer > 0);
+    // A model in memory is not counted twice, and gives the same sizes.
+    let mut loaded = run(&place.rows, &place.out);
+    loaded.model = Policy::Loaded(Box::new(model));
+    let loaded = loaded.prepare(&quiet()).unwrap();
+    assert_eq!(loaded.forecast().memory.weights, forecast.memory.weights);
+    assert_eq!(loaded.forecast().memory.activations, forecast.memory.activations);
+    let mut small = forecast.clone();
+    small.limit = Some((forecast.memory.lasting() - 1, "memory"));
+    let said = small.refusal().unwrap().to_string();
+    assert!(small.is_hopeless() && said.contains("this run does not fit into memory: got"), "{said}");
+}
+
+#[test]
+fn the_model_comes_back_and_an_observer_sees_every_number_of_the_log() {
+    #[derive(Clone, Default)]
+    struct Seen(Arc<Mutex<Vec<Vec<Metric>>>>);
+    impl Observer for Seen {
+        fn step(&mut self, _: u64, metrics: &[Metric]) -> std::ops::ControlFlow<()> {
+            self.0.lock().unwrap().push(metrics.to_vec());
+            std::ops::ControlFlow::Continue(())
+        }
+    }
+    let place = place();
+    let digits = reward("digits", (0.0, 64.0), |row| {
+        row.completion.chars().filter(char::is_ascii_digit).count() as f64
+    });
+    let rewards = RewardSet::new(vec![digits], &[]).unwrap();
+    let prepared = Run { rewards, ..run(&place.rows, &place.out) }.prepare(&quiet()).unwrap();
+    let seen = Seen::default();
+    let trained = train(prepared, &place.out, seen.clone()).unwrap();
+    let logged = lines(&place.out.join("metrics.jsonl"));
+    let seen = seen.0.lock().unwrap();
+    assert_eq!((logged.len(), seen.len()), (2, 2));
+    for (line, metrics) in logged.iter().zip(seen.iter()) {
+        let names: Vec<&str> = line.as_object().unwrap().keys().map(String::as_str).skip(1).collect();
+        assert_eq!(names, metrics.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>());
+        for (name, value) in metrics {
+            assert_eq!(line[name].as_f64(), *value, "{name}");
+        }
+    }
+    // The weights in memory are those of the files that the run wrote.
+    let saved = Model::load(&place.out, WeightDtype::Auto).unwrap();
+    for (own, saved) in trained.model.params().iter().zip(saved.params()) {
+        assert!(own.read().f32() == saved.read().f32(), "{}", own.name());
+    }
+}
