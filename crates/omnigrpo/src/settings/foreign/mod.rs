@@ -4,6 +4,8 @@
 //! A setting with a counterpart is translated to it. A setting without effect here is dropped and listed in a note. An
 //! unsupported setting is an error with advice.
 
+use std::sync::LazyLock;
+
 use omnigrpo_data::QUESTION_TEMPLATES;
 
 /// Meaning of a foreign setting in this program.
@@ -32,7 +34,7 @@ mod peers;
 mod trainers;
 
 /// Names of a setting, and a function that returns the meaning of a value. Words of the value are separated by spaces; a bare
-/// flag is `true`. A name that ends in `*` matches all names with that prefix that have no earlier row.
+/// flag is `true`. `plain.txt` has the settings whose meaning does not depend on the value.
 type Row = (&'static [&'static str], fn(&str) -> Fate);
 
 /// Trackers of transformers that are unsupported.
@@ -51,10 +53,7 @@ const TRACKERS: &[&str] = &[
     "trackio",
 ];
 
-const COMPLETE: &str = "every process holds the complete weights, gradients and optimizer state";
 const IN_PROCESS: &str = "completions are sampled in the same process with the trained weights";
-const OWN_KERNELS: &str = "the program uses only its own kernels";
-const READ_AHEAD: &str = "rows are read ahead on other threads";
 
 const TABLE: &[Row] = &[
     (&["bf16"], |v| match on(v) {
@@ -65,62 +64,22 @@ const TABLE: &[Row] = &[
         Some(false) => Dropped("`torch_dtype` sets the precision of stored weights"),
         _ => Refused("fp16 training is unsupported; use `torch_dtype` bfloat16"),
     }),
-    (&["tf32"], |_| Dropped("`torch_dtype` sets the precision of products")),
     (&["optim"], |v| match v {
         "adamw" | "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => {
             Dropped("the optimizer is AdamW")
         }
         _ => Refused("leave it out: the only optimizer is AdamW"),
     }),
-    (&["max_new_tokens"], |v| Becomes("max_completion_length", v.into())),
-    (&["dataset_name"], |v| Becomes("train_file", v.into())),
     (&["overwrite_output_dir"], |v| match on(v) {
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
         _ => Dropped("earlier checkpoints are moved aside, never overwritten"),
     }),
-    (&["attn_implementation"], |_| Dropped("there is only one attention implementation")),
-    (&["use_liger_kernel", "use_liger_loss", "torch_compile"], |_| Dropped(OWN_KERNELS)),
-    (&["gradient_checkpointing_kwargs"], |_| Dropped("there is only one way to recompute blocks")),
-    (&["data_flatten", "padding_free"], |_| Dropped("groups are packed without padding")),
-    (&["data_packing"], |_| {
-        Dropped("each row of a packed list is read as a separate row; groups are packed without padding")
-    }),
-    (
-        &[
-            "dataloader_num_workers",
-            "dataloader_pin_memory",
-            "dataloader_prefetch_factor",
-            "dataloader_persistent_workers",
-        ],
-        |_| Dropped(READ_AHEAD),
-    ),
-    (&["remove_unused_columns"], |_| Dropped("rewards see every column of a row")),
-    (&["cache_dir", "arrow_cache_dir"], |_| {
-        Dropped("models and rows are read in place; HF_HOME moves the local cache of models")
-    }),
-    (&["trust_remote_code"], |_| Dropped("code in a checkpoint is never run")),
-    (&["save_safetensors"], |_| Dropped("checkpoints are always in the safetensors format")),
     // VLM-R1 selects the wording of the question by the task.
     (&["task_type"], |v| match QUESTION_TEMPLATES.iter().find(|template| template.name == v) {
         Some(template) => Becomes("question_template", template.name.into()),
         None => Dropped(
             "no question template has this name; `--question_template default` adds VLM-R1's sentence about tags",
         ),
-    }),
-    (&["lora_task_type"], |_| Dropped("adapters are always for a causal language model")),
-    (&["lora_modules_to_save", "modules_to_save"], |v| {
-        off(
-            v,
-            "use `tune_mm_mlp` (or another part) with `trainable_patterns`: those weights are fully trained",
-        )
-    }),
-    (&["per_device_eval_batch_size", "eval_accumulation_steps"], |_| {
-        Dropped("an evaluation processes as many rows at a time as fit into memory, with the same result")
-    }),
-    (&["generation_batch_size"], |_| {
-        Refused(
-            "use `per_device_train_batch_size` (prompts), `gradient_accumulation_steps` and `steps_per_generation`",
-        )
     }),
     (&["vllm_importance_sampling_correction"], |v| match on(v) {
         Some(false) => Dropped("`importance_sampling_correction` is off by default"),
@@ -141,22 +100,12 @@ const TABLE: &[Row] = &[
             ),
         }),
     }),
-    (&["reward_model", "reward_model_path", "reward_model_name_or_path"], |_| {
-        Refused("put its directory or its name on the hub into `reward_funcs`")
-    }),
-    (&["external_judge"], |_| Refused("use `reward_funcs` judge:http://… and `judge_model`")),
     (&["report_to"], |v| {
         match v.split([',', ' ']).any(|word| TRACKERS.contains(&word.to_ascii_lowercase().as_str())) {
             true => Dropped("this tracker is unsupported; metrics.jsonl has every number"),
             false => Own,
         }
     }),
-    (&["logging_dir"], |_| Dropped("logs are in the run directory")),
-    (&["disable_tqdm"], |_| Dropped("a terminal always shows the bar; a pipe or a file gets lines")),
-    (&["ddp_timeout", "ddp_find_unused_parameters", "ds3_gather_for_generation", "local_rank"], |_| {
-        Dropped(COMPLETE)
-    }),
-    (&["use_vllm", "vllm_*"], |_| Dropped(IN_PROCESS)),
 ];
 
 fn on(value: &str) -> Option<bool> {
@@ -176,26 +125,93 @@ fn off(value: &str, advice: &'static str) -> Fate {
     if none { Dropped("it is off here as well") } else { Refused(advice) }
 }
 
+/// Row of `plain.txt`: names with one meaning, whatever their value.
+struct Plain {
+    /// Names; one that ends in `*` is a prefix.
+    names: Vec<&'static str>,
+    meaning: Meaning,
+    /// Setting, reason or advice.
+    text: &'static str,
+}
+
+#[derive(Clone, Copy)]
+enum Meaning {
+    Becomes,
+    Dropped,
+    Off,
+    Refused,
+}
+
+impl Plain {
+    fn fate(&self, value: &str) -> Fate {
+        match self.meaning {
+            Meaning::Becomes => Becomes(self.text, value.to_owned()),
+            Meaning::Dropped => Dropped(self.text),
+            Meaning::Off => off(value, self.text),
+            Meaning::Refused => Refused(self.text),
+        }
+    }
+}
+
+const PLAIN_TEXT: &str = include_str!("plain.txt");
+
+/// Rows of `plain.txt`, whose head describes its form.
+static PLAIN: LazyLock<Vec<Plain>> = LazyLock::new(|| {
+    const MEANINGS: [(&str, Meaning); 4] = [
+        ("becomes ", Meaning::Becomes),
+        ("dropped: ", Meaning::Dropped),
+        ("off: ", Meaning::Off),
+        ("refused: ", Meaning::Refused),
+    ];
+    let mut rows: Vec<Plain> = Vec::new();
+    for line in PLAIN_TEXT.lines() {
+        match rows.last_mut().filter(|_| line.starts_with(' ')) {
+            Some(row) => row.names.extend(line.split_whitespace()),
+            None => rows.extend(MEANINGS.iter().find_map(|(start, meaning)| {
+                Some(Plain { names: Vec::new(), meaning: *meaning, text: line.strip_prefix(start)? })
+            })),
+        }
+    }
+    rows
+});
+
+/// Returns the row of `plain.txt` with this name, or with its longest prefix. A prefix never matches a setting of this program.
+fn plain(name: &str) -> Option<&'static Plain> {
+    let exact = PLAIN.iter().find(|row| row.names.contains(&name));
+    let prefix = |row: &'static Plain| {
+        let fits =
+            row.names.iter().filter_map(|own| own.strip_suffix('*')).filter(|own| name.starts_with(own));
+        Some((fits.map(str::len).max()?, row))
+    };
+    exact.or_else(|| {
+        crate::settings::flags::find(name)
+            .is_none()
+            .then(|| PLAIN.iter().filter_map(prefix))?
+            .max_by_key(|(len, _)| *len)
+            .map(|(_, row)| row)
+    })
+}
+
+/// Returns the row whose meaning depends on the value.
+fn row(name: &str) -> Option<&'static Row> {
+    [TABLE, trainers::TABLE, peers::TABLE].into_iter().flatten().find(|(names, _)| names.contains(&name))
+}
+
 /// Returns the meaning of a setting if it belongs to another trainer. Dashes count as underscores. `others` returns the text
 /// of another setting of the same source, given its name.
 pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str>) -> Option<Fate> {
+    let name = name.replace('-', "_");
     let unset = matches!(value.to_ascii_lowercase().as_str(), "none" | "null");
-    let fate = match row(name).map(|(_, fate)| fate(value))? {
+    let fate = match row(&name) {
+        Some((_, fate)) => fate(value),
+        None => plain(&name)?.fate(value),
+    };
+    let fate = match fate {
         Becomes(..) | BecomesAll(_) | Depends(..) if unset => Dropped("it has no value"),
         Depends(other, fate) => fate(value, others(other)),
         fate => fate,
     };
     (fate != Own).then_some(fate)
-}
-
-/// Returns the row of a setting. A prefix ending in `*` never matches a setting of this program.
-fn row(name: &str) -> Option<&'static Row> {
-    let name = name.replace('-', "_");
-    let fits = |pattern: &&str| match pattern.strip_suffix('*') {
-        Some(start) => name.starts_with(start) && crate::settings::flags::find(&name).is_none(),
-        None => **pattern == name,
-    };
-    TABLE.iter().chain(trainers::TABLE).chain(peers::TABLE).find(|(names, _)| names.iter().any(fits))
 }
 
 /// Splits a word of verl or EasyR1, `group.name=value`, into name and value.
@@ -207,7 +223,8 @@ pub fn dotted(word: &str) -> Option<(&str, &str)> {
 /// Returns true if another trainer has a setting of this name.
 #[cfg(feature = "cli")]
 pub fn knows(name: &str) -> bool {
-    row(name).is_some()
+    let name = name.replace('-', "_");
+    row(&name).is_some() || plain(&name).is_some()
 }
 
 #[cfg(test)]
@@ -218,10 +235,26 @@ mod tests {
     #[test]
     fn no_name_is_a_setting_here_but_where_values_decide() {
         let mut seen = std::collections::BTreeSet::new();
-        for name in TABLE.iter().chain(trainers::TABLE).chain(peers::TABLE).flat_map(|(names, _)| *names) {
+        let rows = [TABLE, trainers::TABLE, peers::TABLE].into_iter().flatten();
+        let in_code = rows.flat_map(|(names, _)| names.iter());
+        for name in in_code.chain(PLAIN.iter().flat_map(|row| &row.names)) {
             assert!(seen.insert(name), "`{name}` is in two rows");
             assert_eq!(flags::find(name).is_some(), *name == "report_to", "{name}");
         }
+    }
+
+    #[test]
+    fn every_paragraph_of_plain_settings_is_read() {
+        let heads =
+            PLAIN_TEXT.lines().filter(|line| !line.is_empty() && !line.starts_with(['#', ' '])).count();
+        assert_eq!((PLAIN.len(), PLAIN.iter().filter(|row| row.names.is_empty()).count()), (heads, 0));
+        for row in PLAIN.iter().filter(|row| matches!(row.meaning, Meaning::Becomes)) {
+            assert!(flags::find(row.text).is_some(), "{}", row.text);
+        }
+        // An own name comes before a prefix, and a longer prefix before a shorter one.
+        let text = |name| plain(name).map(|row| row.text);
+        assert_ne!(text("trainer.val_only"), text("trainer.anything"));
+        assert_ne!(text("actor_rollout_ref.ref.anything"), text("actor_rollout_ref.anything"));
     }
 
     #[test]
