@@ -171,19 +171,13 @@ impl Run {
     /// Returns [`TrainError::Refused`](crate::TrainError::Refused) if the run cannot work: too many unusable rows, a reward that
     /// applies to no row or does not answer, a missing checkpoint, or one that was written with other settings or inputs. Returns
     /// another error if files cannot be read.
-    pub fn prepare(mut self, console: &Console) -> Result<Prepared> {
+    pub fn prepare(self, console: &Console) -> Result<Prepared> {
         self.check_router()?;
         self.check_shuffled()?;
         if let Some(dir) = &self.output_dir {
             resume::find_requested(&self.plan.resume, dir)?;
         }
         let (bad_rows, longest, row_media_bytes) = self.check_data(console)?;
-        let outline = self.model.outline(&self.selection)?;
-        self.add_inputs(&outline)?;
-        let resumes = match &self.output_dir {
-            Some(dir) => resume::expected(&self.plan, dir)?,
-            None => None,
-        };
         let objective = self.plan.objective;
         let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
         let usable: Vec<u64> = self.rows.iter().copied().filter(|row| !bad.contains(row)).collect();
@@ -193,8 +187,9 @@ impl Run {
         let typical = Longest::prepare(&self.prompts, &self.dataset, &typical, objective);
         let forecast = Forecast { memory: Memory::default(), limit: None, media_store: 0 };
         let mut prepared =
-            Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes, forecast };
+            Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes: None, forecast };
         prepared.foresee()?;
+        prepared.find_start()?;
         Ok(prepared)
     }
 
@@ -319,14 +314,6 @@ impl Run {
             _ => Ok(()),
         }
     }
-
-    /// Adds the contents of all inputs to the fingerprint.
-    fn add_inputs(&mut self, outline: &Model) -> Result<()> {
-        let of_model = inputs::of_model(&self.model, outline)?;
-        let digests = inputs::digests(&self.dataset, &self.reward_files)?;
-        self.plan.fingerprint.extend(of_model.into_iter().chain(digests));
-        Ok(())
-    }
 }
 
 impl Prepared {
@@ -394,6 +381,19 @@ impl Prepared {
         let own = if device == Device::Cpu { room::resident() } else { 0 };
         self.forecast.limit = room::free_on(device).map(|(free, whose)| (free + own, whose));
         (self.forecast.memory, self.forecast.media_store) = self.memory(&self.variant())?;
+        Ok(())
+    }
+
+    /// Adds the contents of all inputs to the fingerprint, and looks for the checkpoint to resume from. This reads all weights, so a
+    /// run that is only planned or cannot work does without it.
+    fn find_start(&mut self) -> Result<()> {
+        let Some(dir) = self.run.output_dir.clone().filter(|_| !self.forecast.is_hopeless()) else {
+            return Ok(());
+        };
+        let of_model = inputs::of_model(&self.run.model, &self.outline(&self.variant())?)?;
+        let digests = inputs::digests(&self.run.dataset, &self.run.reward_files)?;
+        self.run.plan.fingerprint.extend(of_model.into_iter().chain(digests));
+        self.resumes = resume::expected(&self.run.plan, &dir)?;
         Ok(())
     }
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::split;
+use omnigrpo_data::{Dataset, split};
 use omnigrpo_guard::told;
+use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_ops::Device;
 use omnigrpo_rollout::SamplingParams;
@@ -251,27 +252,12 @@ fn prepare(
         context.console.line(&format!("a batch of {batch} counts completions, as the source"));
     }
     let dataset = setup::train_data(settings)?;
-    let held_out = setup::eval_data(settings)?;
-    let ratio = settings.data.val_split_ratio;
-    let (rows, eval_rows) = match &held_out {
-        Some(held_out) => ((0..dataset.len()).collect(), (0..held_out.len()).collect()),
-        None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.data_seed),
-        None => ((0..dataset.len()).collect::<Vec<u64>>(), Vec::new()),
-    };
+    let (rows, eval) = held_out(settings, checkpoint, &dataset)?;
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
     let before = room::resident();
     let rewards = setup::rewards(settings, corpus.as_ref())?;
     // A smaller increase of memory cannot come from a model.
     let reward_bytes = Some(room::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20);
-    let eval = match eval_rows.is_empty() {
-        true => None,
-        false => Some(EvalPlan {
-            prompts: Arc::new(setup::prompts(settings, checkpoint, false)?),
-            dataset: held_out.unwrap_or_else(|| Arc::clone(&dataset)),
-            rows: eval_rows,
-            options: eval_options(settings),
-        }),
-    };
     let shuffled = match settings.rewards.temporal_order_bonus {
         true => Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?)),
         false => None,
@@ -306,6 +292,31 @@ fn prepare(
         output_dir: output_dir.map(Path::to_owned),
     };
     Ok(run.prepare(&context.console)?)
+}
+
+/// Returns the rows to train on, and the evaluation on other rows, if there are any.
+fn held_out(
+    settings: &Settings,
+    checkpoint: &Checkpoint,
+    dataset: &Arc<Dataset>,
+) -> Result<(Vec<u64>, Option<EvalPlan>)> {
+    let (all, ratio) = (0..dataset.len(), settings.data.val_split_ratio);
+    let held_out = setup::eval_data(settings)?;
+    let (rows, eval_rows) = match &held_out {
+        Some(held_out) => (all.collect(), (0..held_out.len()).collect()),
+        None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.data_seed),
+        None => (all.collect::<Vec<u64>>(), Vec::new()),
+    };
+    if eval_rows.is_empty() {
+        return Ok((rows, None));
+    }
+    let eval = EvalPlan {
+        prompts: Arc::new(setup::prompts(settings, checkpoint, false)?),
+        dataset: held_out.unwrap_or_else(|| Arc::clone(dataset)),
+        rows: eval_rows,
+        options: eval_options(settings),
+    };
+    Ok((rows, Some(eval)))
 }
 
 /// Returns the options of evaluations during training: greedy for one completion per row, sampled as in training for several.
