@@ -287,8 +287,9 @@ impl Run {
 
     /// Lets the rewards score one completion, and asks them about the evaluation rows.
     fn check_rewards(&self, bad_rows: &[(u64, String, String)], console: &Console) -> Result<()> {
-        let scores = self.scores();
-        if scores {
+        let (scores, first) = (self.scores(), self.algorithm.split.ranks.is_first());
+        // The first rank scores for all.
+        if scores && first {
             let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
             let usable = self.rows.iter().copied().filter(|row| !bad.contains(row));
             checks::probe_rewards(&self.rewards, &self.dataset, usable, &self.prompts)?;
@@ -299,7 +300,7 @@ impl Run {
             {
                 console.line(&format!("in evaluations: {refusal}"));
             }
-            if !scores {
+            if !scores && first {
                 let rows = eval.rows.iter().copied();
                 checks::probe_rewards(&self.rewards, &eval.dataset, rows, &self.prompts)?;
             }
@@ -436,7 +437,7 @@ impl Prepared {
         let variant = Variant { algorithm: &algorithm, ..self.variant() };
         let outline = self.outline(&variant)?;
         let plan = &self.run.plan;
-        let rollout = plan.prompts_per_step * plan.steps_per_generation;
+        let rollout = self.prompts_here(plan) * plan.steps_per_generation;
         // The steps together use every row once.
         let steps = self.typical.len().div_ceil(rollout).max(1);
         let plans: Vec<MemoryPlan<'_>> =
@@ -451,10 +452,15 @@ impl Prepared {
         }
     }
 
+    /// Returns the number of prompts of a step that this process computes.
+    fn prompts_here(&self, plan: &RunPlan) -> usize {
+        plan.prompts_per_step.div_ceil(self.run.algorithm.split.ranks.size())
+    }
+
     /// Returns the memory plan of a step with the rows from index `first`.
     fn memory_plan<'v>(&self, variant: &Variant<'v>, longest: &Longest, first: usize) -> MemoryPlan<'v> {
         let (objective, device) = (variant.plan.objective, self.run.model.device());
-        let prompts = variant.plan.prompts_per_step;
+        let prompts = self.prompts_here(variant.plan);
         let rows = match objective {
             Objective::Imitate => prompts,
             Objective::Reinforce => prompts * variant.plan.steps_per_generation,
@@ -521,7 +527,7 @@ impl Prepared {
         run.prompts.media_store().set_max_bytes(forecast.media_store);
         let model = match run.model {
             Policy::Loaded(model) => *model,
-            Policy::Planned(plan) => plan.load(&run.selection)?,
+            Policy::Planned(plan) => run.algorithm.split.agree(plan.load(&run.selection))?,
         };
         if let Some(name) = &run.plan.run_name {
             console.line(&format!("run {name}"));
@@ -557,13 +563,15 @@ impl Prepared {
 fn step_takes(plan: &RunPlan, algorithm: &Algorithm) -> String {
     let prompts = plan.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
-    match (plan.objective, algorithm.num_generations) {
+    let one = match (plan.objective, algorithm.num_generations) {
         (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
         (Objective::Reinforce, 1) => format!("a step takes {prompts} prompt{plural} of 1 completion"),
         (Objective::Reinforce, each) => {
             format!("a step takes {prompts} prompt{plural} of {each} completions")
         }
-    }
+    };
+    let ranks = &algorithm.split.ranks;
+    if ranks.size() == 1 { one } else { format!("{one}, on {} ranks ({})", ranks.size(), ranks.engine()) }
 }
 
 /// Returns the maximum number of stored media, given the rows and the draws. A row with `meta.dynamic_sample` may be drawn with

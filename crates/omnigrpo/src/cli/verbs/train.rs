@@ -12,14 +12,15 @@ use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_ops::Device;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Output, Policy, Prepared, ResumeFrom, Run, RunPlan,
-    RunSummary, room,
+    Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Output, Policy, Prepared, ResumeFrom,
+    Run, RunPlan, RunSummary, Split, room,
 };
 use serde_json::{Map, Value};
 
 use super::notify::{Event, Notifier};
 use super::push::Pusher;
 use super::{Context, plan, print, profile, setup, watch};
+use crate::cli::ranks::{LEAVES, leaves, together};
 use crate::settings::{
     BatchUnit, Flag, Kind, Problem, Resolved, Settings, command, print_config, read_deepspeed, worded,
 };
@@ -214,14 +215,21 @@ fn run_logged(
     observer: Box<dyn Observer>,
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
-    let prepared = prepare(resolved, context, objective, Some(lock.root()))?;
-    plan::refuse(resolved, context.checkpoint()?, &prepared)?;
+    let ranks = &context.ranks;
+    let prepared = || {
+        let prepared = prepare(resolved, context, objective, Some(lock.root()))?;
+        plan::refuse(resolved, context.checkpoint()?, &prepared)?;
+        Ok(prepared)
+    };
+    // The first rank fills the caches of downloads and checks, which the others then read.
+    let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
+    let prepared = together(ranks, own.map_or_else(prepared, Ok))?;
     install_signals(context)?;
     profile::enable(settings.log.profile);
     let trackers = watch::trackers(resolved, lock.root(), context);
     let output = Output { lock, observer, trackers };
     let summary = prepared.train(output, &context.console, &context.stop)?.summary;
-    if settings.log.profile {
+    if settings.log.profile && ranks.is_first() {
         print(&profile::table(&profile::take(), summary.steps_here))?;
     }
     Ok(summary)
@@ -262,6 +270,7 @@ fn prepare(
         true => Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?)),
         false => None,
     };
+    let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
     let run = Run {
         model: Policy::Planned(setup::model_plan(settings, checkpoint, device)),
         prompts: Arc::new(setup::prompts(settings, checkpoint, true)?),
@@ -273,7 +282,10 @@ fn prepare(
         corpus,
         reward_bytes: reward_bytes.unwrap_or(0),
         reward_files: setup::reward_files(settings),
-        algorithm: settings.algorithm.clone(),
+        algorithm: Algorithm {
+            split: Split::new(context.ranks.clone(), leaves, settings.algorithm.split.sum),
+            ..settings.algorithm.clone()
+        },
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         reference_device,
@@ -281,7 +293,7 @@ fn prepare(
             objective,
             debug_log: settings.env.debug_log.clone().map(DebugLog::new),
             files: vec![("config.yaml", print_config(resolved).into_bytes())],
-            fingerprint: binding(resolved),
+            fingerprint: binding(resolved, leaves),
             command: Some(command(resolved)),
             curves: Some(omnigrpo_watch::curves),
             ..settings.run.clone()
@@ -335,12 +347,20 @@ fn eval_options(settings: &Settings) -> EvalOptions {
 }
 
 /// Returns every setting that must not change when a run resumes.
-fn binding(resolved: &Resolved) -> Map<String, Value> {
+fn binding(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
     let real = |(flag, value): (&Flag, Value)| {
         let is_path = matches!(flag.kind, Kind::Path | Kind::Paths(_));
         (flag.name.to_owned(), if is_path { real_paths(value) } else { value })
     };
-    resolved.values.binding(resolved.verb).map(real).collect()
+    let mut out: Map<String, Value> = resolved.values.binding(resolved.verb).map(real).collect();
+    // A step has as many prompts on another number of processes with as many more or fewer batches.
+    if let Some(batches) = out.get_mut("gradient_accumulation_steps") {
+        *batches = (resolved.settings.batch.accumulation * resolved.settings.env.processes.max(1)).into();
+    }
+    if leaves > 1 {
+        out.insert(LEAVES.into(), leaves.into());
+    }
+    out
 }
 
 /// Replaces paths by their real paths, so that different spellings compare equal.
