@@ -21,7 +21,9 @@ struct Shared {
 
 /// Function that hears of every change.
 #[derive(Default)]
-struct Listener(Option<Box<dyn FnMut(&StepProgress) + Send>>);
+struct Listener(Option<Hearing>);
+
+type Hearing = Box<dyn FnMut(&StepProgress) + Send>;
 
 impl std::fmt::Debug for Listener {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -142,7 +142,7 @@ pub enum Policy {
     /// Model in memory.
     Loaded(Box<Model>),
     /// Model that is loaded after the checks.
-    Planned(ModelPlan),
+    Planned(Box<ModelPlan>),
 }
 
 impl Policy {

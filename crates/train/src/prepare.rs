@@ -472,10 +472,10 @@ impl Prepared {
         });
         let needed = objective == Objective::Reinforce && variant.algorithm.loss.needs_reference();
         // True if the weights at the start of the run are those in the checkpoint's files.
+        let of_files = |plan: &ModelPlan| plan.random.is_none() && plan.adapter.is_none();
         let published = match (variant.model, &self.run.model) {
-            (Some(plan), _) | (None, Policy::Planned(plan)) => {
-                plan.random.is_none() && plan.adapter.is_none()
-            }
+            (Some(plan), _) => of_files(plan),
+            (None, Policy::Planned(plan)) => of_files(plan),
             (None, Policy::Loaded(model)) => model.adapter_params().is_empty(),
         };
         let reference = if !needed || device != self.run.reference_device {

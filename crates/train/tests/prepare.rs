@@ -31,7 +31,7 @@ fn run(file: &Path, output_dir: &Path) -> Run {
     let dir = checkpoint(MODEL);
     let dataset = Arc::new(dataset(file, file.parent().unwrap()));
     Run {
-        model: Policy::Planned(ModelPlan::of(&Checkpoint::open(&dir).unwrap())),
+        model: Policy::Planned(Box::new(ModelPlan::of(&Checkpoint::open(&dir).unwrap()))),
         prompts: Arc::new(prompts(&dir, 8)),
         shuffled: None,
         rows: (0..dataset.len()).collect(),

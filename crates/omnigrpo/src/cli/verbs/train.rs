@@ -272,7 +272,7 @@ fn prepare(
     };
     let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
     let run = Run {
-        model: Policy::Planned(setup::model_plan(settings, checkpoint, device)),
+        model: Policy::Planned(Box::new(setup::model_plan(settings, checkpoint, device))),
         prompts: Arc::new(setup::prompts(settings, checkpoint, true)?),
         shuffled,
         dataset,
