@@ -414,7 +414,7 @@ echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [${list%,}]}"; done"#,
     }
     place
         .run_with(line, &["--reward_funcs", "format"])
-        .fails(2, &["--temporal_order_bonus", "`reward_funcs` format"]);
+        .fails(2, &["--temporal_order_bonus", "the rewards format"]);
 }
 
 /// A file of settings, the output of `--print_config` for it, and the record of the run give the same run.
