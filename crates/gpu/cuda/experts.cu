@@ -1,15 +1,50 @@
-// Mixtures of experts. A place is a pair of a row and one of its experts. Places are sorted by expert.
+// Mixtures of experts. A place is a pair of a row and one of its experts.
 #include "prim.cuh"
 
-/// Computes `y[p] = x[p] · W`, where W is the `[k, n]` matrix of the place's expert (the first matrix if `experts` is
-/// null). One thread per output adds the terms in order, so the bits of a place do not depend on other places.
-KERNEL(rows_product, (Array y, Array x, Array w, const u32* experts, i64 places, int k, int n)) {
+/// Chooses the `topk` experts with the largest logits of each row, the first of equal ones, with one warp per row. NaN
+/// is ordered as by `f64::total_cmp`. The places of a row follow each other, in the order of their experts. Also writes
+/// the tables of that order: the row of each place, the places in order, and the offset of the places of each row.
+KERNEL_OF(32, 16, choose, (u32* experts, u32* row_of, u32* in_order, u32* offsets, Array logits, int all, int topk)) {
+    u32 row = blockIdx.x, first = row * topk;
+    constexpr u32 LAST = 0xfffffffe;
+    u32* own = experts + first;
+    u64 last = ~(u64)0;
+    for (int n = 0; n < topk; n++) {
+        u64 best = 0;
+        for (int e = threadIdx.x; e < all; e += 32) {
+            // Adding 0 turns -0 into 0. A NaN may have the largest key, so the low word stays below its maximum.
+            u64 at = (u64)key_of(load(logits, (i64)row * all + e) + 0.0f) << 32 | (LAST - e);
+            if (at < last && at > best) best = at;
+        }
+        for (int mask = 16; mask; mask /= 2) {
+            u64 other = shuffle_xor(best, mask);
+            best = other > best ? other : best;
+        }
+        last = best;
+        if (threadIdx.x == 0) {
+            u32 expert = LAST - (u32)best;
+            int to = n;
+            for (; to > 0 && own[to - 1] > expert; to--) own[to] = own[to - 1];
+            own[to] = expert;
+        }
+    }
+    for (int n = threadIdx.x; n < topk; n += 32) row_of[first + n] = row, in_order[first + n] = first + n;
+    if (threadIdx.x == 0) {
+        offsets[row] = first;
+        if (row + 1 == gridDim.x) offsets[row + 1] = first + topk;
+    }
+}
+/// Computes `y[p] = x[p] · W`, where W is the `[k, n]` matrix of the place's expert. A weight without `w` is given by its
+/// codes, and its elements are rounded to bf16. One thread per output adds the terms in order, so the bits of a place do
+/// not depend on other places.
+KERNEL(rows_product, (Array y, Array x, Array w, Codes codes, const u32* experts, i64 places, int k, int n)) {
     i64 i = thread_index();
     if (i >= places * n) return;
-    i64 place = i / n, col = i % n;
-    i64 from = (experts ? (i64)experts[place] * k : 0) * n + col;
+    i64 place = i / n, row = (i64)experts[place] * k;
+    int col = i % n;
     float sum = 0;
-    for (int j = 0; j < k; j++) sum += load(x, place * k + j) * load(w, from + (i64)j * n);
+    if (w.at) for (int j = 0; j < k; j++) sum += load(x, place * k + j) * load(w, (row + j) * n + col);
+    else for (int j = 0; j < k; j++) sum += load(x, place * k + j) * f32(bf16(widened(codes, row + j, col)));
     store(y, i, sum);
 }
 /// Computes the weight of each place: the softmax over the logits of the experts that its row has chosen. One thread

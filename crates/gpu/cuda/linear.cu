@@ -148,13 +148,8 @@ KERNEL_OF(THREADS, 4, rows_product, (Array y, Array residual, i64 stride, Array 
 /// Widens rows of a weight of 8 or 4 bits, optionally selected by index: `code · step + min`. A block of codes is 16
 /// words. Word i has the elements i, i + 16, i + 32, …, starting at its low bits. 64 elements share a scale `{min,
 /// step}` in bf16.
-KERNEL(widen, (Array to, const u32* codes, const u32* scales, const u32* index, i64 rows, int k, int bits_, int row_words, int row_groups)) {
+KERNEL(widen, (Array to, Codes codes, const u32* index, i64 rows, int k)) {
     i64 i = thread_index();
     if (i >= rows * k) return;
-    i64 row = index ? index[i / k] : i / k;
-    int p = i % k, per_word = 32 / bits_, block = 16 * per_word, q = p % block;
-    u32 word = codes[row * row_words + p / block * 16 + q % 16];
-    u32 code = word >> q / 16 * bits_ & ((1u << bits_) - 1);
-    u32 scale = scales[row * row_groups + p / 64];
-    store(to, i, (float)code * f32(u16(scale >> 16)) + f32(u16(scale)));
+    store(to, i, widened(codes, index ? index[i / k] : i / k, i % k));
 }

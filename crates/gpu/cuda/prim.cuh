@@ -112,6 +112,21 @@ DEVICE void store4(Array a, i64 i, i64 end, Four v) {
 DEVICE i64 thread_index() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
 DEVICE float sigmoid(float x) { return 1 / (1 + exp_(-x)); }
+/// Maps floats to unsigned numbers that have the same order.
+DEVICE u32 key_of(float x) {
+    u32 b = bits(x);
+    return b >> 31 ? ~b : b | 0x80000000u;
+}
+/// A weight of 8 or 4 bits, in the layout that `widen` in linear.cu describes.
+struct Codes { const u32* codes; const u32* scales; int bits, row_words, row_groups, none; };
+/// Returns element `p` of a row: `code · step + min`.
+DEVICE float widened(Codes c, i64 row, int p) {
+    int per_word = 32 / c.bits, block = 16 * per_word, q = p % block;
+    u32 word = c.codes[row * c.row_words + p / block * 16 + q % 16];
+    u32 code = word >> q / 16 * c.bits & ((1u << c.bits) - 1);
+    u32 scale = c.scales[row * c.row_groups + p / 64];
+    return (float)code * f32(u16(scale >> 16)) + f32(u16(scale));
+}
 
 DEVICE float quad_max(float x) {
     x = larger(x, shuffle_xor(x, 1));

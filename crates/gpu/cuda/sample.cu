@@ -9,11 +9,6 @@
 
 struct Sampling { float temperature, top_p, min_p, scoring; int top_k; u32 vocab; };
 struct Drawn { u32 id; float logp, sampler_logp, entropy; };
-/// Maps floats to unsigned numbers that have the same order.
-DEVICE u32 key_of(float x) {
-    u32 b = bits(x);
-    return b >> 31 ? ~b : b | 0x80000000u;
-}
 
 constexpr int THREADS = 256, BINS = 2048, LISTED = 512;
 /// Number of bins per unit of the logits divided by the temperature. The last bin has all tokens of weight 0.

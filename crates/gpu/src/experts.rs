@@ -1,11 +1,11 @@
 //! Mixtures of experts: products grouped by expert, and the weights of places.
 //!
-//! A place is a pair of a row and one of its experts. Places are sorted by expert, so the product of an expert runs over
-//! consecutive rows. If the bits of a place must not depend on other places, one kernel processes all places.
+//! A place is a pair of a row and one of its experts. Where places are sorted by expert, the product of an expert runs over
+//! consecutive rows. If the bits of a place must not depend on other places, one kernel processes all places, in any order.
 
 use std::ops::Range;
 
-use crate::device::{Arg, Array, Dtype, Gpu};
+use crate::device::{Arg, Array, Dtype, Gpu, Launch};
 use crate::linear::Weight;
 use crate::product::{Factor, Product};
 use crate::sums::Mixture;
@@ -16,7 +16,37 @@ fn groups(offsets: &[usize]) -> impl Iterator<Item = (usize, Range<usize>)> {
     places.filter(|(_, places)| !places.is_empty())
 }
 
+/// Experts that the device chose, with places in the order of rows and, in a row, of experts.
+#[derive(Debug)]
+pub struct Chosen {
+    /// Expert of each place.
+    pub experts: Array,
+    /// Row of each place.
+    pub rows: Array,
+    /// Places of each row, all with weight 1.
+    pub sums: Mixture,
+}
+
 impl Gpu {
+    /// Chooses the `topk` experts with the largest logits `[rows, all]` of each row, the first of equal ones.
+    #[must_use]
+    pub fn choose_experts(&self, logits: &Array, [rows, all, topk]: [usize; 3]) -> Chosen {
+        let table = |len| self.alloc(len, Dtype::F32);
+        let [experts, row_of, in_order] = [table(rows * topk), table(rows * topk), table(rows * topk)];
+        let offsets = self.zeros(rows + 1, Dtype::F32);
+        let args = [
+            experts.pointer(),
+            row_of.pointer(),
+            in_order.pointer(),
+            offsets.pointer(),
+            logits.arg(),
+            Arg::Int(all as i32),
+            Arg::Int(topk as i32),
+        ];
+        self.launch(Launch { kernel: "experts/choose", grid: [rows, 1, 1], threads: 32, shared: 0 }, &args);
+        Chosen { experts, rows: row_of, sums: Mixture::over(offsets, in_order, rows) }
+    }
+
     /// Sets each place of `y [places, n]` to `x W`, where `W` is the matrix of the place's expert in `weight [experts, k, n]`.
     pub fn experts(&self, y: &mut Array, x: &Array, weight: Weight, offsets: &[usize], [k, n]: [usize; 2]) {
         let x = self.held(x, weight.dtype());
@@ -37,29 +67,23 @@ impl Gpu {
     }
 
     /// Computes the same product as [`Self::experts`], but the bits of a place depend only on its row and its expert. `experts`
-    /// lists the expert of each place.
+    /// lists the expert of each place; places may be in any order.
     pub fn experts_rows(
         &self,
         y: &mut Array,
         x: &Array,
         weight: Weight,
-        (offsets, experts): (&[usize], &Array),
+        experts: &Array,
         [k, n]: [usize; 2],
     ) {
-        let x = self.held(x, weight.dtype());
-        let run = |y: Arg, x: Arg, w: &Array, experts: Arg, places: usize| {
-            let args =
-                [y, x, w.arg(), experts, Arg::Long(places as i64), Arg::Int(k as i32), Arg::Int(n as i32)];
-            self.each("experts/rows_product", places * n, &args);
+        let (x, places) = (self.held(x, weight.dtype()), experts.len());
+        let (dense, codes) = match weight {
+            Weight::Dense(w) => (w.arg(), Arg::fields(&[0; 8])),
+            Weight::Codes(codes) => (Arg::NO_ARRAY, codes.arg(0)),
         };
-        if let Weight::Dense(w) = weight {
-            let places = offsets.last().copied().unwrap_or(0);
-            return run(y.arg(), x.arg(), w, experts.pointer(), places);
-        }
-        for (expert, rows) in groups(offsets) {
-            let w = self.factored(weight, n, expert * k, k);
-            run(y.arg_at(rows.start * n), x.arg_at(rows.start * k), w.array(), Arg::NULL, rows.len());
-        }
+        let sizes = [Arg::Long(places as i64), Arg::Int(k as i32), Arg::Int(n as i32)];
+        let args = [&[y.arg(), x.arg(), dense, codes, experts.pointer()], &sizes[..]].concat();
+        self.each("experts/rows_product", places * n, &args);
     }
 
     /// Sets each place of `dx [places, k]` to `dy Wᵀ`.

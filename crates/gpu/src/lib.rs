@@ -47,4 +47,5 @@ pub use libraries::{Library, folders, libraries};
 pub use linear::{Affine, Codes, Onto, Weight};
 pub use optim::Step;
 pub use sample::{DrawPlaces, DrawSize, Drawn, Draws, Row, Sampling};
+pub use experts::Chosen;
 pub use sums::Mixture;

@@ -28,6 +28,15 @@ impl Codes {
         let row = [codes.len() / n.max(1), scales.len() / n.max(1)];
         Self { bits, k, codes: gpu.upload_words(codes), scales: gpu.upload_words(scales), row }
     }
+
+    /// Returns the structure `Codes` of prim.cuh, from row `first` on.
+    pub(crate) fn arg(&self, first: usize) -> Arg {
+        let [words, groups] = self.row;
+        let address = |at: u64| [at as u32, (at >> 32) as u32];
+        let [a, b] = address(self.codes.place(first * words));
+        let [c, d] = address(self.scales.place(first * groups));
+        Arg::fields(&[a, b, c, d, self.bits.bits() as u32, words as u32, groups as u32, 0])
+    }
 }
 
 /// A weight `[n, k]` on a device.
@@ -187,17 +196,12 @@ impl Gpu {
     }
 
     fn widen(&self, y: &Array, codes: &Codes, first: usize, index: Option<&Array>, rows: usize) {
-        let [words, groups] = codes.row;
         let args = [
             y.arg(),
-            Arg::Pointer(codes.codes.place(first * words)),
-            Arg::Pointer(codes.scales.place(first * groups)),
+            codes.arg(first),
             index.map_or(Arg::NULL, Array::pointer),
             Arg::Long(rows as i64),
             Arg::Int(codes.k as i32),
-            Arg::Int(codes.bits.bits() as i32),
-            Arg::Int(words as i32),
-            Arg::Int(groups as i32),
         ];
         self.each("linear/widen", rows * codes.k, &args);
     }

@@ -35,6 +35,11 @@ impl Mixture {
         }
     }
 
+    /// Creates the plain sums of `len` outputs from tables on the device.
+    pub(crate) fn over(offsets: Array, rows: Array, len: usize) -> Self {
+        Self { offsets, rows, weights: None, targets: None, len }
+    }
+
     /// Returns the input rows of all outputs, one output after the other.
     pub(crate) fn rows(&self) -> &Array {
         &self.rows

@@ -74,7 +74,7 @@ impl ExpertsPass {
     /// Maps `x [n, h]` to the weighted sum of its experts' outputs, `[n, h]`.
     pub(crate) fn forward(&self, experts: &Experts, x: &Rows) -> Result<(Rows, KeptExperts)> {
         let logits = self.router.forward(x)?;
-        let routes = Routes::choose(&logits, experts.topk)?;
+        let routes = Routes::choose(&logits, experts.topk, self.order)?;
         let wide = experts.fc1.forward(&routes.scatter(x)?, &routes, self.order)?;
         let weighed = routes.weigh(&wide.swiglu()?, &logits)?;
         let y = routes.gather(&experts.fc2.forward(&weighed, &routes, self.order)?)?;

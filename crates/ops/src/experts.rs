@@ -1,9 +1,11 @@
 //! Mixtures of experts: the choice of experts for each row, and products grouped by expert.
 //!
 //! For each row, the `topk` experts with the largest router logits `[t, experts]` are chosen. If logits are equal, the expert
-//! with the lower index is chosen. A *place* is a pair of a row and one of its experts. Places are sorted by expert, then by row,
-//! so that an expert's product runs over consecutive rows. The host chooses the experts: a device sends the logits once and
-//! receives indices. NaN logits are ordered by `f64::total_cmp`; everything computed from them is NaN.
+//! with the lower index is chosen. A *place* is a pair of a row and one of its experts. The host chooses the experts: a device
+//! sends the logits once and receives indices. Places are then sorted by expert, then by row, so that an expert's product runs
+//! over consecutive rows. While tokens are decoded, a GPU chooses the experts itself, so that the step can be recorded; places are
+//! then sorted by row, then by expert, and the host does not know the experts. NaN logits are ordered by `f64::total_cmp`;
+//! everything computed from them is NaN.
 //!
 //! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted, instead of masked expert by
 //! expert; the output of an expert is weighted before its last product (which is linear) instead of after it; a row sums its
@@ -13,10 +15,12 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use omnigrpo_gpu::Chosen;
 use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::experts::{Choices, Groups};
 
 use crate::conv::Mix;
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::linear::Order;
@@ -30,19 +34,38 @@ pub struct Routes {
     rows: Index,
     /// Places of each row, all with weight 1.
     sums: Mix,
-    /// Expert of each place.
+    /// Expert of each place. The numbers on the host are unset if a GPU chose the experts.
     experts: Host<Vec<u32>>,
-    /// Offsets of the experts' places: expert `i` has the places `offsets[i]..offsets[i + 1]`.
+    /// Offsets of the experts' places: expert `i` has the places `offsets[i]..offsets[i + 1]`. Empty if a GPU chose the experts.
     offsets: Vec<usize>,
+    /// Number of experts.
+    of: usize,
 }
 
 impl Routes {
-    /// Chooses `topk` experts for each row of `logits [t, experts]`. Returns an error if `topk` is 0 or exceeds the number of
-    /// experts.
-    pub fn choose(logits: &Rows, topk: usize) -> Result<Self> {
+    /// Chooses `topk` experts for each row of `logits [t, experts]`, for a pass with the given order of sums. A GPU chooses for
+    /// [`Order::PerRow`]; such routes have no gradients. Returns an error if `topk` is 0 or exceeds the number of experts.
+    pub fn choose(logits: &Rows, topk: usize, order: Order) -> Result<Self> {
         let (t, e) = logits.dims();
         if topk == 0 || topk > e {
             return Err(Error::shape("router", format!("{topk} of {e} experts")));
+        }
+        let of_rows = |rows: Vec<u32>| RowMix {
+            offsets: (0..=t).map(|row| row * topk).collect(),
+            weights: vec![1.0; rows.len()],
+            rows,
+        };
+        if let (Device::Gpu(card), Order::PerRow) = (logits.device(), order) {
+            let Chosen { experts, rows, sums } = card.choose_experts(logits, topk);
+            let device = logits.device();
+            let places = 0..t * topk;
+            return Ok(Self {
+                rows: Host::given(places.clone().map(|place| place / topk).collect(), device, rows),
+                sums: Host::given(of_rows(places.map(|place| place as u32).collect()), device, sums),
+                experts: Host::given(vec![u32::MAX; t * topk], device, experts),
+                offsets: Vec::new(),
+                of: e,
+            });
         }
         let numbers = logits.to_f64();
         let (mut chosen, mut order) = (Vec::with_capacity(t * topk), Vec::with_capacity(e));
@@ -69,9 +92,8 @@ impl Routes {
             }
             places[start..].sort_unstable();
         }
-        let weights = vec![1.0; places.len()];
-        let sums = RowMix { offsets: (0..=t).map(|row| row * topk).collect(), rows: places, weights };
-        Ok(Self { rows: rows.into(), sums: sums.into(), experts: experts.into(), offsets })
+        let sums = of_rows(places);
+        Ok(Self { rows: rows.into(), sums: sums.into(), experts: experts.into(), offsets, of: e })
     }
 
     /// Returns the number of places.
@@ -86,7 +108,7 @@ impl Routes {
         self.sums.len()
     }
 
-    /// Returns the number of places of each expert.
+    /// Returns the number of places of each expert, or nothing if a GPU chose the experts.
     #[must_use]
     pub fn counts(&self) -> Vec<usize> {
         self.offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
@@ -155,7 +177,7 @@ impl Routes {
 
     fn check(&self, op: &'static str, x: &Rows, logits: &Rows) -> Result<()> {
         x.device().check(op, logits)?;
-        let (rows, experts) = (self.rows(), self.offsets.len() - 1);
+        let (rows, experts) = (self.rows(), self.of);
         match x.rows() == self.places() && logits.dims() == (rows, experts) {
             true => Ok(()),
             false => Err(self.error(op, x)),
@@ -299,6 +321,7 @@ impl ExpertLinear {
     /// Computes `[p, k] → [p, n]`. For either order, the bits of a place depend only on its row and its expert.
     pub fn forward(&self, x: &Rows, routes: &Routes, order: Order) -> Result<Rows> {
         self.check(x, routes)?;
+        let order = if routes.offsets.is_empty() { Order::PerRow } else { order };
         let mut y = x.device().backend().experts(x, self, routes, order);
         if let Some(adapter) = self.weight.adapter() {
             adapter.forward_experts(&mut y, x, routes, order)?;
@@ -311,6 +334,9 @@ impl ExpertLinear {
     pub fn backward(&self, x: &Rows, dy: &Rows, routes: &Routes) -> Result<Rows> {
         self.check(x, routes)?;
         x.device().check("experts backward", dy)?;
+        if routes.offsets.is_empty() {
+            return Err(self.error("the host does not know the experts that the GPU chose".to_owned()));
+        }
         if dy.dims() != (x.rows(), self.n) {
             return Err(self.error(format!("a gradient of {:?} for {} places", dy.dims(), x.rows())));
         }
@@ -326,7 +352,7 @@ impl ExpertLinear {
 
     fn check(&self, x: &Rows, routes: &Routes) -> Result<()> {
         self.weight.usable(x.device())?;
-        let experts = routes.offsets.len() - 1;
+        let experts = routes.of;
         if x.cols() != self.k || x.rows() != routes.places() || experts != self.experts() {
             let places = routes.places();
             return Err(self.error(format!("input is {:?} for {places} places of {experts}", x.dims())));

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
-    Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
+    Affine, Array, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
     Pattern, Place, Row, Sampling, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
@@ -439,6 +439,11 @@ impl Card {
         })
     }
 
+    /// Chooses the experts of each row of `logits`.
+    pub(crate) fn choose_experts(&self, logits: &Rows, topk: usize) -> Chosen {
+        self.gpu.choose_experts(self.of(logits), [logits.rows(), logits.cols(), topk])
+    }
+
     /// Returns the expert of each place.
     fn experts_of(&self, routes: &Routes) -> Arc<Array> {
         routes.experts().on(self.device(), |experts| self.gpu.upload_words(experts))
@@ -688,9 +693,7 @@ impl Backend for Card {
                 self.gpu.experts(&mut y, self.of(x), weight.weight(), routes.offsets(), sizes);
             }
             Order::PerRow => {
-                let experts = self.experts_of(routes);
-                let routes = (routes.offsets(), &*experts);
-                self.gpu.experts_rows(&mut y, self.of(x), weight.weight(), routes, sizes);
+                self.gpu.experts_rows(&mut y, self.of(x), weight.weight(), &self.experts_of(routes), sizes);
             }
         }
         self.rows(y, x.rows(), layer.n())

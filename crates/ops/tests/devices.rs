@@ -257,12 +257,12 @@ fn experts() {
         check(format!("{topk} of {e} experts, {t}×{k}×{n}"), &[(t, k), (t, e)], &[&w], |tape, pass, x| {
             let (own, again, order) = (layer.clone(), layer.clone(), pass.order);
             let forward = move |[x, logits]: [&Rows; 2]| {
-                let routes = Routes::choose(logits, topk)?;
+                let routes = Routes::choose(logits, topk, order)?;
                 let y = own.forward(&routes.scatter(x)?, &routes, order)?;
                 routes.gather(&routes.weigh(&y, logits)?)
             };
             let backward = move |[x, logits]: [&Rows; 2], dy: &Rows| {
-                let routes = Routes::choose(logits, topk)?;
+                let routes = Routes::choose(logits, topk, Order::Blocked)?;
                 let x = routes.scatter(x)?;
                 let y = again.forward(&x, &routes, order)?;
                 let [dy, dlogits] = routes.weigh_back(&y, logits, &routes.scatter(dy)?)?;
@@ -282,7 +282,7 @@ fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
             [3.0, 1.0, 3.0, 3.0],  // 0 and 2
         ];
         let x = Rows::upload(device, logits.concat(), 3, 4).unwrap();
-        let routes = Routes::choose(&x, 2).unwrap();
+        let routes = Routes::choose(&x, 2, Order::Blocked).unwrap();
         assert_eq!((routes.places(), routes.rows(), routes.counts()), (6, 3, vec![2, 2, 2, 0]), "{device}");
         // Places by expert, then by row.
         let rows = Rows::upload(device, vec![0.0, 1.0, 2.0], 3, 1).unwrap();
@@ -293,9 +293,41 @@ fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
         assert_eq!(weights.to_vec(), [0.5; 6], "{device}: equal logits share equally");
     }
     let nan = Rows::from_vec(vec![f32::NAN, 1.0, f32::NAN, f32::NEG_INFINITY], 1, 4).unwrap();
-    assert_eq!(Routes::choose(&nan, 2).unwrap().places(), 2);
+    assert_eq!(Routes::choose(&nan, 2, Order::Blocked).unwrap().places(), 2);
     for topk in [0, 5] {
-        assert!(Routes::choose(&nan, topk).unwrap_err().to_string().contains("of 4 experts"));
+        assert!(Routes::choose(&nan, topk, Order::Blocked).unwrap_err().to_string().contains("of 4 experts"));
+    }
+}
+
+/// While tokens are decoded, a GPU chooses the experts. The outputs equal those for the host's choice bit for bit.
+#[test]
+fn a_gpu_chooses_the_experts_that_the_host_chooses() {
+    let special = [f32::NAN, -f32::NAN, f32::from_bits(0x7fff_ffff), f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0];
+    for device in devices().into_iter().filter(|device| matches!(device, Device::Gpu(_))) {
+        for (t, e, topk) in [(0, 4, 2), (1, 1, 1), (1, 70, 8), (3, 5, 5), (9, 64, 6), (17, 33, 1)] {
+            let (k, n) = (8, 6);
+            let layer = ExpertLinear::new(param("w", &[e, k, n], 1)).unwrap();
+            for special in [&special[..0], &special[5..], &special] {
+                let mut logits: Vec<f32> = noise(t * e, 2).iter().map(|x| (x * 4.0).round()).collect();
+                for (i, logit) in logits.iter_mut().enumerate().filter(|(i, _)| i % 3 == 0) {
+                    *logit = special.get(i / 3 % 9).copied().unwrap_or(*logit);
+                }
+                let logits = Rows::upload(device, logits, t, e).unwrap();
+                let x = Rows::upload(device, noise(t * k, 3), t, k).unwrap();
+                let run = |order| {
+                    let routes = Routes::choose(&logits, topk, order).unwrap();
+                    let y = layer.forward(&routes.scatter(&x).unwrap(), &routes, Order::PerRow).unwrap();
+                    let mixed = routes.gather(&y).unwrap().to_vec();
+                    let weighed = routes.gather(&routes.weigh(&y, &logits).unwrap()).unwrap().to_vec();
+                    (routes, [mixed, weighed].map(|rows| rows.into_iter().map(f32::to_bits).collect::<Vec<_>>()))
+                };
+                let ((_, of_host), (routes, of_gpu)) = (run(Order::Blocked), run(Order::PerRow));
+                assert_eq!(of_host, of_gpu, "{device}: {topk} of {e} experts, {t} rows, {special:?}");
+                let (x, dy) = (routes.scatter(&x).unwrap(), Rows::zeros(device, t * topk, n));
+                let refused = layer.backward(&x, &dy, &routes).unwrap_err().to_string();
+                assert!(refused.contains("experts that the GPU chose"), "{refused}");
+            }
+        }
     }
 }
 
@@ -306,7 +338,7 @@ fn losses_of_routers() {
     let logits = [0.0, 3f32.ln(), 3f32.ln(), 0.0];
     for device in devices() {
         let x = Rows::upload(device, logits.to_vec(), 2, 2).unwrap();
-        let routes = Routes::choose(&x, 1).unwrap();
+        let routes = Routes::choose(&x, 1, Order::Blocked).unwrap();
         // f = [1/4, 3/4], P = [(3·1/4 + 3/4) / 4, (3·3/4 + 1/4) / 4] = [3/8, 5/8]; 2 (1/4 · 3/8 + 3/4 · 5/8) = 9/8.
         let lse = 4f64.ln();
         let of = |aux, z| {
@@ -334,7 +366,7 @@ fn losses_of_routers() {
     // Rows by index, and central differences of the losses with the routes of the centre.
     let (t, e, data) = (5, 6, noise(30, 3));
     let at = |data: &[f32]| Rows::upload(Device::Twin, data.to_vec(), t, e).unwrap();
-    let routes = Routes::choose(&at(&data), 2).unwrap();
+    let routes = Routes::choose(&at(&data), 2, Order::Blocked).unwrap();
     let rows = [0, 2, 3, 6, 7];
     let loss = |data: &[f32]| {
         let loss = RouterLoss::new(0.7, 0.3, [1, 92], (0..8).map(|i| 1.0 + i as f32).collect());
@@ -379,7 +411,7 @@ fn frozen_experts_of_every_dtype() {
         let run = |device: Device, order: Order, rows: std::ops::Range<usize>| {
             let logits =
                 Rows::upload(device, noise(t * e, 6), t, e).unwrap().row_range(rows.clone()).unwrap();
-            let routes = Routes::choose(&logits, topk).unwrap();
+            let routes = Routes::choose(&logits, topk, Order::Blocked).unwrap();
             let x = Rows::upload(device, noise(t * k, 5), t, k).unwrap().row_range(rows).unwrap();
             let x = routes.scatter(&x).unwrap();
             let y = layer.forward(&x, &routes, order).unwrap();

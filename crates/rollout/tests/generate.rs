@@ -339,7 +339,7 @@ fn in_flight(
     model: &Model,
     groups: &[(u32, &[usize])],
     how: Sampler,
-    [plain, asks_once]: [bool; 2],
+    plain: bool,
 ) -> (Vec<Vec<[u32; 4]>>, Replays) {
     let (decoder, pass) = (model.decoder(), model.pass());
     let Device::Gpu(card) = model.device() else { panic!("{} is no card", model.device()) };
@@ -384,7 +384,7 @@ fn in_flight(
         }
         let before = card.traffic();
         let drawn = next.next(rows, ids, &positions, &from, None).unwrap();
-        if let (Some(before), Some(after), true) = (before, card.traffic(), asks_once) {
+        if let (Some(before), Some(after)) = (before, card.traffic()) {
             assert_eq!([0, 1].map(|i| after[i] - before[i]), [1, 1], "step {step}");
         }
         for ((g, slot), drawn) in places.into_iter().zip(drawn) {
@@ -414,16 +414,10 @@ fn replayed_tokens_equal_those_of_single_launches() {
         let dtype = [WeightDtype::BFloat16, WeightDtype::Float32][usize::from(i == 0)];
         let options = LoadOptions { dtype, device: card(), ..LoadOptions::default() };
         let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
-        let (own, how_plain) = in_flight(&model, &groups, how, [true, name != "aria"]);
+        let (own, how_plain) = in_flight(&model, &groups, how, true);
         assert_eq!((how_plain.recorded, how_plain.replayed, how_plain.plain), (0, 0, 11), "{name}");
-        let (recorded, how_recorded) = in_flight(&model, &groups, how, [false, name != "aria"]);
+        let (recorded, how_recorded) = in_flight(&model, &groups, how, false);
         assert_eq!(recorded, own, "{name}");
-        if name == "aria" {
-            let why = how_recorded.refused.unwrap();
-            assert!(why.starts_with("GPU work cannot be replayed: it reads "), "{why}");
-            assert_eq!((how_recorded.replayed, how_recorded.plain), (0, 11));
-            continue;
-        }
         assert_eq!(how_recorded.refused, None, "{name}");
         let Replays { recorded, replayed, plain, .. } = how_recorded;
         assert!(recorded >= 3 && replayed >= 5 && replayed + plain == 11, "{name}: {how_recorded:?}");
@@ -439,8 +433,8 @@ fn replayed_tokens_cross_pages() {
         Model::load_with(&Checkpoint::open(&checkpoint("qwen2_5_vl_tied")).unwrap(), &options).unwrap();
     let how = Sampler::default();
     let groups: [(u32, &[usize]); 2] = [(3, &[262]), (60, &[66])];
-    let (own, _) = in_flight(&model, &groups, how, [true; 2]);
-    let (recorded, by) = in_flight(&model, &groups, how, [false, true]);
+    let (own, _) = in_flight(&model, &groups, how, true);
+    let (recorded, by) = in_flight(&model, &groups, how, false);
     assert_eq!(recorded, own);
     assert!(by.refused.is_none() && by.replayed >= 255 && by.recorded >= 2, "{by:?}");
 }

@@ -791,18 +791,17 @@ fn experts() {
             let on_device = gpu.upload_words(&experts);
             let weight = Weight::Dense(&w);
             let [mut by_place, mut by_expert] = [(); 2].map(|()| gpu.alloc(count * n, dtype));
-            gpu.experts_rows(&mut by_place, &x, weight, (&offsets, &on_device), [k, n]);
+            gpu.experts_rows(&mut by_place, &x, weight, &on_device, [k, n]);
             gpu.experts(&mut by_expert, &x, weight, &offsets, [k, n]);
             let (mut dx, mut dw) = (gpu.alloc(count * k, dtype), gpu.upload(&noise(all * k * n, 4)));
             gpu.experts_dx(&mut dx, &dy, weight, &offsets, [k, n]);
             gpu.experts_dw(&mut dw, &x, &dy, (&offsets, dtype), [k, n]);
             // Compute the second expert with places alone.
             let (first, last) = (offsets[1], offsets[2]);
-            let own: Vec<usize> = offsets.iter().map(|&at| at.clamp(first, last) - first).collect();
             let some = gpu.cast(&gpu.upload(&x.to_vec()[first * k..last * k]), dtype);
             let mut alone = gpu.alloc((last - first) * n, dtype);
             let expert = gpu.upload_words(&experts[first..last]);
-            gpu.experts_rows(&mut alone, &some, weight, (&own, &expert), [k, n]);
+            gpu.experts_rows(&mut alone, &some, weight, &expert, [k, n]);
             assert_eq!(alone.to_vec(), by_place.to_vec()[first * n..last * n], "others decide");
             let logits = gpu.upload(&logits);
             let ends: Vec<u32> = (0..=t as u32).map(|row| row * each as u32).collect();
