@@ -141,8 +141,8 @@ impl Gpu {
                 let (k, n, offsets, experts) = (19, 7, [0, 2, 2, 5], [0u32, 0, 2, 2, 2]);
                 let (x, w) = (noise(5 * k, 1), noise(3 * k * n, 2));
                 let mut y = self.alloc(5 * n, Dtype::F32);
-                let places = (&offsets[..], &self.upload_words(&experts));
-                self.experts_rows(&mut y, &self.upload(&x), Weight::Dense(&self.upload(&w)), places, [k, n]);
+                let places = self.upload_words(&experts);
+                self.experts_rows(&mut y, &self.upload(&x), Weight::Dense(&self.upload(&w)), &places, [k, n]);
                 let (x, w) = (wide(&x), wide(&w));
                 let want =
                     twin::experts_forward(Mat::new(&x, 5, k), Mat::new(&w, 3 * k, n), Groups(&offsets));

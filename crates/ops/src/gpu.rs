@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
-    Affine, Array, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
-    Pattern, Place, Row, Sampling, Unfolding, Weight,
+    Affine, Array, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture,
+    Onto, PAGE, Pattern, Place, Row, Sampling, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;

@@ -302,7 +302,8 @@ fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
 /// While tokens are decoded, a GPU chooses the experts. The outputs equal those for the host's choice bit for bit.
 #[test]
 fn a_gpu_chooses_the_experts_that_the_host_chooses() {
-    let special = [f32::NAN, -f32::NAN, f32::from_bits(0x7fff_ffff), f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0];
+    let special =
+        [f32::NAN, -f32::NAN, f32::from_bits(0x7fff_ffff), f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0];
     for device in devices().into_iter().filter(|device| matches!(device, Device::Gpu(_))) {
         for (t, e, topk) in [(0, 4, 2), (1, 1, 1), (1, 70, 8), (3, 5, 5), (9, 64, 6), (17, 33, 1)] {
             let (k, n) = (8, 6);
@@ -319,7 +320,10 @@ fn a_gpu_chooses_the_experts_that_the_host_chooses() {
                     let y = layer.forward(&routes.scatter(&x).unwrap(), &routes, Order::PerRow).unwrap();
                     let mixed = routes.gather(&y).unwrap().to_vec();
                     let weighed = routes.gather(&routes.weigh(&y, &logits).unwrap()).unwrap().to_vec();
-                    (routes, [mixed, weighed].map(|rows| rows.into_iter().map(f32::to_bits).collect::<Vec<_>>()))
+                    (
+                        routes,
+                        [mixed, weighed].map(|rows| rows.into_iter().map(f32::to_bits).collect::<Vec<_>>()),
+                    )
                 };
                 let ((_, of_host), (routes, of_gpu)) = (run(Order::Blocked), run(Order::PerRow));
                 assert_eq!(of_host, of_gpu, "{device}: {topk} of {e} experts, {t} rows, {special:?}");

@@ -433,7 +433,7 @@ const OPS: &[Op] = &[
             let (_, experts, offsets) = places(gpu, t);
             let weight = Weight::Dense(&w);
             let [mut by_place, mut by_expert] = [(); 2].map(|()| gpu.alloc(t * N, x.dtype()));
-            gpu.experts_rows(&mut by_place, &x, weight, (&offsets, &experts), [h, N]);
+            gpu.experts_rows(&mut by_place, &x, weight, &experts, [h, N]);
             gpu.experts(&mut by_expert, &x, weight, &offsets, [h, N]);
             let mut dx = gpu.alloc(t * h, x.dtype());
             gpu.experts_dx(&mut dx, &dy, weight, &offsets, [h, N]);

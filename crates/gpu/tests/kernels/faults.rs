@@ -102,7 +102,7 @@ const FAULTS: &[Fault] = &[
         "count(counter, blocks - 1) == blocks - 1",
         "count(counter, blocks - 1) == 0",
     ),
-    fault("linear", "codes of another word", "q % 16]", "q / per_word]"),
+    fault("prim", "codes of another word", "q % 16]", "q / per_word]"),
     fault("norms", "a factor of the deviation is missing", "red) * r * r / dim", "red) * r / dim"),
     fault("norms", "columns behind the end count for the variance", "e < 4 && j + e < dim", "e < 4"),
     fault("norms", "a row is only as long as a block", "j += blockDim.x * 4", "j += dim"),
@@ -258,7 +258,21 @@ const FAULTS: &[Fault] = &[
     fault("conv", "parts of an alternative are left out", "part < parts; part++", "part < 1; part++"),
     fault("experts", "places behind the end are computed", "if (i >= places * n) return;", ""),
     fault("experts", "another stride of places", "place * k + j", "place * n + j"),
-    fault("experts", "the first expert's matrix for all", "experts ? (i64)experts[place] * k : 0", "0"),
+    fault("experts", "the first expert's matrix for all", "(i64)experts[place] * k", "0"),
+    fault("experts", "zeros of different signs differ", "+ 0.0f", "+ -0.0f"),
+    fault("experts", "of equal logits, the last expert", "(LAST - e)", "(u32)(e + 1)"),
+    fault(
+        "experts",
+        "the experts of a row in the order of logits",
+        "own[to - 1] > expert",
+        "own[to - 1] < 0",
+    ),
+    fault(
+        "experts",
+        "the last row without places",
+        "offsets[row + 1] = first + topk",
+        "offsets[row + 1] = first",
+    ),
     fault(
         "experts",
         "a product is rounded at each step",
@@ -374,7 +388,7 @@ fn slow_planted_faults_are_found() {
             "head" => &["the_head"],
             "sample" => &["draws_are_those_of_a_sorted_row", "a_row_without_a_distribution_has_no_token"],
             "conv" => &["convolutions", "a_blend_of_several_parts"],
-            "experts" => &["experts"],
+            "experts" => &["experts", "a_router_chooses_the_largest_logits"],
             "elementwise" => &["elements", "a_step_to_a_tie_rounds_to_even"],
             _ => &["norms", "sums"],
         };
@@ -407,7 +421,7 @@ fn slow_planted_faults_are_found() {
         // The norms test a fault in the shared file; elementwise kernels test one that concerns single elements.
         let compiled = match *file {
             "prim" if what.contains("stored") => "elementwise",
-            "prim" if what.contains("tile") => "linear",
+            "prim" if what.contains("tile") || what.contains("codes") => "linear",
             "prim" => "norms",
             file => file,
         };

@@ -828,6 +828,45 @@ fn experts() {
     }
 }
 
+/// The chosen experts are the first of the sorted logits, in the order of their indices; more experts than a warp has
+/// lanes. Zeros are equal whatever their sign, and NaN with a positive sign comes first.
+#[test]
+fn a_router_chooses_the_largest_logits() {
+    for (all, each) in [(1, 1), (4, 2), (33, 33), (70, 6)] {
+        let t = 9;
+        let mut logits: Vec<f32> = noise(t * all, 3).iter().map(|x| (x * 3.0).round()).collect();
+        for (i, special) in
+            [f32::from_bits(0x7fff_ffff), -f32::NAN, f32::INFINITY, -0.0, 0.0].iter().enumerate()
+        {
+            logits.iter_mut().skip(2 * i + 1).step_by(7 + i).for_each(|logit| *logit = *special);
+        }
+        let want: Vec<u32> = logits
+            .chunks(all)
+            .flat_map(|row| {
+                let mut order: Vec<u32> = (0..all as u32).collect();
+                let of = |expert: &u32| row[*expert as usize] + 0.0;
+                order.sort_by(|a, b| of(b).total_cmp(&of(a)));
+                order.truncate(each);
+                order.sort_unstable();
+                order
+            })
+            .collect();
+        let identity: Vec<f32> = (0..t * each).map(|place| place as f32).collect();
+        let got = under_every_schedule(|gpu| {
+            let chosen = gpu.choose_experts(&gpu.upload(&logits), [t, all, each]);
+            let words = |array: &Array| array.to_vec().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+            assert_eq!(words(&chosen.experts), want, "{each} of {all}");
+            let rows: Vec<u32> = (0..t * each).map(|place| (place / each) as u32).collect();
+            assert_eq!(words(&chosen.rows), rows, "{each} of {all}");
+            let mut sums = gpu.alloc(t, Dtype::F32);
+            gpu.mix(&mut sums, &gpu.upload(&identity), &chosen.sums, 1, false);
+            vec![sums]
+        });
+        let sums: Vec<f64> = wide(&identity).chunks(each).map(|own| own.iter().sum()).collect();
+        assert_eq!(got, [sums], "sums over the places of a row");
+    }
+}
+
 /// Weights of 8 and 4 bits, all rows and some; the values are those of the CPU, rounded to bf16.
 #[test]
 fn quantised_weights_are_widened() {
