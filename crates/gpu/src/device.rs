@@ -171,6 +171,9 @@ pub(crate) const COUNTERS: usize = 256;
 const THREADS: usize = 256;
 
 impl Gpu {
+    /// Bytes of memory that an open GPU needs besides arrays: the workspace of products.
+    pub const OWN_BYTES: usize = crate::blas::Blas::WORKSPACE;
+
     /// Opens a GPU. `libraries` are folders that are searched for CUDA's libraries before the system loader is used. `cache` is a
     /// folder for compiled kernels.
     ///

@@ -247,6 +247,7 @@ pub fn train(
         check_rows: plan.check_rows,
         cache_dir: Some(lock.root().join(".cache")),
         media_bytes: plan.media_bytes,
+        gpu_memory: None,
         output_dir: Some(lock.root().to_owned()),
     };
     let mut hooks = plan.hooks;

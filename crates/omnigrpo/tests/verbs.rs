@@ -1347,6 +1347,33 @@ fn few_bits_on_the_emulator_of_a_gpu() {
     }
 }
 
+/// A plan for a GPU of another machine opens none. Its parts include the workspace of the libraries there.
+#[test]
+fn a_plan_for_a_gpu_needs_no_gpu() {
+    let place = Place::new();
+    let line = |memory: &str| {
+        format!(
+            "{SMALL} --model M --train_file rows.jsonl --reward_funcs random --device cuda --gpu_memory {memory}"
+        )
+    };
+    let ran = place.run(&format!("plan {} --json plan.json", line("24GB"))).ok();
+    assert!(ran.stderr.contains("device: a GPU with 24.0 GB, which is not opened"), "{}", ran.stderr);
+    let plan: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
+    assert_eq!((&plan["limit"], &plan["fits"]), (&json!(24_000_000_000u64), &json!(true)));
+    let parts = plan["parts"].as_object().unwrap();
+    assert_eq!(parts["workspace_of_libraries"], json!(32 << 20));
+    assert_eq!(parts["program_and_rows"], json!(0), "main memory is not counted");
+    let sum: u64 = parts.values().map(|bytes| bytes.as_u64().unwrap()).sum();
+    assert_eq!(plan["total"], json!(sum));
+    place
+        .run(&format!("plan {}", line("33MB")))
+        .fails(1, &["this run does not fit into the GPU's memory", "33.0 MB"]);
+    place.run(&format!("plan {}", line("24"))).fails(2, &["this is no amount of memory", "`24GB`"]);
+    place
+        .run(&format!("train {} --output_dir out", line("24GB")))
+        .fails(2, &["gpu_memory", "only `plan` and `--dry_run` assume a GPU"]);
+}
+
 /// A machine with a stand-in for the driver, and with libraries of several versions of CUDA.
 struct CudaMachine {
     place: Place,

@@ -46,6 +46,9 @@ pub struct Card {
 }
 
 impl Card {
+    /// Bytes of memory that an open GPU needs besides the data of a run.
+    pub const OWN_BYTES: usize = Gpu::OWN_BYTES;
+
     /// Opens a GPU. `libraries` are folders that are searched for CUDA's libraries before the system loader's paths. `cache` is a
     /// folder for compiled kernels.
     ///

@@ -5,7 +5,8 @@
 //! ordinary step ([`update`](crate::update), [`imitate`](crate::imitate)). Every completion has the maximum length.
 //!
 //! The heap of the process keeps memory that was freed ([`Memory::peak`]). The caches of completions are mapped and unmapped.
-//! The size of these caches is added to the peak of the passes, although both are not held at the same time.
+//! The size of these caches is added to the peak of the passes, although both are not held at the same time. On a card, one pool
+//! serves both, so the caches count only in the phases that have them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,8 +14,8 @@ use std::time::Instant;
 use omnigrpo_models::{Features, Model, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{
-    DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, ParamDtype, Sampler, footprint, holding,
-    phase, repeated,
+    Card, DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, ParamDtype, Sampler, footprint,
+    holding, phase, repeated,
 };
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -106,6 +107,8 @@ pub struct Memory {
     pub activations: u64,
     /// Keys and values of the completions that are being decoded.
     pub cache: u64,
+    /// Workspace of the card's libraries.
+    pub workspace: u64,
     /// Memory that the allocator cannot use.
     pub slack: u64,
     /// Phase with the peak memory.
@@ -134,12 +137,18 @@ impl Memory {
     /// Returns the memory that is in use from the first update to the end, regardless of the rows.
     #[must_use]
     pub fn lasting(&self) -> u64 {
-        self.program + self.rewards + self.weights + self.adapters + self.optimizer + self.reference
+        self.program
+            + self.rewards
+            + self.workspace
+            + self.weights
+            + self.adapters
+            + self.optimizer
+            + self.reference
     }
 
     /// Returns each part with its name.
     #[must_use]
-    pub fn parts(&self) -> [(&'static str, u64); 13] {
+    pub fn parts(&self) -> [(&'static str, u64); 14] {
         [
             ("program and rows", self.program),
             ("reward models", self.rewards),
@@ -153,6 +162,7 @@ impl Memory {
             ("features of media", self.features),
             ("activations", self.activations),
             ("cache of completions", self.cache),
+            ("workspace of libraries", self.workspace),
             ("allocator", self.slack),
         ]
     }
@@ -203,10 +213,21 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         out.reference = model.reference_bytes();
     }
     let mut most = Footprint::default();
+    let mut most_held = 0;
     let mut take = |phase: Phase, seen: Footprint| {
-        out.cache = out.cache.max(seen.of(Held::Cache));
-        if seen.passes() > most.passes() {
-            (most, out.peak) = (seen, phase);
+        // The update begins after the caches are dropped.
+        let cache = if phase == Phase::Update { 0 } else { seen.of(Held::Cache) };
+        let held = match plan.of {
+            MemoryOf::Host => seen.passes(),
+            MemoryOf::Card => seen.passes() + cache,
+        };
+        let longest = out.cache.max(seen.of(Held::Cache));
+        if held > most_held {
+            (most, most_held, out.peak) = (seen, held, phase);
+            out.cache = cache;
+        }
+        if plan.of == MemoryOf::Host {
+            out.cache = longest;
         }
     };
     let mut media = 0;
@@ -239,6 +260,7 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     out.features = narrow(most.of(Held::Features));
     out.activations = narrow(most.of(Held::Activations));
     out.cache = narrow(out.cache);
+    out.workspace = if plan.of == MemoryOf::Card { Card::OWN_BYTES as u64 } else { 0 };
     out.media = if plan.of == MemoryOf::Host { media } else { 0 };
     Ok(out)
 }

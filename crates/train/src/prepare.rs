@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicBool;
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, RunLock, Trackers};
-use omnigrpo_ops::{Device, Rates};
+use omnigrpo_ops::{Card, Device, Rates};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 
 use crate::checks::{self, LONGEST};
@@ -74,6 +74,8 @@ pub struct Run {
     pub cache_dir: Option<PathBuf>,
     /// Maximum memory of decoded media that are kept for later passes, bytes; `None` for a share of the free memory.
     pub media_bytes: Option<u64>,
+    /// Memory of a GPU that is assumed and not opened, bytes; `None` for the free memory of the model's device.
+    pub gpu_memory: Option<u64>,
     /// Directory of the run, in which checkpoints to resume from are looked for; `None` to only plan the run.
     pub output_dir: Option<PathBuf>,
 }
@@ -379,8 +381,11 @@ impl Prepared {
     fn foresee(&mut self) -> Result<()> {
         let device = self.run.model.device();
         // The memory that this process already uses is added on both sides.
-        let own = if device == Device::Cpu { room::resident() } else { 0 };
-        self.forecast.limit = room::free_on(device).map(|(free, whose)| (free + own, whose));
+        let own = if device == Device::Cpu { room::resident() } else { Card::OWN_BYTES as u64 };
+        self.forecast.limit = match self.run.gpu_memory {
+            Some(bytes) => Some((bytes, "the GPU's memory")),
+            None => room::free_on(device).map(|(free, whose)| (free + own, whose)),
+        };
         (self.forecast.memory, self.forecast.media_store) = self.memory(&self.variant())?;
         Ok(())
     }

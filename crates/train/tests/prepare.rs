@@ -55,6 +55,7 @@ fn run(file: &Path, output_dir: &Path) -> Run {
         check_rows: true,
         cache_dir: None,
         media_bytes: Some(0),
+        gpu_memory: None,
         output_dir: Some(output_dir.to_owned()),
     }
 }

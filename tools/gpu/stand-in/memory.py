@@ -18,17 +18,19 @@ from verbs import GOLDEN, ROWS, Failure, run
 ALLOWED = 0.05
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2}
 STEPS = (
-    "--threads 2 --num_generations 8 --gradient_accumulation_steps 2 --max_steps 2 --max_completion_length 64 --min_completion_length 64 "
+    "--threads 2 --num_generations 8 --gradient_accumulation_steps 2 --max_steps 2 "
     "--train_file rows.jsonl --reward_funcs random"
 )
+# Flags, and the number of tokens of a completion.
 WORKLOADS = {
-    "full": "",
-    "full, recomputed": "--gradient_checkpointing",
-    "full, offloaded": "--offload_optimizer",
-    "full, f32, no reference": "--torch_dtype float32 --beta 0",
-    "adapters": "--use_peft",
-    "adapters on 8 bits": "--use_peft --load_in_8bit",
-    "adapters on 4 bits, recomputed": "--use_peft --load_in_4bit --gradient_checkpointing",
+    "full": ("", 64),
+    "full, recomputed": ("--gradient_checkpointing", 64),
+    "full, offloaded": ("--offload_optimizer", 64),
+    "full, f32, no reference": ("--torch_dtype float32 --beta 0", 64),
+    "adapters": ("--use_peft", 64),
+    "adapters on 8 bits": ("--use_peft --load_in_8bit", 64),
+    "adapters on 4 bits, recomputed": ("--use_peft --load_in_4bit --gradient_checkpointing", 64),
+    "adapters, long completions": ("--use_peft --gradient_checkpointing --beta 0 --max_stream_tokens 320", 256),
 }
 
 
@@ -79,11 +81,12 @@ def write_model(folder):
         file.truncate(8 + len(text) + at)
 
 
-def compare(program, place, name, flags):
+def compare(program, place, name, flags, tokens):
     """Returns the predicted and the counted bytes of a workload."""
     out = name.replace(", ", "-").replace(" ", "-")
-    line = f"--model model {STEPS} {flags} --output_dir {out}"
-    run(program, place, f"plan {line} --json {out}.json", "cuda:0")
+    line = f"--model model {STEPS} {flags} --max_completion_length {tokens} --min_completion_length {tokens} --output_dir {out}"
+    # The card is not opened for the plan.
+    run(program, place, f"plan {line} --gpu_memory 24GB --json {out}.json", "cuda:0")
     plan = json.loads((place / f"{out}.json").read_text())
     _, reports = run(program, place, f"train {line}", "cuda:0", STAND_IN_COMPUTES="0")
     return plan, reports[0]["peak_bytes"]
@@ -96,9 +99,9 @@ def main():
     shutil.copy(GOLDEN / "media/shapes.png", place)
     write_model(place / "model")
     failed = 0
-    for name, flags in WORKLOADS.items():
+    for name, (flags, tokens) in WORKLOADS.items():
         try:
-            plan, counted = compare(program, place, name, flags)
+            plan, counted = compare(program, place, name, flags, tokens)
         except Failure as failure:
             print(f"memory, {name}: FAILED: {failure}", flush=True)
             failed += 1

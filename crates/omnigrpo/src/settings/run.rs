@@ -154,6 +154,8 @@ pub struct ModelSource {
     pub device: DeviceChoice,
     /// Device of the reference; `None` for the model's device.
     pub reference_device: Option<DeviceChoice>,
+    /// Memory of a card that `plan` assumes instead of opening one, bytes.
+    pub gpu_memory: Option<u64>,
     pub adapter: Option<PathBuf>,
     pub merge: bool,
     pub layout: Option<String>,

@@ -32,6 +32,7 @@ use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
+use omnigrpo_train::room;
 
 use crate::settings::Settings;
 use crate::settings::flags::Verb;
@@ -71,6 +72,11 @@ impl Context {
     pub fn device(&self) -> Result<Device> {
         if let Some(opened) = self.device.get() {
             return Ok(*opened);
+        }
+        if let Some(bytes) = self.settings.model.gpu_memory {
+            self.console.line(&format!("device: a GPU with {}, which is not opened", room::size(bytes)));
+            // It has sizes but no numbers, which suffices for a plan.
+            return Ok(*self.device.get_or_init(|| Device::Outline));
         }
         let (opened, why) = setup::open_device(self.settings.model.device, "--device", &self.settings)?;
         self.console.line(&format!("device: {opened}{}", in_brackets(&why)));

@@ -301,6 +301,7 @@ fn prepare(
         check_rows: !settings.data.skip_check,
         cache_dir: Some(output_dir.map_or_else(|| settings.env.check_cache(), |dir| dir.join(".cache"))),
         media_bytes: setup::media_bytes(settings),
+        gpu_memory: settings.model.gpu_memory,
         output_dir: output_dir.map(Path::to_owned),
     };
     Ok(run.prepare(&context.console)?)

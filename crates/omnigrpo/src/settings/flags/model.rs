@@ -62,6 +62,26 @@ pub const FLAGS: &[Flag] = &[
     .idle(|s, _| (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no reference"))
     .free(LOOP),
     row(
+        "gpu_memory",
+        Text,
+        Place {
+            field: "",
+            set: |s, v| {
+                s.model.gpu_memory = Some(memory_of(&take::<String>(v)?)?);
+                Ok(())
+            },
+            get: |s| s.model.gpu_memory.and_then(|bytes| text(&format!("{}MB", bytes / 1_000_000))),
+        },
+        TUNES,
+    )
+    .help(
+        "Plan for a GPU with this memory, such as `24GB`, instead of opening one. The memory that the driver takes for \
+         itself is not included.",
+    )
+    .unset("the free memory of `device`")
+    .idle(|s, _| (!s.io.dry_run).then_some("only `plan` and `--dry_run` assume a GPU"))
+    .free(LOOP),
+    row(
         "adapter_name_or_path",
         Path,
         Place {
@@ -134,3 +154,18 @@ pub const FLAGS: &[Flag] = &[
         .help("Recompute blocks in the backward pass: less memory, about a third more time.")
         .free(LOOP),
 ];
+
+/// Reads an amount of memory such as `24GB`, in bytes.
+fn memory_of(text: &str) -> Result<u64, Problem> {
+    let units = [("GiB", 1u64 << 30), ("GB", 1_000_000_000), ("MB", 1_000_000)];
+    let read = |(unit, bytes): &(&str, u64)| {
+        let number: f64 = text.strip_suffix(unit)?.trim().parse().ok()?;
+        (number > 0.0 && number < BIG).then_some((number * *bytes as f64) as u64)
+    };
+    units.iter().find_map(read).ok_or_else(|| {
+        Problem::usage("this is no amount of memory")
+            .at("--gpu_memory")
+            .got(format!("`{text}`"))
+            .expected("a number with a unit, such as `24GB`, `22.5GiB` or `800MB`")
+    })
+}
