@@ -302,10 +302,10 @@ template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const D
 
 /// Some parts of an online softmax, joined: the top, the sum, and the sum of one column of the values.
 struct Joined { float top, sum, value; };
-/// Joins more parts in order. An empty part has a top of −∞.
+/// Joins more parts in order. An empty part has a top of −∞ and a sum of 0; in a part of NaN, the sum is NaN.
 DEVICE void join(Joined& to, const float* from, int parts, int stride, int column) {
     for (int p = 0; p < parts; p++, from += stride) {
-        if (from[0] == -INFINITY) continue;
+        if (from[0] == -INFINITY && from[1] == 0) continue;
         float top = larger(to.top, from[0]), before = exp2_(to.top - top), own = exp2_(from[0] - top);
         to = {top, to.sum * before + from[1] * own, to.value * before + from[2 + column] * own};
     }

@@ -12,8 +12,9 @@ KERNEL_OF(32, 16, choose, (u32* experts, u32* row_of, u32* in_order, u32* offset
     for (int n = 0; n < topk; n++) {
         u64 best = 0;
         for (int e = threadIdx.x; e < all; e += 32) {
-            // Adding 0 turns -0 into 0. A NaN may have the largest key, so the low word stays below its maximum.
-            u64 at = (u64)key_of(load(logits, (i64)row * all + e) + 0.0f) << 32 | (LAST - e);
+            // -0 equals 0. A NaN may have the largest key, so the low word stays below its maximum.
+            u32 b = bits(load(logits, (i64)row * all + e));
+            u64 at = (u64)key_of(from_bits(b == 0x80000000u ? 0 : b)) << 32 | (LAST - e);
             if (at < last && at > best) best = at;
         }
         for (int mask = 16; mask; mask /= 2) {

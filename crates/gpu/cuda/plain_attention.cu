@@ -62,7 +62,7 @@ KERNEL_OF(128, 4, forward, (Array out, float* lse, Array q, Array k, Array v, co
     }
     UNROLL for (int c = 0; c < COLUMNS; c++) {
         int j = threadIdx.x + c * THREADS;
-        if (j < d) store(out, (i64)row * sh.out_stride + head * d + j, s.sum > 0 ? s.acc[c] / s.sum : 0);
+        if (j < d) store(out, (i64)row * sh.out_stride + head * d + j, s.sum == 0 ? 0 : s.acc[c] / s.sum);
     }
     if (threadIdx.x == 0) lse[(i64)row * sh.heads + head] = s.top + log_(s.sum);
 }
@@ -173,7 +173,7 @@ KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* co
     UNROLL for (int c = 0; c < COLUMNS; c++)
         if (int j = threadIdx.x + c * THREADS; j < d) to[2 + j] = s.acc[c];
 }
-/// Joins the parts in order. Empty parts have a `top` of −∞.
+/// Joins the parts in order. Empty parts have a `top` of −∞ and a sum of 0; in a part of NaN, the sum is NaN.
 KERNEL(decode_join, (Array out, const float* partial, i64 count, int parts, int d)) {
     i64 i = thread_index();
     if (i >= count * d) return;
@@ -182,7 +182,7 @@ KERNEL(decode_join, (Array out, const float* partial, i64 count, int parts, int 
     for (int part = 0; part < parts; part++) top = larger(top, from[(i64)part * (2 + d)]);
     for (int part = 0; part < parts; part++) {
         const float* at = from + (i64)part * (2 + d);
-        if (at[0] == -INFINITY) continue;
+        if (at[0] == -INFINITY && at[1] == 0) continue;
         float factor = exp_(at[0] - top);
         sum += at[1] * factor;
         acc += at[2 + i % d] * factor;

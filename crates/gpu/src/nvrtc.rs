@@ -217,12 +217,7 @@ fn choose(known: &[i32], [major, minor]: [i32; 2]) -> Option<String> {
 }
 
 fn options(arch: &str) -> [String; 4] {
-    [
-        format!("--gpu-architecture={arch}"),
-        "-std=c++17".into(),
-        "--ptxas-options=-v".into(),
-        "-lineinfo".into(),
-    ]
+    [format!("-arch={arch}"), "-std=c++17".into(), "--ptxas-options=-v".into(), "-lineinfo".into()]
 }
 
 /// Returns the content of a file in the cache. Creates the file if it is missing or was altered.

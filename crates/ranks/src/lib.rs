@@ -236,8 +236,10 @@ impl Ranks {
         let unreadable =
             |rank: usize, e: &dyn std::fmt::Display| Error::Unreadable { rank, what: e.to_string() };
         let mut bytes = Vec::new();
-        ciborium::into_writer(&own, &mut bytes).map_err(|e| unreadable(self.rank(), &e))?;
-        let each = self.gather_each(&bytes)?;
+        let written = ciborium::into_writer(&own, &mut bytes).map_err(|e| unreadable(self.rank(), &e));
+        // A rank that cannot write its value takes part all the same: the others wait for it.
+        let each = self.gather_each(if written.is_ok() { &bytes } else { &[] })?;
+        written?;
         let read = |(rank, bytes): (usize, &Vec<u8>)| {
             ciborium::from_reader(bytes.as_slice()).map_err(|e| unreadable(rank, &e))
         };

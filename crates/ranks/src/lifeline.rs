@@ -8,7 +8,7 @@
 //! connections are closed, and they delay the start by at most the time limit of the start.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -119,9 +119,13 @@ impl Lifeline {
 }
 
 impl Drop for Lifeline {
-    /// Tells the other ranks that this one ends as it should. While a panic unwinds it does not, so that they learn of it.
+    /// Tells the other ranks that this one ends as it should. While a panic unwinds, it closes the connections instead, so that
+    /// they learn of it.
     fn drop(&mut self) {
         if thread::panicking() {
+            for peer in &self.peers {
+                let _ = lock(peer).shutdown(Shutdown::Both);
+            }
             return;
         }
         self.over.store(true, Ordering::SeqCst);

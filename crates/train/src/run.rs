@@ -96,7 +96,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         asked_to_stop |= this.observer.step(step, &metrics).is_break();
         warnings.iter().for_each(|warning| this.observer.problem(warning));
         if this.run.stop_on_collapse && step < total {
-            summary.collapsed = this.records.collapse();
+            // Only the first rank watches the metrics; all of them end alike.
+            summary.collapsed = split.by_first(|| Ok(this.records.collapse()))?;
             asked_to_stop |= summary.collapsed.is_some();
         }
 

@@ -259,7 +259,7 @@ const FAULTS: &[Fault] = &[
     fault("experts", "places behind the end are computed", "if (i >= places * n) return;", ""),
     fault("experts", "another stride of places", "place * k + j", "place * n + j"),
     fault("experts", "the first expert's matrix for all", "(i64)experts[place] * k", "0"),
-    fault("experts", "zeros of different signs differ", "+ 0.0f", "+ -0.0f"),
+    fault("experts", "zeros of different signs differ", "b == 0x80000000u ? 0 : b", "b"),
     fault("experts", "of equal logits, the last expert", "(LAST - e)", "(u32)(e + 1)"),
     fault(
         "experts",
@@ -276,8 +276,8 @@ const FAULTS: &[Fault] = &[
     fault(
         "experts",
         "a product is rounded at each step",
-        "sum += load(x, place * k + j) * load(w, from + (i64)j * n);\n    store(y, i, sum);",
-        "{ sum += load(x, place * k + j) * load(w, from + (i64)j * n); store(y, i, sum); sum = load(y, i); }",
+        "sum += load(x, place * k + j) * load(w, (row + j) * n + col);",
+        "{ sum += load(x, place * k + j) * load(w, (row + j) * n + col); store(y, i, sum); sum = load(y, i); }",
     ),
     fault("experts", "large logits overflow", "top = larger(top, load", "top = 0 * larger(top, load"),
     fault(

@@ -31,8 +31,9 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     quiet_guarded_panics();
     let env = |name: &str| std::env::var(name).ok();
     let args: Vec<OsString> = args.into_iter().collect();
-    let is_first = Launch::read(env).map_or(true, |launch| launch.rank == 0);
-    // The first of several processes speaks for all of them.
+    let rank = Launch::read(env).map_or(0, |launch| launch.rank);
+    // The first of the processes of a run speaks for all of them. Other commands are not divided, and each process speaks.
+    let is_first = rank == 0 || args.get(1).is_none_or(|word| word != "train");
     let console = match is_first {
         true => Console::stderr(wants_colour(env, std::io::stderr().is_terminal())),
         false => Console::plain(std::io::sink()),
@@ -57,7 +58,14 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
                 let Some(problem) = problem else { return ExitCode::SUCCESS };
                 problem
             }
-            Err(error) => Problem::from_error(error.as_ref()),
+            Err(error) => {
+                let problem = Problem::from_error(error.as_ref());
+                if !is_first {
+                    // Not connected, so the first process does not know of it.
+                    let _ = writeln!(std::io::stderr(), "rank {rank}: {problem}");
+                }
+                problem
+            }
         },
         Err(problem) => problem,
     };

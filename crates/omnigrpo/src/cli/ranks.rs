@@ -17,8 +17,10 @@ use crate::settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
 use crate::settings::values::Resolved;
 use crate::settings::{Settings, flags::Verb};
 
-/// Longest wait for the other ranks after a failure of this one.
-const FAREWELL: Duration = Duration::from_secs(10);
+/// Longest wait for the other ranks after a failure of this one, which they may not know of.
+const FAREWELL: Duration = Duration::from_secs(30);
+/// Longest wait after a stop, which all ranks know of. The first rank may still send records and messages.
+const FAREWELL_OF_A_STOP: Duration = Duration::from_secs(120);
 /// Longest wait for the process that starts `mpirun`.
 const MEETING: Duration = Duration::from_secs(60);
 
@@ -105,7 +107,8 @@ impl Rank {
         if let Some(problem) = failure.cloned().filter(|_| ranks.size() > 1) {
             let rank = ranks.rank();
             let watch = move || {
-                std::thread::sleep(FAREWELL);
+                let stopped = problem.exit_code() == EXIT_STOPPED;
+                std::thread::sleep(if stopped { FAREWELL_OF_A_STOP } else { FAREWELL });
                 use std::io::Write as _;
                 let _ = std::io::stderr().write_all(format!("rank {rank}: {problem}\n").as_bytes());
                 // SAFETY: the call has no preconditions. The other ranks learn from the closed connection that this one has ended.

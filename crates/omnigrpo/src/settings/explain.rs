@@ -181,7 +181,8 @@ pub fn command(resolved: &Resolved) -> String {
     };
     let mut out = format!("omnigrpo {}", resolved.verb.name());
     for Given { flag, value, origin } in resolved.values.given() {
-        if matches!(origin, Origin::Preset(_) | Origin::Environment(_)) || flag.command_line_only {
+        let personal = flag.command_line_only || flag.name == "notify";
+        if matches!(origin, Origin::Preset(_) | Origin::Environment(_)) || personal {
             continue;
         }
         let words: Vec<String> = match (flag.kind, without_secrets(flag, &value)) {
@@ -222,11 +223,16 @@ pub(crate) fn host(address: &str) -> &str {
     authority.rsplit('@').next().unwrap_or_default()
 }
 
-/// Returns a destination of messages without its secrets. Only the scheme and the host of a webhook remain.
+/// Returns a destination of messages without its secrets. Only the program of a command, and the scheme and the host of a webhook
+/// remain.
 pub(crate) fn redacted_target(spec: &str) -> String {
-    match spec.split_once("://") {
-        Some((scheme, _)) if !spec.starts_with("cmd:") => format!("{scheme}://{}/{HIDDEN}", host(spec)),
-        _ => omnigrpo_rewards::redacted(spec),
+    match (spec.strip_prefix("cmd:"), spec.split_once("://")) {
+        (Some(command), _) => match command.split_once(char::is_whitespace) {
+            Some((program, _)) => format!("cmd:{program} {HIDDEN}"),
+            None => spec.to_owned(),
+        },
+        (None, Some((scheme, _))) => format!("{scheme}://{}/{HIDDEN}", host(spec)),
+        (None, None) => omnigrpo_rewards::redacted(spec),
     }
 }
 

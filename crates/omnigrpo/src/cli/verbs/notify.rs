@@ -117,7 +117,12 @@ fn run(words: &[String], body: &[u8]) -> Result<(), String> {
     let group = child.id() as i32;
     // The message is shorter than the buffer of a pipe, so this does not wait for the program.
     match child.stdin.take().map_or(Ok(()), |mut input| input.write_all(body)) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => return Err(error.to_string()),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            // SAFETY: the call has no preconditions. The child is not yet waited for, so its number is still its own.
+            unsafe { libc::kill(-group, libc::SIGKILL) };
+            let _ = child.wait();
+            return Err(error.to_string());
+        }
         // A program need not read the message.
         _ => {}
     }
@@ -203,9 +208,9 @@ impl Notifier {
             let delivery = std::thread::Builder::new().spawn(move || {
                 if let Err(why) = target.deliver(&body) {
                     console.warning(&format!(
-                        "`{}` got no message that the run is {}: {why}",
-                        target.shown(),
-                        event.name()
+                        "the message `{}` did not reach `{}`: {why}",
+                        event.name(),
+                        target.shown()
                     ));
                 }
             });
@@ -353,7 +358,7 @@ mod tests {
         assert_eq!(
             shown(&out),
             format!(
-                "warning: `127.0.0.1:{port}` got no message that the run is stopped: status 302: redirects are not followed\n"
+                "warning: the message `stopped` did not reach `127.0.0.1:{port}`: status 302: redirects are not followed\n"
             )
         );
     }
@@ -368,10 +373,10 @@ mod tests {
         );
         let text = shown(&out);
         assert!(
-            text.contains("`false` got no message that the run is failed: it ended with exit status: 1"),
+            text.contains("the message `failed` did not reach `false`: it ended with exit status: 1"),
             "{text}"
         );
-        assert!(text.contains("`no-such-program-here` got no message") && !text.contains("abc"), "{text}");
+        assert!(text.contains("did not reach `no-such-program-here`") && !text.contains("abc"), "{text}");
     }
 
     #[test]
@@ -409,7 +414,11 @@ mod tests {
             redacted_target("https://me:pw@hooks.slack.com/services/T/B/KEY?x=1"),
             "https://hooks.slack.com/***"
         );
-        assert_eq!(redacted_target("cmd:tell --token abc"), "cmd:tell --token ***");
-        assert_eq!(redacted_target("cmd:curl https://a/b?token=abc"), "cmd:curl https://a/b?token=***");
+        assert_eq!(redacted_target("cmd:tell --token abc"), "cmd:tell ***");
+        assert_eq!(
+            redacted_target("cmd:curl -d @- https://hooks.slack.com/services/T/B/KEY"),
+            "cmd:curl ***"
+        );
+        assert_eq!(redacted_target("cmd:ring"), "cmd:ring");
     }
 }

@@ -100,7 +100,7 @@ pub fn take(output_dir: &Path) -> Result<RunLock> {
         LogError::Locked { path, holder } => Problem::failure("the run directory is in use")
             .at(path.display().to_string())
             .got(holder)
-            .expected("one process per run directory, without a launcher that starts several")
+            .expected("one run per run directory")
             .help("wait for that process, stop it, or choose another --output_dir")
             .into(),
         error => unwritable(output_dir, &error),

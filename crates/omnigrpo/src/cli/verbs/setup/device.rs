@@ -9,14 +9,18 @@ use omnigrpo_ranks::Local;
 use crate::settings::problem::Problem;
 use crate::settings::{DeviceChoice, Settings};
 
-/// Returns the device of one of several processes on a machine: the card with its number, if cards are used.
+/// Returns the device of one of several processes on a machine, if cards are used: the card with its number, or the only card
+/// that the launcher lets the process see.
 pub fn card_of(choice: DeviceChoice, local: Local) -> DeviceChoice {
-    let has_cards = || omnigrpo_gpu::survey().is_ok_and(|survey| !survey.cards.is_empty());
-    let card = || u16::try_from(local.rank).map_or(choice, DeviceChoice::Cuda);
-    match choice {
-        DeviceChoice::Cuda(_) => card(),
-        DeviceChoice::Auto if has_cards() => card(),
-        other => other,
+    let cards = || omnigrpo_gpu::survey().map_or(0, |survey| survey.cards.len());
+    let card = |cards| match cards {
+        1 => DeviceChoice::Cuda(0),
+        _ => u16::try_from(local.rank).map_or(choice, DeviceChoice::Cuda),
+    };
+    match (choice, cards) {
+        (DeviceChoice::Cuda(_), cards) => card(cards()),
+        (DeviceChoice::Auto, cards) if cards() > 0 => card(cards()),
+        (other, _) => other,
     }
 }
 
