@@ -151,7 +151,7 @@ def designs():
         lines.append(
             f"| bytes that add up the query heads' gradients, for a token and layer | {model.name.upper()} | 0 | {16 * model.q} | est. |"
         )
-    lines.append("| passes over the logits of a draw with top-p | both | 71 | 4 | counted |")
+    lines.append("| passes over the logits of a draw with top-p | both | 71 | 4 if at most 512 tokens share a bin | by hand |")
     return lines
 
 
