@@ -98,7 +98,7 @@ pub enum Error {
         fault: Fault,
     },
     /// The connections that watch over the ranks cannot be made.
-    #[error("{what}; if the first rank has another address for the other machines, set --rank_address")]
+    #[error("{what}; if the first rank has another address for the other machines, set `rank_address`")]
     Lifeline {
         /// Problem.
         what: String,

@@ -579,6 +579,7 @@ mod tests {
                 Kind::Floats => vec!["1 2.5".into()],
                 Kind::Object => vec!["{\"a\": 1}".into()],
                 _ if flag.name.ends_with("device") => vec!["cpu".into(), "cuda".into(), "cuda:7".into()],
+                _ if flag.name == "gpu_memory" => vec!["24GB".into(), "22.5GiB".into(), "800MB".into()],
                 _ if flag.name == "keep" => vec!["best".into(), "0.5".into()],
                 Kind::Words => vec!["some words".into()],
                 _ => vec!["some".into()],
