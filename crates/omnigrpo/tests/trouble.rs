@@ -143,8 +143,7 @@ fn a_second_start_in_one_directory_is_refused_and_disturbs_nothing() {
     let holder = format!("process {} on ", child.id());
     for more in ["", " --seed 2", " --resume_from_checkpoint never"] {
         let refused = place.run(&(line(STEPS, 1, "run") + more));
-        refused
-            .fails(1, &["the run directory is in use", &holder, "since 20", "one run per run directory"]);
+        refused.fails(1, &["the run directory is in use", &holder, "since 20", "one run per run directory"]);
     }
     assert_eq!(child.wait_with_output().unwrap().status.code(), Some(0));
     same(&place, "whole", "run");
