@@ -71,7 +71,8 @@ fn listed_flags(help: &str) -> Vec<&str> {
 }
 
 /// All commands.
-const COMMANDS: [&str; 20] = [
+const COMMANDS: [&str; 21] = [
+    "init",
     "train",
     "plan",
     "sft",
@@ -143,7 +144,7 @@ fn help_explains_commands_and_settings() {
     );
 }
 
-/// `plan` has the settings of `train` and stops before a model is loaded; a run directory is no part of it.
+/// `plan` and `init` have the settings of `train` and stop before a model is loaded; a run directory is no part of it.
 #[test]
 fn plan_is_a_command_of_its_own() {
     let help = stdout(&run(&["plan", "--help"]));
@@ -156,6 +157,12 @@ fn plan_is_a_command_of_its_own() {
     both.retain(|flag| *flag != "dry_run");
     both.sort_unstable();
     let mut own = listed_flags(&plan);
+    own.sort_unstable();
+    assert_eq!(own, both);
+    // `init` also takes the name of the file that it writes.
+    let init = stdout(&run(&["init", "--help"]));
+    let mut own = listed_flags(&init);
+    own.retain(|flag| *flag != "output");
     own.sort_unstable();
     assert_eq!(own, both);
     insta::assert_snapshot!(

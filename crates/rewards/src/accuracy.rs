@@ -116,6 +116,34 @@ fn compare(mode: AccuracyMode, question: &Question<'_>, compat: &BTreeSet<Compat
     }
 }
 
+/// Returns the rule that suits a question and its ground truth best: the one that [`AccuracyMode::Auto`] chooses, but
+/// [`AccuracyMode::McqIou`] for several labels and [`AccuracyMode::Fuzzy`] for a text of several words. Returns `None` without a
+/// ground truth.
+#[must_use]
+pub fn suitable_rule(question: &str, solution: &str) -> Option<AccuracyMode> {
+    /// Number of words that a model can hit exactly.
+    const LABEL_WORDS: usize = 3;
+    let input = RewardInput {
+        prompt: question,
+        turns: &[],
+        completion: "",
+        completion_ids: &[],
+        solution: Some(solution),
+        columns: &serde_json::Map::new(),
+        think: crate::Think::On,
+        media_paths: &[],
+        media: &[],
+        key: crate::RowKey { seed: 0, step: 0, row: 0, sample: 0 },
+        truncated: false,
+    };
+    let question = Question::new(&input, AnswerPolicy::Last).filter(|question| !question.gold.is_empty())?;
+    Some(match auto(&question) {
+        AccuracyMode::McqExact if choice::num_labels(&question) > 1 => AccuracyMode::McqIou,
+        AccuracyMode::Label if question.gold.split_whitespace().count() > LABEL_WORDS => AccuracyMode::Fuzzy,
+        rule => rule,
+    })
+}
+
 /// Returns the most specific rule that suits the ground truth.
 fn auto(question: &Question<'_>) -> AccuracyMode {
     let gold = question.gold;
@@ -162,6 +190,24 @@ mod tests {
 
     fn auto_score(prompt: &str, completion: &str, gold: &str) -> Option<f64> {
         Row::new(prompt, completion, gold).score("accuracy", &RewardOptions::default())
+    }
+
+    #[test]
+    fn the_suitable_rule_follows_the_ground_truth() {
+        let options = "Which?\n(A) red\n(B) blue\n(C) green";
+        for (question, solution, rule) in [
+            (options, "<answer>B</answer>", AccuracyMode::McqExact),
+            (options, "A, C", AccuracyMode::McqIou),
+            ("How many?", "12", AccuracyMode::Math),
+            ("How many?", "\\boxed{\\frac{1}{2}}", AccuracyMode::Math),
+            ("Is it red?", "No", AccuracyMode::YesNo),
+            ("Where?", "[1, 2, 30, 40]", AccuracyMode::Iou),
+            ("Which emotion?", "angry", AccuracyMode::Label),
+            ("What happens?", "a man walks his dog in the park", AccuracyMode::Fuzzy),
+        ] {
+            assert_eq!(suitable_rule(question, solution), Some(rule), "{solution}");
+        }
+        assert_eq!(suitable_rule("What?", " "), None);
     }
 
     #[test]

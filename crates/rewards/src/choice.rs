@@ -55,6 +55,11 @@ pub(crate) fn is_choice(question: &Question<'_>) -> bool {
     }
 }
 
+/// Returns the number of labels in the ground truth.
+pub(crate) fn num_labels(question: &Question<'_>) -> usize {
+    labels(question.gold, &choices(question.input.prompt)).map_or(0, |labels| labels.len())
+}
+
 enum Sides {
     /// Labels of the answer, which may be empty, and of the ground truth.
     Labels(Labels, Labels),

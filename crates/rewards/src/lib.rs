@@ -34,6 +34,7 @@ mod testing;
 mod weighted_sum;
 mod yes_no;
 
+pub use accuracy::suitable_rule;
 pub use cider::{DocumentFrequencies, explanation, references};
 pub use contract::{
     Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, Think, TokenLimit, reward,

@@ -10,7 +10,7 @@ use super::help;
 use crate::settings::flags::{self, Flag, Kind, Section, Verb};
 use crate::settings::layer::{Entry, Layer};
 use crate::settings::values::{self, Given, Origin, Raw, Resolved, Value};
-use crate::settings::{Environment, Problem, explain, foreign, print_config, resolve, rules};
+use crate::settings::{Environment, Problem, Settings, explain, foreign, print_config, resolve, rules};
 
 /// Result of reading a command line.
 #[derive(Debug)]
@@ -53,13 +53,38 @@ where
     if let (Verb::Plan, Some(flag)) = (verb, flags::find("dry_run")) {
         layer.given.push(Given { flag, value: Value::Bool(true), origin: Origin::Flag });
     }
+    let output = layer.given.iter().find(|g| verb == Verb::Init && g.flag.name == "output").cloned();
     let print = layer.given.iter().any(|g| g.flag.name == "print_config" && g.value == Value::Bool(true));
     let environment = Environment::read(environment);
     let processes = environment.processes;
-    let resolved = resolve(verb.runs(), layer, environment)?;
+    let mut resolved = resolve(verb.runs(), layer, environment)?;
     if print {
         return Ok(Parsed::Print(print_config(&resolved)));
     }
+    if verb == Verb::Init {
+        // `init` asks for missing settings itself, and `train` has no file to write.
+        resolved.verb = verb;
+        if let Some(output) = output {
+            resolved.values.set(output);
+            resolved.settings = Settings::from_values(&resolved.values, resolved.settings.env.clone())?;
+        }
+    } else {
+        Problem::all(missing(verb, &resolved))?;
+    }
+    if processes > 1 && WRITES.contains(&verb) {
+        return Err(Problem::usage(format!("a launcher started several processes of `{}`", verb.name()))
+            .got(format!("{processes} processes"))
+            .expected("one process, because several would do the same work and write the same files")
+            .help(
+                "start the program without the launcher, since one process uses all cores; if the variables of the \
+                 launcher are left from another job, unset them; only `train` divides its work over processes",
+            ));
+    }
+    Ok(Parsed::Run(Box::new(resolved)))
+}
+
+/// Returns a problem for each setting that a verb needs and that has no value.
+fn missing(verb: Verb, resolved: &Resolved) -> Vec<Problem> {
     let lacking =
         |flag: &&Flag| flag.required.contains(&verb.runs()) && resolved.values.lookup(flag.name).is_none();
     let mut missing: Vec<Problem> = flags::all()
@@ -73,17 +98,7 @@ where
         })
         .collect();
     missing.extend(rules::needs(verb.runs(), &resolved.settings));
-    Problem::all(missing)?;
-    if processes > 1 && WRITES.contains(&verb) {
-        return Err(Problem::usage(format!("a launcher started several processes of `{}`", verb.name()))
-            .got(format!("{processes} processes"))
-            .expected("one process, because several would do the same work and write the same files")
-            .help(
-                "start the program without the launcher, since one process uses all cores; if the variables of the \
-                 launcher are left from another job, unset them; only `train` divides its work over processes",
-            ));
-    }
-    Ok(Parsed::Run(Box::new(resolved)))
+    missing
 }
 
 /// Name of the command that shows the help of another command or of a setting.
@@ -91,6 +106,7 @@ const HELP: &str = "help";
 
 /// Verbs that write files as one process.
 const WRITES: &[Verb] = &[
+    Verb::Init,
     Verb::Sft,
     Verb::Generate,
     Verb::Score,

@@ -88,7 +88,7 @@ pub fn reference() -> String {
         "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
          of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
          A setting that can have no effect, whatever the rows and the machine, is an error. \
-         `plan` takes the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
+         `plan` and `init` take the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
     );
     for section in Section::ALL {
         out.push_str(&format!(

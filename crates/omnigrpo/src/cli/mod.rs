@@ -2,6 +2,7 @@
 
 mod arguments;
 mod bus;
+mod draft;
 mod heap;
 pub(crate) mod help;
 mod ranks;

@@ -7,6 +7,7 @@ mod doctor;
 mod export;
 mod family;
 mod infer;
+mod init;
 mod notify;
 mod options;
 mod plan;
@@ -157,6 +158,7 @@ pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
     }
     match resolved.verb {
         Verb::Train | Verb::Plan => train::train(resolved, &context),
+        Verb::Init => init::init(resolved, &context),
         Verb::Sft => train::sft(resolved, &context),
         Verb::Generate => infer::generate(resolved, &context),
         Verb::Score => infer::score(&resolved.settings, &context),

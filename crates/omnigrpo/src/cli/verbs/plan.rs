@@ -19,8 +19,7 @@ const BAR: u64 = 40;
 
 /// A run with some flags changed.
 struct Way {
-    /// Flags in the form that the user types.
-    flags: String,
+    flags: Flags,
     memory: Memory,
 }
 
@@ -176,11 +175,30 @@ pub fn refuse(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared)
 fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
     let problem = Problem::from(forecast.refusal()?);
     Some(problem.help(match ways.iter().find(|way| forecast.allows(&way.memory)) {
-        Some(way) => format!("with `{}` it takes {}", way.flags, room::size(way.memory.total())),
+        Some(way) => format!("with `{}` it takes {}", typed(&way.flags), room::size(way.memory.total())),
         None => {
             "no flag that `omnigrpo plan` tries makes it fit: take a smaller model, or shorter rows".into()
         }
     }))
+}
+
+/// Returns the flags that make a run fit and change its results least, and its memory with them; no flags if it fits without. Flags
+/// in `kept` stay as they are.
+///
+/// # Errors
+/// Returns an error if no flags suffice.
+pub fn fit(
+    resolved: &Resolved,
+    checkpoint: &Checkpoint,
+    prepared: &Prepared,
+    kept: &[&str],
+) -> Result<(Flags, Memory)> {
+    let forecast = prepared.forecast();
+    let mut ways = ways(resolved, checkpoint, prepared)?;
+    let Some(problem) = too_much(forecast, &ways) else { return Ok((Flags::new(), forecast.memory)) };
+    ways.retain(|way| way.flags.iter().all(|(name, _)| !kept.contains(name)));
+    let way = ways.into_iter().find(|way| forecast.allows(&way.memory)).ok_or(problem)?;
+    Ok((way.flags, way.memory))
 }
 
 /// Flags with their values.
@@ -195,7 +213,7 @@ pub fn typed(flags: &[(&'static str, String)]) -> String {
     flags.iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
-/// Returns flags that make media smaller: pictures first, then clips. Flags that a family rejects are removed later.
+/// Returns flags that make media smaller: pictures first, then clips. The caller removes flags that a family does not read.
 pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
     /// Number of pixels that suffices for the details in most questions: 1,280 tokens of 28 × 28.
     const ENOUGH: usize = 1_003_520;
@@ -240,6 +258,22 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
     flags
 }
 
+/// Returns the flags of [`media_flags`] that shorten the longest prompt of this run.
+pub fn shortening_flags(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Vec<Flags> {
+    let mut flags = media_flags(&resolved.settings, prepared.longest());
+    flags.retain(|flags| {
+        changed(resolved, flags).is_some_and(|settings| shortened(&settings, checkpoint, prepared).is_some())
+    });
+    flags
+}
+
+/// Returns the longest rows with other settings of media; `None` if the longest prompt does not become shorter.
+fn shortened(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Option<Longest> {
+    let (own, prompts) = (prepared.longest(), setup::prompts(settings, checkpoint, true).ok()?);
+    let longest = own.with(&prompts, prepared.variant().plan.objective)?;
+    (longest.prompt_tokens() < own.prompt_tokens()).then_some(longest)
+}
+
 /// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
 fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Vec<Way>> {
     let (s, forecast, objective) =
@@ -249,7 +283,7 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
     let completion = s.algorithm.sampling.max_completion_length;
     let one = |name: &'static str, value: String| vec![(name, value)];
     let on = |name: &'static str| one(name, "true".into());
-    let media = media_flags(s, own);
+    let media = shortening_flags(resolved, checkpoint, prepared);
     // Flags that do not change results.
     let mut exact = Vec::new();
     if !s.algorithm.recompute {
@@ -315,13 +349,8 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
         // Flags that contradict another setting of the run are skipped.
         let Some(settings) = changed(resolved, &flags) else { continue };
         let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
-        let longest = match of_media.then(|| setup::prompts(&settings, checkpoint, true)) {
-            None => None,
-            Some(Ok(prompts)) => own.with(&prompts, objective),
-            Some(Err(_)) => continue,
-        };
-        let longest = longest.as_ref().unwrap_or(own);
-        if of_media && longest.prompt_tokens() >= own.prompt_tokens() {
+        let longest = of_media.then(|| shortened(&settings, checkpoint, prepared)).flatten();
+        if of_media && longest.is_none() {
             continue;
         }
         let variant = Variant {
@@ -331,11 +360,11 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
             optimizer: &settings.optimizer,
             plan: &RunPlan { objective, ..settings.run.clone() },
             media_bytes: setup::media_bytes(&settings),
-            longest,
+            longest: longest.as_ref().unwrap_or(own),
         };
         // Some flags do not apply to this model, such as adapters on weights that are fully trained.
         let Ok((memory, _)) = prepared.memory(&variant) else { continue };
-        ways.push(Way { flags: typed(&flags), memory });
+        ways.push(Way { flags, memory });
     }
     let base = forecast.memory.total();
     // A flag that saves less than one percent is not worth a line.
@@ -361,7 +390,7 @@ fn table(forecast: &Forecast, ways: &[Way]) -> String {
         let full = "█".repeat((bytes * BAR / most) as usize);
         if full.is_empty() && bytes > 0 { "▏".to_owned() } else { full }
     };
-    let width = ways.iter().map(|way| way.flags.len()).max().unwrap_or(0).max(22);
+    let width = ways.iter().map(|way| typed(&way.flags).len()).max().unwrap_or(0).max(22);
     let line = |name: &str, bytes: u64, note: &str| {
         format!("{name:width$}  {:>9}  {}{note}\n", room::size(bytes), bar(bytes))
     };
@@ -388,7 +417,7 @@ fn table(forecast: &Forecast, ways: &[Way]) -> String {
     }
     for way in ways {
         let note = if forecast.allows(&way.memory) { "  fits" } else { "" };
-        out.push_str(&line(&way.flags, way.memory.total(), note));
+        out.push_str(&line(&typed(&way.flags), way.memory.total(), note));
     }
     out
 }
@@ -399,7 +428,7 @@ fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
     };
     let ways = ways.iter().map(|way| {
         json!({
-            "flags": way.flags,
+            "flags": typed(&way.flags),
             "total": way.memory.total(),
             "parts": parts(&way.memory),
             "fits": forecast.allows(&way.memory),
@@ -430,11 +459,14 @@ mod tests {
             limit: Some((3_000_000_000, "memory")),
             media_store: 0,
         };
-        let way = |flags: &str, memory: Memory| Way { flags: flags.into(), memory };
+        let way = |flags: &[(&'static str, &str)], memory: Memory| {
+            let flags = flags.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+            Way { flags, memory }
+        };
         let ways = [
-            way("--num_generations 4", of(2_000_000_000, 1_500_000_000)),
-            way("--gradient_checkpointing", of(2_000_000_000, 500_000_000)),
-            way("--use_peft --load_in_4bit", of(700_000_000, 500_000_000)),
+            way(&[("num_generations", "4")], of(2_000_000_000, 1_500_000_000)),
+            way(&[("gradient_checkpointing", "true")], of(2_000_000_000, 500_000_000)),
+            way(&[("use_peft", "true"), ("load_in_4bit", "true")], of(700_000_000, 500_000_000)),
         ];
         let told = table(&forecast, &ways);
         let line = |start: &str| told.lines().find(|line| line.starts_with(start)).unwrap().to_owned();

@@ -236,7 +236,7 @@ fn run_logged(
 }
 
 /// Opens everything that a run needs except its model, and checks it. Without an `output_dir`, the run is only planned.
-fn prepare(
+pub fn prepare(
     resolved: &Resolved,
     context: &Context,
     objective: Objective,

@@ -3,7 +3,7 @@
 use super::*;
 use crate::settings::{Keep, Settings};
 use Kind::{Choice, Path, Text, Texts};
-use verb::Verb::{Completions, DataConvert, Man, Push, Report, Watch};
+use verb::Verb::{Completions, DataConvert, Init, Man, Push, Report, Watch};
 
 /// Returns the datasets that `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
@@ -64,9 +64,12 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Score, DataConvert, RewardsRun])
         .idle(|s, _| s.io.prompt.is_some().then_some("`prompt` asks a single question")),
-    row("output", Path, at!(io.output), &[Generate, Score, Eval, DataConvert, RewardsRun])
-        .help("File to write, one JSON object per row. It is written completely or not at all.")
-        .unset("nothing is written")
+    row("output", Path, at!(io.output), &[Generate, Score, Eval, DataConvert, RewardsRun, Init])
+        .help(
+            "File to write, one JSON object per row; for `init`, a file of settings. It is written completely or not \
+             at all.",
+        )
+        .unset("nothing is written; `init` writes omnigrpo.yaml")
         .required(&[Score, DataConvert, RewardsRun])
         .free(Verb::ALL)
         .idle(|s, verb| {

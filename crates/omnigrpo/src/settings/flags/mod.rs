@@ -305,9 +305,10 @@ pub enum Fallback {
 }
 
 impl Flag {
-    /// Returns true if the verb takes the setting. `plan` takes the settings of `train`, whose memory it prints.
+    /// Returns true if the verb takes the setting. `plan` and `init` take the settings of `train`.
     pub fn is_of(&self, verb: Verb) -> bool {
-        self.verbs.contains(&verb.runs()) && !(verb == Verb::Plan && self.name == "dry_run")
+        let of_run = self.verbs.contains(&verb.runs()) && !(verb != verb.runs() && self.name == "dry_run");
+        of_run || self.verbs.contains(&verb)
     }
 
     /// Returns the default for a verb.

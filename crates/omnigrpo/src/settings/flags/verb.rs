@@ -7,6 +7,8 @@ pub enum Verb {
     Train,
     /// Prediction of the memory of a training run, before it starts.
     Plan,
+    /// Choice of the settings of a training run.
+    Init,
     /// Supervised fine-tuning.
     Sft,
     /// Sampling of completions for rows or for one prompt.
@@ -48,13 +50,14 @@ pub enum Verb {
 }
 
 use Verb::{
-    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Man, Plan,
-    Push, Report, RewardsList, RewardsRun, Schema, Score, Sft, Train, Watch,
+    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Init, Man,
+    Plan, Push, Report, RewardsList, RewardsRun, Schema, Score, Sft, Train, Watch,
 };
 
 impl Verb {
     /// Every verb, in the order of the help.
     pub const ALL: &'static [Self] = &[
+        Init,
         Train,
         Plan,
         Sft,
@@ -83,6 +86,7 @@ impl Verb {
         match self {
             Train => &["train"],
             Plan => &["plan"],
+            Init => &["init"],
             Sft => &["sft"],
             Generate => &["generate"],
             Score => &["score"],
@@ -105,10 +109,10 @@ impl Verb {
         }
     }
 
-    /// Returns the verb that does the work and whose settings apply: for `plan` that is `train`, stopped before it loads a model.
+    /// Returns the verb whose settings apply: `plan` predicts a run of `train`, and `init` prepares one.
     pub const fn runs(self) -> Self {
         match self {
-            Plan => Train,
+            Plan | Init => Train,
             verb => verb,
         }
     }
@@ -124,6 +128,7 @@ impl Verb {
             Train => {
                 "Train a checkpoint with GRPO: sample a group of answers per question, score them, improve"
             }
+            Init => "Look at a checkpoint, rows and this machine, and write a file of settings for `train`",
             Plan => "Print the memory that `train` with these settings takes, and which settings make it fit",
             Sft => "Fine-tune a checkpoint on the answers of a dataset",
             Generate => "Write completions for rows of a file, or for one prompt on the terminal",
@@ -170,6 +175,18 @@ impl Verb {
                 "max_steps",
                 "use_peft",
                 "dashboard",
+            ],
+            Init => &[
+                "model_name_or_path",
+                "train_file",
+                "image_folders",
+                "video_folders",
+                "output",
+                "output_dir",
+                "solution_column",
+                "reward_funcs",
+                "use_peft",
+                "device",
             ],
             Plan => &[
                 "model_name_or_path",
@@ -311,6 +328,7 @@ impl Verb {
     --reward_funcs accuracy format --question_template default \\
     --max_pixels 401408 --use_peft --output_dir runs/first"
             }
+            Init => "omnigrpo init --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --train_file rows.jsonl",
             Plan => {
                 "omnigrpo plan --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --train_file rows.jsonl \\
     --max_pixels 401408 --use_peft"

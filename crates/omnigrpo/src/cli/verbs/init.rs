@@ -1,0 +1,316 @@
+//! `init`: looks at a checkpoint, rows and this machine, and writes a file of settings that `train` accepts as it stands.
+
+use std::io::{IsTerminal as _, Write as _};
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{Dataset, Sample};
+use omnigrpo_models::PromptBuilder;
+use omnigrpo_rewards::{AccuracyMode, Named as _, suitable_rule};
+use omnigrpo_train::{Objective, Prepared, room};
+
+use super::{Context, family, plan, print, setup, train};
+use crate::cli::draft::Draft;
+use crate::settings::{Given, Origin, Problem, Resolved, Settings, Verb};
+
+/// Name of the written file if the user gives none.
+const FILE: &str = "omnigrpo.yaml";
+/// Name of the file with which editors complete settings. It is written beside the settings.
+const SCHEMA: &str = "omnigrpo.schema.json";
+/// Number of rows that are read.
+const ROWS: u64 = 512;
+/// Smallest number of rows from which some are held out for evaluations.
+const SPLIT_FROM: u64 = 200;
+/// Largest number of prompts in a step.
+const PROMPTS: u64 = 8;
+/// Smallest number of steps from which one pass over the rows suffices.
+const STEPS: u64 = 100;
+/// Tokens for the thinking before an answer.
+const THINKING: usize = 256;
+/// Largest number of tokens of a completion. It is also at most a quarter of the model's positions, so that prompts have room.
+const LONG_COMPLETION: usize = 4096;
+/// Longest prompt for which no smaller media are chosen, in tokens.
+const LONG_PROMPT: usize = 4096;
+
+/// Writes a file of settings for a run.
+pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
+    let output = resolved.settings.io.output.as_deref().unwrap_or(Path::new(FILE));
+    if output.exists() {
+        return Err(Problem::usage("the file exists already")
+            .at(output.display().to_string())
+            .expected("a new file, because `init` never overwrites one")
+            .help("give another name with `--output`")
+            .into());
+    }
+    let mut draft = Draft::default();
+    for Given { flag, value, origin } in resolved.values.given() {
+        let by_user = matches!(origin, Origin::Flag | Origin::Config(_));
+        if by_user && flag.is_of(Verb::Train) && !flag.command_line_only {
+            draft.put(flag.name, value, vec!["given".to_owned()]);
+        }
+    }
+    ask(&mut draft)?;
+    let environment = || resolved.settings.env.clone();
+    let given = draft.names();
+    let base = draft.resolve(environment())?;
+    let context = context.with(&base.settings);
+    let checkpoint = context.checkpoint()?;
+    let dataset = setup::train_data(&base.settings)?;
+    let prompts = setup::prompts(&base.settings, checkpoint, false)?;
+    let positions = checkpoint.family().architecture().decoder_config().max_positions;
+    let rows = Rows::look(&dataset, &prompts, positions)?;
+    rows.choose(&mut draft, &base.settings)?;
+
+    // The chosen settings must not contradict those of the user.
+    let prepare = |draft: &Draft| -> Result<(Resolved, Prepared)> {
+        let full = family::without_idle(&draft.resolve(environment())?, &context)?;
+        let prepared = train::prepare(&full, &context, Objective::Reinforce, None)?;
+        Ok((full, prepared))
+    };
+    let (mut full, mut prepared) = prepare(&draft)?;
+    let tokens = prepared.longest().prompt_tokens();
+    if tokens > LONG_PROMPT {
+        for (name, value) in plan::shortening_flags(&full, checkpoint, &prepared).concat() {
+            if !draft.has(name) {
+                draft.set(name, &value, format!("the longest prompt has {tokens} tokens without it"));
+            }
+        }
+        (full, prepared) = prepare(&draft)?;
+    }
+    let (flags, memory) = plan::fit(&full, checkpoint, &prepared, &given)?;
+    let limit = prepared.forecast().limit;
+    let place = limit.map_or("memory", |(_, place)| place);
+    for (name, value) in &flags {
+        draft.set(name, value, format!("so that the run fits into {place}"));
+    }
+    if draft.resolve(environment())?.settings.model.use_peft && !draft.has("learning_rate") {
+        draft.set("learning_rate", "1.0e-5", "usual for adapters");
+    }
+
+    let file = output.display();
+    let mut text = format!(
+        "# yaml-language-server: $schema={SCHEMA}\n# omnigrpo train --config {file}\n# Written by `omnigrpo init` for a {} \
+         and {} of {} rows: {}.\n",
+        checkpoint.family().name(),
+        rows.num_read,
+        dataset.len(),
+        rows.described(),
+    );
+    text.push_str(&format!(
+        "# The run takes {} of {}. `omnigrpo plan --config {file}` shows the parts, and the time.\n# `omnigrpo help SETTING` \
+         describes a setting.\n",
+        room::size(memory.total()),
+        limit.map_or_else(|| place.to_owned(), |(free, _)| format!("the free {} of {place}", room::size(free))),
+    ));
+    text.push_str(&draft.text());
+    std::fs::write(output, text).with_context(|| format!("writing {file}"))?;
+    let schema = output.with_file_name(SCHEMA);
+    if !schema.exists() {
+        let text = format!("{:#}\n", crate::settings::schema());
+        std::fs::write(&schema, text).with_context(|| format!("writing {}", schema.display()))?;
+    }
+    print(&format!("{file}\n"))?;
+    context.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
+    Ok(())
+}
+
+/// Asks for the checkpoint and the rows if they are not given and somebody can answer.
+fn ask(draft: &mut Draft) -> Result<()> {
+    let answers = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
+    let has_rows = ["train_file", "dataset_use", "data_file_paths"].iter().any(|name| draft.has(name));
+    for (name, has, question) in [
+        (
+            "model_name_or_path",
+            draft.has("model_name_or_path"),
+            "checkpoint (a directory, or a name on the hub): ",
+        ),
+        ("train_file", has_rows, "file of training rows: "),
+    ] {
+        if has {
+            continue;
+        }
+        if !answers {
+            return Err(Problem::usage(format!("`init` needs `--{name}`"))
+                .expected("a checkpoint and rows, as `train` takes them")
+                .into());
+        }
+        let mut err = std::io::stderr();
+        err.write_all(question.as_bytes()).and_then(|()| err.flush())?;
+        let mut line = String::new();
+        std::io::stdin().read_line(&mut line)?;
+        match line.trim() {
+            "" => return Err(Problem::usage(format!("`init` needs `--{name}`")).into()),
+            text => draft.set(name, text, "given"),
+        }
+    }
+    Ok(())
+}
+
+/// Common properties of rows of a dataset.
+struct Rows {
+    /// Number of all rows.
+    num_rows: u64,
+    /// Number of rows that were read.
+    num_read: usize,
+    /// Rule that suits each ground truth, with the number of rows.
+    rules: Vec<(AccuracyMode, usize)>,
+    /// Number of questions that ask for answer tags.
+    with_tags: usize,
+    /// Number of questions that ask for a boxed answer.
+    with_box: usize,
+    /// Number of tokens of the longest ground truth.
+    longest_answer: usize,
+    columns: Vec<String>,
+    /// Number of positions of the model.
+    positions: usize,
+}
+
+impl Rows {
+    /// Reads rows that are spread evenly over a dataset.
+    fn look(dataset: &Dataset, prompts: &PromptBuilder, positions: usize) -> Result<Self> {
+        let num_rows = dataset.len();
+        let read = num_rows.min(ROWS);
+        let samples: Vec<Sample> =
+            (0..read).filter_map(|at| dataset.get(at * num_rows / read.max(1)).ok()).collect();
+        let mut rows = Self {
+            num_rows,
+            num_read: samples.len(),
+            rules: Vec::new(),
+            with_tags: 0,
+            with_box: 0,
+            longest_answer: 0,
+            columns: dataset.columns_seen(),
+            positions,
+        };
+        for sample in &samples {
+            let question = sample.question();
+            rows.with_tags +=
+                usize::from(sample.turns.iter().flat_map(|turn| &turn.parts).any(asks_for_tags));
+            rows.with_box += usize::from(question.contains("\\boxed"));
+            let Some(solution) = &sample.solution else { continue };
+            let Some(rule) = suitable_rule(&question, solution) else { continue };
+            match rows.rules.iter_mut().find(|(known, _)| *known == rule) {
+                Some((_, count)) => *count += 1,
+                None => rows.rules.push((rule, 1)),
+            }
+            rows.longest_answer = rows.longest_answer.max(prompts.tokenizer().encode_text(solution)?.len());
+        }
+        rows.rules.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+        Ok(rows)
+    }
+
+    /// Returns true for at least half of the rows.
+    fn is_usual(&self, count: usize) -> bool {
+        self.num_read > 0 && 2 * count >= self.num_read
+    }
+
+    /// Describes the ground truths.
+    fn described(&self) -> String {
+        let one = |(rule, count): &(AccuracyMode, usize)| format!("{count} {}", kind(*rule));
+        match self.rules.is_empty() {
+            true => "no ground truths".to_owned(),
+            false => self.rules.iter().map(one).collect::<Vec<_>>().join(", "),
+        }
+    }
+
+    /// Adds the settings that follow from the rows.
+    fn choose(&self, draft: &mut Draft, given: &Settings) -> Result<()> {
+        let compares = !draft.has("reward_funcs") || !given.lacks_reward("accuracy");
+        if self.rules.is_empty() && compares {
+            return Err(Problem::failure("no row has a ground truth")
+                .got(format!("{} rows with the columns {}", self.num_read, self.columns.join(", ")))
+                .expected("a column `solution` or `answer`, or a final assistant turn")
+                .help("name the column with `--solution_column`, or give a reward of your own with `--reward_funcs`")
+                .into());
+        }
+        let mut choose = |name: &'static str, value: &str, why: String| {
+            if !draft.has(name) {
+                draft.set(name, value, why);
+            }
+        };
+        let boxed = self.is_usual(self.with_box) && !self.is_usual(self.with_tags);
+        let boxes = self.rules.first().is_some_and(|(rule, _)| *rule == AccuracyMode::Iou);
+        match () {
+            () if self.is_usual(self.with_tags) => {
+                choose("question_template", "none", "the questions ask for the tags themselves".into());
+            }
+            () if boxed => {
+                choose("question_template", "none", "the questions ask for \\boxed answers".into())
+            }
+            () if boxes => choose("question_template", "rec", "asks for tags, and for boxes as JSON".into()),
+            () => choose("question_template", "default", "asks for <think> and <answer> tags".into()),
+        }
+        match boxed {
+            true => choose("reward_funcs", "accuracy", "correct answers".into()),
+            false => choose("reward_funcs", "accuracy,format", "correct answers, in the tags".into()),
+        }
+        if compares {
+            let (rule, why) = self.rule();
+            choose("accuracy_mode", rule.name(), why);
+        }
+        let room = THINKING + 2 * self.longest_answer;
+        let why = format!("room for thinking, and for the longest answer (tokens: {})", self.longest_answer);
+        let room = room.next_multiple_of(64).min(LONG_COMPLETION).min(self.positions / 4);
+        choose("max_completion_length", &room.max(1).to_string(), why);
+
+        let prompts = self.num_rows.clamp(1, PROMPTS);
+        let why = "prompts of a step; each gets `num_generations` completions".to_owned();
+        choose("per_device_train_batch_size", &prompts.to_string(), why);
+        choose("gradient_accumulation_steps", "1", "an optimizer step after each batch".into());
+        choose("num_generations", "8", "completions per prompt, which are compared with each other".into());
+        let held_out = given.data.has_eval_rows() || given.data.val_split_ratio > 0.0;
+        if !held_out && self.num_rows >= SPLIT_FROM {
+            let share = (0.05f64).min(200.0 / self.num_rows as f64);
+            choose(
+                "val_split_ratio",
+                &format!("{share:.4}"),
+                "rows that are held out to measure what is learned".into(),
+            );
+            choose("eval_on_start", "true", "measures the model before training, for comparison".into());
+        }
+        if self.num_rows / prompts < STEPS {
+            let why = format!(
+                "the rows are used several times (steps of one pass: {})",
+                self.num_rows.div_ceil(prompts)
+            );
+            choose("max_steps", &STEPS.to_string(), why);
+        } else {
+            choose("num_train_epochs", "1", format!("{} steps", self.num_rows / prompts));
+        }
+        choose("save_steps", "50", "a checkpoint to resume from".into());
+        choose("output_dir", "runs/first", "files of the run; `omnigrpo watch` shows them".into());
+        Ok(())
+    }
+
+    /// Returns the rule that suits the rows, and the reason.
+    fn rule(&self) -> (AccuracyMode, String) {
+        let count = |rule| self.rules.iter().find(|(known, _)| *known == rule).map_or(0, |(_, count)| *count);
+        match self.rules[..] {
+            [(rule, _)] => (rule, format!("the ground truths are {}", kind(rule))),
+            _ if self.is_usual(count(AccuracyMode::McqIou)) => {
+                (AccuracyMode::McqIou, "part of the labels earns part of the reward".to_owned())
+            }
+            _ if self.is_usual(count(AccuracyMode::Fuzzy)) => {
+                (AccuracyMode::Fuzzy, "similar texts earn part of the reward".to_owned())
+            }
+            _ => (AccuracyMode::Auto, "each row by the form of its ground truth".to_owned()),
+        }
+    }
+}
+
+fn asks_for_tags(part: &omnigrpo_text::Part) -> bool {
+    matches!(part, omnigrpo_text::Part::Text(text) if text.contains("<answer>"))
+}
+
+fn kind(rule: AccuracyMode) -> &'static str {
+    match rule {
+        AccuracyMode::McqExact => "labels of choices",
+        AccuracyMode::McqIou => "sets of labels",
+        AccuracyMode::Math => "numbers or formulas",
+        AccuracyMode::YesNo => "yes or no",
+        AccuracyMode::Iou => "boxes",
+        AccuracyMode::OdAp => "lists of boxes",
+        AccuracyMode::Fuzzy => "sentences",
+        _ => "words",
+    }
+}
