@@ -39,6 +39,7 @@ Other numbers of such a dict become metrics of the step. Other texts become colu
 """
 
 import asyncio
+import concurrent.futures
 import importlib.util
 import inspect
 import json
@@ -131,11 +132,24 @@ def _settled(values):
     async def gathered():
         return await asyncio.gather(*values)
 
+    async def alone():
+        return await values
+
     if inspect.isawaitable(values):
-        return asyncio.run(values)
+        return _run(alone())
     if isinstance(values, list) and any(map(inspect.isawaitable, values)):
-        return asyncio.run(gathered())
+        return _run(gathered())
     return values
+
+
+def _run(coroutine):
+    """Runs a coroutine to its end, also in a thread that has a running loop, as that of a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def _numbers(scores, key, log):

@@ -173,12 +173,14 @@ impl Activity {
     }
 
     /// Returns the number of completed steps and the total number of steps.
-    pub(crate) fn steps(&self) -> Option<(u64, u64)> {
+    #[must_use]
+    pub fn steps(&self) -> Option<(u64, u64)> {
         self.state().steps.as_ref().map(|steps| (steps.done, steps.total))
     }
 
     /// Estimates the time for the remaining steps from the mean of the recent ones; `None` before the first step is done.
-    pub(crate) fn left(&self, now: Instant) -> Option<Duration> {
+    #[must_use]
+    pub fn left(&self, now: Instant) -> Option<Duration> {
         let state = self.state();
         let steps = state.steps.as_ref()?;
         let mean =
@@ -189,7 +191,8 @@ impl Activity {
     }
 
     /// Formats the current phase: `rollout · completions 37/64 · 4.1 k tokens · 12 tok/s`, or `backward · prompts 3/8 · 12 s`.
-    pub(crate) fn doing(&self, now: Instant) -> String {
+    #[must_use]
+    pub fn doing(&self, now: Instant) -> String {
         let state = self.state();
         let Some(phase) = &state.phase else { return String::new() };
         let time = now.saturating_duration_since(phase.since);

@@ -98,12 +98,12 @@ pub use omnigrpo_models::{
     Checkpoint, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, ModelError,
     Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, WeightDtype,
 };
-pub use omnigrpo_observe::{Console, StepProgress};
+pub use omnigrpo_observe::{Activity, Console, StepProgress};
 pub use omnigrpo_ops::Device;
 pub use omnigrpo_rewards::{
     AccuracyMode, AnswerPolicy, Corpus, ExternalOptions, FormatMode, Logged, Measures, Reward, RewardError,
     RewardInput, RewardMatrix, RewardOptions, RewardSet, RowKey, Score, Summary, Think,
-    build as build_rewards, build_with as build_rewards_with, reward,
+    build as build_rewards, build_with as build_rewards_with, reward, rows_as_json,
 };
 pub use omnigrpo_rollout::{
     Completion, FinishReason, Generator, Request, RolloutError, SamplingParams, TokenEvent,
@@ -111,8 +111,8 @@ pub use omnigrpo_rollout::{
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, EvalWhen, Evaluation, Generated, Group, Objective,
-    PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind, Scored,
-    Selection, SkipPolicy, SyncReference, TrainError, Trained, evaluate, generate, logprobs,
+    Observer, PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind,
+    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, evaluate, generate, logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 

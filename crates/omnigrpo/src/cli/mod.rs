@@ -3,6 +3,7 @@
 mod arguments;
 mod bus;
 mod draft;
+pub mod embed;
 mod heap;
 pub(crate) mod help;
 mod ranks;
@@ -26,6 +27,11 @@ use ranks::Started;
 /// It reads environment variables, prints, handles signals and installs a panic hook. So call it once, from a process that does
 /// nothing else.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    ExitCode::from(run(args))
+}
+
+/// Runs the program like [`main`], and returns its exit code as a number.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     heap::keep();
     bus::tell();
     bus::write_to_the_limit();
@@ -40,14 +46,15 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         false => Console::plain(std::io::sink()),
     };
     console.word_by(wording::worded);
-    show_warnings(&console);
+    // This cannot fail: no other subscriber is set yet, since this is one of the program's first actions.
+    let _ = tracing::subscriber::set_global_default(warnings(&console));
     let problem = match arguments::parse(args.iter().cloned(), env) {
         Ok(Parsed::Print(text)) => {
             // A closed pipe (`| head`) is not an error.
             if is_first {
                 let _ = write!(std::io::stdout().lock(), "{text}");
             }
-            return ExitCode::SUCCESS;
+            return 0;
         }
         Ok(Parsed::Run(resolved)) => match ranks::start(&resolved, &args) {
             Ok(Started::Ended(code)) => return code,
@@ -56,7 +63,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
                     .err()
                     .map(|error| Problem::from_error(error.as_ref()));
                 rank.end(problem.as_ref());
-                let Some(problem) = problem else { return ExitCode::SUCCESS };
+                let Some(problem) = problem else { return 0 };
                 problem
             }
             Err(error) => {
@@ -71,7 +78,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Err(problem) => problem,
     };
     console.error(&problem.to_string());
-    ExitCode::from(problem.exit_code())
+    problem.exit_code()
 }
 
 /// Silences panics that a guard catches and reports as an error of a file. Other panics are printed as usual, and so are all
@@ -93,16 +100,14 @@ fn wants_colour(env: impl Fn(&str) -> Option<String>, is_terminal: bool) -> bool
     is_terminal && !no && env("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Sends warnings of the libraries (for instance, that a request to a reward program is repeated) to the console and so to the
-/// run's log. `RUST_LOG` shows more. Omits warnings of `symphonia`'s probe, which calls the first four bytes of every MP4 and MOV
+/// Returns the subscriber that sends warnings of the libraries (for instance, that a request to a reward program is repeated) to
+/// the console and so to the run's log. `RUST_LOG` shows more. Omits warnings of `symphonia`'s probe, which calls the first four bytes of every MP4 and MOV
 /// file junk.
-fn show_warnings(console: &Console) {
+fn warnings(console: &Console) -> impl tracing::Subscriber + Send + Sync + use<> {
     use tracing_subscriber::EnvFilter;
     let shown = "warn,symphonia_core::formats::probe=error";
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(shown));
-    let subscriber = tracing_subscriber::registry().with(Warnings(console.clone()).with_filter(filter));
-    // This cannot fail: no other subscriber is set yet, since this is the program's first action.
-    let _ = tracing::subscriber::set_global_default(subscriber);
+    tracing_subscriber::registry().with(Warnings(console.clone()).with_filter(filter))
 }
 
 struct Warnings(Console);

@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 use std::net::IpAddr;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -35,7 +35,7 @@ pub enum Started {
     /// This process is a rank.
     Rank(Rank),
     /// Other processes were the ranks, and they have ended with this code.
-    Ended(ExitCode),
+    Ended(u8),
 }
 
 /// Connects this process with the other ranks, or starts them with the words of the command line and waits for their end.
@@ -72,8 +72,8 @@ pub fn start(resolved: &Resolved, words: &[OsString]) -> Result<Started> {
     }
 }
 
-fn exit_code(code: i32) -> ExitCode {
-    ExitCode::from(u8::try_from(code).unwrap_or(EXIT_FAILURE))
+fn exit_code(code: i32) -> u8 {
+    u8::try_from(code).unwrap_or(EXIT_FAILURE)
 }
 
 /// Connects the ranks, and ends this process if another rank is lost.

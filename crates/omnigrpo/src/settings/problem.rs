@@ -137,6 +137,11 @@ impl Problem {
         self
     }
 
+    /// Returns true for a mistake in the settings.
+    pub fn is_usage(&self) -> bool {
+        self.0.exit_code == EXIT_USAGE
+    }
+
     /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         self.0.exit_code

@@ -7,12 +7,13 @@
 //! setting that no verb uses.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use omnigrpo_data::{ReadOptions, Roots};
 use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
 use omnigrpo_models::{LoraConfig, PromptSettings, WeightDtype};
-use omnigrpo_rewards::{AccuracyMode, RewardOptions};
+use omnigrpo_rewards::{AccuracyMode, Reward, RewardOptions};
 use omnigrpo_scorers::ScorerOptions;
 use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, RunPlan, Selection};
 
@@ -266,6 +267,42 @@ pub struct Rewards {
     pub judge_prompt: Option<PathBuf>,
     /// True if correct answers that depend on the order of frames earn more.
     pub temporal_order_bonus: bool,
+    /// Rewards `caller:NAME`, which are functions of the program that runs the command in its process.
+    pub caller: CallerRewards,
+}
+
+/// Returns the reward for a name.
+type MakeReward = dyn Fn(&str) -> Option<Box<dyn Reward>> + Send + Sync;
+
+/// Rewards of the program that runs a command in its process.
+#[derive(Clone, Default)]
+pub struct CallerRewards(pub Option<Arc<MakeReward>>);
+
+impl CallerRewards {
+    /// Returns the name in a spec `caller:NAME`.
+    pub fn named(spec: &str) -> Option<&str> {
+        spec.strip_prefix("caller:")
+    }
+
+    /// Creates the reward for a name.
+    ///
+    /// # Errors
+    /// Returns an error if the program has no such reward, as when its run is started again from the command line.
+    pub fn make(&self, name: &str) -> Result<Box<dyn Reward>, Problem> {
+        self.0.as_ref().and_then(|make| make(name)).ok_or_else(|| {
+            Problem::usage("the reward is a function of the program that started the run")
+                .at("--reward_funcs")
+                .got(format!("`caller:{name}`"))
+                .expected("a reward by name, a program, `FILE.py:FUNCTION` or an address")
+                .help("start the run from that program, or write the function to a file")
+        })
+    }
+}
+
+impl std::fmt::Debug for CallerRewards {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("CallerRewards")
+    }
 }
 
 /// Destinations of metrics besides the run directory.
@@ -399,6 +436,7 @@ impl Default for Settings {
                 scorers: ScorerOptions::default(),
                 judge_prompt: None,
                 temporal_order_bonus: false,
+                caller: CallerRewards::default(),
             },
             recipe: &RECIPES[0],
             algorithm: Algorithm::default(),

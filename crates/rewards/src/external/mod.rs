@@ -199,22 +199,34 @@ struct Request<'a> {
 
 impl<'a> Request<'a> {
     fn new(id: u64, rows: &[RewardInput<'a>], options: &ExternalOptions, probe: bool) -> Self {
-        let row = |input: &RewardInput<'a>| RequestRow {
-            prompt: input.prompt,
-            turns: messages(input, options.system.as_deref()),
-            completion: input.completion,
-            completion_ids: input.completion_ids,
-            solution: input.solution,
-            columns: input.columns,
-            think: input.think == Think::On,
-            media: input.media_paths,
-            step: input.key.step,
-            row: input.key.row,
-            sample: input.key.sample,
-            truncated: input.truncated,
-        };
-        Self { id, rows: rows.iter().map(row).collect(), probe }
+        Self { id, rows: request_rows(rows, options.system.as_deref()), probe }
     }
+}
+
+fn request_rows<'a>(rows: &[RewardInput<'a>], system: Option<&str>) -> Vec<RequestRow<'a>> {
+    let row = |input: &RewardInput<'a>| RequestRow {
+        prompt: input.prompt,
+        turns: messages(input, system),
+        completion: input.completion,
+        completion_ids: input.completion_ids,
+        solution: input.solution,
+        columns: input.columns,
+        think: input.think == Think::On,
+        media: input.media_paths,
+        step: input.key.step,
+        row: input.key.row,
+        sample: input.key.sample,
+        truncated: input.truncated,
+    };
+    rows.iter().map(row).collect()
+}
+
+/// Returns completions as the `rows` of a request, in JSON. `system` is the system text of the run, which replaces that of a row.
+///
+/// # Errors
+/// Returns an error if a path is not UTF-8.
+pub fn rows_as_json(rows: &[RewardInput<'_>], system: Option<&str>) -> Result<String, serde_json::Error> {
+    serde_json::to_string(&request_rows(rows, system))
 }
 
 /// Returns the conversation of a row as messages in TRL's form.

@@ -13,8 +13,8 @@ use omnigrpo_observe::Partial;
 use omnigrpo_rollout::{Completion, Generator};
 use omnigrpo_text::StreamDecoder;
 use omnigrpo_train::{
-    EvalOptions, EvalPlan, Keep, PreparedRow, Recorded, TrainError, Unusable, encode, evaluate_rest,
-    requests, room,
+    EvalOptions, EvalPlan, Evaluation, Keep, PreparedRow, Recorded, TrainError, Unusable, encode,
+    evaluate_rest, requests, room,
 };
 use serde_json::{Value, json};
 
@@ -315,6 +315,19 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
 
 /// Evaluates a model on a dataset.
 pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
+    let evaluation = evaluation(resolved, context)?;
+    print(&super::summary::tables(&evaluation.summary))?;
+    let (skipped, rows) = (evaluation.skipped.len(), evaluation.rows.len() + evaluation.skipped.len());
+    if !resolved.settings.run.skip.tolerates(skipped as u64, rows as u64) {
+        return Err(Problem::failure(format!("{skipped} of {rows} rows could not be evaluated"))
+            .help("they are listed above; --max_skipped sets the largest tolerated share")
+            .into());
+    }
+    Ok(())
+}
+
+/// Evaluates a model, and writes the results to `--output` if it is given.
+pub fn evaluation(resolved: &Resolved, context: &Context) -> Result<Evaluation> {
     let settings = &resolved.settings;
     let dataset = setup::eval_data(settings)?
         .ok_or_else(|| Problem::usage("no rows to evaluate").expected("`--eval_file FILE`"))?;
@@ -368,15 +381,5 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
         super::summary::write(output, &evaluation.summary)?;
     }
     partial.map_or(Ok(()), Partial::remove)?;
-    print(&super::summary::tables(&evaluation.summary))?;
-    if !settings.run.skip.tolerates(evaluation.skipped.len() as u64, dataset.len()) {
-        return Err(Problem::failure(format!(
-            "{} of {} rows could not be evaluated",
-            evaluation.skipped.len(),
-            dataset.len()
-        ))
-        .help("they are listed above; --max_skipped sets the largest tolerated share")
-        .into());
-    }
-    Ok(())
+    Ok(evaluation)
 }

@@ -6,7 +6,7 @@ mod demo;
 mod doctor;
 mod export;
 mod family;
-mod infer;
+pub(super) mod infer;
 mod init;
 mod notify;
 mod options;
@@ -16,15 +16,15 @@ mod push;
 mod rates;
 mod resume;
 mod rewards;
-mod setup;
+pub(super) mod setup;
 mod shell;
 mod summary;
-mod train;
+pub(super) mod train;
 mod watch;
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::io::IsTerminal as _;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context as _, Result};
@@ -33,7 +33,7 @@ use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
-use omnigrpo_train::room;
+use omnigrpo_train::{Observer, room};
 
 use crate::settings::Settings;
 use crate::settings::flags::Verb;
@@ -50,6 +50,8 @@ pub struct Context {
     pub stop: Arc<AtomicBool>,
     /// Processes of the run.
     pub ranks: Ranks,
+    /// Observer of the program in whose process the command runs; `None` in a process of its own.
+    caller: Option<RefCell<Box<dyn Observer>>>,
     /// Settings that name the checkpoint.
     settings: Settings,
     checkpoint: OnceCell<Checkpoint>,
@@ -60,7 +62,38 @@ impl Context {
     fn new(settings: &Settings, console: Console, stop: Arc<AtomicBool>) -> Self {
         let (checkpoint, device) = (OnceCell::new(), Arc::default());
         let ranks = Ranks::default();
-        Self { console, stop, ranks, settings: settings.clone(), checkpoint, device }
+        Self { console, stop, ranks, caller: None, settings: settings.clone(), checkpoint, device }
+    }
+
+    /// Returns the context of a command in the process of another program.
+    pub fn within(
+        settings: &Settings,
+        console: Console,
+        stop: Arc<AtomicBool>,
+        observer: Box<dyn Observer>,
+    ) -> Self {
+        Self { caller: Some(RefCell::new(observer)), ..Self::new(settings, console, stop) }
+    }
+
+    /// Returns true if the command runs in the process of another program, which handles signals and shows what is printed.
+    pub fn is_called(&self) -> bool {
+        self.caller.is_some()
+    }
+
+    /// Returns the caller's observer. A second call returns one that does nothing.
+    pub fn observer(&self) -> Box<dyn Observer> {
+        self.caller
+            .as_ref()
+            .map_or_else(|| Box::new(()) as Box<dyn Observer>, |own| own.replace(Box::new(())))
+    }
+
+    /// Prints a table or a report: to standard output, or to the console of the caller.
+    pub fn print(&self, text: &str) -> Result<()> {
+        if self.is_called() {
+            text.lines().for_each(|line| self.console.line(line));
+            return Ok(());
+        }
+        print(text)
     }
 
     /// Returns the context of a command within this one, with its own settings and checkpoint, on the same device.
@@ -118,41 +151,13 @@ fn in_brackets(why: &str) -> String {
 /// # Errors
 /// Returns the failure of the command.
 pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
-    // This must precede the start of threads, because instructions are tried in a child process.
-    let doubts = omnigrpo_kernels::probe::doubts();
-    let activations = resolved.settings.model.quantized_activations;
-    omnigrpo_kernels::quant::keep_inputs(activations == QuantizedActivations::Float32);
-    let path = match resolved.settings.model.bf16_products {
-        Bf16Products::Auto => None,
-        Bf16Products::Widened => Some(Path::Widened),
-        Bf16Products::Dot => Some(Path::Dot),
-        Bf16Products::Amx => Some(Path::Amx),
-    };
-    omnigrpo_kernels::paths::choose(path).map_err(|error| {
-        Problem::failure(error.to_string())
-            .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
-    })?;
-    let local = ranks.local()?;
-    let threads = match resolved.settings.threads {
-        Some(threads) => threads,
-        None if ranks.size() == 1 => 0,
-        None => super::ranks::threads(&ranks, local, console)?,
-    };
-    // The pool is built here because at its first use a thread that cannot be started would cause a panic. 0 means one thread per
-    // core.
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build_global()
-        .context("the threads of the pool could not be started")?;
     let mut resolved = resolved.clone();
+    let local = ranks.local()?;
     if local.size > 1 {
         resolved.settings.model.device = setup::card_of(resolved.settings.model.device, local);
     }
-    let resolved = &resolved;
     let context = Context { ranks, ..Context::new(&resolved.settings, console.clone(), Arc::default()) };
-    let mut resolved = family::without_idle(resolved, &context)?;
-    resolved.notes.extend(doubts);
-    let resolved = &resolved;
+    let resolved = &ready(&resolved, &context)?;
     for note in &resolved.notes {
         context.console.line(note);
     }
@@ -179,6 +184,47 @@ pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
         Verb::Completions => shell::completions(&resolved.settings),
         Verb::Man => shell::man(&resolved.settings),
     }
+}
+
+/// Prepares the process for a command, and returns its settings without those that have no effect on its model.
+pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
+    // This must precede the start of threads, because instructions are tried in a child process.
+    let doubts = omnigrpo_kernels::probe::doubts();
+    let activations = resolved.settings.model.quantized_activations;
+    omnigrpo_kernels::quant::keep_inputs(activations == QuantizedActivations::Float32);
+    let path = match resolved.settings.model.bf16_products {
+        Bf16Products::Auto => None,
+        Bf16Products::Widened => Some(Path::Widened),
+        Bf16Products::Dot => Some(Path::Dot),
+        Bf16Products::Amx => Some(Path::Amx),
+    };
+    omnigrpo_kernels::paths::choose(path).map_err(|error| {
+        Problem::failure(error.to_string())
+            .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
+    })?;
+    // The pool is built here because at its first use a thread that cannot be started would cause a panic. 0 means one thread per
+    // core.
+    // A caller may run several commands, which share it.
+    static STARTED: AtomicBool = AtomicBool::new(false);
+    let threads = match (resolved.settings.threads, &context.ranks) {
+        (None, ranks) if ranks.size() > 1 => {
+            Some(super::ranks::threads(ranks, ranks.local()?, &context.console)?)
+        }
+        (threads, _) => threads,
+    };
+    if !STARTED.swap(true, Ordering::SeqCst) {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.unwrap_or(0)).build_global();
+        pool.context("the threads of the pool could not be started")?;
+    } else if let Some(threads) = threads.filter(|threads| *threads != rayon::current_num_threads()) {
+        let started = rayon::current_num_threads();
+        return Err(Problem::usage("the number of threads cannot change within a process")
+            .got(format!("`threads` {threads}, and {started} threads that an earlier command started"))
+            .expected("the same number in every command of the process")
+            .into());
+    }
+    let mut resolved = family::without_idle(resolved, context)?;
+    resolved.notes.extend(doubts);
+    Ok(resolved)
 }
 
 /// Writes a table or a report to standard output. Escapes control characters; on a terminal, breaks lines between words.

@@ -10,7 +10,7 @@ use omnigrpo_train::{
 };
 use serde_json::{Map, Value as Json, json};
 
-use super::{Context, print, setup};
+use super::{Context, setup};
 use crate::settings::values::{Given, Origin, Raw, Resolved};
 use crate::settings::{Problem, Settings, flags, rules};
 
@@ -148,7 +148,7 @@ pub fn show(resolved: &Resolved, context: &Context, objective: Objective, prepar
         let text = serde_json::to_string_pretty(&found)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    print(&(table(forecast, &ways) + &times.map_or(String::new(), |times| times.table())))?;
+    context.print(&(table(forecast, &ways) + &times.map_or(String::new(), |times| times.table())))?;
     match too_much(forecast, &ways) {
         Some(problem) => Err(problem.into()),
         None => Ok(()),

@@ -41,6 +41,18 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
         let prepared = prepare(resolved, context, objective, None)?;
         return plan::show(resolved, context, objective, &prepared);
     }
+    once(resolved, context, objective, |summary| finish(summary, resolved, context.ranks.is_first()))
+        .map(drop)
+}
+
+/// Locks the run directory, trains, reports, and pushes the trained model if the settings request it.
+pub fn once(
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+    report: impl FnOnce(&RunSummary) -> Result<()>,
+) -> Result<RunSummary> {
+    let settings = &resolved.settings;
     let Some(output_dir) = &settings.io.output_dir else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
@@ -63,16 +75,17 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
     let notifier = together(ranks, if first { notifier() } else { Ok(None) })?;
     let lock = together(ranks, if first { take(output_dir).map(Some) } else { Ok(None) })?;
     let lock = lock.unwrap_or_else(|| RunLock::of_first_rank(output_dir));
-    let mut observers: Vec<Box<dyn Observer>> = Vec::new();
+    let mut observers: Vec<Box<dyn Observer>> = vec![context.observer()];
     observers.extend(notifier.clone().map(|notifier| Box::new(notifier) as Box<dyn Observer>));
     observers.extend(pusher.as_ref().map(Pusher::observer));
     let outcome = run(resolved, context, objective, lock, Box::new(observers));
     let (mut event, mut how) = (event(&outcome), ending(&outcome));
     let step = outcome.as_ref().ok().map(|summary| summary.steps);
     let result = outcome.and_then(|summary| {
-        finish(&summary, resolved, first)?;
+        report(&summary)?;
         // The push is last, so that the model is written and reported even if the push fails.
-        pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps))
+        let pusher = pusher.filter(|_| !summary.interrupted);
+        pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps)).map(|()| summary)
     });
     if let (Event::Done, Err(error)) = (event, &result) {
         (event, how) = (Event::Failed, error.to_string());
@@ -224,7 +237,9 @@ fn run_logged(
     // The first rank fills the caches of downloads and checks, which the others then read.
     let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
     let prepared = together(ranks, own.map_or_else(prepared, Ok))?;
-    install_signals(context)?;
+    if !context.is_called() {
+        install_signals(context)?;
+    }
     profile::enable(settings.log.profile);
     let trackers = watch::trackers(resolved, lock.root(), context);
     let output = Output { lock, observer, trackers };

@@ -10,8 +10,8 @@ use omnigrpo_rewards::{Compat, Corpus, RewardSet, spec_files};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
 
 use super::hub::named_dir;
-use crate::settings::Settings;
 use crate::settings::problem::Problem;
+use crate::settings::{CallerRewards, Settings};
 
 /// Returns the references of these rows if a reward needs them.
 pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Option<Corpus> {
@@ -60,6 +60,11 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
         .collect::<Result<Vec<_>, _>>()?;
     let mut names = asked.funcs.clone();
     for spec in &mut names {
+        if let Some(name) = CallerRewards::named(spec) {
+            made.push(asked.caller.make(name)?);
+            *spec = name.to_owned();
+            continue;
+        }
         let Some((name, place)) = RewardModel::spec(spec) else { continue };
         let at = |problem: Problem| problem.at("--reward_funcs");
         let dir = named_dir("the reward model", place, settings).map_err(at)?;

@@ -1,0 +1,60 @@
+"""Answers to the calls of a run: rewards, steps, lines, progress."""
+
+import json
+import re
+import sys
+
+from ._reward import _asked, _Log  # One reading of TRL's signature, for functions of files and for those of this process.
+from ._rows import dumps
+
+
+def reward_names(functions):
+    """Return the rewards as settings name them, and the functions of Python by name."""
+    own, names = {}, []
+    for function in functions if isinstance(functions, (list, tuple)) else [functions]:
+        if isinstance(function, str):
+            names.append(function)
+        elif callable(function) and not hasattr(function, "forward"):
+            called = getattr(function, "__name__", type(function).__name__)
+            called = re.sub(r"\W", "", called, flags=re.ASCII) or "reward"
+            name = next(n for n in (called, *(f"{called}_{i}" for i in range(2, 10_000))) if n not in own)
+            own[name] = function
+            names.append(f"caller:{name}")
+        else:
+            raise TypeError(f"a reward is a {type(function).__name__}, expected a function or the name of a reward; "
+                            "give a reward model by its directory")
+    return names, own
+
+
+class Calls:
+    """Answers the calls of a command, on the thread that started it."""
+
+    def __init__(self, rewards, progress=None):
+        self.rewards, self.progress = rewards, progress
+
+    def __call__(self, kind, name, data):
+        answer = getattr(self, f"on_{kind}")(name, json.loads(data))
+        return None if answer is None else dumps(answer)
+
+    def on_score(self, name, rows):
+        log = _Log()
+        values = _asked(self.rewards[name], rows, False, log)
+        return {"rewards": [None if value is None else float(value) for value in values], **log.answer()}
+
+    def on_step(self, _, report):
+        return True
+
+    def on_save(self, _, report):
+        pass
+
+    def on_evaluation(self, _, report):
+        pass
+
+    def on_line(self, _, line):
+        # The rest is in log.txt of the run.
+        if line.startswith("warning") or "http://" in line or "interrupt" in line:
+            print(line, file=sys.stderr)
+
+    def on_doing(self, _, state):
+        if self.progress is not None:
+            self.progress.show(state)

@@ -1,0 +1,1 @@
+../../../../crates/rewards/assets/omnigrpo_reward.py

@@ -1,0 +1,182 @@
+"""Training of the demo in this process."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+
+import omnigrpo
+
+
+def brief(completions, solution, **kwargs):
+    assert threading.current_thread() is threading.main_thread()
+    kwargs["log_metric"]("asked", len(completions))
+    return [-float(len(completion[0]["content"])) for completion in completions]
+
+
+def test_a_function_trains_beside_a_reward_by_name(start, tmp_path):
+    trainer = start(["accuracy", brief], settings={"reward_weights": [1.0, 0.01]})
+    done = trainer.train()
+    assert done.global_step == 3 and not done.metrics["interrupted"]
+    steps = trainer.state.log_history
+    assert [row["step"] for row in steps] == [1, 2, 3] and trainer.state.global_step == 3
+    assert steps[0]["rewards/brief/asked"] == 16
+    first = json.loads((tmp_path / "run/rollouts/step-1.jsonl").read_text().splitlines()[0])
+    assert first["rewards"]["brief"] == [-float(len(c["text"])) for c in first["completions"]]
+    # The trained model answers, with log-probabilities that `score` confirms.
+    row = {"prompt": "Which colour is it?"}
+    answer = trainer.model.generate([row], temperature=0, max_completion_length=8)[0][0]
+    scores = trainer.model.score(row, [answer["text"]])[0]
+    assert scores[: len(answer["logprobs"]) - 1] == pytest.approx(answer["logprobs"][:-1], abs=1e-4)
+
+
+def test_the_seed_and_not_the_place_of_the_reward_sets_the_run(start, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def brief(completions, **kwargs):\n    return [-float(len(c[0]['content'])) for c in completions]\n"
+    )
+    start([f"{tmp_path}/mine.py:brief"], folder=tmp_path / "file", settings={"reward_python": sys.executable}).train()
+    start([lambda completions, **kwargs: [-float(len(c[0]["content"])) for c in completions]], folder=tmp_path / "here").train()
+    of = lambda name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]  # noqa: E731
+    same = ("loss", "reward", "reward_std", "grad_norm", "completions/mean_length")
+    steps = [[{name: row[name] for name in same} for row in of(place) if "loss" in row] for place in ("file", "here")]
+    assert steps[0] == steps[1] and len(steps[0]) == 3
+
+
+def test_a_reward_gets_the_whole_conversation_and_the_columns(start):
+    seen = []
+
+    def keep(prompts, completions, kind, trainer_state, **kwargs):
+        seen.append((prompts[0], kind, trainer_state.global_step))
+        return [float(i % 2) for i in range(len(completions))]
+
+    turns = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "And?"},
+    ]
+    rows = ({"prompt": turns, "kind": f"k{i}"} for i in range(4))
+    start(keep, rows, settings={"max_steps": 1}).train()
+    # The first call is the trial before the run.
+    assert seen[0][1] == ["k0"] and len(seen) == 2
+    prompts, kinds, step = seen[1]
+    assert prompts == turns and sorted(set(kinds)) == ["k0", "k1", "k2", "k3"] and len(kinds) == 16
+
+
+def test_async_rewards_run_also_under_a_running_loop(start):
+    async def slow(completions, **kwargs):
+        await asyncio.sleep(0.01)
+        return [float(i % 2) for i in range(len(completions))]
+
+    async def notebook():
+        return start(slow, settings={"max_steps": 1}).train()
+
+    assert asyncio.run(notebook()).global_step == 1
+
+
+def test_an_exception_of_a_reward_arrives_unchanged(start):
+    def broken(completions, **kwargs):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="^mine$") as caught:
+        start(broken).train()
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "broken"
+
+
+def test_a_wrong_answer_of_a_reward_is_an_error_with_its_name(start):
+    with pytest.raises(omnigrpo.OmnigrpoError, match=r"short.*2 values for 1 completions"):
+        start(short).train()
+
+
+def short(completions, **kwargs):
+    return [1.0, 2.0]
+
+
+def test_ctrl_c_saves_and_the_same_call_resumes_to_the_same_bytes(start, tmp_path):
+    class Interrupt:
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    start(brief, folder=tmp_path / "whole").train()
+    with pytest.raises(KeyboardInterrupt):
+        start(brief, folder=tmp_path / "cut", callbacks=[Interrupt]).train()
+    assert list((tmp_path / "cut").glob("checkpoint-*"))
+    resumed = start(brief, folder=tmp_path / "cut")
+    assert resumed.train().global_step == 3
+    assert [row["step"] for row in resumed.state.log_history][0] > 1
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert weights[0] == weights[1]
+
+
+def test_ctrl_c_in_a_reward_raises(start):
+    def patient(completions, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        return [0.0] * len(completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(patient).train()
+
+
+def test_a_callback_stops_the_run(start):
+    class Stop:
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    done = start(brief, callbacks=[Stop()], settings={"max_steps": 50}).train()
+    assert done.global_step == 1 and done.metrics["interrupted"]
+
+
+def test_other_threads_run_meanwhile(start):
+    counted, over = [0], threading.Event()
+
+    def count():
+        while not over.is_set():
+            counted[0] += 1
+
+    thread = threading.Thread(target=count)
+    trainer = start(brief)
+    thread.start()
+    trainer.train()
+    over.set()
+    thread.join()
+    assert counted[0] > 100_000
+
+
+def test_evaluations_arrive(start, demo):
+    kept = []
+
+    class Keep:
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            kept.append(metrics["eval_reward"])
+
+    trainer = start("accuracy", eval_dataset=demo / "data/eval.jsonl", callbacks=[Keep()], settings={"max_steps": 1, "eval_on_start": True})
+    done = trainer.train()
+    assert len(kept) == 2 and kept[0] == done.metrics["before"]["eval_reward"]
+
+
+def test_sft_trains(demo, tmp_path):
+    rows = [{"prompt": "Which colour is it?", "solution": "red"}, {"prompt": "Which one?", "solution": "blue"}]
+    args = omnigrpo.SFTConfig(tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=1, dtype="float32")
+    trainer = omnigrpo.SFTTrainer(demo / "model", args, rows)
+    assert trainer.train().global_step == 2
+    assert trainer.state.log_history[1]["loss"] < trainer.state.log_history[0]["loss"]
+
+
+def test_a_plan_names_the_memory(start):
+    numbers = omnigrpo.plan(start("accuracy"))
+    assert numbers["total"] > 1_000_000, numbers
+
+
+def test_evaluate_returns_metrics_and_rows(demo):
+    def always(completions, **kwargs):
+        return [0.25] * len(completions)
+
+    found = omnigrpo.evaluate(demo / "model", demo / "data/eval.jsonl", ["accuracy", always], max_completion_length=12)
+    assert found["metrics"]["eval_rewards/always/mean"] == 0.25
+    assert len(found["rows"]) == 8 and found["skipped"] == 0

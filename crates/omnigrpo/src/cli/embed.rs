@@ -1,0 +1,286 @@
+//! Commands in the process of another program, such as an interpreter of Python: the settings, checks and records of the command
+//! line, with functions of that program as rewards and observers. Nothing here handles signals, reads arguments or ends the
+//! process.
+//!
+//! ```
+//! use omnigrpo::cli::embed::{Caller, given, train};
+//! use omnigrpo::settings::Verb;
+//! use serde_json::json;
+//!
+//! # let place = tempfile::tempdir()?;
+//! # let place = place.path().display();
+//! omnigrpo::demo::write_model(format!("{place}/model").as_ref())?;
+//! std::fs::write(format!("{place}/rows.jsonl"), r#"{"prompt": "What is 1 + 1?", "solution": "2"}"#)?;
+//! let settings = json!({
+//!     "model_name_or_path": format!("{place}/model"), "train_file": format!("{place}/rows.jsonl"),
+//!     "output_dir": format!("{place}/run"), "reward_funcs": ["caller:brief"], "per_device_train_batch_size": 1,
+//!     "num_generations": 2, "max_completion_length": 4, "max_steps": 1,
+//! });
+//! let caller = Caller::new(|name| {
+//!     let score = |row: &omnigrpo::RewardInput<'_>| -(row.completion.len() as f64);
+//!     (name == "brief").then(|| omnigrpo::reward(name, (f64::NEG_INFINITY, 0.0), score))
+//! });
+//! let summary = train(given(Verb::Train, settings)?, caller)?;
+//! assert_eq!((summary.steps, summary.interrupted), (1, false));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, Once, PoisonError};
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::Sample;
+use omnigrpo_models::{Model, Prompt, PromptBuilder};
+use omnigrpo_observe::Console;
+use omnigrpo_rewards::Reward;
+use omnigrpo_rollout::{Completion, Generator, Request};
+use omnigrpo_train::{Evaluation, Objective, Observer, RunSummary, logprobs};
+use serde_json::Value;
+
+use super::verbs::{self, Context, setup};
+use crate::settings::{
+    CallerRewards, Environment, Layer, Problem, Resolved, Settings, Verb, needs, resolve, wording,
+};
+
+/// The program in whose process a command runs.
+pub struct Caller {
+    /// Console for the lines of the command; silent by default.
+    pub console: Console,
+    /// Flag that, once set, ends a run after its step, with a checkpoint.
+    pub stop: Arc<AtomicBool>,
+    /// Observer of a run.
+    pub observer: Box<dyn Observer>,
+    rewards: CallerRewards,
+}
+
+impl Caller {
+    /// Creates a silent caller. `rewards` returns the reward for `NAME` if the settings have the reward `caller:NAME`.
+    pub fn new(rewards: impl Fn(&str) -> Option<Box<dyn Reward>> + Send + Sync + 'static) -> Self {
+        Self {
+            console: Console::plain(std::io::sink()),
+            stop: Arc::default(),
+            observer: Box::new(()),
+            rewards: CallerRewards(Some(Arc::new(rewards))),
+        }
+    }
+}
+
+/// Reads names and values of settings, which are given as a JSON object.
+///
+/// # Errors
+/// Returns all unknown names and wrong values together.
+pub fn read(verb: Verb, settings: Value) -> Result<Layer, Problem> {
+    let Value::Object(settings) = settings else {
+        return Err(Problem::usage("settings are no object").got(settings.to_string()));
+    };
+    let mut layer = Layer::of(verb, settings);
+    Problem::all(std::mem::take(&mut layer.problems)).map(|()| layer)
+}
+
+/// Resolves settings in this process's environment. Some may still be missing, such as rows.
+///
+/// # Errors
+/// Returns all mistakes together.
+pub fn checked(verb: Verb, settings: Value) -> Result<Resolved, Problem> {
+    resolve(verb, read(verb, settings)?, Environment::read(|name| std::env::var(name).ok()))
+}
+
+/// Resolves settings like [`checked`], and checks that none is missing.
+///
+/// # Errors
+/// Returns all mistakes together.
+pub fn given(verb: Verb, settings: Value) -> Result<Resolved, Problem> {
+    let resolved = checked(verb, settings)?;
+    Problem::all(needs(verb, &resolved.settings))?;
+    Ok(resolved)
+}
+
+/// Trains by reinforcement ([`Verb::Train`]) or by imitation ([`Verb::Sft`]).
+///
+/// # Errors
+/// Returns the failure of the run. A run that was asked to stop is not a failure; its summary says so.
+pub fn train(mut resolved: Resolved, caller: Caller) -> Result<RunSummary, Problem> {
+    resolved.settings.rewards.caller = caller.rewards;
+    let objective = if resolved.verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce };
+    run(resolved, (caller.console, caller.stop, caller.observer), |resolved, context| {
+        verbs::train::once(resolved, context, objective, |_| Ok(()))
+    })
+}
+
+/// Evaluates a model on the rows of the settings.
+///
+/// # Errors
+/// Returns an error if the model or the rows cannot be used.
+pub fn evaluate(mut resolved: Resolved, caller: Caller) -> Result<Evaluation, Problem> {
+    resolved.settings.rewards.caller = caller.rewards;
+    run(resolved, (caller.console, caller.stop, Box::new(())), verbs::infer::evaluation)
+}
+
+/// Predicts the memory and the time of a run. The result is what `plan --json` writes.
+///
+/// # Errors
+/// Returns an error if the run cannot work.
+pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
+    resolved.settings.rewards.caller = caller.rewards;
+    let numbers = tempfile::NamedTempFile::new().map_err(|error| Problem::from_error(&error))?;
+    resolved.settings.io.dry_run = true;
+    resolved.settings.io.json = Some(numbers.path().to_owned());
+    run(resolved, (caller.console, caller.stop, Box::new(())), |resolved, context| {
+        verbs::train::train(resolved, context)?;
+        Ok(serde_json::from_reader(std::fs::File::open(numbers.path())?)?)
+    })
+}
+
+/// A model in memory, for questions and scores.
+pub struct Loaded {
+    model: Model,
+    checkpoint: omnigrpo_models::Checkpoint,
+    /// The latest builder of prompts and its settings, since reading a tokenizer takes long.
+    prompts: Mutex<Option<(String, Arc<PromptBuilder>)>>,
+}
+
+impl Loaded {
+    /// Reads the model of the settings.
+    ///
+    /// # Errors
+    /// Returns an error if the checkpoint cannot be used or does not fit into memory.
+    pub fn open(resolved: Resolved) -> Result<Self, Problem> {
+        run(resolved, silent(), |resolved, context| {
+            let settings = &resolved.settings;
+            let checkpoint = setup::checkpoint(settings)?;
+            let model = setup::model(settings, &checkpoint, context.device()?)?;
+            Ok(Self { model, checkpoint, prompts: Mutex::default() })
+        })
+    }
+
+    /// Samples completions of rows, which are JSON objects as in a file of rows. Paths of media start from `folder`.
+    ///
+    /// # Errors
+    /// Returns an error if a row cannot be read or its prompt is too long.
+    pub fn generate(
+        &self,
+        resolved: Resolved,
+        rows: Vec<Value>,
+        folder: &Path,
+    ) -> Result<Vec<Vec<Completion>>, Problem> {
+        run(resolved, silent(), |resolved, _| {
+            let settings = &resolved.settings;
+            let builder = self.prompts(settings)?;
+            let prompts = built(settings, &builder, rows, folder)?;
+            let features = prompts.iter().map(|prompt| self.model.encode_prompt(prompt));
+            let features = features.collect::<Result<Vec<_>, _>>()?;
+            let num_samples = settings.algorithm.num_generations;
+            let numbered = prompts.iter().zip(&features).zip(0..);
+            let requests: Vec<_> = numbered
+                .map(|((prompt, features), row)| Request {
+                    num_samples,
+                    row,
+                    ..Request::new(prompt, features)
+                })
+                .collect();
+            let (sampling, max_live) = (&settings.algorithm.sampling, settings.algorithm.max_live);
+            Ok(Generator::new(&self.model, &builder, sampling, max_live).generate(&requests, |_| {})?)
+        })
+    }
+
+    /// Returns the log-probabilities, in nats, of the tokens of given completions of one row.
+    ///
+    /// # Errors
+    /// Returns an error if the row cannot be read, or if it is too long with a completion.
+    pub fn score(
+        &self,
+        resolved: Resolved,
+        row: Value,
+        completions: &[String],
+        folder: &Path,
+    ) -> Result<Vec<Vec<f32>>, Problem> {
+        run(resolved, silent(), |resolved, _| {
+            let mut settings = resolved.settings.clone();
+            // Given completions have their own lengths.
+            settings.prompts.max_completion_length = 0;
+            let builder = self.prompts(&settings)?;
+            let prompts = built(&settings, &builder, vec![row], folder)?;
+            let ids = completions.iter().map(|text| builder.completion_ids(text));
+            let ids = ids.collect::<Result<Vec<_>, _>>()?;
+            let temperature = settings.algorithm.sampling.scoring_temperature();
+            Ok(logprobs(&self.model, &prompts[0], &ids, temperature, settings.algorithm.max_stream_tokens)?)
+        })
+    }
+
+    /// Writes the model as a checkpoint in the layout of the Hugging Face hub.
+    ///
+    /// # Errors
+    /// Returns an error if the directory cannot be written.
+    pub fn save(&self, directory: &Path) -> Result<(), Problem> {
+        self.model.save_pretrained(directory).map_err(|error| Problem::from_error(&error))
+    }
+
+    fn prompts(&self, settings: &Settings) -> Result<Arc<PromptBuilder>> {
+        let key = format!("{:?}", settings.prompts);
+        let mut kept = self.prompts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, prompts)) = kept.as_ref().filter(|(known, _)| *known == key) {
+            return Ok(Arc::clone(prompts));
+        }
+        let prompts = Arc::new(setup::prompts(settings, &self.checkpoint, false)?);
+        *kept = Some((key, Arc::clone(&prompts)));
+        Ok(prompts)
+    }
+}
+
+/// Builds the prompts of rows.
+fn built(
+    settings: &Settings,
+    builder: &PromptBuilder,
+    rows: Vec<Value>,
+    folder: &Path,
+) -> Result<Vec<Prompt>> {
+    let options = setup::read_options(settings);
+    let prompt = |(number, row)| {
+        let sample =
+            Sample::from_row(row, "rows", folder, &options).with_context(|| format!("row {number}"))?;
+        builder.build(&sample).with_context(|| format!("row {number}"))
+    };
+    rows.into_iter().enumerate().map(prompt).collect()
+}
+
+type Attended = (Console, Arc<AtomicBool>, Box<dyn Observer>);
+
+fn silent() -> Attended {
+    (Console::plain(std::io::sink()), Arc::default(), Box::new(()))
+}
+
+/// Prepares the process at the first call, and runs a command.
+fn run<T>(
+    resolved: Resolved,
+    (console, stop, observer): Attended,
+    command: impl FnOnce(&Resolved, &Context) -> Result<T>,
+) -> Result<T, Problem> {
+    static HOOK: Once = Once::new();
+    not_forked()?;
+    HOOK.call_once(super::quiet_guarded_panics);
+    console.word_by(wording::worded);
+    let warnings = super::warnings(&console);
+    let work = || {
+        let context = Context::within(&resolved.settings, console, stop, observer);
+        let resolved = verbs::ready(&resolved, &context)?;
+        command(&resolved, &context)
+    };
+    tracing::subscriber::with_default(warnings, work).map_err(|error| Problem::from_error(error.as_ref()))
+}
+
+/// Returns an error in a process that was forked from one that had started the threads. They do not exist here, so that a command
+/// would wait for them for ever.
+fn not_forked() -> Result<(), Problem> {
+    static PROCESS: AtomicU32 = AtomicU32::new(0);
+    let own = std::process::id();
+    match PROCESS.compare_exchange(0, own, Ordering::SeqCst, Ordering::SeqCst) {
+        Err(first) if first != own => {
+            Err(Problem::failure("this process is a fork of one that uses omnigrpo")
+                .got(format!("process {own}, forked from process {first}, whose threads do not exist here"))
+                .expected("a process of its own")
+                .help("in Python, use `multiprocessing.get_context(\"spawn\")`"))
+        }
+        _ => Ok(()),
+    }
+}
