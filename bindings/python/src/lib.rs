@@ -54,6 +54,12 @@ fn verb(name: &str) -> PyResult<Verb> {
     found.copied().ok_or_else(|| PyValueError::new_err(format!("unknown command {name:?}")))
 }
 
+/// Resolves settings of which some may be missing.
+fn checked(verb: Verb, settings: &str) -> PyResult<Resolved> {
+    embed::checked(verb, parsed(settings)?).map_err(|problem| raised(&problem))
+}
+
+/// Resolves settings of which none is missing.
 fn resolved(verb: Verb, settings: &str) -> PyResult<Resolved> {
     embed::given(verb, parsed(settings)?).map_err(|problem| raised(&problem))
 }
@@ -315,24 +321,30 @@ fn read(command: &str, settings: &str) -> PyResult<()> {
 /// Checks settings of a command as far as that works without rows and files, and returns all values and notes.
 #[pyfunction]
 fn check(command: &str, settings: &str) -> PyResult<String> {
-    let resolved = embed::checked(verb(command)?, parsed(settings)?).map_err(|problem| raised(&problem))?;
+    let resolved = checked(verb(command)?, settings)?;
     let values: Map<String, Value> =
         resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect();
     Ok(json!({ "values": values, "notes": resolved.notes }).to_string())
 }
 
-/// Trains (`train` or `sft`). Rewards `caller:NAME` are asked through `call("score", NAME, rows)`.
+/// Trains (`train` or `sft`), and returns the summary and the model. Rewards `caller:NAME` are asked through
+/// `call("score", NAME, rows)`.
 #[pyfunction]
-fn train(py: Python<'_>, command: &str, settings: &str, call: &Bound<'_, PyAny>) -> PyResult<String> {
+fn train(
+    py: Python<'_>,
+    command: &str,
+    settings: &str,
+    call: &Bound<'_, PyAny>,
+) -> PyResult<(String, Model)> {
     let resolved = resolved(verb(command)?, settings)?;
     let system = resolved.settings.prompts.render.system.clone();
-    let done = attended(py, call, system, move |caller| embed::train(resolved, caller))?;
+    let (done, model) = attended(py, call, system, move |caller| embed::train(resolved, caller))?;
     let of = |evaluation: Option<&Evaluation>| evaluation.map(numbers);
-    Ok(json!({
+    let summary = json!({
         "steps": done.steps, "interrupted": done.interrupted, "collapsed": done.collapsed, "machine": done.machine,
         "before": of(done.before.as_ref()), "after": of(done.after.as_ref()),
-    })
-    .to_string())
+    });
+    Ok((summary.to_string(), Model(model)))
 }
 
 /// Evaluates a model on rows, and returns the metrics and the result of every row.
@@ -344,10 +356,10 @@ fn evaluate(py: Python<'_>, settings: &str, call: &Bound<'_, PyAny>) -> PyResult
     Ok(json!({ "metrics": numbers(&done), "rows": done.rows, "skipped": done.skipped.len() }).to_string())
 }
 
-/// Predicts the memory and the time of a run, as `omnigrpo plan --json` does.
+/// Predicts the memory and the time of a run (`plan` or `sft`), as `omnigrpo plan --json` does.
 #[pyfunction]
-fn plan(py: Python<'_>, settings: &str, call: &Bound<'_, PyAny>) -> PyResult<String> {
-    let resolved = resolved(Verb::Plan, settings)?;
+fn plan(py: Python<'_>, command: &str, settings: &str, call: &Bound<'_, PyAny>) -> PyResult<String> {
+    let resolved = resolved(verb(command)?, settings)?;
     Ok(attended(py, call, None, move |caller| embed::plan(resolved, caller))?.to_string())
 }
 
@@ -370,14 +382,14 @@ struct Model(Loaded);
 impl Model {
     #[new]
     fn load(py: Python<'_>, settings: &str) -> PyResult<Self> {
-        let resolved = resolved(Verb::Generate, settings)?;
+        let resolved = checked(Verb::Generate, settings)?;
         py.detach(|| Loaded::open(resolved)).map(Self).map_err(|problem| raised(&problem))
     }
 
     /// Returns completions: a list per row.
     fn generate(&self, py: Python<'_>, rows: &str, settings: &str, folder: PathBuf) -> PyResult<String> {
         let Value::Array(rows) = parsed(rows)? else { return Err(PyValueError::new_err("rows are no list")) };
-        let resolved = resolved(Verb::Generate, settings)?;
+        let resolved = checked(Verb::Generate, settings)?;
         let done =
             py.detach(|| self.0.generate(resolved, rows, &folder)).map_err(|problem| raised(&problem))?;
         let completion = |c: &Completion| json!({ "text": c.text, "completion_ids": c.ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason });
@@ -397,7 +409,7 @@ impl Model {
         settings: &str,
         folder: PathBuf,
     ) -> PyResult<Vec<Vec<f32>>> {
-        let (row, resolved) = (parsed(row)?, resolved(Verb::Score, settings)?);
+        let (row, resolved) = (parsed(row)?, checked(Verb::Score, settings)?);
         py.detach(|| self.0.score(resolved, row, &completions, &folder)).map_err(|problem| raised(&problem))
     }
 

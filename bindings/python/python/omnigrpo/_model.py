@@ -13,9 +13,9 @@ from ._rows import Folder, dumps, file_of
 class Model:
     """A checkpoint with its weights in memory. `del` frees them."""
 
-    def __init__(self, path, **settings):
+    def __init__(self, path, *, _inner=None, **settings):
         self._settings = {"model_name_or_path": os.fspath(path), **settings}
-        self._inner = _omnigrpo.Model(dumps(self._settings))
+        self._inner = _inner or _omnigrpo.Model(dumps(self._settings))
         self._scratch = tempfile.TemporaryDirectory(prefix="omnigrpo-")
 
     @classmethod

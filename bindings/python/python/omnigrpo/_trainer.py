@@ -187,16 +187,17 @@ class GRPOTrainer:
         run = _Run(self, self._functions)
         self._call("on_train_begin")
         try:
-            done = json.loads(_omnigrpo.train(self._config._command, self._given(), run))
+            done, model = _omnigrpo.train(self._config._command, self._given(), run)
         finally:
             run.progress.close()
+        done, self._model = json.loads(done), Model(self._settings["model_name_or_path"], _inner=model)
         self._call("on_train_end")
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         return TrainOutput(done["steps"], sum(losses) / max(1, len(losses)), done)
 
     @property
     def model(self):
-        """The trained model. The first use after a training reads it from `output_dir`."""
+        """The model that `train` has trained, in memory. Before `train`, that of `output_dir`."""
         if self._model is None:
             self._model = Model.load(self.args.output_dir)
         return self._model
@@ -213,8 +214,8 @@ class SFTTrainer(GRPOTrainer):
 
 def plan(trainer):
     """Return the memory (bytes) and the time (seconds) that a trainer's run is expected to take, as `omnigrpo plan --json`."""
-    settings = json.loads(trainer._given())
-    return json.loads(_omnigrpo.plan(dumps(settings), Calls(trainer._functions)))
+    command = "sft" if trainer._config._command == "sft" else "plan"
+    return json.loads(_omnigrpo.plan(command, trainer._given(), Calls(trainer._functions)))
 
 
 def _lora(config):

@@ -3,7 +3,7 @@
 //! process.
 //!
 //! ```
-//! use omnigrpo::cli::embed::{Caller, given, train};
+//! use omnigrpo::cli::embed::{Caller, checked, given, train};
 //! use omnigrpo::settings::Verb;
 //! use serde_json::json;
 //!
@@ -20,8 +20,11 @@
 //!     let score = |row: &omnigrpo::RewardInput<'_>| -(row.completion.len() as f64);
 //!     (name == "brief").then(|| omnigrpo::reward(name, (f64::NEG_INFINITY, 0.0), score))
 //! });
-//! let summary = train(given(Verb::Train, settings)?, caller)?;
+//! let (summary, model) = train(given(Verb::Train, settings)?, caller)?;
 //! assert_eq!((summary.steps, summary.interrupted), (1, false));
+//! let (settings, row) = (json!({ "max_completion_length": 4 }), json!({ "prompt": "What is 1 + 2?" }));
+//! let answers = model.generate(checked(Verb::Generate, settings)?, vec![row], ".".as_ref())?;
+//! assert_eq!((answers.len(), answers[0].len()), (1, 1));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -35,7 +38,7 @@ use omnigrpo_models::{Model, Prompt, PromptBuilder};
 use omnigrpo_observe::Console;
 use omnigrpo_rewards::Reward;
 use omnigrpo_rollout::{Completion, Generator, Request};
-use omnigrpo_train::{Evaluation, Objective, Observer, RunSummary, logprobs};
+use omnigrpo_train::{Evaluation, Objective, Observer, RunSummary, Trained, logprobs};
 use serde_json::Value;
 
 use super::verbs::{self, Context, setup};
@@ -96,15 +99,16 @@ pub fn given(verb: Verb, settings: Value) -> Result<Resolved, Problem> {
     Ok(resolved)
 }
 
-/// Trains by reinforcement ([`Verb::Train`]) or by imitation ([`Verb::Sft`]).
+/// Trains by reinforcement ([`Verb::Train`]) or by imitation ([`Verb::Sft`]), and returns the trained model.
 ///
 /// # Errors
 /// Returns the failure of the run. A run that was asked to stop is not a failure; its summary says so.
-pub fn train(mut resolved: Resolved, caller: Caller) -> Result<RunSummary, Problem> {
+pub fn train(mut resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded), Problem> {
     resolved.settings.rewards.caller = caller.rewards;
     let objective = if resolved.verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce };
     run(resolved, (caller.console, caller.stop, caller.observer), |resolved, context| {
-        verbs::train::once(resolved, context, objective, |_| Ok(()))
+        let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
+        Ok((summary, Loaded::of(model)))
     })
 }
 
@@ -117,7 +121,7 @@ pub fn evaluate(mut resolved: Resolved, caller: Caller) -> Result<Evaluation, Pr
     run(resolved, (caller.console, caller.stop, Box::new(())), verbs::infer::evaluation)
 }
 
-/// Predicts the memory and the time of a run. The result is what `plan --json` writes.
+/// Predicts the memory and the time of a run ([`Verb::Plan`] or [`Verb::Sft`]). The result is what `plan --json` writes.
 ///
 /// # Errors
 /// Returns an error if the run cannot work.
@@ -127,7 +131,10 @@ pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
     resolved.settings.io.dry_run = true;
     resolved.settings.io.json = Some(numbers.path().to_owned());
     run(resolved, (caller.console, caller.stop, Box::new(())), |resolved, context| {
-        verbs::train::train(resolved, context)?;
+        match resolved.verb {
+            Verb::Sft => verbs::train::sft(resolved, context)?,
+            _ => verbs::train::train(resolved, context)?,
+        }
         Ok(serde_json::from_reader(std::fs::File::open(numbers.path())?)?)
     })
 }
@@ -135,12 +142,15 @@ pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
 /// A model in memory, for questions and scores.
 pub struct Loaded {
     model: Model,
-    checkpoint: omnigrpo_models::Checkpoint,
     /// The latest builder of prompts and its settings, since reading a tokenizer takes long.
     prompts: Mutex<Option<(String, Arc<PromptBuilder>)>>,
 }
 
 impl Loaded {
+    fn of(model: Model) -> Self {
+        Self { model, prompts: Mutex::default() }
+    }
+
     /// Reads the model of the settings.
     ///
     /// # Errors
@@ -149,8 +159,7 @@ impl Loaded {
         run(resolved, silent(), |resolved, context| {
             let settings = &resolved.settings;
             let checkpoint = setup::checkpoint(settings)?;
-            let model = setup::model(settings, &checkpoint, context.device()?)?;
-            Ok(Self { model, checkpoint, prompts: Mutex::default() })
+            Ok(Self::of(setup::model(settings, &checkpoint, context.device()?)?))
         })
     }
 
@@ -222,7 +231,7 @@ impl Loaded {
         if let Some((_, prompts)) = kept.as_ref().filter(|(known, _)| *known == key) {
             return Ok(Arc::clone(prompts));
         }
-        let prompts = Arc::new(setup::prompts(settings, &self.checkpoint, false)?);
+        let prompts = Arc::new(setup::prompts(settings, self.model.checkpoint(), false)?);
         *kept = Some((key, Arc::clone(&prompts)));
         Ok(prompts)
     }

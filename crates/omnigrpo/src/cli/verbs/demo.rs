@@ -61,7 +61,8 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
         }
     }
     let run = resolve(Verb::Train, recipe, settings.env.clone())?;
-    let summary = train::run(&run, &context.with(&run.settings), Objective::Reinforce, lock, Box::new(()))?;
+    let context_of_run = context.with(&run.settings);
+    let summary = train::run(&run, &context_of_run, Objective::Reinforce, lock, Box::new(()))?.summary;
     train::finish(&summary, &run, true)?;
     let permuted = permuted(&run, context, &data)?;
     print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))

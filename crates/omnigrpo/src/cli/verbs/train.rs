@@ -13,7 +13,7 @@ use omnigrpo_ops::Device;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Output, Policy, Prepared, ResumeFrom,
-    Run, RunPlan, RunSummary, Split, room,
+    Run, RunPlan, RunSummary, Split, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -51,7 +51,7 @@ pub fn once(
     context: &Context,
     objective: Objective,
     report: impl FnOnce(&RunSummary) -> Result<()>,
-) -> Result<RunSummary> {
+) -> Result<Trained> {
     let settings = &resolved.settings;
     let Some(output_dir) = &settings.io.output_dir else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
@@ -79,13 +79,14 @@ pub fn once(
     observers.extend(notifier.clone().map(|notifier| Box::new(notifier) as Box<dyn Observer>));
     observers.extend(pusher.as_ref().map(Pusher::observer));
     let outcome = run(resolved, context, objective, lock, Box::new(observers));
-    let (mut event, mut how) = (event(&outcome), ending(&outcome));
-    let step = outcome.as_ref().ok().map(|summary| summary.steps);
-    let result = outcome.and_then(|summary| {
-        report(&summary)?;
+    let summary = summary_of(&outcome);
+    let (mut event, mut how) = (event(summary), ending(summary));
+    let step = summary.ok().map(|summary| summary.steps);
+    let result = outcome.and_then(|trained| {
+        report(&trained.summary)?;
         // The push is last, so that the model is written and reported even if the push fails.
-        let pusher = pusher.filter(|_| !summary.interrupted);
-        pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps)).map(|()| summary)
+        let pusher = pusher.filter(|_| !trained.summary.interrupted);
+        pusher.map_or(Ok(()), |pusher| pusher.last(trained.summary.steps)).map(|()| trained)
     });
     if let (Event::Done, Err(error)) = (event, &result) {
         (event, how) = (Event::Failed, error.to_string());
@@ -96,8 +97,15 @@ pub fn once(
     result
 }
 
+/// Summary of a run, or its failure.
+type Outcome<'a> = Result<&'a RunSummary, &'a anyhow::Error>;
+
+fn summary_of(outcome: &Result<Trained>) -> Outcome<'_> {
+    outcome.as_ref().map(|trained| &trained.summary)
+}
+
 /// Returns the kind of end of a run, for its message.
-fn event(outcome: &Result<RunSummary>) -> Event {
+fn event(outcome: Outcome<'_>) -> Event {
     match outcome {
         Err(_) | Ok(RunSummary { collapsed: Some(_), .. }) => Event::Failed,
         Ok(RunSummary { interrupted: true, .. }) => Event::Stopped,
@@ -182,7 +190,7 @@ pub fn run(
     objective: Objective,
     lock: RunLock,
     observer: Box<dyn Observer>,
-) -> Result<RunSummary> {
+) -> Result<Trained> {
     let rank = context.ranks.rank();
     if let Some(path) = &resolved.settings.io.log_file {
         let path = if rank == 0 { path.clone() } else { path.with_extension(format!("rank-{rank}.txt")) };
@@ -200,7 +208,7 @@ pub fn run(
     let page = together(&context.ranks, page)?;
     let outcome = run_logged(resolved, context, objective, lock, observer);
     if let Some(page) = &page {
-        page.end(&ending(&outcome));
+        page.end(&ending(summary_of(&outcome)));
         let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
         context.console.line(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
     }
@@ -208,7 +216,7 @@ pub fn run(
 }
 
 /// Returns a sentence about how a run ended.
-fn ending(outcome: &Result<RunSummary>) -> String {
+fn ending(outcome: Outcome<'_>) -> String {
     match outcome {
         Err(error) => format!("it failed: {error}"),
         Ok(RunSummary { collapsed: Some(collapse), steps, .. }) => {
@@ -226,7 +234,7 @@ fn run_logged(
     objective: Objective,
     lock: RunLock,
     observer: Box<dyn Observer>,
-) -> Result<RunSummary> {
+) -> Result<Trained> {
     let settings = &resolved.settings;
     let ranks = &context.ranks;
     let prepared = || {
@@ -243,11 +251,11 @@ fn run_logged(
     profile::enable(settings.log.profile);
     let trackers = watch::trackers(resolved, lock.root(), context);
     let output = Output { lock, observer, trackers };
-    let summary = prepared.train(output, &context.console, &context.stop)?.summary;
+    let trained = prepared.train(output, &context.console, &context.stop)?;
     if settings.log.profile && ranks.is_first() {
-        print(&profile::table(&profile::take(), summary.steps_here))?;
+        context.print(&profile::table(&profile::take(), trained.summary.steps_here))?;
     }
-    Ok(summary)
+    Ok(trained)
 }
 
 /// Opens everything that a run needs except its model, and checks it. Without an `output_dir`, the run is only planned.
