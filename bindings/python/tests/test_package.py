@@ -114,6 +114,7 @@ def test_the_tutorial_of_the_docs_runs(tmp_path):
     if not page.exists():
         pytest.skip("the tests run outside of the repository")
     code = page.read_text().split("## From TRL in ten lines")[1].split("```python\n")[1].split("```")[0]
-    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(omnigrpo.__file__).resolve().parents[1])}
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     assert "TrainOutput(global_step=2" in said.stdout and len(said.stdout.splitlines()) >= 2

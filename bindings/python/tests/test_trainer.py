@@ -27,8 +27,8 @@ def test_a_function_trains_beside_a_reward_by_name(start, tmp_path):
     steps = trainer.state.log_history
     assert [row["step"] for row in steps] == [1, 2, 3] and trainer.state.global_step == 3
     assert steps[0]["rewards/brief/asked"] == 16
-    first = json.loads((tmp_path / "run/rollouts/step-1.jsonl").read_text().splitlines()[0])
-    assert first["rewards"]["brief"] == [-float(len(c["text"])) for c in first["completions"]]
+    kept = [json.loads(line) for line in (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()]
+    assert [row["rewards"]["brief"] for row in kept] == [-float(len(row["completion"])) for row in kept] and len(kept) == 16
     # The trained model answers, with log-probabilities that `score` confirms.
     row = {"prompt": "Which colour is it?"}
     answer = trainer.model.generate([row], temperature=0, max_completion_length=8)[0][0]

@@ -233,6 +233,7 @@ class Settings(TypedDict, total=False):
     tui: bool
     notify: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     profile: bool
+    gpu: bool
     run_name: str | float | bool
     log_completions: bool
     log_token_stats: bool

@@ -153,7 +153,7 @@ class GRPOTrainer:
         self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=self.args.max_steps or -1, log_history=[], is_world_process_zero=True)
         self.control = SimpleNamespace(should_training_stop=False, should_log=False, should_save=False, should_evaluate=False)
         self._model = None
-        notes = json.loads(_omnigrpo.check(self._config._command, dumps(self._settings)))["notes"]
+        notes = json.loads(_omnigrpo.check(self._config._command, self._given(write=False)))["notes"]
         for note in notes:
             warnings.warn(note, stacklevel=2)
         self._call("on_init_end")
@@ -164,16 +164,18 @@ class GRPOTrainer:
             if method is not None:
                 method(self.args, self.state, self.control, model=None, **kwargs)
 
-    def _given(self):
-        """Return all settings, with rows as files of the run directory."""
+    def _given(self, write=True):
+        """Return all settings, with rows as files of the run directory, which are written unless `write` is false."""
         given = {**self._settings, "output_dir": str(self.args.output_dir)}
         for name in ("train", "eval"):
             rows = getattr(self, f"{name}_dataset")
-            if rows is not None:
+            if rows is None:
+                continue
+            if write:
                 # An iterator can be read only once, so that the file replaces it.
-                file = file_of(rows, self.args.output_dir / "rows", name)
-                setattr(self, f"{name}_dataset", file)
-                given[f"{name}_file"] = [file]
+                rows = file_of(rows, self.args.output_dir / "rows", name)
+                setattr(self, f"{name}_dataset", rows)
+            given[f"{name}_file"] = [rows if isinstance(rows, (str, os.PathLike)) else f"{name}.jsonl"]
         return dumps(given)
 
     def train(self, resume_from_checkpoint=None):
