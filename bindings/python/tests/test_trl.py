@@ -7,13 +7,17 @@ import pytest
 import omnigrpo
 
 
+def needs(package):
+    return pytest.importorskip(package, reason=f"NOT TESTED: objects of {package}, which is not installed; `pip install {package}`")
+
+
 def _rows(demo):
     rows = [json.loads(line) for line in (demo / "data/train.jsonl").read_text().splitlines()]
     return [row for row in rows if "image" in row][:8]
 
 
 def test_a_dataset_with_pictures_has_the_same_result_as_files(demo, start, tmp_path):
-    datasets = pytest.importorskip("datasets")
+    datasets = needs("datasets")
     Image = pytest.importorskip("PIL.Image")
     rows = _rows(demo)
     text = [row["conversations"][0]["value"].replace("<image>", "").strip() for row in rows]
@@ -37,9 +41,9 @@ def test_a_dataset_with_pictures_has_the_same_result_as_files(demo, start, tmp_p
 
 
 def test_trl_objects_are_taken_unchanged(demo, tmp_path):
-    trl = pytest.importorskip("trl")
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
+    trl = needs("trl")
+    peft = needs("peft")
+    transformers = needs("transformers")
     from trl.rewards import think_format_reward
 
     logged = []
