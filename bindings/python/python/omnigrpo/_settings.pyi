@@ -26,6 +26,7 @@ class Settings(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16"]
     device: str | float | bool
     reference_device: str | float | bool
+    gpu_memory: str | float | bool
     adapter_name_or_path: str | PathLike[str]
     adapter_path: str | PathLike[str]
     merge: bool
