@@ -85,7 +85,7 @@ def page(results):
                 text += ["", "```", result["output"].strip(), "```"]
         measured = [result for result in own if result["name"] == "measured"]
         if measured:
-            text += ["", "| model | | rows | ms | lower bound / time | estimate |", "|---|---|---|---|---|---|", *speed(measured)]
+            text += ["", "| model | | rows | ms | lower bound of an H200 / time | estimate, bandwidth of an H200 |", "|---|---|---|---|---|---|", *speed(measured)]
     return "\n".join(text) + "\n"
 
 
