@@ -3,7 +3,6 @@
 
 #[path = "checkpoints/media_store.rs"]
 mod media_store;
-mod support;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,9 +15,9 @@ use omnigrpo_models::{
     Prompt, PromptBuilder, Quantization, WeightDtype, WeightSource,
 };
 use omnigrpo_ops::{Param, ParamDtype, Part};
+use omnigrpo_testkit::{Golden, case_prompt, checkpoint, copy_dir, golden, max_diff, train_all, weight_bits};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
-use support::{Golden, case_prompt, checkpoint, copy_dir, golden, max_diff, train_all, weight_bits};
 use tempfile::TempDir;
 
 fn load(name: &str, dtype: WeightDtype) -> Model {
@@ -862,7 +861,7 @@ fn the_configuration_is_read_once() {
         std::fs::remove_file(dir.join("config.json")).unwrap();
         assert!(Checkpoint::open(&dir).is_err());
 
-        let settings = support::rows::settings(MediaSettings::default());
+        let settings = omnigrpo_testkit::rows::settings(MediaSettings::default());
         assert!(!PromptBuilder::open(&opened, settings).unwrap().stops().ids.is_empty());
         let options = LoadOptions::default();
         let outline = Model::outline(&opened, &options, false).unwrap();

@@ -2,8 +2,6 @@
 //! towers. Data: `tools/goldens/make_encoders.py`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -13,7 +11,7 @@ use omnigrpo_models::encoders::siglip::{self, Siglip, SiglipConfig};
 use omnigrpo_models::encoders::whisper::{self, Whisper, WhisperConfig};
 use omnigrpo_models::{ConfigJson, Init, ModelError, Result, WeightDtype, WeightFiles, WeightSource};
 use omnigrpo_ops::{Activation, Param, Part, Pass, Rows, Tape, Var};
-use support::{Golden, golden, max_diff, sketch};
+use omnigrpo_testkit::{Golden, golden, max_diff, sketch};
 
 /// A tower inside a larger checkpoint: its tensors stand below a prefix.
 struct Inside {

@@ -2,8 +2,6 @@
 //! features, logits, every gradient, loading and saving of both layouts, packed groups.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -14,12 +12,12 @@ use omnigrpo_models::{
     PromptBuilder, PromptSettings, Training, WeightDtype, humanomni, probe_medium,
 };
 use omnigrpo_ops::Part;
-use omnigrpo_text::{MediaCounts, MediumKind, Role, split_conversation};
-use serde_json::{Map, Value, json};
-use support::{
+use omnigrpo_testkit::{
     Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
     omni_prompt, take_gradients, train_all, training, weight_bits,
 };
+use omnigrpo_text::{MediaCounts, MediumKind, Role, split_conversation};
+use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
 const SMALL: &str = "humanomni";
@@ -270,7 +268,7 @@ fn every_gradient_equals_the_construction() {
 #[test]
 fn what_a_pass_would_reach_is_known_without_it() {
     let prompts = ["va", "t", "a"].map(|which| prompt(SMALL, which));
-    let counts = support::check_reach(&load(SMALL), &prompts, &[7, 9, 100]);
+    let counts = omnigrpo_testkit::check_reach(&load(SMALL), &prompts, &[7, 9, 100]);
     assert!(counts[0] > counts[2] && counts[2] > counts[1], "{counts:?}");
 }
 

@@ -2,8 +2,6 @@
 //! out in PyTorch (original layout). Data and scripts: `tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -14,12 +12,12 @@ use omnigrpo_models::{
     Training, WeightDtype,
 };
 use omnigrpo_ops::Part;
-use serde_json::json;
-use support::rows::{INTERNVL, builder, check_plans, dataset, prompt};
-use support::{
+use omnigrpo_testkit::rows::{INTERNVL, builder, check_plans, dataset, prompt};
+use omnigrpo_testkit::{
     Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
     take_gradients, train_all, training, weight_bits,
 };
+use serde_json::json;
 use tempfile::TempDir;
 
 fn load(name: &str) -> Model {

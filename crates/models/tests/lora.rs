@@ -2,8 +2,6 @@
 //! bare, and through files. Data and scripts: `tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -13,11 +11,11 @@ use omnigrpo_models::{
     Training, WeightDtype, whole_tensors,
 };
 use omnigrpo_ops::{Device, ParamDtype, Part, QuantBits};
-use safetensors::SafeTensors;
-use support::{
+use omnigrpo_testkit::{
     Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff,
     take_gradients, training, weight_bits,
 };
+use safetensors::SafeTensors;
 
 /// Adapter, checkpoint, trained tensors.
 const ADAPTERS: [(&str, &str, usize); 7] = [
@@ -111,7 +109,7 @@ fn values_and_gradients_equal_peft() {
     for (adapter, name, trained) in ADAPTERS {
         // The goldens drop nothing.
         let dir = tempfile::TempDir::new().unwrap();
-        support::copy_dir(&golden("lora").join(adapter), dir.path());
+        omnigrpo_testkit::copy_dir(&golden("lora").join(adapter), dir.path());
         let path = dir.path().join("adapter_config.json");
         let config = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, config.replace("\"lora_dropout\": 0.1", "\"lora_dropout\": 0.0")).unwrap();
@@ -196,7 +194,7 @@ fn ranks_and_alphas_of_single_layers_survive_saving() {
     let config_of = |dir: &Path| -> serde_json::Value {
         serde_json::from_slice(&std::fs::read(dir.join("adapter_config.json")).unwrap()).unwrap()
     };
-    support::copy_dir(&golden("lora/attention"), &given);
+    omnigrpo_testkit::copy_dir(&golden("lora/attention"), &given);
     let plain = adapted("attention", "qwen2_vl_untied");
     let mut config = config_of(&given);
     let alpha = config["lora_alpha"].as_f64().unwrap();
@@ -498,7 +496,7 @@ fn adapters_that_do_not_fit_are_refused() {
     let from = golden("lora/attention");
     let fails = |change: &dyn Fn(&Path), part: &str| {
         let dir = tempfile::TempDir::new().unwrap();
-        support::copy_dir(&from, dir.path());
+        omnigrpo_testkit::copy_dir(&from, dir.path());
         change(dir.path());
         let why = told(&load("qwen2_vl_untied").load_adapter(dir.path()).unwrap_err());
         assert!(why.contains(part), "`{part}` is not in: {why}");

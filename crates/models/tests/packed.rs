@@ -2,14 +2,12 @@
 //! completion does not see the others. Data and scripts: `tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-mod support;
-
 use std::ops::Range;
 
 use omnigrpo_grpo::{Batch, LossPlan, Normalizer, evaluate, recipe};
 use omnigrpo_models::{Features, GroupStream, Memories, Model, PackedStream, Prompt, Training, WeightDtype};
 use omnigrpo_ops::Part;
-use support::{
+use omnigrpo_testkit::{
     Golden, Gradients, QWENS, assert_close, case_prompt, check_gradients, checkpoint, larger_model,
     lengthened, max_diff, take_gradients, train_all, training,
 };
@@ -370,7 +368,7 @@ fn gradients_reach_exactly_the_selected_parts() {
                 assert!(grad.iter().all(|g| g.is_finite()));
                 assert!(whole[weight] == *grad, "{name} {selection:?}: {weight} has another gradient");
             }
-            let squares: f64 = got.values().map(|g| support::norm(g).powi(2)).sum();
+            let squares: f64 = got.values().map(|g| omnigrpo_testkit::norm(g).powi(2)).sum();
             assert!(squares > 0.0);
         }
         // One selected weight alone.

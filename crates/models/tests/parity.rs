@@ -8,25 +8,22 @@ mod aria;
 mod blocks;
 #[path = "parity/decoders.rs"]
 mod decoders;
-#[path = "support/differences.rs"]
-mod differences;
 #[path = "parity/emulated.rs"]
 mod emulated;
 #[path = "parity/networks.rs"]
 mod networks;
 #[path = "parity/qwen3_vl.rs"]
 mod qwen3_vl;
-mod support;
 
 use omnigrpo_models::{
     Checkpoint, ConfigJson, GroupStream, LoadOptions, Memories, Model, ModelError, PackedStream, Prompt,
     Rope, RopeScaling, TextDefaults, Training, WeightDtype,
 };
-use serde_json::{Map, Value, json};
-use support::{
+use omnigrpo_testkit::{
     CHECKPOINTS, Golden, QWENS, assert_close, backward, case_prompt, causal_logits, check_gradients,
     check_reach, checkpoint, golden, max_diff, rows, take_gradients, train_all, training,
 };
+use serde_json::{Map, Value, json};
 
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
 

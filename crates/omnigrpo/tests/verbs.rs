@@ -1,15 +1,13 @@
 //! Every command on a tiny checkpoint, from its flags to its files.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "../../fetch/src/hub/stand_in.rs"]
-mod stand_in;
 mod support;
 
 use std::io::Write as _;
 use std::process::Stdio;
 
+use omnigrpo_testkit::hub::{self, StandIn, sha256};
 use serde_json::{Value, json};
-use stand_in::{StandIn, sha256};
 use support::{Place, golden, numbers, ran, server};
 
 const SMALL: &str =
@@ -1104,7 +1102,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
 
     let done = run(&format!("{sft} --output_dir run --push_to_hub --hub_private_repo")).ok();
     assert!(done.stdout.contains(&format!("pushed to {}/me/run", hub.endpoint())), "{}", done.stdout);
-    let names = |repo: &stand_in::Repo| repo.files.keys().cloned().collect::<Vec<_>>();
+    let names = |repo: &hub::Repo| repo.files.keys().cloned().collect::<Vec<_>>();
     let (private, files) = hub.look("me/run", |repo| (repo.private, names(repo))).unwrap();
     assert!(
         private && files.contains(&"model.safetensors".to_owned()) && files.contains(&"README.md".to_owned())

@@ -2,9 +2,6 @@
 //! dependent only on the weights and each sample's key. Data and scripts: `models/tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "../../models/tests/support/mod.rs"]
-mod support;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -14,11 +11,11 @@ use omnigrpo_models::{
 };
 use omnigrpo_ops::{Card, DecodeRows, Device, Draw, DrawFrom, Memory, Replays, Sampler};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
-use omnigrpo_text::{StopSet, Tokenizer};
-use support::{
+use omnigrpo_testkit::{
     CHECKPOINTS, FAMILIES, Golden, QWENS, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened,
     max_diff, omni_prompt, rows,
 };
+use omnigrpo_text::{StopSet, Tokenizer};
 
 struct Setup {
     model: Model,
@@ -254,7 +251,7 @@ fn a_rollout_can_be_differentiated() {
             let memory = memory.of_stream(&stream).unwrap();
             assert_eq!(memory.is_some(), room != prompt_rows + 20, "{name}: room for {room} rows");
             let Some(memory) = memory else { continue };
-            support::train_all(model);
+            omnigrpo_testkit::train_all(model);
             let how = Training { recompute: outputs_only, ..Training::default() };
             let gradients = |recalled: Memory| {
                 let pass = model.recall_pass(&stream, &features, 1.0, how, recalled).unwrap();
@@ -264,13 +261,13 @@ fn a_rollout_can_be_differentiated() {
                 let prompts: Vec<&Prompt> = rows.iter().map(|row| &row.prompt).collect();
                 let none = Memories::default();
                 model.backward_media(&prompts, &features, none, of_features, how).unwrap();
-                (logprobs, support::take_gradients(model))
+                (logprobs, omnigrpo_testkit::take_gradients(model))
             };
             let (want, expected) = gradients(Memory::default());
             let (got, recalled) = gradients(memory);
             assert!(max_diff(&got, &want) <= 1e-4, "{name}: {}", max_diff(&got, &want));
             assert_ne!(got, want, "{name}: nothing was recalled");
-            support::assert_close(&recalled, &expected, 1e-4, name);
+            omnigrpo_testkit::assert_close(&recalled, &expected, 1e-4, name);
             // A stream of other completions does not match the memory.
             let mut memory = DecoderMemory::new(room, outputs_only);
             generator.generate_with(&requests, |_| {}, Some(&mut memory)).unwrap();

@@ -25,12 +25,8 @@ fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-fn models(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
-}
-
 fn picture(name: &str) -> PathBuf {
-    models("media").join(name)
+    omnigrpo_testkit::golden("media").join(name)
 }
 
 fn goldens(path: &str) -> Value {
@@ -536,7 +532,7 @@ fn a_reward_model_reads_text_and_cannot_be_told_what_to_read() {
 
 /// A tiny checkpoint of a family, with tensors of its own and without its language model's head where it is not tied.
 fn with_head(name: &str, place: &Path, head: &str, beside: bool) {
-    copy(&models("checkpoints").join(name), place);
+    copy(&omnigrpo_testkit::golden("checkpoints").join(name), place);
     let from = golden("media_reward").join(head);
     if beside {
         std::fs::copy(&from, place.join(from.file_name().unwrap())).unwrap();
@@ -651,7 +647,7 @@ fn reward_models_that_see_equal_their_base_and_a_linear_layer_in_torch() {
             assert!(error.to_string().contains(says), "{kind}: {error}");
         }
     }
-    let bare = models("checkpoints/qwen2_5_vl_tied");
+    let bare = omnigrpo_testkit::golden("checkpoints/qwen2_5_vl_tied");
     let error = RewardModel::load("x", &bare, WeightDtype::Auto, RenderOptions::default()).err().unwrap();
     assert!(error.to_string().contains("no score.weight"), "{error}");
 }

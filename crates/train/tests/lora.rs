@@ -1,9 +1,6 @@
 //! Runs with adapters: what is trained and saved, exact resuming, the reference, quantised bases, selections.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "../../models/tests/support/mod.rs"]
-mod support;
-
 mod setup;
 
 use std::collections::BTreeSet;
@@ -13,9 +10,9 @@ use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, LoadOptions, LoraConfig, Model, Part, QuantBits, Quantization, WeightDtype,
 };
+use omnigrpo_testkit::weight_bits;
 use omnigrpo_train::{AdamW, AdamWConfig, Objective, SaveWhen, ScheduleKind, Selection, TrainSetup, summary};
 use setup::{checkpoint, lines, number, optimizer, questions, raw_tensors, run, tensors, timeless};
-use support::weight_bits;
 use tempfile::TempDir;
 
 const NAME: &str = "qwen2_5_vl_tied";
@@ -74,7 +71,7 @@ fn checkpoints_hold_adapter_and_optimizer_and_resume_exactly() {
         assert_eq!(moments.len(), 2 * (2 * 14 + 5));
         assert!(moments.keys().all(|name| name.contains(".lora_") || name.starts_with("visual.merger.")));
 
-        support::copy_dir(&whole.join("checkpoint-3"), &part.join("checkpoint-3"));
+        omnigrpo_testkit::copy_dir(&whole.join("checkpoint-3"), &part.join("checkpoint-3"));
         let metrics = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
         let cut: String = metrics.lines().take(3).map(|line| format!("{line}\n")).collect();
         std::fs::write(part.join("metrics.jsonl"), cut).unwrap();

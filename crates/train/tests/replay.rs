@@ -2,9 +2,6 @@
 //! `models/tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "../../models/tests/support/mod.rs"]
-mod support;
-
 mod setup;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,13 +13,13 @@ use omnigrpo_guard::told;
 use omnigrpo_models::{Checkpoint, LoadOptions, Model, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{Device, Numbers, Param};
+use omnigrpo_testkit::{Golden, golden, max_diff, norm, sketch};
 use omnigrpo_train::{
     AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, Rollouts, ScheduleKind, Selection, StepOutcome,
     decayed_names, replay,
 };
 use serde_json::Value;
-use setup::{algorithm, checkpoint, dataset, golden, number, optimizer, prompts, tensors};
-use support::{Golden, max_diff, norm, sketch};
+use setup::{algorithm, checkpoint, dataset, number, optimizer, prompts, tensors};
 
 /// The first update, at the full rate.
 const AT: omnigrpo_train::UpdateAt = omnigrpo_train::UpdateAt { step: 0, learning_rate_factor: 1.0 };
@@ -435,11 +432,11 @@ fn packing_does_not_change_a_step_with_groups_without_variance() {
                 assert!(close(a, b), "{what}: {key} is {a}, expected {b}");
             }
         }
-        let first: support::Gradients =
+        let first: omnigrpo_testkit::Gradients =
             parts.moments.iter().map(|(n, (_, s))| (n.clone(), s.m.clone())).collect();
-        let want: support::Gradients =
+        let want: omnigrpo_testkit::Gradients =
             whole.moments.iter().map(|(n, (_, s))| (n.clone(), s.m.clone())).collect();
-        support::assert_close(&first, &want, 1e-2, &what);
+        omnigrpo_testkit::assert_close(&first, &want, 1e-2, &what);
     }
 }
 
@@ -510,7 +507,7 @@ fn accumulated_equals_one_batch() {
             let mut rollouts = replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
             let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
             let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
-            let moments: support::Gradients =
+            let moments: omnigrpo_testkit::Gradients =
                 adamw.state().map(|(param, s)| (param.name().to_owned(), s.m().into_owned())).collect();
             (metrics["loss"].unwrap(), metrics["kl"].unwrap(), outcome.grad_norm, moments)
         };
@@ -522,7 +519,7 @@ fn accumulated_equals_one_batch() {
             for (a, b) in [(parts.0, whole.0), (parts.1, whole.1), (parts.2, whole.2)] {
                 assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} for {b}");
             }
-            support::assert_close(&parts.3, &whole.3, 5e-5, &what);
+            omnigrpo_testkit::assert_close(&parts.3, &whole.3, 5e-5, &what);
         }
     }
 }

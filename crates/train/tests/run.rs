@@ -1,9 +1,6 @@
 //! Whole runs on a tiny checkpoint: records, resuming, broken rows, checkpoints, trouble.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "../../models/tests/support/mod.rs"]
-mod support;
-
 #[path = "run/algorithms.rs"]
 mod algorithms;
 #[path = "run/exact.rs"]
@@ -32,6 +29,7 @@ use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
 use omnigrpo_observe::{Console, DebugLog, Event, Metric, PhaseTimer, Tracker, Trackers};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
+use omnigrpo_testkit::golden;
 use omnigrpo_train::{
     AdamW, AdamWConfig, Collector, EvalOptions, EvalPlan, EvalWhen, Making, Objective, Observer, PreparedRow,
     ResumeFrom, Rollouts, RowSource, RunSummary, SaveWhen, Selection, TrainError, TrainSetup, replay, train,
@@ -39,8 +37,7 @@ use omnigrpo_train::{
 };
 use serde_json::{Value, json};
 use setup::{
-    algorithm, checkpoint, golden, lines, number, optimizer, prompts, questions, raw_tensors, run, tensors,
-    timeless,
+    algorithm, checkpoint, lines, number, optimizer, prompts, questions, raw_tensors, run, tensors, timeless,
 };
 use tempfile::TempDir;
 
@@ -316,7 +313,7 @@ fn resumes_by(place: &Place, step: usize, name: &str, run: impl FnOnce() -> RunS
     // The copy looks like a run that was killed in the step after the next: it has later rows and no later checkpoint.
     let (whole, part) = (place.out("whole"), place.out(name));
     let from = format!("checkpoint-{step}");
-    support::copy_dir(&whole.join(&from), &part.join(&from));
+    omnigrpo_testkit::copy_dir(&whole.join(&from), &part.join(&from));
     let metrics = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
     let mut cut: String = metrics.lines().take(step + 1).map(|line| format!("{line}\n")).collect();
     cut.push_str(&metrics.lines().nth(step + 1).unwrap()[..40]);
@@ -494,7 +491,7 @@ fn small_updates_of_bf16_weights_add_up_in_their_masters() {
     let first = Model::load(&start, WeightDtype::Float32).unwrap();
     let norm = first.params().iter().find(|p| p.name() == WEIGHT).unwrap();
     // Six updates of at most about 1e-5 each.
-    let moved = support::max_diff(&state[&format!("{WEIGHT}.master")], &norm.read().f32());
+    let moved = omnigrpo_testkit::max_diff(&state[&format!("{WEIGHT}.master")], &norm.read().f32());
     assert!((1e-5..=6.5e-5).contains(&moved), "{moved}");
 
     let state = train("pure", true);
@@ -513,7 +510,7 @@ fn a_step_does_not_depend_on_threads() {
         pool.install(|| {
             let dir = TempDir::new().unwrap();
             let setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), dir.path());
-            let model = support::larger_model(NAME);
+            let model = omnigrpo_testkit::larger_model(NAME);
             Selection::ALL.apply(&model).unwrap();
             let reference = model.reference().unwrap();
             let mut adamw = AdamW::new(optimizer(), model.params());
@@ -531,7 +528,7 @@ fn a_step_does_not_depend_on_threads() {
                         .to_bits()
                 })
                 .collect();
-            (norms, support::weight_bits(&model))
+            (norms, omnigrpo_testkit::weight_bits(&model))
         })
     };
     assert!(within(1) == within(2));
@@ -602,7 +599,7 @@ fn a_half_written_checkpoint_is_not_resumed_from() {
     run(new(2)).unwrap();
     // Killed while checkpoint-4 was written: its temporary directory, or a directory without state, remains.
     let out = place.out("run");
-    support::copy_dir(&out.join("checkpoint-2"), &out.join("tmp-checkpoint-4"));
+    omnigrpo_testkit::copy_dir(&out.join("checkpoint-2"), &out.join("tmp-checkpoint-4"));
     std::fs::create_dir(out.join("checkpoint-3")).unwrap();
     std::fs::write(out.join("checkpoint-3/model.safetensors"), b"half").unwrap();
     let summary = run(new(4)).unwrap();
@@ -804,7 +801,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
     // Finite in f64, infinite in f32.
     setup.algorithm.alpha = 1e300;
     Selection::ALL.apply(&setup.model).unwrap();
-    let before = support::weight_bits(&setup.model);
+    let before = omnigrpo_testkit::weight_bits(&setup.model);
     let mut adamw = AdamW::new(optimizer(), setup.model.params());
     let mut timer = PhaseTimer::start(Instant::now());
     let rows = prepared(&setup);
@@ -813,7 +810,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
     let result =
         update(&setup.model, Some(&reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer);
     assert!(result.is_err());
-    assert!(support::weight_bits(&setup.model) == before);
+    assert!(omnigrpo_testkit::weight_bits(&setup.model) == before);
     assert_eq!(adamw.state().count(), 0);
 }
 
@@ -882,8 +879,10 @@ fn the_reference_sees_the_medium() {
     // Another image, other reference log-probabilities; the reference does not depend on what is trained.
     for (llm, projector, towers) in selections {
         let of = |image| &seen[&(llm, projector, towers, image)];
-        assert!(support::max_diff(of("shapes.png"), of("noise.png")) > 1e-3);
-        assert!(support::max_diff(of("shapes.png"), &seen[&(true, false, false, "shapes.png")]) == 0.0);
+        assert!(omnigrpo_testkit::max_diff(of("shapes.png"), of("noise.png")) > 1e-3);
+        assert!(
+            omnigrpo_testkit::max_diff(of("shapes.png"), &seen[&(true, false, false, "shapes.png")]) == 0.0
+        );
     }
 }
 
@@ -1325,7 +1324,7 @@ fn an_epoch_ends_with_the_last_update_of_its_rows() {
     run(new("whole")).unwrap();
     assert_eq!(evaluated("whole"), [3.0, 6.0, 9.0]);
     let (from, to) = (place.out("whole"), place.out("part"));
-    support::copy_dir(&from.join("checkpoint-4"), &to.join("checkpoint-4"));
+    omnigrpo_testkit::copy_dir(&from.join("checkpoint-4"), &to.join("checkpoint-4"));
     std::fs::copy(from.join("metrics.jsonl"), to.join("metrics.jsonl")).unwrap();
     run(new("part")).unwrap();
     assert_eq!(evaluated("part"), [3.0, 6.0, 9.0]);

@@ -199,8 +199,8 @@ fn is_whole(files: &[&str]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::super::HubOptions;
-    use super::super::stand_in::StandIn;
     use super::*;
+    use omnigrpo_testkit::hub::StandIn;
 
     #[test]
     fn names_of_files_tell_part_and_split() {

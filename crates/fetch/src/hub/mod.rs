@@ -7,8 +7,6 @@
 
 mod dataset;
 mod download;
-#[cfg(test)]
-mod stand_in;
 mod upload;
 
 pub use dataset::cached_dataset;

@@ -553,9 +553,9 @@ impl<R: Read> Read for Counted<'_, R> {
 mod tests {
     use std::path::Path;
 
-    use super::super::stand_in::StandIn;
     use super::super::{ATTEMPTS, HubOptions};
     use super::*;
+    use omnigrpo_testkit::hub::StandIn;
 
     fn client(hub: &StandIn, token: Option<&str>) -> Hub {
         let cache = PathBuf::from("/nowhere");

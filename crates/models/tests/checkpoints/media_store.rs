@@ -10,7 +10,7 @@ use omnigrpo_models::{
 };
 use serde_json::json;
 
-use super::support::golden;
+use omnigrpo_testkit::golden;
 
 fn checkpoint() -> Checkpoint {
     Checkpoint::open(&golden("checkpoints/qwen2_5_vl_tied")).unwrap()

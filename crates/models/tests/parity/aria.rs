@@ -16,7 +16,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::rows::{ARIA, builder, check_plans, dataset_of, prompt_of, settings};
-use crate::support::{
+use omnigrpo_testkit::{
     Golden, assert_close, backward, card, causal_logits, check_gradients, checkpoint, copy_dir, golden,
     max_diff, sketch, take_gradients, train_adapters, train_all, training, weight_bits,
 };

@@ -9,7 +9,7 @@ use omnigrpo_ops::{
     Linear, Norm, Param, Part, Pass, RopeTable, Rows, Tape, Values, Var,
 };
 
-use crate::differences::{STEP, check_weights, signs, slope, snap};
+use omnigrpo_testkit::differences::{STEP, check_weights, signs, slope, snap};
 
 /// Rows of the stream.
 const T: usize = 9;

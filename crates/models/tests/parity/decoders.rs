@@ -12,7 +12,7 @@ use omnigrpo_ops::{
     Targets, Var,
 };
 
-use crate::support::{Golden, check_gradients_of, golden, max_diff};
+use omnigrpo_testkit::{Golden, check_gradients_of, golden, max_diff};
 
 pub const DECODERS: [(&str, TextDefaults); 3] =
     [("qwen3", TextDefaults::QWEN3), ("llama", TextDefaults::LLAMA), ("llama_tied", TextDefaults::LLAMA)];

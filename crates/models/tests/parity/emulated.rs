@@ -6,7 +6,7 @@ use std::sync::Arc;
 use omnigrpo_models::{Checkpoint, GroupStream, LoadOptions, Model, PackedStream, Quantization, WeightDtype};
 use omnigrpo_ops::{Device, Moments, Param, ParamDtype, Part, QuantBits, Step};
 
-use crate::support::{
+use omnigrpo_testkit::{
     FAMILIES, Gradients, card, case_prompt, causal_logits, checkpoint, max_diff, norm, take_gradients,
     train_adapters, train_all, training,
 };

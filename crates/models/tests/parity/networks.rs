@@ -9,8 +9,8 @@ use omnigrpo_models::{
 use omnigrpo_ops::{Device, Param, Tape};
 
 use crate::decoders::{self, DECODERS, Group};
-use crate::differences::{SMALL_STEP, STEP, check_weights, snap};
-use crate::support::{
+use omnigrpo_testkit::differences::{SMALL_STEP, STEP, check_weights, snap};
+use omnigrpo_testkit::{
     Golden, assert_close, case_prompt, checkpoint, max_diff, omni_prompt, take_gradients, train_all, training,
 };
 

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::rows::{QWEN3_VL, builder, check_plans, dataset_of, prompt_of};
-use crate::support::{
+use omnigrpo_testkit::{
     Golden, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff, sketch,
     training,
 };

@@ -9,9 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::{Map, Value, json};
 
-pub fn golden(path: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
-}
+pub use omnigrpo_testkit::golden;
 
 pub const ROWS: &str = concat!(
     r#"{"id": "shapes", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>", "kind": "shape"}"#,

@@ -249,7 +249,7 @@ fn a_flipped_bit_is_found_and_the_checkpoint_before_it_taken() {
         let name = format!("cut-{number}");
         let out = place.out(&name);
         for part in ["checkpoint-2", "checkpoint-4", "rollouts"] {
-            support::copy_dir(&place.out("start").join(part), &out.join(part));
+            omnigrpo_testkit::copy_dir(&place.out("start").join(part), &out.join(part));
         }
         for log in ["metrics.jsonl", "skipped.jsonl"] {
             std::fs::copy(place.out("start").join(log), out.join(log)).unwrap();

@@ -18,13 +18,7 @@ use omnigrpo_train::{
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
-pub fn golden(path: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
-}
-
-pub fn checkpoint(name: &str) -> PathBuf {
-    golden("checkpoints").join(name)
-}
+pub use omnigrpo_testkit::checkpoint;
 
 pub fn prompts(dir: &Path, max_completion_length: usize) -> PromptBuilder {
     let settings = PromptSettings { max_completion_length, ..PromptSettings::default() };

@@ -1,5 +1,4 @@
 //! Gradients against central differences of fourth order in f64, and the tapes they are computed with.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::sync::Arc;
 

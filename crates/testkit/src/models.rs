@@ -1,7 +1,4 @@
 //! Golden files: reading and comparing.
-#![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
-
-pub mod rows;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -33,7 +30,6 @@ pub const FAMILIES: [(&str, &str); 8] = [
 pub const QWENS: [&str; 3] = ["qwen2_vl_tied", "qwen2_5_vl_tied", "qwen3_vl"];
 
 pub fn golden(path: &str) -> PathBuf {
-    // Other crates' tests include this module too.
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
 }
 
@@ -104,9 +100,9 @@ const VIDEO: u32 = 303;
 /// The prompt of a case, with positions as this program computes them.
 pub fn case_prompt(case: &str, model: &Model) -> Prompt {
     match model.family().name() {
-        "qwen3_vl" => return rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case),
-        "aria" => return rows::prompt_of("aria", model.dir(), case),
-        name if name.starts_with("internvl") => return rows::prompt_of("internvl", model.dir(), case),
+        "qwen3_vl" => return crate::rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case),
+        "aria" => return crate::rows::prompt_of("aria", model.dir(), case),
+        name if name.starts_with("internvl") => return crate::rows::prompt_of("internvl", model.dir(), case),
         "humanomni" => return omni_prompt(&Golden::read(&format!("humanomni/{case}.humanomni.safetensors"))),
         _ => {}
     }

@@ -1,5 +1,4 @@
 //! Prompts of the InternVL, Aria and Qwen3-VL cases, read from their rows as a run reads them.
-#![allow(clippy::unwrap_used, dead_code, missing_docs)]
 
 use std::path::Path;
 
@@ -8,7 +7,7 @@ use omnigrpo_models::{
     Checkpoint, Limits, MediaSettings, Prompt, PromptBuilder, PromptSettings, probe_medium,
 };
 
-use super::golden;
+use crate::models::golden;
 
 /// Checkpoints and the cases they have results for.
 pub const INTERNVL: [(&str, &str); 6] = [

@@ -1,6 +1,5 @@
 //! Test hub on the loopback interface: accounts, repositories, large file storage, commits. The storage has a different host name
 //! from the hub, as on the real one, and rejects requests that contain the token.
-#![allow(clippy::unwrap_used, dead_code)]
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
