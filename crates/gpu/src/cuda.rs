@@ -14,6 +14,7 @@ use crate::libraries::OLDEST;
 use crate::nvrtc::Nvrtc;
 use crate::product::Product;
 use crate::sources::FILES;
+use crate::transfers::Queue;
 
 /// Oldest supported driver.
 const OLDEST_DRIVER: i32 = 1000 * OLDEST;
@@ -28,6 +29,8 @@ pub(crate) struct Cuda {
     bus: String,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    /// Stream of copies that run beside the work of `stream`.
+    copies: sys::CUstream,
     nvrtc: Nvrtc,
     /// Architecture for which the kernels are compiled.
     arch: String,
@@ -184,8 +187,9 @@ impl Cuda {
             let most_shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
             let most_shared =
                 result::device::get_attribute(device, most_shared).map_err(said("cuDeviceGetAttribute"))?;
-            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
-                .map_err(said("cuStreamCreate"))?;
+            let make = || result::stream::create(result::stream::StreamKind::NonBlocking);
+            let [stream, copies] = [make(), make()].map(|stream| stream.map_err(said("cuStreamCreate")));
+            let (stream, copies) = (stream?, copies?);
             let workspace =
                 result::malloc_async(stream, Blas::WORKSPACE).map_err(opened("cuMemAllocAsync"))?;
             let mut bus = [0u8; 32];
@@ -199,6 +203,7 @@ impl Cuda {
                 bus,
                 context,
                 stream,
+                copies,
                 nvrtc,
                 arch,
                 cache: cache.into(),
@@ -290,6 +295,89 @@ impl Cuda {
         // SAFETY: the array has at least as many bytes, and the next line waits for the copy.
         unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(self.said("cuMemcpyDtoHAsync"))?;
         self.synchronize()
+    }
+
+    /// Allocates main memory that the GPU accesses directly.
+    pub(crate) fn pin(&self, bytes: usize) -> Result<*mut u8> {
+        self.enter()?;
+        // SAFETY: the caller writes the memory before it reads it.
+        let at = unsafe { result::malloc_host(bytes, 0) };
+        at.map(<*mut c_void>::cast).map_err(|error| Error::Driver {
+            call: "cuMemHostAlloc",
+            what: format!("{error} (for {bytes} bytes of pinned main memory)"),
+        })
+    }
+
+    /// Frees memory of [`Self::pin`].
+    pub(crate) fn unpin(&self, at: *mut u8) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `at` is from `pin` and is freed only once. Its copies are complete.
+        unsafe { result::free_host(at.cast()) }.map_err(self.said("cuMemFreeHost"))
+    }
+
+    fn stream_of(&self, queue: Queue) -> sys::CUstream {
+        match queue {
+            Queue::Main => self.stream,
+            Queue::Copies => self.copies,
+        }
+    }
+
+    /// Returns an event at the end of the work that is queued now.
+    pub(crate) fn mark(&self, queue: Queue) -> Result<u64> {
+        use sys::CUevent_flags::{CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING};
+        self.enter()?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the address is valid, and the stream lives as long as `self`.
+        unsafe {
+            sys::cuEventCreate(
+                &raw mut event,
+                CU_EVENT_BLOCKING_SYNC as u32 | CU_EVENT_DISABLE_TIMING as u32,
+            )
+            .result()
+            .map_err(self.said("cuEventCreate"))?;
+            result::event::record(event, self.stream_of(queue)).map_err(self.said("cuEventRecord"))?;
+        }
+        Ok(event as u64)
+    }
+
+    /// Makes further work of a queue wait for an event.
+    pub(crate) fn follow(&self, queue: Queue, event: u64) -> Result<()> {
+        self.enter()?;
+        let plain = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: `event` is from `mark` and exists; the stream lives as long as `self`.
+        unsafe { result::stream::wait_event(self.stream_of(queue), event as sys::CUevent, plain) }
+            .map_err(self.said("cuStreamWaitEvent"))
+    }
+
+    /// Waits until the GPU has reached an event.
+    pub(crate) fn wait_for(&self, event: u64) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `event` is from `mark` and exists.
+        unsafe { result::event::synchronize(event as sys::CUevent) }.map_err(self.said("cuEventSynchronize"))
+    }
+
+    pub(crate) fn forget_mark(&self, event: u64) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `event` is from `mark` and is destroyed only once.
+        unsafe { result::event::destroy(event as sys::CUevent) }.map_err(self.said("cuEventDestroy"))
+    }
+
+    /// Starts a copy to pinned memory.
+    pub(crate) fn start_read(&self, from: u64, to: *mut u8, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the range is inside an array, and the buffer has as many bytes. The caller waits before it uses them.
+        unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.copies) }
+            .result()
+            .map_err(self.said("cuMemcpyDtoHAsync"))
+    }
+
+    /// Starts a copy from pinned memory.
+    pub(crate) fn start_write(&self, to: u64, from: *const u8, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: as above.
+        unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.copies) }
+            .result()
+            .map_err(self.said("cuMemcpyHtoDAsync"))
     }
 
     /// Starts recording the stream's work instead of executing it. Calls of other threads are unaffected. Calls of this thread

@@ -508,14 +508,16 @@ impl Gpu {
         self.launch(Launch { kernel, grid: [rows, 1, 1], threads: threads as u32, shared: 0 }, args);
     }
 
-    /// Queues a product. A sum of no terms is zero; cuBLASLt refuses it.
+    /// Queues a product. cuBLASLt refuses a sum of no terms, which is zero, and bf16 results of f32 factors.
     pub(crate) fn product(&self, product: &Product) {
         if self.failed() || product.m == 0 || product.n == 0 {
             return;
         }
         if product.k == 0 {
-            self.sum_of_nothing(product);
-            return;
+            return self.sum_of_nothing(product);
+        }
+        if product.a.dtype == Dtype::F32 && product.c_dtype == Dtype::Bf16 {
+            return self.rounded_product(product);
         }
         let _entered = self.enter();
         self.note(match &self.0.driver {

@@ -339,7 +339,13 @@ impl Emulated {
         message(why).map_or(Ok(()), fail)
     }
 
+    /// Runs or records a product. Refuses a combination of types that cuBLASLt does not have.
     pub(crate) fn product(&self, product: Product) -> Result<()> {
+        let Product { m, n, k, a, b, c_dtype, .. } = product;
+        if a.dtype != b.dtype || (a.dtype == Dtype::F32 && c_dtype == Dtype::Bf16) {
+            let what = format!("cuBLASLt has no product of {:?} and {:?} in {c_dtype:?}", a.dtype, b.dtype);
+            return Err(Error::Product { m, n, k, what });
+        }
         match self.record(Call::Product(product)) {
             Some(_) => self.multiply(&product),
             None => Ok(()),

@@ -33,6 +33,7 @@ mod recent;
 mod sample;
 pub mod sources;
 mod sums;
+mod transfers;
 
 pub use attention::{CachedGroup, Decoding, DecodingSize, Heads, PAGE, Pattern};
 pub use checkup::{Checked, Finding};
@@ -49,3 +50,4 @@ pub use linear::{Affine, Codes, Onto, Weight};
 pub use optim::Step;
 pub use sample::{DrawPlaces, DrawSize, Drawn, Draws, Row, Sampling};
 pub use sums::Mixture;
+pub use transfers::{Arriving, Transfers, copy_bytes};

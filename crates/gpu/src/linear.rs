@@ -301,10 +301,27 @@ impl Gpu {
             Some(at) => (Arg::Array(at, p.c_dtype), p.ldc),
             None => (zeros.arg(), 0),
         };
-        let [rows, to_stride, stride] = [p.m, p.ldc, stride].map(|n| Arg::Long(n as i64));
-        let (to, cols) = (Arg::Array(p.c, p.c_dtype), Arg::Int(p.n as i32));
-        let args = [to, from, Arg::NULL, Arg::NULL, rows, cols, to_stride, stride];
-        self.each("elementwise/copy_rows", p.m * p.n.div_ceil(4), &args);
+        self.copy_matrix((Arg::Array(p.c, p.c_dtype), p.ldc), (from, stride), [p.m, p.n]);
+    }
+
+    /// Computes a product in f32 and rounds it.
+    pub(crate) fn rounded_product(&self, p: &Product) {
+        let sums = self.alloc(p.m * p.n, Dtype::F32);
+        let (out, size) = (|at| (Arg::Array(at, p.c_dtype), p.ldc), [p.m, p.n]);
+        if let Some(at) = p.plus {
+            self.copy_matrix((sums.arg(), p.n), out(at), size);
+        }
+        let at = sums.place(0);
+        self.product(&Product { c: at, c_dtype: Dtype::F32, ldc: p.n, plus: p.plus.map(|_| at), ..*p });
+        self.copy_matrix(out(p.c), (sums.arg(), p.n), size);
+    }
+
+    /// Copies a matrix `[rows, cols]` between arrays whose rows are this far apart.
+    fn copy_matrix(&self, (to, to_stride): (Arg, usize), (from, stride): (Arg, usize), [rows, cols]: [usize; 2]) {
+        let [long_rows, to_stride, stride] = [rows, to_stride, stride].map(|n| Arg::Long(n as i64));
+        let args =
+            [to, from, Arg::NULL, Arg::NULL, long_rows, Arg::Int(cols as i32), to_stride, stride];
+        self.each("elementwise/copy_rows", rows * cols.div_ceil(4), &args);
     }
 
     /// Returns the structure `Layer` of linear.cu of each layer. Codes are widened if `widened` has arrays for them.

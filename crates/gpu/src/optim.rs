@@ -34,11 +34,14 @@ impl Gpu {
         grad: &Array,
         step: &Step,
     ) {
-        // The corrections are computed in f64, because powers of numbers near 1 lose digits.
-        let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powf(step.count as f64))) as f32;
+        // As in `omnigrpo_kernels::optim`, the corrections are computed in f64.
+        let power = i32::try_from(step.count).unwrap_or(i32::MAX);
+        let correction = |beta: f32| 1.0 - f64::from(beta).powi(power);
         let Step { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, .. } = *step;
-        let constants =
-            [lr, beta1, beta2, eps, weight_decay, correction(beta1), correction(beta2), grad_scale];
+        let decay = (1.0 - f64::from(lr) * f64::from(weight_decay)) as f32;
+        let step_size = (f64::from(lr) / correction(beta1)) as f32;
+        let root = correction(beta2).sqrt().recip() as f32;
+        let constants = [step_size, 1.0 - beta1, beta2, 1.0 - beta2, eps, decay, root, grad_scale];
         let args = [
             weight.arg(),
             rest.map_or(Arg::NULL, |rest| rest.pointer()),

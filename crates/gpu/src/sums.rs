@@ -133,22 +133,42 @@ impl Gpu {
 
     /// Returns partial sums of `Σ a · b` in f64. The `len` elements of each array start at the given index.
     pub(crate) fn dots(&self, a: (&Array, usize), b: (&Array, usize), len: usize) -> Array {
-        let parts = len.div_ceil(PER_BLOCK);
-        let partial = self.alloc(2 * parts, Dtype::F32);
-        let args = [
-            partial.pointer(),
-            a.0.arg_at(a.1),
-            b.0.arg_at(b.1),
-            Arg::Long(len as i64),
-            Arg::Long(PER_BLOCK as i64),
-        ];
-        self.each_row("sums/dots", parts, len.min(PER_BLOCK), &args);
+        let partial = self.alloc(2 * len.div_ceil(PER_BLOCK), Dtype::F32);
+        self.dots_at(partial.pointer(), a, b, len);
         partial
+    }
+
+    /// Writes the sums of [`Self::dots`] to an address.
+    fn dots_at(&self, to: Arg, a: (&Array, usize), b: (&Array, usize), len: usize) {
+        let args = [to, a.0.arg_at(a.1), b.0.arg_at(b.1), Arg::Long(len as i64), Arg::Long(PER_BLOCK as i64)];
+        self.each_row("sums/dots", len.div_ceil(PER_BLOCK), len.min(PER_BLOCK), &args);
+    }
+
+    /// Returns partial sums of squares in f64, as pairs of words.
+    #[must_use]
+    pub fn squares(&self, x: &Array) -> Array {
+        self.dots((x, 0), (x, 0), x.len())
     }
 
     /// Returns the sum of squares in f64. Waits for queued work.
     #[must_use]
     pub fn sum_of_squares(&self, x: &Array) -> f64 {
-        self.dots((x, 0), (x, 0), x.len()).words::<f64>().iter().sum()
+        self.sums_of_squares(&[x]).into_iter().sum()
+    }
+
+    /// Returns the sum of squares of each array in f64. Waits once for queued work.
+    #[must_use]
+    pub fn sums_of_squares(&self, arrays: &[&Array]) -> Vec<f64> {
+        let parts = |x: &Array| x.len().div_ceil(PER_BLOCK);
+        let all = self.alloc(2 * arrays.iter().map(|x| parts(x)).sum::<usize>(), Dtype::F32);
+        let mut first = 0;
+        for x in arrays {
+            self.dots_at(Arg::Pointer(all.place(2 * first)), (x, 0), (x, 0), x.len());
+            first += parts(x);
+        }
+        let sums = all.words::<f64>();
+        let mut rest = &sums[..];
+        let sum = |x: &&Array| rest.split_off(..parts(x)).map_or(f64::NAN, |own| own.iter().sum());
+        arrays.iter().map(sum).collect()
     }
 }

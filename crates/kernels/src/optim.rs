@@ -1,5 +1,7 @@
 //! The elementwise update of the optimizer, and the sum of squares for the gradient norm.
 
+use half::bf16;
+
 use crate::mat::check;
 use crate::parallel::{Shared, map, ranges};
 use crate::profile::{Op, span};
@@ -27,6 +29,17 @@ simd_fn! {
             *m += (g - *m) * (1.0 - u.beta1);
             *v = *v * u.beta2 + g * g * (1.0 - u.beta2);
             *w = *w * u.decay - u.step_size * *m / (v.sqrt() * u.root + u.eps);
+        }
+    }
+}
+
+simd_fn! {
+    // Rounds to nearest even. NaN stays NaN.
+    fn round<'a>(_simd: S, from: &'a [f32], to: &'a mut [bf16]) -> () {
+        for (&x, y) in from.iter().zip(to) {
+            let bits = x.to_bits();
+            let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+            *y = bf16::from_bits(if x.is_nan() { (bits >> 16 | 0x40) as u16 } else { rounded as u16 });
         }
     }
 }
@@ -73,28 +86,72 @@ impl AdamW {
             step: self.step,
         }
     }
+
+    /// Returns the factors of the update. Bias corrections are computed in `f64`.
+    fn update(&self) -> Update {
+        let Self { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, step } = *self;
+        let power = i32::try_from(step).unwrap_or(i32::MAX);
+        let correction = |beta: f32| 1.0 - f64::from(beta).powi(power);
+        let decay = (1.0 - f64::from(lr) * f64::from(weight_decay)) as f32;
+        let step_size = (f64::from(lr) / correction(beta1)) as f32;
+        let root = correction(beta2).sqrt().recip() as f32;
+        Update { beta1, beta2, eps, decay, grad_scale, step_size, root }
+    }
 }
 
 /// Applies one step in place, following `torch.optim.AdamW` (decoupled weight decay, bias-corrected moments).
 ///
-/// Updates `weight`, its first moment `m` and its second moment `v` from `grad`. All have the same length. Bias corrections are
-/// computed in `f64`.
+/// Updates `weight`, its first moment `m` and its second moment `v` from `grad`. All have the same length.
 pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
     let n = weight.len();
     let _span = span(Op::Optimizer, || (12 * n, 28 * n));
     check("adamw", m.len() == n && v.len() == n && grad.len() == n && by.step > 0);
-    let AdamW { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, step } = *by;
-    let power = i32::try_from(step).unwrap_or(i32::MAX);
-    let correction = |beta: f32| 1.0 - f64::from(beta).powi(power);
-    let decay = (1.0 - f64::from(lr) * f64::from(weight_decay)) as f32;
-    let step_size = (f64::from(lr) / correction(beta1)) as f32;
-    let root = correction(beta2).sqrt().recip() as f32;
-    let u = Update { beta1, beta2, eps, decay, grad_scale, step_size, root };
+    let u = by.update();
     let [weight, m, v] = [weight, m, v].map(Shared::new);
     ranges(n, 64, n * 4, |range| {
         // SAFETY: the ranges are disjoint.
         let [weight, m, v] = [weight, m, v].map(|s| unsafe { s.part(range.start, range.len()) });
         update(u, weight, m, v, &grad[range]);
+    });
+}
+
+/// Number of values that are updated before they are rounded, so that they are still in the cache.
+const ROUNDED_TOGETHER: usize = 1 << 10;
+
+/// Applies one step of [`adamw`] to a bf16 weight, which receives the updated f32 `master`, rounded to nearest even. Without a
+/// master, the weight itself is updated in f32 and rounded. All have the same length.
+pub fn adamw_bf16(
+    grad: &[f32],
+    by: &AdamW,
+    weight: &mut [bf16],
+    master: Option<&mut [f32]>,
+    m: &mut [f32],
+    v: &mut [f32],
+) {
+    let n = weight.len();
+    let has_master = master.is_some();
+    let _span = span(Op::Optimizer, || (12 * n, if has_master { 30 * n } else { 24 * n }));
+    let fits = master.as_ref().is_none_or(|master| master.len() == n);
+    check("adamw_bf16", fits && m.len() == n && v.len() == n && grad.len() == n && by.step > 0);
+    let u = by.update();
+    let (weight, master, [m, v]) = (Shared::new(weight), master.map(Shared::new), [m, v].map(Shared::new));
+    ranges(n, 64, n * 4, |range| {
+        let mut wide = [0.0; ROUNDED_TOGETHER];
+        for first in range.clone().step_by(ROUNDED_TOGETHER) {
+            let len = ROUNDED_TOGETHER.min(range.end - first);
+            // SAFETY: the ranges are disjoint.
+            let (weight, [m, v]) = unsafe { (weight.part(first, len), [m, v].map(|s| s.part(first, len))) };
+            let master = match master {
+                // SAFETY: as above.
+                Some(master) => unsafe { master.part(first, len) },
+                None => {
+                    wide.iter_mut().zip(&*weight).for_each(|(wide, w)| *wide = w.to_f32());
+                    &mut wide[..len]
+                }
+            };
+            update(u, master, m, v, &grad[first..first + len]);
+            round(master, weight);
+        }
     });
 }
 

@@ -154,19 +154,19 @@ impl<'a> Strips<'a> {
 
 /// A mutable slice that several threads write in disjoint parts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shared<'a> {
-    data: *mut f32,
+pub(crate) struct Shared<'a, T = f32> {
+    data: *mut T,
     len: usize,
-    life: PhantomData<&'a mut [f32]>,
+    life: PhantomData<&'a mut [T]>,
 }
 
 // SAFETY: `part` and `ptr` are the only access, and their callers ensure that threads use disjoint elements.
-unsafe impl Send for Shared<'_> {}
+unsafe impl<T: Send> Send for Shared<'_, T> {}
 // SAFETY: as above.
-unsafe impl Sync for Shared<'_> {}
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
-impl<'a> Shared<'a> {
-    pub(crate) fn new(data: &'a mut [f32]) -> Self {
+impl<'a, T: Copy> Shared<'a, T> {
+    pub(crate) fn new(data: &'a mut [T]) -> Self {
         Self { data: data.as_mut_ptr(), len: data.len(), life: PhantomData }
     }
 
@@ -174,7 +174,7 @@ impl<'a> Shared<'a> {
     ///
     /// # Safety
     /// While the result is alive, `len` elements must be writable, and nothing else may refer to them.
-    pub(crate) unsafe fn raw(data: *mut f32, len: usize) -> Self {
+    pub(crate) unsafe fn raw(data: *mut T, len: usize) -> Self {
         Self { data, len, life: PhantomData }
     }
 
@@ -200,7 +200,7 @@ impl<'a> Shared<'a> {
     /// # Safety
     /// No other reference to these elements may be alive.
     #[inline(always)]
-    pub(crate) unsafe fn part(self, start: usize, len: usize) -> &'a mut [f32] {
+    pub(crate) unsafe fn part(self, start: usize, len: usize) -> &'a mut [T] {
         assert!(start <= self.len && len <= self.len - start);
         // SAFETY: the assertion checks the bounds, and this function's contract guarantees exclusive access.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
@@ -208,7 +208,7 @@ impl<'a> Shared<'a> {
 
     /// Returns a pointer to element `start`. The caller must ensure that it stays in bounds and has exclusive access.
     #[inline(always)]
-    pub(crate) fn ptr(self, start: usize) -> *mut f32 {
+    pub(crate) fn ptr(self, start: usize) -> *mut T {
         self.data.wrapping_add(start)
     }
 }

@@ -838,6 +838,37 @@ fn adamw_matches_its_twin() {
     close(&v, &v64, 1e-6);
 }
 
+/// The update of a bf16 weight has the bits of the f32 update, and rounds to nearest even like `half`, in ranges of any length.
+#[test]
+fn adamw_of_bf16_weights_is_adamw_that_is_rounded() {
+    for n in [0, 1, 63, 1023, 1024, 1025, 70_001] {
+        let [mut master, mut m, mut v] = [noise(n, 1), vec![0.0; n], vec![0.0; n]];
+        let [mut master2, mut m2, mut v2] = [master.clone(), m.clone(), v.clone()];
+        let mut weight = vec![bf16::ONE; n];
+        for step in 1..=3 {
+            let mut g = noise(n, 10 + step as u32);
+            // A master that is not a number, and one that exceeds the largest bf16 number.
+            if n > 100 {
+                (g[7], master[9], master2[9]) = (f32::NAN, f32::MAX, f32::MAX);
+            }
+            let by =
+                AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.0, grad_scale: 0.3, step };
+            optim::adamw(&g, &by, &mut master2, &mut m2, &mut v2);
+            optim::adamw_bf16(&g, &by, &mut weight, Some(&mut master), &mut m, &mut v);
+            // Without a master, the weight itself is the value.
+            let (mut narrow, mut wide) = (weight.clone(), weight.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+            let ([mut a, mut b], [mut c, mut d]) = ([m.clone(), v.clone()], [m.clone(), v.clone()]);
+            optim::adamw_bf16(&g, &by, &mut narrow, None, &mut a, &mut b);
+            optim::adamw(&g, &by, &mut wide, &mut c, &mut d);
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!([&master, &m, &v, &a, &b].map(|x| bits(x)), [&master2, &m2, &v2, &c, &d].map(|x| bits(x)));
+            let rounded = |x: &[f32]| x.iter().map(|&x| bf16::from_f32(x).to_bits()).collect::<Vec<_>>();
+            let got = [&weight, &narrow].map(|x| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+            assert_eq!(got, [rounded(&master), rounded(&wide)]);
+        }
+    }
+}
+
 #[test]
 fn sums_of_squares_are_exact_in_double_precision() {
     let x = noise(300_001, 1);

@@ -27,8 +27,8 @@ use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::moves;
 use crate::norm::Norm;
-use crate::optim::{Moments, Numbers, Step};
-use crate::param::{GradGuard, Param, ParamDtype, Values, WeightGuard};
+use crate::optim::{Moments, Step};
+use crate::param::{GradGuard, Param, ParamDtype, WeightGuard};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
 
@@ -543,26 +543,7 @@ impl Backend for Cpu {
     }
 
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
-        let by = step.kernel(moments.step);
-        let Numbers { m, v, master } = moments.on_host(param);
-        let mut update = |weight: &mut [f32]| optim::adamw(grad.cpu(), &by, weight, m, v);
-        if param.dtype() == ParamDtype::F32 {
-            return param.write(|values| {
-                if let Values::F32(weight) = values {
-                    update(weight);
-                }
-            });
-        }
-        if step.master {
-            if master.is_empty() {
-                *master = param.read().f32().into_owned();
-            }
-            update(master);
-            return param.store(master);
-        }
-        let mut wide = param.read().f32().into_owned();
-        update(&mut wide);
-        param.store(&wide)
+        param.adamw_range(0..param.len(), grad.cpu(), moments, step)
     }
 }
 

@@ -8,11 +8,12 @@
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
-    Affine, Array, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture,
-    Onto, PAGE, Pattern, Place, Row, Sampling, Unfolding, Weight,
+    Affine, Array, Arriving, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks,
+    Mixture, Onto, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight, copy_bytes,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;
@@ -30,8 +31,8 @@ use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::norm::Norm;
-use crate::optim::{Moments, Numbers, Step};
-use crate::param::{Param, ParamDtype, Values};
+use crate::optim::{Moments, Numbers, Squares, Step};
+use crate::param::{Param, ParamDtype, Values, ValuesMut};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
 
@@ -42,6 +43,8 @@ pub struct Card {
     gpu: &'static Gpu,
     /// Placeholder array for rows on other devices, which callers rule out.
     nothing: &'static Array,
+    /// Copies of gradients and weights, created at the first use.
+    transfers: &'static OnceLock<Transfers>,
     ordinal: Option<usize>,
 }
 
@@ -68,7 +71,7 @@ impl Card {
 
     fn over(gpu: Gpu, ordinal: Option<usize>) -> Self {
         let nothing = Box::leak(Box::new(gpu.alloc(0, Dtype::F32)));
-        Self { gpu: Box::leak(Box::new(gpu)), nothing, ordinal }
+        Self { gpu: Box::leak(Box::new(gpu)), nothing, transfers: Box::leak(Box::default()), ordinal }
     }
 
     /// Returns the driver's number for the GPU, or `None` for an emulator.
@@ -98,6 +101,10 @@ impl Card {
     #[must_use]
     pub fn traffic(self) -> Option<[u64; 3]> {
         self.gpu.traffic()
+    }
+
+    fn transfers(self) -> &'static Transfers {
+        self.transfers.get_or_init(|| Transfers::new(self.gpu))
     }
 
     pub(crate) fn finish(self) -> Result<()> {
@@ -193,6 +200,26 @@ impl Copy {
         weights
     }
 
+    /// Changes a range of the values on the host by `f`, which is called for consecutive parts of it. Sends each part to the copy
+    /// while `f` computes the next one.
+    pub(crate) fn rewrite(
+        &self,
+        host: &mut Values,
+        range: Range<usize>,
+        mut f: impl FnMut(Range<usize>, ValuesMut),
+    ) {
+        let there = self.lock().as_ref().map(|there| (there.device, Arc::clone(&there.weights)));
+        match &there {
+            Some((Device::Gpu(card), weights)) if let Weights::Dense(array) = &**weights => {
+                card.transfers().upload(array, range, |part, to| {
+                    f(part.clone(), host.part_mut(part.clone()));
+                    copy_bytes(to, host.bytes(part));
+                });
+            }
+            _ => f(range.clone(), host.part_mut(range)),
+        }
+    }
+
     pub(crate) fn replace(&self, device: Device, array: Array) {
         *self.lock() = Some(There { device, weights: Arc::new(Weights::Dense(array)), newer: true });
     }
@@ -217,6 +244,104 @@ impl Copy {
         self.fetch(host);
         *self.lock() = None;
     }
+}
+
+/// A gradient on its way to main memory.
+#[derive(Debug)]
+pub(crate) enum Sent {
+    Card {
+        card: Card,
+        values: Arriving,
+        squares: SquaresOf,
+        /// Place in the order of all gradients that were sent.
+        order: u64,
+    },
+    /// A gradient without values.
+    Outline,
+}
+
+/// Sum of squares of a gradient that was sent.
+#[derive(Debug)]
+pub(crate) enum SquaresOf {
+    Known(f64),
+    /// Partial sums, as pairs of words.
+    Arriving(Arriving),
+}
+
+impl Sent {
+    /// Starts to send a gradient from a GPU to main memory, to the memory of `to`. Its memory on the GPU is freed after that.
+    /// `squares` is the sum of its squares if it is known. Returns the rows if they are not on a GPU.
+    pub(crate) fn start(
+        rows: Rows,
+        to: &mut Vec<f32>,
+        squares: Option<f64>,
+    ) -> std::result::Result<Self, Rows> {
+        match rows.data {
+            Data::Outline(_) => Ok(Self::Outline),
+            Data::Gpu(card, array) => {
+                let squares = match squares {
+                    Some(sum) => SquaresOf::Known(sum),
+                    None => {
+                        let partial = Arc::new(card.gpu.squares(&array));
+                        SquaresOf::Arriving(card.transfers().download(partial, Vec::new()))
+                    }
+                };
+                let values = card.transfers().download(array, std::mem::take(to));
+                static SENT: AtomicU64 = AtomicU64::new(0);
+                let order = 1 + SENT.fetch_add(1, Ordering::Relaxed);
+                Ok(Self::Card { card, values, squares, order })
+            }
+            _ => Err(rows),
+        }
+    }
+
+    pub(crate) fn order(&self) -> u64 {
+        match self {
+            Self::Card { order, .. } => *order,
+            Self::Outline => 0,
+        }
+    }
+
+    /// Returns the sum of squares, after waiting for it.
+    pub(crate) fn squares(&mut self) -> Squares {
+        let Self::Card { card, squares, .. } = self else {
+            return Squares { device: Device::Outline, sum: 0.0 };
+        };
+        let sum = match std::mem::replace(squares, SquaresOf::Known(f64::NAN)) {
+            SquaresOf::Known(sum) => sum,
+            SquaresOf::Arriving(partial) => partial.wait().map_or(f64::NAN, |words| {
+                words.as_chunks::<2>().0.iter().map(|pair| bytemuck::cast::<_, f64>(*pair)).sum()
+            }),
+        };
+        *squares = SquaresOf::Known(sum);
+        Squares { device: card.device(), sum }
+    }
+
+    /// Waits for the values. Returns `None` for an outline. The values are NaN if the GPU has failed.
+    pub(crate) fn wait(self, len: usize) -> Option<Vec<f32>> {
+        match self {
+            Self::Outline => None,
+            Self::Card { values, .. } => Some(values.wait().unwrap_or_else(|| vec![f32::NAN; len])),
+        }
+    }
+}
+
+/// Returns the sum of squares of each of `rows`. Waits once for each GPU.
+pub(crate) fn sums_of_squares(rows: &[&Rows]) -> Vec<f64> {
+    let mut sums = vec![0.0; rows.len()];
+    let mut of_cards: Vec<(Card, Vec<usize>)> = Vec::new();
+    for (at, rows) in rows.iter().enumerate() {
+        match (&rows.data, of_cards.last_mut()) {
+            (Data::Gpu(card, _), Some((last, places))) if last == card => places.push(at),
+            (Data::Gpu(card, _), _) => of_cards.push((*card, vec![at])),
+            _ => sums[at] = rows.sum_of_squares(),
+        }
+    }
+    for (card, places) in of_cards {
+        let arrays: Vec<&Array> = places.iter().map(|&at| card.of(rows[at])).collect();
+        places.iter().zip(card.gpu.sums_of_squares(&arrays)).for_each(|(&at, sum)| sums[at] = sum);
+    }
+    sums
 }
 
 /// A layer's weight and bias on the GPU.
@@ -1028,8 +1153,7 @@ impl Backend for Card {
         self.gpu.sum_of_squares(self.of(x))
     }
 
-    /// Updates a weight on the GPU. The weight stays on the GPU; moments and master also stay there, unless they are transferred
-    /// for each step.
+    /// Updates a weight on the GPU. Its state stays there.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         if matches!(param.dtype(), ParamDtype::Quantised(_)) {
             return param.write(|_| ());
@@ -1042,7 +1166,7 @@ impl Backend for Card {
         let State { mut m, mut v, mut rest, .. } = state;
         self.gpu.adamw(&mut weight, rest.as_mut(), [&mut m, &mut v], self.of(grad), &own);
         param.replace_on_gpu(self.device(), weight);
-        moments.put(State { card: *self, m, v, rest }, param, step.offload);
+        moments.put(State { card: *self, m, v, rest });
         Ok(())
     }
 }

@@ -1,11 +1,14 @@
 //! The optimizer's update of a weight, and the state of that update.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
-use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::optim::{AdamW, adamw, adamw_bf16};
 
-use crate::error::Result;
-use crate::param::Param;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::param::{Param, ParamDtype, ValuesMut};
+use crate::rows::Rows;
 
 /// Arrays of the optimizer's state for one weight.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -70,14 +73,14 @@ impl Moments {
         }
     }
 
-    /// Returns the arrays in main memory, for an update there. Fetches them from the GPU if the state is on one; new moments are
-    /// zeros.
-    pub(crate) fn on_host(&mut self, param: &Param) -> &mut Numbers {
+    /// Returns the arrays in main memory, for an update of `len` elements there. Fetches them from the GPU if the state is on one;
+    /// new moments are zeros.
+    pub(crate) fn on_host(&mut self, param: &Param, len: usize) -> &mut Numbers {
         if let Some(state) = self.card.take() {
             self.numbers = state.numbers(param);
         }
-        self.numbers.m.resize(param.len(), 0.0);
-        self.numbers.v.resize(param.len(), 0.0);
+        self.numbers.m.resize(len, 0.0);
+        self.numbers.v.resize(len, 0.0);
         &mut self.numbers
     }
 
@@ -86,12 +89,9 @@ impl Moments {
         (self.card.take(), std::mem::take(&mut self.numbers))
     }
 
-    /// Stores the state after an update on a GPU: in main memory if `offload`, otherwise on that GPU.
-    pub(crate) fn put(&mut self, state: crate::gpu::State, param: &Param, offload: bool) {
-        match offload {
-            true => self.numbers = state.numbers(param),
-            false => self.card = Some(state),
-        }
+    /// Stores the state after an update on a GPU.
+    pub(crate) fn put(&mut self, state: crate::gpu::State) {
+        self.card = Some(state);
     }
 }
 
@@ -110,7 +110,8 @@ pub struct Step {
     pub grad_scale: f32,
     /// True if bf16 weights are updated through an f32 master.
     pub master: bool,
-    /// True if main memory stores the state of weights that a GPU updates. The state is then transferred for each step.
+    /// True if main memory stores the state of weights on a GPU. The CPU then updates them: the gradient is copied to main memory
+    /// and the weight back.
     pub offload: bool,
 }
 
@@ -122,16 +123,86 @@ impl Step {
     }
 }
 
+/// Sum of squares of a gradient.
+#[derive(Clone, Copy, Debug)]
+pub struct Squares {
+    /// Device that computed the gradient. It reports why a sum is NaN ([`Device::finish`]).
+    pub device: Device,
+    /// Sum in f64.
+    pub sum: f64,
+}
+
+/// Returns the sum of squares of each weight's gradient, or `None` for a weight without a gradient. Waits once for a GPU. With
+/// `offload`, gradients on a GPU then start to travel to main memory.
+#[must_use]
+pub fn squares(params: &[&Param], offload: bool) -> Vec<Option<Squares>> {
+    let mut all: Vec<Option<Squares>> = params.iter().map(|param| param.squares_if_sent()).collect();
+    let here: Vec<(usize, Rows)> = (params.iter().enumerate())
+        .filter(|(at, _)| all[*at].is_none())
+        .filter_map(|(at, param)| Some((at, param.with_grad(|grad| grad.cloned())?)))
+        .collect();
+    let sums = crate::gpu::sums_of_squares(&here.iter().map(|(_, rows)| rows).collect::<Vec<_>>());
+    for ((at, rows), sum) in here.into_iter().zip(sums) {
+        all[at] = Some(Squares { device: rows.device(), sum });
+        drop(rows);
+        if offload {
+            params[at].send_grad(Some(sum));
+        }
+    }
+    all
+}
+
 impl Param {
     /// Applies one AdamW step in place and consumes the weight's gradient. Returns `false` if the weight has no gradient. On a
-    /// GPU the step is queued, and [`crate::Device::finish`] reports its failure. Returns an error for a quantised weight.
+    /// GPU the step is queued, and [`Device::finish`] reports its failure. Returns an error for a quantised weight.
     pub fn adamw(&self, moments: &mut Moments, step: &Step) -> Result<bool> {
-        let reached = self.with_grad(|grad| {
-            let Some(grad) = grad else { return Ok(false) };
+        if step.offload {
+            self.send_grad(None);
+        }
+        if let Some(grad) = self.take_sent() {
             moments.step += 1;
-            grad.device().backend().adamw(self, grad, moments, step).map(|()| true)
-        })?;
-        self.clear_grad();
-        Ok(reached)
+            // An outlined gradient has no values.
+            if let Some(grad) = grad {
+                self.adamw_range(0..self.len(), &grad, moments, step)?;
+                self.recycle(grad);
+            }
+            return Ok(true);
+        }
+        let Some(grad) = self.take_grad() else { return Ok(false) };
+        moments.step += 1;
+        grad.device().backend().adamw(self, &grad, moments, step)?;
+        Ok(true)
+    }
+    /// Applies one AdamW step to a range of the values, in main memory, with the gradient of this range. `moments` is the state of
+    /// the range only, and its count of updates already includes this one. Returns an error for a quantised weight, or if the
+    /// lengths differ.
+    pub fn adamw_range(
+        &self,
+        range: Range<usize>,
+        grad: &[f32],
+        moments: &mut Moments,
+        step: &Step,
+    ) -> Result<()> {
+        if range.end > self.len() || range.len() != grad.len() {
+            let what = format!("{} gradients for elements {range:?} of {}", grad.len(), self.len());
+            return Err(Error::Weight { name: self.name().to_owned(), what });
+        }
+        let by = step.kernel(moments.step);
+        let has_master = step.master && self.dtype() == ParamDtype::Bf16;
+        let Numbers { m, v, master } = moments.on_host(self, range.len());
+        if has_master && master.is_empty() {
+            *master = self.read().f32()[range.clone()].to_vec();
+        }
+        let first = range.start;
+        self.rewrite(range, |part, values| {
+            let part = part.start - first..part.end - first;
+            let (grad, [m, v]) = (&grad[part.clone()], [&mut *m, &mut *v].map(|x| &mut x[part.clone()]));
+            match values {
+                ValuesMut::F32(weight) => adamw(grad, &by, weight, m, v),
+                ValuesMut::Bf16(weight) => {
+                    adamw_bf16(grad, &by, weight, has_master.then(|| &mut master[part]), m, v);
+                }
+            }
+        })
     }
 }

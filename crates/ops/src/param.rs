@@ -13,6 +13,8 @@ use omnigrpo_kernels::{Stored, Weight};
 use crate::adapter::Adapter;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::gpu::Sent;
+use crate::optim::Squares;
 use crate::outline::{Held, holding};
 use crate::rows::Rows;
 
@@ -61,6 +63,13 @@ pub enum Values {
     Bf16(Vec<bf16>),
 }
 
+/// Values of a range of a weight, to be changed.
+#[derive(Debug)]
+pub(crate) enum ValuesMut<'a> {
+    F32(&'a mut [f32]),
+    Bf16(&'a mut [bf16]),
+}
+
 impl Values {
     #[must_use]
     pub fn len(&self) -> usize {
@@ -84,6 +93,22 @@ impl Values {
         match self {
             Self::F32(data) => Self::F32(data[range].to_vec()),
             Self::Bf16(data) => Self::Bf16(data[range].to_vec()),
+        }
+    }
+
+    /// Returns a range of elements to be changed.
+    pub(crate) fn part_mut(&mut self, range: Range<usize>) -> ValuesMut<'_> {
+        match self {
+            Self::F32(data) => ValuesMut::F32(&mut data[range]),
+            Self::Bf16(data) => ValuesMut::Bf16(&mut data[range]),
+        }
+    }
+
+    /// Returns the bytes of a range of elements.
+    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
+        match self {
+            Self::F32(data) => bytemuck::cast_slice(&data[range]),
+            Self::Bf16(data) => bytemuck::cast_slice(&data[range]),
         }
     }
 
@@ -197,6 +222,17 @@ impl Storage<RwLock<Values>> {
     }
 }
 
+/// The way of a gradient from a GPU to main memory.
+#[derive(Debug, Default)]
+struct Travel {
+    /// True if the next gradient is the last of this step, so that it can be sent.
+    is_last: bool,
+    /// Gradient that was sent. The weight has no other gradient then.
+    sent: Option<Sent>,
+    /// Memory for the next gradient.
+    spare: Vec<f32>,
+}
+
 /// One weight of a model: its published name, its values and its gradient. The weight of a linear layer can have an [`Adapter`].
 #[derive(Debug)]
 pub struct Param {
@@ -210,6 +246,7 @@ pub struct Param {
     /// Gradient `[1, len]` in the device's compute dtype, whatever the dtype of the weight. It is `None` until a gradient reaches
     /// the weight.
     grad: Mutex<Option<Rows>>,
+    travel: Mutex<Travel>,
     linear: AtomicBool,
     experts: AtomicBool,
     adapter: OnceLock<Arc<Adapter>>,
@@ -364,7 +401,8 @@ impl Param {
             shape,
             is_outline: false,
             trainable: AtomicBool::new(false),
-            grad: Mutex::new(None),
+            grad: Mutex::default(),
+            travel: Mutex::default(),
             linear: AtomicBool::new(false),
             experts: AtomicBool::new(false),
             adapter: OnceLock::new(),
@@ -546,26 +584,90 @@ impl Param {
     /// for a frozen weight.
     pub(crate) fn gradient(&self, device: Device) -> Option<GradGuard<'_>> {
         self.trainable().then(|| {
-            let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut grad = self.lock_grad();
             let rows =
                 grad.get_or_insert_with(|| holding(Held::Gradients, || Rows::zeros(device, 1, self.len())));
             if rows.device() != device {
                 *rows = rows.to_device(device);
             }
-            GradGuard(grad)
+            GradGuard { grad, param: self }
         })
+    }
+
+    /// Locks the gradient. One that was sent to main memory arrives there first.
+    fn lock_grad(&self) -> MutexGuard<'_, Option<Rows>> {
+        let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = self.travel().sent.take();
+        if let Some(sent) = sent {
+            let arrived = match sent.wait(self.len()) {
+                Some(values) => Rows::from_vec(values, 1, self.len()).ok(),
+                None => Some(holding(Held::Gradients, || Rows::zeros(Device::Outline, 1, self.len()))),
+            };
+            *grad = arrived;
+        }
+        grad
+    }
+
+    fn travel(&self) -> MutexGuard<'_, Travel> {
+        self.travel.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Announces that the next gradient is the last of this step. On a GPU, it is sent to main memory as soon as it is computed,
+    /// and its memory on the GPU is freed. A further gradient in the same step brings it back.
+    pub fn send_next_grad(&self) {
+        self.travel().is_last = true;
+    }
+
+    /// Sends a gradient on a GPU to main memory. `squares` is the sum of its squares if it is known.
+    pub(crate) fn send_grad(&self, squares: Option<f64>) {
+        self.send(&mut self.grad.lock().unwrap_or_else(PoisonError::into_inner), squares);
+    }
+
+    fn send(&self, grad: &mut Option<Rows>, squares: Option<f64>) {
+        if let Some(rows) = grad.take() {
+            let mut travel = self.travel();
+            match Sent::start(rows, &mut travel.spare, squares) {
+                Ok(sent) => travel.sent = Some(sent),
+                Err(rows) => *grad = Some(rows),
+            }
+        }
+    }
+
+    /// Returns the sum of squares of a gradient that was sent. No further gradient is the last of this step.
+    pub(crate) fn squares_if_sent(&self) -> Option<Squares> {
+        let mut travel = self.travel();
+        travel.is_last = false;
+        travel.sent.as_mut().map(Sent::squares)
+    }
+
+    /// Returns the place of the gradient in the order in which gradients were sent to main memory, or 0 if it was not sent.
+    #[must_use]
+    pub fn sent(&self) -> u64 {
+        self.travel().sent.as_ref().map_or(0, Sent::order)
+    }
+
+    /// Removes a gradient that was sent, and waits for its values. The inner value is `None` on [`Device::Outline`].
+    pub(crate) fn take_sent(&self) -> Option<Option<Vec<f32>>> {
+        let sent = self.travel().sent.take();
+        sent.map(|sent| sent.wait(self.len()))
+    }
+
+    /// Keeps memory for the next gradient that is sent.
+    pub(crate) fn recycle(&self, spare: Vec<f32>) {
+        self.travel().spare = spare;
     }
 
     /// Creates a gradient of zeros if the weight has none. Does nothing for a frozen weight.
     pub fn reach(&self, device: Device) {
-        drop(self.gradient(device));
+        if self.travel().sent.is_none() {
+            drop(self.gradient(device));
+        }
     }
 
     /// Runs `f` on the gradient `[1, len]`, or on `None` if no gradient has reached this weight since
     /// [`Self::clear_grad`].
     pub fn with_grad<R>(&self, f: impl FnOnce(Option<&mut Rows>) -> R) -> R {
-        let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
-        f(grad.as_mut())
+        f(self.lock_grad().as_mut())
     }
 
     /// Returns a copy of the gradient, or `None` if no gradient has reached this weight since [`Self::clear_grad`].
@@ -576,6 +678,7 @@ impl Param {
 
     /// Drops the gradient and frees its memory.
     pub fn clear_grad(&self) {
+        *self.travel() = Travel::default();
         drop(self.take_grad());
     }
 
@@ -583,7 +686,7 @@ impl Param {
     /// [`Self::clear_grad`].
     #[must_use]
     pub fn take_grad(&self) -> Option<Rows> {
-        self.grad.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.lock_grad().take()
     }
 
     /// Replaces the gradient `[1, len]`. Returns an error if its size differs.
@@ -592,7 +695,7 @@ impl Param {
             let what = format!("got a gradient of {dims:?}, expected (1, {})", self.len());
             return Err(Error::Weight { name: self.name.clone(), what });
         }
-        *self.grad.lock().unwrap_or_else(PoisonError::into_inner) = grad;
+        *self.lock_grad() = grad;
         Ok(())
     }
 
@@ -639,6 +742,16 @@ impl Param {
         }
     }
 
+    /// Changes a range of the values in place by `f`, which is called for consecutive parts of it. A copy on a GPU changes too:
+    /// each part is sent while `f` computes the next one. Returns an error for a quantised weight and for one in a mapped file.
+    pub(crate) fn rewrite(&self, range: Range<usize>, f: impl FnMut(Range<usize>, ValuesMut)) -> Result<()> {
+        let Data::Dense(values) = &self.data else { return self.write(|_| ()) };
+        self.usable(Device::Cpu)?;
+        values.copy.fetch(&values.host);
+        values.copy.rewrite(&mut values.host.write().unwrap_or_else(PoisonError::into_inner), range, f);
+        Ok(())
+    }
+
     /// Returns the weight in GPU memory. It is copied there at first use.
     pub(crate) fn on_gpu(&self, gpu: &omnigrpo_gpu::Gpu, device: Device) -> Arc<crate::gpu::Weights> {
         use crate::gpu::Weights;
@@ -670,22 +783,34 @@ impl Param {
     }
 }
 
-/// Exclusive access to a gradient buffer; see [`Param::gradient`].
-pub(crate) struct GradGuard<'a>(MutexGuard<'a, Option<Rows>>);
+/// Exclusive access to a gradient buffer; see [`Param::gradient`]. The last gradient of a step is sent when the guard is dropped.
+pub(crate) struct GradGuard<'a> {
+    grad: MutexGuard<'a, Option<Rows>>,
+    param: &'a Param,
+}
 
 impl GradGuard<'_> {
     /// Returns the gradient on the CPU, in f32.
     pub(crate) fn cpu(&mut self) -> &mut [f32] {
-        self.0.as_mut().map(Rows::cpu_mut).unwrap_or_default()
+        self.grad.as_mut().map(Rows::cpu_mut).unwrap_or_default()
     }
 
     /// Returns the gradient, whatever its device.
     pub(crate) fn rows(&mut self) -> Option<&mut Rows> {
-        self.0.as_mut()
+        self.grad.as_mut()
     }
 
     /// Returns the gradient on the f64 twin.
     pub(crate) fn twin(&mut self) -> &mut [f64] {
-        self.0.as_mut().map(Rows::twin_mut).unwrap_or_default()
+        self.grad.as_mut().map(Rows::twin_mut).unwrap_or_default()
+    }
+}
+
+impl Drop for GradGuard<'_> {
+    fn drop(&mut self) {
+        let is_last = self.param.travel().is_last;
+        if is_last {
+            self.param.send(&mut *self.grad, None);
+        }
     }
 }

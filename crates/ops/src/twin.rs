@@ -495,7 +495,7 @@ impl Backend for Twin {
         let round = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
         let keeps = step.master && param.dtype() != ParamDtype::F32;
         let by = step.kernel(moments.step).wide();
-        let numbers = moments.on_host(param);
+        let numbers = moments.on_host(param, param.len());
         let mut weight = match keeps && !numbers.master.is_empty() {
             true => wide(&numbers.master),
             false => values(param),

@@ -2,13 +2,14 @@
 //! central differences.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_ops::{
     Activation, Adapter, AttentionHeads, AttentionLayout, Card, DecodeBatch, DecodeRows, Device, DrawFrom,
     Dropout, ExpertLinear, GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param,
     ParamDtype, Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix,
-    Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward,
+    Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward, squares,
 };
 
 /// Opens the emulator, or the GPU that `OMNIGRPO_TEST_CARD` names (tools/gpu/first-contact).
@@ -1001,35 +1002,41 @@ fn check_head(rows: usize, h: usize, vocab: usize) {
 /// Three steps of `torch.optim.AdamW`, written out.
 #[test]
 fn the_optimizer() {
-    let step = |master: bool| Step {
+    let step = |master: bool, offload: bool| Step {
         lr: 0.125,
         betas: [0.875, 0.96875],
         eps: 1e-3,
         weight_decay: 0.25,
         grad_scale: 0.5,
         master,
-        offload: false,
+        offload,
     };
     for n in [1, 5, 33, 5000] {
         for (bf16, master) in [(false, true), (true, true), (true, false)] {
-            for device in devices() {
-                let what = format!("{n} weights, bf16 {bf16}, master {master}, on {device}");
+            for (device, offload) in
+                devices().into_iter().flat_map(|device| [(device, false), (device, true)])
+            {
+                let what =
+                    format!("{n} weights, bf16 {bf16}, master {master}, on {device}, offload {offload}");
                 let values = Values::F32(noise(n, 1));
                 let values = if bf16 { values.into_bf16() } else { values };
                 let param = Param::new("w", Part::Llm, &[n], values).unwrap();
                 param.set_trainable(true);
-                let Step { lr, betas, eps, weight_decay, grad_scale, .. } = step(master);
+                let Step { lr, betas, eps, weight_decay, grad_scale, .. } = step(master, offload);
                 let [lr, b1, b2, eps, decay, scale] =
                     [lr, betas[0], betas[1], eps, weight_decay, grad_scale].map(f64::from);
                 let mut want: Vec<[f64; 3]> =
                     param.read().f32().iter().map(|&w| [f64::from(w), 0.0, 0.0]).collect();
                 let mut moments = Moments::default();
-                assert!(!param.adamw(&mut moments, &step(master)).unwrap(), "{what}: nothing reached it");
+                assert!(
+                    !param.adamw(&mut moments, &step(master, offload)).unwrap(),
+                    "{what}: nothing reached it"
+                );
                 for t in 1..=3 {
                     let gradient = noise(n, 10 + t as u32);
                     param.reach(device);
                     param.with_grad(|g| *g.unwrap() = Rows::upload(device, gradient.clone(), 1, n).unwrap());
-                    assert!(param.adamw(&mut moments, &step(master)).unwrap());
+                    assert!(param.adamw(&mut moments, &step(master, offload)).unwrap());
                     assert!(param.grad().is_none(), "{what}: the gradient is consumed");
                     for ([w, m, v], g) in want.iter_mut().zip(gradient) {
                         let g = f64::from(g) * scale;
@@ -1059,8 +1066,9 @@ fn the_optimizer() {
     }
 }
 
-/// On a GPU the state is stored next to the weight or in main memory, moves between devices, and gives the same bits; a
-/// bf16 weight is its master rounded to nearest even.
+/// The state is stored next to the weight on a GPU or in main memory, moves between devices, and gives the same bits everywhere;
+/// a bf16 weight is its master rounded to nearest even. (A GPU stores the lower neighbour of a master that is half-way between two
+/// weights and is rounded down. None of these 333 is.)
 #[test]
 fn the_optimizers_state_moves() {
     let n = 333;
@@ -1092,16 +1100,124 @@ fn the_optimizers_state_moves() {
         (moments.m().into_owned(), moments.v().into_owned(), master)
     };
     let [card, other] = [(); 2].map(|()| card());
-    let here = run(&[(card, false); 4]);
-    assert_eq!(run(&[(card, true); 4]), here);
-    assert_eq!(run(&[(card, true), (card, false), (other, false), (other, true)]), here);
     let cpu = run(&[(Device::Cpu, false); 4]);
-    let between = run(&[(card, false), (Device::Cpu, false), (card, true), (Device::Cpu, true)]);
-    for (got, want) in [(&here, &cpu), (&between, &cpu)] {
-        for (got, want) in [(&got.0, &want.0), (&got.1, &want.1), (&got.2, &want.2)] {
-            assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() <= 1e-6), "more than rounding");
+    assert_eq!(run(&[(Device::Cpu, true); 4]), cpu);
+    assert_eq!(run(&[(card, false); 4]), cpu);
+    assert_eq!(run(&[(card, true); 4]), cpu);
+    assert_eq!(run(&[(card, true), (card, false), (other, false), (other, true)]), cpu);
+    assert_eq!(run(&[(card, false), (Device::Cpu, false), (card, true), (Device::Cpu, true)]), cpu);
+}
+
+/// Parts of the state, as ranks hold them, give the bits of the complete state. A copy of the weight on a card changes with it.
+#[test]
+fn the_optimizer_updates_a_range() {
+    let n = 5000;
+    let step = Step {
+        lr: 1e-2,
+        betas: [0.9, 0.99],
+        eps: 1e-6,
+        weight_decay: 0.1,
+        grad_scale: 0.5,
+        master: true,
+        offload: true,
+    };
+    let card = card();
+    let run = |parts: &[Range<usize>], device: Device| {
+        let param = bf16_param("w", &[1, n], 1);
+        let on_device = || embed(device, &param, &vec![0].into()).unwrap().to_vec();
+        let mut moments: Vec<Moments> = parts.iter().map(|_| Moments::default()).collect();
+        for t in 0..3 {
+            on_device();
+            let grad = noise(n, 20 + t);
+            for (part, moments) in parts.iter().zip(&mut moments) {
+                moments.step += 1;
+                param.adamw_range(part.clone(), &grad[part.clone()], moments, &step).unwrap();
+            }
         }
-    }
+        assert_eq!(on_device(), &*param.read().f32());
+        let masters = moments.iter().map(|moments| moments.master(&param).into_owned()).collect::<Vec<_>>();
+        (on_device(), masters.concat())
+    };
+    let whole = run(&[0..n], Device::Cpu);
+    assert_eq!(run(&[0..n], card), whole);
+    assert_eq!(run(&[0..1, 1..2100, 2100..n], card), whole);
+    assert_eq!(run(&[0..2100, 2100..n], Device::Cpu), whole);
+    let told = param("w", &[3], 1).adamw_range(1..4, &[0.0; 3], &mut Moments::default(), &step).unwrap_err();
+    assert!(told.to_string().contains("3 gradients for elements 1..4 of 3"), "{told}");
+}
+
+/// A weight of several pieces: its last gradient of a step travels to main memory while the pass continues. The norm and the
+/// update have the bits of a step on the card, and only gradient and weight move.
+#[test]
+fn gradients_travel_during_the_pass() {
+    let (n, k) = (70, 50);
+    let card = card();
+    let step = |offload| Step {
+        lr: 1e-2,
+        betas: [0.9, 0.99],
+        eps: 1e-6,
+        weight_decay: 0.1,
+        grad_scale: 0.25,
+        master: true,
+        offload,
+    };
+    let run = |offload: bool| {
+        let weight = Arc::new(bf16_param("w", &[n, k], 1));
+        let other = Arc::new(param("other", &[n], 2));
+        let layer = Linear::new(Arc::clone(&weight), Some(Arc::clone(&other))).unwrap();
+        let pass = Pass { device: card, ..Pass::default() };
+        let linear = PackedLinear::new(&[&layer], &pass);
+        let x = Rows::upload(card, noise(3 * k, 3), 3, k).unwrap();
+        let mut moments = [Moments::default(), Moments::default()];
+        let mut norms = Vec::new();
+        for t in 0..3 {
+            // Gradients of two passes are summed, and the last one travels.
+            for last in [false, true] {
+                if offload && last {
+                    weight.send_next_grad();
+                }
+                let dy = Rows::upload(card, noise(3 * n, 10 + t), 3, n).unwrap();
+                linear.backward(&x, &dy).unwrap();
+            }
+            // Nothing reached the gradient since, so it stays in main memory.
+            weight.reach(card);
+            let params: [&Param; 2] = [&weight, &other];
+            norms.extend(squares(&params, offload).into_iter().map(|s| s.unwrap().sum));
+            for (param, moments) in params.iter().zip(&mut moments) {
+                assert!(param.adamw(moments, &step(offload)).unwrap());
+            }
+            assert!(squares(&params, offload).iter().all(Option::is_none));
+        }
+        card.finish().unwrap();
+        let [m, v] = [moments[0].m().into_owned(), moments[0].v().into_owned()];
+        (norms, m, v, moments[0].master(&weight).into_owned(), weight.values().unwrap().into_bf16())
+    };
+    let bits = |values: &Values| match values {
+        Values::Bf16(data) => data.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+        Values::F32(_) => panic!(),
+    };
+    let (here, away) = (run(false), run(true));
+    assert_eq!((&away.0, &away.1, &away.2, &away.3), (&here.0, &here.1, &here.2, &here.3));
+    assert_eq!(bits(&away.4), bits(&here.4));
+}
+
+/// A gradient after the announced last one brings the sum back to the device.
+#[test]
+fn a_gradient_that_was_sent_too_early_comes_back() {
+    let card = card();
+    let table = param("table", &[3, 2], 1);
+    let add = || {
+        let dx = Rows::upload(card, vec![1.0, 2.0], 1, 2).unwrap();
+        embed_backward(&table, &[1], &dx).unwrap();
+    };
+    table.send_next_grad();
+    add();
+    assert_eq!(table.with_grad(|grad| grad.unwrap().device()), Device::Cpu);
+    add();
+    assert_eq!(table.grad().unwrap(), [0.0, 0.0, 2.0, 4.0, 0.0, 0.0]);
+    assert_eq!(squares(&[&table], true)[0].unwrap().sum, 20.0);
+    table.clear_grad();
+    assert!(table.grad().is_none());
 }
 
 /// Passes on two devices add to the gradient of one weight.

@@ -31,7 +31,12 @@ pub fn imitate(
     let training = omnigrpo_models::Training { step_tokens, ..at.training(algorithm) };
     let mut router = [0.0; 2];
     let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
-    for parts in pack(&shapes, algorithm.stream_rows()) {
+    let streams = pack(&shapes, algorithm.stream_rows());
+    let count = streams.len();
+    for (at, parts) in streams.into_iter().enumerate() {
+        if at + 1 == count {
+            optimizer.announce_last_pass();
+        }
         let done = parts.first().map_or(0, |part| part.group);
         timer.activity().parts("answers", done, examples.len());
         let members: Vec<&SftExample> = parts.iter().map(|p| &examples[p.group]).collect();

@@ -7,14 +7,14 @@
 //! and its count of updates still apply.
 //!
 //! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16. On a card the master consists of the
-//! bf16 weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds 6 B of
-//! them.
+//! bf16 weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds the
+//! weight and at most the gradient, 6 B, and the CPU applies the update.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 pub use omnigrpo_ops::Moments;
-use omnigrpo_ops::{Device, Param, ParamDtype, Part, Step};
+use omnigrpo_ops::{Device, Param, ParamDtype, Part, Squares, Step};
 
 use crate::error::{Result, TrainError};
 use crate::selection::decayed_names;
@@ -104,20 +104,20 @@ impl AdamW {
     /// # Errors
     /// Returns an error with the name of the weight if a gradient is not finite. Nothing is changed then.
     pub fn step(&mut self, factor: f64) -> Result<Update> {
+        let params: Vec<&Param> = self.params.iter().map(|(param, ..)| &**param).collect();
+        let each = omnigrpo_ops::squares(&params, self.config.offload);
+        let skipped = each.iter().filter(|squares| squares.is_none()).count();
         let mut squares = 0.0;
-        let mut skipped = 0;
         let mut device = Device::Cpu;
-        for (param, ..) in &self.params {
-            let sum = param.with_grad(|grad| grad.map(|grad| (grad.device(), grad.sum_of_squares())));
-            match sum {
-                None => skipped += 1,
-                Some((on, sum)) if sum.is_finite() => (device, squares) = (on, squares + sum),
-                Some((on, _)) => {
-                    // A card returns NaN if a computation failed; `finish` reports that failure.
-                    on.finish()?;
-                    return Err(TrainError::NonFiniteGradient { name: param.name().to_owned() });
-                }
+        for (param, Squares { device: on, sum }) in
+            params.iter().zip(&each).filter_map(|(p, s)| Some((p, s.as_ref()?)))
+        {
+            if !sum.is_finite() {
+                // A card returns NaN if a computation failed; `finish` reports that failure.
+                on.finish()?;
+                return Err(TrainError::NonFiniteGradient { name: param.name().to_owned() });
             }
+            (device, squares) = (*on, squares + sum);
         }
         let grad_norm = squares.sqrt();
         let scale = match self.config.max_grad_norm {
@@ -125,10 +125,11 @@ impl AdamW {
             _ => 1.0,
         };
         let c = &self.config;
-        for (param, lr, decay) in &self.params {
-            if param.with_grad(|grad| grad.is_none()) {
-                continue;
-            }
+        // Gradients that were sent first have arrived while the others are on their way.
+        let mut order: Vec<usize> = (0..params.len()).filter(|&at| each[at].is_some()).collect();
+        order.sort_by_key(|&at| params[at].sent());
+        for at in order {
+            let (param, lr, decay) = &self.params[at];
             let step = Step {
                 lr: (lr * factor) as f32,
                 betas: [c.beta1 as f32, c.beta2 as f32],
@@ -142,6 +143,14 @@ impl AdamW {
         }
         device.finish()?;
         Ok(Update { grad_norm, skipped })
+    }
+
+    /// Announces that the next pass through the decoder is the last of this step. With offload, the gradients of its linear layers
+    /// then travel to main memory during the pass. Other weights have several gradients in a pass.
+    pub(crate) fn announce_last_pass(&self) {
+        let params = self.params.iter().filter(|_| self.config.offload);
+        let linear = params.filter(|(p, ..)| p.part() == Part::Llm && (p.is_linear() || p.is_experts()));
+        linear.for_each(|(param, ..)| param.send_next_grad());
     }
 
     /// Returns the settings.

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Result, TrainError};
 use crate::features;
 use crate::gap::Gap;
+use crate::optimizer::AdamW;
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::split::Split;
 use crate::step::{Algorithm, TokenNumbers, own_places};
@@ -116,7 +117,12 @@ impl<'a> Pass<'a> {
 
     /// Runs the passes of this rank's leaves and leaves the gradient of the step, summed over all ranks, in the weights. Returns the
     /// results of all leaves.
-    pub(crate) fn run(mut self, rollouts: &mut Rollouts, timer: &mut PhaseTimer) -> Result<Passed> {
+    pub(crate) fn run(
+        mut self,
+        rollouts: &mut Rollouts,
+        optimizer: &AdamW,
+        timer: &mut PhaseTimer,
+    ) -> Result<Passed> {
         let split = &self.algorithm.split;
         let on_policy = self.passed.on_policy;
         let of_leaf = || Passed { on_policy, ..Passed::default() };
@@ -124,7 +130,7 @@ impl<'a> Pass<'a> {
         let (mut own, mut sums) = (Vec::new(), Cascade::default());
         let mut leaves = self.algorithm.own_leaves(rollouts.groups.len()).into_iter();
         let done = leaves.try_for_each(|leaf| {
-            self.leaf(leaf, rollouts, timer)?;
+            self.leaf(leaf, rollouts, optimizer, timer)?;
             own.push(replace(&mut self.passed, of_leaf()));
             // A single leaf stays in the weights.
             if split.is_off() { Ok(()) } else { Split::end_leaf(&mut sums, self.model.params()) }
@@ -138,7 +144,13 @@ impl<'a> Pass<'a> {
     }
 
     /// Adds the gradient of a leaf to the gradient in the weights.
-    fn leaf(&mut self, leaf: Range<usize>, rollouts: &mut Rollouts, timer: &mut PhaseTimer) -> Result<()> {
+    fn leaf(
+        &mut self,
+        leaf: Range<usize>,
+        rollouts: &mut Rollouts,
+        optimizer: &AdamW,
+        timer: &mut PhaseTimer,
+    ) -> Result<()> {
         let algorithm = self.algorithm;
         let num_prompts = rollouts.groups.len();
         let (micro, group) = (algorithm.micro(), algorithm.num_generations);
@@ -155,7 +167,13 @@ impl<'a> Pass<'a> {
                 &self.truncated[span],
                 num_prompts.div_ceil(micro),
             )?;
-            for stream in streams(rollouts, first..last, algorithm.stream_rows()) {
+            let streams = streams(rollouts, first..last, algorithm.stream_rows());
+            let count = streams.len();
+            for (at, stream) in streams.into_iter().enumerate() {
+                // With several leaves, gradients are summed before they are used.
+                if at + 1 == count && last >= leaf.end && algorithm.split.is_off() {
+                    optimizer.announce_last_pass();
+                }
                 let done = stream.first().map_or(first, |part| part.group);
                 timer.activity().parts("prompts", done, num_prompts);
                 self.stream(&stream, rollouts, &normalizer, timer)?;

@@ -397,7 +397,7 @@ pub fn update(
     if let Some(reference) = reference.filter(|_| algorithm.loss.needs_reference() && unknown) {
         timed(timer, "reference", || reference_logprobs(reference, model, algorithm, rollouts))?;
     }
-    let passed = pass.run(rollouts, timer)?;
+    let passed = pass.run(rollouts, optimizer, timer)?;
     let mut sampler_gap = Gap::default();
     if passed.on_policy {
         for Scored { completion: c, .. } in rollouts.completions() {

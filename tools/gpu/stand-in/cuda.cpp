@@ -7,6 +7,7 @@
 #include "stand_in.hpp"
 #include "emu.hpp"
 #include <csignal>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -79,9 +80,31 @@ struct Device {
     /// First error of a kernel. Every later call returns it.
     int failure = SUCCESS;
 };
+struct Stream;
 struct Allocation {
     size_t bytes;
     Device* device;
+    /// Stream whose work used this memory last, and the time of that call.
+    Stream* user = nullptr;
+    uint64_t used = 0;
+};
+/// Main memory from which a device copies. The host may not access it while a copy is in progress.
+struct Pinned {
+    size_t bytes;
+    int copies = 0;
+};
+/// A copy of pinned memory. It is carried out when something waits for it.
+struct Copy {
+    uint64_t number;
+    Address device;
+    char* host;
+    size_t bytes;
+    bool up, done = false;
+};
+struct Event {
+    Stream* stream = nullptr;
+    /// Number of the last copy of the stream, and the time when the event was recorded.
+    uint64_t copy = 0, time = 0;
 };
 struct Module {
     std::string file;
@@ -100,6 +123,15 @@ struct Stream {
     Device* device;
     bool captures = false, invalid = false;
     std::unique_ptr<Graph> graph;
+    /// Number of kernels and products.
+    uint64_t kernels = 0;
+    /// Copies that the host does not know to be complete, and the number of the last one.
+    std::deque<Copy> copies;
+    uint64_t last_copy = 0;
+    /// For each other stream: the time and the number of the copy up to which its work precedes further work of this stream.
+    std::map<Stream*, Event> waited;
+    /// The same for further calls of the host.
+    Event finished;
 };
 
 static std::recursive_mutex lock;
@@ -112,6 +144,10 @@ static auto& streams = *new std::set<void*>;
 static auto& graphs = *new std::set<void*>;
 static auto& executables = *new std::set<void*>;
 static auto& modules = *new std::set<void*>;
+static auto& events = *new std::set<void*>;
+static auto& pinned = *new std::map<char*, Pinned>;
+/// Number of calls that queued work.
+static uint64_t now;
 /// Kernel that runs now, for the report of a fault.
 static const Function* running;
 
@@ -223,10 +259,67 @@ static std::map<Address, Allocation>::iterator allocation_of(Address at) {
     return after == allocations.begin() ? allocations.end() : std::prev(after);
 }
 
+/// Returns the pinned memory that holds an address of the host, or the end.
+static std::map<char*, Pinned>::iterator pinned_at(const void* at) {
+    auto after = pinned.upper_bound(const_cast<char*>(static_cast<const char*>(at)));
+    if (after == pinned.begin()) return pinned.end();
+    auto found = std::prev(after);
+    return static_cast<const char*>(at) < found->first + found->second.bytes ? found : pinned.end();
+}
+
+/// Notes that work of a stream uses an allocation. Complains if work of another stream may use it at the same time.
+static void use(Address at, Stream* stream, const char* what) {
+    auto found = allocation_of(at);
+    if (found == allocations.end() || at >= found->first + found->second.bytes) return;
+    auto& [bytes, device, user, used] = found->second;
+    if (user && user != stream && used > std::max(stream->waited[user].time, user->finished.time))
+        complain("%s uses %zu bytes at %llx, which work of another stream may use at the same time", what, bytes, found->first);
+    for (void* other : streams)
+        for (auto& copy : static_cast<Stream*>(other)->copies)
+            if (other != stream && copy.device >= found->first && copy.device < found->first + bytes &&
+                copy.number > stream->waited[static_cast<Stream*>(other)].copy) {
+                complain("%s uses %zu bytes at %llx, which another stream copies", what, bytes, found->first);
+                return;
+            }
+    user = stream;
+    used = ++now;
+}
+
+/// Carries out the copies of a stream up to a number.
+static void carry_out(Stream* stream, uint64_t last) {
+    for (auto& copy : stream->copies) {
+        if (copy.number > last) break;
+        if (copy.done) continue;
+        copy.done = true;
+        auto device = reinterpret_cast<char*>(copy.device);
+        auto memory = pinned_at(copy.host);
+        mprotect(memory->first, memory->second.bytes, PROT_READ | PROT_WRITE);
+        memcpy(copy.up ? device : copy.host, copy.up ? copy.host : device, copy.bytes);
+        mprotect(memory->first, memory->second.bytes, copy.up ? PROT_READ : PROT_NONE);
+    }
+}
+
+/// Carries out the copies that precede an event, and gives their pinned memory back to the host.
+static void complete(const Event& event) {
+    Stream* stream = event.stream;
+    if (!stream) return;
+    carry_out(stream, event.copy);
+    stream->finished.time = std::max(stream->finished.time, event.time);
+    while (!stream->copies.empty() && stream->copies.front().number <= event.copy) {
+        auto memory = pinned_at(stream->copies.front().host);
+        if (--memory->second.copies == 0) mprotect(memory->first, memory->second.bytes, PROT_READ | PROT_WRITE);
+        stream->copies.pop_front();
+    }
+}
+
+/// Allocations that the operands of the next product are in.
+static thread_local std::vector<Address> operands;
+
 EXPORTED bool stand_in_holds(Address at, size_t bytes) {
     std::lock_guard<std::recursive_mutex> locked(lock);
     auto found = allocation_of(at);
     if (found == allocations.end() || found->second.device != current) return false;
+    operands.push_back(at);
     return at + bytes <= found->first + found->second.bytes;
 }
 
@@ -257,6 +350,9 @@ EXPORTED int stand_in_queue(void* handle, void (*work)(void*), void* data) {
     }
     if (current->failure) return current->failure;
     STREAM(stream, handle);
+    stream->kernels++;
+    for (Address operand : operands) use(operand, stream, "a product");
+    operands.clear();
     return queue(stream, [=] {
         if (settings.computes) work(data);
         return int(SUCCESS);
@@ -265,8 +361,13 @@ EXPORTED int stand_in_queue(void* handle, void (*work)(void*), void* data) {
 
 // Driver and devices.
 
-/// Reports an access of a kernel outside of all arrays, and ends the process.
+/// Reports an access of a kernel outside of all arrays, or of the host to memory that is being copied, and ends the process.
 static void on_fault(int signal, siginfo_t* info, void*) {
+    if (auto memory = pinned_at(info->si_addr); memory != pinned.end() && memory->second.copies) {
+        complain("the host accessed pinned memory at %p, whose copy is in progress", info->si_addr);
+        report.write();
+        _exit(70);
+    }
     if (running) {
         complain("kernel %s/%s accessed %p, outside of its arrays", running->file.c_str(), running->name.c_str(), info->si_addr);
         report.write();
@@ -389,8 +490,10 @@ EXPORTED int cuCtxSetCurrent(void* context) {
 
 EXPORTED int cuStreamCreate(void** stream, unsigned) {
     CALL_IN_CONTEXT;
-    *stream = new Stream{current, false, false, nullptr};
-    streams.insert(*stream);
+    auto made = new Stream;
+    made->device = current;
+    *stream = made;
+    streams.insert(made);
     return SUCCESS;
 }
 
@@ -398,6 +501,63 @@ EXPORTED int cuStreamSynchronize(void* handle) {
     CALL_IN_CONTEXT;
     STREAM(stream, handle);
     NOT_WHILE_CAPTURING(stream);
+    complete(Event{stream, stream->last_copy, now});
+    for (auto& [other, event] : stream->waited) complete(event);
+    return SUCCESS;
+}
+
+/// Returns the handle as an event, or null with a complaint.
+static Event* event_of(void* handle, const char* call) {
+    if (events.count(handle)) return static_cast<Event*>(handle);
+    complain("%s: an event that does not exist", call);
+    return nullptr;
+}
+#define EVENT(name, handle) \
+    Event* name = event_of(handle, __func__); \
+    if (!name) return INVALID_VALUE
+
+EXPORTED int cuEventCreate(void** event, unsigned) {
+    CALL_IN_CONTEXT;
+    *event = new Event;
+    events.insert(*event);
+    return SUCCESS;
+}
+
+EXPORTED int cuEventRecord(void* handle, void* stream_handle) {
+    CALL_IN_CONTEXT;
+    EVENT(event, handle);
+    STREAM(stream, stream_handle);
+    NOT_WHILE_CAPTURING(stream);
+    *event = Event{stream, stream->last_copy, now};
+    return SUCCESS;
+}
+
+EXPORTED int cuEventSynchronize(void* handle) {
+    CALL_IN_CONTEXT;
+    EVENT(event, handle);
+    if (is_captured()) complain("cuEventSynchronize while a stream is being captured");
+    complete(*event);
+    return SUCCESS;
+}
+
+EXPORTED int cuEventDestroy_v2(void* handle) {
+    CALL_IN_CONTEXT;
+    EVENT(event, handle);
+    events.erase(handle);
+    delete event;
+    return SUCCESS;
+}
+
+EXPORTED int cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
+    CALL_IN_CONTEXT;
+    EVENT(event, handle);
+    STREAM(stream, stream_handle);
+    NOT_WHILE_CAPTURING(stream);
+    if (!event->stream || event->stream == stream) return SUCCESS;
+    // Kernels run at once, so they need the result of the copies now. The host does not know it yet.
+    carry_out(event->stream, event->copy);
+    auto& waited = stream->waited[event->stream];
+    waited = Event{event->stream, std::max(waited.copy, event->copy), std::max(waited.time, event->time)};
     return SUCCESS;
 }
 
@@ -446,7 +606,7 @@ EXPORTED int cuMemAllocAsync(Address* at, size_t bytes, void* handle) {
     if (settings.computes) memset(first, 0xff, bytes);
     memset(first + bytes, TAIL, padded(bytes) - bytes);
     *at = Address(first);
-    allocations[*at] = {bytes, current};
+    allocations[*at] = {bytes, current, nullptr, 0};
     freed.erase(*at);
     current->used += bytes;
     report.live += bytes;
@@ -464,7 +624,8 @@ EXPORTED int cuMemFreeAsync(Address at, void* handle) {
         complain("cuMemFreeAsync of %llx, which %s", at, freed.count(at) ? "is already free" : "was not allocated");
         return INVALID_VALUE;
     }
-    auto [bytes, device] = found->second;
+    use(at, stream, __func__);
+    auto [bytes, device, user, used] = found->second;
     char* first = reinterpret_cast<char*>(at);
     for (size_t i = bytes; i < padded(bytes); i++)
         if (static_cast<unsigned char>(first[i]) != TAIL) {
@@ -483,7 +644,9 @@ EXPORTED int cuMemFreeAsync(Address at, void* handle) {
 
 /// Returns true if the range is inside an allocation. Otherwise, complains.
 static bool holds(Address at, size_t bytes, const char* call) {
-    if (stand_in_holds(at, bytes)) return true;
+    bool holds = stand_in_holds(at, bytes);
+    operands.clear();
+    if (holds) return true;
     complain("%s: %zu bytes from %llx are not inside an allocation", call, bytes, at);
     return false;
 }
@@ -492,6 +655,7 @@ EXPORTED int cuMemsetD8Async(Address at, unsigned char value, size_t bytes, void
     CALL_IN_CONTEXT;
     STREAM(stream, handle);
     if (!holds(at, bytes, __func__)) return INVALID_VALUE;
+    use(at, stream, __func__);
     report.numbers["bytes_set"] += bytes;
     return queue(stream, [=] {
         memset(reinterpret_cast<void*>(at), value, bytes);
@@ -499,31 +663,73 @@ EXPORTED int cuMemsetD8Async(Address at, unsigned char value, size_t bytes, void
     });
 }
 
+EXPORTED int cuMemHostAlloc(void** at, size_t bytes, unsigned) {
+    CALL_IN_CONTEXT;
+    void* mapped = mmap(nullptr, room(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (bytes == 0 || mapped == MAP_FAILED) return bytes ? OUT_OF_MEMORY : INVALID_VALUE;
+    pinned[static_cast<char*>(mapped)] = {bytes};
+    *at = mapped;
+    report.numbers["pinned_bytes"] += bytes;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemFreeHost(void* at) {
+    CALL_IN_CONTEXT;
+    auto found = pinned.find(static_cast<char*>(at));
+    if (found == pinned.end() || found->second.copies) {
+        complain("cuMemFreeHost of %p, which %s", at, found == pinned.end() ? "was not allocated" : "is being copied");
+        return INVALID_VALUE;
+    }
+    munmap(at, room(found->second.bytes));
+    pinned.erase(found);
+    return SUCCESS;
+}
+
+/// Copies between a device and main memory. A copy of pageable memory is complete when the call returns.
+static int copy_host(Address device, char* host, size_t bytes, Stream* stream, bool up, const char* call) {
+    // A capture would record the address of the host's memory, which the caller may free.
+    NOT_WHILE_CAPTURING(stream);
+    if (!holds(device, bytes, call)) return INVALID_VALUE;
+    use(device, stream, call);
+    report.numbers[up ? "bytes_up" : "bytes_down"] += bytes;
+    auto memory = pinned_at(host);
+    if (memory == pinned.end()) {
+        bool others_compute = false;
+        for (void* other : streams) others_compute |= static_cast<Stream*>(other)->device == current && static_cast<Stream*>(other)->kernels;
+        if (others_compute && !stream->kernels)
+            complain("%s of pageable memory on a stream without kernels: the host waits for it, so nothing overlaps", call);
+        memcpy(up ? reinterpret_cast<char*>(device) : host, up ? host : reinterpret_cast<char*>(device), bytes);
+        return SUCCESS;
+    }
+    if (host + bytes > memory->first + memory->second.bytes) {
+        complain("%s: %zu bytes from %p are not inside pinned memory", call, bytes, static_cast<void*>(host));
+        return INVALID_VALUE;
+    }
+    if (memory->second.copies) complain("%s: the pinned memory at %p is still being copied", call, static_cast<void*>(host));
+    report.numbers[up ? "pinned_bytes_up" : "pinned_bytes_down"] += bytes;
+    memory->second.copies++;
+    stream->copies.push_back({++stream->last_copy, device, host, bytes, up});
+    mprotect(memory->first, memory->second.bytes, up ? PROT_READ : PROT_NONE);
+    return SUCCESS;
+}
+
 EXPORTED int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, void* handle) {
     CALL_IN_CONTEXT;
     STREAM(stream, handle);
-    // A capture would record the address of the host's memory, which the caller may free.
-    NOT_WHILE_CAPTURING(stream);
-    if (!holds(to, bytes, __func__)) return INVALID_VALUE;
-    memcpy(reinterpret_cast<void*>(to), from, bytes);
-    report.numbers["bytes_up"] += bytes;
-    return SUCCESS;
+    return copy_host(to, static_cast<char*>(const_cast<void*>(from)), bytes, stream, true, __func__);
 }
 
 EXPORTED int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, void* handle) {
     CALL_IN_CONTEXT;
     STREAM(stream, handle);
-    NOT_WHILE_CAPTURING(stream);
-    if (!holds(from, bytes, __func__)) return INVALID_VALUE;
-    memcpy(to, reinterpret_cast<const void*>(from), bytes);
-    report.numbers["bytes_down"] += bytes;
-    return SUCCESS;
+    return copy_host(from, static_cast<char*>(to), bytes, stream, false, __func__);
 }
 
 EXPORTED int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, void* handle) {
     CALL_IN_CONTEXT;
     STREAM(stream, handle);
     if (!holds(to, bytes, __func__) || !holds(from, bytes, __func__)) return INVALID_VALUE;
+    for (Address at : {to, from}) use(at, stream, __func__);
     return queue(stream, [=] {
         memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
         return int(SUCCESS);
@@ -766,5 +972,13 @@ EXPORTED int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsi
         auto value = static_cast<char*>(arguments[i]);
         launch->values.emplace_back(value, value + function->kernel->sizes[i]);
     }
+    stream->kernels++;
+    // Eight bytes of an argument may be the address of an array.
+    for (auto& value : launch->values)
+        for (size_t at = 0; at + sizeof(Address) <= value.size() && !stream->captures; at += sizeof(Address)) {
+            Address word;
+            memcpy(&word, value.data() + at, sizeof word);
+            use(word, stream, name);
+        }
     return queue(stream, [launch] { return launch->run(); });
 }

@@ -17,20 +17,27 @@ from verbs import GOLDEN, ROWS, Failure, run
 # Largest relative difference.
 ALLOWED = 0.05
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2}
-STEPS = (
-    "--threads 2 --num_generations 8 --gradient_accumulation_steps 2 --max_steps 2 "
-    "--train_file rows.jsonl --reward_funcs random"
-)
-# Flags, and the number of tokens of a completion.
+# Settings of every workload, which a workload may replace, and its own settings.
+STEPS = {
+    "threads": 2, "num_generations": 8, "gradient_accumulation_steps": 2, "max_steps": 2, "train_file": "rows.jsonl",
+    "reward_funcs": "random", "max_completion_length": 64, "min_completion_length": 64,
+}
+ADAPTERS, RECOMPUTED, BF16 = {"use_peft": True}, {"gradient_checkpointing": True}, {"torch_dtype": "bfloat16"}
+ONE_PASS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+LONG = {"max_completion_length": 256, "min_completion_length": 256}
 WORKLOADS = {
-    "full": ("", 64),
-    "full, recomputed": ("--gradient_checkpointing", 64),
-    "full, offloaded": ("--offload_optimizer", 64),
-    "full, f32, no reference": ("--torch_dtype float32 --beta 0", 64),
-    "adapters": ("--use_peft", 64),
-    "adapters on 8 bits": ("--use_peft --load_in_8bit", 64),
-    "adapters on 4 bits, recomputed": ("--use_peft --load_in_4bit --gradient_checkpointing", 64),
-    "adapters, long completions": ("--use_peft --gradient_checkpointing --beta 0 --max_stream_tokens 320", 256),
+    "full": {},
+    "full, recomputed": RECOMPUTED,
+    "full, offloaded": {"offload_optimizer": True},
+    "full, f32, no reference": {"torch_dtype": "float32", "beta": 0},
+    "full, bf16": BF16,
+    "full, bf16, offloaded, recomputed": BF16 | RECOMPUTED | {"offload_optimizer": True},
+    "full, bf16, offloaded, one pass": BF16 | ONE_PASS | {"offload_optimizer": True},
+    "adapters": ADAPTERS,
+    "adapters on 8 bits": ADAPTERS | {"load_in_8bit": True},
+    "adapters on 4 bits, recomputed": ADAPTERS | RECOMPUTED | {"load_in_4bit": True},
+    "adapters, long completions": ADAPTERS | RECOMPUTED | LONG | {"beta": 0, "max_stream_tokens": 320},
+    "adapters, bf16, many completions": ADAPTERS | RECOMPUTED | BF16 | LONG | {"num_generations": 64, "max_stream_tokens": 640},
 }
 
 
@@ -81,10 +88,11 @@ def write_model(folder):
         file.truncate(8 + len(text) + at)
 
 
-def compare(program, place, name, flags, tokens):
+def compare(program, place, name, settings):
     """Returns the predicted and the counted bytes of a workload."""
     out = name.replace(", ", "-").replace(" ", "-")
-    line = f"--model model {STEPS} {flags} --max_completion_length {tokens} --min_completion_length {tokens} --output_dir {out}"
+    flags = " ".join(f"--{key} {str(value).lower()}" for key, value in (STEPS | settings).items())
+    line = f"--model model {flags} --output_dir {out}"
     # The card is not opened for the plan.
     run(program, place, f"plan {line} --gpu_memory 24GB --json {out}.json", "cuda:0")
     plan = json.loads((place / f"{out}.json").read_text())
@@ -99,9 +107,9 @@ def main():
     shutil.copy(GOLDEN / "media/shapes.png", place)
     write_model(place / "model")
     failed = 0
-    for name, (flags, tokens) in WORKLOADS.items():
+    for name, settings in WORKLOADS.items():
         try:
-            plan, counted = compare(program, place, name, flags, tokens)
+            plan, counted = compare(program, place, name, settings)
         except Failure as failure:
             print(f"memory, {name}: FAILED: {failure}", flush=True)
             failed += 1

@@ -4,10 +4,12 @@
 mod edges;
 mod faults;
 
+use std::sync::Arc;
+
 use half::bf16;
 use omnigrpo_gpu::{
     Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
-    Pattern, Place, Row, Sampling, Step, Unfolding, Weight,
+    Pattern, Place, Row, Sampling, Step, Transfers, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange, Shape};
@@ -538,6 +540,65 @@ fn a_step_to_a_tie_rounds_to_even() {
     gpu.check().unwrap();
     assert_eq!(weight.to_vec(), [260.0, 268.0]);
     assert_eq!(gpu.join_master(&weight, &rest), [261f32.next_down(), 267.0]);
+}
+
+/// Arrays of several sizes travel to main memory and back beside other work. A pinned buffer of the emulator has 4 KiB.
+#[test]
+fn transfers() {
+    let gpu = gpu(1);
+    let transfers = Transfers::new(&gpu);
+    let sizes = [0, 1, 1023, 1024, 1025, 5000, 3, 4096];
+    let arriving: Vec<_> = (sizes.iter().zip(1..))
+        .map(|(&n, seed)| transfers.download(Arc::new(gpu.upload(&noise(n, seed))), vec![7.0; 11]))
+        .collect();
+    for ((&n, seed), arriving) in sizes.iter().zip(1..).zip(arriving) {
+        assert_eq!(arriving.wait().unwrap(), noise(n, seed), "{n} elements");
+    }
+    for &n in &sizes {
+        let (values, narrow) = (noise(n, 2), gpu.upload_bf16(&vec![bf16::ONE; n]));
+        let before = gpu.sum_of_squares(&narrow);
+        let mut covered = 0;
+        transfers.upload(&narrow, 0..n, |range, to| {
+            assert_eq!(range.start, covered);
+            covered = range.end;
+            let some: Vec<bf16> = values[range].iter().map(|&x| bf16::from_f32(x)).collect();
+            to.copy_from_slice(bytemuck::cast_slice(&some));
+        });
+        // A kernel that follows reads the new values.
+        let rounded: Vec<f32> = values.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_eq!((covered, before, gpu.cast(&narrow, Dtype::F32).to_vec()), (n, n as f64, rounded));
+    }
+    // More than one buffer of a GPU, and a part of an array.
+    let n = if std::env::var_os("OMNIGRPO_TEST_CARD").is_some() { (8 << 20) + 77 } else { 8077 };
+    let array = gpu.zeros(n, Dtype::F32);
+    let value = |i: usize| (i % 1_000_003) as f32;
+    transfers.upload(&array, 5..n - 9, |range, to| {
+        let some: Vec<f32> = range.map(value).collect();
+        to.copy_from_slice(bytemuck::cast_slice(&some));
+    });
+    let got = transfers.download(Arc::new(array), Vec::new()).wait().unwrap();
+    let want = |i| if (5..n - 9).contains(&i) { value(i) } else { 0.0 };
+    assert!(got.len() == n && got.iter().enumerate().all(|(i, &x)| x == want(i)));
+    gpu.check().unwrap();
+    // A result that nobody waits for.
+    drop(transfers.download(Arc::new(gpu.upload(&noise(3000, 1))), Vec::new()));
+}
+
+/// After a failure, values arrive as NaN, and an upload still calls the function that makes the values.
+#[test]
+fn transfers_after_a_failure() {
+    if std::env::var_os("OMNIGRPO_TEST_CARD").is_some() {
+        return;
+    }
+    let gpu = Gpu::emulated_with(0, 1 << 12);
+    let transfers = Transfers::new(&gpu);
+    let array = Arc::new(gpu.upload(&[1.0; 10]));
+    drop(gpu.zeros(1 << 12, Dtype::F32));
+    assert!(transfers.download(Arc::clone(&array), Vec::new()).wait().unwrap().iter().all(|x| x.is_nan()));
+    let mut made = 0;
+    transfers.upload(&array, 0..10, |range, _| made += range.len());
+    assert_eq!(made, 10);
+    assert!(matches!(gpu.check(), Err(omnigrpo_gpu::Error::Memory { .. })));
 }
 
 /// Norms of rows shorter and longer than a block of threads handles at a time, f32 and bf16.

@@ -310,6 +310,13 @@ fn row_cases(all: &mut Vec<Case>) {
             AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
         move || optim::adamw(&g, &by, &mut w, &mut m, &mut v)
     }));
+    all.push(case("adamw of bf16 weights 8Mi", Amount::Bytes((30 * n) as f64), move || {
+        let [mut master, mut m, g] = [1, 2, 3].map(|seed| noise(n, seed));
+        let (mut v, mut w) = (vec![1e-3; n], vec![bf16::ZERO; n]);
+        let by =
+            AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
+        move || optim::adamw_bf16(&g, &by, &mut w, Some(&mut master), &mut m, &mut v)
+    }));
     all.push(case("gradient norm 8Mi", Amount::Bytes((4 * n) as f64), move || {
         let g = noise(n, 3);
         move || {

@@ -49,8 +49,8 @@ pub const FLAGS: &[Flag] = &[
         .help("Largest norm of the gradient, which is clipped to it; 0 is off."),
     row("offload_optimizer", Bool, at!(optimizer.offload), STEPS)
         .help(
-            "Keep the optimizer state of weights on a GPU in main memory and copy it for each step: of 16 bytes \
-             per trained bfloat16 weight the GPU holds 6. Results are the same to the bit.",
+            "Keep the optimizer state of weights on a GPU in main memory, where the CPU applies the updates: of 16 bytes per \
+             trained bfloat16 weight the GPU holds at most 6. Results are equal except for the last bit of a few masters.",
         )
         .idle(|s, _| (s.model.device == DeviceChoice::Cpu).then_some("`device` is cpu"))
         .free(LOOP),

@@ -1,0 +1,419 @@
+//! Copies between a GPU and main memory, beside the other work of the GPU.
+//!
+//! The copies run on a second queue. They pass through a few pinned buffers, so that the GPU fills or empties one buffer while the
+//! host works with another one. Events order the two queues, so no call waits for the GPU unless it needs a buffer or a result.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use crate::device::{Array, Driver, Gpu};
+
+/// Number of pinned buffers for each direction.
+const BUFFERS: usize = 2;
+/// Bytes of arrays that wait for their copy to main memory. A further download first waits until fewer remain.
+const WAITING: usize = 128 << 20;
+
+/// Bytes that one thread copies in main memory. A copy of more bytes is divided among up to [`COPIERS`] threads, because one thread
+/// is slower than the link to a GPU.
+const BYTES_OF_THREAD: usize = 1 << 20;
+const COPIERS: usize = 4;
+
+/// Copies bytes in main memory, with several threads if there are many.
+///
+/// # Panics
+/// Panics if the lengths differ.
+pub fn copy_bytes(to: &mut [u8], from: &[u8]) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(COPIERS);
+    let each = to.len().div_ceil(threads).max(BYTES_OF_THREAD);
+    if to.len() <= each {
+        return to.copy_from_slice(from);
+    }
+    assert_eq!(to.len(), from.len());
+    std::thread::scope(|scope| {
+        for (to, from) in to.chunks_mut(each).zip(from.chunks(each)) {
+            scope.spawn(|| to.copy_from_slice(from));
+        }
+    });
+}
+
+/// Order of work on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Queue {
+    /// Kernels, products and copies of pageable memory.
+    Main,
+    /// Copies of pinned memory.
+    Copies,
+}
+
+/// Main memory from which a device copies without the help of the CPU.
+struct Pinned {
+    gpu: Gpu,
+    at: *mut u8,
+    len: usize,
+    /// Completion of the last copy from or to this memory.
+    copied: Option<Mark>,
+}
+
+// SAFETY: the memory belongs to this value alone, apart from a copy of the device, for which `wait` waits.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    /// Allocates a buffer. Returns `None` if the device has failed or main memory is exhausted.
+    fn new(gpu: &Gpu) -> Option<Self> {
+        let len = gpu.piece_bytes();
+        let at = if gpu.failed() { None } else { gpu.note(gpu.pin(len)) }?;
+        Some(Self { gpu: gpu.clone(), at, len, copied: None })
+    }
+
+    /// Waits for the last copy, and returns the first `len` bytes.
+    fn bytes(&mut self, len: usize) -> &mut [u8] {
+        if let Some(mark) = self.copied.take() {
+            mark.wait();
+        }
+        // SAFETY: the allocation has at least as many bytes. No copy is in progress.
+        unsafe { std::slice::from_raw_parts_mut(self.at, len.min(self.len)) }
+    }
+
+    /// Starts a copy of device memory to the first `len` bytes.
+    fn start_read(&mut self, from: u64, len: usize) {
+        let to = self.bytes(len);
+        let (to, len) = (to.as_mut_ptr(), to.len());
+        self.gpu.start_read(from, to, len);
+        self.copied = self.gpu.mark(Queue::Copies);
+    }
+
+    /// Starts a copy of the first `len` bytes to device memory.
+    fn start_write(&mut self, to: u64, len: usize) {
+        let from = self.bytes(len);
+        let (from, len) = (from.as_ptr(), from.len());
+        self.gpu.start_write(to, from, len);
+        self.copied = self.gpu.mark(Queue::Copies);
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.bytes(0);
+        let _ = self.gpu.note(self.gpu.unpin(self.at));
+    }
+}
+
+/// A point in the order of a queue.
+struct Mark {
+    gpu: Gpu,
+    event: u64,
+}
+
+impl Mark {
+    /// Waits until the device has reached this point.
+    fn wait(&self) {
+        let _ = self.gpu.note(match self.gpu.driver() {
+            Driver::Cuda(cuda) => cuda.wait_for(self.event),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => Ok(()),
+        });
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        let _ = self.gpu.note(match self.gpu.driver() {
+            Driver::Cuda(cuda) => cuda.forget_mark(self.event),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => Ok(()),
+        });
+    }
+}
+
+impl Gpu {
+    /// Returns the size of a pinned buffer. On the emulator, it is so small that arrays of tests have several pieces.
+    fn piece_bytes(&self) -> usize {
+        match self.driver() {
+            Driver::Cuda(_) => 16 << 20,
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => 4 << 10,
+        }
+    }
+
+    fn pin(&self, bytes: usize) -> crate::Result<*mut u8> {
+        let _entered = self.enter();
+        match self.driver() {
+            Driver::Cuda(cuda) => cuda.pin(bytes),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => Ok(Box::into_raw(vec![0u8; bytes].into_boxed_slice()).cast()),
+        }
+    }
+
+    fn unpin(&self, at: *mut u8) -> crate::Result<()> {
+        let _entered = self.enter();
+        match self.driver() {
+            Driver::Cuda(cuda) => cuda.unpin(at),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => {
+                // SAFETY: `pin` made this buffer of the same length.
+                drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(at, self.piece_bytes())) });
+                Ok(())
+            }
+        }
+    }
+
+    /// Marks the end of the work that is queued now.
+    fn mark(&self, queue: Queue) -> Option<Mark> {
+        if self.failed() {
+            return None;
+        }
+        let _entered = self.enter();
+        let event = self.note(match self.driver() {
+            Driver::Cuda(cuda) => cuda.mark(queue),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => Ok(0),
+        })?;
+        Some(Mark { gpu: self.clone(), event })
+    }
+
+    /// Makes further work of a queue wait for a mark.
+    fn follow(&self, queue: Queue, mark: Option<&Mark>) {
+        let Some(mark) = mark.filter(|_| !self.failed()) else { return };
+        let _entered = self.enter();
+        self.note(match self.driver() {
+            Driver::Cuda(cuda) => cuda.follow(queue, mark.event),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => Ok(()),
+        });
+    }
+
+    fn start_read(&self, from: u64, to: *mut u8, bytes: usize) {
+        if self.failed() {
+            return;
+        }
+        let _entered = self.enter();
+        self.note(match self.driver() {
+            Driver::Cuda(cuda) => cuda.start_read(from, to, bytes),
+            #[cfg(feature = "emulator")]
+            // SAFETY: the buffer has as many bytes, and no other reference to it exists.
+            Driver::Emulated(emulated) => {
+                emulated.read(from, unsafe { std::slice::from_raw_parts_mut(to, bytes) })
+            }
+        });
+    }
+
+    fn start_write(&self, to: u64, from: *const u8, bytes: usize) {
+        if self.failed() {
+            return;
+        }
+        let _entered = self.enter();
+        self.note(match self.driver() {
+            Driver::Cuda(cuda) => cuda.start_write(to, from, bytes),
+            #[cfg(feature = "emulator")]
+            // SAFETY: the buffer has as many bytes, and nothing writes to it now.
+            Driver::Emulated(emulated) => {
+                emulated.write(to, unsafe { std::slice::from_raw_parts(from, bytes) })
+            }
+        });
+    }
+}
+
+/// A download that was ordered.
+struct Order {
+    array: Arc<Array>,
+    /// End of the work that computes the array.
+    ready: Option<Mark>,
+    to: Vec<f32>,
+    done: Sender<Vec<f32>>,
+}
+
+/// A piece that is being copied to a pinned buffer.
+struct Piece {
+    buffer: Option<Pinned>,
+    bytes: Range<usize>,
+    is_last: bool,
+}
+
+/// Bytes that wait for their copy.
+type Waiting = Arc<(Mutex<usize>, Condvar)>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The thread that moves downloaded pieces from pinned buffers to their destination.
+struct Worker {
+    gpu: Gpu,
+    free: Vec<Pinned>,
+    flying: VecDeque<Piece>,
+    /// Orders with pieces that are not complete, in the order of the pieces.
+    orders: VecDeque<Order>,
+    waiting: Waiting,
+}
+
+impl Worker {
+    fn run(mut self, orders: &Receiver<Order>) {
+        loop {
+            let next = match self.flying.is_empty() {
+                true => orders.recv().map_err(|RecvError| TryRecvError::Disconnected),
+                false => orders.try_recv(),
+            };
+            match next {
+                Ok(order) => self.start(order),
+                Err(TryRecvError::Empty) => self.land(),
+                Err(TryRecvError::Disconnected) => break,
+            }
+        }
+        while !self.flying.is_empty() {
+            self.land();
+        }
+    }
+
+    fn start(&mut self, mut order: Order) {
+        self.gpu.follow(Queue::Copies, order.ready.as_ref());
+        let (at, bytes) = (order.array.place(0), order.array.num_bytes());
+        order.to.resize(bytes / 4, 0.0);
+        self.orders.push_back(order);
+        let step = self.gpu.piece_bytes();
+        // An array without elements has one piece without bytes.
+        for first in (0..bytes.max(1)).step_by(step) {
+            while self.free.is_empty() && self.flying.len() >= BUFFERS {
+                self.land();
+            }
+            let range = first..(first + step).min(bytes);
+            let mut buffer = self.free.pop().or_else(|| Pinned::new(&self.gpu));
+            if let Some(buffer) = buffer.as_mut().filter(|_| !range.is_empty()) {
+                buffer.start_read(at + first as u64, range.len());
+            }
+            let is_last = range.end == bytes;
+            self.flying.push_back(Piece { buffer, bytes: range, is_last });
+        }
+    }
+
+    /// Waits for the oldest piece and moves it to its destination. After a failure, the values are NaN.
+    fn land(&mut self) {
+        let Some(Piece { mut buffer, bytes, is_last }) = self.flying.pop_front() else { return };
+        if let Some(order) = self.orders.front_mut() {
+            let to = &mut bytemuck::cast_slice_mut::<_, u8>(&mut order.to)[bytes.clone()];
+            if let Some(buffer) = &mut buffer {
+                copy_bytes(to, buffer.bytes(bytes.len()));
+            }
+            if self.gpu.failed() {
+                to.fill(0xff);
+            }
+        }
+        self.free.extend(buffer);
+        if is_last && let Some(Order { array, to, done, .. }) = self.orders.pop_front() {
+            let bytes = array.num_bytes();
+            drop(array);
+            *lock(&self.waiting.0) -= bytes;
+            self.waiting.1.notify_all();
+            // Nobody waits for a gradient that was discarded.
+            let _ = done.send(to);
+        }
+    }
+}
+
+/// Copies between a GPU and main memory that run beside the other work of the GPU.
+pub struct Transfers {
+    gpu: Gpu,
+    orders: Option<Sender<Order>>,
+    worker: Option<JoinHandle<()>>,
+    waiting: Waiting,
+    uploads: Mutex<VecDeque<Pinned>>,
+}
+
+/// Values on their way to main memory.
+#[derive(Debug)]
+pub struct Arriving(Receiver<Vec<f32>>);
+
+impl Arriving {
+    /// Waits for the values. They are NaN if the device has failed. Returns `None` if the copying thread has ended.
+    #[must_use]
+    pub fn wait(self) -> Option<Vec<f32>> {
+        self.0.recv().ok()
+    }
+}
+
+impl Transfers {
+    /// Bytes of device memory that arrays can occupy while they wait for their download, if no array is larger.
+    pub const WAITING: usize = WAITING;
+    /// Bytes of pinned main memory for both directions.
+    pub const PINNED: usize = 2 * BUFFERS * (16 << 20);
+
+    /// Prepares copies. Buffers are allocated at the first use.
+    #[must_use]
+    pub fn new(gpu: &Gpu) -> Self {
+        let waiting = Waiting::default();
+        let (orders, received) = channel();
+        let worker = Worker {
+            gpu: gpu.clone(),
+            free: Vec::new(),
+            flying: VecDeque::new(),
+            orders: VecDeque::new(),
+            waiting: Arc::clone(&waiting),
+        };
+        let thread = std::thread::Builder::new().name("downloads".into());
+        let worker = thread.spawn(move || worker.run(&received)).ok();
+        Self { gpu: gpu.clone(), orders: Some(orders), worker, waiting, uploads: Mutex::default() }
+    }
+
+    /// Starts to copy an f32 array to main memory, after all work that is already queued. The array is dropped when its values
+    /// have arrived. `to` is memory for the values; its content does not matter. Waits first if too many bytes are waiting.
+    #[must_use]
+    pub fn download(&self, array: Arc<Array>, to: Vec<f32>) -> Arriving {
+        let (done, arriving) = channel();
+        let ready = self.gpu.mark(Queue::Main);
+        {
+            let (waiting, fewer) = &*self.waiting;
+            let mut bytes = fewer
+                .wait_while(lock(waiting), |bytes| *bytes > WAITING && self.worker.is_some())
+                .unwrap_or_else(PoisonError::into_inner);
+            *bytes += array.num_bytes();
+        }
+        if let Some(orders) = &self.orders {
+            // Without a thread, `Arriving::wait` returns `None`.
+            let _ = orders.send(Order { array, ready, to, done });
+        }
+        Arriving(arriving)
+    }
+
+    /// Replaces elements of an array, after all work that is already queued and before all work that follows. `make` writes the
+    /// bytes of some of them. It is called for consecutive ranges, while the previous one is copied.
+    pub fn upload(&self, array: &Array, elements: Range<usize>, mut make: impl FnMut(Range<usize>, &mut [u8])) {
+        let (gpu, size) = (&self.gpu, array.dtype().size());
+        gpu.follow(Queue::Copies, gpu.mark(Queue::Main).as_ref());
+        let mut buffers = lock(&self.uploads);
+        let step = gpu.piece_bytes() / size;
+        let end = elements.end.min(array.len());
+        for first in (elements.start..end).step_by(step) {
+            let range = first..(first + step).min(end);
+            let bytes = range.len() * size;
+            let buffer = if buffers.len() < BUFFERS { Pinned::new(gpu) } else { buffers.pop_front() };
+            match buffer {
+                Some(mut buffer) => {
+                    make(range, buffer.bytes(bytes));
+                    buffer.start_write(array.place(first), bytes);
+                    buffers.push_back(buffer);
+                }
+                // The device has failed, and its next check reports that.
+                None => make(range, &mut vec![0; bytes]),
+            }
+        }
+        gpu.follow(Queue::Main, gpu.mark(Queue::Copies).as_ref());
+    }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        self.orders = None;
+        if let Some(worker) = self.worker.take() {
+            // The thread does not panic. If it did, its arrays would not arrive, which their receivers see.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Transfers {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "Transfers of {}", self.gpu.name())
+    }
+}
