@@ -317,10 +317,14 @@ impl Gpu {
     }
 
     /// Copies a matrix `[rows, cols]` between arrays whose rows are this far apart.
-    fn copy_matrix(&self, (to, to_stride): (Arg, usize), (from, stride): (Arg, usize), [rows, cols]: [usize; 2]) {
+    fn copy_matrix(
+        &self,
+        (to, to_stride): (Arg, usize),
+        (from, stride): (Arg, usize),
+        [rows, cols]: [usize; 2],
+    ) {
         let [long_rows, to_stride, stride] = [rows, to_stride, stride].map(|n| Arg::Long(n as i64));
-        let args =
-            [to, from, Arg::NULL, Arg::NULL, long_rows, Arg::Int(cols as i32), to_stride, stride];
+        let args = [to, from, Arg::NULL, Arg::NULL, long_rows, Arg::Int(cols as i32), to_stride, stride];
         self.each("elementwise/copy_rows", rows * cols.div_ceil(4), &args);
     }
 

@@ -34,7 +34,7 @@ impl Gpu {
         grad: &Array,
         step: &Step,
     ) {
-        // As in `omnigrpo_kernels::optim`, the corrections are computed in f64.
+        // Corrections are computed in f64, in the order of `omnigrpo_kernels::optim`.
         let power = i32::try_from(step.count).unwrap_or(i32::MAX);
         let correction = |beta: f32| 1.0 - f64::from(beta).powi(power);
         let Step { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, .. } = *step;

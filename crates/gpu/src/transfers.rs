@@ -193,8 +193,8 @@ impl Gpu {
         self.note(match self.driver() {
             Driver::Cuda(cuda) => cuda.start_read(from, to, bytes),
             #[cfg(feature = "emulator")]
-            // SAFETY: the buffer has as many bytes, and no other reference to it exists.
             Driver::Emulated(emulated) => {
+                // SAFETY: the buffer has as many bytes, and no other reference to it exists.
                 emulated.read(from, unsafe { std::slice::from_raw_parts_mut(to, bytes) })
             }
         });
@@ -208,8 +208,8 @@ impl Gpu {
         self.note(match self.driver() {
             Driver::Cuda(cuda) => cuda.start_write(to, from, bytes),
             #[cfg(feature = "emulator")]
-            // SAFETY: the buffer has as many bytes, and nothing writes to it now.
             Driver::Emulated(emulated) => {
+                // SAFETY: the buffer has as many bytes, and nothing writes to it now.
                 emulated.write(to, unsafe { std::slice::from_raw_parts(from, bytes) })
             }
         });
@@ -378,7 +378,12 @@ impl Transfers {
 
     /// Replaces elements of an array, after all work that is already queued and before all work that follows. `make` writes the
     /// bytes of some of them. It is called for consecutive ranges, while the previous one is copied.
-    pub fn upload(&self, array: &Array, elements: Range<usize>, mut make: impl FnMut(Range<usize>, &mut [u8])) {
+    pub fn upload(
+        &self,
+        array: &Array,
+        elements: Range<usize>,
+        mut make: impl FnMut(Range<usize>, &mut [u8]),
+    ) {
         let (gpu, size) = (&self.gpu, array.dtype().size());
         gpu.follow(Queue::Copies, gpu.mark(Queue::Main).as_ref());
         let mut buffers = lock(&self.uploads);

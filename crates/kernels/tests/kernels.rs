@@ -856,12 +856,16 @@ fn adamw_of_bf16_weights_is_adamw_that_is_rounded() {
             optim::adamw(&g, &by, &mut master2, &mut m2, &mut v2);
             optim::adamw_bf16(&g, &by, &mut weight, Some(&mut master), &mut m, &mut v);
             // Without a master, the weight itself is the value.
-            let (mut narrow, mut wide) = (weight.clone(), weight.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+            let (mut narrow, mut wide) =
+                (weight.clone(), weight.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
             let ([mut a, mut b], [mut c, mut d]) = ([m.clone(), v.clone()], [m.clone(), v.clone()]);
             optim::adamw_bf16(&g, &by, &mut narrow, None, &mut a, &mut b);
             optim::adamw(&g, &by, &mut wide, &mut c, &mut d);
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            assert_eq!([&master, &m, &v, &a, &b].map(|x| bits(x)), [&master2, &m2, &v2, &c, &d].map(|x| bits(x)));
+            assert_eq!(
+                [&master, &m, &v, &a, &b].map(|x| bits(x)),
+                [&master2, &m2, &v2, &c, &d].map(|x| bits(x))
+            );
             let rounded = |x: &[f32]| x.iter().map(|&x| bf16::from_f32(x).to_bits()).collect::<Vec<_>>();
             let got = [&weight, &narrow].map(|x| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
             assert_eq!(got, [rounded(&master), rounded(&wide)]);

@@ -810,7 +810,7 @@ impl Drop for GradGuard<'_> {
     fn drop(&mut self) {
         let is_last = self.param.travel().is_last;
         if is_last {
-            self.param.send(&mut *self.grad, None);
+            self.param.send(&mut self.grad, None);
         }
     }
 }

@@ -1122,7 +1122,8 @@ fn the_optimizer_updates_a_range() {
         offload: true,
     };
     let card = card();
-    let run = |parts: &[Range<usize>], device: Device| {
+    let run = |cuts: &[usize], device: Device| {
+        let parts: Vec<Range<usize>> = cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
         let param = bf16_param("w", &[1, n], 1);
         let on_device = || embed(device, &param, &vec![0].into()).unwrap().to_vec();
         let mut moments: Vec<Moments> = parts.iter().map(|_| Moments::default()).collect();
@@ -1138,10 +1139,10 @@ fn the_optimizer_updates_a_range() {
         let masters = moments.iter().map(|moments| moments.master(&param).into_owned()).collect::<Vec<_>>();
         (on_device(), masters.concat())
     };
-    let whole = run(&[0..n], Device::Cpu);
-    assert_eq!(run(&[0..n], card), whole);
-    assert_eq!(run(&[0..1, 1..2100, 2100..n], card), whole);
-    assert_eq!(run(&[0..2100, 2100..n], Device::Cpu), whole);
+    let whole = run(&[0, n], Device::Cpu);
+    assert_eq!(run(&[0, n], card), whole);
+    assert_eq!(run(&[0, 1, 2100, n], card), whole);
+    assert_eq!(run(&[0, 2100, n], Device::Cpu), whole);
     let told = param("w", &[3], 1).adamw_range(1..4, &[0.0; 3], &mut Moments::default(), &step).unwrap_err();
     assert!(told.to_string().contains("3 gradients for elements 1..4 of 3"), "{told}");
 }

@@ -542,6 +542,30 @@ fn a_step_to_a_tie_rounds_to_even() {
     assert_eq!(gpu.join_master(&weight, &rest), [261f32.next_down(), 267.0]);
 }
 
+/// The product of an f32 weight, such as that of an adapter, is added to columns of bf16 rows and rounded once. cuBLASLt has no
+/// such product.
+#[test]
+fn an_f32_product_is_added_to_bf16_rows() {
+    let gpu = gpu(1);
+    let (t, k, n, width) = (3, 6, 5, 9);
+    let (x, w) = (noise(t * k, 1), noise(n * k, 2));
+    let y0: Vec<bf16> = noise(t * width, 3).into_iter().map(bf16::from_f32).collect();
+    let mut y = gpu.upload_bf16(&y0);
+    let weight = gpu.upload(&w);
+    gpu.linear(&mut y, [2, width], &gpu.upload(&x), Weight::Dense(&weight), [0, n, k], Onto::Output);
+    let want = |i: usize| {
+        let (row, col) = (i / width, i % width);
+        let terms = (0..k).filter(|_| (2..2 + n).contains(&col));
+        let product: f64 = terms.map(|j| f64::from(x[row * k + j]) * f64::from(w[(col - 2) * k + j])).sum();
+        bf16::from_f64(f64::from(y0[i]) + product).to_f32()
+    };
+    let got = y.to_vec();
+    gpu.check().unwrap();
+    // A sum in f32 may be on the other side of a tie.
+    assert!(got.iter().enumerate().all(|(i, &x)| (x - want(i)).abs() <= want(i).abs() / 128.0));
+    assert!(got.iter().enumerate().filter(|(i, x)| **x == want(*i)).count() > t * width - 2);
+}
+
 /// Arrays of several sizes travel to main memory and back beside other work. A pinned buffer of the emulator has 4 KiB.
 #[test]
 fn transfers() {
