@@ -4,8 +4,9 @@
 Checked, as `cargo deny check licenses sources` would: every package comes from crates.io or is part of this workspace, and
 its SPDX expression is satisfied by the allowed licences. Not checked: known faults (advisories), whose list is on the network.
 
-    check_dependencies.py                    check
-    check_dependencies.py --licences FILE    write the texts of the dependencies' licences to FILE, for an archive
+    check_dependencies.py                              check
+    check_dependencies.py --licences FILE [PACKAGE]    write the texts of the licences of a package's dependencies to FILE; the
+                                                       package is omnigrpo by default
 """
 
 import json
@@ -60,10 +61,10 @@ def metadata():
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def linked(graph):
-    """Ids of the foreign packages that the program is linked with: without tests and build scripts."""
+def linked(graph, name):
+    """Ids of the foreign packages that a package is linked with: without tests and build scripts."""
     nodes = {node["id"]: node for node in graph["resolve"]["nodes"]}
-    program = next(package["id"] for package in graph["packages"] if package["name"] == "omnigrpo")
+    program = next(package["id"] for package in graph["packages"] if package["name"] == name)
     found, todo = set(), [program]
     while todo:
         node = todo.pop()
@@ -73,10 +74,10 @@ def linked(graph):
     return found
 
 
-def write_licences(file):
-    """Writes one text with the licences of all packages that the program is linked with."""
+def write_licences(file, name="omnigrpo"):
+    """Writes one text with the licences of all packages that a package is linked with."""
     graph = metadata()
-    ids, parts, missing = linked(graph), [], []
+    ids, parts, missing = linked(graph, name), [], []
     for package in graph["packages"]:
         if package["id"] not in ids or package["source"] is None:
             continue
@@ -93,7 +94,7 @@ def write_licences(file):
 
 def main():
     if sys.argv[1:2] == ["--licences"]:
-        write_licences(sys.argv[2])
+        write_licences(*sys.argv[2:])
         return
     rules = tomllib.loads((ROOT / "deny.toml").read_text())
     allowed = set(rules["licenses"]["allow"])

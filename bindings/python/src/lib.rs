@@ -5,8 +5,10 @@
 //! the caller waits for it without the GIL. Settings, rows and numbers cross as JSON, so nothing is converted twice.
 
 use std::any::Any;
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -19,7 +21,8 @@ use omnigrpo::{
     Activity, Completion, Console, Evaluation, Logged, Observer, Reward, RewardError, RewardInput, demo,
     rows_as_json,
 };
-use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PyValueError};
+use omnigrpo_guard::MachineFailure;
+use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PySystemExit, PyValueError};
 use pyo3::prelude::*;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -41,8 +44,21 @@ fn raised(problem: &Problem) -> PyErr {
     if problem.is_usage() { PyValueError::new_err(text) } else { OmnigrpoError::new_err(text) }
 }
 
-fn failed(error: impl std::error::Error + 'static) -> PyErr {
-    raised(&Problem::from_error(&error))
+/// Does work of the library without the GIL. A panic becomes an error, as on the thread of a command.
+fn free<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Problem> + Send) -> PyResult<T> {
+    let done = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
+    done.unwrap_or_else(|panic| Err(of_panic(&*panic))).map_err(|problem| raised(&problem))
+}
+
+/// Converts the value of a panic.
+fn of_panic(panic: &(dyn Any + Send)) -> Problem {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    Problem::failure(format!("omnigrpo has a fault: {}", text.unwrap_or_else(|| "a panic".to_owned())))
+}
+
+fn failed(error: &(impl std::error::Error + 'static)) -> Problem {
+    Problem::from_error(error)
 }
 
 fn parsed(text: &str) -> PyResult<Value> {
@@ -55,13 +71,15 @@ fn verb(name: &str) -> PyResult<Verb> {
 }
 
 /// Resolves settings of which some may be missing.
-fn checked(verb: Verb, settings: &str) -> PyResult<Resolved> {
-    embed::checked(verb, parsed(settings)?).map_err(|problem| raised(&problem))
+fn checked(py: Python<'_>, verb: Verb, settings: &str) -> PyResult<Resolved> {
+    let settings = parsed(settings)?;
+    free(py, || embed::checked(verb, settings))
 }
 
 /// Resolves settings of which none is missing.
-fn resolved(verb: Verb, settings: &str) -> PyResult<Resolved> {
-    embed::given(verb, parsed(settings)?).map_err(|problem| raised(&problem))
+fn resolved(py: Python<'_>, verb: Verb, settings: &str) -> PyResult<Resolved> {
+    let settings = parsed(settings)?;
+    free(py, || embed::given(verb, settings))
 }
 
 /// A call of Python: its kind, a name, and JSON. With `reply`, its answer.
@@ -132,7 +150,11 @@ impl Reward for Function {
         let error = |what: String| self.error(batch.len(), what);
         let rows = rows_as_json(batch, self.system.as_deref()).map_err(|e| error(e.to_string()))?;
         let answer = self.line.ask("score", &self.name, rows);
-        let answer = answer.ok_or_else(|| error("it raised an exception, or the run was left".to_owned()))?;
+        // The run undoes the step and ends with a checkpoint, as after a failure of the machine.
+        let answer = answer.ok_or_else(|| RewardError::Failed {
+            reward: self.name.clone(),
+            source: Box::new(MachineFailure(io::Error::other("the function of Python raised an exception"))),
+        })?;
         let scores: Scores = serde_json::from_str(&answer).map_err(|e| error(e.to_string()))?;
         let lengths = scores.columns.values().map(Vec::len).chain([scores.rewards.len()]);
         if let Some(wrong) = lengths.into_iter().find(|length| *length != batch.len()) {
@@ -202,7 +224,8 @@ impl Write for Lines {
 
 /// Runs a command on a thread of its own, and answers its calls on this one until it has ended.
 ///
-/// The first exception, Ctrl-C included, asks a run to stop after its step with a checkpoint, and is raised when the run has ended.
+/// The first exception, Ctrl-C included, asks a run to stop with a checkpoint, and is raised when the run has ended. The run ends
+/// after its step, or before it if a reward has raised.
 /// A second Ctrl-C is raised at once.
 fn attended<T: Send + 'static>(
     py: Python<'_>,
@@ -235,15 +258,8 @@ fn attended<T: Send + 'static>(
     let done = py.detach(|| worker.join());
     match (exception, done) {
         (Some(exception), _) => Err(exception),
-        (None, Ok(done)) => done.map_err(|problem| raised(&problem)),
-        (None, Err(panic)) => Err(OmnigrpoError::new_err(format!("omnigrpo has a fault: {}", said(&*panic)))),
+        (None, done) => done.unwrap_or_else(|panic| Err(of_panic(&*panic))).map_err(|problem| raised(&problem)),
     }
-}
-
-/// Returns the text of a panic.
-fn said(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic".to_owned())
 }
 
 fn serve(
@@ -259,7 +275,7 @@ fn serve(
         if error.is_instance_of::<PyKeyboardInterrupt>(py) && first.is_none() {
             // The exception of Ctrl-C is kept; one of the message is not.
             let _ =
-                python.call1(("line", "", "\"stopping after this step; interrupt again to stop at once\""));
+                python.call1(("line", "", "\"stopping with a checkpoint; interrupt again to stop at once\""));
         }
         first.get_or_insert(error);
     };
@@ -300,10 +316,36 @@ fn serve(
     }
 }
 
-/// Runs the program with these arguments, of which the first is its name, and returns its exit code.
+/// Runs the program with these arguments, of which the first is its name, and returns its exit code. `again` is the command that
+/// runs it once more.
 #[pyfunction]
-fn main(py: Python<'_>, arguments: Vec<std::ffi::OsString>) -> u8 {
-    py.detach(|| omnigrpo::cli::run(arguments))
+fn main(py: Python<'_>, arguments: Vec<OsString>, again: Vec<OsString>) -> PyResult<u8> {
+    free(py, || Ok(omnigrpo::cli::run(arguments, &again)))
+}
+
+/// Connects this process with the ranks of its launcher, and returns its number. If the command `again` was run as ranks instead,
+/// raises `SystemExit` with their code.
+#[pyfunction]
+fn connect(py: Python<'_>, command: &str, settings: &str, again: Vec<OsString>) -> PyResult<usize> {
+    let resolved = resolved(py, verb(command)?, settings)?;
+    free(py, || embed::connect(&resolved, &again))?.map_err(PySystemExit::new_err)
+}
+
+/// Leaves the other ranks.
+#[pyfunction]
+fn leave(py: Python<'_>) -> PyResult<()> {
+    free(py, || Ok(embed::leave()))
+}
+
+/// Panics, within a command or without one, so that a test sees what becomes of a panic.
+#[cfg(debug_assertions)]
+#[pyfunction]
+#[allow(clippy::panic)]
+fn fault(py: Python<'_>, call: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    match call {
+        None => free(py, || panic!("planted")),
+        Some(call) => attended(py, call, None, |_| panic!("planted {}", 2)),
+    }
 }
 
 /// Returns the JSON Schema of all settings: names, kinds, defaults, help with units.
@@ -312,19 +354,23 @@ fn schema() -> String {
     omnigrpo::settings::schema().to_string()
 }
 
-/// Checks names and values of settings, each alone.
+/// Writes a medium into a folder, unless it exists, and returns its file name.
 #[pyfunction]
-fn read(command: &str, settings: &str) -> PyResult<()> {
-    embed::read(verb(command)?, parsed(settings)?).map(drop).map_err(|problem| raised(&problem))
+fn keep(py: Python<'_>, folder: PathBuf, content: &[u8]) -> PyResult<String> {
+    free(py, || omnigrpo::store_medium(&folder, content, None).map_err(|error| failed(&error)))
 }
 
-/// Checks settings of a command as far as that works without rows and files, and returns all values and notes.
+/// Checks names and values of settings, each alone.
 #[pyfunction]
-fn check(command: &str, settings: &str) -> PyResult<String> {
-    let resolved = checked(verb(command)?, settings)?;
-    let values: Map<String, Value> =
-        resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect();
-    Ok(json!({ "values": values, "notes": resolved.notes }).to_string())
+fn read(py: Python<'_>, command: &str, settings: &str) -> PyResult<()> {
+    let (verb, settings) = (verb(command)?, parsed(settings)?);
+    free(py, || embed::read(verb, settings).map(drop))
+}
+
+/// Checks settings of a command as far as that works without rows and files, and returns notes about them.
+#[pyfunction]
+fn check(py: Python<'_>, command: &str, settings: &str) -> PyResult<Vec<String>> {
+    Ok(checked(py, verb(command)?, settings)?.notes)
 }
 
 /// Trains (`train` or `sft`), and returns the summary and the model. Rewards `caller:NAME` are asked through
@@ -336,7 +382,7 @@ fn train(
     settings: &str,
     call: &Bound<'_, PyAny>,
 ) -> PyResult<(String, Model)> {
-    let resolved = resolved(verb(command)?, settings)?;
+    let resolved = resolved(py, verb(command)?, settings)?;
     let system = resolved.settings.prompts.render.system.clone();
     let (done, model) = attended(py, call, system, move |caller| embed::train(resolved, caller))?;
     let of = |evaluation: Option<&Evaluation>| evaluation.map(numbers);
@@ -350,7 +396,7 @@ fn train(
 /// Evaluates a model on rows, and returns the metrics and the result of every row.
 #[pyfunction]
 fn evaluate(py: Python<'_>, settings: &str, call: &Bound<'_, PyAny>) -> PyResult<String> {
-    let resolved = resolved(Verb::Eval, settings)?;
+    let resolved = resolved(py, Verb::Eval, settings)?;
     let system = resolved.settings.prompts.render.system.clone();
     let done = attended(py, call, system, move |caller| embed::evaluate(resolved, caller))?;
     Ok(json!({ "metrics": numbers(&done), "rows": done.rows, "skipped": done.skipped.len() }).to_string())
@@ -359,7 +405,7 @@ fn evaluate(py: Python<'_>, settings: &str, call: &Bound<'_, PyAny>) -> PyResult
 /// Predicts the memory and the time of a run (`plan` or `sft`), as `omnigrpo plan --json` does.
 #[pyfunction]
 fn plan(py: Python<'_>, command: &str, settings: &str, call: &Bound<'_, PyAny>) -> PyResult<String> {
-    let resolved = resolved(verb(command)?, settings)?;
+    let resolved = resolved(py, verb(command)?, settings)?;
     Ok(attended(py, call, None, move |caller| embed::plan(resolved, caller))?.to_string())
 }
 
@@ -367,10 +413,10 @@ fn plan(py: Python<'_>, command: &str, settings: &str, call: &Bound<'_, PyAny>) 
 #[pyfunction]
 #[pyo3(signature = (folder, train = 2048, eval = 200, seed = 1))]
 fn write_demo(py: Python<'_>, folder: PathBuf, train: usize, eval: usize, seed: u64) -> PyResult<()> {
-    py.detach(|| {
-        demo::write_model(&folder.join("model")).map_err(failed)?;
-        demo::generate(&folder.join("data"), seed, demo::Sizes { sft: 0, train, eval }).map_err(failed)?;
-        Ok(())
+    free(py, || {
+        demo::write_model(&folder.join("model")).map_err(|error| failed(&error))?;
+        let sizes = demo::Sizes { sft: 0, train, eval };
+        demo::generate(&folder.join("data"), seed, sizes).map(drop).map_err(|error| failed(&error))
     })
 }
 
@@ -382,16 +428,15 @@ struct Model(Loaded);
 impl Model {
     #[new]
     fn load(py: Python<'_>, settings: &str) -> PyResult<Self> {
-        let resolved = checked(Verb::Generate, settings)?;
-        py.detach(|| Loaded::open(resolved)).map(Self).map_err(|problem| raised(&problem))
+        let resolved = checked(py, Verb::Generate, settings)?;
+        free(py, || Loaded::open(resolved)).map(Self)
     }
 
     /// Returns completions: a list per row.
     fn generate(&self, py: Python<'_>, rows: &str, settings: &str, folder: PathBuf) -> PyResult<String> {
         let Value::Array(rows) = parsed(rows)? else { return Err(PyValueError::new_err("rows are no list")) };
-        let resolved = checked(Verb::Generate, settings)?;
-        let done =
-            py.detach(|| self.0.generate(resolved, rows, &folder)).map_err(|problem| raised(&problem))?;
+        let resolved = checked(py, Verb::Generate, settings)?;
+        let done = free(py, || self.0.generate(resolved, rows, &folder))?;
         let completion = |c: &Completion| json!({ "text": c.text, "completion_ids": c.ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason });
         Ok(done
             .iter()
@@ -409,13 +454,13 @@ impl Model {
         settings: &str,
         folder: PathBuf,
     ) -> PyResult<Vec<Vec<f32>>> {
-        let (row, resolved) = (parsed(row)?, checked(Verb::Score, settings)?);
-        py.detach(|| self.0.score(resolved, row, &completions, &folder)).map_err(|problem| raised(&problem))
+        let (row, resolved) = (parsed(row)?, checked(py, Verb::Score, settings)?);
+        free(py, || self.0.score(resolved, row, &completions, &folder))
     }
 
     /// Writes a checkpoint directory.
     fn save(&self, py: Python<'_>, folder: PathBuf) -> PyResult<()> {
-        py.detach(|| self.0.save(&folder)).map_err(|problem| raised(&problem))
+        free(py, || self.0.save(&folder))
     }
 }
 
@@ -425,6 +470,11 @@ fn _omnigrpo(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("OmnigrpoError", module.py().get_type::<OmnigrpoError>())?;
     module.add_class::<Model>()?;
     module.add_function(wrap_pyfunction!(main, module)?)?;
+    module.add_function(wrap_pyfunction!(connect, module)?)?;
+    module.add_function(wrap_pyfunction!(leave, module)?)?;
+    #[cfg(debug_assertions)]
+    module.add_function(wrap_pyfunction!(fault, module)?)?;
+    module.add_function(wrap_pyfunction!(keep, module)?)?;
     module.add_function(wrap_pyfunction!(schema, module)?)?;
     module.add_function(wrap_pyfunction!(check, module)?)?;
     module.add_function(wrap_pyfunction!(read, module)?)?;

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import omnigrpo
+from omnigrpo import _calls
 
 
 def brief(completions, solution, **kwargs):
@@ -78,13 +80,40 @@ def test_async_rewards_run_also_under_a_running_loop(start):
     assert asyncio.run(notebook()).global_step == 1
 
 
-def test_an_exception_of_a_reward_arrives_unchanged(start):
-    def broken(completions, **kwargs):
-        raise ZeroDivisionError("mine")
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
 
-    with pytest.raises(ZeroDivisionError, match="^mine$") as caught:
-        start(broken).train()
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "broken"
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt("mine")], ids=["mistake", "interrupt"])
+def test_an_exception_of_a_reward_arrives_unchanged_and_the_run_resumes(start, tmp_path, error):
+    asked = []
+
+    def broken(completions, **kwargs):
+        asked.append(len(completions))
+        if len(asked) == 3:
+            raise error
+        return brief(completions, **kwargs)
+
+    start(brief, folder=tmp_path / "whole").train()
+    with pytest.raises(type(error), match="^mine$") as caught:
+        start(broken, folder=tmp_path / "cut").train()
+    assert caught.value is error and traceback.extract_tb(error.__traceback__)[-1].name == "broken"
+    # The first call is the trial before the run, so step 2 has failed.
+    assert asked == [1, 16, 16] and [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
+    kept = (tmp_path / "cut/rollouts/unscored-step-000002.jsonl").read_text().splitlines()
+    assert sum(len(json.loads(row)["completions"]) for row in kept) == 16
+    assert start(broken, folder=tmp_path / "cut").train().global_step == 3
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+
+def test_an_exception_of_a_callback_arrives_unchanged(start, tmp_path):
+    class Broken:
+        def on_log(self, args, state, control, logs, **kwargs):
+            raise LookupError(f"step {state.global_step}")
+
+    with pytest.raises(LookupError, match="^'?step 1'?$"):
+        start(brief, callbacks=[Broken]).train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_a_wrong_answer_of_a_reward_is_an_error_with_its_name(start):
@@ -96,31 +125,98 @@ def short(completions, **kwargs):
     return [1.0, 2.0]
 
 
-def test_ctrl_c_saves_and_the_same_call_resumes_to_the_same_bytes(start, tmp_path):
+@pytest.mark.parametrize("moment", ["rollout", "reward", "backward", "step", "save"])
+def test_ctrl_c_saves_and_the_same_call_resumes_to_the_same_bytes(start, tmp_path, monkeypatch, moment):
+    sent = []
+
+    def interrupt():
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
     class Interrupt:
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGINT)
+            if moment == "step" and not sent:
+                interrupt()
 
-    start(brief, folder=tmp_path / "whole").train()
+        def on_save(self, args, state, control, **kwargs):
+            if moment == "save" and not sent:
+                interrupt()
+
+    def reward(completions, **kwargs):
+        if moment == "reward" and len(completions) > 1 and not sent:
+            interrupt()
+            time.sleep(5)
+        return brief(completions, **kwargs)
+
+    def doing(self, _, state):
+        if state["phase"].startswith(moment) and not sent:
+            interrupt()
+
+    # Steps that last longer than the pause between two looks, so that phases are seen.
+    long = {"max_completion_length": 48, "num_generations": 8, "save_steps": 1}
+    start(brief, folder=tmp_path / "whole", settings=long).train()
+    monkeypatch.setattr(_calls.Calls, "on_doing", doing)
     with pytest.raises(KeyboardInterrupt):
-        start(brief, folder=tmp_path / "cut", callbacks=[Interrupt]).train()
-    assert list((tmp_path / "cut").glob("checkpoint-*"))
-    resumed = start(brief, folder=tmp_path / "cut")
+        start(reward, folder=tmp_path / "cut", callbacks=[Interrupt], settings=long).train()
+    assert sent and list((tmp_path / "cut").glob("checkpoint-*"))
+    resumed = start(brief, folder=tmp_path / "cut", settings=long)
     assert resumed.train().global_step == 3
-    assert [row["step"] for row in resumed.state.log_history][0] > 1
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert weights[0] == weights[1]
+    assert weights(tmp_path / "whole") == weights(tmp_path / "cut")
 
 
-def test_ctrl_c_in_a_reward_raises(start):
-    def patient(completions, **kwargs):
+def test_a_second_ctrl_c_raises_at_once(start, monkeypatch):
+    sent = []
+
+    def interrupt():
+        sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        return [0.0] * len(completions)
 
+    def doing(self, _, state):
+        if not sent:
+            threading.Timer(0.1, interrupt).start()
+            interrupt()
+
+    monkeypatch.setattr(_calls.Calls, "on_doing", doing)
     with pytest.raises(KeyboardInterrupt):
-        start(patient).train()
+        start(brief, settings={"max_completion_length": 200, "num_generations": 128}).train()
+    assert len(sent) == 2 and time.monotonic() - sent[1] < 0.5
+
+
+def test_rewards_of_files_and_of_this_process_get_the_same_arguments(start, tmp_path):
+    code = """
+import json
+def keep(**kwargs):
+    plain = {name: value for name, value in sorted(kwargs.items()) if not callable(value) and name != "trainer_state"}
+    line = json.dumps({**plain, "step": kwargs["trainer_state"].global_step, "logs": sorted(n for n in kwargs if n.startswith("log_"))})
+    with open(FILE, "a") as out:
+        out.write(line + "\\n")
+    return [float(i % 3) for i in range(len(kwargs["completions"]))]
+"""
+    seen = []
+    for name in ("file", "here"):
+        own = code.replace("FILE", repr(str(tmp_path / f"{name}.jsonl")))
+        (tmp_path / "mine.py").write_text(own)
+        space = {}
+        exec(own, space)
+        reward, more = (space["keep"], {}) if name == "here" else (f"{tmp_path}/mine.py:keep", {"reward_python": sys.executable})
+        turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
+        rows = [{"prompt": turns, "solution": "1", "kind": i} for i in range(4)]
+        start(reward, rows, folder=tmp_path / name, settings={"max_steps": 2, **more}).train()
+        seen.append((tmp_path / f"{name}.jsonl").read_bytes())
+    assert seen[0] == seen[1] and len(seen[0].splitlines()) == 3
+
+
+def test_two_trainings_at_a_time_are_each_as_alone(start, tmp_path):
+    def reward(completions, **kwargs):
+        return [-float(len(completion[0]["content"])) for completion in completions]
+
+    def train(name):
+        return start(reward, folder=tmp_path / name, settings={"seed": 7 + (name != "alone" and int(name))}).train().global_step
+
+    train("alone")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(train, "01")) == [3, 3]
+    assert weights(tmp_path / "alone") == weights(tmp_path / "0") != weights(tmp_path / "1")
 
 
 def test_a_callback_stops_the_run(start):
@@ -146,6 +242,20 @@ def test_other_threads_run_meanwhile(start):
     over.set()
     thread.join()
     assert counted[0] > 100_000
+
+
+def test_a_step_leaves_no_thread_and_the_log_has_every_number(start, tmp_path):
+    before = threading.active_count(), len(os.listdir("/proc/self/task"))
+    trainer = start(brief)
+    trainer.train()
+    # The pool of the numbers stays.
+    first = len(os.listdir("/proc/self/task"))
+    start(brief, folder=tmp_path / "again").train()
+    assert threading.active_count() == before[0] and len(os.listdir("/proc/self/task")) <= first
+    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    logged = [{name: value for name, value in row.items() if value is not None} for row in logged if "loss" in row]
+    missing = [set(row) - set(own) for row, own in zip(logged, trainer.state.log_history)]
+    assert missing == [set()] * 3
 
 
 def test_evaluations_arrive(start, demo):

@@ -40,25 +40,123 @@ def test_a_dataset_with_pictures_has_the_same_result_as_files(demo, start, tmp_p
     assert (logs[0]["loss"], logs[0]["completions/mean_length"]) == (logs[1]["loss"], logs[1]["completions/mean_length"])
 
 
-def test_trl_objects_are_taken_unchanged(demo, tmp_path):
-    trl = needs("trl")
-    peft = needs("peft")
-    transformers = needs("transformers")
+def trl_config(trl, folder, **others):
+    settings = {
+        "num_generations": 4, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_completion_length": 12,
+        "max_steps": 2, "learning_rate": 1e-4, "bf16": False, "report_to": "none", "logging_steps": 1, "use_cpu": True,
+        "disable_tqdm": True, "save_strategy": "no",
+    }
+    return trl.GRPOConfig(output_dir=str(folder), **{**settings, **others})
+
+
+def test_trl_objects_are_taken_unchanged(demo, tmp_path, recwarn):
+    trl, peft, transformers = needs("trl"), needs("peft"), needs("transformers")
     from trl.rewards import think_format_reward
 
     logged = []
 
     class Keep(transformers.TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
-            logged.append((state.global_step, logs["reward"]))
+            logged.append((state.global_step, args.num_generations, logs["reward"]))
 
-    args = trl.GRPOConfig(
-        output_dir=str(tmp_path), num_generations=4, per_device_train_batch_size=16, max_completion_length=12, max_steps=2,
-        learning_rate=1e-4, bf16=False, report_to="none", logging_steps=1, use_cpu=True,
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    path = str(demo / "model")
+    callbacks = [Keep(), Stop, transformers.PrinterCallback(), transformers.ProgressCallback()]
+    lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    trainer = omnigrpo.GRPOTrainer(
+        path, ["accuracy", think_format_reward], trl_config(trl, tmp_path, max_steps=9), demo / "data/train.jsonl", callbacks=callbacks,
+        peft_config=lora, processing_class=transformers.AutoTokenizer.from_pretrained(path),
     )
-    lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0)
-    rewards = ["accuracy", think_format_reward]
-    trainer = omnigrpo.GRPOTrainer(str(demo / "model"), rewards, args, demo / "data/train.jsonl", callbacks=[Keep()], peft_config=lora)
-    assert trainer.train().global_step == 2
-    assert [step for step, _ in logged] == [1, 2]
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+    assert trainer.train().global_step == 3
+    assert [entry[:2] for entry in logged] == [(1, 4), (2, 4), (3, 4)]
+    saved = peft.LoraConfig.from_pretrained(tmp_path / "checkpoint-3")
+    assert (saved.r, saved.lora_alpha, set(saved.target_modules)) == (4, 8, {"q_proj", "v_proj"})
+    assert not [warning for warning in recwarn if warning.category is UserWarning and "counterpart" in str(warning.message)]
+
+
+def test_what_cannot_be_taken_is_named(demo, tmp_path):
+    trl, peft, transformers = needs("trl"), needs("peft"), needs("transformers")
+    rows, model = demo / "data/train.jsonl", str(demo / "model")
+    with pytest.warns(UserWarning, match="(?s)no counterpart.*torch_empty_cache_steps"):
+        omnigrpo.GRPOTrainer(model, "accuracy", trl_config(trl, tmp_path, torch_empty_cache_steps=5), rows)
+    with pytest.raises(ValueError, match="use_dora=True"):
+        omnigrpo.GRPOTrainer(model, "accuracy", trl_config(trl, tmp_path), rows, peft_config=peft.LoraConfig(use_dora=True))
+    with pytest.raises(TypeError, match="save_pretrained"):
+        omnigrpo.GRPOTrainer(transformers.AutoModelForImageTextToText.from_pretrained(model), "accuracy", None, rows)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.name_or_path = "other/model"
+    with pytest.raises(ValueError, match="processing_class is that of other/model"):
+        omnigrpo.GRPOTrainer(model, "accuracy", None, rows, processing_class=tokenizer)
+
+
+def pictured(demo, count):
+    """Return rows of the demo as TRL has them, with pictures in a dataset."""
+    datasets, Image = needs("datasets"), pytest.importorskip("PIL.Image")
+    rows = []
+    for number, row in enumerate(_rows(demo)[:count]):
+        question = row["conversations"][0]["value"].replace("<image>", "").strip()
+        picture = Image.open(demo / "data" / row["image"]).convert("RGB")
+        rows.append({"prompt": [{"role": "user", "content": question}], "image": picture, "solution": row["solution"], "number": number})
+    return datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+
+
+def test_the_first_step_beside_trl_is_the_same(demo, tmp_path):
+    """Both trainers get the same rows, settings and reward. omnigrpo replays TRL's completions, so that nothing is drawn twice."""
+    trl, transformers = needs("trl"), needs("transformers")
+    rows, model, asked = pictured(demo, 4), str(demo / "model"), []
+
+    def brief(prompts, completions, completion_ids, number, **kwargs):
+        values = [-float(len(completion[0]["content"])) for completion in completions]
+        asked.extend(zip(number, completion_ids, values))
+        return values
+
+    # TRL fails on a batch with prompts of unequal lengths in this family, so a batch has one prompt.
+    args = trl_config(
+        trl, tmp_path / "trl", max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=1,
+        loss_type="grpo", beta=0.0, weight_decay=0.0, gradient_checkpointing=False, dataloader_pin_memory=False, seed=3,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    peer = trl.GRPOTrainer(model, brief, args, rows, processing_class=processor)
+    peer.train()
+    theirs = peer.state.log_history[0]
+    assert len(asked) == 16 and theirs["grad_norm"] > 0
+
+    lines = []
+    for number, row in enumerate(rows):
+        own = [(ids, value) for at, ids, value in asked if at == number]
+        lines.append({**row, "completions": [{"completion_ids": ids} for ids, _ in own], "rewards": [value for _, value in own]})
+    config = omnigrpo.GRPOConfig.of(args)
+    replayed = omnigrpo.GRPOConfig(tmp_path / "own", **{**config.settings, "replay": "rows"})
+    trainer = omnigrpo.GRPOTrainer(model, brief, replayed, lines, processing_class=processor)
+    trainer.train()
+    ours = trainer.state.log_history[0]
+    for name, bound in (("loss", 1e-5), ("reward", 1e-6), ("reward_std", 1e-4), ("entropy", 1e-4), ("completions/mean_length", 0)):
+        assert ours[name] == pytest.approx(theirs[name], abs=bound), name
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_log_probabilities_are_those_of_transformers(demo):
+    torch, transformers = needs("torch"), needs("transformers")
+    path, (row,) = str(demo / "model"), pictured(demo, 1)
+    processor = transformers.AutoProcessor.from_pretrained(path)
+    peer = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype="float32")
+    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["prompt"][0]["content"]}]}]
+    own = omnigrpo.Model.load(path, dtype="float32")
+    answer = own.generate([{**row, "prompt": turn}], temperature=0, max_completion_length=12)[0][0]
+    text = processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    inputs = processor(text=[text], images=[row["image"]], return_tensors="pt")
+    ids = torch.tensor([answer["completion_ids"]])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, ids.shape[1]))
+    with torch.no_grad():
+        logits = peer(**inputs).logits[0, -ids.shape[1] - 1 : -1]
+    theirs = logits.log_softmax(-1).gather(-1, ids[0][:, None])[:, 0].tolist()
+    assert answer["logprobs"] == pytest.approx(theirs, abs=1e-4) and len(theirs) > 2
+    scored = own.score({**row, "prompt": turn}, [answer["text"]])[0]
+    assert scored[: len(theirs) - 1] == pytest.approx(theirs[:-1], abs=1e-4)

@@ -43,5 +43,5 @@ pub use sample::{
     ThinkMode,
 };
 pub use sampling::{Amount, Sampling};
-pub use store::medium_extension;
+pub use store::{medium_extension, store as store_medium};
 pub use vivqa_x::{Conversion, convert_vivqa_x};

@@ -8,7 +8,10 @@ use crate::error::DataError;
 use crate::output::Output;
 
 /// Writes a medium into `folder`, unless it exists, and returns its file name. `name` is its original name.
-pub(crate) fn store(folder: &Path, bytes: &[u8], name: Option<&str>) -> Result<String, DataError> {
+///
+/// # Errors
+/// Returns an error if the file cannot be written.
+pub fn store(folder: &Path, bytes: &[u8], name: Option<&str>) -> Result<String, DataError> {
     let name = format!("{}.{}", short_hash(bytes), medium_extension(bytes, name));
     let file = folder.join(&name);
     if !file.exists() {

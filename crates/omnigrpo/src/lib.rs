@@ -88,7 +88,7 @@ mod training;
 
 pub use omnigrpo_data::{
     ColumnNames, Curriculum, DataError, Dataset, DatasetSpec, Lessons, MediumOptions, QUESTION_TEMPLATES,
-    QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, ThinkMode,
+    QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, ThinkMode, store_medium,
 };
 pub use omnigrpo_grpo::{
     AdvantageKind, Aggregation, Correction, CorrectionKind, CustomTerm, Dual, Kl, LossPlan, PolicyToken,

@@ -40,13 +40,14 @@ class GRPOTrainer:
     callbacks: list[Any]
     def __init__(
         self,
-        model: Any,
+        model: _Path,
         reward_funcs: _Reward | Sequence[_Reward] = ...,
         args: Any = ...,
         train_dataset: _Rows | None = ...,
         eval_dataset: _Rows | None = ...,
         callbacks: Sequence[Any] | None = ...,
         peft_config: Any = ...,
+        processing_class: Any = ...,
     ) -> None: ...
     def train(self, resume_from_checkpoint: bool | str | None = ...) -> TrainOutput: ...
     @property
@@ -55,12 +56,13 @@ class GRPOTrainer:
 class SFTTrainer(GRPOTrainer):
     def __init__(
         self,
-        model: Any,
+        model: _Path,
         args: Any = ...,
         train_dataset: _Rows | None = ...,
         eval_dataset: _Rows | None = ...,
         callbacks: Sequence[Any] | None = ...,
         peft_config: Any = ...,
+        processing_class: Any = ...,
     ) -> None: ...
 
 class Model:

@@ -2,8 +2,8 @@
 
 import json
 import re
-import sys
 
+from ._progress import Progress
 from ._reward import _asked, _Log  # One reading of TRL's signature, for functions of files and for those of this process.
 from ._rows import dumps
 
@@ -30,7 +30,7 @@ class Calls:
     """Answers the calls of a command, on the thread that started it."""
 
     def __init__(self, rewards, progress=None):
-        self.rewards, self.progress = rewards, progress
+        self.rewards, self.progress = rewards, progress or Progress(off=True)
 
     def __call__(self, kind, name, data):
         answer = getattr(self, f"on_{kind}")(name, json.loads(data))
@@ -47,14 +47,12 @@ class Calls:
     def on_save(self, _, report):
         pass
 
-    def on_evaluation(self, _, report):
-        pass
+    on_evaluation = on_save
 
     def on_line(self, _, line):
         # The rest is in log.txt of the run.
-        if line.startswith("warning") or "http://" in line or "interrupt" in line:
-            print(line, file=sys.stderr)
+        if line.startswith("warning") or any(word in line for word in ("http://", "omnigrpo watch", "interrupt")):
+            self.progress.line(line)
 
     def on_doing(self, _, state):
-        if self.progress is not None:
-            self.progress.show(state)
+        self.progress.show(state)

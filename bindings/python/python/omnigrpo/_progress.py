@@ -1,5 +1,7 @@
-"""One line of progress, in a terminal or in a notebook."""
+"""Progress of a run, in a terminal or in a notebook."""
 
+import html
+import re
 import sys
 import time
 
@@ -15,13 +17,13 @@ def _chart(values, width=30):
 
 
 class Progress:
-    """Shows step, phase, time left and the course of the reward."""
+    """Shows step, phase, time left and the course of the reward, and lines for the user."""
 
-    def __init__(self, off=False):
-        self.rewards, self._text, self._cell, self._last = [], "", None, 0.0
+    def __init__(self, off=False, quiet=False):
+        self.rewards, self._shown, self._cell, self._last = [], False, None, 0.0
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        self._notebook = hasattr(shell, "kernel")
-        self._on = not off and (self._notebook or sys.stderr.isatty())
+        self.notebook, self._quiet = hasattr(shell, "kernel"), quiet
+        self._on = not off and not quiet and (self.notebook or sys.stderr.isatty())
 
     def show(self, state):
         """Show the state of a run, at most five times a second."""
@@ -35,23 +37,32 @@ class Progress:
             parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
         if self.rewards:
             parts.append(f"reward {self.rewards[-1]:.3g} {_chart(self.rewards)}")
-        self._write(" · ".join(parts))
-
-    def _write(self, text):
-        if not self._notebook:
+        text, self._shown = " · ".join(parts), True
+        if not self.notebook:
             print("\r\x1b[K" + text, end="", file=sys.stderr, flush=True)
+        elif self._cell is None:
+            self._cell = self._display({"text/plain": text}, display_id=True)
         else:
-            from IPython.display import display
+            self._cell.update({"text/plain": text}, raw=True)
 
-            shown = {"text/plain": text}
-            if self._cell is None:
-                self._cell = display(shown, raw=True, display_id=True)
-            else:
-                self._cell.update(shown, raw=True)
-        self._text = text
+    def _display(self, content, **how):
+        from IPython.display import display
+
+        return display(content, raw=True, **how)
+
+    def line(self, text):
+        """Show a line of the run. An address becomes a link in a notebook."""
+        if self._quiet:
+            return
+        if self.notebook and "http://" in text:
+            link = re.sub(r"https?://[^\s`]+", lambda url: f'<a href="{url[0]}" target="_blank">{url[0]}</a>', html.escape(text))
+            self._display({"text/plain": text, "text/html": link})
+        else:
+            self.close()
+            print(text, file=sys.stderr)
 
     def close(self):
-        """Leave the last state in place, and end the line."""
-        if self._text and not self._notebook:
+        """Leave the last state in place, and end its line."""
+        if self._shown and not self.notebook:
             print(file=sys.stderr)
-        self._text = ""
+        self._shown = False

@@ -1,13 +1,14 @@
 """Rows of Python as files of rows."""
 
-import hashlib
 import io
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-_MEDIA = {"image": "images", "video": "videos", "audio": "audios"}
-_ENDINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"BM": "bmp", b"OggS": "ogg", b"fLaC": "flac", b"ID3": "mp3"}
+from . import _omnigrpo
+
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 
 
 def dumps(value):
@@ -21,14 +22,6 @@ def dumps(value):
         raise TypeError(f"a row or a setting holds a {type(value).__name__}, expected a value that JSON can express")
 
     return json.dumps(value, default=plain, allow_nan=False)
-
-
-def _ending(content):
-    if content[:4] == b"RIFF":
-        return "wav" if content[8:12] == b"WAVE" else "webp"
-    if content[4:8] == b"ftyp":
-        return "mp4"
-    return next((ending for start, ending in _ENDINGS.items() if content.startswith(start)), "bin")
 
 
 class Folder:
@@ -58,42 +51,21 @@ class Folder:
         return self._keep(out.getvalue())
 
     def _keep(self, content):
-        file = self.folder / f"{hashlib.sha256(content).hexdigest()[:32]}.{_ending(content)}"
-        if not file.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}.part")
-            part.write_bytes(content)
-            part.rename(file)
-        return str(file.resolve())
+        return str(self.folder.resolve() / _omnigrpo.keep(self.folder, content))
 
     def row(self, row):
-        """Return a row with paths of media, for JSON. A text is a question."""
-        row = {"prompt": row} if isinstance(row, str) else dict(row)
-        found = {kind: [] for kind in _MEDIA}
-        if isinstance(row.get("prompt"), list):
-            row["prompt"] = [self._message(message, found) for message in row["prompt"]]
-        for kind, plural in _MEDIA.items():
-            for name in (kind, plural):
-                media = row.pop(name, None)
-                if media is not None:
-                    found[kind] += [self.path(one) for one in (media if isinstance(media, (list, tuple)) else [media])]
-            if found[kind]:
-                row[plural] = found[kind]
-        return row
+        """Return a row for JSON, with paths in the place of media. A text is a question."""
+        return self._plain({"prompt": row} if isinstance(row, str) else row)
 
-    def _message(self, message, found):
-        content = message.get("content")
-        if not isinstance(content, list):
-            return message
-        parts = []
-        for part in content:
-            kind = part.get("type")
-            if kind in found and part.get(kind) is not None:
-                found[kind].append(self.path(part[kind]))
-                part = {"type": kind}
-            # A datasets.Dataset has None for each key that a part lacks.
-            parts.append({name: value for name, value in part.items() if value is not None})
-        return {**message, "content": parts}
+    def _plain(self, value, name=None):
+        if isinstance(value, (list, tuple)):
+            return [self._plain(one, name) for one in value]
+        if name in _MEDIA and value is not None:
+            return self.path(value)
+        if isinstance(value, Mapping):
+            # A datasets.Dataset has None for each key that a part of a message lacks.
+            return {key: self._plain(one, key) for key, one in value.items() if one is not None or name != "content"}
+        return value
 
 
 def file_of(dataset, folder, name):

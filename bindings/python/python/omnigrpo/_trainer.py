@@ -1,8 +1,10 @@
 """TRL's trainers and their configuration."""
 
+import atexit
 import dataclasses
 import json
 import os
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +16,23 @@ from ._model import Model
 from ._progress import Progress
 from ._rows import dumps, file_of
 
+_properties = json.loads(_omnigrpo.schema())["properties"]
 # Settings of TRL that count although they have TRL's default, because omnigrpo's default differs.
 _COUNTED = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "beta", "loss_type", "learning_rate", "max_completion_length")
 # Settings of TRL that are derived from others.
-_DERIVED = ("generation_batch_size", "logging_dir", "accelerator_config", "disable_tqdm")
+_DERIVED = ("output_dir", "generation_batch_size", "logging_dir", "accelerator_config", "disable_tqdm")
+# Settings for the fields of a `peft.LoraConfig`, and fields that say nothing about the adapters.
+_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
+_LORA_IDLE = ("peft_type", "task_type", "inference_mode", "base_model_name_or_path", "peft_version")
+# A process has to leave the other ranks before it ends.
+atexit.register(_omnigrpo.leave)
 
 
 class GRPOConfig:
-    """Settings of a run, by the names of `docs/flags.md`, which are those of TRL. What is not given has its default.
+    """Settings of a run, by name. Most names are those of TRL. What is not given has its default.
 
-    `help(omnigrpo.GRPOConfig.describe)` explains how to look one up. `per_device_train_batch_size` counts prompts, each with
-    `num_generations` completions, unless `batch_unit="completions"`.
+    `per_device_train_batch_size` counts prompts, each with `num_generations` completions, unless `batch_unit="completions"`.
+
     """
 
     _command = "train"
@@ -42,10 +50,9 @@ class GRPOConfig:
     def __getattr__(self, name):
         if name in self.__dict__.get("settings", {}):
             return self.settings[name]
-        known = _properties().get(name)
-        if known is None:
+        if name not in _properties:
             raise AttributeError(name)
-        return known.get("default")
+        return _properties[name].get("default")
 
     def __repr__(self):
         given = "".join(f", {name}={value!r}" for name, value in self.settings.items())
@@ -54,7 +61,7 @@ class GRPOConfig:
     @staticmethod
     def describe(name):
         """Return what a setting does, with its unit, its values and its default."""
-        return _properties()[name]["description"]
+        return _properties[name]["description"]
 
     @classmethod
     def of(cls, args):
@@ -65,17 +72,19 @@ class GRPOConfig:
         """
         if isinstance(args, cls):
             return args
-        taken = {"batch_unit": "completions"} if cls._command == "train" else {}
-        for field in dataclasses.fields(args):
-            value = getattr(args, field.name, None)
-            default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-            counted = field.name in _COUNTED and field.name in _properties()
-            if field.name == "output_dir" or field.name in _DERIVED or value is None or value == default and not counted:
-                continue
-            if hasattr(value, "value"):  # an enum
-                value = value.value
-            taken[field.name] = value if isinstance(value, (bool, int, float, str, list, dict)) else str(value)
-        return cls(args.output_dir, disable_tqdm=bool(getattr(args, "disable_tqdm", False)), **taken)
+        taken = {name: value for name, value in _chosen(args, _COUNTED) if name not in _DERIVED}
+        unit = {"batch_unit": "completions"} if cls._command == "train" else {}
+        return cls(args.output_dir, disable_tqdm=bool(getattr(args, "disable_tqdm", False)), **unit, **taken)
+
+
+def _chosen(config, counted):
+    """Yield names and values of a dataclass's fields that have not their default, or count in any case."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if value is not None and (value != default or field.name in counted):
+            value = sorted(value) if isinstance(value, set) else getattr(value, "value", value)  # an enum
+            yield field.name, value if isinstance(value, (bool, int, float, str, list, dict)) else str(value)
 
 
 class SFTConfig(GRPOConfig):
@@ -84,13 +93,7 @@ class SFTConfig(GRPOConfig):
     _command = "sft"
 
 
-def _properties():
-    if not _schema:
-        _schema.update(json.loads(_omnigrpo.schema())["properties"])
-    return _schema
-
-
-_schema = {}
+GRPOConfig.__doc__ = (GRPOConfig.__doc__ or "") + "\n".join(f"    {name}: {about['description']}" for name, about in _properties.items() if "$ref" not in about)
 
 
 class TrainOutput(NamedTuple):
@@ -104,29 +107,29 @@ class TrainOutput(NamedTuple):
 class _Run(Calls):
     """Answers the calls of a training run."""
 
-    def __init__(self, trainer, rewards):
-        super().__init__(rewards, Progress(trainer.args.disable_tqdm))
-        self.trainer = trainer
+    def __init__(self, trainer):
+        super().__init__(trainer._functions, Progress(trainer.args.disable_tqdm, quiet=not trainer.state.is_world_process_zero))
+        self.state, self.control, self.call = trainer.state, trainer.control, trainer._call
+
+    def _logged(self, report):
+        logs = {name: value for name, value in report["metrics"].items() if value is not None}
+        self.state.log_history.append({**logs, "step": report["step"]})
+        return logs
 
     def on_step(self, _, report):
-        trainer, step = self.trainer, report["step"]
-        logs = {name: value for name, value in report["metrics"].items() if value is not None}
-        trainer.state.global_step, trainer.state.epoch = step, logs.get("epoch", trainer.state.epoch)
-        trainer.state.log_history.append({**logs, "step": step})
-        if "reward" in logs:
-            self.progress.rewards.append(logs["reward"])
-        trainer._call("on_step_begin")
-        trainer._call("on_step_end")
-        trainer._call("on_log", logs=logs)
-        return not trainer.control.should_training_stop
+        logs = self._logged(report)
+        self.state.global_step, self.state.epoch = report["step"], logs.get("epoch", self.state.epoch)
+        self.progress.rewards += [logs["reward"]] if "reward" in logs else []
+        self.call("on_step_begin")
+        self.call("on_step_end")
+        self.call("on_log", logs=logs)
+        return not self.control.should_training_stop
 
     def on_save(self, _, report):
-        self.trainer._call("on_save")
+        self.call("on_save")
 
     def on_evaluation(self, _, report):
-        metrics = {name: value for name, value in report["metrics"].items() if value is not None}
-        self.trainer.state.log_history.append({**metrics, "step": report["step"]})
-        self.trainer._call("on_evaluate", metrics=metrics)
+        self.call("on_evaluate", metrics=self._logged(report))
 
 
 class GRPOTrainer:
@@ -135,15 +138,23 @@ class GRPOTrainer:
     `model` is a checkpoint directory or a name on the Hugging Face hub. `reward_funcs` are functions in TRL's form, or names of
     rewards (`"accuracy"`, `"FILE.py:FUNCTION"`, `"judge:http://…"`), one or a list. `args` is a `GRPOConfig` or TRL's.
     `train_dataset` and `eval_dataset` are paths of files of rows, a `datasets.Dataset`, or iterables of dicts. `callbacks` are
-    those of `transformers`. `peft_config` is a `peft.LoraConfig`.
+    those of `transformers`. `peft_config` is a `peft.LoraConfig`. `processing_class` may be the processor or the tokenizer of the
+    model, which is read from the checkpoint in any case.
     """
 
     _config = GRPOConfig
 
-    def __init__(self, model, reward_funcs="accuracy", args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None):
+    def __init__(self, model, reward_funcs="accuracy", args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None,
+                 processing_class=None):
         self.args = self._config() if args is None else self._config.of(args)
         names, self._functions = reward_names(reward_funcs)
-        self._settings = {**self.args.settings, "model_name_or_path": os.fspath(getattr(model, "name_or_path", model))}
+        if not isinstance(model, (str, os.PathLike)):
+            raise TypeError(f"the model is a {type(model).__name__}, expected a checkpoint directory or a name on the hub; "
+                            "save a model of torch with `save_pretrained`, and give its directory")
+        own = getattr(getattr(processing_class, "tokenizer", processing_class), "name_or_path", os.fspath(model))
+        if own != os.fspath(model):
+            raise ValueError(f"processing_class is that of {own}, expected that of the model, {os.fspath(model)}")
+        self._settings = {**self.args.settings, "model_name_or_path": os.fspath(model)}
         if self._config._command == "train":
             self._settings["reward_funcs"] = names
         if peft_config is not None:
@@ -153,8 +164,7 @@ class GRPOTrainer:
         self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=self.args.max_steps or -1, log_history=[], is_world_process_zero=True)
         self.control = SimpleNamespace(should_training_stop=False, should_log=False, should_save=False, should_evaluate=False)
         self._model = None
-        notes = json.loads(_omnigrpo.check(self._config._command, self._given(write=False)))["notes"]
-        for note in notes:
+        for note in _omnigrpo.check(self._config._command, self._given(write=False)):
             warnings.warn(note, stacklevel=2)
         self._call("on_init_end")
 
@@ -181,12 +191,18 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=None):
         """Train to the end, or resume the run that `output_dir` contains.
 
-        Ctrl-C ends the run after its step, with a checkpoint; the same call resumes it. A second Ctrl-C raises at once.
+        Ctrl-C ends the run with a checkpoint; the same call resumes it. A second Ctrl-C raises at once.
+
+        Processes of `mpirun` train together. Under `torchrun`, and with `nproc_per_node`, the script is run again as such processes,
+        and this process ends with their exit code.
         """
         if resume_from_checkpoint is not None:
             self._settings["resume_from_checkpoint"] = resume_from_checkpoint
         self._model, self.control.should_training_stop = None, False
-        run = _Run(self, self._functions)
+        self.state.is_world_process_zero = _omnigrpo.connect(self._config._command, self._given(), _again()) == 0
+        run = _Run(self)
+        if run.progress.notebook:
+            self._settings.setdefault("dashboard", True)
         self._call("on_train_begin")
         try:
             done, model = _omnigrpo.train(self._config._command, self._given(), run)
@@ -210,8 +226,15 @@ class SFTTrainer(GRPOTrainer):
 
     _config = SFTConfig
 
-    def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None):
-        super().__init__(model, [], args, train_dataset, eval_dataset, callbacks, peft_config)
+    def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None, processing_class=None):
+        super().__init__(model, [], args, train_dataset, eval_dataset, callbacks, peft_config, processing_class)
+
+
+def _again():
+    """Return the command that runs this script again. It is empty in an interactive session."""
+    if not os.path.exists(getattr(sys.modules["__main__"], "__file__", "")):
+        return []
+    return [sys.executable, *(sys.orig_argv[1:] if hasattr(sys, "orig_argv") else sys.argv)]
 
 
 def plan(trainer):
@@ -222,13 +245,9 @@ def plan(trainer):
 
 def _lora(config):
     """Return the settings of a `peft.LoraConfig`."""
-    settings = {"use_peft": True, "lora_r": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
-    modules = config.target_modules
-    if modules is not None:
-        settings["lora_target_modules"] = [modules] if isinstance(modules, str) else sorted(modules)
-    refused = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}}
-    for name, off in refused.items():
-        value = getattr(config, name, off)
-        if value != off and value:
-            raise ValueError(f"peft.LoraConfig has {name}={value!r}, expected {off!r}: omnigrpo has no counterpart")
-    return settings
+    chosen = dict(_chosen(config, _LORA))
+    settings = {own: chosen.pop(name) for name, own in _LORA.items() if name in chosen}
+    unknown = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if name not in _LORA_IDLE)
+    if unknown:
+        raise ValueError(f"peft.LoraConfig has {unknown}, expected the default: omnigrpo has no counterpart")
+    return {"use_peft": True, **settings}

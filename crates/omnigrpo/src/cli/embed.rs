@@ -28,19 +28,23 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::Sample;
 use omnigrpo_models::{Model, Prompt, PromptBuilder};
 use omnigrpo_observe::Console;
+use omnigrpo_ranks::Ranks;
 use omnigrpo_rewards::Reward;
 use omnigrpo_rollout::{Completion, Generator, Request};
 use omnigrpo_train::{Evaluation, Objective, Observer, RunSummary, Trained, logprobs};
 use serde_json::Value;
 
+use super::heap::Trim;
+use super::ranks::{self, Rank, Started};
 use super::verbs::{self, Context, setup};
 use crate::settings::{
     CallerRewards, Environment, Layer, Problem, Resolved, Settings, Verb, needs, resolve, wording,
@@ -99,17 +103,61 @@ pub fn given(verb: Verb, settings: Value) -> Result<Resolved, Problem> {
     Ok(resolved)
 }
 
+/// This process as a rank, from [`connect`] to [`leave`]. MPI connects a process only once.
+static RANK: Mutex<Option<Rank>> = Mutex::new(None);
+
+fn own_rank() -> MutexGuard<'static, Option<Rank>> {
+    RANK.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Connects this process with the other ranks, and returns its number among them. The later runs of this process are divided among
+/// them, until [`leave`].
+///
+/// For `nproc_per_node`, and under `torchrun`, the command `again` is run as ranks. The error is then the code with which they have
+/// ended, and this process has to end with it. `again` is empty if this program cannot be run again.
+///
+/// # Errors
+/// Returns an error if the ranks cannot be started or connected.
+pub fn connect(resolved: &Resolved, again: &[OsString]) -> Result<Result<usize, u8>, Problem> {
+    let mut own = own_rank();
+    if own.is_none() {
+        match ranks::start(resolved, again).map_err(|error| Problem::from_error(error.as_ref()))? {
+            Started::Ended(code) => return Ok(Err(code)),
+            Started::Rank(rank) if rank.ranks.size() == 1 => return Ok(Ok(0)),
+            Started::Rank(rank) => *own = Some(rank),
+        }
+    }
+    Ok(Ok(own.as_ref().map_or(0, |rank| rank.ranks.rank())))
+}
+
+/// Leaves the other ranks. A rank has to call it before its process ends.
+pub fn leave() {
+    let own = own_rank().take();
+    if let Some(rank) = own {
+        rank.end(None);
+    }
+}
+
 /// Trains by reinforcement ([`Verb::Train`]) or by imitation ([`Verb::Sft`]), and returns the trained model.
 ///
 /// # Errors
-/// Returns the failure of the run. A run that was asked to stop is not a failure; its summary says so.
+/// Returns the failure of the run. A run that was asked to stop is not a failure; its summary says so. After a failure, the process
+/// is no rank any more.
 pub fn train(mut resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded), Problem> {
     resolved.settings.rewards.caller = caller.rewards;
     let objective = if resolved.verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce };
-    run(resolved, (caller.console, caller.stop, caller.observer), |resolved, context| {
+    let ranks = own_rank().as_ref().map_or_else(Ranks::default, |rank| rank.ranks.clone());
+    let done = run_as(ranks, resolved, (caller.console, caller.stop, caller.observer), |resolved, context| {
         let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
         Ok((summary, Loaded::of(model)))
-    })
+    });
+    if let Err(problem) = &done {
+        let own = own_rank().take();
+        if let Some(rank) = own {
+            rank.end(Some(problem));
+        }
+    }
+    done
 }
 
 /// Evaluates a model on the rows of the settings.
@@ -144,11 +192,12 @@ pub struct Loaded {
     model: Model,
     /// The latest builder of prompts and its settings, since reading a tokenizer takes long.
     prompts: Mutex<Option<(String, Arc<PromptBuilder>)>>,
+    _trim: Trim,
 }
 
 impl Loaded {
     fn of(model: Model) -> Self {
-        Self { model, prompts: Mutex::default() }
+        Self { model, prompts: Mutex::default(), _trim: Trim }
     }
 
     /// Reads the model of the settings.
@@ -259,8 +308,18 @@ fn silent() -> Attended {
     (Console::plain(std::io::sink()), Arc::default(), Box::new(()))
 }
 
-/// Prepares the process at the first call, and runs a command.
+/// Runs a command in this process alone.
 fn run<T>(
+    resolved: Resolved,
+    attended: Attended,
+    command: impl FnOnce(&Resolved, &Context) -> Result<T>,
+) -> Result<T, Problem> {
+    run_as(Ranks::default(), resolved, attended, command)
+}
+
+/// Prepares the process at the first call, and runs a command.
+fn run_as<T>(
+    ranks: Ranks,
     resolved: Resolved,
     (console, stop, observer): Attended,
     command: impl FnOnce(&Resolved, &Context) -> Result<T>,
@@ -271,7 +330,8 @@ fn run<T>(
     console.word_by(wording::worded);
     let warnings = super::warnings(&console);
     let work = || {
-        let context = Context::within(&resolved.settings, console, stop, observer);
+        let resolved = verbs::of_rank(&resolved, &ranks)?;
+        let context = Context::within(&resolved.settings, ranks, console, stop, observer);
         let resolved = verbs::ready(&resolved, &context)?;
         command(&resolved, &context)
     };

@@ -27,11 +27,17 @@ use ranks::Started;
 /// It reads environment variables, prints, handles signals and installs a panic hook. So call it once, from a process that does
 /// nothing else.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    ExitCode::from(run(args))
+    let args: Vec<OsString> = args.into_iter().collect();
+    let mut again = args.clone();
+    if let (Some(name), Ok(program)) = (again.first_mut(), std::env::current_exe()) {
+        *name = program.into();
+    }
+    ExitCode::from(run(args, &again))
 }
 
-/// Runs the program like [`main`], and returns its exit code as a number.
-pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+/// Runs the program like [`main`], and returns its exit code as a number. `again` is the command that runs it once more, with the
+/// same arguments, as one of several processes.
+pub fn run(args: impl IntoIterator<Item = OsString>, again: &[OsString]) -> u8 {
     heap::keep();
     bus::tell();
     bus::write_to_the_limit();
@@ -56,7 +62,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             }
             return 0;
         }
-        Ok(Parsed::Run(resolved)) => match ranks::start(&resolved, &args) {
+        Ok(Parsed::Run(resolved)) => match ranks::start(&resolved, again) {
             Ok(Started::Ended(code)) => return code,
             Ok(Started::Rank(rank)) => {
                 let problem = verbs::run(&resolved, &console, rank.ranks.clone())

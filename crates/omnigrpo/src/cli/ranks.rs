@@ -38,8 +38,8 @@ pub enum Started {
     Ended(u8),
 }
 
-/// Connects this process with the other ranks, or starts them with the words of the command line and waits for their end.
-pub fn start(resolved: &Resolved, words: &[OsString]) -> Result<Started> {
+/// Connects this process with the other ranks, or starts them by the command `again` and waits for their end.
+pub fn start(resolved: &Resolved, again: &[OsString]) -> Result<Started> {
     let alone = Started::Rank(Rank { ranks: Ranks::default(), lifeline: None });
     if resolved.verb != Verb::Train || resolved.settings.io.dry_run {
         return Ok(alone);
@@ -48,7 +48,7 @@ pub fn start(resolved: &Resolved, words: &[OsString]) -> Result<Started> {
     let wanted = resolved.settings.ranks.nproc_per_node;
     match (launch.launcher, wanted) {
         (Launcher::None, None | Some(1)) => Ok(alone),
-        (Launcher::None, Some(size)) => Ok(Started::Ended(exit_code(mpirun(size, words)?))),
+        (Launcher::None, Some(size)) => Ok(Started::Ended(exit_code(mpirun(size, again)?))),
         (_, Some(size)) if size != launch.size => {
             Err(Problem::usage("the launcher has started the processes")
                 .got(format!("{} processes, `nproc_per_node` {size}", launch.size))
@@ -66,7 +66,7 @@ pub fn start(resolved: &Resolved, words: &[OsString]) -> Result<Started> {
                 .help(format!("write `mpirun -n {} --host HOST,HOST … omnigrpo train …`", launch.size))
                 .into());
             }
-            Ok(Started::Ended(exit_code(beside_torch(&launch, words)?)))
+            Ok(Started::Ended(exit_code(beside_torch(&launch, again)?)))
         }
         _ => connect(&launch, &resolved.settings).map(Started::Rank),
     }
@@ -187,14 +187,19 @@ pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &std::path::Path) 
 /// Name of the number of leaves in a checkpoint. One leaf has no entry.
 pub const LEAVES: &str = "gradient_leaves";
 
-/// Starts this program as `size` ranks and returns the exit code of `mpirun`. A signal to stop is passed on as SIGUSR1, because
+/// Runs the command `again` as `size` ranks and returns the exit code of `mpirun`. A signal to stop is passed on as SIGUSR1, because
 /// `mpirun` kills its processes a second after any other one.
-fn mpirun(size: usize, words: &[OsString]) -> Result<i32> {
+fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
     use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
-    let program = std::env::current_exe().context("the path of the program is unknown")?;
+    let Some((program, arguments)) = again.split_first() else {
+        return Err(Problem::usage("this program cannot be started again as ranks")
+            .got(format!("an interactive session, {size} processes"))
+            .expected("a script")
+            .help(format!("write a script and start it with `mpirun -n {size} python SCRIPT.py`"))
+            .into());
+    };
     let path = std::env::var("PATH").unwrap_or_default();
-    let mut command: Command =
-        Mpirun::find(&path)?.command(size, &program, words.get(1..).unwrap_or_default());
+    let mut command: Command = Mpirun::find(&path)?.command(size, program.as_ref(), arguments);
     // Ctrl-C of a terminal must not reach `mpirun`.
     let mut child = command.process_group(0).spawn().context("mpirun could not be started")?;
     let id = i32::try_from(child.id()).context("the process of mpirun has no id")?;
@@ -213,7 +218,7 @@ fn mpirun(size: usize, words: &[OsString]) -> Result<i32> {
 }
 
 /// Lets one of the processes of `torchrun` start `mpirun`; the others wait for it and end with its exit code.
-fn beside_torch(launch: &Launch, words: &[OsString]) -> Result<i32> {
+fn beside_torch(launch: &Launch, again: &[OsString]) -> Result<i32> {
     use std::io::{Read as _, Write as _};
     use std::os::unix::net::{UnixListener, UnixStream};
     let folder = std::env::temp_dir().join(format!(
@@ -254,7 +259,7 @@ fn beside_torch(launch: &Launch, words: &[OsString]) -> Result<i32> {
         }
     };
     std::thread::Builder::new().name("torch".to_owned()).spawn(accept).context("no thread for torchrun")?;
-    let code = mpirun(launch.size, words);
+    let code = mpirun(launch.size, again);
     drop(std::fs::remove_file(&place));
     let told = *code.as_ref().unwrap_or(&i32::from(EXIT_FAILURE));
     let told = u8::try_from(told).unwrap_or(EXIT_FAILURE);

@@ -68,11 +68,12 @@ impl Context {
     /// Returns the context of a command in the process of another program.
     pub fn within(
         settings: &Settings,
+        ranks: Ranks,
         console: Console,
         stop: Arc<AtomicBool>,
         observer: Box<dyn Observer>,
     ) -> Self {
-        Self { caller: Some(RefCell::new(observer)), ..Self::new(settings, console, stop) }
+        Self { ranks, caller: Some(RefCell::new(observer)), ..Self::new(settings, console, stop) }
     }
 
     /// Returns true if the command runs in the process of another program, which handles signals and shows what is printed.
@@ -151,11 +152,7 @@ fn in_brackets(why: &str) -> String {
 /// # Errors
 /// Returns the failure of the command.
 pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
-    let mut resolved = resolved.clone();
-    let local = ranks.local()?;
-    if local.size > 1 {
-        resolved.settings.model.device = setup::card_of(resolved.settings.model.device, local);
-    }
+    let resolved = of_rank(resolved, &ranks)?;
     let context = Context { ranks, ..Context::new(&resolved.settings, console.clone(), Arc::default()) };
     let resolved = &ready(&resolved, &context)?;
     for note in &resolved.notes {
@@ -184,6 +181,15 @@ pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
         Verb::Completions => shell::completions(&resolved.settings),
         Verb::Man => shell::man(&resolved.settings),
     }
+}
+
+/// Returns the settings of one rank: of several on a machine, each has its own card.
+pub fn of_rank(resolved: &Resolved, ranks: &Ranks) -> Result<Resolved> {
+    let (mut resolved, local) = (resolved.clone(), ranks.local()?);
+    if local.size > 1 {
+        resolved.settings.model.device = setup::card_of(resolved.settings.model.device, local);
+    }
+    Ok(resolved)
 }
 
 /// Prepares the process for a command, and returns its settings without those that have no effect on its model.

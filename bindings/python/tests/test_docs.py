@@ -1,0 +1,33 @@
+"""The blocks of code of docs/python.md, each run as a script in one folder."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import omnigrpo
+
+PAGE = Path(__file__).parents[3] / "docs/python.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if PAGE.exists() else []
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("docs")
+
+
+def run(code, place):
+    env = {**os.environ, "PYTHONPATH": str(Path(omnigrpo.__file__).resolve().parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not BLOCKS, reason="the tests run outside of the repository")
+def test_every_block_of_the_page_runs(place):
+    pytest.importorskip("PIL", reason="NOT TESTED: the page; `pip install pillow`")
+    said = [run(code, place) for code in BLOCKS]
+    assert "TrainOutput(global_step=2" in said[0] and len(said[0].splitlines()) >= 2
