@@ -288,6 +288,18 @@ fn serve(
             }
             keep(&mut first, signal);
         }
+        let is_reward = next.as_ref().is_ok_and(|call| call.kind == "score");
+        let is_time = is_reward || matches!(next, Err(RecvTimeoutError::Timeout));
+        let (now, steps) = (Instant::now(), activity.steps());
+        if let (Some((done, total)), true) = (steps, is_time && first.is_none()) {
+            let (doing, left) = (activity.doing(now), activity.left(now).map(|left| left.as_secs()));
+            if doing != shown {
+                let data = json!({ "done": done, "total": total, "phase": doing, "left_secs": left, "is_reward": is_reward });
+                shown = doing;
+                let told = python.call1(("doing", "", data.to_string()));
+                told.map_or_else(|error| keep(&mut first, error), drop);
+            }
+        }
         match next {
             Ok(Call { kind, name, data, reply }) => {
                 let answer =
@@ -299,18 +311,7 @@ fn serve(
                 // The run may have ended meanwhile.
                 let _ = reply.map(|reply| reply.send(answer));
             }
-            Err(RecvTimeoutError::Timeout) => {
-                let now = Instant::now();
-                let doing = activity.doing(now);
-                let Some((done, total)) = activity.steps() else { continue };
-                if doing != shown && first.is_none() {
-                    let left = activity.left(now).map(|left| left.as_secs());
-                    let data = json!({ "done": done, "total": total, "phase": doing, "left_secs": left });
-                    shown = doing;
-                    let told = python.call1(("doing", "", data.to_string()));
-                    told.map_or_else(|error| keep(&mut first, error), drop);
-                }
-            }
+            Err(RecvTimeoutError::Timeout) => (),
             Err(RecvTimeoutError::Disconnected) => return Ok(first),
         }
     }

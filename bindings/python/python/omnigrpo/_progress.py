@@ -26,8 +26,8 @@ class Progress:
         self._on = not off and not quiet and (self.notebook or sys.stderr.isatty())
 
     def show(self, state):
-        """Show the state of a run, at most five times a second."""
-        if not self._on or time.monotonic() - self._last < 0.2:
+        """Show the state of a run, at most five times a second, and before each reward, which may take long."""
+        if not self._on or time.monotonic() - self._last < 0.2 and not state["is_reward"]:
             return
         self._last = time.monotonic()
         done, total, left = state["done"], state["total"], state["left_secs"]

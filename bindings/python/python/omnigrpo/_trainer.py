@@ -20,7 +20,7 @@ _properties = json.loads(_omnigrpo.schema())["properties"]
 # Settings of TRL that count although they have TRL's default, because omnigrpo's default differs.
 _COUNTED = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "beta", "loss_type", "learning_rate", "max_completion_length")
 # Settings of TRL that are derived from others.
-_DERIVED = ("output_dir", "generation_batch_size", "logging_dir", "accelerator_config", "disable_tqdm")
+_DERIVED = ("output_dir", "generation_batch_size", "logging_dir", "accelerator_config", "disable_tqdm", "debug", "activation_checkpointing")
 # Settings for the fields of a `peft.LoraConfig`, and fields that say nothing about the adapters.
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
 _LORA_IDLE = ("peft_type", "task_type", "inference_mode", "base_model_name_or_path", "peft_version")
@@ -73,6 +73,7 @@ class GRPOConfig:
         if isinstance(args, cls):
             return args
         taken = {name: value for name, value in _chosen(args, _COUNTED) if name not in _DERIVED}
+        taken.update({name: str(value).replace("torch.", "") for name, value in taken.pop("model_init_kwargs", {}).items()})
         unit = {"batch_unit": "completions"} if cls._command == "train" else {}
         return cls(args.output_dir, disable_tqdm=bool(getattr(args, "disable_tqdm", False)), **unit, **taken)
 
@@ -155,13 +156,14 @@ class GRPOTrainer:
         if own != os.fspath(model):
             raise ValueError(f"processing_class is that of {own}, expected that of the model, {os.fspath(model)}")
         self._settings = {**self.args.settings, "model_name_or_path": os.fspath(model)}
-        if self._config._command == "train":
+        if names:
             self._settings["reward_funcs"] = names
         if peft_config is not None:
             self._settings.update(_lora(peft_config))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
-        self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=self.args.max_steps or -1, log_history=[], is_world_process_zero=True)
+        self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=self.args.max_steps or -1, log_history=[], total_flos=0,
+                                     is_world_process_zero=True, is_local_process_zero=True, is_hyper_param_search=False)
         self.control = SimpleNamespace(should_training_stop=False, should_log=False, should_save=False, should_evaluate=False)
         self._model = None
         for note in _omnigrpo.check(self._config._command, self._given(write=False)):
@@ -199,7 +201,8 @@ class GRPOTrainer:
         if resume_from_checkpoint is not None:
             self._settings["resume_from_checkpoint"] = resume_from_checkpoint
         self._model, self.control.should_training_stop = None, False
-        self.state.is_world_process_zero = _omnigrpo.connect(self._config._command, self._given(), _again()) == 0
+        first = _omnigrpo.connect(self._config._command, self._given(), _again()) == 0
+        self.state.is_world_process_zero = self.state.is_local_process_zero = first
         run = _Run(self)
         if run.progress.notebook:
             self._settings.setdefault("dashboard", True)
