@@ -258,7 +258,9 @@ fn attended<T: Send + 'static>(
     let done = py.detach(|| worker.join());
     match (exception, done) {
         (Some(exception), _) => Err(exception),
-        (None, done) => done.unwrap_or_else(|panic| Err(of_panic(&*panic))).map_err(|problem| raised(&problem)),
+        (None, done) => {
+            done.unwrap_or_else(|panic| Err(of_panic(&*panic))).map_err(|problem| raised(&problem))
+        }
     }
 }
 
@@ -335,7 +337,10 @@ fn connect(py: Python<'_>, command: &str, settings: &str, again: Vec<OsString>) 
 /// Leaves the other ranks.
 #[pyfunction]
 fn leave(py: Python<'_>) -> PyResult<()> {
-    free(py, || Ok(embed::leave()))
+    free(py, || {
+        embed::leave();
+        Ok(())
+    })
 }
 
 /// Panics, within a command or without one, so that a test sees what becomes of a panic.

@@ -99,7 +99,7 @@ cut = trainer("cut", reward, max_steps=5 if {where!r} == "reward" else 1000, sav
         until = time.monotonic() + 120
         while not (notebook.folder / "there").exists() and time.monotonic() < until:
             time.sleep(0.05)
-        # As `interrupt_kernel` does, which belongs to the event loop of the other thread.
+        # `interrupt_kernel` sends the same signal, but it cannot be called on this thread.
         os.kill(pid, signal.SIGINT)
 
     (own,) = notebook.run("import os\nos.getpid()")

@@ -147,10 +147,11 @@ pub fn train(mut resolved: Resolved, caller: Caller) -> Result<(RunSummary, Load
     resolved.settings.rewards.caller = caller.rewards;
     let objective = if resolved.verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce };
     let ranks = own_rank().as_ref().map_or_else(Ranks::default, |rank| rank.ranks.clone());
-    let done = run_as(ranks, resolved, (caller.console, caller.stop, caller.observer), |resolved, context| {
-        let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
-        Ok((summary, Loaded::of(model)))
-    });
+    let done =
+        run_as(ranks, resolved, (caller.console, caller.stop, caller.observer), |resolved, context| {
+            let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
+            Ok((summary, Loaded::of(model)))
+        });
     if let Err(problem) = &done {
         let own = own_rank().take();
         if let Some(rank) = own {
