@@ -73,6 +73,7 @@ ROWS = [
     arithmetic("add.<float>", "T(T a, T b)", "a + b", "9.7.3.3"),
     arithmetic("sub.<float>", "T(T a, T b)", "a - b", "9.7.3.4"),
     arithmetic("mul.<float>", "T(T a, T b)", "a * b", "9.7.3.5"),
+    arithmetic("mul.rn.<float>", "T(T a, T b)", "a * b", "9.7.3.5"),
     arithmetic("fma.rn.<float>", "T(T a, T b, T c)", "std::fma(a, b, c)", "9.7.3.6"),
     arithmetic("fma.rm.<float>", "T(T a, T b, T c)", "rounded(FE_DOWNWARD, [&] { return std::fma(a, b, c); })", "9.7.3.6"),
     arithmetic("div.rn.<float>", "T(T a, T b)", "a / b", "9.7.3.8"),
