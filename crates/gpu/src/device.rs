@@ -167,6 +167,9 @@ impl Launch {
 /// Number of counters that kernels share. Every kernel leaves them at 0.
 pub(crate) const COUNTERS: usize = 256;
 
+/// Number of rows and of elements in a piece of logits on a GPU.
+pub(crate) const PIECE: [usize; 2] = [2048, 1 << 24];
+
 /// Number of threads per block in kernels whose threads each process one piece of work.
 const THREADS: usize = 256;
 
@@ -236,7 +239,7 @@ impl Gpu {
     /// is so small that tests have several pieces.
     pub(crate) fn piece(&self) -> [usize; 2] {
         match &self.0.driver {
-            Driver::Cuda(_) => [2048, 1 << 24],
+            Driver::Cuda(_) => PIECE,
             #[cfg(feature = "emulator")]
             Driver::Emulated(_) => [4, 1 << 10],
         }

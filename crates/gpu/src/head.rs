@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{Arg, Array, Dtype, Gpu};
+use crate::device::{Arg, Array, Dtype, Gpu, PIECE};
 use crate::linear::{Onto, Weight};
 
 /// The target tokens of each row, on a device. A row has the tokens at `offsets[row]..offsets[row + 1]`.
@@ -35,6 +35,14 @@ impl Marks {
     fn rows(&self) -> usize {
         self.bounds.len().saturating_sub(1)
     }
+}
+
+/// Returns the number of rows and of logits that a GPU computes at a time.
+#[must_use]
+pub fn piece(rows: usize, vocab: usize) -> [usize; 2] {
+    let [most, elements] = PIECE;
+    let rows = rows.min(most);
+    [rows, rows * (elements / rows.max(1)).min(vocab)]
 }
 
 /// Returns the pieces of the rows, and the number of columns of a piece.

@@ -44,7 +44,7 @@ pub use elementwise::Place;
 pub use error::{Error, Result};
 pub use experts::Chosen;
 pub use graph::{Arena, Graph};
-pub use head::{Head, Marks};
+pub use head::{Head, Marks, piece};
 pub use libraries::{Library, folders, libraries};
 pub use linear::{Affine, Codes, Onto, Weight};
 pub use optim::Step;

@@ -2,13 +2,14 @@
 //!
 //! An outlined array has only a size. A complete step of an outlined model therefore runs in milliseconds, through the same code
 //! as a real step. A [`Footprint`] reports the peak memory of the thread's rows. Values that are read back are zeros. The count
-//! excludes the kernels' scratch memory of a few megabytes, except for the gradient of attention. [`crate::work`] lists the
-//! operations.
+//! excludes the kernels' scratch memory of a few megabytes, except for the gradient of attention. With [`on_card`], values have
+//! the dtypes that they have on a GPU, and its scratch memory counts too. [`crate::work`] lists the operations.
 
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
+use omnigrpo_gpu::{Dtype, piece};
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
@@ -25,7 +26,7 @@ use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
-use crate::param::Param;
+use crate::param::{Param, ParamDtype};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
 use crate::work::{
@@ -49,7 +50,7 @@ pub enum Held {
     Gradients,
 }
 
-/// Peak bytes of rows by purpose, at four bytes per value. Caches use separate memory, so their peak is counted separately. For
+/// Peak bytes of rows by purpose, at four bytes per value, or at two for values that a GPU stores in bf16. Caches use separate memory, so their peak is counted separately. For
 /// the other purposes, these are the bytes at the moment when their sum was largest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint([u64; 4]);
@@ -78,6 +79,8 @@ impl Footprint {
 #[derive(Default)]
 struct Count {
     held: Held,
+    /// Dtype of keys and values if the passes are those of a GPU.
+    card: Option<Dtype>,
     now: Footprint,
     most: Footprint,
 }
@@ -107,25 +110,35 @@ pub fn holding<R>(held: Held, f: impl FnOnce() -> R) -> R {
     result
 }
 
+/// Runs `f` and counts its rows of [`Device::Outline`] as a GPU stores them. `bf16` states whether its caches hold bf16.
+pub fn on_card<R>(bf16: bool, f: impl FnOnce() -> R) -> R {
+    let cache = if bf16 { Dtype::Bf16 } else { Dtype::F32 };
+    let before = COUNT.with_borrow_mut(|count| count.card.replace(cache));
+    let result = f();
+    COUNT.with_borrow_mut(|count| count.card = before);
+    result
+}
+
 /// Memory that is counted for as long as this value exists.
 #[derive(Debug)]
 pub(crate) struct Span {
     held: Held,
     bytes: u64,
+    dtype: Dtype,
 }
 
 impl Span {
-    pub(crate) fn new(elements: usize) -> Self {
-        let bytes = 4 * elements as u64;
+    fn new(elements: usize, dtype: Dtype) -> Self {
+        let bytes = (dtype.size() * elements) as u64;
         COUNT.with_borrow_mut(|count| {
             count.now.0[count.held as usize] += bytes;
             count.most = count.most.most(count.now);
-            Self { held: count.held, bytes }
+            Self { held: count.held, bytes, dtype }
         })
     }
 
     fn like(&self) -> Self {
-        holding(self.held, || Self::new((self.bytes / 4) as usize))
+        holding(self.held, || Self::new(self.bytes as usize / self.dtype.size(), self.dtype))
     }
 
     pub(crate) fn num_bytes(&self) -> usize {
@@ -144,8 +157,8 @@ impl Drop for Span {
 }
 
 impl Rows {
-    pub(crate) fn on_outline(rows: usize, cols: usize) -> Self {
-        Self::over(Data::Outline(Arc::new(Span::new(rows * cols))), rows, cols)
+    fn on_outline(dtype: Dtype, rows: usize, cols: usize) -> Self {
+        Self::over(Data::Outline(Arc::new(Span::new(rows * cols, dtype))), rows, cols)
     }
 
     /// Counts a copy if the rows are shared, since a real device copies shared rows before it writes to them.
@@ -159,7 +172,67 @@ impl Rows {
 }
 
 fn same(x: &Rows) -> Rows {
-    Rows::on_outline(x.rows(), x.cols())
+    like(x, x.rows(), x.cols())
+}
+
+/// Returns rows of another shape in the dtype of `x`.
+fn like(x: &Rows, rows: usize, cols: usize) -> Rows {
+    Rows::on_outline(dtype(x), rows, cols)
+}
+
+fn in_f32(rows: usize, cols: usize) -> Rows {
+    Rows::on_outline(Dtype::F32, rows, cols)
+}
+
+fn dtype(x: &Rows) -> Dtype {
+    match &x.data {
+        Data::Outline(span) => span.dtype,
+        _ => Dtype::F32,
+    }
+}
+
+/// Returns the dtype of caches if the passes are those of a GPU.
+fn card() -> Option<Dtype> {
+    COUNT.with_borrow(|count| count.card)
+}
+
+/// Returns the dtype of the factors in a product with a weight.
+fn factor(weight: &Param) -> Dtype {
+    match weight.dtype() {
+        ParamDtype::Bf16 | ParamDtype::Quantised(_) if card().is_some() => Dtype::Bf16,
+        _ => Dtype::F32,
+    }
+}
+
+/// Returns the dtype of products with weights: bf16 if all factors are.
+fn product<'a>(x: &Rows, mut weights: impl Iterator<Item = &'a Arc<Param>>) -> Dtype {
+    match dtype(x) == Dtype::Bf16 && weights.all(|weight| factor(weight) == Dtype::Bf16) {
+        true => Dtype::Bf16,
+        false => Dtype::F32,
+    }
+}
+
+/// Counts the memory that a GPU needs during products: a copy of `x` in the dtype of the weights, and a widened weight.
+fn factors(x: &Rows, layers: &[Linear]) -> [Option<Span>; 2] {
+    let wanted = layers.first().map_or(Dtype::F32, |layer| factor(layer.weight()));
+    let copy = card().is_some() && wanted != dtype(x);
+    let codes = layers.iter().map(Linear::weight);
+    let codes = codes.filter(|w| card().is_some() && matches!(w.dtype(), ParamDtype::Quantised(_)));
+    let widest = codes.map(|weight| weight.len()).max();
+    [copy.then(|| Span::new(x.len(), wanted)), widest.map(|len| Span::new(len, Dtype::Bf16))]
+}
+
+/// Counts the pieces of logits of a GPU, and a copy of the normalised rows. The gradient has its own logits and sums.
+fn pieces(normed: &Rows, head: &Param, back: bool) -> Vec<Span> {
+    if card().is_none() {
+        return Vec::new();
+    }
+    let (rows, h, factor) = (normed.rows(), normed.cols(), factor(head));
+    let [piece, logits] = piece(rows, head.len() / h.max(1));
+    let copy = (factor != dtype(normed)).then(|| Span::new(rows * h, factor));
+    let own = [Span::new(piece * h, factor), Span::new(logits, Dtype::F32)];
+    let of_back = back.then(|| [Span::new(piece * h, Dtype::F32), Span::new(logits, factor)]);
+    copy.into_iter().chain(own).chain(of_back.into_iter().flatten()).collect()
 }
 
 /// Counts a gradient of the weight if the weight is trained.
@@ -186,11 +259,11 @@ const DEPTHWISE: usize = 9;
 
 impl Backend for Outline {
     fn zeros(&self, rows: usize, cols: usize) -> Rows {
-        Rows::on_outline(rows, cols)
+        in_f32(rows, cols)
     }
 
     fn upload(&self, _: Vec<f32>, rows: usize, cols: usize) -> Rows {
-        Rows::on_outline(rows, cols)
+        in_f32(rows, cols)
     }
 
     fn download(&self, x: &Rows) -> Vec<f32> {
@@ -213,17 +286,17 @@ impl Backend for Outline {
 
     fn select(&self, x: &Rows, index: &Index) -> Rows {
         note_elements(index.len() * x.cols());
-        Rows::on_outline(index.len(), x.cols())
+        like(x, index.len(), x.cols())
     }
 
     fn spread(&self, x: &Rows, _: &Index, rows: usize) -> Rows {
         note_elements(rows * x.cols());
-        Rows::on_outline(rows, x.cols())
+        like(x, rows, x.cols())
     }
 
     fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
         note_elements(x.rows() * columns.len());
-        Rows::on_outline(x.rows(), columns.len())
+        like(x, x.rows(), columns.len())
     }
 
     fn set_columns(&self, to: &mut Rows, _: usize, from: &Rows) {
@@ -240,9 +313,12 @@ impl Backend for Outline {
         x.touch();
     }
 
-    fn linear(&self, x: &Rows, layers: &[Linear], _: Option<&Rows>, order: Order) -> Rows {
+    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
         note_linear(x.rows(), layers, order);
-        Rows::on_outline(x.rows(), layers.iter().map(Linear::n).sum())
+        let out = residual.map_or_else(|| product(x, layers.iter().map(Linear::weight)), dtype);
+        let y = Rows::on_outline(out, x.rows(), layers.iter().map(Linear::n).sum());
+        drop(factors(x, layers));
+        y
     }
 
     fn linear_add(&self, y: &mut Rows, _: usize, x: &Rows, weight: &Linear, order: Order) {
@@ -252,18 +328,28 @@ impl Backend for Outline {
 
     fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
         note_dx(dy.rows(), layers);
-        Rows::on_outline(dy.rows(), layers.first().map_or(0, Linear::k))
+        // A GPU sums the products of several layers in f32.
+        let sum = if layers.len() > 1 { Dtype::F32 } else { product(dy, layers.iter().map(Linear::weight)) };
+        let dx = Rows::on_outline(sum, dy.rows(), layers.first().map_or(0, Linear::k));
+        drop(factors(dy, layers));
+        dx
     }
 
     fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, _: usize, weight: &Linear) -> Rows {
         note_dx(dy.rows(), std::slice::from_ref(weight));
-        let mut dx = dx.unwrap_or_else(|| Rows::on_outline(dy.rows(), weight.k()));
+        let own = || Rows::on_outline(product(dy, [weight.weight()].into_iter()), dy.rows(), weight.k());
+        let mut dx = dx.unwrap_or_else(own);
         dx.touch();
+        drop(factors(dy, std::slice::from_ref(weight)));
         dx
     }
 
-    fn linear_dw(&self, x: &Rows, _: &Rows, _: usize, layers: &[Linear]) {
+    fn linear_dw(&self, x: &Rows, dy: &Rows, _: usize, layers: &[Linear]) {
         note_dw(x.rows(), layers);
+        drop([x, dy].map(|rows| {
+            let wanted = layers.first().map_or(Dtype::F32, |layer| factor(layer.weight()));
+            (card().is_some() && wanted != dtype(rows)).then(|| Span::new(rows.len(), wanted))
+        }));
         reach_layers(layers);
     }
 
@@ -275,13 +361,13 @@ impl Backend for Outline {
     fn experts(&self, x: &Rows, layer: &ExpertLinear, _: &Routes, order: Order) -> Rows {
         let (k, n, dtype, per_row) = (layer.k(), layer.n(), layer.weight().dtype(), order == Order::PerRow);
         note_experts(x.rows(), layer.experts(), |rows| Call::Linear { rows, k, n, dtype, per_row });
-        Rows::on_outline(x.rows(), layer.n())
+        Rows::on_outline(product(x, [layer.weight()].into_iter()), x.rows(), layer.n())
     }
 
     fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, _: &Routes) -> Rows {
         let (k, n, dtype) = (layer.k(), layer.n(), layer.weight().dtype());
         note_experts(dy.rows(), layer.experts(), |rows| Call::LinearDx { rows, k, n, dtype });
-        Rows::on_outline(dy.rows(), layer.k())
+        Rows::on_outline(product(dy, [layer.weight()].into_iter()), dy.rows(), layer.k())
     }
 
     fn experts_dw(&self, x: &Rows, _: &Rows, layer: &ExpertLinear, _: &Routes) {
@@ -305,7 +391,7 @@ impl Backend for Outline {
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
         note(|| Call::Norm { rows: x.rows(), dim: x.cols(), back: false });
         let statistics = if matches!(norm, Norm::Rms { .. }) { 1 } else { 2 };
-        (same(x), Rows::on_outline(statistics, x.rows()))
+        (Rows::on_outline(factor(norm.weight()), x.rows(), x.cols()), in_f32(statistics, x.rows()))
     }
 
     fn norm_back(&self, dx: &mut Rows, _: &Rows, _: &Rows, _: &Rows, norm: &Norm) {
@@ -319,7 +405,7 @@ impl Backend for Outline {
 
     fn attention(&self, qkv: &Rows, layout: &Layout, heads: AttentionHeads) -> (Rows, Rows) {
         note_attention(qkv.rows(), layout, heads, false);
-        (Rows::on_outline(qkv.rows(), heads.q_width()), Rows::on_outline(qkv.rows(), heads.q))
+        (like(qkv, qkv.rows(), heads.q_width()), in_f32(qkv.rows(), heads.q))
     }
 
     fn attention_back(
@@ -327,19 +413,28 @@ impl Backend for Outline {
         qkv: &Rows,
         _: &Rows,
         _: &Rows,
-        _: &Rows,
+        dout: &Rows,
         layout: &Layout,
         heads: AttentionHeads,
     ) -> Rows {
         note_attention(qkv.rows(), layout, heads, true);
         let dqkv = same(qkv);
-        let _partial = Span::new(attention::backward_space(layout, heads.shape()));
+        let q = heads.q_width();
+        let partial = match card() {
+            None => attention::backward_space(layout, heads.shape()),
+            // Query heads that share a key head write their parts of its gradient.
+            Some(_) => qkv.rows() * (heads.q + if heads.q == heads.kv { 0 } else { 2 * q }),
+        };
+        let _partial = Span::new(partial, Dtype::F32);
+        // Tensor cores read both gradients in bf16.
+        let _dout = (dtype(qkv) != dtype(dout)).then(|| Span::new(dout.len(), dtype(qkv)));
         dqkv
     }
 
     fn cache(&self, layers: usize, _: usize, rows: usize, heads: AttentionHeads) -> std::io::Result<Store> {
         let elements = layers * rows * 2 * heads.kv_width();
-        Ok(Store::Outline(holding(Held::Cache, || Span::new(elements))))
+        let span = || Span::new(elements, card().unwrap_or(Dtype::F32));
+        Ok(Store::Outline(holding(Held::Cache, span)))
     }
 
     fn cache_prompt(&self, _: &mut GroupCache, _: usize, _: &Rows, _: AttentionHeads) {}
@@ -352,7 +447,7 @@ impl Backend for Outline {
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
         note_cached(batch, heads);
-        (Rows::on_outline(qkv.rows(), heads.q_width()), Rows::on_outline(qkv.rows(), heads.q))
+        (like(qkv, qkv.rows(), heads.q_width()), in_f32(qkv.rows(), heads.q))
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, _: bool) {
@@ -372,7 +467,7 @@ impl Backend for Outline {
 
     fn swiglu(&self, gate_up: &Rows) -> Rows {
         note(|| Call::Swiglu { rows: gate_up.rows(), width: gate_up.cols() / 2, back: false });
-        Rows::on_outline(gate_up.rows(), gate_up.cols() / 2)
+        like(gate_up, gate_up.rows(), gate_up.cols() / 2)
     }
 
     fn swiglu_back(&self, gate_up: &mut Rows, _: &Rows) {
@@ -380,20 +475,20 @@ impl Backend for Outline {
         gate_up.touch();
     }
 
-    fn scale_onto(&self, x: &Rows, _: &Rows, _: &Param) -> Rows {
+    fn scale_onto(&self, x: &Rows, residual: &Rows, _: &Param) -> Rows {
         note_elements(x.len());
-        same(x)
+        same(residual)
     }
 
-    fn scale_onto_back(&self, x: &Rows, _: &Rows, scale: &Param) -> Rows {
+    fn scale_onto_back(&self, x: &Rows, dy: &Rows, scale: &Param) -> Rows {
         note_elements(x.len());
         reach(scale);
-        same(x)
+        same(dy)
     }
 
     fn embed(&self, _: &Param, ids: &Tokens, h: usize) -> Rows {
         note_elements(ids.len() * h);
-        Rows::on_outline(ids.len(), h)
+        in_f32(ids.len(), h)
     }
 
     fn embed_back(&self, table: &Param, _: &[u32], dy: &Rows) {
@@ -423,18 +518,18 @@ impl Backend for Outline {
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
         note_elements(mix.rows.len() * x.cols());
-        Rows::on_outline(mix.len(), x.cols())
+        like(x, mix.len(), x.cols())
     }
 
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
         note_elements(mix.rows.len() * dy.cols());
-        Rows::on_outline(rows, dy.cols())
+        like(dy, rows, dy.cols())
     }
 
-    fn convolution(&self, _: &Rows, layer: &Linear, patches: &Patches) -> Rows {
+    fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         note_elements(patches.rows() * layer.k());
         note_linear(patches.rows(), std::slice::from_ref(layer), Order::Blocked);
-        Rows::on_outline(patches.rows(), layer.n())
+        Rows::on_outline(product(x, [layer.weight()].into_iter()), patches.rows(), layer.n())
     }
 
     fn convolution_back(&self, x: &Rows, _: &Rows, layer: &Linear, patches: &Patches) -> Rows {
@@ -470,7 +565,7 @@ impl Backend for Outline {
 
     fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
         note_elements(x.len());
-        Rows::on_outline(x.rows() / logits.cols(), x.cols())
+        like(x, x.rows() / logits.cols(), x.cols())
     }
 
     fn blend_back(&self, x: &Rows, logits: &Rows, _: &Rows) -> [Rows; 2] {
@@ -480,7 +575,8 @@ impl Backend for Outline {
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
         note_score(normed, head, None);
-        let row = |cols| Rows::on_outline(1, cols);
+        drop(pieces(normed, head, false));
+        let row = |cols| in_f32(1, cols);
         let (logprobs, rows) = (row(targets.tokens.len()), normed.rows());
         Scores { logprobs, entropies: row(rows), lse: row(rows), temperature }
     }
@@ -496,13 +592,14 @@ impl Backend for Outline {
     ) -> Rows {
         note_score(normed, head, Some(head.trainable()));
         reach(head);
-        same(normed)
+        drop(pieces(normed, head, true));
+        in_f32(normed.rows(), normed.cols())
     }
 
     fn logits(&self, normed: &Rows, head: &Param) -> Rows {
         let (rows, h, dtype) = (normed.rows(), normed.cols(), head.dtype());
         note(|| Call::Logits { rows, h, v: head.len() / h.max(1), dtype });
-        Rows::on_outline(normed.rows(), head.len() / normed.cols().max(1))
+        in_f32(normed.rows(), head.len() / normed.cols().max(1))
     }
 
     fn draw(&self, logits: &mut Rows, _: &Sampler, _: &[DrawFrom]) -> Vec<Option<Draw>> {

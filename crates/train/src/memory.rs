@@ -15,7 +15,7 @@ use omnigrpo_models::{Features, Model, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{
     Card, DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, ParamDtype, Sampler, footprint,
-    holding, phase, repeated,
+    holding, on_card, phase, repeated,
 };
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -195,6 +195,15 @@ fn state_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
 /// # Errors
 /// Returns an error if the model is not on [`Device::Outline`], or if the step fails.
 pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
+    match plan.of {
+        MemoryOf::Host => measured(model, plan),
+        MemoryOf::Card => {
+            on_card(model.decoder().embedding().dtype() == ParamDtype::Bf16, || measured(model, plan))
+        }
+    }
+}
+
+fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     if model.device() != Device::Outline {
         let device = model.device().to_string();
         return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
@@ -253,13 +262,9 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         take(Phase::Evaluation, seen);
         media = media.max(prompts.iter().map(|prompt| media_bytes(prompt)).sum());
     }
-    // If the weights are bf16, a card stores most of these values in bf16.
-    let bf16 = model.decoder().embedding().dtype() == ParamDtype::Bf16;
-    let narrow = |bytes: u64| if plan.of == MemoryOf::Card && bf16 { bytes / 2 } else { bytes };
     out.gradients = most.of(Held::Gradients);
-    out.features = narrow(most.of(Held::Features));
-    out.activations = narrow(most.of(Held::Activations));
-    out.cache = narrow(out.cache);
+    out.features = most.of(Held::Features);
+    out.activations = most.of(Held::Activations);
     out.workspace = if plan.of == MemoryOf::Card { Card::OWN_BYTES as u64 } else { 0 };
     out.media = if plan.of == MemoryOf::Host { media } else { 0 };
     Ok(out)
