@@ -4,6 +4,14 @@ use crate::settings::explain::{without_secrets, yaml};
 use crate::settings::values::{Raw, parse};
 use crate::settings::{Environment, Origin, Problem, Resolved, Section, Value, Verb, config, find, resolve};
 
+/// End of the place of a problem, after the number of the setting.
+const OF_DRAFT: &str = " of the chosen settings";
+
+/// Returns a text that cannot leave its comment.
+pub fn one_line(text: &str) -> String {
+    text.replace(|c: char| c.is_control() || "\u{2028}\u{2029}".contains(c), " ")
+}
+
 /// Settings of a `train` run with comments.
 #[derive(Debug, Default)]
 pub struct Draft(Vec<Line>);
@@ -29,8 +37,15 @@ impl Draft {
 
     /// Sets a value and replaces its comments.
     pub fn put(&mut self, name: &'static str, value: Value, comments: Vec<String>) {
-        self.0.retain(|line| line.name != name);
+        self.take(name);
         self.0.push(Line { name, value, comments });
+    }
+
+    /// Removes a setting. Returns its value and its comments.
+    pub fn take(&mut self, name: &str) -> Option<(Value, Vec<String>)> {
+        let at = self.0.iter().position(|line| line.name == name)?;
+        let Line { value, comments, .. } = self.0.remove(at);
+        Some((value, comments))
     }
 
     /// Returns true if the setting has a value.
@@ -50,9 +65,29 @@ impl Draft {
     pub fn resolve(&self, environment: Environment) -> Result<Resolved, Problem> {
         let text: String =
             self.0.iter().map(|line| format!("{}: {}\n", line.name, yaml(&line.value))).collect();
-        let layer =
-            config::parse(&text, "", |line| Origin::Config(format!("line {line} of the chosen settings")));
+        let layer = config::parse(&text, "", |line| Origin::Config(format!("line {line}{OF_DRAFT}")));
         resolve(Verb::Train, layer, environment)
+    }
+
+    /// Removes settings that `train` does not accept together with the others. Returns the reasons.
+    pub fn settle(&mut self) -> Vec<String> {
+        let mut reasons = Vec::new();
+        while let Err(problem) = self.resolve(Environment::default()) {
+            let line =
+                |one: &Problem| one.place()?.strip_prefix("line ")?.strip_suffix(OF_DRAFT)?.parse().ok();
+            let wrong: Vec<usize> = problem.each().filter_map(line).collect();
+            reasons.extend(problem.each().map(Problem::in_one_line));
+            let before = self.0.len();
+            let mut line = 0;
+            self.0.retain(|_| {
+                line += 1;
+                !wrong.contains(&line)
+            });
+            if self.0.len() == before {
+                break;
+            }
+        }
+        reasons
     }
 
     /// Returns the settings as lines of a file, by section.
@@ -65,7 +100,7 @@ impl Draft {
             let lines: Vec<String> = lines
                 .map(|(flag, line)| {
                     let setting = format!("{}: {}", line.name, yaml(&without_secrets(flag, &line.value)));
-                    match line.comments.join("; ").replace('\n', " ") {
+                    match one_line(&line.comments.join("; ")) {
                         comment if comment.is_empty() => format!("{setting}\n"),
                         comment => format!("{setting:<44} # {comment}\n"),
                     }

@@ -7,6 +7,7 @@ pub mod embed;
 mod heap;
 pub(crate) mod help;
 mod ranks;
+mod translate;
 mod verbs;
 
 use std::ffi::OsString;

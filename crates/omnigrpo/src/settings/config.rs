@@ -19,21 +19,29 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Reads a file of settings. The returned layer contains its mistakes, with file and line.
 pub fn read(path: &Path) -> Layer {
     let name = path.display().to_string();
+    match text(path, MAX_FILE_BYTES) {
+        Ok(text) => parse(&text, &name, |line| Origin::Config(format!("{name}:{line}"))),
+        Err(problem) => Layer::unreadable(problem),
+    }
+}
+
+/// Returns the text of a file of at most this size.
+///
+/// # Errors
+/// Returns an error if the file cannot be read or is larger.
+pub(crate) fn text(path: &Path, max_bytes: u64) -> Result<String, Problem> {
+    let name = path.display().to_string();
     let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
+    let read = File::open(path).and_then(|file| file.take(max_bytes + 1).read_to_string(&mut text));
     if let Err(error) = read {
-        return Layer::unreadable(
-            Problem::usage("cannot read the file of settings").at(name).got(error.to_string()),
-        );
+        return Err(Problem::usage("cannot read the file of settings").at(name).got(error.to_string()));
     }
-    if text.len() as u64 > MAX_FILE_BYTES {
-        return Layer::unreadable(
-            Problem::usage("the file of settings is too large")
-                .at(name)
-                .expected(format!("at most {MAX_FILE_BYTES} bytes")),
-        );
+    if text.len() as u64 > max_bytes {
+        return Err(Problem::usage("the file of settings is too large")
+            .at(name)
+            .expected(format!("at most {max_bytes} bytes")));
     }
-    parse(&text, &name, |line| Origin::Config(format!("{name}:{line}")))
+    Ok(text)
 }
 
 /// Reads the text of a file of settings; `origin` turns a line number into a source.

@@ -24,6 +24,8 @@ pub struct Environment {
     /// Directories that may contain CUDA's libraries: `CUDA_HOME`, `CUDA_PATH`, the Python environments of `VIRTUAL_ENV`,
     /// `CONDA_PREFIX` and the user, and the usual directories of operating systems.
     pub cuda_folders: Vec<PathBuf>,
+    /// `HOME`.
+    pub home: Option<String>,
     /// Variables of the Hugging Face hub.
     pub hub: HubEnvironment,
     /// Directory `omnigrpo` in `XDG_CACHE_HOME`, or in `.cache` of `HOME` if that variable is unset.
@@ -107,6 +109,7 @@ impl Environment {
                 .chain(get("HOME").map(|home| PathBuf::from(home).join(".local")))
                 .chain(["/usr/local/cuda", "/usr/local", "/usr"].map(PathBuf::from))
                 .collect(),
+            home: get("HOME"),
             hub: HubEnvironment::read(&get, &user_cache),
             cache_dir: user_cache.join("omnigrpo"),
             judge_api_key: get("OPENAI_API_KEY"),

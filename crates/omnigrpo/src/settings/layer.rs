@@ -29,6 +29,8 @@ pub struct Layer {
     pub dropped: Vec<(String, String)>,
     /// Mistakes found while reading the source.
     pub problems: Vec<Problem>,
+    /// Settings that a setting of another trainer became, each with that setting as written.
+    pub(crate) became: Vec<(&'static str, String)>,
 }
 
 impl Layer {
@@ -117,6 +119,7 @@ impl Layer {
                 continue;
             }
             became.push((name, value.clone(), entry.shown()));
+            layer.became.push((name, format!("`{} {}`", entry.shown(), entry.text())));
             let entry = Entry { name: name.into(), raw: Some(Raw::Arguments(vec![value])), ..entry };
             match layer.setting(&entry, verb) {
                 Ok(given) => layer.given.push(given),

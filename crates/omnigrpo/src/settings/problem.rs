@@ -142,6 +142,25 @@ impl Problem {
         self.0.exit_code == EXIT_USAGE
     }
 
+    /// Returns the problems that this one combines, or the problem itself.
+    pub(crate) fn each(&self) -> impl Iterator<Item = &Self> {
+        let single = self.0.each.is_empty().then_some(self);
+        single.into_iter().chain(&self.0.each)
+    }
+
+    /// Returns the place.
+    pub(crate) fn place(&self) -> Option<&str> {
+        self.0.place.as_deref()
+    }
+
+    /// Returns the problem without its place, in one line.
+    pub(crate) fn in_one_line(&self) -> String {
+        let Parts { what, got, expected, help, .. } = &*self.0;
+        let part = |name: &str, text: &Option<String>| text.as_ref().map(|text| format!("{name}{text}"));
+        let parts = [Some(what.clone()), part("got ", got), part("expected ", expected), part("", help)];
+        parts.into_iter().flatten().collect::<Vec<_>>().join("; ").replace('\n', " ")
+    }
+
     /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         self.0.exit_code

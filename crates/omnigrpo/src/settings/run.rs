@@ -130,6 +130,8 @@ pub struct Io {
     /// File for the lines of the console, with times. It is `log.txt` in the run directory, or `runs/NAME/log/log.txt` with
     /// `exp_name`.
     pub log_file: Option<PathBuf>,
+    /// Script that `translate` reads.
+    pub script: Option<PathBuf>,
     pub deepspeed: Option<PathBuf>,
 }
 
@@ -406,6 +408,7 @@ impl Default for Settings {
                 json: None,
                 exp_name: None,
                 log_file: None,
+                script: None,
                 deepspeed: None,
             },
             model: ModelSource::default(),

@@ -20,6 +20,7 @@ pub(super) mod setup;
 mod shell;
 mod summary;
 pub(super) mod train;
+mod translate;
 mod watch;
 
 use std::cell::{OnceCell, RefCell};
@@ -177,6 +178,7 @@ pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
         Verb::Bench => bench::bench(&resolved.settings, &context),
         Verb::Watch => watch::watch(&resolved.settings, &context),
         Verb::Report => watch::report(&resolved.settings, &context),
+        Verb::Translate => translate::run(&resolved.settings, &context),
         Verb::Schema => print_data(&format!("{:#}\n", crate::settings::schema())),
         Verb::Completions => shell::completions(&resolved.settings),
         Verb::Man => shell::man(&resolved.settings),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::settings::{Keep, Settings};
 use Kind::{Choice, Path, Text, Texts};
-use verb::Verb::{Completions, DataConvert, Init, Man, Push, Report, Watch};
+use verb::Verb::{Completions, DataConvert, Init, Man, Push, Report, Translate, Watch};
 
 /// Returns the datasets that `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
@@ -56,6 +56,14 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Watch, Report])
         .positional(),
+    row("script", Path, at!(io.script), &[Translate])
+        .help(
+            "Launch script of a shell, training script in Python (`.py`), or file of settings (`.yaml`) of another \
+             trainer. It is read and never run.",
+        )
+        .unset("")
+        .required(&[Translate])
+        .positional(),
     row("input", Path, at!(io.input), &[Generate, Score, DataConvert, RewardsRun])
         .help(
             "Rows to read, in any format that `data check` reads; `-` is standard input, and a run directory \
@@ -64,12 +72,12 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Score, DataConvert, RewardsRun])
         .idle(|s, _| s.io.prompt.is_some().then_some("`prompt` asks a single question")),
-    row("output", Path, at!(io.output), &[Generate, Score, Eval, DataConvert, RewardsRun, Init])
+    row("output", Path, at!(io.output), &[Generate, Score, Eval, DataConvert, RewardsRun, Init, Translate])
         .help(
-            "File to write, one JSON object per row; for `init`, a file of settings. It is written completely or not \
-             at all.",
+            "File to write, one JSON object per row; for `init` and `translate`, a file of settings. It is written \
+             completely or not at all.",
         )
-        .unset("nothing is written; `init` writes omnigrpo.yaml")
+        .unset("nothing is written; `init` writes omnigrpo.yaml, `translate` to standard output")
         .required(&[Score, DataConvert, RewardsRun])
         .free(Verb::ALL)
         .idle(|s, verb| {

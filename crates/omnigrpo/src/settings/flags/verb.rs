@@ -43,6 +43,8 @@ pub enum Verb {
     Watch,
     /// Report of a run as one file.
     Report,
+    /// Translation of another trainer's script to settings.
+    Translate,
     /// Completion script for a shell.
     Completions,
     /// Manual pages.
@@ -51,13 +53,14 @@ pub enum Verb {
 
 use Verb::{
     Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Init, Man,
-    Plan, Push, Report, RewardsList, RewardsRun, Schema, Score, Sft, Train, Watch,
+    Plan, Push, Report, RewardsList, RewardsRun, Schema, Score, Sft, Train, Translate, Watch,
 };
 
 impl Verb {
     /// Every verb, in the order of the help.
     pub const ALL: &'static [Self] = &[
         Init,
+        Translate,
         Train,
         Plan,
         Sft,
@@ -87,6 +90,7 @@ impl Verb {
             Train => &["train"],
             Plan => &["plan"],
             Init => &["init"],
+            Translate => &["translate"],
             Sft => &["sft"],
             Generate => &["generate"],
             Score => &["score"],
@@ -129,6 +133,9 @@ impl Verb {
                 "Train a checkpoint with GRPO: sample a group of answers per question, score them, improve"
             }
             Init => "Look at a checkpoint, rows and this machine, and write a file of settings for `train`",
+            Translate => {
+                "Turn a launch script of TRL, VLM-R1, R1-V, ms-swift, Unsloth, EasyR1 or verl into a file of settings"
+            }
             Plan => "Print the memory that `train` with these settings takes, and which settings make it fit",
             Sft => "Fine-tune a checkpoint on the answers of a dataset",
             Generate => "Write completions for rows of a file, or for one prompt on the terminal",
@@ -329,6 +336,10 @@ impl Verb {
     --max_pixels 401408 --use_peft --output_dir runs/first"
             }
             Init => "omnigrpo init --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --train_file rows.jsonl",
+            Translate => {
+                "omnigrpo translate run_grpo.sh --output run_grpo.yaml
+  omnigrpo train --config run_grpo.yaml"
+            }
             Plan => {
                 "omnigrpo plan --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --train_file rows.jsonl \\
     --max_pixels 401408 --use_peft"

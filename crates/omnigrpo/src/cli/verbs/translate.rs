@@ -1,0 +1,45 @@
+//! `translate`.
+
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::{Context, print_raw};
+use crate::cli::translate;
+use crate::settings::{Problem, Settings, config};
+
+/// Maximum size of a script or a file of settings, bytes.
+const MAX_BYTES: u64 = 1 << 18;
+
+/// Translates a launch script, a training script or a file of settings of another trainer.
+pub fn run(settings: &Settings, context: &Context) -> Result<()> {
+    let Some(script) = &settings.io.script else {
+        return Err(Problem::usage("nothing to translate").expected("`translate FILE`").into());
+    };
+    let read = |path: &Path| config::text(path, MAX_BYTES);
+    let text = read(script)?;
+    let home = settings.env.home.clone().unwrap_or_default();
+    let translation = translate::translate(&text, script, &home, |named| {
+        // A script names files relative to the place where it is started, which is its own directory or one above it.
+        let places = script.parent().into_iter().flat_map(Path::ancestors).map(|place| place.join(named));
+        std::iter::once(named.to_owned())
+            .chain(places)
+            .find(|path| path.is_file())
+            .and_then(|path| read(&path).ok())
+    })?;
+    match &settings.io.output {
+        Some(output) => {
+            super::infer::keep_inputs(output, [script.as_path()])?;
+            omnigrpo_observe::write_atomic(output, |out| out.write_all(translation.text.as_bytes()))?;
+        }
+        None => print_raw(&translation.text)?,
+    }
+    match translation.open.len() {
+        0 => {}
+        1 => context.console.line("1 setting is unsupported or wrong here: see the end of the translation"),
+        n => context
+            .console
+            .line(&format!("{n} settings are unsupported or wrong here: see the end of the translation")),
+    }
+    Ok(())
+}
