@@ -27,6 +27,15 @@ TOKEN = 20e-6  # seconds for upload, launch of the graph and read: a guess
 KERNELS = 10
 # Bytes that a weight takes in memory, with the scales of its group.
 BYTES = {"16": 2.0, "8": 1 + 4 / 64, "4": 0.5 + 4 / 64}
+# A step with `offload_optimizer`. All rates of the host are guesses, except for that of a core.
+LINK = 25e9  # bytes/s of pinned memory over PCIe 4 with 16 lanes
+PAGEABLE = 6e9  # bytes/s of pageable memory over the same link
+HOST = 200e9  # bytes/s of main memory: two thirds of eight channels of DDR5-4800
+CORES = 16
+# Weights/s that one core updates: `cargo bench -p omnigrpo-kernels -- "adamw of bf16"` on the machine of the tests, divided by its cores.
+CORE = 327e6
+# Bytes of main memory that the update of a weight moves: gradient 4, moments 16, master 8, weight 2, its copy to the GPU 4 + 2.
+UPDATE = 36
 # Blocks of 128 threads that 132 multiprocessors run at the same time.
 SLOTS = 264
 
@@ -71,6 +80,11 @@ class Model:
         secs += self.elementwise * self.layers / COPY
         return secs, products / secs / PEAK
 
+    def offload(self):
+        """Returns seconds for gradients to arrive and for the update, with the weights on their way at the same time."""
+        update = max(UPDATE * self.weights / HOST, self.weights / (CORES * CORE), 2 * self.weights / LINK)
+        return 4 * self.weights / LINK, update
+
     def moved(self, rows, cached, bits="16"):
         """Returns the bytes that a decoding step reads."""
         return BYTES[bits] * self.weights + 4 * self.kv * self.layers * rows * cached
@@ -114,6 +128,12 @@ def estimates():
     memory = [f"{16 * model.weights / 1e9:.0f} GB" for model in models()]
     row("weights, gradients, optimizer", "16 bytes · W", memory)
     row("weights, gradients, optimizer with `offload_optimizer`", "6 bytes · W", [f"{6 * m.weights / 1e9:.0f} GB" for m in models()])
+    both = [model.offload() for model in models()]
+    row(
+        "update with `offload_optimizer`, after the last pass at most",
+        f"4·W / {LINK / 1e9:.0f} GB/s + max({UPDATE}·W / {HOST / 1e9:.0f} GB/s, W / ({CORES} cores · {CORE / 1e6:.0f} million/s), 2·W / {LINK / 1e9:.0f} GB/s)",
+        [f"{arrive:.1f} + {update:.1f} s" for arrive, update in both],
+    )
     return lines
 
 
@@ -151,6 +171,10 @@ def designs():
         lines.append(
             f"| bytes that add up the query heads' gradients, for a token and layer | {model.name.upper()} | 0 | {16 * model.q} | est. |"
         )
+    for model in models():
+        # The state traveled in both directions, in pageable memory.
+        before, now = 24 * model.weights / PAGEABLE, sum(model.offload())
+        lines.append(f"| update with `offload_optimizer` (before: its copies alone) | {model.name.upper()} | {before:.0f} s | {now:.1f} s | est. |")
     lines.append("| passes over the logits of a draw with top-p | both | 71 | 4 if at most 512 tokens share a bin | by hand |")
     return lines
 
@@ -167,6 +191,8 @@ def estimate_page():
             "q and kv are the widths of all query heads and of all key heads. Other programs reached 700 TFLOP/s, 4.3 TB/s and a fraction of",
             "0.85 on that GPU. Four numbers are guesses: 250 TFLOP/s for attention (FlashAttention-2 uses the same instructions), 1 µs between the",
             "kernels of a CUDA graph, 2 µs between kernels that the host launches one by one, and 20 µs per token for upload, launch and read.",
+            f"Updates on the CPU: a core updates {CORE / 1e6:.0f} million weights a second, measured on the 2 cores of the machine of the tests. A host with",
+            f"{CORES} cores, {HOST / 1e9:.0f} GB/s of main memory and {LINK / 1e9:.0f} GB/s over the link (PCIe 4; {PAGEABLE / 1e9:.0f} GB/s for pageable memory) is assumed.",
             "",
             *estimates(),
             "",

@@ -339,6 +339,14 @@ impl Decoding {
 /// Number of keys in one part of the sum of a decoding row.
 const SPLIT: usize = 256;
 
+/// Returns the number of f32 values that attention over a cache needs besides its result, for rows that see a prompt and a
+/// completion of these lengths.
+#[must_use]
+pub fn cached_scratch(rows: usize, [prompt, own]: [usize; 2], heads: Heads) -> usize {
+    let parts: usize = [prompt, own].map(|len| len.div_ceil(SPLIT).next_power_of_two()).iter().sum();
+    rows * heads.q * parts * (2 + heads.d)
+}
+
 /// Number of query heads for which a block reads the keys of a completion once.
 const JOINED_HEADS: usize = 16;
 

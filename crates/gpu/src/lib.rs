@@ -35,7 +35,7 @@ pub mod sources;
 mod sums;
 mod transfers;
 
-pub use attention::{CachedGroup, Decoding, DecodingSize, Heads, PAGE, Pattern};
+pub use attention::{CachedGroup, Decoding, DecodingSize, Heads, PAGE, Pattern, cached_scratch};
 pub use checkup::{Checked, Finding};
 pub use conv::Unfolding;
 pub use cuda::{Found, Survey, survey};
@@ -46,7 +46,7 @@ pub use experts::Chosen;
 pub use graph::{Arena, Graph};
 pub use head::{Head, Marks, piece};
 pub use libraries::{Library, folders, libraries};
-pub use linear::{Affine, Codes, Onto, Weight};
+pub use linear::{Affine, Codes, Onto, Weight, few_rows_scratch};
 pub use optim::Step;
 pub use sample::{DrawPlaces, DrawSize, Drawn, Draws, Row, Sampling};
 pub use sums::Mixture;

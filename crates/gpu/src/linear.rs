@@ -164,6 +164,16 @@ fn parts_of(tiles: usize, k: usize) -> [usize; 2] {
     [pieces.div_ceil(each), each]
 }
 
+/// Returns the number of f32 values that a launch over up to 64 rows and layers with `n` outputs in all needs besides its result.
+#[must_use]
+pub fn few_rows_scratch(rows: usize, n: usize, k: usize) -> usize {
+    let tiles = n.div_ceil(WEIGHT_ROWS);
+    match parts_of(tiles, k) {
+        [1, _] => 0,
+        [parts, _] => tiles * parts * rows.min(FEW_ROWS) * WEIGHT_ROWS,
+    }
+}
+
 /// Returns the number of rows of `x`, whose rows have `width` elements. Rows without elements are as many as the `others`.
 fn rows(x: &Array, width: usize, others: usize) -> usize {
     x.len().checked_div(width).unwrap_or(others)

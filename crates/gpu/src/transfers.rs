@@ -32,11 +32,16 @@ pub fn copy_bytes(to: &mut [u8], from: &[u8]) {
         return to.copy_from_slice(from);
     }
     assert_eq!(to.len(), from.len());
+    let mut lacks_threads = false;
     std::thread::scope(|scope| {
         for (to, from) in to.chunks_mut(each).zip(from.chunks(each)) {
-            scope.spawn(|| to.copy_from_slice(from));
+            let thread = std::thread::Builder::new();
+            lacks_threads |= thread.spawn_scoped(scope, || to.copy_from_slice(from)).is_err();
         }
     });
+    if lacks_threads {
+        to.copy_from_slice(from);
+    }
 }
 
 /// Order of work on a device.

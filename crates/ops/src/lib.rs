@@ -58,7 +58,7 @@ pub use omnigrpo_kernels::attention::{AttentionLayout, LayoutError, QueryRange};
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 pub use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 pub use optim::{Moments, Numbers, Squares, Step, squares};
-pub use outline::{Footprint, Held, footprint, holding, on_card};
+pub use outline::{Footprint, Held, footprint, holding, in_arena, is_on_card, on_card};
 pub use param::{Param, ParamDtype, Part, Values, WeightGuard};
 pub use pass::{Dropout, Pass};
 pub use rope::RopeTable;

@@ -6,10 +6,11 @@
 //! the dtypes that they have on a GPU, and its scratch memory counts too. [`crate::work`] lists the operations.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use omnigrpo_gpu::{Dtype, piece};
+use omnigrpo_gpu::{Dtype, cached_scratch, few_rows_scratch, piece};
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
@@ -22,6 +23,7 @@ use crate::device::{Backend, Device};
 use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
+use crate::gpu::heads_of;
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::norm::Norm;
@@ -48,12 +50,14 @@ pub enum Held {
     Cache,
     /// Gradients of weights.
     Gradients,
+    /// Arena of the recorded decoding steps of a GPU.
+    Recorded,
 }
 
 /// Peak bytes of rows by purpose, at four bytes per value, or at two for values that a GPU stores in bf16. Caches use separate memory, so their peak is counted separately. For
 /// the other purposes, these are the bytes at the moment when their sum was largest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Footprint([u64; 4]);
+pub struct Footprint([u64; 5]);
 
 impl Footprint {
     /// Returns the bytes used for a purpose.
@@ -81,6 +85,8 @@ struct Count {
     held: Held,
     /// Dtype of keys and values if the passes are those of a GPU.
     card: Option<Dtype>,
+    /// Number of free blocks of each size in the arena, while work in an arena runs.
+    arena: Option<HashMap<u64, u64>>,
     now: Footprint,
     most: Footprint,
 }
@@ -119,21 +125,39 @@ pub fn on_card<R>(bf16: bool, f: impl FnOnce() -> R) -> R {
     result
 }
 
+/// Runs `f`, whose rows of [`Device::Outline`] are in an arena: a freed block serves only rows of the same size. The arena is
+/// freed when `f` returns.
+pub fn in_arena<R>(f: impl FnOnce() -> R) -> R {
+    COUNT.with_borrow_mut(|count| count.arena = Some(HashMap::new()));
+    let result = f();
+    COUNT.with_borrow_mut(|count| {
+        count.arena = None;
+        count.now.0[Held::Recorded as usize] = 0;
+    });
+    result
+}
+
 /// Memory that is counted for as long as this value exists.
 #[derive(Debug)]
 pub(crate) struct Span {
     held: Held,
     bytes: u64,
     dtype: Dtype,
+    in_arena: bool,
 }
 
 impl Span {
     fn new(elements: usize, dtype: Dtype) -> Self {
         let bytes = (dtype.size() * elements) as u64;
         COUNT.with_borrow_mut(|count| {
-            count.now.0[count.held as usize] += bytes;
+            let free = count.arena.as_mut().map(|arena| arena.entry(bytes).or_default());
+            let (in_arena, held) = (free.is_some(), if free.is_some() { Held::Recorded } else { count.held });
+            match free {
+                Some(free) if *free > 0 => *free -= 1,
+                _ => count.now.0[held as usize] += bytes,
+            }
             count.most = count.most.most(count.now);
-            Self { held: count.held, bytes, dtype }
+            Self { held, bytes, dtype, in_arena }
         })
     }
 
@@ -150,8 +174,14 @@ impl Drop for Span {
     fn drop(&mut self) {
         // The count no longer exists if the thread is ending.
         let _ = COUNT.try_with(|count| {
-            let now = &mut count.borrow_mut().now.0[self.held as usize];
-            *now = now.saturating_sub(self.bytes);
+            let mut count = count.borrow_mut();
+            match &mut count.arena {
+                Some(arena) if self.in_arena => *arena.entry(self.bytes).or_default() += 1,
+                _ => {
+                    let now = &mut count.now.0[self.held as usize];
+                    *now = now.saturating_sub(self.bytes);
+                }
+            }
         });
     }
 }
@@ -189,6 +219,12 @@ fn dtype(x: &Rows) -> Dtype {
         Data::Outline(span) => span.dtype,
         _ => Dtype::F32,
     }
+}
+
+/// Returns whether the passes are those of a GPU ([`on_card`]).
+#[must_use]
+pub fn is_on_card() -> bool {
+    card().is_some()
 }
 
 /// Returns the dtype of caches if the passes are those of a GPU.
@@ -316,8 +352,14 @@ impl Backend for Outline {
     fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
         note_linear(x.rows(), layers, order);
         let out = residual.map_or_else(|| product(x, layers.iter().map(Linear::weight)), dtype);
-        let y = Rows::on_outline(out, x.rows(), layers.iter().map(Linear::n).sum());
-        drop(factors(x, layers));
+        let n = layers.iter().map(Linear::n).sum();
+        let y = Rows::on_outline(out, x.rows(), n);
+        let k = layers.first().map_or(0, Linear::k);
+        // The kernels for few rows read codes, and may divide their sums.
+        match order == Order::PerRow && card().is_some() {
+            true => drop(Span::new(few_rows_scratch(x.rows(), n, k), Dtype::F32)),
+            false => drop(factors(x, layers)),
+        }
         y
     }
 
@@ -447,6 +489,11 @@ impl Backend for Outline {
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
         note_cached(batch, heads);
+        if card().is_some() {
+            let prompt = batch.groups.iter().map(|group| group.cache.prompt_rows).max().unwrap_or(0);
+            let own = batch.groups.iter().map(|group| group.cache.slot_rows).max().unwrap_or(0);
+            drop(Span::new(cached_scratch(qkv.rows(), [prompt, own], heads_of(heads)), Dtype::F32));
+        }
         (like(qkv, qkv.rows(), heads.q_width()), in_f32(qkv.rows(), heads.q))
     }
 
@@ -614,5 +661,51 @@ impl Backend for Outline {
     fn adamw(&self, param: &Param, _: &Rows, _: &mut Moments, step: &Step) -> Result<()> {
         note(|| Call::AdamW { len: param.len(), dtype: param.dtype(), master: step.master });
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::linear::PackedLinear;
+    use crate::pass::Pass;
+    use crate::{Device, Part};
+
+    /// The norm with a bf16 weight reads f32 rows and begins the bf16 part of a block, which ends with the residual stream.
+    #[test]
+    fn a_card_stores_what_follows_a_norm_in_bf16() {
+        let weight = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::Bf16));
+        let layer = Linear::new(weight(&[6, 8]), None).unwrap();
+        let norm = Norm::Rms { weight: weight(&[8]), eps: 1e-6 };
+        let run = || {
+            let linear = PackedLinear::new(&[&layer], &Pass { device: Device::Outline, ..Pass::default() });
+            let x = Rows::zeros(Device::Outline, 4, 8);
+            let normed = norm.forward(&x).unwrap().0;
+            let (y, of_stream) = (linear.forward(&normed).unwrap(), linear.forward(&x).unwrap());
+            let onto = linear.forward_onto(&of_stream, &normed).unwrap();
+            [&x, &normed, &y, &of_stream, &onto].map(Rows::num_bytes)
+        };
+        assert_eq!(run(), [128, 128, 96, 96, 96]);
+        assert_eq!(on_card(true, run), [128, 64, 48, 96, 96]);
+        assert!(!is_on_card());
+    }
+
+    #[test]
+    fn an_arena_keeps_a_block_for_each_size() {
+        let rows = |n| Rows::zeros(Device::Outline, 1, n);
+        let (_, seen) = footprint(|| {
+            let outside = rows(100);
+            in_arena(|| {
+                drop(rows(2));
+                let again = rows(2);
+                drop((rows(2), rows(5), again));
+                drop(rows(5));
+            });
+            drop(outside);
+            // The arena has been freed.
+            drop(rows(101));
+        });
+        assert_eq!((seen.of(Held::Recorded), seen.of(Held::Activations)), (8 + 8 + 20, 400));
     }
 }

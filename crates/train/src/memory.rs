@@ -15,7 +15,7 @@ use omnigrpo_models::{Features, Model, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{
     Card, DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, ParamDtype, Sampler, footprint,
-    holding, on_card, phase, repeated,
+    holding, in_arena, is_on_card, on_card, phase, repeated,
 };
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -107,6 +107,8 @@ pub struct Memory {
     pub activations: u64,
     /// Keys and values of the completions that are being decoded.
     pub cache: u64,
+    /// Arena of the recorded decoding steps of a card.
+    pub recorded: u64,
     /// Workspace of the card's libraries.
     pub workspace: u64,
     /// Memory that the allocator cannot use.
@@ -148,7 +150,7 @@ impl Memory {
 
     /// Returns each part with its name.
     #[must_use]
-    pub fn parts(&self) -> [(&'static str, u64); 14] {
+    pub fn parts(&self) -> [(&'static str, u64); 15] {
         [
             ("program and rows", self.program),
             ("reward models", self.rewards),
@@ -162,6 +164,7 @@ impl Memory {
             ("features of media", self.features),
             ("activations", self.activations),
             ("cache of completions", self.cache),
+            ("recorded decoding steps", self.recorded),
             ("workspace of libraries", self.workspace),
             ("allocator", self.slack),
         ]
@@ -265,6 +268,7 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     out.gradients = most.of(Held::Gradients);
     out.features = most.of(Held::Features);
     out.activations = most.of(Held::Activations);
+    out.recorded = most.of(Held::Recorded);
     out.workspace = if plan.of == MemoryOf::Card { Card::OWN_BYTES as u64 } else { 0 };
     out.media = if plan.of == MemoryOf::Host { media } else { 0 };
     Ok(out)
@@ -385,9 +389,12 @@ fn completed(
             continue;
         }
         let flying = prompts.len() * size;
-        let rows = caches.iter_mut().map(|cache| DecodeRows { cache, slots: (0..size).collect() });
-        let mut rows = DecodeBatch::new(rows.collect());
-        repeated(slots as f64, || {
+        // Decodes a token of the first completions.
+        let mut step = |flying: usize| {
+            let slots = |at: usize| (0..flying.saturating_sub(at * size).min(size)).collect();
+            let rows = caches.iter_mut().enumerate();
+            let rows = rows.map(|(at, cache)| DecodeRows { cache, slots: slots(at) });
+            let mut rows = DecodeBatch::new(rows.collect());
             let x = decoder.embed(&vec![0; flying], &pass)?;
             let rope = decoder.rope_table(&vec![[0; 3]; flying]);
             let hidden = decoder.decode(x, &rope, &mut rows, &pass, None)?;
@@ -397,7 +404,16 @@ fn completed(
                 decoder.logits(&hidden.row_range(some)?)?.draw(&Sampler::default(), &from)?;
             }
             Ok::<_, TrainError>(())
-        })?;
+        };
+        match is_on_card() {
+            false => repeated(slots as f64, || step(flying))?,
+            // A card records a step for each of a few batch sizes, as completions end.
+            true => in_arena(|| {
+                let sizes =
+                    std::iter::successors(Some(flying), |rows| Some(rows / 2).filter(|&rows| rows >= 8));
+                sizes.into_iter().try_for_each(&mut step)
+            })?,
+        }
     }
     Ok(())
 }
