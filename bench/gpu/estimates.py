@@ -213,7 +213,7 @@ def estimate_page():
             "  memory ([tools/gpu/ptx](../tools/gpu/ptx/README.md)).",
             "- The host code and the program's commands give the CPU's numbers on stand-ins of CUDA's libraries, which run that PTX",
             "  ([tools/gpu/stand-in](../tools/gpu/stand-in/README.md)).",
-            "- All kernels compile for six architectures within bounds of registers and shared memory ([tools/gpu/nvrtc](../tools/gpu/nvrtc)).",
+            "- All kernels compile for six architectures within bounds of registers and shared memory (`.ci/run nvrtc`).",
             "",
             "Not checked: speed, the behaviour of cuBLASLt, and races finer than a step between barriers.",
             "",

@@ -1,7 +1,7 @@
 //! Compiles all kernels for all architectures, without a GPU, and checks the assembler's report.
 //!
 //! Run `cargo run -p omnigrpo-gpu --example nvrtc -- FOLDER` with a folder that contains NVRTC, such as
-//! `site-packages`; `tools/gpu/nvrtc` downloads one. The program fails if a kernel does not compile, needs more
+//! `site-packages`; `tools/gpu/fetch_nvrtc` downloads one. The program fails if a kernel does not compile, needs more
 //! registers than a multiprocessor has for its threads, needs more static shared memory than 48 KiB, or spills
 //! registers.
 #![allow(clippy::print_stdout, clippy::print_stderr)]

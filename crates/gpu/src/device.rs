@@ -58,7 +58,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // No user of the device is left, so a failure is not reported.
         let _ = match (&self.driver, self.counters.get()) {
-            (_, None | Some(0)) => Ok(()),
+            (_, None) => Ok(()),
             (Driver::Cuda(cuda), Some(&at)) => cuda.free(at),
             #[cfg(feature = "emulator")]
             (Driver::Emulated(emulated), Some(&at)) => emulated.free(at, 4 * COUNTERS),
@@ -363,14 +363,24 @@ impl Gpu {
         });
     }
 
-    /// Returns [`COUNTERS`] counters, which are 0 between kernels. They outlive all recordings, so they are in no arena.
+    /// Returns [`COUNTERS`] counters, which are 0 between kernels. They outlive all recordings, so they are in no arena, and no
+    /// recording can allocate them.
     pub(crate) fn counters(&self) -> Arg {
-        let make = || {
-            let at = self.note(self.driver_alloc(4 * COUNTERS)).unwrap_or(0);
-            self.clear_bytes(at, 4 * COUNTERS);
-            at
-        };
-        Arg::Pointer(*self.0.counters.get_or_init(make))
+        if let Some(&at) = self.0.counters.get() {
+            return Arg::Pointer(at);
+        }
+        if self.refuses(|| "needs counters that no normal run has allocated".into()) {
+            return Arg::NULL;
+        }
+        let bytes = 4 * COUNTERS;
+        let Some(at) = self.note(self.driver_alloc(bytes)) else { return Arg::NULL };
+        self.clear_bytes(at, bytes);
+        // Another thread may have stored its own in the meantime. Threads do not wait for each other here, since one of them may
+        // have exclusive use of the device, for which the other waits.
+        if self.0.counters.set(at).is_err() {
+            self.free(at, bytes);
+        }
+        Arg::Pointer(self.0.counters.get().copied().unwrap_or(at))
     }
 
     /// Allocates an array of zeros.

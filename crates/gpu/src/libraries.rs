@@ -243,14 +243,23 @@ mod tests {
     #[test]
     fn a_library_that_is_newer_than_the_driver_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("libcublasLt.so.13");
+        // No system has a library of this name on the loader's path, where an older version would be taken.
+        let wanted = Wanted { name: "libomnigrpo_test", package: "nvidia-cublas" };
+        let path = dir.path().join("libomnigrpo_test.so.13");
         std::fs::write(&path, "").unwrap();
-        let error = load_blas(&[dir.path().into()], Some(12_080)).err();
-        // An older version on the loader's path would be taken.
-        if let Some(error) = error {
-            let package = "nvidia-cublas-cu12".to_owned();
-            assert_eq!(error, Error::NewLibrary { path, version: [13, 0], supports: 12_080, package });
-        }
+        let error = load(wanted, &[dir.path().into()], Some(12_080), |_| Ok(()), |()| std::ptr::null()).err();
+        let package = "nvidia-cublas-cu12".to_owned();
+        let expected = |version| Error::NewLibrary {
+            path: path.clone(),
+            version,
+            supports: 12_080,
+            package: package.clone(),
+        };
+        assert_eq!(error, Some(expected([13, 0])));
+        // The version that a library states decides, not that of its file.
+        let error = suits(wanted, &path, [13, 2], Some(12_080)).err();
+        assert_eq!(error, Some(expected([13, 2])));
+        assert_eq!(suits(wanted, &path, [12, 9], Some(12_080)), Ok(()));
     }
 
     #[test]

@@ -109,6 +109,26 @@ fn unrecordable_work_is_refused() {
     assert_eq!(out.to_vec(), [7.0, 14.0, 21.0], "the device computes on");
 }
 
+/// Counters of blocks outlive every graph. Memory that a recording allocates would live only in its graph.
+#[test]
+fn a_recording_does_not_allocate_counters() {
+    let gpu = Gpu::emulated(0);
+    let (arena, x) = (Arena::new(&gpu), gpu.cast(&gpu.upload(&[1.0; 8]), Dtype::Bf16));
+    let mut y = gpu.zeros(1, Dtype::F32);
+    gpu.within(&arena, || drop(gpu.alloc(0, Dtype::F32)));
+    let mut product = || {
+        let layer = Affine { weight: Weight::Dense(&x), bias: None, n: 1 };
+        gpu.linear_rows(&mut y, [0, 1], &x, &[layer], 8, Onto::Nothing);
+    };
+    let said = gpu.capture(&arena, &mut product).unwrap_err().to_string();
+    assert!(said.contains("needs counters that no normal run has allocated"), "{said}");
+    product();
+    let graph = gpu.capture(&arena, &mut product).unwrap();
+    gpu.replay(&graph, &[]);
+    assert_eq!(y.to_vec(), [8.0]);
+    gpu.check().unwrap();
+}
+
 #[test]
 fn memory_lives_as_long_as_its_graph() {
     let gpu = Gpu::emulated_with(0, 1000);

@@ -19,7 +19,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CUDA = HERE.parents[2] / "crates/gpu/cuda"
+# The tests of a fault take seconds. A fault that makes them wait forever says so in `shows`.
 LIMIT_SECS = 300
+NO_END = f"no end after {LIMIT_SECS} s"
 
 
 @dataclass
@@ -184,7 +186,7 @@ def planted(fault, text):
 
 
 def failure(fault, out, tests):
-    """Returns the output of the tests if they fail with the fault, else None."""
+    """Returns the output of the tests if they fail or do not end with the fault, else None."""
     with tempfile.TemporaryDirectory() as folder:
         sources, built = Path(folder, "cuda"), Path(folder, "out")
         # Times are kept, so that only the changed file is compiled.
@@ -192,10 +194,14 @@ def failure(fault, out, tests):
         shutil.copytree(out, built)
         source = sources / f"{fault.file}.cu"
         source.write_text(planted(fault, source.read_text()))
-        subprocess.run([HERE / "build", built, "--race"], check=True, env={**os.environ, "SOURCES": str(sources)})
+        if subprocess.run([HERE / "build", built, "--race"], env={**os.environ, "SOURCES": str(sources)}).returncode:
+            raise SystemExit(f"{fault.what}: the kernels cannot be built with this fault")
         environment = {**os.environ, "OMNIGRPO_TEST_KERNELS": str(built / "kernels-race.so")}
         command = [tests, *fault.tests.split(), "--exact", "--test-threads=1"]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECS)
+        try:
+            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECS)
+        except subprocess.TimeoutExpired as expired:
+            return f"{(expired.stdout or b'').decode(errors='replace')}\n{NO_END}"
         if "running 0 tests" in run.stdout:
             raise SystemExit(f"{fault.what}: {tests} has no test {fault.tests}")
         return run.stdout + run.stderr if run.returncode else None
