@@ -145,8 +145,9 @@ static const char* launch(const Kernel& kernel, Dim grid, unsigned threads, size
     for (unsigned i = 0; i < threads; i++) order[i] = i;
     state = seed;
     // A launch of too many blocks runs the first and the last of each dimension.
-    size_t count = size_t(grid.x) * grid.y * grid.z;
-    auto after = [&](unsigned i, unsigned n) { return count > most_blocks && i + 1 < n ? n - 1 : i + 1; };
+    constexpr unsigned ENDS = 32;
+    bool sampled = size_t(grid.x) * grid.y * grid.z > most_blocks;
+    auto after = [&](unsigned i, unsigned n) { return sampled && n > 2 * ENDS && i + 1 == ENDS ? n - ENDS : i + 1; };
     std::vector<size_t> blocks;
     for (unsigned z = 0; z < grid.z; z = after(z, grid.z))
         for (unsigned y = 0; y < grid.y; y = after(y, grid.y))

@@ -273,8 +273,8 @@ impl Gpu {
         }
     }
 
-    /// On the emulator, makes launches of more than 4,096 blocks run only the first and the last block of each dimension. A GPU runs
-    /// all blocks.
+    /// On the emulator, makes launches of more than 4,096 blocks run only the first and the last 32 blocks of each dimension. New
+    /// arrays then hold zeros, since most of them are not computed. A GPU runs all blocks.
     #[cfg(feature = "emulator")]
     pub fn sample_blocks(&self) {
         if let Driver::Emulated(emulated) = &self.0.driver {

@@ -183,11 +183,14 @@ impl Emulated {
             }
             let tail = bytes.next_multiple_of(ALIGN) - bytes;
             let at = inner.add(room - bytes - tail);
-            if bytes < LARGE {
-                std::ptr::write_bytes(at, 0xff, bytes);
-            }
             std::ptr::write_bytes(at.add(bytes), TAIL, tail);
             self.report(at as u64, bytes, Event::Allocated);
+            if self.samples() {
+                // The mapping holds zeros.
+                self.report(at as u64, bytes, Event::Written);
+            } else if bytes < LARGE {
+                std::ptr::write_bytes(at, 0xff, bytes);
+            }
             Ok(at as u64)
         }
     }
@@ -222,6 +225,10 @@ impl Emulated {
 
     pub(crate) fn sample_blocks(&self, most_blocks: u64) {
         self.most_blocks.store(most_blocks, Ordering::Relaxed);
+    }
+
+    fn samples(&self) -> bool {
+        self.most_blocks.load(Ordering::Relaxed) != u64::MAX
     }
 
     /// Returns the numbers of uploads, of reads and of kernels.
@@ -281,8 +288,18 @@ impl Emulated {
     }
 
     fn fill_now(&self, at: u64, bytes: usize, with: u8) {
-        // SAFETY: the callers' ranges are inside arrays that `alloc` returned.
-        unsafe { std::ptr::write_bytes(at as *mut u8, with, bytes) };
+        let (start, end) = (at as usize, at as usize + bytes);
+        // Whole pages of a large array become zeros when they are used next, because it may be larger than memory.
+        let pages = match with == 0 && bytes >= LARGE {
+            true => start.next_multiple_of(PAGE)..end / PAGE * PAGE,
+            false => end..end,
+        };
+        // SAFETY: the callers' ranges are inside arrays that `alloc` returned, whose mappings are private and of no file.
+        unsafe {
+            std::ptr::write_bytes(start as *mut u8, with, pages.start - start);
+            libc::madvise(pages.start as *mut c_void, pages.len(), libc::MADV_DONTNEED);
+            std::ptr::write_bytes(pages.end as *mut u8, with, end - pages.end);
+        }
         self.report(at, bytes, if with == 0 { Event::Written } else { Event::Undefined });
     }
 

@@ -63,7 +63,7 @@ def speed(results):
 def page(results):
     begin = next((result for result in results if result["name"] == "begin"), {})
     text = [f"Run on {card(results)}, {begin.get('date', 'unknown date')}, commit {begin.get('commit', 'unknown')}.", "", "# GPU results"]
-    if results[-1]["name"] != "end":
+    if not results or results[-1]["name"] != "end":
         text += ["", "The run was cut off: later results are missing."]
     by_stage = collections.defaultdict(list)
     for result in results:
@@ -81,7 +81,7 @@ def page(results):
         for why in sorted({result["skipped"] for result in skipped}):
             text += ["", f"Skipped: {why}."]
         for result in own:
-            if result["name"] == "what doctor says":
+            if result["name"] in ("what doctor says", "what ncu says"):
                 text += ["", "```", result["output"].strip(), "```"]
         measured = [result for result in own if result["name"] == "measured"]
         if measured:
@@ -89,9 +89,14 @@ def page(results):
     return "\n".join(text) + "\n"
 
 
+def read(text):
+    """Returns the results of a file. The last line of a run that was cut off may be incomplete."""
+    whole = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 def main():
-    lines = pathlib.Path(sys.argv[1]).read_text().splitlines()
-    sys.stdout.write(page([json.loads(line) for line in lines]))
+    sys.stdout.write(page(read(pathlib.Path(sys.argv[1]).read_text())))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Runs the first half hour on a card, in stages with time limits, and writes what happens as JSON lines.
 
-    python3 first-contact/run.py [--stages ABCDEF] [--scale 1.0] [--device N]
+    python3 first-contact/run.py [--stages ABCDEF] [--results results.jsonl] [--scale 1.0] [--device N]
 
-Each line of `results.jsonl` is written as soon as it is known, so a run that is cut off keeps its results. `report.py` makes a
-page of them. Only Python's standard library is needed. Libraries are searched in the packages of this Python, in
-LD_LIBRARY_PATH, and where the program itself searches.
+Each line of the results is written as soon as it is known, so a run that is cut off keeps its results; `report.py` makes a page of
+them. A stage that runs out of time fails. Only Python's standard library is needed. Libraries are searched in the packages of this
+Python, in LD_LIBRARY_PATH, and where the program itself searches.
 """
 
 import argparse
@@ -13,9 +13,12 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -30,6 +33,14 @@ SPEED = [("3b", (1792, 8, 256)), ("3b", (1792, 12, 64)), ("3b", (1792, 64, 64)),
 TINY = [("qwen2_5_vl_tied", (20, 2, 4))]
 # Fields of a step that must agree between a card and the CPU.
 COMPARED = ["loss", "reward", "grad_norm", "kl"]
+# Kernels that are profiled, as a pattern.
+PROFILED = "forward_128|backward_kv_128|few_rows_8"
+# Why a result is missing after the end of its stage.
+NO_TIME = "the stage's time is over"
+# Tests with more than 2³¹ elements, which stage D runs.
+LARGE = "more_than_2_31"
+# Small tests that together launch every kernel, for tools that make a program slow. Those of each width follow.
+SMALL = ["edges::the_same_bits_in_every_run"]
 
 
 class Run:
@@ -37,10 +48,14 @@ class Run:
 
     def __init__(self, args):
         self.args = args
-        self.file = open(HERE / "results.jsonl", "a")
+        try:
+            self.file = open(args.results, "x")
+        except FileExistsError:
+            sys.exit(f"{args.results} exists: move it, or name another file with --results")
         self.began = time.monotonic()
         self.ends = self.began
         self.stage = "-"
+        self.failed = False
         folders = python_folders() + os.environ.get("LD_LIBRARY_PATH", "").split(":")
         self.environment = {
             **os.environ,
@@ -51,7 +66,8 @@ class Run:
         }
 
     def tell(self, name, ok, **more):
-        """Writes a result at once."""
+        """Writes a result at once. Only a result with `skipped`, whose test this machine cannot run, may be missing."""
+        self.failed |= not ok and "skipped" not in more
         line = {"stage": self.stage, "name": name, "ok": ok, "at": round(time.monotonic() - self.began, 1), **more}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
@@ -63,24 +79,44 @@ class Run:
         """Returns the seconds until the stage ends."""
         return self.ends - time.monotonic()
 
-    def call(self, name, command, limit=None, tell=True, **environment):
-        """Runs a command until the stage ends. Returns its output, or None if it failed, and tells the result."""
+    def call(self, name, command, limit=None, tell=True, each=None, **environment):
+        """Runs a command until the stage ends, and tells the result. `each` receives every line of output as it comes.
+
+        Returns the output, or None if the command failed. All processes that the command started end with it.
+        """
         left = min(self.left(), limit or float("inf"))
         if left <= 0:
-            self.tell(name, False, skipped="the stage's time is over")
+            self.tell(name, False, ended_with=NO_TIME)
             return None
-        started = time.monotonic()
+        started, lines = time.monotonic(), []
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [str(word) for word in command], cwd=HERE, env={**self.environment, **environment}, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, errors="replace", timeout=left, check=False)
-            code, text = done.returncode, done.stdout
-        except subprocess.TimeoutExpired as expired:
-            output = expired.stdout or b""
-            code, text = "the time limit", output if isinstance(output, str) else output.decode(errors="replace")
+                stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
         except OSError as error:
-            code, text = str(error), ""
-        secs = round(time.monotonic() - started, 2)
+            self.tell(name, False, ended_with=str(error))
+            return None
+
+        def read():
+            for line in process.stdout:
+                lines.append(line)
+                if each:
+                    each(line)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            code = process.wait(left)
+        except subprocess.TimeoutExpired:
+            code = "the time limit"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+            reader.join(10)
+        text, secs = "".join(lines), round(time.monotonic() - started, 2)
         if code != 0:
             self.tell(name, False, secs=secs, ended_with=code, output=text[-4000:])
             return None
@@ -98,10 +134,10 @@ def python_folders():
     return [str(lib) for path in nvidia.__path__ for lib in sorted(pathlib.Path(path).glob("*/lib"))]
 
 
-def sanitizer():
-    """Returns NVIDIA's sanitizer, or None."""
-    packages = [pathlib.Path(lib).parent / "bin/compute-sanitizer" for lib in python_folders()]
-    places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer", *packages]
+def nvidia_tool(name):
+    """Returns a program of NVIDIA's, or None."""
+    packages = [pathlib.Path(lib).parent / "bin" / name for lib in python_folders()]
+    places = [shutil.which(name), f"/usr/local/cuda/bin/{name}", *packages]
     return next((place for place in places if place and pathlib.Path(place).exists()), None)
 
 
@@ -113,38 +149,43 @@ def stage_a(run):
 
 
 def tests_of(run, suite):
+    """Returns the names of all tests. A rehearsal has no time for the slow ones, which a card runs in seconds."""
     listed = run.call(f"{suite}: list", [HERE / "tests" / suite, "--list"], tell=False) or ""
     names = [line.removesuffix(": test") for line in listed.splitlines() if line.endswith(": test")]
-    # The stand-in computes more than 2³¹ elements too slowly.
-    skipped = ["slow_"] + ["more_than_2_31"] * run.args.tiny
+    skipped = ["planted"] + ["slow_", LARGE] * run.args.tiny
     return [name for name in names if not any(part in name for part in skipped)]
+
+
+def test(suite, *names):
+    return [HERE / "tests" / suite, *names, "--exact", "--include-ignored", "--test-threads=1"]
 
 
 def stage_b(run):
     """Runs each test of kernels and devices by itself; a failure again with a wait after every kernel."""
     for suite in ("kernels", "devices"):
-        for test in tests_of(run, suite):
-            command = [HERE / "tests" / suite, "--exact", test, "--test-threads=1"]
-            if run.call(f"{suite}::{test}", command) is None and run.left() > 0:
-                run.call(f"{suite}::{test}, blocking", command, CUDA_LAUNCH_BLOCKING="1")
+        for name in tests_of(run, suite):
+            if LARGE in name:
+                continue
+            if run.call(f"{suite}::{name}", test(suite, name)) is None and run.left() > 0:
+                run.call(f"{suite}::{name}, blocking", test(suite, name), CUDA_LAUNCH_BLOCKING="1")
 
 
 def stage_c(run):
-    """Runs the kernels' tests under the tools of NVIDIA's sanitizer, a tool for each part of the time."""
-    program = sanitizer()
+    """Runs small tests of every kernel under the tools of NVIDIA's sanitizer, a tool for each part of the time."""
+    program = nvidia_tool("compute-sanitizer")
     if program is None:
-        run.tell("compute-sanitizer", False, skipped="not found; `pip install nvidia-cuda-sanitizer-api` has it")
+        run.tell("compute-sanitizer", False, skipped="compute-sanitizer was not found; `pip install nvidia-cuda-sanitizer-api` has it")
         return
-    tests, tools = tests_of(run, "kernels"), ["memcheck", "initcheck", "racecheck", "synccheck"]
+    names = [name for name in tests_of(run, "kernels") if name in SMALL or name.startswith("slow_")]
+    tools = ["memcheck", "initcheck", "racecheck", "synccheck"]
     for i, tool in enumerate(tools):
-        ends = time.monotonic() + run.left() / (len(tools) - i)
-        for test in tests:
-            left = ends - time.monotonic()
-            if left <= 0:
-                run.tell(f"{tool}: {test}", False, skipped="the tool's part of the time is over")
-                continue
-            command = [program, "--tool", tool, "--error-exitcode", "9", HERE / "tests/kernels", "--exact", test, "--test-threads=1"]
-            run.call(f"{tool}: {test}", command, limit=left)
+
+        def each(line, tool=tool):
+            if done := re.match(r"test (\S+) \.\.\. (ok|FAILED)$", line):
+                run.tell(f"{tool}: {done[1]}", done[2] == "ok")
+
+        command = [program, "--tool", tool, "--error-exitcode", "9", *test("kernels", *names)]
+        run.call(tool, command, limit=run.left() / (len(tools) - i), each=each)
 
 
 def write_rows():
@@ -152,7 +193,7 @@ def write_rows():
 
 
 def stage_d(run):
-    """Compares the bits of two processes that decode with recorded graphs."""
+    """Compares the bits of two processes that decode with recorded graphs. Then runs the tests with more than 2³¹ elements."""
     write_rows()
     hashes = []
     for i in range(2):
@@ -162,6 +203,9 @@ def stage_d(run):
         if run.call(f"generate, process {i + 1}", [HERE / "omnigrpo", *words]) is not None:
             hashes.append(hashlib.sha256(out.read_bytes()).hexdigest())
     run.tell("two processes give the same bits", len(hashes) == 2 and hashes[0] == hashes[1], hashes=hashes)
+    for name in tests_of(run, "kernels"):
+        if LARGE in name:
+            run.call(f"kernels::{name}", test("kernels", name))
 
 
 def stage_e(run):
@@ -172,6 +216,16 @@ def stage_e(run):
         for line in (text or "").splitlines():
             if line.startswith("{"):
                 run.tell("measured", True, model=model, sizes=sizes, **json.loads(line))
+    profiler = nvidia_tool("ncu")
+    if profiler is None:
+        run.tell("ncu", False, skipped="ncu was not found; it is a part of the CUDA toolkit")
+        return
+    model, sizes = (TINY if run.args.tiny else SPEED)[0]
+    words = ["--clock-control", "none", "--set", "full", "--kernel-name", f"regex:{PROFILED}", "--launch-count", "6"]
+    program = [HERE / "gpu", f"cuda:{run.args.device}", HERE / "models" / model, *sizes]
+    text = run.call("ncu", [profiler, *words, *program])
+    if text is not None:
+        run.tell("what ncu says", True, output=text)
 
 
 def steps_of(folder):
@@ -203,22 +257,26 @@ STAGES = [("A", stage_a, 60), ("B", stage_b, 240), ("C", stage_c, 300), ("D", st
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="ABCDEF", help="letters of the stages to run")
+    parser.add_argument("--results", type=pathlib.Path, default=HERE / "results.jsonl", help="new file for the results")
     parser.add_argument("--device", type=int, default=0, help="number of the card")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all time limits")
     parser.add_argument("--tiny", action="store_true", help="measure a tiny model, to rehearse")
     args = parser.parse_args()
+    # A request to end stops the command that is running, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     run = Run(args)
     run.tell("begin", True, commit=(HERE / "commit").read_text().strip(), date=time.strftime("%Y-%m-%d", time.gmtime()))
     for letter, work, secs in STAGES:
         if letter in args.stages:
             run.stage, run.ends = letter, time.monotonic() + secs * args.scale
             work(run)
+            if run.left() <= 0:
+                run.tell("stage", False, ended_with=NO_TIME)
     run.stage = "-"
     run.tell("end", True)
-    page = subprocess.run([sys.executable, HERE / "report.py", HERE / "results.jsonl"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    (HERE / "gpu-results.md").write_text(page)
-    results = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
-    return 0 if all(result["ok"] or "skipped" in result for result in results) else 1
+    page = subprocess.run([sys.executable, HERE / "report.py", args.results], stdout=subprocess.PIPE, text=True, check=True).stdout
+    args.results.with_name("gpu-results.md").write_text(page)
+    return 1 if run.failed else 0
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ struct Array {
     ~Array() { munmap(defined, pairs * sizeof(bool)), munmap(history, pairs * sizeof(Pair)); }
     bool is_defined(u64 pair) const { return bytes >= LARGE || defined[pair]; }
     void define(u64 from, u64 count, bool value) {
+        if (bytes >= LARGE) return;
         memset(defined + from / PAIR, value, (from + count + PAIR - 1) / PAIR - from / PAIR);
     }
 };

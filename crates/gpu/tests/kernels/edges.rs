@@ -11,12 +11,28 @@ struct Op {
     inputs: fn(usize, usize) -> Vec<usize>,
     /// Indices of inputs that are always f32.
     f32s: &'static [usize],
+    /// Indices of inputs that are not negative.
+    magnitudes: &'static [usize],
     run: fn(&Gpu, Vec<Array>, [usize; 2]) -> Vec<Array>,
     /// Number of results, from the first on, of which row `i` depends only on row `i` of the inputs.
     by_row: usize,
-    /// Whether a launch of all rows takes no longer than one of its blocks, times a few.
-    large: bool,
+    /// Number of results, from the first on, whose end depends only on the last row of the inputs, whatever its index, if all other
+    /// rows are zeros. 0 for operations that have a case of their own below, whose sizes only cuBLASLt sees (`linear`,
+    /// `linear_dx`, `linear_dw`), that divide their work into pieces of at most 2²⁴ elements (`score`), or that prepare inputs on the
+    /// host (the two halves, codes).
+    large: usize,
 }
+
+/// What most operations have in common.
+const OP: Op = Op {
+    name: "",
+    inputs: |t, h| vec![t * h],
+    f32s: &[],
+    magnitudes: &[],
+    run: |_, inputs, _| inputs,
+    by_row: 0,
+    large: 0,
+};
 
 fn take<const N: usize>(inputs: Vec<Array>) -> [Array; N] {
     inputs.try_into().unwrap_or_else(|_| unreachable!("an operation declares its inputs"))
@@ -41,9 +57,16 @@ fn packed_rows(gpu: &Gpu, x: &Array, len: usize) -> Array {
     to
 }
 
-/// Returns magnitudes, for inputs that must not be negative.
-fn magnitudes(gpu: &Gpu, x: &Array) -> Array {
-    gpu.upload(&x.to_vec().iter().map(|x| x.abs()).collect::<Vec<f32>>())
+/// Returns the elements of arrays of one dtype, one array after the other.
+fn joined(gpu: &Gpu, parts: &[Array]) -> Array {
+    let mut all = gpu.alloc(parts.iter().map(Array::len).sum(), parts[0].dtype());
+    let mut first = 0;
+    for part in parts {
+        let len = part.len();
+        gpu.copy_rows(&mut all, Place::new(first, len), part, Place::new(0, len), [1, len]);
+        first += len;
+    }
+    all
 }
 
 /// Returns a place of each row, with an expert that it chooses.
@@ -56,13 +79,13 @@ const OPS: &[Op] = &[
     Op {
         name: "rms",
         inputs: |t, h| vec![t * h, h],
-        f32s: &[],
         run: |gpu, inputs, _| {
             let [x, w] = take(inputs);
             <[Array; 2]>::from(gpu.rms(&x, &w, 1e-5, x.dtype())).into()
         },
         by_row: 2,
-        large: true,
+        large: 2,
+        ..OP
     },
     Op {
         name: "rms_back",
@@ -74,42 +97,46 @@ const OPS: &[Op] = &[
             vec![dx]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "layer",
         inputs: |t, h| vec![t * h, h, h],
-        f32s: &[],
         run: |gpu, inputs, _| {
             let [x, w, b] = take(inputs);
             <[Array; 2]>::from(gpu.layer(&x, &w, &b, 1e-5, x.dtype())).into()
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "layer_back",
-        inputs: |t, h| vec![t * h, t * h, t * h, 2 * t, h],
-        f32s: &[0, 3],
+        inputs: |t, h| vec![t * h, t * h, t * h, t, t, h],
+        f32s: &[0, 3, 4],
         run: |gpu, inputs, _| {
-            let [mut dx, dy, x, stats, w] = take(inputs);
+            let [mut dx, dy, x, mean, rstd, w] = take(inputs);
+            let stats = joined(gpu, &[mean, rstd]);
             gpu.layer_back(&mut dx, &dy, &x, &stats, &w);
             vec![dx]
         },
-        by_row: 0,
-        large: false,
+        by_row: 1,
+        large: 1,
+        ..OP
     },
     Op {
         name: "norm_weight",
-        inputs: |t, h| vec![h, t * h, t * h, 2 * t],
-        f32s: &[0, 3],
+        inputs: |t, h| vec![h, t * h, t * h, t, t],
+        f32s: &[0, 3, 4],
         run: |gpu, inputs, [t, _]| {
-            let [mut dw, dy, x, stats] = take(inputs);
+            let [mut dw, dy, x, mean, rstd] = take(inputs);
+            let stats = joined(gpu, &[mean, rstd]);
             gpu.norm_weight(&mut dw, &dy, &x, Some((&stats, 0)), (&stats, t));
             vec![dw]
         },
-        by_row: 0,
-        large: false,
+        large: 1,
+        ..OP
     },
     Op {
         name: "column_sums",
@@ -120,61 +147,57 @@ const OPS: &[Op] = &[
             gpu.add_column_sums(&mut to, &a, [0, h], Some(&b), t);
             vec![to]
         },
-        by_row: 0,
-        large: false,
+        large: 1,
+        ..OP
     },
     Op {
         name: "mix",
         inputs: |t, h| vec![t * h, t * h],
-        f32s: &[],
         run: |gpu, inputs, [t, h]| {
             let [mut y, x] = take(inputs);
             gpu.mix(&mut y, &x, &places(gpu, t).0, h, true);
             vec![y]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "sum_of_squares",
-        inputs: |t, h| vec![t * h],
-        f32s: &[],
         run: |gpu, inputs, _| vec![gpu.upload(&[gpu.sum_of_squares(&inputs[0]) as f32])],
-        by_row: 0,
-        large: false,
+        large: 1,
+        ..OP
     },
     Op {
         name: "swiglu",
         inputs: |t, h| vec![2 * t * h],
-        f32s: &[],
         run: |gpu, inputs, [t, h]| vec![gpu.swiglu(&inputs[0], t, h)],
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "swiglu_back",
         inputs: |t, h| vec![2 * t * h, t * h],
-        f32s: &[],
         run: |gpu, inputs, [t, h]| {
             let [mut gate_up, dy] = take(inputs);
             gpu.swiglu_back(&mut gate_up, &dy, t, h);
             vec![gate_up]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "activation",
-        inputs: |t, h| vec![t * h],
-        f32s: &[],
         run: |gpu, inputs, _| KINDS.map(|kind| gpu.activation(&inputs[0], kind)).into(),
         by_row: KINDS.len(),
-        large: true,
+        large: KINDS.len(),
+        ..OP
     },
     Op {
         name: "activation_back",
         inputs: |t, h| vec![t * h, t * h],
-        f32s: &[],
         run: |gpu, inputs, _| {
             let [x, dy] = take(inputs);
             let back = |kind| {
@@ -185,42 +208,43 @@ const OPS: &[Op] = &[
             KINDS.map(back).into()
         },
         by_row: KINDS.len(),
-        large: true,
+        large: KINDS.len(),
+        ..OP
     },
     Op {
         name: "scale_columns",
         inputs: |t, h| vec![t * h, t * h, h],
-        f32s: &[],
         run: |gpu, inputs, _| {
             let [x, residual, scale] = take(inputs);
             vec![gpu.scale_columns(&x, Some(&residual), &scale)]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "bias_rows",
         inputs: |t, h| vec![t * h, h, t * h],
-        f32s: &[],
         run: |gpu, inputs, [t, h]| {
             let [mut y, bias, residual] = take(inputs);
             gpu.bias_rows(&mut y, 0, h, t, &bias, Some(&residual));
             vec![y]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "copy_rows",
         inputs: |t, h| vec![t * h, t * h],
-        f32s: &[],
         run: |gpu, inputs, [t, h]| {
             let [mut to, from] = take(inputs);
             gpu.copy_rows(&mut to, Place::new(0, h), &from, Place::new(0, h), [t, h]);
             vec![to]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "rotate",
@@ -232,80 +256,81 @@ const OPS: &[Op] = &[
             vec![x]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "dropout",
-        inputs: |t, h| vec![t * h],
-        f32s: &[],
-        run: |gpu, inputs, [_, h]| vec![gpu.dropout(&inputs[0], h, None, 7, 1 << 30, 1.25)],
-        by_row: 1,
-        large: false,
+        run: |gpu, inputs, [t, h]| {
+            let keys = gpu.upload_words(&vec![3u32; t]);
+            [Some(&keys), None].map(|keys| gpu.dropout(&inputs[0], h, keys, 7, 1 << 30, 1.25)).into()
+        },
+        by_row: 2,
+        large: 1,
+        ..OP
     },
     Op {
         name: "add",
         inputs: |t, h| vec![t * h, t * h],
-        f32s: &[],
         run: |gpu, inputs, _| {
             let [mut to, from] = take(inputs);
             gpu.add(&mut to, &from);
             vec![to]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "scale",
-        inputs: |t, h| vec![t * h],
-        f32s: &[],
         run: |gpu, inputs, _| {
             let [mut x] = take(inputs);
             gpu.scale(&mut x, 3.0);
             vec![x]
         },
         by_row: 1,
-        large: true,
+        large: 1,
+        ..OP
     },
     Op {
         name: "cast",
-        inputs: |t, h| vec![t * h],
-        f32s: &[],
         run: |gpu, inputs, _| [Dtype::F32, Dtype::Bf16].map(|dtype| gpu.cast(&inputs[0], dtype)).into(),
         by_row: 2,
-        large: true,
+        large: 2,
+        ..OP
     },
     Op {
         name: "adamw",
         inputs: |t, h| vec![t * h; 4],
         f32s: &[1, 2, 3],
+        magnitudes: &[2],
         run: |gpu, inputs, _| {
-            let [mut weight, mut m, v, grad] = take(inputs);
-            let mut v = magnitudes(gpu, &v);
+            let [mut weight, mut m, mut v, grad] = take(inputs);
             gpu.adamw(&mut weight, None, [&mut m, &mut v], &grad, &STEP);
             vec![weight, m, v]
         },
         by_row: 3,
-        large: false,
+        large: 3,
+        ..OP
     },
     Op {
         name: "adamw of a weight in two halves",
         inputs: |t, h| vec![t * h; 4],
         f32s: &[0, 1, 2, 3],
+        magnitudes: &[2],
         run: |gpu, inputs, _| {
-            let [master, mut m, v, grad] = take(inputs);
-            let mut v = magnitudes(gpu, &v);
+            let [master, mut m, mut v, grad] = take(inputs);
             let (mut weight, mut rest) = gpu.split_master(&master.to_vec());
             gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &grad, &STEP);
             let joined = gpu.upload(&gpu.join_master(&weight, &rest));
             vec![weight, joined, m, v]
         },
         by_row: 4,
-        large: false,
+        ..OP
     },
     Op {
         name: "linear",
         inputs: |t, h| vec![t * h, N * h, t * N],
-        f32s: &[],
         run: |gpu, inputs, [_, h]| {
             let [x, w, mut y] = take(inputs);
             let mut plain = gpu.alloc(y.len(), Dtype::F32);
@@ -313,13 +338,11 @@ const OPS: &[Op] = &[
             gpu.linear(&mut y, [0, N], &x, Weight::Dense(&w), [0, N, h], Onto::Output);
             vec![plain, y]
         },
-        by_row: 0,
-        large: false,
+        ..OP
     },
     Op {
         name: "linear_rows",
         inputs: |t, h| vec![t * h, N * h, N, t * N],
-        f32s: &[],
         run: |gpu, inputs, [_, h]| {
             let [x, w, bias, mut y] = take(inputs);
             let layer = Affine { weight: Weight::Dense(&w), bias: Some(&bias), n: N };
@@ -327,19 +350,17 @@ const OPS: &[Op] = &[
             vec![y]
         },
         by_row: 1,
-        large: false,
+        ..OP
     },
     Op {
         name: "linear_dx",
         inputs: |t, h| vec![t * h, t * N, N * h],
-        f32s: &[],
         run: |gpu, inputs, [_, h]| {
             let [mut dx, dy, w] = take(inputs);
             gpu.linear_dx(&mut dx, &dy, [0, N], Weight::Dense(&w), [0, N, h], true);
             vec![dx]
         },
-        by_row: 0,
-        large: false,
+        ..OP
     },
     Op {
         name: "linear_dw",
@@ -351,13 +372,11 @@ const OPS: &[Op] = &[
             gpu.linear_dw(&mut dw, &x, &dy, [0, N], [0, N, h], dtype);
             vec![dw]
         },
-        by_row: 0,
-        large: false,
+        ..OP
     },
     Op {
         name: "attention",
         inputs: |t, _| vec![t * 256, t * 128],
-        f32s: &[],
         run: |gpu, inputs, [t, _]| {
             let [qkv, dout] = take(inputs);
             let heads = heads(&qkv);
@@ -368,13 +387,62 @@ const OPS: &[Op] = &[
             let back = gpu.attention_back(&qkv, &out, &lse, &dout, &pattern, heads);
             vec![out, lse, back]
         },
-        by_row: 0,
-        large: false,
+        ..OP
+    },
+    Op {
+        name: "attend_cached",
+        inputs: |t, _| vec![t * 256, 10 * 128, t * PAGE * 128],
+        run: |gpu, inputs, [t, _]| {
+            let [qkv, prompt, pages] = take(inputs);
+            let page = |row: usize| {
+                let mut page = gpu.alloc(PAGE * 128, pages.dtype());
+                let from = Place::new(row * PAGE * 128, 128);
+                gpu.copy_rows(&mut page, Place::new(0, 128), &pages, from, [PAGE, 128]);
+                page
+            };
+            let pages: Vec<Array> = (0..t).map(page).collect();
+            let completions = pages.iter().map(|page| (vec![page], PAGE)).collect();
+            let group = CachedGroup { prompt: &prompt, prompt_rows: 10, completions };
+            let heads = Heads { q: 2, kv: 1, d: 64 };
+            vec![gpu.attend_cached(&qkv, &Decoding::new(gpu, &[group], heads), 0, heads)]
+        },
+        by_row: 1,
+        ..OP
+    },
+    Op {
+        name: "weight_rows",
+        run: |gpu, inputs, [t, h]| {
+            let rows = |dtype| gpu.weight_rows(Weight::Dense(&inputs[0]), h, None, t, dtype);
+            [Dtype::F32, Dtype::Bf16].map(rows).into()
+        },
+        by_row: 2,
+        large: 2,
+        ..OP
+    },
+    Op {
+        name: "linear_rows with codes",
+        inputs: |t, h| vec![t * h, N, t * N],
+        run: |gpu, inputs, [_, h]| {
+            let [x, bias, y] = take(inputs);
+            let product = |bits| {
+                let values = noise(N * h, 9);
+                let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&values[i * h..(i + 1) * h]);
+                let matrix = QuantMatrix::from_rows(bits, N, h, row).unwrap();
+                let (codes, scales) = matrix.by_rows();
+                let scales: Vec<_> = scales.iter().map(|scale| [scale.min, scale.step]).collect();
+                let codes = Codes::new(gpu, bits, [N, h], &codes, &scales);
+                let mut y = gpu.cast(&y, y.dtype());
+                let layer = Affine { weight: Weight::Codes(&codes), bias: Some(&bias), n: N };
+                gpu.linear_rows(&mut y, [0, N], &x, &[layer], h, Onto::Output);
+                y
+            };
+            [QuantBits::Eight, QuantBits::Four].map(product).into()
+        },
+        by_row: 2,
+        ..OP
     },
     Op {
         name: "unfold",
-        inputs: |t, h| vec![t * h],
-        f32s: &[],
         run: |gpu, inputs, [t, h]| {
             let sources: Vec<u32> = (0..t as u32).collect();
             let patches = Unfolding::new(gpu, &sources, 1, t);
@@ -384,7 +452,8 @@ const OPS: &[Op] = &[
             vec![unfolded, dx]
         },
         by_row: 2,
-        large: false,
+        large: 2,
+        ..OP
     },
     Op {
         name: "depthwise",
@@ -396,12 +465,12 @@ const OPS: &[Op] = &[
             vec![gpu.depthwise(&x, &w, [1, 1], false), gpu.depthwise(&dy, &w, [1, 1], true), dw]
         },
         by_row: 2,
-        large: false,
+        large: 2,
+        ..OP
     },
     Op {
         name: "gate",
         inputs: |t, h| vec![t * h; 3],
-        f32s: &[],
         run: |gpu, inputs, [_, h]| {
             let [x, gate, dy] = take(inputs);
             let y = gpu.gate(&x, &gate, h);
@@ -409,20 +478,22 @@ const OPS: &[Op] = &[
             vec![y, dx, dgate]
         },
         by_row: 3,
-        large: false,
+        large: 3,
+        ..OP
     },
     Op {
         name: "blend",
-        inputs: |t, h| vec![3 * t * h, 3, t * h],
-        f32s: &[1],
+        inputs: |t, h| vec![t * h, t * h, t * h, 3, t * h],
+        f32s: &[3],
         run: |gpu, inputs, _| {
-            let [x, logits, dy] = take(inputs);
+            let [a, b, c, logits, dy] = take(inputs);
+            let x = joined(gpu, &[a, b, c]);
             let y = gpu.blend(&x, &logits);
             let [dx, dlogits] = gpu.blend_back(&x, &logits, &dy);
             vec![y, dx, dlogits]
         },
-        by_row: 0,
-        large: false,
+        large: 2,
+        ..OP
     },
     Op {
         name: "experts",
@@ -441,7 +512,7 @@ const OPS: &[Op] = &[
             vec![by_place, by_expert, dx, dw]
         },
         by_row: 1,
-        large: false,
+        ..OP
     },
     Op {
         name: "weigh",
@@ -455,7 +526,8 @@ const OPS: &[Op] = &[
             vec![y, dx, dlogits]
         },
         by_row: 3,
-        large: false,
+        large: 3,
+        ..OP
     },
     Op {
         name: "score",
@@ -471,15 +543,19 @@ const OPS: &[Op] = &[
             let dx = gpu.score_back(&x, head, &marks, [&entropy, &lse], upstream, Some(&mut dhead));
             vec![logp, entropy, lse, dx, dhead]
         },
-        by_row: 0,
-        large: false,
+        ..OP
     },
 ];
 
 impl Op {
     /// Returns the numbers of the inputs, which for more rows begin with those for fewer.
     fn numbers(&self, t: usize, h: usize) -> Vec<Vec<f32>> {
-        (self.inputs)(t, h).iter().zip(1..).map(|(&len, seed)| noise(len, seed)).collect()
+        let numbers = |(i, &len): (usize, &usize)| {
+            let numbers = noise(len, i as u64 + 1);
+            let sign = |x: f32| if self.magnitudes.contains(&i) { x.abs() } else { x };
+            numbers.into_iter().map(sign).collect()
+        };
+        (self.inputs)(t, h).iter().enumerate().map(numbers).collect()
     }
 
     fn compute(&self, gpu: &Gpu, inputs: &[Vec<f32>], dtype: Dtype, size: [usize; 2]) -> Vec<Vec<f32>> {
@@ -561,49 +637,150 @@ fn nan_is_never_hidden() {
     });
 }
 
-/// The last row of an array of more than 2³¹ elements equals that row alone. The emulator runs the first and the last
-/// block of a launch, and maps memory as it is used.
+/// Returns whether arrays of more than 2³¹ elements can be computed: on a card, and on the emulator, which runs the first and the
+/// last blocks of a launch and maps memory as it is used. The stand-in of a card (tools/gpu/stand-in) runs all blocks on the CPU,
+/// which takes hours.
+fn has_room(gpu: &Gpu) -> bool {
+    gpu.sample_blocks();
+    !gpu.name().starts_with("Stand-in")
+}
+
+/// Returns zeros that end with the numbers of `end`, and have at least as many elements as `len`.
+fn ends_with(gpu: &Gpu, len: usize, end: &Array) -> Array {
+    let (mut whole, own) = (gpu.zeros(len, end.dtype()), end.len());
+    gpu.copy_rows(&mut whole, Place::new(len - own, own), end, Place::new(0, own), [1, own]);
+    whole
+}
+
+/// Returns the last elements.
+fn last(gpu: &Gpu, x: &Array, len: usize) -> Vec<f32> {
+    let mut to = gpu.alloc(len, x.dtype());
+    gpu.copy_rows(&mut to, Place::new(0, len), x, Place::new(x.len() - len, len), [1, len]);
+    to.to_vec()
+}
+
+/// The last row of an array of more than 2³¹ elements equals that row alone.
 #[test]
 fn more_than_2_31_elements() {
-    // The stand-in of a card (tools/gpu/stand-in) runs all blocks on the CPU, which takes hours.
-    if gpu(0).name().starts_with("Stand-in") {
-        return;
-    }
     let [t, h] = [(1 << 16) + 1, 1 << 15];
-    // At most so many elements belong to the last block of a kernel of single elements.
-    let tail = 128;
-    let last = |gpu: &Gpu, x: &Array| {
-        let mut to = gpu.alloc(tail, x.dtype());
-        let from = Place::new(x.len() - tail, tail);
-        gpu.copy_rows(&mut to, Place::new(0, tail), x, from, [1, tail]);
-        to.to_vec()
-    };
-    for op in OPS.iter().filter(|op| op.large) {
+    for op in OPS.iter().filter(|op| op.large > 0) {
         let gpu = gpu(0);
         let one = op.numbers(1, h);
         let want = op.compute(&gpu, &one, Dtype::F32, [1, h]);
-        gpu.sample_blocks();
-        let place = |(&len, own): (&usize, &Vec<f32>)| {
-            // Memory of the largest arrays is not touched as a whole.
-            let fits = len < 1 << 28;
-            let mut whole = if fits { gpu.zeros(len, Dtype::F32) } else { gpu.alloc(len, Dtype::F32) };
-            let row = gpu.upload(own);
-            let to = Place::new(len - own.len(), own.len());
-            gpu.copy_rows(&mut whole, to, &row, Place::new(0, own.len()), [1, own.len()]);
-            whole
-        };
-        let inputs = (op.inputs)(t, h).iter().zip(&one).map(place).collect();
+        if !has_room(&gpu) {
+            return;
+        }
+        let inputs = (op.inputs)(t, h);
+        let inputs =
+            inputs.iter().zip(&one).map(|(&len, own)| ends_with(&gpu, len, &gpu.upload(own))).collect();
         let results = (op.run)(&gpu, inputs, [t, h]);
-        for (i, (got, want)) in results.iter().zip(&want).enumerate() {
-            // Statistics of a row are fewer.
-            if want.len() < tail {
-                continue;
-            }
-            let got = last(&gpu, got);
+        for (i, (got, want)) in results.iter().zip(&want).take(op.large).enumerate() {
+            // At most so many elements belong to the last blocks of a kernel of single elements.
+            let tail = want.len().min(1024);
+            let got = last(&gpu, got, tail);
             assert_eq!(gpu.check(), Ok(()), "{}", op.name);
+            assert!(got.iter().any(|&x| x != 0.0), "{}, result {i} is zero", op.name);
             assert_eq!(got, want[want.len() - tail..], "{}, result {i}", op.name);
         }
     }
+}
+
+/// Products with the last rows of a weight and with the last expert, in weights of more than 2³¹ elements.
+#[test]
+fn more_than_2_31_elements_of_a_weight() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let gpu = gpu(0);
+        if !has_room(&gpu) {
+            return;
+        }
+        let (k, n, own) = (1 << 13, (1 << 18) + 64, 128);
+        let ([x, end], hosts) = {
+            let all = [1, own].map(|rows| numbers(&gpu, rows * k, dtype, rows as u64));
+            let [(x, x_host), (end, end_host)] = all;
+            ([x, end], [x_host, end_host])
+        };
+        let weight = ends_with(&gpu, n * k, &end);
+        let mut y = gpu.zeros(n, Dtype::F32);
+        let layer = Affine { weight: Weight::Dense(&weight), bias: None, n };
+        gpu.linear_rows(&mut y, [0, n], &x, &[layer], k, Onto::Nothing);
+        drop(weight);
+        let want = twin::linear_forward(Mat::new(&hosts[0], 1, k), Mat::new(&hosts[1], own, k), None);
+        assert!(error(&wide(&last(&gpu, &y, own)), &want) < 1e-5, "{dtype:?}");
+
+        let (experts, k, n) = ((1 << 12) + 1, 1 << 10, 1 << 9);
+        let [x, end] = [(2 * k, 3), (k * n, 4)].map(|(len, seed)| numbers(&gpu, len, dtype, seed).0);
+        let weight = ends_with(&gpu, experts * k * n, &end);
+        let product = |weight: &Array, expert: u32| {
+            let mut y = gpu.alloc(2 * n, Dtype::F32);
+            gpu.experts_rows(&mut y, &x, Weight::Dense(weight), &gpu.upload_words(&[expert; 2]), [k, n]);
+            y.to_vec()
+        };
+        assert_eq!(product(&weight, experts as u32 - 1), product(&end, 0), "{dtype:?}, the last expert");
+        gpu.check().unwrap();
+    }
+}
+
+/// Attention among the last rows of more than 2³¹ elements, and decoding with the last layer of such caches.
+#[test]
+fn more_than_2_31_elements_of_attention() {
+    let heads = Heads { q: 2, kv: 1, d: 64 };
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let gpu = gpu(0);
+        if !has_room(&gpu) {
+            return;
+        }
+        let (own, all) = (64, (1 << 23) + 64);
+        let [qkv, dout] = [(256, 1), (128, 2)].map(|(cols, seed)| numbers(&gpu, own * cols, dtype, seed).0);
+        let run = |t: usize| {
+            let rows = t - own..t;
+            let range = QueryRange { queries: rows.clone(), keys: vec![rows], causal: true };
+            let pattern = Pattern::new(&gpu, &AttentionLayout { ranges: vec![range] }, t);
+            let (qkv, dout) = (ends_with(&gpu, t * 256, &qkv), ends_with(&gpu, t * 128, &dout));
+            let (out, lse) = gpu.attention(&qkv, &pattern, heads);
+            let back = gpu.attention_back(&qkv, &out, &lse, &dout, &pattern, heads);
+            [(out, 128), (lse, 2), (back, 256)].map(|(x, cols)| last(&gpu, &x, own * cols))
+        };
+        assert_eq!(run(all), run(own), "{dtype:?}");
+
+        let layers = (1 << 20) + 1;
+        let [qkv, prompt, page] =
+            [(256, 3), (16 * 128, 4), (PAGE * 128, 5)].map(|(len, seed)| numbers(&gpu, len, dtype, seed).0);
+        let decode = |layers: usize| {
+            let [prompt, page] = [&prompt, &page].map(|own| ends_with(&gpu, layers * own.len(), own));
+            let completions = vec![(vec![&page], 5)];
+            let group = CachedGroup { prompt: &prompt, prompt_rows: 16, completions };
+            let decoding = Decoding::new(&gpu, &[group], heads);
+            let out = gpu.attend_cached(&qkv, &decoding, layers - 1, heads).to_vec();
+            (out, last(&gpu, &page, PAGE * 128))
+        };
+        assert_eq!(decode(layers), decode(1), "{dtype:?}, decoding");
+        gpu.check().unwrap();
+    }
+}
+
+/// Two runs give the same bits, in whatever order threads advance.
+#[test]
+fn the_same_bits_in_every_run() {
+    every_op(|op, dtype| {
+        let inputs = op.numbers(7, 24);
+        let bits = |schedule| {
+            let results = op.compute(&gpu(schedule), &inputs, dtype, [7, 24]);
+            results.into_iter().flatten().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        assert_eq!(bits(1), bits(2), "{}, {dtype:?}", op.name);
+    });
+}
+
+/// Choices and draws of no rows are empty.
+#[test]
+fn nothing_to_choose() {
+    let gpu = gpu(1);
+    let nothing = gpu.alloc(0, Dtype::F32);
+    let chosen = gpu.choose_experts(&nothing, [0, 5, 2]);
+    assert_eq!((chosen.experts.len(), chosen.rows.len()), (0, 0));
+    let mut logits = gpu.alloc(0, Dtype::F32);
+    assert!(gpu.sample(&mut logits, 300, &PLAIN, &[], &[]).is_empty());
+    gpu.check().unwrap();
 }
 
 /// A sum of squares whose value in f32 is wrong: 2¹² squared, and ones that an f32 sum of that size loses.
@@ -659,15 +836,7 @@ fn draws_from_nan() {
     let mut logits = noise(2 * vocab, 1);
     logits[17] = f32::NAN;
     logits[vocab..].fill(f32::NAN);
-    let plain = Sampling {
-        temperature: 1.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        scoring_temperature: 1.0,
-    };
-    for sampling in [plain, Sampling { top_p: 0.9, ..plain }, Sampling { top_k: 5, min_p: 0.1, ..plain }] {
+    for sampling in [PLAIN, Sampling { top_p: 0.9, ..PLAIN }, Sampling { top_k: 5, min_p: 0.1, ..PLAIN }] {
         let gpu = gpu(2);
         let rows = [0.3, 0.9].map(|uniform| Row { uniform, seen: vec![], forbids: false });
         let mut z = gpu.upload(&logits);

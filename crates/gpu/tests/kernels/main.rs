@@ -37,6 +37,16 @@ fn gpu(schedule: u64) -> Gpu {
     }
 }
 
+/// Draws from the softmax of all logits.
+const PLAIN: Sampling = Sampling {
+    temperature: 1.0,
+    top_p: 1.0,
+    top_k: 0,
+    min_p: 0.0,
+    repetition_penalty: 1.0,
+    scoring_temperature: 1.0,
+};
+
 fn noise(n: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -1047,26 +1057,18 @@ fn draws_are_those_of_a_sorted_row() {
     let vocab = 700;
     let mut logits: Vec<f32> = noise(4 * vocab, 1).iter().map(|x| (x * 16.0).round() / 8.0).collect();
     logits[3 * vocab + 9..].fill(1.5);
-    let plain = Sampling {
-        temperature: 1.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        scoring_temperature: 1.0,
-    };
     let cases = [
-        plain,
-        Sampling { temperature: 0.0, ..plain },
-        Sampling { temperature: 0.7, scoring_temperature: 0.7, top_k: 9, ..plain },
-        Sampling { top_p: 0.6, repetition_penalty: 1.5, ..plain },
-        Sampling { temperature: 1.25, top_k: 40, top_p: 0.9, min_p: 0.2, repetition_penalty: 0.8, ..plain },
+        PLAIN,
+        Sampling { temperature: 0.0, ..PLAIN },
+        Sampling { temperature: 0.7, scoring_temperature: 0.7, top_k: 9, ..PLAIN },
+        Sampling { top_p: 0.6, repetition_penalty: 1.5, ..PLAIN },
+        Sampling { temperature: 1.25, top_k: 40, top_p: 0.9, min_p: 0.2, repetition_penalty: 0.8, ..PLAIN },
         // The tokens of the cut have no weight.
-        Sampling { temperature: 0.01, scoring_temperature: 0.01, top_k: 300, ..plain },
-        Sampling { top_k: 600, top_p: 0.5, ..plain },
-        Sampling { top_p: 0.001, ..plain },
-        Sampling { top_k: 1, ..plain },
-        Sampling { min_p: 0.05, ..plain },
+        Sampling { temperature: 0.01, scoring_temperature: 0.01, top_k: 300, ..PLAIN },
+        Sampling { top_k: 600, top_p: 0.5, ..PLAIN },
+        Sampling { top_p: 0.001, ..PLAIN },
+        Sampling { top_k: 1, ..PLAIN },
+        Sampling { min_p: 0.05, ..PLAIN },
     ];
     let forbidden = [5, 17];
     for (i, sampling) in cases.iter().enumerate() {
@@ -1103,16 +1105,8 @@ fn draws_are_those_of_a_sorted_row() {
 #[test]
 fn a_row_without_a_distribution_has_no_token() {
     let vocab = 300;
-    let plain = Sampling {
-        temperature: 1.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        scoring_temperature: 1.0,
-    };
-    let greedy = Sampling { temperature: 0.0, ..plain };
-    for sampling in [plain, greedy, Sampling { top_p: 0.5, top_k: 20, min_p: 0.1, ..plain }] {
+    let greedy = Sampling { temperature: 0.0, ..PLAIN };
+    for sampling in [PLAIN, greedy, Sampling { top_p: 0.5, top_k: 20, min_p: 0.1, ..PLAIN }] {
         let mut logits = noise(4 * vocab, 1);
         logits[7] = f32::NAN;
         logits[vocab + 299] = f32::INFINITY;

@@ -1,0 +1,47 @@
+"""Tests of the page about a run on a card."""
+
+import json
+import unittest
+
+import report
+
+RESULTS = [
+    {"stage": "-", "name": "begin", "ok": True, "commit": "abc", "date": "2026-01-02"},
+    {"stage": "A", "name": "what doctor says", "ok": True, "output": "check of cuda:0 Some Card\nfine"},
+    {"stage": "B", "name": "kernels::norms", "ok": True},
+    {"stage": "B", "name": "kernels::sums", "ok": False, "ended_with": 101, "output": "wrong sums"},
+    {"stage": "B", "name": "stage", "ok": False, "ended_with": "the stage's time is over"},
+    {"stage": "C", "name": "compute-sanitizer", "ok": False, "skipped": "not found"},
+    {"stage": "E", "name": "measured", "ok": True, "model": "3b", "sizes": [1792, 8, 256], "what": "product",
+     "is": {"name": "model.q", "rows": 64, "secs": 0.002, "flops": 7e11}},
+    {"stage": "-", "name": "end", "ok": True},
+]  # fmt: skip
+
+
+class ReportTest(unittest.TestCase):
+    def page(self, text):
+        return report.page(report.read(text))
+
+    def test_a_complete_run(self):
+        page = self.page("".join(json.dumps(result) + "\n" for result in RESULTS))
+        self.assertTrue(page.startswith("Run on Some Card, 2026-01-02, commit abc."), page)
+        for part in (
+            "1 of 3 passed; 0 were skipped.",
+            "**kernels::sums failed** (101):\n\n```\nwrong sums\n```",
+            "**stage failed** (the stage's time is over)",
+            "Skipped: not found.",
+            # 7e11 FLOP take 1 ms at the rate of a product.
+            "| 3b | product q | 64 | 2.000 | 50% |  |",
+        ):
+            self.assertIn(part, page)
+        self.assertNotIn("cut off", page)
+
+    def test_every_truncation_makes_a_page(self):
+        text = "".join(json.dumps(result) + "\n" for result in RESULTS)
+        for end in range(len(text) - 1):
+            self.assertIn("The run was cut off", self.page(text[:end]))
+        self.assertTrue(self.page(text[: text.index("\n") + 9]).startswith("Run on an unknown card, 2026-01-02, commit abc."))
+
+
+if __name__ == "__main__":
+    unittest.main()
