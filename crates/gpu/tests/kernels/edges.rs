@@ -23,7 +23,7 @@ struct Op {
     large: usize,
 }
 
-/// What most operations have in common.
+/// The fields that most operations share.
 const OP: Op = Op {
     name: "",
     inputs: |t, h| vec![t * h],
@@ -311,7 +311,6 @@ const OPS: &[Op] = &[
         },
         by_row: 3,
         large: 3,
-        ..OP
     },
     Op {
         name: "adamw of a weight in two halves",
