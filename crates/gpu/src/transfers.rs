@@ -339,11 +339,6 @@ impl Arriving {
 }
 
 impl Transfers {
-    /// Bytes of device memory that arrays can occupy while they wait for their download, if no array is larger.
-    pub const WAITING: usize = WAITING;
-    /// Bytes of pinned main memory for both directions.
-    pub const PINNED: usize = 2 * BUFFERS * (16 << 20);
-
     /// Prepares copies. Buffers are allocated at the first use.
     #[must_use]
     pub fn new(gpu: &Gpu) -> Self {
