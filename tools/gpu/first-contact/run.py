@@ -39,8 +39,21 @@ PROFILED = "forward_128|backward_kv_128|few_rows_8"
 NO_TIME = "the stage's time is over"
 # Tests with more than 2³¹ elements, which stage D runs.
 LARGE = "more_than_2_31"
-# Small tests that together launch every kernel, for tools that make a program slow. Those of each width follow.
-SMALL = ["edges::the_same_bits_in_every_run"]
+# Small tests for tools that make a program slow. With the slow ones, which have each width of heads, they launch every kernel.
+SMALL = [
+    "a_router_chooses_the_largest_logits",
+    "a_row_has_the_same_bits_in_every_batch",
+    "attention_in_windows",
+    "decoding_does_not_depend_on_the_batch",
+    "decoding_of_every_group_size",
+    "draws_are_those_of_a_sorted_row",
+    "edges::draws_from_nan",
+    "edges::padded_decoding",
+    "edges::the_same_bits_in_every_run",
+    "plain_attention_of_any_width",
+    "products_with_codes_equal_those_with_widened_weights",
+    "quantised_weights_are_widened",
+]
 
 
 class Run:

@@ -130,6 +130,9 @@ def cases(program, place):
     ill = ["3 uncorrected errors of memory", "its temperature is too high", "MIG is on", "the GPU cannot be trusted"]
     yield "doctor --gpu, ill", lambda: says(
         program, place, "doctor --gpu", None, ill, 1, STAND_IN_ECC_ERRORS="3", STAND_IN_THROTTLE="32", STAND_IN_MIG="1")
+    newer = ["cuda:0 cannot be used", "libcublasLt.so.13 is version 14.0, expected at most 13"]
+    yield "doctor --gpu, a library newer than the driver", lambda: says(
+        program, place, "doctor --gpu", None, newer, 1, STAND_IN_CUBLASLT="140000")
     yield "doctor --gpu, failing kernel", lambda: says(
         program, place, "doctor --gpu", None, ["norms.cu: a kernel failed", "the last ones were norms/rms"], 1, STAND_IN_FAULT="norms/rms")
     yield "train", both("train", TRAIN, metrics, 50, replays=True)
