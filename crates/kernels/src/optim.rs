@@ -155,13 +155,19 @@ pub fn adamw_bf16(
     });
 }
 
+/// Number of elements whose squares are summed together by [`block_squares`].
+pub const SQUARES_BLOCK: usize = 4096;
+
 /// Returns the sum of squares in `f64`. Blocks of fixed length are summed separately and added in order.
 #[must_use]
 pub fn sum_of_squares(x: &[f32]) -> f64 {
+    block_squares(x).iter().sum()
+}
+
+/// Returns the sum of squares of each [`SQUARES_BLOCK`] elements in `f64`.
+#[must_use]
+pub fn block_squares(x: &[f32]) -> Vec<f64> {
     let _span = span(Op::Optimizer, || (2 * x.len(), 4 * x.len()));
-    const BLOCK: usize = 1 << 16;
-    if x.len() <= 2 * BLOCK {
-        return x.chunks(BLOCK).map(block_sum).sum();
-    }
-    map(x.chunks(BLOCK), x.len(), block_sum).iter().sum()
+    let sums = |part: &[f32]| part.chunks(SQUARES_BLOCK).map(block_sum).collect::<Vec<f64>>();
+    map(x.chunks(16 * SQUARES_BLOCK), x.len(), sums).concat()
 }

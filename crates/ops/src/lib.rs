@@ -55,6 +55,7 @@ pub use linear::{Linear, Order, PackedLinear};
 pub use norm::Norm;
 pub use omnigrpo_kernels::activation::Activation;
 pub use omnigrpo_kernels::attention::{AttentionLayout, LayoutError, QueryRange};
+pub use omnigrpo_kernels::optim::{SQUARES_BLOCK, block_squares};
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 pub use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 pub use optim::{Moments, Numbers, Squares, Step, squares};

@@ -73,6 +73,13 @@ impl Moments {
         }
     }
 
+    /// Returns the bytes of the arrays in main memory.
+    #[must_use]
+    pub fn host_bytes(&self) -> usize {
+        let Numbers { m, v, master } = &self.numbers;
+        4 * (m.len() + v.len() + master.len())
+    }
+
     /// Returns the arrays in main memory, for an update of `len` elements there. Fetches them from the GPU if the state is on one;
     /// new moments are zeros.
     pub(crate) fn on_host(&mut self, param: &Param, len: usize) -> &mut Numbers {
@@ -173,6 +180,7 @@ impl Param {
         grad.device().backend().adamw(self, &grad, moments, step)?;
         Ok(true)
     }
+
     /// Applies one AdamW step to a range of the values, in main memory, with the gradient of this range. `moments` is the state of
     /// the range only, and its count of updates already includes this one. Returns an error for a quantised weight, or if the
     /// lengths differ.

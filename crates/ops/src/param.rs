@@ -716,6 +716,38 @@ impl Param {
         })
     }
 
+    /// Appends the bytes of a range of the values, in the dtype of the weight, to `out`. Does nothing for a quantised weight.
+    ///
+    /// # Panics
+    /// Panics if the range is out of bounds.
+    pub fn append_bytes(&self, range: Range<usize>, out: &mut Vec<u8>) {
+        match self.read().stored() {
+            Stored::F32(data) => out.extend_from_slice(bytemuck::cast_slice(&data[range])),
+            Stored::Bf16(data) => out.extend_from_slice(bytemuck::cast_slice(&data[range])),
+            Stored::Quantised(_) => {}
+        }
+    }
+
+    /// Overwrites values, starting with element `at`, with the bytes of [`Self::append_bytes`] on a weight of the same dtype.
+    /// Returns an error for a quantised weight, or if the bytes do not fit.
+    pub fn store_bytes(&self, at: usize, bytes: &[u8]) -> Result<()> {
+        let fits = self.write(|values| {
+            let all: &mut [u8] = match values {
+                Values::F32(data) => bytemuck::cast_slice_mut(data),
+                Values::Bf16(data) => bytemuck::cast_slice_mut(data),
+            };
+            let start = all.len().checked_div(self.len()).unwrap_or(0) * at;
+            let to = all.get_mut(start..start + bytes.len());
+            to.map(|to| to.copy_from_slice(bytes)).is_some()
+        })?;
+        if fits {
+            return Ok(());
+        }
+        let what =
+            format!("storing {} bytes from element {at} on into a weight of {}", bytes.len(), self.len());
+        Err(Error::Weight { name: self.name.clone(), what })
+    }
+
     /// Runs `f` on the values as f32 and stores the result. Returns an error for a quantised weight.
     pub fn update(&self, f: impl FnOnce(&mut [f32])) -> Result<()> {
         let mut data = self.read().f32().into_owned();

@@ -15,7 +15,7 @@
 //!
 //! let ranks: Ranks = Launch::read(|_| None)?.connect()?;
 //! let mut gradient = [1.0, 2.0];
-//! ranks.all_reduce(&mut gradient, &vec![true; ranks.size()])?;
+//! ranks.all_reduce(&mut gradient, &mut [0.0; 2])?;
 //! assert_eq!((gradient, ranks.size()), ([1.0, 2.0], 1));
 //! # Ok::<(), omnigrpo_ranks::Error>(())
 //! ```
@@ -122,6 +122,45 @@ impl Engine for Alone {
     }
 }
 
+/// Engine of a run that does not take place.
+struct Planned(usize);
+
+impl Planned {
+    fn refuse(call: &'static str) -> Result<()> {
+        Err(Error::Engine { call, what: "the run is only planned".to_owned() })
+    }
+}
+
+impl Engine for Planned {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        self.0
+    }
+
+    fn name(&self) -> String {
+        "a plan".to_owned()
+    }
+
+    fn all_to_all(&self, _: &[u8], _: &mut [u8]) -> Result<()> {
+        Self::refuse("all_to_all")
+    }
+
+    fn all_gather(&self, _: &[u8], _: &mut [u8]) -> Result<()> {
+        Self::refuse("all_gather")
+    }
+
+    fn broadcast(&self, _: usize, _: &mut [u8]) -> Result<()> {
+        Self::refuse("broadcast")
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Self::refuse("barrier")
+    }
+}
+
 /// All ranks of a run, as one of them sees them. A clone is the same rank.
 #[derive(Clone)]
 pub struct Ranks(Arc<dyn Engine>);
@@ -139,8 +178,8 @@ pub struct Local {
     pub machine: usize,
 }
 
-/// Numbers that are exchanged at once: 16 MiB of f32.
-const BUCKET: usize = 4 << 20;
+/// Default number of elements that are exchanged at once: 16 MiB of f32.
+pub const BUCKET: usize = 4 << 20;
 
 impl Default for Ranks {
     /// Returns the only rank of a single process.
@@ -159,6 +198,12 @@ impl Ranks {
     /// Creates ranks that an engine connects.
     pub fn new(engine: impl Engine + 'static) -> Self {
         Self(Arc::new(engine))
+    }
+
+    /// Returns the first of `size` ranks of a run that is only planned. Every exchange with the others is an error.
+    #[must_use]
+    pub fn planned(size: usize) -> Self {
+        Self::new(Planned(size))
     }
 
     /// Returns the number of this rank.
@@ -207,8 +252,16 @@ impl Ranks {
     /// Returns an error if the engine does.
     pub fn all_gather<T: Pod>(&self, own: &[T]) -> Result<Vec<T>> {
         let mut all = vec![T::zeroed(); own.len() * self.size()];
-        self.0.all_gather(bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all))?;
+        self.all_gather_into(own, &mut all)?;
         Ok(all)
+    }
+
+    /// Copies the `own` of each rank, all of the same length, one after the other into `all`.
+    ///
+    /// # Errors
+    /// Returns an error if the sizes differ, or if the engine fails.
+    pub fn all_gather_into<T: Pod>(&self, own: &[T], all: &mut [T]) -> Result<()> {
+        self.0.all_gather(bytemuck::cast_slice(own), bytemuck::cast_slice_mut(all))
     }
 
     /// Returns the bytes of each rank. Their lengths may differ.
@@ -302,41 +355,28 @@ impl Ranks {
         value.ok_or_else(|| Error::Engine { call: "agree", what: "no result".to_owned() }.into())
     }
 
-    /// Replaces `data` by the sum over the ranks that are `present`, in the order of [`sum::fold`]. If none is, `data` stays.
+    /// Sums over all ranks in the order of [`sum::fold`], and returns the sum of this rank's block. `blocks` has a block of equal
+    /// size for each rank, and `parts` is a buffer of the same size. [`sum::ABSENT`] stands for a number that a rank does not have.
+    ///
+    /// Each rank sends and receives (n − 1) / n of the bytes.
+    ///
+    /// # Errors
+    /// Returns an error if the sizes differ, or if the engine fails.
+    pub fn reduce_scatter<'p>(&self, blocks: &[f32], parts: &'p mut [f32]) -> Result<&'p [f32]> {
+        self.0.all_to_all(bytemuck::cast_slice(blocks), bytemuck::cast_slice_mut(parts))?;
+        Ok(sum::fold(parts, blocks.len() / self.size()))
+    }
+
+    /// Replaces `blocks`, which has a block of equal size for each rank, by the sum over all ranks in the order of [`sum::fold`].
+    /// `parts` is a buffer of the same size.
     ///
     /// Each rank sends and receives 2 (n − 1) / n of the bytes, as in a ring.
     ///
     /// # Errors
-    /// Returns an error if `present` does not have an entry for each rank, or if the engine fails.
-    pub fn all_reduce(&self, data: &mut [f32], present: &[bool]) -> Result<()> {
-        let n = self.size();
-        if present.len() != n {
-            return Err(Error::Size { call: "all_reduce", got: present.len(), unit: "flags", expected: n });
-        }
-        if n == 1 || !present.contains(&true) {
-            return Ok(());
-        }
-        let most = data.len().min(BUCKET).div_ceil(n) * n;
-        let (mut padded, mut parts) = (Vec::new(), vec![0.0f32; most]);
-        for bucket in data.chunks_mut(BUCKET) {
-            let share = bucket.len().div_ceil(n);
-            let parts = &mut parts[..share * n];
-            let whole = if bucket.len() == parts.len() {
-                &mut *bucket
-            } else {
-                padded.clear();
-                padded.extend_from_slice(bucket);
-                padded.resize(share * n, 0.0);
-                &mut padded[..]
-            };
-            self.0.all_to_all(bytemuck::cast_slice(whole), bytemuck::cast_slice_mut(parts))?;
-            let own = sum::fold(parts, share, present);
-            self.0.all_gather(bytemuck::cast_slice(own), bytemuck::cast_slice_mut(whole))?;
-            if share * n != bucket.len() {
-                bucket.copy_from_slice(&padded[..bucket.len()]);
-            }
-        }
-        Ok(())
+    /// Returns an error if the sizes differ, or if the engine fails.
+    pub fn all_reduce(&self, blocks: &mut [f32], parts: &mut [f32]) -> Result<()> {
+        let own = self.reduce_scatter(blocks, parts)?;
+        self.all_gather_into(own, blocks)
     }
 
     /// Replaces `data` by the sum over all ranks in the order that the engine chooses. Its bits can change with the number of
@@ -346,10 +386,14 @@ impl Ranks {
     /// # Errors
     /// Returns an error if the engine does.
     pub fn sum_by_engine(&self, data: &mut [f32]) -> Result<()> {
-        match self.0.sum(data) {
-            Some(done) => done,
-            None => self.all_reduce(data, &vec![true; self.size()]),
-        }
+        self.0.sum(data).unwrap_or_else(|| {
+            let mut blocks = data.to_vec();
+            blocks.resize(data.len().next_multiple_of(self.size()), 0.0);
+            let mut parts = vec![0.0; blocks.len()];
+            self.all_reduce(&mut blocks, &mut parts)?;
+            data.copy_from_slice(&blocks[..data.len()]);
+            Ok(())
+        })
     }
 
     /// Returns how the ranks are distributed over machines. Ranks with the same host name share a machine.

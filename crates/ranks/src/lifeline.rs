@@ -4,8 +4,9 @@
 //! a TCP connection to the first one. The system closes the connections of a process that ends, however it ends, and a machine
 //! that is unreachable sends no more signs of life. The first rank then tells the others which rank was lost.
 //!
-//! Only ranks of the run can connect: each sends a secret that the first rank created and that the engine carried. Other
-//! connections are closed, and they delay the start by at most the time limit of the start.
+//! Only ranks of the run can connect: each sends a secret that the first rank created and that the engine carried, and waits for
+//! an answer. Connections that have not sent it within [`GREETING`], or the oldest of more than [`STRANGERS`] ones, are closed. A
+//! rank whose connection is closed before the answer connects again, so strangers delay the start but cannot prevent it.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
@@ -25,8 +26,10 @@ const PULSE: Duration = Duration::from_secs(3);
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Maximum time until all ranks have connected.
 const START: Duration = Duration::from_secs(30);
-/// Maximum number of connections that are open before they have sent the secret.
+/// Maximum number of connections that have not sent the secret yet.
 const STRANGERS: usize = 64;
+/// Maximum time from a connection to its secret, and from the secret to the answer.
+const GREETING: Duration = Duration::from_secs(2);
 /// Maximum length of a message, in bytes.
 const LONGEST: u64 = 4096;
 
@@ -181,9 +184,21 @@ fn join(address: &str, secret: [u8; 16], rank: usize) -> Result<TcpStream> {
         let mut stream = TcpStream::connect_timeout(&address, START / 3)?;
         stream.set_nodelay(true)?;
         stream.write_all(&hello(secret, rank))?;
+        stream.set_read_timeout(Some(GREETING))?;
+        stream.read_exact(&mut [0])?;
         Ok(stream)
     };
-    connect().map_err(|e: std::io::Error| failed(format!("the first rank does not answer at {address}: {e}")))
+    let until = Instant::now() + START;
+    loop {
+        match connect() {
+            Ok(stream) => return Ok(stream),
+            Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(20)),
+            Err(e) => {
+                let e: std::io::Error = e;
+                return Err(failed(format!("the first rank does not answer at {address}: {e}")));
+            }
+        }
+    }
 }
 
 fn hello(secret: [u8; 16], rank: usize) -> Hello {
@@ -207,31 +222,60 @@ fn accept_all(listener: TcpListener, secret: [u8; 16], size: usize) -> Result<Ve
     found
 }
 
+/// Connection that has not sent the secret yet.
+struct Stranger {
+    stream: TcpStream,
+    said: Vec<u8>,
+    until: Instant,
+}
+
+impl Stranger {
+    /// Reads what has arrived. Returns the rank if the secret is complete and right, and an error if the connection is of no use.
+    fn greet(&mut self, secret: [u8; 16]) -> std::io::Result<Option<usize>> {
+        let mut bytes: Hello = [0; 24];
+        let open = bytes.len() - self.said.len();
+        match self.stream.read(&mut bytes[..open]) {
+            Ok(count) if count > 0 => self.said.extend_from_slice(&bytes[..count]),
+            Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < self.until => return Ok(None),
+            _ => return Err(ErrorKind::TimedOut.into()),
+        }
+        let Ok(said) = Hello::try_from(self.said.as_slice()) else { return Ok(None) };
+        let rank = u64::from_le_bytes(said[16..].try_into().unwrap_or_default()) as usize;
+        if said != hello(secret, rank) {
+            return Err(ErrorKind::PermissionDenied.into());
+        }
+        self.stream.set_nonblocking(false)?;
+        self.stream.set_nodelay(true)?;
+        self.stream.write_all(&[ALIVE])?;
+        Ok(Some(rank))
+    }
+}
+
 /// Accepts connections until `over` is true, and sends those with the secret to `found`.
 fn accept(listener: &TcpListener, secret: [u8; 16], found: &Sender<(usize, TcpStream)>, over: &AtomicBool) {
-    let strangers = Arc::new(());
+    let mut strangers: Vec<Stranger> = Vec::new();
     while !over.load(Ordering::SeqCst) {
-        let Ok((mut stream, _)) = listener.accept() else {
-            thread::sleep(Duration::from_millis(5));
-            continue;
-        };
-        if Arc::strong_count(&strangers) > STRANGERS {
-            continue;
+        // In one round, there are at most as many new connections as may stay.
+        for _ in 0..STRANGERS {
+            let Ok((stream, _)) = listener.accept() else { break };
+            let until = Instant::now() + GREETING;
+            if stream.set_nonblocking(true).is_ok() {
+                strangers.push(Stranger { stream, said: Vec::new(), until });
+            }
         }
-        let (counted, found) = (Arc::clone(&strangers), found.clone());
-        // Each connection has its own thread, so a slow one does not delay the others.
-        let greet = move || {
-            let _counted = counted;
-            let mut said: Hello = [0; 24];
-            stream.set_nonblocking(false).ok()?;
-            stream.set_nodelay(true).ok()?;
-            stream.set_read_timeout(Some(START / 3)).ok()?;
-            stream.read_exact(&mut said).ok()?;
-            let rank = u64::from_le_bytes(said[16..].try_into().ok()?) as usize;
-            (said == hello(secret, rank)).then(|| found.send((rank, stream)).ok())?
-        };
-        // Without a thread the connection is closed, and the rank fails with a message.
-        drop(thread::Builder::new().spawn(greet));
+        let mut known = Vec::new();
+        strangers.retain_mut(|stranger| match stranger.greet(secret) {
+            Ok(None) => true,
+            Ok(Some(rank)) => {
+                known.extend(stranger.stream.try_clone().ok().map(|stream| (rank, stream)));
+                false
+            }
+            Err(_) => false,
+        });
+        // Without a receiver, all ranks have been found.
+        known.into_iter().for_each(|own| drop(found.send(own)));
+        strangers.drain(..strangers.len().saturating_sub(STRANGERS));
+        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -244,7 +288,9 @@ fn gather(
     let mut found: Vec<(usize, TcpStream)> = Vec::new();
     while found.len() + 1 < size {
         match arrived.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok((rank, stream)) if (1..size).contains(&rank) && found.iter().all(|(own, _)| *own != rank) => {
+            // A rank that connects again has lost its earlier connection.
+            Ok((rank, stream)) if (1..size).contains(&rank) => {
+                found.retain(|(own, _)| *own != rank);
                 found.push((rank, stream));
             }
             Ok(_) => {}
@@ -327,19 +373,43 @@ mod tests {
     const SECRET: [u8; 16] = [7; 16];
 
     /// Opens a port, lets `strangers` use it and connects ranks 1 and 2. Returns the ranks that were accepted, in order.
-    fn ranks_among(strangers: impl Fn(SocketAddr) -> Vec<TcpStream>) -> Vec<usize> {
+    fn ranks_among(strangers: impl Fn(SocketAddr) -> Vec<TcpStream> + Send) -> Vec<usize> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
-        let started = Instant::now();
-        let kept = strangers(address);
-        let ranks: Vec<TcpStream> =
-            [2, 1].map(|rank| join(&address.to_string(), SECRET, rank).unwrap()).into_iter().collect();
-        let mut found: Vec<usize> =
-            accept_all(listener, SECRET, 3).unwrap().into_iter().map(|(rank, _)| rank).collect();
-        assert!(started.elapsed() < START / 3, "a stranger has delayed the start");
-        drop((kept, ranks));
+        let mut found: Vec<usize> = thread::scope(|scope| {
+            let accepted = scope.spawn(|| accept_all(listener, SECRET, 3).unwrap());
+            let kept = strangers(address);
+            let started = Instant::now();
+            let ranks: Vec<_> = [2, 1]
+                .map(|rank| scope.spawn(move || join(&address.to_string(), SECRET, rank).unwrap()))
+                .into();
+            let ranks: Vec<TcpStream> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+            let found = accepted.join().unwrap();
+            assert!(started.elapsed() < START / 3, "a stranger has delayed the start");
+            drop((kept, ranks));
+            found.into_iter().map(|(rank, _)| rank).collect()
+        });
         found.sort_unstable();
         found
+    }
+
+    #[test]
+    fn idle_strangers_do_not_keep_ranks_out() {
+        let idle = |address| (0..5 * STRANGERS).map(|_| TcpStream::connect(address).unwrap()).collect();
+        assert_eq!(ranks_among(idle), [1, 2]);
+    }
+
+    /// A rank whose connection is closed before the answer connects again.
+    #[test]
+    fn a_rank_that_was_shut_out_connects_again() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        thread::scope(|scope| {
+            let rank = scope.spawn(|| join(&address, SECRET, 1).unwrap());
+            drop(listener.accept().unwrap());
+            assert_eq!(accept_all(listener, SECRET, 2).unwrap()[0].0, 1);
+            drop(rank.join().unwrap());
+        });
     }
 
     fn say(address: SocketAddr, bytes: &[u8]) -> TcpStream {

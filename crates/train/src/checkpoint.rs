@@ -13,6 +13,7 @@
 //! state: they are keyed by seed and step.
 
 use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::Read;
@@ -22,7 +23,7 @@ use omnigrpo_data::OrderState;
 use omnigrpo_guard::inside;
 use omnigrpo_models::{Model, WeightDtype, WeightFiles};
 use omnigrpo_observe::sync_directory;
-use omnigrpo_ops::{Numbers, Param, Values};
+use omnigrpo_ops::{Numbers, Values};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, View};
 use serde::{Deserialize, Serialize};
@@ -30,7 +31,7 @@ use sha2::{Digest, Sha256};
 
 use crate::buffer::BufferState;
 use crate::error::{Result, TrainError};
-use crate::optimizer::{AdamW, Moments};
+use crate::optimizer::{AdamW, StateArray};
 
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -315,28 +316,32 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
             None => Ok(values),
         }
     };
+    let mut read = 0;
     let mut moments = HashMap::new();
     for (name, &step) in &state.optimizer_steps {
-        let [m, v, master] = ["m", "v", "master"].map(|part| floats(&format!("{name}.{part}")));
-        moments.insert(name.clone(), Moments::new(step, Numbers { m: m?, v: v?, master: master? }));
+        let [m, v, master] = ["m", "v", "master"].map(|array| floats(&format!("{name}.{array}")));
+        let numbers = Numbers { m: m?, v: v?, master: master? };
+        read += 2 + usize::from(!numbers.master.is_empty());
+        moments.insert(name.clone(), optimizer.own_state(name, step, numbers)?);
     }
-    let known = moments.values().map(|m| 2 + usize::from(m.has_master())).sum::<usize>();
     let found = file.names().count();
-    if found != known {
+    if found != read {
         return Err(damaged(&format!(
-            "got {found} tensors, expected {known} for the weights listed in {STATE}"
+            "got {found} tensors, expected {read} for the weights listed in {STATE}"
         )));
     }
-    optimizer.restore(moments)
+    optimizer.restore(moments);
+    Ok(())
 }
 
 fn save_moments(dir: &Path, optimizer: &AdamW) -> Result<BTreeMap<String, u64>> {
-    /// Part of the state of a weight. If it is on a card, it is copied to main memory only when it is written.
+    /// Array of the state of a weight. If it is on a card or on other ranks, it is copied to main memory only when it is written.
     struct Named<'a> {
-        param: &'a Param,
-        moments: &'a Moments,
-        part: StatePart,
+        optimizer: &'a AdamW,
+        weight: usize,
+        array: StateArray,
         shape: [usize; 1],
+        failure: &'a RefCell<Option<TrainError>>,
     }
     impl View for Named<'_> {
         fn dtype(&self) -> Dtype {
@@ -346,22 +351,28 @@ fn save_moments(dir: &Path, optimizer: &AdamW) -> Result<BTreeMap<String, u64>> 
             &self.shape
         }
         fn data(&self) -> Cow<'_, [u8]> {
-            match (self.part.of)(self.moments, self.param) {
-                Cow::Borrowed(data) => bytemuck::cast_slice(data).into(),
-                Cow::Owned(data) => bytemuck::cast_slice(&data).to_vec().into(),
+            match self.optimizer.whole(self.weight, self.array) {
+                Ok(Cow::Borrowed(data)) => bytemuck::cast_slice(data).into(),
+                Ok(Cow::Owned(data)) => bytemuck::cast_slice(&data).to_vec().into(),
+                Err(error) => {
+                    self.failure.borrow_mut().get_or_insert(error);
+                    vec![0; self.data_len()].into()
+                }
             }
         }
         fn data_len(&self) -> usize {
-            4 * self.param.len()
+            4 * self.shape[0]
         }
     }
+    let failure = RefCell::default();
     let mut tensors = Vec::new();
     let mut steps = BTreeMap::new();
-    for (param, moments) in optimizer.state() {
+    for (weight, param, moments) in optimizer.numbered() {
         steps.insert(param.name().to_owned(), moments.step);
-        for part in state_parts(moments) {
-            let name = format!("{}.{}", param.name(), part.name);
-            tensors.push((name, Named { param, moments, part, shape: [param.len()] }));
+        for array in optimizer.arrays(param) {
+            let name = format!("{}.{}", param.name(), array.name());
+            let (shape, failure) = ([param.len()], &failure);
+            tensors.push((name, Named { optimizer, weight, array, shape, failure }));
         }
     }
     let path = dir.join(OPTIMIZER);
@@ -369,6 +380,7 @@ fn save_moments(dir: &Path, optimizer: &AdamW) -> Result<BTreeMap<String, u64>> 
         safetensors::SafeTensorError::IoError(source) => TrainError::Io { path, source },
         source => TrainError::Safetensors { path, source },
     })?;
+    failure.into_inner().map_or(Ok(()), Err)?;
     omnigrpo_models::share(&dir.join(OPTIMIZER))?;
     Ok(steps)
 }
@@ -480,33 +492,16 @@ fn check_weights(model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Returns an error if a moment is not finite. A checkpoint with such a moment could not be loaded.
-fn check_moments(optimizer: &AdamW) -> Result<()> {
+/// Returns an error if a moment of this rank is not finite. A checkpoint with such a moment could not be loaded.
+pub(crate) fn check_moments(optimizer: &AdamW) -> Result<()> {
     for (param, moments) in optimizer.state() {
-        for StatePart { what, of, .. } in state_parts(moments) {
-            if !of(moments, param).iter().all(|x| x.is_finite()) {
-                return Err(TrainError::NonFiniteState { name: param.name().to_owned(), what });
+        for array in optimizer.arrays(param) {
+            if !array.of(moments, param).iter().all(|x| x.is_finite()) {
+                return Err(TrainError::NonFiniteState { name: param.name().to_owned(), what: array.what() });
             }
         }
     }
     Ok(())
-}
-
-/// Part of the optimizer state of a weight.
-struct StatePart {
-    /// Suffix of the tensor's name.
-    name: &'static str,
-    what: &'static str,
-    of: for<'a> fn(&'a Moments, &'a Param) -> Cow<'a, [f32]>,
-}
-
-fn state_parts(moments: &Moments) -> impl Iterator<Item = StatePart> {
-    let all = [
-        StatePart { name: "m", what: "the first moment", of: |moments, _| moments.m() },
-        StatePart { name: "v", what: "the second moment", of: |moments, _| moments.v() },
-        StatePart { name: "master", what: "the master copy", of: |moments, param| moments.master(param) },
-    ];
-    all.into_iter().take(if moments.has_master() { 3 } else { 2 })
 }
 
 /// Removes files and directories that an earlier process left behind when it was interrupted, and returns their names.

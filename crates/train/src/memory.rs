@@ -21,6 +21,7 @@ use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 
 use crate::error::{Result, TrainError};
+use crate::exchange::Shard;
 use crate::features::{self, Keep};
 use crate::imitate::imitate;
 use crate::optimizer::{AdamW, AdamWConfig};
@@ -180,16 +181,19 @@ impl std::fmt::Display for Memory {
     }
 }
 
-/// Returns the bytes of the optimizer's state per value of a weight: two moments in f32, and a master for a bf16 weight. A card
-/// stores only the half of the master that the weight lacks.
-fn state_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
+/// Returns the bytes of the optimizer's state for a weight with `len` values: two moments in f32, and a master for a bf16 weight. A
+/// card stores only the half of the master that the weight lacks. A state that is cut into parts is in main memory.
+fn state_bytes(dtype: ParamDtype, len: u64, plan: &MemoryPlan) -> u64 {
     let has_master = dtype == ParamDtype::Bf16 && !plan.optimizer.pure_bf16;
-    match (plan.of, has_master) {
-        (MemoryOf::Card, _) if plan.optimizer.offload => 0,
+    let split = &plan.algorithm.split;
+    let parts = if split.shard == Shard::None { 1 } else { split.ranks.size() as u64 };
+    let each = match (plan.of, has_master) {
+        (MemoryOf::Card, _) if plan.optimizer.offload || parts > 1 => 0,
         (MemoryOf::Card, true) => 10,
         (MemoryOf::Host, true) => 12,
         (_, false) => 8,
-    }
+    };
+    (each * len).div_ceil(parts)
 }
 
 /// Computes the memory of a run from a model on [`Device::Outline`]. The model must have its adapters, and its trained weights
@@ -217,7 +221,7 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         let (len, bytes) = (param.len() as u64, param.num_bytes() as u64);
         *(if at < base { &mut out.weights } else { &mut out.adapters }) += bytes;
         if param.trainable() {
-            out.optimizer += len * state_bytes(param.dtype(), plan);
+            out.optimizer += state_bytes(param.dtype(), len, plan);
             out.reference += if plan.reference == ReferenceKept::Copied && at < base { bytes } else { 0 };
         }
     }

@@ -10,14 +10,17 @@
 //! bf16 weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds the
 //! weight and at most the gradient, 6 B, and the CPU applies the update.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 pub use omnigrpo_ops::Moments;
-use omnigrpo_ops::{Device, Param, ParamDtype, Part, Squares, Step};
+use omnigrpo_ops::{Device, Numbers, Param, ParamDtype, Part, Squares, Step};
 
 use crate::error::{Result, TrainError};
+use crate::exchange::Exchange;
 use crate::selection::decayed_names;
+use crate::split::Split;
 
 /// Settings of the optimizer.
 #[derive(Clone, Debug, PartialEq)]
@@ -76,7 +79,9 @@ pub struct Update {
 pub struct AdamW {
     config: AdamWConfig,
     params: Vec<(Arc<Param>, f64, f64)>,
+    /// State of each weight that was updated; of this rank's part of it, if the state is cut.
     state: HashMap<String, Moments>,
+    exchange: Exchange,
 }
 
 impl AdamW {
@@ -96,21 +101,33 @@ impl AdamW {
                 (Arc::clone(p), lr.unwrap_or(config.learning_rate), decay)
             })
             .collect();
-        Self { config, params, state: HashMap::new() }
+        Self { config, params, state: HashMap::new(), exchange: Exchange::default() }.over(&Split::default())
     }
 
-    /// Applies the accumulated gradients and clears them. `factor` scales every learning rate.
+    /// Divides the work and, if the settings request it, the state over ranks.
+    #[must_use]
+    pub fn over(mut self, split: &Split) -> Self {
+        self.exchange =
+            Exchange::new(split, self.params.iter().map(|(param, ..)| Arc::clone(param)).collect());
+        self
+    }
+
+    /// Returns the exchange of gradients between the ranks.
+    pub(crate) fn exchange(&mut self) -> &mut Exchange {
+        &mut self.exchange
+    }
+
+    /// Applies the accumulated gradients and clears them. `factor` scales every learning rate. If the state is cut, each rank
+    /// updates its part of the weights, and all ranks receive the parts of the others.
     ///
     /// # Errors
     /// Returns an error with the name of the weight if a gradient is not finite. Nothing is changed then.
     pub fn step(&mut self, factor: f64) -> Result<Update> {
-        let params: Vec<&Param> = self.params.iter().map(|(param, ..)| &**param).collect();
-        let each = omnigrpo_ops::squares(&params, self.config.offload);
-        let skipped = each.iter().filter(|squares| squares.is_none()).count();
+        let each = self.exchange.squares(self.config.offload)?;
         let mut squares = 0.0;
         let mut device = Device::Cpu;
-        for (param, Squares { device: on, sum }) in
-            params.iter().zip(&each).filter_map(|(p, s)| Some((p, s.as_ref()?)))
+        for ((param, ..), Squares { device: on, sum }) in
+            self.params.iter().zip(&each).filter_map(|(p, s)| Some((p, s.as_ref()?)))
         {
             if !sum.is_finite() {
                 // A card returns NaN if a computation failed; `finish` reports that failure.
@@ -124,25 +141,47 @@ impl AdamW {
             max if max > 0.0 => (max / (grad_norm + 1e-6)).min(1.0),
             _ => 1.0,
         };
+        let updated: Vec<bool> = each.iter().map(Option::is_some).collect();
+        let cut = self.exchange.is_cut();
+        let own = self.update(&updated, factor, scale as f32);
+        if cut {
+            self.exchange.gather_weights(own, &updated)?;
+        } else {
+            own?;
+        }
+        device.finish()?;
+        Ok(Update { grad_norm, skipped: updated.iter().filter(|updated| !**updated).count() })
+    }
+
+    /// Updates the weights that have a gradient, or this rank's part of them if the state is cut.
+    fn update(&mut self, updated: &[bool], factor: f64, grad_scale: f32) -> Result<()> {
         let c = &self.config;
         // Gradients that were sent first have arrived while the others are on their way.
-        let mut order: Vec<usize> = (0..params.len()).filter(|&at| each[at].is_some()).collect();
-        order.sort_by_key(|&at| params[at].sent());
-        for at in order {
-            let (param, lr, decay) = &self.params[at];
+        let mut order: Vec<usize> = (0..self.params.len()).filter(|&weight| updated[weight]).collect();
+        order.sort_by_key(|&weight| self.params[weight].0.sent());
+        for weight in order {
+            let (param, lr, decay) = &self.params[weight];
             let step = Step {
                 lr: (lr * factor) as f32,
                 betas: [c.beta1 as f32, c.beta2 as f32],
                 eps: c.epsilon as f32,
                 weight_decay: *decay as f32,
-                grad_scale: scale as f32,
+                grad_scale,
                 master: !c.pure_bf16,
                 offload: c.offload,
             };
-            param.adamw(self.state.entry(param.name().to_owned()).or_default(), &step)?;
+            let moments = self.state.entry(param.name().to_owned()).or_default();
+            if !self.exchange.is_cut() {
+                param.adamw(moments, &step)?;
+                continue;
+            }
+            moments.step += 1;
+            let (range, grad) = (self.exchange.own_part(weight), self.exchange.take_own(weight));
+            if let Some(grad) = grad.filter(|grad| !grad.is_empty()) {
+                param.adamw_range(range, &grad, moments, &step)?;
+            }
         }
-        device.finish()?;
-        Ok(Update { grad_norm, skipped })
+        Ok(())
     }
 
     /// Announces that the next pass through the decoder is the last of this step. With offload, the gradients of its linear layers
@@ -172,9 +211,58 @@ impl AdamW {
         }
     }
 
-    /// Returns each weight that was updated at least once, with its state.
+    /// Returns each weight that was updated at least once, with its state. If the state is cut, it is that of this rank's part.
     pub fn state(&self) -> impl Iterator<Item = (&Param, &Moments)> {
-        self.params.iter().filter_map(|(param, ..)| Some((&**param, self.state.get(param.name())?)))
+        self.numbered().map(|(_, param, own)| (param, own))
+    }
+
+    /// Returns the numbers of the weights, too.
+    pub(crate) fn numbered(&self) -> impl Iterator<Item = (usize, &Param, &Moments)> {
+        let all = self.params.iter().enumerate();
+        all.filter_map(|(at, (param, ..))| Some((at, &**param, self.state.get(param.name())?)))
+    }
+
+    /// Returns the bytes of the state in main memory.
+    #[must_use]
+    pub fn host_bytes(&self) -> usize {
+        self.state.values().map(Moments::host_bytes).sum()
+    }
+
+    /// Returns the arrays of the state of a weight.
+    pub(crate) fn arrays(&self, param: &Param) -> impl Iterator<Item = StateArray> + use<> {
+        StateArray::ALL.into_iter().take(if self.has_master(param) { 3 } else { 2 })
+    }
+
+    /// Returns a complete array of the state of a weight. If the state is cut, the other ranks must be in [`Self::serve`].
+    pub(crate) fn whole(&self, weight: usize, array: StateArray) -> Result<Cow<'_, [f32]>> {
+        let param = &self.params[weight].0;
+        match self.state.get(param.name()) {
+            Some(own) if !self.exchange.is_cut() => Ok(array.of(own, param)),
+            _ => {
+                self.exchange.ask(Some((weight, array as usize)))?;
+                Ok(self.collect(weight, array)?.into())
+            }
+        }
+    }
+
+    /// Sends this rank's part of the state to the first rank, until it calls [`Self::end_of_service`].
+    pub(crate) fn serve(&self) -> Result<()> {
+        while let Some((weight, array)) = self.exchange.asked()? {
+            self.collect(weight, StateArray::ALL[array])?;
+        }
+        Ok(())
+    }
+
+    /// Ends [`Self::serve`] on the other ranks.
+    pub(crate) fn end_of_service(&self) -> Result<()> {
+        self.exchange.ask(None)
+    }
+
+    /// Collects an array of the state from all ranks.
+    fn collect(&self, weight: usize, array: StateArray) -> Result<Vec<f32>> {
+        let param = &self.params[weight].0;
+        let own = self.state.get(param.name()).map(|own| array.of(own, param));
+        self.exchange.collect(weight, own.as_deref().unwrap_or_default())
     }
 
     /// Returns the names of trained weights that were never updated.
@@ -184,30 +272,36 @@ impl AdamW {
         names.filter(|name| !self.state.contains_key(*name)).collect()
     }
 
-    /// Restores a saved state.
+    /// Returns the saved state of a weight, or of this rank's part of it if the state is cut.
     ///
     /// # Errors
-    /// Returns an error if a state belongs to a weight that is not trained or has another size.
-    pub(crate) fn restore(&mut self, state: HashMap<String, Moments>) -> Result<()> {
-        for (name, moments) in &state {
-            let param = self.params.iter().find(|(p, ..)| p.name() == name);
-            match param {
-                Some((p, ..))
-                    if moments.m().len() == p.len()
-                        && moments.v().len() == p.len()
-                        && moments.master(p).len() == if self.has_master(p) { p.len() } else { 0 } => {}
-                _ => {
-                    return Err(TrainError::Checkpoint {
-                        what: format!(
-                            "the optimizer state of {name} ({} values) does not match a trained weight of this size",
-                            moments.m().len()
-                        ),
-                    });
-                }
-            }
+    /// Returns an error if the weight is not trained or has another size.
+    pub(crate) fn own_state(&self, name: &str, step: u64, saved: Numbers) -> Result<Moments> {
+        let known = self.params.iter().enumerate().find(|(_, (param, ..))| param.name() == name);
+        let fits = |param: &Param| {
+            let master = if self.has_master(param) { param.len() } else { 0 };
+            [saved.m.len(), saved.v.len(), saved.master.len()] == [param.len(), param.len(), master]
+        };
+        let Some((weight, (param, ..))) = known.filter(|(_, (param, ..))| fits(param)) else {
+            return Err(TrainError::Checkpoint {
+                what: format!(
+                    "the optimizer state of {name} ({} values) does not match a trained weight of this size",
+                    saved.m.len()
+                ),
+            });
+        };
+        let part = self.exchange.own_part(weight);
+        if part.len() == param.len() {
+            return Ok(Moments::new(step, saved));
         }
+        let cut = |all: Vec<f32>| all.get(part.clone()).map(<[f32]>::to_vec).unwrap_or_default();
+        let Numbers { m, v, master } = saved;
+        Ok(Moments::new(step, Numbers { m: cut(m), v: cut(v), master: cut(master) }))
+    }
+
+    /// Restores the states that [`Self::own_state`] returned, by the names of their weights.
+    pub(crate) fn restore(&mut self, state: HashMap<String, Moments>) {
         self.state = state;
-        Ok(())
     }
 
     fn has_master(&self, param: &Param) -> bool {
@@ -219,5 +313,36 @@ impl AdamW {
     pub fn bytes(&self) -> usize {
         let each = |p: &Param| p.len() * (12 + if self.has_master(p) { 4 } else { 0 });
         self.params.iter().map(|(p, ..)| each(p)).sum()
+    }
+}
+
+/// Array of the optimizer's state of a weight.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum StateArray {
+    M,
+    V,
+    Master,
+}
+
+impl StateArray {
+    const ALL: [Self; 3] = [Self::M, Self::V, Self::Master];
+
+    /// Returns the suffix of the tensor's name in a checkpoint.
+    pub(crate) fn name(self) -> &'static str {
+        ["m", "v", "master"][self as usize]
+    }
+
+    /// Returns the name for messages.
+    pub(crate) fn what(self) -> &'static str {
+        ["the first moment", "the second moment", "the master copy"][self as usize]
+    }
+
+    /// Returns the values.
+    pub(crate) fn of<'a>(self, moments: &'a Moments, param: &'a Param) -> Cow<'a, [f32]> {
+        match self {
+            Self::M => moments.m(),
+            Self::V => moments.v(),
+            Self::Master => moments.master(param),
+        }
     }
 }

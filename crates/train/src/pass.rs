@@ -9,7 +9,6 @@ use std::ops::Range;
 use omnigrpo_grpo::{Batch, MetricSums, Normalizer, evaluate};
 use omnigrpo_models::{DecoderMemory, FeatureGradients, Features, Model, PackedStream, Prompt, Training};
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_ranks::Cascade;
 use omnigrpo_rollout::Completion;
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +17,6 @@ use crate::features;
 use crate::gap::Gap;
 use crate::optimizer::AdamW;
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
-use crate::split::Split;
 use crate::step::{Algorithm, TokenNumbers, own_places};
 use crate::streams::{Part, pack};
 use crate::timing::timed;
@@ -115,29 +113,29 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Runs the passes of this rank's leaves and leaves the gradient of the step, summed over all ranks, in the weights. Returns the
-    /// results of all leaves.
+    /// Runs the passes of this rank's leaves and sums the gradient of the step over all ranks for the optimizer. Returns the results
+    /// of all leaves.
     pub(crate) fn run(
         mut self,
         rollouts: &mut Rollouts,
-        optimizer: &AdamW,
+        optimizer: &mut AdamW,
         timer: &mut PhaseTimer,
     ) -> Result<Passed> {
         let split = &self.algorithm.split;
         let on_policy = self.passed.on_policy;
         let of_leaf = || Passed { on_policy, ..Passed::default() };
         let mut passed = replace(&mut self.passed, of_leaf());
-        let (mut own, mut sums) = (Vec::new(), Cascade::default());
+        let mut own = Vec::new();
+        optimizer.exchange().begin(split);
         let mut leaves = self.algorithm.own_leaves(rollouts.groups.len()).into_iter();
         let done = leaves.try_for_each(|leaf| {
             self.leaf(leaf, rollouts, optimizer, timer)?;
             own.push(replace(&mut self.passed, of_leaf()));
-            // A single leaf stays in the weights.
-            if split.is_off() { Ok(()) } else { Split::end_leaf(&mut sums, self.model.params()) }
+            optimizer.exchange().end_leaf()
         });
         let each = split.share(done.map(|()| own))?;
         if !split.is_off() {
-            timed(timer, "exchange", || split.sum(sums, self.model))?;
+            timed(timer, "exchange", || optimizer.exchange().sum())?;
         }
         each.into_iter().flatten().for_each(|leaf| passed.merge(leaf));
         Ok(passed)

@@ -18,6 +18,7 @@ use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 use crate::checks::{self, LONGEST};
 use crate::error::{Refusal, Result};
 use crate::evaluate::EvalPlan;
+use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
 use crate::inputs;
 use crate::longest::{Longest, PREPARED, TYPICAL};
@@ -29,6 +30,7 @@ use crate::resume;
 use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
+use crate::split::Split;
 use crate::step::Algorithm;
 use crate::survey::{RowCheck, Survey};
 
@@ -384,7 +386,11 @@ impl Prepared {
         let own = if device == Device::Cpu { room::resident() } else { Card::OWN_BYTES as u64 };
         self.forecast.limit = match self.run.gpu_memory {
             Some(bytes) => Some((bytes, "the GPU's memory")),
-            None => room::free_on(device).map(|(free, whose)| (free + own, whose)),
+            None => room::free_on(device).map(|(free, whose)| match device {
+                // Each rank has its own card, but the ranks of a machine share main memory.
+                Device::Gpu(_) => (free + own, whose),
+                _ => (free / self.run.algorithm.split.local.max(1) as u64 + own, whose),
+            }),
         };
         (self.forecast.memory, self.forecast.media_store) = self.memory(&self.variant())?;
         Ok(())
@@ -410,10 +416,14 @@ impl Prepared {
     pub fn memory(&self, variant: &Variant<'_>) -> Result<(Memory, u64)> {
         let outline = self.outline(variant)?;
         let mut memory = memory(&outline, &self.memory_plan(variant, variant.longest, 0))?;
+        // The ranks of a machine share its main memory.
+        let local = self.run.algorithm.split.local.max(1) as u64;
+        let given = variant.media_bytes.map(|given| given / local);
         if self.run.model.device() != Device::Cpu {
             // The other half of main memory is for data that is not stored on the card: moments, a reference, rewards, media of
             // two steps.
-            return Ok((memory, room::for_media(variant.media_bytes, room::free().map(|free| free / 2))));
+            let left = room::free().map(|free| free / 2 / local);
+            return Ok((memory, room::for_media(given, left)));
         }
         // A model in memory is part of the process already.
         let loaded =
@@ -421,7 +431,7 @@ impl Prepared {
         memory.program = room::resident().saturating_sub(self.run.reward_bytes + loaded);
         memory.rewards = self.run.reward_bytes;
         let left = self.forecast.limit.map(|(limit, _)| limit.saturating_sub(memory.total()));
-        let room = room::for_media(variant.media_bytes, left);
+        let room = room::for_media(given, left);
         // Other settings of media are assumed to change all rows in the same proportion as the longest one.
         let of_longest = |longest: &Longest| longest.media_bytes().max(1) as f64;
         let scale = of_longest(variant.longest) / of_longest(&self.longest);
@@ -448,6 +458,29 @@ impl Prepared {
         let plans: Vec<MemoryPlan<'_>> =
             (0..steps).map(|step| self.memory_plan(&variant, &self.typical, step * rollout)).collect();
         step_time(&outline, &plans, plan.num_iterations, rates)
+    }
+
+    /// Returns the bytes that each rank sends in a step: its share of the gradients in f32, and of the sums or of the updated
+    /// weights.
+    ///
+    /// # Errors
+    /// Returns an error if the settings cannot be used with this model.
+    pub fn exchanged_bytes(&self) -> Result<u64> {
+        let split = &self.run.algorithm.split;
+        let outline = self.outline(&self.variant())?;
+        let trained = outline.params().iter().filter(|param| param.trainable());
+        let each = trained.map(|param| {
+            let gradient = 4 * param.len();
+            gradient + if split.shard == Shard::None { gradient } else { param.num_bytes() }
+        });
+        let (all, ranks) = (each.sum::<usize>() as u64, split.ranks.size() as u64);
+        Ok(all * (ranks - 1) / ranks)
+    }
+
+    /// Returns the division of the run over ranks.
+    #[must_use]
+    pub fn split(&self) -> &Split {
+        &self.run.algorithm.split
     }
 
     fn outline(&self, variant: &Variant<'_>) -> Result<Model> {

@@ -83,6 +83,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         let ahead = this.source.take_ahead_time().as_secs_f64();
         metrics.push(("data/ahead_time".into(), Some(ahead)));
         this.records.ahead_secs += ahead;
+        metrics.push(("memory/optimizer_mb".into(), Some(this.optimizer.host_bytes() as f64 / 1e6)));
         let kept = this.prompts.media_store().usage();
         if kept.asked > 0 {
             metrics.push(("memory/media_store_mb".into(), Some(kept.bytes as f64 / 1e6)));
@@ -260,7 +261,7 @@ impl Loop {
                     .into(),
             ));
         }
-        let mut optimizer = AdamW::new(optimizer, model.params());
+        let mut optimizer = AdamW::new(optimizer, model.params()).over(&split);
 
         let bad = run.bad_rows.iter().map(|(row, ..)| *row).collect();
         let order = Order::new(rows, run.data_seed, !run.replay, bad).learning(run.lessons);
@@ -569,7 +570,16 @@ impl Loop {
     /// it.
     fn save(&mut self, whole: bool) -> Result<()> {
         let split = self.algorithm.split.clone();
-        split.only_first(|| self.write(whole))?;
+        if self.optimizer.exchange().is_cut() {
+            // The first rank writes the parts of all ranks.
+            split.agree(checkpoint::check_moments(&self.optimizer))?;
+        }
+        split.agree(if split.ranks.is_first() {
+            let written = self.write(whole);
+            written.and(self.optimizer.end_of_service())
+        } else {
+            self.optimizer.serve()
+        })?;
         if whole {
             self.place.saved_at = Some(self.place.step);
         }

@@ -10,15 +10,13 @@
 //! and four ranks with one give the same bits.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use omnigrpo_models::Model;
-use omnigrpo_ops::{Param, Rows};
-use omnigrpo_ranks::{Cascade, Ranks};
+use omnigrpo_ranks::{BUCKET, Ranks};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::{Result, TrainError};
+use crate::exchange::Shard;
 
 /// Way to sum the gradients of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,6 +38,12 @@ pub struct Split {
     pub leaves: usize,
     /// Way to sum the gradients of all ranks.
     pub sum: GradientSum,
+    /// State that is cut into a part for each rank.
+    pub shard: Shard,
+    /// Maximum number of elements that are exchanged at once.
+    pub bucket: usize,
+    /// Number of ranks on this machine, which share its memory.
+    pub local: usize,
     /// Prompts of an update, if a rollout serves several updates.
     pub(crate) prompts_per_step: Option<usize>,
 }
@@ -59,14 +63,11 @@ impl std::fmt::Debug for Split {
     }
 }
 
-/// Gradient of each weight; `None` for a weight that was not reached.
-pub(crate) type Gradients = Vec<Option<Rows>>;
-
 impl Split {
     /// Returns a division with this number of leaves.
     #[must_use]
     pub fn new(ranks: Ranks, leaves: usize, sum: GradientSum) -> Self {
-        Self { ranks, leaves, sum, prompts_per_step: None }
+        Self { ranks, leaves, sum, shard: Shard::None, bucket: BUCKET, local: 1, prompts_per_step: None }
     }
 
     /// Returns a division with one leaf for each rank.
@@ -91,6 +92,11 @@ impl Split {
     /// Returns true if one process sums all gradients in the order in which they are computed.
     pub(crate) fn is_off(&self) -> bool {
         self.leaves == 1
+    }
+
+    /// Returns the number of elements of each rank in an exchange.
+    pub(crate) fn piece(&self) -> usize {
+        self.bucket.div_ceil(self.ranks.size()).max(1)
     }
 
     /// Returns the prompts of each leaf of an update with `prompts` prompts in micro-batches of `micro`.
@@ -177,49 +183,6 @@ impl Split {
         let whole: Option<Vec<T>> = all.into_iter().collect();
         whole.ok_or_else(|| TrainError::Data { what: "a prompt of the step belongs to no rank".into() })
     }
-
-    /// Moves the gradients of a leaf out of the weights and into `sums`.
-    pub(crate) fn end_leaf(sums: &mut Cascade<Gradients>, params: &[Arc<Param>]) -> Result<()> {
-        sums.push(Some(params.iter().map(|param| param.take_grad()).collect()), add)
-    }
-
-    /// Sums the gradients of the leaves of all ranks and stores them in the weights. A weight that no leaf has reached gets no
-    /// gradient.
-    pub(crate) fn sum(&self, sums: Cascade<Gradients>, model: &Model) -> Result<()> {
-        let params = model.params();
-        let own = sums.finish(add)?.unwrap_or_else(|| vec![None; params.len()]);
-        if self.ranks.size() == 1 {
-            return params.iter().zip(own).try_for_each(|(param, grad)| Ok(param.set_grad(grad)?));
-        }
-        let reached: Vec<u8> = own.iter().map(|grad| u8::from(grad.is_some())).collect();
-        let reached = self.ranks.all_gather(&reached)?;
-        for (at, (param, grad)) in params.iter().zip(own).enumerate() {
-            let of_ranks = reached.iter().skip(at).step_by(params.len().max(1));
-            let present: Vec<bool> = of_ranks.map(|&there| there == 1).collect();
-            if !present.contains(&true) {
-                continue;
-            }
-            let device = grad.as_ref().map_or(model.device(), Rows::device);
-            let mut data = grad.map_or_else(|| vec![0.0; param.len()], Rows::into_vec);
-            match self.sum {
-                GradientSum::Ordered => self.ranks.all_reduce(&mut data, &present)?,
-                GradientSum::Engine => self.ranks.sum_by_engine(&mut data)?,
-            }
-            param.set_grad(Some(Rows::from_vec(data, 1, param.len())?.to_device(device)))?;
-        }
-        Ok(())
-    }
-}
-
-fn add(to: &mut Gradients, from: Gradients) -> Result<()> {
-    for (to, from) in to.iter_mut().zip(from) {
-        match (to.as_mut(), from) {
-            (Some(to), Some(from)) => to.add(&from)?,
-            (None, from) => *to = from,
-            (Some(_), None) => {}
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use omnigrpo_grpo::RECIPES;
 use omnigrpo_models::LoraConfig;
 use omnigrpo_observe::RunLock;
 use omnigrpo_ranks::{Ranks, Threads};
-use omnigrpo_train::Split;
+use omnigrpo_train::Shard;
 
 use super::exact::{SETTINGS, Setting};
 use super::*;
@@ -28,9 +28,8 @@ fn over(
         if rank > 0 {
             setup.lock = RunLock::of_first_rank(out);
         }
-        let mut split = Split::over(Ranks::new(engine));
-        split.leaves = LEAVES;
-        setup.algorithm.split = split;
+        let split = &mut setup.algorithm.split;
+        (split.ranks, split.leaves) = (Ranks::new(engine), LEAVES);
         let console = Console::plain(std::io::sink());
         let summary = train(setup, &console, &AtomicBool::new(stop(rank)));
         assert_eq!(names(scratch.path()).len(), usize::from(rank > 0), "rank {rank} has written files");
@@ -163,6 +162,98 @@ fn adapters_and_evaluations_give_the_bits_of_one_process() {
     });
 }
 
+/// Cuts the state of the optimizer. Buckets of several weights, of one weight and of a part of a weight occur.
+fn cut(setup: &mut TrainSetup) {
+    (setup.algorithm.split.shard, setup.algorithm.split.bucket) = (Shard::Optimizer, 5000);
+}
+
+#[test]
+fn a_cut_state_gives_the_bits_of_one_process() {
+    let place = Place::new();
+    let alone = place.out("whole");
+    done(1, &alone, |_, out| plain(&place, out));
+    let cases: [Setting; 5] = [
+        ("cut", cut),
+        ("cut with large buckets", |s| s.algorithm.split.shard = Shard::Optimizer),
+        ("small buckets", |s| s.algorithm.split.bucket = 5000),
+        ("buckets of one element", |s| {
+            cut(s);
+            s.algorithm.split.bucket = 1000;
+        }),
+        ("sums of the engine", |s| {
+            cut(s);
+            // The threads of a test have no sum of their own, so it is the ordered one.
+            s.algorithm.split.sum = omnigrpo_train::GradientSum::Engine;
+        }),
+    ];
+    for (what, change) in cases {
+        for size in [2, 4] {
+            let out = place.out(&format!("{what}-{size}"));
+            done(size, &out, |_, out| {
+                let mut setup = plain(&place, out);
+                change(&mut setup);
+                setup
+            });
+            assert_same(&alone, &out, &format!("{what} on {size} ranks"));
+        }
+    }
+    ranks_give_the_bits_of_one_process(&place, "cut in bf16", |setup| {
+        cut(setup);
+        setup.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
+    });
+    ranks_give_the_bits_of_one_process(&place, "cut in bf16 without masters", |setup| {
+        cut(setup);
+        setup.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
+        setup.optimizer.pure_bf16 = true;
+    });
+}
+
+/// Returns the state of the optimizer on each rank after one update, in bytes.
+#[test]
+fn a_rank_has_its_part_of_the_state() {
+    let place = Place::new();
+    let of = |size: usize, shard: Shard| {
+        let out = place.out(&format!("state-{size}-{shard:?}"));
+        done(size, &out, |_, out| {
+            let mut setup = plain(&place, out);
+            setup.run.max_steps = Some(1);
+            setup.run.save = SaveWhen::Steps(1);
+            setup.algorithm.split.shard = shard;
+            setup
+        });
+        number(timeless(&out).last().unwrap(), "params_without_grad");
+        let row = lines(&out.join("metrics.jsonl")).pop().unwrap();
+        row["memory/optimizer_mb"].as_f64().unwrap() * 1e6
+    };
+    let trained = setup::setup(NAME, &place.file, place.dir.path(), &place.out("count"));
+    trained.selection.apply(&trained.model).unwrap();
+    let all: usize = trained.model.params().iter().filter(|p| p.trainable()).map(|p| 8 * p.len()).sum();
+    assert_eq!(of(2, Shard::None), all as f64);
+    for size in [2, 4] {
+        let (own, share) = (of(size, Shard::Optimizer), (all / size) as f64);
+        // Both moments of a block of 4096 elements.
+        assert!((own - share).abs() <= 8.0 * 4096.0, "{own} of {all} bytes on one of {size} ranks");
+    }
+}
+
+#[test]
+fn a_checkpoint_of_a_cut_state_that_fails_ends_all_ranks() {
+    let place = Place::new();
+    let out = place.out("blocked");
+    std::fs::create_dir_all(&out).unwrap();
+    // A file in place of the directory in which the checkpoint is prepared.
+    std::fs::write(out.join("tmp-checkpoint-3"), "").unwrap();
+    let new = |_: usize, out: &Path| {
+        let mut setup = plain(&place, out);
+        cut(&mut setup);
+        setup
+    };
+    let told_by: Vec<String> =
+        over(2, &out, new, |_| false).into_iter().map(|own| told(&own.unwrap_err())).collect();
+    assert!(told_by.iter().all(|own| own.contains("tmp-checkpoint-3")), "{told_by:?}");
+    assert!(checkpoints(&out).is_empty());
+}
+
 #[test]
 fn a_broken_row_gives_the_bits_of_one_process() {
     let place = with_a_broken_row();
@@ -173,8 +264,9 @@ fn a_broken_row_gives_the_bits_of_one_process() {
 /// Four ranks write checkpoints; two ranks or one process continue, also in the middle of a generation.
 #[test]
 fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
-    let cases: [Setting; 3] = [
+    let cases: [Setting; 4] = [
         ("plain", |_| {}),
+        ("a cut state", cut),
         ("several iterations", |s| s.run.num_iterations = 2),
         ("several steps of a generation", |s| {
             (s.run.steps_per_generation, s.run.sync_reference) =
@@ -190,10 +282,16 @@ fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
             setup
         };
         done(4, &place.out("whole"), new);
-        for size in [1, 2] {
-            let name = format!("on-{size}");
-            let resumed = || done(size, &place.out(&name), new);
-            resumes_by(&place, 3, &name, resumed, &format!("{what} on {size} ranks"));
+        for (size, shard) in [(1, Shard::None), (2, Shard::None), (2, Shard::Optimizer)] {
+            let name = format!("on-{size}-{shard:?}");
+            let resumed = || {
+                done(size, &place.out(&name), |rank, out| {
+                    let mut setup = new(rank, out);
+                    setup.algorithm.split.shard = shard;
+                    setup
+                })
+            };
+            resumes_by(&place, 3, &name, resumed, &format!("{what} on {size} ranks, {shard:?}"));
         }
     }
 }
