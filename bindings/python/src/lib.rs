@@ -126,6 +126,27 @@ struct Scores {
     columns: std::collections::BTreeMap<String, Vec<Value>>,
 }
 
+/// Returns a batch as JSON. What the completions of a prompt share is there once, in the row of the first of them.
+fn packed(batch: &[RewardInput<'_>], system: Option<&str>) -> Result<String, serde_json::Error> {
+    let mut prompts: Vec<RewardInput<'_>> = Vec::new();
+    let mut completions = Vec::with_capacity(batch.len());
+    for input in batch {
+        if !prompts.last().is_some_and(|last| std::ptr::eq(last.columns, input.columns)) {
+            prompts.push(*input);
+        }
+        let sample = input.key.sample;
+        completions.push((
+            prompts.len() - 1,
+            input.completion,
+            input.completion_ids,
+            sample,
+            input.truncated,
+        ));
+    }
+    let (prompts, completions) = (rows_as_json(&prompts, system)?, serde_json::to_string(&completions)?);
+    Ok(format!(r#"{{"prompts": {prompts}, "completions": {completions}}}"#))
+}
+
 impl Function {
     fn error(&self, rows: usize, what: String) -> RewardError {
         RewardError::External {
@@ -148,7 +169,7 @@ impl Reward for Function {
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         let error = |what: String| self.error(batch.len(), what);
-        let rows = rows_as_json(batch, self.system.as_deref()).map_err(|e| error(e.to_string()))?;
+        let rows = packed(batch, self.system.as_deref()).map_err(|e| error(e.to_string()))?;
         let answer = self.line.ask("score", &self.name, rows);
         // The run undoes the step and ends with a checkpoint, as after a failure of the machine.
         let answer = answer.ok_or_else(|| RewardError::Failed {

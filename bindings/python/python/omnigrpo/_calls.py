@@ -36,8 +36,9 @@ class Calls:
         answer = getattr(self, f"on_{kind}")(name, json.loads(data))
         return None if answer is None else dumps(answer)
 
-    def on_score(self, name, rows):
-        log = _Log()
+    def on_score(self, name, batch):
+        log, names = _Log(), ("completion", "completion_ids", "sample", "truncated")
+        rows = [{**batch["prompts"][prompt], **dict(zip(names, own))} for prompt, *own in batch["completions"]]
         values = _asked(self.rewards[name], rows, False, log)
         return {"rewards": [None if value is None else float(value) for value in values], **log.answer()}
 
