@@ -20,6 +20,8 @@ export CFLAGS="${CFLAGS-} -ffile-prefix-map=$cargo=cargo"
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
 rm -f dist/omnigrpo-*_"$architecture".whl
+# Compiled files of an interpreter that has run the package in place.
+find bindings/python/python -name __pycache__ -prune -exec rm -rf {} +
 python3 tools/packaging/check_dependencies.py --licences bindings/python/LICENSES-OF-DEPENDENCIES.txt omnigrpo-python
 maturin build --manifest-path bindings/python/Cargo.toml --profile "$profile" --target "$triple" --zig \
     --compatibility manylinux_2_28 --out dist
