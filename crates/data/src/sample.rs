@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use omnigrpo_text::{MediumKind, Part, Role, Turn};
+use omnigrpo_text::{MediumKind, Role, Turn};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -54,13 +54,7 @@ impl Sample {
     /// Returns the text of the last user turn without its media.
     pub fn question(&self) -> String {
         let last = self.turns.iter().rev().find(|turn| turn.role == Role::User);
-        last.into_iter()
-            .flat_map(|turn| &turn.parts)
-            .filter_map(|part| match part {
-                Part::Text(text) => Some(text.as_str()),
-                Part::Medium { .. } => None,
-            })
-            .collect()
+        last.map(Turn::written).unwrap_or_default()
     }
 }
 

@@ -103,6 +103,44 @@ fn qwen_finetune_video_row_with_meta() {
     assert_eq!(sample.columns["meta"]["max_frames"], 8);
 }
 
+/// A conversation with a tool: the cold start of a model that looks again.
+#[test]
+fn turns_of_tools() {
+    let place = Place::new();
+    let arguments = json!({"bbox_2d": [1, 2, 3, 4]});
+    let sample = place.read(json!({
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "which digit?"}]},
+            {"role": "assistant", "content": "I look.", "tool_calls": [
+                {"type": "function", "function": {"name": "zoom", "arguments": arguments.to_string()}}
+            ]},
+            {"role": "tool", "content": [{"type": "image", "image": "b.png"}]},
+            {"role": "assistant", "content": "<answer>7</answer>"},
+        ],
+    }));
+    let roles: Vec<Role> = sample.turns.iter().map(|turn| turn.role).collect();
+    assert_eq!(roles, [Role::User, Role::Assistant, Role::Tool]);
+    let call =
+        "I look.\n<tool_call>\n{\"name\": \"zoom\", \"arguments\": {\"bbox_2d\":[1,2,3,4]}}\n</tool_call>";
+    assert_eq!(sample.turns[1].parts, [text(call)]);
+    assert_eq!(sample.turns[2].parts, [Part::Medium { kind: MediumKind::Image, index: 1 }]);
+    assert_eq!(sample.reference_answer.as_deref(), Some("<answer>7</answer>"));
+    // A call without text, and the names of other formats.
+    let sample = place.read(json!({
+        "messages": [
+            {"from": "human", "value": "which digit?"},
+            {"role": "assistant", "tool_calls": [{"name": "now", "arguments": {}}]},
+            {"from": "observation", "value": "noon"},
+        ],
+        "answer": "12",
+    }));
+    assert_eq!(
+        sample.turns[1].parts,
+        [text("<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>")]
+    );
+    assert_eq!((sample.turns[2].role, &sample.turns[2].parts[..]), (Role::Tool, &[text("noon")][..]));
+}
+
 #[test]
 fn qwen_finetune_images_and_both_media_in_one_row() {
     let place = Place::new();

@@ -55,6 +55,49 @@ impl Rgb8Image {
         Self::new(width_px, height_px, rgb.repeat(width_px as usize * height_px as usize))
     }
 
+    /// Returns the part of the picture from column and row `from` up to `to`, exclusive.
+    ///
+    /// # Errors
+    /// Returns [`MediaError::Shape`] if the part is empty or reaches beyond the picture.
+    pub fn crop(&self, from: [u32; 2], to: [u32; 2]) -> Result<Self, MediaError> {
+        self.check()?;
+        if from[0] >= to[0] || from[1] >= to[1] || to[0] > self.width_px || to[1] > self.height_px {
+            return Err(MediaError::Shape {
+                what: "part of a picture",
+                got: format!("{from:?} to {to:?} of {}x{}", self.width_px, self.height_px),
+                expected: "a part with sides of at least 1 inside of the picture".into(),
+            });
+        }
+        let row = 3 * self.width_px as usize;
+        let columns = 3 * from[0] as usize..3 * to[0] as usize;
+        let rows = self.pixels.chunks_exact(row).take(to[1] as usize).skip(from[1] as usize);
+        Self::new(
+            to[0] - from[0],
+            to[1] - from[1],
+            rows.flat_map(|row| &row[columns.clone()]).copied().collect(),
+        )
+    }
+
+    /// Encodes the picture as a PNG file, quickly rather than small.
+    ///
+    /// # Errors
+    /// Returns [`MediaError::Shape`] if the public fields do not agree with each other.
+    pub fn to_png(&self) -> Result<Vec<u8>, MediaError> {
+        use image::ImageEncoder as _;
+        use image::codecs::png::{CompressionType, FilterType, PngEncoder};
+        self.check()?;
+        let mut file = Vec::new();
+        let encoder = PngEncoder::new_with_quality(&mut file, CompressionType::Fast, FilterType::Adaptive);
+        encoder
+            .write_image(&self.pixels, self.width_px, self.height_px, image::ExtendedColorType::Rgb8)
+            .map_err(|error| MediaError::Shape {
+                what: "picture to write as PNG",
+                got: error.to_string(),
+                expected: "pixels that fit the size".into(),
+            })?;
+        Ok(file)
+    }
+
     /// Returns an error if the public fields do not agree with each other.
     pub(crate) fn check(&self) -> Result<(), MediaError> {
         let expected = u64::from(self.width_px) * u64::from(self.height_px) * 3;

@@ -518,6 +518,36 @@ impl Decoder {
         Ok(x)
     }
 
+    /// Runs consecutive rows of one completion that were not sampled one by one: the last sampled token, and then text and media
+    /// that another speaker added. Keeps their keys and values in `cache` and the results of the blocks in `memory`. Returns the
+    /// hidden row of the last token, `[1, h]`.
+    ///
+    /// # Errors
+    /// Returns an error if shapes do not fit or the slot is full.
+    pub fn extend(
+        &self,
+        input: impl Into<DecoderInput>,
+        rope: &Arc<RopeTable>,
+        cache: &mut GroupCache,
+        slot: usize,
+        pass: &Pass,
+        mut memory: Option<&mut DecoderMemory>,
+    ) -> Result<Rows> {
+        let input = input.into();
+        let (heads, none): (_, Arc<Layout>) = (self.config.heads, Arc::default());
+        let (mut x, rows) = (input.x.clone(), input.x.rows().rows());
+        for (l, block) in self.blocks.iter().enumerate() {
+            let block = BlockPass::new(block, pass, Some(rope), &none, None);
+            let (y, kept) = block.run(x.rows(), |qkv| heads.attend_extended(qkv, l, cache, slot))?;
+            if let Some(memory) = memory.as_deref_mut() {
+                memory.keep(l, &y, kept)?;
+            }
+            x = input.join(l, Var::constant(y), &mut Tape::off())?;
+        }
+        cache.extend(slot, rows);
+        Ok(x.into_rows().row_range(rows.saturating_sub(1)..rows)?)
+    }
+
     /// Runs [`Self::decode`] without counting the token in the caches.
     fn decode_blocks(
         &self,

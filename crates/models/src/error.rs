@@ -15,6 +15,12 @@ pub enum ModelError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// A turn of an environment does not fit the model.
+    #[error("a turn of an environment: {what}")]
+    AddedTurn {
+        /// Problem and advice.
+        what: String,
+    },
     /// A weight file was modified while the model that reads it was in use.
     #[error(
         "{} was modified while the reference model read its weights from it. Restore the file, leave it unchanged \

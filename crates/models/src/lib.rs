@@ -57,7 +57,7 @@ pub use peft::{adapter_base, whole_tensors};
 pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
 pub use recall::DecoderMemory;
 pub use rope::{Rope, RopeScaling};
-pub use stream::{GroupStream, PackedStream};
+pub use stream::{AddedTurn, GroupStream, PackedStream};
 pub use weights::{
     FileSource, Init, Quantization, Scope, SourceDigest, WeightDtype, WeightFiles, WeightSource, share,
     source_digest,

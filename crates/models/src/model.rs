@@ -691,7 +691,15 @@ impl Model {
     /// Replaces backward passes whose gradient is known to be 0: every weight that they would reach gets a gradient of zeros if
     /// it has none. `idle` lists the groups of these streams. If no medium of a kind has a gradient in `gradients`, one medium of
     /// that kind gets zeros. One per kind is enough, because media of the same kind reach the same weights.
-    pub fn reach(&self, prompts: &[&Prompt], idle: &[usize], gradients: &mut FeatureGradients) {
+    ///
+    /// `features` are those of [`Self::backward_media`].
+    pub fn reach(
+        &self,
+        prompts: &[&Prompt],
+        features: &[impl AsRef<[Features]>],
+        idle: &[usize],
+        gradients: &mut FeatureGradients,
+    ) {
         if idle.is_empty() {
             return;
         }
@@ -699,15 +707,14 @@ impl Model {
         if !self.trains_media() {
             return;
         }
-        let (h, levels) = (self.decoder().config().hidden, 1 + self.decoder().config().deep);
         let media = |g: usize| prompts.get(g).into_iter().flat_map(|p| &p.media).map(|m| m.kind);
         let mut kinds: Vec<MediumKind> = gradients.0.keys().filter_map(|&(g, m)| media(g).nth(m)).collect();
         for &g in idle {
             for (m, kind) in media(g).enumerate() {
-                if !kinds.contains(&kind) {
+                let own = features.get(g).and_then(|own| own.as_ref().get(m));
+                if let Some(Features { rows, .. }) = own.filter(|_| !kinds.contains(&kind)) {
                     kinds.push(kind);
-                    let rows: usize = prompts[g].spans.iter().filter(|s| s.medium == m).map(|s| s.len).sum();
-                    gradients.0.insert((g, m), Rows::zeros(self.device, levels * rows, h));
+                    gradients.0.insert((g, m), Rows::zeros(self.device, rows.rows(), rows.cols()));
                 }
             }
         }
@@ -722,21 +729,31 @@ impl Model {
     ) -> Result<FeatureGradients> {
         let (mut tokens, mut all) = (BTreeMap::new(), 0);
         for span in &stream.features {
-            *tokens.entry((span.group, span.medium)).or_insert(0) += span.len;
+            let end: &mut usize = tokens.entry((span.group, span.medium)).or_default();
+            *end = (*end).max(span.feature + span.len);
             all += span.len;
         }
         let (h, deep) = (dx.cols(), self.decoder().config().deep);
         let rows = |n: usize| Rows::zeros(dx.device(), (1 + deep) * n, h);
         let mut gradients: BTreeMap<_, Rows> = tokens.iter().map(|(&key, &n)| (key, rows(n))).collect();
-        let mut seen = 0;
+        let (mut seen, mut filled) = (0, BTreeSet::new());
         for span in &stream.features {
             let key = (span.group, span.medium);
             let (Some(own), Some(n)) = (gradients.get_mut(&key), tokens.get(&key)) else { continue };
-            own.set_rows(span.feature, dx, span.row..span.row + span.len)?;
+            // Several completions of a group may show the same medium.
+            let again = !filled.insert((key, span.feature));
+            let mut put = |first: usize, from: &Rows, row: usize| -> Result<()> {
+                if !again {
+                    return Ok(own.set_rows(first, from, row..row + span.len)?);
+                }
+                let mut sum = from.row_range(row..row + span.len)?;
+                sum.add(&own.row_range(first..first + span.len)?)?;
+                Ok(own.set_rows(first, &sum, 0..span.len)?)
+            };
+            put(span.feature, dx, span.row)?;
             if let Some(ddeep) = ddeep {
                 for l in 0..deep {
-                    let from = l * all + seen;
-                    own.set_rows((1 + l) * n + span.feature, ddeep, from..from + span.len)?;
+                    put((1 + l) * n + span.feature, ddeep, l * all + seen)?;
                 }
             }
             seen += span.len;

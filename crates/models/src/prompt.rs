@@ -41,7 +41,10 @@ impl Prompt {
     pub(crate) fn key(&self) -> u64 {
         const SAMPLE: usize = 256;
         let text = self.ids.iter().fold(0, |key, &id| next_key(key, id));
-        let media = self.media.iter().flat_map(|m| m.data.iter().step_by(m.data.len() / SAMPLE + 1));
+        // The media of added turns follow those of the prompt.
+        let own = self.spans.iter().map(|span| span.medium + 1).max().unwrap_or_default();
+        let media = self.media.iter().take(own);
+        let media = media.flat_map(|m| m.data.iter().step_by(m.data.len() / SAMPLE + 1));
         media.fold(text, |key, x| next_key(key, x.to_bits()))
     }
 
@@ -234,6 +237,80 @@ impl PromptBuilder {
         Ok((rendered, plans))
     }
 
+    /// Returns the stop token that the template writes after a turn of the model. Another turn may follow a completion that ends
+    /// with it ([`Self::turn`]).
+    ///
+    /// # Errors
+    /// Returns an error if the model cannot go on after another turn, or if settings number the media of a conversation.
+    pub fn turn_stop(&self) -> Result<u32> {
+        let unsupported = |what: &str| ModelError::AddedTurn { what: what.to_owned() };
+        if self.settings.render.add_vision_id {
+            return Err(unsupported(
+                "add_vision_id numbers the media of a whole conversation, so it cannot be used with turns that arrive later",
+            ));
+        }
+        let question = [Turn::text(Role::User, "?")];
+        if !self.family.processor().instruction_ids(&question)?.is_empty() {
+            return Err(unsupported(
+                "this model's projector reads the question, and later turns have none; use a model of another family",
+            ));
+        }
+        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        let turn = renderer.render_turn(&question[0], &[], &self.settings.render, &self.stops)?;
+        self.tokenizer.token_id(&turn.after).ok_or_else(|| {
+            unsupported(&format!(
+                "the template ends a turn of the model with {:?}, which is not one token, so no turn can follow it; use a model \
+                 of another family",
+                turn.after
+            ))
+        })
+    }
+
+    /// Builds a turn that answers the model in the middle of a completion, up to the start of the model's next turn. Spans and
+    /// positions count from its first token. Returns `None` if it has more than `max_tokens` tokens; its media are not decoded
+    /// then.
+    ///
+    /// # Errors
+    /// Returns an error if a medium is unreadable or the turn cannot be rendered.
+    pub fn turn(&self, turn: &Turn, media: &[MediumRef], max_tokens: usize) -> Result<Option<Prompt>> {
+        let limits = &self.settings.media.limits;
+        let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
+        let planned = self.shown(self.plans(media, &headers)?.iter().map(MediumPlan::shown))?;
+        if planned.iter().map(num_features).sum::<usize>() > max_tokens {
+            return Ok(None);
+        }
+        let media = self.media(media)?;
+        let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
+        let turns = self.family.processor().arrange(std::slice::from_ref(turn));
+        let turn = turns.first().unwrap_or(turn);
+        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        let rendered = renderer.render_turn(turn, &shown, &self.settings.render, &self.stops)?.prompt;
+        let fits = rendered.ids.len() <= max_tokens;
+        fits.then(|| self.placed(rendered, media, Vec::new())).transpose()
+    }
+
+    /// Builds a turn from the tokens and media of an earlier [`Self::turn`].
+    ///
+    /// # Errors
+    /// Returns an error if a medium is unreadable or does not fill its spans.
+    pub fn restored_turn(&self, rendered: RenderedPrompt, media: &[MediumRef]) -> Result<Prompt> {
+        let media = self.media(media)?;
+        let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
+        let mut features = vec![0; media.len()];
+        for span in &rendered.spans {
+            let fits = span.start + span.len <= rendered.ids.len();
+            *features.get_mut(span.medium).filter(|_| fits).ok_or_else(|| ModelError::AddedTurn {
+                what: "a span is outside of the turn's tokens and media".to_owned(),
+            })? += span.len;
+        }
+        if features != shown.iter().map(num_features).collect::<Vec<_>>() {
+            return Err(ModelError::AddedTurn {
+                what: format!("its media have other sizes than before: {features:?} tokens were recorded"),
+            });
+        }
+        self.placed(rendered, media, Vec::new())
+    }
+
     /// Reads media.
     ///
     /// # Errors
@@ -384,9 +461,9 @@ impl PromptBuilder {
         rendered: RenderedPrompt,
         media: Vec<Arc<MediumInput>>,
     ) -> Result<Prompt> {
-        let (positions, next_position) =
-            self.family.processor().positions(rendered.ids.len(), &rendered.spans, &media)?;
-        let (config, last) = (self.family.architecture().decoder_config(), next_position as usize);
+        let instruction = self.family.processor().instruction_ids(turns)?;
+        let prompt = self.placed(rendered, media, instruction)?;
+        let (config, last) = (self.family.architecture().decoder_config(), prompt.next_position as usize);
         if config.rope.scaling == RopeScaling::Dynamic
             && last + self.settings.max_completion_length > config.max_positions
         {
@@ -396,15 +473,19 @@ impl PromptBuilder {
                 limit: config.max_positions,
             });
         }
-        Ok(Prompt {
-            ids: rendered.ids,
-            spans: rendered.spans,
-            positions,
-            next_position,
-            media,
-            instruction: self.family.processor().instruction_ids(turns)?,
-            text: rendered.text,
-        })
+        Ok(prompt)
+    }
+
+    /// Adds media and positions to rendered tokens.
+    fn placed(
+        &self,
+        rendered: RenderedPrompt,
+        media: Vec<Arc<MediumInput>>,
+        instruction: Vec<u32>,
+    ) -> Result<Prompt> {
+        let RenderedPrompt { ids, spans, text } = rendered;
+        let (positions, next_position) = self.family.processor().positions(ids.len(), &spans, &media)?;
+        Ok(Prompt { ids, spans, positions, next_position, media, instruction, text })
     }
 
     /// Compares a prompt of `tokens`, which include the features of media, with the model's limit and that of the settings.

@@ -185,8 +185,7 @@ fn places(prompts: &[Prompt], decoded: &[(usize, usize, u32)], stream: &PackedSt
     for (row, &(prompt, sample, _)) in decoded.iter().enumerate() {
         of_sample.get_mut(first.get(prompt)? + sample)?.push(row);
     }
-    let as_long = |(rows, &len): (&Vec<usize>, &usize)| rows.len() + 1 == len;
-    if of_sample.len() != stream.lengths().len() || !of_sample.iter().zip(stream.lengths()).all(as_long) {
+    if !of_sample.iter().map(Vec::len).eq(stream.own_rows.iter().copied()) {
         return None;
     }
     let (mut places, mut ids) = (Vec::with_capacity(stream.rows()), Vec::with_capacity(stream.rows()));

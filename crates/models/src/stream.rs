@@ -3,10 +3,16 @@
 //! A completion of R tokens contributes its first R − 1 tokens as rows. Its first token is scored at the prompt's last
 //! row, which therefore has one target per completion. Every completion continues the prompt's positions on all
 //! axes and attends to the whole prompt and to itself.
+//!
+//! A completion may contain turns of an environment ([`AddedTurn`]). Their tokens are rows that the model reads. They are no
+//! targets, so no loss depends on how probable they are.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use omnigrpo_data::MediumRef;
 use omnigrpo_ops::{AttentionLayout, Layout, Targets};
+use omnigrpo_text::{Span, Turn};
 
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
@@ -19,6 +25,29 @@ pub struct GroupStream<'a> {
     pub prompt: &'a Prompt,
     /// Token ids of the completions, including stop tokens. An empty completion contributes nothing.
     pub completions: Vec<&'a [u32]>,
+}
+
+/// A turn that an environment added to a completion: tokens that the model read and did not sample.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AddedTurn {
+    /// Index of its first token in the completion, after at least one sampled token.
+    pub start: usize,
+    /// Tokens and media of the turn. Spans and positions count from its first token.
+    pub turn: Arc<Prompt>,
+    /// Place of each medium of the turn among the media of the group ([`Prompt::media`] of the group's prompt).
+    pub media: Vec<usize>,
+    /// Files of its media, in the same order.
+    pub sources: Vec<MediumRef>,
+    /// The turn as its speaker wrote it. Indices of media count from the turn's first medium of their kind.
+    pub said: Turn,
+}
+
+impl AddedTurn {
+    /// Returns the tokens of the completion that belong to the turn.
+    #[must_use]
+    pub fn tokens(&self) -> Range<usize> {
+        self.start..self.start + self.turn.ids.len()
+    }
 }
 
 /// A range of rows that contain features of a medium.
@@ -49,6 +78,8 @@ pub struct PackedStream {
     /// Index in `targets.tokens` of each scored token, completion by completion.
     pub(crate) order: Vec<usize>,
     lengths: Vec<usize>,
+    /// Number of rows of each completion.
+    pub(crate) own_rows: Vec<usize>,
 }
 
 /// Returns the hash of a sequence with hash `key` that continues with `id`.
@@ -62,6 +93,19 @@ impl PackedStream {
     /// # Errors
     /// Returns an error if a prompt is empty or the positions of a span do not add up.
     pub fn new(groups: &[GroupStream]) -> Result<Self> {
+        Self::with_turns(groups, |_, _| &[])
+    }
+
+    /// Lays out groups whose completions contain turns of an environment. `turns` returns those of a completion, in order, given
+    /// the indices of its group and of the completion in it.
+    ///
+    /// # Errors
+    /// Returns an error as [`Self::new`] does, or if a turn is not followed by a sampled token or its tokens differ from those of
+    /// the completion.
+    pub fn with_turns<'t>(
+        groups: &[GroupStream],
+        turns: impl Fn(usize, usize) -> &'t [AddedTurn],
+    ) -> Result<Self> {
         let mut stream = Self {
             ids: Vec::new(),
             keys: Vec::new(),
@@ -72,6 +116,7 @@ impl PackedStream {
             targets: Targets { offsets: vec![0], ..Targets::default() },
             order: Vec::new(),
             lengths: Vec::new(),
+            own_rows: Vec::new(),
         };
         let mut shapes = Vec::with_capacity(groups.len());
         for (g, group) in groups.iter().enumerate() {
@@ -93,19 +138,14 @@ impl PackedStream {
                 stream.keys.push(key);
             }
             stream.positions.extend_from_slice(&prompt.positions);
-            let mut used = vec![0; prompt.media.len()];
-            for span in &prompt.spans {
-                let feature = used[span.medium];
-                used[span.medium] += span.len;
-                stream.features.push(FeatureRows {
-                    group: g,
-                    medium: span.medium,
-                    row: start + span.start,
-                    feature,
-                    len: span.len,
-                });
+            stream.push_spans(&prompt.spans, (g, start), |medium| Some(medium))?;
+            stream.push_first_targets(prompt, start, &group.completions);
+            let prompt_key = stream.keys.last().copied().unwrap_or_default();
+            let mut first = stream.targets.tokens.len() - copies;
+            for (c, completion) in group.completions.iter().enumerate() {
+                stream.push_completion((g, completion), turns(g, c), prompt, (first, prompt_key))?;
+                first += usize::from(!completion.is_empty());
             }
-            stream.push_completions(prompt, start, &group.completions);
             let suffixes: Vec<usize> = group.completions.iter().map(|c| c.len().saturating_sub(1)).collect();
             shapes.push((prompt.ids.len(), suffixes));
         }
@@ -113,36 +153,104 @@ impl PackedStream {
         Ok(stream)
     }
 
-    fn push_completions(&mut self, prompt: &Prompt, start: usize, completions: &[&[u32]]) {
-        // The prompt's last row comes first among the targets: its targets are the first tokens of all completions.
+    /// Appends the feature rows of spans that count from row `start`. `place` returns the place of a medium in the group.
+    fn push_spans(
+        &mut self,
+        spans: &[Span],
+        (group, start): (usize, usize),
+        place: impl Fn(usize) -> Option<usize>,
+    ) -> Result<()> {
+        let mut used: Vec<(usize, usize)> = Vec::new();
+        for span in spans {
+            let medium = place(span.medium).ok_or_else(|| {
+                ModelError::shape(format!(
+                    "packed stream: a turn shows medium {}, which has no place",
+                    span.medium
+                ))
+            })?;
+            let at = used.iter().position(|(own, _)| *own == medium).unwrap_or(used.len());
+            if at == used.len() {
+                used.push((medium, 0));
+            }
+            let feature = used[at].1;
+            used[at].1 += span.len;
+            self.features.push(FeatureRows {
+                group,
+                medium,
+                row: start + span.start,
+                feature,
+                len: span.len,
+            });
+        }
+        Ok(())
+    }
+
+    /// Appends the targets of the prompt's last row: the first tokens of all completions.
+    fn push_first_targets(&mut self, prompt: &Prompt, start: usize, completions: &[&[u32]]) {
         let first = self.targets.tokens.len();
         self.targets.tokens.extend(completions.iter().filter_map(|c| c.first()));
         if self.targets.tokens.len() > first {
             self.targets.rows.push(start + prompt.ids.len() - 1);
             self.targets.offsets.push(self.targets.tokens.len());
         }
-        let mut scored = 0;
-        let prompt_key = self.keys.last().copied().unwrap_or_default();
-        for completion in completions {
-            let mut key = prompt_key;
-            self.lengths.push(completion.len());
-            if completion.is_empty() {
-                continue;
+    }
+
+    /// Appends a completion. `first` is the index of its first token among the targets, and `key` that of the prompt's last row.
+    fn push_completion(
+        &mut self,
+        (group, ids): (usize, &[u32]),
+        turns: &[AddedTurn],
+        prompt: &Prompt,
+        (first, mut key): (usize, u64),
+    ) -> Result<()> {
+        let (mut end, mut added) = (0, 0);
+        for turn in turns {
+            let Range { start, end: next } = turn.tokens();
+            if start <= end || next >= ids.len() || ids[start..next] != turn.turn.ids {
+                return Err(ModelError::shape(format!(
+                    "packed stream: a turn at tokens {start}..{next} of a completion of {} tokens; expected sampled tokens \
+                     before and after it, and the turn's own tokens there",
+                    ids.len()
+                )));
             }
-            self.order.push(first + scored);
-            scored += 1;
-            for (t, (&input, &target)) in completion.iter().zip(&completion[1..]).enumerate() {
+            (end, added) = (next, added + turn.turn.ids.len());
+        }
+        self.lengths.push(ids.len() - added);
+        self.own_rows.push(ids.len().saturating_sub(1));
+        if ids.is_empty() {
+            return Ok(());
+        }
+        self.order.push(first);
+        let (mut next, mut turns) = (prompt.next_position, turns.iter().peekable());
+        for (t, (&input, &target)) in ids.iter().zip(&ids[1..]).enumerate() {
+            if let Some(turn) = turns.next_if(|turn| turn.tokens().end == t) {
+                next += turn.turn.next_position;
+            }
+            match turns.peek().filter(|turn| turn.start <= t) {
+                Some(AddedTurn { start, turn, media, .. }) => {
+                    if *start == t {
+                        self.push_spans(&turn.spans, (group, self.ids.len()), |m| media.get(m).copied())?;
+                    }
+                    self.positions.push(turn.positions[t - start].map(|at| next + at));
+                }
+                None => {
+                    self.positions.push([next; 3]);
+                    next += 1;
+                }
+            }
+            // The last token of a turn predicts a sampled token.
+            if turns.peek().is_none_or(|turn| !turn.tokens().contains(&(t + 1))) {
                 self.order.push(self.targets.tokens.len());
                 self.targets.rows.push(self.ids.len());
                 self.targets.tokens.push(target);
                 self.targets.offsets.push(self.targets.tokens.len());
-                self.ids.push(input);
-                self.copies.push(1.0);
-                key = next_key(key, input);
-                self.keys.push(key);
-                self.positions.push([prompt.next_position + t as u32; 3]);
             }
+            self.ids.push(input);
+            self.copies.push(1.0);
+            key = next_key(key, input);
+            self.keys.push(key);
         }
+        Ok(())
     }
 
     /// Returns the number of rows.
@@ -207,7 +315,7 @@ impl PackedStream {
 mod tests {
     use super::*;
     use crate::families::{MediumInput, MediumShape};
-    use omnigrpo_text::{MediumKind, Span};
+    use omnigrpo_text::{MediumKind, Role};
 
     fn prompt(len: u32) -> Prompt {
         Prompt {
@@ -248,7 +356,8 @@ mod tests {
                 seconds_per_grid: 0.0,
                 frame_times_secs: Vec::new(),
             };
-            keys(&[(&Prompt { media: vec![Arc::new(medium)], ..prompt(3) }, vec![&[10, 11]])])
+            let spans = vec![Span { medium: 0, start: 1, len: 1 }];
+            keys(&[(&Prompt { media: vec![Arc::new(medium)], spans, ..prompt(3) }, vec![&[10, 11]])])
         };
         assert_eq!(shown(0.5), shown(0.5));
         assert!(shown(0.5).iter().zip(shown(0.25)).all(|(a, b)| *a != b));
@@ -271,6 +380,51 @@ mod tests {
         assert_eq!(by_completion, [0.0, 2.0, 3.0, 1.0, 4.0, 5.0]);
         assert_eq!(stream.by_target(&by_completion), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(stream.lengths(), [3, 1, 0, 2]);
+    }
+
+    /// Tokens of an added turn are rows without targets. Positions continue after the turn's own.
+    #[test]
+    fn added_turns_are_read_and_not_scored() {
+        let a = prompt(2);
+        // Two tokens and a medium whose positions reach 3, so that the next token has position 4.
+        let turn = Arc::new(Prompt {
+            ids: vec![50, 51, 51],
+            spans: vec![Span { medium: 0, start: 1, len: 2 }],
+            positions: vec![[0; 3], [1, 1, 1], [1, 3, 1]],
+            next_position: 4,
+            ..prompt(3)
+        });
+        let added = |start, ids: &[u32]| {
+            let turn = Arc::new(Prompt { ids: ids.to_vec(), ..(*turn).clone() });
+            vec![AddedTurn {
+                start,
+                turn,
+                media: vec![5],
+                sources: Vec::new(),
+                said: Turn::text(Role::Tool, ""),
+            }]
+        };
+        let turns = added(2, &[50, 51, 51]);
+        let groups = [GroupStream { prompt: &a, completions: vec![&[20], &[10, 11, 50, 51, 51, 12, 13]] }];
+        let of = |turns: &[AddedTurn]| {
+            PackedStream::with_turns(&groups, |g, c| {
+                if (g, c) == (0, 1) { turns } else { &[] }.to_vec().leak()
+            })
+        };
+        let stream = of(&turns).unwrap();
+        assert_eq!(stream.ids, [0, 1, 10, 11, 50, 51, 51, 12]);
+        let own: Vec<_> = stream.positions[2..].iter().map(|p| (p[0], p[1])).collect();
+        assert_eq!(own, [(2, 2), (3, 3), (4, 4), (5, 5), (5, 7), (8, 8)]);
+        assert_eq!(stream.targets.tokens, [20, 10, 11, 12, 13]);
+        assert_eq!(stream.targets.rows, [1, 2, 6, 7]);
+        assert_eq!((stream.lengths(), &stream.own_rows[..]), (&[1, 4][..], &[0, 6][..]));
+        assert_eq!(stream.by_completion(&[0.0, 1.0, 2.0, 3.0, 4.0]), [0.0, 1.0, 2.0, 3.0, 4.0]);
+        let features: Vec<_> = stream.features.iter().map(|f| (f.medium, f.row, f.len)).collect();
+        assert_eq!(features, [(5, 5, 2)]);
+        // A turn must stand between sampled tokens, and its tokens are those of the completion.
+        for wrong in [added(0, &[10, 11]), added(2, &[50, 51, 51, 12, 13]), added(2, &[51, 51, 51])] {
+            assert!(of(&wrong).is_err(), "{wrong:?}");
+        }
     }
 
     #[test]

@@ -14,6 +14,8 @@ mod emulated;
 mod networks;
 #[path = "parity/qwen3_vl.rs"]
 mod qwen3_vl;
+#[path = "parity/turns.rs"]
+mod turns;
 
 use omnigrpo_models::{
     Checkpoint, ConfigJson, GroupStream, LoadOptions, Memories, Model, ModelError, PackedStream, Prompt,

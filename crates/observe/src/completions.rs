@@ -65,6 +65,7 @@ mod tests {
             finish_reason: FinishReason::Stop,
             media: Vec::new(),
             frame_times_secs: Vec::new(),
+            turns: Vec::new(),
             columns: BTreeMap::new(),
             row: None,
         }

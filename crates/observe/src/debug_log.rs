@@ -98,6 +98,7 @@ mod tests {
             finish_reason: FinishReason::Stop,
             media: vec!["clip.mp4".to_owned()],
             frame_times_secs: Vec::new(),
+            turns: Vec::new(),
             columns: BTreeMap::new(),
             row: None,
         };

@@ -41,7 +41,9 @@ pub use lock::RunLock;
 pub use partial::{Found, Partial};
 pub use phase::PhaseTimer;
 pub use report::{BeforeAfter, Report, sparkline};
-pub use run_dir::{Continued, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, step_files};
+pub use run_dir::{
+    Continued, EnvironmentTurn, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, step_files,
+};
 pub use table::columns;
 pub use text::{escape, escape_line, fit, span, wrap};
 pub use trackers::{Event, Tracker, Trackers};

@@ -81,6 +81,9 @@ pub struct Rollout {
     /// Times of the sampled frames for each path in `media`, in seconds; empty without clips.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub frame_times_secs: Vec<Vec<f64>>,
+    /// Turns that an environment added to the completion, in order. `completion` is then the model's last turn.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub turns: Vec<EnvironmentTurn>,
     /// Notes that the user's reward functions recorded about the completion.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub columns: BTreeMap<String, Value>,
@@ -89,6 +92,22 @@ pub struct Rollout {
     /// rows with completions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub row: Option<Map<String, Value>>,
+}
+
+/// Turn of an environment in a completion, after a turn of the model.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct EnvironmentTurn {
+    /// Text of the model's turn before it.
+    pub model: String,
+    /// Number of tokens of the model's turn, including its stop token.
+    pub model_tokens: usize,
+    /// Text of the turn, without its media.
+    pub text: String,
+    /// Number of tokens of the turn.
+    pub tokens: usize,
+    /// Paths of the turn's media, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub media: Vec<String>,
 }
 
 /// Per-token numbers of a completion at an update. They are rounded to four decimals when written.
@@ -404,6 +423,7 @@ mod tests {
             finish_reason: FinishReason::Stop,
             media: vec!["a.png".to_owned()],
             frame_times_secs: Vec::new(),
+            turns: Vec::new(),
             columns: BTreeMap::new(),
             row: None,
         }

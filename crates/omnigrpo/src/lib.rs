@@ -106,7 +106,8 @@ pub use omnigrpo_rewards::{
     build as build_rewards, build_with as build_rewards_with, reward, rows_as_json,
 };
 pub use omnigrpo_rollout::{
-    Completion, FinishReason, Generator, Request, RolloutError, SamplingParams, TokenEvent,
+    Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, Generator, Interaction,
+    ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls, environment,
 };
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{

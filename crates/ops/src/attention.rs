@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use omnigrpo_kernels::attention::{self as kernel, AttentionLayout};
 
-use crate::decode::DecodeBatch;
+use crate::cache::GroupCache;
+use crate::decode::{DecodeBatch, DecodeRows};
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::rope::RopeTable;
@@ -92,9 +93,45 @@ impl AttentionHeads {
         }
         for group in &batch.groups {
             group.cache.check(layer, qkv, self)?;
-            group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot))?;
+            group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot, 1))?;
         }
         Ok(qkv.device().backend().attend_cached(qkv, layer, batch, self))
+    }
+
+    /// Appends the keys and values of consecutive rows to one slot. Returns the attention of each row over the prompt, the slot
+    /// and the rows before it. Also returns log-sum-exp values as [`Self::attend_cached`] does. [`GroupCache::extend`] must follow
+    /// once all layers have appended the rows.
+    pub fn attend_extended(
+        self,
+        qkv: &Rows,
+        layer: usize,
+        cache: &mut GroupCache,
+        slot: usize,
+    ) -> Result<(Rows, Rows)> {
+        self.check(qkv)?;
+        cache.check(layer, qkv, self)?;
+        cache.check_room(slot, qkv.rows())?;
+        if let Some(attended) = qkv.device().backend().attend_extended(qkv, layer, cache, slot, self) {
+            return Ok(attended);
+        }
+        let mut attended = Vec::with_capacity(qkv.rows());
+        let mut appended = Ok(());
+        for row in 0..qkv.rows() {
+            let mut batch = DecodeBatch::new(vec![DecodeRows { cache: &mut *cache, slots: vec![slot] }]);
+            let own = qkv.row_range(row..row + 1);
+            appended = own.and_then(|own| self.attend_cached(&own, layer, &mut batch)).map(|own| {
+                attended.push(own);
+                batch.advance();
+            });
+            if appended.is_err() {
+                break;
+            }
+        }
+        // The next layer appends to the same rows.
+        cache.retract(slot, attended.len());
+        appended?;
+        let (out, lse): (Vec<&Rows>, Vec<&Rows>) = attended.iter().map(|(out, lse)| (out, lse)).unzip();
+        Ok((Rows::concat(&out)?, Rows::concat(&lse)?))
     }
 
     /// Applies rotary positions to the queries and keys of packed rows, in place.

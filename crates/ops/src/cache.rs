@@ -82,10 +82,25 @@ impl GroupCache {
         }
     }
 
-    /// Checks that `slot` has room for another token, and returns an error otherwise.
-    pub fn check_room(&self, slot: usize) -> Result<()> {
-        if self.lengths.get(slot).is_none_or(|&len| len >= self.slot_rows) {
-            let what = format!("slot {slot} of {} is full at {} tokens", self.lengths.len(), self.slot_rows);
+    /// Increases the length of a slot by `rows`, after all layers have appended them.
+    pub fn extend(&mut self, slot: usize, rows: usize) {
+        self.lengths[slot] += rows;
+    }
+
+    /// Decreases the length of a slot by `rows`, which the next layer appends.
+    pub(crate) fn retract(&mut self, slot: usize, rows: usize) {
+        self.lengths[slot] -= rows;
+    }
+
+    /// Checks that `slot` has room for `rows` more tokens, and returns an error otherwise.
+    pub fn check_room(&self, slot: usize, rows: usize) -> Result<()> {
+        if self.lengths.get(slot).is_none_or(|&len| len + rows > self.slot_rows) {
+            let what = format!(
+                "slot {slot} of {} has no room for {rows} more tokens; it holds {} of at most {}",
+                self.lengths.len(),
+                self.lengths.get(slot).copied().unwrap_or_default(),
+                self.slot_rows
+            );
             return Err(Error::shape("key-value cache", what));
         }
         Ok(())

@@ -365,6 +365,29 @@ impl Backend for Cpu {
         (out, lse)
     }
 
+    fn attend_extended(
+        &self,
+        qkv: &Rows,
+        layer: usize,
+        cache: &mut GroupCache,
+        slot: usize,
+        heads: AttentionHeads,
+    ) -> Option<(Rows, Rows)> {
+        let (rows, prompt_rows) = (qkv.rows(), cache.prompt_rows);
+        let (start, len) = cache.slot(slot);
+        let Store::Cpu(layers) = &mut cache.store else { return None };
+        let buffer = floats_mut(&mut layers[layer]);
+        copy_kv(buffer, start + len, qkv.cpu(), heads);
+        let keys = vec![0..prompt_rows, start..start + len + rows];
+        let layout = AttentionLayout { ranges: vec![QueryRange { queries: 0..rows, keys, causal: true }] };
+        let kv = heads.kv_width();
+        let cached = Mat::new(buffer, buffer.len() / (2 * kv).max(1), 2 * kv);
+        let q = qkv.mat().columns(0..heads.q_width());
+        let qkv = Qkv { q, k: cached.columns(0..kv), v: cached.columns(kv..2 * kv) };
+        let (out, lse) = attention::forward(qkv, &layout, heads.shape(), heads.scale());
+        Some((Rows::on_cpu(out, rows, heads.q_width()), Rows::on_cpu(lse, rows, heads.q)))
+    }
+
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
         let rows = x.rows();
         let [cos, sin] = table.waves().each_ref().map(|wave| Mat::new(wave, rows, table.half));

@@ -219,6 +219,18 @@ pub(crate) trait Backend: Sync {
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows);
+    /// Appends consecutive rows to one slot and returns as [`Self::attend_cached`] does. Each row also sees the rows before it.
+    /// Returns `None` if the device appends rows only one by one.
+    fn attend_extended(
+        &self,
+        _qkv: &Rows,
+        _layer: usize,
+        _cache: &mut crate::cache::GroupCache,
+        _slot: usize,
+        _heads: AttentionHeads,
+    ) -> Option<(Rows, Rows)> {
+        None
+    }
     /// Applies rotary positions to the first `heads` heads of each row, in place.
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool);
 

@@ -725,7 +725,8 @@ fn attention_over_a_cache() {
             }
             let mut full = DecodeBatch::new(vec![DecodeRows { cache: &mut caches[0], slots: vec![0] }]);
             assert!(heads.attend_cached(&rows(1, 1), 0, &mut full).is_err());
-            assert!(caches[1].check_room(1).is_err() && caches[1].check_room(0).is_ok());
+            assert!(caches[1].check_room(1, 1).is_err() && caches[1].check_room(0, 3).is_ok());
+            assert!(caches[1].check_room(0, 4).is_err());
             for (row, prompt) in [(0, prompts[0]), (1, prompts[0]), (2, prompts[1])] {
                 let own: Vec<Rows> =
                     (0..steps).map(|step| rows(3, 10 + step).row_range(row..row + 1).unwrap()).collect();
@@ -747,6 +748,73 @@ fn attention_over_a_cache() {
                         assert!(far <= 1e-5, "{heads:?}, row {row}, step {step}: log-sum-exps {far} apart");
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Consecutive rows that extend a slot attend as in a sequence of prompt, slot and rows. The slot continues after them, and the
+/// other slot does not change.
+#[test]
+fn rows_that_extend_a_cache() {
+    for (heads, prompt, turn) in [
+        (AttentionHeads { q: 4, kv: 2, dim: 8 }, 5, 3),
+        (AttentionHeads { q: 1, kv: 1, dim: 2 }, 1, 1),
+        (AttentionHeads { q: 3, kv: 1, dim: 64 }, 33, 70),
+    ] {
+        for device in devices() {
+            let rows = |n: usize, seed: u32| {
+                let data = noise(n * heads.packed_width(), seed);
+                Rows::upload(device, data, n, heads.packed_width()).unwrap()
+            };
+            let mut cache = GroupCache::new(device, 2, heads, prompt, 2, turn + 2).unwrap();
+            let mut got: [Vec<(Rows, Rows)>; 2] = [Vec::new(), Vec::new()];
+            for layer in 0..2 {
+                cache.write_prompt(layer, &rows(prompt, layer as u32), heads).unwrap();
+            }
+            let decode = |cache: &mut GroupCache, slot: usize, seed: u32| {
+                let mut batch = DecodeBatch::new(vec![DecodeRows { cache, slots: vec![slot] }]);
+                let each = [0, 1].map(|layer| {
+                    heads.attend_cached(&rows(1, seed + layer), layer as usize, &mut batch).unwrap()
+                });
+                batch.advance();
+                each
+            };
+            for (got, own) in got.iter_mut().zip(decode(&mut cache, 1, 10)) {
+                got.push(own);
+            }
+            for (layer, got) in got.iter_mut().enumerate() {
+                got.push(
+                    heads.attend_extended(&rows(turn, 20 + layer as u32), layer, &mut cache, 1).unwrap(),
+                );
+            }
+            cache.extend(1, turn);
+            for (got, own) in got.iter_mut().zip(decode(&mut cache, 1, 30)) {
+                got.push(own);
+            }
+            assert!(heads.attend_extended(&rows(2, 1), 0, &mut cache, 1).is_err());
+            let others = decode(&mut cache, 0, 10);
+            for (layer, got) in got.iter().enumerate() {
+                let seed = layer as u32;
+                let parts =
+                    [rows(prompt, seed), rows(1, 10 + seed), rows(turn, 20 + seed), rows(1, 30 + seed)];
+                let whole = Rows::concat(&parts.each_ref()).unwrap();
+                let layout = AttentionLayout::causal(whole.rows()).into();
+                let (out, lse) = heads.forward(&whole, &layout).unwrap();
+                let far = |got: Vec<&Rows>, all: &Rows| {
+                    let want = all.row_range(prompt..whole.rows()).unwrap().to_f64();
+                    let got = Rows::concat(&got).unwrap().to_f64();
+                    assert_eq!(got.len(), want.len());
+                    got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+                };
+                let far_out = far(got.iter().map(|(out, _)| out).collect(), &out);
+                assert!(far_out <= 1e-5, "{heads:?} on {device}, layer {layer}: {far_out}");
+                if device.remembers_decoding() {
+                    let far = far(got.iter().map(|(_, lse)| lse).collect(), &lse);
+                    assert!(far <= 1e-5, "{heads:?}, layer {layer}: log-sum-exps {far} apart");
+                }
+                // The first row of slot 0 has the same keys and values as that of slot 1.
+                assert_eq!(others[layer].0.to_f64(), got[0].0.to_f64(), "{heads:?} on {device}");
             }
         }
     }

@@ -1,5 +1,6 @@
 //! Errors of sampling.
 
+use omnigrpo_data::Cause;
 use omnigrpo_models::ModelError;
 
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +18,15 @@ pub enum RolloutError {
         sample: u32,
         /// Index of the token in the completion.
         token: usize,
+    },
+    /// Environment that cannot answer.
+    #[error("environment `{environment}`, sample {sample} of row {row}: {}", omnigrpo_guard::told(&**source))]
+    Environment {
+        environment: String,
+        row: u64,
+        /// Sample in the group, from 0.
+        sample: u32,
+        source: Cause,
     },
     #[error(transparent)]
     Model(#[from] ModelError),

@@ -1,10 +1,19 @@
 //! The generator: one prefill per prompt, then decoding in one batch.
 
-use omnigrpo_kernels::profile;
-use omnigrpo_models::{DecoderMemory, Features, Model, NextTokens, Prompt, PromptBuilder};
-use omnigrpo_ops::{DecodeRows, Draw, DrawFrom, GroupCache};
-use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::Scope;
 
+use omnigrpo_data::Sample;
+use omnigrpo_kernels::profile;
+use omnigrpo_models::{
+    AddedTurn, DecoderMemory, Features, MediumInput, Model, NextTokens, Prompt, PromptBuilder,
+};
+use omnigrpo_ops::{DecodeRows, Draw, DrawFrom, GroupCache, Rows};
+use omnigrpo_text::{Span, StopMatcher, StopSet, StreamDecoder, Tokenizer, ToolCall, tool_calls};
+
+use crate::answers::{Answers, Question, Reaction, Reply, Said, Shared};
+use crate::environment::{Episode, EpisodeKey, Interaction};
 use crate::error::{Result, RolloutError};
 use crate::sample::{SampleKey, SamplingParams};
 
@@ -23,13 +32,15 @@ pub struct Request<'a> {
     /// Number of the first completion, which keys its random numbers. Not 0 if an earlier request of the same rollout
     /// sampled completions for the row.
     pub first_sample: u32,
+    /// Row of the prompt, for an environment.
+    pub sample: Option<&'a Sample>,
 }
 
 impl<'a> Request<'a> {
     /// Creates a request for one completion of a prompt that belongs to no dataset.
     #[must_use]
     pub fn new(prompt: &'a Prompt, features: &'a [Features]) -> Self {
-        Self { prompt, features, num_samples: 1, rollout: 0, row: 0, first_sample: 0 }
+        Self { prompt, features, num_samples: 1, rollout: 0, row: 0, first_sample: 0, sample: None }
     }
 }
 
@@ -46,18 +57,30 @@ pub enum FinishReason {
 /// A sampled completion.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Completion {
-    /// Token ids, including the stop token.
+    /// Token ids, including stop tokens and the turns of an environment.
     pub ids: Vec<u32>,
-    /// Log-probability of each token under softmax(logits / scoring temperature), in nats.
+    /// Log-probability of each sampled token under softmax(logits / scoring temperature), in nats.
     pub logprobs: Vec<f32>,
-    /// Log-probability of each token under the distribution it was drawn from (after penalties and truncation), in
+    /// Log-probability of each sampled token under the distribution it was drawn from (after penalties and truncation), in
     /// nats.
     pub sampler_logprobs: Vec<f32>,
-    /// Entropy of softmax(logits / scoring temperature) at each token, in nats.
+    /// Entropy of softmax(logits / scoring temperature) at each sampled token, in nats.
     pub entropies: Vec<f32>,
     pub finish_reason: FinishReason,
-    /// Decoded text without control tokens, truncated before a stop string.
+    /// Decoded text of the last turn of the model, without control tokens, truncated before a stop string.
     pub text: String,
+    /// Turns of an environment, in order.
+    #[serde(skip)]
+    pub turns: Vec<AddedTurn>,
+    /// Decoded text of the turn of the model before each turn of the environment.
+    #[serde(default)]
+    pub earlier: Vec<String>,
+    /// Number of tool calls that were answered.
+    #[serde(default)]
+    pub calls: usize,
+    /// Number of answered calls that failed.
+    #[serde(default)]
+    pub failed_calls: usize,
 }
 
 impl Completion {
@@ -65,7 +88,68 @@ impl Completion {
     #[must_use]
     pub fn recorded(ids: Vec<u32>, finish_reason: FinishReason, text: String) -> Self {
         let (logprobs, sampler_logprobs, entropies) = (Vec::new(), Vec::new(), Vec::new());
-        Self { ids, logprobs, sampler_logprobs, entropies, finish_reason, text }
+        Self {
+            ids,
+            logprobs,
+            sampler_logprobs,
+            entropies,
+            finish_reason,
+            text,
+            turns: Vec::new(),
+            earlier: Vec::new(),
+            calls: 0,
+            failed_calls: 0,
+        }
+    }
+
+    /// Returns the number of sampled tokens: all tokens but those of an environment.
+    #[must_use]
+    pub fn num_sampled(&self) -> usize {
+        self.ids.len() - self.turns.iter().map(|turn| turn.turn.ids.len()).sum::<usize>()
+    }
+
+    /// Returns the tokens of each turn of the model, in order.
+    pub fn model_turns(&self) -> impl Iterator<Item = &[u32]> {
+        let ends = self.turns.iter().map(|turn| turn.tokens()).chain([self.ids.len()..self.ids.len()]);
+        ends.scan(0, |from, end| Some(&self.ids[std::mem::replace(from, end.end)..end.start]))
+    }
+
+    /// Returns the sampled tokens, without those of an environment.
+    #[must_use]
+    pub fn sampled_ids(&self) -> Vec<u32> {
+        self.model_turns().flatten().copied().collect()
+    }
+
+    /// Returns the tokens of the last turn of the model.
+    fn last_turn(&self) -> Range<usize> {
+        self.turns.last().map_or(0, |turn| turn.tokens().end)..self.ids.len()
+    }
+}
+
+/// Completions of a request.
+#[derive(Clone, Debug, Default)]
+pub struct Generated {
+    /// Completions in sample order.
+    pub completions: Vec<Completion>,
+    /// Media that an environment added to them, each once, with their features. Their places follow those of the prompt's media
+    /// ([`AddedTurn::media`]).
+    pub media: Vec<(Arc<MediumInput>, Features)>,
+}
+
+impl Generated {
+    /// Numbers the added media by their first use, which does not depend on the order in which answers arrived. `first` is the
+    /// number of the prompt's media.
+    fn number_media(&mut self, first: usize) {
+        let mut order: Vec<usize> = Vec::with_capacity(self.media.len());
+        for place in self.completions.iter_mut().flat_map(|c| &mut c.turns).flat_map(|turn| &mut turn.media) {
+            let old = *place - first;
+            let new = order.iter().position(|&known| known == old).unwrap_or_else(|| {
+                order.push(old);
+                order.len() - 1
+            });
+            *place = first + new;
+        }
+        self.media = order.iter().map(|&old| self.media[old].clone()).collect();
     }
 }
 
@@ -105,20 +189,45 @@ pub struct Generator<'a> {
     pub params: &'a SamplingParams,
     /// Maximum number of completions in flight, although a group is never split. Affects only memory use.
     pub max_live: usize,
+    /// Builder of the turns of an environment; required if the parameters name one.
+    pub prompts: Option<&'a PromptBuilder>,
 }
 
 struct Live<'a> {
     request: usize,
-    prompt: &'a Prompt,
+    of: Request<'a>,
     cache: GroupCache,
+    /// Completions that decode.
     sequences: Vec<Sequence>,
+    /// Completions that wait for an answer.
+    waiting: Vec<Sequence>,
 }
 
 struct Sequence {
     slot: usize,
     key: SampleKey,
+    /// Position of the next token, on all axes.
+    next_position: u32,
     done: Completion,
     matcher: StopMatcher,
+    /// Calls of its last turn, if the environment must answer it.
+    asks: Option<Vec<Result<ToolCall, String>>>,
+    /// Episode of the environment, after its first answer.
+    episode: Option<Box<dyn Episode>>,
+}
+
+/// The environment of a rollout, with the token that ends a turn of the model.
+#[derive(Clone, Copy)]
+struct Asked<'a> {
+    interaction: &'a Interaction,
+    turn_stop: u32,
+}
+
+/// Completions of a request in progress.
+struct Partial {
+    completions: Vec<Option<Completion>>,
+    /// Media that an environment added, with their features, in the order of their arrival.
+    media: Vec<(Arc<MediumInput>, Features)>,
 }
 
 impl<'a> Generator<'a> {
@@ -130,7 +239,14 @@ impl<'a> Generator<'a> {
         params: &'a SamplingParams,
         max_live: usize,
     ) -> Self {
-        Self { model, tokenizer: prompts.tokenizer(), stops: prompts.stops(), params, max_live }
+        Self {
+            model,
+            tokenizer: prompts.tokenizer(),
+            stops: prompts.stops(),
+            params,
+            max_live,
+            prompts: Some(prompts),
+        }
     }
 
     /// Completes every request; results are in request order, then sample order. `on_token` receives each token when it
@@ -143,7 +259,8 @@ impl<'a> Generator<'a> {
         requests: &[Request<'a>],
         on_token: impl FnMut(TokenEvent),
     ) -> Result<Vec<Vec<Completion>>> {
-        self.generate_with(requests, on_token, None)
+        let generated = self.generate_with(requests, on_token, None)?;
+        Ok(generated.into_iter().map(|of| of.completions).collect())
     }
 
     /// Generates like [`Self::generate`] and stores the decoder's activations in `memory`, which stays empty if the
@@ -153,50 +270,88 @@ impl<'a> Generator<'a> {
         requests: &[Request<'a>],
         mut on_token: impl FnMut(TokenEvent),
         memory: Option<&mut DecoderMemory>,
-    ) -> Result<Vec<Vec<Completion>>> {
+    ) -> Result<Vec<Generated>> {
         self.params.validate()?;
-        let mut memory = memory.filter(|_| self.model.can_recall());
-        let mut finished: Vec<Vec<Option<Completion>>> =
-            requests.iter().map(|r| vec![None; r.num_samples]).collect();
+        let memory = memory.filter(|_| self.model.can_recall());
+        let Some(interaction) = &self.params.interaction else {
+            return self.generate_asking(requests, &mut on_token, memory, None, None);
+        };
+        let prompts = self.prompts.ok_or_else(|| RolloutError::Parameter {
+            name: "Generator::prompts",
+            got: "none".to_owned(),
+            expected: "a builder of the environment's turns",
+        })?;
+        if requests.iter().any(|request| request.sample.is_none()) {
+            let (got, expected) = ("none".to_owned(), "the row of the prompt, for the environment");
+            return Err(RolloutError::Parameter { name: "Request::sample", got, expected });
+        }
+        let asked = Asked { interaction, turn_stop: prompts.turn_stop()? };
+        let shared = Shared::new(interaction, prompts);
+        std::thread::scope(|scope| {
+            let mut answers = (Answers::new(&shared), scope);
+            self.generate_asking(requests, &mut on_token, memory, Some(asked), Some(&mut answers))
+        })
+    }
+
+    fn generate_asking<'s>(
+        &self,
+        requests: &[Request<'a>],
+        on_token: &mut impl FnMut(TokenEvent),
+        mut memory: Option<&mut DecoderMemory>,
+        asked: Option<Asked>,
+        mut answers: Option<&mut (Answers<'s, 'a>, &'s Scope<'s, '_>)>,
+    ) -> Result<Vec<Generated>> {
+        let of_request = |r: &Request| Partial { completions: vec![None; r.num_samples], media: Vec::new() };
+        let mut finished: Vec<Partial> = requests.iter().map(of_request).collect();
         let mut waiting = requests.iter().enumerate();
         let mut next = waiting.next();
         let mut live: Vec<Live> = Vec::new();
         let sampler = self.params.sampler(&self.stops.ids);
         let mut tokens = self.model.decoder().next_tokens(sampler, &self.model.pass());
         loop {
-            let mut in_flight: usize = live.iter().map(|g| g.sequences.len()).sum();
+            let mut in_flight: usize = live.iter().map(|g| g.sequences.len() + g.waiting.len()).sum();
             while let Some((index, request)) = next {
                 if in_flight > 0 && in_flight + request.num_samples > self.max_live {
                     break;
                 }
                 in_flight += request.num_samples;
                 let before = profile::enter("prefill");
-                live.push(self.admit(index, request, &mut on_token, memory.as_deref_mut())?);
+                live.push(self.admit(index, request, asked, on_token, memory.as_deref_mut())?);
                 profile::enter(before);
                 next = waiting.next();
             }
-            self.retire(&mut live, &mut finished);
-            if live.is_empty() {
-                if next.is_none() {
+            self.retire(&mut live, &mut finished, answers.as_deref_mut())?;
+            if let Some((answers, _)) = answers.as_deref_mut() {
+                let idle = live.iter().all(|group| group.sequences.is_empty());
+                let mut waits = idle && live.iter().any(|group| !group.waiting.is_empty());
+                while let Some(reply) = answers.next(waits) {
+                    waits = false;
+                    let before = profile::enter("prefill");
+                    self.take(reply, &mut live, &mut finished, asked, on_token, memory.as_deref_mut())?;
+                    profile::enter(before);
+                }
+            }
+            self.retire(&mut live, &mut finished, answers.as_deref_mut())?;
+            if live.iter().all(|group| group.sequences.is_empty()) {
+                if live.is_empty() && next.is_none() {
                     break;
                 }
                 continue;
             }
             let before = profile::enter("decode");
-            self.step(&mut live, &mut tokens, &mut on_token, memory.as_deref_mut())?;
+            self.step(&mut live, &mut tokens, asked, on_token, memory.as_deref_mut())?;
             profile::enter(before);
-            self.retire(&mut live, &mut finished);
+            self.retire(&mut live, &mut finished, answers.as_deref_mut())?;
         }
         if let Some(memory) = memory {
             memory.finish();
         }
         let mut out = Vec::with_capacity(requests.len());
-        for group in finished {
-            let mut completions = Vec::with_capacity(group.len());
-            for completion in group.into_iter().flatten() {
-                completions.push(self.with_text(completion)?);
-            }
-            out.push(completions);
+        for (Partial { completions, media }, request) in finished.into_iter().zip(requests) {
+            let each = completions.into_iter().flatten().map(|completion| self.with_text(completion));
+            let mut generated = Generated { completions: each.collect::<Result<_>>()?, media };
+            generated.number_media(request.prompt.media.len());
+            out.push(generated);
         }
         Ok(out)
     }
@@ -206,6 +361,7 @@ impl<'a> Generator<'a> {
         &self,
         index: usize,
         request: &Request<'a>,
+        asked: Option<Asked>,
         on_token: &mut impl FnMut(TokenEvent),
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Live<'a>> {
@@ -226,8 +382,11 @@ impl<'a> Generator<'a> {
             Sequence {
                 slot,
                 key: SampleKey { rollout, row, sample: first_sample + slot as u32 },
+                next_position: prompt.next_position,
                 done: Completion::recorded(Vec::new(), FinishReason::Length, String::new()),
                 matcher: StopMatcher::new(self.stops),
+                asks: None,
+                episode: None,
             }
         };
         let mut sequences: Vec<Sequence> = (0..request.num_samples).map(sequence).collect();
@@ -235,9 +394,9 @@ impl<'a> Generator<'a> {
             let logits = logits.select(&vec![0; sequences.len()].into())?;
             let from: Vec<_> = sequences.iter().map(|s| self.draw_from(prompt, s)).collect();
             let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
-            self.record(sequences.iter_mut().map(|s| (index, s)), drawn, on_token)?;
+            self.record(sequences.iter_mut().map(|s| (index, s)), drawn, asked, on_token)?;
         }
-        Ok(Live { request: index, prompt, cache, sequences })
+        Ok(Live { request: index, of: *request, cache, sequences, waiting: Vec::new() })
     }
 
     /// Draws one token for every live completion.
@@ -245,6 +404,7 @@ impl<'a> Generator<'a> {
         &self,
         live: &mut [Live],
         tokens: &mut NextTokens,
+        asked: Option<Asked>,
         on_token: &mut impl FnMut(TokenEvent),
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<()> {
@@ -257,12 +417,12 @@ impl<'a> Generator<'a> {
         }
         let (mut ids, mut positions, mut from) = (Vec::new(), Vec::new(), Vec::new());
         let mut groups = Vec::with_capacity(live.len());
-        for Live { prompt, cache, sequences, .. } in live.iter_mut() {
+        for Live { of, cache, sequences, .. } in live.iter_mut().filter(|group| !group.sequences.is_empty()) {
             let sequences = &*sequences;
             for sequence in sequences {
                 ids.extend(sequence.done.ids.last());
-                positions.push([prompt.next_position + sequence.done.ids.len() as u32 - 1; 3]);
-                from.push(self.draw_from(prompt, sequence));
+                positions.push([sequence.next_position - 1; 3]);
+                from.push(self.draw_from(of.prompt, sequence));
             }
             groups.push(DecodeRows { slots: sequences.iter().map(|s| s.slot).collect(), cache });
         }
@@ -271,7 +431,7 @@ impl<'a> Generator<'a> {
             let request = g.request;
             g.sequences.iter_mut().map(move |s| (request, s))
         });
-        self.record(sequences, drawn, on_token)
+        self.record(sequences, drawn, asked, on_token)
     }
 
     /// Returns the inputs of a completion's next draw.
@@ -279,7 +439,7 @@ impl<'a> Generator<'a> {
         let token = sequence.done.ids.len();
         DrawFrom {
             seen: [prompt.ids.as_slice(), sequence.done.ids.as_slice()],
-            forbids: token < self.params.min_completion_length,
+            forbids: sequence.done.logprobs.len() < self.params.min_completion_length,
             uniform: sequence.key.uniform(self.params.seed, token),
         }
     }
@@ -289,6 +449,7 @@ impl<'a> Generator<'a> {
         &self,
         sequences: impl Iterator<Item = (usize, &'s mut Sequence)>,
         drawn: Vec<Option<Draw>>,
+        asked: Option<Asked>,
         on_token: &mut impl FnMut(TokenEvent),
     ) -> Result<()> {
         // Returns the cause if a GPU could not compute the logits.
@@ -297,30 +458,134 @@ impl<'a> Generator<'a> {
             let SampleKey { row, sample, .. } = sequence.key;
             let token = sequence.done.ids.len();
             let drawn = drawn.ok_or(RolloutError::NonFinite { row, sample, token })?;
-            self.append(sequence, drawn);
+            self.append(sequence, drawn, asked)?;
             let (sample, last) = (sequence.slot, self.is_over(sequence));
             on_token(TokenEvent { request, sample, id: drawn.id, last });
         }
         Ok(())
     }
 
-    fn append(&self, sequence: &mut Sequence, drawn: Draw) {
+    fn append(&self, sequence: &mut Sequence, drawn: Draw, asked: Option<Asked>) -> Result<()> {
         let done = &mut sequence.done;
         done.ids.push(drawn.id);
         done.logprobs.push(drawn.logprob);
         done.sampler_logprobs.push(drawn.sampler_logprob);
         done.entropies.push(drawn.entropy);
-        let allowed = done.ids.len() >= self.params.min_completion_length;
+        sequence.next_position += 1;
+        let allowed = done.logprobs.len() >= self.params.min_completion_length;
         let hit = !self.stops.strings.is_empty()
             && sequence.matcher.push(&self.tokenizer.token_bytes(drawn.id)).is_some();
         // A stop string ends the completion whatever its length: the text is truncated there in any case.
         if hit || (allowed && self.stops.is_stop(drawn.id)) {
             done.finish_reason = FinishReason::Stop;
         }
+        let ends_turn = |asked: &Asked| {
+            !hit && allowed && drawn.id == asked.turn_stop && done.turns.len() < asked.interaction.max_turns
+        };
+        if let Some(Asked { interaction, .. }) = asked.filter(ends_turn) {
+            let calls = tool_calls(&self.text_of(&done.ids[done.last_turn()])?);
+            let answered = !calls.is_empty() || interaction.environment.answers_text();
+            sequence.asks = answered.then_some(calls);
+        }
+        Ok(())
+    }
+
+    /// Continues a completion with the reply of the environment, or ends it.
+    fn take(
+        &self,
+        reply: Reply,
+        live: &mut [Live<'a>],
+        finished: &mut [Partial],
+        asked: Option<Asked>,
+        on_token: &mut impl FnMut(TokenEvent),
+        memory: Option<&mut DecoderMemory>,
+    ) -> Result<()> {
+        let Reply { place: (request, slot), key, result } = reply;
+        let (episode, reaction) = result.map_err(|source| RolloutError::Environment {
+            environment: asked.map_or("", |asked| asked.interaction.environment.name()).to_owned(),
+            row: key.row,
+            sample: key.sample,
+            source,
+        })?;
+        let Some(group) = live.iter_mut().find(|group| group.request == request) else { return Ok(()) };
+        let Some(at) = group.waiting.iter().position(|sequence| sequence.slot == slot) else { return Ok(()) };
+        let mut sequence = group.waiting.remove(at);
+        sequence.episode = Some(episode);
+        match reaction {
+            Reaction::Stop => {}
+            Reaction::TooLong => sequence.done.finish_reason = FinishReason::Length,
+            Reaction::Said(said) => {
+                sequence.done.calls += said.calls;
+                sequence.done.failed_calls += said.failed;
+                let logits = self.read(*said, group, &mut sequence, &mut finished[request].media, memory)?;
+                let from = [self.draw_from(group.of.prompt, &sequence)];
+                let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
+                self.record(std::iter::once((request, &mut sequence)), drawn, asked, on_token)?;
+            }
+        }
+        group.sequences.push(sequence);
+        group.sequences.sort_by_key(|sequence| sequence.slot);
+        Ok(())
+    }
+
+    /// Appends a turn of the environment to a completion. Returns the logits of the token after it.
+    fn read(
+        &self,
+        said: Said,
+        group: &mut Live,
+        sequence: &mut Sequence,
+        media: &mut Vec<(Arc<MediumInput>, Features)>,
+        mut memory: Option<&mut DecoderMemory>,
+    ) -> Result<Rows> {
+        let Said { turn, said, sources, .. } = said;
+        let first = group.of.prompt.media.len();
+        let mut places = Vec::with_capacity(turn.media.len());
+        for medium in &turn.media {
+            let known = media.iter().position(|(known, _)| Arc::ptr_eq(known, medium) || known == medium);
+            places.push(match known {
+                Some(known) => known,
+                None => {
+                    media.push((Arc::clone(medium), self.model.encode(medium, &turn.instruction)?));
+                    media.len() - 1
+                }
+            });
+        }
+        let done = &mut sequence.done;
+        let start = done.ids.len();
+        // The stop token of the model's turn was drawn but not read.
+        let before = done.ids[start - 1];
+        let rows = Prompt {
+            ids: std::iter::once(before).chain(turn.ids.iter().copied()).collect(),
+            spans: turn.spans.iter().map(|span| Span { start: span.start + 1, ..*span }).collect(),
+            positions: std::iter::once([sequence.next_position - 1; 3])
+                .chain(turn.positions.iter().map(|at| at.map(|axis| sequence.next_position + axis)))
+                .collect(),
+            next_position: sequence.next_position + turn.next_position,
+            media: turn.media.clone(),
+            instruction: Vec::new(),
+            text: String::new(),
+        };
+        let features: Vec<Features> = places.iter().map(|&place| media[place].1.clone()).collect();
+        let (decoder, pass) = (self.model.decoder(), self.model.pass());
+        let x = self.model.embed_prompt(&rows, &features)?;
+        if let Some(memory) = memory.as_deref_mut() {
+            memory.begin_step(rows.ids.iter().map(|&id| (group.request, sequence.slot, id)));
+        }
+        let rope = decoder.rope_table(&rows.positions);
+        let hidden = decoder.extend(x, &rope, &mut group.cache, sequence.slot, &pass, memory)?;
+        sequence.next_position = rows.next_position;
+        sequence.matcher = StopMatcher::new(self.stops);
+        done.finish_reason = FinishReason::Length;
+        done.ids.extend_from_slice(&turn.ids);
+        let media = places.into_iter().map(|place| first + place).collect();
+        done.turns.push(AddedTurn { start, turn: Arc::new(turn), media, sources, said });
+        Ok(decoder.logits(&hidden)?)
     }
 
     fn with_text(&self, mut completion: Completion) -> Result<Completion> {
-        completion.text = self.text_of(&completion.ids)?;
+        let mut texts = completion.model_turns().map(|ids| self.text_of(ids)).collect::<Result<Vec<_>>>()?;
+        completion.text = texts.pop().unwrap_or_default();
+        completion.earlier = texts;
         Ok(completion)
     }
 
@@ -345,20 +610,66 @@ impl<'a> Generator<'a> {
     }
 
     fn is_over(&self, sequence: &Sequence) -> bool {
-        sequence.done.finish_reason == FinishReason::Stop
-            || sequence.done.ids.len() >= self.params.max_completion_length
+        let full = sequence.done.ids.len() >= self.params.max_completion_length;
+        sequence.asks.is_none() && (sequence.done.finish_reason == FinishReason::Stop || full)
     }
 
-    /// Removes finished completions from the batch, and groups that have none left.
-    fn retire(&self, live: &mut Vec<Live>, finished: &mut [Vec<Option<Completion>>]) {
+    /// Removes finished completions from the batch, and groups that have none left. Completions with a question to the
+    /// environment wait for its answer.
+    fn retire<'s>(
+        &self,
+        live: &mut Vec<Live<'a>>,
+        finished: &mut [Partial],
+        mut answers: Option<&mut (Answers<'s, 'a>, &'s Scope<'s, '_>)>,
+    ) -> Result<()> {
         for group in live.iter_mut() {
-            let (over, going): (Vec<_>, Vec<_>) =
-                std::mem::take(&mut group.sequences).into_iter().partition(|s| self.is_over(s));
+            let (stopped, going): (Vec<_>, Vec<_>) = std::mem::take(&mut group.sequences)
+                .into_iter()
+                .partition(|s| s.asks.is_some() || self.is_over(s));
             group.sequences = going;
-            for sequence in over {
-                finished[group.request][sequence.slot] = Some(sequence.done);
+            for mut sequence in stopped {
+                match (sequence.asks.take(), group.of.sample, answers.as_deref_mut()) {
+                    (Some(calls), Some(row), Some((answers, scope))) => {
+                        let question = self.question(group.request, row, &mut sequence, calls)?;
+                        let key = question.key;
+                        answers.ask(scope, question).map_err(|error| RolloutError::Environment {
+                            environment: "threads".to_owned(),
+                            row: key.row,
+                            sample: key.sample,
+                            source: error.into(),
+                        })?;
+                        group.waiting.push(sequence);
+                    }
+                    _ => finished[group.request].completions[sequence.slot] = Some(sequence.done),
+                }
             }
         }
-        live.retain(|group| !group.sequences.is_empty());
+        live.retain(|group| !group.sequences.is_empty() || !group.waiting.is_empty());
+        Ok(())
+    }
+
+    /// Returns the question of a completion to the environment.
+    fn question(
+        &self,
+        request: usize,
+        row: &'a Sample,
+        sequence: &mut Sequence,
+        calls: Vec<Result<ToolCall, String>>,
+    ) -> Result<Question<'a>> {
+        let SampleKey { rollout, row: number, sample } = sequence.key;
+        let done = &sequence.done;
+        let ids = done.ids[done.last_turn()].to_vec();
+        Ok(Question {
+            place: (request, sequence.slot),
+            key: EpisodeKey { seed: self.params.seed, rollout, row: number, sample },
+            row,
+            episode: sequence.episode.take(),
+            text: self.text_of(&ids)?,
+            ids,
+            calls,
+            number: done.turns.len() + 1,
+            // At least one token of the model follows an answer.
+            tokens_left: (self.params.max_completion_length - done.ids.len()).saturating_sub(1),
+        })
     }
 }

@@ -4,12 +4,22 @@
 //! the batch when it stops. For fixed weights the bits of a completion depend only on its key, not on other
 //! completions, batch size or order.
 //!
+//! An [`Environment`] may answer a completion in its middle, with text and media; the completion goes on after the answer, over the
+//! same cache.
+//!
 //! Sampling parameters in a checkpoint are ignored: [`SamplingParams`] alone decides.
 
+mod answers;
+mod environment;
 mod error;
 mod generate;
 mod sample;
+mod zoom;
 
+pub use environment::{
+    Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, answer_calls,
+};
 pub use error::{Result, RolloutError};
-pub use generate::{Completion, FinishReason, Generator, Request, TokenEvent};
+pub use generate::{Completion, FinishReason, Generated, Generator, Request, TokenEvent};
 pub use sample::SamplingParams;
+pub use zoom::{BoxUnit, Zoom, environment};

@@ -4,6 +4,7 @@ use omnigrpo_ops::Sampler;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+use crate::environment::Interaction;
 use crate::error::{Result, RolloutError};
 
 /// Sampling parameters.
@@ -38,6 +39,8 @@ pub struct SamplingParams {
     pub logprob_temperature: Option<f32>,
     /// Seed of all random numbers.
     pub seed: u64,
+    /// Environment that answers turns of a completion.
+    pub interaction: Option<Interaction>,
 }
 
 impl Default for SamplingParams {
@@ -52,6 +55,7 @@ impl Default for SamplingParams {
             min_completion_length: 0,
             logprob_temperature: None,
             seed: 0,
+            interaction: None,
         }
     }
 }

@@ -65,9 +65,17 @@ impl Setup {
                 rollout: 5,
                 row: row.row,
                 first_sample: 0,
+                sample: None,
             })
             .collect();
-        let generator = Generator { model: &self.model, tokenizer: &self.tokenizer, stops, params, max_live };
+        let generator = Generator {
+            model: &self.model,
+            tokenizer: &self.tokenizer,
+            stops,
+            params,
+            max_live,
+            prompts: None,
+        };
         generator.generate(&requests, |_| {}).unwrap()
     }
 }
@@ -232,10 +240,16 @@ fn a_rollout_can_be_differentiated() {
         let prompt_rows: usize = rows.iter().map(|row| row.prompt.ids.len()).sum();
         let (params, tokenizer) = (sampled(16), &setup.tokenizer);
         // Some rows wait for others, and completions end at different times.
-        let generator = Generator { model, tokenizer, stops: &stops, params: &params, max_live: 6 };
+        let generator =
+            Generator { model, tokenizer, stops: &stops, params: &params, max_live: 6, prompts: None };
         for (outputs_only, room) in [(false, prompt_rows + 9 * 15), (true, 4096), (false, prompt_rows + 20)] {
             let mut memory = DecoderMemory::new(room, outputs_only);
-            let groups = generator.generate_with(&requests, |_| {}, Some(&mut memory)).unwrap();
+            let groups: Vec<_> = generator
+                .generate_with(&requests, |_| {}, Some(&mut memory))
+                .unwrap()
+                .into_iter()
+                .map(|g| g.completions)
+                .collect();
             let lengths: Vec<usize> = groups.iter().flatten().map(|c| c.ids.len()).collect();
             assert!(lengths.iter().any(|&len| len < 16) && lengths.contains(&16), "{name}: {lengths:?}");
             let streams: Vec<GroupStream> = rows
@@ -452,11 +466,13 @@ fn a_gpu_out_of_memory_reports_it() {
             rollout: 0,
             row: 0,
             first_sample: 0,
+            sample: None,
         };
         40
     ];
     let Setup { model, tokenizer } = &setup;
-    let generator = Generator { model, tokenizer, stops: &stops, params: &params, max_live: 320 };
+    let generator =
+        Generator { model, tokenizer, stops: &stops, params: &params, max_live: 320, prompts: None };
     let error = generator.generate(&requests, |_| {}).unwrap_err().to_string();
     assert!(error.contains("out of GPU memory") && error.contains("of 900000 free"), "{error}");
     assert!(error.contains("max_stream_tokens") && !error.contains("not finite"), "{error}");
@@ -551,6 +567,7 @@ fn samples_of_a_group_differ_and_keys_decide() {
             rollout,
             row: row_index,
             first_sample: 0,
+            sample: None,
         };
         let stops = StopSet::default();
         let generator = Generator {
@@ -559,6 +576,7 @@ fn samples_of_a_group_differ_and_keys_decide() {
             stops: &stops,
             params: &params,
             max_live: 64,
+            prompts: None,
         };
         generator.generate(&[request], |_| {}).unwrap().remove(0)
     };
@@ -686,6 +704,7 @@ fn control_tokens_are_not_text() {
         stops: &stops,
         params: &params,
         max_live: 4,
+        prompts: None,
     };
     let ids = [setup.tokenizer.encode_text("two boxes").unwrap(), vec![298]].concat();
     assert_eq!(generator.text_of(&ids).unwrap(), "two boxes");
@@ -729,6 +748,7 @@ fn events_report_every_token_in_order() {
             rollout: 0,
             row: row.row,
             first_sample: 0,
+            sample: None,
         })
         .collect();
     let (params, stops) = (sampled(9), StopSet { ids: vec![90, 150], ..StopSet::default() });
@@ -738,6 +758,7 @@ fn events_report_every_token_in_order() {
         stops: &stops,
         params: &params,
         max_live: 2,
+        prompts: None,
     };
     let mut seen: BTreeMap<(usize, usize), Vec<(u32, bool)>> = BTreeMap::new();
     let groups = generator
@@ -768,6 +789,7 @@ fn diverged_weights_are_named_not_sampled() {
         rollout: 0,
         row: row.row,
         first_sample: 0,
+        sample: None,
     };
     let (params, stops) = (sampled(4), StopSet::default());
     let generator = Generator {
@@ -776,6 +798,7 @@ fn diverged_weights_are_named_not_sampled() {
         stops: &stops,
         params: &params,
         max_live: 2,
+        prompts: None,
     };
     let message = generator.generate(&[request], |_| {}).unwrap_err().to_string();
     assert!(message.starts_with("token 0 of sample 0 of row 4"), "{message}");

@@ -401,7 +401,7 @@ pub fn check_reach(model: &Model, prompts: &[Prompt], completion: &[u32]) -> Vec
             .unwrap();
         let passed = take_gradients(model);
         let mut gradients = FeatureGradients::default();
-        model.reach(&refs, &[g], &mut gradients);
+        model.reach(&refs, &features, &[g], &mut gradients);
         model.backward_media(&refs, &features, Memories::default(), gradients, Training::default()).unwrap();
         let reached = take_gradients(model);
         assert!(reached.keys().eq(passed.keys()), "prompt {g}: other weights");

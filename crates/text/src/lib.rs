@@ -4,6 +4,7 @@
 //! - [`ChatTemplate`]: the model's Jinja template, run with limits.
 //! - [`PromptRenderer`]: turns with text and media → ids, with a [`Span`] for every medium.
 //! - [`split_placeholders`]: `<image>`, `<video>`, `<audio>` in a dataset's text → [`Part`]s.
+//! - [`tool_calls`]: the calls of tools in a completion.
 //! - [`StopSet`], [`StopMatcher`]: detection of the end of a completion.
 //!
 //! Text of a conversation cannot forge structure: the literals of control tokens and media placeholders inside it are encoded as
@@ -31,13 +32,15 @@ mod prompt;
 mod stop;
 mod template;
 mod tokenizer;
+mod tools;
 
 pub use error::{Cause, Result, TextError};
 pub use placeholders::{MediaCounts, split_conversation, split_placeholders};
 pub use prompt::{
     MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions, RenderedConversation,
-    RenderedPrompt, Role, Span, Turn, with_system,
+    RenderedPrompt, RenderedTurn, Role, Span, Turn, with_system,
 };
 pub use stop::{StopHit, StopMatcher, StopSet};
 pub use template::{ChatTemplate, TemplateOrigin};
 pub use tokenizer::{StreamDecoder, Tokenizer};
+pub use tools::{ToolCall, tool_calls};

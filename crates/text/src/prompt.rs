@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 
 use crate::template::ContentForm;
 use crate::tokenizer::{Run, excerpt};
+use crate::tools::{DEFAULT_SYSTEM, RESPONSE, described};
 use crate::{ChatTemplate, Result, StopSet, TextError, Tokenizer};
 
 /// Speaker of a turn.
@@ -31,6 +32,8 @@ pub enum Role {
     User,
     /// Model that answers.
     Assistant,
+    /// Tool that answers a call of the model.
+    Tool,
 }
 
 impl Role {
@@ -40,6 +43,7 @@ impl Role {
             Role::System => "system",
             Role::User => "user",
             Role::Assistant => "assistant",
+            Role::Tool => "tool",
         }
     }
 }
@@ -100,6 +104,15 @@ impl Turn {
     pub fn text(role: Role, text: impl Into<String>) -> Self {
         Turn { role, parts: vec![Part::Text(text.into())] }
     }
+
+    /// Returns the text of the turn, without its media.
+    pub fn written(&self) -> String {
+        let texts = self.parts.iter().map(|part| match part {
+            Part::Text(text) => text.as_str(),
+            Part::Medium { .. } => "",
+        });
+        texts.collect()
+    }
 }
 
 /// Segment of a medium in the prompt.
@@ -152,6 +165,9 @@ pub struct RenderOptions {
     /// System prompt. It replaces the first system turn, or becomes a new first turn. Without it and without a system turn, the
     /// template's own default applies.
     pub system: Option<String>,
+    /// Tools that the model may call, in the format of OpenAI: `{"type": "function", "function": {…}}`. The template describes
+    /// them if it reads `tools`, else the end of the system turn does.
+    pub tools: Vec<Value>,
     /// Flag that makes the template number media ("Picture 1: "), if it supports that.
     pub add_vision_id: bool,
     /// Additional variables for the template.
@@ -170,6 +186,15 @@ pub struct RenderedPrompt {
     pub spans: Vec<Span>,
     /// Output of the template, with one marker per medium. It is meant for people; ids are not computed from it.
     pub text: String,
+}
+
+/// Turn that follows a turn of the model, with the start of the model's next turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RenderedTurn {
+    /// Ids, spans and text as for a prompt. They begin after the stop of the model's turn.
+    pub prompt: RenderedPrompt,
+    /// Stop of the model's turn before it, such as `<|im_end|>`.
+    pub after: String,
 }
 
 /// Whole conversation with a mask of the tokens to train on.
@@ -212,7 +237,7 @@ impl<'a> PromptRenderer<'a> {
             });
         }
         let output = self.output(turns, media, options, true)?;
-        let (prompt, _) = self.encode(&output, media, &[])?;
+        let (prompt, _) = self.encode(&output, 0, media, &[])?;
         Ok(prompt)
     }
 
@@ -245,8 +270,32 @@ impl<'a> PromptRenderer<'a> {
         if trained.is_empty() {
             return Err(TextError::Conversation { problem: "has no assistant turn to train on" });
         }
-        let (prompt, train_mask) = self.encode(&output, media, &trained)?;
+        let (prompt, train_mask) = self.encode(&output, 0, media, &trained)?;
         Ok(RenderedConversation { prompt, train_mask })
+    }
+
+    /// Renders a turn that answers the model in the middle of a completion, up to the start of the model's next turn. The turns
+    /// before it do not change a token of it. If the template has no place for a tool's answer, it becomes a user turn.
+    ///
+    /// # Errors
+    /// Returns the errors of [`render`](Self::render). Returns [`TextError::NoStopAfterAssistant`] if the template writes no stop
+    /// after a turn of the model.
+    pub fn render_turn(
+        &self,
+        turn: &Turn,
+        media: &[MediumTokens],
+        options: &RenderOptions,
+        stops: &StopSet,
+    ) -> Result<RenderedTurn> {
+        let turns = [Turn::text(Role::User, "?"), Turn::text(Role::Assistant, "!"), turn.clone()];
+        let output = self.output(&turns, media, options, true)?;
+        let model = output.texts.iter().find(|text| text.role == Role::Assistant);
+        let model = model.ok_or_else(|| self.changed(1, "drops or changes a text".to_owned()))?;
+        let end = self.end_of_stop(&output, model, stops)?;
+        let after = output.string[model.range.end..end].trim_start().to_owned();
+        let (mut prompt, _) = self.encode(&output, end, media, &[])?;
+        prompt.text.drain(..end);
+        Ok(RenderedTurn { prompt, after })
     }
 
     /// Renders the texts of a finished conversation for another model, such as a reward model. Media are left out.
@@ -272,9 +321,10 @@ impl<'a> PromptRenderer<'a> {
             Err(TextError::TemplateChangesPart { .. }) => {
                 let turns =
                     with_system(&texts(&|own| self.tokenizer.defused(own)), options.system.as_deref());
+                let turns = self.with_tools(turns, options);
                 let variables = self.variables(options);
                 let text = self.template.run(
-                    &self.messages(&turns, &[], &[], None),
+                    &self.messages(&turns, &[], &[], &self.tools_of_system(options), None),
                     false,
                     &variables,
                     options.now,
@@ -285,7 +335,7 @@ impl<'a> PromptRenderer<'a> {
                     text,
                 })
             }
-            output => Ok(self.encode(&output?, &[], &[])?.0),
+            output => Ok(self.encode(&output?, 0, &[], &[])?.0),
         }
     }
 
@@ -295,6 +345,9 @@ impl<'a> PromptRenderer<'a> {
             self.tokenizer.named_tokens().iter().map(|(name, token)| (name.clone(), json!(token))).collect();
         if options.add_vision_id {
             variables.insert("add_vision_id".to_owned(), Value::Bool(true));
+        }
+        if !options.tools.is_empty() && self.template.writes_tools() {
+            variables.insert("tools".to_owned(), Value::Array(options.tools.clone()));
         }
         variables.extend(options.kwargs.iter().map(|(name, value)| (name.clone(), value.clone())));
         variables
@@ -311,20 +364,21 @@ impl<'a> PromptRenderer<'a> {
         if turns.is_empty() {
             return Err(TextError::Conversation { problem: "has no turns" });
         }
-        let turns = with_system(turns, options.system.as_deref());
+        let turns = self.with_tools(with_system(turns, options.system.as_deref()), options);
         let media_in_order = media_in_order(&turns, media)?;
 
         let variables = self.variables(options);
         let run =
             |messages: &Value| self.template.run(messages, add_generation_prompt, &variables, options.now);
+        let tools = self.tools_of_system(options);
 
         let known = format!("{}{}", self.template.source(), Value::Object(variables.clone()));
         let with_stand_ins = |trim_assistant: bool| {
             let mut stand_ins = StandIns::absent_from(&known, trim_assistant);
-            let marked = run(&self.messages(&turns, &media_in_order, media, Some(&mut stand_ins)))?;
+            let marked = run(&self.messages(&turns, &media_in_order, media, &tools, Some(&mut stand_ins)))?;
             stand_ins.resolve(&marked).map_err(|(turn, problem)| self.changed(turn, problem))
         };
-        let plain = run(&self.messages(&turns, &media_in_order, media, None))?;
+        let plain = run(&self.messages(&turns, &media_in_order, media, &tools, None))?;
         let mut output = with_stand_ins(false)?;
         if output.string != plain && turns.iter().any(|turn| turn.role == Role::Assistant) {
             output = with_stand_ins(true)?;
@@ -339,6 +393,19 @@ impl<'a> PromptRenderer<'a> {
         Ok(Output { markers, ..output })
     }
 
+    /// Returns the text that describes the tools in the system turn; empty if there are none or the template describes them.
+    fn tools_of_system(&self, options: &RenderOptions) -> String {
+        let by_system = !options.tools.is_empty() && !self.template.writes_tools();
+        if by_system { described(&options.tools) } else { String::new() }
+    }
+
+    /// Adds a system turn if it must describe tools and there is none.
+    fn with_tools(&self, turns: Vec<Turn>, options: &RenderOptions) -> Vec<Turn> {
+        let missing =
+            !self.tools_of_system(options).is_empty() && turns.iter().all(|turn| turn.role != Role::System);
+        if missing { with_system(&turns, Some(DEFAULT_SYSTEM)) } else { turns }
+    }
+
     fn changed(&self, turn: usize, problem: String) -> TextError {
         TextError::TemplateChangesPart { origin: self.template.origin().to_string(), turn, problem }
     }
@@ -349,14 +416,30 @@ impl<'a> PromptRenderer<'a> {
         turns: &[Turn],
         media_in_order: &[usize],
         media: &[MediumTokens],
+        tools: &str,
         mut stand_ins: Option<&mut StandIns>,
     ) -> Value {
         let mut media_in_order = media_in_order.iter();
         let mut messages = Vec::with_capacity(turns.len());
+        let mut tools = Some(tools).filter(|tools| !tools.is_empty());
         for (t, turn) in turns.iter().enumerate() {
-            let form = self.template.form(turn.role);
+            let role = self.template.role(turn.role);
+            let form = self.template.form(role);
             let mut parts = Vec::new();
             let mut string = String::new();
+            // Text around the texts of a turn, which counts as written by the template.
+            let [before, after] = match turn.role {
+                Role::Tool if role == Role::User => RESPONSE,
+                Role::System => ["", tools.take().unwrap_or_default()],
+                _ => ["", ""],
+            };
+            let frame = |text: &str, parts: &mut Vec<Value>, string: &mut String| {
+                if !text.is_empty() {
+                    string.push_str(text);
+                    parts.push(json!({"type": "text", "text": text}));
+                }
+            };
+            frame(before, &mut parts, &mut string);
             for part in merge_assistant_text(turn) {
                 match part {
                     Part::Text(text) => {
@@ -375,11 +458,12 @@ impl<'a> PromptRenderer<'a> {
                     }
                 }
             }
+            frame(after, &mut parts, &mut string);
             let content = match form {
                 ContentForm::Parts => Value::Array(parts),
                 ContentForm::Text => Value::String(string),
             };
-            messages.push(json!({"role": turn.role.as_str(), "content": content}));
+            messages.push(json!({"role": role.as_str(), "content": content}));
         }
         Value::Array(messages)
     }
@@ -398,10 +482,12 @@ impl<'a> PromptRenderer<'a> {
         }
     }
 
-    /// Encodes the output and returns the prompt with its training mask. `trained` contains byte ranges of the output, in order.
+    /// Encodes the output from byte `from` and returns the prompt with its training mask. `trained` contains byte ranges of the
+    /// output, in order.
     fn encode(
         &self,
         output: &Output,
+        from: usize,
         media: &[MediumTokens],
         trained: &[Range<usize>],
     ) -> Result<(RenderedPrompt, Vec<bool>)> {
@@ -417,7 +503,7 @@ impl<'a> PromptRenderer<'a> {
 
         let mut prompt = RenderedPrompt { ids: Vec::new(), spans: Vec::new(), text: output.string.clone() };
         let mut mask = Vec::new();
-        let mut at = 0;
+        let mut at = from;
         let cuts = trained.iter().flat_map(|range| [(range.start, false), (range.end, true)]);
         for (end, is_trained) in cuts.chain([(output.string.len(), false)]) {
             let encoded = self.tokenizer.encode_runs(&output.runs(at..end, media), &placeholders)?;

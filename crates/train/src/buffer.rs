@@ -10,6 +10,7 @@ use crate::error::{Result, TrainError};
 use crate::features::settle;
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::{prepare, prepare_split};
+use crate::saved_turns::{self, SavedTurn};
 use crate::step::Algorithm;
 
 /// State of a rollout that still has updates to come.
@@ -38,6 +39,9 @@ pub struct BufferState {
     /// Decision of the entropy gate for each token, true if the token is kept; null without a gate.
     #[serde(default)]
     pub kept: Vec<Vec<Option<Vec<bool>>>>,
+    /// Turns of an environment by row and completion; empty without an environment.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub turns: Vec<Vec<Vec<SavedTurn>>>,
     /// Reward names.
     pub reward_names: Vec<String>,
     /// Reward weights.
@@ -60,6 +64,7 @@ impl BufferState {
             .first()
             .map(|part| (part.rewards.names.clone(), part.rewards.weights.clone()))
             .unwrap_or_default();
+        let turns = each(rollouts, |c| SavedTurn::of(&c.completion));
         let values =
             |reward: usize| rollouts.iter().flat_map(|part| part.rewards.values[reward].clone()).collect();
         Self {
@@ -73,6 +78,7 @@ impl BufferState {
             sampled: each(rollouts, |c| c.completion.logprobs.clone()),
             reference: each(rollouts, |c| c.reference.clone()),
             kept: each(rollouts, |c| c.kept.clone()),
+            turns: if turns.iter().flatten().all(Vec::is_empty) { Vec::new() } else { turns },
             reward_values: (0..names.len()).map(values).collect(),
             reward_names: names,
             reward_weights: weights,
@@ -84,13 +90,14 @@ impl BufferState {
     pub(crate) fn is_whole(&self) -> bool {
         let rows = self.rows.len();
         let completions: usize = self.ids.iter().map(Vec::len).sum();
+        let Some(sampled_tokens) = self.sampled_tokens() else { return false };
         let groups = |g: usize| {
             let (ids, old) = (&self.ids[g], &self.old[g]);
-            let fits = |(ids, old): (&Vec<u32>, &Vec<f32>)| ids.len() == old.len();
+            let fits = |(&tokens, old): (&usize, &Vec<f32>)| tokens == old.len();
             self.texts[g].len() == ids.len()
                 && self.truncated[g].len() == ids.len()
                 && old.len() == ids.len()
-                && ids.iter().zip(old).all(fits)
+                && sampled_tokens[g].iter().zip(old).all(fits)
         };
         let lists =
             [self.epochs.len(), self.ids.len(), self.texts.len(), self.truncated.len(), self.old.len()];
@@ -99,13 +106,29 @@ impl BufferState {
                 && self.sampled.iter().zip(&self.ids).all(|(own, ids)| own.len() == ids.len());
         lists.iter().all(|&n| n == rows)
             && sampled
-            && per_token(&self.reference, &self.ids)
-            && per_token(&self.kept, &self.ids)
+            && per_token(&self.reference, &sampled_tokens)
+            && per_token(&self.kept, &sampled_tokens)
             && (0..rows).all(groups)
             && self.reward_totals.len() == completions
             && self.reward_values.len() == self.reward_names.len()
             && self.reward_weights.len() == self.reward_names.len()
             && self.reward_values.iter().all(|values| values.len() == completions)
+    }
+
+    /// Returns the number of sampled tokens by row and completion, or `None` if the turns do not fit the completions.
+    fn sampled_tokens(&self) -> Option<Vec<Vec<usize>>> {
+        let (rows, none) = (self.ids.len(), Vec::new());
+        if !(self.turns.is_empty() || self.turns.len() == rows) {
+            return None;
+        }
+        let group = |(g, ids): (usize, &Vec<Vec<u32>>)| {
+            let turns = self.turns.get(g).unwrap_or(&none);
+            let fits = turns.is_empty() || turns.len() == ids.len();
+            let added = |c: usize| turns.get(c).into_iter().flatten().map(SavedTurn::tokens).sum::<usize>();
+            let each = ids.iter().enumerate().map(|(c, ids)| ids.len().checked_sub(added(c)));
+            each.collect::<Option<Vec<usize>>>().filter(|_| fits)
+        };
+        self.ids.iter().enumerate().map(group).collect()
     }
 
     /// Restores the rollout, split into parts of `prompts_per_step` prompts. Prompts and features are recomputed from the rows
@@ -142,7 +165,7 @@ impl BufferState {
         })?;
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (row, prepared)) in self.rows.iter().zip(rows).enumerate() {
-            let row = prepared.map_err(|e| TrainError::Checkpoint {
+            let mut row = prepared.map_err(|e| TrainError::Checkpoint {
                 what: format!("row {row} of a rollout in progress can no longer be read: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
@@ -159,7 +182,13 @@ impl BufferState {
                     ..Scored::new(completion, Some(old.clone()))
                 }
             });
-            groups.push(Group { features: Vec::new(), completions: completions.collect(), row });
+            let mut completions: Vec<Scored> = completions.collect();
+            if let Some(turns) = self.turns.get(r) {
+                let mut each: Vec<&mut Completion> =
+                    completions.iter_mut().map(|c| &mut c.completion).collect();
+                row.add_media(saved_turns::restore(turns, &mut each, prompts, row.prompt.media.len())?);
+            }
+            groups.push(Group { features: Vec::new(), completions, row });
         }
         algorithm.split.agree(settle(model, prompts, algorithm, &mut groups))?;
         let rewards = RewardMatrix {
@@ -174,12 +203,11 @@ impl BufferState {
     }
 }
 
-/// Returns true if `lists` is empty or has one value per completion and token. A completion without a list is accepted.
-fn per_token<T>(lists: &[Vec<Option<Vec<T>>>], ids: &[Vec<Vec<u32>>]) -> bool {
-    let fits =
-        |(own, ids): (&Option<Vec<T>>, &Vec<u32>)| own.as_ref().is_none_or(|own| own.len() == ids.len());
-    let group = |(own, ids): (&Vec<Option<Vec<T>>>, &Vec<Vec<u32>>)| {
-        own.len() == ids.len() && own.iter().zip(ids).all(fits)
+/// Returns true if `lists` is empty or has one value per completion and sampled token. A completion without a list is accepted.
+fn per_token<T>(lists: &[Vec<Option<Vec<T>>>], tokens: &[Vec<usize>]) -> bool {
+    let fits = |(own, &tokens): (&Option<Vec<T>>, &usize)| own.as_ref().is_none_or(|own| own.len() == tokens);
+    let group = |(own, tokens): (&Vec<Option<Vec<T>>>, &Vec<usize>)| {
+        own.len() == tokens.len() && own.iter().zip(tokens).all(fits)
     };
-    lists.is_empty() || lists.len() == ids.len() && lists.iter().zip(ids).all(group)
+    lists.is_empty() || lists.len() == tokens.len() && lists.iter().zip(tokens).all(group)
 }

@@ -121,7 +121,7 @@ impl Judged {
         Self {
             bits: numbers.map(|number| number.map(f64::to_bits)).collect(),
             references: line.references.clone(),
-            tokens: completions.iter().map(|c| c.ids.len()).sum(),
+            tokens: completions.iter().map(Completion::num_sampled).sum(),
             truncated: completions.iter().filter(|c| c.finish_reason == FinishReason::Length).count(),
             line,
         }

@@ -32,6 +32,7 @@ pub mod roofline;
 pub mod room;
 mod rows;
 mod run;
+mod saved_turns;
 mod schedule;
 mod scoring;
 mod selection;
@@ -59,12 +60,14 @@ pub use plan::{
 };
 pub use policy::{ModelPlan, Policy, weights_fit};
 pub use prepare::{Forecast, Output, Prepared, Run, Trained, Variant};
+pub use records::environment_turns;
 pub use replay::replay;
 pub use rollouts::{Group, Rollouts, Scored};
 pub use rows::{
     Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, Unusable, media_paths, prepare, requests,
 };
 pub use run::train;
+pub use saved_turns::SavedTurn;
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};

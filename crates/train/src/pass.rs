@@ -7,7 +7,7 @@ use std::mem::{replace, take};
 use std::ops::Range;
 
 use omnigrpo_grpo::{Batch, MetricSums, Normalizer, evaluate};
-use omnigrpo_models::{DecoderMemory, FeatureGradients, Features, Model, PackedStream, Prompt, Training};
+use omnigrpo_models::{DecoderMemory, FeatureGradients, Features, Model, Prompt, Training};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rollout::Completion;
 use serde::{Deserialize, Serialize};
@@ -78,7 +78,7 @@ impl<'a> Pass<'a> {
         training: Training,
         rollouts: &Rollouts,
     ) -> Result<Self> {
-        let lengths: Vec<usize> = rollouts.completions().map(|c| c.completion.ids.len()).collect();
+        let lengths: Vec<usize> = rollouts.completions().map(|c| c.completion.num_sampled()).collect();
         let truncated: Vec<bool> = rollouts.completions().map(Scored::is_truncated).collect();
         let longest = algorithm.sampling.max_completion_length;
         let normalizer = Normalizer::for_step(&algorithm.loss, &lengths, &truncated, longest)?
@@ -184,7 +184,7 @@ impl<'a> Pass<'a> {
             let prompts: Vec<&Prompt> = groups.iter().map(|g| &*g.row.prompt).collect();
             let features: Vec<&[Features]> = groups.iter().map(|g| g.features.as_slice()).collect();
             let (mut gradients, idle) = (take(&mut self.gradients), take(&mut self.idle));
-            self.model.reach(&prompts, &idle, &mut gradients);
+            self.model.reach(&prompts, &features, &idle, &mut gradients);
             Ok(self.model.backward_media(&prompts, &features, memories, gradients, self.training)?)
         })
     }
@@ -206,7 +206,7 @@ impl<'a> Pass<'a> {
             && !plan.needs_reference()
             && !plan.needs_entropy()
             && self.training.router.is_off();
-        let stream = PackedStream::new(&rollouts.stream(parts))?;
+        let stream = rollouts.packed(parts)?;
         // The recalled pass fits only the stream of the complete leaf. For other streams it is dropped to free its memory.
         let recalled = self.recalled.take();
         let recalled = recalled.filter(|_| !rollouts.updated && rollouts.is_whole(parts, self.leaf.clone()));
@@ -230,7 +230,8 @@ impl<'a> Pass<'a> {
         };
         let old = rollouts.members(parts).filter_map(|c| c.old.as_deref()).flatten();
         let old: Vec<f64> = old.map(|&x| f64::from(x)).collect();
-        let sampled = rollouts.members(parts).all(|c| c.completion.logprobs.len() == c.completion.ids.len());
+        let sampled =
+            rollouts.members(parts).all(|c| c.completion.logprobs.len() == c.completion.num_sampled());
         let sampler = rollouts.members(parts).flat_map(|c| &c.completion.logprobs);
         let sampler: Vec<f64> = sampler.map(|&x| f64::from(x)).collect();
         let truncated: Vec<bool> = rollouts.members(parts).map(Scored::is_truncated).collect();
@@ -296,7 +297,7 @@ impl<'a> Pass<'a> {
     fn as_drawn(&self, parts: &[Part], rollouts: &Rollouts) -> Option<(Vec<f32>, Vec<f32>)> {
         let drops = self.model.lora().is_some_and(|lora| lora.dropout > 0.0);
         let completions = || rollouts.members(parts).map(|c| &c.completion);
-        let whole = |c: &Completion| c.logprobs.len() == c.ids.len() && c.entropies.len() == c.ids.len();
+        let whole = |c: &Completion| [c.logprobs.len(), c.entropies.len()] == [c.num_sampled(); 2];
         if !self.passed.on_policy || drops || !completions().all(whole) {
             return None;
         }
@@ -352,7 +353,7 @@ fn score_own(
     let own = own_places(algorithm, rollouts.groups.len()).into_iter();
     let mut scored: Vec<(usize, Vec<Vec<f32>>)> = own.map(|group| (group, Vec::new())).collect();
     for parts in streams {
-        let stream = PackedStream::new(&rollouts.stream(&parts))?;
+        let stream = rollouts.packed(&parts)?;
         let mut features = Vec::with_capacity(parts.len());
         for part in &parts {
             // A group that was split continues in the next stream.

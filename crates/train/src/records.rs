@@ -3,13 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use omnigrpo_data::Dataset;
+use omnigrpo_data::{Dataset, MediumRef, MediumSource};
 use omnigrpo_guard::told;
+use omnigrpo_models::AddedTurn;
 use omnigrpo_observe::{
-    BeforeAfter, Console, DebugLog, Event, FinishReason, Health, Metric, PhaseTimer, Report, Rollout, RunDir,
-    Skipped, Tokens, Trackers, Warning, Window, best_and_worst, evaluation_line, is_headline, write_atomic,
+    BeforeAfter, Console, DebugLog, EnvironmentTurn, Event, FinishReason, Health, Metric, PhaseTimer, Report,
+    Rollout, RunDir, Skipped, Tokens, Trackers, Warning, Window, best_and_worst, evaluation_line,
+    is_headline, write_atomic,
 };
 use omnigrpo_rewards::Category;
+use omnigrpo_rollout::Completion;
 use omnigrpo_text::{StreamDecoder, Tokenizer};
 use serde::Serialize;
 use serde_json::Value;
@@ -163,7 +166,7 @@ impl Records {
             .map(|((group, sample, completion), own)| {
                 let mut decoder = StreamDecoder::new(false);
                 let mut tokens: Vec<String> =
-                    completion.ids.iter().map(|&id| decoder.push(tokenizer, id)).collect();
+                    completion.sampled_ids().into_iter().map(|id| decoder.push(tokenizer, id)).collect();
                 // The last token also gets the remaining bytes that do not form a character.
                 if let Some(last) = tokens.last_mut() {
                     last.push_str(&decoder.finish());
@@ -419,7 +422,8 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
                 rewards: names.map(|(name, values)| (name.clone(), values[index])).collect(),
                 reward: rollouts.rewards.total[index],
                 advantage: *advantage,
-                length: completion.ids.len(),
+                length: completion.num_sampled(),
+                turns: environment_turns(completion),
                 finish_reason: match completion.finish_reason {
                     omnigrpo_rollout::FinishReason::Stop => FinishReason::Stop,
                     omnigrpo_rollout::FinishReason::Length => FinishReason::Length,
@@ -438,9 +442,31 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
     lines
 }
 
+/// Returns the turns of an environment in a completion, for records; empty without one.
+#[must_use]
+pub fn environment_turns(completion: &Completion) -> Vec<EnvironmentTurn> {
+    let each = completion.turns.iter().zip(completion.model_turns()).zip(&completion.earlier);
+    let turn = |((turn, ids), model): ((&AddedTurn, &[u32]), &String)| {
+        let path = |source: &MediumRef| match &source.source {
+            MediumSource::Path(path) => vec![path.clone()],
+            MediumSource::Frames(frames) => frames.clone(),
+        };
+        EnvironmentTurn {
+            model: model.clone(),
+            model_tokens: ids.len(),
+            text: turn.said.written(),
+            tokens: turn.turn.ids.len(),
+            media: turn.sources.iter().flat_map(path).map(|path| path.display().to_string()).collect(),
+        }
+    };
+    each.map(turn).collect()
+}
+
 /// Returns the times of the sampled frames in seconds for each media path of a row. The result is empty if the row has no clip.
 fn frame_times(row: &PreparedRow, num_paths: usize) -> Vec<Vec<f64>> {
     let media = &row.prompt.media;
+    // Media of an environment follow those of the row.
+    let media = &media[..media.len().min(row.sample.media.len().max(num_paths))];
     // The media do not correspond to the paths if a clip is a list of frames or if its audio is also read.
     if media.len() != num_paths || media.iter().all(|medium| medium.frame_times_secs.is_empty()) {
         return Vec::new();

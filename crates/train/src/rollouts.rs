@@ -4,7 +4,7 @@ use std::mem::{replace, take};
 use std::ops::Range;
 
 use omnigrpo_grpo::{Advantages, LossPlan, advantage, top_entropy_tokens};
-use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories};
+use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories, PackedStream};
 use omnigrpo_rewards::RewardMatrix;
 use omnigrpo_rollout::{Completion, FinishReason};
 
@@ -122,7 +122,7 @@ impl Rollouts {
         let Some(kept) = top_entropy_tokens(&entropies, plan.top_entropy)? else { return Ok(()) };
         let mut kept = kept.into_iter();
         for c in self.groups.iter_mut().flat_map(|group| &mut group.completions) {
-            let tokens = c.completion.ids.len();
+            let tokens = c.completion.num_sampled();
             c.kept = Some(if counts(c) { kept.by_ref().take(tokens).collect() } else { vec![false; tokens] });
         }
         Ok(())
@@ -179,13 +179,15 @@ impl Rollouts {
         stream.iter().flat_map(|part| &self.groups[part.group].completions[part.completions.clone()])
     }
 
-    /// Returns a stream in the form that the model reads.
-    pub(crate) fn stream(&self, stream: &[Part]) -> Vec<GroupStream<'_>> {
-        let group = |part: &Part| {
-            let Group { row, completions, .. } = &self.groups[part.group];
-            let ids = completions[part.completions.clone()].iter().map(|c| c.completion.ids.as_slice());
-            GroupStream { prompt: &row.prompt, completions: ids.collect() }
+    /// Packs the parts of a stream in the form that the model reads.
+    pub(crate) fn packed(&self, stream: &[Part]) -> Result<PackedStream> {
+        let completions = |part: &Part| &self.groups[part.group].completions[part.completions.clone()];
+        let group = |part: &Part| GroupStream {
+            prompt: &self.groups[part.group].row.prompt,
+            completions: completions(part).iter().map(|c| c.completion.ids.as_slice()).collect(),
         };
-        stream.iter().map(group).collect()
+        let groups: Vec<GroupStream> = stream.iter().map(group).collect();
+        let turns = |group: usize, c: usize| completions(&stream[group])[c].completion.turns.as_slice();
+        Ok(PackedStream::with_turns(&groups, turns)?)
     }
 }

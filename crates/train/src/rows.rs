@@ -91,6 +91,16 @@ impl PreparedRow {
         Ok(Self { sample, prompt, epoch: 0 })
     }
 
+    /// Adds the media of turns that an environment added to completions of the row ([`AddedTurn::media`]).
+    ///
+    /// [`AddedTurn::media`]: omnigrpo_models::AddedTurn::media
+    pub(crate) fn add_media(&mut self, media: impl IntoIterator<Item = Arc<MediumInput>>) {
+        let mut media = media.into_iter().peekable();
+        if media.peek().is_some() {
+            Arc::make_mut(&mut self.prompt).media.extend(media);
+        }
+    }
+
     /// Returns false if another rank has decoded the row. Its prompt then has ids and text, and its media have no content.
     pub(crate) fn is_here(&self) -> bool {
         self.prompt.positions.len() == self.prompt.ids.len()
@@ -319,6 +329,7 @@ pub fn requests<'a>(
         rollout,
         row: row.sample.row,
         first_sample: before * num_samples as u32,
+        sample: Some(&row.sample),
     })
     .collect()
 }

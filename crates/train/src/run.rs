@@ -226,6 +226,13 @@ impl Loop {
         } = setup;
         let dir = lock.root();
         algorithm.split.validate()?;
+        if algorithm.sampling.interaction.is_some() && (algorithm.split.ranks.size() > 1 || run.replay) {
+            return Err(TrainError::Data {
+                what: "an environment cannot answer completions over several ranks or in a replay; use one process and sampled \
+                       completions"
+                    .to_owned(),
+            });
+        }
         algorithm.split.prompts_per_step = Some(run.prompts_per_step);
         let split = algorithm.split.clone();
         split.only_first(|| {

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use omnigrpo_data::{Cause, Sample, ThinkMode};
+use omnigrpo_data::{Cause, MediumRef, Sample, ThinkMode};
 use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_text::{Part, Role, Turn};
 use serde_json::{Value, json};
 
 use crate::error::{Result, TrainError};
@@ -95,16 +96,20 @@ fn with_inputs<T>(
     scored: impl FnOnce(&[RewardInput<'_>]) -> Result<T>,
 ) -> Result<T> {
     let contexts: Vec<_> = rows.iter().map(|(sample, _)| (sample.question(), media_paths(sample))).collect();
+    let told: Vec<Vec<Option<Told>>> =
+        rows.iter().map(|(sample, own)| own.iter().map(|c| Told::of(sample, c)).collect()).collect();
     let mut inputs = Vec::new();
     let before = occurrences(rows.iter().map(|(sample, _)| sample.row));
-    for (((sample, completions), (question, paths)), before) in rows.iter().zip(&contexts).zip(before) {
+    for ((((sample, completions), (question, paths)), told), before) in
+        rows.iter().zip(&contexts).zip(&told).zip(before)
+    {
         let first = before as usize * completions.len();
-        for (index, completion) in completions.iter().enumerate() {
+        for (index, (completion, told)) in completions.iter().zip(told).enumerate() {
             inputs.push(RewardInput {
                 prompt: question,
-                turns: &sample.turns,
+                turns: told.as_ref().map_or(&sample.turns, |told| &told.turns),
                 completion: &completion.text,
-                completion_ids: &completion.ids,
+                completion_ids: told.as_ref().map_or(&completion.ids, |told| &told.ids),
                 solution: sample.solution.as_deref(),
                 columns: &sample.columns,
                 think: match sample.think {
@@ -112,13 +117,43 @@ fn with_inputs<T>(
                     ThinkMode::Off => Think::Off,
                 },
                 media_paths: paths,
-                media: &sample.media,
+                media: told.as_ref().map_or(&sample.media, |told| &told.media),
                 key: RowKey { seed, step, row: sample.row, sample: (first + index) as u64 },
                 truncated: completion.finish_reason == FinishReason::Length,
             });
         }
     }
     scored(&inputs)
+}
+
+/// Conversation before the last turn of a completion with turns of an environment.
+struct Told {
+    turns: Vec<Turn>,
+    media: Vec<MediumRef>,
+    /// Sampled tokens of all turns of the model.
+    ids: Vec<u32>,
+}
+
+impl Told {
+    /// Returns the conversation; `None` if no environment added a turn.
+    fn of(sample: &Sample, completion: &Completion) -> Option<Self> {
+        if completion.turns.is_empty() {
+            return None;
+        }
+        let (mut turns, mut media) = (sample.turns.clone(), sample.media.clone());
+        for (added, model) in completion.turns.iter().zip(&completion.earlier) {
+            turns.push(Turn::text(Role::Assistant, model.clone()));
+            let before = |kind| media.iter().filter(|medium| medium.kind == kind).count();
+            let part = |part: &Part| match part {
+                Part::Text(text) => Part::Text(text.clone()),
+                Part::Medium { kind, index } => Part::Medium { kind: *kind, index: before(*kind) + index },
+            };
+            let parts = added.said.parts.iter().map(part).collect();
+            turns.push(Turn { role: added.said.role, parts });
+            media.extend(added.sources.iter().cloned());
+        }
+        Some(Self { turns, media, ids: completion.sampled_ids() })
+    }
 }
 
 /// Returns for each row the number of its earlier occurrences in the list. The sample numbers of a repeated row continue, so that

@@ -31,12 +31,14 @@
 //! `Normalizer` must first be computed for the whole step.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
-use omnigrpo_models::{DecoderMemory, Model, PromptBuilder, RouterPlan, Training};
+use omnigrpo_models::{DecoderMemory, Features, MediumInput, Model, PromptBuilder, RouterPlan, Training};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
-use omnigrpo_rollout::{Generator, Request, SamplingParams, TokenEvent};
+use omnigrpo_rollout::{Completion, Generator, Request, SamplingParams, TokenEvent};
 
 use crate::error::{Result, TrainError};
 use crate::features::{self, encode_own, settle};
@@ -293,6 +295,10 @@ impl Collector<'_> {
         if algorithm.max_resample_times > 0 {
             rewards.logged.metrics.insert("sampling/resampled_prompts".into(), f64::from(dropped));
         }
+        if let Some(interaction) = &algorithm.sampling.interaction {
+            let wait = interaction.take_wait();
+            rewards.logged.metrics.extend(turn_metrics(&groups, wait));
+        }
         Rollouts::new(algorithm, groups, kept, rewards)
     }
 
@@ -308,16 +314,24 @@ impl Collector<'_> {
         let Self { model, prompts, shuffled, rewards, algorithm } = *self;
         let activity = timer.activity().clone();
         let split = &algorithm.split;
-        let (features, mut kept) = encode_own(model, prompts, algorithm, &mut rows, keep, timer)?;
+        let (mut features, mut kept) = encode_own(model, prompts, algorithm, &mut rows, keep, timer)?;
+        // Media of environments, by prompt.
+        let mut added: Vec<Vec<(Arc<MediumInput>, Features)>> = vec![Vec::new(); rows.len()];
         let completions = timed(timer, "rollout", || {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);
             activity.parts("completions", 0, rows.len() * algorithm.num_generations);
             let generator = Generator::new(model, prompts, &algorithm.sampling, algorithm.max_live);
             let mut own = Vec::new();
+            let added = &mut added;
             let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
                 let requests: Vec<Request> = places.iter().map(|&place| requests[place]).collect();
                 let told = |event: TokenEvent| activity.token(event.last);
-                own.extend(places.into_iter().zip(generator.generate_with(&requests, told, memory)?));
+                for (place, generated) in
+                    places.into_iter().zip(generator.generate_with(&requests, told, memory)?)
+                {
+                    added[place] = generated.media;
+                    own.push((place, generated.completions));
+                }
                 Ok::<_, TrainError>(())
             };
             let mut rest: Vec<usize> = own_places(algorithm, rows.len());
@@ -345,6 +359,11 @@ impl Collector<'_> {
                 temporal::add_order_bonus(self, shuffled, &rows, rollout, &mut matrix)
             })?;
         }
+        for ((row, features), added) in rows.iter_mut().zip(&mut features).zip(added) {
+            let (media, own): (Vec<_>, Vec<_>) = added.into_iter().unzip();
+            row.add_media(media);
+            features.extend(own);
+        }
         let each = rows.into_iter().zip(features).zip(completions);
         let groups = each.map(|((row, features), completions)| Group {
             row,
@@ -362,6 +381,24 @@ impl Collector<'_> {
         let same = algorithm.recall && algorithm.router.is_off() && model.can_recall();
         (same && together).then(|| DecoderMemory::new(algorithm.stream_rows(), algorithm.recompute))
     }
+}
+
+/// Returns the metrics of environments, with TRL's names where it has them. `wait` is the time in which no completion could go on.
+fn turn_metrics(groups: &[Group], wait: Duration) -> Vec<(String, f64)> {
+    let completions = || groups.iter().flat_map(|group| &group.completions).map(|scored| &scored.completion);
+    let count = completions().count().max(1) as f64;
+    let sum = |of: &dyn Fn(&Completion) -> usize| completions().map(of).sum::<usize>() as f64;
+    let (calls, failed) = (sum(&|c| c.calls), sum(&|c| c.failed_calls));
+    let turns = |c: &Completion| c.turns.len() + 1;
+    let each = [
+        ("tools/call_frequency", calls / count),
+        ("tools/failure_frequency", failed / calls.max(1.0)),
+        ("turns/mean", sum(&turns) / count),
+        ("turns/max", completions().map(turns).max().unwrap_or_default() as f64),
+        ("turns/environment_tokens", sum(&|c| c.ids.len() - c.num_sampled()) / count),
+        ("turns/waiting_secs", wait.as_secs_f64()),
+    ];
+    each.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
 /// Returns the places of the prompts that this rank trains on, in a rollout with `prompts` prompts.

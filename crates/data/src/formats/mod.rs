@@ -156,7 +156,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     };
     let completion = completion(&columns)?;
     let roles = || raw.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
-    if raw.last().is_none_or(|turn| turn.role != Role::User) {
+    if raw.last().is_none_or(|turn| !matches!(turn.role, Role::User | Role::Tool)) {
         return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
     }
 
@@ -302,16 +302,31 @@ fn turn(value: &Value, place: &str) -> Result<RawTurn, RowProblem> {
     let Value::Object(map) = value else { return Err(column(place, value, EXPECTED)) };
     let (who, what) = match (map.get("from"), map.get("value"), map.get("role"), map.get("content")) {
         (Some(who), Some(what), ..) | (_, _, Some(who), Some(what)) => (who, what),
+        // A message that only calls tools may have no content.
+        (_, _, Some(who), None) if map.contains_key("tool_calls") => (who, &Value::Null),
         _ => return Err(column(place, value, EXPECTED)),
     };
     let role = match who.as_str() {
         Some("human" | "user") => Role::User,
         Some("gpt" | "assistant" | "model") => Role::Assistant,
         Some("system") => Role::System,
+        Some("tool" | "observation") => Role::Tool,
         _ => {
-            return Err(column(format!("{place}.role"), who, "human, user, gpt, assistant, model or system"));
+            let expected = "human, user, gpt, assistant, model, system, tool or observation";
+            return Err(column(format!("{place}.role"), who, expected));
         }
     };
+    let calls = map.get("tool_calls").filter(|calls| role == Role::Assistant && !calls.is_null());
+    if let Some(calls) = calls {
+        let said = match what {
+            Value::String(said) => said.as_str(),
+            Value::Null => "",
+            other => {
+                return Err(column(format!("{place}.content"), other, "a text or null, beside `tool_calls`"));
+            }
+        };
+        return Ok(RawTurn { role, content: Content::Text(with_calls(said, calls, place)?) });
+    }
     let content = match what {
         Value::String(text) => Content::Text(text.clone()),
         // VLM-R1 stores boxes and numbers in answers as JSON.
@@ -323,6 +338,31 @@ fn turn(value: &Value, place: &str) -> Result<RawTurn, RowProblem> {
         other => return Err(column(format!("{place}.content"), other, "a text or a list of parts")),
     };
     Ok(RawTurn { role, content })
+}
+
+/// Returns the text of a message with its calls of tools, in the format of Hermes and Qwen2.5.
+fn with_calls(said: &str, calls: &Value, place: &str) -> Result<String, RowProblem> {
+    const EXPECTED: &str = "a list of {function: {name, arguments}}";
+    let wrong = || column(format!("{place}.tool_calls"), calls, EXPECTED);
+    let mut text = said.to_owned();
+    for call in calls.as_array().ok_or_else(wrong)? {
+        let call = call.get("function").unwrap_or(call);
+        let name = call.get("name").and_then(Value::as_str).ok_or_else(wrong)?;
+        let arguments = match call.get("arguments") {
+            // OpenAI writes the arguments as a string of JSON.
+            Some(Value::String(inner)) => serde_json::from_str(inner).map_err(|_| wrong())?,
+            Some(arguments) => arguments.clone(),
+            None => Value::Object(Map::new()),
+        };
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        let name = Value::from(name);
+        text.push_str(&format!(
+            "<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>"
+        ));
+    }
+    Ok(text)
 }
 
 fn is_parts(value: &Value) -> bool {

@@ -83,6 +83,11 @@ impl Environment {
         self.cache_dir.join("check")
     }
 
+    /// Returns the directory for media that an environment adds to completions outside of a run.
+    pub fn turn_cache(&self) -> PathBuf {
+        self.cache_dir.join("turns")
+    }
+
     /// Reads the variables through `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Self {
         // An empty CUDA_VISIBLE_DEVICES hides every card; other empty variables count as unset.

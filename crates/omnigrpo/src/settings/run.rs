@@ -14,6 +14,7 @@ use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
 use omnigrpo_models::{LoraConfig, PromptSettings, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, Reward, RewardOptions};
+use omnigrpo_rollout::Interaction;
 use omnigrpo_scorers::ScorerOptions;
 use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, RunPlan, Selection};
 
@@ -338,6 +339,17 @@ pub struct Processes {
     pub address: Option<String>,
 }
 
+/// Environment that answers completions, with the limits of its answers.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct Turns {
+    /// Name of the environment; `None` samples completions of one turn.
+    pub environment: Option<String>,
+    pub max_turns: usize,
+    pub max_tool_tokens: Option<usize>,
+    pub max_tool_images: usize,
+}
+
 /// Every setting of one run.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -357,6 +369,8 @@ pub struct Settings {
     pub rewards: Rewards,
     /// Recipe from which `algorithm` was created.
     pub recipe: &'static Recipe,
+    /// Environment that answers completions; `algorithm.sampling` has it ready for use.
+    pub turns: Turns,
     /// Loss and sampling.
     pub algorithm: Algorithm,
     /// Learning rates and moments of AdamW.
@@ -442,6 +456,7 @@ impl Default for Settings {
                 caller: CallerRewards::default(),
             },
             recipe: &RECIPES[0],
+            turns: Turns { environment: None, max_turns: 8, max_tool_tokens: None, max_tool_images: 4 },
             algorithm: Algorithm::default(),
             optimizer: AdamWConfig::default(),
             selection: Selection::default(),
@@ -501,7 +516,26 @@ impl Settings {
             settings.run.eval = EvalWhen::Epoch;
         }
         settings.name_directories()?;
+        settings.interact()?;
         Ok(settings)
+    }
+
+    /// Gives the environment to sampling, and its tools to prompts.
+    fn interact(&mut self) -> Result<(), Problem> {
+        let Some(name) = &self.turns.environment else { return Ok(()) };
+        // Answers of evaluation and generation are kept with the user's other caches.
+        let folder =
+            self.io.output_dir.as_ref().map_or_else(|| self.env.turn_cache(), |dir| dir.join("media"));
+        let folder = std::path::absolute(&folder).unwrap_or(folder);
+        let environment = omnigrpo_rollout::environment(name, folder, &self.prompts.media.limits)
+            .map_err(|what| Problem::usage(what).at("--environment"))?;
+        self.prompts.render.tools = environment.tools();
+        let mut interaction = Interaction::new(environment);
+        interaction.max_turns = self.turns.max_turns;
+        interaction.max_answer_tokens = self.turns.max_tool_tokens;
+        interaction.max_answer_media = self.turns.max_tool_images;
+        self.algorithm.sampling.interaction = Some(interaction);
+        Ok(())
     }
 
     /// Converts the batch of a step to prompts and stores it in the plans.

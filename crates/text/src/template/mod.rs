@@ -78,9 +78,14 @@ pub(crate) enum ContentForm {
 pub struct ChatTemplate {
     threads: Arc<engine::Threads>,
     origin: TemplateOrigin,
-    /// Content forms for system, user and assistant turns.
-    forms: [ContentForm; 3],
+    /// Content forms for system, user, assistant and tool turns.
+    forms: [ContentForm; 4],
+    /// Whether the template describes the tools that it is given.
+    writes_tools: bool,
 }
+
+/// Text in probes of a template.
+const PROBE: &str = "omnigrpo-probe";
 
 impl ChatTemplate {
     /// Loads the template of the model in `dir`: `chat_template.jinja`, `chat_template.json`, or `chat_template` of
@@ -164,9 +169,11 @@ impl ChatTemplate {
         // Jinja2 treats every kind of line ending alike.
         let source = without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n");
         let threads = Arc::new(engine::Threads::new(engine::Engine { env, syntax, source }));
-        let mut template = ChatTemplate { threads, origin, forms: [ContentForm::Parts; 3] };
+        let mut template =
+            ChatTemplate { threads, origin, forms: [ContentForm::Parts; 4], writes_tools: false };
         template.threads.compile().map_err(|e| template.failed(e))?;
         template.forms = template.probe_forms();
+        template.writes_tools = template.probe_tools();
         Ok(template)
     }
 
@@ -182,6 +189,16 @@ impl ChatTemplate {
 
     pub(crate) fn form(&self, role: Role) -> ContentForm {
         self.forms[role as usize]
+    }
+
+    /// Returns whether the template describes the tools that it is given. The answer of a tool then has a role of its own.
+    pub fn writes_tools(&self) -> bool {
+        self.writes_tools
+    }
+
+    /// Returns the role that the template is given for a turn.
+    pub(crate) fn role(&self, role: Role) -> Role {
+        if role == Role::Tool && !self.writes_tools { Role::User } else { role }
     }
 
     /// Runs the template with the list `messages` and all other `variables`.
@@ -249,8 +266,7 @@ impl ChatTemplate {
 
     /// Determines the form of `content` for each role by rendering a probe. Templates of text-only models read a string, those of
     /// multimodal models a list. Some read one form for the system turn and the other for the remaining turns.
-    fn probe_forms(&self) -> [ContentForm; 3] {
-        const PROBE: &str = "omnigrpo-probe";
+    fn probe_forms(&self) -> [ContentForm; 4] {
         let list = serde_json::json!([{"type": "text", "text": PROBE}]);
         let string = serde_json::json!(PROBE);
         let content = |form, text: &serde_json::Value| match form {
@@ -259,11 +275,7 @@ impl ChatTemplate {
         };
         // Returns (writes the text once, writes a key of the list's items).
         let shows = |messages: serde_json::Value| {
-            let now = Some(jiff::civil::DateTime::default());
-            // Concatenating an undefined token with a text would be an error.
-            let tokens = ["bos_token", "eos_token", "pad_token", "unk_token"];
-            let tokens = tokens.map(|token| (token.to_owned(), serde_json::json!(""))).into_iter().collect();
-            let output = self.run_within(guard::TRIAL, &messages, false, &tokens, now).unwrap_or_default();
+            let output = self.trial(&messages, None);
             (output.matches(PROBE).count() == 1, output.contains("\"type\"") || output.contains("'type'"))
         };
         let choose = |place: &dyn Fn(&serde_json::Value) -> serde_json::Value| {
@@ -284,7 +296,36 @@ impl ChatTemplate {
         let assistant = choose(
             &|probe| serde_json::json!([{"role": "user", "content": other}, {"role": "assistant", "content": probe}]),
         );
-        [system, user, assistant]
+        let tool = choose(&|probe| {
+            serde_json::json!([
+                {"role": "user", "content": other}, {"role": "assistant", "content": other}, {"role": "tool", "content": probe}
+            ])
+        });
+        [system, user, assistant, tool]
+    }
+
+    /// Determines whether the template describes the tools that it is given.
+    fn probe_tools(&self) -> bool {
+        let tool = serde_json::json!({"type": "function", "function": {
+            "name": PROBE, "description": "x", "parameters": {"type": "object", "properties": {}}
+        }});
+        let messages = |content: serde_json::Value| serde_json::json!([{"role": "user", "content": content}]);
+        let content = match self.form(Role::User) {
+            ContentForm::Parts => serde_json::json!([{"type": "text", "text": "x"}]),
+            ContentForm::Text => serde_json::json!("x"),
+        };
+        self.trial(&messages(content), Some(tool)).contains(PROBE)
+    }
+
+    /// Runs the template on a probe; the output is empty if it fails.
+    fn trial(&self, messages: &serde_json::Value, tool: Option<serde_json::Value>) -> String {
+        let now = Some(jiff::civil::DateTime::default());
+        // Concatenating an undefined token with a text would be an error.
+        let tokens = ["bos_token", "eos_token", "pad_token", "unk_token"];
+        let tokens = tokens.map(|token| (token.to_owned(), serde_json::json!("")));
+        let tools = tool.map(|tool| ("tools".to_owned(), serde_json::json!([tool])));
+        let variables = tokens.into_iter().chain(tools).collect();
+        self.run_within(guard::TRIAL, messages, false, &variables, now).unwrap_or_default()
     }
 }
 
@@ -840,16 +881,16 @@ mod tests {
     #[test]
     fn content_form_is_what_the_template_reads() {
         let string = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}";
-        assert_eq!(ChatTemplate::from_source(string).unwrap().forms, [ContentForm::Text; 3]);
+        assert_eq!(ChatTemplate::from_source(string).unwrap().forms, [ContentForm::Text; 4]);
         let printed = "{% for m in messages %}{{ m.content }}{% endfor %}";
-        assert_eq!(ChatTemplate::from_source(printed).unwrap().forms, [ContentForm::Text; 3]);
+        assert_eq!(ChatTemplate::from_source(printed).unwrap().forms, [ContentForm::Text; 4]);
         assert_eq!(
             ChatTemplate::compile(BUILT_IN, TemplateOrigin::BuiltIn).unwrap().forms,
-            [ContentForm::Parts; 3]
+            [ContentForm::Parts; 4]
         );
         let mixed = "{% for m in messages %}{% if m.role == 'system' %}{{ 's' + m.content }}{% else %}\
                      {% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}";
-        let [system, user, assistant] = ChatTemplate::from_source(mixed).unwrap().forms;
+        let [system, user, assistant, _] = ChatTemplate::from_source(mixed).unwrap().forms;
         assert_eq!((system, user, assistant), (ContentForm::Text, ContentForm::Parts, ContentForm::Parts));
     }
 }

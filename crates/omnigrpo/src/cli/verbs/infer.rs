@@ -14,7 +14,7 @@ use omnigrpo_rollout::{Completion, Generator};
 use omnigrpo_text::StreamDecoder;
 use omnigrpo_train::{
     EvalOptions, EvalPlan, Evaluation, Keep, PreparedRow, Recorded, TrainError, Unusable, encode,
-    evaluate_rest, requests, room,
+    environment_turns, evaluate_rest, requests, room,
 };
 use serde_json::{Value, json};
 
@@ -246,12 +246,16 @@ fn sampled(settings: &Settings) -> EvalOptions {
 }
 
 fn completion_line(c: &Completion) -> Value {
-    json!({
+    let mut line = json!({
         "text": c.text,
         "completion_ids": c.ids,
         "logprobs": c.logprobs,
         "finish_reason": c.finish_reason,
-    })
+    });
+    if !c.turns.is_empty() {
+        line["turns"] = json!(environment_turns(c));
+    }
+    line
 }
 
 /// Answers one question on the terminal, streamed.

@@ -363,6 +363,7 @@ fn eval_options(settings: &Settings) -> EvalOptions {
         1 => SamplingParams {
             max_completion_length: sampling.max_completion_length,
             seed: sampling.seed,
+            interaction: sampling.interaction,
             ..SamplingParams::greedy()
         },
         _ => sampling,

@@ -3,10 +3,17 @@
 use super::*;
 use crate::settings::Settings;
 use crate::settings::values::Field as _;
-use Kind::{Path, Texts};
+use Kind::{Path, Text, Texts};
 
 fn greedy(s: &Settings) -> Option<&'static str> {
     (s.algorithm.sampling.temperature == 0.0).then_some("`temperature` 0 takes the most likely token")
+}
+
+/// Verbs whose completions an environment may answer.
+const ANSWERED: &[Verb] = &[Train, Generate, Eval];
+
+fn alone(s: &Settings, _: Verb) -> Option<&'static str> {
+    s.not_sampled().or(s.turns.environment.is_none().then_some("there is no `environment`"))
 }
 
 /// Flags of this section.
@@ -83,6 +90,25 @@ pub const FLAGS: &[Flag] = &[
         .help("Texts that end a completion, besides the model's stop tokens.")
         .alias(&["stop"])
         .idle(|s, _| s.not_sampled()),
+    row("environment", Text, at!(turns.environment), ANSWERED)
+        .help(
+            "Environment that answers the model in the middle of a completion: `zoom`, a tool that returns a part of the \
+             original picture, given by a box in pixels, or `zoom:1000`, the same with boxes in thousandths of the sides. The \
+             answer is read but not trained on, and counts in `max_completion_length`.",
+        )
+        .unset("none")
+        .idle(|s, _| s.not_sampled()),
+    row("max_turns", int(1, 1024), at!(turns.max_turns), ANSWERED)
+        .help("Maximum number of answers of the environment per completion.")
+        .alias(&["max_tool_calling_iterations"])
+        .idle(alone),
+    row("max_tool_tokens", int(1, COUNT), at!(turns.max_tool_tokens), ANSWERED)
+        .help("Maximum number of tokens of an answer of the environment. A longer one ends the completion instead.")
+        .unset("the rest of `max_completion_length`")
+        .idle(alone),
+    row("max_tool_images", int(0, 1024), at!(turns.max_tool_images), ANSWERED)
+        .help("Maximum number of media in an answer of the environment. More of them end the completion instead.")
+        .idle(alone),
     row("batch_size", int(1, 65_536), at!(eval.batch_rows), &[Generate, Score, Eval])
         .help("Prompts processed at a time; changes memory and speed, never the result.")
         .free(Verb::ALL)

@@ -1,0 +1,179 @@
+//! Environments: what answers a model in the middle of a completion, such as a tool that crops a picture.
+//!
+//! An [`Environment`] begins an [`Episode`] for each completion. The episode answers the turns of the model. Its answer, text and
+//! media, becomes a turn of the completion, and sampling goes on after it. Episodes run on other threads, so the other completions
+//! decode while one waits. The random numbers of a token do not depend on when an answer arrived.
+//!
+//! The model's turn is not tokenised again, and no token that was read before is read again.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use omnigrpo_data::{Cause, Sample};
+use omnigrpo_text::{MediumKind, Role, ToolCall};
+use serde_json::{Value, json};
+
+/// A source of answers to the turns of a model.
+pub trait Environment: Send + Sync {
+    /// Returns the name in errors and records.
+    fn name(&self) -> &str;
+
+    /// Returns the tools that the prompt describes, in the format of OpenAI: `{"type": "function", "function": {…}}`.
+    fn tools(&self) -> Vec<Value> {
+        Vec::new()
+    }
+
+    /// Returns true if the environment answers every turn, and false if it answers only turns that call a tool.
+    fn answers_text(&self) -> bool {
+        false
+    }
+
+    /// Begins the episode of one completion of a row. Everything random in it must follow from `key`.
+    ///
+    /// # Errors
+    /// Returns an error if the environment cannot work. The error ends the run.
+    fn begin(&self, row: &Sample, key: EpisodeKey) -> Result<Box<dyn Episode>, Cause>;
+}
+
+/// The part of an environment that belongs to one completion.
+pub trait Episode: Send {
+    /// Answers a turn of the model.
+    ///
+    /// # Errors
+    /// Returns an error if the environment cannot work. The error ends the run. A mistake of the model is no error but an answer
+    /// that describes it, for the model to read.
+    fn answer(&mut self, turn: &ModelTurn<'_>) -> Result<Answer, Cause>;
+}
+
+/// Identity of a completion in a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EpisodeKey {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Number of the rollout in the run.
+    pub rollout: u64,
+    /// Index of the row in its dataset.
+    pub row: u64,
+    /// Number of the completion among those of the row.
+    pub sample: u32,
+}
+
+/// A finished turn of the model.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelTurn<'a> {
+    /// Text of the turn, without its stop token.
+    pub text: &'a str,
+    /// Token ids of the turn, with its stop token.
+    pub ids: &'a [u32],
+    /// Calls of tools in it. A call that cannot be read is a description of the problem.
+    pub calls: &'a [Result<ToolCall, String>],
+    /// Number of the turn in the completion, from 1.
+    pub number: usize,
+    /// Largest number of tokens that an answer may have.
+    pub tokens_left: usize,
+}
+
+/// Reaction of an episode.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Answer {
+    /// A turn for the model to read.
+    Say {
+        /// Speaker: [`Role::Tool`] or [`Role::User`].
+        role: Role,
+        /// Text and media, in order.
+        parts: Vec<AnswerPart>,
+        /// Number of calls that failed.
+        failed: usize,
+    },
+    /// The end of the completion.
+    Stop,
+}
+
+/// Part of an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AnswerPart {
+    /// Text, which is never read as control tokens.
+    Text(String),
+    /// Picture, clip or sound.
+    Medium {
+        /// Kind of the medium.
+        kind: MediumKind,
+        /// File of the medium. It must stay unchanged as long as a checkpoint of the run may be resumed.
+        path: PathBuf,
+    },
+}
+
+/// Answers each call in order with what `run` returns. A call that cannot be read, and one that fails, is answered with the error.
+pub fn answer_calls(
+    turn: &ModelTurn<'_>,
+    mut run: impl FnMut(&ToolCall) -> Result<Vec<AnswerPart>, String>,
+) -> Answer {
+    let (mut parts, mut failed) = (Vec::new(), 0);
+    for call in turn.calls {
+        if !parts.is_empty() {
+            parts.push(AnswerPart::Text("\n".to_owned()));
+        }
+        let answer = call.as_ref().map_err(String::clone).and_then(&mut run);
+        parts.extend(answer.unwrap_or_else(|error| {
+            failed += 1;
+            vec![AnswerPart::Text(json!({ "error": error }).to_string())]
+        }));
+    }
+    Answer::Say { role: Role::Tool, parts, failed }
+}
+
+/// An environment with the limits of its answers.
+#[derive(Clone)]
+pub struct Interaction {
+    /// Environment that answers.
+    pub environment: Arc<dyn Environment>,
+    /// Maximum number of answers per completion. The completion ends with the model's turn after the last one.
+    pub max_turns: usize,
+    /// Maximum number of tokens of an answer; `None` leaves only the maximum length of the completion, which includes answers.
+    pub max_answer_tokens: Option<usize>,
+    /// Maximum number of media in an answer.
+    pub max_answer_media: usize,
+    /// Time that decoding has waited for answers while no completion could go on, in nanoseconds.
+    waited: Arc<AtomicU64>,
+}
+
+impl Interaction {
+    /// Allows eight answers per completion with at most four media each.
+    #[must_use]
+    pub fn new(environment: Arc<dyn Environment>) -> Self {
+        let waited = Arc::default();
+        Self { environment, max_turns: 8, max_answer_tokens: None, max_answer_media: 4, waited }
+    }
+
+    pub(crate) fn add_wait(&self, time: Duration) {
+        self.waited.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// Returns the time that decoding has waited for answers since the last call, and sets it to 0.
+    #[must_use]
+    pub fn take_wait(&self) -> Duration {
+        Duration::from_nanos(self.waited.swap(0, Ordering::Relaxed))
+    }
+}
+
+impl PartialEq for Interaction {
+    fn eq(&self, other: &Self) -> bool {
+        let limits = |of: &Self| (of.max_turns, of.max_answer_tokens, of.max_answer_media);
+        Arc::ptr_eq(&self.environment, &other.environment) && limits(self) == limits(other)
+    }
+}
+
+impl fmt::Debug for Interaction {
+    /// Formats the name and the limits.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Interaction")
+            .field("environment", &self.environment.name())
+            .field("max_turns", &self.max_turns)
+            .field("max_answer_tokens", &self.max_answer_tokens)
+            .field("max_answer_media", &self.max_answer_media)
+            .finish()
+    }
+}

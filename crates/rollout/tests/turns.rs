@@ -1,0 +1,355 @@
+//! Environments that answer in the middle of completions: what is recorded is what training computes, answers may arrive in any
+//! order, limits hold, and failures name their place.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use omnigrpo_data::{Cause, Dataset, ReadOptions, Sample};
+use omnigrpo_models::{
+    Checkpoint, DecoderMemory, Features, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt,
+    PromptBuilder, PromptSettings, Training, WeightDtype,
+};
+use omnigrpo_ops::{Device, Memory};
+use omnigrpo_rollout::{
+    Answer, AnswerPart, Environment, Episode, EpisodeKey, FinishReason, Generated, Generator, Interaction,
+    ModelTurn, Request, SamplingParams,
+};
+use omnigrpo_text::{MediumKind, Role};
+use serde_json::json;
+use omnigrpo_testkit::{assert_close, checkpoint, golden, max_diff, take_gradients, train_all};
+
+/// One of each family whose turns are compared with `transformers`.
+const FAMILIES: [&str; 4] = ["qwen2_vl_untied", "qwen2_5_vl_untied", "qwen3_vl", "internvl3_5_hf"];
+const ANSWERS: usize = 2;
+
+/// Answers every turn with a text and one of two pictures, after a time that depends on the completion.
+struct Pictures {
+    /// Milliseconds by the parity of sample and turn.
+    delays: [u64; 2],
+    fails: Option<&'static str>,
+}
+
+struct Showing {
+    key: EpisodeKey,
+    delays: [u64; 2],
+    fails: Option<&'static str>,
+}
+
+impl Environment for Pictures {
+    fn name(&self) -> &str {
+        "pictures"
+    }
+
+    fn answers_text(&self) -> bool {
+        true
+    }
+
+    fn begin(&self, row: &Sample, key: EpisodeKey) -> Result<Box<dyn Episode>, Cause> {
+        assert_eq!((row.row, key.seed, key.rollout), (key.row, 7, 5));
+        Ok(Box::new(Showing { key, delays: self.delays, fails: self.fails }))
+    }
+}
+
+impl Episode for Showing {
+    fn answer(&mut self, turn: &ModelTurn<'_>) -> Result<Answer, Cause> {
+        assert!(turn.tokens_left > 0 && (1..=ANSWERS).contains(&turn.number) && !turn.ids.is_empty());
+        match self.fails {
+            Some("panic") => panic!("planted"),
+            Some(what) => return Err(what.into()),
+            None => {}
+        }
+        let parity = (self.key.sample as usize + turn.number) % 2;
+        std::thread::sleep(Duration::from_millis(self.delays[parity]));
+        let path = golden(&format!("media/{}.png", ["shapes", "alpha"][parity]));
+        let text = format!("look {} ", turn.number);
+        let parts = vec![AnswerPart::Text(text), AnswerPart::Medium { kind: MediumKind::Image, path }];
+        Ok(Answer::Say { role: Role::Tool, parts, failed: parity })
+    }
+}
+
+struct Setup {
+    model: Model,
+    prompts: PromptBuilder,
+    rows: Vec<(Sample, Prompt, Vec<Features>)>,
+}
+
+impl Setup {
+    fn new(name: &str, device: Device) -> Self {
+        let options = LoadOptions { dtype: WeightDtype::Float32, device, ..LoadOptions::default() };
+        let opened = Checkpoint::open(&checkpoint(name)).unwrap();
+        let model = Model::load_with(&opened, &options).unwrap();
+        let settings = PromptSettings { max_completion_length: MOST, ..PromptSettings::default() };
+        let prompts = PromptBuilder::open(&opened, settings).unwrap();
+        let rows = [
+            json!({ "prompt": "Which is larger, 3 or 5?" }),
+            json!({ "prompt": "<image>What is it?", "image": golden("media/shapes.png") }),
+        ];
+        let rows = Dataset::from_rows("turns", rows, &golden("media"), &ReadOptions::default()).unwrap();
+        let row = |row: u64| {
+            let sample = rows.get(row).unwrap();
+            let prompt = prompts.build(&sample).unwrap();
+            let features = model.encode_prompt(&prompt).unwrap();
+            (sample, prompt, features)
+        };
+        Self { rows: (0..2).map(row).collect(), model, prompts }
+    }
+
+    fn generate(
+        &self,
+        params: &SamplingParams,
+        max_live: usize,
+        memory: Option<&mut DecoderMemory>,
+    ) -> omnigrpo_rollout::Result<Vec<Generated>> {
+        let requests: Vec<Request> = self
+            .rows
+            .iter()
+            .map(|(sample, prompt, features)| Request {
+                num_samples: SAMPLES,
+                rollout: 5,
+                row: sample.row,
+                sample: Some(sample),
+                ..Request::new(prompt, features)
+            })
+            .collect();
+        Generator::new(&self.model, &self.prompts, params, max_live).generate_with(&requests, |_| {}, memory)
+    }
+
+    /// Packs all completions, with the features of all media.
+    fn packed(&self, generated: &[Generated]) -> (PackedStream, Vec<Prompt>, Vec<Vec<Features>>) {
+        let groups: Vec<GroupStream> = self
+            .rows
+            .iter()
+            .zip(generated)
+            .map(|((_, prompt, _), of)| GroupStream {
+                prompt,
+                completions: of.completions.iter().map(|c| c.ids.as_slice()).collect(),
+            })
+            .collect();
+        let stream = PackedStream::with_turns(&groups, |g, c| &generated[g].completions[c].turns).unwrap();
+        let (mut prompts, mut features) = (Vec::new(), Vec::new());
+        for ((_, prompt, own), of) in self.rows.iter().zip(generated) {
+            let media =
+                prompt.media.iter().chain(of.media.iter().map(|(medium, _)| medium)).cloned().collect();
+            prompts.push(Prompt { media, ..prompt.clone() });
+            features.push(own.iter().chain(of.media.iter().map(|(_, own)| own)).cloned().collect());
+        }
+        (stream, prompts, features)
+    }
+}
+
+/// Completions per prompt: enough for the random models to end some turns.
+const SAMPLES: usize = 24;
+const MOST: usize = 120;
+
+fn params(delays: [u64; 2], fails: Option<&'static str>) -> SamplingParams {
+    let mut interaction = Interaction::new(Arc::new(Pictures { delays, fails }));
+    interaction.max_turns = ANSWERS;
+    SamplingParams {
+        max_completion_length: MOST,
+        seed: 7,
+        interaction: Some(interaction),
+        ..SamplingParams::default()
+    }
+}
+
+fn num_turns(generated: &[Generated]) -> usize {
+    generated.iter().flat_map(|of| &of.completions).map(|c| c.turns.len()).sum()
+}
+
+#[test]
+fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
+    for name in FAMILIES {
+        let setup = Setup::new(name, Device::Cpu);
+        let model = &setup.model;
+        let before = model.tower_runs();
+        let mut memory = DecoderMemory::new(1 << 14, false);
+        let generated = setup.generate(&params([0, 0], None), 64, Some(&mut memory)).unwrap();
+        assert!(num_turns(&generated) >= 3, "{name}: {} turns", num_turns(&generated));
+        // Each medium is encoded once for the completions of a prompt.
+        let media: usize = generated.iter().map(|of| of.media.len()).sum();
+        assert_eq!(model.tower_runs() - before, media as u64, "{name}");
+        assert!(generated.iter().all(|of| of.media.len() <= 2), "{name}");
+        let completions = || generated.iter().flat_map(|of| &of.completions);
+        for c in completions() {
+            assert_eq!([c.logprobs.len(), c.entropies.len()], [c.num_sampled(); 2], "{name}");
+            assert!(
+                c.ids.len() <= MOST && c.turns.len() <= ANSWERS && c.earlier.len() == c.turns.len(),
+                "{name}"
+            );
+            assert_eq!(c.model_turns().map(<[u32]>::len).sum::<usize>(), c.num_sampled());
+            assert_eq!(
+                setup.prompts.tokenizer().decode(c.model_turns().last().unwrap(), true).unwrap(),
+                c.text
+            );
+            for turn in &c.turns {
+                assert!(
+                    turn.turn.text.contains("look ") && turn.turn.text.ends_with("assistant\n"),
+                    "{name}: {:?}",
+                    turn.turn.text
+                );
+                assert_eq!((turn.sources.len(), turn.turn.media.len()), (1, 1));
+            }
+        }
+        let (stream, prompts, features) = setup.packed(&generated);
+        let recorded: Vec<f32> = completions().flat_map(|c| c.logprobs.clone()).collect();
+        let scored = model.score(&stream, &features, 1.0).unwrap().0;
+        let delta = max_diff(&recorded, &scored);
+        assert!(delta <= 1e-4, "{name}: recorded and trained log-probabilities differ by {delta}");
+
+        let memory = memory.of_stream(&stream).unwrap().unwrap();
+        train_all(model);
+        let gradients = |recalled: Memory| {
+            let how = Training::default();
+            let pass = model.recall_pass(&stream, &features, 1.0, how, recalled).unwrap();
+            let logprobs = pass.logprobs.clone();
+            let d: Vec<f32> = (0..logprobs.len()).map(|i| (i as f32 * 0.7).sin()).collect();
+            let of_features = pass.backward(&d, Some(&d)).unwrap();
+            let prompts: Vec<&Prompt> = prompts.iter().collect();
+            model.backward_media(&prompts, &features, Memories::default(), of_features, how).unwrap();
+            (logprobs, take_gradients(model))
+        };
+        let (want, expected) = gradients(Memory::default());
+        let (got, recalled) = gradients(memory);
+        assert!(max_diff(&got, &want) <= 1e-4, "{name}: {}", max_diff(&got, &want));
+        assert_ne!(got, want, "{name}: nothing was recalled");
+        assert_close(&recalled, &expected, 1e-4, name);
+    }
+}
+
+/// Sampling runs on every device.
+#[test]
+fn recorded_numbers_on_every_device() {
+    for device in Device::all() {
+        let setup = Setup::new("qwen2_5_vl_untied", device);
+        let generated = setup.generate(&params([0, 0], None), 64, None).unwrap();
+        assert!(num_turns(&generated) >= 1, "{device}");
+        let (stream, _, features) = setup.packed(&generated);
+        let recorded: Vec<f32> =
+            generated.iter().flat_map(|of| &of.completions).flat_map(|c| c.logprobs.clone()).collect();
+        let delta = max_diff(&recorded, &setup.model.score(&stream, &features, 1.0).unwrap().0);
+        assert!(delta <= 1e-4, "{device}: {delta}");
+    }
+}
+
+/// Neither the time of answers nor the number of completions in flight changes a bit.
+#[test]
+fn answers_may_arrive_in_any_order() {
+    let setup = Setup::new("qwen2_5_vl_untied", Device::Cpu);
+    let of = |delays, max_live| {
+        let generated = setup.generate(&params(delays, None), max_live, None).unwrap();
+        generated
+            .into_iter()
+            .map(|of| (of.completions, of.media.into_iter().map(|(m, _)| m).collect::<Vec<_>>()))
+            .collect::<Vec<_>>()
+    };
+    let want = of([0, 0], 64);
+    for (delays, max_live) in [([30, 0], 64), ([0, 30], 64), ([5, 5], 8)] {
+        assert!(of(delays, max_live) == want, "{delays:?}, {max_live}");
+    }
+    // Other completions decode while one waits: much less than the sum of all waiting times passes.
+    let slow = params([60, 60], None);
+    setup.generate(&slow, 64, None).unwrap();
+    let turns: usize = want.iter().flat_map(|(completions, _)| completions).map(|c| c.turns.len()).sum();
+    let waited = slow.interaction.unwrap().take_wait();
+    assert!(waited < Duration::from_millis(60 * turns as u64), "{waited:?} for {turns} answers");
+}
+
+#[test]
+fn answers_beyond_a_limit_end_the_completion() {
+    let setup = Setup::new("qwen2_vl_untied", Device::Cpu);
+    let limited = |limit: &dyn Fn(&mut Interaction)| {
+        let mut params = params([0, 0], None);
+        limit(params.interaction.as_mut().unwrap());
+        setup.generate(&params, 64, None).unwrap()
+    };
+    let open = limited(&|_| {});
+    let asked = |c: &omnigrpo_rollout::Completion| c.finish_reason == FinishReason::Stop;
+    for (what, limited) in [
+        ("tokens", limited(&|of| of.max_answer_tokens = Some(5))),
+        ("media", limited(&|of| of.max_answer_media = 0)),
+    ] {
+        assert_eq!(num_turns(&limited), 0, "{what}");
+        for (cut, whole) in
+            limited.iter().zip(&open).flat_map(|(a, b)| a.completions.iter().zip(&b.completions))
+        {
+            let first = whole.turns.first().map_or(whole.ids.len(), |turn| turn.start);
+            assert_eq!(cut.ids, whole.ids[..first], "{what}");
+            assert!(
+                whole.turns.is_empty() || !asked(cut),
+                "{what}: the end of an episode counts as truncated"
+            );
+        }
+    }
+    let once = limited(&|of| of.max_turns = 1);
+    let lengths: BTreeSet<usize> =
+        once.iter().flat_map(|of| &of.completions).map(|c| c.turns.len()).collect();
+    assert_eq!(lengths, BTreeSet::from([0, 1]));
+}
+
+#[test]
+fn a_broken_environment_ends_the_rollout_with_its_place() {
+    let setup = Setup::new("qwen2_vl_untied", Device::Cpu);
+    let error = |fails| setup.generate(&params([0, 0], Some(fails)), 64, None).unwrap_err().to_string();
+    let told = error("the server is gone");
+    assert!(
+        told.starts_with("environment `pictures`, sample ") && told.ends_with(": the server is gone"),
+        "{told}"
+    );
+    assert!(told.contains(" of row "), "{told}");
+    assert!(error("panic").ends_with(": it panicked"));
+}
+
+/// A box on the original picture comes back as that part of it.
+#[test]
+fn zoom_returns_parts_of_the_original() {
+    let folder = tempfile::TempDir::new().unwrap();
+    let limits = omnigrpo_models::Limits::default();
+    let zoom = omnigrpo_rollout::environment("zoom", folder.path().join("media"), &limits).unwrap();
+    let thousandths =
+        omnigrpo_rollout::environment("zoom:1000", folder.path().join("media"), &limits).unwrap();
+    let unknown = omnigrpo_rollout::environment("zom", PathBuf::new(), &limits).err();
+    assert!(unknown.is_some_and(|what| what.contains("expected zoom")));
+    assert_eq!(zoom.tools()[0]["function"]["name"], "image_zoom_in_tool");
+    let picture = omnigrpo_media::load_image(&golden("media/noise.png"), &limits).unwrap();
+    let row = json!({ "prompt": "<image>?", "image": golden("media/noise.png") });
+    let sample = Sample::from_row(row, "zoom", &golden("media"), &ReadOptions::default()).unwrap();
+    let key = EpisodeKey { seed: 0, rollout: 0, row: 0, sample: 0 };
+    let ask = |zoom: &dyn Environment, text: &str| {
+        let calls = omnigrpo_text::tool_calls(text);
+        let turn = ModelTurn { text, ids: &[1], calls: &calls, number: 1, tokens_left: 100 };
+        zoom.begin(&sample, key).unwrap().answer(&turn).unwrap()
+    };
+    let call = |corners: &str| {
+        format!(
+            "<tool_call>{{\"name\": \"image_zoom_in_tool\", \"arguments\": {{\"bbox_2d\": {corners}}}}}</tool_call>"
+        )
+    };
+    let (w, h) = (picture.width_px, picture.height_px);
+    assert!(w > 40 && h > 40, "{w}x{h}");
+    let file = |answer: Answer| {
+        let Answer::Say { role: Role::Tool, parts, failed: 0 } = answer else { panic!("{answer:?}") };
+        let [AnswerPart::Medium { kind: MediumKind::Image, path }] = &parts[..] else { panic!("{parts:?}") };
+        path.clone()
+    };
+    let path = file(ask(&*zoom, &call("[3, 5, 37, 40]")));
+    let part = omnigrpo_media::load_image(&path, &limits).unwrap();
+    assert_eq!(part, picture.crop([3, 5], [37, 40]).unwrap());
+    // Row 1, column 2 of the part is row 6, column 5 of the picture.
+    assert_eq!(part.pixels[3 * (34 + 2)..][..3], picture.pixels[3 * (6 * w as usize + 5)..][..3]);
+    // The same part is the same file.
+    assert_eq!(file(ask(&*zoom, &call("[3, 5, 37, 40]"))), path);
+    let whole = file(ask(&*thousandths, &call("[0, 0, 1000, 1000]")));
+    assert_eq!(omnigrpo_media::load_image(&whole, &limits).unwrap(), picture);
+    for (wrong, why) in [
+        (call("[3, 5, 3, 40]"), "is empty"),
+        ("<tool_call>zoom</tool_call>".to_owned(), "is not JSON"),
+        ("<tool_call>{\"name\": \"other\"}</tool_call>".to_owned(), "unknown tool `other`"),
+    ] {
+        let Answer::Say { parts, failed: 1, .. } = ask(&*zoom, &wrong) else { panic!("{wrong}") };
+        let [AnswerPart::Text(text)] = &parts[..] else { panic!("{parts:?}") };
+        assert!(text.starts_with("{\"error\":") && text.contains(why), "{text}");
+    }
+}
