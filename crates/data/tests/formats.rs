@@ -141,6 +141,21 @@ fn turns_of_tools() {
     assert_eq!((sample.turns[2].role, &sample.turns[2].parts[..]), (Role::Tool, &[text("noon")][..]));
 }
 
+/// The last turn of a recorded conversation is not the whole completion.
+#[test]
+fn recorded_conversations_are_refused() {
+    let place = Place::new();
+    let row =
+        |turns: Value| json!({ "question": "which?", "completions": [{ "text": "7", "turns": turns }] });
+    assert_eq!(place.read(row(json!([]))).completions.unwrap()[0].text.as_deref(), Some("7"));
+    let refused = place.read_with(&row(json!([{ "text": "look", "tokens": 3 }])), &ReadOptions::default());
+    let message = told(&refused.unwrap_err().problem);
+    assert!(
+        message.contains("completions[0].turns") && message.contains("turns of an environment"),
+        "{message}"
+    );
+}
+
 #[test]
 fn qwen_finetune_images_and_both_media_in_one_row() {
     let place = Place::new();

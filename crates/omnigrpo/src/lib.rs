@@ -107,13 +107,14 @@ pub use omnigrpo_rewards::{
 };
 pub use omnigrpo_rollout::{
     Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, Generator, Interaction,
-    ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls, environment,
+    ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls,
 };
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, EvalWhen, Evaluation, Generated, Group, Objective,
     Observer, PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind,
-    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, evaluate, generate, logprobs,
+    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, evaluate, generate,
+    logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 

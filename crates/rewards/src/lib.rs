@@ -45,7 +45,7 @@ pub use evaluation::{
     Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,
     Summary, TextScores, answer, answer_reward, explanations, pass_at_k, summarize, wilson_interval,
 };
-pub use external::{ExternalOptions, redacted, rows_as_json, spec_files};
+pub use external::{Caller, ExternalOptions, conversation, redacted, rows_as_json, spec_files};
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, Named, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};
 pub use temporal::temporal_order_bonus;

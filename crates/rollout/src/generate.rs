@@ -214,6 +214,8 @@ struct Sequence {
     asks: Option<Vec<Result<ToolCall, String>>>,
     /// Episode of the environment, after its first answer.
     episode: Option<Box<dyn Episode>>,
+    /// Whether an answer that does not fit has ended the completion.
+    ended: bool,
 }
 
 /// The environment of a rollout, with the token that ends a turn of the model.
@@ -387,6 +389,7 @@ impl<'a> Generator<'a> {
                 matcher: StopMatcher::new(self.stops),
                 asks: None,
                 episode: None,
+                ended: false,
             }
         };
         let mut sequences: Vec<Sequence> = (0..request.num_samples).map(sequence).collect();
@@ -485,7 +488,13 @@ impl<'a> Generator<'a> {
         if let Some(Asked { interaction, .. }) = asked.filter(ends_turn) {
             let calls = tool_calls(&self.text_of(&done.ids[done.last_turn()])?);
             let answered = !calls.is_empty() || interaction.environment.answers_text();
-            sequence.asks = answered.then_some(calls);
+            let full = done.ids.len() + 2 > self.params.max_completion_length;
+            match (answered, full) {
+                (true, false) => sequence.asks = Some(calls),
+                // No token of an answer fits.
+                (true, true) => (done.finish_reason, sequence.ended) = (FinishReason::Length, true),
+                (false, _) => {}
+            }
         }
         Ok(())
     }
@@ -513,7 +522,10 @@ impl<'a> Generator<'a> {
         sequence.episode = Some(episode);
         match reaction {
             Reaction::Stop => {}
-            Reaction::TooLong => sequence.done.finish_reason = FinishReason::Length,
+            Reaction::TooLong => {
+                sequence.done.finish_reason = FinishReason::Length;
+                sequence.ended = true;
+            }
             Reaction::Said(said) => {
                 sequence.done.calls += said.calls;
                 sequence.done.failed_calls += said.failed;
@@ -611,7 +623,8 @@ impl<'a> Generator<'a> {
 
     fn is_over(&self, sequence: &Sequence) -> bool {
         let full = sequence.done.ids.len() >= self.params.max_completion_length;
-        sequence.asks.is_none() && (sequence.done.finish_reason == FinishReason::Stop || full)
+        let over = sequence.ended || sequence.done.finish_reason == FinishReason::Stop || full;
+        sequence.asks.is_none() && over
     }
 
     /// Removes finished completions from the batch, and groups that have none left. Completions with a question to the

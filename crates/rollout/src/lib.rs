@@ -22,4 +22,4 @@ pub use environment::{
 pub use error::{Result, RolloutError};
 pub use generate::{Completion, FinishReason, Generated, Generator, Request, TokenEvent};
 pub use sample::SamplingParams;
-pub use zoom::{BoxUnit, Zoom, environment};
+pub use zoom::{BoxUnit, ENVIRONMENTS, Zoom, environment, store_picture};

@@ -134,7 +134,7 @@ impl Zooming {
             Ok(part) => part,
             Err(mistake) => return Ok(Err(mistake)),
         };
-        Ok(Ok(stored(&self.folder, &picture.crop(from, to)?.to_png()?)?))
+        Ok(Ok(store_picture(&self.folder, &picture.crop(from, to)?)?))
     }
 }
 
@@ -193,8 +193,12 @@ fn part(corners: [f64; 4], size: [f64; 2]) -> Result<[[u32; 2]; 2], String> {
 /// Serialises writers of the same process, so that no two of them write the same file.
 static WRITING: Mutex<()> = Mutex::new(());
 
-/// Writes a picture into the folder, unless it is there, and returns its path.
-fn stored(folder: &Path, file: &[u8]) -> Result<PathBuf, Cause> {
+/// Writes a picture into a folder as a PNG file, unless it is there, and returns its path. The name is that of its content.
+///
+/// # Errors
+/// Returns an error if the file cannot be written.
+pub fn store_picture(folder: &Path, picture: &Rgb8Image) -> Result<PathBuf, Cause> {
+    let file = &picture.to_png()?;
     let name: String = Sha256::digest(file)[..16].iter().map(|byte| format!("{byte:02x}")).collect();
     let path = folder.join(format!("{name}.png"));
     let wrong = |error: std::io::Error| -> Cause {
@@ -212,6 +216,10 @@ fn stored(folder: &Path, file: &[u8]) -> Result<PathBuf, Cause> {
     Ok(path)
 }
 
+/// Names of the environments in this crate, for messages.
+pub const ENVIRONMENTS: &str =
+    "zoom (boxes in pixels of the original picture) or zoom:1000 (boxes in thousandths of its sides)";
+
 /// Creates the environment with this name, or returns the known names.
 ///
 /// # Errors
@@ -220,12 +228,7 @@ pub fn environment(name: &str, folder: PathBuf, limits: &Limits) -> Result<Arc<d
     let unit = match name {
         "zoom" => BoxUnit::Pixels,
         "zoom:1000" => BoxUnit::Thousandths,
-        _ => {
-            return Err(format!(
-                "unknown environment `{name}`; expected zoom (boxes in pixels of the original picture) or zoom:1000 (boxes in \
-                 thousandths of its sides)"
-            ));
-        }
+        _ => return Err(format!("unknown environment `{name}`; expected {ENVIRONMENTS}")),
     };
     Ok(Arc::new(Zoom::new(folder, unit, limits.clone())))
 }

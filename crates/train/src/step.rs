@@ -396,7 +396,7 @@ fn turn_metrics(groups: &[Group], wait: Duration) -> Vec<(String, f64)> {
         ("turns/mean", sum(&turns) / count),
         ("turns/max", completions().map(turns).max().unwrap_or_default() as f64),
         ("turns/environment_tokens", sum(&|c| c.ids.len() - c.num_sampled()) / count),
-        ("turns/waiting_secs", wait.as_secs_f64()),
+        ("time/environment", wait.as_secs_f64()),
     ];
     each.map(|(name, value)| (name.to_owned(), value)).into()
 }

@@ -14,6 +14,8 @@ mod ranks;
 #[path = "run/resume.rs"]
 mod resume;
 mod setup;
+#[path = "run/turns.rs"]
+mod turns;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;

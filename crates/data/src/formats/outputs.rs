@@ -64,6 +64,7 @@ pub(crate) fn joined(lines: &[u8]) -> Result<Value, RowProblem> {
         completions.push(json!({
             "text": line.get("completion"),
             "finish_reason": line.get("finish_reason"),
+            "turns": line.get("turns"),
         }));
         for (name, value) in line.get("rewards").and_then(Value::as_object).into_iter().flatten() {
             let list = rewards.entry(name.clone()).or_insert_with(|| json!([]));

@@ -71,6 +71,15 @@ fn recorded(value: &Value, place: &str) -> Result<RecordedCompletion, RowProblem
             }
             _ => Err(column(place, value, "messages that end with an assistant turn")),
         },
+        Value::Object(map)
+            if present(map, "turns").is_some_and(|turns| *turns != Value::Array(Vec::new())) =>
+        {
+            Err(RowProblem::Column {
+                column: format!("{place}.turns"),
+                got: "turns of an environment".to_owned(),
+                expected: "a completion of one turn; a recorded conversation cannot be scored or replayed",
+            })
+        }
         Value::Object(map) => Ok(RecordedCompletion {
             text: present(map, "text").or_else(|| present(map, "content")).map(text).transpose()?,
             completion_ids: present(map, "completion_ids")

@@ -209,6 +209,7 @@ pub fn without_secrets(flag: &Flag, value: &Value) -> Value {
         (Kind::Specs, Value::Texts(specs)) => {
             Value::Texts(specs.iter().map(|spec| omnigrpo_rewards::redacted(spec)).collect())
         }
+        (_, Value::Text(spec)) if flag.name == "environment" => Value::Text(omnigrpo_rewards::redacted(spec)),
         _ => value.clone(),
     }
 }

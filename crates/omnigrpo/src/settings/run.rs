@@ -516,18 +516,22 @@ impl Settings {
             settings.run.eval = EvalWhen::Epoch;
         }
         settings.name_directories()?;
-        settings.interact()?;
         Ok(settings)
     }
 
-    /// Gives the environment to sampling, and its tools to prompts.
-    fn interact(&mut self) -> Result<(), Problem> {
+    /// Starts the environment, if there is one, and gives it to sampling and its tools to prompts.
+    ///
+    /// # Errors
+    /// Returns an error if the environment is unknown or does not answer.
+    pub fn interact(&mut self) -> Result<(), Problem> {
         let Some(name) = &self.turns.environment else { return Ok(()) };
         // Answers of evaluation and generation are kept with the user's other caches.
         let folder =
             self.io.output_dir.as_ref().map_or_else(|| self.env.turn_cache(), |dir| dir.join("media"));
         let folder = std::path::absolute(&folder).unwrap_or(folder);
-        let environment = omnigrpo_rollout::environment(name, folder, &self.prompts.media.limits)
+        let mut options = self.rewards.options.external.clone();
+        options.system = self.prompts.render.system.clone();
+        let environment = omnigrpo_train::environment(name, folder, &self.prompts.media.limits, &options)
             .map_err(|what| Problem::usage(what).at("--environment"))?;
         self.prompts.render.tools = environment.tools();
         let mut interaction = Interaction::new(environment);

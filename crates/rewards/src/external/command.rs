@@ -14,9 +14,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel}
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use super::{
     Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, python_function, redacted, rows_name,
-    spread, values,
+    same_id, spread, values,
 };
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
@@ -33,12 +36,69 @@ const GOODBYE: Duration = Duration::from_millis(300);
 
 struct CommandReward {
     name: String,
-    arguments: Vec<String>,
     options: ExternalOptions,
-    /// One slot per thread of the pool. A slot is empty before its first use and after a failure.
+    program: Program,
+    log: Log,
+}
+
+/// Processes of one program, each started when it is first needed and kept.
+pub(super) struct Program {
+    arguments: Vec<String>,
+    timeout: Duration,
+    /// One slot per process. A slot is empty before its first use and after a failure.
     workers: Vec<Mutex<Option<Worker>>>,
     next_id: AtomicU64,
-    log: Log,
+}
+
+impl Program {
+    /// Starts the first process, so that a missing program is found before training.
+    pub(super) fn start(arguments: Vec<String>, options: &ExternalOptions) -> std::io::Result<Self> {
+        let first = Worker::start(&arguments)?;
+        let workers = (1..options.pool_size.max(1)).map(|_| Mutex::new(None));
+        let workers = std::iter::once(Mutex::new(Some(first))).chain(workers).collect();
+        Ok(Self { arguments, timeout: options.timeout, workers, next_id: AtomicU64::new(0) })
+    }
+
+    /// Sends the request with a new id to the process at `place`, and reads its answer line. After a failure, the process ends.
+    pub(super) fn exchange<R: Serialize, T>(
+        &self,
+        place: usize,
+        request: impl FnOnce(u64) -> R,
+        read: impl FnOnce(&str, u64) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let mut slot = locked(&self.workers[place % self.workers.len()]);
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let worker = match &mut *slot {
+            Some(worker) => worker,
+            None => slot.insert(Worker::start(&self.arguments).map_err(|error| {
+                Failure::Passing(format!("cannot start `{}`: {error}", self.arguments[0]))
+            })?),
+        };
+        let answered = worker.exchange(&request(id), self.timeout).and_then(|line| read(&line, id));
+        if answered.is_err() {
+            // The next line of this process may belong to the failed request.
+            *slot = None;
+        }
+        answered
+    }
+}
+
+/// Reads an answer line.
+pub(super) fn parsed<T: DeserializeOwned>(line: &str) -> Result<T, Failure> {
+    serde_json::from_str(line).map_err(|error| {
+        Failure::Final(format!(
+            "not an answer on its stdout ({error}): `{}`; other output belongs on stderr",
+            excerpt(line.trim_end())
+        ))
+    })
+}
+
+/// Splits the command of `cmd:…` into the program and its arguments.
+pub(super) fn split(command: &str) -> Option<Vec<String>> {
+    // A shell may have kept the quotes of cmd:"…".
+    let command = command.trim();
+    let command = command.strip_prefix('"').and_then(|inside| inside.strip_suffix('"')).unwrap_or(command);
+    shlex::split(command).filter(|arguments| !arguments.is_empty())
 }
 
 pub(super) fn reward(
@@ -46,11 +106,8 @@ pub(super) fn reward(
     name: Option<&str>,
     options: &RewardOptions,
 ) -> Result<Box<dyn Reward>, RewardError> {
-    // A shell may have kept the quotes of cmd:"…".
-    let command = command.trim();
-    let command = command.strip_prefix('"').and_then(|inside| inside.strip_suffix('"')).unwrap_or(command);
-    let spec = redacted(&format!("cmd:{command}"));
-    let arguments = shlex::split(command).filter(|arguments| !arguments.is_empty()).ok_or_else(|| {
+    let spec = redacted(&format!("cmd:{}", command.trim().trim_matches('"')));
+    let arguments = split(command).ok_or_else(|| {
         let what = "expected a program and its arguments, with closed quotes".to_owned();
         RewardError::Setting { reward: spec.clone(), what }
     })?;
@@ -78,29 +135,19 @@ pub(super) fn python_reward(
     started(spec, name.unwrap_or(function).to_owned(), arguments, options)
 }
 
-/// Starts the first process, so that a missing program is found before training.
 fn started(
     spec: String,
     name: String,
     arguments: Vec<String>,
     options: &RewardOptions,
 ) -> Result<Box<dyn Reward>, RewardError> {
-    let options = options.external.clone();
-    let first = Worker::start(&arguments).map_err(|source| RewardError::NotStarted {
+    let (options, program) = (options.external.clone(), arguments[0].clone());
+    let program = Program::start(arguments, &options).map_err(|source| RewardError::NotStarted {
         reward: spec,
-        program: arguments[0].clone(),
+        program,
         source,
     })?;
-    let workers = (1..options.pool_size.max(1)).map(|_| Mutex::new(None));
-    let workers = std::iter::once(Mutex::new(Some(first))).chain(workers).collect();
-    Ok(Box::new(CommandReward {
-        name,
-        arguments,
-        options,
-        workers,
-        next_id: AtomicU64::new(0),
-        log: Log::default(),
-    }))
+    Ok(Box::new(CommandReward { name, options, program, log: Log::default() }))
 }
 
 /// Returns "my_reward" for `python my_reward.py`, or the name of the function if an argument contains it.
@@ -124,10 +171,9 @@ impl Reward for CommandReward {
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         self.log.take();
-        spread(batch, self.options.batch_size, self.workers.len(), |worker, range, rows| {
-            let mut slot = locked(&self.workers[worker]);
+        spread(batch, self.options.batch_size, self.program.workers.len(), |worker, range, rows| {
             let named = rows_name(&range, batch);
-            let ask = || self.ask(&mut slot, rows, false);
+            let ask = || self.ask(worker, rows, false);
             let (values, logged) = attempts(&self.name, &named, &self.options, Duration::ZERO, ask)?;
             self.log.add(range, logged);
             Ok(values)
@@ -139,11 +185,10 @@ impl Reward for CommandReward {
     }
 
     fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
-        let mut slot = locked(&self.workers[0]);
         // An error before the first step is not a temporary problem.
         let once = ExternalOptions { retries: 0, ..self.options.clone() };
         let (scores, _) = attempts(&self.name, &row_name(0, row), &once, Duration::ZERO, || {
-            self.ask(&mut slot, std::slice::from_ref(row), true)
+            self.ask(0, std::slice::from_ref(row), true)
         })?;
         Ok(scores.into_iter().next().flatten())
     }
@@ -152,42 +197,16 @@ impl Reward for CommandReward {
 impl CommandReward {
     fn ask(
         &self,
-        slot: &mut Option<Worker>,
+        worker: usize,
         rows: &[RewardInput<'_>],
         probe: bool,
     ) -> Result<(Vec<Option<f64>>, Logged), Failure> {
-        let answered = self.exchange(slot, rows, probe);
-        if answered.is_err() {
-            // The next line of this process may belong to the failed request.
-            *slot = None;
-        }
-        answered
-    }
-
-    fn exchange(
-        &self,
-        slot: &mut Option<Worker>,
-        rows: &[RewardInput<'_>],
-        probe: bool,
-    ) -> Result<(Vec<Option<f64>>, Logged), Failure> {
-        let worker = match slot {
-            Some(worker) => worker,
-            None => slot.insert(Worker::start(&self.arguments).map_err(|error| {
-                Failure::Passing(format!("cannot start `{}`: {error}", self.arguments[0]))
-            })?),
+        let read = |line: &str, id: u64| {
+            let answer: Answer = parsed(line)?;
+            same_id(answer.id, id)?;
+            values(answer, rows.len())
         };
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let line = worker.exchange(&Request::new(id, rows, &self.options, probe), self.options.timeout)?;
-        let answer: Answer = serde_json::from_str(&line).map_err(|error| {
-            Failure::Final(format!(
-                "not an answer on its stdout ({error}): `{}`; other output belongs on stderr",
-                excerpt(line.trim_end())
-            ))
-        })?;
-        if answer.id != Some(id) {
-            return Err(Failure::Final(format!("answer to request {:?}, expected {id}", answer.id)));
-        }
-        values(answer, rows.len())
+        self.program.exchange(worker, |id| Request::new(id, rows, &self.options, probe), read)
     }
 }
 
@@ -247,7 +266,7 @@ impl Worker {
         Ok(worker)
     }
 
-    fn exchange(&mut self, request: &Request<'_>, limit: Duration) -> Result<String, Failure> {
+    fn exchange(&mut self, request: &impl Serialize, limit: Duration) -> Result<String, Failure> {
         let mut line = serde_json::to_vec(request).map_err(|error| Failure::Final(error.to_string()))?;
         line.push(b'\n');
         let sent = self.requests.as_ref().is_some_and(|requests| requests.send(line).is_ok());

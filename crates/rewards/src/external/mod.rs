@@ -23,9 +23,12 @@
 //! After a death, a time-out or a refused connection, the request is sent again. These failures are final, since they would
 //! recur: an error that the scorer reports, an invalid answer, or a program that exits by itself before its first answer.
 
+mod caller;
 mod command;
 mod http;
 mod judge;
+
+pub use caller::Caller;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -206,7 +209,7 @@ impl<'a> Request<'a> {
 fn request_rows<'a>(rows: &[RewardInput<'a>], system: Option<&str>) -> Vec<RequestRow<'a>> {
     let row = |input: &RewardInput<'a>| RequestRow {
         prompt: input.prompt,
-        turns: messages(input, system),
+        turns: conversation(input.turns, input.media, system),
         completion: input.completion,
         completion_ids: input.completion_ids,
         solution: input.solution,
@@ -229,8 +232,9 @@ pub fn rows_as_json(rows: &[RewardInput<'_>], system: Option<&str>) -> Result<St
     serde_json::to_string(&request_rows(rows, system))
 }
 
-/// Returns the conversation of a row as messages in TRL's form.
-fn messages(input: &RewardInput<'_>, system: Option<&str>) -> Vec<Value> {
+/// Returns a conversation as messages in TRL's form, with paths of the media. `system` replaces the system text of the row.
+#[must_use]
+pub fn conversation(turns: &[Turn], media: &[MediumRef], system: Option<&str>) -> Vec<Value> {
     let path = |medium: &MediumRef| match &medium.source {
         MediumSource::Path(path) => json!(path),
         MediumSource::Frames(paths) => json!(paths),
@@ -238,22 +242,18 @@ fn messages(input: &RewardInput<'_>, system: Option<&str>) -> Vec<Value> {
     let part = |part: &Part| match part {
         Part::Text(text) => json!({ "type": "text", "text": text }),
         Part::Medium { kind, index } => {
-            let medium = input.media.iter().filter(|medium| medium.kind == *kind).nth(*index);
+            let medium = media.iter().filter(|medium| medium.kind == *kind).nth(*index);
             json!({ "type": kind.as_str(), (kind.as_str()): medium.map(path) })
         }
     };
-    let text = |part: &Part| match part {
-        Part::Text(text) => text.clone(),
-        Part::Medium { .. } => String::new(),
-    };
     let message = |turn: &Turn| {
-        let content = match input.media {
-            [] => Value::String(turn.parts.iter().map(text).collect()),
+        let content = match media {
+            [] => Value::String(turn.written()),
             _ => turn.parts.iter().map(part).collect(),
         };
         json!({ "role": turn.role.as_str(), "content": content })
     };
-    with_system(input.turns, system).iter().map(message).collect()
+    with_system(turns, system).iter().map(message).collect()
 }
 
 #[derive(Debug, Deserialize)]
@@ -319,54 +319,59 @@ enum Failure {
     Final(String),
 }
 
+/// Failure of all attempts.
+struct Failed {
+    attempts: u32,
+    last: Failure,
+}
+
 /// Tries until an attempt succeeds, a failure is final, or no attempts remain.
-fn attempts<T>(
-    reward: &str,
-    rows: &str,
-    options: &ExternalOptions,
-    backoff: Duration,
+fn tried<T>(
+    name: &str,
+    what: &str,
+    retries: u32,
+    mut pause: Duration,
     mut attempt: impl FnMut() -> Result<T, Failure>,
-) -> Result<T, RewardError> {
-    let limit = options.retries.saturating_add(1);
-    let mut pause = backoff;
-    for number in 1.. {
+) -> Result<T, Failed> {
+    let mut number = 1;
+    loop {
         let failure = match attempt() {
             Ok(value) => return Ok(value),
             Err(failure) => failure,
         };
-        let last = number >= limit;
-        let external = |what| RewardError::External {
-            reward: reward.to_owned(),
-            rows: rows.to_owned(),
-            attempts: number,
-            what,
-        };
-        match failure {
-            Failure::Final(what) => return Err(external(what)),
-            Failure::Passing(what) if last => return Err(external(what)),
-            Failure::TimedOut if last => {
-                return Err(RewardError::TimedOut {
-                    reward: reward.to_owned(),
-                    rows: rows.to_owned(),
-                    limit: options.timeout,
-                });
+        match &failure {
+            Failure::Passing(why) if number <= retries => {
+                tracing::warn!(name, what, attempt = number, "{why}; trying again");
             }
-            Failure::Passing(what) => tracing::warn!(reward, rows, attempt = number, "{what}; trying again"),
-            Failure::TimedOut => {
-                tracing::warn!(reward, rows, attempt = number, "no answer in time; trying again")
+            Failure::TimedOut if number <= retries => {
+                tracing::warn!(name, what, attempt = number, "no answer in time; trying again");
             }
+            _ => return Err(Failed { attempts: number, last: failure }),
         }
         if !pause.is_zero() {
             std::thread::sleep(pause);
             pause *= 2;
         }
+        number += 1;
     }
-    // The loop above ends only by returning.
-    Err(RewardError::External {
-        reward: reward.to_owned(),
-        rows: rows.to_owned(),
-        attempts: limit,
-        what: "no attempt was made".to_owned(),
+}
+
+/// Calls [`tried`] for a reward.
+fn attempts<T>(
+    reward: &str,
+    rows: &str,
+    options: &ExternalOptions,
+    backoff: Duration,
+    attempt: impl FnMut() -> Result<T, Failure>,
+) -> Result<T, RewardError> {
+    tried(reward, rows, options.retries, backoff, attempt).map_err(|Failed { attempts, last }| {
+        let (reward, rows) = (reward.to_owned(), rows.to_owned());
+        match last {
+            Failure::TimedOut => RewardError::TimedOut { reward, rows, limit: options.timeout },
+            Failure::Passing(what) | Failure::Final(what) => {
+                RewardError::External { reward, rows, attempts, what }
+            }
+        }
     })
 }
 
@@ -424,6 +429,14 @@ fn spread<'a>(
         values.extend(scored?);
     }
     Ok(values)
+}
+
+/// Checks that an answer belongs to the request `id`.
+fn same_id(got: Option<u64>, id: u64) -> Result<(), Failure> {
+    if got == Some(id) {
+        return Ok(());
+    }
+    Err(Failure::Final(format!("answer to request {got:?}, expected {id}")))
 }
 
 /// Returns the values and records of an answer to a request of `expected` rows.

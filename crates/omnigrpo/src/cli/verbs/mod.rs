@@ -232,6 +232,7 @@ pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
     }
     let mut resolved = family::without_idle(resolved, context)?;
     resolved.notes.extend(doubts);
+    resolved.settings.interact()?;
     Ok(resolved)
 }
 

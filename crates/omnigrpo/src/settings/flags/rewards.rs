@@ -41,8 +41,11 @@ fn no_judge(s: &Settings, _: Verb) -> Option<&'static str> {
 
 fn no_other_process(s: &Settings, verb: Verb) -> Option<&'static str> {
     let outside = |spec: &String| ["cmd:", ".py:", "://"].iter().any(|mark| spec.contains(mark));
+    if s.turns.environment.iter().any(outside) {
+        return None;
+    }
     let none = !s.rewards.funcs.iter().any(outside);
-    none.then_some("`reward_funcs` has no program, no function of a file and no address")
+    none.then_some("`reward_funcs` and `environment` have no program, no function of a file and no address")
         .or_else(|| unscored(s, verb))
 }
 

@@ -93,8 +93,8 @@ pub const FLAGS: &[Flag] = &[
     row("environment", Text, at!(turns.environment), ANSWERED)
         .help(
             "Environment that answers the model in the middle of a completion: `zoom`, a tool that returns a part of the \
-             original picture, given by a box in pixels, or `zoom:1000`, the same with boxes in thousandths of the sides. The \
-             answer is read but not trained on, and counts in `max_completion_length`.",
+             original picture, given by a box in pixels; `zoom:1000`, the same with boxes in thousandths of the sides; a \
+             program, `cmd:\"program arguments\"`; or an address, `http://…`. The answer is read but not trained on, and counts in `max_completion_length`.",
         )
         .unset("none")
         .idle(|s, _| s.not_sampled()),

@@ -1,0 +1,251 @@
+//! Environments outside this process: a program that speaks JSON lines (`cmd:…`) or an HTTP endpoint (`http://…`, `https://…`),
+//! with the time limits, retries and processes of rewards.
+//!
+//! ```text
+//! {"id": 0, "probe": true}
+//!       -> {"id": 0, "tools": [{"type": "function", …}], "answers_text": false}
+//! {"id": 1, "episode": "42-3-12-5", "turn": 1, "seed": 42, "rollout": 3, "row": 12, "sample": 5, "columns": {…}, "solution": "…",
+//!  "media": ["/data/1.png"], "turns": [{"role": "user", "content": [{"type": "image", "image": "/data/1.png"}, …]}],
+//!  "text": "…", "calls": [{"name": "zoom", "arguments": {…}}], "tokens_left": 180}
+//!       -> {"id": 1, "answer": [{"type": "image", "image": "/data/crop.png"}, {"type": "text", "text": "…"}], "role": "tool"}
+//!       or {"id": 1, "stop": true}        the completion ends
+//!       or {"id": 1, "error": "…"}        an answer that the model reads; its calls count as failed
+//!       or {"id": 1, "fault": "…"}        ends the run
+//! ```
+//!
+//! `turns` is the conversation before the model's turn `text`, with earlier answers, so a program needs no memory. The requests of an
+//! episode go to one process as long as it lives, so it may have one. `answer` is a text or a list of parts. A picture is a path or
+//! a `data:` address with base64. It is copied into the folder of the run. A clip or a sound is a path.
+
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use base64::Engine as _;
+use omnigrpo_data::{Cause, Sample};
+use omnigrpo_models::Limits;
+use omnigrpo_rewards::{Caller, ExternalOptions, conversation};
+use omnigrpo_rollout::{
+    Answer, AnswerPart, ENVIRONMENTS, Environment, Episode, EpisodeKey, ModelTurn, answer_calls,
+    store_picture,
+};
+use omnigrpo_text::{MediumKind, Role};
+use serde_json::{Map, Value, json};
+
+use crate::rows::media_paths;
+
+/// Creates the environment of a spec: a name, `cmd:"program arguments"`, or `http(s)://…`. Pictures of its answers are stored in
+/// `folder`.
+///
+/// # Errors
+/// Returns a description of the problem if the spec is unknown, or the environment does not answer a first request.
+pub fn environment(
+    spec: &str,
+    folder: PathBuf,
+    limits: &Limits,
+    options: &ExternalOptions,
+) -> Result<Arc<dyn Environment>, String> {
+    let Some(caller) = Caller::from_spec(spec, options) else {
+        return omnigrpo_rollout::environment(spec, folder, limits).map_err(|_| {
+            format!(
+                "unknown environment `{spec}`; expected {ENVIRONMENTS}, cmd:\"program arguments\", or http(s)://…"
+            )
+        });
+    };
+    // An error before the first step is not a temporary problem.
+    let mut probe = Map::new();
+    probe.insert("probe".to_owned(), true.into());
+    let caller = caller?;
+    let about = caller.call("the first request", 0, &probe)?;
+    let tools = match about.get("tools") {
+        None => Vec::new(),
+        Some(Value::Array(tools)) => tools.clone(),
+        Some(other) => return Err(format!("{}: `tools` is {other}; expected a list", caller.name())),
+    };
+    let answers_text = about.get("answers_text").and_then(Value::as_bool).unwrap_or(tools.is_empty());
+    let system = options.system.clone();
+    Ok(Arc::new(External {
+        caller: Arc::new(caller),
+        tools,
+        answers_text,
+        folder,
+        limits: limits.clone(),
+        system,
+    }))
+}
+
+struct External {
+    caller: Arc<Caller>,
+    tools: Vec<Value>,
+    answers_text: bool,
+    folder: PathBuf,
+    limits: Limits,
+    system: Option<String>,
+}
+
+impl Environment for External {
+    fn name(&self) -> &str {
+        self.caller.name()
+    }
+
+    fn tools(&self) -> Vec<Value> {
+        self.tools.clone()
+    }
+
+    fn answers_text(&self) -> bool {
+        self.answers_text
+    }
+
+    fn begin(&self, row: &Sample, key: EpisodeKey) -> Result<Box<dyn Episode>, Cause> {
+        let EpisodeKey { seed, rollout, row: number, sample } = key;
+        let mut request = Map::new();
+        let turns = conversation(&row.turns, &row.media, self.system.as_deref());
+        for (name, value) in [
+            ("episode", json!(format!("{seed}-{rollout}-{number}-{sample}"))),
+            ("seed", json!(seed)),
+            ("rollout", json!(rollout)),
+            ("row", json!(number)),
+            ("sample", json!(sample)),
+            ("columns", json!(row.columns)),
+            ("solution", json!(row.solution)),
+            ("media", json!(media_paths(row))),
+            ("turns", json!(turns)),
+        ] {
+            request.insert(name.to_owned(), value);
+        }
+        let mut hash = DefaultHasher::new();
+        (seed, rollout, number, sample).hash(&mut hash);
+        Ok(Box::new(Asking {
+            caller: Arc::clone(&self.caller),
+            folder: self.folder.clone(),
+            limits: self.limits.clone(),
+            place: hash.finish(),
+            request,
+        }))
+    }
+}
+
+struct Asking {
+    caller: Arc<Caller>,
+    folder: PathBuf,
+    limits: Limits,
+    /// Process that gets the requests of the episode.
+    place: u64,
+    /// Request of the next turn, without the turn.
+    request: Map<String, Value>,
+}
+
+impl Episode for Asking {
+    fn answer(&mut self, turn: &ModelTurn<'_>) -> Result<Answer, Cause> {
+        let (answer, content) = if !turn.calls.is_empty() && turn.calls.iter().all(Result::is_err) {
+            let answer = answer_calls(turn, |_| Ok(Vec::new()));
+            let content = spoken(&answer);
+            (answer, content)
+        } else {
+            self.ask(turn)?
+        };
+        if let Some(Value::Array(turns)) = self.request.get_mut("turns") {
+            turns.push(json!({ "role": "assistant", "content": turn.text }));
+            if let Answer::Say { role, .. } = &answer {
+                turns.push(json!({ "role": role.as_str(), "content": content }));
+            }
+        }
+        Ok(answer)
+    }
+}
+
+/// Returns the text of an answer.
+fn spoken(answer: &Answer) -> Value {
+    let Answer::Say { parts, .. } = answer else { return Value::Null };
+    let text = parts.iter().map(|part| match part {
+        AnswerPart::Text(text) => text.as_str(),
+        AnswerPart::Medium { .. } => "",
+    });
+    Value::String(text.collect())
+}
+
+impl Asking {
+    /// Returns the answer, and its content as a message.
+    fn ask(&self, turn: &ModelTurn<'_>) -> Result<(Answer, Value), Cause> {
+        let call = |call: &Result<omnigrpo_text::ToolCall, String>| match call {
+            Ok(call) => json!({ "name": call.name, "arguments": call.arguments }),
+            Err(error) => json!({ "error": error }),
+        };
+        let mut request = self.request.clone();
+        for (name, value) in [
+            ("turn", json!(turn.number)),
+            ("text", json!(turn.text)),
+            ("calls", turn.calls.iter().map(call).collect()),
+            ("tokens_left", json!(turn.tokens_left)),
+        ] {
+            request.insert(name.to_owned(), value);
+        }
+        let what = format!("turn {}", turn.number);
+        let mut answer = self.caller.call(&what, self.place, &request)?;
+        if let Some(fault) = answer.get("fault") {
+            return Err(format!("it reports: {}", plain(fault)).into());
+        }
+        if answer.get("stop").and_then(Value::as_bool) == Some(true) {
+            return Ok((Answer::Stop, Value::Null));
+        }
+        if let Some(error) = answer.get("error") {
+            let text = json!({ "error": plain(error) }).to_string();
+            let parts = vec![AnswerPart::Text(text.clone())];
+            return Ok((
+                Answer::Say { role: Role::Tool, parts, failed: turn.calls.len().max(1) },
+                text.into(),
+            ));
+        }
+        let role = match answer.get("role").and_then(Value::as_str) {
+            None | Some("tool") => Role::Tool,
+            Some("user") => Role::User,
+            Some(other) => {
+                return Err(format!("its answer has the role `{other}`; expected tool or user").into());
+            }
+        };
+        let content =
+            answer.remove("answer").ok_or("its answer has none of `answer`, `stop`, `error` and `fault`")?;
+        let parts = match &content {
+            Value::String(text) => vec![AnswerPart::Text(text.clone())],
+            Value::Array(parts) => parts.iter().map(|part| self.part(part)).collect::<Result<_, _>>()?,
+            other => return Err(format!("`answer` is {other}; expected a text or a list of parts").into()),
+        };
+        let failed = turn.calls.iter().filter(|call| call.is_err()).count();
+        Ok((Answer::Say { role, parts, failed }, content))
+    }
+
+    fn part(&self, part: &Value) -> Result<AnswerPart, Cause> {
+        let wrong = || -> Cause {
+            let shown: String = part.to_string().chars().take(200).collect();
+            format!(
+                "a part of its answer is {shown}; expected {{\"type\": \"text\", \"text\": …}} or {{\"type\": \"image\", \"image\": …}}"
+            )
+            .into()
+        };
+        let kind = part.get("type").and_then(Value::as_str).ok_or_else(wrong)?;
+        let value = part.get(kind).and_then(Value::as_str).ok_or_else(wrong)?;
+        let kind = match kind {
+            "text" => return Ok(AnswerPart::Text(value.to_owned())),
+            "image" => {
+                let picture = match value.strip_prefix("data:") {
+                    Some(data) => {
+                        let (_, data) = data.split_once(";base64,").ok_or_else(wrong)?;
+                        let bytes = base64::engine::general_purpose::STANDARD.decode(data)?;
+                        omnigrpo_media::load_image_bytes("a picture of an answer", &bytes, &self.limits)?
+                    }
+                    None => omnigrpo_media::load_image(Path::new(value), &self.limits)?,
+                };
+                let path = store_picture(&self.folder, &picture)?;
+                return Ok(AnswerPart::Medium { kind: MediumKind::Image, path });
+            }
+            "video" => MediumKind::Video,
+            "audio" => MediumKind::Audio,
+            _ => return Err(wrong()),
+        };
+        Ok(AnswerPart::Medium { kind, path: PathBuf::from(value) })
+    }
+}
+
+fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}

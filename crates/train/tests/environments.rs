@@ -1,0 +1,205 @@
+//! Environments outside this process: one contract for programs and endpoints, and every way to get it wrong.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_media::Rgb8Image;
+use omnigrpo_models::Limits;
+use omnigrpo_rewards::ExternalOptions;
+use omnigrpo_rollout::{Answer, AnswerPart, Environment, EpisodeKey, ModelTurn};
+use omnigrpo_testkit::golden;
+use omnigrpo_text::{MediumKind, Role, tool_calls};
+use omnigrpo_train::environment;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// A program that answers by the text of the model's turn, and writes every request to a file.
+const PROGRAM: &str = r#"
+import json, os, sys
+log = open(sys.argv[1], "a")
+for line in sys.stdin:
+    request = json.loads(line)
+    log.write(line)
+    log.flush()
+    answer = {"id": request["id"]}
+    text = request.get("text", "")
+    if request.get("probe"):
+        answer["tools"] = [{"type": "function", "function": {"name": "look"}}]
+    elif "crop" in text:
+        answer["answer"] = [{"type": "image", "image": request["media"][0]}, {"type": "text", "text": "here"}]
+    elif "data" in text:
+        answer["answer"] = [{"type": "image", "image": request["columns"]["picture"]}]
+    elif "mistake" in text:
+        answer["error"] = "no such place"
+    elif "enough" in text:
+        answer["stop"] = True
+    elif "broken" in text:
+        answer["fault"] = "the simulator is gone"
+    elif "die" in text and not os.path.exists(sys.argv[1] + ".died"):
+        open(sys.argv[1] + ".died", "w")
+        os._exit(3)
+    elif "hang" in text:
+        import time
+        time.sleep(60)
+    elif "wrong" in text:
+        answer["answer"] = [{"type": "smell"}]
+    else:
+        answer.update(answer=request["turns"][-1]["content"] if isinstance(request["turns"][-1]["content"], str) else "?", role="user")
+    print(json.dumps(answer), flush=True)
+"#;
+
+struct Place {
+    dir: TempDir,
+    environment: Arc<dyn Environment>,
+    row: Sample,
+}
+
+fn options() -> ExternalOptions {
+    ExternalOptions {
+        timeout: Duration::from_secs(20),
+        pool_size: 2,
+        retries: 1,
+        ..ExternalOptions::default()
+    }
+}
+
+impl Place {
+    fn new(options: &ExternalOptions) -> Self {
+        let dir = TempDir::new().unwrap();
+        let program = dir.path().join("program.py");
+        std::fs::write(&program, PROGRAM).unwrap();
+        let spec = format!("cmd:python3 {} {}", program.display(), dir.path().join("log").display());
+        let environment = environment(&spec, dir.path().join("media"), &Limits::default(), options).unwrap();
+        let png = Rgb8Image::filled(30, 40, [1, 2, 3]).unwrap().to_png().unwrap();
+        let row = json!({
+            "prompt": "<image>where?",
+            "image": golden("media/shapes.png"),
+            "answer": "there",
+            "picture": format!("data:image/png;base64,{}", base64::Engine::encode(&base64::engine::general_purpose::STANDARD, png)),
+        });
+        let row = Sample::from_row(row, "rows", &golden("media"), &ReadOptions::default()).unwrap();
+        Self { dir, environment, row }
+    }
+
+    fn ask(&self, texts: &[&str]) -> Result<Answer, String> {
+        let key = EpisodeKey { seed: 42, rollout: 3, row: 12, sample: 5 };
+        let mut episode = self.environment.begin(&self.row, key).unwrap();
+        let mut last = Ok(Answer::Stop);
+        for (number, text) in texts.iter().enumerate() {
+            let calls = tool_calls(text);
+            let turn = ModelTurn { text, ids: &[1, 2], calls: &calls, number: number + 1, tokens_left: 99 };
+            last = episode.answer(&turn).map_err(|cause| cause.to_string());
+        }
+        last
+    }
+
+    fn requests(&self) -> Vec<Value> {
+        let log = std::fs::read_to_string(self.dir.path().join("log")).unwrap();
+        log.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+}
+
+fn call(name: &str) -> String {
+    format!("<tool_call>{{\"name\": \"{name}\", \"arguments\": {{\"at\": [1, 2]}}}}</tool_call>")
+}
+
+fn size(path: &Path) -> (u32, u32) {
+    let picture = omnigrpo_media::load_image(path, &Limits::default()).unwrap();
+    (picture.width_px, picture.height_px)
+}
+
+#[test]
+fn a_program_answers_with_text_and_pictures() {
+    let place = Place::new(&options());
+    assert_eq!(place.environment.tools()[0]["function"]["name"], "look");
+    assert!(!place.environment.answers_text());
+    let Ok(Answer::Say { role: Role::Tool, parts, failed: 0 }) = place.ask(&[&call("crop")]) else {
+        panic!()
+    };
+    let [AnswerPart::Medium { kind: MediumKind::Image, path }, AnswerPart::Text(text)] = &parts[..] else {
+        panic!("{parts:?}")
+    };
+    assert_eq!(text, "here");
+    // The picture is a copy in the run's folder.
+    assert!(path.starts_with(place.dir.path().join("media")));
+    assert_eq!(size(path), size(&golden("media/shapes.png")));
+    let Ok(Answer::Say { parts, .. }) = place.ask(&["data"]) else { panic!() };
+    let [AnswerPart::Medium { path, .. }] = &parts[..] else { panic!("{parts:?}") };
+    assert_eq!(size(path), (30, 40));
+    assert_eq!(place.ask(&["enough"]), Ok(Answer::Stop));
+    let mistake = AnswerPart::Text(json!({ "error": "no such place" }).to_string());
+    assert_eq!(
+        place.ask(&["mistake"]),
+        Ok(Answer::Say { role: Role::Tool, parts: vec![mistake], failed: 1 })
+    );
+
+    let requests = place.requests();
+    assert_eq!(requests[0], json!({ "id": 0, "probe": true }));
+    let request = &requests[1];
+    assert_eq!(request["episode"], "42-3-12-5");
+    assert_eq!(
+        [&request["turn"], &request["row"], &request["tokens_left"]],
+        [&json!(1), &json!(12), &json!(99)]
+    );
+    assert_eq!(request["calls"], json!([{ "name": "crop", "arguments": { "at": [1, 2] } }]));
+    assert_eq!((&request["solution"], &request["columns"]["answer"]), (&json!("there"), &json!("there")));
+    assert_eq!(
+        request["turns"][0]["content"][0]["image"],
+        json!(golden("media/shapes.png").canonicalize().unwrap())
+    );
+}
+
+/// A later request has the earlier turns, so that a program needs no memory.
+#[test]
+fn requests_carry_the_conversation() {
+    let place = Place::new(&options());
+    let bad = "<tool_call>{</tool_call>";
+    place.ask(&["first", bad, "second"]).unwrap();
+    let requests = place.requests();
+    // A call that cannot be read is answered without the program.
+    assert_eq!(requests.len(), 3);
+    let turns = requests[2]["turns"].as_array().unwrap();
+    let said: Vec<&Value> = turns[1..].iter().map(|turn| &turn["role"]).collect();
+    assert_eq!(said, ["assistant", "user", "assistant", "tool"]);
+    assert_eq!(turns[1]["content"], "first");
+    assert!(turns[4]["content"].as_str().unwrap().contains("is not JSON"), "{}", turns[4]);
+}
+
+#[test]
+fn a_program_that_dies_is_asked_again() {
+    let place = Place::new(&options());
+    assert!(matches!(place.ask(&["die"]), Ok(Answer::Say { role: Role::User, .. })));
+    let asked: Vec<Value> = place.requests().into_iter().filter(|request| request["text"] == "die").collect();
+    assert_eq!(asked.len(), 2);
+}
+
+#[test]
+fn failures_say_what_happened() {
+    let place = Place::new(&options());
+    assert_eq!(place.ask(&["broken"]).unwrap_err(), "it reports: the simulator is gone");
+    let wrong = place.ask(&["wrong"]).unwrap_err();
+    assert!(wrong.starts_with("a part of its answer is {\"type\":\"smell\"}; expected"), "{wrong}");
+    let quick = Place::new(&ExternalOptions { timeout: Duration::from_secs(2), retries: 0, ..options() });
+    let hung = quick.ask(&["hang"]).unwrap_err();
+    assert!(hung.contains("turn 1: attempt 1 failed: no answer within 2 s"), "{hung}");
+
+    let start = |spec: &str| {
+        let folder = std::env::temp_dir();
+        environment(spec, folder, &Limits::default(), &ExternalOptions { retries: 0, ..options() })
+            .err()
+            .unwrap()
+    };
+    assert!(start("cmd:no-program-of-this-name").contains("is it installed and on PATH?"));
+    assert!(
+        start("cmd:false").contains("the first request: attempt 1 failed: the program ended"),
+        "{}",
+        start("cmd:false")
+    );
+    let unknown = start("zom");
+    assert!(unknown.contains("expected zoom") && unknown.contains("cmd:"), "{unknown}");
+    assert!(start("http://127.0.0.1:1/").contains("http://127.0.0.1:1/"));
+    assert!(start("cmd:x --token=***").contains("stands for a secret"));
+}
