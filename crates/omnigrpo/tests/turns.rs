@@ -22,7 +22,7 @@ for line in sys.stdin:
 
 /// Nearly uniform draws end some turns of a random model.
 const SAMPLED: &str =
-    "--threads 1 --temperature 8 --logprob_temperature 1 --max_completion_length 80 --max_turns 2";
+    "--threads 1 --temperature 8 --logprob_temperature 1 --max_completion_length 160 --max_turns 2";
 
 fn place() -> Place {
     let place = Place::new();

@@ -344,7 +344,7 @@ fn zoom_returns_parts_of_the_original() {
     assert_eq!(part, picture.crop([3, 5], [37, 40]).unwrap());
     // Row 1, column 2 of the part is row 6, column 5 of the picture.
     assert_eq!(part.pixels[3 * (34 + 2)..][..3], picture.pixels[3 * (6 * w as usize + 5)..][..3]);
-    // The same part is the same file.
+    // A part that was stored before is not written again.
     assert_eq!(file(ask(&*zoom, &call("[3, 5, 37, 40]"))), path);
     let whole = file(ask(&*thousandths, &call("[0, 0, 1000, 1000]")));
     assert_eq!(omnigrpo_media::load_image(&whole, &limits).unwrap(), picture);

@@ -104,7 +104,7 @@ fn shown(text: &str) -> String {
 /// Text that a system turn begins with if the conversation has none.
 pub(crate) const DEFAULT_SYSTEM: &str = "You are a helpful assistant.";
 
-/// Tags around an answer that stands in a user turn.
+/// Tags around an answer that is written as a user turn.
 pub(crate) const RESPONSE: [&str; 2] = ["<tool_response>\n", "\n</tool_response>"];
 
 /// Returns the description of tools at the end of a system turn.

@@ -203,8 +203,9 @@ impl Asking {
                 return Err(format!("its answer has the role `{other}`; expected tool or user").into());
             }
         };
-        let content =
-            answer.remove("answer").ok_or("its answer has none of `answer`, `stop`, `error` and `fault`")?;
+        let content = answer
+            .remove("answer")
+            .ok_or("its answer lacks `answer`, `stop`, `error` and `fault`; expected one of them")?;
         let parts = match &content {
             Value::String(text) => vec![AnswerPart::Text(text.clone())],
             Value::Array(parts) => parts.iter().map(|part| self.part(part)).collect::<Result<_, _>>()?,

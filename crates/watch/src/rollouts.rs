@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use omnigrpo_observe::{FinishReason, Rollout};
+use omnigrpo_observe::{EnvironmentTurn, FinishReason, Rollout};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -199,12 +199,22 @@ impl Records {
         let column = category_column(run);
         let category = category(&row, column.as_deref());
         row.values_mut().for_each(shorten);
+        let all = all_media(&records);
+        let turn = |turn: &EnvironmentTurn| {
+            let media = turn.media.iter().filter_map(|path| all.iter().position(|other| other == path));
+            json!({
+                "model": cut_text(&turn.model),
+                "text": cut_text(&turn.text),
+                "media": media.collect::<Vec<_>>(),
+            })
+        };
         let samples: Vec<Value> = records
             .iter()
             .map(|record| {
                 json!({
                     "sample": record.sample,
                     "completion": cut_text(&record.completion),
+                    "turns": record.turns.iter().map(turn).collect::<Vec<_>>(),
                     "reward": record.reward,
                     "rewards": record.rewards,
                     "advantage": record.advantage,
@@ -232,8 +242,7 @@ impl Records {
 
     /// Opens a media file of a prompt.
     pub(crate) fn medium(&self, run: &Run, step: u64, group: usize, at: usize) -> Result<Medium, Error> {
-        let records = self.group_records(run, step, group)?;
-        media::open(&records[0].media, at)
+        media::open(&all_media(&self.group_records(run, step, group)?), at)
     }
 
     /// Returns a small copy of a picture of a prompt, or the sampled frames of a clip.
@@ -245,7 +254,7 @@ impl Records {
         side_px: u32,
     ) -> Result<Arc<Preview>, Error> {
         let records = self.group_records(run, step, group)?;
-        let medium = media::open(&records[0].media, at)?;
+        let medium = media::open(&all_media(&records), at)?;
         let times = records[0].frame_times_secs.get(at).map(Vec::as_slice).unwrap_or_default();
         self.previews.of(&medium, times, frames, side_px)
     }
@@ -364,6 +373,17 @@ impl Filter {
 }
 
 /// Parses a record. Bytes that are not UTF-8 become U+FFFD, so that a single bad byte does not hide the record.
+/// Returns the paths of the media of a prompt, followed by those that environments added to its completions, each once.
+fn all_media(records: &[Rollout]) -> Vec<String> {
+    let mut all = records.first().map(|first| first.media.clone()).unwrap_or_default();
+    for path in records.iter().flat_map(|record| &record.turns).flat_map(|turn| &turn.media) {
+        if !all.contains(path) {
+            all.push(path.clone());
+        }
+    }
+    all
+}
+
 fn parsed(line: &[u8]) -> Result<Rollout, serde_json::Error> {
     serde_json::from_str(&String::from_utf8_lossy(line))
 }

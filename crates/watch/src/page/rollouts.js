@@ -365,6 +365,13 @@ function text({ text: shown, chars }, where) {
   return el('div', {}, pre, button);
 }
 
+/// Shows a turn of the model and the answer of an environment that follows it.
+function added(turn, where) {
+  const addresses = turn.media.map((at) => link('preview', { ...where, at })).filter(Boolean);
+  const pictures = addresses.map((src) => el('img', { class: 'crop', src, alt: 'a picture of the answer', loading: 'lazy', onerror: (event) => event.target.remove() }));
+  return el('div', {}, el('div', { class: 'completion' }, block(turn.model.text)), el('div', { class: 'answer' }, pictures, turn.text.text ? block(turn.text.text) : ''));
+}
+
 function card(own, where, scale) {
   const body = el('div', { class: 'completion' }, text(own.completion, { ...where, sample: own.sample }));
   const link = el('a', { href: hash('rollouts', { ...where, sample: own.sample }), title: 'a link to this completion' }, `#${own.sample}`);
@@ -373,7 +380,7 @@ function card(own, where, scale) {
   const columns = Object.entries(own.columns).map(([name, value]) => [el('dt', {}, visible(name)), el('dd', {}, visible(typeof value === 'string' ? value : JSON.stringify(value)))]);
   const node = el('section', { class: 'card', 'data-sample': String(own.sample), 'data-current': current.sample === String(own.sample) ? 'true' : null },
     el('header', {}, link, el('b', { class: 'total' }, number(own.reward, 2)), el('span', { class: own.advantage < 0 ? 'bad' : own.advantage > 0 ? 'good' : 'quiet', title: 'advantage' }, `A ${signed(own.advantage)}`), el('span', { class: 'quiet' }, `${own.length} tokens`), marks),
-    el('div', { class: 'rewards' }, rewards), body, columns.length ? el('dl', {}, columns) : '');
+    el('div', { class: 'rewards' }, rewards), (own.turns ?? []).map((turn) => added(turn, where)), body, columns.length ? el('dl', {}, columns) : '');
   let numbers = null;
   const paint = async (how) => {
     node.style.background = '';
