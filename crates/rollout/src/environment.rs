@@ -17,6 +17,55 @@ use omnigrpo_text::{MediumKind, Role, ToolCall};
 use serde_json::{Value, json};
 
 /// A source of answers to the turns of a model.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use omnigrpo_data::{Cause, Sample};
+/// use omnigrpo_rollout::{
+///     Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, SamplingParams, answer_calls,
+/// };
+/// use serde_json::{Value, json};
+///
+/// /// A tool that adds two numbers.
+/// struct Sum;
+///
+/// impl Environment for Sum {
+///     fn name(&self) -> &str {
+///         "sum"
+///     }
+///
+///     fn tools(&self) -> Vec<Value> {
+///         let number = json!({ "type": "number" });
+///         let parameters = json!({ "type": "object", "properties": { "a": number, "b": number } });
+///         vec![json!({ "type": "function", "function": { "name": "sum", "parameters": parameters } })]
+///     }
+///
+///     fn begin(&self, _row: &Sample, _key: EpisodeKey) -> Result<Box<dyn Episode>, Cause> {
+///         Ok(Box::new(Self))
+///     }
+/// }
+///
+/// impl Episode for Sum {
+///     fn answer(&mut self, turn: &ModelTurn<'_>) -> Result<Answer, Cause> {
+///         Ok(answer_calls(turn, |call| {
+///             let number = |name: &str| call.arguments.get(name).and_then(Value::as_f64);
+///             let sum = number("a").zip(number("b")).map(|(a, b)| a + b);
+///             Ok(vec![AnswerPart::Text(sum.ok_or("expected the numbers `a` and `b`")?.to_string())])
+///         }))
+///     }
+/// }
+///
+/// let said = r#"<tool_call>{"name": "sum", "arguments": {"a": 2, "b": 3}}</tool_call>"#;
+/// let calls = omnigrpo_text::tool_calls(said);
+/// let turn = ModelTurn { text: said, ids: &[], calls: &calls, number: 1, tokens_left: 100 };
+/// let Answer::Say { parts, failed: 0, .. } = Sum.answer(&turn)? else { panic!() };
+/// assert_eq!(parts, [AnswerPart::Text("5".to_owned())]);
+/// // A generator asks the environment during sampling. The tools go into the prompt by `RenderOptions::tools`.
+/// let sampling = SamplingParams { interaction: Some(Interaction::new(Arc::new(Sum))), ..SamplingParams::default() };
+/// # assert!(sampling.validate().is_ok());
+/// # Ok::<(), Cause>(())
+/// ```
 pub trait Environment: Send + Sync {
     /// Returns the name in errors and records.
     fn name(&self) -> &str;
