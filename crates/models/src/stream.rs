@@ -138,7 +138,7 @@ impl PackedStream {
                 stream.keys.push(key);
             }
             stream.positions.extend_from_slice(&prompt.positions);
-            stream.push_spans(&prompt.spans, (g, start), |medium| Some(medium))?;
+            stream.push_spans(&prompt.spans, (g, start), Some)?;
             stream.push_first_targets(prompt, start, &group.completions);
             let prompt_key = stream.keys.last().copied().unwrap_or_default();
             let mut first = stream.targets.tokens.len() - copies;

@@ -110,7 +110,8 @@ impl Completion {
 
     /// Returns the tokens of each turn of the model, in order.
     pub fn model_turns(&self) -> impl Iterator<Item = &[u32]> {
-        let ends = self.turns.iter().map(|turn| turn.tokens()).chain([self.ids.len()..self.ids.len()]);
+        let end = self.ids.len()..self.ids.len();
+        let ends = self.turns.iter().map(AddedTurn::tokens).chain(std::iter::once(end));
         ends.scan(0, |from, end| Some(&self.ids[std::mem::replace(from, end.end)..end.start]))
     }
 
