@@ -92,9 +92,10 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| s.not_sampled()),
     row("environment", Text, at!(turns.environment), ANSWERED)
         .help(
-            "Environment that answers the model in the middle of a completion: `zoom`, a tool that returns a part of the \
-             original picture, given by a box in pixels; `zoom:1000`, the same with boxes in thousandths of the sides; a \
-             program, `cmd:\"program arguments\"`; or an address, `http://…`. The answer is read but not trained on, and counts in `max_completion_length`.",
+            "Environment that answers the model in the middle of a completion. `zoom` is a tool that returns a \
+             part of the original picture, given by a box in pixels, and `zoom:1000` takes thousandths of its \
+             sides. Others are a program, `cmd:\"program arguments\"`, or an address, `http://…`. The answer is \
+             read but not trained on, and counts in `max_completion_length`.",
         )
         .unset("none")
         .idle(|s, _| s.not_sampled()),
