@@ -21,6 +21,16 @@ use crate::run::Run;
 
 /// Largest number of completions in the catalogues of all runs.
 const MAX_COMPLETIONS: usize = 4 << 20;
+/// Largest number of completions of a step. The rest of a file is ignored.
+const MAX_STEP_COMPLETIONS: usize = 1 << 18;
+/// Largest number of rewards. Later names are ignored.
+const MAX_REWARDS: usize = 64;
+/// Longest name of a reward, in bytes. Rewards with longer names are ignored.
+const MAX_REWARD_BYTES: usize = 256;
+/// Largest total size of [`Names`], in bytes. Later names count as one, [`OTHER`].
+const MAX_NAMES_BYTES: usize = 64 << 20;
+/// Stands for the names that exceed the bound.
+const OTHER: &str = "…";
 /// Largest number of groups in a response.
 const MAX_GROUPS: usize = 50_000;
 /// Time for which a request reads new files.
@@ -96,6 +106,7 @@ struct Read {
 struct Names {
     all: Vec<String>,
     places: HashMap<String, u32>,
+    bytes: usize,
 }
 
 impl Names {
@@ -103,6 +114,11 @@ impl Names {
         if let Some(&place) = self.places.get(name) {
             return place;
         }
+        if self.bytes + name.len() > MAX_NAMES_BYTES && name != OTHER {
+            return self.place(OTHER);
+        }
+        // A short name takes more than its bytes.
+        self.bytes += name.len() + 64;
         let place = self.all.len() as u32;
         self.all.push(name.to_owned());
         self.places.insert(name.to_owned(), place);
@@ -249,7 +265,7 @@ impl Catalogue {
             if at > kept && started.elapsed() > time {
                 return Ok(());
             }
-            self.add(run, step, column.as_deref())?;
+            self.add(run, step, column.as_deref(), MAX_STEP_COMPLETIONS)?;
         }
         self.seen = stamp(&directory).zip(last(&self.files)).filter(|_| self.files.len() == steps.len());
         Ok(())
@@ -266,8 +282,8 @@ impl Catalogue {
         self.is_full = false;
     }
 
-    /// Reads the file of a step. Lines that are no records are skipped.
-    fn add(&mut self, run: &Run, step: u64, column: Option<&str>) -> Result<(), Error> {
+    /// Reads the first `most` completions of a step. Lines that are no records are skipped.
+    fn add(&mut self, run: &Run, step: u64, column: Option<&str>, most: usize) -> Result<(), Error> {
         let path = run.step_file("rollouts", step);
         let file = run.open(&path)?;
         let stamp = Stamp::of(&file.metadata().map_err(Error::io("look at", &path))?);
@@ -275,6 +291,10 @@ impl Catalogue {
         let mut lines = Lines::new(file);
         let mut found = Vec::new();
         while let Some((_, line)) = lines.next().map_err(Error::io("read", &path))? {
+            if found.len() == most {
+                self.is_full = true;
+                break;
+            }
             let line = String::from_utf8_lossy(line);
             let Ok(record) = serde_json::from_str::<Record>(&line) else { continue };
             let completion = Completion {
@@ -290,6 +310,8 @@ impl Catalogue {
             let rewards: Vec<(String, f32)> = record
                 .rewards
                 .into_iter()
+                .filter(|(name, _)| name.len() <= MAX_REWARD_BYTES)
+                .take(MAX_REWARDS)
                 .map(|(name, value)| (name.into_owned(), value.unwrap_or(f32::NAN)))
                 .collect();
             found.push((record.group, record.sample, id, of_row, completion, rewards));
@@ -305,7 +327,7 @@ impl Catalogue {
             }
             self.completions.push(*completion);
             for (name, value) in rewards {
-                if !self.rewards.contains_key(name) {
+                if !self.rewards.contains_key(name) && self.rewards.len() < MAX_REWARDS {
                     self.rewards.insert(name.clone(), Vec::new());
                 }
                 if let Some(values) = self.rewards.get_mut(name) {
@@ -660,5 +682,42 @@ mod tests {
         assert_eq!(found["counts"][1], json!([1, 1]));
         let found = all.with(&run, |own| own.joint(&asked("x=reward&y=rewards/accuracy"))).unwrap();
         assert_eq!((&found["r"], &found["pairs"]), (&json!(1.0), &json!(6)));
+    }
+
+    #[test]
+    fn a_hostile_file_cannot_grow_the_catalogue() {
+        let (_directory, run) = run(TWO);
+        let mut own = Catalogue::default();
+        own.add(&run, 1, None, 3).unwrap();
+        assert_eq!((own.completions.len(), own.groups.len(), own.is_full), (3, 2, true));
+        // Rewards by name and by step.
+        let mut text = String::new();
+        for sample in 0..2 {
+            let mut record: Value = serde_json::from_str(&line("a", 0, sample, 1.0, 4)).unwrap();
+            let names = (0..100).map(|at| (format!("{sample}-{at:03}"), json!(1.0)));
+            let long = ("x".repeat(MAX_REWARD_BYTES + 1), json!(1.0));
+            record["rewards"] = Value::Object(std::iter::once(long).chain(names).collect());
+            text += &format!("{record}\n");
+        }
+        fs::write(run.step_file("rollouts", 1), text).unwrap();
+        let mut own = Catalogue::default();
+        own.add(&run, 1, None, MAX_STEP_COMPLETIONS).unwrap();
+        assert_eq!(own.rewards.len(), MAX_REWARDS);
+        assert!(own.rewards.iter().all(|(name, values)| name.len() < 10 && values.len() == 2));
+        assert!(!own.is_full);
+    }
+
+    #[test]
+    fn names_have_a_bound() {
+        let mut names = Names::default();
+        let name = |at: usize| format!("{at:02}{}", "x".repeat(1 << 20));
+        let places: Vec<u32> = (0..70).map(|at| names.place(&name(at))).collect();
+        let known = places.iter().position(|&place| names.all[place as usize] == OTHER).unwrap();
+        assert!((60..64).contains(&known), "{known}");
+        assert!(places[known..].iter().all(|place| *place == places[known]));
+        assert_eq!(
+            (names.all.len(), names.place(&name(5)), names.place(&name(99))),
+            (known + 1, 5, places[known])
+        );
     }
 }

@@ -27,8 +27,18 @@ const BUCKETS: usize = 400;
 const READ_TIME: Duration = Duration::from_millis(300);
 /// Largest size of the columns of all runs, in bytes.
 const MAX_BYTES: usize = 512 << 20;
-/// Largest number of columns of a run. Later names are ignored.
-const MAX_COLUMNS: usize = 1000;
+/// Longest name of a column, in bytes. Columns with longer names are ignored.
+const MAX_NAME_BYTES: usize = 256;
+/// Largest sizes of a table.
+const LIMITS: Limits = Limits { rows: 1 << 20, columns: 1000, cells: 64 << 20 };
+
+/// Largest numbers of rows, columns and values of a table. What comes later is ignored, because anything can write the file.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    rows: usize,
+    columns: usize,
+    cells: usize,
+}
 
 /// Columns of the runs that were asked about most recently.
 #[derive(Debug, Default)]
@@ -85,11 +95,18 @@ pub(crate) struct Curves {
 }
 
 /// Rows by column. A missing value is NaN.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Table {
+    limits: Limits,
     steps: Vec<f64>,
     seconds: Vec<f64>,
     columns: Vec<(String, Vec<f32>)>,
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self { limits: LIMITS, steps: Vec::new(), seconds: Vec::new(), columns: Vec::new() }
+    }
 }
 
 impl Curves {
@@ -141,6 +158,9 @@ impl Curves {
         if table.forget(step) {
             self.generation += 1;
         }
+        if !table.has_room() {
+            return;
+        }
         table.steps.push(step);
         table.seconds.push(self.seconds);
         let derived = [("derived/tokens_per_second", speed), ("derived/memory_rest_mb", rest)];
@@ -163,6 +183,7 @@ impl Curves {
         out.insert("generation".into(), self.generation.into());
         out.insert("rows".into(), steps.steps.len().into());
         out.insert("done".into(), self.is_done.into());
+        out.insert("full".into(), (!steps.has_room() || !self.evaluations.has_room()).into());
         out.insert("seconds".into(), self.seconds.into());
         out.insert("evaluations".into(), self.evaluations.rows(0..self.evaluations.steps.len()));
         let mut last: Map<String, Value> = steps
@@ -187,6 +208,12 @@ impl Curves {
 }
 
 impl Table {
+    /// Returns true if the table can have one more row.
+    fn has_room(&self) -> bool {
+        let rows = self.steps.len() + 1;
+        rows <= self.limits.rows && rows * self.columns.len() <= self.limits.cells
+    }
+
     /// Removes the rows from `step` on. Returns true if there were any.
     fn forget(&mut self, step: f64) -> bool {
         let kept = self.steps.iter().rposition(|own| *own < step).map_or(0, |at| at + 1);
@@ -204,7 +231,10 @@ impl Table {
             Some((own, _)) if own == name => hint,
             _ => match self.columns.iter().position(|(own, _)| own == name) {
                 Some(at) => at,
-                None if self.columns.len() < MAX_COLUMNS => {
+                None if self.columns.len() < self.limits.columns
+                    && rows * (self.columns.len() + 1) <= self.limits.cells
+                    && name.len() <= MAX_NAME_BYTES =>
+                {
                     self.columns.push((name.to_owned(), Vec::new()));
                     self.columns.len() - 1
                 }
@@ -434,5 +464,45 @@ mod tests {
         let found = all.of(&run, &asked("low=2344&high=2346")).unwrap();
         assert_eq!(found["steps"]["columns"]["kl"], json!([0.0, 1000.0, 0.0]));
         assert_eq!(found["last"]["kl"], json!(0.0));
+    }
+
+    #[test]
+    fn a_hostile_file_cannot_grow_the_tables() {
+        let mut curves = Curves::default();
+        curves.steps.limits = Limits { rows: 3, columns: 4, cells: 9 };
+        let row = |step: usize, names: &[&str]| {
+            let mut row: Map<String, Value> =
+                names.iter().map(|name| ((*name).to_owned(), json!(1))).collect();
+            row.insert("step".into(), step.into());
+            Value::Object(row).to_string()
+        };
+        let long = "x".repeat(MAX_NAME_BYTES + 1);
+        curves.add(row(1, &["a", "b", &long]).as_bytes());
+        let names =
+            |curves: &Curves| curves.steps.columns.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&curves), ["a", "b"]);
+        curves.add(row(2, &["a", "b", "c", "d", "e"]).as_bytes());
+        // Two rows of four columns have eight values, and three rows of four columns would have more than nine.
+        assert_eq!(names(&curves), ["a", "b", "c", "d"]);
+        curves.add(row(3, &["a"]).as_bytes());
+        assert_eq!(curves.steps.steps, [1.0, 2.0]);
+        assert_eq!(curves.answer(&Asked::default())["full"], json!(true));
+        // A row that is written again replaces its predecessor.
+        curves.add(row(2, &["b"]).as_bytes());
+        assert_eq!(curves.steps.steps, [1.0, 2.0]);
+        let mut few = Curves::default();
+        few.steps.limits = Limits { rows: 3, columns: 4, cells: 100 };
+        (1..6).for_each(|step| few.add(row(step, &["a"]).as_bytes()));
+        assert_eq!((few.steps.steps.len(), few.steps.columns[0].1.len()), (3, 3));
+        assert_eq!(Curves::default().answer(&Asked::default())["full"], json!(false));
+    }
+
+    #[test]
+    fn nested_values_are_no_stack() {
+        let mut curves = Curves::default();
+        curves.add(format!("{{\"step\": 1, \"a\": {}", "[".repeat(1 << 20)).as_bytes());
+        curves.add(br#"{"step": 2, "a": {"b": [1]}, "loss": 3}"#);
+        assert_eq!(curves.steps.steps, [2.0]);
+        assert_eq!(curves.answer(&Asked::default())["last"]["loss"], json!(3.0));
     }
 }
