@@ -25,7 +25,7 @@ struct System {
     name: &'static str,
     /// Preset with its defaults; empty if there is none.
     preset: &'static str,
-    /// Its defaults that differ from those of the preset or of this program.
+    /// Defaults that differ from the preset or from this program.
     defaults: &'static [(&'static str, &'static str)],
     /// Environment variables that it reads as settings, with the name of the setting.
     variables: &'static [(&'static str, &'static str)],
@@ -82,7 +82,7 @@ const VERL: System = System {
 const EASY_R1: System = System {
     name: "EasyR1",
     preset: "",
-    // Those of its `examples/config.yaml` and of its classes.
+    // Defaults of its `examples/config.yaml` and its classes.
     defaults: &[
         ("learning_rate", "1.0e-6"),
         ("lr_scheduler_type", "constant_with_warmup"),

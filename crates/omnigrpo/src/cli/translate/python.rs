@@ -34,7 +34,7 @@ pub enum Argument<'t> {
     Source(&'t str),
 }
 
-/// What a script calls and defines.
+/// Calls and definitions of a script.
 #[derive(Debug, Default)]
 pub struct Script<'t> {
     /// Calls in their order.

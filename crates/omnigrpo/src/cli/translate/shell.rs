@@ -126,7 +126,7 @@ struct Command {
     line: Line,
     /// True if a word of the command was read, even if it became none.
     begun: bool,
-    /// True behind `export` and the like, whose words are assignments.
+    /// True behind `export` and similar words, whose words are assignments.
     declares: bool,
     /// Assignments before the words.
     assigned: Vec<(String, Values)>,
@@ -178,7 +178,7 @@ impl Words {
 impl Shell<'_> {
     fn script(&mut self, text: &mut Text<'_>) -> Result<(), String> {
         let mut command = Command::default();
-        // What follows `||` runs only if the command before it fails.
+        // A command behind `||` runs only if the command before it fails.
         let mut fails = false;
         let mut here = Vec::new();
         while let Some(c) = text.peek() {
@@ -567,7 +567,7 @@ impl Shell<'_> {
     }
 }
 
-/// What ends a text.
+/// End of a text.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ends {
     /// The end of a word, in which values are split at spaces.
