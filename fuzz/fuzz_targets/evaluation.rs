@@ -20,6 +20,7 @@ fuzz_target!(|rows: Vec<Row<'_>>| {
         .iter()
         .map(|row| EvalRow {
             id: String::new(),
+            row: serde_json::Map::new(),
             dataset: String::new(),
             prompt: String::new(),
             solution: Some(row.solution.to_owned()),

@@ -48,6 +48,7 @@ fuzz_target!(|texts: Texts<'_>| {
         columns: &columns,
         think: if texts.think { Think::On } else { Think::Off },
         media_paths: &[],
+        media: &[],
         key: RowKey { seed: 1, step: 2, row: 3, sample: 4 },
         truncated: false,
     };
