@@ -154,7 +154,7 @@ pub fn forward(x: &[f32], act: Activation) -> Vec<f32> {
 pub fn backward(dy: &[f32], act: Activation, x: &mut [f32]) {
     let n = x.len();
     let _span = span(Op::Activation, || (n * COST, 12 * n));
-    check("activation, backward", dy.len() == n);
+    check!("activation, backward", dy.len() == n, dy.len(), n);
     let x = Shared::new(x);
     ranges(n, 64, n * COST, |range| {
         // SAFETY: the ranges are disjoint.
@@ -168,7 +168,7 @@ pub fn backward(dy: &[f32], act: Activation, x: &mut [f32]) {
 pub fn swiglu_forward(gate_up: Mat) -> Vec<f32> {
     let (rows, i) = (gate_up.rows, gate_up.cols / 2);
     let _span = span(Op::Activation, || (rows * i * COST, 12 * rows * i));
-    check("swiglu", gate_up.cols == 2 * i);
+    check!("swiglu", gate_up.cols == 2 * i, gate_up.dims());
     buffer::of_rows(rows, i, rows * i * COST, |r, y| {
         let (gate, up) = gate_up.row(r).split_at(i);
         swiglu_row(y, gate, up);
@@ -179,7 +179,7 @@ pub fn swiglu_forward(gate_up: Mat) -> Vec<f32> {
 pub fn swiglu_backward(dy: Mat, gate_up: MatMut) {
     let (rows, i) = dy.dims();
     let _span = span(Op::Activation, || (2 * rows * i * COST, 20 * rows * i));
-    check("swiglu, backward", gate_up.dims() == (rows, 2 * i));
+    check!("swiglu, backward", gate_up.dims() == (rows, 2 * i), dy.dims(), gate_up.dims());
     ranges(rows, 1, rows * i * COST, |range| {
         for r in range {
             // SAFETY: each row is visited exactly once.

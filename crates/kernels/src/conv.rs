@@ -97,7 +97,7 @@ pub fn mix_forward(x: Mat, mix: &RowMix) -> Vec<f32> {
 
 /// Adds the gradient of [`mix_forward`] to `dx [_, c]`.
 pub fn mix_backward(dy: Mat, mix: &RowMix, dx: MatMut) {
-    check("mix, backward", dy.rows == mix.len() && dx.cols == dy.cols);
+    check!("mix, backward", dy.rows == mix.len() && dx.cols == dy.cols, dy.dims(), mix.len(), dx.dims());
     // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
     ranges(dy.cols, 64, mix.rows.len() * dy.cols, |cols| {
         for r in 0..mix.len() {
@@ -134,7 +134,13 @@ fn windows(lines: std::ops::Range<usize>, [h, w]: [usize; 2], mut f: impl FnMut(
 #[must_use]
 pub fn depthwise3(x: Mat, weight: &[f32], [h, w]: [usize; 2], transposed: bool) -> Vec<f32> {
     let (rows, c) = x.dims();
-    check("depthwise convolution", rows.is_multiple_of(h * w) && weight.len() == 9 * c);
+    check!(
+        "depthwise convolution",
+        rows.is_multiple_of(h * w) && weight.len() == 9 * c,
+        x.dims(),
+        weight.len(),
+        (h, w)
+    );
     let mut taps = vec![0.0; 9 * c];
     for tap in 0..9 {
         let from = if transposed { 8 - tap } else { tap };
@@ -160,7 +166,7 @@ pub fn depthwise3(x: Mat, weight: &[f32], [h, w]: [usize; 2], transposed: bool) 
 pub fn depthwise3_weight(dy: Mat, x: Mat, [h, w]: [usize; 2], dweight: &mut [f32]) {
     let (rows, c) = x.dims();
     let fits = rows.is_multiple_of(h * w) && dy.dims() == x.dims() && dweight.len() == 9 * c;
-    check("depthwise convolution, gradient of the weight", fits);
+    check!("depthwise convolution, gradient of the weight", fits, x.dims(), dy.dims(), dweight.len(), (h, w));
     let mut taps = vec![0.0; 9 * c];
     let shared = Shared::new(&mut taps);
     ranges(c, 64, rows * c * 9, |cols| {
@@ -183,7 +189,7 @@ pub fn depthwise3_weight(dy: Mat, x: Mat, [h, w]: [usize; 2], dweight: &mut [f32
 /// If a weight `[out, c, taps…]` is read as `[out, c · taps]`, a linear layer that applies it to the result is a convolution.
 #[must_use]
 pub fn unfold(x: Mat, sources: &[u32], taps: usize) -> Vec<f32> {
-    check("unfold", sources.len().is_multiple_of(taps));
+    check!("unfold", sources.len().is_multiple_of(taps), sources.len(), taps);
     let rows = sources.len() / taps.max(1);
     buffer::of_rows(rows, taps * x.cols, sources.len() * x.cols, |r, y| {
         for (k, &source) in sources[r * taps..(r + 1) * taps].iter().enumerate() {
@@ -197,7 +203,14 @@ pub fn unfold(x: Mat, sources: &[u32], taps: usize) -> Vec<f32> {
 
 /// Adds the gradient of [`unfold`] to `dx [_, c]`.
 pub fn fold(dy: Mat, sources: &[u32], taps: usize, dx: MatMut) {
-    check("fold", dy.rows * taps == sources.len() && dy.cols == taps * dx.cols);
+    check!(
+        "fold",
+        dy.rows * taps == sources.len() && dy.cols == taps * dx.cols,
+        dy.dims(),
+        dx.dims(),
+        sources.len(),
+        taps
+    );
     ranges(dx.cols, 16, sources.len() * dx.cols, |cols| {
         for (at, &source) in sources.iter().enumerate().filter(|(_, source)| **source != OUTSIDE) {
             // SAFETY: the column ranges are disjoint.
@@ -233,7 +246,7 @@ simd_fn! {
 /// Returns the number of rows of `x` that share a row of `gate`.
 fn rows_per_gate(x: Mat, gate: Mat) -> usize {
     let s = x.rows / gate.rows.max(1);
-    check("gate", x.dims() == (gate.rows * s, gate.cols));
+    check!("gate", x.dims() == (gate.rows * s, gate.cols), x.dims(), gate.dims());
     s
 }
 
@@ -249,7 +262,7 @@ pub fn gate_forward(x: Mat, gate: Mat) -> Vec<f32> {
 /// Returns the gradients of [`gate_forward`] with respect to `x` and `gate`.
 #[must_use]
 pub fn gate_backward(dy: Mat, x: Mat, gate: Mat) -> (Vec<f32>, Vec<f32>) {
-    check("gate, backward", dy.dims() == x.dims());
+    check!("gate, backward", dy.dims() == x.dims(), dy.dims(), x.dims());
     let s = rows_per_gate(x, gate);
     let dgate = buffer::of_rows(gate.rows, x.cols, x.rows * x.cols * 2, |p, sum| {
         for r in p * s..(p + 1) * s {
@@ -271,7 +284,7 @@ fn softmax(logits: &[f32]) -> Vec<f32> {
 /// Returns `Σ softmax(logits)ᵢ · x[i]` as `[len]`, for `x [logits.len(), len]`.
 #[must_use]
 pub fn blend_forward(x: Mat, logits: &[f32]) -> Vec<f32> {
-    check("blend", x.rows == logits.len());
+    check!("blend", x.rows == logits.len(), x.dims(), logits.len());
     let shares = softmax(logits);
     let fill = |y: Shared| {
         ranges(x.cols, 64, x.rows * x.cols, |range| {
@@ -290,7 +303,7 @@ pub fn blend_forward(x: Mat, logits: &[f32]) -> Vec<f32> {
 /// Returns the gradients of [`blend_forward`] with respect to `x` and the logits.
 #[must_use]
 pub fn blend_backward(dy: &[f32], x: Mat, logits: &[f32]) -> (Vec<f32>, Vec<f32>) {
-    check("blend, backward", x.dims() == (logits.len(), dy.len()));
+    check!("blend, backward", x.dims() == (logits.len(), dy.len()), x.dims(), logits.len(), dy.len());
     let shares = softmax(logits);
     let mut dx = buffer::zeros(x.rows * x.cols);
     let mut along = vec![0.0f64; logits.len()];

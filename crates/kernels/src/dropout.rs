@@ -39,14 +39,19 @@ impl Mask {
         Row { key, threshold: self.threshold(), keep: self.keep() }
     }
 
+    /// Returns the number of rows that have a key of their own.
+    fn keys(&self) -> Option<usize> {
+        self.rows.as_ref().map(|keys| keys.len())
+    }
+
     fn fits(&self, rows: usize) -> bool {
-        self.rows.as_ref().is_none_or(|keys| keys.len() == rows)
+        self.keys().is_none_or(|keys| keys == rows)
     }
 
     /// Returns the factor of each element of a `[rows, cols]` array: 0 or `1 / (1 − rate)`.
     #[must_use]
     pub fn factors(&self, rows: usize, cols: usize) -> Vec<f32> {
-        check("dropout", self.fits(rows));
+        check!("dropout", self.fits(rows), rows, self.keys());
         let ones = vec![1.0; cols];
         buffer::of_rows(rows, cols, rows * cols, |row, y| drop_row(y, &ones, self.row(row)))
     }
@@ -56,7 +61,7 @@ impl Mask {
 #[must_use]
 pub fn forward(x: Mat, mask: &Mask) -> Vec<f32> {
     let (rows, cols) = x.dims();
-    check("dropout", mask.fits(rows));
+    check!("dropout", mask.fits(rows), rows, mask.keys());
     let _span = span(Op::Activation, || (2 * rows * cols, 8 * rows * cols));
     buffer::of_rows(rows, cols, rows * cols, |row, y| drop_row(y, x.row(row), mask.row(row)))
 }

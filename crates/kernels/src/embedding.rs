@@ -36,7 +36,7 @@ simd_fn! {
 pub fn scatter_add(dy: Mat, ids: &[u32], dtable: &mut [f32]) {
     let (rows, h) = dy.dims();
     let _span = span(Op::Embedding, || (rows * h, 12 * rows * h));
-    check("scatter_add", rows == ids.len());
+    check!("scatter_add", rows == ids.len(), dy.dims(), ids.len());
     let dtable = Shared::new(dtable);
     // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
     ranges(h, 16, rows * h, |cols| {
@@ -52,7 +52,7 @@ pub fn scatter_add(dy: Mat, ids: &[u32], dtable: &mut [f32]) {
 
 /// Adds row `ids[i]` of `table` to row `i` of `y [rows, h]`. A row without an id is unchanged.
 pub fn add_rows(table: Weight, ids: &[Option<u32>], y: MatMut) {
-    check("add_rows", y.dims() == (ids.len(), table.dims().1));
+    check!("add_rows", y.dims() == (ids.len(), table.dims().1), y.dims(), ids.len(), table.dims());
     for (i, id) in ids.iter().enumerate() {
         let Some(row) = id.map(|id| id as usize) else { continue };
         // SAFETY: rows are processed one after the other.
@@ -75,7 +75,7 @@ fn add_row(y: &mut [f32], row: Weight, weight: f32) {
 /// Adds the gradient of [`add_rows`] to `dtable`: adds each row of `dy [rows, h]` that has an id to the table row of that id, in
 /// the order of the rows.
 pub fn add_rows_backward(dy: Mat, ids: &[Option<u32>], dtable: &mut [f32]) {
-    check("add_rows, backward", dy.rows == ids.len());
+    check!("add_rows, backward", dy.rows == ids.len(), dy.dims(), ids.len());
     for (i, id) in ids.iter().enumerate() {
         let Some(row) = id.map(|id| id as usize) else { continue };
         let to = &mut dtable[row * dy.cols..][..dy.cols];
@@ -86,7 +86,7 @@ pub fn add_rows_backward(dy: Mat, ids: &[Option<u32>], dtable: &mut [f32]) {
 /// Adds weighted sums of rows of `table` to `y [rows, h]`. `taps[r]` lists the terms of row `r` as pairs of a table row and a
 /// weight.
 pub fn add_mixed(table: Weight, taps: &[Vec<(u32, f32)>], y: MatMut) {
-    check("add_mixed", y.dims() == (taps.len(), table.dims().1));
+    check!("add_mixed", y.dims() == (taps.len(), table.dims().1), y.dims(), taps.len(), table.dims());
     for (i, taps) in taps.iter().enumerate() {
         for &(id, weight) in taps {
             let row = id as usize;
@@ -98,7 +98,7 @@ pub fn add_mixed(table: Weight, taps: &[Vec<(u32, f32)>], y: MatMut) {
 
 /// Adds the gradient of [`add_mixed`] to `dtable`, in the order of the rows and their taps.
 pub fn add_mixed_backward(dy: Mat, taps: &[Vec<(u32, f32)>], dtable: &mut [f32]) {
-    check("add_mixed, backward", dy.rows == taps.len());
+    check!("add_mixed, backward", dy.rows == taps.len(), dy.dims(), taps.len());
     for (i, taps) in taps.iter().enumerate() {
         for &(id, weight) in taps {
             let to = &mut dtable[id as usize * dy.cols..][..dy.cols];

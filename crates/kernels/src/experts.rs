@@ -70,6 +70,11 @@ pub struct Choices<'a> {
 }
 
 impl Choices<'_> {
+    /// Returns the numbers of places and of experts that are listed.
+    fn dims(&self) -> [usize; 2] {
+        [self.places.len(), self.experts.len()]
+    }
+
     fn fit(&self, places: usize, rows: usize, experts: usize) -> bool {
         let all = self.places.len();
         all == self.experts.len()
@@ -98,7 +103,7 @@ impl Choices<'_> {
 #[must_use]
 pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let ((places, k), n) = (x.dims(), w.dims().1);
-    check("experts", groups.cover(places, w.dims().0, k));
+    check!("experts", groups.cover(places, w.dims().0, k), x.dims(), w.dims(), groups.0);
     let _span = span(Op::Linear, || groups.product(places, k, w));
     // SAFETY: every place belongs to an expert, and that expert's product overwrites it.
     unsafe {
@@ -115,7 +120,13 @@ pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
 #[must_use]
 pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let (places, k) = (dy.rows, w.dims().0 / groups.0.len().saturating_sub(1).max(1));
-    check("experts, gradient of the input", groups.cover(places, w.dims().0, k) && dy.cols == w.dims().1);
+    check!(
+        "experts, gradient of the input",
+        groups.cover(places, w.dims().0, k) && dy.cols == w.dims().1,
+        dy.dims(),
+        w.dims(),
+        groups.0
+    );
     let _span = span(Op::LinearInput, || groups.product(places, k, w));
     // SAFETY: every place belongs to an expert, and that expert's product overwrites it.
     unsafe {
@@ -132,7 +143,14 @@ pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
 /// is true if the weight is stored as bf16.
 pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) {
     let ((places, k), n) = (x.dims(), dy.cols);
-    check("experts, gradient of the weight", groups.cover(places, dw.rows, k) && dw.dims().1 == n);
+    check!(
+        "experts, gradient of the weight",
+        groups.cover(places, dw.rows, k) && dw.dims().1 == n,
+        dy.dims(),
+        x.dims(),
+        dw.dims(),
+        groups.0
+    );
     let _span = span(Op::LinearWeight, || (2 * places * k * n, 4 * (2 * dw.rows * n + places * (n + k))));
     groups.each(k * n, |expert, rows| {
         // SAFETY: each expert is computed by one task.
@@ -146,7 +164,13 @@ pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) 
 /// has chosen, from `logits [rows, experts]`.
 #[must_use]
 pub fn weigh_forward(x: Mat, logits: Mat, choices: Choices) -> Vec<f32> {
-    check("experts, weights", choices.fit(x.rows, logits.rows, logits.cols));
+    check!(
+        "experts, weights",
+        choices.fit(x.rows, logits.rows, logits.cols),
+        x.dims(),
+        logits.dims(),
+        choices.dims()
+    );
     let weights = choices.weights(logits);
     scaled(x, &weights)
 }
@@ -161,7 +185,7 @@ fn scaled(x: Mat, weights: &[f32]) -> Vec<f32> {
 #[must_use]
 pub fn weigh_backward(dy: Mat, x: Mat, logits: Mat, choices: Choices) -> (Vec<f32>, Vec<f32>) {
     let fits = choices.fit(x.rows, logits.rows, logits.cols) && dy.dims() == x.dims();
-    check("experts, gradient of weights", fits);
+    check!("experts, gradient of weights", fits, dy.dims(), x.dims(), logits.dims(), choices.dims());
     let weights = choices.weights(logits);
     // Gradient of the loss with respect to the weight of each place.
     let dots = buffer::of_rows(x.rows, 1, x.rows * x.cols, |p, to| to[0] = dot(dy.row(p), x.row(p)));

@@ -201,7 +201,7 @@ impl Weights {
 pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
     let rows = hidden.rows;
     let _span = span(Op::Head, || profile::product(rows, head.weight));
-    check("log-probabilities", targets.fit(rows));
+    check!("log-probabilities", targets.fit(rows), rows, targets.tokens.len(), targets.offsets.len());
     let scale = 1.0 / head.temperature;
     let [mut entropy, mut lse] = [0; 2].map(|_| vec![0.0; rows]);
     let mut logp = vec![0.0; targets.tokens.len()];
@@ -291,7 +291,16 @@ pub fn backward(
     let (dlogp, dentropy) = (gradient.logp, gradient.entropy);
     let mut of_rows = [Some(stats.entropy), Some(stats.lse), dentropy].into_iter().flatten();
     let fits = targets.fit(rows) && targets.tokens.len() == dlogp.len();
-    check("log-probabilities, backward", fits && of_rows.all(|x| x.len() == rows));
+    check!(
+        "log-probabilities, backward",
+        fits && of_rows.all(|x| x.len() == rows),
+        hidden.dims(),
+        targets.tokens.len(),
+        targets.offsets.len(),
+        dlogp.len(),
+        [stats.entropy.len(), stats.lse.len()],
+        dentropy.map(<[f32]>::len),
+    );
     let scale = 1.0 / head.temperature;
     let mut dhidden = vec![0.0; rows * h];
     let mut sum = MatMut::new(&mut dhidden, rows, h);

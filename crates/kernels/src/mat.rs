@@ -4,12 +4,17 @@ use std::ops::Range;
 
 use crate::parallel::Shared;
 
-/// Panics if the operands do not fit together. Such a mismatch is a bug of the caller: the `ops` crate checks shapes and reports
-/// errors.
-#[track_caller]
-pub(crate) fn check(op: &str, fits: bool) {
-    assert!(fits, "{op}: operands do not fit together");
+/// Panics with the given shapes if the operands of a kernel do not fit together. Such a mismatch is a bug of the caller: the `ops`
+/// crate checks shapes and reports errors.
+macro_rules! check {
+    ($op:literal, $fits:expr, $($shape:expr),+ $(,)?) => {
+        if !$fits {
+            let shapes = [$(format!("{} is {:?}", stringify!($shape), $shape)),+].join(", ");
+            panic!("{}: operands do not fit together: {shapes}", $op);
+        }
+    };
 }
+pub(crate) use check;
 
 /// A `[rows, cols]` matrix to read.
 ///
@@ -172,5 +177,18 @@ impl<'a> MatMut<'a> {
     pub(crate) unsafe fn part(&self, r: usize, columns: Range<usize>) -> &'a mut [f32] {
         // SAFETY: guaranteed by this function's contract.
         unsafe { self.data.part(r * self.stride + columns.start, columns.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(
+        expected = "rms norm: operands do not fit together: x.dims() is (2, 3), weight.len() is 4"
+    )]
+    fn a_mismatch_is_told_with_the_shapes() {
+        let _ = crate::norm::rms_forward(Mat::new(&[0.0; 6], 2, 3), &[1.0; 4], 1e-6);
     }
 }

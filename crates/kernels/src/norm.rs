@@ -169,7 +169,7 @@ fn weight_gradient(rows: Rows, dw: &mut [f32], db: Option<&mut [f32]>) {
 pub fn rms_forward(x: Mat, weight: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
     let (rows, dim) = x.dims();
     let _span = span(Op::Norm, || (4 * rows * dim, 8 * rows * dim));
-    check("rms norm", weight.len() == dim);
+    check!("rms norm", weight.len() == dim, x.dims(), weight.len());
     let mut stats = vec![0.0; rows];
     let rstd = Shared::new(&mut stats);
     let y = buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
@@ -186,7 +186,16 @@ pub fn rms_backward(dy: Mat, x: Mat, weight: &[f32], stats: &[f32], dx: MatMut, 
     let _span = span(Op::Norm, || (8 * rows * dim, 16 * rows * dim));
     let of_weight = weight.len() == dim && dw.as_ref().is_none_or(|dw| dw.len() == dim);
     let of_rows = dy.dims() == (rows, dim) && dx.dims() == (rows, dim) && stats.len() == rows;
-    check("rms norm, backward", of_weight && of_rows);
+    check!(
+        "rms norm, backward",
+        of_weight && of_rows,
+        dy.dims(),
+        x.dims(),
+        dx.dims(),
+        weight.len(),
+        stats.len(),
+        dw.as_ref().map(|dw| dw.len())
+    );
     ranges(rows, 1, rows * dim * COST, |range| {
         for r in range {
             // SAFETY: each row is visited exactly once.
@@ -205,7 +214,7 @@ pub fn rms_backward(dy: Mat, x: Mat, weight: &[f32], stats: &[f32], dx: MatMut, 
 pub fn layer_forward(x: Mat, weight: &[f32], bias: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
     let (rows, dim) = x.dims();
     let _span = span(Op::Norm, || (6 * rows * dim, 8 * rows * dim));
-    check("layer norm", weight.len() == dim && bias.len() == dim);
+    check!("layer norm", weight.len() == dim && bias.len() == dim, x.dims(), weight.len(), bias.len());
     let mut stats = vec![0.0; 2 * rows];
     let of_row = Shared::new(&mut stats);
     let y = buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
@@ -230,7 +239,17 @@ pub fn layer_backward(
     let _span = span(Op::Norm, || (10 * rows * dim, 16 * rows * dim));
     let of_weight = weight.len() == dim && [&dw, &db].into_iter().flatten().all(|d| d.len() == dim);
     let of_rows = dy.dims() == (rows, dim) && dx.dims() == (rows, dim) && stats.len() == 2 * rows;
-    check("layer norm, backward", of_weight && of_rows);
+    check!(
+        "layer norm, backward",
+        of_weight && of_rows,
+        dy.dims(),
+        x.dims(),
+        dx.dims(),
+        weight.len(),
+        stats.len(),
+        dw.as_ref().map(|dw| dw.len()),
+        db.as_ref().map(|db| db.len())
+    );
     let (mean, rstd) = stats.split_at(rows);
     ranges(rows, 1, rows * dim * COST, |range| {
         for r in range {

@@ -105,7 +105,15 @@ impl AdamW {
 pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
     let n = weight.len();
     let _span = span(Op::Optimizer, || (12 * n, 28 * n));
-    check("adamw", m.len() == n && v.len() == n && grad.len() == n && by.step > 0);
+    check!(
+        "adamw",
+        m.len() == n && v.len() == n && grad.len() == n && by.step > 0,
+        n,
+        m.len(),
+        v.len(),
+        grad.len(),
+        by.step
+    );
     let u = by.update();
     let [weight, m, v] = [weight, m, v].map(Shared::new);
     ranges(n, 64, n * 4, |range| {
@@ -132,7 +140,15 @@ pub fn adamw_bf16(
     let has_master = master.is_some();
     let _span = span(Op::Optimizer, || (12 * n, if has_master { 30 * n } else { 24 * n }));
     let fits = master.as_ref().is_none_or(|master| master.len() == n);
-    check("adamw_bf16", fits && m.len() == n && v.len() == n && grad.len() == n && by.step > 0);
+    check!(
+        "adamw_bf16",
+        fits && m.len() == n && v.len() == n && grad.len() == n && by.step > 0,
+        n,
+        m.len(),
+        v.len(),
+        grad.len(),
+        by.step
+    );
     let u = by.update();
     let (weight, master, [m, v]) = (Shared::new(weight), master.map(Shared::new), [m, v].map(Shared::new));
     ranges(n, 64, n * 4, |range| {

@@ -32,7 +32,13 @@ simd_fn! {
 pub fn apply(cos: Mat, sin: Mat, inverse: bool, x: MatMut) {
     let (rows, half) = cos.dims();
     let _span = span(Op::Rope, || (3 * rows * x.cols, 8 * rows * x.cols));
-    check("rope", sin.dims() == (rows, half) && x.rows == rows && x.cols.is_multiple_of(2 * half));
+    check!(
+        "rope",
+        sin.dims() == (rows, half) && x.rows == rows && x.cols.is_multiple_of(2 * half),
+        x.dims(),
+        cos.dims(),
+        sin.dims()
+    );
     let sign = if inverse { -1.0 } else { 1.0 };
     ranges(rows, 1, rows * x.cols, |range| {
         for r in range {

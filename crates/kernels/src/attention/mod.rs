@@ -56,9 +56,14 @@ impl<'a, T> Qkv<'a, T> {
         T: Copy,
     {
         let (q, kv) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-        check("packed rows of attention", rows.cols == q + 2 * kv);
+        check!("packed rows of attention", rows.cols == q + 2 * kv, rows.dims(), shape);
         let [q, k, v] = [0..q, q..q + kv, q + kv..rows.cols].map(|columns| rows.columns(columns));
         Self { q, k, v }
+    }
+
+    /// Returns the shapes of queries, keys and values.
+    fn dims(&self) -> [(usize, usize); 3] {
+        [self.q.dims(), self.k.dims(), self.v.dims()]
     }
 
     /// Returns true if the matrices have heads of this shape.
@@ -172,7 +177,7 @@ fn first_lane(block: Block, group: usize, at: usize) -> usize {
 #[must_use]
 pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> (Vec<f32>, Vec<f32>) {
     let _span = span(Op::Attention, || work(layout, shape, 4));
-    check("attention", qkv.fit(shape));
+    check!("attention", qkv.fit(shape), qkv.dims(), shape);
     let rows = qkv.q.rows;
     let (mut out, mut lse) = (buffer::zeros(rows * qkv.q.cols), buffer::zeros(rows * shape.q_heads));
     let results = Results { out: Shared::new(&mut out), lse: Shared::new(&mut lse) };
@@ -201,7 +206,15 @@ pub fn forward_decode_into(
 ) {
     let _span = span(Op::AttentionDecode, || work(layout, shape, 4));
     let whole = out.dims() == qkv.q.dims() && out.stride == out.cols;
-    check("attention, decode", qkv.fit(shape) && whole && lse.len() == out.rows * shape.q_heads);
+    check!(
+        "attention, decode",
+        qkv.fit(shape) && whole && lse.len() == out.rows * shape.q_heads,
+        qkv.dims(),
+        out.dims(),
+        out.stride,
+        lse.len(),
+        shape
+    );
     let results = Results { out: out.data, lse: Shared::new(lse) };
     vector::forward(Call::new(qkv, shape, scale), layout, results);
 }
@@ -281,7 +294,15 @@ pub fn backward(
     let dims = qkv.q.dims();
     let (rows, width) = (dims.0, (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim);
     let saved_fit = dout.dims() == dims && out.dims() == dims && lse.len() == rows * shape.q_heads;
-    check("attention, backward", qkv.fit(shape) && qkv.k.rows == rows && saved_fit);
+    check!(
+        "attention, backward",
+        qkv.fit(shape) && qkv.k.rows == rows && saved_fit,
+        qkv.dims(),
+        dout.dims(),
+        out.dims(),
+        lse.len(),
+        shape
+    );
     let (saved, call) = (Saved { dout, out, lse }, Call::new(qkv, shape, scale));
     // SAFETY: the function first zeroes all elements.
     unsafe { buffer::matrix(rows, width, |d| write_backward(call, saved, layout, d)) }

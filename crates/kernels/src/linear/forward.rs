@@ -1,6 +1,6 @@
 //! Linear layers for many rows.
 
-use super::{Layer, any_quantised, each_wide, fit, outputs, work};
+use super::{Layer, any_quantised, dims_of, each_wide, fit, outputs, work};
 use crate::gemm::{self, Left, Multiply, Pack};
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Strips, part, tasks};
@@ -26,7 +26,7 @@ pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, y: MatMut) {
 fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let ((m, k), n) = (x.dims(), y.cols);
     let _span = span(Op::Linear, || profile::products(m, layers));
-    check("linear", fit(x, layers, &y));
+    check!("linear", fit(x, layers, &y), x.dims(), y.dims(), dims_of(layers));
     if m == 0 || n == 0 {
         return;
     }

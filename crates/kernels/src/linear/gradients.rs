@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Layer, any_quantised, each_wide, outputs, work};
+use super::{Layer, any_quantised, dims_of, each_wide, outputs, work};
 use crate::gemm::{self, Left, Multiply, Pack, PackLeft};
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, Strips, part, ranges, tasks};
@@ -45,7 +45,7 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
     let ((m, k), n) = (dx.dims(), dy.cols);
     let _span = span(Op::LinearInput, || profile::products(m, layers));
     let fits = dy.dims() == (m, outputs(layers)) && layers.iter().all(|layer| layer.w.dims().1 == k);
-    check("linear, gradient of the input", fits);
+    check!("linear, gradient of the input", fits, dy.dims(), dx.dims(), dims_of(layers));
     if m == 0 || n == 0 {
         for i in 0..if accumulate { 0 } else { m } {
             dx.data.clear(i * dx.stride, k);
@@ -109,7 +109,13 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     let n: usize = gradients.iter().map(|g| g.dw.rows).sum();
     let _span = span(Op::LinearWeight, || (2 * m * k * n, 4 * (2 * n * k + m * (n + k))));
     let of_layer = |g: &Gradient| g.dw.cols == k && g.dw.stride == k && g.col + g.dw.rows <= dy.cols;
-    check("linear, gradient of the weight", dy.rows == m && gradients.iter().all(of_layer));
+    check!(
+        "linear, gradient of the weight",
+        dy.rows == m && gradients.iter().all(of_layer),
+        dy.dims(),
+        x.dims(),
+        gradients.iter().map(|g| (g.col, g.dw.dims())).collect::<Vec<_>>()
+    );
     if m == 0 || n == 0 || k == 0 {
         return;
     }
@@ -213,7 +219,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
 pub fn backward_bias(dy: Mat, db: &mut [f32]) {
     let (m, n) = dy.dims();
     let _span = span(Op::LinearWeight, || (m * n, 4 * m * n));
-    check("linear, gradient of the bias", db.len() == n);
+    check!("linear, gradient of the bias", db.len() == n, dy.dims(), db.len());
     let db = Shared::new(db);
     ranges(n, 64, m * n, |cols| {
         // SAFETY: the column ranges are disjoint.

@@ -58,6 +58,11 @@ fn outputs(layers: &[Layer]) -> usize {
     layers.iter().map(Layer::n).sum()
 }
 
+/// Returns the shapes of all weights, each with the length of its bias.
+fn dims_of(layers: &[Layer]) -> Vec<((usize, usize), Option<usize>)> {
+    layers.iter().map(|layer| (layer.w.dims(), layer.bias.map(<[f32]>::len))).collect()
+}
+
 /// Returns the number of multiply-adds, used to decide how many threads share the work.
 fn work(m: usize, k: usize, n: usize) -> usize {
     m * k * n / 8

@@ -1,6 +1,6 @@
 //! Linear layers for few rows: decoding.
 
-use super::{Layer, any_quantised, fit, outputs, work};
+use super::{Layer, any_quantised, dims_of, fit, outputs, work};
 use crate::mat::{Mat, MatMut, check};
 use crate::microkernel::{self, Dots, WeightPtr};
 use crate::parallel::{Strips, tasks};
@@ -17,7 +17,7 @@ use crate::{Stored, quant, tiles};
 pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let ((m, k), n) = (x.dims(), y.cols);
     let _span = span(Op::LinearRows, || profile::products(m, layers));
-    check("linear, few rows", fit(x, layers, &y));
+    check!("linear, few rows", fit(x, layers, &y), x.dims(), y.dims(), dims_of(layers));
     if m == 0 || n == 0 {
         return;
     }

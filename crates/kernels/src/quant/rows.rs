@@ -33,7 +33,13 @@ pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accum
     let bits = first.bits;
     let alike = layers.iter().all(|(w, _)| w.bits == bits && w.k == k);
     let columns: usize = layers.iter().map(|(w, _)| w.n).sum();
-    check("linear, weights of few bits", alike && y.dims() == (m, columns));
+    check!(
+        "linear, weights of few bits",
+        alike && y.dims() == (m, columns),
+        x.dims(),
+        y.dims(),
+        layers.iter().map(|(w, _)| (w.bits, w.n, w.k)).collect::<Vec<_>>()
+    );
     let inputs = Inputs::new(x, bits);
     let of = |w: &QuantRows| (w.first + w.n).div_ceil(PANEL);
     let panels = layers.iter().map(|(w, _)| of(w)).sum();
