@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Trains the demo's model on one process and on two ranks of Open MPI and of MPICH, and compares the results byte by byte.
 
-    tools/ranks/check.py target/debug/omnigrpo
+    tools/ranks/check.py target/debug/omnigrpo [--kills N]
 
-Then it kills one of two ranks, checks that both end and that the checkpoint is complete, and resumes on one process. Every command
-has a time limit.
+Then it kills and stops ranks, checks that all of them end and that the checkpoint is complete, and resumes on one process. Every
+command has a time limit. With `--kills N`, it only kills a rank N times, at random moments of a run that it starts again each time,
+and compares the finished run with an uninterrupted one.
 """
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,27 +27,38 @@ MPICH = ["mpirun.mpich", "-n", "2"]
 def main():
     program = str(Path(sys.argv[1]).resolve())
     with tempfile.TemporaryDirectory() as scratch:
-        check(program, Path(scratch))
+        train = trainer(program, Path(scratch))
+        if sys.argv[2:3] == ["--kills"]:
+            kills(train, Path(scratch), int(sys.argv[3]))
+        else:
+            check(train, Path(scratch))
 
 
-def check(program, scratch):
+def trainer(program, scratch):
+    """Writes the demo's model and returns a function that makes the command of a run."""
     demo = scratch / "demo"
     done([program, "demo", "--max_steps", "1", "--num_generations", "2", "--output_dir", demo])
 
-    def train(out, batches, steps=STEPS):
+    def train(out, batches, steps=STEPS, more=()):
         return [
             program, "train", "--model_name_or_path", demo / "start-model", "--train_file", demo / "data/train.jsonl",
             "--output_dir", scratch / out, "--max_steps", steps, "--num_generations", 4, "--max_completion_length", 8,
             "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", batches, "--learning_rate", 1e-4,
-            "--gradient_leaves", 2, "--save_steps", 1, "--threads", 1,
+            "--gradient_leaves", 2, "--save_steps", 1, "--threads", 1, *more,
         ]  # fmt: skip
 
+    return train
+
+
+def check(train, scratch):
     alone = done(train("alone", 4))
     expect("a step takes 4 prompts of 4 completions\n" in alone, alone)
     for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
         said = done([*launcher, *train(name, 2)])
         expect("a step takes 4 prompts of 4 completions, on 2 ranks" in said, said)
         same(scratch / "alone", scratch / name)
+        done([*launcher, *train(f"{name}-cut", 2, more=["--shard", "optimizer", "--reduce_bucket_size", "100000"])])
+        same(scratch / "alone", scratch / f"{name}-cut")
     done([*train("parent", 2), "--nproc_per_node", "2"])
     same(scratch / "alone", scratch / "parent")
     torch(train("torch", 2))
@@ -55,11 +68,14 @@ def check(program, scratch):
     for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
         out = scratch / f"killed-{name}"
         killed(launcher, train(out.name, 2, steps=50), out)
-        newest = max(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
-        sums = subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=out / f"checkpoint-{newest}")
-        expect(sums.returncode == 0, f"checkpoint-{newest} of {out.name} is damaged")
-        said = done(train(out.name, 4, steps=newest + 1))
-        expect(f"at step {newest} of {newest + 1}" in said, said)
+        step = newest(out)
+        sums = subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=out / f"checkpoint-{step}")
+        expect(sums.returncode == 0, f"checkpoint-{step} of {out.name} is damaged")
+        said = done(train(out.name, 4, steps=step + 1))
+        expect(f"at step {step} of {step + 1}" in said, said)
+        stopped(launcher, train, scratch / f"stopped-{name}")
+    impatient(train("impatient", 2, steps=1000), scratch / "impatient")
+    hung_up(train, scratch / "hung-up")
     print("ranks: equal bytes on one process, Open MPI, MPICH, --nproc_per_node and torchrun's variables; kills lose nothing")
 
 
@@ -97,22 +113,102 @@ def torch(command):
 
 def killed(launcher, command, out):
     """Kills a rank of a run after its first checkpoint, and waits until all ranks have ended."""
-    command = [str(word) for word in [*launcher, *command]]
-    with open(out.with_suffix(".txt"), "w+") as said:
+    run = begun([*launcher, *command], out)
+    ranks = processes(str(out))
+    expect(len(ranks) >= 2, f"{ranks} are the processes of the run")
+    os.kill(max(ranks), signal.SIGKILL)
+    expect(run.wait(30) != 0, "the launcher ended with status 0 although a rank was killed")
+    all_ended(out)
+
+
+def begun(command, out):
+    """Starts a run and waits for its first checkpoint."""
+    command = [str(word) for word in command]
+    with open(out.with_suffix(".txt"), "w") as said:
         run = subprocess.Popen(command, env={**os.environ, **ROOT}, stdout=said, stderr=said)
-        until = time.monotonic() + LIMIT_SECS
-        while not (out / "checkpoint-1").exists():
-            expect(run.poll() is None and time.monotonic() < until, f"{' '.join(command)} has written no checkpoint")
-            time.sleep(0.05)
-        ranks = processes(str(out))
-        expect(len(ranks) >= 2, f"{ranks} are the processes of the run")
-        os.kill(max(ranks), signal.SIGKILL)
-        status = run.wait(30)
-        expect(status != 0, "the launcher ended with status 0 although a rank was killed")
-    until = time.monotonic() + 30
+    until = time.monotonic() + LIMIT_SECS
+    while not (out / "checkpoint-1").exists():
+        expect(run.poll() is None and time.monotonic() < until, f"{' '.join(command)} has written no checkpoint")
+        time.sleep(0.05)
+    return run
+
+
+def all_ended(out, within=30):
+    """Waits until no process of a run is left."""
+    until = time.monotonic() + within
     while processes(str(out)):
         expect(time.monotonic() < until, f"processes {processes(str(out))} outlive the run")
         time.sleep(0.05)
+
+
+def stopped(launcher, train, out):
+    """Sends SIGUSR1 to one of two ranks, which stops both with a checkpoint, and resumes on one process."""
+    run = begun([*launcher, *train(out.name, 2, steps=1000)], out)
+    os.kill(max(processes(str(out))), signal.SIGUSR1)
+    expect(run.wait(60) != 0, "a stopped run ended with status 0")
+    said = out.with_suffix(".txt").read_text()
+    expect("the run was stopped before its end" in said, said)
+    all_ended(out)
+    step = newest(out)
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    expect(len(lines) == step, f"{len(lines)} steps, but the newest checkpoint of {out.name} is {step}")
+    expect(f"at step {step} of {step + 1}" in done(train(out.name, 4, steps=step + 1)), "no resume after SIGUSR1")
+
+
+def impatient(command, out):
+    """Interrupts a run of `--nproc_per_node` twice; the second time ends it at once."""
+    run = begun([*command, "--nproc_per_node", "2"], out)
+    for pause in [0.2, 0]:
+        run.send_signal(signal.SIGINT)
+        time.sleep(pause)
+    expect(run.wait(30) != 0, "an interrupted run ended with status 0")
+    all_ended(out)
+
+
+def hung_up(train, out):
+    """Closes the terminal of a run of `--nproc_per_node`, which stops it with a checkpoint."""
+    run = begun([*train(out.name, 2, steps=1000), "--nproc_per_node", "2"], out)
+    run.send_signal(signal.SIGHUP)
+    expect(run.wait(60) != 0, "a stopped run ended with status 0")
+    all_ended(out)
+    expect(len((out / "metrics.jsonl").read_text().splitlines()) == newest(out), "SIGHUP lost a step")
+
+
+def newest(out):
+    return max(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
+
+
+def kills(train, scratch, count):
+    """Kills a rank `count` times and compares the run with one that nobody killed."""
+    steps, random_moment, killed = 40, random.Random(1), 0
+    done(train("whole", 4, steps=steps))
+    out = scratch / "often"
+    while True:
+        # The run is started again for more steps than it reaches, as long as it has to be killed.
+        last = killed >= count
+        command = [*OPEN_MPI, *train(out.name, 2, steps=steps), "--save_total_limit", "2"]
+        run = subprocess.Popen(
+            [str(word) for word in command], env={**os.environ, **ROOT}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        if last:
+            expect(run.wait(LIMIT_SECS) == 0, "the run does not end")
+            break
+        time.sleep(random_moment.uniform(0.1, 3.0))
+        ranks = processes(str(out))
+        if ranks and run.poll() is None:
+            os.kill(random_moment.choice(ranks), signal.SIGKILL)
+            killed += 1
+        status = run.wait(LIMIT_SECS)
+        all_ended(out)
+        if status == 0:
+            break
+    for path in out.glob("checkpoint-*"):
+        sums = subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=path)
+        expect(sums.returncode == 0, f"{path.name} is damaged")
+    expect((out / "model.safetensors").read_bytes() == (scratch / "whole/model.safetensors").read_bytes(), "weights differ")
+    steps_of = lambda dir: [line.split('"step":')[1].split(",")[0] for line in (dir / "metrics.jsonl").read_text().splitlines()]
+    expect(steps_of(out) == steps_of(scratch / "whole"), "metrics.jsonl has lost or repeated steps")
+    print(f"ranks: {killed} kills over 2 ranks lost nothing")
 
 
 def processes(out):
@@ -129,4 +225,5 @@ def processes(out):
     return found
 
 
-main()
+if __name__ == "__main__":
+    main()

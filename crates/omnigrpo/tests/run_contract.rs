@@ -274,9 +274,9 @@ fn deepspeed_files_are_explained_field_by_field() {
     let line = format!("{TRAIN} --max_steps 1 --output_dir");
     let two = place.run_with(&format!("{line} two --deepspeed"), &[&example("zero2.json")]).ok().stderr;
     for part in [
-        "zero_optimization.stage = 2: has no effect: every process holds the complete weights, gradients and optimizer state",
+        "zero_optimization.stage = 2: no effect: there is one process, so nothing is cut into parts",
         "zero_optimization.offload_optimizer.device = \"cpu\": the state is in host memory, as always on a CPU",
-        "zero_optimization.overlap_comm = false: no effect: gradients are summed after the backward pass, weight by weight",
+        "zero_optimization.overlap_comm = false: no effect: each exchange is complete before the next one begins",
         "gradient_clipping = \"auto\": max_grad_norm = 1",
         "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps × processes = 1",
         "fp16.enabled = \"auto\": off: fp16 training is unsupported",
@@ -285,11 +285,22 @@ fn deepspeed_files_are_explained_field_by_field() {
     }
     let three = place.run_with(&format!("{line} three --deepspeed"), &[&example("zero3.json")]).ok().stderr;
     assert!(
-        three.contains(
-            "zero_optimization.stage = 3: has no effect: every process holds the complete weights, gradients"
-        ),
+        three.contains("zero_optimization.stage = 3: no effect: there is one process, so nothing is cut"),
         "{three}"
     );
+    // Stage 1 and the largest bucket are settings of this program.
+    place.write(
+        "one.json",
+        r#"{"zero_optimization": {"stage": 1, "reduce_bucket_size": 2e5, "allgather_bucket_size": 3e5, "reduce_scatter": true}}"#,
+    );
+    let one = place.run(&format!("{line} one --deepspeed one.json")).ok().stderr;
+    for part in [
+        "zero_optimization.stage = 1: `shard` is optimizer: each process has a part of the moments and masters",
+        "zero_optimization.reduce_bucket_size = 200000.0: reduce_bucket_size = 300000, the largest bucket",
+        "zero_optimization.allgather_bucket_size = 300000.0: reduce_bucket_size, the same",
+    ] {
+        assert!(one.contains(part), "`{part}` is not in\n{one}");
+    }
     assert_eq!(
         place.bytes("two/model.safetensors"),
         place.bytes("three/model.safetensors"),
@@ -383,7 +394,7 @@ fn deepspeed_settings_with_offload_are_explained() {
     );
     let shown =
         place.run(&format!("{TRAIN} --max_steps 1 --output_dir out --deepspeed offload.json")).ok().stderr;
-    let part = "zero_optimization.gather_16bit_weights_on_model_save = true: no effect: checkpoints are always complete";
+    let part = "zero_optimization.gather_16bit_weights_on_model_save = true: checkpoints are always complete";
     assert!(shown.contains(part), "{shown}");
 }
 
@@ -410,6 +421,21 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
             "optimizer.params.betas = [0.9,0.95]: adam_beta1 and adam_beta2 is 0.9, 0.999",
         ],
     );
+    refused(
+        r#"{"zero_optimization": {"stage": 1, "reduce_scatter": false}, "gradient_predivide_factor": 2}"#,
+        &[
+            "reduce_scatter = false: each process receives the sum of its part; expected true",
+            "gradient_predivide_factor = 2: gradients are normalised before they are summed; expected 1",
+        ],
+    );
+    place.write("one.json", r#"{"zero_optimization": {"stage": 1}}"#);
+    place.run(&format!("{TRAIN} --output_dir out --shard none --deepspeed one.json")).fails(
+        2,
+        &["zero_optimization.stage = 1: `shard` is none; remove that setting or write the same stage"],
+    );
+    place
+        .run(&format!("{TRAIN} --output_dir out --fsdp full_shard"))
+        .fails(2, &["`--shard optimizer` cuts the optimizer's state over processes"]);
     refused(
         r#"{"activation_checkpointing": {"partition_activations": true}}"#,
         &["not a field this program knows"],

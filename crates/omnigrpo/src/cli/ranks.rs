@@ -13,6 +13,7 @@ use omnigrpo_observe::Console;
 use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks};
 use omnigrpo_train::checkpoint;
 
+use crate::cli::verbs::train::is_ignored;
 use crate::settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
 use crate::settings::values::Resolved;
 use crate::settings::{Settings, flags::Verb};
@@ -21,6 +22,8 @@ use crate::settings::{Settings, flags::Verb};
 const FAREWELL: Duration = Duration::from_secs(30);
 /// Longest wait after a stop, which all ranks know of. The first rank may still send records and messages.
 const FAREWELL_OF_A_STOP: Duration = Duration::from_secs(120);
+/// Time from a signal that ends `mpirun` to the next one.
+const TO_END: Duration = Duration::from_secs(3);
 /// Longest wait for the process that starts `mpirun`.
 const MEETING: Duration = Duration::from_secs(60);
 
@@ -188,7 +191,7 @@ pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &std::path::Path) 
 pub const LEAVES: &str = "gradient_leaves";
 
 /// Runs the command `again` as `size` ranks and returns the exit code of `mpirun`. A signal to stop is passed on as SIGUSR1, because
-/// `mpirun` kills its processes a second after any other one.
+/// `mpirun` kills its processes a second after any other one. A second Ctrl-C, SIGTERM or SIGHUP ends the ranks immediately.
 fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
     use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
     let Some((program, arguments)) = again.split_first() else {
@@ -203,13 +206,25 @@ fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
     // Ctrl-C of a terminal must not reach `mpirun`.
     let mut child = command.process_group(0).spawn().context("mpirun could not be started")?;
     let id = i32::try_from(child.id()).context("the process of mpirun has no id")?;
-    use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGUSR1])
-        .context("signals cannot be handled")?;
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1};
+    let all = [SIGINT, SIGTERM, SIGUSR1, SIGHUP];
+    let handled = all.into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(signal));
+    let mut signals = signal_hook::iterator::Signals::new(handled).context("signals cannot be handled")?;
     let pass_on = move || {
-        for _ in &mut signals {
-            // SAFETY: the call sends a signal to the process that this one has started.
-            unsafe { libc::kill(id, SIGUSR1) };
+        let mut asked = false;
+        for signal in &mut signals {
+            // SAFETY: the calls send signals to the process that this one has started, and to its group.
+            let send = |to: i32, signal: i32| unsafe { libc::kill(to, signal) };
+            if signal == SIGUSR1 || !std::mem::replace(&mut asked, true) {
+                send(id, SIGUSR1);
+                continue;
+            }
+            // MPICH's launcher passes SIGTERM on, and a rank ends at the second one. Open MPI's launcher ends the ranks itself.
+            for _ in 0..2 {
+                send(id, SIGTERM);
+                std::thread::sleep(TO_END);
+            }
+            send(-id, SIGKILL);
         }
     };
     std::thread::Builder::new().name("signals".to_owned()).spawn(pass_on).context("no thread for signals")?;

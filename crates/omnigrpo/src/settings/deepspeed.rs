@@ -1,14 +1,15 @@
 //! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
 //!
-//! Nothing is sharded over processes, and communication buffers have no counterpart. A number that is in both the file
-//! and the settings must be the same in both, as in the `transformers` trainer. `auto` takes the value of the setting. An
+//! Stage 1 is `--shard optimizer`, and the largest bucket size is `--reduce_bucket_size`. Stages 2 and 3 cut nothing in one process
+//! and are refused in several. A number that is in both the file and the settings must be the same in both, as in the
+//! `transformers` trainer. `auto` takes the value of the setting. An
 //! unsupported field is an error, and so is a field that is not in the table. Fields:
 //! <https://www.deepspeed.ai/docs/config-json/>.
 
 use std::path::Path;
 
 use omnigrpo_models::WeightDtype;
-use omnigrpo_train::ScheduleKind;
+use omnigrpo_train::{ScheduleKind, Shard};
 use serde_json::Value;
 
 use crate::settings::Settings;
@@ -25,15 +26,19 @@ enum Field {
     SameList(&'static str, fn(&Settings) -> Vec<f64>),
     /// A field without effect, for the given reason.
     NoEffect(&'static str),
+    /// A field that must have this value, for the given reason.
+    Only(&'static str, &'static str),
     /// A field with its own reader.
     Read(fn(&Value, &Settings) -> Result<String, String>),
     /// A field with its own reader, which also gets whether the model is on a GPU.
     ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
 }
 
-use Field::{ByDevice, NoEffect, Read, Same, SameList};
+use Field::{ByDevice, NoEffect, Only, Read, Same, SameList};
 
-const COMMUNICATION: &str = "gradients are summed after the backward pass, weight by weight";
+const COMMUNICATION: &str = "each exchange is complete before the next one begins";
+const COPIES: &str = "the state is copied weight by weight";
+const COMPLETE: &str = "checkpoints are always complete";
 const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
 const PINNED: &str = "there is only one way to allocate host memory";
 const PARAMETERS: &str = "every process holds all weights";
@@ -72,35 +77,38 @@ const FIELDS: &[(&str, Field)] = &[
         "zero_optimization.offload_optimizer.ratio",
         NoEffect("the state is offloaded completely or not at all"),
     ),
-    ("zero_optimization.offload_optimizer.buffer_count", NoEffect(COMMUNICATION)),
-    ("zero_optimization.offload_optimizer.fast_init", NoEffect(COMMUNICATION)),
+    ("zero_optimization.offload_optimizer.buffer_count", NoEffect(COPIES)),
+    ("zero_optimization.offload_optimizer.fast_init", NoEffect(COPIES)),
     ("zero_optimization.offload_param.device", ByDevice(offload_param)),
     ("zero_optimization.offload_param.pin_memory", NoEffect(PINNED)),
     ("zero_optimization.offload_param.buffer_count", NoEffect(PARAMETERS)),
     ("zero_optimization.offload_param.buffer_size", NoEffect(PARAMETERS)),
     ("zero_optimization.offload_param.max_in_cpu", NoEffect(PARAMETERS)),
-    ("zero_optimization.allgather_partitions", NoEffect(COMMUNICATION)),
-    ("zero_optimization.allgather_bucket_size", NoEffect(COMMUNICATION)),
+    (
+        "zero_optimization.allgather_partitions",
+        Only("true", "the updated parts of the weights are gathered in buckets"),
+    ),
+    ("zero_optimization.allgather_bucket_size", Read(bucket)),
     ("zero_optimization.overlap_comm", NoEffect(COMMUNICATION)),
-    ("zero_optimization.reduce_scatter", NoEffect(COMMUNICATION)),
-    ("zero_optimization.reduce_bucket_size", NoEffect(COMMUNICATION)),
-    ("zero_optimization.contiguous_gradients", NoEffect("each gradient has its own buffer")),
+    ("zero_optimization.reduce_scatter", Only("true", "each process receives the sum of its part")),
+    ("zero_optimization.reduce_bucket_size", Read(bucket)),
+    ("zero_optimization.contiguous_gradients", NoEffect("a bucket is contiguous while it is exchanged")),
     ("zero_optimization.round_robin_gradients", NoEffect(COMMUNICATION)),
     ("zero_optimization.sub_group_size", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_prefetch_bucket_size", NoEffect(PARAMETERS)),
+    ("zero_optimization.zero_hpz_partition_size", Only("1", "weights are not cut")),
+    ("zero_optimization.zero_quantized_weights", Only("false", "weights are exchanged in their own dtype")),
+    ("zero_optimization.zero_quantized_gradients", Only("false", "gradients are exchanged in f32")),
+    ("communication_data_type", Only("\"fp32\"", "gradients are exchanged in f32")),
+    ("prescale_gradients", Only("false", "gradients are normalised before they are summed")),
+    ("gradient_predivide_factor", Only("1", "gradients are normalised before they are summed")),
     ("zero_optimization.stage3_param_persistence_threshold", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_max_live_parameters", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_max_reuse_distance", NoEffect(PARAMETERS)),
-    (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        NoEffect("checkpoints are always complete"),
-    ),
-    ("zero_optimization.gather_16bit_weights_on_model_save", NoEffect("checkpoints are always complete")),
-    ("zero_optimization.gather_fp16_weights_on_model_save", NoEffect("checkpoints are always complete")),
-    (
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-        NoEffect("checkpoints are always complete"),
-    ),
+    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
+    ("zero_optimization.gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
+    ("zero_optimization.gather_fp16_weights_on_model_save", Only("true", COMPLETE)),
+    ("zero_optimization.stage3_gather_fp16_weights_on_model_save", Only("true", COMPLETE)),
     (
         "zero_optimization.ignore_unused_parameters",
         NoEffect("weights without a gradient are counted in the metrics"),
@@ -196,11 +204,19 @@ fn collect<'v>(path: &str, value: &'v Value, leaves: &mut Vec<(String, &'v Value
 fn effect(field: &Field, value: &Value, settings: &Settings, on_gpu: bool) -> Result<String, String> {
     match field {
         NoEffect(why) => Ok(format!("no effect: {why}")),
+        Only(only, why) if value == "auto" || is_the_value(value, only) => Ok((*why).to_owned()),
+        Only(only, why) => Err(format!("{why}; expected {only}")),
         Read(read) => read(value, settings),
         ByDevice(read) => read(value, settings, on_gpu),
         Same(name, ours) => same(name, value, &[ours(settings)]),
         SameList(name, ours) => same(name, value, &ours(settings)),
     }
+}
+
+/// Returns true if a value is the one with this JSON text. Numbers are compared by value: 1 is 1.0.
+fn is_the_value(value: &Value, text: &str) -> bool {
+    let expected: Value = serde_json::from_str(text).unwrap_or_default();
+    *value == expected || value.as_f64().is_some_and(|x| expected.as_f64() == Some(x))
 }
 
 fn same(name: &str, value: &Value, ours: &[f64]) -> Result<String, String> {
@@ -274,15 +290,51 @@ fn warmup_type(value: &Value, _: &Settings) -> Result<String, String> {
     }
 }
 
-fn stage(value: &Value, _: &Settings) -> Result<String, String> {
-    match value.as_u64() {
-        Some(0) => Ok("nothing is sharded".into()),
-        Some(1..=3) => {
-            Ok("has no effect: every process holds the complete weights, gradients and optimizer state"
-                .into())
+fn stage(value: &Value, s: &Settings) -> Result<String, String> {
+    let several = s.env.processes > 1;
+    match (value.as_u64(), s.algorithm.split.shard) {
+        (Some(0), Shard::None) => Ok("nothing is cut into parts".into()),
+        (Some(1), Shard::Optimizer) => {
+            Ok("`shard` is optimizer: each process has a part of the moments and masters".into())
         }
+        (Some(0 | 1), shard) => Err(format!(
+            "`shard` is {}; remove that setting or write the same stage",
+            if shard == Shard::None { "none" } else { "optimizer" }
+        )),
+        (Some(2 | 3), _) if several => Err(
+            "several processes cannot cut gradients or weights into parts; write 1, which cuts the optimizer's state"
+                .into(),
+        ),
+        (Some(2 | 3), _) => Ok("no effect: there is one process, so nothing is cut into parts".into()),
         _ => Err("expected 0, 1, 2 or 3".into()),
     }
+}
+
+fn bucket(value: &Value, s: &Settings) -> Result<String, String> {
+    let ours = s.algorithm.split.bucket;
+    match value.as_f64() {
+        None if value == "auto" => Ok(format!("reduce_bucket_size = {ours}")),
+        Some(size) if size == ours as f64 => Ok("reduce_bucket_size, the same".into()),
+        Some(size) if (1.0..ours as f64).contains(&size) => {
+            Ok(format!("reduce_bucket_size = {ours}, the largest bucket"))
+        }
+        Some(size) if size > ours as f64 => {
+            Err(format!("`reduce_bucket_size` is {ours}; remove that setting or write the same number"))
+        }
+        _ => Err("expected \"auto\" or a number of elements".into()),
+    }
+}
+
+/// Returns the settings that a file implies unless they are given: `shard` and `reduce_bucket_size`. Returns none if the file cannot
+/// be read, because [`read`] reports that.
+pub fn implied(path: &Path) -> Vec<(&'static str, String)> {
+    let Ok(json) = parse(path) else { return Vec::new() };
+    let zero = &json["zero_optimization"];
+    let sizes = ["reduce_bucket_size", "allgather_bucket_size"];
+    let largest = sizes.iter().filter_map(|name| zero[name].as_f64()).fold(0.0, f64::max);
+    let shard = (zero["stage"] == 1).then(|| ("shard", "optimizer".to_owned()));
+    let bucket = (1.0..=f64::from(1 << 30)).contains(&largest);
+    shard.into_iter().chain(bucket.then(|| ("reduce_bucket_size", (largest as u64).to_string()))).collect()
 }
 
 fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String, String> {

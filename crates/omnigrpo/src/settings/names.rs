@@ -4,7 +4,7 @@ use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
 use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
-use omnigrpo_train::{GradientSum, ScheduleKind};
+use omnigrpo_train::{GradientSum, ScheduleKind, Shard};
 
 /// A type whose values have names on the command line.
 pub trait Named: Copy + PartialEq + 'static {
@@ -151,6 +151,10 @@ listed!(ScheduleKind:
 listed!(GradientSum:
     "ordered" = GradientSum::Ordered, "In a fixed order: the bits do not depend on the number of ranks.";
     "engine" = GradientSum::Engine, "In the order of MPI: faster; relative differences up to ranks × 6e-8.";
+);
+listed!(Shard:
+    "none" = Shard::None, "Every process has the complete state.";
+    "optimizer" = Shard::Optimizer, "Each process has a part of the moments and masters (ZeRO stage 1).";
 );
 listed!(Curriculum:
     "off" = Curriculum::None, "in random order";

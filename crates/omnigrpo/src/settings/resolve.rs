@@ -8,7 +8,7 @@ use super::flags::{self, Flag, Verb};
 use super::layer::Layer;
 use super::names::Tracker;
 use super::problem::Problem;
-use super::values::{Given, Origin, Resolved, Value, Values};
+use super::values::{Given, Origin, Raw, Resolved, Value, Values};
 use super::{Settings, config, deepspeed, presets, rules};
 
 /// Combines the defaults of a verb, the environment, a preset, a file of settings and the given settings, and checks the result.
@@ -22,7 +22,7 @@ pub fn resolve(verb: Verb, given: Layer, env: Environment) -> Result<Resolved, P
     let mut this = Resolution::collect(verb, given, &env);
     this.settle_rivals();
     presets::complete(&mut this.values);
-    offload(&mut this.values);
+    deepspeed_file(&mut this.values);
     this.notes.extend(presets::reweigh(&mut this.values, &this.of_preset));
     let settings = match Settings::from_values(&this.values, env.clone()) {
         Ok(settings) => settings,
@@ -158,9 +158,17 @@ impl Resolution {
     }
 }
 
-/// Applies the offloading of a DeepSpeed file, unless the setting itself is given or the device is the CPU.
-fn offload(values: &mut Values) {
+/// Applies the division and the offloading of a DeepSpeed file, unless the settings themselves are given. A CPU offloads nothing.
+fn deepspeed_file(values: &mut Values) {
     let Some((Value::Text(path), _)) = values.lookup("deepspeed").cloned() else { return };
+    for (name, text) in deepspeed::implied(Path::new(&path)) {
+        let flag = flags::find(name).filter(|_| values.rank(name) == 0);
+        let given =
+            flag.map(|flag| Given::read(flag, &Raw::Arguments(vec![text]), Origin::Config(path.clone())));
+        if let Some(Ok(given)) = given {
+            values.set(given);
+        }
+    }
     let on_cpu = values.lookup("device").is_some_and(|(device, _)| *device == Value::Text("cpu".to_owned()));
     let asked = values.rank("offload_optimizer") == 0 && deepspeed::offloads_optimizer(Path::new(&path));
     if let (Some(flag), true, false) = (flags::find("offload_optimizer"), asked, on_cpu) {

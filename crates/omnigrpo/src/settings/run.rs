@@ -333,6 +333,8 @@ pub struct Log {
 pub struct Processes {
     /// Number of processes that the program starts on this machine; `None` starts none.
     pub nproc_per_node: Option<usize>,
+    /// Number of machines of a planned run.
+    pub nnodes: Option<usize>,
     /// Number of gradient leaves; `None` for that of the checkpoint to resume from, else the number of ranks.
     pub leaves: Option<usize>,
     /// Address of the first rank for the other machines.
@@ -545,6 +547,10 @@ impl Settings {
     /// Converts the batch of a step to prompts and stores it in the plans.
     fn count_in_prompts(&mut self) -> Result<(), Problem> {
         let Batch { unit, per_device, accumulation, per_generation } = self.batch;
+        let Processes { nproc_per_node, nnodes, .. } = self.ranks;
+        if self.io.dry_run && self.env.processes <= 1 {
+            self.env.processes = nproc_per_node.unwrap_or(1) * nnodes.unwrap_or(1);
+        }
         // A launcher's processes share a step.
         let processes = self.env.processes.max(1);
         let each = self.algorithm.num_generations;

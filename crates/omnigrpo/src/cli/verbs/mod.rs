@@ -51,6 +51,8 @@ pub struct Context {
     pub stop: Arc<AtomicBool>,
     /// Processes of the run.
     pub ranks: Ranks,
+    /// Number of these processes on this machine.
+    pub local_ranks: usize,
     /// Observer of the program in whose process the command runs; `None` in a process of its own.
     caller: Option<RefCell<Box<dyn Observer>>>,
     /// Settings that name the checkpoint.
@@ -63,7 +65,8 @@ impl Context {
     fn new(settings: &Settings, console: Console, stop: Arc<AtomicBool>) -> Self {
         let (checkpoint, device) = (OnceCell::new(), Arc::default());
         let ranks = Ranks::default();
-        Self { console, stop, ranks, caller: None, settings: settings.clone(), checkpoint, device }
+        let settings = settings.clone();
+        Self { console, stop, ranks, local_ranks: 1, caller: None, settings, checkpoint, device }
     }
 
     /// Returns the context of a command in the process of another program.
@@ -74,7 +77,10 @@ impl Context {
         stop: Arc<AtomicBool>,
         observer: Box<dyn Observer>,
     ) -> Self {
-        Self { ranks, caller: Some(RefCell::new(observer)), ..Self::new(settings, console, stop) }
+        // A failure of the engine is reported by the next exchange.
+        let local_ranks = ranks.local().map_or(1, |local| local.size);
+        let caller = Some(RefCell::new(observer));
+        Self { ranks, local_ranks, caller, ..Self::new(settings, console, stop) }
     }
 
     /// Returns true if the command runs in the process of another program, which handles signals and shows what is printed.
@@ -154,7 +160,9 @@ fn in_brackets(why: &str) -> String {
 /// Returns the failure of the command.
 pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
     let resolved = of_rank(resolved, &ranks)?;
-    let context = Context { ranks, ..Context::new(&resolved.settings, console.clone(), Arc::default()) };
+    let local_ranks = ranks.local()?.size;
+    let context = Context::new(&resolved.settings, console.clone(), Arc::default());
+    let context = Context { ranks, local_ranks, ..context };
     let resolved = &ready(&resolved, &context)?;
     for note in &resolved.notes {
         context.console.line(note);

@@ -6,7 +6,7 @@ use omnigrpo_data::MediumKind;
 use omnigrpo_models::{Checkpoint, MediumShape};
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_train::{
-    Forecast, Longest, Memory, Objective, Phase, Prepared, RunPlan, StepTime, Variant, room,
+    Algorithm, Forecast, Longest, Memory, Objective, Phase, Prepared, RunPlan, StepTime, Variant, room,
 };
 use serde_json::{Map, Value as Json, json};
 
@@ -66,9 +66,9 @@ impl Times {
         steps as f64 * step.total() + (evaluations * self.evaluations[1]) as f64 * step.evaluation
     }
 
-    fn table(&self) -> String {
-        let mut out =
-            "\ntime on this machine, without rewards, reading media and saving checkpoints\n\n".to_owned();
+    fn table(&self, ranks: usize) -> String {
+        let whose = if ranks == 1 { "on this machine" } else { "of one rank with all cores of this machine" };
+        let mut out = format!("\ntime {whose}, without rewards, reading media and saving checkpoints\n\n");
         for (tokens, step) in &self.steps {
             let of = |phases: &[&str]| {
                 step.phases
@@ -126,6 +126,79 @@ impl Times {
     }
 }
 
+/// Exchange of a planned run between its ranks, without other work at the same time.
+struct Exchange {
+    ranks: usize,
+    machines: usize,
+    /// Bytes that a rank sends in a step.
+    sent: u64,
+    /// Each link: name, bytes per second, and seconds of a step.
+    links: Vec<(&'static str, f64, f64)>,
+    /// Seconds that a rank computes in a step, if they are known.
+    compute: Option<f64>,
+}
+
+impl Exchange {
+    /// Returns `None` for one rank.
+    fn new(prepared: &Prepared, times: Option<&Times>) -> Result<Option<Self>> {
+        const WITHIN: [(&str, f64); 3] =
+            [("1 GB/s per rank", 1e9), ("4 GB/s per rank", 4e9), ("16 GB/s per rank", 16e9)];
+        const BETWEEN: [(&str, f64); 5] = [
+            ("1 Gb/s per machine", 0.125e9),
+            ("10 Gb/s per machine", 1.25e9),
+            ("25 Gb/s per machine", 3.125e9),
+            ("100 Gb/s per machine", 12.5e9),
+            ("400 Gb/s per machine", 50e9),
+        ];
+        let split = prepared.split();
+        let (ranks, local) = (split.ranks.size(), split.local);
+        if ranks == 1 {
+            return Ok(None);
+        }
+        let (machines, sent) = (ranks / local.max(1), prepared.exchanged_bytes()?);
+        // The ranks of a machine share its link, and messages between them do not use it.
+        let leaving = (local * (ranks - local)) as f64 / (ranks - 1) as f64;
+        let (links, bytes) = match machines {
+            1 => (&WITHIN[..], sent as f64),
+            _ => (&BETWEEN[..], sent as f64 * leaving),
+        };
+        // The ranks of a machine share its cores. The first length of completions is the longest.
+        let compute = times.and_then(|times| Some(times.steps.first()?.1.total() * local as f64));
+        let links = links.iter().map(|&(name, rate)| (name, rate, bytes / rate)).collect();
+        Ok(Some(Self { ranks, machines, sent, links, compute }))
+    }
+
+    fn share(&self, secs: f64) -> Option<f64> {
+        Some(secs / (secs + self.compute?))
+    }
+
+    fn table(&self) -> String {
+        let Self { ranks, machines, sent, .. } = self;
+        let plural = if *machines == 1 { "" } else { "s" };
+        let mut out = format!(
+            "\n{ranks} ranks on {machines} machine{plural}: each sends {} in a step, without other work at the same time\n\n",
+            room::size(*sent)
+        );
+        for (name, _, secs) in &self.links {
+            let share = self
+                .share(*secs)
+                .map_or(String::new(), |share| format!("  {:.0} % of a step", 100.0 * share));
+            out.push_str(&format!("  {name:20}{:>9}{share}\n", duration(*secs)));
+        }
+        out
+    }
+
+    fn as_json(&self) -> Json {
+        let link = |(name, rate, secs): &(&str, f64, f64)| json!({ "link": name, "bytes_per_sec": rate, "step_secs": secs, "share": self.share(*secs) });
+        json!({
+            "ranks": self.ranks,
+            "machines": self.machines,
+            "sent_bytes": self.sent,
+            "links": self.links.iter().map(link).collect::<Vec<_>>(),
+        })
+    }
+}
+
 /// Formats a time with two to three digits.
 fn duration(secs: f64) -> String {
     match secs {
@@ -142,13 +215,18 @@ pub fn show(resolved: &Resolved, context: &Context, objective: Objective, prepar
     let forecast = prepared.forecast();
     let ways = ways(resolved, context.checkpoint()?, prepared)?;
     let times = Times::new(&resolved.settings, objective, prepared)?;
+    let exchange = Exchange::new(prepared, times.as_ref())?;
     if let Some(path) = &resolved.settings.io.json {
         let mut found = as_json(forecast, &ways);
         found["time"] = times.as_ref().map_or(Json::Null, Times::as_json);
+        found["exchange"] = exchange.as_ref().map_or(Json::Null, Exchange::as_json);
         let text = serde_json::to_string_pretty(&found)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    context.print(&(table(forecast, &ways) + &times.map_or(String::new(), |times| times.table())))?;
+    let mut text = table(forecast, &ways, prepared.split().ranks.size());
+    text.extend(times.map(|times| times.table(prepared.split().ranks.size())));
+    text.extend(exchange.map(|exchange| exchange.table()));
+    context.print(&text)?;
     match too_much(forecast, &ways) {
         Some(problem) => Err(problem.into()),
         None => Ok(()),
@@ -356,7 +434,7 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
         let variant = Variant {
             model: Some(&setup::model_plan(&settings, checkpoint, device)),
             selection: &setup::selection(&settings, checkpoint.family()),
-            algorithm: &settings.algorithm,
+            algorithm: &Algorithm { split: prepared.split().clone(), ..settings.algorithm.clone() },
             optimizer: &settings.optimizer,
             plan: &RunPlan { objective, ..settings.run.clone() },
             media_bytes: setup::media_bytes(&settings),
@@ -383,7 +461,7 @@ pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<
     rules::check(resolved.verb, &settings).is_empty().then_some(settings)
 }
 
-fn table(forecast: &Forecast, ways: &[Way]) -> String {
+fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
     let Forecast { memory, limit, .. } = forecast;
     let most = limit.map_or(0, |(limit, _)| limit).max(memory.total()).max(1);
     let bar = |bytes: u64| {
@@ -399,7 +477,8 @@ fn table(forecast: &Forecast, ways: &[Way]) -> String {
         Phase::Update => "an update",
         Phase::Evaluation => "an evaluation",
     };
-    let mut out = format!("memory of this run, with its longest rows, in {when}\n\n");
+    let whose = if ranks == 1 { "this run".to_owned() } else { format!("each of {ranks} ranks") };
+    let mut out = format!("memory of {whose}, with its longest rows, in {when}\n\n");
     for (name, bytes) in memory.parts().into_iter().filter(|(_, bytes)| *bytes > 0) {
         out.push_str(&line(name, bytes, ""));
     }
@@ -468,7 +547,7 @@ mod tests {
             way(&[("gradient_checkpointing", "true")], of(2_000_000_000, 500_000_000)),
             way(&[("use_peft", "true"), ("load_in_4bit", "true")], of(700_000_000, 500_000_000)),
         ];
-        let told = table(&forecast, &ways);
+        let told = table(&forecast, &ways, 1);
         let line = |start: &str| told.lines().find(|line| line.starts_with(start)).unwrap().to_owned();
         assert!(line("weights").ends_with(&format!(" 2.0 GB  {}", "█".repeat(20))), "{told}");
         assert!(line("all of it").ends_with(&format!(" 4.0 GB  {}", "█".repeat(40))), "{told}");

@@ -10,10 +10,11 @@ use omnigrpo_guard::told;
 use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_ops::Device;
+use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Output, Policy, Prepared, ResumeFrom,
-    Run, RunPlan, RunSummary, Split, Trained, room,
+    Run, RunPlan, RunSummary, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -294,6 +295,12 @@ pub fn prepare(
         false => None,
     };
     let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
+    let mut split = settings.algorithm.split.clone();
+    (split.ranks, split.leaves, split.local) = (context.ranks.clone(), leaves, context.local_ranks);
+    if settings.io.dry_run {
+        split.ranks = Ranks::planned(settings.env.processes.max(1));
+        split.local = settings.ranks.nproc_per_node.unwrap_or(1);
+    }
     let run = Run {
         model: Policy::Planned(Box::new(setup::model_plan(settings, checkpoint, device))),
         prompts: Arc::new(setup::prompts(settings, checkpoint, true)?),
@@ -305,10 +312,7 @@ pub fn prepare(
         corpus,
         reward_bytes: reward_bytes.unwrap_or(0),
         reward_files: setup::reward_files(settings),
-        algorithm: Algorithm {
-            split: Split::new(context.ranks.clone(), leaves, settings.algorithm.split.sum),
-            ..settings.algorithm.clone()
-        },
+        algorithm: Algorithm { split, ..settings.algorithm.clone() },
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         reference_device,
@@ -452,7 +456,7 @@ fn install_signals(context: &Context) -> Result<()> {
 }
 
 /// Returns true if the process was started with a signal ignored, as by `nohup`.
-fn is_ignored(signal: i32) -> bool {
+pub fn is_ignored(signal: i32) -> bool {
     // SAFETY: with a null action, the call only reads the current action and writes it to a value of its type.
     unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();

@@ -1,6 +1,6 @@
 //! The program itself.
 
-use omnigrpo_train::GradientSum;
+use omnigrpo_train::{GradientSum, Shard};
 
 use super::*;
 use crate::settings::names::words;
@@ -46,6 +46,11 @@ pub const FLAGS: &[Flag] = &[
         .unset("one process, or those of the launcher (`mpirun`, `srun`, `torchrun`)")
         .alias(&["num_processes"])
         .free(Verb::ALL),
+    row("nnodes", int(1, 4096), at!(ranks.nnodes), &[Train])
+        .help("Machines of a planned run, each with `nproc_per_node` processes.")
+        .unset("1")
+        .idle(|s, _| (!s.io.dry_run).then_some("only `plan` and `--dry_run` read it; `mpirun --host` starts machines"))
+        .free(Verb::ALL),
     row("gradient_leaves", int(1, 65_536), at!(ranks.leaves), &[Train])
         .help(
             "Parts of a step whose gradients are summed as a tree. A multiple of the number of processes. Runs with \
@@ -55,6 +60,18 @@ pub const FLAGS: &[Flag] = &[
         .free(Verb::ALL),
     row("gradient_sum", Choice(words::<GradientSum>), at!(algorithm.split.sum), &[Train])
         .help("Order in which the gradients of several processes are summed."),
+    row("shard", Choice(words::<Shard>), at!(algorithm.split.shard), &[Train])
+        .help(
+            "State that is divided over the processes. Results are the same to the bit. Checkpoints are complete, and a \
+             run can resume with another value.",
+        )
+        .free(Verb::ALL),
+    row("reduce_bucket_size", int(1, 1 << 30), at!(algorithm.split.bucket), &[Train])
+        .help(
+            "Elements of gradients and weights that the processes exchange at once. A process needs two buffers of this \
+             many f32 numbers.",
+        )
+        .free(Verb::ALL),
     row("rank_address", Text, at!(ranks.address), &[Train])
         .help("IP address of the first process for the processes on other machines.")
         .unset("that of the interface that leads to them")

@@ -64,6 +64,23 @@ const TABLE: &[Row] = &[
         Some(false) => Dropped("`torch_dtype` sets the precision of stored weights"),
         _ => Refused("fp16 training is unsupported; use `torch_dtype` bfloat16"),
     }),
+    // FSDP of transformers: words separated by spaces; `true` stands for full_shard.
+    (&["fsdp"], |v| {
+        let cuts = |word: &str| !matches!(word, "no_shard" | "auto_wrap" | "false" | "False" | "" | "[]");
+        match v.split_whitespace().any(cuts) {
+            false => Dropped("it cuts nothing"),
+            true => Refused(
+                "leave it out: `--shard optimizer` cuts the optimizer's state over processes, but weights and gradients \
+                 cannot be cut",
+            ),
+        }
+    }),
+    (&["zero_hpz_partition_size", "sequence_parallel_size", "deepspeed_autotp_size"], |v| match v {
+        "0" | "1" => Dropped("it is off here as well"),
+        _ => {
+            Refused("leave it out: prompts are divided over processes, but no tensor, sequence or weight is")
+        }
+    }),
     (&["optim"], |v| match v {
         "adamw" | "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => {
             Dropped("the optimizer is AdamW")

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/scale.md that follow from formulas: memory of a rank, bytes that it sends, and the time of a step.
+
+    tools/ranks/cost.py [--check]
+
+With `--check`, it writes nothing and fails if the page differs. The formulas are those of the page. Only the rates in MEASURED were
+measured; those in STATED are from data sheets.
+"""
+
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/scale.md"
+GB = 1e9
+
+# Trained weights of the language model and the projector, frozen weights of the tower, layers, width, width of the keys, inner width.
+MODELS = {
+    "3B": (3.09e9, 0.67e9, 36, 2048, 256, 11008),
+    "7B": (7.62e9, 0.68e9, 28, 3584, 512, 18944),
+    "72B": (72.7e9, 0.68e9, 80, 8192, 1024, 29568),
+}
+RANKS = [1, 8, 64, 512]
+LORA_RANK = 64
+# Work of a rank in a step: prompts, completions of each, tokens of a prompt and of a completion.
+PROMPTS, GROUP, PROMPT, ANSWER = 4, 8, 1000, 256
+STREAM_ROWS = 4096
+
+# Two virtual cores of an AMD EPYC (Zen 5) with AVX512-BF16: docs/performance.md, "3B on two cores". An Intel Xeon with AMX: the same
+# page, "products of these shapes ran at 210 to 250, and on free cores at 337".
+MEASURED = {"AVX512-BF16": (414e9 / 2, 27.7e9 / 2), "AMX": (337e9 / 2, None)}
+# H100 SXM: bf16 without sparsity, memory, NVLink in one direction. Part of these rates that a good step reaches.
+STATED = {"flops": 989e12 * 0.4, "memory": 3.35e12 * 0.7, "nvlink": 450e9 * 0.8, "network": 50e9 * 0.8}
+# Part of the rate of products alone that a step reaches: 320 of 414 GFLOP/s on the same page.
+OF_PRODUCTS = 320 / 414
+# Memory rate of a server socket with 12 channels of DDR5-4800: 460 GB/s, of which decoding reaches 80 %. A machine with 64 cores has one.
+SOCKET = 460e9 * 0.8
+
+
+def lora(layers, width, kv, inner):
+    """Returns the number of adapter weights on all linear layers."""
+    return LORA_RANK * layers * (2 * 2 * width + 2 * (width + kv) + 3 * (width + inner))
+
+
+def sent(trained, weight_bytes, shard, ranks):
+    """Returns the bytes that a rank sends in a step: gradients in f32, then their sums, or the updated weights if the state is cut."""
+    return trained * (4 + (weight_bytes if shard else 4)) * (ranks - 1) / ranks
+
+
+def held(trained, weight_bytes, frozen, shard, ranks):
+    """Returns the bytes of weights, gradients, moments, masters of bf16 weights, and frozen bf16 weights."""
+    state = (12 if weight_bytes == 2 else 8) * trained / (ranks if shard else 1)
+    return (weight_bytes + 4) * trained + state + 2 * frozen
+
+
+def ways(name):
+    """Returns what is trained: its name, number of weights, their bytes, and the number of frozen weights with the reference."""
+    weights, tower, layers, width, kv, inner = MODELS[name]
+    adapters = lora(layers, width, kv, inner)
+    return [("all", weights, 2, tower + weights), ("LoRA", adapters, 4, weights + tower)]
+
+
+def work(layers, width, kv):
+    """Returns the bytes of activations that are recomputed, and of the cache of completions."""
+    activations = layers * STREAM_ROWS * width * 2 + STREAM_ROWS * width * 2 * 40
+    cache = PROMPTS * (PROMPT + GROUP * ANSWER) * layers * 2 * 2 * kv
+    return activations + cache
+
+
+def tokens():
+    return PROMPTS * (PROMPT + GROUP * ANSWER)
+
+
+def flops(weights, trains_all):
+    """Returns the operations of a rank in a step, without decoding: policy with recomputation, reference, prefill."""
+    policy = 8 if trains_all else 6
+    return (policy + 2) * weights * tokens() + 2 * weights * PROMPTS * PROMPT
+
+
+def memory_table():
+    yield "| model | trained | `--shard` | 1 rank | 8 | 64 | 512 |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, (_, _, layers, width, kv, _) in MODELS.items():
+        for what, trained, size, frozen in ways(name):
+            for shard in [False, True]:
+                each = [(held(trained, size, frozen, shard, n) + work(layers, width, kv)) / GB for n in RANKS]
+                stage = "optimizer" if shard else "none"
+                yield f"| {name} | {what} | {stage} | " + " | ".join(f"{x:.0f}" for x in each) + " |"
+
+
+def wire_table():
+    yield "| model | trained | `--shard` | ranks | GB sent by a rank | s on cards | s on the link | share |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, (all_weights, *_) in MODELS.items():
+        for what, trained, size, _ in ways(name):
+            # With adapters in f32, both send the same.
+            for shard in [False, True] if size == 2 else [False]:
+                for ranks in RANKS[1:]:
+                    bytes_sent = sent(trained, size, shard, ranks)
+                    link = STATED["nvlink"] if ranks <= 8 else STATED["network"]
+                    compute = flops(all_weights, what == "all") / STATED["flops"]
+                    compute += ANSWER * 2 * all_weights / STATED["memory"]
+                    secs = bytes_sent / link
+                    stage = "optimizer" if shard else "none"
+                    yield (
+                        f"| {name} | {what} | {stage} | {ranks} | {bytes_sent / GB:.1f} | {compute:.1f} | {secs:.2f} "
+                        f"| {100 * secs / (secs + compute):.0f} % |"
+                    )
+
+
+def cluster_table():
+    """A step of 32 prompts: on one H100, and on 8 machines with 64 cores each, 100 Gb/s between them."""
+    machines, cores, link = 8, 64, 100e9 / 8 * 0.8
+    per_core = MEASURED["AVX512-BF16"][0] * OF_PRODUCTS
+    yield "| model | trained | H100: update, decoding | 8 machines: update, decoding, exchange | ratio |"
+    yield "|---|---|---|---|---|"
+    for name in ["3B", "7B"]:
+        all_weights = MODELS[name][0]
+        for what, trained, size, _ in ways(name):
+            ops = flops(all_weights, what == "all")
+            # The card decodes 64 completions at once; a machine decodes its 32.
+            batches = machines * PROMPTS * GROUP / 64
+            card = (machines * ops / STATED["flops"], batches * ANSWER * 2 * all_weights / STATED["memory"])
+            update = ops / (cores * per_core)
+            decode = max(ANSWER * 2 * all_weights / SOCKET, ANSWER * PROMPTS * GROUP * 2 * all_weights / (cores * per_core))
+            exchange = sent(trained, size, True, machines) / link
+            ratio = (update + decode + exchange) / sum(card)
+            yield (
+                f"| {name} | {what} | {card[0]:.1f}, {card[1]:.1f} s | {update:.1f}, {decode:.1f}, {exchange:.1f} s | {ratio:.1f} |"
+            )
+
+
+TABLES = {"memory": memory_table, "wire": wire_table, "cluster": cluster_table}
+
+
+def main():
+    text = PAGE.read_text()
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name}: tools/ranks/cost.py -->\n", f"<!-- end of {name} -->"
+        head, rest = text.split(begin)
+        _, tail = rest.split(end, 1)
+        text = head + begin + "\n" + "\n".join(table()) + "\n\n" + end + tail
+    if "--check" in sys.argv[1:]:
+        if text != PAGE.read_text():
+            sys.exit(f"{PAGE} is out of date: run tools/ranks/cost.py")
+        print("cost: the tables of docs/scale.md follow from the formulas")
+    else:
+        PAGE.write_text(text)
+
+
+main()
