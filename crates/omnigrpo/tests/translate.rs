@@ -15,7 +15,7 @@ fn script(name: &str) -> PathBuf {
 /// Copies a script into the place and translates it there.
 fn translated(place: &Place, name: &str) -> Ran {
     std::fs::copy(script(name), place.path(name)).unwrap();
-    ran(place.command(&format!("translate {name} --output out.yaml")).env("HOME", "/home/me"))
+    ran(place.command(&format!("translate {name} --output out.yaml")).env("HOME", "/srv/me"))
 }
 
 /// Each translation is a file that `train` accepts.

@@ -614,7 +614,7 @@ mod tests {
     use super::*;
 
     fn words(text: &str) -> Vec<Vec<String>> {
-        commands(text, "/home/me", &[]).unwrap().into_iter().map(|line| line.words).collect()
+        commands(text, "/srv/me", &[]).unwrap().into_iter().map(|line| line.words).collect()
     }
 
     fn owned<const N: usize>(words: [&str; N]) -> Vec<String> {
@@ -652,7 +652,7 @@ mod tests {
             "--run",
             "a b-x",
             "--home",
-            "/home/me/data/Qwen/Qwen2.5-VL-3B-Instruct",
+            "/srv/me/data/Qwen/Qwen2.5-VL-3B-Instruct",
             "--engine",
             "vllm",
             "--logger=[console,wandb]",
