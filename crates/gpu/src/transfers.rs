@@ -102,6 +102,10 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         self.bytes(0);
+        // After a failure, a copy without a mark may still use the memory, which is then left to the end of the process.
+        if self.gpu.failed() {
+            return;
+        }
         let _ = self.gpu.note(self.gpu.unpin(self.at));
     }
 }
@@ -237,8 +241,8 @@ struct Piece {
     is_last: bool,
 }
 
-/// Bytes that wait for their copy.
-type Waiting = Arc<(Mutex<usize>, Condvar)>;
+/// Bytes that wait for their copy. `None` after the thread that copies has ended.
+type Waiting = Arc<(Mutex<Option<usize>>, Condvar)>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -254,7 +258,20 @@ struct Worker {
     waiting: Waiting,
 }
 
+impl Drop for Worker {
+    /// Lets callers of [`Transfers::download`] continue, even after a panic.
+    fn drop(&mut self) {
+        self.count(|_| None);
+    }
+}
+
 impl Worker {
+    fn count(&self, change: impl FnOnce(Option<usize>) -> Option<usize>) {
+        let mut waiting = lock(&self.waiting.0);
+        *waiting = change(*waiting);
+        self.waiting.1.notify_all();
+    }
+
     fn run(mut self, orders: &Receiver<Order>) {
         loop {
             let next = match self.flying.is_empty() {
@@ -309,8 +326,7 @@ impl Worker {
         if is_last && let Some(Order { array, to, done, .. }) = self.orders.pop_front() {
             let bytes = array.num_bytes();
             drop(array);
-            *lock(&self.waiting.0) -= bytes;
-            self.waiting.1.notify_all();
+            self.count(|waiting| waiting.map(|waiting| waiting - bytes));
             // Nobody waits for a gradient that was discarded.
             let _ = done.send(to);
         }
@@ -327,14 +343,19 @@ pub struct Transfers {
 }
 
 /// Values on their way to main memory.
-#[derive(Debug)]
-pub struct Arriving(Receiver<Vec<f32>>);
+pub struct Arriving(Receiver<Vec<f32>>, Gpu);
 
 impl Arriving {
-    /// Waits for the values. They are NaN if the device has failed. Returns `None` if the copying thread has ended.
+    /// Waits for the values. They are NaN if the device has failed. Returns `None` if the copying thread has ended or could not
+    /// start. The device reports that as its failure.
     #[must_use]
     pub fn wait(self) -> Option<Vec<f32>> {
-        self.0.recv().ok()
+        let values = self.0.recv().ok();
+        if values.is_none() {
+            let what = "the thread that copies has ended or could not start".into();
+            let _ = self.1.note::<()>(Err(crate::Error::Driver { call: "a copy to main memory", what }));
+        }
+        values
     }
 }
 
@@ -342,7 +363,7 @@ impl Transfers {
     /// Prepares copies. Buffers are allocated at the first use.
     #[must_use]
     pub fn new(gpu: &Gpu) -> Self {
-        let waiting = Waiting::default();
+        let waiting = Waiting::new((Mutex::new(Some(0)), Condvar::new()));
         let (orders, received) = channel();
         let worker = Worker {
             gpu: gpu.clone(),
@@ -365,15 +386,15 @@ impl Transfers {
         {
             let (waiting, fewer) = &*self.waiting;
             let mut bytes = fewer
-                .wait_while(lock(waiting), |bytes| *bytes > WAITING && self.worker.is_some())
+                .wait_while(lock(waiting), |bytes| bytes.is_some_and(|bytes| bytes > WAITING))
                 .unwrap_or_else(PoisonError::into_inner);
-            *bytes += array.num_bytes();
+            *bytes = bytes.map(|bytes| bytes + array.num_bytes());
         }
         if let Some(orders) = &self.orders {
             // Without a thread, `Arriving::wait` returns `None`.
             let _ = orders.send(Order { array, ready, to, done });
         }
-        Arriving(arriving)
+        Arriving(arriving, self.gpu.clone())
     }
 
     /// Replaces elements of an array, after all work that is already queued and before all work that follows. `make` writes the
@@ -414,6 +435,12 @@ impl Drop for Transfers {
             // The thread does not panic. If it did, its arrays would not arrive, which their receivers see.
             let _ = worker.join();
         }
+    }
+}
+
+impl std::fmt::Debug for Arriving {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "values from {}", self.1.name())
     }
 }
 

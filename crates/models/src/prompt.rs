@@ -298,7 +298,7 @@ impl PromptBuilder {
         let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
         let mut features = vec![0; media.len()];
         for span in &rendered.spans {
-            let fits = span.start + span.len <= rendered.ids.len();
+            let fits = span.start.checked_add(span.len).is_some_and(|end| end <= rendered.ids.len());
             *features.get_mut(span.medium).filter(|_| fits).ok_or_else(|| ModelError::AddedTurn {
                 what: "a span is outside of the turn's tokens and media".to_owned(),
             })? += span.len;

@@ -168,9 +168,10 @@ impl PackedStream {
                     span.medium
                 ))
             })?;
-            let at = used.iter().position(|(own, _)| *own == medium).unwrap_or(used.len());
+            // Two media of a turn may have the same place. Each of them starts with the first feature.
+            let at = used.iter().position(|(own, _)| *own == span.medium).unwrap_or(used.len());
             if at == used.len() {
-                used.push((medium, 0));
+                used.push((span.medium, 0));
             }
             let feature = used[at].1;
             used[at].1 += span.len;

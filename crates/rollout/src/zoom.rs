@@ -5,13 +5,11 @@
 //! Qwen2.5-VL, grows around its centre. Two deliberate differences: a box that reaches the edge while it grows is moved inside
 //! instead of cut, and `image` chooses among several pictures of a row.
 
-use std::collections::HashMap;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use omnigrpo_data::{Cause, MediumRef, MediumSource, Sample};
-use omnigrpo_guard::told;
 use omnigrpo_media::{Limits, Rgb8Image, load_image};
 use omnigrpo_text::{MediumKind, ToolCall};
 use serde_json::{Value, json};
@@ -84,7 +82,6 @@ impl Environment for Zoom {
             unit: self.unit,
             limits: self.limits.clone(),
             pictures: row.media.iter().filter_map(picture).collect(),
-            loaded: HashMap::new(),
         }))
     }
 }
@@ -94,7 +91,6 @@ struct Zooming {
     unit: BoxUnit,
     limits: Limits,
     pictures: Vec<PathBuf>,
-    loaded: HashMap<usize, Rgb8Image>,
 }
 
 impl Episode for Zooming {
@@ -119,12 +115,8 @@ impl Zooming {
             Ok(asked) => asked,
             Err(mistake) => return Ok(Err(mistake)),
         };
-        let picture = match self.loaded.entry(number) {
-            std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
-            std::collections::hash_map::Entry::Vacant(new) => {
-                new.insert(load_image(&self.pictures[number], &self.limits)?)
-            }
-        };
+        // The picture is not kept, because every completion that is being sampled has an episode.
+        let picture = load_image(&self.pictures[number], &self.limits)?;
         let size = [f64::from(picture.width_px), f64::from(picture.height_px)];
         let corners = match self.unit {
             BoxUnit::Pixels => corners,
@@ -136,6 +128,14 @@ impl Zooming {
         };
         Ok(Ok(store_picture(&self.folder, &picture.crop(from, to)?)?))
     }
+}
+
+/// A picture that cannot be written.
+#[derive(Debug, thiserror::Error)]
+#[error("{} cannot be written", path.display())]
+struct Unwritten {
+    path: PathBuf,
+    source: std::io::Error,
 }
 
 /// Returns the index of the picture and the corners of the box in a call.
@@ -201,9 +201,7 @@ pub fn store_picture(folder: &Path, picture: &Rgb8Image) -> Result<PathBuf, Caus
     let file = &picture.to_png()?;
     let name: String = Sha256::digest(file)[..16].iter().map(|byte| format!("{byte:02x}")).collect();
     let path = folder.join(format!("{name}.png"));
-    let wrong = |error: std::io::Error| -> Cause {
-        format!("{} cannot be written: {}", path.display(), told(&error)).into()
-    };
+    let wrong = |source| Unwritten { path: path.clone(), source };
     let _one = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
     if path.is_file() {
         return Ok(path);

@@ -123,7 +123,11 @@ impl BufferState {
         }
         let group = |(g, ids): (usize, &Vec<Vec<u32>>)| {
             let turns = self.turns.get(g).unwrap_or(&none);
-            let fits = turns.is_empty() || turns.len() == ids.len();
+            let placed = |(turns, ids): (&Vec<SavedTurn>, &Vec<u32>)| {
+                let mut end = 0;
+                turns.iter().all(|turn| turn.is_in(ids, &mut end))
+            };
+            let fits = turns.is_empty() || turns.len() == ids.len() && turns.iter().zip(ids).all(placed);
             let added = |c: usize| turns.get(c).into_iter().flatten().map(SavedTurn::tokens).sum::<usize>();
             let each = ids.iter().enumerate().map(|(c, ids)| ids.len().checked_sub(added(c)));
             each.collect::<Option<Vec<usize>>>().filter(|_| fits)

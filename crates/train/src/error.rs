@@ -165,6 +165,7 @@ impl TrainError {
             Self::Dataset(error @ omnigrpo_data::DataError::Machine { .. }) => fault(error, Fault::Machine),
             Self::Model(omnigrpo_models::ModelError::Media(_) | omnigrpo_models::ModelError::Text(_))
             | Self::Reward(_)
+            | Self::Rollout(omnigrpo_rollout::RolloutError::Environment { .. })
             | Self::Unscored { .. }
             | Self::UnscoredKept { .. } => fault(self, Fault::Run),
             _ => Fault::Run,

@@ -90,7 +90,7 @@ impl Exchange {
 
     /// Sums the gradients of the leaves of all ranks. The sums are then in the weights, or in [`Self::own`] if the state is cut. A
     /// weight that no leaf has reached gets no gradient.
-    pub(crate) fn sum(&mut self) -> Result<()> {
+    pub(crate) fn sum(&mut self, device: Device) -> Result<()> {
         if self.split.is_off() {
             return Ok(());
         }
@@ -106,7 +106,7 @@ impl Exchange {
             .map(|weight| all.iter().skip(weight).step_by(count).any(|&there| there == 1))
             .collect();
         if !self.is_cut() {
-            return self.sum_whole(sums, &reached);
+            return self.sum_whole(sums, &reached, device);
         }
         let mut buffers = Buffers::default();
         self.own = vec![None; count];
@@ -126,12 +126,12 @@ impl Exchange {
     }
 
     /// Sums the gradients of the reached weights, which form one array, piece by piece, and stores them in the weights.
-    fn sum_whole(&self, mut sums: Gradients, reached: &[bool]) -> Result<()> {
+    fn sum_whole(&self, mut sums: Gradients, reached: &[bool], device: Device) -> Result<()> {
         let weights: Vec<usize> = (0..reached.len()).filter(|&weight| reached[weight]).collect();
         let starts = starts(weights.iter().map(|&weight| self.params[weight].len()));
         let len = starts.last().copied().unwrap_or(0);
         let mut buffers = Buffers::default();
-        let (mut device, mut open) = (Device::Cpu, Vec::new());
+        let mut open = Vec::new();
         let most = self.split.piece() * self.split.ranks.size();
         for at in (0..len).step_by(most) {
             let piece = at..(at + most).min(len);
@@ -140,10 +140,11 @@ impl Exchange {
             for (index, range) in segments(&starts, piece.clone()) {
                 if range.start == 0 {
                     let (param, grad) = (&self.params[weights[index]], sums[weights[index]].take());
-                    device = grad.as_ref().map_or(device, Rows::device);
-                    open.push((index, grad.map_or_else(|| vec![ABSENT; param.len()], Rows::into_vec)));
+                    let on = grad.as_ref().map_or(device, Rows::device);
+                    let data = grad.map_or_else(|| vec![ABSENT; param.len()], Rows::into_vec);
+                    open.push((index, on, data));
                 }
-                if let Some((_, data)) = open.last() {
+                if let Some((.., data)) = open.last() {
                     blocks[fill..][..range.len()].copy_from_slice(&data[range.clone()]);
                 }
                 fill += range.len();
@@ -152,12 +153,12 @@ impl Exchange {
             let mut from = 0;
             for (index, range) in segments(&starts, piece) {
                 let param = &self.params[weights[index]];
-                let Some(at) = open.iter().position(|(open, _)| *open == index) else { continue };
-                open[at].1[range.clone()].copy_from_slice(&sum[from..][..range.len()]);
+                let Some(at) = open.iter().position(|(open, ..)| *open == index) else { continue };
+                open[at].2[range.clone()].copy_from_slice(&sum[from..][..range.len()]);
                 from += range.len();
                 if range.end == param.len() {
-                    let (_, data) = open.swap_remove(at);
-                    param.set_grad(Some(Rows::from_vec(data, 1, range.end)?.to_device(device)))?;
+                    let (_, on, data) = open.swap_remove(at);
+                    param.set_grad(Some(Rows::from_vec(data, 1, range.end)?.to_device(on)))?;
                 }
             }
         }

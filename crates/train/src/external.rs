@@ -182,19 +182,16 @@ impl Asking {
         }
         let what = format!("turn {}", turn.number);
         let mut answer = self.caller.call(&what, self.place, &request)?;
-        if let Some(fault) = answer.get("fault") {
+        if let Some(fault) = answer.get("fault").filter(|fault| !fault.is_null()) {
             return Err(format!("it reports: {}", plain(fault)).into());
         }
         if answer.get("stop").and_then(Value::as_bool) == Some(true) {
             return Ok((Answer::Stop, Value::Null));
         }
-        if let Some(error) = answer.get("error") {
+        if let Some(error) = answer.get("error").filter(|error| !error.is_null()) {
             let text = json!({ "error": plain(error) }).to_string();
             let parts = vec![AnswerPart::Text(text.clone())];
-            return Ok((
-                Answer::Say { role: Role::Tool, parts, failed: turn.calls.len().max(1) },
-                text.into(),
-            ));
+            return Ok((Answer::Say { role: Role::Tool, parts, failed: turn.calls.len() }, text.into()));
         }
         let role = match answer.get("role").and_then(Value::as_str) {
             None | Some("tool") => Role::Tool,

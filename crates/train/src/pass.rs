@@ -135,7 +135,7 @@ impl<'a> Pass<'a> {
         });
         let each = split.share(done.map(|()| own))?;
         if !split.is_off() {
-            timed(timer, "exchange", || optimizer.exchange().sum())?;
+            timed(timer, "exchange", || optimizer.exchange().sum(self.model.device()))?;
         }
         each.into_iter().flatten().for_each(|leaf| passed.merge(leaf));
         Ok(passed)

@@ -30,7 +30,7 @@ use crate::resume;
 use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
-use crate::split::Split;
+use crate::split::{GradientSum, Split};
 use crate::step::Algorithm;
 use crate::survey::{RowCheck, Survey};
 
@@ -471,7 +471,10 @@ impl Prepared {
         let trained = outline.params().iter().filter(|param| param.trainable());
         let each = trained.map(|param| {
             let gradient = 4 * param.len();
-            gradient + if split.shard == Shard::None { gradient } else { param.num_bytes() }
+            let is_cut = split.shard != Shard::None;
+            // The engine's sum arrives whole on every rank, also where each rank needs a part of it only.
+            let is_whole = !is_cut || split.sum == GradientSum::Engine;
+            gradient + if is_whole { gradient } else { 0 } + if is_cut { param.num_bytes() } else { 0 }
         });
         let (all, ranks) = (each.sum::<usize>() as u64, split.ranks.size() as u64);
         Ok(all * (ranks - 1) / ranks)

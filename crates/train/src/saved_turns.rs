@@ -79,6 +79,14 @@ impl SavedTurn {
         self.ids.len()
     }
 
+    /// Returns true if the turn is inside a completion, after token `end`, which becomes the end of the turn.
+    pub(crate) fn is_in(&self, completion: &[u32], end: &mut usize) -> bool {
+        let next = self.start.checked_add(self.ids.len()).filter(|&next| next < completion.len());
+        let is_own = next.is_some_and(|next| self.start > *end && completion[self.start..next] == self.ids);
+        *end = next.unwrap_or(*end);
+        is_own
+    }
+
     fn restored(&self, prompts: &PromptBuilder) -> Result<AddedTurn> {
         let mut sources: Vec<MediumRef> = Vec::new();
         let mut medium = |kind: MediumKind, path: &PathBuf| {

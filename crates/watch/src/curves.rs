@@ -80,7 +80,7 @@ impl AllCurves {
 }
 
 /// Metrics of a run.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Curves {
     /// Number that changes if known rows change.
     generation: u64,
@@ -92,6 +92,16 @@ pub(crate) struct Curves {
     evaluations: Table,
     /// Sum of the durations of all rows, in seconds.
     seconds: f64,
+}
+
+impl Default for Curves {
+    fn default() -> Self {
+        // An answer has all rows of evaluations, so their limits are lower.
+        let limits = Limits { cells: 1 << 20, rows: 1 << 16, ..LIMITS };
+        let evaluations = Table { limits, ..Table::default() };
+        let steps = Table::default();
+        Self { generation: 0, file: 0, next: 0, is_done: false, steps, evaluations, seconds: 0.0 }
+    }
 }
 
 /// Rows by column. A missing value is NaN.

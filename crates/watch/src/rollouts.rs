@@ -201,7 +201,11 @@ impl Records {
         row.values_mut().for_each(shorten);
         let all = all_media(&records);
         let turn = |turn: &EnvironmentTurn| {
-            let media = turn.media.iter().filter_map(|path| all.iter().position(|other| other == path));
+            let media = turn
+                .media
+                .iter()
+                .take(MAX_MEDIA)
+                .filter_map(|path| all.iter().position(|other| other == path));
             json!({
                 "model": cut_text(&turn.model),
                 "text": cut_text(&turn.text),
@@ -372,11 +376,15 @@ impl Filter {
     }
 }
 
-/// Parses a record. Bytes that are not UTF-8 become U+FFFD, so that a single bad byte does not hide the record.
+/// Largest number of media of a group, and of a turn. Others are ignored.
+const MAX_MEDIA: usize = 4096;
+
 /// Returns the paths of the media of a prompt, followed by those that environments added to its completions, each once.
 fn all_media(records: &[Rollout]) -> Vec<String> {
     let mut all = records.first().map(|first| first.media.clone()).unwrap_or_default();
-    for path in records.iter().flat_map(|record| &record.turns).flat_map(|turn| &turn.media) {
+    all.truncate(MAX_MEDIA);
+    let turns = records.iter().flat_map(|record| &record.turns);
+    for path in turns.flat_map(|turn| &turn.media).take(MAX_MEDIA) {
         if !all.contains(path) {
             all.push(path.clone());
         }
@@ -384,6 +392,7 @@ fn all_media(records: &[Rollout]) -> Vec<String> {
     all
 }
 
+/// Parses a record. Bytes that are not UTF-8 become U+FFFD, so that a single bad byte does not hide the record.
 fn parsed(line: &[u8]) -> Result<Rollout, serde_json::Error> {
     serde_json::from_str(&String::from_utf8_lossy(line))
 }

@@ -71,8 +71,8 @@ impl Layer {
             let text = entry.text();
             let shown = entry.shown();
             // Messages are written to logs, so they must not contain secrets.
-            let secret = ["token", "secret", "webhook_url"].iter().any(|word| shown.ends_with(word));
-            let value = if secret { "…" } else { text.as_str() };
+            let value = if is_secret(&shown) { "…".to_owned() } else { omnigrpo_rewards::redacted(&text) };
+            let value = value.as_str();
             match foreign::fate(&entry.name, &text, others) {
                 Some(Fate::Becomes(name, value)) => becoming.push((false, name, value, entry)),
                 Some(Fate::BecomesAll(settings)) => {
@@ -196,4 +196,11 @@ fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
         (None, Some(verb)) => problem.help(format!("`omnigrpo {} --help` lists the flags", verb.name())),
         (None, None) => problem.help("`docs/flags.md` lists every setting"),
     }
+}
+
+/// Returns true if the value of a setting with this name must not be shown.
+pub(crate) fn is_secret(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    let words = ["token", "secret", "webhook_url", "api_key", "access_key", "password"];
+    words.iter().any(|word| name.ends_with(word))
 }

@@ -14,7 +14,7 @@ use std::path::Path;
 use serde_json::Value as Json;
 
 use super::draft::{Draft, one_line};
-use crate::settings::layer::{Entry, Layer};
+use crate::settings::layer::{Entry, Layer, is_secret};
 use crate::settings::values::Raw;
 use crate::settings::{Environment, Given, Origin, Problem, Value, Verb, find, foreign};
 use python::Argument;
@@ -233,6 +233,7 @@ fn launched(words: &[String]) -> Option<(&'static System, usize)> {
         words[at].ends_with(first) && words.get(at + 1).is_some_and(|word| word == second)
     };
     let all = LazyCell::new(|| words.join(" ").to_ascii_lowercase());
+    let is_grpo = LazyCell::new(|| all.contains("grpo"));
     for (at, word) in words.iter().enumerate() {
         match word.as_str() {
             _ if pair(at, "swift", "rlhf") => return Some((&MS_SWIFT, at + 2)),
@@ -242,7 +243,7 @@ fn launched(words: &[String]) -> Option<(&'static System, usize)> {
                 return Some((&VERL, at + 1));
             }
             script if script.ends_with("swift/cli/rlhf.py") => return Some((&MS_SWIFT, at + 1)),
-            script if script.ends_with(".py") && all.contains("grpo") => {
+            script if script.ends_with(".py") && *is_grpo => {
                 let script = script.to_ascii_lowercase();
                 let system = match () {
                     () if all.contains("humanomni") => &R1_OMNI,
@@ -280,7 +281,8 @@ fn processes(launcher: &[String], environment: &HashMap<String, String>) -> Resu
     let each = option(&["nproc_per_node", "num_gpus"]);
     let each = each.or_else(|| environment.get("NPROC_PER_NODE").cloned()).unwrap_or_else(|| "1".to_owned());
     let nodes = option(&["nnodes", "num_nodes"]).or_else(|| environment.get("NNODES").cloned());
-    Ok(number(&each)? * number(&nodes.unwrap_or_else(|| "1".to_owned()))?)
+    let nodes = nodes.unwrap_or_else(|| "1".to_owned());
+    number(&each)?.checked_mul(number(&nodes)?).ok_or_else(|| format!("{each} x {nodes}"))
 }
 
 /// Splits the arguments of a command into settings.
@@ -399,10 +401,13 @@ fn of_python(text: &str, path: &Path) -> Result<Source, Problem> {
         };
         let mut own: Vec<Entry> = Vec::new();
         let unread = |name: &str, source: &str| {
+            const MOST: usize = 200;
+            let source: String =
+                if is_secret(name) { "…".to_owned() } else { source.chars().take(MOST).collect() };
             format!(
                 "`{name}` in line {} is `{}`, which is not a plain value: set it here if it matters.",
                 call.line,
-                source.split_whitespace().collect::<Vec<_>>().join(" ")
+                omnigrpo_rewards::redacted(&source.split_whitespace().collect::<Vec<_>>().join(" "))
             )
         };
         match call.name {

@@ -343,7 +343,10 @@ impl Shell<'_> {
         }
         for &name in self.kept {
             let own = assigned.iter().find(|(own, _)| own == name).map(|(_, values)| values);
-            if let Some(values) = own.or_else(|| self.variables.get(name)) {
+            let values = own.or_else(|| self.variables.get(name));
+            // Every command has a copy. The values are numbers; a longer text is none.
+            let is_short = |values: &&Vec<String>| values.iter().map(String::len).sum::<usize>() <= 256;
+            if let Some(values) = values.filter(is_short).filter(|values| values.len() <= 256) {
                 line.environment.insert(name.to_owned(), values.join(" "));
             }
         }
