@@ -25,7 +25,7 @@ use serde_json::json;
 const FAMILIES: [&str; 4] = ["qwen2_vl_untied", "qwen2_5_vl_untied", "qwen3_vl", "internvl3_5_hf"];
 const ANSWERS: usize = 2;
 
-/// Answers every turn with a text and one of two pictures, after a time that depends on the completion.
+/// Answers every turn with a text and one or two pictures, after a time that depends on the completion.
 struct Pictures {
     /// Milliseconds by the parity of sample and turn.
     delays: [u64; 2],
@@ -65,7 +65,11 @@ impl Episode for Showing {
         std::thread::sleep(Duration::from_millis(self.delays[parity]));
         let path = golden(&format!("media/{}.png", ["shapes", "alpha"][parity]));
         let text = format!("look {} ", turn.number);
-        let parts = vec![AnswerPart::Text(text), AnswerPart::Medium { kind: MediumKind::Image, path }];
+        let mut parts = vec![AnswerPart::Text(text)];
+        // One of the pictures is shown twice in the same answer.
+        parts.extend(
+            (0..2 - parity).map(|_| AnswerPart::Medium { kind: MediumKind::Image, path: path.clone() }),
+        );
         Ok(Answer::Say { role: Role::Tool, parts, failed: parity })
     }
 }
@@ -144,7 +148,7 @@ impl Setup {
 
 /// Completions per prompt: enough for the random models to end some turns.
 const SAMPLES: usize = 24;
-const MOST: usize = 120;
+const MOST: usize = 160;
 
 fn params(delays: [u64; 2], fails: Option<&'static str>) -> SamplingParams {
     let mut interaction = Interaction::new(Arc::new(Pictures { delays, fails }));
@@ -195,9 +199,12 @@ fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
                     "{name}: {:?}",
                     turn.turn.text
                 );
-                assert_eq!((turn.sources.len(), turn.turn.media.len()), (1, 1));
+                assert_eq!(turn.sources.len(), turn.turn.media.len());
+                assert!(matches!(turn.sources.len(), 1 | 2), "{name}");
             }
         }
+        let twice = completions().flat_map(|c| &c.turns).filter(|turn| turn.sources.len() == 2).count();
+        assert!(twice > 0, "{name}: no answer shows a picture twice");
         let (stream, prompts, features) = setup.packed(&generated);
         let recorded: Vec<f32> = completions().flat_map(|c| c.logprobs.clone()).collect();
         let scored = model.score(&stream, &features, 1.0).unwrap().0;
