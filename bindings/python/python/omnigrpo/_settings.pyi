@@ -132,6 +132,11 @@ class Settings(TypedDict, total=False):
     min_completion_length: int
     stop_strings: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     stop: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
+    environment: str | float | bool
+    max_turns: int
+    max_tool_calling_iterations: int
+    max_tool_tokens: int
+    max_tool_images: int
     batch_size: int
     replay: str | PathLike[str]
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "seq_logp", "clamped_std"]
@@ -242,8 +247,11 @@ class Settings(TypedDict, total=False):
     threads: int
     nproc_per_node: int
     num_processes: int
+    nnodes: int
     gradient_leaves: int
     gradient_sum: Literal["ordered", "engine"]
+    shard: Literal["none", "optimizer"]
+    reduce_bucket_size: int
     rank_address: str | float | bool
     vision_tower: str | float | bool
     audio_tower: str | float | bool
