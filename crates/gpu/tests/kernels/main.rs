@@ -614,6 +614,9 @@ fn transfers() {
     let want = |i| if (5..n - 9).contains(&i) { value(i) } else { 0.0 };
     assert!(got.len() == n && got.iter().enumerate().all(|(i, &x)| x == want(i)));
     gpu.check().unwrap();
+    // A kernel that was queued just before computes the values.
+    let wide = gpu.cast(&gpu.upload_bf16(&vec![bf16::ONE; 3000]), Dtype::F32);
+    assert_eq!(transfers.download(Arc::new(wide), Vec::new()).wait().unwrap(), vec![1.0; 3000]);
     // A result that nobody waits for.
     drop(transfers.download(Arc::new(gpu.upload(&noise(3000, 1))), Vec::new()));
 }
