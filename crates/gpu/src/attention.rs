@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use omnigrpo_kernels::attention::AttentionLayout;
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch, Pack};
+use crate::device::{Arg, Array, Dtype, Field, Gpu, Launch, Pack};
 
 /// Numbers of heads in packed rows `[q heads | k heads | v heads]`. Each head has `d` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,8 +22,8 @@ impl Heads {
 
     fn shape(self, scale: f32) -> Arg {
         let [stride, out, heads, group] =
-            [self.packed(), self.q * self.d, self.q, self.group()].map(|n| n as u32);
-        Arg::fields(&[stride, out, heads, group, scale.to_bits()])
+            [self.packed(), self.q * self.d, self.q, self.group()].map(Field::Size);
+        Arg::fields(&[stride, out, heads, group, Field::Float(scale)])
     }
 
     /// Returns the number of query heads that share a key head.
@@ -137,17 +137,22 @@ fn queries_of(_: &Tile, item: &Item) -> i32 {
     item.q[1] - item.q[0]
 }
 
+/// Converts the number of a row or item. So many rows as the bound have more tiles than a grid, so their launch is refused.
+fn index(n: usize) -> i32 {
+    n.min(1 << 29) as i32
+}
+
 fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
     let (mut tiles, mut items) = (Vec::new(), Vec::new());
     for range in &layout.ranges {
-        let first = items.len() as i32;
-        let q = [range.queries.start as i32, range.queries.end as i32];
+        let first = index(items.len());
+        let q = [range.queries.start, range.queries.end].map(index);
         for (i, keys) in range.keys.iter().enumerate() {
-            let k = [keys.start as i32, keys.end as i32];
+            let k = [keys.start, keys.end].map(index);
             let causal = range.causal && i + 1 == range.keys.len();
             items.push(Item { q, k, off: if causal { k[1] - q[1] + 1 } else { ALL } });
         }
-        let last = items.len() as i32;
+        let last = index(items.len());
         for at in (q[0]..q[1]).step_by(ROWS) {
             tiles.push(Tile { rows: [at, q[1].min(at + ROWS as i32)], items: [first, last] });
         }
@@ -160,8 +165,8 @@ fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
     let all = by_query(layout).1;
     let (mut tiles, mut items) = (Vec::new(), Vec::new());
     for at in (0..rows).step_by(ROWS) {
-        let [begin, end] = [at as i32, rows.min(at + ROWS) as i32];
-        let first = items.len() as i32;
+        let [begin, end] = [at, rows.min(at + ROWS)].map(index);
+        let first = index(items.len());
         for item in all.iter().filter(|item| item.k[0] < end && item.k[1] > begin) {
             // First query that sees the first of these keys.
             let q = item.q[0].max(begin.max(item.k[0]) - item.off + 1);
@@ -169,7 +174,7 @@ fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
                 items.push(Item { q: [q, item.q[1]], ..*item });
             }
         }
-        tiles.push(Tile { rows: [begin, end], items: [first, items.len() as i32] });
+        tiles.push(Tile { rows: [begin, end], items: [first, index(items.len())] });
     }
     longest_first(&mut tiles, &items, queries_of);
     (tiles, items)
@@ -378,7 +383,7 @@ impl Gpu {
             let [a, b, c] = parts.map(|col| qkv.arg_at(col));
             let launch =
                 Launch { kernel: "plain_attention/forward", grid: [q, *len, ROWS], threads: 128, shared: 0 };
-            let d = Arg::Int(d as i32);
+            let d = Arg::Size(d);
             self.launch(
                 launch,
                 &[out.arg(), lse.pointer(), a, b, c, tiles.pointer(), items.pointer(), shape, d],
@@ -389,9 +394,8 @@ impl Gpu {
 
     /// Returns the structure `Gradients` of attention.cu. `strides` are those of a row and of a head.
     fn gradients(places: [u64; 2], dtype: Dtype, strides: [usize; 2]) -> Arg {
-        let [dk, dv] = places.map(|at| [at as u32, (at >> 32) as u32]);
-        let [row, head] = strides.map(|n| n as u32);
-        Arg::fields(&[dk[0], dk[1], dv[0], dv[1], u32::from(dtype == Dtype::Bf16), row, head, 0])
+        let ([dk, dv], [row, head]) = (places.map(Field::Pointer), strides.map(Field::Size));
+        Arg::fields(&[dk, dv, Field::Flag(u32::from(dtype == Dtype::Bf16)), row, head, Field::Flag(0)])
     }
 
     /// Returns the gradient with respect to the packed rows, in their dtype.
@@ -412,7 +416,7 @@ impl Gpu {
         let (queries, keys) = (&pattern.by_query, &pattern.by_key);
         let shape = heads.shape(heads.scale());
         let parts = [0, q * d, (q + kv) * d];
-        let width = Arg::Int(d as i32);
+        let width = Arg::Size(d);
         let delta_launch =
             Launch { kernel: "attention/delta", grid: [(t * q).div_ceil(4), 1, 1], threads: 128, shared: 0 };
         let count = Arg::Long((t * q) as i64);
@@ -466,7 +470,7 @@ impl Gpu {
             );
         }
         if let Some(partial) = &partial {
-            let [stride, kv_heads, group] = [heads.packed(), kv, heads.group()].map(|n| Arg::Int(n as i32));
+            let [stride, kv_heads, group] = [heads.packed(), kv, heads.group()].map(|n| Arg::Size(n));
             let args =
                 [dqkv.arg_at(q * d), partial.pointer(), Arg::Long(t as i64), stride, kv_heads, group, width];
             self.each("attention/sum_heads", t * 2 * kv * d.div_ceil(4), &args);
@@ -482,7 +486,7 @@ impl Gpu {
         let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts], heads: blocks } = decoding.size;
         let parts = prompt_parts + own_parts;
         let (table, pages) = (decoding.rows.pointer(), decoding.pages.pointer());
-        let int = |n: usize| Arg::Int(n as i32);
+        let int = |n: usize| Arg::Size(n);
         let out = self.alloc(rows * q * d, qkv.dtype());
         let partial = self.alloc(rows * q * parts * (2 + d), Dtype::F32);
         // Tensor cores read the keys of a shared prompt once for all its completions, and the keys of a completion once for all
@@ -563,6 +567,13 @@ mod tests {
             last = last.max(end);
         }
         all as f64 / (SLOTS as i64 * last) as f64
+    }
+
+    /// So many rows that their numbers do not fit have more tiles than a grid, instead of none.
+    #[test]
+    fn rows_beyond_32_bits_have_too_many_tiles() {
+        let (tiles, _) = by_query(&AttentionLayout::causal(3 << 30));
+        assert!(tiles.len() > 65_535, "{} tiles", tiles.len());
     }
 
     /// The blocks of the backward pass keep a GPU busy. For comparison: with one block per tile and key head, in the order of

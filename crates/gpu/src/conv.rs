@@ -58,8 +58,8 @@ impl Gpu {
             x.arg(),
             patches.sources.pointer(),
             Arg::Long(count as i64),
-            Arg::Int(patches.taps as i32),
-            Arg::Int(c as i32),
+            Arg::Size(patches.taps),
+            Arg::Size(c),
         ];
         self.each("conv/unfold", count * c, &args);
         y
@@ -74,8 +74,8 @@ impl Gpu {
             patches.offsets.pointer(),
             patches.entries.pointer(),
             Arg::Long(rows as i64),
-            Arg::Int(patches.taps as i32),
-            Arg::Int(c as i32),
+            Arg::Size(patches.taps),
+            Arg::Size(c),
         ];
         self.each("conv/fold", dx.len(), &args);
     }
@@ -87,7 +87,7 @@ impl Gpu {
         let c = weight.len() / 9;
         let y = self.alloc(x.len(), x.dtype());
         let rows = Arg::Long((x.len() / c.max(1)) as i64);
-        let [h, w, c, flip] = [h as i32, w as i32, c as i32, i32::from(flip)].map(Arg::Int);
+        let [h, w, c, flip] = [h, w, c, usize::from(flip)].map(Arg::Size);
         self.each("conv/depthwise", x.len(), &[y.arg(), x.arg(), weight.arg(), rows, h, w, c, flip]);
         y
     }
@@ -100,7 +100,7 @@ impl Gpu {
         let partial = self.alloc(parts * 9 * c, Dtype::F32);
         let threads = (9 * c).next_multiple_of(32).clamp(32, 256);
         let grid = [(9 * c).div_ceil(threads), parts, 1];
-        let [h, w, c] = [h, w, c].map(|n| Arg::Int(n as i32));
+        let [h, w, c] = [h, w, c].map(|n| Arg::Size(n));
         let (rows, per) = (Arg::Long(rows as i64), Arg::Long(PER_PART as i64));
         let launch = Launch { kernel: "conv/depthwise_weight", grid, threads: threads as u32, shared: 0 };
         self.launch(launch, &[partial.pointer(), dy.arg(), x.arg(), rows, h, w, c, per]);
@@ -112,7 +112,7 @@ impl Gpu {
     pub fn gate(&self, x: &Array, gate: &Array, c: usize) -> Array {
         let y = self.alloc(x.len(), x.dtype());
         let s = Arg::Long((x.len() / gate.len().max(1)) as i64);
-        let args = [y.arg(), x.arg(), gate.arg(), Arg::Long(x.len() as i64), s, Arg::Int(c as i32)];
+        let args = [y.arg(), x.arg(), gate.arg(), Arg::Long(x.len() as i64), s, Arg::Size(c)];
         self.each("conv/gate", x.len(), &args);
         y
     }
@@ -123,7 +123,7 @@ impl Gpu {
         let dgate = self.alloc(gate.len(), gate.dtype());
         let s = Arg::Long((x.len() / gate.len().max(1)) as i64);
         let rows = Arg::Long((gate.len() / c.max(1)) as i64);
-        let args = [dgate.arg(), dy.arg(), x.arg(), gate.arg(), rows, s, Arg::Int(c as i32)];
+        let args = [dgate.arg(), dy.arg(), x.arg(), gate.arg(), rows, s, Arg::Size(c)];
         self.each("conv/gate_back", gate.len(), &args);
         [self.gate(dy, gate, c), dgate]
     }
@@ -133,7 +133,7 @@ impl Gpu {
     pub fn blend(&self, x: &Array, logits: &Array) -> Array {
         let n = x.len() / logits.len().max(1);
         let y = self.alloc(n, x.dtype());
-        let args = [y.arg(), x.arg(), logits.arg(), Arg::Long(n as i64), Arg::Int(logits.len() as i32)];
+        let args = [y.arg(), x.arg(), logits.arg(), Arg::Long(n as i64), Arg::Size(logits.len())];
         self.each("conv/blend", n, &args);
         y
     }
@@ -143,7 +143,7 @@ impl Gpu {
     pub fn blend_back(&self, x: &Array, logits: &Array, dy: &Array) -> [Array; 2] {
         let (n, k) = (dy.len(), logits.len());
         let dx = self.alloc(x.len(), x.dtype());
-        let (n_arg, k_arg) = (Arg::Long(n as i64), Arg::Int(k as i32));
+        let (n_arg, k_arg) = (Arg::Long(n as i64), Arg::Size(k));
         self.each("conv/blend_back", x.len(), &[dx.arg(), dy.arg(), logits.arg(), n_arg, k_arg]);
         let alternatives: Vec<Array> = (0..k).map(|i| self.dots((dy, 0), (x, i * n), n)).collect();
         let parts = alternatives.first().map_or(0, |dots| dots.len() / 2);
@@ -153,7 +153,7 @@ impl Gpu {
             self.copy_rows(&mut dots, place(i * 2 * parts), own, place(0), [1, 2 * parts]);
         }
         let dlogits = self.alloc(k, logits.dtype());
-        let args = [dlogits.arg(), dots.pointer(), logits.arg(), Arg::Int(parts as i32), k_arg];
+        let args = [dlogits.arg(), dots.pointer(), logits.arg(), Arg::Size(parts), k_arg];
         self.launch(Launch { kernel: "conv/blend_logits", grid: [1, 1, 1], threads: 1, shared: 0 }, &args);
         [dx, dlogits]
     }

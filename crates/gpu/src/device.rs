@@ -75,10 +75,27 @@ pub(crate) enum Arg {
     Int(i32),
     Long(i64),
     Word(u64),
-    Unsigned(u32),
+    /// A size, which kernels read as a 32-bit integer. [`Gpu::launch`] refuses one that does not fit.
+    Size(usize),
     Float(f32),
-    /// A structure of 4-byte fields.
-    Fields([u32; 8], usize),
+    /// A structure of 4-byte words.
+    Fields {
+        words: [u32; 8],
+        count: usize,
+        /// Largest size among the fields.
+        most: usize,
+    },
+}
+
+/// A field of a structure that is an argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Field {
+    /// A pointer, which takes two words.
+    Pointer(u64),
+    /// A size; see [`Arg::Size`].
+    Size(usize),
+    Flag(u32),
+    Float(f32),
 }
 
 impl Arg {
@@ -87,10 +104,36 @@ impl Arg {
     /// The argument for an absent pointer.
     pub(crate) const NULL: Self = Self::Pointer(0);
 
-    pub(crate) fn fields(fields: &[u32]) -> Self {
-        let mut all = [0; 8];
-        all[..fields.len()].copy_from_slice(fields);
-        Self::Fields(all, fields.len())
+    /// The argument for an absent structure of eight words.
+    pub(crate) const NO_FIELDS: Self = Self::Fields { words: [0; 8], count: 8, most: 0 };
+
+    /// Creates a structure of at most eight words.
+    pub(crate) fn fields(fields: &[Field]) -> Self {
+        let (mut words, mut count, mut most) = ([0; 8], 0, 0);
+        let mut add = |word| {
+            words[count] = word;
+            count += 1;
+        };
+        for field in fields {
+            match *field {
+                Field::Pointer(at) => [at as u32, (at >> 32) as u32].into_iter().for_each(&mut add),
+                Field::Size(n) => {
+                    most = most.max(n);
+                    add(n as u32);
+                }
+                Field::Flag(x) => add(x),
+                Field::Float(x) => add(x.to_bits()),
+            }
+        }
+        Self::Fields { words, count, most }
+    }
+
+    /// Returns the largest size that the kernel reads as a 32-bit integer.
+    fn most(&self) -> usize {
+        match *self {
+            Self::Size(n) | Self::Fields { most: n, .. } => n,
+            _ => 0,
+        }
     }
 
     /// Encodes the argument in C's layout. Returns the bytes, at a multiple of 8, and the number of bytes used.
@@ -113,17 +156,17 @@ impl Arg {
                 out[0] = u64::from(x.cast_unsigned());
                 4
             }
-            Self::Unsigned(x) => {
-                out[0] = u64::from(x);
+            Self::Size(x) => {
+                out[0] = u64::from(x as u32);
                 4
             }
             Self::Float(x) => {
                 out[0] = u64::from(x.to_bits());
                 4
             }
-            Self::Fields(fields, n) => {
-                bytemuck::cast_slice_mut::<u64, u32>(&mut out)[..8].copy_from_slice(&fields);
-                4 * n
+            Self::Fields { words, count, .. } => {
+                bytemuck::cast_slice_mut::<u64, u32>(&mut out)[..8].copy_from_slice(&words);
+                4 * count
             }
         };
         (out, size)
@@ -494,8 +537,11 @@ impl Gpu {
                 self.name(),
                 launch.shared
             );
-            self.note::<()>(Err(Error::Launch { kernel: launch.kernel.into(), what }));
-            return;
+            return self.refuse_launch(launch, what);
+        }
+        let most = args.iter().map(Arg::most).max().unwrap_or_default();
+        if i32::try_from(most).is_err() {
+            return self.refuse_launch(launch, format!("expected sizes of at most {}, got {most}", i32::MAX));
         }
         let (values, sizes) = args.iter().map(|arg| arg.encode()).unzip();
         let mut args = Args { values, sizes };
@@ -505,6 +551,10 @@ impl Gpu {
             #[cfg(feature = "emulator")]
             Driver::Emulated(emulated) => emulated.launch(launch, &mut args),
         });
+    }
+
+    fn refuse_launch(&self, launch: Launch, what: String) {
+        self.note::<()>(Err(Error::Launch { kernel: launch.kernel.into(), what }));
     }
 
     /// Queues a kernel with one thread for each of `count` pieces of work.
@@ -714,5 +764,39 @@ mod tests {
         // The next check is that of the arguments.
         let said = refused(99 << 10);
         assert!(said.contains("arguments differ"), "{said}");
+    }
+
+    /// A size that a kernel would read as a negative number, on its own and in a structure.
+    #[test]
+    fn a_size_beyond_32_bits_is_refused() {
+        let refused = |launch: &dyn Fn(&Gpu)| {
+            let gpu = Gpu::emulated(0);
+            launch(&gpu);
+            gpu.check().unwrap_err().to_string()
+        };
+        let said = "expected sizes of at most 2147483647, got 2147483648";
+        let cols = 1 << 31;
+        // Such an array is mapped, and nothing touches it.
+        let swiglu = |gpu: &Gpu| drop(gpu.swiglu(&gpu.alloc(2 * cols, Dtype::Bf16), 1, cols));
+        assert_eq!(refused(&swiglu), format!("kernel elementwise/swiglu: {said}"));
+        let draw = |gpu: &Gpu| {
+            let launch = Launch { kernel: "sample/draw", grid: [1; 3], threads: 32, shared: 0 };
+            gpu.launch(launch, &[Arg::fields(&[Field::Float(1.0), Field::Size(cols)])]);
+        };
+        assert_eq!(refused(&draw), format!("kernel sample/draw: {said}"));
+        // The next check is that of the arguments.
+        let fits = |gpu: &Gpu| {
+            let launch = Launch { kernel: "sample/draw", grid: [1; 3], threads: 32, shared: 0 };
+            gpu.launch(launch, &[Arg::fields(&[Field::Float(-1.0), Field::Size(cols - 1)])]);
+        };
+        assert!(refused(&fits).contains("arguments differ"));
+    }
+
+    #[test]
+    fn a_structure_has_the_layout_of_c() {
+        let at = 0x0123_4567_89ab_cdef;
+        let arg = Arg::fields(&[Field::Pointer(at), Field::Size(7), Field::Flag(1), Field::Float(1.0)]);
+        let (bytes, size) = arg.encode();
+        assert_eq!((bytes, size), ([at, 1 << 32 | 7, 0x3f80_0000, 0], 20));
     }
 }

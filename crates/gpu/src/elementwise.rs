@@ -107,7 +107,7 @@ impl Gpu {
             to_place.index(),
             from_place.index(),
             Arg::Long(rows as i64),
-            Arg::Int(cols as i32),
+            Arg::Size(cols),
             Arg::Long(to_place.stride as i64),
             Arg::Long(from_place.stride as i64),
         ];
@@ -130,7 +130,7 @@ impl Gpu {
             bias.arg(),
             residual.map_or(Arg::NO_ARRAY, |r| r.arg_at(first)),
             Arg::Long(rows as i64),
-            Arg::Int(bias.len() as i32),
+            Arg::Size(bias.len()),
             Arg::Long(stride as i64),
         ];
         self.each("elementwise/bias_rows", quads(rows, bias.len()), &args);
@@ -155,14 +155,14 @@ impl Gpu {
     #[must_use]
     pub fn swiglu(&self, gate_up: &Array, t: usize, i: usize) -> Array {
         let y = self.alloc(t * i, gate_up.dtype());
-        let args = [y.arg(), gate_up.arg(), Arg::Long(t as i64), Arg::Int(i as i32)];
+        let args = [y.arg(), gate_up.arg(), Arg::Long(t as i64), Arg::Size(i)];
         self.each("elementwise/swiglu", quads(t, i), &args);
         y
     }
 
     /// Replaces `gate_up` with its gradient.
     pub fn swiglu_back(&self, gate_up: &mut Array, dy: &Array, t: usize, i: usize) {
-        let args = [gate_up.arg(), dy.arg(), Arg::Long(t as i64), Arg::Int(i as i32)];
+        let args = [gate_up.arg(), dy.arg(), Arg::Long(t as i64), Arg::Size(i)];
         self.each("elementwise/swiglu_back", quads(t, i), &args);
     }
 
@@ -173,7 +173,7 @@ impl Gpu {
         let (rows, cols) = (x.len() / scale.len().max(1), scale.len());
         let y = self.alloc(x.len(), residual.unwrap_or(x).dtype());
         let residual = residual.map_or(Arg::NO_ARRAY, Array::arg);
-        let args = [y.arg(), x.arg(), residual, scale.arg(), Arg::Long(rows as i64), Arg::Int(cols as i32)];
+        let args = [y.arg(), x.arg(), residual, scale.arg(), Arg::Long(rows as i64), Arg::Size(cols)];
         self.each("elementwise/scale_columns", quads(rows, cols), &args);
         y
     }
@@ -194,9 +194,9 @@ impl Gpu {
             cos.pointer(),
             sin.pointer(),
             Arg::Long(rows as i64),
-            Arg::Int(cols as i32),
-            Arg::Int(heads as i32),
-            Arg::Int(half as i32),
+            Arg::Size(cols),
+            Arg::Size(heads),
+            Arg::Size(half),
             Arg::Float(if inverse { -1.0 } else { 1.0 }),
         ];
         self.each("elementwise/rotate", rows * heads * half, &args);
@@ -226,7 +226,7 @@ impl Gpu {
             Arg::Word(threshold),
             Arg::Float(keep),
             Arg::Long(rows as i64),
-            Arg::Int(cols as i32),
+            Arg::Size(cols),
         ];
         self.each("elementwise/dropout", rows * cols.div_ceil(2), &args);
         y

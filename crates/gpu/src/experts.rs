@@ -40,8 +40,8 @@ impl Gpu {
             in_order.pointer(),
             offsets.pointer(),
             logits.arg(),
-            Arg::Int(all as i32),
-            Arg::Int(topk as i32),
+            Arg::Size(all),
+            Arg::Size(topk),
         ];
         self.launch(Launch { kernel: "experts/choose", grid: [rows, 1, 1], threads: 32, shared: 0 }, &args);
         Chosen { experts, rows: row_of, sums: Mixture::over(offsets, in_order, rows) }
@@ -78,10 +78,10 @@ impl Gpu {
     ) {
         let (x, places) = (self.held(x, weight.dtype()), experts.len());
         let (dense, codes) = match weight {
-            Weight::Dense(w) => (w.arg(), Arg::fields(&[0; 8])),
+            Weight::Dense(w) => (w.arg(), Arg::NO_FIELDS),
             Weight::Codes(codes) => (Arg::NO_ARRAY, codes.arg(0)),
         };
-        let sizes = [Arg::Long(places as i64), Arg::Int(k as i32), Arg::Int(n as i32)];
+        let sizes = [Arg::Long(places as i64), Arg::Size(k), Arg::Size(n)];
         let args = [&[y.arg(), x.arg(), dense, codes, experts.pointer()], &sizes[..]].concat();
         self.each("experts/rows_product", places * n, &args);
     }
@@ -155,8 +155,8 @@ impl Gpu {
             places.rows().pointer(),
             experts.pointer(),
             Arg::Long(rows as i64),
-            Arg::Int(each as i32),
-            Arg::Int(all as i32),
+            Arg::Size(each),
+            Arg::Size(all),
         ];
         let [a, b, c, d, e] = shared;
         self.each("experts/weights", rows, &[weights.pointer(), logits.arg(), a, b, c, d, e]);
@@ -166,7 +166,7 @@ impl Gpu {
     fn scale_rows(&self, x: &Array, by: &Array) -> Array {
         let (rows, cols) = (by.len(), x.len() / by.len().max(1));
         let y = self.alloc(x.len(), x.dtype());
-        let args = [y.arg(), x.arg(), by.pointer(), Arg::Long(rows as i64), Arg::Int(cols as i32)];
+        let args = [y.arg(), x.arg(), by.pointer(), Arg::Long(rows as i64), Arg::Size(cols)];
         self.each("experts/scale_rows", rows * cols.div_ceil(4), &args);
         y
     }
@@ -190,7 +190,7 @@ impl Gpu {
         let (weights, shared) = self.place_weights(logits, places, experts, all);
         let (count, cols) = (experts.len(), x.len() / experts.len().max(1));
         let dots = self.alloc(count, Dtype::F32);
-        let args = [dots.pointer(), dy.arg(), x.arg(), Arg::Int(cols as i32)];
+        let args = [dots.pointer(), dy.arg(), x.arg(), Arg::Size(cols)];
         self.each_row("experts/row_dots", count, cols, &args);
         let dlogits = self.zeros(logits.len(), Dtype::F32);
         let rows = logits.len() / all.max(1);

@@ -117,8 +117,8 @@ impl Gpu {
             running.pointer(),
             picked.pointer(),
             logits.pointer(),
-            Arg::Int(width as i32),
-            Arg::Unsigned(first as u32),
+            Arg::Size(width),
+            Arg::Size(first),
             Arg::Float(1.0 / temperature),
             Arg::Pointer(marks.offsets.place(rows.start)),
             marks.tokens.pointer(),
@@ -129,7 +129,7 @@ impl Gpu {
     fn finish(&self, [logp, entropy, lse]: &[Array; 3], running: &Array, marks: &Marks, rows: &Range<usize>) {
         let [entropy, lse, offsets] =
             [entropy, lse, &marks.offsets].map(|array| Arg::Pointer(array.place(rows.start)));
-        let args = [logp.pointer(), entropy, lse, running.pointer(), offsets, Arg::Int(rows.len() as i32)];
+        let args = [logp.pointer(), entropy, lse, running.pointer(), offsets, Arg::Size(rows.len())];
         self.each("head/finish", rows.len(), &args);
     }
 
@@ -165,8 +165,8 @@ impl Gpu {
                 let args = [
                     dlogits.arg(),
                     logits.pointer(),
-                    Arg::Int(width as i32),
-                    Arg::Unsigned(first as u32),
+                    Arg::Size(width),
+                    Arg::Size(first),
                     Arg::Float(1.0 / temperature),
                     at(&marks.offsets),
                     marks.tokens.pointer(),

@@ -7,7 +7,7 @@
 use half::bf16;
 use omnigrpo_kernels::quant::QuantBits;
 
-use crate::device::{Arg, Array, COUNTERS, Dtype, Gpu, Launch};
+use crate::device::{Arg, Array, COUNTERS, Dtype, Field, Gpu, Launch};
 use crate::product::{Factor, Product};
 
 /// A weight of 8 or 4 bits on a device, in the layout that `QuantMatrix::by_rows` in `omnigrpo_kernels` returns.
@@ -32,10 +32,10 @@ impl Codes {
     /// Returns the structure `Codes` of prim.cuh, from row `first` on.
     pub(crate) fn arg(&self, first: usize) -> Arg {
         let [words, groups] = self.row;
-        let address = |at: u64| [at as u32, (at >> 32) as u32];
-        let [a, b] = address(self.codes.place(first * words));
-        let [c, d] = address(self.scales.place(first * groups));
-        Arg::fields(&[a, b, c, d, self.bits.bits() as u32, words as u32, groups as u32, 0])
+        let [codes, scales] =
+            [self.codes.place(first * words), self.scales.place(first * groups)].map(Field::Pointer);
+        let [bits, words, groups] = [self.bits.bits(), words, groups].map(Field::Size);
+        Arg::fields(&[codes, scales, bits, words, groups, Field::Flag(0)])
     }
 }
 
@@ -196,8 +196,7 @@ impl Gpu {
             Weight::Dense(array) => {
                 let index = index.map_or(Arg::NULL, Array::pointer);
                 let (rows_arg, k_arg) = (Arg::Long(rows as i64), Arg::Long(k as i64));
-                let args =
-                    [y.arg(), array.arg(), Arg::NULL, index, rows_arg, Arg::Int(k as i32), k_arg, k_arg];
+                let args = [y.arg(), array.arg(), Arg::NULL, index, rows_arg, Arg::Size(k), k_arg, k_arg];
                 self.each("elementwise/copy_rows", rows * k.div_ceil(4), &args);
             }
             Weight::Codes(codes) => self.widen(&y, codes, 0, index, rows),
@@ -211,7 +210,7 @@ impl Gpu {
             codes.arg(first),
             index.map_or(Arg::NULL, Array::pointer),
             Arg::Long(rows as i64),
-            Arg::Int(codes.k as i32),
+            Arg::Size(codes.k),
         ];
         self.each("linear/widen", rows * codes.k, &args);
     }
@@ -334,13 +333,12 @@ impl Gpu {
         [rows, cols]: [usize; 2],
     ) {
         let [long_rows, to_stride, stride] = [rows, to_stride, stride].map(|n| Arg::Long(n as i64));
-        let args = [to, from, Arg::NULL, Arg::NULL, long_rows, Arg::Int(cols as i32), to_stride, stride];
+        let args = [to, from, Arg::NULL, Arg::NULL, long_rows, Arg::Size(cols), to_stride, stride];
         self.each("elementwise/copy_rows", rows * cols.div_ceil(4), &args);
     }
 
     /// Returns the structure `Layer` of linear.cu of each layer. Codes are widened if `widened` has arrays for them.
     fn layer_args(layers: &[Affine], widened: &[Factored]) -> [Arg; JOINED] {
-        let split = |at: u64| [at as u32, (at >> 32) as u32];
         let arg = |(layer, factored): (&Affine, Option<&Factored>)| {
             let low = |array: &Array| u32::from(array.dtype() == Dtype::Bf16);
             let [at, scales] = match (layer.weight, factored) {
@@ -350,12 +348,10 @@ impl Gpu {
             };
             let bias = layer.bias.map_or(0, |bias| bias.place(0));
             let lows = u32::from(layer.weight.dtype() == Dtype::Bf16) + 2 * layer.bias.map_or(0, low);
-            let [at, scales, bias] = [at, scales, bias].map(split);
-            Arg::fields(&[at[0], at[1], scales[0], scales[1], bias[0], bias[1], layer.n as u32, lows])
+            let [at, scales, bias] = [at, scales, bias].map(Field::Pointer);
+            Arg::fields(&[at, scales, bias, Field::Size(layer.n), Field::Flag(lows)])
         };
-        std::array::from_fn(|i| {
-            layers.get(i).map_or(Arg::fields(&[0; 8]), |layer| arg((layer, widened.get(i))))
-        })
+        std::array::from_fn(|i| layers.get(i).map_or(Arg::NO_FIELDS, |layer| arg((layer, widened.get(i)))))
     }
 
     fn few_rows(&self, out: [Arg; 3], x: &Array, [begin, rows]: [usize; 2], layers: &[Affine], k: usize) {
@@ -378,9 +374,9 @@ impl Gpu {
             a,
             b,
             c,
-            Arg::Int(rows as i32),
-            Arg::Int(k as i32),
-            Arg::Int((pieces * DEPTH / depth) as i32),
+            Arg::Size(rows),
+            Arg::Size(k),
+            Arg::Size((pieces * DEPTH / depth)),
         ];
         self.launch(Launch { kernel: kernels[size], grid: [tiles, parts, 1], threads: 128, shared }, &args);
     }
@@ -390,7 +386,7 @@ impl Gpu {
         let n: usize = layers.iter().map(|layer| layer.n).sum();
         let [a, b, c] = Self::layer_args(layers, &widened);
         let [y, residual, stride] = out;
-        let args = [y, residual, stride, x.arg_at(begin * k), a, b, c, Arg::Int(k as i32)];
+        let args = [y, residual, stride, x.arg_at(begin * k), a, b, c, Arg::Size(k)];
         let grid = [n.div_ceil(4), rows, 1];
         self.launch(Launch { kernel: "linear/rows_product", grid, threads: 128, shared: 0 }, &args);
     }

@@ -9,7 +9,7 @@ impl Gpu {
         let h = weight.len();
         let t = x.len() / h.max(1);
         let (y, rstd) = (self.alloc(x.len(), dtype), self.alloc(t, Dtype::F32));
-        let args = [y.arg(), rstd.pointer(), x.arg(), weight.arg(), Arg::Int(h as i32), Arg::Float(eps)];
+        let args = [y.arg(), rstd.pointer(), x.arg(), weight.arg(), Arg::Size(h), Arg::Float(eps)];
         self.each_row("norms/rms", t, h, &args);
         (y, rstd)
     }
@@ -21,7 +21,7 @@ impl Gpu {
         let h = weight.len();
         let t = x.len() / h.max(1);
         let (y, stats) = (self.alloc(x.len(), dtype), self.alloc(2 * t, Dtype::F32));
-        let (h_arg, eps) = (Arg::Int(h as i32), Arg::Float(eps));
+        let (h_arg, eps) = (Arg::Size(h), Arg::Float(eps));
         let args = [y.arg(), stats.pointer(), x.arg(), weight.arg(), bias.arg(), h_arg, eps];
         self.each_row("norms/layer", t, h, &args);
         (y, stats)
@@ -47,7 +47,7 @@ impl Gpu {
         weight: &Array,
     ) {
         let h = weight.len();
-        let args = [dx.arg(), dy.arg(), x.arg(), stats.pointer(), weight.arg(), Arg::Int(h as i32)];
+        let args = [dx.arg(), dy.arg(), x.arg(), stats.pointer(), weight.arg(), Arg::Size(h)];
         self.each_row(kernel, x.len() / h.max(1), h, &args);
     }
 

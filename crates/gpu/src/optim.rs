@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use crate::device::{Arg, Array, Dtype, Gpu};
+use crate::device::{Arg, Array, Dtype, Field, Gpu};
 
 /// Scalar parameters of one step (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,7 +49,7 @@ impl Gpu {
             v.pointer(),
             grad.pointer(),
             Arg::Long(weight.len() as i64),
-            Arg::fields(&constants.map(f32::to_bits)),
+            Arg::fields(&constants.map(Field::Float)),
         ];
         self.each("elementwise/adamw", weight.len(), &args);
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch, Pack};
+use crate::device::{Arg, Array, Dtype, Field, Gpu, Launch, Pack};
 use crate::head::Marks;
 
 /// Sampling settings; see `cuda/sample.cu`.
@@ -198,7 +198,7 @@ impl Gpu {
         let word = |word: usize| Arg::Pointer(whole.place(word));
         let (offsets, ids) = (word(at.offsets + first), word(at.seen));
         let raw = self.alloc(size.seen, Dtype::F32);
-        let vocab_arg = Arg::Unsigned(vocab as u32);
+        let vocab_arg = Arg::Size(vocab);
         let block = |kernel| Launch { kernel, grid: [rows, 1, 1], threads: 256, shared: 0 };
         if penalised {
             let penalty = Arg::Float(sampling.repetition_penalty);
@@ -206,13 +206,14 @@ impl Gpu {
             self.launch(block("sample/penalise"), &args);
         }
         if size.forbids && !at.forbidden.is_empty() {
-            let count = Arg::Int(at.forbidden.len() as i32);
+            let count = Arg::Size(at.forbidden.len());
             let (forbids, forbidden) = (word(at.forbids + first), word(at.forbidden.start));
             self.launch(block("sample/forbid"), &[logits.pointer(), forbids, forbidden, count, vocab_arg]);
         }
         let Sampling { temperature, top_p, top_k, min_p, scoring_temperature, .. } = *sampling;
         let [temperature, top_p, min_p, scoring] =
-            [temperature, top_p, min_p, scoring_temperature].map(f32::to_bits);
+            [temperature, top_p, min_p, scoring_temperature].map(Field::Float);
+        let [top_k, vocab] = [top_k.min(vocab), vocab].map(Field::Size);
         let args = [
             Arg::Pointer(out.place(4 * first)),
             logits.pointer(),
@@ -222,7 +223,7 @@ impl Gpu {
             word(at.uniforms + 2 * first),
             lse.pointer(),
             entropy.pointer(),
-            Arg::fields(&[temperature, top_p, min_p, scoring, top_k as u32, vocab as u32]),
+            Arg::fields(&[temperature, top_p, min_p, scoring, top_k, vocab]),
         ];
         self.launch(block("sample/draw"), &args);
     }

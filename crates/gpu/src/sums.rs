@@ -76,7 +76,7 @@ impl Gpu {
             mixture.offsets.pointer(),
             mixture.rows.pointer(),
             mixture.weights.as_ref().map_or(Arg::NULL, Array::pointer),
-            Arg::Int(cols as i32),
+            Arg::Size(cols),
             Arg::Int(i32::from(adds)),
         ];
         self.each_row("sums/mix_rows", mixture.len, cols, &args);
@@ -112,7 +112,7 @@ impl Gpu {
                 address(mean),
                 address(rstd),
                 Arg::Long(t as i64),
-                Arg::Int(cols as i32),
+                Arg::Size(cols),
                 Arg::Long(PER_PART as i64),
             ],
         );
@@ -127,7 +127,7 @@ impl Gpu {
 
     pub(crate) fn add_parts(&self, to: &mut Array, partial: &Array, parts: usize) {
         let cols = to.len();
-        let args = [to.pointer(), partial.pointer(), Arg::Int(parts as i32), Arg::Long(cols as i64)];
+        let args = [to.pointer(), partial.pointer(), Arg::Size(parts), Arg::Long(cols as i64)];
         self.each("sums/add_parts", cols, &args);
     }
 
