@@ -3,13 +3,14 @@
 //! Run `cargo run -p omnigrpo-gpu --example nvrtc -- FOLDER` with a folder that contains NVRTC, such as
 //! `site-packages`; `tools/gpu/fetch_nvrtc` downloads one. The program fails if a kernel does not compile, needs more
 //! registers than a multiprocessor has for its threads, needs more static shared memory than 48 KiB, or spills
-//! registers.
+//! registers, or if a compilation cannot be ended early.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::process::ExitCode;
+use std::time::Instant;
 
 use omnigrpo_gpu::nvrtc::Nvrtc;
-use omnigrpo_gpu::sources;
+use omnigrpo_gpu::{Error, sources};
 
 /// Architectures: Ampere, its workstation variant, Ada, Hopper, Blackwell, its workstation variant.
 const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"];
@@ -52,6 +53,22 @@ fn reports(log: &str) -> Vec<Report> {
     all
 }
 
+/// Checks that a compilation whose time is over ends early. Returns the problem.
+fn late(nvrtc: &Nvrtc) -> Option<String> {
+    let (file, text) = sources::FILES.iter().max_by_key(|(_, text)| text.len())?;
+    let timed = |until| {
+        let began = Instant::now();
+        (nvrtc.compile(file, text, ARCHITECTURES[0], until).map(drop), began.elapsed())
+    };
+    let ((_, complete), (ended, early)) = (timed(None), timed(Some(Instant::now())));
+    let is_late = ended == Err(Error::Late { file: (*file).to_owned() });
+    (!is_late || 2 * early > complete).then(|| {
+        format!(
+            "{file} whose time is over: {ended:?} after {early:?}, expected less than half of {complete:?}"
+        )
+    })
+}
+
 fn main() -> ExitCode {
     let folders: Vec<_> = std::env::args_os().skip(1).map(Into::into).collect();
     let nvrtc = match Nvrtc::load(&folders, None) {
@@ -66,7 +83,7 @@ fn main() -> ExitCode {
     for arch in ARCHITECTURES {
         let (mut count, mut most) = (0, Report::default());
         for (file, text) in sources::FILES {
-            let compiled = match nvrtc.compile(file, text, arch) {
+            let compiled = match nvrtc.compile(file, text, arch, None) {
                 Ok(compiled) => compiled,
                 Err(error) => {
                     problems.push(error.to_string());
@@ -95,6 +112,7 @@ fn main() -> ExitCode {
         }
         println!("{arch}: {count} kernels, at most {} registers ({})", most.registers, most.name);
     }
+    problems.extend(late(&nvrtc));
     for problem in &problems {
         eprintln!("{problem}");
     }

@@ -13,6 +13,7 @@ use omnigrpo_kernels::{Mat, logprob, twin};
 use crate::attention::{Heads, Pattern};
 use crate::device::{Array, Driver, Dtype, Gpu};
 use crate::elementwise::Place;
+use crate::error::Error;
 use crate::head::{Head, Marks};
 use crate::linear::{Affine, Onto, Weight};
 use crate::nvml;
@@ -22,6 +23,12 @@ use crate::sources::FILES;
 
 /// Time after which a rate is measured precisely enough.
 const LONG_ENOUGH: Duration = Duration::from_millis(20);
+
+/// File of kernels that copy and round arrays.
+const FIRST: &str = "elementwise";
+/// Fraction of the time of a check until which kernels are compiled. A compilation ends up to a second late, and the compiled kernels
+/// run afterwards.
+const COMPILING: f64 = 0.8;
 
 /// A measurement or state, or the problem that was found.
 pub type Checked = std::result::Result<String, String>;
@@ -73,25 +80,15 @@ fn near(got: &[f32], want: &[f64], bound: f64) -> std::result::Result<f64, Strin
 
 impl Gpu {
     /// Checks this GPU. A problem does not end the check, except that a failed GPU computes nothing more.
+    ///
+    /// The check lasts about as long as `limit`, or less. Health, products and rates come first. If the time is over before all
+    /// files of kernels are compiled, the kernels of the others are not checked.
     #[must_use]
-    pub fn checkup(&self) -> Vec<Finding> {
+    pub fn checkup(&self, limit: Duration) -> Vec<Finding> {
         let began = Instant::now();
-        let (mut all, compiled) = match self.driver() {
-            Driver::Cuda(cuda) => {
-                let health = nvml::health(cuda.bus()).into_iter();
-                let health = health.map(|(name, result)| Finding::new(name, result));
-                let target = Finding::new("kernels for", Ok(cuda.arch().to_owned()));
-                (std::iter::once(target).chain(health).collect::<Vec<_>>(), cuda.compile_all())
-            }
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => (Vec::new(), Ok(())),
-        };
-        let secs = began.elapsed().as_secs_f64();
-        let compiled = compiled.map(|()| format!("{} files, {secs:.1} s", FILES.len()));
-        all.push(Finding::new("compilation", compiled.map_err(|error| error.to_string())));
-        for (file, _) in FILES {
-            all.push(Finding::new(&format!("{file}.cu"), self.checked(|| self.kernel_of(file))));
-        }
+        let mut all = self.health();
+        // The following checks use its kernels.
+        all.push(self.file(FIRST));
         for dtype in [Dtype::F32, Dtype::Bf16] {
             all.push(Finding::new(
                 &format!("products in {dtype:?}").to_lowercase(),
@@ -105,7 +102,54 @@ impl Gpu {
             let rate = || Ok(format!("{:.1} TFLOP/s", self.product_rate(dtype) / 1e12));
             all.push(Finding::new(&format!("products, {dtype:?}").to_lowercase(), self.checked(rate)));
         }
+        let (compilation, files) = self.compiled(began + limit.mul_f64(COMPILING));
+        all.push(compilation);
+        all.extend(files.into_iter().filter(|file| *file != FIRST).map(|file| self.file(file)));
+        all.push(Finding::new("time", Ok(format!("{:.1} s", began.elapsed().as_secs_f64()))));
         all
+    }
+
+    fn health(&self) -> Vec<Finding> {
+        match self.driver() {
+            Driver::Cuda(cuda) => {
+                let health = nvml::health(cuda.bus()).into_iter();
+                let health = health.map(|(name, result)| Finding::new(name, result));
+                std::iter::once(Finding::new("kernels for", Ok(cuda.arch().to_owned())))
+                    .chain(health)
+                    .collect()
+            }
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => Vec::new(),
+        }
+    }
+
+    /// Compiles all kernels, until `until` at most. Returns the finding, and the files that are compiled.
+    fn compiled(&self, until: Instant) -> (Finding, Vec<&'static str>) {
+        let began = Instant::now();
+        let results = match self.driver() {
+            Driver::Cuda(cuda) => cuda.compile_all(until),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => vec![Ok(()); FILES.len()],
+        };
+        let (mut files, mut late, mut problem) = (Vec::new(), Vec::new(), None);
+        for (result, (file, _)) in results.into_iter().zip(FILES) {
+            match result {
+                Ok(()) => files.push(*file),
+                Err(Error::Late { .. }) => late.push(*file),
+                Err(error) => problem = problem.or(Some(error.to_string())),
+            }
+        }
+        let mut text =
+            format!("{} of {} files, {:.1} s", files.len(), FILES.len(), began.elapsed().as_secs_f64());
+        if !late.is_empty() {
+            text +=
+                &format!("; not in time, so not checked: {} (the first run compiles them)", late.join(", "));
+        }
+        (Finding::new("compilation", problem.map_or(Ok(text), Err)), files)
+    }
+
+    fn file(&self, file: &str) -> Finding {
+        Finding::new(&format!("{file}.cu"), self.checked(|| self.kernel_of(file)))
     }
 
     /// Runs a check. An error of the GPU replaces its result.

@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use cudarc::driver::{result, sys};
 
@@ -464,18 +465,20 @@ impl Cuda {
         &self.bus
     }
 
-    /// Compiles all kernels that are not in the cache, several at a time.
-    pub(crate) fn compile_all(&self) -> Result<()> {
+    /// Compiles all kernels that are not in the cache, each file in a thread of its own, until `until` at most. Returns the result
+    /// of each file.
+    pub(crate) fn compile_all(&self, until: Instant) -> Vec<Result<()>> {
+        let compile = |(file, text): &(&str, &str)| {
+            self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, Some(until)).map(drop)
+        };
+        let lost = |file: &str| {
+            let what = "the compiler's thread ended early".into();
+            Error::Launch { kernel: file.into(), what }
+        };
         std::thread::scope(|scope| {
-            let all: Vec<_> = FILES
-                .iter()
-                .map(|(file, text)| {
-                    scope.spawn(|| self.nvrtc.compile_cached(file, text, &self.arch, &self.cache).map(drop))
-                })
-                .collect();
-            let lost =
-                || Error::Launch { kernel: "all".into(), what: "the compiler's thread ended early".into() };
-            all.into_iter().try_for_each(|thread| thread.join().map_err(|_| lost())?)
+            let all: Vec<_> = FILES.iter().map(|file| scope.spawn(move || compile(file))).collect();
+            let joined = all.into_iter().zip(FILES);
+            joined.map(|(thread, (file, _))| thread.join().map_err(|_| lost(file))?).collect()
         })
     }
 
@@ -494,7 +497,7 @@ impl Cuda {
                     .iter()
                     .find(|(known, _)| *known == file)
                     .ok_or_else(|| missing("the file of kernels does not exist".into()))?;
-                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache)?;
+                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, None)?;
                 // SAFETY: a cubin states its own size, and PTX ends with a zero byte.
                 let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
                     .map_err(|error| missing(error.to_string()))?;

@@ -110,6 +110,9 @@ pub enum Error {
         /// Message from the compiler.
         log: String,
     },
+    /// File of kernels whose compilation was ended because it took too long.
+    #[error("{file}.cu was not compiled in time; the first run that needs it compiles it")]
+    Late { file: String },
     /// Kernel launch that was refused or failed.
     #[error("kernel {kernel}: {what}")]
     Launch {

@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use cudarc::nvrtc::sys;
 use omnigrpo_guard::cache::own_folder;
@@ -31,6 +32,19 @@ functions! {
     }
 }
 
+/// Sets the function that NVRTC calls about once in a second while it compiles, with the pointer that is given here. A result of 1
+/// ends the compilation.
+type SetFlowCallback = unsafe extern "C" fn(
+    sys::nvrtcProgram,
+    extern "C" fn(*const Instant, *mut c_void) -> c_int,
+    *const Instant,
+) -> sys::nvrtcResult;
+
+extern "C" fn is_over(until: *const Instant, _: *mut c_void) -> c_int {
+    // SAFETY: `compile` gives this address to NVRTC, and the instant lives as long as the compilation.
+    c_int::from(Instant::now() >= unsafe { *until })
+}
+
 /// Maximum size of a file in the cache, in bytes. The files of this program have a few megabytes.
 const MAX_CUBIN_BYTES: u64 = 256 << 20;
 
@@ -47,6 +61,8 @@ pub struct Compiled {
 #[derive(Clone)]
 pub struct Nvrtc {
     functions: Functions,
+    /// Versions before 12.8 lack this function.
+    set_flow_callback: Option<SetFlowCallback>,
     version: [i32; 2],
     path: PathBuf,
 }
@@ -68,8 +84,13 @@ impl Nvrtc {
     /// # Errors
     /// Returns an error if NVRTC is missing, damaged, or newer than the driver.
     pub fn load(given: &[PathBuf], driver: Option<i32>) -> Result<Self> {
-        let (functions, path) =
-            libraries::load(libraries::NVRTC, given, driver, Functions::bind, |functions| {
+        let bind = |library: &libloading::Library| {
+            // SAFETY: the type is that of the library's header.
+            let set = unsafe { library.get::<SetFlowCallback>(b"nvrtcSetFlowCallback\0") };
+            Ok((Functions::bind(library)?, set.ok().map(|set| *set)))
+        };
+        let ((functions, set_flow_callback), path) =
+            libraries::load(libraries::NVRTC, given, driver, bind, |(functions, _)| {
                 functions.nvrtcVersion as *const c_void
             })?;
         let mut version = [0; 2];
@@ -87,7 +108,7 @@ impl Nvrtc {
                 std::mem::forget(library);
             }
         }
-        Ok(Self { functions, version, path })
+        Ok(Self { functions, set_flow_callback, version, path })
     }
 
     /// Returns the version that the library states, as `[major, minor]`.
@@ -127,9 +148,12 @@ impl Nvrtc {
         })
     }
 
-    /// Compiles a file of kernels for an architecture such as `sm_90a` or `compute_90`. Returns an error if the text does not
-    /// compile.
-    pub fn compile(&self, file: &str, text: &str, arch: &str) -> Result<Compiled> {
+    /// Compiles a file of kernels for an architecture such as `sm_90a` or `compute_90`.
+    ///
+    /// # Errors
+    /// Returns an error if the text does not compile, and [`Error::Late`] about a second after `until` if the compilation is not
+    /// complete then. NVRTC before 12.8 compiles to the end.
+    pub fn compile(&self, file: &str, text: &str, arch: &str, until: Option<Instant>) -> Result<Compiled> {
         let f = &self.functions;
         let bad = |log: String| Error::Compile { file: file.into(), arch: arch.into(), log };
         let c = |s: &str| CString::new(s).map_err(|_| bad("the text contains a zero byte".into()));
@@ -150,6 +174,10 @@ impl Nvrtc {
             )
             .result()
             .map_err(|error| bad(error.to_string()))?;
+            if let (Some(set), Some(until)) = (self.set_flow_callback, &until) {
+                // Without the function, the compilation goes on to its end.
+                let _ = set(program, is_over, until);
+            }
             let done = (f.nvrtcCompileProgram)(program, options.len() as c_int, options.as_ptr()).result();
             let log = output(program, f.nvrtcGetProgramLogSize, f.nvrtcGetProgramLog).unwrap_or_default();
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
@@ -161,6 +189,9 @@ impl Nvrtc {
             let _ = (f.nvrtcDestroyProgram)(&raw mut program);
             match compiled {
                 Ok(image) => Ok(Compiled { image, log }),
+                Err(error) if error.0 == sys::nvrtcResult::NVRTC_ERROR_CANCELLED => {
+                    Err(Error::Late { file: file.into() })
+                }
                 Err(error) => Err(bad(if log.trim().is_empty() { error.to_string() } else { log })),
             }
         }
@@ -175,14 +206,22 @@ impl Nvrtc {
     /// # Errors
     /// Returns the errors of [`Self::compile`]. If the cache cannot be written, this is not an error: the next start compiles the
     /// file again.
-    pub fn compile_cached(&self, file: &str, text: &str, arch: &str, cache: &Path) -> Result<Vec<u8>> {
+    pub fn compile_cached(
+        &self,
+        file: &str,
+        text: &str,
+        arch: &str,
+        cache: &Path,
+        until: Option<Instant>,
+    ) -> Result<Vec<u8>> {
         let mut hash = Sha256::new();
         for part in [PRIMITIVES, text, &options(arch).join(" "), &format!("{:?}", self.version)] {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
         let hash: String = hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
-        cached(cache, &format!("{file}-{arch}-{hash}.cubin"), || Ok(self.compile(file, text, arch)?.image))
+        let make = || Ok(self.compile(file, text, arch, until)?.image);
+        cached(cache, &format!("{file}-{arch}-{hash}.cubin"), make)
     }
 }
 

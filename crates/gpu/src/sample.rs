@@ -191,7 +191,8 @@ impl Gpu {
         draws: &Draws,
     ) {
         let Draws { whole, at, size } = draws;
-        let rows = (logits.len() / vocab.max(1)).min(size.rows.saturating_sub(first));
+        // Without a vocabulary, every row has its result, which is NaN.
+        let rows = logits.len().checked_div(vocab).unwrap_or(usize::MAX).min(size.rows.saturating_sub(first));
         let none = Marks::none(whole, at.zeros, rows);
         let [_, entropy, lse] = self.score_logits(logits, vocab, &none, sampling.scoring_temperature);
         let penalised = sampling.penalises();

@@ -774,15 +774,146 @@ fn the_same_bits_in_every_run() {
     });
 }
 
-/// Choices and draws of no rows are empty.
+/// Settings that take each way of a draw.
+const SAMPLINGS: [Sampling; 4] = [
+    PLAIN,
+    Sampling { temperature: 0.0, ..PLAIN },
+    Sampling { top_p: 0.9, repetition_penalty: 1.5, ..PLAIN },
+    Sampling { temperature: 1.25, top_k: 40, min_p: 0.1, ..PLAIN },
+];
+const FORBIDDEN: [u32; 2] = [5, 17];
+
+/// Returns `n` rows of a draw. Every second one has penalised tokens, and every third one must not draw the forbidden ones.
+fn draw_rows(n: usize) -> Vec<Row> {
+    let uniforms = noise(n, 8);
+    let row = |(i, u): (usize, &f32)| Row {
+        uniform: f64::from(u / 4.0 + 0.5),
+        seen: if i % 2 == 0 { vec![3, 80] } else { vec![] },
+        forbids: i % 3 == 0,
+    };
+    uniforms.iter().enumerate().map(row).collect()
+}
+
+fn draw(gpu: &Gpu, logits: &[f32], vocab: usize, sampling: &Sampling, rows: &[Row]) -> Vec<Drawn> {
+    let drawn = gpu.sample(&mut gpu.upload(logits), vocab, sampling, rows, &FORBIDDEN);
+    gpu.check().unwrap();
+    drawn
+}
+
+/// Returns the experts of each row, and the sums of the numbers of its places.
+fn choose(gpu: &Gpu, logits: &[f32], [rows, all, each]: [usize; 3]) -> (Vec<u32>, Vec<f32>) {
+    let chosen = gpu.choose_experts(&gpu.upload(logits), [rows, all, each]);
+    let numbers: Vec<f32> = (0..rows * each).map(|place| place as f32).collect();
+    let mut sums = gpu.alloc(rows, Dtype::F32);
+    gpu.mix(&mut sums, &gpu.upload(&numbers), &chosen.sums, 1, false);
+    gpu.check().unwrap();
+    (chosen.experts.to_vec().into_iter().map(f32::to_bits).collect(), sums.to_vec())
+}
+
+/// Choices and draws of no rows are empty. A row without a choice has none, and one without a vocabulary has no token.
 #[test]
 fn nothing_to_choose() {
     let gpu = gpu(1);
-    let nothing = gpu.alloc(0, Dtype::F32);
-    let chosen = gpu.choose_experts(&nothing, [0, 5, 2]);
-    assert_eq!((chosen.experts.len(), chosen.rows.len()), (0, 0));
-    let mut logits = gpu.alloc(0, Dtype::F32);
-    assert!(gpu.sample(&mut logits, 300, &PLAIN, &[], &[]).is_empty());
+    for [rows, all, each] in [[0, 5, 2], [0, 0, 0], [3, 5, 0], [3, 0, 0]] {
+        let (experts, sums) = choose(&gpu, &vec![1.0; rows * all], [rows, all, each]);
+        assert_eq!((experts, sums), (vec![], vec![0.0; rows]), "{rows} rows, {each} of {all}");
+    }
+    for sampling in &SAMPLINGS {
+        assert!(draw(&gpu, &[], 300, sampling, &[]).is_empty());
+        assert!(draw(&gpu, &[], 0, sampling, &[]).is_empty());
+        let rows = vec![Row { uniform: 0.5, ..Row::default() }; 2];
+        let none = draw(&gpu, &[], 0, sampling, &rows);
+        assert!(none.len() == 2 && none.iter().all(|one| one.logprob.is_nan() && one.id == 0), "{none:?}");
+        let only = draw(&gpu, &[-7.0, 7.0], 1, sampling, &rows);
+        let certain = Drawn { id: 0, logprob: 0.0, sampler_logprob: 0.0, entropy: 0.0 };
+        assert_eq!(only, [certain; 2], "{sampling:?}");
+    }
+}
+
+/// Draws and choices of a row are the same in batches that are no multiple of a bucket.
+#[test]
+fn choices_beside_the_buckets() {
+    let (most, vocab, all, each) = (65, 300, 11, 3);
+    let (logits, router, rows) = (noise(most * vocab, 1), noise(most * all, 2), draw_rows(most));
+    let few = [(1, 1), (2, 7), (1, 8), (2, 9), (1, 12), (2, 15), (1, 17), (2, 33), (1, 64)];
+    for sampling in &SAMPLINGS {
+        let whole = draw(&gpu(0), &logits, vocab, sampling, &rows);
+        for (row, got) in whole.iter().enumerate() {
+            let penalised = sampling.repetition_penalty != 1.0;
+            let own = Row { seen: if penalised { rows[row].seen.clone() } else { vec![] }, ..rows[row] };
+            let want = drawn(&logits[row * vocab..(row + 1) * vocab], sampling, &own, &FORBIDDEN);
+            assert!(got.id == want.id && (got.logprob - want.logprob).abs() < 2e-5, "{got:?} for {want:?}");
+        }
+        for (schedule, n) in few {
+            let some = draw(&gpu(schedule), &logits[..n * vocab], vocab, sampling, &rows[..n]);
+            assert_eq!(some, whole[..n], "{sampling:?}, {n} rows");
+        }
+    }
+    let (experts, sums) = choose(&gpu(0), &router, [most, all, each]);
+    for (schedule, n) in few {
+        let some = choose(&gpu(schedule), &router[..n * all], [n, all, each]);
+        assert_eq!(some, (experts[..n * each].to_vec(), sums[..n].to_vec()), "{n} rows");
+    }
+}
+
+/// A NaN anywhere in a row of logits makes every number of its draw NaN, and its expert is chosen. Other rows stay as they are.
+#[test]
+fn nan_is_never_hidden_from_a_choice() {
+    let (vocab, all, each) = (300, 11, 3);
+    let (logits, router, rows) = (noise(3 * vocab, 1), noise(3 * all, 2), draw_rows(3));
+    let with = |x: &[f32], at: usize| {
+        let mut changed = x.to_vec();
+        changed[at] = f32::NAN;
+        changed
+    };
+    for sampling in &SAMPLINGS {
+        let before = draw(&gpu(0), &logits, vocab, sampling, &rows);
+        // The second of these tokens is forbidden and the third is penalised in some rows.
+        for at in [0, 17, 80, vocab - 1] {
+            for row in 0..3 {
+                let mut after = draw(&gpu(1), &with(&logits, row * vocab + at), vocab, sampling, &rows);
+                let Drawn { logprob, sampler_logprob, entropy, .. } = after.remove(row);
+                let what = format!("{sampling:?}, token {at} of row {row}");
+                assert!([logprob, sampler_logprob, entropy].iter().all(|x| x.is_nan()), "{what}");
+                let mut others = before.clone();
+                others.remove(row);
+                assert_eq!(after, others, "{what}");
+            }
+        }
+    }
+    let (before, _) = choose(&gpu(0), &router, [3, all, each]);
+    for at in 0..all {
+        let (after, _) = choose(&gpu(1), &with(&router, all + at), [3, all, each]);
+        assert!(after[each..2 * each].contains(&(at as u32)), "expert {at} is not in {after:?}");
+        assert_eq!((&after[..each], &after[2 * each..]), (&before[..each], &before[2 * each..]));
+    }
+}
+
+/// The last rows of more than 2³¹ logits are drawn from as alone.
+#[test]
+fn more_than_2_31_logits() {
+    let gpu = gpu(0);
+    if !has_room(&gpu) {
+        return;
+    }
+    let (vocab, all, own) = (1 << 17, (1 << 14) + 2, 2);
+    let (end, rows) = (gpu.upload(&noise(own * vocab, 1)), draw_rows(own));
+    for sampling in &SAMPLINGS {
+        let logits = |n: usize| ends_with(&gpu, n * vocab, &end);
+        let of = |n: usize, rows: &[Row]| gpu.sample(&mut logits(n), vocab, sampling, rows, &FORBIDDEN);
+        // The other rows have no penalised tokens, since the sizes of the tables decide nothing here.
+        let many = [vec![Row::default(); all - own], rows.clone()].concat();
+        let (many, alone) = (of(all, &many), of(own, &rows));
+        gpu.check().unwrap();
+        assert_eq!(many[all - own..], alone, "{sampling:?}");
+    }
+    let (rows, experts, each) = ((1 << 25) + 2, 64, 6);
+    let end = gpu.upload(&noise(own * experts, 2));
+    let of = |n: usize| {
+        let chosen = gpu.choose_experts(&ends_with(&gpu, n * experts, &end), [n, experts, each]);
+        last(&gpu, &chosen.experts, own * each).into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    assert_eq!(of(rows), of(own));
     gpu.check().unwrap();
 }
 

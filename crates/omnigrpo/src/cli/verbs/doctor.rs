@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::Result;
 use omnigrpo_guard::told;
@@ -18,6 +19,9 @@ use omnigrpo_train::{
 use super::{Context, print, rates, setup};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
+
+/// Time for the check of a GPU.
+const CHECKUP: Duration = Duration::from_secs(10);
 
 /// Prints one line per check. Fails if the checkpoint cannot be used.
 pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
@@ -92,8 +96,9 @@ fn checkups(settings: &Settings) -> Result<Vec<(String, Result<String, String>)>
             Problem::failure(format!("cuda:{ordinal} cannot be used")).got(error.to_string())
         })?;
         lines.push((format!("check of cuda:{ordinal}"), Ok(gpu.name())));
-        lines
-            .extend(gpu.checkup().into_iter().map(|finding| (format!("  {}", finding.name), finding.result)));
+        lines.extend(
+            gpu.checkup(CHECKUP).into_iter().map(|finding| (format!("  {}", finding.name), finding.result)),
+        );
     }
     Ok(lines)
 }
