@@ -13,6 +13,8 @@ use crate::device::{Array, Driver, Gpu};
 
 /// Number of pinned buffers for each direction.
 const BUFFERS: usize = 2;
+/// Bytes of a pinned buffer.
+const PIECE: usize = 16 << 20;
 /// Bytes of arrays that wait for their copy to main memory. A further download first waits until fewer remain.
 const WAITING: usize = 128 << 20;
 
@@ -137,11 +139,16 @@ impl Drop for Mark {
     }
 }
 
+impl Transfers {
+    /// Maximum size of the pinned buffers for both directions, in bytes of main memory.
+    pub const PINNED_BYTES: usize = 2 * BUFFERS * PIECE;
+}
+
 impl Gpu {
     /// Returns the size of a pinned buffer. On the emulator, it is so small that arrays of tests have several pieces.
     fn piece_bytes(&self) -> usize {
         match self.driver() {
-            Driver::Cuda(_) => 16 << 20,
+            Driver::Cuda(_) => PIECE,
             #[cfg(feature = "emulator")]
             Driver::Emulated(_) => 4 << 10,
         }

@@ -61,7 +61,7 @@ pub use plan::{
     EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,
 };
 pub use policy::{ModelPlan, Policy, weights_fit};
-pub use prepare::{Forecast, Output, Prepared, Run, Trained, Variant};
+pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Trained, Variant, fits};
 pub use records::environment_turns;
 pub use replay::replay;
 pub use rollouts::{Group, Rollouts, Scored};

@@ -38,6 +38,8 @@ pub enum MemoryOf {
     Host,
     /// Memory of a card, with weights, gradients and, unless it is offloaded, the optimizer's state.
     Card,
+    /// Main memory of a run whose model is on a card: a copy of the weights, media, and what is offloaded.
+    BesideCard,
 }
 
 /// Work of a step.
@@ -112,6 +114,8 @@ pub struct Memory {
     pub recorded: u64,
     /// Workspace of the card's libraries.
     pub workspace: u64,
+    /// Buffers in main memory that a card accesses.
+    pub pinned: u64,
     /// Memory that the allocator cannot use.
     pub slack: u64,
     /// Phase with the peak memory.
@@ -143,6 +147,7 @@ impl Memory {
         self.program
             + self.rewards
             + self.workspace
+            + self.pinned
             + self.weights
             + self.adapters
             + self.optimizer
@@ -151,7 +156,7 @@ impl Memory {
 
     /// Returns each part with its name.
     #[must_use]
-    pub fn parts(&self) -> [(&'static str, u64); 15] {
+    pub fn parts(&self) -> [(&'static str, u64); 16] {
         [
             ("program and rows", self.program),
             ("reward models", self.rewards),
@@ -167,6 +172,7 @@ impl Memory {
             ("cache of completions", self.cache),
             ("recorded decoding steps", self.recorded),
             ("workspace of libraries", self.workspace),
+            ("pinned buffers", self.pinned),
             ("allocator", self.slack),
         ]
     }
@@ -182,18 +188,28 @@ impl std::fmt::Display for Memory {
 }
 
 /// Returns the bytes of the optimizer's state for a weight with `len` values: two moments in f32, and a master for a bf16 weight. A
-/// card stores only the half of the master that the weight lacks. A state that is cut into parts is in main memory.
+/// card stores only the half of the master that the weight lacks.
 fn state_bytes(dtype: ParamDtype, len: u64, plan: &MemoryPlan) -> u64 {
     let has_master = dtype == ParamDtype::Bf16 && !plan.optimizer.pure_bf16;
-    let split = &plan.algorithm.split;
-    let parts = if split.shard == Shard::None { 1 } else { split.ranks.size() as u64 };
     let each = match (plan.of, has_master) {
-        (MemoryOf::Card, _) if plan.optimizer.offload || parts > 1 => 0,
+        (MemoryOf::Card, _) if is_offloaded(plan) => 0,
+        (MemoryOf::BesideCard, _) if !is_offloaded(plan) => 0,
         (MemoryOf::Card, true) => 10,
-        (MemoryOf::Host, true) => 12,
+        (MemoryOf::Host | MemoryOf::BesideCard, true) => 12,
         (_, false) => 8,
     };
-    (each * len).div_ceil(parts)
+    (each * len).div_ceil(parts_of_state(plan))
+}
+
+/// Returns the number of ranks among which the optimizer's state is divided.
+fn parts_of_state(plan: &MemoryPlan) -> u64 {
+    let split = &plan.algorithm.split;
+    if split.shard == Shard::None { 1 } else { split.ranks.size() as u64 }
+}
+
+/// Returns whether the optimizer's state of a model on a card is in main memory. A state that is cut into parts is there.
+fn is_offloaded(plan: &MemoryPlan) -> bool {
+    plan.optimizer.offload || parts_of_state(plan) > 1
 }
 
 /// Computes the memory of a run from a model on [`Device::Outline`]. The model must have its adapters, and its trained weights
@@ -204,17 +220,15 @@ fn state_bytes(dtype: ParamDtype, len: u64, plan: &MemoryPlan) -> u64 {
 pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     match plan.of {
         MemoryOf::Host => measured(model, plan),
+        MemoryOf::BesideCard => Ok(beside_card(model, plan)),
         MemoryOf::Card => {
             on_card(model.decoder().embedding().dtype() == ParamDtype::Bf16, || measured(model, plan))
         }
     }
 }
 
-fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
-    if model.device() != Device::Outline {
-        let device = model.device().to_string();
-        return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
-    }
+/// Returns the parts that last from the first update to the end.
+fn lasting(model: &Model, plan: &MemoryPlan) -> Memory {
     let mut out = Memory::default();
     let base = model.base_params().len();
     for (at, param) in model.params().iter().enumerate() {
@@ -228,14 +242,46 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     if plan.reference == ReferenceKept::InPlace {
         out.reference = model.reference_bytes();
     }
+    out
+}
+
+/// Returns the main memory beside a card. Gradients that are updated there keep their memory for the next step.
+fn beside_card(model: &Model, plan: &MemoryPlan) -> Memory {
+    let mut out = Memory { media: moving_media(plan), ..lasting(model, plan) };
+    if is_offloaded(plan) {
+        let trained = model.params().iter().filter(|param| param.trainable());
+        out.gradients = trained.map(|param| 4 * param.len() as u64).sum();
+        out.pinned = Card::PINNED_BYTES as u64;
+    }
+    out
+}
+
+/// Returns the bytes of the decoded media of two steps, since those of the next step are decoded during a step, or those of an
+/// evaluation if they are more.
+fn moving_media(plan: &MemoryPlan) -> u64 {
+    let trained = 2 * match &plan.work {
+        Work::None => 0,
+        Work::Rollout(rows) => rows.iter().map(|row| media_bytes(&row.prompt)).sum::<u64>(),
+        Work::Examples(examples) => examples.iter().map(|example| media_bytes(&example.prompt)).sum(),
+    };
+    let evaluated = plan.evaluation.iter().flat_map(|(prompts, _)| prompts);
+    trained.max(evaluated.map(|prompt| media_bytes(prompt)).sum())
+}
+
+fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
+    if model.device() != Device::Outline {
+        let device = model.device().to_string();
+        return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
+    }
+    let mut out = lasting(model, plan);
     let mut most = Footprint::default();
     let mut most_held = 0;
     let mut take = |phase: Phase, seen: Footprint| {
         // The update begins after the caches are dropped.
         let cache = if phase == Phase::Update { 0 } else { seen.of(Held::Cache) };
         let held = match plan.of {
-            MemoryOf::Host => seen.passes(),
             MemoryOf::Card => seen.passes() + cache,
+            _ => seen.passes(),
         };
         let longest = out.cache.max(seen.of(Held::Cache));
         if held > most_held {
@@ -246,35 +292,30 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
             out.cache = longest;
         }
     };
-    let mut media = 0;
     match &plan.work {
         Work::None => {}
         Work::Rollout(rows) => {
-            // The media of the next step are decoded at the same time.
-            media = 2 * rows.iter().map(|row| media_bytes(&row.prompt)).sum::<u64>();
             let (done, seen) = footprint(|| reinforce(model, plan, rows, &mut take));
             done?;
             take(Phase::Update, seen);
         }
         Work::Examples(examples) => {
-            media = 2 * examples.iter().map(|example| media_bytes(&example.prompt)).sum::<u64>();
             let (done, seen) = footprint(|| imitated(model, plan, examples));
             done?;
             take(Phase::Update, seen);
         }
     }
-    if let Some((prompts, _)) = &plan.evaluation {
+    if plan.evaluation.is_some() {
         let (done, seen) = footprint(|| evaluate(model, plan));
         done?;
         take(Phase::Evaluation, seen);
-        media = media.max(prompts.iter().map(|prompt| media_bytes(prompt)).sum());
     }
     out.gradients = most.of(Held::Gradients);
     out.features = most.of(Held::Features);
     out.activations = most.of(Held::Activations);
     out.recorded = most.of(Held::Recorded);
     out.workspace = if plan.of == MemoryOf::Card { Card::OWN_BYTES as u64 } else { 0 };
-    out.media = if plan.of == MemoryOf::Host { media } else { 0 };
+    out.media = if plan.of == MemoryOf::Host { moving_media(plan) } else { 0 };
     Ok(out)
 }
 

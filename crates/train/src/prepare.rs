@@ -95,40 +95,67 @@ pub struct Prepared {
     forecast: Forecast,
 }
 
-/// Memory of a run, and its limit.
-#[derive(Clone, Debug)]
-pub struct Forecast {
-    /// Memory with the longest rows and completions.
+/// Memory that a run takes, with the longest rows and completions.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Need {
+    /// Memory of the model's device.
     pub memory: Memory,
-    /// Bytes that this process may use, and the name of that memory; `None` if the system does not report it.
-    pub limit: Option<(u64, &'static str)>,
+    /// Main memory, if the model is on a card.
+    pub main: Option<Memory>,
     /// Capacity of the store of decoded media, bytes.
     pub media_store: u64,
 }
 
+/// Bytes that this process may use, and the name of that memory; `None` if they are unknown.
+pub type Limit = Option<(u64, &'static str)>;
+
+/// Memory of a run, and its limits.
+#[derive(Clone, Debug, Default)]
+pub struct Forecast {
+    /// Memory that the run takes.
+    pub need: Need,
+    /// Limit of the memory of the model's device.
+    pub limit: Limit,
+    /// Limit of main memory, if the model is on a card.
+    pub main_limit: Limit,
+}
+
 impl Forecast {
-    /// Returns true if this memory is within the limit.
-    #[must_use]
-    pub fn allows(&self, memory: &Memory) -> bool {
-        self.limit.is_none_or(|(limit, _)| memory.total() <= limit)
+    /// Returns each kind of memory of a run, with its limit.
+    fn each(&self, need: &Need) -> impl Iterator<Item = (Memory, Limit)> + use<> {
+        let main = need.main.map(|main| (main, self.main_limit));
+        std::iter::once((need.memory, self.limit)).chain(main)
     }
 
-    /// Returns true if the memory that is in use all the time exceeds the limit, so that the run cannot work.
+    /// Returns true if this memory is within the limits.
+    #[must_use]
+    pub fn allows(&self, need: &Need) -> bool {
+        self.each(need).all(|(memory, limit)| fits(&memory, limit))
+    }
+
+    /// Returns true if the memory that is in use all the time exceeds a limit, so that the run cannot work.
     #[must_use]
     pub fn is_hopeless(&self) -> bool {
-        self.limit.is_some_and(|(limit, _)| self.memory.lasting() > limit)
+        self.each(&self.need).any(|(memory, limit)| limit.is_some_and(|(limit, _)| memory.lasting() > limit))
     }
 
-    /// Returns the refusal of a run that exceeds the limit.
+    /// Returns the refusal of a run that exceeds a limit.
     #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
-        let (limit, whose) = self.limit.filter(|_| !self.allows(&self.memory))?;
+        let (memory, limit) = self.each(&self.need).find(|(memory, limit)| !fits(memory, *limit))?;
+        let (limit, whose) = limit?;
         Some(
             Refusal::failure(format!("this run does not fit into {whose}"))
-                .got(format!("{} ({})", room::size(self.memory.total()), self.memory))
+                .got(format!("{} ({memory})", room::size(memory.total())))
                 .expected(format!("at most the free {}", room::size(limit))),
         )
     }
+}
+
+/// Returns true if this memory is within the limit.
+#[must_use]
+pub fn fits(memory: &Memory, limit: Limit) -> bool {
+    limit.is_none_or(|(limit, _)| memory.total() <= limit)
 }
 
 /// Settings on which the memory of a run depends, to forecast it for other values.
@@ -189,7 +216,7 @@ impl Run {
         let typical: Vec<u64> = (0..some).map(|at| usable[at * usable.len() / some]).collect();
         let longest = Longest::prepare(&self.prompts, &self.dataset, &longest, objective);
         let typical = Longest::prepare(&self.prompts, &self.dataset, &typical, objective);
-        let forecast = Forecast { memory: Memory::default(), limit: None, media_store: 0 };
+        let forecast = Forecast::default();
         let mut prepared =
             Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes: None, forecast };
         prepared.foresee()?;
@@ -341,7 +368,7 @@ impl Prepared {
         self.resumes.as_ref().map(|(path, step)| (path.as_path(), *step))
     }
 
-    /// Returns the memory that the run takes, and the limit.
+    /// Returns the memory that the run takes, and the limits.
     #[must_use]
     pub fn forecast(&self) -> &Forecast {
         &self.forecast
@@ -382,18 +409,23 @@ impl Prepared {
     /// Forecasts the memory of the run.
     fn foresee(&mut self) -> Result<()> {
         let device = self.run.model.device();
+        let main = self.main_memory().map(|bytes| (bytes, "memory"));
         // The memory that this process already uses is added on both sides.
-        let own = if device == Device::Cpu { room::resident() } else { Card::OWN_BYTES as u64 };
-        self.forecast.limit = match self.run.gpu_memory {
-            Some(bytes) => Some((bytes, "the GPU's memory")),
-            None => room::free_on(device).map(|(free, whose)| match device {
-                // Each rank has its own card, but the ranks of a machine share main memory.
-                Device::Gpu(_) => (free + own, whose),
-                _ => (free / self.run.algorithm.split.local.max(1) as u64 + own, whose),
-            }),
+        let of_card = |(free, whose)| (free + Card::OWN_BYTES as u64, whose);
+        (self.forecast.limit, self.forecast.main_limit) = match (self.run.gpu_memory, device) {
+            // The run is for another machine.
+            (Some(bytes), _) => (Some((bytes, "the GPU's memory")), None),
+            (None, Device::Cpu) => (main, None),
+            (None, _) => (room::free_on(device).map(of_card), main.map(|(bytes, _)| (bytes, "main memory"))),
         };
-        (self.forecast.memory, self.forecast.media_store) = self.memory(&self.variant())?;
+        self.forecast.need = self.memory(&self.variant())?;
         Ok(())
+    }
+
+    /// Returns the bytes of main memory that this rank may use, with those that it already uses. The ranks of a machine share
+    /// main memory.
+    fn main_memory(&self) -> Option<u64> {
+        room::free().map(|free| free / self.run.algorithm.split.local.max(1) as u64 + room::resident())
     }
 
     /// Adds the contents of all inputs to the fingerprint, and looks for the checkpoint to resume from. This reads all weights, so a
@@ -409,35 +441,35 @@ impl Prepared {
         Ok(())
     }
 
-    /// Returns the memory that the run takes with other settings, and the capacity of its store of decoded media, bytes.
+    /// Returns the memory that the run takes with other settings.
     ///
     /// # Errors
     /// Returns an error if the settings cannot be used with this model.
-    pub fn memory(&self, variant: &Variant<'_>) -> Result<(Memory, u64)> {
+    pub fn memory(&self, variant: &Variant<'_>) -> Result<Need> {
         let outline = self.outline(variant)?;
-        let mut memory = memory(&outline, &self.memory_plan(variant, variant.longest, 0))?;
-        // The ranks of a machine share its main memory.
-        let local = self.run.algorithm.split.local.max(1) as u64;
-        let given = variant.media_bytes.map(|given| given / local);
-        if self.run.model.device() != Device::Cpu {
-            // The other half of main memory is for data that is not stored on the card: moments, a reference, rewards, media of
-            // two steps.
-            let left = room::free().map(|free| free / 2 / local);
-            return Ok((memory, room::for_media(given, left)));
-        }
+        let plan = self.memory_plan(variant, variant.longest, 0);
+        let of_device = memory(&outline, &plan)?;
+        let mut main = match plan.of {
+            MemoryOf::Host => of_device,
+            _ => memory(&outline, &self.plan_beside_card(variant, plan))?,
+        };
         // A model in memory is part of the process already.
-        let loaded =
-            if let Policy::Loaded(_) = self.run.model { memory.weights + memory.adapters } else { 0 };
-        memory.program = room::resident().saturating_sub(self.run.reward_bytes + loaded);
-        memory.rewards = self.run.reward_bytes;
-        let left = self.forecast.limit.map(|(limit, _)| limit.saturating_sub(memory.total()));
-        let room = room::for_media(given, left);
+        let loaded = if let Policy::Loaded(_) = self.run.model { main.weights + main.adapters } else { 0 };
+        main.program = room::resident().saturating_sub(self.run.reward_bytes + loaded);
+        main.rewards = self.run.reward_bytes;
+        // The ranks of a machine share its main memory.
+        let given = variant.media_bytes.map(|given| given / self.run.algorithm.split.local.max(1) as u64);
+        let left = self.main_memory().map(|bytes| bytes.saturating_sub(main.total()));
+        let media_store = room::for_media(given, left);
         // Other settings of media are assumed to change all rows in the same proportion as the longest one.
         let of_longest = |longest: &Longest| longest.media_bytes().max(1) as f64;
         let scale = of_longest(variant.longest) / of_longest(&self.longest);
         let all = self.media_bytes(variant.plan) as f64 * scale;
-        memory.media_store = room::kept(all as u64, room, memory.media);
-        Ok((memory, room))
+        main.media_store = room::kept(all as u64, media_store, main.media);
+        Ok(match self.run.model.device() {
+            Device::Cpu => Need { memory: main, main: None, media_store },
+            _ => Need { memory: of_device, main: Some(main), media_store },
+        })
     }
 
     /// Predicts the time of a step and of an evaluation batch on this machine's CPU, for completions of the given length in
@@ -498,6 +530,36 @@ impl Prepared {
         plan.prompts_per_step.div_ceil(self.run.algorithm.split.ranks.size())
     }
 
+    /// Returns the plan of the main memory of a run on a card, from the plan of the card's memory.
+    fn plan_beside_card<'v>(&self, variant: &Variant<'v>, plan: MemoryPlan<'v>) -> MemoryPlan<'v> {
+        // A reference on the card has a copy in main memory, as all weights have.
+        let reference = match self.run.reference_device {
+            Device::Cpu => self.reference(variant, Device::Cpu),
+            _ => plan.reference,
+        };
+        MemoryPlan { of: MemoryOf::BesideCard, reference, ..plan }
+    }
+
+    /// Returns how a reference on a device stores the weights that it does not share with the policy.
+    fn reference(&self, variant: &Variant<'_>, device: Device) -> ReferenceKept {
+        let needed =
+            variant.plan.objective == Objective::Reinforce && variant.algorithm.loss.needs_reference();
+        // True if the weights at the start of the run are those in the checkpoint's files.
+        let of_files = |plan: &ModelPlan| plan.random.is_none() && plan.adapter.is_none();
+        let published = match (variant.model, &self.run.model) {
+            (Some(plan), _) => of_files(plan),
+            (None, Policy::Planned(plan)) => of_files(plan),
+            (None, Policy::Loaded(model)) => model.adapter_params().is_empty(),
+        };
+        if !needed || device != self.run.reference_device {
+            ReferenceKept::No
+        } else if published && variant.plan.lends_reference(device) {
+            ReferenceKept::InPlace
+        } else {
+            ReferenceKept::Copied
+        }
+    }
+
     /// Returns the memory plan of a step with the rows from index `first`.
     fn memory_plan<'v>(&self, variant: &Variant<'v>, longest: &Longest, first: usize) -> MemoryPlan<'v> {
         let (objective, device) = (variant.plan.objective, self.run.model.device());
@@ -511,28 +573,13 @@ impl Prepared {
             let prompts: Vec<_> = longest.prompts().map(|p| Arc::new(p.clone())).collect();
             (prompts.into_iter().cycle().take(rows).collect(), plan.options.num_generations)
         });
-        let needed = objective == Objective::Reinforce && variant.algorithm.loss.needs_reference();
-        // True if the weights at the start of the run are those in the checkpoint's files.
-        let of_files = |plan: &ModelPlan| plan.random.is_none() && plan.adapter.is_none();
-        let published = match (variant.model, &self.run.model) {
-            (Some(plan), _) => of_files(plan),
-            (None, Policy::Planned(plan)) => of_files(plan),
-            (None, Policy::Loaded(model)) => model.adapter_params().is_empty(),
-        };
-        let reference = if !needed || device != self.run.reference_device {
-            ReferenceKept::No
-        } else if published && variant.plan.lends_reference(device) {
-            ReferenceKept::InPlace
-        } else {
-            ReferenceKept::Copied
-        };
         MemoryPlan {
             algorithm: variant.algorithm,
             optimizer: variant.optimizer,
             work: longest.work(first, rows, objective),
             prompts_per_step: prompts,
             evaluation,
-            reference,
+            reference: self.reference(variant, device),
             of: if device == Device::Cpu { MemoryOf::Host } else { MemoryOf::Card },
         }
     }
@@ -565,7 +612,7 @@ impl Prepared {
         }
         // If kept, they would hold their decoded media during the complete run.
         drop((longest, typical));
-        run.prompts.media_store().set_max_bytes(forecast.media_store);
+        run.prompts.media_store().set_max_bytes(forecast.need.media_store);
         let model = match run.model {
             Policy::Loaded(model) => *model,
             Policy::Planned(plan) => run.algorithm.split.agree(plan.load(&run.selection))?,

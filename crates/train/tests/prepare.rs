@@ -179,17 +179,17 @@ fn memory_is_forecast_and_a_hopeless_run_is_refused_before_it_loads() {
     let model = Model::load(&checkpoint(MODEL), WeightDtype::Auto).unwrap();
     let weights: usize = model.params().iter().map(|param| param.num_bytes()).sum();
     let forecast = prepared.forecast();
-    assert_eq!(forecast.memory.weights, weights as u64);
-    assert!(forecast.allows(&forecast.memory) && forecast.refusal().is_none());
-    assert!(forecast.memory.activations > 0 && forecast.memory.optimizer > 0);
+    assert_eq!(forecast.need.memory.weights, weights as u64);
+    assert!(forecast.allows(&forecast.need) && forecast.refusal().is_none());
+    assert!(forecast.need.memory.activations > 0 && forecast.need.memory.optimizer > 0);
     // A model in memory is not counted twice, and gives the same sizes.
     let mut loaded = run(&place.rows, &place.out);
     loaded.model = Policy::Loaded(Box::new(model));
     let loaded = loaded.prepare(&quiet()).unwrap();
-    assert_eq!(loaded.forecast().memory.weights, forecast.memory.weights);
-    assert_eq!(loaded.forecast().memory.activations, forecast.memory.activations);
+    assert_eq!(loaded.forecast().need.memory.weights, forecast.need.memory.weights);
+    assert_eq!(loaded.forecast().need.memory.activations, forecast.need.memory.activations);
     let mut small = forecast.clone();
-    small.limit = Some((forecast.memory.lasting() - 1, "memory"));
+    small.limit = Some((forecast.need.memory.lasting() - 1, "memory"));
     let said = small.refusal().unwrap().to_string();
     assert!(small.is_hopeless() && said.contains("this run does not fit into memory: got"), "{said}");
 }

@@ -6,7 +6,8 @@ use omnigrpo_data::MediumKind;
 use omnigrpo_models::{Checkpoint, MediumShape};
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_train::{
-    Algorithm, Forecast, Longest, Memory, Objective, Phase, Prepared, RunPlan, StepTime, Variant, room,
+    Algorithm, Forecast, Limit, Longest, Memory, Need, Objective, Phase, Prepared, RunPlan, StepTime,
+    Variant, fits, room,
 };
 use serde_json::{Map, Value as Json, json};
 
@@ -20,7 +21,7 @@ const BAR: u64 = 40;
 /// A run with some flags changed.
 struct Way {
     flags: Flags,
-    memory: Memory,
+    need: Need,
 }
 
 /// Predicted time of a run on this machine.
@@ -237,7 +238,7 @@ pub fn show(resolved: &Resolved, context: &Context, objective: Objective, prepar
 /// that would make it fit.
 pub fn refuse(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
     let forecast = prepared.forecast();
-    if forecast.allows(&forecast.memory) {
+    if forecast.allows(&forecast.need) {
         return Ok(());
     }
     let Some(problem) = too_much(forecast, &ways(resolved, checkpoint, prepared)?) else { return Ok(()) };
@@ -252,8 +253,10 @@ pub fn refuse(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared)
 /// Returns a problem if a run does not fit, with the flags that would make it fit.
 fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
     let problem = Problem::from(forecast.refusal()?);
-    Some(problem.help(match ways.iter().find(|way| forecast.allows(&way.memory)) {
-        Some(way) => format!("with `{}` it takes {}", typed(&way.flags), room::size(way.memory.total())),
+    Some(problem.help(match ways.iter().find(|way| forecast.allows(&way.need)) {
+        Some(way) => {
+            format!("with `{}` it takes {}", typed(&way.flags), room::size(way.need.memory.total()))
+        }
         None => {
             "no flag that `omnigrpo plan` tries makes it fit: take a smaller model, or shorter rows".into()
         }
@@ -273,10 +276,10 @@ pub fn fit(
 ) -> Result<(Flags, Memory)> {
     let forecast = prepared.forecast();
     let mut ways = ways(resolved, checkpoint, prepared)?;
-    let Some(problem) = too_much(forecast, &ways) else { return Ok((Flags::new(), forecast.memory)) };
+    let Some(problem) = too_much(forecast, &ways) else { return Ok((Flags::new(), forecast.need.memory)) };
     ways.retain(|way| way.flags.iter().all(|(name, _)| !kept.contains(name)));
-    let way = ways.into_iter().find(|way| forecast.allows(&way.memory)).ok_or(problem)?;
-    Ok((way.flags, way.memory))
+    let way = ways.into_iter().find(|way| forecast.allows(&way.need)).ok_or(problem)?;
+    Ok((way.flags, way.need.memory))
 }
 
 /// Flags with their values.
@@ -375,7 +378,7 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
     if on_a_card && !s.optimizer.offload {
         exact.push(on("offload_optimizer"));
     }
-    if forecast.memory.media_store > 0 {
+    if forecast.need.memory.media_store > 0 {
         exact.push(one("mm_processor_cache_gb", "0".into()));
     }
     let mut single = vec![one("torch_dtype", "bfloat16".into())];
@@ -441,12 +444,12 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
             longest: longest.as_ref().unwrap_or(own),
         };
         // Some flags do not apply to this model, such as adapters on weights that are fully trained.
-        let Ok((memory, _)) = prepared.memory(&variant) else { continue };
-        ways.push(Way { flags, memory });
+        let Ok(need) = prepared.memory(&variant) else { continue };
+        ways.push(Way { flags, need });
     }
-    let base = forecast.memory.total();
+    let base = forecast.need.memory.total();
     // A flag that saves less than one percent is not worth a line.
-    ways.retain(|way| way.memory.total() < base - base / 100);
+    ways.retain(|way| way.need.memory.total() < base - base / 100);
     Ok(ways)
 }
 
@@ -462,16 +465,8 @@ pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<
 }
 
 fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
-    let Forecast { memory, limit, .. } = forecast;
-    let most = limit.map_or(0, |(limit, _)| limit).max(memory.total()).max(1);
-    let bar = |bytes: u64| {
-        let full = "█".repeat((bytes * BAR / most) as usize);
-        if full.is_empty() && bytes > 0 { "▏".to_owned() } else { full }
-    };
+    let memory = &forecast.need.memory;
     let width = ways.iter().map(|way| typed(&way.flags).len()).max().unwrap_or(0).max(22);
-    let line = |name: &str, bytes: u64, note: &str| {
-        format!("{name:width$}  {:>9}  {}{note}\n", room::size(bytes), bar(bytes))
-    };
     let when = match memory.peak {
         Phase::Rollout => "a rollout",
         Phase::Update => "an update",
@@ -479,45 +474,83 @@ fn table(forecast: &Forecast, ways: &[Way], ranks: usize) -> String {
     };
     let whose = if ranks == 1 { "this run".to_owned() } else { format!("each of {ranks} ranks") };
     let mut out = format!("memory of {whose}, with its longest rows, in {when}\n\n");
-    for (name, bytes) in memory.parts().into_iter().filter(|(_, bytes)| *bytes > 0) {
-        out.push_str(&line(name, bytes, ""));
-    }
-    out.push_str(&line("all of it", memory.total(), ""));
-    if let Some((limit, whose)) = limit {
-        let name = format!("free, {whose}");
-        out.push_str(&line(
-            &name,
-            *limit,
-            if forecast.allows(memory) { "  it fits" } else { "  it does not fit" },
-        ));
+    let bars = Bars::new(memory, forecast.limit, width);
+    out.push_str(&bars.parts(memory, forecast.limit));
+    if let Some(main) = &forecast.need.main {
+        out.push_str("\nits main memory\n\n");
+        out.push_str(&Bars::new(main, forecast.main_limit, width).parts(main, forecast.main_limit));
     }
     if !ways.is_empty() {
         out.push_str("\nwith other flags\n\n");
     }
     for way in ways {
-        let note = if forecast.allows(&way.memory) { "  fits" } else { "" };
-        out.push_str(&line(&typed(&way.flags), way.memory.total(), note));
+        let note = if forecast.allows(&way.need) { "  fits" } else { "" };
+        out.push_str(&bars.line(&typed(&way.flags), way.need.memory.total(), note));
     }
     out
+}
+
+/// Lines of names, sizes and bars.
+struct Bars {
+    /// Size of the longest bar, bytes.
+    most: u64,
+    /// Width of the names, columns.
+    width: usize,
+}
+
+impl Bars {
+    /// Creates bars for the parts of a memory and its limit.
+    fn new(memory: &Memory, limit: Limit, width: usize) -> Self {
+        Self { most: limit.map_or(0, |(limit, _)| limit).max(memory.total()).max(1), width }
+    }
+
+    fn line(&self, name: &str, bytes: u64, note: &str) -> String {
+        let full = "█".repeat((bytes * BAR / self.most) as usize);
+        let bar = if full.is_empty() && bytes > 0 { "▏" } else { &full };
+        format!("{name:width$}  {:>9}  {bar}{note}\n", room::size(bytes), width = self.width)
+    }
+
+    /// Returns a line for each part that takes memory, for their sum and for the limit.
+    fn parts(&self, memory: &Memory, limit: Limit) -> String {
+        let parts = memory.parts().into_iter().filter(|(_, bytes)| *bytes > 0);
+        let mut out: String = parts.map(|(name, bytes)| self.line(name, bytes, "")).collect();
+        out.push_str(&self.line("all of it", memory.total(), ""));
+        if let Some((bytes, whose)) = limit {
+            let note = if fits(memory, limit) { "  it fits" } else { "  it does not fit" };
+            out.push_str(&self.line(&format!("free, {whose}"), bytes, note));
+        }
+        out
+    }
 }
 
 fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
     let parts = |memory: &Memory| -> Map<String, Json> {
         memory.parts().into_iter().map(|(name, bytes)| (name.replace(' ', "_"), bytes.into())).collect()
     };
+    let bytes = |limit: Limit| limit.map(|(limit, _)| limit);
     let ways = ways.iter().map(|way| {
         json!({
             "flags": typed(&way.flags),
-            "total": way.memory.total(),
-            "parts": parts(&way.memory),
-            "fits": forecast.allows(&way.memory),
+            "total": way.need.memory.total(),
+            "parts": parts(&way.need.memory),
+            "fits": forecast.allows(&way.need),
+        })
+    });
+    let Need { memory, main, .. } = &forecast.need;
+    let main = main.map(|main| {
+        json!({
+            "total": main.total(),
+            "parts": parts(&main),
+            "limit": bytes(forecast.main_limit),
+            "fits": fits(&main, forecast.main_limit),
         })
     });
     json!({
-        "total": forecast.memory.total(),
-        "parts": parts(&forecast.memory),
-        "limit": forecast.limit.map(|(limit, _)| limit),
-        "fits": forecast.allows(&forecast.memory),
+        "total": memory.total(),
+        "parts": parts(memory),
+        "limit": bytes(forecast.limit),
+        "fits": forecast.allows(&forecast.need),
+        "main_memory": main,
         "with_other_flags": ways.collect::<Vec<_>>(),
     })
 }
@@ -527,20 +560,20 @@ fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
 mod tests {
     use super::*;
 
-    fn of(weights: u64, activations: u64) -> Memory {
-        Memory { weights, activations, ..Memory::default() }
+    fn of(weights: u64, activations: u64) -> Need {
+        Need { memory: Memory { weights, activations, ..Memory::default() }, ..Need::default() }
     }
 
     #[test]
     fn bars_are_shares_of_the_longest_and_the_first_way_that_fits_is_told() {
         let forecast = Forecast {
-            memory: of(2_000_000_000, 2_000_000_000),
+            need: of(2_000_000_000, 2_000_000_000),
             limit: Some((3_000_000_000, "memory")),
-            media_store: 0,
+            main_limit: None,
         };
-        let way = |flags: &[(&'static str, &str)], memory: Memory| {
+        let way = |flags: &[(&'static str, &str)], need: Need| {
             let flags = flags.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
-            Way { flags, memory }
+            Way { flags, need }
         };
         let ways = [
             way(&[("num_generations", "4")], of(2_000_000_000, 1_500_000_000)),
@@ -571,7 +604,25 @@ mod tests {
         let enough = Forecast { limit: Some((4_000_000_000, "memory")), ..forecast };
         assert!(too_much(&enough, &ways).is_none());
 
+        // A run on a card has two kinds of memory, and has to fit into both.
+        let main = Memory { weights: 1_000_000_000, pinned: 64_000_000, ..Memory::default() };
+        let on_card = |main_limit| Forecast {
+            need: Need { main: Some(main), ..forecast.need },
+            limit: Some((4_000_000_000, "the GPU's memory")),
+            main_limit: Some((main_limit, "main memory")),
+        };
+        let told = table(&on_card(2_000_000_000), &[], 1);
+        let (_, beside) = told.split_once("\nits main memory\n\n").unwrap();
+        assert!(beside.contains("pinned buffers") && beside.contains("  it fits"), "{told}");
+        assert!(too_much(&on_card(2_000_000_000), &ways).is_none());
+        let problem = too_much(&on_card(1_000_000_000), &ways).unwrap().to_string();
+        assert!(problem.contains("does not fit into main memory") && problem.contains("1.1 GB"), "{problem}");
+        let json = as_json(&on_card(1_000_000_000), &ways);
+        assert_eq!((&json["fits"], &json["main_memory"]["fits"]), (&json!(false), &json!(false)));
+        assert_eq!(json["main_memory"]["parts"]["pinned_buffers"], json!(64_000_000));
+
         let json = as_json(&enough, &ways);
+        assert_eq!(json["main_memory"], Json::Null);
         assert_eq!(json["total"], json!(4_000_000_000_u64));
         assert_eq!((&json["fits"], &json["parts"]["activations"]), (&json!(true), &json!(2_000_000_000)));
         assert_eq!(json["with_other_flags"][2]["flags"], json!("--use_peft --load_in_4bit"));
