@@ -369,6 +369,12 @@ impl Decoder {
         Arc::ptr_eq(&self.embed, &self.head)
     }
 
+    /// Returns the output head `[vocab, h]`, unless it is the input embedding.
+    #[must_use]
+    pub fn own_head(&self) -> Option<&Arc<Param>> {
+        (!self.tied()).then_some(&self.head)
+    }
+
     /// Returns the input embedding `[vocab, h]`.
     #[must_use]
     pub fn embedding(&self) -> &Arc<Param> {

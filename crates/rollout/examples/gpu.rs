@@ -20,6 +20,9 @@ use serde_json::{Value, json};
 
 type Error = Box<dyn std::error::Error>;
 
+/// Products in the attention of a row with the keys that it sees: forward, and backward in the two kernels for queries and for keys.
+const ATTENTION_PRODUCTS: [f64; 2] = [2.0, 3.0 + 4.0];
+
 fn device(name: &str) -> Result<Device, Error> {
     match name.strip_prefix("cuda:") {
         Some(ordinal) => {
@@ -132,9 +135,11 @@ fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
     let (out, lse) = heads.forward(&qkv, &layout)?;
     let forward = least(device, 5, || Ok(heads.forward(&qkv, &layout)?))?;
     let backward = least(device, 5, || Ok(heads.backward(&qkv, &out, &lse, &out, &layout)?))?;
-    let flops = 2.0 * (rows * rows * heads.q * heads.dim) as f64;
-    told("attention", json!({ "rows": rows, "secs": forward, "flops": flops }));
-    told("attention, backward", json!({ "rows": rows, "secs": backward, "flops": 2.5 * flops }));
+    // A row sees half of the rows, on average.
+    let [of_forward, of_backward] =
+        ATTENTION_PRODUCTS.map(|products| products * (rows * rows * heads.q * heads.dim) as f64);
+    told("attention", json!({ "rows": rows, "secs": forward, "flops": of_forward }));
+    told("attention, backward", json!({ "rows": rows, "secs": backward, "flops": of_backward }));
     Ok(())
 }
 
@@ -222,10 +227,63 @@ fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Re
     let linear: usize = llm.iter().filter(|p| p.shape().len() == 2).map(|p| p.len()).sum();
     let products =
         6.0 * ((linear - if decoder.tied() { 0 } else { decoder.embedding().len() }) * rows) as f64;
-    // A row sees the prompt and on average half of its completion; forward is two products, backward five.
+    // A row sees the prompt and on average half of its completion.
     let seen = (prompt_tokens * prompt_tokens / 2 + group * tokens * (prompt_tokens + tokens / 2)) as f64;
-    let attention = 14.0 * seen * (config.heads.q * config.heads.dim * config.layers) as f64;
+    let products_of_attention: f64 = ATTENTION_PRODUCTS.iter().sum();
+    let attention =
+        2.0 * products_of_attention * seen * (config.heads.q * config.heads.dim * config.layers) as f64;
     told("policy", json!({ "rows": rows, "secs": secs, "flops": products + attention }));
+    let weights: usize = llm.iter().map(|p| p.len()).sum();
+    let room = match device {
+        Device::Gpu(card) => card.memory().map_or(0, |[_, total]| total),
+        _ => main_memory(),
+    };
+    // Weight, rest of the master, moments and gradient take 16 bytes.
+    let resident = Place { what: "optimizer", of: "memory of the GPU", needed: 16 * weights, room };
+    optimizer(&llm, device, &pass, &resident, false)?;
+    if device == Device::Cpu {
+        return Ok(());
+    }
+    // Master, moments and gradient take 16 bytes.
+    let (of, room) = ("main memory", main_memory());
+    let offloaded = Place { what: "optimizer, offloaded", of, needed: 16 * weights, room };
+    optimizer(&llm, device, &pass, &offloaded, true)
+}
+
+/// Memory of an optimizer's state.
+struct Place {
+    /// Name of the measurement.
+    what: &'static str,
+    /// Name of the memory.
+    of: &'static str,
+    /// Bytes that the state needs, with what else it is stored with.
+    needed: usize,
+    /// Bytes that exist.
+    room: usize,
+}
+
+/// Returns the bytes of main memory that are free, or 0 if the system does not report them.
+fn main_memory() -> usize {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    line.and_then(|line| line.split_whitespace().next()?.parse().ok()).map_or(0, |kib: usize| 1024 * kib)
+}
+
+/// Times the second of two optimizer steps; the first allocates the state. Reports it if the state does not fit.
+fn optimizer(
+    llm: &[&Arc<Param>],
+    device: Device,
+    pass: &dyn Fn() -> Result<(), Error>,
+    &Place { what, of, needed, room }: &Place,
+    offload: bool,
+) -> Result<(), Error> {
+    // Activations and allocators need some room, too.
+    if needed + needed / 8 > room {
+        let [needed, room] = [needed, room].map(|bytes| bytes as f64 / 1e9);
+        let why = format!("the {what} needs {needed:.0} GB of {of} and some more, of {room:.0} GB");
+        told(what, json!({ "skipped": why }));
+        return Ok(());
+    }
     let mut moments: Vec<Moments> = llm.iter().map(|_| Moments::default()).collect();
     let step = Step {
         lr: 1e-6,
@@ -234,18 +292,22 @@ fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Re
         weight_decay: 0.0,
         grad_scale: 1.0,
         master: true,
-        offload: false,
+        offload,
     };
-    let started = Instant::now();
-    let mut updated = 0;
-    for (param, moments) in llm.iter().zip(&mut moments) {
-        updated += if param.adamw(moments, &step)? { param.len() } else { 0 };
+    let (mut updated, mut secs) = (0, 0.0);
+    for _ in 0..2 {
+        pass()?;
+        device.finish()?;
+        let started = Instant::now();
+        updated = 0;
+        for (param, moments) in llm.iter().zip(&mut moments) {
+            updated += if param.adamw(moments, &step)? { param.len() } else { 0 };
+        }
+        device.finish()?;
+        secs = started.elapsed().as_secs_f64();
     }
-    device.finish()?;
-    // Reads weight, its rest, two moments and gradient; writes all but the gradient.
-    told(
-        "optimizer",
-        json!({ "weights": updated, "secs": started.elapsed().as_secs_f64(), "bytes": 28 * updated }),
-    );
+    // The GPU reads weight, rest, two moments and gradient, and writes all but the gradient.
+    let bytes = if offload { 0 } else { 28 * updated };
+    told(what, json!({ "weights": updated, "secs": secs, "bytes": bytes }));
     Ok(())
 }

@@ -35,7 +35,7 @@ pub fn imitate(
     let count = streams.len();
     for (at, parts) in streams.into_iter().enumerate() {
         if at + 1 == count {
-            optimizer.announce_last_pass();
+            optimizer.announce_last_pass(model.decoder());
         }
         let done = parts.first().map_or(0, |part| part.group);
         timer.activity().parts("answers", done, examples.len());

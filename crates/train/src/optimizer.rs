@@ -14,6 +14,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use omnigrpo_models::Decoder;
 pub use omnigrpo_ops::Moments;
 use omnigrpo_ops::{Device, Numbers, Param, ParamDtype, Part, Squares, Step};
 
@@ -185,11 +186,13 @@ impl AdamW {
     }
 
     /// Announces that the next pass through the decoder is the last of this step. With offload, the gradients of its linear layers
-    /// then travel to main memory during the pass. Other weights have several gradients in a pass.
-    pub(crate) fn announce_last_pass(&self) {
+    /// and of its output head then travel to main memory during the pass. Other weights have several gradients in a pass.
+    pub(crate) fn announce_last_pass(&self, decoder: &Decoder) {
+        let is_head = |p: &Arc<Param>| decoder.own_head().is_some_and(|head| Arc::ptr_eq(head, p));
         let params = self.params.iter().filter(|_| self.config.offload);
-        let linear = params.filter(|(p, ..)| p.part() == Part::Llm && (p.is_linear() || p.is_experts()));
-        linear.for_each(|(param, ..)| param.send_next_grad());
+        let single =
+            params.filter(|(p, ..)| p.part() == Part::Llm && (p.is_linear() || p.is_experts() || is_head(p)));
+        single.for_each(|(param, ..)| param.send_next_grad());
     }
 
     /// Returns the settings.

@@ -170,7 +170,7 @@ impl<'a> Pass<'a> {
             for (at, stream) in streams.into_iter().enumerate() {
                 // With several leaves, gradients are summed before they are used.
                 if at + 1 == count && last >= leaf.end && algorithm.split.is_off() {
-                    optimizer.announce_last_pass();
+                    optimizer.announce_last_pass(self.model.decoder());
                 }
                 let done = stream.first().map_or(first, |part| part.group);
                 timer.activity().parts("prompts", done, num_prompts);

@@ -4,6 +4,7 @@
 import collections
 import json
 import pathlib
+import re
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -36,8 +37,17 @@ def card(results):
     return "an unknown card"
 
 
-def speed(results):
-    """Returns the rows of the table of measurements."""
+def rates(results):
+    """Returns the FLOP/s of products and the bytes/s of copies that doctor measured on this card, or those of an H200, and whose they are."""
+    text = "\n".join(result.get("output") or "" for result in results if result["name"] == "what doctor says")
+    found = [re.search(rf"^ +{name} +([0-9.]+) {unit}$", text, re.M) for name, unit in (("products, bf16", "TFLOP/s"), ("copy in its memory", "GB/s"))]
+    if not all(found):
+        return estimates.PRODUCTS, estimates.COPY, "an H200"
+    return float(found[0][1]) * 1e12, float(found[1][1]) * 1e9, "this card"
+
+
+def speed(results, products, copy):
+    """Returns the rows of the table of measurements, for a card with these rates."""
     known, rows = models(), []
     for result in results:
         of = result["is"]
@@ -45,18 +55,21 @@ def speed(results):
         if secs is None:
             continue
         model, (prompt, _, tokens) = known.get(result["model"]), result["sizes"]
-        least = max(of.get("flops", 0) / estimates.PRODUCTS, of.get("bytes", 0) / estimates.COPY)
+        least = max(of.get("flops", 0) / products, of.get("bytes", 0) / copy)
         estimate = ""
         if model and result["what"] == "policy":
             guess, mfu = model.train(prompt)
-            own = 6 * model.weights * of["rows"] / secs / estimates.PEAK
-            estimate = f"{guess * of['rows'] * 1e3:.0f} ms, MFU {mfu:.0%}; measured MFU {own:.0%}"
+            estimate = f"{guess * of['rows'] * 1e3:.0f} ms, MFU {mfu:.0%}"
         elif model and result["what"].startswith("decode"):
             guess, share = model.decode(of["rows"], prompt + tokens // 2, result["what"] == "decode")
-            estimate = f"{guess * 1e3:.2f} ms, {share:.0%} of bandwidth; measured {of['bytes'] / secs / 4.8e12:.0%}"
+            estimate = f"{guess * 1e3:.2f} ms, {share:.0%} of bandwidth"
+        elif model and result["what"] == "optimizer, offloaded":
+            estimate = f"{sum(model.offload()) * 1e3:.0f} ms"
         name = " ".join(filter(None, [result["what"], of.get("name", "").removeprefix("model.")]))
         share = f"{least / secs:.0%}" if least else ""
-        rows.append(f"| {result['model']} | {name} | {of.get('rows', '')} | {secs * 1e3:.3f} | {share} | {estimate} |")
+        counts = [(of.get("flops"), 1e12, "TFLOP/s"), (of.get("bytes"), 1e9, "GB/s")]
+        reached = ", ".join(f"{count / secs / unit:.1f} {name}" for count, unit, name in counts if count)
+        rows.append(f"| {result['model']} | {name} | {of.get('rows', '')} | {secs * 1e3:.3f} | {reached} | {share} | {estimate} |")
     return rows
 
 
@@ -85,7 +98,15 @@ def page(results):
                 text += ["", "```", result["output"].strip(), "```"]
         measured = [result for result in own if result["name"] == "measured"]
         if measured:
-            text += ["", "| model | | rows | ms | lower bound of an H200 / time | estimate, bandwidth of an H200 |", "|---|---|---|---|---|---|", *speed(measured)]
+            products, copy, whose = rates(results)
+            text += [
+                "",
+                f"The lower bound is the time of the products at {products / 1e12:.1f} TFLOP/s or of the bytes at {copy / 1e9:.1f} GB/s, the rates of {whose}.",
+                "",
+                "| model | | rows | ms | reached | lower bound / time | estimate for an H200 |",
+                "|---|---|---|---|---|---|---|",
+                *speed(measured, products, copy),
+            ]
     return "\n".join(text) + "\n"
 
 

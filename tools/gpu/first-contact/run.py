@@ -85,7 +85,7 @@ class Run:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())
-        print(f"{self.stage} {'ok    ' if ok else 'FAILED'} {name}", flush=True)
+        print(f"{self.stage} {'ok     ' if ok else 'skipped' if 'skipped' in more else 'FAILED '} {name}", flush=True)
         return ok
 
     def left(self):
@@ -224,11 +224,16 @@ def stage_d(run):
 def stage_e(run):
     """Measures products, attention, decoding, a training pass and an optimizer step."""
     for model, sizes in TINY if run.args.tiny else SPEED:
-        name = f"speed, {model}, {'×'.join(map(str, sizes))}"
-        text = run.call(name, [HERE / "gpu", f"cuda:{run.args.device}", HERE / "models" / model, *sizes])
-        for line in (text or "").splitlines():
+
+        def each(line, model=model, sizes=sizes):
             if line.startswith("{"):
-                run.tell("measured", True, model=model, sizes=sizes, **json.loads(line))
+                one = json.loads(line)
+                why = one["is"].get("skipped")
+                skipped = {"skipped": f"{model}: {why}"} if why else {}
+                run.tell("measured", not why, model=model, sizes=sizes, **one, **skipped)
+
+        name = f"speed, {model}, {'×'.join(map(str, sizes))}"
+        run.call(name, [HERE / "gpu", f"cuda:{run.args.device}", HERE / "models" / model, *sizes], each=each)
     profiler = nvidia_tool("ncu")
     if profiler is None:
         run.tell("ncu", False, skipped="ncu was not found; it is a part of the CUDA toolkit")

@@ -30,11 +30,19 @@ class ReportTest(unittest.TestCase):
             "**kernels::sums failed** (101):\n\n```\nwrong sums\n```",
             "**stage failed** (the stage's time is over)",
             "Skipped: not found.",
+            "at 700.0 TFLOP/s or of the bytes at 4300.0 GB/s, the rates of an H200.",
             # 7e11 FLOP take 1 ms at the rate of a product.
-            "| 3b | product q | 64 | 2.000 | 50% |  |",
+            "| 3b | product q | 64 | 2.000 | 350.0 TFLOP/s | 50% |  |",
         ):
             self.assertIn(part, page)
         self.assertNotIn("cut off", page)
+
+    def test_the_rates_of_the_card(self):
+        doctor = "check of cuda:0    Some Card\n  products in bf16 72 kinds\n  copy in its memory 1000.0 GB/s\n  products, bf16   1400.0 TFLOP/s\n"
+        results = [dict(result, output=doctor) if result["stage"] == "A" else result for result in RESULTS]
+        page = report.page(results)
+        self.assertIn("at 1400.0 TFLOP/s or of the bytes at 1000.0 GB/s, the rates of this card.", page)
+        self.assertIn("| 3b | product q | 64 | 2.000 | 350.0 TFLOP/s | 25% |  |", page)
 
     def test_every_truncation_makes_a_page(self):
         text = "".join(json.dumps(result) + "\n" for result in RESULTS)
