@@ -3,7 +3,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use cudarc::driver::{result, sys};
@@ -465,21 +466,35 @@ impl Cuda {
         &self.bus
     }
 
-    /// Compiles all kernels that are not in the cache, each file in a thread of its own, until `until` at most. Returns the result
-    /// of each file.
+    /// Compiles all kernels that are not in the cache, on all cores, until `until` at most. Returns the result of each file.
     pub(crate) fn compile_all(&self, until: Instant) -> Vec<Result<()>> {
-        let compile = |(file, text): &(&str, &str)| {
-            self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, Some(until)).map(drop)
+        let next = AtomicUsize::new(0);
+        let results = FILES.iter().map(|_| OnceLock::new()).collect::<Vec<_>>();
+        let take = || {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            Some((at, FILES.get(at)?))
         };
-        let lost = |file: &str| {
-            let what = "the compiler's thread ended early".into();
-            Error::Launch { kernel: file.into(), what }
+        let work = || {
+            while let Some((at, (file, text))) = take() {
+                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, Some(until));
+                let _ = results[at].set(image.map(drop));
+            }
         };
         std::thread::scope(|scope| {
-            let all: Vec<_> = FILES.iter().map(|file| scope.spawn(move || compile(file))).collect();
-            let joined = all.into_iter().zip(FILES);
-            joined.map(|(thread, (file, _))| thread.join().map_err(|_| lost(file))?).collect()
-        })
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let threads: Vec<_> = (0..cores.min(FILES.len())).map(|_| scope.spawn(work)).collect();
+            // A thread that ended early has left its file without a result.
+            threads.into_iter().for_each(|thread| drop(thread.join()));
+        });
+        let lost = |file: &str| {
+            let what = "the compiler's thread ended early".into();
+            Err(Error::Launch { kernel: file.into(), what })
+        };
+        results
+            .into_iter()
+            .zip(FILES)
+            .map(|(it, (file, _))| it.into_inner().unwrap_or_else(|| lost(file)))
+            .collect()
     }
 
     fn function(&self, launch: Launch) -> Result<sys::CUfunction> {

@@ -154,6 +154,9 @@ impl Nvrtc {
     /// Returns an error if the text does not compile, and [`Error::Late`] about a second after `until` if the compilation is not
     /// complete then. NVRTC before 12.8 compiles to the end.
     pub fn compile(&self, file: &str, text: &str, arch: &str, until: Option<Instant>) -> Result<Compiled> {
+        if until.is_some_and(|until| Instant::now() >= until) {
+            return Err(Error::Late { file: file.into() });
+        }
         let f = &self.functions;
         let bad = |log: String| Error::Compile { file: file.into(), arch: arch.into(), log };
         let c = |s: &str| CString::new(s).map_err(|_| bad("the text contains a zero byte".into()));

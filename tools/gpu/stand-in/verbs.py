@@ -10,6 +10,7 @@ FOLDER is new and receives everything that the commands write. LD_LIBRARY_PATH h
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ ROWS = [
 RELATIVE, ABSOLUTE = 2e-3, 1e-5
 # Arrays that live until the program ends: cuBLASLt's workspace, the array that stands for absent values, counters of blocks.
 LASTING = 3
+# Seconds that a check of a GPU may last too long.
+LATE = 10
 
 MODEL = f"--model {GOLDEN}/checkpoints/qwen2_5_vl_tied --torch_dtype float32 --threads 2"
 STEPS = "--num_generations 4 --gradient_accumulation_steps 2 --max_steps 2 --max_completion_length 8 --min_completion_length 8"
@@ -117,6 +120,29 @@ def says(program, place, line, device, parts, code=0, **environment):
     return f"says {', '.join(parts)}"
 
 
+def checks_in_time(program, place):
+    """Checks the GPU while no kernel is compiled, and again. The first check lasts about ten seconds, whatever the compiler needs."""
+    cache = {"XDG_CACHE_HOME": str(place / "nothing-compiled")}
+    first, again = (run(program, place, "doctor --gpu", None, **cache)[0] for _ in range(2))
+    secs = float(re.search(r"^ +time +([0-9.]+) s$", first, re.M)[1])
+    compiled, all_ = (int(n) for n in re.search(r"^ +compilation +([0-9]+) of ([0-9]+) files", first, re.M).groups())
+    checked = re.findall(r"^ +(\w+)\.cu +relative error", first, re.M)
+    late = re.search(r"not in time, so not checked: ([a-z_, ]+) \(", first)
+    late = late[1].split(", ") if late else []
+    if sorted(checked + late) != sorted(path.stem for path in (ROOT / "crates/gpu/cuda").glob("*.cu")) or len(checked) != compiled:
+        raise Failure(f"checked {checked} and too late for {late}, of {all_} files\n{first}")
+    for part in ("GB/s", "TFLOP/s", "72 kinds"):
+        if part not in first:
+            raise Failure(f"`{part}` is not in\n{first}")
+    # A compilation ends about a second late, or later if other programs use the machine.
+    if secs > 10 + LATE:
+        raise Failure(f"the check lasted {secs} s, expected about 10 s\n{first}")
+    count = len(re.findall(r"^ +\w+\.cu +relative error", again, re.M))
+    if count < len(checked):
+        raise Failure(f"the second check has {count} kernels, the first one {len(checked)}\n{again}")
+    return f"{secs} s, {compiled} of {all_} files compiled; {count} checked the second time"
+
+
 def cases(program, place):
     """Yields each case: its name and the function that runs it."""
     both = lambda *args, **more: lambda: on_both(program, place, *args, **more)  # noqa: E731
@@ -127,6 +153,7 @@ def cases(program, place):
     health = ["sm_90a", "580.65.06", "0 uncorrected errors", "not reduced, 40 °C"]
     checked = ["plain_attention.cu relative error", "36 kinds", "72 kinds", "GB/s", "TFLOP/s"]
     yield "doctor --gpu", lambda: says(program, place, "doctor --gpu", None, health + checked)
+    yield "doctor --gpu, nothing compiled", lambda: checks_in_time(program, place)
     ill = ["3 uncorrected errors of memory", "its temperature is too high", "MIG is on", "the GPU cannot be trusted"]
     yield "doctor --gpu, ill", lambda: says(
         program, place, "doctor --gpu", None, ill, 1, STAND_IN_ECC_ERRORS="3", STAND_IN_THROTTLE="32", STAND_IN_MIG="1")
