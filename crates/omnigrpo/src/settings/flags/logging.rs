@@ -71,8 +71,8 @@ pub const FLAGS: &[Flag] = &[
         )
         .free(Verb::ALL),
     row("gpu", Bool, at!(log.gpu), &[Doctor]).help(
-        "Check every GPU for a few seconds: versions of the libraries, the card's health, a kernel of each file and products \
-         compared with the CPU, and rates of copies and products.",
+        "Check every GPU for about ten seconds: versions of the libraries, the card's health, products compared with the CPU, rates \
+         of copies and products, and a kernel of each file that is compiled in this time.",
     ),
     row("run_name", Text, at!(run.run_name), LOOP)
         .help("Name of the run in logs, trackers and the model card.")
