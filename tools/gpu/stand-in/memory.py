@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compares the memory that `plan` predicts for a card with the allocations that the stand-in counts.
+"""Compares the memory that `plan` predicts for a card with the allocations that the stand-in counts, and parts of main memory with
+what the stand-in and the run count.
 
     tools/gpu/stand-in/memory.py PROGRAM FOLDER
 
@@ -97,6 +98,12 @@ def compare(program, place, name, settings):
     run(program, place, f"plan {line} --gpu_memory 24GB --json {out}.json", "cuda:0")
     plan = json.loads((place / f"{out}.json").read_text())
     _, reports = run(program, place, f"train {line}", "cuda:0", STAND_IN_COMPUTES="0")
+    metrics = json.loads((place / out / "metrics.jsonl").read_text().splitlines()[-1])
+    main = {"pinned_buffers": reports[0].get("pinned_bytes", 0), "moments_and_masters": 1e6 * metrics["memory/optimizer_mb"]}
+    for part, counted in main.items():
+        planned = plan["main_memory"]["parts"][part]
+        if abs(planned - counted) > ALLOWED * counted:
+            raise Failure(f"{part} in main memory: {planned / 1e6:.1f} MB planned, {counted / 1e6:.1f} MB counted")
     return plan, reports[0]["peak_bytes"]
 
 
@@ -117,7 +124,11 @@ def main():
         far = plan["total"] / counted - 1
         failed += abs(far) > ALLOWED
         parts = ", ".join(f"{part} {bytes / 1e6:.1f}" for part, bytes in plan["parts"].items() if bytes)
-        print(f"memory, {name}: {plan['total'] / 1e6:.1f} MB planned, {counted / 1e6:.1f} MB counted, {far:+.1%} ({parts})", flush=True)
+        main = plan["main_memory"]["total"] / 1e6
+        print(
+            f"memory, {name}: {plan['total'] / 1e6:.1f} MB planned, {counted / 1e6:.1f} MB counted, {far:+.1%} ({parts}); main memory {main:.1f} MB planned",
+            flush=True,
+        )
     return 1 if failed else 0
 
 
