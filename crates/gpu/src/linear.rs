@@ -376,7 +376,7 @@ impl Gpu {
             c,
             Arg::Size(rows),
             Arg::Size(k),
-            Arg::Size((pieces * DEPTH / depth)),
+            Arg::Size(pieces * DEPTH / depth),
         ];
         self.launch(Launch { kernel: kernels[size], grid: [tiles, parts, 1], threads: 128, shared }, &args);
     }

@@ -1372,6 +1372,39 @@ fn a_plan_for_a_gpu_needs_no_gpu() {
         .fails(2, &["gpu_memory", "only `plan` and `--dry_run` assume a GPU"]);
 }
 
+/// Main memory has a copy of the weights, and with offload the state, the gradients and the buffers of their copies.
+#[test]
+fn a_plan_for_a_gpu_lists_main_memory() {
+    let place = Place::new();
+    let plan = |more: &str| -> Value {
+        let line =
+            format!("{SMALL} --model M --train_file rows.jsonl --reward_funcs random --torch_dtype bfloat16");
+        place.run(&format!("plan {line} --device cuda --gpu_memory 24GB {more} --json plan.json")).ok();
+        serde_json::from_str(&place.text("plan.json")).unwrap()
+    };
+    let part = |plan: &Value, of: &str, name: &str| match of {
+        "card" => plan["parts"][name].as_u64().unwrap(),
+        _ => plan["main_memory"]["parts"][name].as_u64().unwrap(),
+    };
+    let (here, away) = (plan(""), plan("--offload_optimizer"));
+    let weights = part(&here, "card", "weights");
+    // On the GPU, the state has 10 bytes for each trained weight; main memory has 12, and 4 for the gradient.
+    let trained = part(&here, "card", "moments_and_masters") / 10;
+    let names = ["weights", "moments_and_masters", "gradients", "pinned_buffers"];
+    let main = |plan: &Value| names.map(|name| part(plan, "main", name));
+    assert_eq!(main(&here), [weights, 0, 0, 0]);
+    assert_eq!(main(&away), [weights, 12 * trained, 4 * trained, 64 << 20]);
+    assert_eq!(part(&away, "card", "moments_and_masters"), 0);
+    assert!(part(&here, "main", "program_and_rows") > 0 && part(&here, "main", "decoded_media") > 0);
+    // The GPU is on another machine, whose main memory is unknown.
+    assert_eq!((&away["main_memory"]["limit"], &away["main_memory"]["fits"]), (&Value::Null, &json!(true)));
+    let ran = place
+        .run("plan --model M --train_file rows.jsonl --reward_funcs random --device cpu --json plan.json")
+        .ok();
+    let plan: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
+    assert!(plan["main_memory"].is_null() && !ran.stdout.contains("its main memory"), "{}", ran.stdout);
+}
+
 /// A machine with a stand-in for the driver, and with libraries of several versions of CUDA.
 struct CudaMachine {
     place: Place,
