@@ -62,22 +62,38 @@ def queries_of(prompt, group, tokens):
 class Model:
     """Sizes of a decoder, from its config.json."""
 
-    def __init__(self, name, elementwise, folder=HERE):
+    def __init__(self, name, folder=HERE):
         c = json.loads((folder / name / "config.json").read_text())
         self.name, self.layers, self.h = name, c["num_hidden_layers"], c["hidden_size"]
         d = self.h // c["num_attention_heads"]
         self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
         self.q, self.kv = self.heads * d, self.kv_heads * d
-        layer = self.h * (2 * self.q + 2 * self.kv) + 3 * self.h * c["intermediate_size"]
+        self.inner = c["intermediate_size"]
+        layer = self.h * (2 * self.q + 2 * self.kv) + 3 * self.h * self.inner
         self.weights = self.layers * layer + c["vocab_size"] * self.h
-        # Bytes that elementwise kernels move for a token and layer, forward and backward, with the sum of the query heads' gradients.
-        self.elementwise = elementwise
+
+    def elementwise(self):
+        """Returns the bytes that kernels besides products and attention move for a token and layer in training.
+
+        The weights are bf16. The residual stream and its gradient are f32; so is the input's gradient of a layer whose output's gradient
+        is f32. Other rows are bf16.
+        """
+        h, inner, q, kv = self.h, self.inner, self.q, self.kv
+        norms, swiglu, biases, rotation = 2 * 6 * h, 6 * inner, 2 * (q + 2 * kv), 4 * (q + kv)
+        forward = norms + biases + rotation + swiglu
+        # Norms and SwiGLU are computed again. The residual's gradient is rounded for each product with it, in two layers.
+        backward = norms + swiglu + 2 * 2 * 6 * h
+        # Gradients of both norms, with those of their weights, and of SwiGLU.
+        backward += 2 * (16 + 8) * h + 12 * inner
+        # Attention: the products of outputs and their gradients, the rounded gradients, and the sum over the query heads of a key head.
+        backward += 6 * q + 6 * q + 16 * q + 4 * kv
+        return forward + backward + rotation + biases
 
     def train(self, visible):
         """Returns seconds per token of a training pass, and its fraction of the peak."""
         products = 6 * self.weights
         secs = products / PRODUCTS + 2 * ATTENTION_PRODUCTS * visible * self.q * self.layers / ATTENTION
-        secs += self.elementwise * self.layers / COPY
+        secs += self.elementwise() * self.layers / COPY
         return secs, products / secs / PEAK
 
     def offload(self):
@@ -98,7 +114,7 @@ class Model:
 
 def models(folder=HERE):
     """Returns the models whose configurations are in a folder."""
-    return [Model("3b", 0.34e6, folder), Model("7b", 0.445e6, folder)]
+    return [Model("3b", folder), Model("7b", folder)]
 
 
 def estimates():
@@ -191,6 +207,7 @@ def estimate_page():
             "q and kv are the widths of all query heads and of all key heads. Other programs reached 700 TFLOP/s, 4.3 TB/s and a fraction of",
             "0.85 on that GPU. Four numbers are guesses: 250 TFLOP/s for attention (FlashAttention-2 uses the same instructions), 1 µs between the",
             "kernels of a CUDA graph, 2 µs between kernels that the host launches one by one, and 20 µs per token for upload, launch and read.",
+            f"Kernels besides products and attention move {' and '.join(f'{m.elementwise() / 1e6:.2f} MB ({m.name.upper()})' for m in models())} for a token and layer in training.",
             f"Updates on the CPU: a core updates {CORE / 1e6:.0f} million weights a second, measured on the 2 cores of the machine of the tests. A host with",
             f"{CORES} cores, {HOST / 1e9:.0f} GB/s of main memory and {LINK / 1e9:.0f} GB/s over the link (PCIe 4; {PAGEABLE / 1e9:.0f} GB/s for pageable memory) is assumed.",
             "",
