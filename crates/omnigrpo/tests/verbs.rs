@@ -1396,6 +1396,13 @@ fn a_plan_for_a_gpu_lists_main_memory() {
     assert_eq!(main(&away), [weights, 12 * trained, 4 * trained, 64 << 20]);
     assert_eq!(part(&away, "card", "moments_and_masters"), 0);
     assert!(part(&here, "main", "program_and_rows") > 0 && part(&here, "main", "decoded_media") > 0);
+    // The gradient of a separate output head is sent at once, and is not held when the other layers' are computed.
+    let untied = golden("checkpoints/qwen2_5_vl_untied");
+    let line =
+        format!("plan {SMALL} --model {} --train_file rows.jsonl --reward_funcs random", untied.display());
+    place.run(&format!("{line} --device cuda --gpu_memory 24GB --offload_optimizer --json untied.json")).ok();
+    let untied: Value = serde_json::from_str(&place.text("untied.json")).unwrap();
+    assert_eq!(part(&untied, "card", "gradients"), 0);
     // The GPU is on another machine, whose main memory is unknown.
     assert_eq!((&away["main_memory"]["limit"], &away["main_memory"]["fits"]), (&Value::Null, &json!(true)));
     let ran = place

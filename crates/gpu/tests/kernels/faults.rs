@@ -449,6 +449,40 @@ const FAULTS: &[(&str, &[Fault])] = &[
         ],
     ),
     (
+        "edges::choices_beside_the_buckets",
+        &[
+            fault(
+                "sample",
+                "rows beyond a warp take other rows' random numbers",
+                "uniforms[blockIdx.x]",
+                "uniforms[blockIdx.x % 32]",
+            ),
+            fault(
+                "experts",
+                "rows beyond a bucket have no sums",
+                "offsets[row] = first;",
+                "offsets[row] = row < 16 ? first : 0;",
+            ),
+        ],
+    ),
+    (
+        "edges::nan_is_never_hidden_from_a_choice",
+        &[
+            fault(
+                "sample",
+                "a row with a NaN is drawn from",
+                "!(lse[blockIdx.x] < INFINITY)",
+                "lse[blockIdx.x] == INFINITY",
+            ),
+            fault(
+                "experts",
+                "a NaN is never chosen",
+                "at < last && at > best",
+                "at < last && at > best && logits.at && load(logits, (i64)row * all + e) < INFINITY",
+            ),
+        ],
+    ),
+    (
         "a_step_to_a_tie_rounds_to_even",
         &[fault("elementwise", "ties are rounded up", "whole -= (whole & 0x1ffffu) == 0x8000u;", "")],
     ),
