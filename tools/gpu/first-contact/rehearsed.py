@@ -21,7 +21,7 @@ MEASURED = [
     "product", "product, backward", "attention", "attention, backward", "prefill", "decode", "decode, launched one by one", "policy", "optimizer",
     "optimizer, offloaded",
 ]  # fmt: skip
-# What the page shows of doctor's check.
+# Words in doctor's check that the page shows.
 DOCTOR = ["libnvrtc", "libcublasLt", "driver", "memory errors", "clocks", "relative error", "GB/s", "TFLOP/s"]
 
 
