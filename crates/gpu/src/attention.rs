@@ -470,7 +470,7 @@ impl Gpu {
             );
         }
         if let Some(partial) = &partial {
-            let [stride, kv_heads, group] = [heads.packed(), kv, heads.group()].map(|n| Arg::Size(n));
+            let [stride, kv_heads, group] = [heads.packed(), kv, heads.group()].map(Arg::Size);
             let args =
                 [dqkv.arg_at(q * d), partial.pointer(), Arg::Long(t as i64), stride, kv_heads, group, width];
             self.each("attention/sum_heads", t * 2 * kv * d.div_ceil(4), &args);
@@ -486,7 +486,7 @@ impl Gpu {
         let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts], heads: blocks } = decoding.size;
         let parts = prompt_parts + own_parts;
         let (table, pages) = (decoding.rows.pointer(), decoding.pages.pointer());
-        let int = |n: usize| Arg::Size(n);
+        let int = Arg::Size;
         let out = self.alloc(rows * q * d, qkv.dtype());
         let partial = self.alloc(rows * q * parts * (2 + d), Dtype::F32);
         // Tensor cores read the keys of a shared prompt once for all its completions, and the keys of a completion once for all

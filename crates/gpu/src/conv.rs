@@ -100,7 +100,7 @@ impl Gpu {
         let partial = self.alloc(parts * 9 * c, Dtype::F32);
         let threads = (9 * c).next_multiple_of(32).clamp(32, 256);
         let grid = [(9 * c).div_ceil(threads), parts, 1];
-        let [h, w, c] = [h, w, c].map(|n| Arg::Size(n));
+        let [h, w, c] = [h, w, c].map(Arg::Size);
         let (rows, per) = (Arg::Long(rows as i64), Arg::Long(PER_PART as i64));
         let launch = Launch { kernel: "conv/depthwise_weight", grid, threads: threads as u32, shared: 0 };
         self.launch(launch, &[partial.pointer(), dy.arg(), x.arg(), rows, h, w, c, per]);
