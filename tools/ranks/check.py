@@ -3,11 +3,13 @@
 
     tools/ranks/check.py target/debug/omnigrpo [--kills N]
 
-Then it kills and stops ranks, checks that all of them end and that the checkpoint is complete, and resumes on one process. Every
+Then it kills and stops ranks, checks that all of them end and that the checkpoint is complete, and resumes on one process. Errors of a
+rank must be one message and one exit status. Every
 command has a time limit. With `--kills N`, it only kills a rank N times, at random moments of a run that it starts again each time,
 and compares the finished run with an uninterrupted one.
 """
 
+import json
 import os
 import random
 import signal
@@ -74,6 +76,7 @@ def check(train, scratch):
         said = done(train(out.name, 4, steps=step + 1))
         expect(f"at step {step} of {step + 1}" in said, said)
         stopped(launcher, train, scratch / f"stopped-{name}")
+        errors(name, launcher, train, scratch)
     impatient(train("impatient", 2, steps=1000), scratch / "impatient")
     hung_up(train, scratch / "hung-up")
     print("ranks: equal bytes on one process, Open MPI, MPICH, --nproc_per_node and torchrun's variables; kills lose nothing")
@@ -96,6 +99,33 @@ def same(one, other):
     """Compares the model and the optimizer's state of two runs."""
     for name in ["model.safetensors", f"checkpoint-{STEPS}/optimizer.safetensors"]:
         expect((one / name).read_bytes() == (other / name).read_bytes(), f"{name} of {one.name} and {other.name} differ")
+
+
+def errors(name, launcher, train, scratch):
+    """Lets a run fail on one rank or on both, in several ways. Each is one message and an exit status other than 0."""
+    data = scratch / "demo/data"
+    # The second half of a step is the second rank's. A row that only training reads is not found before.
+    broken = data / "broken.jsonl"
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    media = next(key for key in ["image", "images", "video", "videos"] if key in rows[0])
+    (data / "no-picture.png").write_text("no picture")
+    broken.write_text("".join(json.dumps({**row, media: "no-picture.png"}) + "\n" for row in rows))
+    bad_row = ["--train_file", broken, "--skip_data_check", "--strict_media"]
+    # KiB: enough for the memory that MPICH shares, and less than the optimizer's state.
+    limited = ["bash", "-c", 'ulimit -f 7000; exec "$@"', "bash"]
+    for what, prefix, more, message in [
+        ("bad-row", [], bad_row, "no-picture.png"),
+        ("reward", [], ["--reward_funcs", "failing=cmd:false"], "failing"),
+        ("disk", limited, [], "File too large"),
+        ("diverged", [], ["--weight_decay", "1e9"], "the weights have diverged"),
+    ]:
+        out = scratch / f"{what}-{name}"
+        command = [str(word) for word in [*launcher, *prefix, *train(out.name, 2, more=more)]]
+        run = subprocess.run(command, env={**os.environ, **ROOT}, capture_output=True, text=True, timeout=LIMIT_SECS)
+        said = run.stdout + run.stderr
+        expect(run.returncode == 1, f"{what} under {name}: status {run.returncode}\n{said}")
+        expect(message in said and said.count("error: ") == 1, f"{what} under {name}: expected one message with {message}\n{said}")
+        all_ended(out, 0)
 
 
 def torch(command):
