@@ -41,6 +41,12 @@ pub struct Finding {
     pub result: Checked,
 }
 
+/// Formats a number with at least three digits. An emulator's rates are millionths of a GPU's.
+fn three_digits(x: f64) -> String {
+    let decimals = (2.0 - x.log10().floor()).clamp(0.0, 9.0) as usize;
+    format!("{x:.decimals$}")
+}
+
 impl Finding {
     fn new(name: &str, result: Checked) -> Self {
         Self { name: name.to_owned(), result }
@@ -95,11 +101,11 @@ impl Gpu {
                 self.checked(|| self.products(dtype)),
             ));
         }
-        let gigabytes = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
-        all.push(Finding::new("copy to the GPU", self.checked(|| Ok(gigabytes(self.upload_rate())))));
-        all.push(Finding::new("copy in its memory", self.checked(|| Ok(gigabytes(self.copy_rate())))));
+        let gigabytes = |rate: f64| Ok(format!("{} GB/s", three_digits(rate / 1e9)));
+        all.push(Finding::new("copy to the GPU", self.checked(|| gigabytes(self.upload_rate()))));
+        all.push(Finding::new("copy in its memory", self.checked(|| gigabytes(self.copy_rate()))));
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            let rate = || Ok(format!("{:.1} TFLOP/s", self.product_rate(dtype) / 1e12));
+            let rate = || Ok(format!("{} TFLOP/s", three_digits(self.product_rate(dtype) / 1e12)));
             all.push(Finding::new(&format!("products, {dtype:?}").to_lowercase(), self.checked(rate)));
         }
         let (compilation, files) = self.compiled(began + limit.mul_f64(COMPILING));
@@ -420,4 +426,15 @@ fn product(
         (0..k).map(|p| at(a, i, p, lda, transposed[0]) * at(b, p, j, ldb, transposed[1])).sum()
     };
     (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| one(i, j)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_have_three_digits() {
+        let rates = [712.34, 71.234, 3.0, 0.000_012_345, 0.0, f64::NAN].map(three_digits);
+        assert_eq!(rates, ["712", "71.2", "3.00", "0.0000123", "0.000000000", "NaN"]);
+    }
 }

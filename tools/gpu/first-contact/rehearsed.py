@@ -57,7 +57,7 @@ def problems(results, page, tests, reports, sanitized):
         # A product has the name of its weight, too.
         if not re.search(rf"\| {what}( [^|,]*)? \|", page):
             yield f"the page does not show the measurement {what}"
-    for part in [*DOCTOR, "the rates of this card"]:
+    for part in [*DOCTOR, "the rates of this card", f"ncu profiles regex:{run.PROFILED}"]:
         if part not in page:
             yield f"the page does not show `{part}`"
     for complaint in (complaint for one in reports + sanitized for complaint in one["complaints"]):

@@ -41,7 +41,7 @@ def rates(results):
     """Returns the FLOP/s of products and the bytes/s of copies that doctor measured on this card, or those of an H200, and whose they are."""
     text = "\n".join(result.get("output") or "" for result in results if result["name"] == "what doctor says")
     found = [re.search(rf"^ +{name} +([0-9.]+) {unit}$", text, re.M) for name, unit in (("products, bf16", "TFLOP/s"), ("copy in its memory", "GB/s"))]
-    if not all(found):
+    if not all(rate and float(rate[1]) for rate in found):
         return estimates.PRODUCTS, estimates.COPY, "an H200"
     return float(found[0][1]) * 1e12, float(found[1][1]) * 1e9, "this card"
 
@@ -68,7 +68,7 @@ def speed(results, products, copy):
         name = " ".join(filter(None, [result["what"], of.get("name", "").removeprefix("model.")]))
         share = f"{least / secs:.0%}" if least else ""
         counts = [(of.get("flops"), 1e12, "TFLOP/s"), (of.get("bytes"), 1e9, "GB/s")]
-        reached = ", ".join(f"{count / secs / unit:.1f} {name}" for count, unit, name in counts if count)
+        reached = ", ".join(f"{count / secs / unit:.3g} {name}" for count, unit, name in counts if count)
         rows.append(f"| {result['model']} | {name} | {of.get('rows', '')} | {secs * 1e3:.3f} | {reached} | {share} | {estimate} |")
     return rows
 
@@ -101,7 +101,7 @@ def page(results):
             products, copy, whose = rates(results)
             text += [
                 "",
-                f"The lower bound is the time of the products at {products / 1e12:.1f} TFLOP/s or of the bytes at {copy / 1e9:.1f} GB/s, the rates of {whose}.",
+                f"The lower bound is the time of the products at {products / 1e12:.3g} TFLOP/s or of the bytes at {copy / 1e9:.4g} GB/s, the rates of {whose}.",
                 "",
                 "| model | | rows | ms | reached | lower bound / time | estimate for an H200 |",
                 "|---|---|---|---|---|---|---|",

@@ -7,7 +7,7 @@ import report
 import run
 
 TESTS = {"kernels": [*run.SMALL, "norms", "slow_norms"], "devices": ["swiglu"]}
-DOCTOR = "check of cuda:0    Stand-in GPU\n  copy in its memory 1.0 GB/s\n  products, bf16     1.0 TFLOP/s\n" + " ".join(rehearsed.DOCTOR)
+DOCTOR = "check of cuda:0    Stand-in GPU\n  copy in its memory 1.0 GB/s\n  products, bf16     1.0 TFLOP/s\n" + " ".join(rehearsed.DOCTOR) + f"\nncu profiles regex:{run.PROFILED}"
 REPORTS = [{"complaints": [], "kernels": {"norms/rms": 1}}]
 
 

@@ -30,19 +30,24 @@ class ReportTest(unittest.TestCase):
             "**kernels::sums failed** (101):\n\n```\nwrong sums\n```",
             "**stage failed** (the stage's time is over)",
             "Skipped: not found.",
-            "at 700.0 TFLOP/s or of the bytes at 4300.0 GB/s, the rates of an H200.",
+            "at 700 TFLOP/s or of the bytes at 4300 GB/s, the rates of an H200.",
             # 7e11 FLOP take 1 ms at the rate of a product.
-            "| 3b | product q | 64 | 2.000 | 350.0 TFLOP/s | 50% |  |",
+            "| 3b | product q | 64 | 2.000 | 350 TFLOP/s | 50% |  |",
         ):
             self.assertIn(part, page)
         self.assertNotIn("cut off", page)
 
     def test_the_rates_of_the_card(self):
-        doctor = "check of cuda:0    Some Card\n  products in bf16 72 kinds\n  copy in its memory 1000.0 GB/s\n  products, bf16   1400.0 TFLOP/s\n"
+        doctor = "check of cuda:0    Some Card\n  products in bf16 72 kinds\n  copy in its memory 1000.0 GB/s\n  products, bf16   1400 TFLOP/s\n"
         results = [dict(result, output=doctor) if result["stage"] == "A" else result for result in RESULTS]
         page = report.page(results)
-        self.assertIn("at 1400.0 TFLOP/s or of the bytes at 1000.0 GB/s, the rates of this card.", page)
-        self.assertIn("| 3b | product q | 64 | 2.000 | 350.0 TFLOP/s | 25% |  |", page)
+        self.assertIn("at 1.4e+03 TFLOP/s or of the bytes at 1000 GB/s, the rates of this card.", page)
+        self.assertIn("| 3b | product q | 64 | 2.000 | 350 TFLOP/s | 25% |  |", page)
+
+    def test_rates_of_zero(self):
+        doctor = "  copy in its memory 0.0 GB/s\n  products, bf16     0.0 TFLOP/s\n"
+        results = [dict(result, output=doctor) if result["stage"] == "A" else result for result in RESULTS]
+        self.assertIn("the rates of an H200.", report.page(results))
 
     def test_every_truncation_makes_a_page(self):
         text = "".join(json.dumps(result) + "\n" for result in RESULTS)

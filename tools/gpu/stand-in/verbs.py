@@ -28,6 +28,8 @@ LASTING = 3
 # Seconds that a check of a GPU may last too long.
 LATE = 10
 
+# Checkpoints of the other families; HumanOmni's towers are in directories of their own.
+FAMILIES = ["qwen2_vl_tied", "qwen3_vl", "internvl_hf", "aria"]
 MODEL = f"--model {GOLDEN}/checkpoints/qwen2_5_vl_tied --torch_dtype float32 --threads 2"
 STEPS = "--num_generations 4 --gradient_accumulation_steps 2 --max_steps 2 --max_completion_length 8 --min_completion_length 8"
 UPDATE = "--learning_rate 1e-4 --adam_epsilon 1e-3"
@@ -165,13 +167,17 @@ def cases(program, place):
     yield "train", both("train", TRAIN, metrics, 50, replays=True)
     yield "train, offloaded", both("offload", TRAIN, metrics, 50, only_gpu="--offload_optimizer", replays=True)
     yield "train, adapters", both("lora", f"{TRAIN} {ADAPTER} --gradient_checkpointing", metrics, 50, replays=True)
-    yield "sft", both("sft", f"sft {MODEL} {UPDATE} --train_file rows.jsonl --max_steps 2 --gradient_accumulation_steps 2 --output_dir OUT", metrics, 10)
+    sft = f"sft {MODEL} {UPDATE} --train_file rows.jsonl --max_steps 2 --gradient_accumulation_steps 2 --output_dir OUT"
+    yield "sft", both("sft", sft, metrics, 10)
     yield "eval", both(
         "eval", f"eval {MODEL} --eval_file rows.jsonl --output OUT.jsonl --max_completion_length 6 --reward_funcs random",
         ["OUT.jsonl"], 2, replays=True)
-    yield "generate", both(
-        "generate", f"generate {MODEL} --input rows.jsonl --output OUT.jsonl --max_completion_length 6 --temperature 0",
-        ["OUT.jsonl"], 10, replays=True)
+    generate = f"generate {MODEL} --input rows.jsonl --output OUT.jsonl --max_completion_length 6 --temperature 0"
+    yield "generate", both("generate", generate, ["OUT.jsonl"], 10, replays=True)
+    for family in FAMILIES:
+        of = lambda line, family=family: line.replace("qwen2_5_vl_tied", family)  # noqa: E731
+        yield f"sft, {family}", both(f"sft-{family}", of(sft), metrics, 10)
+        yield f"generate, {family}", both(f"generate-{family}", of(generate), ["OUT.jsonl"], 10, replays=True)
     score = f"score {MODEL} --input given.jsonl --output OUT.jsonl"
     yield "score", both("score", score, ["OUT.jsonl"], 20)
     # NVRTC 13.0 does not know this architecture, so the driver has to compile PTX.
