@@ -68,7 +68,7 @@ def speed(results, products, copy):
         name = " ".join(filter(None, [result["what"], of.get("name", "").removeprefix("model.")]))
         share = f"{least / secs:.0%}" if least else ""
         counts = [(of.get("flops"), 1e12, "TFLOP/s"), (of.get("bytes"), 1e9, "GB/s")]
-        reached = ", ".join(f"{count / secs / unit:.3g} {name}" for count, unit, name in counts if count)
+        reached = ", ".join(f"{count / secs / unit:.4g} {name}" for count, unit, name in counts if count)
         rows.append(f"| {result['model']} | {name} | {of.get('rows', '')} | {secs * 1e3:.3f} | {reached} | {share} | {estimate} |")
     return rows
 
@@ -101,7 +101,7 @@ def page(results):
             products, copy, whose = rates(results)
             text += [
                 "",
-                f"The lower bound is the time of the products at {products / 1e12:.3g} TFLOP/s or of the bytes at {copy / 1e9:.4g} GB/s, the rates of {whose}.",
+                f"The lower bound is the time of the products at {products / 1e12:.4g} TFLOP/s or of the bytes at {copy / 1e9:.4g} GB/s, the rates of {whose}.",
                 "",
                 "| model | | rows | ms | reached | lower bound / time | estimate for an H200 |",
                 "|---|---|---|---|---|---|---|",

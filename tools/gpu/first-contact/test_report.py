@@ -41,7 +41,7 @@ class ReportTest(unittest.TestCase):
         doctor = "check of cuda:0    Some Card\n  products in bf16 72 kinds\n  copy in its memory 1000.0 GB/s\n  products, bf16   1400 TFLOP/s\n"
         results = [dict(result, output=doctor) if result["stage"] == "A" else result for result in RESULTS]
         page = report.page(results)
-        self.assertIn("at 1.4e+03 TFLOP/s or of the bytes at 1000 GB/s, the rates of this card.", page)
+        self.assertIn("at 1400 TFLOP/s or of the bytes at 1000 GB/s, the rates of this card.", page)
         self.assertIn("| 3b | product q | 64 | 2.000 | 350 TFLOP/s | 25% |  |", page)
 
     def test_rates_of_zero(self):
