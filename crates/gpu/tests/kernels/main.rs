@@ -5,6 +5,7 @@ mod edges;
 mod faults;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::bf16;
 use omnigrpo_gpu::{
@@ -1121,6 +1122,23 @@ fn a_row_without_a_distribution_has_no_token() {
         assert!(got[..3].iter().all(|drawn| drawn.logprob.is_nan()), "{got:?}");
         let want = drawn(&logits[3 * vocab..], &sampling, &rows[3], &[]);
         assert!(got[3].id == want.id && (got[3].logprob - want.logprob).abs() < 2e-5, "{got:?} for {want:?}");
+    }
+}
+
+/// The check of a device has a result for each file of kernels, for products and for rates, and no problem. On a card, all kernels
+/// are compiled within its time.
+#[test]
+fn a_checkup_finds_no_problem() {
+    let found = gpu(1).checkup(Duration::from_secs(600));
+    for finding in &found {
+        println!("{} {:?}", finding.name, finding.result);
+        assert!(finding.result.is_ok(), "{finding:?}");
+    }
+    let files = omnigrpo_gpu::sources::FILES.iter().map(|(file, _)| format!("{file}.cu"));
+    let others = ["products in f32", "products in bf16", "copy to the gpu", "copy in its memory"];
+    for name in files.chain(others.map(String::from)) {
+        let count = found.iter().filter(|finding| finding.name.to_lowercase() == name).count();
+        assert_eq!(count, 1, "{name} in {found:?}");
     }
 }
 
