@@ -114,6 +114,11 @@ impl Layer {
             };
             let rival = layer.given.iter().find(|given| rivals.contains(&given.flag.name));
             if let Some(rival) = rival {
+                let raw = Raw::Arguments(vec![value.clone()]);
+                let own = Given::read(rival.flag, &raw, entry.origin.clone());
+                if rival.flag.name == name && own.is_ok_and(|own| own.value == rival.value) {
+                    continue;
+                }
                 let why = format!("`{}` is given", rival.flag.name);
                 layer.dropped.push((format!("{} {value}", entry.shown()), why));
                 continue;
@@ -165,11 +170,12 @@ impl Layer {
 }
 
 impl Entry {
-    /// Returns the words of the value, separated by spaces.
-    fn text(&self) -> String {
+    /// Returns the words of the value, separated by spaces. A mapping is JSON.
+    pub(crate) fn text(&self) -> String {
         match &self.raw {
             Some(Raw::Arguments(words) | Raw::Items(words)) => words.join(" "),
-            _ => String::new(),
+            Some(Raw::Object(map)) => Json::Object(map.clone()).to_string(),
+            None => String::new(),
         }
     }
 

@@ -23,6 +23,16 @@ lr_scheduler_type: cosine  # R1-Omni's cold start
 warmup_ratio: 0.03         # R1-Omni's cold start
 ";
 
+const TRL_SFT: &str = "\
+learning_rate: 2.0e-5           # SFTConfig
+num_train_epochs: 3             # transformers default
+per_device_train_batch_size: 8  # transformers default
+gradient_accumulation_steps: 1  # transformers default
+gradient_checkpointing: true    # SFTConfig
+logging_steps: 10               # SFTConfig
+save_steps: 500                 # transformers default
+";
+
 const PRESETS: &[Preset] = &[
     Preset {
         name: "r1-v",
@@ -64,7 +74,7 @@ const PRESETS: &[Preset] = &[
         name: "trl",
         help: "TRL 1.16's defaults, batches counted in completions",
         text: include_str!("../../presets/trl.yaml"),
-        sft: "",
+        sft: TRL_SFT,
     },
 ];
 

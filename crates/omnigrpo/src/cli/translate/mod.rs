@@ -201,7 +201,7 @@ fn of_shell(
         entries.iter().position(|entry| matches!(entry.name.as_str(), "config" | "easyr1.config"))
     {
         let entry = entries.remove(at);
-        let file = entry_text(&entry);
+        let file = entry.text();
         match read(Path::new(&file)) {
             Some(text) => {
                 let base = of_yaml(&text, &file)?;
@@ -318,13 +318,6 @@ fn entries_of(words: &[String]) -> Vec<Entry> {
 
 fn entry(name: &str, words: Vec<String>, origin: Origin) -> Entry {
     Entry { name: name.to_owned(), raw: Some(Raw::Arguments(words)), origin }
-}
-
-fn entry_text(entry: &Entry) -> String {
-    match &entry.raw {
-        Some(Raw::Arguments(words) | Raw::Items(words)) => words.join(" "),
-        _ => String::new(),
-    }
 }
 
 fn of_yaml(text: &str, name: &str) -> Result<Source, Problem> {
@@ -486,7 +479,7 @@ fn of_python(text: &str, path: &Path) -> Result<Source, Problem> {
 fn write(source: Source, file: &str) -> Translation {
     let Source { system, entries, processes, notes } = source;
     let written: Vec<(String, String)> =
-        entries.iter().map(|entry| (entry.name.replace('-', "_"), entry_text(entry))).collect();
+        entries.iter().map(|entry| (entry.name.replace('-', "_"), entry.text())).collect();
     let Layer { given, dropped, problems, became } = Layer::read(entries, Some(Verb::Train));
     let mut draft = Draft::default();
     for Given { flag, value, .. } in given.into_iter().filter(|given| !given.flag.command_line_only) {

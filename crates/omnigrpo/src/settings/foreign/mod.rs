@@ -91,9 +91,10 @@ const TABLE: &[Row] = &[
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
         _ => Dropped("earlier checkpoints are moved aside, never overwritten"),
     }),
-    // VLM-R1 selects the wording of the question by the task.
+    // VLM-R1 selects the wording of the question by the task; peft names the kind of model.
     (&["task_type"], |v| match QUESTION_TEMPLATES.iter().find(|template| template.name == v) {
         Some(template) => Becomes("question_template", template.name.into()),
+        None if v == "CAUSAL_LM" => Dropped("adapters are always for a causal language model"),
         None => Dropped(
             "no question template has this name; `--question_template default` adds VLM-R1's sentence about tags",
         ),
@@ -306,6 +307,24 @@ mod tests {
         assert!(matches!(alone("task_type", "vqa"), Some(Dropped(_))));
     }
 
+    #[test]
+    fn a_mapping_counts_and_two_names_of_one_value_agree() {
+        use crate::settings::Verb;
+        use crate::settings::layer::Layer;
+        let read = |given: serde_json::Value| {
+            Layer::of(Verb::Train, given.as_object().unwrap_or_else(|| panic!()).clone())
+        };
+        let layer =
+            read(serde_json::json!({ "lr_scheduler_kwargs": { "num_cycles": 3 }, "generation_kwargs": {} }));
+        assert_eq!(layer.problems.len(), 1, "{:?}", layer.problems);
+        assert!(layer.problems[0].to_string().contains("num_cycles"), "{}", layer.problems[0]);
+        assert_eq!(layer.dropped.len(), 1);
+        let two = |value| {
+            read(serde_json::json!({ "activation_checkpointing": value, "gradient_checkpointing": "true" }))
+        };
+        assert_eq!((two("true").dropped.len(), two("false").dropped.len()), (0, 1));
+    }
+
     /// Every field in the source of another trainer is a setting here or has a row in the table.
     #[test]
     fn every_field_of_other_trainers_has_an_answer() {
@@ -313,6 +332,7 @@ mod tests {
             ("transformers", include_str!("fields/transformers.txt"), 114),
             ("trl", include_str!("fields/trl.txt"), 110),
             ("ms-swift", include_str!("fields/ms_swift.txt"), 393),
+            ("peft", include_str!("fields/peft.txt"), 42),
             ("unsloth", include_str!("fields/unsloth.txt"), 71),
             ("verl", include_str!("fields/verl.txt"), 820),
             ("easy-r1", include_str!("fields/easy_r1.txt"), 176),
