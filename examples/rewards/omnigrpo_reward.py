@@ -1,8 +1,9 @@
-"""Serve a TRL-style reward function to omnigrpo, unchanged.
+"""Serve a TRL-style reward function, tool or environment to omnigrpo, unchanged.
 
-omnigrpo carries this file and runs it by itself for a reward that is given as FILE.py:FUNCTION:
+omnigrpo carries this file and runs it by itself for a reward, a tool or an environment that is given as FILE.py:NAME:
 
     omnigrpo train --reward_funcs my_rewards.py:reward ...
+    omnigrpo train --environment my_tools.py:look ...
 
 Run it yourself to use another interpreter, or from within the file that holds the function:
 
@@ -21,6 +22,7 @@ Prompts and completions arrive as TRL gives them for conversational data: each p
 prompt the text of the last question. Every column of the dataset is a keyword argument, one entry per completion;
 so are `solution`, `completion_ids`, `image_path` (the row's media), and `trainer_state`. `log_metric(name, value)` and
 `log_extra(column, values)` work as in TRL: metrics of the step, columns in the records of completions.
+A completion that called tools is a list of all its turns, those of the tools included.
 Return one number, or None for "not applicable", per completion. `async def` works as well.
 
 Functions written for two other trainers work as well. The names of the parameters tell them apart.
@@ -36,18 +38,29 @@ dict with `score`. `data_source` and `extra_info` are columns of the row; `groun
 the row has it, else the solution.
 
 Other numbers of such a dict become metrics of the step. Other texts become columns in the records of completions.
+
+A tool is a function with type hints and a docstring that has a section `Args:` (Google's style), from which the model reads how to
+call it. An environment is a class: its public methods are tools; `reset(**columns)` is called before the first call of each
+completion, and may return a text or a list of parts that is appended to the question. Tools may be asynchronous. A result is a text or a
+list of parts such as {"type": "image", "image": picture}. The model reads an exception as {'error': ...}.
 """
 
 import asyncio
+import base64
 import concurrent.futures
+import enum
+import functools
 import importlib.util
 import inspect
+import io
 import json
 import os
 import pathlib
+import re
 import sys
 import traceback
-from types import SimpleNamespace
+import types
+import typing
 
 
 class _Log:
@@ -68,12 +81,14 @@ class _Log:
         return {name: part for name, part in parts.items() if part}
 
 
-def _arguments(rows, text, log):
-    def message(role, content):
-        return content if text else [{"role": role, "content": content}]
-
+def _arguments(rows, text, log, more):
     def prompt(row):
-        return not text and row.get("turns") or message("user", row["prompt"])
+        turns = row.get("turns") or [{"role": "user", "content": row["prompt"]}]
+        return row["prompt"] if text else turns[: len(turns) - row.get("added_turns", 0)]
+
+    def completion(row):
+        added = row["turns"][-row["added_turns"] :] if row.get("added_turns") else []
+        return row["completion"] if text else [*added, {"role": "assistant", "content": row["completion"]}]
 
     columns = {name: None for row in rows for name in row["columns"]}
     columns = {name: [row["columns"].get(name) for row in rows] for name in columns if name not in ("prompt", "completion")}
@@ -81,11 +96,12 @@ def _arguments(rows, text, log):
     columns.setdefault("image_path", [row["media"] for row in rows])
     return columns | {
         "prompts": [prompt(row) for row in rows],
-        "completions": [message("assistant", row["completion"]) for row in rows],
+        "completions": [completion(row) for row in rows],
         "completion_ids": [row["completion_ids"] for row in rows],
-        "trainer_state": SimpleNamespace(global_step=rows[0]["step"] if rows else 0),
+        "trainer_state": types.SimpleNamespace(global_step=rows[0]["step"] if rows else 0),
         "log_extra": log.extra,
         "log_metric": log.metric,
+        **more,
     }
 
 
@@ -126,17 +142,17 @@ def _verl(reward, rows, log, parameters, batch):
     return _numbers(_settled(scores), "score", log)
 
 
-def _settled(values):
-    """Waits for an asynchronous answer, or for one answer per completion."""
+def _settled(values, **how):
+    """Waits for an asynchronous answer, or for those of a list that are asynchronous."""
+
+    async def waited(value):
+        return await value if inspect.isawaitable(value) else value
 
     async def gathered():
-        return await asyncio.gather(*values)
-
-    async def alone():
-        return await values
+        return await asyncio.gather(*map(waited, values), **how)
 
     if inspect.isawaitable(values):
-        return _run(alone())
+        return _run(waited(values))
     if isinstance(values, list) and any(map(inspect.isawaitable, values)):
         return _run(gathered())
     return values
@@ -169,8 +185,8 @@ def _numbers(scores, key, log):
     return values
 
 
-def _asked(reward, rows, text, log):
-    """Calls the function in the form that its parameters ask for."""
+def _asked(reward, rows, text, log, **more):
+    """Calls the function in the form that its parameters ask for. `more` are keywords of TRL's form."""
     parameters = inspect.signature(reward).parameters
     required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kind = getattr(sys.modules.get(getattr(reward, "__module__", None)), "REWARD_TYPE", None) if len(required) == 1 else None
@@ -183,7 +199,267 @@ def _asked(reward, rows, text, log):
         return _verl(reward, rows, log, parameters, batch="solution_strs" in parameters)
     if only_keywords and getattr(reward, "__name__", "") == "compute_score":
         return _verl(reward, rows, log, parameters, batch=False)
-    return _settled(reward(**_arguments(rows, text, log)))
+    return _settled(reward(**_arguments(rows, text, log, more)))
+
+
+_JSON = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array", tuple: "array", dict: "object"}
+# Classes by name, so that their packages are not imported.
+_JSON_BY_NAME = {"PIL.Image.Image": "image", "torch.Tensor": "audio"}
+_UNIONS = (typing.Union, getattr(types, "UnionType", typing.Union))
+
+
+def _choice(values):
+    """Returns the JSON Schema of a choice."""
+    types = list(dict.fromkeys(_JSON[type(value)] for value in values))
+    return {"type": types[0] if len(types) == 1 else types, "enum": values}
+
+
+def _type_schema(hint):
+    """Returns the JSON Schema of a type hint, as `transformers.utils.get_json_schema` derives it."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is typing.Any:
+        return {}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _choice([member.value for member in hint])
+    if origin is typing.Literal:
+        return _choice(list(parts))
+    if origin in _UNIONS:
+        kinds = [_type_schema(part) for part in parts if part is not type(None)]
+        simple = all(kind.keys() == {"type"} and isinstance(kind["type"], str) for kind in kinds)
+        names = sorted({kind["type"] for kind in kinds}) if simple else []
+        kind = kinds[0] if len(kinds) == 1 else {"type": names[0] if len(names) == 1 else names} if simple else {"anyOf": kinds}
+        return {**kind, "nullable": True} if type(None) in parts else kind
+    if origin is tuple and len(parts) > 1 and ... not in parts:
+        return {"type": "array", "prefixItems": [_type_schema(part) for part in parts]}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(parts[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type_schema(parts[1])}
+    kind = _JSON.get(hint) or _JSON_BY_NAME.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
+    if kind is None:
+        raise TypeError(f"the type {hint!r}, expected int, float, str, bool, Literal, an Enum, or list, tuple, dict or Union of these")
+    return {"type": kind}
+
+
+def _described(function):
+    """Returns what a docstring in Google's style tells: the description, and the texts of the arguments and of the result."""
+    first, *sections = re.split(r"^[ \t]*(Args|Returns|Raises):[ \t]*$", "\n" + (inspect.getdoc(function) or ""), flags=re.M)
+    sections = dict(zip(sections[::2], sections[1::2]))
+    lines = [line for line in sections.get("Args", "").splitlines() if line.strip()]
+    least = min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    arguments = {}
+    for line in lines:
+        start = re.match(rf"[ \t]{{{least}}}(\w+)(?: \(.*?\))?:\s*(.*)", line)
+        if start:
+            name, arguments[start[1]] = start[1], start[2].strip()
+        elif arguments:
+            arguments[name] = f"{arguments[name]} {line.strip()}".strip()
+    return first.strip(), arguments, sections.get("Returns", "").strip()
+
+
+def tool_schema(function):
+    """Return the description of a tool for a prompt, in the format of OpenAI, as `transformers.utils.get_json_schema` does."""
+
+    def wrong(what):
+        return TypeError(f"the tool `{function.__name__}` {what}; a tool needs type hints and a docstring with a section `Args:`")
+
+    (description, texts, result), hints = _described(function), typing.get_type_hints(function)
+    if not description:
+        raise wrong("has no docstring")
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in hints or name not in texts:
+            raise wrong(f"has the argument `{name}` without a {'type hint' if name not in hints else 'description'}")
+        try:
+            properties[name] = _type_schema(hints[name])
+        except TypeError as error:
+            raise wrong(f"has the argument `{name}` with {error}") from None
+        choices = re.search(r"\(choices:\s*(.*?)\)\s*$", texts[name], re.I)
+        if choices:
+            properties[name]["enum"] = json.loads(choices[1])
+        properties[name]["description"] = texts[name][: choices.start()].strip() if choices else texts[name]
+        required += [name] if parameter.default is parameter.empty else []
+    about = {"name": function.__name__, "description": description, "parameters": {"type": "object", "properties": properties}}
+    if required:
+        about["parameters"]["required"] = required
+    try:
+        about["return"] = {**_type_schema(hints["return"]), **({"description": result} if result else {})}
+    except (KeyError, TypeError):
+        pass  # The model does not write the result.
+    return {"type": "function", "function": about}
+
+
+def medium(value):
+    """Return a picture, clip or sound as its path or as the bytes of its file: a path, bytes, a dict of datasets, a PIL image or an array."""
+    if isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)
+        return text if text.startswith(("http://", "https://", "data:")) else os.path.abspath(text)
+    if isinstance(value, dict):  # datasets.Image(decode=False)
+        return medium(value["path"] if value.get("bytes") is None else value["bytes"])
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    if not hasattr(value, "save"):
+        if getattr(value, "ndim", 0) not in (2, 3):
+            raise TypeError(f"a medium is a {type(value).__name__}, expected a path, bytes, a PIL image or an array of pixels")
+        from PIL import Image
+
+        value = Image.fromarray(value)
+    out = io.BytesIO()
+    # Writing a PNG takes fifty times as long as writing a BMP, which has no transparency.
+    value.save(out, "BMP" if value.mode == "RGB" else "PNG")
+    return out.getvalue()
+
+
+def _parts(content):
+    """Returns the parts of a result: a list of parts, or the text of any other value."""
+
+    def part(one):
+        if one["type"] == "text":
+            return {"type": "text", "text": str(one["text"])}
+        found = medium(one[one["type"]])
+        if isinstance(found, bytes):
+            found = "data:application/octet-stream;base64," + base64.b64encode(found).decode()
+        return {"type": one["type"], one["type"]: found}
+
+    if isinstance(content, list) and content and all(isinstance(one, dict) and "type" in one for one in content):
+        return [part(one) for one in content]
+    return [{"type": "text", "text": str(content)}]
+
+
+def _text(content):
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+class Environments:
+    """Answers requests with tools, which are functions, and with environments that a factory makes, in TRL's form.
+
+    `factory` may be a dict of factories; the column `environment` of a row then chooses one. Each completion has an environment of
+    its own, from its first call to its reward.
+    """
+
+    def __init__(self, tools=None, factory=None):
+        self.tools, self.is_chosen = list(tools or []), isinstance(factory, dict)
+        self.factories = factory if self.is_chosen else {None: factory} if factory else {}
+        self.free = {name: [make()] for name, make in self.factories.items()}
+        self.used, self.rollout, self.scored = {}, None, set()
+        for name, (first,) in self.free.items():
+            if not callable(getattr(type(first), "reset", None)):
+                raise ValueError(f"the environment {type(first).__name__} has no method `reset`")
+        self.schemas = {name: self._schemas(first) for name, (first,) in self.free.items()} or {None: self._schemas(None)}
+        kinds = dict.fromkeys(type(first) for (first,) in self.free.values())
+        self.names = [tool.__name__ for tool in self.tools] + [kind.__name__ for kind in kinds]
+        # Rewards of environments that have their own, by the names of their classes.
+        self.rewards = {kind.__name__: functools.partial(_own_rewards, kind) for kind in kinds if hasattr(kind, "get_reward")}
+
+    def answer(self, request):
+        """Return the answer to a request, without its id."""
+        if request.get("probe"):
+            every = [schema for schemas in self.schemas.values() for schema in schemas]
+            unique = [schema for at, schema in enumerate(every) if schema not in every[:at]]
+            return {"tools": unique, "answers_text": False, "opens": bool(self.factories)}
+        if request.get("open"):
+            name = self._name(request)
+            environment = self._take(name)
+            observation = self._reset(environment, request)
+            self.free[name].append(environment)
+            tools = {"tools": self.schemas[name]} if self.is_chosen else {}
+            return {"answer": None if observation is None else _parts(observation), **tools}
+        tools = {tool.__name__: tool for tool in self._tools(self._of(request) if self.factories else None)}
+        results, failed = _results(tools, request["calls"])
+        parts = [part for result in results for part in [{"type": "text", "text": "\n"}, *result]]
+        return {"answer": parts[1:], "failed": failed}
+
+    def questions(self, max_steps):
+        """Return the rows of a run without a dataset: the environment asks by what its `reset` returns."""
+        if self.is_chosen:
+            raise ValueError("there is no train_dataset, expected rows whose column `environment` chooses a factory")
+        if (max_steps or 0) < 1:
+            raise ValueError("there are neither rows nor `max_steps`, expected one of them to know the length of the run")
+        return [{"prompt": [{"role": "user", "content": ""}]}]
+
+    def scoring(self, name, rows):
+        """Return the environments of completions that the reward `name` is about to score."""
+        # The next batch begins where a reward comes again.
+        if name in self.scored:
+            self._release()
+        self.scored.add(name)
+        known = lambda row: self.used.get((row["row"], row["sample"]))  # noqa: E731
+        return [(known(row) or self._begin(row))[1] for row in rows]
+
+    def _tools(self, environment):
+        """Returns the functions that a model may call: the tools, and the public methods of an environment."""
+        names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)] if environment else []
+        return self.tools + [getattr(environment, n) for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]
+
+    def _schemas(self, environment):
+        return [tool_schema(tool) for tool in self._tools(environment)]
+
+    def _name(self, about):
+        name = about["columns"].get("environment") if self.is_chosen else None
+        if name not in self.factories:
+            raise ValueError(f"row {about['row']} has the environment {name!r}, expected one of {list(self.factories)}")
+        return name
+
+    def _take(self, name):
+        return self.free[name].pop() if self.free[name] else self.factories[name]()
+
+    def _reset(self, environment, about):
+        columns = about["columns"].items()
+        return environment.reset(**{name: value for name, value in columns if not self.is_chosen or name != "environment"})
+
+    def _begin(self, about):
+        """Resets an environment for a completion, and returns what it has returned, and the environment."""
+        name = self._name(about)
+        environment = self._take(name)
+        self.used[about["row"], about["sample"]] = name, environment
+        return self._reset(environment, about), environment
+
+    def _of(self, request):
+        """Returns the environment of the completion that asks."""
+        if self.scored or request["rollout"] != self.rollout:
+            self._release()
+            self.rollout = request["rollout"]
+        key = request["row"], request["sample"]
+        if request["turn"] > 1:
+            if key not in self.used:
+                raise RuntimeError("the process that held the environment of this completion has ended")
+            return self.used[key][1]
+        observation, environment = self._begin(request)
+        if observation is not None and not _text(request["turns"][-1]["content"]).endswith(_text(observation)):
+            raise ValueError(
+                f"`reset` of {type(environment).__name__} returned {observation!r:.200}, expected what it returned before for row "
+                f"{request['row']}: the completions of a row share its prompt"
+            )
+        return environment
+
+    def _release(self):
+        """Gives the environments of the last batch back."""
+        for name, environment in self.used.values():
+            self.free[name].append(environment)
+        self.used, self.scored = {}, set()
+
+
+def _own_rewards(kind, /, environments, **columns):
+    return [environment.get_reward() if type(environment) is kind else None for environment in environments]
+
+
+def _results(tools, calls):
+    """Returns the parts of each call's result, and how many calls failed. Asynchronous tools run together."""
+
+    def called(call):
+        try:
+            if "error" in call:
+                raise ValueError(call["error"])
+            if call["name"] not in tools:
+                raise ValueError(f"Tool {call['name']} not found.")
+            return tools[call["name"]](**call["arguments"])
+        except Exception as error:
+            return error
+
+    results = _settled([called(call) for call in calls], return_exceptions=True)
+    failed = [isinstance(result, Exception) for result in results]
+    # The model reads the error.
+    return [_parts({"error": str(one)} if bad else one) for one, bad in zip(results, failed)], sum(failed)
 
 
 def _pipes():
@@ -195,27 +471,45 @@ def _pipes():
     return pipes
 
 
-def serve(reward, text=False, pipes=None):
-    """Answer requests on stdin until it closes. What the reward prints goes to stderr."""
+def _scores(reward, rows, text, **more):
+    log = _Log()
+    values = _asked(reward, rows, text, log, **more)
+    return {"rewards": [None if value is None else float(value) for value in values], **log.answer()}
+
+
+def serve(function, text=False, pipes=None):
+    """Answer requests on stdin until it closes: with a reward, a tool or an environment. What it prints goes to stderr."""
     requests, answers = pipes or _pipes()
+    environments = None
     for line in requests:
         request = json.loads(line)
-        log = _Log()
         try:
-            values = _asked(reward, request["rows"], text, log)
-            rewards = [None if value is None else float(value) for value in values]
-            answer = {"id": request["id"], "rewards": rewards} | log.answer()
-            out = json.dumps(answer, allow_nan=False)
+            if "rows" in request:
+                answer = _scores(function, request["rows"], text)
+            else:
+                environments = environments or _environments(function)
+                answer = environments.answer(request)
+            out = json.dumps({"id": request["id"], **answer}, allow_nan=False)
         except Exception:
-            out = json.dumps({"id": request["id"], "error": traceback.format_exc(limit=-3)})
+            kind = "error" if "rows" in request else "fault"
+            out = json.dumps({"id": request["id"], kind: traceback.format_exc(limit=-3)})
         print(out, file=answers, flush=True)
+
+
+def _environments(function):
+    """Returns the environments of a class, or those of a single tool."""
+    if not inspect.isclass(function):
+        return Environments([function])
+    if hasattr(function, "get_reward"):
+        raise TypeError(f"{function.__name__} has `get_reward`, which needs the Python module; give its reward to `reward_funcs`")
+    return Environments(factory=function)
 
 
 def main():
     arguments = [argument for argument in sys.argv[1:] if argument != "--text"]
     if len(arguments) != 1 or ":" not in arguments[0]:
-        sys.exit("usage: python omnigrpo_reward.py [--text] FILE.py:FUNCTION")
-    path, function = arguments[0].rsplit(":", 1)
+        sys.exit("usage: python omnigrpo_reward.py [--text] FILE.py:NAME")
+    path, name = arguments[0].rsplit(":", 1)
     sys.path.insert(0, str(pathlib.Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -223,11 +517,12 @@ def main():
     # Importing may print, too.
     pipes = _pipes()
     spec.loader.exec_module(module)
-    reward = getattr(module, function, None)
-    if not callable(reward):
-        own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == spec.name]
-        sys.exit(f"{path} has no function `{function}`; it has: {', '.join(own) or 'none'}")
-    serve(reward, text="--text" in sys.argv, pipes=pipes)
+    function = getattr(module, name, None)
+    if not callable(function):
+        is_own = lambda value: (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == spec.name  # noqa: E731
+        own = [name for name, value in vars(module).items() if is_own(value)]
+        sys.exit(f"{path} has no function `{name}`; it has: {', '.join(own) or 'none'}")
+    serve(function, text="--text" in sys.argv, pipes=pipes)
 
 
 if __name__ == "__main__":

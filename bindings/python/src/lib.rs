@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use omnigrpo::cli::embed::{self, Caller, Loaded};
 use omnigrpo::settings::{Problem, Resolved, Verb};
 use omnigrpo::{
-    Activity, Completion, Console, Evaluation, Logged, Observer, Reward, RewardError, RewardInput, demo,
-    rows_as_json,
+    Activity, Cause, Completion, Console, Evaluation, Logged, Observer, Peer, Reward, RewardError,
+    RewardInput, demo, rows_as_json,
 };
 use omnigrpo_guard::MachineFailure;
 use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PySystemExit, PyValueError};
@@ -126,12 +126,41 @@ struct Scores {
     columns: std::collections::BTreeMap<String, Vec<Value>>,
 }
 
+/// The tools and environments of Python.
+struct Environments(Line);
+
+impl Peer for Environments {
+    fn name(&self) -> &str {
+        "the environment of Python"
+    }
+
+    fn call(
+        &self,
+        _what: &str,
+        _place: u64,
+        request: &Map<String, Value>,
+    ) -> Result<Map<String, Value>, Cause> {
+        let answer = self.0.ask("environment", "", serde_json::to_string(request)?);
+        Ok(serde_json::from_str(&answer.ok_or_else(|| raised_exception("the environment"))?)?)
+    }
+}
+
+/// Failure of a call that raised an exception of Python. The run undoes the step and ends with a checkpoint, as after a failure of
+/// the machine; then the exception is raised.
+fn raised_exception(what: &str) -> MachineFailure {
+    MachineFailure(io::Error::other(format!("{what} of Python raised an exception")))
+}
+
 /// Returns a batch as JSON. What the completions of a prompt share is there once, in the row of the first of them.
 fn packed(batch: &[RewardInput<'_>], system: Option<&str>) -> Result<String, serde_json::Error> {
     let mut prompts: Vec<RewardInput<'_>> = Vec::new();
     let mut completions = Vec::with_capacity(batch.len());
     for input in batch {
-        if !prompts.last().is_some_and(|last| std::ptr::eq(last.columns, input.columns)) {
+        // Completions with turns of an environment have conversations of their own.
+        let same = |last: &RewardInput<'_>| {
+            std::ptr::eq(last.columns, input.columns) && std::ptr::eq(last.turns, input.turns)
+        };
+        if !prompts.last().is_some_and(same) {
             prompts.push(*input);
         }
         let sample = input.key.sample;
@@ -141,6 +170,7 @@ fn packed(batch: &[RewardInput<'_>], system: Option<&str>) -> Result<String, ser
             input.completion_ids,
             sample,
             input.truncated,
+            input.added_turns,
         ));
     }
     let (prompts, completions) = (rows_as_json(&prompts, system)?, serde_json::to_string(&completions)?);
@@ -171,10 +201,9 @@ impl Reward for Function {
         let error = |what: String| self.error(batch.len(), what);
         let rows = packed(batch, self.system.as_deref()).map_err(|e| error(e.to_string()))?;
         let answer = self.line.ask("score", &self.name, rows);
-        // The run undoes the step and ends with a checkpoint, as after a failure of the machine.
         let answer = answer.ok_or_else(|| RewardError::Failed {
             reward: self.name.clone(),
-            source: Box::new(MachineFailure(io::Error::other("the function of Python raised an exception"))),
+            source: Box::new(raised_exception("the function")),
         })?;
         let scores: Scores = serde_json::from_str(&answer).map_err(|e| error(e.to_string()))?;
         let lengths = scores.columns.values().map(Vec::len).chain([scores.rewards.len()]);
@@ -267,6 +296,7 @@ fn attended<T: Send + 'static>(
             Some(Box::new(Function { name, system, line, logged: Mutex::default() }))
         });
         (caller.console, caller.stop) = (console, asked_to_stop);
+        caller.environment = Some(Arc::new(Environments(line.clone())));
         caller.observer = Box::new(Reports(line));
         command(caller)
     })?;

@@ -1,14 +1,17 @@
 """Training of the demo in this process."""
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -228,20 +231,55 @@ def test_a_callback_stops_the_run(start):
     assert done.global_step == 1 and done.metrics["interrupted"]
 
 
-def test_other_threads_run_meanwhile(start):
-    counted, over = [0], threading.Event()
+def free_share(work):
+    """Return the share of the time of `work` in which another thread of Python does not wait for the GIL."""
+
+    def times():
+        # The kernel counts the time that the thread ran, and the time that it waited for a processor.
+        ran, queued, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+        return ran + queued, time.monotonic_ns()
+
+    begun, over, found = threading.Event(), threading.Event(), []
 
     def count():
+        first = times()
+        begun.set()
         while not over.is_set():
-            counted[0] += 1
+            pass
+        found.extend(last - before for last, before in zip(times(), first))
 
-    thread = threading.Thread(target=count)
-    trainer = start(brief)
+    thread, usual = threading.Thread(target=count), sys.getswitchinterval()
+    # A thread that waits for the GIL wakes after each interval, and then waits for a processor.
+    sys.setswitchinterval(0.1)
     thread.start()
-    trainer.train()
+    begun.wait()
+    work()
     over.set()
     thread.join()
-    assert counted[0] > 100_000
+    sys.setswitchinterval(usual)
+    return found[0] / found[1]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="NOT TESTED: the GIL; the kernel counts no waits")
+def test_other_threads_run_meanwhile(start):
+    # A function of C that keeps the GIL, so that the measure would show a step that keeps it.
+    assert free_share(lambda: ctypes.PyDLL(None).usleep(500_000)) < 0.5
+    assert free_share(start(brief).train) > 0.8
+
+
+def test_the_development_mode_of_python_has_no_complaint(demo, tmp_path):
+    code = f"""
+import omnigrpo
+args = omnigrpo.GRPOConfig({str(tmp_path)!r}, num_generations=2, per_device_train_batch_size=2, max_completion_length=4, max_steps=1,
+                           gradient_accumulation_steps=1, disable_tqdm=True)
+score = lambda completions, **columns: [float(i) for i in range(len(completions))]
+trainer = omnigrpo.GRPOTrainer({str(demo / "model")!r}, score, args, {str(demo / "data/train.jsonl")!r})
+trainer.train()
+trainer.model.generate(["Which colour?"], max_completion_length=2)
+"""
+    done = subprocess.run([sys.executable, "-X", "dev", "-W", "error", "-c", code], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("warning: no ")]
+    assert (done.returncode, said) == (0, []), done.stderr
 
 
 def test_a_step_leaves_no_thread_and_the_log_has_every_number(start, tmp_path):

@@ -1,11 +1,19 @@
 """Objects of TRL, peft, datasets and transformers, unchanged. Skipped where the packages are not installed."""
 
+import ast
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import omnigrpo
 from omnigrpo import _rows
+
+PAGE = Path(__file__).parents[3] / "docs/python.md"
 
 
 def needs(package):
@@ -85,8 +93,12 @@ def test_what_cannot_be_taken_is_named(demo, tmp_path):
     rows, model = demo / "data/train.jsonl", str(demo / "model")
     with pytest.warns(UserWarning, match="(?s)no counterpart.*torch_empty_cache_steps"):
         omnigrpo.GRPOTrainer(model, "accuracy", trl_config(trl, tmp_path, torch_empty_cache_steps=5), rows)
-    with pytest.raises(ValueError, match="use_dora=True"):
+    with pytest.raises(ValueError, match="(?s)`use_dora` is unsupported.*got: true"):
         omnigrpo.GRPOTrainer(model, "accuracy", trl_config(trl, tmp_path), rows, peft_config=peft.LoraConfig(use_dora=True))
+    with pytest.raises(ValueError, match="(?s)`rank_pattern` is unsupported.*q_proj"):
+        omnigrpo.GRPOTrainer(model, "accuracy", trl_config(trl, tmp_path), rows, peft_config=peft.LoraConfig(rank_pattern={"q_proj": 2}))
+    with pytest.raises(TypeError, match="peft_config is a IA3Config, expected a LoraConfig"):
+        omnigrpo.GRPOTrainer(model, "accuracy", trl_config(trl, tmp_path), rows, peft_config=peft.IA3Config())
     with pytest.raises(TypeError, match="save_pretrained"):
         omnigrpo.GRPOTrainer(transformers.AutoModelForImageTextToText.from_pretrained(model), "accuracy", None, rows)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -142,6 +154,31 @@ def test_the_first_step_beside_trl_is_the_same(demo, tmp_path):
     # TRL's is the mean over its batches, and each of them is a group.
     assert ours["reward_std/group"] == pytest.approx(theirs["reward_std"], abs=1e-5)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the tests run outside of the repository")
+def test_the_lines_of_the_page_run_in_both(demo, tmp_path):
+    """Both get the same rows, reward and settings, and log the same names. Completions are drawn with other random numbers."""
+    needs("trl")
+    (code,) = re.findall(r"```python\n(from omnigrpo import .*?)```", PAGE.read_text(), re.S)
+    env = {**os.environ, "PYTHONPATH": str(Path(omnigrpo.__file__).resolve().parents[1])}
+    logs = []
+    for name, lines in (
+        ("omnigrpo", code),
+        ("trl", code.replace("from omnigrpo import", "from datasets import Dataset\nfrom trl import").replace(", rows)", ", Dataset.from_list(rows))")),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "demo").symlink_to(demo)
+        done = subprocess.run([sys.executable, "-c", lines], cwd=tmp_path / name, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        logs.append([step for step in ast.literal_eval(done.stdout.splitlines()[-1]) if "loss" in step])
+    ours, theirs = logs
+    assert [step["step"] for step in ours] == [step["step"] for step in theirs] == [1, 2]
+    for own, their in zip(ours, theirs):
+        assert set(their) <= set(own) and all(isinstance(own[name], type(their[name])) for name in their)
+        assert own["learning_rate"] == pytest.approx(their["learning_rate"])
+        # The reward is minus the number of characters, of which a completion has at most 12 tokens.
+        assert -200 < own["reward"] < 0 and -200 < their["reward"] < 0
 
 
 def test_log_probabilities_are_those_of_transformers(demo):

@@ -41,6 +41,8 @@ pub struct ReadOptions {
     pub seed: u64,
     /// Flag that adds the soundtrack of each video file as an audio medium after the video, in rows that name no sound.
     pub use_audio_in_video: bool,
+    /// Flag that accepts a row without a question, for an environment that asks.
+    pub empty_questions: bool,
     /// Column names that replace the ones the formats expect.
     pub columns: ColumnNames,
 }
@@ -96,6 +98,7 @@ impl Default for ReadOptions {
             missing_media: false,
             seed: 0,
             use_audio_in_video: false,
+            empty_questions: false,
             columns: ColumnNames::default(),
         }
     }
@@ -112,6 +115,7 @@ pub struct Dataset {
     parts: Vec<DatasetPart>,
     template: &'static QuestionTemplate,
     use_audio_in_video: bool,
+    empty_questions: bool,
     names: ColumnNames,
 }
 
@@ -175,6 +179,7 @@ impl Sample {
             columns: &spec.columns,
             names: &options.columns,
             use_audio_in_video: options.use_audio_in_video,
+            empty_questions: options.empty_questions,
         };
         formats::sample(row, 0, 1, &context)
     }
@@ -282,6 +287,7 @@ impl Dataset {
             parts,
             template: options.template,
             use_audio_in_video: options.use_audio_in_video,
+            empty_questions: options.empty_questions,
             names: options.columns.clone(),
         };
         dataset.check_names()?;
@@ -360,6 +366,7 @@ impl Dataset {
             columns: &part.columns,
             names: &self.names,
             use_audio_in_video: self.use_audio_in_video,
+            empty_questions: self.empty_questions,
         };
         part.file
             .value(in_file)

@@ -54,7 +54,7 @@ pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};
 pub use origin::Origin;
 pub use peft::{adapter_base, whole_tensors};
-pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
+pub use prompt::{Opening, Prompt, PromptBuilder, PromptSettings, SftExample};
 pub use recall::DecoderMemory;
 pub use rope::{Rope, RopeScaling};
 pub use stream::{AddedTurn, GroupStream, PackedStream};

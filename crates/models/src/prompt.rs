@@ -1,8 +1,9 @@
 //! Builds prompts for the model from dataset rows.
 
+use std::fmt;
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef, RecordedCompletion, Sample};
+use omnigrpo_data::{Cause, MediumInfo, MediumRef, RecordedCompletion, Sample};
 use omnigrpo_text::{
     ChatTemplate, MediumKind, MediumSegment, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt,
     Role, Span, StopSet, Tokenizer, Turn,
@@ -67,6 +68,21 @@ pub struct PromptSettings {
     pub max_completion_length: usize,
     /// Strings that end a completion, besides the checkpoint's stop tokens.
     pub stop_strings: Vec<String>,
+    /// Function that adds to a row what an environment shows before the model's first turn; `None` without one.
+    pub opening: Option<Opening>,
+}
+
+/// Function that adds text and media to the last turn of a row.
+#[derive(Clone)]
+pub struct Opening(pub Arc<OpeningFn>);
+
+type OpeningFn = dyn Fn(&mut Sample) -> std::result::Result<(), Cause> + Send + Sync;
+
+impl fmt::Debug for Opening {
+    /// Formats the name of the type.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Opening")
+    }
 }
 
 impl Default for PromptSettings {
@@ -78,6 +94,7 @@ impl Default for PromptSettings {
             max_prompt_length: None,
             max_completion_length: 256,
             stop_strings: Vec::new(),
+            opening: None,
         }
     }
 }
@@ -162,6 +179,15 @@ impl PromptBuilder {
     #[must_use]
     pub fn family(&self) -> &Family {
         &self.family
+    }
+
+    /// Adds to a row what an environment shows before the model's first turn ([`PromptSettings::opening`]). It must be called once
+    /// per row, before the prompt is built.
+    ///
+    /// # Errors
+    /// Returns the error of the environment.
+    pub fn add_opening(&self, sample: &mut Sample) -> std::result::Result<(), Cause> {
+        self.settings.opening.as_ref().map_or(Ok(()), |Opening(add)| add(sample))
     }
 
     /// Decodes a row's media and renders its prompt. Headers are read first, so that no medium is decoded for a prompt over

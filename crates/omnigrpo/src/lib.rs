@@ -87,8 +87,9 @@ pub mod settings;
 mod training;
 
 pub use omnigrpo_data::{
-    ColumnNames, Curriculum, DataError, Dataset, DatasetSpec, Lessons, MediumOptions, QUESTION_TEMPLATES,
-    QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, ThinkMode, store_medium,
+    Cause, ColumnNames, Curriculum, DataError, Dataset, DatasetSpec, Lessons, MediumOptions,
+    QUESTION_TEMPLATES, QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, ThinkMode,
+    store_medium,
 };
 pub use omnigrpo_grpo::{
     AdvantageKind, Aggregation, Correction, CorrectionKind, CustomTerm, Dual, Kl, LossPlan, PolicyToken,
@@ -96,7 +97,7 @@ pub use omnigrpo_grpo::{
 };
 pub use omnigrpo_models::{
     Checkpoint, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, ModelError,
-    Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, WeightDtype,
+    Opening, Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, WeightDtype,
 };
 pub use omnigrpo_observe::{Activity, Console, StepProgress};
 pub use omnigrpo_ops::Device;
@@ -107,14 +108,14 @@ pub use omnigrpo_rewards::{
 };
 pub use omnigrpo_rollout::{
     Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, Generator, Interaction,
-    ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls,
+    ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls, append,
 };
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, EvalWhen, Evaluation, Generated, Group, Objective,
-    Observer, PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind,
-    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, evaluate, generate,
-    logprobs,
+    Observer, Peer, PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind,
+    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate,
+    generate, logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 

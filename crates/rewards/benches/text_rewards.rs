@@ -62,6 +62,7 @@ fn bench(criterion: &mut Criterion) {
             media: &[],
             key: RowKey { seed: 0, step: 0, row: i as u64, sample: 0 },
             truncated: false,
+            added_turns: 0,
         };
         rows.iter().enumerate().map(input).collect()
     }

@@ -135,6 +135,7 @@ pub fn suitable_rule(question: &str, solution: &str) -> Option<AccuracyMode> {
         media: &[],
         key: crate::RowKey { seed: 0, step: 0, row: 0, sample: 0 },
         truncated: false,
+        added_turns: 0,
     };
     let question = Question::new(&input, AnswerPolicy::Last).filter(|question| !question.gold.is_empty())?;
     Some(match auto(&question) {

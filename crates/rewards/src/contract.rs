@@ -64,6 +64,9 @@ pub struct RewardInput<'a> {
     pub key: RowKey,
     /// True if the completion reached the length limit before it stopped.
     pub truncated: bool,
+    /// Number of turns at the end of `turns` that are part of the completion: earlier turns of the model, each with the answer of
+    /// an environment.
+    pub added_turns: usize,
 }
 
 /// Records of a reward, in addition to its scores.

@@ -60,6 +60,7 @@ impl Row {
             media: &[],
             key: self.key,
             truncated: false,
+            added_turns: 0,
         }
     }
 

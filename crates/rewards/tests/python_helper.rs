@@ -9,7 +9,8 @@ use omnigrpo_rewards::{RewardError, RewardInput, RewardOptions, RowKey, Think, b
 use omnigrpo_text::{MediumKind, Part, Role, Turn};
 use serde_json::{Map, Value, json};
 
-/// `prompts` is what TRL gives: the whole conversation, with parts where the row has media.
+/// `prompts` is what TRL gives: the whole conversation, with parts where the row has media. So is `completions`: the turns of a
+/// completion, with the answers of tools.
 #[test]
 #[ignore = "needs python3"]
 fn prompts_are_whole_conversations() {
@@ -19,6 +20,7 @@ import json
 
 def told(prompts, completions, log_extra, **columns):
     log_extra("prompts", [json.dumps(prompt) for prompt in prompts])
+    log_extra("completions", [json.dumps(completion) for completion in completions])
     return [len(prompt) for prompt in prompts]
 "#;
     let path = dir.path().join("mine.py");
@@ -33,15 +35,22 @@ def told(prompts, completions, log_extra, **columns):
         medium(MediumKind::Image, MediumSource::Path("/data/1.png".into())),
         medium(MediumKind::Video, MediumSource::Frames(vec!["/data/a.png".into(), "/data/b.png".into()])),
     ];
-    let say = |turns: &[Turn], media: &[MediumRef], system: Option<&str>| {
+    let say_with = |turns: &[Turn], added_turns: usize, media: &[MediumRef], system: Option<&str>| {
         let mut options = RewardOptions::default();
         options.external.system = system.map(str::to_owned);
         let set = build(&[format!("{}:told", path.display())], &options).unwrap();
         let matrix =
-            on(&[("red", None)], |batch| set.score(&[RewardInput { turns, media, ..batch[0] }])).unwrap();
-        let prompt: Value =
-            serde_json::from_str(matrix.logged.columns["prompts"][0].as_str().unwrap()).unwrap();
-        (matrix.values[0][0], prompt)
+            on(&[("red", None)], |batch| set.score(&[RewardInput { turns, media, added_turns, ..batch[0] }]))
+                .unwrap();
+        let logged = |name: &str| -> Value {
+            serde_json::from_str(matrix.logged.columns[name][0].as_str().unwrap()).unwrap()
+        };
+        (matrix.values[0][0], logged("prompts"), logged("completions"))
+    };
+    let say = |turns: &[Turn], media: &[MediumRef], system: Option<&str>| {
+        let (count, prompt, completion) = say_with(turns, 0, media, system);
+        assert_eq!(completion, json!([{ "role": "assistant", "content": "red" }]));
+        (count, prompt)
     };
     let (count, prompt) = say(&turns, &[], None);
     assert_eq!(count, Some(4.0));
@@ -71,6 +80,20 @@ def told(prompts, completions, log_extra, **columns):
             { "type": "image", "image": "/data/1.png" },
             { "type": "video", "video": ["/data/a.png", "/data/b.png"] },
             { "type": "text", "text": "What colour?" },
+        ])
+    );
+    // The last two turns are those of a call and its answer.
+    let called =
+        [&turns[..2], &[Turn::text(Role::Assistant, "call"), Turn::text(Role::Tool, "answer")]].concat();
+    let (_, prompt, completion) = say_with(&called, 2, &[], None);
+    assert_eq!(prompt[1], json!({ "role": "user", "content": "Hello." }));
+    assert_eq!(prompt.as_array().unwrap().len(), 2);
+    assert_eq!(
+        completion,
+        json!([
+            { "role": "assistant", "content": "call" },
+            { "role": "tool", "content": "answer" },
+            { "role": "assistant", "content": "red" },
         ])
     );
     // A row without turns, as an older program sends it.
@@ -109,6 +132,7 @@ fn with_columns<T>(
             media: &[],
             key: RowKey { seed: 0, step: 7, row: 0, sample: i as u64 },
             truncated: false,
+            added_turns: 0,
         })
         .collect();
     ask(&batch)

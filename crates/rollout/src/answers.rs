@@ -6,7 +6,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, Scope};
 use std::time::Instant;
 
-use omnigrpo_data::{Cause, MediumOptions, MediumRef, MediumSource, Sample};
+use omnigrpo_data::{Cause, MediumRef, Sample};
 use omnigrpo_guard::guarded;
 use omnigrpo_models::{Prompt, PromptBuilder};
 use omnigrpo_text::{Part, Role, ToolCall, Turn};
@@ -216,11 +216,7 @@ fn conversation_turn(role: Role, parts: Vec<AnswerPart>) -> (Turn, Vec<MediumRef
         AnswerPart::Text(text) => Part::Text(text),
         AnswerPart::Medium { kind, path } => {
             let index = sources.iter().filter(|other| other.kind == kind).count();
-            sources.push(MediumRef {
-                kind,
-                source: MediumSource::Path(path),
-                options: MediumOptions::default(),
-            });
+            sources.push(AnswerPart::medium(kind, path));
             Part::Medium { kind, index }
         }
     };

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use omnigrpo_data::{Cause, Sample};
-use omnigrpo_text::{MediumKind, Role, ToolCall};
+use omnigrpo_data::{Cause, MediumOptions, MediumRef, MediumSource, Sample};
+use omnigrpo_text::{MediumKind, Part, Role, ToolCall};
 use serde_json::{Value, json};
 
 /// A source of answers to the turns of a model.
@@ -78,6 +78,15 @@ pub trait Environment: Send + Sync {
     /// Returns true if the environment answers every turn, and false if it answers only turns that call a tool.
     fn answers_text(&self) -> bool {
         false
+    }
+
+    /// Adds to the last turn of a row what the model reads before its first turn ([`append`]). All completions of the row share it,
+    /// and a resumed run asks for it again, so it must follow from the row.
+    ///
+    /// # Errors
+    /// Returns an error if the environment cannot work. The error ends the run.
+    fn open(&self, _row: &mut Sample) -> Result<(), Cause> {
+        Ok(())
     }
 
     /// Begins the episode of one completion of a row. Everything random in it must follow from `key`.
@@ -153,6 +162,29 @@ pub enum AnswerPart {
         /// File of the medium. It must stay unchanged as long as a checkpoint of the run may be resumed.
         path: PathBuf,
     },
+}
+
+impl AnswerPart {
+    /// Returns the reference of a file as a medium.
+    pub(crate) fn medium(kind: MediumKind, path: PathBuf) -> MediumRef {
+        MediumRef { kind, source: MediumSource::Path(path), options: MediumOptions::default() }
+    }
+}
+
+/// Appends text and media to the last turn of a row.
+pub fn append(row: &mut Sample, parts: Vec<AnswerPart>) {
+    let Some(last) = row.turns.last_mut() else { return };
+    for part in parts {
+        match (part, last.parts.last_mut()) {
+            (AnswerPart::Text(text), Some(Part::Text(before))) => before.push_str(&text),
+            (AnswerPart::Text(text), _) => last.parts.push(Part::Text(text)),
+            (AnswerPart::Medium { kind, path }, _) => {
+                let index = row.media.iter().filter(|medium| medium.kind == kind).count();
+                row.media.push(AnswerPart::medium(kind, path));
+                last.parts.push(Part::Medium { kind, index });
+            }
+        }
+    }
 }
 
 /// Answers each call in order with what `run` returns. A call that cannot be read, and one that fails, is answered with the error.

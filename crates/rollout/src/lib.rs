@@ -17,7 +17,7 @@ mod sample;
 mod zoom;
 
 pub use environment::{
-    Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, answer_calls,
+    Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, answer_calls, append,
 };
 pub use error::{Result, RolloutError};
 pub use generate::{Completion, FinishReason, Generated, Generator, Request, TokenEvent};

@@ -207,6 +207,7 @@ impl Row {
             media: &[],
             key: RowKey { seed: 0, step: 0, row: 7, sample },
             truncated: false,
+            added_turns: 0,
         }
     }
 }
@@ -445,6 +446,7 @@ fn said<'a>(turns: &'a [Turn], columns: &'a Map<String, Value>, completion: &'a 
         media: &[],
         key: RowKey { seed: 0, step: 0, row: 7, sample: 2 },
         truncated: false,
+        added_turns: 0,
     }
 }
 

@@ -49,6 +49,16 @@ pub enum TrainError {
         /// Failure of the machine.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// Environment that cannot start a row.
+    #[error("the environment failed before the first turn of row {row} ({id})")]
+    Environment {
+        /// Index of the row in the dataset.
+        row: u64,
+        /// Id of the row.
+        id: String,
+        /// Failure of the environment.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Gradient that is not finite.
     #[error(
         "the gradient of {name} is not finite; the weights were not updated. Lower AdamWConfig::learning_rate or set \
@@ -166,6 +176,7 @@ impl TrainError {
             Self::Model(omnigrpo_models::ModelError::Media(_) | omnigrpo_models::ModelError::Text(_))
             | Self::Reward(_)
             | Self::Rollout(omnigrpo_rollout::RolloutError::Environment { .. })
+            | Self::Environment { .. }
             | Self::Unscored { .. }
             | Self::UnscoredKept { .. } => fault(self, Fault::Run),
             _ => Fault::Run,

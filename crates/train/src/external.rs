@@ -3,21 +3,27 @@
 //!
 //! ```text
 //! {"id": 0, "probe": true}
-//!       -> {"id": 0, "tools": [{"type": "function", …}], "answers_text": false}
+//!       -> {"id": 0, "tools": [{"type": "function", …}], "answers_text": false, "opens": false}
 //! {"id": 1, "episode": "42-3-12-5", "turn": 1, "seed": 42, "rollout": 3, "row": 12, "sample": 5, "columns": {…}, "solution": "…",
 //!  "media": ["/data/1.png"], "turns": [{"role": "user", "content": [{"type": "image", "image": "/data/1.png"}, …]}],
 //!  "text": "…", "calls": [{"name": "zoom", "arguments": {…}}], "tokens_left": 180}
-//!       -> {"id": 1, "answer": [{"type": "image", "image": "/data/crop.png"}, {"type": "text", "text": "…"}], "role": "tool"}
+//!       -> {"id": 1, "answer": [{"type": "image", "image": "/data/crop.png"}, {"type": "text", "text": "…"}], "role": "tool",
+//!           "failed": 0}
 //!       or {"id": 1, "stop": true}        the completion ends
 //!       or {"id": 1, "error": "…"}        an answer that the model reads; its calls count as failed
 //!       or {"id": 1, "fault": "…"}        ends the run
 //! ```
 //!
 //! `turns` is the conversation before the model's turn `text`, with earlier answers, so a program needs no memory. The requests of an
-//! episode go to one process as long as it lives, so it may have one. `answer` is a text or a list of parts. A picture is a path or
+//! episode go to one process as long as it lives, so it may have one. `failed` is the number of its calls that failed. `answer` is a text or a list of parts. A picture is a path or
 //! a `data:` address with base64. It is copied into the folder of the run. A clip or a sound is a path.
+//!
+//! If `opens` is true, each row is a request before its prompt is built: `{"id": 2, "open": true, "row": 12, "columns": {…}, …}`. Its
+//! `answer` is appended to the last turn of the row, for all completions.
+//!
+//! `FILE.py:NAME` is such a program too: Python with a helper that serves a tool or an environment in TRL's form.
 
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::hash::{DefaultHasher, Hash, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,7 +32,7 @@ use omnigrpo_data::{Cause, Sample};
 use omnigrpo_models::Limits;
 use omnigrpo_rewards::{Caller, ExternalOptions, conversation};
 use omnigrpo_rollout::{
-    Answer, AnswerPart, ENVIRONMENTS, Environment, Episode, EpisodeKey, ModelTurn, answer_calls,
+    Answer, AnswerPart, ENVIRONMENTS, Environment, Episode, EpisodeKey, ModelTurn, answer_calls, append,
     store_picture,
 };
 use omnigrpo_text::{MediumKind, Role};
@@ -34,8 +40,37 @@ use serde_json::{Map, Value, json};
 
 use crate::rows::media_paths;
 
-/// Creates the environment of a spec: a name, `cmd:"program arguments"`, or `http(s)://…`. Pictures of its answers are stored in
-/// `folder`.
+/// A program that answers one JSON object with another.
+pub trait Peer: Send + Sync {
+    /// Returns the name in errors and records.
+    fn name(&self) -> &str;
+
+    /// Sends a request and returns the answer. Requests with the same `place` go to the same process. `what` names the request in
+    /// errors.
+    ///
+    /// # Errors
+    /// Returns an error if there is no answer.
+    fn call(&self, what: &str, place: u64, request: &Map<String, Value>)
+    -> Result<Map<String, Value>, Cause>;
+}
+
+impl Peer for Caller {
+    fn name(&self) -> &str {
+        self.name()
+    }
+
+    fn call(
+        &self,
+        what: &str,
+        place: u64,
+        request: &Map<String, Value>,
+    ) -> Result<Map<String, Value>, Cause> {
+        Ok(self.call(what, place, request)?)
+    }
+}
+
+/// Creates the environment of a spec: a name, `cmd:"program arguments"`, `FILE.py:NAME`, or `http(s)://…`. Pictures of its answers
+/// are stored in `folder`.
 ///
 /// # Errors
 /// Returns a description of the problem if the spec is unknown, or the environment does not answer a first request.
@@ -48,44 +83,68 @@ pub fn environment(
     let Some(caller) = Caller::from_spec(spec, options) else {
         return omnigrpo_rollout::environment(spec, folder, limits).map_err(|_| {
             format!(
-                "unknown environment `{spec}`; expected {ENVIRONMENTS}, cmd:\"program arguments\", or http(s)://…"
+                "unknown environment `{spec}`; expected {ENVIRONMENTS}, cmd:\"program arguments\", FILE.py:NAME, or http(s)://…"
             )
         });
     };
+    environment_of(Arc::new(caller?), folder, limits, options.system.clone())
+        .map_err(|cause| cause.to_string())
+}
+
+/// Creates the environment of a program. Pictures of its answers are stored in `folder`. `system` is the system text of the run,
+/// which replaces that of a row.
+///
+/// # Errors
+/// Returns an error if the program does not answer a first request.
+pub fn environment_of(
+    peer: Arc<dyn Peer>,
+    folder: PathBuf,
+    limits: &Limits,
+    system: Option<String>,
+) -> Result<Arc<dyn Environment>, Cause> {
     // An error before the first step is not a temporary problem.
-    let mut probe = Map::new();
-    probe.insert("probe".to_owned(), true.into());
-    let caller = caller?;
-    let about = caller.call("the first request", 0, &probe)?;
+    let probe = Map::from_iter([("probe".to_owned(), true.into())]);
+    let about = peer.call("the first request", 0, &probe)?;
+    if let Some(fault) = about.get("fault").filter(|fault| !fault.is_null()) {
+        return Err(format!("{}: {}", peer.name(), plain(fault)).into());
+    }
     let tools = match about.get("tools") {
         None => Vec::new(),
         Some(Value::Array(tools)) => tools.clone(),
-        Some(other) => return Err(format!("{}: `tools` is {other}; expected a list", caller.name())),
+        Some(other) => return Err(format!("{}: `tools` is {other}; expected a list", peer.name()).into()),
     };
-    let answers_text = about.get("answers_text").and_then(Value::as_bool).unwrap_or(tools.is_empty());
-    let system = options.system.clone();
-    Ok(Arc::new(External {
-        caller: Arc::new(caller),
-        tools,
-        answers_text,
-        folder,
-        limits: limits.clone(),
-        system,
-    }))
+    let flag = |name: &str| about.get(name).and_then(Value::as_bool);
+    let answers_text = flag("answers_text").unwrap_or(tools.is_empty());
+    let opens = flag("opens").unwrap_or_default();
+    let outside = Outside { peer, folder, limits: limits.clone(), system };
+    Ok(Arc::new(External { outside: Arc::new(outside), tools, answers_text, opens }))
 }
 
-struct External {
-    caller: Arc<Caller>,
-    tools: Vec<Value>,
-    answers_text: bool,
+/// A program, and how to read its answers.
+struct Outside {
+    peer: Arc<dyn Peer>,
     folder: PathBuf,
     limits: Limits,
     system: Option<String>,
 }
 
+struct External {
+    outside: Arc<Outside>,
+    tools: Vec<Value>,
+    answers_text: bool,
+    opens: bool,
+}
+
+/// Returns the process that gets the requests of a key.
+fn place(key: impl Hash) -> u64 {
+    let mut hash = DefaultHasher::new();
+    key.hash(&mut hash);
+    hash.finish()
+}
+
 impl Environment for External {
     fn name(&self) -> &str {
-        self.caller.name()
+        self.outside.peer.name()
     }
 
     fn tools(&self) -> Vec<Value> {
@@ -96,39 +155,38 @@ impl Environment for External {
         self.answers_text
     }
 
+    fn open(&self, row: &mut Sample) -> Result<(), Cause> {
+        if !self.opens {
+            return Ok(());
+        }
+        let mut request = self.outside.row(row);
+        request.extend([("open".to_owned(), true.into()), ("row".to_owned(), row.row.into())]);
+        let answer = self.outside.ask("the start", place(row.row), &request)?;
+        if let Some(content) = answer.get("answer").filter(|content| !content.is_null()) {
+            append(row, self.outside.parts(content)?);
+        }
+        Ok(())
+    }
+
     fn begin(&self, row: &Sample, key: EpisodeKey) -> Result<Box<dyn Episode>, Cause> {
         let EpisodeKey { seed, rollout, row: number, sample } = key;
-        let mut request = Map::new();
-        let turns = conversation(&row.turns, &row.media, self.system.as_deref());
+        let mut request = self.outside.row(row);
         for (name, value) in [
             ("episode", json!(format!("{seed}-{rollout}-{number}-{sample}"))),
             ("seed", json!(seed)),
             ("rollout", json!(rollout)),
             ("row", json!(number)),
             ("sample", json!(sample)),
-            ("columns", json!(row.columns)),
-            ("solution", json!(row.solution)),
-            ("media", json!(media_paths(row))),
-            ("turns", json!(turns)),
         ] {
             request.insert(name.to_owned(), value);
         }
-        let mut hash = DefaultHasher::new();
-        (seed, rollout, number, sample).hash(&mut hash);
-        Ok(Box::new(Asking {
-            caller: Arc::clone(&self.caller),
-            folder: self.folder.clone(),
-            limits: self.limits.clone(),
-            place: hash.finish(),
-            request,
-        }))
+        let place = place((seed, rollout, number, sample));
+        Ok(Box::new(Asking { outside: Arc::clone(&self.outside), place, request }))
     }
 }
 
 struct Asking {
-    caller: Arc<Caller>,
-    folder: PathBuf,
-    limits: Limits,
+    outside: Arc<Outside>,
     /// Process that gets the requests of the episode.
     place: u64,
     /// Request of the next turn, without the turn.
@@ -180,11 +238,7 @@ impl Asking {
         ] {
             request.insert(name.to_owned(), value);
         }
-        let what = format!("turn {}", turn.number);
-        let mut answer = self.caller.call(&what, self.place, &request)?;
-        if let Some(fault) = answer.get("fault").filter(|fault| !fault.is_null()) {
-            return Err(format!("it reports: {}", plain(fault)).into());
-        }
+        let mut answer = self.outside.ask(&format!("turn {}", turn.number), self.place, &request)?;
         if answer.get("stop").and_then(Value::as_bool) == Some(true) {
             return Ok((Answer::Stop, Value::Null));
         }
@@ -200,16 +254,53 @@ impl Asking {
                 return Err(format!("its answer has the role `{other}`; expected tool or user").into());
             }
         };
+        let unread = turn.calls.iter().filter(|call| call.is_err()).count();
+        let failed = match answer.get("failed") {
+            None | Some(Value::Null) => unread,
+            Some(count) => {
+                count.as_u64().filter(|count| *count <= turn.calls.len() as u64).ok_or_else(|| {
+                    format!(
+                        "`failed` is {count}; expected the number of failed calls, at most {}",
+                        turn.calls.len()
+                    )
+                })? as usize
+            }
+        };
         let content = answer
             .remove("answer")
             .ok_or("its answer lacks `answer`, `stop`, `error` and `fault`; expected one of them")?;
-        let parts = match &content {
-            Value::String(text) => vec![AnswerPart::Text(text.clone())],
-            Value::Array(parts) => parts.iter().map(|part| self.part(part)).collect::<Result<_, _>>()?,
-            other => return Err(format!("`answer` is {other}; expected a text or a list of parts").into()),
-        };
-        let failed = turn.calls.iter().filter(|call| call.is_err()).count();
-        Ok((Answer::Say { role, parts, failed }, content))
+        Ok((Answer::Say { role, parts: self.outside.parts(&content)?, failed }, content))
+    }
+}
+
+impl Outside {
+    /// Returns what a request tells about a row.
+    fn row(&self, row: &Sample) -> Map<String, Value> {
+        let turns = conversation(&row.turns, &row.media, self.system.as_deref());
+        let about = [
+            ("columns", json!(row.columns)),
+            ("solution", json!(row.solution)),
+            ("media", json!(media_paths(row))),
+            ("turns", json!(turns)),
+        ];
+        about.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    }
+
+    fn ask(&self, what: &str, place: u64, request: &Map<String, Value>) -> Result<Map<String, Value>, Cause> {
+        let answer = self.peer.call(what, place, request)?;
+        match answer.get("fault").filter(|fault| !fault.is_null()) {
+            Some(fault) => Err(format!("it reports: {}", plain(fault)).into()),
+            None => Ok(answer),
+        }
+    }
+
+    /// Reads a text or a list of parts.
+    fn parts(&self, content: &Value) -> Result<Vec<AnswerPart>, Cause> {
+        match content {
+            Value::String(text) => Ok(vec![AnswerPart::Text(text.clone())]),
+            Value::Array(parts) => parts.iter().map(|part| self.part(part)).collect(),
+            other => Err(format!("`answer` is {other}; expected a text or a list of parts").into()),
+        }
     }
 
     fn part(&self, part: &Value) -> Result<AnswerPart, Cause> {

@@ -48,7 +48,7 @@ pub use buffer::BufferState;
 pub use error::{Refusal, Result, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
 pub use exchange::Shard;
-pub use external::environment;
+pub use external::{Peer, environment, environment_of};
 pub use features::{Keep, encode};
 pub use forecast::{StepTime, step_time};
 pub use imitate::{ImitationOutcome, imitate};

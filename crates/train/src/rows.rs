@@ -168,10 +168,11 @@ pub struct Unusable {
 /// Result of preparing a row. An outer error is a failure of the machine and does not concern the row.
 type Attempt<T> = Result<Result<T, Unusable>>;
 
-/// Reads a row of a dataset and passes it to `build`. With `rewards`, a row that they cannot score counts as unusable. If the
-/// machine fails, the attempt is repeated after a pause.
+/// Reads a row of a dataset, adds the opening of an environment and passes it to `build`. With `rewards`, a row that they cannot
+/// score counts as unusable. If the machine fails, the attempt is repeated after a pause; an environment is asked once.
 fn attempted<T>(
     dataset: &Dataset,
+    prompts: &PromptBuilder,
     rewards: Option<&RewardSet>,
     row: u64,
     build: impl Fn(Sample) -> omnigrpo_models::Result<T>,
@@ -184,29 +185,36 @@ fn attempted<T>(
         }
         other => Ok(other),
     };
-    let attempt = || -> Attempt<T> {
+    let applicable = || -> Attempt<Sample> {
         let sample = match read()? {
             Ok(sample) => sample,
             Err(error) => return Ok(Err(Unusable { id: dataset.id(row), reason: reason(&error) })),
         };
-        let id = sample.id.clone();
-        if let Some(Err(why)) = rewards.map(|rewards| scoring::applies(rewards, &sample)) {
-            return match fault(&*why, Fault::Row) {
-                Fault::Machine => Err(machine(&id, why)),
-                _ => Ok(Err(Unusable { id, reason: told(&*why) })),
-            };
-        }
-        match build(sample) {
-            Ok(made) => Ok(Ok(made)),
-            Err(error) if fault(&error, Fault::Row) == Fault::Machine => Err(machine(&id, error.into())),
-            Err(error) => {
-                // Reading the row again shows whether the directory of its media has disappeared since.
-                drop(read()?);
-                Ok(Err(Unusable { id, reason: told(&error) }))
-            }
+        match rewards.map(|rewards| scoring::applies(rewards, &sample)) {
+            Some(Err(why)) if fault(&*why, Fault::Row) == Fault::Machine => Err(machine(&sample.id, why)),
+            Some(Err(why)) => Ok(Err(Unusable { id: sample.id, reason: told(&*why) })),
+            _ => Ok(Ok(sample)),
         }
     };
-    retried(&WAITS, attempt)
+    let mut sample = match retried(&WAITS, applicable)? {
+        Ok(sample) => sample,
+        Err(unusable) => return Ok(Err(unusable)),
+    };
+    let id = sample.id.clone();
+    prompts.add_opening(&mut sample).map_err(|source| TrainError::Environment {
+        row,
+        id: id.clone(),
+        source,
+    })?;
+    retried(&WAITS, || match build(sample.clone()) {
+        Ok(made) => Ok(Ok(made)),
+        Err(error) if fault(&error, Fault::Row) == Fault::Machine => Err(machine(&id, error.into())),
+        Err(error) => {
+            // Reading the row again shows whether the directory of its media has disappeared since.
+            drop(read()?);
+            Ok(Err(Unusable { id: id.clone(), reason: told(&error) }))
+        }
+    })
 }
 
 /// Reads a row of a dataset and builds its prompt. Training, evaluation, generation, scoring and memory estimates all use this
@@ -214,7 +222,8 @@ fn attempted<T>(
 /// computes the features of the media, and [`requests`], which builds requests for a generator from prompts and features.
 ///
 /// # Errors
-/// Returns [`TrainError::Machine`] if the machine failed repeatedly. The inner error gives the reason why the row is unusable.
+/// Returns [`TrainError::Machine`] if the machine failed repeatedly, and [`TrainError::Environment`] if an environment cannot open
+/// the row. The inner error gives the reason why the row is unusable.
 pub fn prepare(
     dataset: &Dataset,
     prompts: &PromptBuilder,
@@ -222,7 +231,7 @@ pub fn prepare(
     row: u64,
     epoch: u64,
 ) -> Result<Result<PreparedRow, Unusable>> {
-    attempted(dataset, rewards, row, |sample| PreparedRow::new(prompts, sample, epoch))
+    attempted(dataset, prompts, rewards, row, |sample| PreparedRow::new(prompts, sample, epoch))
 }
 
 /// Returns the error for a row of the dataset that only another rank can read.
@@ -387,7 +396,7 @@ fn make(
     (row, epoch): (u64, u64),
     making: Making,
 ) -> Attempt<(String, Made)> {
-    attempted(dataset, rewards, row, |sample| {
+    attempted(dataset, prompts, rewards, row, |sample| {
         Ok(match making {
             Making::Prompt => {
                 let row = PreparedRow::new(prompts, sample, epoch)?;

@@ -120,6 +120,7 @@ fn with_inputs<T>(
                 media: told.as_ref().map_or(&sample.media, |told| &told.media),
                 key: RowKey { seed, step, row: sample.row, sample: (first + index) as u64 },
                 truncated: completion.finish_reason == FinishReason::Length,
+                added_turns: 2 * completion.turns.len(),
             });
         }
     }

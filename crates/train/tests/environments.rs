@@ -9,7 +9,7 @@ use omnigrpo_data::{ReadOptions, Sample};
 use omnigrpo_media::Rgb8Image;
 use omnigrpo_models::Limits;
 use omnigrpo_rewards::ExternalOptions;
-use omnigrpo_rollout::{Answer, AnswerPart, Environment, EpisodeKey, ModelTurn};
+use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, ModelTurn};
 use omnigrpo_testkit::golden;
 use omnigrpo_text::{MediumKind, Role, tool_calls};
 use omnigrpo_train::environment;
@@ -151,6 +151,136 @@ fn a_program_answers_with_text_and_pictures() {
         request["turns"][0]["content"][0]["image"],
         json!(golden("media/shapes.png").canonicalize().unwrap())
     );
+}
+
+/// A class of a Python file in TRL's form, and a function beside it.
+const CLASS: &str = r#"
+class Shelf:
+    def reset(self, answer, **columns):
+        self.taken = []
+        return f" Find {answer}."
+
+    def take(self, box: int) -> str:
+        '''Takes a box.
+
+        Args:
+            box: Number of the box.
+        '''
+        self.taken.append(10 // box)
+        return self.taken
+
+    async def look(self, path: str) -> list:
+        '''Looks at a picture.
+
+        Args:
+            path: Where it is.
+        '''
+        return [{"type": "image", "image": path}]
+
+class Judged(Shelf):
+    def get_reward(self):
+        return 1.0
+
+def double(x: int) -> int:
+    '''Doubles a number.
+
+    Args:
+        x: The number.
+    '''
+    return 2 * x
+
+def bare(x):
+    return x
+"#;
+
+/// Starts an environment of the Python file.
+fn class(name: &str) -> (TempDir, Result<Arc<dyn Environment>, String>) {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("mine.py");
+    std::fs::write(&file, CLASS).unwrap();
+    let spec = format!("{}:{name}", file.display());
+    let environment = environment(&spec, dir.path().join("media"), &Limits::default(), &options());
+    (dir, environment)
+}
+
+/// Returns the parts of an answer to calls, and how many calls failed.
+fn told(episode: &mut dyn Episode, number: usize, said: &str) -> (Vec<AnswerPart>, usize) {
+    let calls = tool_calls(said);
+    let turn = ModelTurn { text: said, ids: &[], calls: &calls, number, tokens_left: 99 };
+    let Ok(Answer::Say { role: Role::Tool, parts, failed }) = episode.answer(&turn) else { panic!("{said}") };
+    (parts, failed)
+}
+
+#[test]
+fn a_class_of_python_is_an_environment() {
+    let (dir, environment) = class("Shelf");
+    let environment = environment.unwrap();
+    let tools = environment.tools();
+    let names: Vec<&Value> = tools.iter().map(|tool| &tool["function"]["name"]).collect();
+    assert_eq!(names, ["look", "take"]);
+    assert_eq!(
+        tools[1]["function"]["parameters"],
+        json!({
+            "type": "object",
+            "properties": { "box": { "type": "integer", "description": "Number of the box." } },
+            "required": ["box"],
+        })
+    );
+    let mut row = Place::new(&options()).row;
+    environment.open(&mut row).unwrap();
+    assert!(row.question().ends_with("where? Find there."), "{}", row.question());
+    assert_eq!(row.media.len(), 1);
+
+    let begin =
+        |sample| environment.begin(&row, EpisodeKey { seed: 1, rollout: 0, row: row.row, sample }).unwrap();
+    let call = |name: &str, arguments: Value| {
+        format!("<tool_call>{}</tool_call>", json!({ "name": name, "arguments": arguments }))
+    };
+    let text = |text: &str| AnswerPart::Text(text.to_owned());
+    let (mut first, mut second) = (begin(0), begin(1));
+    // Each completion has a state of its own.
+    assert_eq!(told(&mut *first, 1, &call("take", json!({ "box": 2 }))), (vec![text("[5]")], 0));
+    assert_eq!(told(&mut *second, 1, &call("take", json!({ "box": 1 }))), (vec![text("[10]")], 0));
+    let both =
+        call("take", json!({ "box": 5 })) + &call("take", json!({ "box": 0 })) + &call("drop", json!({}));
+    let (parts, failed) = told(&mut *first, 2, &both);
+    let wanted = [
+        "[5, 2]",
+        "\n",
+        "{'error': 'integer division or modulo by zero'}",
+        "\n",
+        "{'error': 'Tool drop not found.'}",
+    ];
+    assert_eq!((parts, failed), (wanted.map(text).to_vec(), 2));
+    let shapes = golden("media/shapes.png");
+    let (parts, _) = told(&mut *second, 2, &call("look", json!({ "path": shapes })));
+    let [AnswerPart::Medium { path, .. }] = &parts[..] else { panic!("{parts:?}") };
+    assert!(path.starts_with(dir.path().join("media")) && size(path) == size(&shapes));
+}
+
+#[test]
+fn a_function_of_python_is_a_tool() {
+    let (_dir, environment) = class("double");
+    let environment = environment.unwrap();
+    let mut row = Place::new(&options()).row;
+    let question = row.question();
+    environment.open(&mut row).unwrap();
+    assert_eq!(row.question(), question);
+    let mut episode = environment.begin(&row, EpisodeKey { seed: 1, rollout: 0, row: 0, sample: 0 }).unwrap();
+    let said = r#"<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>"#;
+    assert_eq!(told(&mut *episode, 1, said), (vec![AnswerPart::Text("8".to_owned())], 0));
+}
+
+#[test]
+fn unusable_objects_of_python_say_why() {
+    let why = |name| class(name).1.err().unwrap();
+    assert!(why("bare").contains("the tool `bare` has no docstring"), "{}", why("bare"));
+    assert!(why("Judged").contains("`get_reward`, which needs the Python module"), "{}", why("Judged"));
+    let missing = why("nothing");
+    assert!(missing.contains("no function `nothing`; it has: Shelf, Judged, double, bare"), "{missing}");
+    let file =
+        environment("no/such.py:f", std::env::temp_dir(), &Limits::default(), &options()).err().unwrap();
+    assert!(file.contains("no such file: no/such.py"), "{file}");
 }
 
 /// A later request has the earlier turns, so that a program needs no memory.

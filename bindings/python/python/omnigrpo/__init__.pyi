@@ -14,6 +14,7 @@ _Path = str | PathLike[str]
 _Row = Mapping[str, Any] | str
 _Rows = _Path | Iterable[_Row]
 _Reward = str | Callable[..., Any]
+_Factory = Callable[[], Any]
 
 class GRPOConfig:
     output_dir: PathLike[str]
@@ -41,13 +42,15 @@ class GRPOTrainer:
     def __init__(
         self,
         model: _Path,
-        reward_funcs: _Reward | Sequence[_Reward] = ...,
+        reward_funcs: _Reward | Sequence[_Reward] | None = ...,
         args: Any = ...,
         train_dataset: _Rows | None = ...,
         eval_dataset: _Rows | None = ...,
         callbacks: Sequence[Any] | None = ...,
         peft_config: Any = ...,
         processing_class: Any = ...,
+        tools: Sequence[Callable[..., Any]] | None = ...,
+        environment_factory: _Factory | Mapping[str, _Factory] | None = ...,
     ) -> None: ...
     def train(self, resume_from_checkpoint: bool | str | None = ...) -> TrainOutput: ...
     @property
@@ -74,6 +77,11 @@ class Model:
     def save(self, directory: _Path) -> None: ...
 
 def evaluate(
-    model: _Path, dataset: _Rows, reward_funcs: _Reward | Sequence[_Reward] = ..., **settings: Unpack[Settings]
+    model: _Path,
+    dataset: _Rows,
+    reward_funcs: _Reward | Sequence[_Reward] | None = ...,
+    tools: Sequence[Callable[..., Any]] | None = ...,
+    environment_factory: _Factory | Mapping[str, _Factory] | None = ...,
+    **settings: Unpack[Settings],
 ) -> dict[str, Any]: ...
 def plan(trainer: GRPOTrainer) -> dict[str, Any]: ...

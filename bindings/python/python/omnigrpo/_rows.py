@@ -1,22 +1,32 @@
 """Rows of Python as files of rows."""
 
-import io
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
 from pathlib import Path
 
 from . import _omnigrpo
+from ._reward import medium
 
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 
 
 def dumps(value):
-    """Return a value as JSON, also with numbers and arrays of NumPy."""
+    """Return a value as JSON, also with numbers and arrays of NumPy, enums, sets, data classes and types of numbers."""
 
     def plain(value):
         if hasattr(value, "tolist"):
             return value.tolist()
+        if isinstance(value, Enum):
+            return value.value
+        if isinstance(value, (set, frozenset)):
+            return sorted(value)
+        if is_dataclass(value):
+            return asdict(value)
+        if type(value).__name__ == "dtype":
+            return str(value).replace("torch.", "")
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         raise TypeError(f"a row or a setting holds a {type(value).__name__}, expected a value that JSON can express")
@@ -30,28 +40,10 @@ class Folder:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def path(self, medium):
-        """Return the file of a picture, clip or sound: a path, bytes, a dict of datasets, a PIL image or an array."""
-        if isinstance(medium, (str, os.PathLike)):
-            text = os.fspath(medium)
-            return text if text.startswith(("http://", "https://", "data:")) else os.path.abspath(text)
-        if isinstance(medium, dict):  # datasets.Image(decode=False)
-            return self.path(medium["path"] if medium.get("bytes") is None else medium["bytes"])
-        if isinstance(medium, (bytes, bytearray, memoryview)):
-            return self._keep(bytes(medium))
-        if not hasattr(medium, "save"):
-            if getattr(medium, "ndim", 0) not in (2, 3):
-                raise TypeError(f"a medium is a {type(medium).__name__}, expected a path, bytes, a PIL image or an array of pixels")
-            from PIL import Image
-
-            medium = Image.fromarray(medium)
-        out = io.BytesIO()
-        # Writing a PNG takes fifty times as long as writing a BMP, which has no transparency.
-        medium.save(out, "BMP" if medium.mode == "RGB" else "PNG")
-        return self._keep(out.getvalue())
-
-    def _keep(self, content):
-        return str(self.folder.resolve() / _omnigrpo.keep(self.folder, content))
+    def path(self, value):
+        """Return the file of a picture, clip or sound."""
+        found = medium(value)
+        return found if isinstance(found, str) else str(self.folder.resolve() / _omnigrpo.keep(self.folder, found))
 
     def row(self, row):
         """Return a row for JSON, with paths in the place of media. A text is a question."""

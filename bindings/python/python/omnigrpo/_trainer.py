@@ -11,19 +11,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from . import _omnigrpo
-from ._calls import Calls, reward_names
+from ._calls import Calls, with_functions
 from ._model import Model
 from ._progress import Progress
 from ._rows import dumps, file_of
 
 _properties = json.loads(_omnigrpo.schema())["properties"]
-# Settings of TRL that count although they have TRL's default, because omnigrpo's default differs.
-_COUNTED = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "beta", "loss_type", "learning_rate", "max_completion_length")
-# Settings of TRL that are derived from others.
-_DERIVED = ("output_dir", "generation_batch_size", "logging_dir", "accelerator_config", "disable_tqdm", "debug", "activation_checkpointing")
-# Settings for the fields of a `peft.LoraConfig`, and fields that say nothing about the adapters.
-_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
-_LORA_IDLE = ("peft_type", "task_type", "inference_mode", "base_model_name_or_path", "peft_version")
 # A process has to leave the other ranks before it ends.
 atexit.register(_omnigrpo.leave)
 
@@ -67,25 +60,30 @@ class GRPOConfig:
     def of(cls, args):
         """Return the settings of TRL's `GRPOConfig` or `SFTConfig`.
 
-        It takes what differs from TRL's defaults, and the batch, which counts completions in TRL. One warning names the settings
-        that have no effect here. A setting that omnigrpo cannot honour is an error.
+        TRL's defaults are those of the preset `trl`, and batches count completions as in TRL. One warning names the settings that have
+        no effect here. A setting that omnigrpo cannot honour is an error.
         """
         if isinstance(args, cls):
             return args
-        taken = {name: value for name, value in _chosen(args, _COUNTED) if name not in _DERIVED}
-        taken.update({name: str(value).replace("torch.", "") for name, value in taken.pop("model_init_kwargs", {}).items()})
-        unit = {"batch_unit": "completions"} if cls._command == "train" else {}
-        return cls(args.output_dir, disable_tqdm=bool(getattr(args, "disable_tqdm", False)), **unit, **taken)
+        # A configuration for a card cannot be made without one.
+        default = type(args)(args.output_dir, use_cpu=True)
+        default.use_cpu = False
+        given = _given(args, default)
+        given.update(given.pop("model_init_kwargs", {}))
+        # TRL computes it from `steps_per_generation`, or the reverse.
+        given.pop("generation_batch_size", None)
+        return cls(args.output_dir, preset="trl", **given)
 
 
-def _chosen(config, counted):
-    """Yield names and values of a dataclass's fields that have not their default, or count in any case."""
+def _given(config, default):
+    """Return the fields of a dataclass that were given: those that are neither the default nor what the class makes of it."""
+    values = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name, None)
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        if value is not None and (value != default or field.name in counted):
-            value = sorted(value) if isinstance(value, set) else getattr(value, "value", value)  # an enum
-            yield field.name, value if isinstance(value, (bool, int, float, str, list, dict)) else str(value)
+        value, own = getattr(config, field.name), getattr(default, field.name)
+        written = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value is not None and value not in (own, written):
+            values[field.name] = value
+    return values
 
 
 class SFTConfig(GRPOConfig):
@@ -109,7 +107,8 @@ class _Run(Calls):
     """Answers the calls of a training run."""
 
     def __init__(self, trainer):
-        super().__init__(trainer._functions, Progress(trainer.args.disable_tqdm, quiet=not trainer.state.is_world_process_zero))
+        progress = Progress(trainer.args.disable_tqdm, quiet=not trainer.state.is_world_process_zero)
+        super().__init__(trainer._functions, trainer._environments, progress)
         self.state, self.control, self.call = trainer.state, trainer.control, trainer._call
 
     def _logged(self, report):
@@ -141,25 +140,33 @@ class GRPOTrainer:
     `train_dataset` and `eval_dataset` are paths of files of rows, a `datasets.Dataset`, or iterables of dicts. `callbacks` are
     those of `transformers`. `peft_config` is a `peft.LoraConfig`. `processing_class` may be the processor or the tokenizer of the
     model, which is read from the checkpoint in any case.
+
+    `tools` are functions that the model may call, with type hints and a docstring in Google's style. `environment_factory` makes
+    environments with methods that the model may call; it may be a dict of factories, of which the column `environment` of a row
+    chooses one. An environment has a method `reset(**columns)`, whose text is appended to the question, and may have `get_reward()`.
     """
 
     _config = GRPOConfig
 
-    def __init__(self, model, reward_funcs="accuracy", args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None,
-                 processing_class=None):
+    def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, callbacks=None, peft_config=None,
+                 processing_class=None, tools=None, environment_factory=None):
         self.args = self._config() if args is None else self._config.of(args)
-        names, self._functions = reward_names(reward_funcs)
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(f"the model is a {type(model).__name__}, expected a checkpoint directory or a name on the hub; "
                             "save a model of torch with `save_pretrained`, and give its directory")
         own = getattr(getattr(processing_class, "tokenizer", processing_class), "name_or_path", os.fspath(model))
         if own != os.fspath(model):
             raise ValueError(f"processing_class is that of {own}, expected that of the model, {os.fspath(model)}")
-        self._settings = {**self.args.settings, "model_name_or_path": os.fspath(model)}
-        if names:
-            self._settings["reward_funcs"] = names
+        given = {**self.args.settings, "model_name_or_path": os.fspath(model)}
+        self._settings, self._functions, self._environments = with_functions(given, reward_funcs, tools, environment_factory)
         if peft_config is not None:
-            self._settings.update(_lora(peft_config))
+            if type(peft_config).__name__ != "LoraConfig":
+                raise TypeError(f"peft_config is a {type(peft_config).__name__}, expected a LoraConfig: adapters are LoRA")
+            # PEFT's defaults differ from those of the program.
+            size = {name: getattr(peft_config, name) for name in ("r", "lora_alpha", "lora_dropout")}
+            self._settings.update(use_peft=True, **{**size, **_given(peft_config, type(peft_config)())})
+        if train_dataset is None and environment_factory is not None:
+            train_dataset = self._environments.questions(self.args.max_steps)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
         self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=self.args.max_steps or -1, log_history=[], total_flos=0,
@@ -243,14 +250,4 @@ def _again():
 def plan(trainer):
     """Return the memory (bytes) and the time (seconds) that a trainer's run is expected to take, as `omnigrpo plan --json`."""
     command = "sft" if trainer._config._command == "sft" else "plan"
-    return json.loads(_omnigrpo.plan(command, trainer._given(), Calls(trainer._functions)))
-
-
-def _lora(config):
-    """Return the settings of a `peft.LoraConfig`."""
-    chosen = dict(_chosen(config, _LORA))
-    settings = {own: chosen.pop(name) for name, own in _LORA.items() if name in chosen}
-    unknown = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if name not in _LORA_IDLE)
-    if unknown:
-        raise ValueError(f"peft.LoraConfig has {unknown}, expected the default: omnigrpo has no counterpart")
-    return {"use_peft": True, **settings}
+    return json.loads(_omnigrpo.plan(command, trainer._given(), Calls(trainer._functions, trainer._environments)))

@@ -102,6 +102,7 @@ pub(crate) struct Context<'a> {
     pub(crate) columns: &'a Map<String, Value>,
     pub(crate) names: &'a ColumnNames,
     pub(crate) use_audio_in_video: bool,
+    pub(crate) empty_questions: bool,
 }
 
 /// Turn as it appears in the row.
@@ -165,7 +166,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         Part::Text(text) => !text.trim().is_empty(),
         Part::Medium { .. } => true,
     });
-    if !said {
+    if !said && !context.empty_questions {
         let roles = turns.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
         return Err(RowProblem::NoPrompt { missing: "text or medium in its last turn", roles });
     }

@@ -40,14 +40,15 @@ use omnigrpo_observe::Console;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rewards::Reward;
 use omnigrpo_rollout::{Completion, Generator, Request};
-use omnigrpo_train::{Evaluation, Objective, Observer, RunSummary, Trained, logprobs};
+use omnigrpo_train::{Evaluation, Objective, Observer, Peer, RunSummary, Trained, logprobs};
 use serde_json::Value;
 
 use super::heap::Trim;
 use super::ranks::{self, Rank, Started};
 use super::verbs::{self, Context, setup};
 use crate::settings::{
-    CallerRewards, Environment, Layer, Problem, Resolved, Settings, Verb, needs, resolve, wording,
+    CallerEnvironment, CallerRewards, Environment, Layer, Problem, Resolved, Settings, Verb, needs, resolve,
+    wording,
 };
 
 /// The program in whose process a command runs.
@@ -58,6 +59,8 @@ pub struct Caller {
     pub stop: Arc<AtomicBool>,
     /// Observer of a run.
     pub observer: Box<dyn Observer>,
+    /// Environment of the settings' `caller:NAME`.
+    pub environment: Option<Arc<dyn Peer>>,
     rewards: CallerRewards,
 }
 
@@ -68,8 +71,16 @@ impl Caller {
             console: Console::plain(std::io::sink()),
             stop: Arc::default(),
             observer: Box::new(()),
+            environment: None,
             rewards: CallerRewards(Some(Arc::new(rewards))),
         }
+    }
+
+    /// Gives the rewards and the environment to the settings, and returns how the command is attended.
+    fn attend(self, settings: &mut Settings) -> Attended {
+        settings.rewards.caller = self.rewards;
+        settings.turns.caller = CallerEnvironment(self.environment);
+        (self.console, self.stop, self.observer)
     }
 }
 
@@ -144,14 +155,13 @@ pub fn leave() {
 /// Returns the failure of the run. A run that was asked to stop is not a failure; its summary says so. After a failure, the process
 /// is no rank any more.
 pub fn train(mut resolved: Resolved, caller: Caller) -> Result<(RunSummary, Loaded), Problem> {
-    resolved.settings.rewards.caller = caller.rewards;
+    let attended = caller.attend(&mut resolved.settings);
     let objective = if resolved.verb == Verb::Sft { Objective::Imitate } else { Objective::Reinforce };
     let ranks = own_rank().as_ref().map_or_else(Ranks::default, |rank| rank.ranks.clone());
-    let done =
-        run_as(ranks, resolved, (caller.console, caller.stop, caller.observer), |resolved, context| {
-            let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
-            Ok((summary, Loaded::of(model)))
-        });
+    let done = run_as(ranks, resolved, attended, |resolved, context| {
+        let Trained { model, summary } = verbs::train::once(resolved, context, objective, |_| Ok(()))?;
+        Ok((summary, Loaded::of(model)))
+    });
     if let Err(problem) = &done {
         let own = own_rank().take();
         if let Some(rank) = own {
@@ -166,8 +176,8 @@ pub fn train(mut resolved: Resolved, caller: Caller) -> Result<(RunSummary, Load
 /// # Errors
 /// Returns an error if the model or the rows cannot be used.
 pub fn evaluate(mut resolved: Resolved, caller: Caller) -> Result<Evaluation, Problem> {
-    resolved.settings.rewards.caller = caller.rewards;
-    run(resolved, (caller.console, caller.stop, Box::new(())), verbs::infer::evaluation)
+    let attended = caller.attend(&mut resolved.settings);
+    run(resolved, attended, verbs::infer::evaluation)
 }
 
 /// Predicts the memory and the time of a run ([`Verb::Plan`] or [`Verb::Sft`]). The result is what `plan --json` writes.
@@ -175,11 +185,11 @@ pub fn evaluate(mut resolved: Resolved, caller: Caller) -> Result<Evaluation, Pr
 /// # Errors
 /// Returns an error if the run cannot work.
 pub fn plan(mut resolved: Resolved, caller: Caller) -> Result<Value, Problem> {
-    resolved.settings.rewards.caller = caller.rewards;
+    let attended = caller.attend(&mut resolved.settings);
     let numbers = tempfile::NamedTempFile::new().map_err(|error| Problem::from_error(&error))?;
     resolved.settings.io.dry_run = true;
     resolved.settings.io.json = Some(numbers.path().to_owned());
-    run(resolved, (caller.console, caller.stop, Box::new(())), |resolved, context| {
+    run(resolved, attended, |resolved, context| {
         match resolved.verb {
             Verb::Sft => verbs::train::sft(resolved, context)?,
             _ => verbs::train::train(resolved, context)?,
@@ -226,15 +236,16 @@ impl Loaded {
         run(resolved, silent(), |resolved, _| {
             let settings = &resolved.settings;
             let builder = self.prompts(settings)?;
-            let prompts = built(settings, &builder, rows, folder)?;
+            let (samples, prompts) = built(settings, &builder, rows, folder)?;
             let features = prompts.iter().map(|prompt| self.model.encode_prompt(prompt));
             let features = features.collect::<Result<Vec<_>, _>>()?;
             let num_samples = settings.algorithm.num_generations;
-            let numbered = prompts.iter().zip(&features).zip(0..);
+            let numbered = samples.iter().zip(&prompts).zip(&features).zip(0..);
             let requests: Vec<_> = numbered
-                .map(|((prompt, features), row)| Request {
+                .map(|(((sample, prompt), features), row)| Request {
                     num_samples,
                     row,
+                    sample: Some(sample),
                     ..Request::new(prompt, features)
                 })
                 .collect();
@@ -259,7 +270,7 @@ impl Loaded {
             // Given completions have their own lengths.
             settings.prompts.max_completion_length = 0;
             let builder = self.prompts(&settings)?;
-            let prompts = built(&settings, &builder, vec![row], folder)?;
+            let (_, prompts) = built(&settings, &builder, vec![row], folder)?;
             let ids = completions.iter().map(|text| builder.completion_ids(text));
             let ids = ids.collect::<Result<Vec<_>, _>>()?;
             let temperature = settings.algorithm.sampling.scoring_temperature();
@@ -278,29 +289,36 @@ impl Loaded {
     fn prompts(&self, settings: &Settings) -> Result<Arc<PromptBuilder>> {
         let key = format!("{:?}", settings.prompts);
         let mut kept = self.prompts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, prompts)) = kept.as_ref().filter(|(known, _)| *known == key) {
+        if let Some((_, prompts)) =
+            kept.as_ref().filter(|(known, _)| *known == key && settings.prompts.opening.is_none())
+        {
             return Ok(Arc::clone(prompts));
         }
         let prompts = Arc::new(setup::prompts(settings, self.model.checkpoint(), false)?);
-        *kept = Some((key, Arc::clone(&prompts)));
+        // An environment begins anew with each command.
+        if settings.prompts.opening.is_none() {
+            *kept = Some((key, Arc::clone(&prompts)));
+        }
         Ok(prompts)
     }
 }
 
-/// Builds the prompts of rows.
+/// Reads rows and builds their prompts.
 fn built(
     settings: &Settings,
     builder: &PromptBuilder,
     rows: Vec<Value>,
     folder: &Path,
-) -> Result<Vec<Prompt>> {
+) -> Result<(Vec<Sample>, Vec<Prompt>)> {
     let options = setup::read_options(settings);
-    let prompt = |(number, row)| {
-        let sample =
-            Sample::from_row(row, "rows", folder, &options).with_context(|| format!("row {number}"))?;
-        builder.build(&sample).with_context(|| format!("row {number}"))
+    let each = |(number, row)| {
+        let at = || format!("row {number}");
+        let mut sample = Sample::from_row(row, "rows", folder, &options).with_context(at)?;
+        builder.add_opening(&mut sample).map_err(anyhow::Error::from_boxed).with_context(at)?;
+        let prompt = builder.build(&sample).with_context(at)?;
+        Ok((sample, prompt))
     };
-    rows.into_iter().enumerate().map(prompt).collect()
+    rows.into_iter().enumerate().map(each).collect()
 }
 
 type Attended = (Console, Arc<AtomicBool>, Box<dyn Observer>);

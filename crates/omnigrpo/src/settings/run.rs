@@ -12,11 +12,12 @@ use std::sync::Arc;
 use omnigrpo_data::{ReadOptions, Roots};
 use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
-use omnigrpo_models::{LoraConfig, PromptSettings, WeightDtype};
-use omnigrpo_rewards::{AccuracyMode, Reward, RewardOptions};
+use omnigrpo_guard::told;
+use omnigrpo_models::{LoraConfig, Opening, PromptSettings, WeightDtype};
+use omnigrpo_rewards::{AccuracyMode, ExternalOptions, Reward, RewardOptions};
 use omnigrpo_rollout::Interaction;
 use omnigrpo_scorers::ScorerOptions;
-use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, RunPlan, Selection};
+use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, Peer, RunPlan, Selection};
 
 use serde_json::{Map, Value as Json};
 
@@ -350,6 +351,18 @@ pub struct Turns {
     pub max_turns: usize,
     pub max_tool_tokens: Option<usize>,
     pub max_tool_images: usize,
+    /// Environment `caller:NAME`, which is in the program that runs the command in its process.
+    pub caller: CallerEnvironment,
+}
+
+/// Environment of the program that runs a command in its process.
+#[derive(Clone, Default)]
+pub struct CallerEnvironment(pub Option<Arc<dyn Peer>>);
+
+impl std::fmt::Debug for CallerEnvironment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("CallerEnvironment")
+    }
 }
 
 /// Every setting of one run.
@@ -458,7 +471,13 @@ impl Default for Settings {
                 caller: CallerRewards::default(),
             },
             recipe: &RECIPES[0],
-            turns: Turns { environment: None, max_turns: 8, max_tool_tokens: None, max_tool_images: 4 },
+            turns: Turns {
+                environment: None,
+                max_turns: 8,
+                max_tool_tokens: None,
+                max_tool_images: 4,
+                caller: CallerEnvironment::default(),
+            },
             algorithm: Algorithm::default(),
             optimizer: AdamWConfig::default(),
             selection: Selection::default(),
@@ -531,10 +550,27 @@ impl Settings {
         let folder =
             self.io.output_dir.as_ref().map_or_else(|| self.env.turn_cache(), |dir| dir.join("media"));
         let folder = std::path::absolute(&folder).unwrap_or(folder);
-        let mut options = self.rewards.options.external.clone();
-        options.system = self.prompts.render.system.clone();
-        let environment = omnigrpo_train::environment(name, folder, &self.prompts.media.limits, &options)
-            .map_err(|what| Problem::usage(what).at("--environment"))?;
+        let (system, limits) = (self.prompts.render.system.clone(), &self.prompts.media.limits);
+        let problem = |what: String| Problem::usage(what).at("--environment");
+        let environment = match CallerRewards::named(name) {
+            Some(_) => {
+                let peer = self.turns.caller.0.clone().ok_or_else(|| {
+                    problem("the environment is in the program that started the run".to_owned())
+                        .got(format!("`{name}`"))
+                        .expected("an environment by name, a program, `FILE.py:NAME` or an address")
+                        .help("start the run from that program, or write the environment to a file")
+                })?;
+                omnigrpo_train::environment_of(peer, folder, limits, system).map_err(|cause| told(&*cause))
+            }
+            None => {
+                let options = ExternalOptions { system, ..self.rewards.options.external.clone() };
+                omnigrpo_train::environment(name, folder, limits, &options)
+            }
+        };
+        let environment = environment.map_err(problem)?;
+        let opening = Arc::clone(&environment);
+        self.prompts.opening = Some(Opening(Arc::new(move |row| opening.open(row))));
+        self.read.empty_questions = true;
         self.prompts.render.tools = environment.tools();
         let mut interaction = Interaction::new(environment);
         interaction.max_turns = self.turns.max_turns;

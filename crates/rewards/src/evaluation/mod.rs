@@ -401,6 +401,7 @@ mod tests {
                     media: &[],
                     key: RowKey { seed: 0, step: 0, row: i as u64, sample: 0 },
                     truncated: false,
+                    added_turns: 0,
                 })
                 .collect();
             let matrix = rewards.score(&inputs).unwrap();

@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::{Map, Value};
 
-use super::command::{Program, parsed, split};
+use super::command::{Program, parsed, python_program, split};
 use super::http::Client;
-use super::{ExternalOptions, Failed, Failure, HIDDEN, redacted, same_id, tried};
+use super::{ExternalOptions, Failed, Failure, HIDDEN, is_called, python_function, redacted, same_id, tried};
 
-/// A program (`cmd:…`) or an HTTP endpoint (`http://…`, `https://…`) that answers one JSON object with another, with the time
-/// limits, retries and processes of rewards.
+/// A program (`cmd:…`), a tool or an environment of a Python file (`FILE.py:NAME`), or an HTTP endpoint (`http://…`, `https://…`)
+/// that answers one JSON object with another, with the time limits, retries and processes of rewards.
 pub struct Caller {
     name: String,
     options: ExternalOptions,
@@ -19,6 +19,16 @@ pub struct Caller {
 enum Target {
     Program(Program),
     Endpoint { url: String, client: Client, next_id: AtomicU64 },
+}
+
+/// Returns the arguments that start the program of a spec, or the problem; `None` if the spec is no program.
+fn program(spec: &str, options: &ExternalOptions) -> Option<Result<Vec<String>, String>> {
+    if let Some(command) = spec.strip_prefix("cmd:") {
+        let unclosed = || "expected a program and its arguments, with closed quotes".to_owned();
+        return Some(split(command).ok_or_else(unclosed));
+    }
+    let (file, name) = python_function(spec).filter(|_| !is_called(spec))?;
+    Some(python_program(file, name, options))
 }
 
 impl Caller {
@@ -31,17 +41,15 @@ impl Caller {
                 "{name}: `{HIDDEN}` stands for a secret that is not written to files; give the address again, with it"
             )));
         }
-        if let Some(command) = spec.strip_prefix("cmd:") {
-            let Some(arguments) = split(command) else {
-                return Some(Err(format!(
-                    "{name}: expected a program and its arguments, with closed quotes"
-                )));
-            };
-            let program = arguments[0].clone();
-            let started = Program::start(arguments, &options).map_err(|error| {
-                format!("{name}: cannot start `{program}` ({error}); is it installed and on PATH?")
+        if let Some(arguments) = program(spec, &options) {
+            let started = arguments.and_then(|arguments| {
+                let program = arguments[0].clone();
+                Program::start(arguments, &options).map_err(|error| {
+                    format!("cannot start `{program}` ({error}); is it installed and on PATH?")
+                })
             });
-            return Some(started.map(|program| Self { name, options, target: Target::Program(program) }));
+            let caller = started.map_err(|what| format!("{name}: {what}"));
+            return Some(caller.map(|program| Self { name, options, target: Target::Program(program) }));
         }
         if !spec.starts_with("http://") && !spec.starts_with("https://") {
             return None;

@@ -123,16 +123,27 @@ pub(super) fn python_reward(
     options: &RewardOptions,
 ) -> Result<Box<dyn Reward>, RewardError> {
     let spec = format!("{file}:{function}");
-    if !std::path::Path::new(file).is_file() {
-        return Err(RewardError::Setting {
-            reward: spec,
-            what: format!(
-                "no such file: {file}; expected FILE.py:FUNCTION, the path from the working directory"
-            ),
-        });
+    match python_program(file, function, &options.external) {
+        Ok(arguments) => started(spec, name.unwrap_or(function).to_owned(), arguments, options),
+        Err(what) => Err(RewardError::Setting { reward: spec, what }),
     }
-    let arguments = [&options.external.python, "-c", PYTHON_HELPER, &spec].map(str::to_owned).to_vec();
-    started(spec, name.unwrap_or(function).to_owned(), arguments, options)
+}
+
+/// Returns the arguments that start Python with the helper for a function or a class of a file.
+///
+/// # Errors
+/// Returns a description of the problem if there is no such file.
+pub(super) fn python_program(
+    file: &str,
+    name: &str,
+    options: &ExternalOptions,
+) -> Result<Vec<String>, String> {
+    if !std::path::Path::new(file).is_file() {
+        return Err(format!(
+            "no such file: {file}; expected FILE.py:NAME, the path from the working directory"
+        ));
+    }
+    Ok([&options.python, "-c", PYTHON_HELPER, &format!("{file}:{name}")].map(str::to_owned).to_vec())
 }
 
 fn started(

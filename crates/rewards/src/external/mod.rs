@@ -5,14 +5,15 @@
 //! ```text
 //! {"id": 7, "rows": [{"prompt": "…", "turns": […], "completion": "…", "completion_ids": [1, 2], "solution": "…",
 //!                     "columns": {…}, "think": true, "media": ["/data/1.png"], "step": 3, "row": 12, "sample": 0,
-//!                     "truncated": false}]}
+//!                     "truncated": false, "added_turns": 0}]}
 //! {"id": 7, "rewards": [0.5]}        or        {"id": 7, "error": "what went wrong"}
 //! ```
 //!
 //! `prompt` is the text of the last question. `turns` is the complete conversation in the form that TRL passes to a reward
 //! (`prepare_multimodal_messages`). In a row without media, each turn is `{"role": "user", "content": "…"}`. In a row with media,
 //! each `content` is a list of parts, `{"type": "text", "text": "…"}` or `{"type": "image", "image": "/data/1.png"}`, with paths
-//! instead of decoded pictures. The system text of a run, if any, is the first turn.
+//! instead of decoded pictures. The system text of a run, if any, is the first turn. The last `added_turns` of them belong to the
+//! completion: earlier turns of the model, each with the answer of an environment.
 //!
 //! Besides `rewards`, an answer may have `"metrics": {"name": 1.5}` and `"columns": {"name": ["a value per row"]}`. Metrics
 //! become metrics of the step, as means over its requests weighted by rows. Columns go into the records of completions.
@@ -95,9 +96,6 @@ impl Default for ExternalOptions {
 /// Creates the scorer of a spec such as `cmd:"python reward.py"`, `reward.py:function`, `https://…`, `judge:http://…`, or one of
 /// these after `name=`. Returns `None` if the spec has another form.
 pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Box<dyn Reward>, RewardError>> {
-    let is_url = |text: &str| text.starts_with("http://") || text.starts_with("https://");
-    let is_called =
-        |text: &str| text.starts_with("cmd:") || is_url(text.strip_prefix("judge:").unwrap_or(text));
     let is_external = |text: &str| is_called(text) || python_function(text).is_some();
     let (name, target) = match spec.split_once('=') {
         Some((name, target)) if is_external(target) && !is_called(spec) => (Some(name.trim()), target),
@@ -124,6 +122,12 @@ pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Bo
     } else {
         http::reward(target, named("http"), options)
     })
+}
+
+/// Returns true for a command or an address, which may contain the name of a Python file.
+fn is_called(spec: &str) -> bool {
+    let address = spec.strip_prefix("judge:").unwrap_or(spec);
+    ["http://", "https://"].iter().any(|scheme| address.starts_with(scheme)) || spec.starts_with("cmd:")
 }
 
 /// Splits `FILE.py:FUNCTION` into file and function.
@@ -190,6 +194,7 @@ struct RequestRow<'a> {
     row: u64,
     sample: u64,
     truncated: bool,
+    added_turns: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -220,6 +225,7 @@ fn request_rows<'a>(rows: &[RewardInput<'a>], system: Option<&str>) -> Vec<Reque
         row: input.key.row,
         sample: input.key.sample,
         truncated: input.truncated,
+        added_turns: input.added_turns,
     };
     rows.iter().map(row).collect()
 }

@@ -195,14 +195,16 @@ pub const FLAGS: &[Flag] = &[
         .idle(no_judge),
     row("reward_python", Text, at!(rewards.options.external.python), REWARDED)
         .help(
-            "Python interpreter for rewards given as `FILE.py:FUNCTION` and for the package of `report_to \
-             wandb`.",
+            "Python interpreter for rewards and environments given as `FILE.py:NAME`, and for the package of \
+             `report_to wandb`.",
         )
         .free(LOOP)
         .idle(|s, _| {
-            let none = !s.rewards.funcs.iter().any(|spec| spec.contains(".py:"));
-            (none && !s.reports_to(Tracker::Wandb))
-                .then_some("`reward_funcs` has no `FILE.py:FUNCTION`, and `report_to` no wandb")
+            let mut named = s.rewards.funcs.iter().chain(&s.turns.environment);
+            let none = !named.any(|spec| spec.contains(".py:"));
+            (none && !s.reports_to(Tracker::Wandb)).then_some(
+                "`reward_funcs` and `environment` have no `FILE.py:NAME`, and `report_to` has no wandb",
+            )
         }),
     row("clip_model", Text, at!(rewards.scorers.clip_model), REWARDED)
         .help(

@@ -94,8 +94,9 @@ pub const FLAGS: &[Flag] = &[
         .help(
             "Environment that answers the model in the middle of a completion. `zoom` is a tool that returns a \
              part of the original picture, given by a box in pixels, and `zoom:1000` takes thousandths of its \
-             sides. Others are a program, `cmd:\"program arguments\"`, or an address, `http://…`. The answer is \
-             read but not trained on, and counts in `max_completion_length`.",
+             sides. Others are a function or a class of Python, `FILE.py:NAME`, a program, \
+             `cmd:\"program arguments\"`, or an address, `http://…`. The answer is read but not trained on, and counts \
+             in `max_completion_length`.",
         )
         .unset("none")
         .idle(|s, _| s.not_sampled()),
