@@ -3,7 +3,7 @@
 #![allow(clippy::print_stdout)]
 
 use omnigrpo::{RewardInput, RewardOptions, RowKey, Think, build_rewards};
-use omnigrpo_watch::http::{Answer, Http, Limits, Request};
+use omnigrpo_http::{Answer, Http, Limits, Request};
 use serde_json::{Map, Value, json};
 
 /// Returns the share of the completion's words that are also in the solution.

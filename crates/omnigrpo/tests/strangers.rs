@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use omnigrpo_watch::http::{Answer, Http, Limits, Request};
+use omnigrpo_http::{Answer, Http, Limits, Request};
 use serde_json::{Value, json};
 use support::Place;
 

@@ -18,7 +18,7 @@
 //! Rows and completions are untrusted text, and a run directory may come from somebody else.
 //!
 //! - The server listens on loopback, accepts only names of loopback in `Host`, and requires a random token of 128 bits in each
-//!   URL. It only reads files, and [`http`] limits what clients can send to it. A run that serves its own page also takes requests
+//!   URL. It only reads files, and [`omnigrpo_http`] limits what clients can send to it. A run that serves its own page also takes requests
 //!   to stop and to save: a `POST` with the token in a header and the origin of the page.
 //! - The page fetches nothing from other servers. Scripts and styles are embedded in the binary, and the content security policy
 //!   of the page allows no others. The page sets text, never markup.
@@ -33,7 +33,6 @@ mod catalogue;
 mod curves;
 mod error;
 mod evaluations;
-pub mod http;
 mod index;
 mod machine;
 mod marks;

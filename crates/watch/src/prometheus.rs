@@ -3,9 +3,8 @@
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use omnigrpo_http::{Answer, Http, Limits, Request};
 use omnigrpo_observe::{Event, Metric, Tracker};
-
-use crate::http::{Answer, Http, Limits, Request};
 
 const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use hyper::header::{self, HeaderName};
 use omnigrpo_guard::{inside, told};
+use omnigrpo_http::{Answer, Http, Limits, Request, token};
 use omnigrpo_observe::Activity;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -21,7 +22,6 @@ use crate::assets;
 use crate::catalogue::Catalogues;
 use crate::curves::AllCurves;
 use crate::evaluations::{Comparison, Evaluations};
-use crate::http::{Answer, Http, Limits, Request};
 use crate::machine;
 use crate::marks::Marks;
 use crate::media::Medium;
@@ -149,7 +149,7 @@ impl Server {
         let failed = |source| Error::Serve { port, source };
         let (wanted, token) = match kept {
             Some(address) => (address.port, address.token),
-            None => (0, new_token().map_err(failed)?),
+            None => (0, token().map_err(failed)?),
         };
         let has_controls = controls.is_some();
         let app = Arc::new(App { token: token.clone(), controls, ..App::of(runs) });
@@ -229,13 +229,6 @@ impl Address {
             token.len() == 32 && token.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         Some(Self { port: port.parse().ok()?, token: token.to_owned() }).filter(|_| is_token)
     }
-}
-
-/// Creates a random token of 128 bits.
-fn new_token() -> io::Result<String> {
-    let mut secret = [0; 16];
-    getrandom::fill(&mut secret).map_err(io::Error::other)?;
-    Ok(secret.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Returns a text that identifies this very file, because it contains its device and inode. `None` if other accounts own or can
@@ -346,7 +339,7 @@ impl App {
             ("api/stop", Some(_)) => Action::Stop,
             ("api/save", Some(_)) => Action::Save,
             _ => {
-                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed\n");
+                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed");
                 return refusal.with(header::ALLOW, "GET, HEAD");
             }
         };
@@ -356,7 +349,7 @@ impl App {
         let site = field(&HeaderName::from_static("sec-fetch-site"));
         let has_token = field(&HeaderName::from_static("x-token")) == Some(self.token.as_str());
         if !(is_own_origin && has_token && site.is_none_or(|site| site == "same-origin")) {
-            return Answer::refusal(StatusCode::FORBIDDEN, "only the page of the run can ask for this\n");
+            return Answer::refusal(StatusCode::FORBIDDEN, "only the page of the run can ask for this");
         }
         let told = self.controls.as_ref().map(|controls| (controls.act)(action)).unwrap_or_default();
         json_answer(&json!({ "told": told }))

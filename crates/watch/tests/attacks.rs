@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use omnigrpo_watch::http::{Answer, Http, Limits, Request};
+use omnigrpo_http::{Answer, Http, Limits, Request};
 use omnigrpo_watch::{Action, Controls, Prometheus, Server};
 
 /// Longer than any limit here; only a server that fails lets a test wait so long.
@@ -124,6 +124,67 @@ fn idle_connections_make_room() {
     }
 }
 
+#[test]
+fn incomplete_bodies_make_room() {
+    let limits = Limits { connections: 4, body_bytes: 10, ..Limits::default() };
+    let server = Http::start("test", "127.0.0.1:0", limits, hello).unwrap();
+    let held: Vec<TcpStream> = (0..20)
+        .map(|_| {
+            let mut stream = connect(server.address());
+            // The server may have closed it already.
+            let _ =
+                stream.write_all(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n01234");
+            stream
+        })
+        .collect();
+    assert!(ask(server.address(), "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").ends_with("hello"));
+    drop(held);
+}
+
+/// A response that another thread sends arrives complete, and the thread learns of a client that leaves.
+#[test]
+fn a_response_may_come_later_or_in_parts() {
+    let (tell, told) = channel();
+    let tell = Mutex::new(tell);
+    let work = move |request: &Request| {
+        let (whole, later) = Answer::later();
+        let (streamed, feed) = Answer::fed(200, "text/plain");
+        let answer = if request.path() == "/later" { whole } else { streamed };
+        tell.lock().unwrap().send((later, feed)).unwrap();
+        answer
+    };
+    let server = Http::start("test", "127.0.0.1:0", Limits::default(), work).unwrap();
+    let get = |path: &str| {
+        let mut stream = connect(server.address());
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).unwrap();
+        let senders = told.recv_timeout(HANGS).unwrap();
+        (stream, senders)
+    };
+    let (stream, (later, _)) = get("/later");
+    later.send(Answer::new(201, "text/plain", "late")).unwrap();
+    assert!(rest(stream).ends_with("late"));
+    let (stream, (later, _)) = get("/later");
+    drop(later);
+    assert_eq!(status(&rest(stream)), "500");
+    let (stream, (_, feed)) = get("/fed");
+    feed.send(b"one ".to_vec()).unwrap();
+    feed.send(b"two".to_vec()).unwrap();
+    drop(feed);
+    let answer = rest(stream);
+    assert!(answer.contains("one ") && answer.contains("two"), "{answer}");
+    for path in ["/later", "/fed"] {
+        let (stream, (later, feed)) = get(path);
+        let is_closed = || if path == "/later" { later.is_closed() } else { feed.is_closed() };
+        assert!(!is_closed());
+        drop(stream);
+        let start = std::time::Instant::now();
+        while !is_closed() {
+            assert!(start.elapsed() < HANGS, "{path}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
 /// Starts a server whose handler of `/stuck` hangs until the sender is dropped.
 fn stuck(limits: Limits) -> (Http, Sender<()>) {
     let (go, wait) = channel::<()>();
@@ -165,7 +226,13 @@ fn connect_and_ask(address: SocketAddr) -> TcpStream {
 
 fn hasty() -> Limits {
     let second = Duration::from_secs(1);
-    Limits { head_time: second, answer_time: second, slowest_bytes_per_sec: 1 << 40, ..Limits::default() }
+    Limits {
+        head_time: second,
+        answer_time: second,
+        transfer_time: second,
+        slowest_bytes_per_sec: 1 << 40,
+        ..Limits::default()
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! HTTP/1.1 server of this crate. It uses one thread for connections, whatever clients send.
+//! HTTP/1.1 server of the page of runs, of Prometheus and of models. It uses one thread for connections, whatever clients send.
 //!
 //! Any program on this machine, and any page in its browser, can send bytes to a loopback port. So everything that a client
 //! controls is bounded before it is read: the size of head and body, the number of connections, and the duration of a request.
@@ -7,7 +7,8 @@
 //! address or as `localhost`, so a page of another origin cannot reach the server under its own host name.
 //!
 //! Handlers run on a few other threads. If a handler panics, the response has status 500; a handler that hangs keeps its thread.
-//! When a server is dropped, it does not wait for handlers or connections.
+//! A handler that needs long returns a response that another thread completes ([`Answer::later`], [`Answer::fed`]). That thread
+//! learns when the client disconnects. When a server is dropped, it does not wait for handlers or connections.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -30,7 +31,7 @@ use hyper::service::service_fn;
 use hyper::{Method, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Semaphore, mpsc as parts, oneshot};
 use tokio::task::{AbortHandle, spawn_blocking, yield_now};
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -40,15 +41,16 @@ const MAX_FIELDS: usize = 64;
 const RETRY: Duration = Duration::from_millis(100);
 /// Longest duration of a stream of unknown length. The client then connects again.
 const STREAM_TIME: Duration = Duration::from_secs(3600);
+/// Interval at which the deadline of a connection is checked.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the server thread at a drop. The thread normally ends at once; the limit is for an overloaded machine.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Limits of a server.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Largest number of simultaneous connections. When another one arrives, the server closes the one that has waited longest
-    /// for a
-    /// complete head. If all of them have sent a head, it closes the new one.
+    /// Largest number of simultaneous connections. When another one arrives, the server closes the oldest one whose request is
+    /// incomplete. If all requests are complete, it closes the new one.
     pub connections: usize,
     /// Largest size of the head of a request, in bytes; at least 8192.
     pub head_bytes: usize,
@@ -56,14 +58,18 @@ pub struct Limits {
     pub head_time: Duration,
     /// Largest size of the body of a `POST`, in bytes; 0 disables `POST`.
     pub body_bytes: usize,
-    /// Longest time from the head to the response, and again from there to the last byte of the response.
+    /// Longest time from the last byte of the request to the response.
     pub answer_time: Duration,
-    /// Slowest accepted transfer: a response gets one extra second for every so many bytes.
+    /// Longest time from the head to the last byte of the body, and again from the response to its last byte.
+    pub transfer_time: Duration,
+    /// Slowest accepted transfer: a body and a response get one extra second for every so many bytes.
     pub slowest_bytes_per_sec: u64,
     /// Largest number of handlers that run at the same time.
     pub handlers: usize,
     /// Header fields of every response.
     pub fields: &'static [(HeaderName, &'static str)],
+    /// Function that creates the response to a request that the server refuses, from its status and the reason.
+    pub refusal: fn(StatusCode, &str) -> Answer,
 }
 
 impl Default for Limits {
@@ -74,9 +80,11 @@ impl Default for Limits {
             head_time: Duration::from_secs(10),
             body_bytes: 0,
             answer_time: Duration::from_secs(30),
+            transfer_time: Duration::from_secs(30),
             slowest_bytes_per_sec: 64 << 10,
             handlers: 4,
             fields: &[],
+            refusal: Answer::refusal,
         }
     }
 }
@@ -133,6 +141,8 @@ pub struct Answer {
 enum Content {
     Bytes(Vec<u8>),
     Stream { bytes: Option<u64>, every: Duration, parts: Parts },
+    Later(oneshot::Receiver<Answer>),
+    Fed(parts::UnboundedReceiver<Vec<u8>>),
 }
 
 impl Answer {
@@ -155,6 +165,23 @@ impl Answer {
         }
     }
 
+    /// Creates a response that another thread sends. If the sender is dropped, the response has status 500; if it is closed, the
+    /// client has disconnected.
+    #[must_use]
+    pub fn later() -> (Self, oneshot::Sender<Self>) {
+        let (sender, answer) = oneshot::channel();
+        (Self { status: 200, fields: Vec::new(), content: Content::Later(answer) }, sender)
+    }
+
+    /// Creates a response whose parts another thread sends. It ends when the sender is dropped; if the sender is closed, the
+    /// client has disconnected.
+    #[must_use]
+    pub fn fed(status: u16, kind: &str) -> (Self, parts::UnboundedSender<Vec<u8>>) {
+        let (sender, parts) = parts::unbounded_channel();
+        let answer = Self { status, fields: Vec::new(), content: Content::Fed(parts) };
+        (answer.with(CONTENT_TYPE, kind), sender)
+    }
+
     /// Adds a header field.
     #[must_use]
     pub fn with(mut self, name: HeaderName, value: impl Into<String>) -> Self {
@@ -162,8 +189,10 @@ impl Answer {
         self
     }
 
-    pub(crate) fn refusal(status: StatusCode, why: &'static str) -> Self {
-        Self::new(status.as_u16(), "text/plain", why)
+    /// Creates a response that gives a reason as text.
+    #[must_use]
+    pub fn refusal(status: StatusCode, why: &str) -> Self {
+        Self::new(status.as_u16(), "text/plain", format!("{why}\n"))
     }
 
     /// Returns the size of the content in bytes, if it is known.
@@ -171,6 +200,7 @@ impl Answer {
         match &self.content {
             Content::Bytes(bytes) => Some(bytes.len() as u64),
             Content::Stream { bytes, .. } => *bytes,
+            Content::Later(_) | Content::Fed(_) => None,
         }
     }
 }
@@ -181,9 +211,20 @@ impl std::fmt::Debug for Answer {
     }
 }
 
+/// Creates a random token of 128 bits, in hexadecimal.
+///
+/// # Errors
+/// Returns an error if the system provides no random numbers.
+pub fn token() -> io::Result<String> {
+    let mut secret = [0; 16];
+    getrandom::fill(&mut secret).map_err(io::Error::other)?;
+    Ok(secret.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 /// HTTP server that runs until it is dropped.
 pub struct Http {
     address: SocketAddr,
+    shared: Arc<Shared>,
     stop: Option<oneshot::Sender<()>>,
     over: mpsc::Receiver<Infallible>,
 }
@@ -218,22 +259,29 @@ impl Http {
             pool: Arc::new(Semaphore::new(limits.handlers)),
             open: Mutex::default(),
         });
+        let own = Arc::clone(&shared);
         let (stop, stopped) = oneshot::channel();
         let (ended, over) = mpsc::channel();
         std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-            let accepting = async { drop(select(pin!(shared.accept(&listener)), stopped).await) };
+            let accepting = async { drop(select(pin!(own.accept(&listener)), stopped).await) };
             runtime.block_on(accepting);
             drop(listener);
             runtime.shutdown_background();
             drop(ended);
         })?;
-        Ok(Self { address, stop: Some(stop), over })
+        Ok(Self { address, shared, stop: Some(stop), over })
     }
 
     /// Returns the address of the server.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Returns the number of open connections.
+    #[must_use]
+    pub fn connections(&self) -> usize {
+        locked(&self.shared.open).len()
     }
 }
 
@@ -265,7 +313,7 @@ struct Shared {
 
 struct Open {
     task: AbortHandle,
-    /// True if the head of the request is complete.
+    /// True if the request is complete, with its body.
     has_asked: bool,
     until: Instant,
 }
@@ -297,7 +345,7 @@ impl Shared {
         locked(&self.open).len() < self.limits.connections
     }
 
-    /// Closes the connection that has waited longest for a complete head. Returns false if there is none.
+    /// Closes the oldest connection whose request is incomplete. Returns false if there is none.
     fn cut_idle(&self) -> bool {
         let cut = {
             let mut open = locked(&self.open);
@@ -316,13 +364,11 @@ impl Shared {
         let mut builder = http1::Builder::new();
         builder.keep_alive(false).max_buf_size(self.limits.head_bytes).max_headers(MAX_FIELDS);
         let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
-        let mut last = None;
-        while let Some(until) = self.until(id).filter(|until| last != Some(*until)) {
+        while let Some(until) = self.until(id).filter(|until| *until > Instant::now()) {
             // The result does not matter: the client may have disconnected.
-            if timeout_at(until, connection.as_mut()).await.is_ok() {
+            if timeout_at(until.min(Instant::now() + LOOK_EVERY), connection.as_mut()).await.is_ok() {
                 return;
             }
-            last = Some(until);
         }
     }
 
@@ -330,12 +376,16 @@ impl Shared {
         locked(&self.open).get(&id).map(|own| own.until)
     }
 
-    /// Marks the head of a connection as complete and extends its deadline to at least `time` from now.
-    fn give(&self, id: u64, time: Duration) {
+    /// Moves the deadline of a connection to `time` from now.
+    fn give(&self, id: u64, time: Duration, has_asked: bool) {
         if let Some(own) = locked(&self.open).get_mut(&id) {
-            own.has_asked = true;
-            own.until = own.until.max(Instant::now() + time);
+            (own.until, own.has_asked) = (Instant::now() + time, has_asked);
         }
+    }
+
+    /// Returns the longest time of a transfer of so many bytes.
+    fn transfer(&self, bytes: u64) -> Duration {
+        self.limits.transfer_time + Duration::from_secs(bytes / self.limits.slowest_bytes_per_sec.max(1))
     }
 
     async fn answer(
@@ -343,46 +393,51 @@ impl Shared {
         id: u64,
         request: hyper::Request<Incoming>,
     ) -> Result<Response<Body>, Infallible> {
-        self.give(id, self.limits.answer_time);
-        let answer = self.ask(request).await.unwrap_or_else(|refusal| refusal);
-        let slowest = self.limits.slowest_bytes_per_sec.max(1);
-        let more = answer.bytes().map_or(STREAM_TIME, |bytes| Duration::from_secs(bytes / slowest));
-        self.give(id, self.limits.answer_time + more);
+        let mut answer = self.ask(id, request).await.unwrap_or_else(|refusal| refusal);
+        if let Content::Later(sent) = answer.content {
+            answer = sent.await.unwrap_or_else(|_| self.broken());
+        }
+        self.give(id, answer.bytes().map_or(STREAM_TIME, |bytes| self.transfer(bytes)), true);
         Ok(self.response(answer))
     }
 
-    async fn ask(self: &Arc<Self>, request: hyper::Request<Incoming>) -> Result<Answer, Answer> {
+    fn broken(&self) -> Answer {
+        (self.limits.refusal)(StatusCode::INTERNAL_SERVER_ERROR, "the server failed to handle this request")
+    }
+
+    async fn ask(self: &Arc<Self>, id: u64, request: hyper::Request<Incoming>) -> Result<Answer, Answer> {
         let (head, body) = request.into_parts();
+        let refusal = self.limits.refusal;
         if !self.is_meant(&head) {
-            let why = "this server only accepts requests to an address of this machine or to localhost\n";
-            return Err(Answer::refusal(StatusCode::MISDIRECTED_REQUEST, why));
+            let why = "this server only accepts requests to an address of this machine or to localhost";
+            return Err(refusal(StatusCode::MISDIRECTED_REQUEST, why));
         }
         let limit = self.limits.body_bytes;
+        self.give(id, self.transfer(body.size_hint().lower().min(limit as u64)), false);
         let body = match head.method {
             Method::GET | Method::HEAD => Bytes::new(),
             Method::POST if limit > 0 => {
-                let too_much = |_| Answer::refusal(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large\n");
+                let why = format!("the body is too large; at most {limit} bytes are accepted");
+                let too_much = || refusal(StatusCode::PAYLOAD_TOO_LARGE, &why);
                 if body.size_hint().lower() > limit as u64 {
-                    return Err(too_much(()));
+                    return Err(too_much());
                 }
-                Limited::new(body, limit).collect().await.map_err(|_| too_much(()))?.to_bytes()
+                Limited::new(body, limit).collect().await.map_err(|_| too_much())?.to_bytes()
             }
             _ => {
                 let allowed = if limit > 0 { "GET, HEAD, POST" } else { "GET, HEAD" };
-                let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed\n");
+                let refusal = refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed");
                 return Err(refusal.with(ALLOW, allowed));
             }
         };
-        let broken = || {
-            Answer::refusal(StatusCode::INTERNAL_SERVER_ERROR, "the server failed to handle this request\n")
-        };
-        let permit = Arc::clone(&self.pool).acquire_owned().await.map_err(|_| broken())?;
+        self.give(id, self.limits.answer_time, true);
+        let permit = Arc::clone(&self.pool).acquire_owned().await.map_err(|_| self.broken())?;
         let shared = Arc::clone(self);
         let work = move || {
             let _permit = permit;
             (shared.handler)(&Request { head, body })
         };
-        spawn_blocking(work).await.map_err(|_| broken())
+        spawn_blocking(work).await.map_err(|_| self.broken())
     }
 
     /// Returns true if `Host`, and the host of an absolute URL, name this machine in a way that no page can forge.
@@ -406,6 +461,13 @@ impl Shared {
                 Full::new(Bytes::from(bytes)).map_err(|never| match never {}).boxed_unsync()
             }
             Content::Stream { every, parts, .. } => self.stream(every, parts),
+            Content::Fed(parts) => StreamBody::new(unfold(parts, |mut parts| async move {
+                let part = parts.recv().await?;
+                Some((Ok(Frame::data(part.into())), parts))
+            }))
+            .boxed_unsync(),
+            // It was awaited before.
+            Content::Later(_) => Full::new(Bytes::new()).map_err(|never| match never {}).boxed_unsync(),
         };
         let mut response = Response::new(body);
         *response.status_mut() =
