@@ -127,10 +127,11 @@ pub struct SftExample {
 /// assert_eq!(prompts.tokenizer().decode(&prompt.ids, false)?, prompt.text);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[derive(Clone)]
 pub struct PromptBuilder {
     family: Arc<Family>,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
+    tokenizer: Arc<Tokenizer>,
+    template: Arc<ChatTemplate>,
     stops: StopSet,
     settings: PromptSettings,
     media_store: Arc<MediaStore>,
@@ -143,12 +144,20 @@ impl PromptBuilder {
     /// Returns an error if files are missing or malformed, or settings have no effect.
     pub fn open(checkpoint: &Checkpoint, settings: PromptSettings) -> Result<Self> {
         let (dir, family) = (checkpoint.dir(), Arc::clone(checkpoint.family()));
-        let tokenizer = Tokenizer::from_dir(dir)?;
-        let template = family.processor().chat_template(dir)?;
+        let tokenizer = Arc::new(Tokenizer::from_dir(dir)?);
+        let template = Arc::new(family.processor().chat_template(dir)?);
         let stops = family.stops(dir, &tokenizer, &settings.stop_strings)?;
         family.check_settings(&settings.media)?;
         let media_store = Arc::clone(checkpoint.media_store());
         Ok(Self { family, tokenizer, template, stops, settings, media_store })
+    }
+
+    /// Returns a builder of prompts that describe these tools ([`RenderOptions::tools`]), and is otherwise the same.
+    #[must_use]
+    pub fn with_tools(&self, tools: Vec<serde_json::Value>) -> Self {
+        let mut own = self.clone();
+        own.settings.render.tools = tools;
+        own
     }
 
     /// Returns the tokenizer.

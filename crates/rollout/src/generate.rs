@@ -10,11 +10,12 @@ use omnigrpo_models::{
     AddedTurn, DecoderMemory, Features, MediumInput, Model, NextTokens, Prompt, PromptBuilder,
 };
 use omnigrpo_ops::{DecodeRows, Draw, DrawFrom, GroupCache, Rows};
-use omnigrpo_text::{Span, StopMatcher, StopSet, StreamDecoder, Tokenizer, ToolCall, tool_calls};
+use omnigrpo_text::{Span, StopMatcher, StopSet, Tokenizer, ToolCall, tool_calls};
 
 use crate::answers::{Answers, Question, Reaction, Reply, Said, Shared};
 use crate::environment::{Episode, EpisodeKey, Interaction};
 use crate::error::{Result, RolloutError};
+use crate::rules::{Rules, prefill};
 use crate::sample::{SampleKey, SamplingParams};
 
 /// A prompt to complete.
@@ -309,7 +310,7 @@ impl<'a> Generator<'a> {
         let mut waiting = requests.iter().enumerate();
         let mut next = waiting.next();
         let mut live: Vec<Live> = Vec::new();
-        let sampler = self.params.sampler(&self.stops.ids);
+        let sampler = self.rules().sampler();
         let mut tokens = self.model.decoder().next_tokens(sampler, &self.model.pass());
         loop {
             let mut in_flight: usize = live.iter().map(|g| g.sequences.len() + g.waiting.len()).sum();
@@ -366,20 +367,11 @@ impl<'a> Generator<'a> {
         request: &Request<'a>,
         asked: Option<Asked>,
         on_token: &mut impl FnMut(TokenEvent),
-        mut memory: Option<&mut DecoderMemory>,
+        memory: Option<&mut DecoderMemory>,
     ) -> Result<Live<'a>> {
-        let decoder = self.model.decoder();
-        let (prompt, pass) = (request.prompt, self.model.pass());
-        let slot_rows = self.params.max_completion_length - 1;
-        let mut cache = decoder.cache(prompt.ids.len(), request.num_samples, slot_rows, &pass)?;
-        let x = self.model.embed_prompt(prompt, request.features)?;
-        if let Some(memory) = memory.as_deref_mut() {
-            let longest = self.params.max_completion_length;
-            memory.begin_prompt(&prompt.ids, request.num_samples, longest);
-        }
-        let rope = decoder.rope_table(&prompt.positions);
-        let hidden = decoder.prefill(x, &rope, &mut cache, &pass, memory)?;
-        let logits = decoder.logits(&hidden)?;
+        let (prompt, longest) = (request.prompt, self.params.max_completion_length);
+        let (cache, logits) =
+            prefill(self.model, prompt, request.features, request.num_samples, longest, memory)?;
         let sequence = |slot: usize| {
             let Request { rollout, row, first_sample, .. } = *request;
             Sequence {
@@ -394,10 +386,10 @@ impl<'a> Generator<'a> {
             }
         };
         let mut sequences: Vec<Sequence> = (0..request.num_samples).map(sequence).collect();
-        for sequences in sequences.chunks_mut(pass.device.logit_rows()) {
+        for sequences in sequences.chunks_mut(self.model.device().logit_rows()) {
             let logits = logits.select(&vec![0; sequences.len()].into())?;
             let from: Vec<_> = sequences.iter().map(|s| self.draw_from(prompt, s)).collect();
-            let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
+            let drawn = logits.draw(&self.rules().sampler(), &from)?;
             self.record(sequences.iter_mut().map(|s| (index, s)), drawn, asked, on_token)?;
         }
         Ok(Live { request: index, of: *request, cache, sequences, waiting: Vec::new() })
@@ -440,12 +432,11 @@ impl<'a> Generator<'a> {
 
     /// Returns the inputs of a completion's next draw.
     fn draw_from<'s>(&self, prompt: &'s Prompt, sequence: &'s Sequence) -> DrawFrom<'s> {
-        let token = sequence.done.ids.len();
-        DrawFrom {
-            seen: [prompt.ids.as_slice(), sequence.done.ids.as_slice()],
-            forbids: sequence.done.logprobs.len() < self.params.min_completion_length,
-            uniform: sequence.key.uniform(self.params.seed, token),
-        }
+        self.rules().draw_from(&prompt.ids, &sequence.done, sequence.key)
+    }
+
+    fn rules(&self) -> Rules<'a> {
+        Rules { params: self.params, stops: self.stops, tokenizer: self.tokenizer }
     }
 
     /// Appends the drawn tokens to their completions.
@@ -470,19 +461,10 @@ impl<'a> Generator<'a> {
     }
 
     fn append(&self, sequence: &mut Sequence, drawn: Draw, asked: Option<Asked>) -> Result<()> {
-        let done = &mut sequence.done;
-        done.ids.push(drawn.id);
-        done.logprobs.push(drawn.logprob);
-        done.sampler_logprobs.push(drawn.sampler_logprob);
-        done.entropies.push(drawn.entropy);
+        let (rules, done) = (self.rules(), &mut sequence.done);
+        let hit = rules.append(done, &mut sequence.matcher, drawn);
+        let allowed = rules.may_stop(done);
         sequence.next_position += 1;
-        let allowed = done.logprobs.len() >= self.params.min_completion_length;
-        let hit = !self.stops.strings.is_empty()
-            && sequence.matcher.push(&self.tokenizer.token_bytes(drawn.id)).is_some();
-        // A stop string ends the completion whatever its length: the text is truncated there in any case.
-        if hit || (allowed && self.stops.is_stop(drawn.id)) {
-            done.finish_reason = FinishReason::Stop;
-        }
         let ends_turn = |asked: &Asked| {
             !hit && allowed && drawn.id == asked.turn_stop && done.turns.len() < asked.interaction.max_turns
         };
@@ -532,7 +514,7 @@ impl<'a> Generator<'a> {
                 sequence.done.failed_calls += said.failed;
                 let logits = self.read(*said, group, &mut sequence, &mut finished[request].media, memory)?;
                 let from = [self.draw_from(group.of.prompt, &sequence)];
-                let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
+                let drawn = logits.draw(&self.rules().sampler(), &from)?;
                 self.record(std::iter::once((request, &mut sequence)), drawn, asked, on_token)?;
             }
         }
@@ -604,28 +586,11 @@ impl<'a> Generator<'a> {
 
     /// Decodes completion ids to text without control tokens, truncated before a stop string.
     pub fn text_of(&self, ids: &[u32]) -> Result<String> {
-        if self.stops.strings.is_empty() {
-            return Ok(self.tokenizer.decode(ids, true)?);
-        }
-        let mut matcher = StopMatcher::new(self.stops);
-        let mut decoder = StreamDecoder::new(true);
-        let mut text = String::new();
-        for &id in ids {
-            text.push_str(&decoder.push(self.tokenizer, id));
-            if matcher.push(&self.tokenizer.token_bytes(id)).is_some() {
-                break;
-            }
-        }
-        text.push_str(&decoder.finish());
-        let cut = self.stops.strings.iter().filter_map(|s| text.find(s.as_str())).min();
-        text.truncate(cut.unwrap_or(text.len()));
-        Ok(text)
+        self.rules().text_of(ids)
     }
 
     fn is_over(&self, sequence: &Sequence) -> bool {
-        let full = sequence.done.ids.len() >= self.params.max_completion_length;
-        let over = sequence.ended || sequence.done.finish_reason == FinishReason::Stop || full;
-        sequence.asks.is_none() && over
+        sequence.asks.is_none() && (sequence.ended || self.rules().is_over(&sequence.done))
     }
 
     /// Removes finished completions from the batch, and groups that have none left. Completions with a question to the

@@ -4,6 +4,8 @@
 //! the batch when it stops. For fixed weights the bits of a completion depend only on its key, not on other
 //! completions, batch size or order.
 //!
+//! In a [`Session`], requests arrive and leave while others decode, each with its own parameters; `serve` uses it.
+//!
 //! An [`Environment`] may answer a completion in its middle, with text and media; the completion goes on after the answer, over the
 //! same cache.
 //!
@@ -13,7 +15,9 @@ mod answers;
 mod environment;
 mod error;
 mod generate;
+mod rules;
 mod sample;
+mod session;
 mod zoom;
 
 pub use environment::{
@@ -22,4 +26,5 @@ pub use environment::{
 pub use error::{Result, RolloutError};
 pub use generate::{Completion, FinishReason, Generated, Generator, Request, TokenEvent};
 pub use sample::SamplingParams;
+pub use session::{Job, Session, Step, Token};
 pub use zoom::{BoxUnit, ENVIRONMENTS, Zoom, environment, store_picture};

@@ -43,4 +43,4 @@ pub use prompt::{
 pub use stop::{StopHit, StopMatcher, StopSet};
 pub use template::{ChatTemplate, TemplateOrigin};
 pub use tokenizer::{StreamDecoder, Tokenizer};
-pub use tools::{ToolCall, tool_calls};
+pub use tools::{ToolCall, split_calls, tool_calls};

@@ -39,6 +39,19 @@ pub fn tool_calls(text: &str) -> Vec<Result<ToolCall, String>> {
     calls
 }
 
+/// Splits a turn of the model into the text before its calls, and the calls. If there are none, or one of them cannot be read, the
+/// text is the whole turn.
+#[must_use]
+pub fn split_calls(text: &str) -> (&str, Vec<ToolCall>) {
+    let calls: Result<Vec<_>, _> = tool_calls(text).into_iter().collect();
+    let calls = calls.unwrap_or_default();
+    let thought = text.rfind("</think>").unwrap_or(0);
+    match text[thought..].find(CALL[0]) {
+        Some(at) if !calls.is_empty() => (&text[..thought + at], calls),
+        _ => (text, Vec::new()),
+    }
+}
+
 fn one_call(text: &str) -> Result<ToolCall, String> {
     if text.starts_with("<function") { tagged_call(text) } else { json_call(text) }
 }
@@ -145,6 +158,22 @@ mod tests {
         // A call that the model only thinks about.
         assert_eq!(tool_calls(&format!("<think>{json}</think>It is 3.")), []);
         assert_eq!(tool_calls("It is 3."), []);
+    }
+
+    #[test]
+    fn calls_are_split_from_the_text_before_them() {
+        let call = "<tool_call>{\"name\": \"now\"}</tool_call>";
+        let split = |text: &str| {
+            let (said, calls) = split_calls(text);
+            (said.to_owned(), calls.len())
+        };
+        assert_eq!(
+            split(&format!("<think>{call}</think>Let me see. {call}{call}")),
+            (format!("<think>{call}</think>Let me see. "), 2)
+        );
+        assert_eq!(split("It is 3."), ("It is 3.".to_owned(), 0));
+        let broken = format!("{call}<tool_call>{{</tool_call>");
+        assert_eq!(split(&broken), (broken.clone(), 0));
     }
 
     #[test]
