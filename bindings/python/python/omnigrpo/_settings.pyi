@@ -5,6 +5,8 @@ from os import PathLike
 from typing import Any, Literal, TypedDict
 
 class Settings(TypedDict, total=False):
+    port: int
+    served_model_name: str | float | bool
     input: str | PathLike[str]
     output: str | PathLike[str]
     keep: str | float | bool

@@ -30,6 +30,8 @@ pub struct Environment {
     pub hub: HubEnvironment,
     /// Directory `omnigrpo` in `XDG_CACHE_HOME`, or in `.cache` of `HOME` if that variable is unset.
     pub cache_dir: PathBuf,
+    /// `OMNIGRPO_API_KEY`, the key of clients of `serve`; never printed.
+    pub api_key: Option<String>,
     /// `OPENAI_API_KEY`, sent to a `judge:` as a bearer token and never printed.
     pub judge_api_key: Option<String>,
 }
@@ -117,6 +119,7 @@ impl Environment {
             home: get("HOME"),
             hub: HubEnvironment::read(&get, &user_cache),
             cache_dir: user_cache.join("omnigrpo"),
+            api_key: get("OMNIGRPO_API_KEY"),
             judge_api_key: get("OPENAI_API_KEY"),
         }
     }

@@ -104,7 +104,7 @@ pub fn layer(name: &str, verb: Verb) -> Layer {
 /// Removes the sampling settings of a training run from a file, and returns a note about them. Evaluation and generation have
 /// their own defaults, which are also those of an evaluation during training.
 pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
-    const OTHERS: [Verb; 3] = [Verb::Generate, Verb::Score, Verb::Eval];
+    const OTHERS: [Verb; 4] = [Verb::Generate, Verb::Score, Verb::Eval, Verb::Serve];
     let trains = |flag: &Flag| flag.is_of(Verb::Train) || flag.is_of(Verb::Sft);
     let training = |given: &Given| trains(given.flag) && !OTHERS.iter().any(|v| given.flag.verbs.contains(v));
     if !OTHERS.contains(&verb) || !file.given.iter().any(training) {

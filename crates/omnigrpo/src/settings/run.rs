@@ -329,6 +329,15 @@ pub struct Log {
     pub gpu: bool,
 }
 
+/// Endpoint of `serve`.
+#[derive(Clone, Debug)]
+pub struct Serving {
+    /// Port; 0 for a free one.
+    pub port: u16,
+    /// Name of the model in requests.
+    pub name: Option<String>,
+}
+
 /// Processes that train together.
 #[derive(Clone, Debug, Default)]
 pub struct Processes {
@@ -404,6 +413,8 @@ pub struct Settings {
     pub push: Push,
     /// Trackers.
     pub log: Log,
+    /// Endpoint of `serve`.
+    pub serve: Serving,
     /// Workload of `bench`.
     pub bench: Bench,
     /// Number of threads; `None` uses all cores.
@@ -496,6 +507,7 @@ impl Default for Settings {
                 profile: false,
                 gpu: false,
             },
+            serve: Serving { port: 8000, name: None },
             bench: Bench {
                 num_images: 1,
                 image_px: 448,

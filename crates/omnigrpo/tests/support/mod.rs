@@ -147,6 +147,12 @@ pub fn ran(command: &mut Command) -> Ran {
     }
 }
 
+/// Returns a file as a `data:` address.
+pub fn data_address(bytes: &[u8], kind: &str) -> String {
+    use base64::Engine as _;
+    format!("data:{kind};base64,{}", base64::engine::general_purpose::STANDARD.encode(bytes))
+}
+
 /// Starts a server on this machine that answers a path with `content`, or with 404. It ends with the test process.
 pub fn server(
     content: impl Fn(&str) -> Option<Vec<u8>> + Send + 'static,

@@ -16,6 +16,7 @@ mod push;
 mod rates;
 mod resume;
 mod rewards;
+mod serve;
 pub(super) mod setup;
 mod shell;
 mod summary;
@@ -184,6 +185,7 @@ pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
         Verb::Doctor => doctor::doctor(&resolved.settings, &context),
         Verb::Demo => demo::demo(resolved, &context),
         Verb::Bench => bench::bench(&resolved.settings, &context),
+        Verb::Serve => serve::serve(&resolved.settings, &context),
         Verb::Watch => watch::watch(&resolved.settings, &context),
         Verb::Report => watch::report(&resolved.settings, &context),
         Verb::Translate => translate::run(&resolved.settings, &context),

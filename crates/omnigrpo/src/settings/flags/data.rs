@@ -115,7 +115,7 @@ pub const FLAGS: &[Flag] = &[
     row("missing_audio", Choice(words::<MissingAudio>), at!(prompts.media.missing_audio), ROWS).help(
         "What to do when a file has no audio track: a bad row (error), or silence.",
     ),
-    row("allow_urls", Choice(words::<AllowUrls>), at!(data.allow_urls), READS_ROWS)
+    row("allow_urls", Choice(words::<AllowUrls>), at!(data.allow_urls), FETCHES)
         .help(
             "Hosts from which media with an http(s) address may be fetched. Each is fetched once into the \
              cache; `data:` addresses are always allowed.",
@@ -124,7 +124,7 @@ pub const FLAGS: &[Flag] = &[
     row("media_timeout_secs", float(0.01, 86_400.0), at!(prompts.media.limits.timeout), ROWS)
         .help("Time limit for reading one medium, seconds; a row that exceeds it is bad.")
         .free(Verb::ALL),
-    row("mm_processor_cache_gb", float(0.0, BIG), at!(data.mm_processor_cache_gb), PLACED)
+    row("mm_processor_cache_gb", float(0.0, BIG), at!(data.mm_processor_cache_gb), CACHES)
         .help(
             "GiB of memory for decoded media, so that later passes over the data do not decode them again; at \
              most the memory that the run leaves free. 0 decodes them in each pass.",

@@ -48,6 +48,15 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Push, Man])
         .positional(),
+    row("checkpoint", Text, at!(model.name), &[Serve])
+        .help("Checkpoint or run directory to serve, or the name of a model on the hub.")
+        .unset("")
+        .required(&[Serve])
+        .positional(),
+    row("port", int(0, 65_535), at!(serve.port), &[Serve]).help("Port on 127.0.0.1; 0 takes a free one."),
+    row("served_model_name", Text, at!(serve.name), &[Serve])
+        .help("Name of the model in requests and responses.")
+        .unset("`checkpoint` as it is given"),
     row("run_dirs", Texts, at!(io.run_dirs), &[Watch, Report])
         .help(
             "Run directories. `watch` also takes a directory of run directories and draws several runs in the \

@@ -30,7 +30,7 @@ use crate::settings::values::{Value, take};
 
 use verb::Verb::{
     Bench, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Plan, Push, RewardsList,
-    RewardsRun, Score, Sft, Train,
+    RewardsRun, Score, Serve, Sft, Train,
 };
 
 /// Every setting, by its section in the help.
@@ -434,6 +434,7 @@ pub(super) const SET: &[Verb] = &[
     Generate,
     Score,
     Eval,
+    Serve,
     DataCheck,
     DataShow,
     DataConvert,
@@ -445,29 +446,37 @@ pub(super) const SET: &[Verb] = &[
     Demo,
     Bench,
 ];
-/// Verbs that load a model, or only its processor if a model is given.
+/// Verbs with the settings of a family of models.
+pub(super) const FAMILY: &[Verb] =
+    &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, Export, Doctor, Bench];
+/// Verbs that load a model by flag, or only its processor if a model is given.
 pub(super) const MODEL: &[Verb] =
     &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.
-pub(super) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export, Demo, Bench];
+pub(super) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Export, Demo, Bench];
 /// Verbs that multiply with the weights of a model.
-pub(super) const MULTIPLIES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Doctor, Demo, Bench];
+pub(super) const MULTIPLIES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Doctor, Demo, Bench];
 /// Verbs with a choice of device.
-pub(super) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
+pub(super) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Demo];
+/// Verbs that may use a medium more than once.
+pub(super) const CACHES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
 /// Verbs that take an adapter.
-pub(super) const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export];
+pub(super) const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, Export];
 /// Verbs that can quantise a model.
-pub(super) const QUANTISED: &[Verb] = &[Train, Sft, Generate, Score, Eval];
+pub(super) const QUANTISED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve];
 /// Verbs that train the user's model.
 pub(super) const TUNES: &[Verb] = &[Train, Sft];
 /// Verbs that read training rows.
 pub(super) const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
 /// Verbs that read evaluation rows.
 pub(super) const EVAL_ROWS: &[Verb] = &[Train, Sft, Eval, DataCheck, DataShow];
-/// Verbs that read rows with media.
-pub(super) const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
+/// Verbs that read rows or messages with media.
+pub(super) const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow];
 /// Verbs that read rows of any format.
 pub(super) const READS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, RewardsRun];
+/// Verbs that may fetch media.
+pub(super) const FETCHES: &[Verb] =
+    &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow, RewardsRun];
 /// Verbs that can skip bad rows.
 pub(super) const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
 /// Verbs with the GRPO objective.
@@ -479,9 +488,10 @@ pub(super) const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
 /// Verbs that use rewards, also on rows without completions.
 pub(super) const ASKS_REWARDS: &[Verb] = &[Train, Sft, Eval, DataCheck, Demo, RewardsRun];
 /// Verbs that sample.
-pub(super) const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo];
+pub(super) const SAMPLES: &[Verb] = &[Train, Generate, Eval, Serve, Demo];
 /// Verbs that read or write completions of bounded length.
-pub(super) const BOUNDED: &[Verb] = &[Train, Sft, Generate, Eval, DataCheck, DataShow, RewardsRun, Demo];
+pub(super) const BOUNDED: &[Verb] =
+    &[Train, Sft, Generate, Eval, Serve, DataCheck, DataShow, RewardsRun, Demo];
 /// Verbs that take optimizer steps.
 pub(super) const STEPS: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that use random numbers.
@@ -494,7 +504,7 @@ pub(super) const SUMS_UP: &[Verb] = &[Train, Sft, Eval, RewardsRun];
 pub(super) const PERIODIC: &[Verb] = &[Train, Sft];
 
 /// Verbs that limit the length of prompts.
-pub(super) const RUNS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
+pub(super) const RUNS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, Serve, DataCheck, DataShow];
 
 #[cfg(test)]
 mod tests {

@@ -5,8 +5,10 @@ use crate::settings::Settings;
 use crate::settings::values::Field as _;
 use Kind::{Path, Text, Texts};
 
-fn greedy(s: &Settings) -> Option<&'static str> {
-    (s.algorithm.sampling.temperature == 0.0).then_some("`temperature` 0 takes the most likely token")
+fn greedy(s: &Settings, verb: Verb) -> Option<&'static str> {
+    // A request to `serve` may have another temperature.
+    (verb != Serve && s.algorithm.sampling.temperature == 0.0)
+        .then_some("`temperature` 0 takes the most likely token")
 }
 
 /// Verbs whose completions an environment may answer.
@@ -42,16 +44,16 @@ pub const FLAGS: &[Flag] = &[
     row("top_p", float(1e-6, 1.0), at!(algorithm.sampling.top_p), SAMPLES)
         .help("Sample among the likeliest tokens that together have this probability; 1 is off.")
         .alias(&["generation_top_p"])
-        .idle(|s, _| greedy(s).or_else(|| s.not_sampled())),
+        .idle(|s, verb| greedy(s, verb).or_else(|| s.not_sampled())),
     row("top_k", int(0, COUNT), at!(algorithm.sampling.top_k), SAMPLES)
         .help(
             "Sample among this many likeliest tokens; 0 is off. The checkpoint's generation_config.json is \
              never used.",
         )
-        .idle(|s, _| greedy(s).or_else(|| s.not_sampled())),
+        .idle(|s, verb| greedy(s, verb).or_else(|| s.not_sampled())),
     row("min_p", float(0.0, 1.0), at!(algorithm.sampling.min_p), SAMPLES)
         .help("Drop tokens less likely than this share of the likeliest token's probability; 0 is off.")
-        .idle(|s, _| greedy(s).or_else(|| s.not_sampled())),
+        .idle(|s, verb| greedy(s, verb).or_else(|| s.not_sampled())),
     row("repetition_penalty", float(0.01, 100.0), at!(algorithm.sampling.repetition_penalty), SAMPLES)
         .help("Number by which scores of tokens that already occurred are divided; 1 is off.")
         .idle(|s, _| s.not_sampled()),

@@ -39,6 +39,8 @@ pub enum Verb {
     Bench,
     /// JSON Schema of a file of settings.
     Schema,
+    /// Endpoint for OpenAI's clients.
+    Serve,
     /// Page that shows runs.
     Watch,
     /// Report of a run as one file.
@@ -53,7 +55,7 @@ pub enum Verb {
 
 use Verb::{
     Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Init, Man,
-    Plan, Push, Report, RewardsList, RewardsRun, Schema, Score, Sft, Train, Translate, Watch,
+    Plan, Push, Report, RewardsList, RewardsRun, Schema, Score, Serve, Sft, Train, Translate, Watch,
 };
 
 impl Verb {
@@ -67,6 +69,7 @@ impl Verb {
         Generate,
         Score,
         Eval,
+        Serve,
         DataCheck,
         DataShow,
         DataConvert,
@@ -105,6 +108,7 @@ impl Verb {
             Doctor => &["doctor"],
             Demo => &["demo"],
             Bench => &["bench"],
+            Serve => &["serve"],
             Watch => &["watch"],
             Report => &["report"],
             Schema => &["schema"],
@@ -153,6 +157,7 @@ impl Verb {
             Bench => {
                 "Measure a training step of a random model and compare it with the limits of this machine"
             }
+            Serve => "Serve a checkpoint to OpenAI's clients: chat with pictures, clips, sounds and tools",
             Watch => {
                 "Show runs as a page on this machine: curves, completions, evaluations, live while they train"
             }
@@ -275,6 +280,19 @@ impl Verb {
                 "max_completion_length",
                 "batch_size",
             ],
+            Serve => &[
+                "checkpoint",
+                "port",
+                "served_model_name",
+                "adapter_name_or_path",
+                "system_prompt",
+                "max_pixels",
+                "allow_urls",
+                "temperature",
+                "max_completion_length",
+                "load_in_4bit",
+                "device",
+            ],
             DataCheck => &[
                 "train_file",
                 "eval_file",
@@ -377,6 +395,7 @@ impl Verb {
   omnigrpo doctor --gpu",
             Demo => "omnigrpo demo",
             Bench => "omnigrpo bench",
+            Serve => "omnigrpo serve runs/first --port 8000",
             Watch => "omnigrpo watch runs/first",
             Report => "omnigrpo report runs/first",
             Schema => "omnigrpo schema > omnigrpo.schema.json",

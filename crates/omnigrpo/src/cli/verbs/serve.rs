@@ -1,0 +1,55 @@
+//! `serve`: an endpoint for OpenAI's clients.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{ColumnNames, ReadOptions};
+use omnigrpo_serve::{Options, Server};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use super::train::is_ignored;
+use super::{Context, print, setup};
+use crate::settings::Settings;
+use crate::settings::wording::worded;
+
+/// Serves a model until a signal ends the program.
+pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
+    let checkpoint = context.checkpoint()?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
+    // Each request has its own limit, so a prompt must only leave room for one token.
+    let mut open = settings.clone();
+    open.prompts.max_completion_length = 1;
+    let prompts = setup::prompts(&open, checkpoint, false)?;
+    let name = settings.serve.name.clone().or_else(|| settings.model.name.clone());
+    let given = settings.env.api_key.is_some();
+    let options = Options {
+        name: name.unwrap_or_default(),
+        port: settings.serve.port,
+        key: settings.env.api_key.clone(),
+        sampling: settings.algorithm.sampling.clone(),
+        max_live: settings.algorithm.max_live,
+        read: ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) },
+        word: worded,
+    };
+    stop_on_signals(&context.stop)?;
+    let server = Server::start(prompts, options)?;
+    print(&format!("{}\n", server.url()))?;
+    if !given {
+        print(&format!("key: {}\n", server.key()))?;
+    }
+    context.console.line("the server answers only on this machine; press Ctrl-C to stop");
+    server.run(&model, &context.stop).context("the model cannot answer any more")
+}
+
+/// Lets the first signal end the server, which completes the requests in progress, and the second one end the process.
+fn stop_on_signals(stop: &Arc<AtomicBool>) -> Result<()> {
+    let unable = "signals cannot be handled";
+    for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)) {
+        // Handlers run in the order of their registration, so this one acts only if an earlier signal has set the flag.
+        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop)).context(unable)?;
+        flag::register(signal, Arc::clone(stop)).context(unable)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,197 @@
+//! `serve` from the command line: the bytes of `generate`, a judge, signals.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+use omnigrpo_rewards::{RewardInput, RewardOptions, RowKey, Think};
+use serde_json::{Value, json};
+use support::{Place, data_address};
+
+/// A server, which is killed at the end unless it has ended.
+struct Serving {
+    child: Child,
+    url: String,
+    out: BufReader<ChildStdout>,
+}
+
+const KEY: &str = "0123456789";
+
+impl Serving {
+    fn start(place: &Place, line: &str) -> Self {
+        let mut command = place.command(&format!("serve --port 0 --threads 1 {line}"));
+        let mut child = command.env("OMNIGRPO_API_KEY", KEY).stdout(Stdio::piped()).spawn().unwrap();
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        let mut url = String::new();
+        out.read_line(&mut url).unwrap();
+        assert!(url.starts_with("http://127.0.0.1:"), "{url}");
+        Self { child, url: url.trim().to_owned(), out }
+    }
+
+    fn ask(&self, body: &Value) -> Value {
+        let sent = ureq::post(format!("{}/chat/completions", self.url))
+            .header("Authorization", format!("Bearer {KEY}"))
+            .send(body.to_string());
+        serde_json::from_reader(sent.unwrap().into_body().into_reader()).unwrap()
+    }
+
+    fn signal(&self, signal: &str) {
+        assert!(
+            Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap().success()
+        );
+    }
+
+    /// Returns the exit code and the rest of standard output.
+    fn end(mut self) -> (Option<i32>, String) {
+        let mut rest = String::new();
+        self.out.read_to_string(&mut rest).unwrap();
+        (self.child.wait().unwrap().code(), rest)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn greedy_text_equals_that_of_generate_to_the_byte() {
+    let place = Place::new();
+    place
+        .run("train --model M --threads 1 --use_peft --lora_r 2 --train_file rows.jsonl --reward_funcs random --max_steps 1 --num_generations 2 --max_completion_length 4 --learning_rate 0.1 --output_dir lora")
+        .ok();
+    for options in
+        ["", "--load_in_4bit", "--device emulated", "--adapter_name_or_path lora", "--system_prompt Brief."]
+    {
+        let common = format!("--max_completion_length 16 --temperature 0 {options}");
+        let server = Serving::start(&place, &format!("M {common}"));
+        for image in [false, true] {
+            let question = "Which shape is red?";
+            let mut content = vec![json!({ "type": "text", "text": question })];
+            let mut more = vec!["--prompt", question];
+            if image {
+                let url = data_address(&place.bytes("shapes.png"), "image/png");
+                content.insert(0, json!({ "type": "image_url", "image_url": { "url": url } }));
+                more.extend(["--image", "shapes.png"]);
+            }
+            let generated = place.run_with(&format!("generate --model M --threads 1 {common}"), &more).ok();
+            let answer = server.ask(&json!({ "messages": [{ "role": "user", "content": content }] }));
+            let text = answer["choices"][0]["message"]["content"].as_str().unwrap();
+            assert_eq!(format!("{text}\n"), generated.stdout, "{options} {image}");
+            assert!(!text.is_empty());
+        }
+    }
+}
+
+/// The demo's model counts the shapes of each picture, and the count is the reward.
+#[test]
+fn a_judge_reward_asks_the_server() {
+    let place = Place::new();
+    omnigrpo_demo::write_model(&place.path("judge")).unwrap();
+    let sizes = omnigrpo_demo::Sizes { sft: 10, train: 10, eval: 120 };
+    omnigrpo_demo::generate(&place.path("data"), 0, sizes).unwrap();
+    let counted = place.lines("data/eval.jsonl").into_iter().filter(|row| row["type"] == "count");
+    let pictures: Vec<PathBuf> =
+        counted.map(|row| place.path("data").join(row["image"].as_str().unwrap())).collect();
+    let row = |picture: &PathBuf| {
+        format!("{}\n", json!({ "image": picture, "question": "How many shapes are there?" }))
+    };
+    place.write("rows.jsonl", pictures.iter().map(row).collect::<String>());
+    place
+        .run("generate --model judge --threads 1 --input rows.jsonl --output seen.jsonl --temperature 0")
+        .ok();
+    let number = |row: &Value| -> Option<f64> {
+        let text = row["completions"][0]["text"].as_str()?;
+        text.strip_prefix("<think>")?.split('<').next()?.parse().ok()
+    };
+    let seen: Vec<Option<f64>> = place.lines("seen.jsonl").iter().map(number).collect();
+    assert!(seen.contains(&Some(2.0)) && seen.contains(&Some(3.0)), "{seen:?}");
+
+    let server = Serving::start(&place, "judge --served_model_name counter");
+    let mut options = RewardOptions::default();
+    options.external.judge_model = "counter".to_owned();
+    options.external.judge_template = "{images}How many shapes are there?".to_owned();
+    options.external.judge_api_key = Some(KEY.to_owned());
+    options.external.range = Some((0.0, 9.0));
+    let rewards = omnigrpo_rewards::build(&[format!("judge:{}", server.url)], &options).unwrap();
+    let columns = serde_json::Map::new();
+    let inputs: Vec<RewardInput> = pictures
+        .iter()
+        .map(|picture| RewardInput {
+            prompt: "",
+            turns: &[],
+            added_turns: 0,
+            completion: "",
+            completion_ids: &[],
+            solution: None,
+            columns: &columns,
+            think: Think::Off,
+            media_paths: std::slice::from_ref(picture),
+            media: &[],
+            key: RowKey { seed: 0, step: 0, row: 0, sample: 0 },
+            truncated: false,
+        })
+        .collect();
+    assert_eq!(rewards.score(&inputs).unwrap().values[0], seen);
+}
+
+#[test]
+fn a_signal_ends_the_server_after_its_requests() {
+    let place = Place::new();
+    let server = Serving::start(&place, "M --served_model_name tiny");
+    let body = json!({ "model": "tiny", "messages": [{ "role": "user", "content": "Hm?" }], "max_tokens": 300, "min_tokens": 300, "stream": true });
+    let sent = ureq::post(format!("{}/chat/completions", server.url))
+        .header("Authorization", format!("Bearer {KEY}"));
+    let mut lines = BufReader::new(sent.send(body.to_string()).unwrap().into_body().into_reader()).lines();
+    assert!(lines.next().unwrap().unwrap().starts_with("data: "));
+    server.signal("-TERM");
+    let last = lines.map(Result::unwrap).filter(|line| !line.is_empty()).last();
+    assert_eq!(last.as_deref(), Some("data: [DONE]"));
+    assert_eq!(server.end(), (Some(0), String::new()));
+    // A second signal ends the process immediately.
+    place.copied_checkpoint("long");
+    let config = place.text("long/config.json");
+    place.write(
+        "long/config.json",
+        config.replace("\"max_position_embeddings\": 512", "\"max_position_embeddings\": 32768"),
+    );
+    let server = Serving::start(&place, "long");
+    let endless = json!({ "messages": [{ "role": "user", "content": "Hm?" }], "max_tokens": 20_000, "min_tokens": 20_000, "stream": true });
+    let sent = ureq::post(format!("{}/chat/completions", server.url))
+        .header("Authorization", format!("Bearer {KEY}"));
+    let mut lines = BufReader::new(sent.send(endless.to_string()).unwrap().into_body().into_reader()).lines();
+    lines.next().unwrap().unwrap();
+    server.signal("-INT");
+    lines.next().unwrap().unwrap();
+    while ureq::get(server.url.replace("/v1", "/health")).call().is_ok() {}
+    server.signal("-INT");
+    assert_eq!(server.end().0, Some(130));
+}
+
+#[test]
+fn a_random_key_is_printed_and_mistakes_are_named() {
+    let place = Place::new();
+    let mut command = place.command("serve M --port 0 --threads 1");
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let lines: Vec<String> =
+        BufReader::new(child.stdout.take().unwrap()).lines().take(2).map(Result::unwrap).collect();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let key = lines[1].strip_prefix("key: ").unwrap();
+    assert!(key.len() == 32 && key.bytes().all(|byte| byte.is_ascii_hexdigit()), "{lines:?}");
+    place.run("serve").fails(2, &["CHECKPOINT"]);
+    place.run("serve nowhere --port 0").fails(1, &["the model was not found", "`nowhere`"]);
+    let taken = Serving::start(&place, "M");
+    let port = taken.url.split([':', '/']).nth(4).unwrap();
+    place
+        .run(&format!("serve M --port {port}"))
+        .fails(1, &[&format!("127.0.0.1:{port} cannot be served"), "another port"]);
+    place.run("serve M --num_generations 2").fails(2, &["num_generations"]);
+}

@@ -1,0 +1,402 @@
+//! Requests of OpenAI's API, checked. A field that would change the answer and is unsupported is an error, and so is an unknown
+//! field.
+
+use std::sync::Arc;
+
+use hyper::StatusCode;
+use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_models::PromptBuilder;
+use omnigrpo_rollout::{Job, SamplingParams};
+use omnigrpo_text::StopSet;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::error::Refusal;
+
+/// Largest number of completions of a request.
+const MAX_SAMPLES: usize = 128;
+/// Largest number of stop strings of a request, and of their bytes.
+const MAX_STOPS: (usize, usize) = (16, 1024);
+/// Largest number of reported tokens at each place.
+const MAX_TOP: usize = 20;
+/// Number of bytes that the tokens of a text have at most, on average. Longer texts are refused before they are tokenised.
+const MAX_TOKEN_BYTES: usize = 32;
+/// Largest number of tools of a request.
+const MAX_TOOLS: usize = 128;
+
+/// Fields that concern OpenAI's own service.
+const OF_OPENAI: [&str; 6] =
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"];
+
+/// Body of `/v1/chat/completions`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ChatRequest {
+    messages: Vec<Value>,
+    pub(crate) model: Option<String>,
+    n: Option<usize>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    seed: Option<i64>,
+    stop: Option<Stops>,
+    max_tokens: Option<usize>,
+    max_completion_tokens: Option<usize>,
+    min_tokens: Option<usize>,
+    logprobs: Option<bool>,
+    top_logprobs: Option<usize>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    // Fields that change the answer and are unsupported.
+    frequency_penalty: Option<f64>,
+    presence_penalty: Option<f64>,
+    logit_bias: Option<Map<String, Value>>,
+    response_format: Option<Value>,
+    parallel_tool_calls: Option<bool>,
+    modalities: Option<Vec<String>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Stops {
+    One(String),
+    Several(Vec<String>),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+/// Requested form of the response.
+#[derive(Debug)]
+pub(crate) struct Form {
+    pub(crate) streams: bool,
+    pub(crate) usage_in_stream: bool,
+    pub(crate) logprobs: bool,
+    /// True if calls of tools are separated from the text.
+    pub(crate) tools: bool,
+}
+
+/// Settings of a server that concern requests.
+pub(crate) struct Settings {
+    pub(crate) prompts: PromptBuilder,
+    pub(crate) read: ReadOptions,
+    /// Defaults of requests.
+    pub(crate) sampling: SamplingParams,
+    pub(crate) max_live: usize,
+}
+
+impl ChatRequest {
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
+        let mut body: Map<String, Value> = serde_json::from_slice(body).map_err(unreadable)?;
+        body.retain(|name, _| !OF_OPENAI.contains(&name.as_str()));
+        serde_json::from_value(Value::Object(body)).map_err(unreadable)
+    }
+
+    /// Builds the prompt and checks all parameters. `random_seed` is the seed of a request without one.
+    pub(crate) fn job(mut self, settings: &Settings, random_seed: u64) -> Result<(Job, Form), Refusal> {
+        self.refuse_unsupported()?;
+        let num_samples = self.n.unwrap_or(1);
+        let most = MAX_SAMPLES.min(settings.max_live);
+        if !(1..=most).contains(&num_samples) {
+            return Err(Refusal::of("n", format!("n is {num_samples}; expected from 1 to {most}")));
+        }
+        let top_logprobs = self.top_logprobs.unwrap_or(0);
+        let logprobs = self.logprobs.unwrap_or(false);
+        if top_logprobs > MAX_TOP || (top_logprobs > 0 && !logprobs) {
+            let why =
+                format!("top_logprobs is {top_logprobs}; expected from 0 to {MAX_TOP}, with logprobs true");
+            return Err(Refusal::of("top_logprobs", why));
+        }
+        let streams = self.stream.unwrap_or(false);
+        if self.stream_options.is_some() && !streams {
+            return Err(Refusal::of("stream_options", "stream_options needs stream true"));
+        }
+        let form = Form {
+            streams,
+            usage_in_stream: self
+                .stream_options
+                .take()
+                .and_then(|options| options.include_usage)
+                .unwrap_or(false),
+            logprobs,
+            tools: self.tools_to_call()?,
+        };
+        let stops = self.stops(settings.prompts.stops())?;
+        let mut params = self.params(&settings.sampling, random_seed);
+        let tools = self.tools.take().filter(|_| form.tools).unwrap_or_default();
+        let positions = settings.prompts.family().architecture().decoder_config().max_positions;
+        let messages = messages_of_row(std::mem::take(&mut self.messages), positions)?;
+        let bytes = text_bytes(&messages, &tools);
+        if bytes > MAX_TOKEN_BYTES * positions {
+            let why = format!(
+                "the messages and tools have {bytes} bytes of text, which do not fit {positions} positions"
+            );
+            return Err(Refusal::of("messages", why));
+        }
+        let prompts = settings.prompts.with_tools(tools);
+        let sample = sample(messages, &settings.read)?;
+        let prompt = prompts.build(&sample.0).map_err(|error| sample.1.refusal(&error))?;
+        let left = positions.saturating_sub(prompt.ids.len());
+        params.max_completion_length = match self.max_completion_tokens.or(self.max_tokens) {
+            None => settings.sampling.max_completion_length.min(left),
+            Some(tokens) if tokens <= left => tokens,
+            Some(tokens) => {
+                let why = format!(
+                    "the prompt has {} tokens and max_tokens is {tokens}, but the model has {positions} positions; expected at \
+                     most {left} tokens",
+                    prompt.ids.len()
+                );
+                return Err(Refusal::of("max_tokens", why));
+            }
+        };
+        params
+            .validate()
+            .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, api_name(&error.to_string())))?;
+        Ok((Job { prompt: Arc::new(prompt), num_samples, params, stops, top_logprobs }, form))
+    }
+
+    fn refuse_unsupported(&self) -> Result<(), Refusal> {
+        let refuse = |is_given: bool, name: &'static str, why: &str| match is_given {
+            true => Err(Refusal::of(name, format!("{name} is unsupported; {why}"))),
+            false => Ok(()),
+        };
+        let penalty = |given: Option<f64>| given.is_some_and(|given| given != 0.0);
+        refuse(penalty(self.frequency_penalty), "frequency_penalty", "use repetition_penalty")?;
+        refuse(penalty(self.presence_penalty), "presence_penalty", "use repetition_penalty")?;
+        let biased = self.logit_bias.as_ref().is_some_and(|bias| !bias.is_empty());
+        refuse(biased, "logit_bias", "leave it out")?;
+        let format = self.response_format.as_ref().is_some_and(|format| format["type"] != "text");
+        refuse(format, "response_format", "ask for the format in a message")?;
+        refuse(
+            self.parallel_tool_calls == Some(false),
+            "parallel_tool_calls",
+            "the model decides how many tools it calls",
+        )?;
+        let spoken = self.modalities.as_ref().is_some_and(|list| list.iter().any(|kind| kind != "text"));
+        refuse(spoken, "modalities", "the model answers with text")
+    }
+
+    /// Returns true if the model may call tools.
+    fn tools_to_call(&self) -> Result<bool, Refusal> {
+        let tools = self.tools.as_deref().unwrap_or_default();
+        let is_tool = |tool: &Value| tool["type"] == "function" && tool["function"]["name"].is_string();
+        if tools.len() > MAX_TOOLS || !tools.iter().all(is_tool) {
+            let expected = r#"{"type": "function", "function": {"name": …, "parameters": {…}}}"#;
+            return Err(Refusal::of(
+                "tools",
+                format!("tools must be a list of at most {MAX_TOOLS} objects {expected}"),
+            ));
+        }
+        match &self.tool_choice {
+            None => Ok(!tools.is_empty()),
+            Some(Value::String(choice)) if choice == "none" => Ok(false),
+            Some(Value::String(choice)) if choice == "auto" && !tools.is_empty() => Ok(true),
+            Some(choice) => {
+                let why =
+                    "expected auto (with tools) or none, since the model decides whether it calls a tool";
+                Err(Refusal::of("tool_choice", format!("tool_choice is {choice}; {why}")))
+            }
+        }
+    }
+
+    /// Returns the model's stops with those of the request.
+    fn stops(&mut self, model: &StopSet) -> Result<StopSet, Refusal> {
+        let given = match self.stop.take() {
+            None => Vec::new(),
+            Some(Stops::One(one)) => vec![one],
+            Some(Stops::Several(several)) => several,
+        };
+        let (count, bytes) = MAX_STOPS;
+        if given.len() > count || given.iter().any(|stop| stop.is_empty() || stop.len() > bytes) {
+            let why =
+                format!("stop must be a text of 1 to {bytes} bytes, or a list of at most {count} such texts");
+            return Err(Refusal::of("stop", why));
+        }
+        let mut stops = model.clone();
+        for stop in given {
+            if !stops.strings.contains(&stop) {
+                stops.strings.push(stop);
+            }
+        }
+        Ok(stops)
+    }
+
+    fn params(&self, defaults: &SamplingParams, random_seed: u64) -> SamplingParams {
+        SamplingParams {
+            temperature: self.temperature.unwrap_or(defaults.temperature),
+            top_p: self.top_p.unwrap_or(defaults.top_p),
+            // -1 means all tokens, as in vLLM.
+            top_k: self.top_k.map_or(defaults.top_k, |k| usize::try_from(k).unwrap_or(0)),
+            min_p: self.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            min_completion_length: self.min_tokens.unwrap_or(defaults.min_completion_length),
+            logprob_temperature: Some(1.0),
+            seed: self.seed.map_or(random_seed, |seed| seed as u64),
+            interaction: None,
+            max_completion_length: defaults.max_completion_length,
+        }
+    }
+}
+
+fn unreadable(error: serde_json::Error) -> Refusal {
+    Refusal::new(StatusCode::BAD_REQUEST, format!("the body is not a request of this API: {error}"))
+}
+
+/// Replaces the names of parameters in an error by those of the API.
+fn api_name(message: &str) -> String {
+    message.replace("max_completion_length", "max_tokens").replace("min_completion_length", "min_tokens")
+}
+
+/// Folder of the media of a request, which is removed with it.
+struct MediaFolder(tempfile::TempDir);
+
+impl MediaFolder {
+    /// Creates the reason from an error, without the path of the folder.
+    fn refusal(&self, error: &(dyn std::error::Error + 'static)) -> Refusal {
+        let refusal = Refusal::about("messages", error);
+        let folder = format!("{}/", self.0.path().join("media").display());
+        Refusal { message: refusal.message.replace(&folder, ""), ..refusal }
+    }
+}
+
+/// Returns messages as rows of a dataset have them. There are at most as many as the model has positions.
+fn messages_of_row(messages: Vec<Value>, positions: usize) -> Result<Vec<Value>, Refusal> {
+    if messages.len() > positions {
+        let why = format!("{} messages do not fit the model's {positions} positions", messages.len());
+        return Err(Refusal::of("messages", why));
+    }
+    let ends_open =
+        messages.last().is_some_and(|last| matches!(last["role"].as_str(), Some("user" | "tool")));
+    if !ends_open {
+        return Err(Refusal::of("messages", "the last message must be from the user or a tool"));
+    }
+    if messages.first().is_some_and(|first| first["role"] == "assistant") {
+        return Err(Refusal::of("messages", "the first message must not be from the assistant"));
+    }
+    let read_message = |(at, message)| message_of_row(at, message);
+    messages.into_iter().enumerate().map(read_message).collect()
+}
+
+/// Returns the size of the text to tokenise.
+fn text_bytes(messages: &[Value], tools: &[Value]) -> usize {
+    let part = |part: &Value| part["text"].as_str().map_or(0, str::len);
+    let content = |content: &Value| match content {
+        Value::Array(parts) => parts.iter().map(part).sum(),
+        content => content.as_str().map_or(0, str::len),
+    };
+    let message = |message: &Value| content(&message["content"]) + message["tool_calls"].to_string().len();
+    let tools = tools.iter().map(|tool| tool.to_string().len());
+    messages.iter().map(message).chain(tools).sum()
+}
+
+/// Reads messages as a row of a dataset. Media are stored in a folder for the time of the request.
+fn sample(messages: Vec<Value>, read: &ReadOptions) -> Result<(Sample, MediaFolder), Refusal> {
+    let unavailable =
+        |error: std::io::Error| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string());
+    let folder = MediaFolder(tempfile::tempdir().map_err(unavailable)?);
+    let read = ReadOptions { cache_dir: Some(folder.0.path().to_owned()), ..read.clone() };
+    let row = json!({ "id": "request", "messages": messages });
+    let sample =
+        Sample::from_row(row, "request", folder.0.path(), &read).map_err(|error| folder.refusal(&error))?;
+    Ok((sample, folder))
+}
+
+/// Returns a message as rows of a dataset have it: texts are parts, so that no placeholder in them counts, and media are addresses.
+fn message_of_row(at: usize, mut message: Value) -> Result<Value, Refusal> {
+    let wrong = |what: String| Refusal::of("messages", format!("messages[{at}]: {what}"));
+    let role = match message["role"].as_str() {
+        Some("developer") => "system".to_owned(),
+        Some(role @ ("system" | "user" | "assistant" | "tool")) => role.to_owned(),
+        _ => return Err(wrong("the role must be system, developer, user, assistant or tool".to_owned())),
+    };
+    let calls = message["tool_calls"].take();
+    let content = match message["content"].take() {
+        Value::String(text) if role == "assistant" => Value::String(text),
+        Value::String(text) => json!([{ "type": "text", "text": text }]),
+        Value::Array(parts) => {
+            let part = |part| part_of_row(part).map_err(&wrong);
+            let parts = parts.into_iter().map(part).collect::<Result<Vec<_>, _>>()?;
+            // Calls of tools follow a text.
+            match (role.as_str(), parts.iter().map(|part| part["text"].as_str()).collect::<Option<String>>())
+            {
+                ("assistant", Some(text)) => Value::String(text),
+                _ => Value::Array(parts),
+            }
+        }
+        Value::Null if role == "assistant" && !calls.is_null() => Value::Null,
+        other => {
+            return Err(wrong(format!("the content {} must be a text or a list of parts", shown(&other))));
+        }
+    };
+    let mut out = json!({ "role": role, "content": content });
+    if !calls.is_null() {
+        out["tool_calls"] = calls;
+    }
+    Ok(out)
+}
+
+/// Options of a medium that a part may set.
+const OPTIONS: [&str; 11] = [
+    "fps",
+    "nframes",
+    "min_frames",
+    "max_frames",
+    "min_pixels",
+    "max_pixels",
+    "total_pixels",
+    "resized_height",
+    "resized_width",
+    "video_start",
+    "video_end",
+];
+
+fn part_of_row(part: Value) -> Result<Value, String> {
+    let kind = part["type"].as_str().unwrap_or_default().to_owned();
+    let address = |kind: &str| {
+        let given = &part[format!("{kind}_url")];
+        let given = if given.is_null() { &part[kind] } else { given };
+        given.as_str().or_else(|| given["url"].as_str()).map(str::to_owned)
+    };
+    let (kind, address) = match kind.as_str() {
+        "text" if part["text"].is_string() => return Ok(json!({ "type": "text", "text": part["text"] })),
+        "input_audio" => {
+            let sound = &part["input_audio"];
+            let data = sound["data"].as_str().map(|data| {
+                format!("data:audio/{};base64,{data}", sound["format"].as_str().unwrap_or("wav"))
+            });
+            ("audio", data)
+        }
+        "image_url" | "image" => ("image", address("image")),
+        "video_url" | "video" => ("video", address("video")),
+        "audio_url" | "audio" => ("audio", address("audio")),
+        other => {
+            return Err(format!(
+                "a part has the type {other:?}; expected text, image_url, video_url, audio_url or input_audio with its value"
+            ));
+        }
+    };
+    // A path would let a client read files of this machine.
+    let is_address =
+        |text: &String| ["data:", "http://", "https://"].iter().any(|scheme| text.starts_with(scheme));
+    let address = address.filter(is_address).ok_or_else(|| {
+        format!("the {kind} must be an address that begins with `data:`, `http://` or `https://`; files of this machine are not read")
+    })?;
+    let mut out = json!({ "type": kind, kind: address });
+    for name in OPTIONS {
+        if let Some(value) = part.get(name) {
+            out[name] = value.clone();
+        }
+    }
+    Ok(out)
+}
+
+fn shown(value: &Value) -> String {
+    value.to_string().chars().take(40).collect()
+}

@@ -1,0 +1,577 @@
+//! The protocol of OpenAI's API, with a tiny random model: responses equal those of a generator, wrong requests are refused with a
+//! reason, and clients that leave free their place.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::channel;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_models::{Checkpoint, LoadOptions, Model, ModelError, PromptBuilder, PromptSettings};
+use omnigrpo_rollout::{Completion, Generator, Request, SamplingParams};
+use omnigrpo_serve::{Options, Server};
+use omnigrpo_testkit::{checkpoint, golden};
+use serde_json::{Value, json};
+
+const HANGS: Duration = Duration::from_secs(60);
+
+fn open(name: &str) -> (Model, PromptBuilder) {
+    // Some completions are long.
+    let positions = json!({ "max_position_embeddings": 32_768 }).as_object().unwrap().clone();
+    let checkpoint = Checkpoint::open_with(&checkpoint(name), |_| Ok::<_, ModelError>(positions)).unwrap();
+    let model = Model::load_with(&checkpoint, &LoadOptions::default()).unwrap();
+    let settings = PromptSettings { max_completion_length: 1, ..PromptSettings::default() };
+    (model, PromptBuilder::open(&checkpoint, settings).unwrap())
+}
+
+struct Served {
+    url: String,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    fn new(name: &'static str, max_live: usize) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (own, (tell, told)) = (Arc::clone(&stop), channel());
+        let thread = std::thread::spawn(move || {
+            let (model, prompts) = open(name);
+            let options = Options {
+                name: "tiny".to_owned(),
+                port: 0,
+                key: Some("secret".to_owned()),
+                sampling: SamplingParams { max_completion_length: 12, ..SamplingParams::default() },
+                max_live,
+                read: ReadOptions::default(),
+                word: str::to_owned,
+            };
+            let server = Server::start(prompts, options).unwrap();
+            tell.send(server.url()).unwrap();
+            server.run(&model, &own).unwrap();
+        });
+        Self { url: told.recv().unwrap(), stop, thread: Some(thread) }
+    }
+
+    fn qwen() -> Self {
+        Self::new("qwen2_5_vl_tied", 64)
+    }
+
+    fn address(&self) -> &str {
+        self.url.strip_prefix("http://").unwrap().strip_suffix("/v1").unwrap()
+    }
+
+    fn send(&self, method: &str, path: &str, fields: &str, body: &[u8]) -> (u16, String) {
+        self.send_part(method, path, fields, body, body.len())
+    }
+
+    /// Sends a body that is announced with another length.
+    fn send_part(&self, method: &str, path: &str, fields: &str, body: &[u8], length: usize) -> (u16, String) {
+        let mut stream = TcpStream::connect(self.address()).unwrap();
+        stream.set_read_timeout(Some(HANGS)).unwrap();
+        let host = self.address();
+        let head =
+            format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\n{fields}Content-Length: {length}\r\n\r\n");
+        stream.write_all(head.as_bytes()).unwrap();
+        stream.write_all(body).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        let answer = String::from_utf8(answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer}"));
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+    }
+
+    fn post(&self, body: &Value) -> (u16, Value) {
+        let (status, body) = self.send(
+            "POST",
+            "/v1/chat/completions",
+            "Authorization: Bearer secret\r\n",
+            body.to_string().as_bytes(),
+        );
+        (status, serde_json::from_str(&body).unwrap())
+    }
+
+    fn ok(&self, body: &Value) -> Value {
+        let (status, answer) = self.post(body);
+        assert_eq!(status, 200, "{answer}");
+        answer
+    }
+
+    /// Returns the chunks of a stream.
+    fn stream(&self, body: &Value) -> Vec<Value> {
+        let mut body = body.clone();
+        body["stream"] = true.into();
+        let answer = ureq::post(format!("{}/chat/completions", self.url))
+            .header("Authorization", "Bearer secret")
+            .send(body.to_string())
+            .unwrap();
+        assert_eq!(answer.headers()["content-type"], "text/event-stream");
+        let lines = BufReader::new(answer.into_body().into_reader()).lines().map(Result::unwrap);
+        let mut data: Vec<String> = lines
+            .filter(|line| !line.is_empty())
+            .map(|line| line.strip_prefix("data: ").unwrap().to_owned())
+            .collect();
+        assert_eq!(data.pop().unwrap(), "[DONE]");
+        data.iter().map(|data| serde_json::from_str(data).unwrap()).collect()
+    }
+
+    fn metric(&self, name: &str) -> f64 {
+        let (status, page) = self.send("GET", "/metrics", "", b"");
+        assert_eq!(status, 200);
+        let line = page.lines().find_map(|line| line.strip_prefix(&format!("omnigrpo_serve_{name} ")));
+        line.unwrap_or_else(|| panic!("{page}")).parse().unwrap()
+    }
+
+    fn wait_for(&self, name: &str, value: f64) {
+        let start = Instant::now();
+        while self.metric(name) != value {
+            assert!(start.elapsed() < HANGS, "{name} is {}", self.metric(name));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+        let ended = self.thread.take().unwrap().join();
+        assert!(std::thread::panicking() || ended.is_ok());
+    }
+}
+
+fn asked(text: &str) -> Value {
+    json!({ "model": "tiny", "temperature": 0, "messages": [{ "role": "user", "content": text }] })
+}
+
+fn with(mut body: Value, more: Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn text_of(answer: &Value, choice: usize) -> &str {
+    answer["choices"][choice]["message"]["content"].as_str().unwrap()
+}
+
+fn media(name: &str) -> PathBuf {
+    golden("media").join(name)
+}
+
+fn data_address(name: &str, kind: &str) -> String {
+    let bytes = std::fs::read(media(name)).unwrap();
+    format!("data:{kind};base64,{}", base64::engine::general_purpose::STANDARD.encode(bytes))
+}
+
+/// Completions of a generator.
+fn generated(row: Value, num_samples: usize, params: &SamplingParams) -> Vec<Completion> {
+    let (model, prompts) = open("qwen2_5_vl_tied");
+    let folder = golden("media");
+    let sample = Sample::from_row(row, "row", &folder, &ReadOptions::default()).unwrap();
+    let prompt = prompts.build(&sample).unwrap();
+    let features = model.encode_prompt(&prompt).unwrap();
+    let request = Request { num_samples, ..Request::new(&prompt, &features) };
+    Generator::new(&model, &prompts, params, 64).generate(&[request], |_| {}).unwrap().concat()
+}
+
+fn greedy(max_completion_length: usize) -> SamplingParams {
+    SamplingParams { max_completion_length, ..SamplingParams::greedy() }
+}
+
+#[test]
+fn texts_equal_those_of_a_generator_with_and_without_a_picture() {
+    let server = Served::qwen();
+    let alone = generated(json!({ "prompt": "Which shape is red?" }), 1, &greedy(24)).remove(0);
+    let answer = server.ok(&with(asked("Which shape is red?"), json!({ "max_tokens": 24 })));
+    assert_eq!(text_of(&answer, 0), alone.text);
+    assert_eq!(answer["usage"]["completion_tokens"], alone.ids.len());
+    assert_eq!(answer["object"], "chat.completion");
+
+    let row = json!({ "messages": [{ "role": "user", "content": [
+        { "type": "text", "text": "Look: " }, { "type": "image", "image": "shapes.png" }, { "type": "text", "text": "what?" },
+    ] }] });
+    let alone = generated(row, 1, &greedy(12)).remove(0);
+    let parts = json!([
+        { "type": "text", "text": "Look: " },
+        { "type": "image_url", "image_url": { "url": data_address("shapes.png", "image/png"), "detail": "high" } },
+        { "type": "text", "text": "what?" },
+    ]);
+    let body = json!({ "temperature": 0, "messages": [{ "role": "user", "content": parts }] });
+    let answer = server.ok(&body);
+    assert_eq!(text_of(&answer, 0), alone.text);
+    assert!(answer["usage"]["prompt_tokens"].as_u64().unwrap() > 20, "the picture is read: {answer}");
+    // A clip, too.
+    let row = json!({ "messages": [{ "role": "user", "content": [{ "type": "video", "video": "clip.gif", "max_pixels": 12544 }] }] });
+    let alone = generated(row, 1, &greedy(12)).remove(0);
+    let clip = json!([{ "type": "video_url", "video_url": { "url": data_address("clip.gif", "image/gif") }, "max_pixels": 12544 }]);
+    let body = json!({ "temperature": 0, "messages": [{ "role": "user", "content": clip }] });
+    assert_eq!(text_of(&server.ok(&body), 0), alone.text);
+}
+
+#[test]
+fn sound_is_heard_by_models_that_hear() {
+    let sound = base64::engine::general_purpose::STANDARD.encode(std::fs::read(media("rise.wav")).unwrap());
+    let part = json!([{ "type": "text", "text": "What?" }, { "type": "input_audio", "input_audio": { "data": sound, "format": "wav" } }]);
+    let body = json!({ "temperature": 0, "messages": [{ "role": "user", "content": part }] });
+    let server = Served::new("humanomni", 8);
+    let heard = server.ok(&body)["usage"]["prompt_tokens"].as_u64();
+    let plain = server.ok(&asked("What?"))["usage"]["prompt_tokens"].as_u64();
+    assert!(heard > plain, "{heard:?} {plain:?}");
+    let (status, answer) = Served::qwen().post(&body);
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("messages")), "{answer}");
+}
+
+#[test]
+fn several_completions_share_a_prompt_and_a_seed_repeats_them() {
+    let server = Served::qwen();
+    let params = SamplingParams { seed: 7, max_completion_length: 12, ..SamplingParams::default() };
+    let alone = generated(json!({ "prompt": "Hm?" }), 3, &params);
+    let body = with(asked("Hm?"), json!({ "temperature": 1, "n": 3, "seed": 7 }));
+    let answer = server.ok(&body);
+    for (choice, alone) in alone.iter().enumerate() {
+        assert_eq!(text_of(&answer, choice), alone.text, "{choice}");
+    }
+    assert_ne!(text_of(&answer, 0), text_of(&answer, 1));
+    let tokens: usize = alone.iter().map(|alone| alone.ids.len()).sum();
+    assert_eq!(answer["usage"]["completion_tokens"], tokens);
+    let unseeded = with(asked("Hm?"), json!({ "temperature": 1 }));
+    assert_ne!(text_of(&server.ok(&unseeded), 0), text_of(&server.ok(&unseeded), 0));
+}
+
+#[test]
+fn a_stream_has_the_parts_of_the_whole_answer() {
+    let server = Served::qwen();
+    let body = with(
+        asked("Hm?"),
+        json!({ "n": 2, "temperature": 1, "seed": 3, "logprobs": true, "top_logprobs": 2 }),
+    );
+    let whole = server.ok(&body);
+    let chunks = server.stream(&with(body, json!({ "stream_options": { "include_usage": true } })));
+    let usage = chunks.last().unwrap();
+    assert_eq!((&usage["usage"], &usage["choices"]), (&whole["usage"], &json!([])));
+    for index in 0..2 {
+        let own: Vec<&Value> = chunks
+            .iter()
+            .flat_map(|chunk| chunk["choices"].as_array().unwrap())
+            .filter(|c| c["index"] == index)
+            .collect();
+        let text: String = own.iter().filter_map(|choice| choice["delta"]["content"].as_str()).collect();
+        assert_eq!(text, text_of(&whole, index));
+        assert_eq!(own[0]["delta"]["role"], "assistant");
+        let whole = &whole["choices"][index];
+        assert_eq!(own.last().unwrap()["finish_reason"], whole["finish_reason"]);
+        let logprobs: Vec<&Value> = own
+            .iter()
+            .flat_map(|choice| choice["logprobs"]["content"].as_array().into_iter().flatten())
+            .collect();
+        assert_eq!(json!(logprobs), whole["logprobs"]["content"]);
+    }
+}
+
+#[test]
+fn log_probabilities_are_those_of_the_model() {
+    let server = Served::qwen();
+    // At any temperature, they are those of softmax(logits).
+    let params = SamplingParams {
+        seed: 5,
+        temperature: 0.5,
+        logprob_temperature: Some(1.0),
+        max_completion_length: 12,
+        ..SamplingParams::default()
+    };
+    let alone = generated(json!({ "prompt": "Hm?" }), 1, &params).remove(0);
+    let more = json!({ "temperature": 0.5, "seed": 5, "logprobs": true, "top_logprobs": 20 });
+    let answer = server.ok(&with(asked("Hm?"), more));
+    let places = answer["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    assert_eq!(places.len(), alone.ids.len());
+    for (place, logprob) in places.iter().zip(&alone.logprobs) {
+        assert_eq!(place["logprob"].as_f64().unwrap() as f32, *logprob);
+        let top: Vec<f64> = place["top_logprobs"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|t| t["logprob"].as_f64().unwrap())
+            .collect();
+        assert_eq!(top.len(), 20);
+        assert!(
+            top.is_sorted_by(|a, b| a >= b) && top.iter().map(|nats| nats.exp()).sum::<f64>() <= 1.0 + 1e-5
+        );
+        // A drawn token that is among the most probable has the same number there.
+        let same =
+            place["top_logprobs"].as_array().unwrap().iter().find(|top| top["bytes"] == place["bytes"]);
+        if let Some(same) = same {
+            assert!((same["logprob"].as_f64().unwrap() - f64::from(*logprob)).abs() < 1e-5, "{place}");
+        }
+    }
+    let bytes: Vec<u8> = places
+        .iter()
+        .flat_map(|p| p["bytes"].as_array().unwrap())
+        .map(|b| b.as_u64().unwrap() as u8)
+        .collect();
+    assert_eq!(String::from_utf8_lossy(&bytes), text_of(&answer, 0));
+    let most_probable = server.ok(&with(asked("Hm?"), json!({ "logprobs": true, "top_logprobs": 1 })));
+    for place in most_probable["choices"][0]["logprobs"]["content"].as_array().unwrap() {
+        assert_eq!(place["top_logprobs"][0]["bytes"], place["bytes"], "greedy");
+    }
+}
+
+#[test]
+fn stop_strings_and_lengths_end_a_completion() {
+    let server = Served::qwen();
+    let body = with(asked("Which shape is red?"), json!({ "max_completion_tokens": 24 }));
+    let whole = server.ok(&body);
+    let text = text_of(&whole, 0).to_owned();
+    let chars: Vec<char> = text.chars().collect();
+    let stop: String = chars[4..7].iter().collect();
+    let before = text.split_once(&stop).unwrap().0;
+    let stopped = with(body, json!({ "stop": [&stop] }));
+    let answer = server.ok(&stopped);
+    assert_eq!((text_of(&answer, 0), &answer["choices"][0]["finish_reason"]), (before, &json!("stop")));
+    // No part of the stop string is sent.
+    let chunks = server.stream(&stopped);
+    let sent: String =
+        chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
+    assert_eq!(sent, before);
+    let short = server.ok(&with(asked("Which shape is red?"), json!({ "max_tokens": 2 })));
+    assert_eq!(
+        (&short["usage"]["completion_tokens"], &short["choices"][0]["finish_reason"]),
+        (&json!(2), &json!("length"))
+    );
+    assert_eq!(server.ok(&asked("Hm?"))["usage"]["completion_tokens"], 12, "the default of the server");
+}
+
+#[test]
+fn requests_that_decode_together_do_not_change_each_other() {
+    let server = Served::new("qwen2_5_vl_tied", 6);
+    let body = |n: usize| {
+        let more =
+            json!({ "temperature": 0.25 * n as f64, "seed": n, "n": 1 + n % 3, "max_tokens": 8 + 3 * n });
+        with(asked(&format!("Question {n}?")), more)
+    };
+    let alone: Vec<Value> = (0..10).map(|n| server.ok(&body(n))["choices"].take()).collect();
+    let together: Vec<Value> = std::thread::scope(|scope| {
+        let each: Vec<_> = (0..10)
+            .map(|n| {
+                scope.spawn({
+                    let (server, body) = (&server, body(n));
+                    move || server.ok(&body)
+                })
+            })
+            .collect();
+        each.into_iter().map(|thread| thread.join().unwrap()["choices"].take()).collect()
+    });
+    assert_eq!(alone, together);
+    server.wait_for("requests_total{outcome=\"finished\"}", 20.0);
+    assert_eq!(server.metric("requests_running") + server.metric("requests_waiting"), 0.0);
+    assert_eq!(server.metric("time_to_first_token_seconds_count"), 20.0);
+}
+
+#[test]
+fn a_client_that_disconnects_frees_its_place() {
+    let server = Served::new("qwen2_5_vl_tied", 4);
+    // No completion ends before the limit of positions.
+    let endless = json!({ "max_tokens": 20_000, "min_tokens": 20_000, "n": 4 });
+    for streams in [false, true] {
+        let text = with(asked("Hm?"), with(endless.clone(), json!({ "stream": streams }))).to_string();
+        let mut held = TcpStream::connect(server.address()).unwrap();
+        let head = format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\nContent-Length: {}\r\n\r\n{text}",
+            text.len()
+        );
+        held.write_all(head.as_bytes()).unwrap();
+        server.wait_for("completions_running", 4.0);
+        // The next request waits for room, and disconnecting clients leave the queue as well.
+        let mut waits = TcpStream::connect(server.address()).unwrap();
+        waits.write_all(head.as_bytes()).unwrap();
+        server.wait_for("requests_waiting", 1.0);
+        drop(waits);
+        server.wait_for("requests_waiting", 0.0);
+        drop(held);
+        server.wait_for("completions_running", 0.0);
+    }
+    assert_eq!(server.metric("requests_total{outcome=\"disconnected\"}"), 4.0);
+    server.ok(&asked("Hm?"));
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_with_a_reason() {
+    let server = Served::qwen();
+    let message = |content: Value| json!({ "messages": [{ "role": "user", "content": content }] });
+    let tool = json!({ "type": "function", "function": { "name": "look" } });
+    for (body, param, part) in [
+        (json!({}), None, "missing field `messages`"),
+        (json!({ "messages": [] }), Some("messages"), "last message"),
+        (json!({ "messages": "x" }), None, "expected a sequence"),
+        (
+            with(asked("x"), json!({ "messages": [{ "role": "assistant", "content": "x" }] })),
+            Some("messages"),
+            "last message",
+        ),
+        (
+            with(
+                asked("x"),
+                json!({ "messages": [{ "role": "bot", "content": "x" }, { "role": "user", "content": "x" }] }),
+            ),
+            Some("messages"),
+            "messages[0]: the role",
+        ),
+        (with(asked("x"), json!({ "tempreature": 1 })), None, "unknown field `tempreature`"),
+        (with(asked("x"), json!({ "temperature": -1 })), None, "temperature is -1"),
+        (with(asked("x"), json!({ "temperature": "hot" })), None, "expected f32"),
+        (with(asked("x"), json!({ "top_p": 2 })), None, "top_p is 2"),
+        (with(asked("x"), json!({ "n": 0 })), Some("n"), "from 1 to 64"),
+        (with(asked("x"), json!({ "n": 65 })), Some("n"), "from 1 to 64"),
+        (with(asked("x"), json!({ "max_tokens": 0 })), None, "max_tokens is 0"),
+        (
+            with(asked("x"), json!({ "max_tokens": 1_000_000 })),
+            Some("max_tokens"),
+            "positions; expected at most",
+        ),
+        (with(asked("x"), json!({ "stop": "" })), Some("stop"), "stop must be"),
+        (with(asked("x"), json!({ "top_logprobs": 3 })), Some("top_logprobs"), "with logprobs true"),
+        (with(asked("x"), json!({ "logprobs": true, "top_logprobs": 21 })), Some("top_logprobs"), "0 to 20"),
+        (with(asked("x"), json!({ "stream_options": {} })), Some("stream_options"), "needs stream"),
+        (with(asked("x"), json!({ "logit_bias": { "1": 3 } })), Some("logit_bias"), "unsupported"),
+        (with(asked("x"), json!({ "presence_penalty": 1 })), Some("presence_penalty"), "unsupported"),
+        (
+            with(asked("x"), json!({ "response_format": { "type": "json_object" } })),
+            Some("response_format"),
+            "unsupported",
+        ),
+        (with(asked("x"), json!({ "tools": [{}] })), Some("tools"), "must be a list"),
+        (with(asked("x"), json!({ "tool_choice": "auto" })), Some("tool_choice"), "with tools"),
+        (
+            with(asked("x"), json!({ "tools": [tool], "tool_choice": "required" })),
+            Some("tool_choice"),
+            "the model decides",
+        ),
+        (
+            message(json!([{ "type": "image_url", "image_url": { "url": "/etc/passwd" } }])),
+            Some("messages"),
+            "files of this machine are not read",
+        ),
+        (
+            message(json!([{ "type": "image", "image": "shapes.png" }])),
+            Some("messages"),
+            "must be an address",
+        ),
+        (
+            message(json!([{ "type": "image_url", "image_url": { "url": "file:///etc/passwd" } }])),
+            Some("messages"),
+            "must be an address",
+        ),
+        (
+            message(json!([{ "type": "image_url", "image_url": { "url": "https://example.org/x.png" } }])),
+            Some("messages"),
+            "not allowed",
+        ),
+        (
+            message(json!([{ "type": "image_url", "image_url": { "url": "data:image/png;base64,AA!" } }])),
+            Some("messages"),
+            "base64",
+        ),
+        (
+            message(
+                json!([{ "type": "image_url", "image_url": { "url": "data:image/png;base64,iVBORw0KGgo=" } }]),
+            ),
+            Some("messages"),
+            "cannot decode the file",
+        ),
+        (message(json!([{ "type": "look" }])), Some("messages"), "messages[0]: a part has the type \"look\""),
+        (message(json!(3)), Some("messages"), "messages[0]: the content 3"),
+        (message(json!(null)), Some("messages"), "messages[0]: the content null"),
+        (message(json!("x ".repeat(100_000))), Some("messages"), "positions"),
+        (message(json!("x".repeat(2 << 20))), Some("messages"), "bytes of text"),
+        (
+            json!({ "messages": vec![json!({ "role": "user", "content": "x" }); 40_000] }),
+            Some("messages"),
+            "40000 messages",
+        ),
+    ] {
+        let (status, answer) = server.post(&body);
+        let error = &answer["error"];
+        assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")), "{part}: {answer}");
+        assert_eq!(error["param"], json!(param), "{part}: {answer}");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(part) && !message.contains("/tmp/"), "{part}: {message}");
+    }
+    let (status, answer) = server.post(&with(asked("x"), json!({ "model": "gpt" })));
+    assert_eq!((status, &answer["error"]["code"]), (404, &json!("model_not_found")));
+    assert!(answer["error"]["message"].as_str().unwrap().contains("`tiny`"));
+    // Placeholders in a text are text.
+    server.ok(&asked("<image> and <|im_end|>"));
+    // Fields without effect on the answer.
+    server.ok(&with(
+        asked("x"),
+        json!({ "user": "me", "presence_penalty": 0, "tools": null, "response_format": { "type": "text" } }),
+    ));
+}
+
+#[test]
+fn only_clients_with_the_key_are_answered() {
+    let server = Served::qwen();
+    let body = asked("Hm?").to_string();
+    let key = "Authorization: Bearer secret\r\n";
+    let chat = |fields: &str| {
+        let (status, answer) = server.send("POST", "/v1/chat/completions", fields, body.as_bytes());
+        let answer: Value = serde_json::from_str(&answer).unwrap();
+        (status, answer["error"]["type"].as_str().unwrap_or("none").to_owned())
+    };
+    assert_eq!(chat(""), (401, "authentication_error".to_owned()));
+    assert_eq!(chat("Authorization: Bearer other\r\n").0, 401);
+    assert_eq!(chat("Authorization: secret\r\n").0, 401);
+    assert_eq!(chat(&format!("{key}Origin: http://evil.example\r\n")).0, 403);
+    assert_eq!(chat(&format!("{key}Origin: null\r\n")).0, 403);
+    assert_eq!(chat(key).0, 200);
+    let get = |path: &str, fields: &str| server.send("GET", path, fields, b"");
+    assert_eq!(get("/v1/models", "").0, 401);
+    let (status, models) = get("/v1/models", key);
+    let models: Value = serde_json::from_str(&models).unwrap();
+    assert_eq!((status, &models["data"][0]["id"], &models["object"]), (200, &json!("tiny"), &json!("list")));
+    assert_eq!(get("/v1/models/tiny", key).0, 200);
+    assert_eq!(get("/v1/models/other", key).0, 404);
+    assert_eq!(get("/v1/nothing", key).0, 404);
+    assert_eq!(get("/v1/chat/completions", key).0, 405);
+    assert_eq!(get("/health", ""), (200, "{\"status\":\"ok\"}".to_owned()));
+    assert_eq!(server.send("POST", "/v1/models", key, b"").0, 405);
+    // The HTTP server refuses in the same form.
+    let (status, answer) = server.send("DELETE", "/v1/models", key, b"");
+    assert!(status == 405 && answer.contains("\"invalid_request_error\""), "{answer}");
+}
+
+#[test]
+fn hostile_bodies_are_refused() {
+    let server = Served::qwen();
+    let key = "Authorization: Bearer secret\r\n";
+    let post = |body: &[u8]| server.send("POST", "/v1/chat/completions", key, body);
+    let deep = format!("{{\"messages\": {}{}}}", "[".repeat(100_000), "]".repeat(100_000));
+    for body in [
+        &b"\xff\xfe"[..],
+        b"",
+        b"{",
+        deep.as_bytes(),
+        b"{\"messages\": [{\"role\": \"user\", \"content\": \"\xff\"}]}",
+    ] {
+        let (status, answer) = post(body);
+        assert!(status == 400 && answer.contains("invalid_request_error"), "{answer}");
+    }
+    let (status, answer) = server.send_part("POST", "/v1/chat/completions", key, b"", (64 << 20) + 1);
+    assert!(status == 413 && answer.contains("too large"), "{answer}");
+    server.ok(&asked("Hm?"));
+}
+
+#[test]
+fn the_end_completes_requests_in_progress() {
+    let server = Served::qwen();
+    let body = with(asked("Hm?"), json!({ "max_tokens": 400, "min_tokens": 400 }));
+    std::thread::scope(|scope| {
+        let answer = scope.spawn(|| server.ok(&body));
+        server.wait_for("completions_running", 1.0);
+        server.stop.store(true, Relaxed);
+        assert_eq!(answer.join().unwrap()["usage"]["completion_tokens"], 400);
+    });
+    assert!(TcpStream::connect(server.address()).is_err() || server.send("GET", "/health", "", b"").0 == 503);
+}
