@@ -1,4 +1,4 @@
-//! Compiles the kernels for the emulator, with the feature `emulator`.
+//! Compiles the kernels for the emulator and the stand-in of NCCL, with the feature `emulator`.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -29,4 +29,19 @@ fn emulator() {
     }
     // Kernels register themselves in a table before `main`. Nothing else refers to them, so the linker must keep the whole archive.
     build.link_lib_modifier("+whole-archive").compile("omnigrpo_kernels_emulated");
+    nccl(&here.join("../../tools/gpu/stand-in"), &out);
+}
+
+/// Compiles the stand-in of NCCL, which emulators load.
+#[cfg(feature = "emulator")]
+fn nccl(source: &std::path::Path, out: &std::path::Path) {
+    println!("cargo::rerun-if-changed={}", source.join("nccl.cpp").display());
+    println!("cargo::rustc-env=OMNIGRPO_STAND_INS={}", out.display());
+    let compiler = cc::Build::new().cpp(true).std("c++17").opt_level(2).get_compiler();
+    let mut command = compiler.to_command();
+    command.args(["-shared", "-fPIC", "-fvisibility=hidden"]).arg(source.join("nccl.cpp"));
+    let done = command.arg("-o").arg(out.join("libnccl.so.2")).status();
+    if !done.is_ok_and(|status| status.success()) {
+        println!("cargo::error=the stand-in of NCCL cannot be compiled");
+    }
 }

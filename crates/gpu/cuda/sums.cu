@@ -24,6 +24,14 @@ KERNEL(add_parts, (float* to, const float* partial, int parts, i64 cols)) {
     for (int part = 0; part < parts; part++) sum += partial[part * cols + j];
     to[j] += sum;
 }
+/// Computes `to[j]` as the sum of `parts[block, j]` over the blocks, added as a binary tree. Overwrites `parts`.
+KERNEL(fold_blocks, (float* to, float* parts, int blocks, i64 len)) {
+    i64 j = thread_index();
+    if (j >= len) return;
+    for (int stride = 1; stride < blocks; stride *= 2)
+        for (int left = 0; left + stride < blocks; left += 2 * stride) parts[left * len + j] += parts[(left + stride) * len + j];
+    to[j] = parts[j];
+}
 /// Computes `partial[block] = Σ a · b` over the elements of a block of `per_block`.
 KERNEL_OF(256, 4, dots, (double* partial, Array a, Array b, i64 n, i64 per_block)) {
     SHARED(double, red, 32);

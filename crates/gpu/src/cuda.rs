@@ -461,6 +461,11 @@ impl Cuda {
         &self.arch
     }
 
+    /// Makes the context current, and returns the stream of the kernels.
+    pub(crate) fn stream(&self) -> Result<sys::CUstream> {
+        self.enter().map(|()| self.stream)
+    }
+
     /// Returns the address on the PCI bus.
     pub(crate) fn bus(&self) -> &str {
         &self.bus

@@ -80,6 +80,18 @@ pub enum Error {
         /// Python package that contains the library for this driver.
         package: String,
     },
+    /// Library that is older than this program requires.
+    #[error("{path} is version {}.{}, expected {}.{} or newer; install a newer one with `pip install -U '{package}'`",
+        version[0], version[1], expected[0], expected[1])]
+    OldLibrary {
+        path: PathBuf,
+        /// Version of the library as `[major, minor]`.
+        version: [i32; 2],
+        /// Oldest version that suffices.
+        expected: [i32; 2],
+        /// Python package that contains the library for this driver.
+        package: String,
+    },
     /// Library that cannot be loaded or lacks functions.
     #[error("{path} cannot be used: {what}; install the library again")]
     DamagedLibrary {
@@ -158,6 +170,26 @@ pub enum Error {
         /// Message from the driver.
         what: String,
     },
+    /// Call of NCCL that failed, or a connection between GPUs that was lost.
+    #[error("{call}: {what}; the variable NCCL_DEBUG=INFO makes NCCL print the cause")]
+    Nccl {
+        /// Name of the call.
+        call: &'static str,
+        /// Message from NCCL.
+        what: String,
+    },
+    /// GPUs of several ranks that NCCL cannot connect.
+    #[error("NCCL cannot connect the GPUs of the ranks: {what}")]
+    Unconnectable {
+        /// Reason.
+        what: String,
+    },
+    /// Failure of another rank, or of the connection to it.
+    #[error("{what}")]
+    Rank {
+        /// Message.
+        what: String,
+    },
     /// File of compiled kernels that cannot be written or read.
     #[error("compiled kernels in {path}: {what}")]
     Cache {
@@ -165,6 +197,12 @@ pub enum Error {
         /// Message from the system.
         what: String,
     },
+}
+
+impl From<omnigrpo_ranks::Error> for Error {
+    fn from(error: omnigrpo_ranks::Error) -> Self {
+        Self::Rank { what: error.to_string() }
+    }
 }
 
 pub type Result<T> = std::result::Result<T, Error>;

@@ -40,12 +40,15 @@ pub(crate) use functions;
 pub struct Wanted {
     /// File name of the library, without the ending `.so` and its version.
     pub name: &'static str,
-    /// Python package that contains the library for CUDA 13. Packages for older versions add `-cu12`.
+    /// Python package that contains the library, without its ending for a version of CUDA.
     pub package: &'static str,
+    /// Major version in the name of the file, if it is not that of CUDA.
+    pub major: Option<i32>,
 }
 
-pub(crate) const NVRTC: Wanted = Wanted { name: "libnvrtc", package: "nvidia-cuda-nvrtc" };
-pub(crate) const CUBLASLT: Wanted = Wanted { name: "libcublasLt", package: "nvidia-cublas" };
+pub(crate) const NVRTC: Wanted = Wanted { name: "libnvrtc", package: "nvidia-cuda-nvrtc", major: None };
+pub(crate) const CUBLASLT: Wanted = Wanted { name: "libcublasLt", package: "nvidia-cublas", major: None };
+pub(crate) const NCCL: Wanted = Wanted { name: "libnccl", package: "nvidia-nccl", major: Some(2) };
 
 /// A library that GPU operations need, and what was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,12 +85,14 @@ pub(crate) fn load<T>(
     address: impl Fn(&T) -> *const c_void,
 ) -> Result<(T, PathBuf)> {
     let newest = driver.map_or(i32::MAX, |driver| driver / 1000);
+    let (oldest, newest) = wanted.major.map_or((OLDEST, newest), |own| (own, own));
     let files = folders(given).into_iter().flat_map(|folder| versions(wanted.name, &folder));
-    let by_name =
-        (OLDEST..=NEWEST).rev().map(|major| (major, PathBuf::from(format!("{}.so.{major}", wanted.name))));
+    let by_name = (oldest..=newest.min(NEWEST))
+        .rev()
+        .map(|major| (major, PathBuf::from(format!("{}.so.{major}", wanted.name))));
     let (mut too_new, mut damaged) = (None, None);
     for (major, file) in files.chain(by_name) {
-        if major < OLDEST {
+        if major < oldest || wanted.major.is_some_and(|own| major != own) {
             continue;
         }
         // A file that is too new is not loaded, since its initialisers may fail.
@@ -140,8 +145,9 @@ fn too_new_error(wanted: Wanted, path: PathBuf, version: [i32; 2], driver: Optio
 }
 
 /// Returns what to install with pip.
-fn package(wanted: Wanted, driver: Option<i32>) -> String {
+pub(crate) fn package(wanted: Wanted, driver: Option<i32>) -> String {
     match driver.map(|driver| driver / 1000) {
+        major if wanted.major.is_some() => format!("{}-cu{}", wanted.package, major.unwrap_or(13)),
         Some(12) => format!("{}-cu12", wanted.package),
         Some(major @ 14..) => format!("{}>={major},<{}", wanted.package, major + 1),
         _ => format!("{}>=13,<14", wanted.package),
@@ -244,7 +250,7 @@ mod tests {
     fn a_library_that_is_newer_than_the_driver_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         // No system has a library of this name on the loader's path, where an older version would be taken.
-        let wanted = Wanted { name: "libomnigrpo_test", package: "nvidia-cublas" };
+        let wanted = Wanted { name: "libomnigrpo_test", package: "nvidia-cublas", major: None };
         let path = dir.path().join("libomnigrpo_test.so.13");
         std::fs::write(&path, "").unwrap();
         let error = load(wanted, &[dir.path().into()], Some(12_080), |_| Ok(()), |()| std::ptr::null()).err();
@@ -272,5 +278,7 @@ mod tests {
             "nvidia-cuda-nvrtc>=14,<15",
         ];
         assert_eq!(names, expected);
+        let names = [None, Some(12_080), Some(13_000)].map(|driver| package(NCCL, driver));
+        assert_eq!(names, ["nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"]);
     }
 }
