@@ -30,6 +30,9 @@ pub enum Error {
     /// Failure of a GPU or its driver.
     #[error(transparent)]
     Gpu(#[from] omnigrpo_gpu::Error),
+    /// Failure of the engine between ranks.
+    #[error(transparent)]
+    Ranks(#[from] omnigrpo_ranks::Error),
     /// Invalid use of a tape.
     #[error("tape: {what}")]
     Tape {

@@ -13,12 +13,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
     Affine, Array, Arriving, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks,
-    Mixture, Onto, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight, copy_bytes,
+    Mixture, Nccl, Onto, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight, copy_bytes,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::quant::QuantMatrix;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
+use omnigrpo_ranks::Ranks;
 
 use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
@@ -45,6 +46,8 @@ pub struct Card {
     nothing: &'static Array,
     /// Copies of gradients and weights, created at the first use.
     transfers: &'static OnceLock<Transfers>,
+    /// Connection with the GPUs of all ranks.
+    nccl: &'static OnceLock<Nccl>,
     ordinal: Option<usize>,
 }
 
@@ -73,7 +76,8 @@ impl Card {
 
     fn over(gpu: Gpu, ordinal: Option<usize>) -> Self {
         let nothing = Box::leak(Box::new(gpu.alloc(0, Dtype::F32)));
-        Self { gpu: Box::leak(Box::new(gpu)), nothing, transfers: Box::leak(Box::default()), ordinal }
+        let (transfers, nccl) = (Box::leak(Box::default()), Box::leak(Box::default()));
+        Self { gpu: Box::leak(Box::new(gpu)), nothing, transfers, nccl, ordinal }
     }
 
     /// Returns the driver's number for the GPU, or `None` for an emulator.
@@ -91,6 +95,22 @@ impl Card {
     #[must_use]
     pub fn memory(self) -> Option<[usize; 2]> {
         self.gpu.memory()
+    }
+
+    /// Connects this GPU with those of all other ranks over NCCL. Sums of [`crate::Blocks`] then stay in GPU memory. `libraries`
+    /// are folders that are searched for NCCL before the system loader's paths. Returns the name of the engine.
+    ///
+    /// # Errors
+    /// Returns an error on all ranks if NCCL is missing or too old on one of them, if ranks share a GPU, or if NCCL cannot connect
+    /// the GPUs.
+    pub fn connect(self, ranks: &Ranks, libraries: &[PathBuf]) -> Result<String> {
+        let connected = Nccl::connect(self.gpu, ranks, libraries)?;
+        Ok(self.nccl.get_or_init(|| connected).name())
+    }
+
+    /// Returns the connection with the GPUs of all ranks, if there is one.
+    pub(crate) fn nccl(self) -> Option<&'static Nccl> {
+        self.nccl.get()
     }
 
     pub(crate) fn gpu(self) -> &'static Gpu {
@@ -425,7 +445,7 @@ impl Card {
     }
 
     /// Returns the array of rows that are on this device.
-    fn of<'a>(&'a self, x: &'a Rows) -> &'a Array {
+    pub(crate) fn of<'a>(&'a self, x: &'a Rows) -> &'a Array {
         match &x.data {
             Data::Gpu(_, data) => data,
             _ => self.nothing,

@@ -14,6 +14,7 @@
 
 mod adapter;
 mod attention;
+mod blocks;
 mod cache;
 mod conv;
 mod cpu;
@@ -41,6 +42,7 @@ mod work;
 
 pub use adapter::Adapter;
 pub use attention::{AttentionHeads, Layout};
+pub use blocks::Blocks;
 pub use cache::GroupCache;
 pub use conv::{Mix, OUTSIDE, Patches, RowMix};
 pub use decode::{DecodeBatch, DecodeRows, NextTokens, Replays, TokenPass};

@@ -40,7 +40,7 @@ pub use launch::{Launch, Launcher, Mpirun};
 pub use lifeline::Lifeline;
 #[cfg(unix)]
 pub use mpi::Mpi;
-pub use sum::Cascade;
+pub use sum::{Cascade, GradientSum};
 pub use threads::Threads;
 
 /// Transport between ranks. Every rank makes the same calls in the same order, with buffers of the same sizes.

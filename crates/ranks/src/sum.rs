@@ -8,6 +8,16 @@
 /// Number that stands for an absent summand: adding it changes the bits of no number.
 pub const ABSENT: f32 = -0.0;
 
+/// Order in which the gradients of all ranks are summed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GradientSum {
+    /// A fixed order, that of [`fold`]. The bits depend only on the number of summands.
+    #[default]
+    Ordered,
+    /// The order of the engine, which is faster. The bits depend on the number of ranks, the engine and the network.
+    Engine,
+}
+
 /// Sums `parts`, blocks of `len` numbers, block by block, and returns the sum, which is stored in the first block.
 pub fn fold(parts: &mut [f32], len: usize) -> &[f32] {
     let count = parts.len().checked_div(len).unwrap_or(0);

@@ -13,12 +13,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use omnigrpo_ops::{Device, Param, ParamDtype, Rows, SQUARES_BLOCK, Squares, block_squares, squares};
+use omnigrpo_ops::{Blocks, Device, Param, ParamDtype, Rows, SQUARES_BLOCK, Squares, block_squares, squares};
 use omnigrpo_ranks::Cascade;
-use omnigrpo_ranks::sum::ABSENT;
 
 use crate::error::Result;
-use crate::split::{GradientSum, Split};
+use crate::split::Split;
 
 /// State of a run that is cut into a part for each rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -99,6 +98,10 @@ impl Exchange {
         if self.split.ranks.size() == 1 {
             return self.params.iter().zip(sums).try_for_each(|(param, grad)| Ok(param.set_grad(grad)?));
         }
+        let mut blocks = Blocks::new(&self.split.ranks, device);
+        blocks.begin(self.split.piece().min(self.params.iter().map(|param| param.len()).sum()));
+        // A GPU that has failed, perhaps for lack of memory, takes part in no exchange.
+        self.split.agree(device.finish().map_err(Into::into))?;
         let reached: Vec<u8> = sums.iter().map(|grad| u8::from(grad.is_some())).collect();
         let all = self.split.ranks.all_gather(&reached)?;
         let count = self.params.len();
@@ -106,18 +109,16 @@ impl Exchange {
             .map(|weight| all.iter().skip(weight).step_by(count).any(|&there| there == 1))
             .collect();
         if !self.is_cut() {
-            return self.sum_whole(sums, &reached, device);
+            return self.sum_whole(sums, &reached, blocks);
         }
-        let mut buffers = Buffers::default();
         self.own = vec![None; count];
         for bucket in &self.buckets {
             let weights = bucket.weights.clone();
-            let grads: Vec<Option<Vec<f32>>> =
-                sums[weights.clone()].iter_mut().map(|grad| grad.take().map(Rows::into_vec)).collect();
+            let grads: Gradients = sums[weights.clone()].iter_mut().map(Option::take).collect();
             if !reached[weights.clone()].contains(&true) {
                 continue;
             }
-            let own = bucket.reduce(&self.split, &grads, &mut buffers)?;
+            let own = bucket.reduce(&self.split, &grads, &mut blocks)?;
             for (weight, own) in weights.zip(own) {
                 self.own[weight] = reached[weight].then_some(own);
             }
@@ -126,40 +127,38 @@ impl Exchange {
     }
 
     /// Sums the gradients of the reached weights, which form one array, piece by piece, and stores them in the weights.
-    fn sum_whole(&self, mut sums: Gradients, reached: &[bool], device: Device) -> Result<()> {
+    fn sum_whole(&self, mut sums: Gradients, reached: &[bool], mut blocks: Blocks) -> Result<()> {
         let weights: Vec<usize> = (0..reached.len()).filter(|&weight| reached[weight]).collect();
         let starts = starts(weights.iter().map(|&weight| self.params[weight].len()));
         let len = starts.last().copied().unwrap_or(0);
-        let mut buffers = Buffers::default();
-        let mut open = Vec::new();
-        let most = self.split.piece() * self.split.ranks.size();
+        let size = self.split.ranks.size();
+        let most = self.split.piece() * size;
         for at in (0..len).step_by(most) {
             let piece = at..(at + most).min(len);
-            let blocks = buffers.blocks(piece.len().div_ceil(self.split.ranks.size()), &self.split);
+            blocks.begin(piece.len().div_ceil(size));
             let mut fill = 0;
             for (index, range) in segments(&starts, piece.clone()) {
-                if range.start == 0 {
-                    let (param, grad) = (&self.params[weights[index]], sums[weights[index]].take());
-                    let on = grad.as_ref().map_or(device, Rows::device);
-                    let data = grad.map_or_else(|| vec![ABSENT; param.len()], Rows::into_vec);
-                    open.push((index, on, data));
+                let weight = weights[index];
+                if sums[weight].is_none() {
+                    sums[weight] = Some(blocks.absent(self.params[weight].len()));
                 }
-                if let Some((.., data)) = open.last() {
-                    blocks[fill..][..range.len()].copy_from_slice(&data[range.clone()]);
+                if let Some(grad) = &sums[weight] {
+                    blocks.put(fill, grad, range.clone())?;
                 }
                 fill += range.len();
             }
-            let sum = buffers.sum(&self.split)?;
+            blocks.sum(self.split.sum)?;
             let mut from = 0;
             for (index, range) in segments(&starts, piece) {
-                let param = &self.params[weights[index]];
-                let Some(at) = open.iter().position(|(open, ..)| *open == index) else { continue };
-                open[at].2[range.clone()].copy_from_slice(&sum[from..][..range.len()]);
-                from += range.len();
-                if range.end == param.len() {
-                    let (_, on, data) = open.swap_remove(at);
-                    param.set_grad(Some(Rows::from_vec(data, 1, range.end)?.to_device(on)))?;
+                let (weight, count) = (weights[index], range.len());
+                let is_complete = range.end == self.params[weight].len();
+                if let Some(grad) = &mut sums[weight] {
+                    blocks.get(from, grad, range)?;
                 }
+                if is_complete {
+                    self.params[weight].set_grad(sums[weight].take())?;
+                }
+                from += count;
             }
         }
         Ok(())
@@ -325,12 +324,7 @@ impl Bucket {
     }
 
     /// Sums the gradients of the bucket over all ranks and returns this rank's part of each weight's sum.
-    fn reduce(
-        &self,
-        split: &Split,
-        grads: &[Option<Vec<f32>>],
-        buffers: &mut Buffers,
-    ) -> Result<Vec<Vec<f32>>> {
+    fn reduce(&self, split: &Split, grads: &[Option<Rows>], blocks: &mut Blocks) -> Result<Vec<Vec<f32>>> {
         let (rank, piece) = (split.ranks.rank(), split.piece());
         let parts: Vec<Range<usize>> = self.cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
         let longest = parts.iter().map(Range::len).max().unwrap_or(0);
@@ -338,17 +332,19 @@ impl Bucket {
             self.weights.clone().map(|weight| Vec::with_capacity(self.part(rank, weight).len())).collect();
         for at in (0..longest).step_by(piece) {
             let share = piece.min(longest - at);
-            let blocks = buffers.blocks(share, split);
-            for (part, block) in parts.iter().zip(blocks.chunks_mut(share)) {
-                let mut fill = 0;
+            blocks.begin(share);
+            for (block, part) in parts.iter().enumerate() {
+                let mut fill = block * share;
                 for (weight, range) in self.segments(cut(part, at, piece)) {
+                    let count = range.len();
                     if let Some(grad) = &grads[weight - self.weights.start] {
-                        block[fill..][..range.len()].copy_from_slice(&grad[range.clone()]);
+                        blocks.put(fill, grad, range)?;
                     }
-                    fill += range.len();
+                    fill += count;
                 }
             }
-            let mut sum = buffers.sum_own(split)?;
+            let sum = blocks.sum_own(split.sum)?;
+            let mut sum = sum.as_slice();
             for (weight, range) in self.segments(cut(&parts[rank], at, piece)) {
                 let (of_weight, rest) = sum.split_at(range.len());
                 own[weight - self.weights.start].extend_from_slice(of_weight);
@@ -356,41 +352,6 @@ impl Bucket {
             }
         }
         Ok(own)
-    }
-}
-
-/// Buffers of a sum, with a block for each rank.
-#[derive(Default)]
-struct Buffers {
-    blocks: Vec<f32>,
-    parts: Vec<f32>,
-}
-
-impl Buffers {
-    /// Returns blocks of `share` absent numbers for each rank.
-    fn blocks(&mut self, share: usize, split: &Split) -> &mut [f32] {
-        self.blocks.clear();
-        self.blocks.resize(share * split.ranks.size(), ABSENT);
-        self.parts.resize(self.blocks.len(), 0.0);
-        &mut self.blocks
-    }
-
-    /// Returns the sum of the blocks over all ranks.
-    fn sum(&mut self, split: &Split) -> Result<&[f32]> {
-        match split.sum {
-            GradientSum::Ordered => split.ranks.all_reduce(&mut self.blocks, &mut self.parts)?,
-            GradientSum::Engine => split.ranks.sum_by_engine(&mut self.blocks)?,
-        }
-        Ok(&self.blocks)
-    }
-
-    /// Returns the sum of this rank's block over all ranks.
-    fn sum_own(&mut self, split: &Split) -> Result<&[f32]> {
-        if split.sum == GradientSum::Ordered {
-            return Ok(split.ranks.reduce_scatter(&self.blocks, &mut self.parts)?);
-        }
-        let (rank, share) = (split.ranks.rank(), self.blocks.len() / split.ranks.size());
-        Ok(&self.sum(split)?[rank * share..][..share])
     }
 }
 

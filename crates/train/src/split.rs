@@ -11,23 +11,13 @@
 
 use std::ops::Range;
 
+pub use omnigrpo_ranks::GradientSum;
 use omnigrpo_ranks::{BUCKET, Ranks};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::{Result, TrainError};
 use crate::exchange::Shard;
-
-/// Way to sum the gradients of all ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum GradientSum {
-    /// In a fixed order. The bits depend only on the number of leaves.
-    #[default]
-    Ordered,
-    /// In the order of the engine ([`Ranks::sum_by_engine`]), which is faster. The bits depend on the number of ranks, the engine
-    /// and the network.
-    Engine,
-}
 
 /// Division of a step over ranks.
 #[derive(Clone)]

@@ -3,8 +3,9 @@
 use std::thread;
 
 use omnigrpo_grpo::RECIPES;
-use omnigrpo_models::LoraConfig;
+use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig};
 use omnigrpo_observe::RunLock;
+use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_train::Shard;
 
@@ -28,8 +29,11 @@ fn over(
         if rank > 0 {
             setup.lock = RunLock::of_first_rank(out);
         }
-        let split = &mut setup.algorithm.split;
-        (split.ranks, split.leaves) = (Ranks::new(engine), LEAVES);
+        let (ranks, split) = (Ranks::new(engine), &mut setup.algorithm.split);
+        (split.ranks, split.leaves) = (ranks.clone(), LEAVES);
+        if let (Device::Gpu(card), 2..) = (setup.model.device(), size) {
+            card.connect(&ranks, &[]).unwrap();
+        }
         let console = Console::plain(std::io::sink());
         let summary = train(setup, &console, &AtomicBool::new(stop(rank)));
         assert_eq!(names(scratch.path()).len(), usize::from(rank > 0), "rank {rank} has written files");
@@ -160,6 +164,51 @@ fn adapters_and_evaluations_give_the_bits_of_one_process() {
         (setup.run.eval, setup.run.eval_on_start) = (EvalWhen::Steps(1), true);
         (setup.run.save, setup.run.best_metric) = (SaveWhen::Best, "eval_reward".into());
     });
+}
+
+/// Moves the model to an emulator of the rank, whose gradients are exchanged in several pieces, and shortens the run.
+fn on_a_card(setup: &mut TrainSetup, dtype: WeightDtype) {
+    let options = LoadOptions { dtype, device: Device::emulator().unwrap(), ..LoadOptions::default() };
+    setup.model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
+    (setup.run.max_steps, setup.run.save) = (Some(2), SaveWhen::Steps(2));
+    setup.algorithm.split.bucket = 5000;
+}
+
+/// Gradients are summed on the cards, over a stand-in of NCCL.
+#[test]
+fn cards_give_the_bits_of_one_card() {
+    let place = Place::new();
+    let run = |what: &str, size: usize, change: fn(&mut TrainSetup)| {
+        let out = place.out(&format!("{what}-{size}"));
+        done(size, &out, |_, out| {
+            let mut setup = plain(&place, out);
+            change(&mut setup);
+            setup
+        });
+        out
+    };
+    let cases: [Setting; 3] = [
+        ("a card", |s| on_a_card(s, WeightDtype::Auto)),
+        ("a card, bf16", |s| on_a_card(s, WeightDtype::BFloat16)),
+        ("a card, adapters", |s| {
+            on_a_card(s, WeightDtype::Auto);
+            let targets = vec!["all-linear".into()];
+            let lora = LoraConfig { rank: 2, alpha: 4.0, dropout: 0.0, rslora: false, targets, seed: 5 };
+            s.model.add_lora(&lora).unwrap();
+            (s.selection.llm, s.selection.projector, s.selection.towers) = (false, false, false);
+        }),
+    ];
+    for (what, change) in cases {
+        assert_same(&run(what, 1, change), &run(what, 2, change), what);
+    }
+    // The CPU updates a state that is cut, and sums squares in its own order.
+    let cut = |size| {
+        run("cut", size, |s| {
+            on_a_card(s, WeightDtype::Auto);
+            s.algorithm.split.shard = Shard::Optimizer;
+        })
+    };
+    assert_same(&cut(2), &cut(4), "a cut state on cards");
 }
 
 /// Cuts the state of the optimizer. Buckets of several weights, of one weight and of a part of a weight occur.
@@ -331,6 +380,28 @@ fn a_failure_of_one_rank_ends_all_with_its_message() {
         told_by[1..].iter().all(|own| own.starts_with("rank 0: ") && own.contains("no more room")),
         "{told_by:?}"
     );
+}
+
+/// The weights of rank 1 are damaged, so only its loss is not finite.
+#[test]
+fn a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_message() {
+    let place = Place::new();
+    let new = |rank: usize, out: &Path| {
+        let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), out);
+        (setup.run.replay, setup.run.prompts_per_step) = (true, 4);
+        setup.algorithm.prompts_per_micro_batch = 1;
+        if rank == 1 {
+            let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
+            norm.store(&vec![f32::NAN; norm.len()]).unwrap();
+        }
+        setup
+    };
+    let out = place.out("not-finite");
+    let told_by: Vec<String> =
+        over(2, &out, new, |_| false).into_iter().map(|own| told(&own.unwrap_err())).collect();
+    assert!(told_by.iter().all(|own| own.contains("is NaN, expected a finite number")), "{told_by:?}");
+    assert!(told_by[0].starts_with("rank 1: "), "{told_by:?}");
+    assert!(!out.join("model.safetensors").exists());
 }
 
 struct Failing;
