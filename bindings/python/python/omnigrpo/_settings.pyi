@@ -254,6 +254,7 @@ class Settings(TypedDict, total=False):
     gradient_sum: Literal["ordered", "engine"]
     shard: Literal["none", "optimizer"]
     reduce_bucket_size: int
+    ddp_backend: Literal["auto", "nccl", "mpi", "gloo"]
     rank_address: str | float | bool
     vision_tower: str | float | bool
     audio_tower: str | float | bool

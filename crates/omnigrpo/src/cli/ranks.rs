@@ -10,13 +10,15 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_observe::Console;
+use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks};
 use omnigrpo_train::checkpoint;
 
+use crate::cli::verbs::Context;
 use crate::cli::verbs::train::is_ignored;
 use crate::settings::problem::{EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Problem};
 use crate::settings::values::Resolved;
-use crate::settings::{Settings, flags::Verb};
+use crate::settings::{Backend, Settings, flags::Verb};
 
 /// Longest wait for the other ranks after a failure of this one, which they may not know of.
 const FAREWELL: Duration = Duration::from_secs(30);
@@ -146,6 +148,44 @@ pub fn together<T>(ranks: &Ranks, own: Result<T>) -> Result<T> {
             .into())
         }
     }
+}
+
+/// Connects the GPUs of all ranks, unless the settings choose MPI.
+pub fn connect_gpus(context: &Context, settings: &Settings, device: Device) -> Result<()> {
+    let (ranks, backend) = (&context.ranks, settings.ranks.backend);
+    if ranks.size() == 1 {
+        return Ok(());
+    }
+    let with_gpu = ranks.all_gather(&[u8::from(matches!(device, Device::Gpu(_)))])?;
+    if let Some(other) = with_gpu.iter().position(|&own| own != with_gpu[0]) {
+        let (gpu, cpu) = if with_gpu[0] == 1 { (0, other) } else { (other, 0) };
+        return Err(Problem::failure("the ranks use different devices")
+            .got(format!("rank {gpu} has a GPU, rank {cpu} the CPU"))
+            .expected("a GPU for every rank, or none")
+            .help("start fewer ranks, or write `--device cpu`")
+            .into());
+    }
+    let Device::Gpu(card) = device else {
+        return match backend {
+            Backend::Nccl => Err(Problem::usage("NCCL connects GPUs only")
+                .got("ranks that use the CPU")
+                .expected("`auto` or `mpi`, or a GPU for every rank")
+                .at("--ddp_backend")
+                .into()),
+            Backend::Auto | Backend::Mpi => Ok(()),
+        };
+    };
+    if backend == Backend::Mpi {
+        context.console.line("gradients: summed in main memory, over MPI");
+        return Ok(());
+    }
+    let name = card.connect(ranks, &settings.env.cuda_folders).map_err(|error| {
+        Problem::failure("the GPUs of the ranks cannot be connected")
+            .got(error.to_string())
+            .help("`--ddp_backend mpi` sums gradients in main memory, without NCCL")
+    })?;
+    context.console.line(&format!("gradients: summed on the GPUs, over {name}"));
+    Ok(())
 }
 
 /// Returns the number of threads of a rank: the cores that it may use, divided by the ranks that may use the same cores. Warns if a

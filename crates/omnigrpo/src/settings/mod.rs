@@ -47,8 +47,8 @@ pub use problem::Problem;
 pub use resolve::resolve;
 pub use rules::needs;
 pub use run::{
-    Batch, Bench, CallerEnvironment, CallerRewards, DeviceChoice, Io, Keep, Log, ModelSource, Push, REGISTRY,
-    Rewards, Rows, Settings, is_on_hub,
+    Backend, Batch, Bench, CallerEnvironment, CallerRewards, DeviceChoice, Io, Keep, Log, ModelSource, Push,
+    REGISTRY, Rewards, Rows, Settings, is_on_hub,
 };
 pub use schema::schema;
 pub use values::{Given, Origin, Resolved, Value, Values};

@@ -6,6 +6,8 @@ use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 use omnigrpo_train::{GradientSum, ScheduleKind, Shard};
 
+use crate::settings::Backend;
+
 /// A type whose values have names on the command line.
 pub trait Named: Copy + PartialEq + 'static {
     /// Returns name, value and one line of help for each value, in the order of the help.
@@ -150,7 +152,13 @@ listed!(ScheduleKind:
 );
 listed!(GradientSum:
     "ordered" = GradientSum::Ordered, "In a fixed order: the bits do not depend on the number of ranks.";
-    "engine" = GradientSum::Engine, "In the order of MPI: faster; relative differences up to ranks × 6e-8.";
+    "engine" = GradientSum::Engine, "In the order of MPI or NCCL: faster; relative differences up to ranks × 6e-8.";
+);
+listed!(Backend:
+    "auto" = Backend::Auto, "NCCL between GPUs, MPI between CPUs.";
+    "nccl" = Backend::Nccl, "NCCL, from GPU to GPU.";
+    "mpi" = Backend::Mpi, "MPI; gradients of GPUs go through main memory.";
+    "gloo" = Backend::Mpi, "As `mpi`.";
 );
 listed!(Shard:
     "none" = Shard::None, "Every process has the complete state.";

@@ -349,6 +349,20 @@ pub struct Processes {
     pub leaves: Option<usize>,
     /// Address of the first rank for the other machines.
     pub address: Option<String>,
+    /// Engine that moves gradients.
+    pub backend: Backend,
+}
+
+/// Engine that moves gradients between processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// NCCL if every process has a GPU, else MPI.
+    #[default]
+    Auto,
+    /// NCCL.
+    Nccl,
+    /// MPI.
+    Mpi,
 }
 
 /// Environment that answers completions, with the limits of its answers.

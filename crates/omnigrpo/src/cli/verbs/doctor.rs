@@ -127,12 +127,19 @@ fn gpu(settings: &Settings) -> Vec<(String, String)> {
     }
     let supports = survey.as_ref().ok().map(|survey| survey.supports);
     let libraries = omnigrpo_gpu::libraries(&settings.env.cuda_folders, supports);
-    for library in &libraries {
+    let mut line = |library: &omnigrpo_gpu::Library, unless: &str| {
         let value = match &library.found {
             Ok((path, [major, minor])) => format!("{major}.{minor}, {}", path.display()),
-            Err(error) => error.to_string(),
+            Err(error) => format!("{error}{unless}"),
         };
         lines.push((format!("  {}", library.name), value));
+    };
+    libraries.iter().for_each(|library| line(library, ""));
+    if survey.as_ref().is_ok_and(|survey| survey.cards.len() > 1) {
+        line(
+            &omnigrpo_gpu::nccl(&settings.env.cuda_folders, supports),
+            "; only ranks on several GPUs need it",
+        );
     }
     let took = match survey {
         Err(omnigrpo_gpu::Error::NoDriver) => "cpu, which `--device auto` takes",

@@ -21,7 +21,7 @@ use serde_json::{Map, Value};
 use super::notify::{Event, Notifier};
 use super::push::Pusher;
 use super::{Context, plan, print, profile, setup, watch};
-use crate::cli::ranks::{LEAVES, leaves, together};
+use crate::cli::ranks::{LEAVES, connect_gpus, leaves, together};
 use crate::settings::{
     BatchUnit, Flag, Kind, Problem, Resolved, Settings, command, print_config, read_deepspeed, worded,
 };
@@ -246,6 +246,7 @@ fn run_logged(
     // The first rank fills the caches of downloads and checks, which the others then read.
     let own = together(ranks, if ranks.is_first() { prepared().map(Some) } else { Ok(None) })?;
     let prepared = together(ranks, own.map_or_else(prepared, Ok))?;
+    connect_gpus(context, settings, context.device()?)?;
     if !context.is_called() {
         install_signals(context)?;
     }

@@ -3,6 +3,7 @@
 use omnigrpo_train::{GradientSum, Shard};
 
 use super::*;
+use crate::settings::Backend;
 use crate::settings::names::words;
 use Kind::{Bool, Choice, Path, Text};
 
@@ -71,6 +72,9 @@ pub const FLAGS: &[Flag] = &[
             "Elements of gradients and weights that the processes exchange at once. A process needs two buffers of this \
              many f32 numbers.",
         )
+        .free(Verb::ALL),
+    row("ddp_backend", Choice(words::<Backend>), at!(ranks.backend), &[Train])
+        .help("Library that moves gradients between processes. MPI carries all other messages.")
         .free(Verb::ALL),
     row("rank_address", Text, at!(ranks.address), &[Train])
         .help("IP address of the first process for the processes on other machines.")
