@@ -347,13 +347,13 @@ static int queue(Stream* stream, Work work) {
 EXPORTED int stand_in_queue(void* handle, void (*work)(void*), void* data) {
     std::lock_guard<std::recursive_mutex> locked(lock);
     if (!current) {
-        complain("a product without a current context");
+        complain("a product or an exchange without a current context");
         return INVALID_CONTEXT;
     }
     if (current->failure) return current->failure;
     STREAM(stream, handle);
     stream->kernels++;
-    for (Address operand : operands) use(operand, stream, "a product");
+    for (Address operand : operands) use(operand, stream, "a product or an exchange");
     operands.clear();
     return queue(stream, [=] {
         if (settings.computes) work(data);
