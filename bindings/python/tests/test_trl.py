@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,67 @@ def test_the_lines_of_the_page_run_in_both(demo, tmp_path):
         assert own["learning_rate"] == pytest.approx(their["learning_rate"])
         # The reward is minus the number of characters, of which a completion has at most 12 tokens.
         assert -200 < own["reward"] < 0 and -200 < their["reward"] < 0
+
+
+def open_box(box: int) -> str:
+    """Opens a box.
+
+    Args:
+        box: Number of the box, from 1.
+    """
+    return f"box {box} holds a key"
+
+
+def test_a_tool_beside_trl_is_called_and_answered_alike(demo, tmp_path):
+    """A model that has learned a call makes it in both. Prompts, calls and answers have the same text and as many tokens."""
+    trl, transformers = needs("trl"), needs("transformers")
+    call = '<tool_call>\n{"name": "open_box", "arguments": {"box": 2}}\n</tool_call>'
+    rows = [{"prompt": [{"role": "user", "content": f"Which box {i}?"}]} for i in range(4)]
+    settings = {"dtype": "float32", "save_strategy": "no", "gradient_accumulation_steps": 1, "disable_tqdm": True}
+    shutil.copytree(demo / "model", tmp_path / "model")
+    # TRL refuses templates that do not describe tools.
+    shutil.copy(Path(trl.__file__).parent / "chat_templates/qwen3_vl.jinja", tmp_path / "model/chat_template.jinja")
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "model")
+    prompt = processor.apply_chat_template(rows[0]["prompt"], tools=[open_box], add_generation_prompt=True, tokenize=False)
+    system = {"role": "system", "content": re.search(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", prompt, re.S)[1]}
+    args = omnigrpo.SFTConfig(
+        tmp_path / "caller", max_steps=150, per_device_train_batch_size=2, learning_rate=2e-3, max_completion_length=80, **settings
+    )
+    omnigrpo.SFTTrainer(tmp_path / "model", args, [{"prompt": [system, *row["prompt"]], "solution": call} for row in rows]).train()
+
+    kept = {}
+
+    def reward(name):
+        def keep(prompts, completions, completion_ids, **kwargs):
+            kept[name] = list(zip(prompts, completions, completion_ids))
+            return [float(i % 2) for i in range(len(completions))]
+
+        return keep
+
+    path, room = str(tmp_path / "caller"), {"max_completion_length": 240, "num_generations": 4, "max_steps": 1}
+    args = omnigrpo.GRPOConfig(tmp_path / "own", per_device_train_batch_size=1, max_turns=1, **room, **settings)
+    trainer = omnigrpo.GRPOTrainer(path, reward("own"), args, rows, tools=[open_box])
+    trainer.train()
+    more = {"per_device_train_batch_size": 4, "max_tool_calling_iterations": 1, "model_init_kwargs": {"dtype": "float32"}}
+    args = trl_config(trl, tmp_path / "trl", **more, **room)
+    peer = trl.GRPOTrainer(path, reward("trl"), args, needs("datasets").Dataset.from_list(rows), processing_class=processor, tools=[open_box])
+    peer.train()
+
+    ours, theirs = trainer.state.log_history[0], peer.state.log_history[0]
+    assert {name for name in theirs if name.startswith("tools/")} == {name for name in ours if name.startswith("tools/")}
+    roles = ["assistant", "tool", "assistant"]
+    their = next((completion, ids) for _, completion, ids in kept["trl"] if [turn["role"] for turn in completion] == roles)
+    own = next(completion for _, completion, _ in kept["own"] if len(completion) == 3 and completion[0]["content"] == call)
+    assert [turn["role"] for turn in own] == roles and own[1]["content"] == their[0][1]["content"] == "box 2 holds a key"
+    lines = map(json.loads, (tmp_path / "own/rollouts/step-000001.jsonl").read_text().splitlines())
+    turn = next(row["turns"][0] for row in lines if row.get("turns") and row["turns"][0]["model"] == call)
+    # The tokens of TRL up to the start of the model's second turn.
+    text = processor.tokenizer.decode(their[1])
+    before = text[: text.index("<|im_start|>assistant\n") + len("<|im_start|>assistant\n")]
+    first, answer = before.split("<|im_end|>", 1)
+    count = lambda text: len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+    assert (first, count(first + "<|im_end|>"), count(answer)) == (call, turn["model_tokens"], turn["tokens"])
+    assert processor.tokenizer(before, add_special_tokens=False)["input_ids"] == list(their[1])[: count(before)]
 
 
 def test_log_probabilities_are_those_of_transformers(demo):
