@@ -7,6 +7,7 @@
 //! | [`FrameSampling::BaseInterval`] | qwen-vl-finetune `data_qwen.py` |
 //! | [`FrameSampling::Segments`] | data rows with `meta.frame_cnts`: frames are taken from every segment |
 //! | [`FrameSampling::Midpoints`] | HumanOmni `mm_utils.frame_sample`, mode uniform |
+//! | [`FrameSampling::Times`] | none: the frames that another rule has chosen before |
 //!
 //! Ties always round to even, as in Python, NumPy and torch.
 
@@ -55,6 +56,11 @@ pub enum FrameSampling {
     Midpoints {
         /// Number of frames.
         num_frames: usize,
+    },
+    /// The frame nearest to each of these times. A time outside of the video takes its first or last frame.
+    Times {
+        /// Times in seconds, in non-decreasing order.
+        times_secs: Vec<f64>,
     },
 }
 
@@ -152,6 +158,17 @@ impl FrameSampling {
                 let share = (num_frames - 1) as f64 / *n as f64;
                 let middle = |i: usize| (share * i as f64 + share * (i + 1) as f64) / 2.0 + 1e-6;
                 whole((0..*n).map(|i| middle(i).round_ties_even() as usize).collect())
+            }
+            Self::Times { times_secs } => {
+                if !(1..=MOST_FRAMES).contains(&times_secs.len()) || !times_secs.is_sorted() {
+                    return Err(MediaError::setting(
+                        "times of frames",
+                        format!("{} times", times_secs.len()),
+                        format!("1 to {MOST_FRAMES} times in non-decreasing order"),
+                    ));
+                }
+                let at = |time: &f64| (time * fps).round_ties_even() as usize;
+                whole(times_secs.iter().map(|time| at(time).min(num_frames - 1)).collect())
             }
         })
     }

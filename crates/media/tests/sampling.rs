@@ -219,6 +219,11 @@ fn what_a_video_cannot_give_is_said() {
 fn no_number_of_frames_takes_memory() {
     let most = u32::MAX as usize;
     assert!(FrameSampling::Midpoints { num_frames: most }.choose(5, 10.0).is_err());
+    let times = |times_secs: &[f64]| FrameSampling::Times { times_secs: times_secs.to_vec() };
+    assert_eq!(times(&[-1.0, 0.19, 0.31, 9.0]).choose(5, 10.0).unwrap().indices, [0, 2, 3, 4]);
+    for wrong in [&[][..], &[0.2, 0.1], &[f64::NAN, 0.1]] {
+        assert!(times(wrong).choose(5, 10.0).is_err(), "{wrong:?}");
+    }
     let interval = FrameSampling::BaseInterval { interval_secs: 2.0, min_frames: most, max_frames: most };
     assert_eq!(interval.choose(5, 10.0).unwrap().indices, [0, 1, 2, 3, 4]);
     let fewest = QwenSampling { min_frames: Some(most), ..Default::default() };
