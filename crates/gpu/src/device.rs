@@ -9,6 +9,7 @@ use crate::cuda::Cuda;
 use crate::emulated::Emulated;
 use crate::error::{Error, Result};
 use crate::graph::{Blocks, Scope};
+use crate::nvml::Monitor;
 use crate::product::Product;
 
 /// The storage type of numbers.
@@ -265,6 +266,16 @@ impl Gpu {
             Driver::Cuda(cuda) => cuda.name.clone(),
             #[cfg(feature = "emulator")]
             Driver::Emulated(_) => "emulator".into(),
+        }
+    }
+
+    /// Connects to the driver's management library, which reports the load of this GPU; `None` without it.
+    #[must_use]
+    pub fn monitor(&self) -> Option<Monitor> {
+        match &self.0.driver {
+            Driver::Cuda(cuda) => Monitor::open(cuda.bus()).ok(),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => None,
         }
     }
 

@@ -49,6 +49,7 @@ pub use head::{Head, Marks, piece};
 pub use libraries::{Library, folders, libraries};
 pub use linear::{Affine, Codes, Onto, Weight, few_rows_scratch};
 pub use nccl::{Nccl, nccl};
+pub use nvml::{Load, Monitor};
 pub use optim::Step;
 pub use sample::{DrawPlaces, DrawSize, Drawn, Draws, Row, Sampling};
 pub use sums::Mixture;

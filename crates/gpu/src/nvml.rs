@@ -1,4 +1,4 @@
-//! Health of a card, from NVIDIA's management library. The library belongs to the driver; without it, nothing is known.
+//! Health and load of a card, from NVIDIA's management library. The library belongs to the driver; without it, nothing is known.
 
 use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 
@@ -15,7 +15,26 @@ functions! {
         nvmlDeviceGetTotalEccErrors(*mut c_void, c_int, c_int, *mut c_ulonglong) -> c_int;
         nvmlDeviceGetCurrentClocksThrottleReasons(*mut c_void, *mut c_ulonglong) -> c_int;
         nvmlDeviceGetTemperature(*mut c_void, c_int, *mut c_uint) -> c_int;
+        nvmlDeviceGetUtilizationRates(*mut c_void, *mut Rates) -> c_int;
+        nvmlDeviceGetMemoryInfo(*mut c_void, *mut Memory) -> c_int;
     }
+}
+
+/// NVML's `nvmlUtilization_t`: percent of a recent period in which a kernel ran, and in which memory was read or written.
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct Rates {
+    gpu: c_uint,
+    memory: c_uint,
+}
+
+/// NVML's `nvmlMemory_t`, in bytes.
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct Memory {
+    total: c_ulonglong,
+    free: c_ulonglong,
+    used: c_ulonglong,
 }
 
 /// NVML's values for uncorrected errors, since the driver was loaded, and for the temperature of the GPU.
@@ -36,24 +55,75 @@ pub(crate) type Fact = (&'static str, Result<String, String>);
 
 /// Returns facts about the card at an address of the PCI bus.
 pub(crate) fn health(bus: &str) -> Vec<Fact> {
-    // SAFETY: the library's initialisers have no preconditions.
-    let Ok(library) = (unsafe { libloading::Library::new("libnvidia-ml.so.1") }) else {
-        return vec![("health", Ok("unknown, since libnvidia-ml was not found".into()))];
-    };
-    let (Ok(f), Ok(bus)) = (Functions::bind(&library), CString::new(bus)) else {
-        return vec![("health", Ok("unknown, since libnvidia-ml lacks functions".into()))];
-    };
-    std::mem::forget(library);
-    // SAFETY: all addresses are valid, and the text has the given length. The library is initialised first.
-    unsafe {
-        let mut device = std::ptr::null_mut();
-        if (f.nvmlInit_v2)() != 0 || (f.nvmlDeviceGetHandleByPciBusId_v2)(bus.as_ptr(), &raw mut device) != 0
-        {
-            return vec![("health", Ok("unknown, since libnvidia-ml does not know this GPU".into()))];
+    match Monitor::open(bus) {
+        // SAFETY: the monitor has initialised NVML for this device.
+        Ok(own) => unsafe { facts(&own.functions, own.device) },
+        Err(why) => vec![("health", Ok(format!("unknown, since {why}")))],
+    }
+}
+
+/// Load of a card. What NVML does not report, for example of a part of a card (MIG), is `None`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Percent of the last second, or less, in which a kernel ran.
+    pub busy_percent: Option<u32>,
+    /// Bytes of memory in use by all processes, and of all memory.
+    pub memory: Option<[u64; 2]>,
+}
+
+/// Connection to NVML about one card.
+pub struct Monitor {
+    functions: Functions,
+    device: *mut c_void,
+}
+
+// SAFETY: NVML may be called from any thread, and the handle is not tied to one.
+unsafe impl Send for Monitor {}
+
+impl Monitor {
+    /// Connects to NVML about the card at an address of the PCI bus. The error is a clause that says what is missing.
+    pub(crate) fn open(bus: &str) -> Result<Self, &'static str> {
+        // SAFETY: the library's initialisers have no preconditions.
+        let library = unsafe { libloading::Library::new("libnvidia-ml.so.1") };
+        let library = library.map_err(|_| "libnvidia-ml was not found")?;
+        let lacking = "libnvidia-ml lacks functions";
+        let functions = Functions::bind(&library).map_err(|_| lacking)?;
+        let bus = CString::new(bus).map_err(|_| lacking)?;
+        // Functions are called as long as the process runs.
+        std::mem::forget(library);
+        let unknown = "libnvidia-ml does not know this GPU";
+        // SAFETY: the function has no preconditions.
+        if unsafe { (functions.nvmlInit_v2)() } != 0 {
+            return Err(unknown);
         }
-        let facts = facts(&f, device);
-        let _ = (f.nvmlShutdown)();
-        facts
+        let mut own = Self { functions, device: std::ptr::null_mut() };
+        // SAFETY: both addresses are valid, and the library is initialised.
+        let code = unsafe { (functions.nvmlDeviceGetHandleByPciBusId_v2)(bus.as_ptr(), &raw mut own.device) };
+        if code == 0 { Ok(own) } else { Err(unknown) }
+    }
+
+    /// Returns the load of the card at this moment.
+    #[must_use]
+    pub fn load(&self) -> Load {
+        let (mut rates, mut memory) = (Rates::default(), Memory::default());
+        // SAFETY: NVML is initialised, the device is one of its handles, and both addresses are valid.
+        let codes = unsafe {
+            [
+                (self.functions.nvmlDeviceGetUtilizationRates)(self.device, &raw mut rates),
+                (self.functions.nvmlDeviceGetMemoryInfo)(self.device, &raw mut memory),
+            ]
+        };
+        Load {
+            busy_percent: (codes[0] == 0).then_some(rates.gpu),
+            memory: (codes[1] == 0).then_some([memory.used, memory.total]),
+        }
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        // SAFETY: the library is initialised. It counts how often.
+        let _ = unsafe { (self.functions.nvmlShutdown)() };
     }
 }
 

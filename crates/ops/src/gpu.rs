@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
     Affine, Array, Arriving, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks,
-    Mixture, Nccl, Onto, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight, copy_bytes,
+    Mixture, Monitor, Nccl, Onto, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight,
+    copy_bytes,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;
@@ -111,6 +112,12 @@ impl Card {
     /// Returns the connection with the GPUs of all ranks, if there is one.
     pub(crate) fn nccl(self) -> Option<&'static Nccl> {
         self.nccl.get()
+    }
+
+    /// Connects to the driver's management library, which reports the load of this GPU; `None` without it.
+    #[must_use]
+    pub fn monitor(self) -> Option<Monitor> {
+        self.gpu.monitor()
     }
 
     pub(crate) fn gpu(self) -> &'static Gpu {

@@ -55,6 +55,7 @@ pub use head::{Scores, Targets, logits, score, score_backward};
 pub use host::Host;
 pub use linear::{Linear, Order, PackedLinear};
 pub use norm::Norm;
+pub use omnigrpo_gpu::{Load as GpuLoad, Monitor as GpuMonitor};
 pub use omnigrpo_kernels::activation::Activation;
 pub use omnigrpo_kernels::attention::{AttentionLayout, LayoutError, QueryRange};
 pub use omnigrpo_kernels::optim::{SQUARES_BLOCK, block_squares};
