@@ -216,12 +216,7 @@ fn a_large_run_is_made_to_fit() {
     // Weights of 0.5 GB, and 7 MB of activations for each token.
     change(&place, "config.json", "intermediate_size", 20_000);
     change(&place, "config.json", "num_hidden_layers", 30);
-    let limited = |line: &str| {
-        let program = place.command(line);
-        let mut command = std::process::Command::new("bash");
-        command.args(["-c", "ulimit -v 4000000; exec \"$@\"", "bash"]).arg(program.get_program());
-        support::ran(command.args(program.get_args()).current_dir(place.path("")))
-    };
+    let limited = |line: &str| support::ran(&mut place.limited("-v 4000000", line));
     let small = "--num_generations 2 --per_device_train_batch_size 1 --threads 1";
     let line = format!("init --model_name_or_path large --init_weights 1 --train_file rows.jsonl {small}");
     limited(&line).ok();

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt as _;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
@@ -166,10 +166,7 @@ fn a_page_goes_on_when_it_is_out_of_descriptors() {
     let place = Place::new();
     std::fs::create_dir(place.path("run")).unwrap();
     place.write("run/metrics.jsonl", "{\"step\":1,\"reward\":0.5}\n");
-    let program = place.command("watch run --dashboard_port 0");
-    let mut shell = Command::new("bash");
-    shell.args(["-c", "ulimit -n 40; exec \"$@\"", "bash"]).arg(program.get_program());
-    shell.args(program.get_args()).current_dir(place.path("")).stdin(Stdio::null());
+    let mut shell = place.limited("-n 40", "watch run --dashboard_port 0");
     let mut child = shell.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut url = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.take().unwrap()), &mut url)

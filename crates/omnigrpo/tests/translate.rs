@@ -107,3 +107,77 @@ fn files_that_start_no_training_are_refused() {
     place.write("l.sh", format!("trl grpo{}", " --x".repeat(5000)));
     place.run("translate l.sh").fails(2, &["too many settings", "at most 4096"]);
 }
+
+/// A token in a script appears neither in the translation nor on the terminal.
+#[test]
+fn secrets_are_not_copied() {
+    const SECRET: &str = "hf_0123456789abcdefghijklmnopqrstuvwx";
+    let scripts = [
+        ("a.sh", format!("trl grpo --hub_token {SECRET} --push_to_hub --beta 0.1\n")),
+        (
+            "b.sh",
+            format!(
+                "export WANDB_API_KEY={SECRET}\nHF_TOKEN={SECRET} trl grpo --beta 0.1 --nothing_token {SECRET}\n"
+            ),
+        ),
+        (
+            "c.sh",
+            format!("TOKEN={SECRET}\ntrl grpo --beta 0.1 --hub_token $TOKEN --wandb_api_key=\"$TOKEN\"\n"),
+        ),
+        (
+            "d.sh",
+            format!(
+                "trl grpo --beta 0.1 --dataset_name https://me:{SECRET}@example.com/rows --hub_token {SECRET} --hub_token {SECRET}\n"
+            ),
+        ),
+        ("e.yaml", format!("beta: 0.1\nhub_token: {SECRET}\nwandb_api_key: {SECRET}\n")),
+        (
+            "f.py",
+            format!(
+                "config = GRPOConfig(beta=0.1, hub_token='{SECRET}', api_key=read('{SECRET}'), token=os.environ.get('A', '{SECRET}'))\n\
+                 GRPOTrainer(model='m', args=config, hub_token=f'{SECRET}')\n\
+                 model = AutoModel.from_pretrained('m', token='{SECRET}')\n"
+            ),
+        ),
+    ];
+    for (name, text) in scripts {
+        let place = Place::new();
+        place.write(name, text);
+        let Ran { stdout, stderr, .. } = place.run(&format!("translate {name}")).ok();
+        assert!(stdout.contains("beta: 0.1"), "{name}: {stdout}");
+        assert!(!stdout.contains(SECRET) && !stderr.contains(SECRET), "{name}:\n{stdout}\n{stderr}");
+    }
+}
+
+/// Commands that share a long variable, and variables that repeat each other, need little memory.
+#[test]
+fn a_hostile_script_needs_little_memory() {
+    let long = "9".repeat(100 << 10);
+    let doubled: String = (0..60).map(|at| format!("V{}=\"$V{at}$V{at}\"\n", at + 1)).collect();
+    let scripts = [
+        ("a.sh", format!("NPROC_PER_NODE={long}\n{}trl grpo --beta 0.1\n", "a\n".repeat(60 << 10)), Ok(())),
+        (
+            "b.sh",
+            format!("V0=xxxxxxxx\n{doubled}trl grpo --beta 0.1 --run_name $V60\n"),
+            Err("the file is no shell script"),
+        ),
+        (
+            "c.py",
+            format!(
+                "a = '{}'\n{}GRPOConfig(beta=0.1)\n",
+                "x".repeat(1000),
+                "b = [a, a, a]\n".repeat(10 << 10)
+            ),
+            Ok(()),
+        ),
+    ];
+    for (name, text, expected) in scripts {
+        let place = Place::new();
+        place.write(name, text);
+        let mut limited = place.limited("-v 1500000", &format!("translate {name}"));
+        match expected {
+            Ok(()) => drop(ran(&mut limited).ok()),
+            Err(why) => drop(ran(&mut limited).fails(2, &[why])),
+        }
+    }
+}

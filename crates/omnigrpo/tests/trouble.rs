@@ -191,11 +191,8 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     place.run(&line(10, 1, "cut")).ok();
     std::fs::remove_dir_all(place.path("cut/checkpoint-10")).unwrap();
     std::fs::remove_file(place.path("cut/model.safetensors")).unwrap();
-    let program = place.command(&line(10, 1, "cut"));
-    let mut limited = Command::new("bash");
-    limited.args(["-c", "ulimit -f 600; exec \"$@\"", "bash"]).arg(program.get_program());
-    limited.args(program.get_args()).current_dir(place.path(""));
-    let full = ran(&mut limited).fails(1, &["optimizer.safetensors", "File too large"]);
+    let full = ran(&mut place.limited("-f 600", &line(10, 1, "cut")))
+        .fails(1, &["optimizer.safetensors", "File too large"]);
     assert!(full.stderr.contains("resuming from"), "{}", full.stderr);
     let left = place.names("cut");
     assert!(

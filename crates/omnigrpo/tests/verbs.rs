@@ -770,10 +770,7 @@ fn a_run_too_large_for_the_memory_is_an_error_before_it_begins() {
         // 64 numbers of 4 bytes for each token, and an address space of 3 GB.
         let line = "train --model large --init_weights 1 --train_file rows.jsonl --output_dir run --max_steps 1 --threads 1 \
                     --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2";
-        let program = place.command(line);
-        let mut command = std::process::Command::new("bash");
-        command.args(["-c", "ulimit -v 3000000; exec \"$@\"", "bash"]).arg(program.get_program());
-        support::ran(command.args(program.get_args()).current_dir(place.path("")))
+        ran(&mut place.limited("-v 3000000", line))
     };
     let refused = limited(16_000_000).fails(
         1,

@@ -102,6 +102,21 @@ impl Place {
         command
     }
 
+    /// Returns the command of a line of words under a limit of the shell, such as `-v 3000000` for an address space in KiB.
+    pub fn limited(&self, limit: &str, line: &str) -> Command {
+        let program = self.command(line);
+        let mut command = Command::new("bash");
+        command.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "bash"]).arg(program.get_program());
+        command.args(program.get_args()).current_dir(self.0.path()).stdin(Stdio::null());
+        for (name, value) in program.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command
+    }
+
     pub fn run(&self, line: &str) -> Ran {
         self.run_with(line, &[])
     }

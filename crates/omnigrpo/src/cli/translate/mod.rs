@@ -155,7 +155,8 @@ pub fn translate(
         Some("py") => of_python(text, path),
         _ => of_shell(text, &name, home, &read),
     };
-    let source = source.map_err(|problem| problem.at(name.clone()))?;
+    let mut source = source.map_err(|problem| problem.at(name.clone()))?;
+    hide_passwords(&mut source);
     if source.entries.len() > MAX_SETTINGS {
         return Err(Problem::usage("the file has too many settings")
             .at(name)
@@ -318,6 +319,22 @@ fn entries_of(words: &[String]) -> Vec<Entry> {
 
 fn entry(name: &str, words: Vec<String>, origin: Origin) -> Entry {
     Entry { name: name.to_owned(), raw: Some(Raw::Arguments(words)), origin }
+}
+
+/// Replaces passwords and keys in addresses, and adds a note about each.
+fn hide_passwords(source: &mut Source) {
+    for entry in &mut source.entries {
+        let Some(Raw::Arguments(words) | Raw::Items(words)) = &mut entry.raw else { continue };
+        for word in words.iter_mut().filter(|word| word.contains("://")) {
+            let hidden = omnigrpo_rewards::redacted(word);
+            if hidden != *word {
+                source
+                    .notes
+                    .push(format!("The address of `{}` has a secret, which is left out here.", entry.name));
+                *word = hidden;
+            }
+        }
+    }
 }
 
 fn of_yaml(text: &str, name: &str) -> Result<Source, Problem> {
