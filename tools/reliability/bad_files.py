@@ -715,7 +715,7 @@ def logged(path):
         rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
     except ValueError:
         return None
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/", "step_time", "data/ahead_time"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/", "machine/", "step_time", "data/ahead_time"))} for row in rows]
 
 
 def run_directories(rng, number, into):

@@ -291,7 +291,7 @@ def compare(whole, cut, limited):
         sums = {"SHA256SUMS", "trainer_state.json"}
         alike = {p.name for p in ours[name].iterdir()} == {p.name for p in theirs[name].iterdir()}
         same_bytes(ours[name], theirs[name], [f for f in files if alike or f not in sums])
-    drop = ("time/", "memory/", "step_time", "data/ahead_time")
+    drop = ("time/", "memory/", "machine/", "step_time", "data/ahead_time")
     same_rows(whole / "metrics.jsonl", cut / "metrics.jsonl", drop)
     same_rows(whole / "skipped.jsonl", cut / "skipped.jsonl", ())
     for folder in ["rollouts", "tokens", "eval"]:

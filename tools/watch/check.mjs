@@ -9,7 +9,7 @@
 
 import assert from 'node:assert/strict';
 import { execFileSync, spawn } from 'node:child_process';
-import { appendFileSync, cpSync, linkSync, mkdirSync, mkdtempSync, readFileSync, realpathSync, rmSync, statSync, writeFileSync } from 'node:fs';
+import { appendFileSync, cpSync, linkSync, mkdirSync, mkdtempSync, readFileSync, readdirSync, realpathSync, rmSync, statSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { createRequire } from 'node:module';
@@ -42,7 +42,7 @@ const metrics = (step) => JSON.stringify({
   'rewards/accuracy/mean': 0.4 + step / 200, 'rewards/accuracy/std': 0.4, 'rewards/format/mean': 0.9, 'rewards/format/std': 0.1,
   frac_reward_zero_std: 0.3, 'completions/mean_length': 40, 'completions/min_length': 10, 'completions/max_length': 90,
   'completions/clipped_ratio': 0.1, 'clip_ratio/region_mean': 0.02, 'sampling/sampling_logp_difference/mean': 1e-4,
-  'sampling/sampling_logp_difference/max': 1e-3, num_tokens: 9000, step_time: 2, 'time/rollout': 1.2, 'time/backward': 0.7, 'memory/peak_mb': 900,
+  'sampling/sampling_logp_difference/max': 1e-3, num_tokens: 9000, step_time: 2, 'time/rollout': 1.2, 'time/backward': 0.7, 'memory/peak_mb': 900, 'machine/cpu_percent': 80, 'machine/memory_mb': 9000, 'machine/gpu_percent': 95, 'machine/gpu_memory_mb': 20000,
 });
 
 const rollout = (step, group, sample, completion, media) => JSON.stringify({
@@ -77,7 +77,7 @@ function madeUp() {
   writeFileSync(join(dir, 'metrics.jsonl'), `null\n[1]\n5\n{"step":"7"}\n${all.map((step) => `${metrics(step)}\n`).join('')}`);
   const problem = (step, rule, begins, text) => JSON.stringify({ step, rule, begins, since: 8, text });
   writeFileSync(join(dir, 'warnings.jsonl'), [problem(10, 'cut_off', true, 'all completions are cut off'), problem(20, 'cut_off', false, ''), problem(50, 'ran_away', true, 'the policy ran away')].map((line) => `${line}\n`).join(''));
-  // An evaluation that was cut off.
+  // An evaluation that is incomplete.
   writeFileSync(join(dir, 'eval/step-000030.jsonl'), '{}\n');
   for (const step of all) {
     const media = [join(dir, 'dot.png'), join(dir, 'tone.wav')];
@@ -176,7 +176,7 @@ try {
   await tab.goto(url);
   await tab.waitForSelector('.chart canvas');
   const titles = await tab.$$eval('.chart figcaption b', (all) => all.map((own) => own.textContent));
-  for (const title of ['Reward', 'Reward: accuracy', 'Reward: format', 'KL', 'Entropy', 'Loss', 'Gradient norm', 'Clip ratio', 'Completion length', 'Groups without variance', 'Rollout and training', 'Step time by phase', 'Memory', 'Tokens per second']) assert.ok(titles.includes(title), `no chart ${title}: ${titles}`);
+  for (const title of ['Reward', 'Reward: accuracy', 'Reward: format', 'KL', 'Entropy', 'Loss', 'Gradient norm', 'Clip ratio', 'Completion length', 'Groups without variance', 'Rollout and training', 'Step time by phase', 'Memory', 'Processor and card', 'Memory of machine and card', 'Tokens per second']) assert.ok(titles.includes(title), `no chart ${title}: ${titles}`);
   // Something is drawn in the line's colour, beside grid and text.
   const inked = () => tab.$$eval('.chart canvas', (all) => all.map((canvas) => {
     const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -211,6 +211,12 @@ try {
     assert.match(await tab.evaluate(() => location.hash), new RegExp(`^#/${view}`));
   }
   await tab.waitForSelector('.chart canvas');
+  await tab.fill('.controls input[placeholder=from]', '10');
+  await tab.fill('.controls input[placeholder=to]', '20');
+  await tab.keyboard.press('Enter');
+  await tab.waitForFunction(() => { const { min, max } = document.querySelector('.chart').chart.plot.scales.x; return min === 10 && max === 20; });
+  await tab.click('.controls button:has-text("whole run")');
+  await tab.waitForFunction(() => document.querySelector('.chart').chart.plot?.scales.x.max === 63);
   await tab.check('.controls input[name=all]');
   const every = await tab.$$eval('.chart figcaption b', (all) => all.map((own) => own.textContent));
   assert.ok(every.includes('kl/token_mean') && !every.includes('rewards/accuracy') && !every.includes('clip_ratio'), `${every}`);
@@ -417,13 +423,30 @@ try {
     const [download] = await Promise.all([file.waitForEvent('download'), file.click(`.chart .menu button:has-text("${button}")`)]);
     assert.ok(readFileSync(await download.path(), 'latin1').startsWith(start), button);
   }
+  // The files that the program writes are the pictures that the page saves, up to the last digit of rounding.
+  const charts = await file.$$('.chart');
+  const pictures = readdirSync(join(dir, 'plots'));
+  assert.equal(pictures.length, charts.length, `${pictures}`);
+  for (const chart of charts) {
+    await chart.scrollIntoViewIfNeeded();
+    await file.waitForFunction((own) => own.chart.plot, chart);
+    await chart.$eval('.menu', (menu) => { menu.open = true; });
+    const [download] = await Promise.all([file.waitForEvent('download'), (await chart.waitForSelector('button:has-text("SVG")')).click()]);
+    const title = download.suggestedFilename();
+    const [ours, theirs] = [readFileSync(join(dir, 'plots', title), 'utf8'), readFileSync(await download.path(), 'utf8')];
+    const numbers = (text) => text.match(/-?\d+(\.\d+)?/g).map(Number);
+    assert.equal(ours.replace(/-?\d+(\.\d+)?/g, '0'), theirs.replace(/-?\d+(\.\d+)?/g, '0'), title);
+    numbers(ours).forEach((own, at) => assert.ok(Math.abs(own - numbers(theirs)[at]) < 0.011, `${title}: ${own} and ${numbers(theirs)[at]}`));
+  }
   assert.deepEqual(heard, []);
   await apart.close();
-  console.log('the report shows the same views without a server, and charts are saved as files');
+  console.log(`the report shows the same views without a server, and its ${charts.length} charts are saved like the program writes them`);
 
   // A spike of one step in 21,000 reaches the top of its chart, and a short run has no number behind its end.
   const long = temporary('omnigrpo-long-');
   writeFileSync(join(long, 'metrics.jsonl'), Array.from({ length: 21000 }, (_, at) => `${JSON.stringify({ step: at + 1, kl: at === 12344 ? 1000 : 0.1, reward: 0.5, step_time: 1 })}\n`).join(''));
+  // A name of a metric that is too long is ignored, and the page says so.
+  appendFileSync(join(long, 'metrics.jsonl'), `${JSON.stringify({ step: 21001, kl: 0.1, reward: 0.5, step_time: 1, ['x'.repeat(300)]: 1 })}\n`);
   const short = temporary('omnigrpo-short-');
   writeFileSync(join(short, 'metrics.jsonl'), Array.from({ length: 10 }, (_, at) => `${JSON.stringify({ step: at + 1, kl: 7, reward: 0.5, step_time: 1 })}\n`).join(''));
   const [fifth, spiked] = await serve([long, short]);
@@ -440,11 +463,12 @@ try {
     for (let i = 0; i < data.length; i += 4) if (Math.max(data[i], data[i + 1], data[i + 2]) - Math.min(data[i], data[i + 1], data[i + 2]) > 30) count += 1;
     return count;
   });
+  assert.match(await spike.$eval('#notices', (own) => own.textContent), /omnigrpo-long-.*has more rows or metrics than the page reads/);
   const drawn = await above();
   assert.ok(drawn > 5, `the spike is not drawn: ${drawn}`);
   await spike.focus('.chart:nth-child(2) .plot');
   await spike.keyboard.press('End');
-  assert.match(await spike.$eval('.chart:nth-child(2) .said', (own) => own.textContent), /–step 21000/);
+  assert.match(await spike.$eval('.chart:nth-child(2) .said', (own) => own.textContent), /–step 21001/);
   console.log('a spike of one step is drawn');
 
   // The page outlives its server, and connects to the next one.

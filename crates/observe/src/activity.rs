@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::machine::Machine;
 use crate::text::{count, span};
 
 /// Number of recent steps whose mean duration estimates the remaining time.
@@ -15,6 +16,7 @@ pub struct Activity(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
+    machine: Machine,
     state: Mutex<State>,
     listener: Mutex<Listener>,
 }
@@ -89,6 +91,12 @@ impl Activity {
         if let Some(listener) = &mut listener.0 {
             listener(&self.progress());
         }
+    }
+
+    /// Returns the machine that the run uses.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        &self.0.machine
     }
 
     /// Returns what the run is doing.

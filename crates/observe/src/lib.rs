@@ -20,6 +20,7 @@ mod health;
 mod jsonl;
 mod latest;
 mod lock;
+mod machine;
 mod partial;
 mod phase;
 mod report;
@@ -38,11 +39,12 @@ pub use error::Error;
 pub use health::{Aims, Health, RULES, Rule, Warning};
 pub use latest::{Latest, latest_table};
 pub use lock::RunLock;
+pub use machine::{Gpu, GpuLoad, Load, Machine, Watching};
 pub use partial::{Found, Partial};
 pub use phase::PhaseTimer;
 pub use report::{BeforeAfter, Report, sparkline};
 pub use run_dir::{
-    Continued, EnvironmentTurn, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, step_files,
+    Continued, EnvironmentTurn, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, step_files, step_of,
 };
 pub use table::columns;
 pub use text::{escape, escape_line, fit, span, wrap};

@@ -375,17 +375,19 @@ pub fn step_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
     let mut files = Vec::new();
     for entry in fs::read_dir(directory).map_err(read)? {
         let path = entry.map_err(read)?.path();
-        let name = path.file_name().and_then(|name| name.to_str());
-        let step = name.and_then(|name| {
-            let rest = name.strip_prefix("step-")?;
-            rest.strip_suffix(".jsonl").or_else(|| rest.strip_suffix(".summary.json"))?.parse().ok()
-        });
-        if let Some(step) = step {
+        if let Some(step) = step_of(&path) {
             files.push((step, path));
         }
     }
     files.sort();
     Ok(files)
+}
+
+/// Returns the step in the name of a file `step-N.jsonl` or `step-N.summary.json`.
+#[must_use]
+pub fn step_of(path: &Path) -> Option<u64> {
+    let rest = path.file_name()?.to_str()?.strip_prefix("step-")?;
+    rest.strip_suffix(".jsonl").or_else(|| rest.strip_suffix(".summary.json"))?.parse().ok()
 }
 
 fn is_evaluation(row: &Map<String, Value>) -> bool {

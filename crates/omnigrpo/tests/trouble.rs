@@ -23,7 +23,9 @@ fn line(steps: usize, threads: usize, dir: &str) -> String {
 fn metrics(place: &Place, dir: &str) -> Vec<String> {
     let rows = place.lines(&format!("{dir}/metrics.jsonl"));
     let measured = |name: &str| {
-        ["time/", "memory/", "step_time", "data/ahead_time"].iter().any(|start| name.starts_with(start))
+        ["time/", "memory/", "machine/", "step_time", "data/ahead_time"]
+            .iter()
+            .any(|start| name.starts_with(start))
     };
     rows.into_iter()
         .map(|mut row| {

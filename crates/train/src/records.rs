@@ -205,6 +205,7 @@ impl Records {
         if let Some(bytes) = peak_memory_bytes() {
             metrics.push(("memory/peak_mb".into(), Some(bytes as f64 / 1e6)));
         }
+        metrics.extend(self.console.activity().machine().step());
         let times = timer.finish(Instant::now());
         for (name, value) in &times {
             let value = value.unwrap_or(0.0);

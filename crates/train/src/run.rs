@@ -31,7 +31,7 @@ use crate::rows::{Making, PreparedRow, RowSource, SkippedRow};
 use crate::schedule::Schedule;
 use crate::selection::summary;
 use crate::step::{Algorithm, Collector, StepOutcome, UpdateAt, update};
-use crate::timing::timed;
+use crate::timing::{gpu_load, timed};
 
 /// Runs GRPO or supervised training, without the checks of [`Run::prepare`](crate::Run::prepare).
 ///
@@ -49,6 +49,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     }
     let mut last_save = Instant::now();
     let shown = console.steps(step, total);
+    let _watching = console.activity().machine().watch(gpu_load(this.model.device()));
     let mut asked_to_stop = false;
     if this.place.evaluation_due && step < total {
         let improved = this.evaluate_step(step, &mut summary)?;

@@ -1,5 +1,4 @@
-//! Files of the page, embedded in the binary. `page/uplot.js` and `page/uplot.css` draw the charts: uPlot 1.6.32, MIT. Its
-//! licence
+//! Files of the page, embedded in the binary. `page/uplot.js` and `page/uplot.css` draw the charts: uPlot 1.6.32, MIT. Its licence
 //! is stored beside these files and linked from the page.
 
 /// Name, content type and content of each file.
@@ -18,6 +17,7 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("rows.js", JS, include_str!("page/rows.js")),
     ("shared.js", JS, include_str!("page/shared.js")),
     ("stats.js", JS, include_str!("page/stats.js")),
+    ("table.js", JS, include_str!("page/table.js")),
     ("uplot.css", CSS, include_str!("page/uplot.css")),
     ("uplot.js", JS, include_str!("page/uplot.js")),
     ("uplot.LICENSE", "text/plain; charset=utf-8", include_str!("page/uplot.LICENSE")),
@@ -30,10 +30,11 @@ const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 
 /// Modules of the page, each after those that it imports.
-const MODULES: [&str; 11] = [
+const MODULES: [&str; 12] = [
     "shared",
     "stats",
     "export",
+    "table",
     "groups",
     "media",
     "charts",
@@ -44,7 +45,7 @@ const MODULES: [&str; 11] = [
     "app",
 ];
 
-fn content(name: &str) -> &'static str {
+pub(crate) fn content(name: &str) -> &'static str {
     FILES.iter().find(|(own, ..)| *own == name).map_or("", |(.., content)| content)
 }
 

@@ -130,13 +130,15 @@ impl Board {
             // The state is read first, so that the rows of a run that has ended are complete.
             let state = shown.state_now();
             let evaluated = shown.evaluations.len();
-            if shown.read()? {
+            let has_news = shown.read()?;
+            let (before, after): (Vec<_>, Vec<_>) =
+                shown.evaluations.iter().skip(evaluated).partition(|(step, _)| *step < shown.step);
+            before.into_iter().for_each(|(step, metrics)| say(evaluation_line(*step, metrics)));
+            if has_news {
                 let total = shown.total.unwrap_or(shown.step);
                 say(summary_line(shown.step, total, shown.latest.metrics(), shown.left()));
             }
-            for (step, metrics) in shown.evaluations.iter().skip(evaluated) {
-                say(evaluation_line(*step, metrics));
-            }
+            after.into_iter().for_each(|(step, metrics)| say(evaluation_line(*step, metrics)));
             let ended = state != State::Running && shown.state == State::Running;
             shown.state = state;
             if ended {
@@ -187,7 +189,11 @@ impl Board {
                 State::Done => "done".to_owned(),
                 State::Stopped => "stopped".to_owned(),
             };
-            let mark = if at == chosen && self.runs.len() > 1 { "> " } else { "" };
+            let mark = match self.runs.len() {
+                1 => "",
+                _ if at == chosen => "> ",
+                _ => "  ",
+            };
             vec![
                 format!("{mark}{}", fit(&shown.name, (width / 3).max(12))),
                 format!("{}{total}", shown.step),
@@ -203,16 +209,16 @@ impl Board {
 
     fn view(&self, chosen: &mut Selection, width: usize) -> Result<String, Error> {
         let Some(shown) = self.runs.get(chosen.run) else { return Ok(String::new()) };
-        let text = match chosen.view {
-            View::Rewards => shown.latest.rewards_table(width),
-            View::Evaluations => shown.evaluations_table(width),
-            View::Completions => self.completions(shown, chosen, width)?,
-            View::Problems => shown.problems()?,
+        let (text, without) = match chosen.view {
+            View::Rewards => (shown.latest.rewards_table(width), "no step is done yet"),
+            View::Evaluations => (shown.evaluations_table(width), "no evaluation is done yet"),
+            View::Completions => (self.completions(shown, chosen, width)?, "no completions are recorded yet"),
+            View::Problems => (shown.problems()?, "no training problem has occurred"),
         };
-        Ok(if text.is_empty() { "nothing yet".to_owned() } else { text })
+        Ok(if text.is_empty() { without.to_owned() } else { text })
     }
 
-    /// Formats the best and the worst completion of a prompt.
+    /// Formats the best and the worst completion of a prompt. The prompts are ordered by the spread of their rewards.
     fn completions(&self, shown: &Shown, chosen: &mut Selection, width: usize) -> Result<String, Error> {
         let steps = shown.run.steps("rollouts")?;
         chosen.steps_back = chosen.steps_back.min(steps.len().saturating_sub(1));
@@ -383,7 +389,7 @@ mod tests {
         std::fs::write(directory.path().join("config.yaml"), "max_steps: 2   # flag\n").unwrap();
         let mut board = Board::open(&[directory.path().to_owned()]).unwrap();
         let lines =
-            ["step 1/2 | reward 0.500 | eta 0 s", "evaluation at step 0: reward 0.250 | accuracy 0.500"];
+            ["evaluation at step 0: reward 0.250 | accuracy 0.500", "step 1/2 | reward 0.500 | eta 0 s"];
         assert_eq!(board.look().unwrap(), lines);
         assert!(!board.is_over());
         drop(lock);

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use crate::Error;
 use crate::index::{Lines, Stamp};
 use crate::rollouts::{category, category_column, has_answer};
-use crate::run::Run;
+use crate::run::{MAX_STEPS, Run};
 
 /// Largest number of completions in the catalogues of all runs.
 const MAX_COMPLETIONS: usize = 4 << 20;
@@ -34,7 +34,7 @@ const OTHER: &str = "…";
 /// Largest number of groups in a response.
 const MAX_GROUPS: usize = 50_000;
 /// Time for which a request reads new files.
-const READ_TIME: Duration = Duration::from_millis(200);
+const READ_TIME: Duration = Duration::from_millis(100);
 /// Largest number of bins along an axis.
 const MAX_BINS: usize = 100;
 /// Number of step ranges of a distribution.
@@ -140,8 +140,8 @@ pub(crate) struct Catalogue {
     rewards: BTreeMap<String, Vec<f32>>,
     ids: Names,
     categories: Names,
-    /// True if the run has more completions than a catalogue may hold.
-    is_full: bool,
+    /// True if completions were left out, because the run has more than a catalogue may hold.
+    is_capped: bool,
     num_steps: usize,
 }
 
@@ -248,7 +248,7 @@ impl Catalogue {
         if now.is_some() && now == self.seen {
             return Ok(());
         }
-        let steps = run.steps("rollouts")?;
+        let (steps, has_more) = run.last_steps("rollouts", MAX_STEPS)?;
         self.num_steps = steps.len();
         let mut files = self.files.iter().zip(&steps);
         let same = |(file, step): &(&Read, &u64)| {
@@ -256,10 +256,11 @@ impl Catalogue {
         };
         let kept = files.by_ref().take_while(same).count();
         self.forget(kept);
+        self.is_capped |= has_more;
         let column = category_column(run);
         for (at, &step) in steps.iter().enumerate().skip(kept) {
-            if self.completions.len() >= MAX_COMPLETIONS {
-                self.is_full = true;
+            if self.is_full() {
+                self.is_capped = true;
                 break;
             }
             if at > kept && started.elapsed() > time {
@@ -271,6 +272,10 @@ impl Catalogue {
         Ok(())
     }
 
+    fn is_full(&self) -> bool {
+        self.completions.len() >= MAX_COMPLETIONS
+    }
+
     /// Keeps only the first `kept` files.
     fn forget(&mut self, kept: usize) {
         let Some(first) = self.files.get(kept) else { return };
@@ -279,7 +284,7 @@ impl Catalogue {
         self.rewards.values_mut().for_each(|values| values.truncate(first.completions));
         self.files.truncate(kept);
         self.generation += 1;
-        self.is_full = false;
+        self.is_capped = false;
     }
 
     /// Reads the first `most` completions of a step. Lines that are no records are skipped.
@@ -292,7 +297,7 @@ impl Catalogue {
         let mut found = Vec::new();
         while let Some((_, line)) = lines.next().map_err(Error::io("read", &path))? {
             if found.len() == most {
-                self.is_full = true;
+                self.is_capped = true;
                 break;
             }
             let line = String::from_utf8_lossy(line);
@@ -369,8 +374,8 @@ impl Catalogue {
             "generation": self.generation,
             "steps": steps,
             "all_steps": self.num_steps,
-            "done": steps == self.num_steps || self.is_full,
-            "full": self.is_full,
+            "done": steps == self.num_steps || self.is_full(),
+            "capped": self.is_capped,
             "completions": self.completions.len(),
             "rewards": self.rewards.keys().collect::<Vec<_>>(),
         });
@@ -511,9 +516,10 @@ impl Catalogue {
         if is_whole {
             let width = ((to - from + 1.0) / bins as f64).ceil().max(1.0);
             let bins = ((to - from + 1.0) / width).ceil().max(1.0);
-            return Axis { low: from - 0.5, high: from - 0.5 + width * bins, bins: bins as usize };
+            let high = from - 0.5 + width * bins;
+            return Axis { low: from - 0.5, high, bins: bins as usize, whole: true };
         }
-        Axis { low: from, high: to, bins: if high > low { bins } else { 1 } }
+        Axis { low: from, high: to, bins: if high > low { bins } else { 1 }, whole: false }
     }
 }
 
@@ -523,6 +529,8 @@ struct Axis {
     low: f64,
     high: f64,
     bins: usize,
+    /// True if all values are whole numbers. Then the bins begin and end between two of them.
+    whole: bool,
 }
 
 impl Axis {
@@ -650,7 +658,7 @@ mod tests {
         let all = Catalogues::default();
         // The lengths 2 to 9 in 4 bins of 2 numbers each.
         let found = all.with(&run, |own| own.spread(&asked("measure=length&bins=4"))).unwrap();
-        assert_eq!(found["axis"], json!({ "low": 1.5, "high": 9.5, "bins": 4 }));
+        assert_eq!(found["axis"], json!({ "low": 1.5, "high": 9.5, "bins": 4, "whole": true }));
         assert_eq!(found["ranges"][0]["counts"], json!([1, 2, 0, 1]));
         assert_eq!(found["ranges"][0]["quantiles"], json!([2.0, 5.0, 9.0]));
         assert_eq!(
@@ -663,7 +671,7 @@ mod tests {
         assert_eq!(found["ranges"][0]["none"], 4);
         // Advantages of -0.5 and 0.5.
         let found = all.with(&run, |own| own.spread(&asked("measure=advantage&bins=2&ranges=1"))).unwrap();
-        assert_eq!(found["axis"], json!({ "low": -0.5, "high": 0.5, "bins": 2 }));
+        assert_eq!(found["axis"], json!({ "low": -0.5, "high": 0.5, "bins": 2, "whole": false }));
         assert_eq!(found["ranges"][0]["counts"], json!([3, 3]));
     }
 
@@ -689,7 +697,8 @@ mod tests {
         let (_directory, run) = run(TWO);
         let mut own = Catalogue::default();
         own.add(&run, 1, None, 3).unwrap();
-        assert_eq!((own.completions.len(), own.groups.len(), own.is_full), (3, 2, true));
+        assert_eq!((own.completions.len(), own.groups.len(), own.is_capped), (3, 2, true));
+        assert_eq!(own.about()["capped"], json!(true));
         // Rewards by name and by step.
         let mut text = String::new();
         for sample in 0..2 {
@@ -704,7 +713,7 @@ mod tests {
         own.add(&run, 1, None, MAX_STEP_COMPLETIONS).unwrap();
         assert_eq!(own.rewards.len(), MAX_REWARDS);
         assert!(own.rewards.iter().all(|(name, values)| name.len() < 10 && values.len() == 2));
-        assert!(!own.is_full);
+        assert!(!own.is_capped);
     }
 
     #[test]

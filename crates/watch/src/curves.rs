@@ -108,6 +108,8 @@ impl Default for Curves {
 #[derive(Debug)]
 struct Table {
     limits: Limits,
+    /// True if a row or a column was ignored.
+    is_capped: bool,
     steps: Vec<f64>,
     seconds: Vec<f64>,
     columns: Vec<(String, Vec<f32>)>,
@@ -115,7 +117,7 @@ struct Table {
 
 impl Default for Table {
     fn default() -> Self {
-        Self { limits: LIMITS, steps: Vec::new(), seconds: Vec::new(), columns: Vec::new() }
+        Self { limits: LIMITS, is_capped: false, steps: Vec::new(), seconds: Vec::new(), columns: Vec::new() }
     }
 }
 
@@ -169,6 +171,7 @@ impl Curves {
             self.generation += 1;
         }
         if !table.has_room() {
+            table.is_capped = true;
             return;
         }
         table.steps.push(step);
@@ -193,7 +196,7 @@ impl Curves {
         out.insert("generation".into(), self.generation.into());
         out.insert("rows".into(), steps.steps.len().into());
         out.insert("done".into(), self.is_done.into());
-        out.insert("full".into(), (!steps.has_room() || !self.evaluations.has_room()).into());
+        out.insert("capped".into(), (steps.is_capped || self.evaluations.is_capped).into());
         out.insert("seconds".into(), self.seconds.into());
         out.insert("evaluations".into(), self.evaluations.rows(0..self.evaluations.steps.len()));
         let mut last: Map<String, Value> = steps
@@ -248,7 +251,10 @@ impl Table {
                     self.columns.push((name.to_owned(), Vec::new()));
                     self.columns.len() - 1
                 }
-                None => return,
+                None => {
+                    self.is_capped = true;
+                    return;
+                }
             },
         };
         let all = &mut self.columns[at].1;
@@ -321,14 +327,16 @@ impl Table {
 }
 
 /// Rounds to six significant digits, so that responses are short. Values that are not finite become `null`.
-fn shortened(values: &[f32]) -> Vec<Option<f32>> {
+fn shortened(values: &[f32]) -> Vec<Option<f64>> {
     let short = |value: f32| {
+        let value = f64::from(value);
         if value == 0.0 {
             return value;
         }
-        let scale = 10_f64.powi(5 - f64::from(value.abs()).log10().floor() as i32);
-        let rounded = (f64::from(value) * scale).round() / scale;
-        if rounded.is_finite() { rounded as f32 } else { value }
+        // Powers of ten with a positive exponent are exact, so the quotient is the number that six digits stand for.
+        let digits = 5 - value.abs().log10().floor() as i32;
+        let scale = 10_f64.powi(digits.abs());
+        if digits < 0 { (value / scale).round() * scale } else { (value * scale).round() / scale }
     };
     values.iter().map(|value| value.is_finite().then(|| short(*value))).collect()
 }
@@ -433,8 +441,8 @@ mod tests {
             (&json!(2), &json!(true), &json!(5.0))
         );
         let columns = &found["steps"]["columns"];
-        assert_eq!((&found["steps"]["x"], &columns["kl"]), (&json!([1.0, 2.0]), &json!([0.1_f32, null])));
-        assert_eq!(columns["reward"], json!([null, 0.123457_f32]), "six digits");
+        assert_eq!((&found["steps"]["x"], &columns["kl"]), (&json!([1.0, 2.0]), &json!([0.1, null])));
+        assert_eq!(columns["reward"].to_string(), "[null,0.123457]", "six digits");
         assert_eq!(columns["derived/tokens_per_second"], json!([5.0, null]));
         assert_eq!(found["steps"]["seconds"], json!([2.0, 5.0]));
         assert_eq!(found["evaluations"]["columns"]["eval_reward"], json!([1.0]));
@@ -448,7 +456,7 @@ mod tests {
         log.write_all(b"{\"step\":2,\"kl\":9}\n").unwrap();
         let found = all.of(&run, &asked("from=3")).unwrap();
         assert_eq!((&found["generation"], &found["from"]), (&json!(1), &json!(0)));
-        assert_eq!(found["steps"]["columns"]["kl"], json!([0.1_f32, 9.0]));
+        assert_eq!(found["steps"]["columns"]["kl"], json!([0.1, 9.0]));
         // Another file under the same name.
         fs::write(directory.path().join("metrics.jsonl"), "{\"step\":7}\n").unwrap();
         let found = all.of(&run, &asked("generation=1&from=2")).unwrap();
@@ -469,7 +477,7 @@ mod tests {
         let ends = steps["columns"]["kl"]["ends"].as_array().unwrap();
         // Steps 2336 to 2351: first the least, 0, at step 2336, then the spike. The mean is (7 + 1000) / 16.
         assert_eq!(ends[2 * 146..2 * 147], [json!(0.0), json!(1000.0)]);
-        assert_eq!(steps["columns"]["kl"]["means"][146], json!(62.9375_f32));
+        assert_eq!(steps["columns"]["kl"]["means"][146], json!(62.9375));
         assert_eq!(ends[..2], [json!(1.0), json!(0.0)], "in the order in which they occur");
         let found = all.of(&run, &asked("low=2344&high=2346")).unwrap();
         assert_eq!(found["steps"]["columns"]["kl"], json!([0.0, 1000.0, 0.0]));
@@ -491,20 +499,23 @@ mod tests {
         let names =
             |curves: &Curves| curves.steps.columns.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
         assert_eq!(names(&curves), ["a", "b"]);
+        let is_capped = |curves: &Curves| curves.answer(&Asked::default())["capped"] == json!(true);
+        assert!(is_capped(&curves), "a name that is too long");
         curves.add(row(2, &["a", "b", "c", "d", "e"]).as_bytes());
         // Two rows of four columns have eight values, and three rows of four columns would have more than nine.
         assert_eq!(names(&curves), ["a", "b", "c", "d"]);
         curves.add(row(3, &["a"]).as_bytes());
         assert_eq!(curves.steps.steps, [1.0, 2.0]);
-        assert_eq!(curves.answer(&Asked::default())["full"], json!(true));
         // A row that is written again replaces its predecessor.
         curves.add(row(2, &["b"]).as_bytes());
         assert_eq!(curves.steps.steps, [1.0, 2.0]);
         let mut few = Curves::default();
         few.steps.limits = Limits { rows: 3, columns: 4, cells: 100 };
-        (1..6).for_each(|step| few.add(row(step, &["a"]).as_bytes()));
+        (1..4).for_each(|step| few.add(row(step, &["a"]).as_bytes()));
+        assert!(!is_capped(&few));
+        (4..6).for_each(|step| few.add(row(step, &["a"]).as_bytes()));
+        assert!(is_capped(&few));
         assert_eq!((few.steps.steps.len(), few.steps.columns[0].1.len()), (3, 3));
-        assert_eq!(Curves::default().answer(&Asked::default())["full"], json!(false));
     }
 
     #[test]

@@ -14,6 +14,8 @@ use crate::run::Run;
 
 const DIRECTORY: &str = "eval";
 const MAX_SUMMARY_BYTES: u64 = 8 << 20;
+/// Largest number of evaluations of a run in a response. Earlier ones are left out, except for the first.
+const MAX_EVALUATIONS: usize = 200;
 /// Largest number of characters of a text in a response.
 const SHOWN_CHARS: usize = 4_000;
 /// Largest number of completions of a row in a response.
@@ -78,13 +80,17 @@ pub(crate) struct Comparison {
 impl Evaluations {
     /// Returns the summaries of a run's evaluations, ordered by step.
     pub(crate) fn summaries(run: &Run) -> Result<Value, Error> {
+        let path = |step: u64| run.dir.join(DIRECTORY).join(format!("step-{step:06}.summary.json"));
+        let mut steps = run.steps(DIRECTORY)?;
+        // The summary is written after the rows, so an evaluation without one is incomplete.
+        steps.retain(|step| path(*step).exists());
+        let capped = steps.len() > MAX_EVALUATIONS;
+        if capped {
+            steps.drain(1..=steps.len() - MAX_EVALUATIONS);
+        }
         let mut out = Vec::new();
-        for step in run.steps(DIRECTORY)? {
-            let path = run.dir.join(DIRECTORY).join(format!("step-{step:06}.summary.json"));
-            // The summary is written after the rows, so an evaluation without one is incomplete.
-            if !path.exists() {
-                continue;
-            }
+        for step in steps {
+            let path = path(step);
             let mut text = Vec::new();
             let file = run.open(&path)?;
             file.take(MAX_SUMMARY_BYTES).read_to_end(&mut text).map_err(Error::io("read", &path))?;
@@ -92,7 +98,7 @@ impl Evaluations {
             let summary: Value = serde_json::from_slice(&text).map_err(damaged)?;
             out.push(json!({ "step": step, "summary": summary }));
         }
-        Ok(Value::Array(out))
+        Ok(json!({ "evaluations": out, "capped": capped }))
     }
 
     fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Index<Brief>), Error> {

@@ -34,7 +34,6 @@ mod curves;
 mod error;
 mod evaluations;
 mod index;
-mod machine;
 mod marks;
 mod media;
 mod plot;

@@ -11,8 +11,8 @@ use image::codecs::jpeg::JpegEncoder;
 use image::{ImageFormat, RgbImage, imageops};
 use omnigrpo_guard::told;
 use omnigrpo_media::{
-    FrameSampling, FrameSize, Limits, QwenSampling, Rgb8Image, VideoRequest, VideoSource, decode_video,
-    load_image, probe_video,
+    FrameSampling, FrameSize, Limits, Rgb8Image, VideoRequest, VideoSource, decode_video, load_image,
+    probe_video,
 };
 use serde_json::{Value, json};
 
@@ -141,26 +141,13 @@ fn preview(medium: &Medium, times_secs: &[f64], frames: usize, side_px: u32) -> 
         let source = VideoSource::from_path(&medium.path);
         let info = probe_video(&source, None, &limits).map_err(|error| failed(told(&error)))?;
         let (width_px, height_px) = scaled(info.width_px, info.height_px, side_px);
-        let ends = times_secs.first().copied().zip(times_secs.last().copied());
-        let (from, until) = ends
-            .filter(|_| frames > 1)
-            .unwrap_or((times_secs.first().copied().unwrap_or(0.0), info.duration_s));
-        // The rule takes frames at equal distances from the first to the last time and an even number of them.
-        let rule = QwenSampling {
-            nframes: Some(times_secs.len().clamp(2, frames.max(2)) / 2 * 2),
-            as_many_as_there_are: true,
-            video_start: (from > 0.0).then_some(from),
-            video_end: (until > from).then_some(until),
-            ..QwenSampling::default()
+        let sampling = match spread_over(times_secs, frames) {
+            times_secs if times_secs.is_empty() => FrameSampling::Midpoints { num_frames: frames },
+            times_secs => FrameSampling::Times { times_secs },
         };
-        let request = VideoRequest {
-            sampling: FrameSampling::Qwen(rule),
-            size: FrameSize::Exact { width_px, height_px },
-            listed_fps: None,
-        };
-        let mut found = decode_video(&source, &request, &limits).map_err(|error| failed(told(&error)))?;
-        found.frames.truncate(frames);
-        found.timestamps_s.truncate(frames);
+        let request =
+            VideoRequest { sampling, size: FrameSize::Exact { width_px, height_px }, listed_fps: None };
+        let found = decode_video(&source, &request, &limits).map_err(|error| failed(told(&error)))?;
         (found.frames, found.timestamps_s)
     } else if medium.mime.starts_with("image/") {
         (vec![load_image(&medium.path, &limits).map_err(|error| failed(told(&error)))?], Vec::new())
@@ -177,6 +164,13 @@ fn preview(medium: &Medium, times_secs: &[f64], frames: usize, side_px: u32) -> 
     let written = JpegEncoder::new_with_quality(&mut bytes, 85).encode_image(&picture);
     written.map_err(|error| failed(error.to_string()))?;
     Ok(Preview { mime: "image/jpeg", bytes, times_secs })
+}
+
+/// Returns at most `most` elements of a list, evenly spaced from the first to the last.
+fn spread_over(all: &[f64], most: usize) -> Vec<f64> {
+    let count = all.len().min(most);
+    let at = |place: usize| place * all.len().saturating_sub(1) / count.saturating_sub(1).max(1);
+    (0..count).map(|place| all[at(place)]).collect()
 }
 
 /// Joins pictures to one row, each scaled down to at most `side_px`.
@@ -305,10 +299,18 @@ mod tests {
         writer.encode_frames([0, 80, 160, 240].map(frame)).unwrap();
         drop(writer);
         let medium = Medium { path, mime: "image/gif" };
-        let made = preview(&medium, &[0.5, 1.0], 8, 320).unwrap();
-        assert_eq!(made.times_secs, [0.5, 1.0]);
-        let row = image::load_from_memory(&made.bytes).unwrap().into_rgb8();
-        assert_eq!((row.dimensions(), row[(0, 0)].0, row[(8, 3)].0), ((16, 4), [80; 3], [160; 3]));
+        let greys = |times_secs: &[f64], frames: usize| -> (Vec<f64>, Vec<u8>) {
+            let made = preview(&medium, times_secs, frames, 320).unwrap();
+            let row = image::load_from_memory(&made.bytes).unwrap().into_rgb8();
+            assert_eq!(row.height(), 4);
+            (made.times_secs, (0..row.width() / 8).map(|at| row[(8 * at, 3)].0[0]).collect())
+        };
+        assert_eq!(greys(&[0.5, 1.0], 8), (vec![0.5, 1.0], vec![80, 160]));
+        // Neither an even number nor equal distances.
+        assert_eq!(greys(&[0.0, 1.0, 1.5], 8), (vec![0.0, 1.0, 1.5], vec![0, 160, 240]));
+        assert_eq!(greys(&[0.0, 0.5, 1.5], 2), (vec![0.0, 1.5], vec![0, 240]));
+        assert_eq!(greys(&[1.0, 1.5], 1), (vec![1.0], vec![160]));
+        assert_eq!(greys(&[], 1).1.len(), 1);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! charts, the distributions, the groups of the last step whose completions differ most, and the questions of the evaluations that
 //! changed most. Pictures are scaled down, and clips are shown by their sampled frames.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
@@ -16,12 +16,13 @@ use sha2::{Digest as _, Sha256};
 
 use crate::Error;
 use crate::assets;
-use crate::index::Lines;
 use crate::media::{Medium, Previews};
-use crate::plot::{self, Line, Plot};
+use crate::plot::{self, Plot, plots};
 use crate::run::Run;
 use crate::server::App;
 
+/// The run of a report, as a parameter of a request.
+const RUN: (&str, &str) = ("run", "0");
 /// Number of groups whose completions the report contains.
 const SHOWN_GROUPS: usize = 12;
 /// Number of questions in each list of changed questions. The page asks for so many at a time.
@@ -37,9 +38,6 @@ const PICTURE_PX: u32 = 320;
 /// Largest number of frames of a clip.
 const FRAMES: usize = 8;
 
-/// Numbers of a step by name.
-type Row = BTreeMap<String, f64>;
-
 /// Report that [`report`] wrote.
 #[derive(Debug)]
 pub struct Report {
@@ -50,27 +48,29 @@ pub struct Report {
     pub media_folders: BTreeSet<PathBuf>,
 }
 
-/// Writes `report.html` and `plots/*.svg` into a run directory.
+/// Writes `report.html` and `plots/*.svg` into a run directory, or into each run of a directory of runs.
 ///
 /// # Errors
 /// Returns an error if the directory contains no run or cannot be written.
-pub fn report(directory: &Path) -> Result<Report, Error> {
-    let run = Run::find(&[directory.to_owned()])?.remove(0);
-    let (rows, evaluations) = metrics(&run)?;
+pub fn report(directory: &Path) -> Result<Vec<Report>, Error> {
+    Run::find(&[directory.to_owned()])?.into_iter().map(written).collect()
+}
+
+fn written(run: Run) -> Result<Report, Error> {
     let folder = run.dir.join("plots");
     let made = std::fs::create_dir_all(&folder).and_then(|()| inside::resolve(&run.dir, "plots"));
     let folder = made.map_err(Error::io("make the directory", &folder))?;
-    let written = |path: &Path, text: &str| {
+    let write = |path: &Path, text: &str| {
         write_atomic(path, |out| out.write_all(text.as_bytes())).map_err(Error::from)
     };
-    for plot in plots(&rows, &evaluations) {
-        written(&folder.join(format!("{}.svg", plot.file_name())), &plot.svg())?;
-    }
     let path = run.dir.join("report.html");
     let dir = run.dir.clone();
     let mut data = Data::new(run);
     data.fill()?;
-    written(&path, &page(&data.name, &json!({ "answers": data.answers, "media": data.media })))?;
+    for plot in plots(&data.curves) {
+        write(&folder.join(format!("{}.svg", plot.file_name())), &plot.svg())?;
+    }
+    write(&path, &page(&data.name, &json!({ "answers": data.answers, "media": data.media })))?;
     data.folders.retain(|folder| !folder.starts_with(&dir));
     Ok(Report { path, media_folders: data.folders })
 }
@@ -80,80 +80,10 @@ pub fn report(directory: &Path) -> Result<Report, Error> {
 pub fn curves(directory: &Path) -> Option<String> {
     const SHOWN: [&str; 6] = ["Reward", "Evaluation", "Loss", "KL", "Entropy", "Completion length"];
     let run = Run::find(&[directory.to_owned()]).ok()?.remove(0);
-    let (rows, evaluations) = metrics(&run).ok()?;
-    let plots = plots(&rows, &evaluations);
-    let shown: Vec<&Plot> =
-        SHOWN.iter().filter_map(|title| plots.iter().find(|plot| plot.title == *title)).take(4).collect();
+    let plots = plots(&Data::new(run).ask("curves", &[RUN]).ok()?);
+    let of_title = |title: &&str| plots.iter().find(|plot| plot.title == *title && plot.has_course());
+    let shown: Vec<&Plot> = SHOWN.iter().filter_map(of_title).take(4).collect();
     plot::grid(&shown)
-}
-
-/// Returns the rows of steps and the rows of evaluations. If a step was written twice, the later row counts.
-fn metrics(run: &Run) -> Result<(Vec<Row>, Vec<Row>), Error> {
-    let path = run.dir.join("metrics.jsonl");
-    let mut lines = Lines::new(run.open(&path)?);
-    let (mut rows, mut evaluations) = (Vec::<Row>::new(), Vec::<Row>::new());
-    while let Some((_, line)) = lines.next().map_err(Error::io("read", &path))? {
-        let Ok(all) = serde_json::from_slice::<Map<String, Value>>(line) else { continue };
-        let row: Row = all.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect();
-        let Some(&step) = row.get("step") else { continue };
-        let kept =
-            if all.keys().any(|name| name.starts_with("eval_")) { &mut evaluations } else { &mut rows };
-        while kept.last().is_some_and(|own| own["step"] >= step) {
-            kept.pop();
-        }
-        kept.push(row);
-    }
-    Ok((rows, evaluations))
-}
-
-fn plots(rows: &[Row], evaluations: &[Row]) -> Vec<Plot> {
-    let line = |rows: &[Row], name: &str, label: &str| {
-        let points = rows.iter().filter_map(|row| Some((*row.get("step")?, *row.get(name)?)));
-        Line { label: label.to_owned(), points: points.collect() }
-    };
-    let one = |title: &str, names: &[(&str, &str)]| {
-        let lines = names.iter().map(|(name, label)| line(rows, name, label));
-        Plot { title: title.to_owned(), lines: lines.filter(|line| !line.points.is_empty()).collect() }
-    };
-    let named = |strip: fn(&str) -> Option<&str>| -> Vec<(&str, &str)> {
-        let last = rows.last().into_iter().flat_map(Row::keys);
-        last.filter_map(|name| Some((name.as_str(), strip(name)?))).collect()
-    };
-    let mut plots = vec![
-        one("Reward", &[("reward", "reward")]),
-        one("Rewards", &named(|name| name.strip_prefix("rewards/")?.strip_suffix("/mean"))),
-        one("Groups without variance", &[("frac_reward_zero_std", "share")]),
-        one("KL", &[("kl", "kl")]),
-        one("Entropy", &[("entropy", "entropy")]),
-        one("Loss", &[("loss", "loss")]),
-        one("Gradient norm", &[("grad_norm", "norm")]),
-        one(
-            "Clip ratio",
-            &[
-                ("clip_ratio/region_mean", "all"),
-                ("clip_ratio/low_mean", "low"),
-                ("clip_ratio/high_mean", "high"),
-            ],
-        ),
-        one("Completion length", &[("completions/mean_length", "mean"), ("completions/max_length", "max")]),
-        one(
-            "Rollout and training",
-            &[
-                ("sampling/sampling_logp_difference/mean", "mean"),
-                ("sampling/sampling_logp_difference/max", "max"),
-            ],
-        ),
-        one("Seconds by phase", &named(|name| name.strip_prefix("time/"))),
-        one("Memory MB", &[("memory/peak_mb", "peak"), ("memory/media_store_mb", "media kept")]),
-    ];
-    let held_out =
-        ["eval_accuracy", "eval_reward"].map(|name| line(evaluations, name, &name["eval_".len()..]));
-    plots.push(Plot {
-        title: "Evaluation".to_owned(),
-        lines: held_out.into_iter().filter(|line| line.points.len() > 1).collect(),
-    });
-    plots.retain(|plot| !plot.lines.is_empty());
-    plots
 }
 
 /// Answers and media of a report.
@@ -161,6 +91,7 @@ struct Data {
     app: App,
     name: String,
     answers: Map<String, Value>,
+    curves: Value,
     media: Map<String, Value>,
     folders: BTreeSet<PathBuf>,
     previews: Previews,
@@ -174,6 +105,7 @@ impl Data {
             app: App::of(vec![run]),
             name,
             answers: Map::new(),
+            curves: Value::Null,
             media: Map::new(),
             folders: BTreeSet::new(),
             previews: Previews::default(),
@@ -199,11 +131,10 @@ impl Data {
     }
 
     fn fill(&mut self) -> Result<(), Error> {
-        const RUN: (&str, &str) = ("run", "0");
         self.ask("runs", &[])?;
-        for path in ["warnings", "curves", "marks"] {
-            self.ask(path, &[RUN])?;
-        }
+        self.ask("warnings", &[RUN])?;
+        self.ask("marks", &[RUN])?;
+        self.curves = self.ask("curves", &[RUN])?;
         let known = self.ask("catalogue", &[RUN, ("measure", "reward"), ("from", "1000000000")])?;
         let texts = |list: &Value| -> Vec<String> {
             list.as_array().into_iter().flatten().filter_map(|own| Some(own.as_str()?.to_owned())).collect()
@@ -262,7 +193,7 @@ impl Data {
     fn evaluations(&mut self) -> Result<(), Error> {
         let all = self.ask("evaluations", &[("run", "0")])?;
         let step = |own: Option<&Value>| own.and_then(|own| own["step"].as_u64());
-        let all = all.as_array().map(Vec::as_slice).unwrap_or_default();
+        let all = all["evaluations"].as_array().map(Vec::as_slice).unwrap_or_default();
         let (Some(first), Some(last)) = (step(all.first()), step(all.last())) else { return Ok(()) };
         if first == last {
             return Ok(());
@@ -375,7 +306,7 @@ mod tests {
             "advantage": -0.5, "length": 3, "media": [root.join("wide.png"), "/etc/passwd"], "finish_reason": "stop",
         });
         std::fs::write(root.join("rollouts/step-000002.jsonl"), format!("{rollout}\n")).unwrap();
-        let Report { path, media_folders } = report(&root).unwrap();
+        let Report { path, media_folders } = report(&root).unwrap().remove(0);
         assert!(media_folders.is_empty(), "{media_folders:?}");
         assert_eq!(path, root.join("report.html"));
         let page = std::fs::read_to_string(&path).unwrap();
@@ -406,16 +337,16 @@ mod tests {
         let mut plots: Vec<_> =
             std::fs::read_dir(root.join("plots")).unwrap().map(|e| e.unwrap().file_name()).collect();
         plots.sort();
-        assert_eq!(plots, ["reward.svg", "seconds-by-phase.svg"], "what was not measured has no plot");
+        assert_eq!(plots, ["reward.svg", "step-time-by-phase.svg"], "what was not measured has no plot");
         let svg = std::fs::read_to_string(root.join("plots/reward.svg")).unwrap();
-        assert!(svg.starts_with("<svg") && svg.contains("polyline"), "{svg}");
+        assert!(svg.starts_with("<svg") && svg.contains(">Reward</text>"), "{svg}");
         // Directories outside of the run directory are returned if the report embeds media from them.
         let elsewhere = tempfile::tempdir().unwrap();
         let foreign = std::fs::canonicalize(elsewhere.path()).unwrap();
         std::fs::copy(root.join("wide.png"), foreign.join("theirs.png")).unwrap();
         rollout["media"] = json!([root.join("wide.png"), foreign.join("theirs.png"), "/etc/passwd"]);
         std::fs::write(root.join("rollouts/step-000002.jsonl"), format!("{rollout}\n")).unwrap();
-        assert_eq!(report(&root).unwrap().media_folders, BTreeSet::from([foreign.clone()]));
+        assert_eq!(report(&root).unwrap()[0].media_folders, BTreeSet::from([foreign.clone()]));
         // Plots are written into the run directory and never through a link.
         #[cfg(unix)]
         {

@@ -161,12 +161,18 @@ impl Records {
         Ok(json!({ "groups": lines }))
     }
 
-    /// Returns the number and the question of each prompt of a step, in order.
+    /// Returns the number and the question of each prompt of a step. The prompt whose rewards differ most is the first.
     pub(crate) fn prompts(&self, run: &Run, step: u64) -> Result<Vec<(usize, String)>, Error> {
         let (_, index) = self.index(run, step)?;
-        let prompts: BTreeMap<usize, String> =
-            index.iter().rev().map(|entry| (entry.brief.group, entry.brief.excerpt.clone())).collect();
-        Ok(prompts.into_iter().collect())
+        let mut prompts: BTreeMap<usize, (String, f64, f64)> = BTreeMap::new();
+        for brief in index.iter().map(|entry| &entry.brief) {
+            let none = || (brief.excerpt.clone(), f64::INFINITY, f64::NEG_INFINITY);
+            let (_, low, high) = prompts.entry(brief.group).or_insert_with(none);
+            (*low, *high) = brief.reward.map_or((*low, *high), |reward| (low.min(reward), high.max(reward)));
+        }
+        let mut prompts: Vec<_> = prompts.into_iter().collect();
+        prompts.sort_by(|(_, (_, low, high)), (_, (_, low2, high2))| (high2 - low2).total_cmp(&(high - low)));
+        Ok(prompts.into_iter().map(|(group, (question, ..))| (group, question)).collect())
     }
 
     /// Reads the records of one prompt, ordered by sample.

@@ -1,12 +1,13 @@
 //! Data of a run directory for the page: name, settings, metrics and steps.
 
-use std::collections::HashSet;
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, HashSet};
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use omnigrpo_guard::inside;
-use omnigrpo_observe::step_files;
+use omnigrpo_observe::step_of;
 use serde::Serialize;
 
 use crate::Error;
@@ -23,8 +24,10 @@ const SLICE_BYTES: u64 = 4 << 20;
 const MAX_ROW_BYTES: u64 = 32 << 20;
 /// Largest number of bytes read from `config.yaml`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// Largest number of runs in a directory.
-const MAX_RUNS: usize = 256;
+/// Largest number of runs in a directory. Older runs are left out.
+pub(crate) const MAX_RUNS: usize = 256;
+/// Largest number of steps of a run whose files are read. Earlier steps are ignored.
+pub(crate) const MAX_STEPS: usize = 200_000;
 
 /// A run directory.
 #[derive(Clone, Debug)]
@@ -71,7 +74,13 @@ impl Run {
     /// Finds the runs in `directories`, each once. A directory can be a run itself, possibly before its first step, or contain
     /// runs.
     pub(crate) fn find(directories: &[PathBuf]) -> Result<Vec<Self>, Error> {
-        let mut runs = Vec::new();
+        Ok(Self::newest(directories, MAX_RUNS)?.0)
+    }
+
+    /// Like [`Self::find`], with at most `most` runs of a directory: the ones with the newest metrics. Also returns the number of
+    /// runs that were left out.
+    pub(crate) fn newest(directories: &[PathBuf], most: usize) -> Result<(Vec<Self>, usize), Error> {
+        let (mut runs, mut left_out) = (Vec::new(), 0);
         for path in directories {
             let dir = fs::canonicalize(path).map_err(Error::io("open", path))?;
             if is_run(&dir) || dir.join(CONFIG).is_file() {
@@ -84,8 +93,14 @@ impl Run {
             let entries = fs::read_dir(&dir).map_err(Error::io("read", path))?;
             let mut inside: Vec<PathBuf> =
                 entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| is_run(path)).collect();
+            if inside.len() > most {
+                left_out += inside.len() - most;
+                inside.sort_by_cached_key(|path| {
+                    Reverse(fs::metadata(path.join(METRICS)).and_then(|meta| meta.modified()).ok())
+                });
+                inside.truncate(most);
+            }
             inside.sort();
-            inside.truncate(MAX_RUNS);
             if inside.is_empty() {
                 return Err(Error::NoRun { path: path.clone() });
             }
@@ -95,7 +110,7 @@ impl Run {
         }
         let mut seen = HashSet::new();
         runs.retain(|run| seen.insert(run.dir.clone()));
-        Ok(runs)
+        Ok((runs, left_out))
     }
 
     /// Returns the setting `run_name`, or the name of the directory if it is not set.
@@ -203,18 +218,29 @@ impl Run {
         String::from_utf8_lossy(&text).lines().filter_map(setting).collect()
     }
 
-    /// Returns the steps for which a directory of the run has files, in order.
+    /// Returns the last [`MAX_STEPS`] steps for which a directory of the run has files, in order.
     pub(crate) fn steps(&self, directory: &str) -> Result<Vec<u64>, Error> {
+        Ok(self.last_steps(directory, MAX_STEPS)?.0)
+    }
+
+    /// Returns the last `most` steps for which a directory of the run has files, in order, and true if it has more.
+    pub(crate) fn last_steps(&self, directory: &str, most: usize) -> Result<(Vec<u64>, bool), Error> {
         let path = self.dir.join(directory);
         if !path.is_dir() {
-            return Ok(Vec::new());
+            return Ok((Vec::new(), false));
         }
-        let files = step_files(&path)?;
-        // A file whose name spells the step differently does not belong to the run.
-        let is_ours = |step: &u64, path: PathBuf| path == self.step_file(directory, *step) && path.is_file();
-        let steps =
-            files.into_iter().filter_map(|(step, path)| is_ours(&step, path).then_some(step)).collect();
-        Ok(steps)
+        let (mut steps, mut has_more) = (BTreeSet::new(), false);
+        for entry in fs::read_dir(&path).map_err(Error::io("read the directory", &path))? {
+            let path = entry.map_err(Error::io("read the directory", &path))?.path();
+            // A file whose name spells the step differently does not belong to the run.
+            let is_ours = |step: &u64| path == self.step_file(directory, *step) && path.is_file();
+            steps.extend(step_of(&path).filter(is_ours));
+            if steps.len() > most {
+                steps.pop_first();
+                has_more = true;
+            }
+        }
+        Ok((steps.into_iter().collect(), has_more))
     }
 
     /// Returns the path of the file of a step.
@@ -247,6 +273,8 @@ pub(crate) fn unquoted(value: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, SystemTime};
+
     use super::*;
 
     fn run(metrics: &[u8]) -> (tempfile::TempDir, Run) {
@@ -289,6 +317,10 @@ mod tests {
         assert_eq!(Run::names(&runs), ["a", "of mine"]);
         let again = Run::find(&[directory.path().to_owned(), directory.path().join("no-run/../a")]).unwrap();
         assert_eq!(again.len(), 2, "each once");
+        let metrics = File::options().append(true).open(directory.path().join("a/metrics.jsonl")).unwrap();
+        metrics.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
+        let (newest, left_out) = Run::newest(&[directory.path().to_owned()], 1).unwrap();
+        assert_eq!((Run::names(&newest), left_out), (vec!["of mine".to_owned()], 1));
         fs::write(directory.path().join("a/config.yaml"), "run_name: of mine   # flag\n").unwrap();
         assert_eq!(Run::names(&runs), ["of mine (a)", "of mine (b)"]);
         // Before its first step, a run is found only by its own directory.
@@ -323,6 +355,8 @@ mod tests {
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         fs::write(rollouts.join("step-000006.jsonl"), "").unwrap();
         assert_eq!(run.steps("rollouts").unwrap(), [1, 6]);
+        assert_eq!(run.last_steps("rollouts", 2).unwrap(), (vec![1, 6], false));
+        assert_eq!(run.last_steps("rollouts", 1).unwrap(), (vec![6], true));
         let told = |step| run.open(&run.step_file("rollouts", step)).unwrap_err().to_string();
         assert!(told(1).contains("secret, which is outside of"), "{}", told(1));
         assert!(told(3).ends_with("step-000003.jsonl is not a regular file"), "{}", told(3));

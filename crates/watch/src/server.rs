@@ -12,7 +12,7 @@ use hyper::StatusCode;
 use hyper::header::{self, HeaderName};
 use omnigrpo_guard::{inside, told};
 use omnigrpo_http::{Answer, Http, Limits, Request, token};
-use omnigrpo_observe::Activity;
+use omnigrpo_observe::{Activity, Load};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -22,11 +22,10 @@ use crate::assets;
 use crate::catalogue::Catalogues;
 use crate::curves::AllCurves;
 use crate::evaluations::{Comparison, Evaluations};
-use crate::machine;
 use crate::marks::Marks;
 use crate::media::Medium;
 use crate::rollouts::{Filter, Records};
-use crate::run::{Metrics, Run};
+use crate::run::{MAX_RUNS, MAX_STEPS, Metrics, Run};
 
 /// Interval at which the files of the runs are checked while a page is open.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -86,6 +85,7 @@ pub struct Server {
     url: String,
     /// File with the URL of a run in progress.
     address_file: Option<PathBuf>,
+    runs_left_out: usize,
     app: Arc<App>,
     _http: Http,
 }
@@ -110,6 +110,8 @@ pub(crate) struct App {
 impl Server {
     /// Name of the file in a run directory that contains the URL of the run's page. Only the owner can read it.
     pub const ADDRESS_FILE: &str = "page.url";
+    /// Largest number of runs of a directory.
+    pub const MOST_RUNS: usize = MAX_RUNS;
 
     /// Serves existing runs. Each directory is a run directory or contains run directories. A single run gets the URL stored in
     /// [`Self::ADDRESS_FILE`], so that open pages reconnect. It gets a different URL if that port is in use or the caller
@@ -119,9 +121,9 @@ impl Server {
     /// # Errors
     /// Returns an error if a directory contains no run, or if the requested port is in use.
     pub fn start(directories: &[PathBuf], port: u16) -> Result<Self, Error> {
-        let runs = Run::find(directories)?;
+        let (runs, runs_left_out) = Run::newest(directories, MAX_RUNS)?;
         let kept = if let [run] = runs.as_slice() { Address::kept(&run.dir) } else { None };
-        Self::serve(runs, port, kept, None)
+        Ok(Self { runs_left_out, ..Self::serve(runs, port, kept, None)? })
     }
 
     /// Serves a run that is about to begin. `directory` exists and contains no links. [`Self::ADDRESS_FILE`] then contains the
@@ -168,7 +170,7 @@ impl Server {
         };
         let http = http.map_err(failed)?;
         let url = format!("http://{}/{token}/", http.address());
-        Ok(Self { url, address_file: None, app, _http: http })
+        Ok(Self { url, address_file: None, runs_left_out: 0, app, _http: http })
     }
 
     /// Sends the outcome of the run to the open pages and waits a few seconds at most until all of them have received it.
@@ -187,6 +189,12 @@ impl Server {
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
+    }
+
+    /// Returns the number of older runs that the page does not show, because their directory has more than [`Self::MOST_RUNS`].
+    #[must_use]
+    pub fn runs_left_out(&self) -> usize {
+        self.runs_left_out
     }
 
     /// Returns the path of the file with the URL of a run in progress.
@@ -416,7 +424,10 @@ impl App {
             "api/curves" => self.curves.of(run, &asked(query)?)?,
             "api/marks" => self.marks.of(run)?,
             "api/warnings" => String::from_utf8_lossy(&run.warnings()?).into_owned().into(),
-            "api/steps" => json!({ "steps": run.steps("rollouts")?, "tokens": run.steps("tokens")? }),
+            "api/steps" => {
+                let (steps, capped) = run.last_steps("rollouts", MAX_STEPS)?;
+                json!({ "steps": steps, "capped": capped, "tokens": run.steps("tokens")? })
+            }
             "api/groups" => {
                 let limit = given.limit.unwrap_or(MAX_GROUPS).min(MAX_GROUPS);
                 self.records.groups(run, given.step, given.from as usize, limit)?
@@ -508,6 +519,11 @@ impl App {
         Some(controls.activity.line(Instant::now())).filter(|now| now != last)
     }
 
+    /// Returns the load of the machine on which the run trains.
+    fn machine(&self) -> Option<Load> {
+        Some(self.controls.as_ref()?.activity.machine().now())
+    }
+
     /// Streams the state of each run's metrics to a page: once at the start, and again after each change.
     fn listen(self: &Arc<Self>) -> Answer {
         let Some(listener) = Listener::enter(&self.listeners) else {
@@ -532,7 +548,7 @@ impl App {
             } else if let Some(now) = app.doing(&doing, doing_at) {
                 doing_at = Some(Instant::now());
                 doing = now;
-                format!("event: doing\ndata: {}\n\n", json!({ "doing": doing, "machine": machine::now() }))
+                format!("event: doing\ndata: {}\n\n", json!({ "doing": doing, "machine": app.machine() }))
             } else if spoken.elapsed() > ALIVE_EVERY {
                 ":\n\n".to_owned()
             } else {
@@ -772,7 +788,7 @@ mod tests {
     #[test]
     fn completions_are_found_and_shown() {
         let (_directory, server) = run();
-        assert_eq!(value(&server, "steps?run=0"), json!({ "steps": [1, 2], "tokens": [1] }));
+        assert_eq!(value(&server, "steps?run=0"), json!({ "steps": [1, 2], "capped": false, "tokens": [1] }));
         let groups = value(&server, "groups?run=0&step=2&limit=1&from=1");
         assert_eq!(groups["all"], 2);
         assert_eq!((&groups["groups"][0]["id"], &groups["groups"][0]["cut"]), (&json!("r1"), &json!(1)));
@@ -870,11 +886,9 @@ mod tests {
         let (directory, server) = run();
         // An evaluation whose summary has not been written yet.
         fs::write(directory.path().join("eval/step-000003.jsonl"), "{}\n").unwrap();
-        assert_eq!(value(&server, "evaluations?run=0").as_array().unwrap().len(), 2);
-        assert_eq!(
-            value(&server, "evaluations?run=0")[1],
-            json!({ "step": 2, "summary": { "eval_reward": 1 } })
-        );
+        let found = value(&server, "evaluations?run=0");
+        assert_eq!((found["evaluations"].as_array().unwrap().len(), &found["capped"]), (2, &json!(false)));
+        assert_eq!(found["evaluations"][1], json!({ "step": 2, "summary": { "eval_reward": 1 } }));
         let found = value(&server, "compare?run=0&before=1&after=2&limit=1");
         assert_eq!(found["counts"], json!({ "better": 2, "worse": 0, "same": 0 }));
         assert_eq!((&found["all"], found["rows"].as_array().unwrap().len()), (&json!(2), 1));

@@ -194,7 +194,7 @@ mod tests {
                 )
             };
             let long = "it is a long story ".repeat(9);
-            let lines = [line(0, 0, 0.0, "no"), line(0, 1, 1.0, &long), line(1, 0, 0.5, "half\\u001b[2J")];
+            let lines = [line(0, 0, 0.5, "half\\u001b[2J"), line(1, 0, 0.0, "no"), line(1, 1, 1.0, &long)];
             std::fs::write(dir.join(format!("rollouts/step-{step:06}.jsonl")), lines.concat()).unwrap();
         }
     }
@@ -238,8 +238,8 @@ mod tests {
         }
         let completions = shown(&[KeyCode::Char('3')]);
         assert!(
-            completions.contains("step 2, prompt 1 of 2, 2 completions\n\nrow row 0: What is 0?"),
-            "{completions}"
+            completions.contains("step 2, prompt 1 of 2, 2 completions\n\nrow row 1: What is 1?"),
+            "the prompt whose rewards differ most is the first: {completions}"
         );
         assert!(completions.contains("  best  +1.00 (accuracy 1.00) it is a long story"), "{completions}");
         assert!(completions.contains("  worst +0.00 (accuracy 0.00) no"), "{completions}");

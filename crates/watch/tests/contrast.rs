@@ -129,18 +129,3 @@ fn text_and_curves_can_be_read() {
         assert!(bad.is_empty(), "{bad:#?}");
     }
 }
-
-/// The help of a chart and the table of docs/watch.md are one text.
-#[test]
-fn every_chart_is_documented() {
-    let charts = include_str!("../src/page/charts.js");
-    let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/watch.md")).unwrap();
-    let of = |line: &str, key: &str| Some(line.split_once(key)?.1.split_once('\'')?.0.to_owned());
-    let rows: Vec<String> = charts
-        .lines()
-        .filter_map(|line| Some(format!("| {} | {} |", of(line, "{ title: '")?, of(line, "help: '")?)))
-        .collect();
-    assert!(rows.len() > 12, "{rows:?}");
-    let missing: Vec<&String> = rows.iter().filter(|row| !docs.contains(row.as_str())).collect();
-    assert!(missing.is_empty(), "docs/watch.md lacks {missing:#?}");
-}

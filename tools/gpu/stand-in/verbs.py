@@ -62,7 +62,7 @@ def numbers(value, at=""):
     """Yields the path and the value of each number that does not depend on time or memory, and of each text."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not any(word in key for word in ("time", "per_sec", "memory", "bytes", "path", "device")):
+            if not any(word in key for word in ("time", "per_sec", "memory", "machine", "bytes", "path", "device")):
                 yield from numbers(inner, f"{at}/{key}")
     elif isinstance(value, list):
         for i, inner in enumerate(value):
@@ -145,6 +145,15 @@ def checks_in_time(program, place):
     return f"{secs} s, {compiled} of {all_} files compiled; {count} checked the second time"
 
 
+def load(path):
+    """Looks for the load of the card in the metrics of each step: the defaults of the stand-in's NVML."""
+    steps = [row for row in map(json.loads, path.read_text().splitlines()) if "step_time" in row]
+    found = {(row.get("machine/gpu_percent"), row.get("machine/gpu_memory_mb")) for row in steps}
+    if found != {(50.0, 2**30 / 1e6)}:
+        raise Failure(f"{path} has the loads {found}, expected 50 % and a quarter of 4 GiB")
+    return f"50 % busy, 1 GiB in use, in {len(steps)} steps"
+
+
 def cases(program, place):
     """Yields each case: its name and the function that runs it."""
     both = lambda *args, **more: lambda: on_both(program, place, *args, **more)  # noqa: E731
@@ -167,6 +176,7 @@ def cases(program, place):
         program, place, "doctor --gpu", None, ["elementwise.cu: a kernel failed", "the last ones were elementwise/cast"], 1,
         STAND_IN_FAULT="elementwise/cast")
     yield "train", both("train", TRAIN, metrics, 50, replays=True)
+    yield "train, load of the card", lambda: load(place / "train-cud/metrics.jsonl")
     yield "train, offloaded", both("offload", TRAIN, metrics, 50, only_gpu="--offload_optimizer", replays=True)
     yield "train, adapters", both("lora", f"{TRAIN} {ADAPTER} --gradient_checkpointing", metrics, 50, replays=True)
     sft = f"sft {MODEL} {UPDATE} --train_file rows.jsonl --max_steps 2 --gradient_accumulation_steps 2 --output_dir OUT"

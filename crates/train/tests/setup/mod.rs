@@ -91,7 +91,9 @@ pub fn timeless(dir: &Path) -> Vec<Value> {
     let mut rows = lines(&dir.join("metrics.jsonl"));
     for row in &mut rows {
         let clock = |key: &str| {
-            ["time/", "step_time", "memory/", "data/ahead_time"].iter().any(|start| key.starts_with(start))
+            ["time/", "step_time", "memory/", "machine/", "data/ahead_time"]
+                .iter()
+                .any(|start| key.starts_with(start))
         };
         row.as_object_mut().unwrap().retain(|key, _| !clock(key));
     }

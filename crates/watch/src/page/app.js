@@ -1,6 +1,6 @@
 // Main script of the page: the runs, their live metrics, and the current view.
 
-import { again, apiJson, duration, el, failure, isFile, number, place, quoted, remember, settled, visible } from './shared.js';
+import { again, apiJson, duration, each, el, failure, isFile, number, place, quoted, remember, settled, visible } from './shared.js';
 import * as charts from './charts.js';
 import * as distributions from './distributions.js';
 import * as rollouts from './rollouts.js';
@@ -13,7 +13,10 @@ const COLOURS = 8;
 const FIRST_SHOWN = 10;
 const LISTED_RUNS = 6;
 const LONG_EVERY_MS = 5000;
-const FEW_BUCKETS = 150;
+// The more runs are shown, the fewer buckets a run of many steps has: pairs of a number of runs and a number of buckets.
+const BUCKETS = [[24, 75], [8, 150]];
+// A browser has six connections to a server. The others are for the view and the events.
+const RUNS_AT_ONCE = 3;
 const main = document.getElementById('main');
 const notices = document.getElementById('notices');
 const state = { runs: [], view: null, ended: null };
@@ -46,7 +49,7 @@ class Run {
       this.steps.seconds.push(...found.steps.seconds);
       for (const [name, values] of Object.entries(found.steps.columns)) (this.steps.columns[name] ??= new Array(before).fill(null)).push(...values);
     } else this.steps = found.steps;
-    Object.assign(this, { generation: found.generation, thinned: found.thinned, evals: found.evaluations, latest: found.last, rows: found.rows });
+    Object.assign(this, { generation: found.generation, capped: found.capped, thinned: found.thinned, evals: found.evaluations, latest: found.last, rows: found.rows });
   }
 
   /// Fetches new rows and warnings. Returns true if there were any. `progress` is called after each part of a long file.
@@ -63,7 +66,7 @@ class Run {
     const isSoon = this.thinned && !metrics.done && Date.now() - this.fetched < LONG_EVERY_MS;
     if (!this.shown || this.bytes === wanted || isSoon) return news;
     for (let done = false; !done;) {
-      const found = await apiJson('curves', { run: this.at, generation: this.generation || undefined, from: this.thinned ? undefined : this.steps.x.length || undefined, buckets: state.runs.filter((run) => run.shown).length > 8 ? FEW_BUCKETS : undefined });
+      const found = await apiJson('curves', { run: this.at, generation: this.generation || undefined, from: this.thinned ? undefined : this.steps.x.length || undefined, buckets: BUCKETS.find(([runs]) => shownRuns().length > runs)?.[1] });
       this.take(found);
       done = found.done;
       if (!done) progress?.();
@@ -111,7 +114,7 @@ async function start() {
   route();
   if (isFile) {
     state.told = state.runs.map((run) => run.metrics);
-    await load();
+    await fetchNews();
     return;
   }
   listen();
@@ -172,6 +175,7 @@ function notify() {
       el('p', {}, el('code', {}, again.command), ' serves it again, and this tab reconnects automatically.')));
   }
   for (const run of shownRuns()) {
+    if (run.capped) parts.push(el('div', { class: 'notice', role: 'status' }, el('p', {}, `${run.name}: metrics.jsonl has more rows or metrics than the page reads. The charts leave out the later ones; the CSV file of a chart has all.`)));
     const line = (own) => el('p', {}, several ? el('b', {}, `${run.name}: `) : '', visible(own.text));
     const lasting = run.warnings.filter((own) => own.until === null);
     const over = run.warnings.filter((own) => own.until !== null);
@@ -187,13 +191,13 @@ const shownRuns = () => state.runs.filter((run) => run.shown);
 async function arrived(metrics) {
   if (state.runs.some((run) => !run.settings.length && !run.rows)) await describe();
   state.told = metrics;
-  await load();
+  await fetchNews();
 }
 
 /// Fetches what is new of the runs that are shown. A view is drawn as soon as the first run is there.
-async function load() {
+async function fetchNews() {
   const drawn = settled(100, (run) => { state.drawn = true; state.view?.update?.([run]); });
-  const news = await Promise.all(state.runs.map(async (run, at) => {
+  const news = await each(state.runs, RUNS_AT_ONCE, async (run, at) => {
     run.seen = Date.now();
     run.failure = null;
     try {
@@ -205,7 +209,7 @@ async function load() {
       run.failure = error;
       return false;
     }
-  }));
+  });
   notify();
   status();
   if (news.some(Boolean) || !state.drawn) {
@@ -240,15 +244,22 @@ function status() {
   const buttons = document.getElementById('controls');
   buttons.hidden = state.ended !== null || state.gone || !state.runs[0]?.controls;
   if (state.doing && !buttons.hidden) {
-    const { machine } = state;
     live.className = 'on';
     live.textContent = state.doing;
-    live.title = [machine.load === null ? '' : `load ${machine.load} of ${machine.cores} cores`, machine.used_mb === null ? '' : `memory ${number(machine.used_mb / 1000, 1)} of ${number(machine.memory_mb / 1000, 1)} GB`, machine.own_mb === null ? '' : `this run ${number(machine.own_mb / 1000, 1)} GB`].filter(Boolean).join(' · ');
-    document.getElementById('machine').textContent = live.title;
+    document.getElementById('machine').textContent = load(state.machine);
     return;
   }
   document.getElementById('machine').textContent = '';
-  live.textContent = running.length ? `live · ${running.map(progress).join(' · ')}` : state.runs.some((run) => run.rows) ? 'not training' : 'no step yet';
+  const isDone = state.runs.length > 0 && state.runs.every((run) => run.metrics?.done);
+  live.textContent = running.length ? `live · ${running.map(progress).join(' · ')}` : isDone ? 'done' : state.runs.some((run) => run.rows) ? 'not training' : 'no step yet';
+}
+
+/// Describes the load of the machine and of its card. What is unknown is left out.
+function load({ cpu_percent: cpu, memory_mb: memory, total_memory_mb: all, own_memory_mb: own, gpu }) {
+  const gigabytes = (value) => number(value / 1000, 1);
+  const parts = [cpu === null ? '' : `processor ${Math.round(cpu)} %`, memory === null ? '' : `memory ${gigabytes(memory)} of ${gigabytes(all)} GB`, own === null ? '' : `this run ${gigabytes(own)} GB`,
+    gpu.busy_percent === null ? '' : `card ${Math.round(gpu.busy_percent)} %`, gpu.memory_mb === null ? '' : `its memory ${gigabytes(gpu.memory_mb)} of ${gigabytes(gpu.total_memory_mb)} GB`];
+  return parts.filter(Boolean).join(' · ');
 }
 
 function progress(run) {
@@ -264,7 +275,7 @@ function progress(run) {
 function chips() {
   const box = document.getElementById('runs');
   if (state.runs.length < 2) { box.replaceChildren(el('b', {}, state.runs[0]?.name ?? 'no run')); return; }
-  const chosen = () => { notify(); say(); state.view?.update?.(state.runs); if (state.told) load().catch(() => { /* the next event asks again */ }); };
+  const chosen = () => { notify(); say(); state.view?.update?.(state.runs); if (state.told) fetchNews().catch(() => { /* the next event asks again */ }); };
   const labels = state.runs.map((run) => {
     const own = el('input', { type: 'checkbox', checked: run.shown, onchange: () => { run.shown = own.checked; chosen(); } });
     const swatch = el('span', { class: 'swatch' });

@@ -2,40 +2,25 @@
 
 import { api, apiJson, choice, distinct, duration, el, hash, isFile, number, place, remember, settled, visible } from './shared.js';
 import { moments, quantile, smoothed } from './stats.js';
-import { csv, picture, save, svg } from './export.js';
+import { csv, fileName, picture, save, svg } from './export.js';
+import { CHARTS } from './table.js';
 
-const PER_REWARD = /^rewards\/(.+)\/mean$/;
 // With more runs, a chart has one line per run and metric: no edges and no faint values.
 const FULL_RUNS = 4;
+// With more runs, lines are thin.
+const MANY_RUNS = 16;
+// With more lines, a caption has their number instead of their values.
+const SAID_LINES = 8;
 // Points of a time axis that several long runs share.
 const TIME_POINTS = 800;
 // Settings in which runs of one experiment may differ.
 const SEED_SETTINGS = new Set(['seed', 'data_seed', 'output_dir', 'run_name', 'log_file', 'dashboard', 'dashboard_port', 'prometheus_port', 'report_to', 'resume_from_checkpoint', 'push_to_hub']);
+const LISTED_MARKS = 300;
 const MARKS = { checkpoint: '▲', evaluation: '◆', resumption: '↻', warning: '!', stop: '■' };
 
-// Each line is a metric and its label. `band` names the metrics of its lower and upper edge; `spread` is a distance to both sides.
-const CHARTS = [
-  { title: 'Reward', lines: [['reward', 'reward']], spread: 'reward_std', help: 'Mean of the weighted sum of all rewards, and its standard deviation' },
-  { each: PER_REWARD },
-  { title: 'Groups without variance', lines: [['frac_reward_zero_std', 'share']], zero: true, help: 'Share of prompts whose completions all got the same reward: nothing is learned from them' },
-  { title: 'KL', lines: [['kl', 'kl']], help: 'Distance from the reference, in nats' },
-  { title: 'Entropy', lines: [['entropy', 'entropy']], help: 'Mean entropy at completion tokens, in nats' },
-  { title: 'Loss', lines: [['loss', 'loss']], help: 'Objective of the training; near 0 for GRPO, whatever the model learns' },
-  { title: 'Gradient norm', lines: [['grad_norm', 'norm']], help: 'Norm of all gradients before clipping' },
-  { title: 'Clip ratio', lines: [['clip_ratio/region_mean', 'all'], ['clip_ratio/low_mean', 'low'], ['clip_ratio/high_mean', 'high']], zero: true, help: 'Share of tokens whose ratio is clipped' },
-  { title: 'Completion length', lines: [['completions/mean_length', 'mean']], band: ['completions/min_length', 'completions/max_length'], help: 'Tokens: mean, minimum and maximum' },
-  { title: 'Cut off', lines: [['completions/clipped_ratio', 'share']], zero: true, help: 'Share of completions that hit the length limit' },
-  { title: 'Rollout and training', lines: [['sampling/sampling_logp_difference/mean', 'mean'], ['sampling/sampling_logp_difference/max', 'max']], help: 'Difference of log-probabilities between rollout and training per token, in nats' },
-  { title: 'Step time by phase', stack: /^time\//, help: 'Seconds of a step' },
-  { title: 'Tokens per second', lines: [['derived/tokens_per_second', 'tokens/s']], zero: true, help: 'Tokens processed in training, divided by the time of the step' },
-  { title: 'Memory', stack: /^(memory\/media_store_mb|derived\/memory_rest_mb)$/, names: { 'memory/media_store_mb': 'media kept', 'derived/memory_rest_mb': 'rest of the peak' }, help: 'In MB: decoded media kept for later passes, and the rest of the peak memory of the process' },
-  { title: 'Learning rate', lines: [['learning_rate', 'rate']] },
-  { title: 'Evaluation', lines: [['eval_accuracy', 'accuracy'], ['eval_reward', 'reward']], evals: true, help: 'Share of correct answers and mean reward on held-out rows' },
-];
-
-const STACK_COLOURS = 9;
+const [RUN_COLOURS, STACK_COLOURS] = [8, 9];
 let charts = [];
-let root, grid, runs, controls, events, reset;
+let root, grid, runs, controls, events, reset, bounds;
 const axis = { smooth: Number(remember('smooth') ?? 0.6), time: remember('x') === 'time', all: false, log: false, clip: false, seeds: false, range: null };
 const marks = new Map();
 
@@ -53,23 +38,38 @@ export function show(main, given, params) {
     return el('label', { title }, own, ` ${label}`);
   };
   reset = el('button', { type: 'button', onclick: () => { axis.range = null; runs.forEach((run) => { run.detail = null; }); rebuild(); } }, 'whole run');
+  // These fields do with the keyboard and by touch what dragging does with a mouse.
+  bounds = ['from', 'to'].map((name) => el('input', { type: 'number', step: 'any', class: 'step', placeholder: name, 'aria-label': `x axis ${name}`, title: `x axis ${name}: a step, or seconds over time`, onchange: ranged }));
   const copy = el('button', { type: 'button', onclick: async () => {
     address();
     try { await navigator.clipboard.writeText(location.href); copy.textContent = 'copied'; } catch { copy.textContent = 'copy the address above'; }
     setTimeout(() => { copy.textContent = 'copy link'; }, 2000);
   } }, 'copy link');
-  controls = el('div', { class: 'controls' }, el('label', {}, 'smoothing ', smooth, said), el('label', {}, 'over ', x),
+  controls = el('div', { class: 'controls' }, el('label', {}, 'smoothing ', smooth, said), el('label', {}, 'over ', x), el('span', {}, bounds),
     box('log', 'log axis', 'Logarithmic y axis where all values are above 0'), box('clip', 'without outliers', 'y axis from the 1 % to the 99 % quantile of the values'),
     box('all', 'every metric'), runs.length > 1 ? box('seeds', 'join seeds', 'Mean and standard deviation of runs whose settings differ in the seed only') : '', reset, copy);
   events = el('details', { class: 'events', hidden: true });
   grid = el('div', { class: 'grid' });
   main.append(controls, events, grid);
-  watch = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => { target.chart.seen = isIntersecting; if (isIntersecting) target.chart.fresh(); }), { rootMargin: '200px' });
+  watch = new IntersectionObserver((entries) => entries.forEach(({ target: { chart }, isIntersecting, boundingClientRect: { top } }) => {
+    chart.seen = isIntersecting;
+    // A chart just below the visible part can wait.
+    if (isIntersecting && top < innerHeight) chart.fresh(); else if (isIntersecting) idle(() => { if (chart.seen) chart.fresh(); });
+  }), { rootMargin: '200px' });
   rebuild();
   fetchMarks();
 }
 
 let watch;
+const idle = globalThis.requestIdleCallback ?? ((then) => setTimeout(then, 50));
+let palette;
+
+/// Reads the colours of the theme once for all charts, since each look at the style makes the browser compute it.
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  const of = (name) => style.getPropertyValue(name).trim();
+  palette = { runs: Array.from({ length: STACK_COLOURS }, (_, at) => of(`--run-${at}`)), ink: of('--ink'), quiet: of('--quiet'), line: of('--line'), warm: of('--warm'), paper: of('--card') };
+}
 
 /// Takes the view from the parameters of the address.
 function take(params) {
@@ -145,7 +145,7 @@ function listEvents() {
   events.hidden = !all.length;
   const counts = Object.keys(MARKS).map((kind) => [kind, all.filter((own) => own.kind === kind).length]).filter(([, count]) => count);
   events.replaceChildren(el('summary', {}, counts.map(([kind, count]) => `${MARKS[kind]} ${count} ${kind}${count > 1 ? 's' : ''}`).join(' · ')),
-    el('ul', {}, all.slice(-300).map((own) => el('li', {}, el('b', {}, `${MARKS[own.kind]} step ${own.step} `), several ? el('span', { class: 'quiet' }, `${own.run.name} `) : '', visible(own.text)))));
+    el('ul', {}, all.length > LISTED_MARKS ? el('li', { class: 'quiet' }, `${all.length - LISTED_MARKS} earlier ones are not listed`) : '', all.slice(-LISTED_MARKS).map((own) => el('li', {}, el('b', {}, `${MARKS[own.kind]} step ${own.step} `), several ? el('span', { class: 'quiet' }, `${own.run.name} `) : '', visible(own.text)))));
 }
 
 function names(of) {
@@ -154,33 +154,33 @@ function names(of) {
   return found;
 }
 
+/// Returns what `{}` of a pattern stands for in a name; null if the name does not match.
+function filled(pattern, name) {
+  const [start, end] = pattern.split('{}');
+  if (end === undefined) return pattern === name ? '' : null;
+  return name.startsWith(start) && name.endsWith(end) && name.length > start.length + end.length ? name.slice(start.length, name.length - end.length) : null;
+}
+
+/// Returns the charts of a row of the table for which there are numbers.
+function charted(row, known) {
+  const found = row.lines.flatMap(([pattern, label]) => known.flatMap((name) => {
+    const part = filled(pattern, name);
+    return part === null ? [] : [{ part, line: [name, label.replace('{}', () => part)] }];
+  }));
+  if (!row.title.includes('{}')) return found.length ? [{ ...row, lines: found.map((own) => own.line) }] : [];
+  return found.map(({ part, line }) => ({ ...row, title: row.title.replace('{}', () => part), spread: row.spread.replace('{}', () => part), lines: [line] }));
+}
+
 /// Returns the charts for which these runs have numbers.
 function layout() {
-  const own = names('steps');
-  const evals = names('evals');
-  const used = new Set(['epoch', 'derived/tokens_per_second', 'derived/memory_rest_mb']);
-  const out = [];
-  for (const chart of CHARTS) {
-    if (chart.each) {
-      for (const name of own) {
-        const match = chart.each.exec(name);
-        if (match) out.push({ title: `Reward: ${match[1]}`, lines: [[name, match[1]]], spread: `rewards/${match[1]}/std`, help: 'Mean and standard deviation' });
-      }
-    } else if (chart.stack) {
-      const parts = [...own].filter((name) => chart.stack.test(name));
-      if (parts.length) out.push({ ...chart, lines: parts.map((name) => [name, chart.names?.[name] ?? name.replace(chart.stack, '')]), stacked: true });
-    } else {
-      const lines = chart.lines.filter(([name]) => (chart.evals ? evals : own).has(name));
-      if (lines.length) out.push({ ...chart, lines });
-    }
-  }
-  if (axis.all) {
-    out.forEach((chart) => chart.lines.forEach(([name]) => used.add(name)));
-    for (const [of, found] of [['steps', own], ['evals', evals]]) {
-      const last = (run, name) => (run[of].columns[name]?.means ?? run[of].columns[name])?.at(-1);
-      const rows = shown().map((run) => Object.fromEntries([...found].map((name) => [name, last(run, name)])));
-      for (const name of distinct([...found].sort(), rows)) if (!used.has(name)) out.push({ title: name, lines: [[name, name]], evals: of === 'evals' });
-    }
+  const known = { steps: [...names('steps')], evals: [...names('evals')] };
+  const out = CHARTS.flatMap((row) => charted(row, known[row.evals ? 'evals' : 'steps']));
+  if (!axis.all) return out;
+  const used = new Set(['epoch', 'derived/tokens_per_second', 'derived/memory_rest_mb', ...out.flatMap((chart) => chart.lines.map(([name]) => name))]);
+  for (const [of, found] of Object.entries(known)) {
+    const last = (run, name) => (run[of].columns[name]?.means ?? run[of].columns[name])?.at(-1);
+    const rows = shown().map((run) => Object.fromEntries(found.map((name) => [name, last(run, name)])));
+    for (const name of distinct([...found].sort(), rows)) if (!used.has(name)) out.push({ title: name, lines: [[name, name]], evals: of === 'evals' });
   }
   return out;
 }
@@ -188,12 +188,13 @@ function layout() {
 function rebuild() {
   if (!grid) return;
   charts.forEach((chart) => chart.destroy());
+  colours();
   const specs = layout();
   charts = specs.map((spec) => new Chart(spec));
   grid.replaceChildren(...charts.map((chart) => chart.figure));
   const waiting = runs.some((run) => run.shown && !run.loaded) ? 'Loading the metrics …' : 'No step is done yet. Charts appear with the first one.';
   if (!specs.length) grid.replaceChildren(el('p', { class: 'quiet', role: 'status' }, waiting));
-  reset.hidden = !axis.range;
+  say();
   charts.forEach((chart) => watch.observe(chart.figure));
   if (specs.length) address();
   if (axis.range) finer();
@@ -216,12 +217,27 @@ const finer = settled(150, async () => {
   if (axis.range === range) data();
 });
 
+/// Shows the chosen range in the fields for it.
+function say() {
+  reset.hidden = !axis.range;
+  bounds.forEach((field, at) => { field.value = axis.range ? String(Number(axis.range[at].toFixed(2))) : ''; });
+}
+
+/// Takes the range of the fields. An empty field stands for an end of the run.
+function ranged() {
+  const all = charts.flatMap((chart) => chart.plot?.data[0] ?? []);
+  const [low, high] = [Math.min, Math.max].map((of, at) => (bounds[at].value === '' ? all.reduce((a, b) => of(a, b), all[0]) : Number(bounds[at].value)));
+  const range = bounds.every((field) => field.value === '') || !(low < high) ? null : [low, high];
+  if (!range) bounds.forEach((field) => { field.value = ''; });
+  zoom(range);
+}
+
 /// Shows a range in all charts.
 const zoom = settled(60, (range) => {
   if (String(range) === String(axis.range)) return;
   axis.range = range;
   if (!range) runs.forEach((run) => { run.detail = null; });
-  reset.hidden = !range;
+  say();
   address();
   charts.forEach((chart) => chart.zoomTo(range));
   if (range) finer();
@@ -296,7 +312,7 @@ class Chart {
     if (!this.menu.open || this.menu.children.length > 1) return;
     const edge = (at) => el('input', { type: 'number', step: 'any', class: 'step', 'aria-label': at ? 'largest y' : 'smallest y', placeholder: at ? 'y to' : 'y from', onchange: (event) => { this.edges ??= [null, null]; this.edges[at] = event.target.value === '' ? null : Number(event.target.value); this.set(); } });
     const button = (label, act) => el('button', { type: 'button', onclick: act }, label);
-    const name = this.title.replace(/[^\w.-]+/g, '-').toLowerCase();
+    const name = fileName(this.title);
     this.menu.append(el('div', { class: 'controls' }, edge(0), edge(1),
       button('CSV', async () => save(`${name}.csv`, 'text/csv', await this.table())),
       button('SVG', () => save(`${name}.svg`, 'image/svg+xml', svg(this.drawing()))),
@@ -315,12 +331,22 @@ class Chart {
     return csv([['run', 'step', ...wanted], ...rows]);
   }
 
+  /// Returns what the chart shows, for `svg`.
   drawing() {
     const { x, y } = this.plot.scales;
-    const lines = this.series.flatMap((own, at) => (own.kind === 'line' || own.kind === 'stack' ? [{ label: this.lanes.length > 1 ? `${own.lane.name}${this.spec.lines.length > 1 ? ` ${own.label}` : ''}` : own.label, colour: this.colour(own), values: this.plot.data[at + 1] }] : []));
-    const bands = this.series.flatMap((own, at) => (own.kind === 'edge' && this.series[at + 1]?.kind === 'edge' ? [{ colour: this.colour(own), high: this.plot.data[at + 1], low: this.plot.data[at + 2] }] : []));
-    const style = getComputedStyle(document.documentElement);
-    return { title: this.title, x: this.plot.data[0], range: [x.min, x.max], y: [y.min, y.max], log: this.isLog, time: axis.time, lines, bands, ink: style.getPropertyValue('--ink').trim(), grid: style.getPropertyValue('--line').trim(), paper: style.getPropertyValue('--card').trim() };
+    const { data } = this.plot;
+    const name = (own) => (this.lanes.length > 1 ? `${own.lane.name}${this.spec.lines.length > 1 ? ` ${own.label}` : ''}` : own.label);
+    const lines = [];
+    const areas = [];
+    this.series.forEach((own, at) => {
+      const colour = this.colour(own);
+      if (own.kind === 'line' || own.kind === 'stack') lines.push({ colour, label: name(own), values: data[at + 1] });
+      if (own.kind === 'raw') lines.push({ colour, values: data[at + 1] });
+      if (own.kind === 'edge' && this.series[at + 1]?.kind === 'edge') areas.push({ colour, opacity: 0.15, low: data[at + 2], high: data[at + 1] });
+      if (own.kind === 'stack') areas.push({ colour, opacity: 0.4, low: own.at > 0 ? data[at] : data[0].map(() => 0), high: data[at + 1] });
+    });
+    const { ink, line: grid, paper } = palette;
+    return { title: this.title, x: data[0], range: [x.min, x.max], y: [y.min, y.max], log: this.isLog, time: axis.time, dots: Boolean(this.spec.evals), lines, areas, ink, grid, paper };
   }
 
   /// Returns the x values, then for each lane its lines with their edges. All lanes share one list of x values.
@@ -378,9 +404,8 @@ class Chart {
   }
 
   colour(series) {
-    const style = getComputedStyle(document.documentElement);
-    const name = this.spec.stacked || (this.lanes.length < 2 && this.spec.lines.length > 1) ? `--run-${series.at % STACK_COLOURS}` : `--run-${series.lane.at % 8}`;
-    return style.getPropertyValue(name).trim();
+    const isPart = this.spec.stacked || (this.lanes.length < 2 && this.spec.lines.length > 1);
+    return palette.runs[isPart ? series.at % STACK_COLOURS : series.lane.at % RUN_COLOURS];
   }
 
   /// Returns the range of the y axis: by hand, by quantiles, or of all values.
@@ -402,9 +427,7 @@ class Chart {
   draw() {
     const columns = this.columns();
     if (!columns || !columns[0].length) return;
-    const style = getComputedStyle(document.documentElement);
-    const ink = style.getPropertyValue('--quiet').trim();
-    const lines = style.getPropertyValue('--line').trim();
+    const { quiet: ink, line: lines } = palette;
     const isPositive = columns.slice(1).every((column, at) => this.series[at].kind === 'edge' || column.every((own) => !(own <= 0)) || column.every((own) => own === null || own === undefined));
     this.isLog = axis.log && !this.spec.stacked && isPositive;
     const series = this.series.map((own) => {
@@ -412,7 +435,7 @@ class Chart {
       if (own.kind === 'edge') return { show: true, width: 0, points: { show: false } };
       if (own.kind === 'raw') return { stroke: `${stroke}55`, width: 1, points: { show: false } };
       const dash = this.lanes.length > 1 ? [undefined, [6, 4], [2, 3]][own.at % 3] : undefined;
-      return { stroke, width: own.kind === 'stack' ? 1 : 1.75, dash, fill: own.kind === 'stack' ? `${stroke}66` : undefined, points: { show: Boolean(this.spec.evals), size: 5 }, spanGaps: true };
+      return { stroke, width: own.kind === 'stack' || this.lanes.length > MANY_RUNS ? 1 : 1.75, dash, fill: own.kind === 'stack' ? `${stroke}66` : undefined, points: { show: Boolean(this.spec.evals), size: 5 }, spanGaps: true };
     });
     const bands = [];
     this.series.forEach((own, at) => {
@@ -437,7 +460,7 @@ class Chart {
       hooks: {
         setCursor: [(plot) => this.say(plot.cursor.idx)],
         setScale: [(plot, key) => { if (key === 'x' && this.plot === plot && !this.isQuiet) { const { min, max } = plot.scales.x; const [first, last] = [plot.data[0][0], plot.data[0].at(-1)]; zoom(min > first || max < last ? [min, max] : null); } }],
-        drawClear: [(plot) => this.shade(plot, style.getPropertyValue('--warm').trim())],
+        drawClear: [(plot) => this.shade(plot, palette.warm)],
         draw: [(plot) => this.mark(plot, ink)],
       },
     }, columns, this.body);
@@ -513,8 +536,8 @@ class Chart {
     const last = columns[0].length - 1;
     const here = at ?? last;
     const parts = [];
-    const few = this.series.filter((own) => own.kind === 'line' || own.kind === 'stack').length <= 8;
-    this.series.forEach((own, i) => {
+    const count = this.series.filter((own) => own.kind === 'line' || own.kind === 'stack').length;
+    if (count <= SAID_LINES) this.series.forEach((own, i) => {
       if (own.kind !== 'line' && own.kind !== 'stack') return;
       // Lanes share one list of x values, so one may have no value at this x. Its previous value applies, but not after its last one.
       let row = columns[0][here] > own.until && at !== null && at !== undefined ? -1 : here;
@@ -522,12 +545,12 @@ class Chart {
       const found = row < 0 ? null : own.kind === 'stack' ? own.own[row] : columns[i + 1][row];
       const mark = el('i', {});
       mark.style.background = this.colour(own);
-      const label = this.spec.lines.length > 1 && few ? `${own.label} ` : '';
-      parts.push(el('span', { title: this.lanes.length > 1 ? own.lane.name : undefined }, few ? mark : '', `${label}${number(found)}`));
+      const label = this.spec.lines.length > 1 ? `${own.label} ` : '';
+      parts.push(el('span', { title: this.lanes.length > 1 ? own.lane.name : undefined }, mark, `${label}${number(found)}`));
     });
     const x = columns[0][here];
     const where = at === null || at === undefined ? '' : axis.time ? duration(x) : `step ${x}`;
-    this.said.replaceChildren(...(few ? parts : [`${parts.length} lines`]), ...(where ? [el('span', { class: 'quiet' }, where)] : []));
+    this.said.replaceChildren(...(parts.length ? parts : [`${count} lines`]), ...(where ? [el('span', { class: 'quiet' }, where)] : []));
     this.body.setAttribute('aria-label', `${this.spec.title}: ${this.said.textContent}. Arrow keys move from step to step.`);
   }
 
@@ -541,6 +564,7 @@ class Chart {
   }
 
   destroy() {
+    this.seen = false;
     this.resize.disconnect();
     this.plot?.destroy();
     this.plot = null;

@@ -1,7 +1,7 @@
 // Distributions of rewards, lengths and advantages over the steps, and two of them against each other.
 
 import { apiJson, choice, el, failure, hash, number, place, settled } from './shared.js';
-import { measures } from './groups.js';
+import { CAPPED, measures } from './groups.js';
 
 const FIELDS = ['run', 'measure', 'x', 'y', 'at'];
 const SIZE = [860, 260];
@@ -45,7 +45,7 @@ async function whole(path, params, mine, then) {
     const answer = await apiJson(path, params);
     if (mine !== ticket || !root) return;
     done = answer.done;
-    status.textContent = done ? `${answer.completions.toLocaleString('en')} completions of ${answer.steps} steps` : `reading step ${answer.steps} of ${answer.all_steps} …`;
+    status.textContent = done ? `${answer.completions.toLocaleString('en')} completions of ${answer.steps} steps${answer.capped ? `; ${CAPPED}` : ''}` : `reading step ${answer.steps} of ${answer.all_steps} …`;
     then(answer);
   }
 }
@@ -75,6 +75,9 @@ function options(rewards, params) {
   for (const name of FIELDS) if (form.elements[name]) form.elements[name].value = params[name] ?? fallback[name];
 }
 
+/// Returns the smallest and the largest value in a part of an axis. Bins of whole numbers begin and end between two of them.
+const ends = (low, high, { whole }) => (whole ? [low + 0.5, high - 0.5] : [low, high]);
+const span = (low, high) => (low === high ? number(low) : `${number(low)} to ${number(high)}`);
 const label = (name) => name.replace(/^rewards\//, '');
 const steps = ({ from, until }) => (from === until ? `step ${from}` : `steps ${from} to ${until}`);
 const colours = () => { const style = getComputedStyle(document.documentElement); return (name) => style.getPropertyValue(name).trim(); };
@@ -122,7 +125,7 @@ function paint() {
   const middle = last.quantiles[1];
   const [node, context] = canvas(box[2] + 66, SIZE[1], `Distribution of ${name} over ${ranges.length} ranges of steps. In the last one, ${steps(last)}, the median is ${number(middle)}, and 10 % to 90 % of the completions lie from ${number(last.quantiles[0])} to ${number(last.quantiles[2])}.`);
   cells(context, ranges.map((own) => own.counts), most, box);
-  frame(context, box, [axis.low, axis.high], [`step ${ranges[0].from}`, `step ${last.until}`]);
+  frame(context, box, ends(axis.low, axis.high, axis), [`step ${ranges[0].from}`, `step ${last.until}`]);
   context.strokeStyle = colours()('--warm');
   for (const [at, dash] of [[0, [3, 3]], [1, []], [2, [3, 3]]]) {
     context.setLineDash(dash);
@@ -143,17 +146,18 @@ function paint() {
 
 /// Shows the histogram of one range of steps.
 function histogram(range, axis, name) {
-  const most = Math.max(...range.counts, 1);
+  const largest = Math.max(...range.counts, 1);
+  const [least, most] = ends(axis.low, axis.high, axis);
   const total = range.counts.reduce((sum, own) => sum + own, 0);
   const width = (axis.high - axis.low) / axis.bins;
   const items = range.counts.map((count, at) => {
     const [low, high] = [axis.low + at * width, axis.low + (at + 1) * width];
-    const bar = el('i', { title: `${number(low)} to ${number(high)}: ${count}` });
-    bar.style.height = `${count ? Math.max(2, (100 * count) / most) : 0}%`;
+    const bar = el('i', { title: `${span(...ends(low, high, axis))}: ${count}` });
+    bar.style.height = `${count ? Math.max(2, (100 * count) / largest) : 0}%`;
     return bar;
   });
   const text = `${steps(range)}: ${total} completions, median ${number(range.quantiles[1])}, 10 % to 90 % from ${number(range.quantiles[0])} to ${number(range.quantiles[2])}${range.none ? `; ${range.none} without a value` : ''}`;
-  bars.replaceChildren(el('div', { class: 'histogram', role: 'img', 'aria-label': `${name}, ${text}` }, items), el('p', { class: 'quiet edges' }, el('span', {}, number(axis.low)), el('span', {}, text), el('span', {}, number(axis.high))));
+  bars.replaceChildren(el('div', { class: 'histogram', role: 'img', 'aria-label': `${name}, ${text}` }, items), el('p', { class: 'quiet edges' }, el('span', {}, number(least)), el('span', {}, text), el('span', {}, number(most))));
 }
 
 function pairs() {
@@ -164,7 +168,7 @@ function pairs() {
   const told = r === null ? 'One of them does not vary.' : `Correlation ${number(r, 2)}${interval ? `, 95 % interval ${number(interval[0], 2)} to ${number(interval[1], 2)}` : ''}, over ${count.toLocaleString('en')} completions, which are treated as independent.`;
   const [node, context] = canvas(SQUARE + 70, SQUARE - 30, `${names[1]} by ${names[0]}. ${told}`);
   cells(context, counts, Math.max(...counts.flat(), 1), box);
-  frame(context, box, [y.low, y.high], [number(x.low), number(x.high)]);
+  frame(context, box, ends(y.low, y.high, y), ends(x.low, x.high, x).map((own) => number(own)));
   context.fillStyle = colours()('--warm');
   means.forEach((own, at) => {
     if (own === null) return;

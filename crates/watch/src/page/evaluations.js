@@ -28,14 +28,14 @@ async function draw() {
   if (!root) return;
   const parts = of.flatMap((run, at) => {
     if (all[at] instanceof Error) return [failure(`${run.name}: ${all[at].message}`)];
-    return all[at].length ? [sectionOf(run, all[at])] : [];
+    return all[at].evaluations.length ? [sectionOf(run, all[at])] : [];
   });
-  const evaluated = of.map((run, at) => ({ run, evaluations: all[at] instanceof Error ? [] : all[at] })).filter(({ evaluations }) => evaluations.length);
+  const evaluated = of.map((run, at) => ({ run, evaluations: all[at].evaluations ?? [] })).filter(({ evaluations }) => evaluations.length);
   if (evaluated.length) parts.push(comparison(evaluated));
   body.replaceChildren(...(parts.length ? parts : [el('p', { class: 'quiet' }, 'No evaluation yet. Runs with `--eval_file` are evaluated at their end, and with `--eval_on_start` also at their beginning.')]));
 }
 
-function sectionOf(run, evaluations) {
+function sectionOf(run, { evaluations, capped }) {
   const first = evaluations[0];
   const last = evaluations.at(-1);
   const all = [...new Set(evaluations.flatMap(({ summary }) => Object.keys(summary)))].filter((name) => evaluations.some(({ summary }) => typeof summary[name] === 'number'));
@@ -47,6 +47,7 @@ function sectionOf(run, evaluations) {
   });
   return el('div', {},
     el('h2', {}, runs.length > 1 ? run.name : 'Evaluation'),
+    capped ? el('p', { class: 'quiet' }, `The run has more evaluations than are listed: the first one and the last ${evaluations.length - 1} are.`) : '',
     el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'number'), evaluations.map(({ step }) => el('th', { scope: 'col' }, `step ${step}`)), evaluations.length > 1 ? el('th', { scope: 'col' }, 'change') : '')), el('tbody', {}, rows))),
     categories(first, last), confusion(last));
 }

@@ -4,6 +4,9 @@ import { apiJson, isFile } from './shared.js';
 
 const tables = new Map();
 
+/// Says that the numbers of a view are incomplete.
+export const CAPPED = 'the run has more completions than are indexed';
+
 /// Groups of a run under one measure. A completion passes if its measure is at least `least`.
 export class Groups {
   constructor(run, measure, least) {

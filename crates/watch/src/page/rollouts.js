@@ -1,7 +1,7 @@
 // Rollout viewer: groups of a step or of all steps, filtered and sorted, and the completions of a group side by side.
 
 import { api, apiJson, block, choice, el, failure, hash, isFile, link, number, place, remember, settled, signed, visible } from './shared.js';
-import { ONLY, SORTS, groupsOf, measures, summary, triaged } from './groups.js';
+import { CAPPED, ONLY, SORTS, groupsOf, measures, summary, triaged } from './groups.js';
 import { gallery } from './media.js';
 
 const PAGE = 50;
@@ -99,7 +99,7 @@ function moveGroup(by) {
 }
 
 function say() {
-  stepOf.textContent = steps.steps.length ? `of ${steps.steps.length} (${steps.steps[0]}–${steps.steps.at(-1)})` : '';
+  stepOf.textContent = steps.steps.length ? `of ${steps.steps.length} (${steps.steps[0]}–${steps.steps.at(-1)})${steps.capped ? '; earlier steps are not read' : ''}` : '';
 }
 
 async function open(params) {
@@ -215,7 +215,7 @@ async function groups(run, params, mine) {
     if (mine !== ticket) return;
     triage.rewards(table.about.rewards, params);
     const rows = triaged([...table.rows], params, table);
-    status.textContent = `${rows.length} of ${table.rows.length} groups${table.about.full ? '; the run has more completions than are indexed' : ''}`;
+    status.textContent = `${rows.length} of ${table.rows.length} groups${table.about.capped ? `; ${CAPPED}` : ''}`;
     await page(rows, 0, (part) => withTexts(run, part, measure, table.least));
     return;
   }

@@ -1,7 +1,7 @@
 // Rows of the training data over the steps: pass rates as a heat map, the history of a row, and a comparison of two runs.
 
 import { apiJson, block, choice, el, failure, hash, number, place, settled, signed, visible } from './shared.js';
-import { groupsOf, measures } from './groups.js';
+import { CAPPED, groupsOf, measures } from './groups.js';
 import { gallery } from './media.js';
 import { meanInterval, moments, wordDifference } from './stats.js';
 
@@ -25,7 +25,7 @@ export async function show(main, given, params) {
   form = el('form', { class: 'controls', onsubmit: (event) => event.preventDefault(), onchange: change, 'aria-label': 'Rows' },
     runs.length > 1 ? [choice('run', 'run', names), el('label', {}, 'against ', choice('other', 'other run', [['', 'no other run'], ...names]))] : '',
     choice('measure', 'measure', measures([])),
-    el('input', { name: 'least', type: 'number', step: 'any', placeholder: 'passes from', 'aria-label': 'smallest value that passes', class: 'step' }),
+    el('input', { name: 'least', type: 'number', step: 'any', placeholder: 'passes from', 'aria-label': 'smallest value that passes', class: 'least' }),
     choice('only', 'shown rows', Object.entries(ONLY)), choice('sort', 'sorted', Object.entries(SORTS)));
   status = el('p', { class: 'quiet', role: 'status' });
   map = el('canvas', { class: 'heat', role: 'img' });
@@ -33,7 +33,7 @@ export async function show(main, given, params) {
   map.addEventListener('pointermove', (event) => { const at = rowAt(event); map.title = at ? at.label : ''; });
   list = el('div', { class: 'scroll' });
   detail = el('article', { class: 'detail', 'aria-live': 'polite' });
-  main.append(el('section', { class: 'page' }, el('h2', {}, 'Rows'), form, status, el('div', { class: 'heat-box', tabIndex: 0, role: 'region', 'aria-label': 'pass rates' }, map), detail, list));
+  main.append(el('section', { class: 'page' }, el('h2', {}, 'Rows'), form, status, el('p', { class: 'quiet' }, 'A line is a row, and a column one of its passes. The stronger the colour, the more of its completions passed.'), el('div', { class: 'heat-box', tabIndex: 0, role: 'region', 'aria-label': 'pass rates' }, map), detail, list));
   await open(params);
 }
 
@@ -102,7 +102,7 @@ function select(params) {
   shown = all.filter(test).sort(order);
   const parts = [`${shown.length} of ${all.length} rows`, `${all.filter(never).length} never solved`, `${all.filter((row) => row.last.pass === 1).length} solved in their last pass`];
   if (tables[0].least !== null) parts.push(`a completion passes from ${number(tables[0].least)}`);
-  if (tables[0].about.full) parts.push('the run has more completions than are indexed');
+  if (tables[0].about.capped) parts.push(CAPPED);
   status.replaceChildren(parts.join(' · '), tables.length > 1 ? against(all) : '');
   paint();
   table(0);

@@ -133,6 +133,16 @@ export function remember(name, value) {
   return null;
 }
 
+/// Calls `act` for each item, for at most `most` of them at the same time, and returns the results.
+export async function each(items, most, act) {
+  const out = [];
+  const rest = items.entries();
+  // All workers take from the same iterator.
+  const worker = async () => { for (const [at, item] of rest) out[at] = await act(item, at); };
+  await Promise.all(Array.from({ length: most }, worker));
+  return out;
+}
+
 /// Wraps a function so that it runs once, after calls have stopped for a while.
 export function settled(wait, then) {
   let timer;

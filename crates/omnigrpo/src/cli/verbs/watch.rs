@@ -28,6 +28,13 @@ pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
     }
     let server = Server::start(&directories, settings.log.dashboard_port).map_err(problem)?;
     print(&format!("{}\n", server.url()))?;
+    if server.runs_left_out() > 0 {
+        context.console.line(&format!(
+            "the page shows the newest {} runs of a directory and leaves out {}; name directories to show others",
+            Server::MOST_RUNS,
+            server.runs_left_out(),
+        ));
+    }
     context.console.line("the page opens only on this machine; press Ctrl-C to stop");
     loop {
         std::thread::park();
@@ -62,8 +69,9 @@ fn terminal(directories: &[PathBuf]) -> Result<()> {
 
 /// Writes each run as one file.
 pub fn report(settings: &Settings, context: &Context) -> Result<()> {
-    for directory in &settings.io.run_dirs {
-        let report = omnigrpo_watch::report(Path::new(directory)).map_err(problem)?;
+    let written = |directory: &String| omnigrpo_watch::report(Path::new(directory)).map_err(problem);
+    let reports = settings.io.run_dirs.iter().map(written).collect::<Result<Vec<_>>>()?;
+    for report in reports.into_iter().flatten() {
         print(&format!("{}\n", report.path.display()))?;
         let folders: Vec<_> =
             report.media_folders.iter().map(|folder| folder.display().to_string()).collect();
