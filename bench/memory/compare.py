@@ -138,4 +138,5 @@ def main():
     sys.exit(worst > BOUND)
 
 
-main()
+if __name__ == "__main__":
+    main()

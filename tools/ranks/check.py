@@ -24,6 +24,9 @@ STEPS = 3
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OPEN_MPI = ["mpirun.openmpi", "--bind-to", "none", "--oversubscribe", "-n", "2"]
 MPICH = ["mpirun.mpich", "-n", "2"]
+SHARDS = ["optimizer", "gradients", "weights"]
+# Cuts the weights of the demo's model, which are smaller than the default.
+ALL = ["--shard_min_elements", "0"]
 
 
 def main():
@@ -59,8 +62,11 @@ def check(train, scratch):
         said = done([*launcher, *train(name, 2)])
         expect("a step takes 4 prompts of 4 completions, on 2 ranks" in said, said)
         same(scratch / "alone", scratch / name)
-        done([*launcher, *train(f"{name}-cut", 2, more=["--shard", "optimizer", "--reduce_bucket_size", "100000"])])
-        same(scratch / "alone", scratch / f"{name}-cut")
+        for shard in SHARDS:
+            cut = ["--shard", shard, "--reduce_bucket_size", "100000", *(ALL if shard == "weights" else [])]
+            done([*launcher, *train(f"{name}-{shard}", 2, more=cut)])
+            same(scratch / "alone", scratch / f"{name}-{shard}")
+    adapters(train, scratch)
     done([*train("parent", 2), "--nproc_per_node", "2"])
     same(scratch / "alone", scratch / "parent")
     torch(train("torch", 2))
@@ -82,6 +88,18 @@ def check(train, scratch):
     print("ranks: equal bytes on one process, Open MPI, MPICH, --nproc_per_node and torchrun's variables; kills lose nothing")
 
 
+def adapters(train, scratch):
+    """Trains adapters in f32, over a base in a file that the ranks share or over a base that is cut, and in bf16."""
+    for dtype in ["float32", "bfloat16"]:
+        more = ["--use_peft", "--lora_r", 4, "--torch_dtype", dtype, "--beta", 0.04]
+        done(train(f"alone-{dtype}", 4, more=more))
+        for shard in ["none", "weights"]:
+            cut = ["--shard", shard, *(ALL if shard == "weights" else [])]
+            out = f"{dtype}-{shard}"
+            done([*OPEN_MPI, *train(out, 2, more=[*more, *cut])])
+            same(scratch / f"alone-{dtype}", scratch / out, "adapter_model.safetensors")
+
+
 def expect(condition, what):
     if not condition:
         sys.exit(f"tools/ranks/check.py: unexpected: {what}")
@@ -95,9 +113,9 @@ def done(command):
     return run.stdout + run.stderr
 
 
-def same(one, other):
+def same(one, other, model="model.safetensors"):
     """Compares the model and the optimizer's state of two runs."""
-    for name in ["model.safetensors", f"checkpoint-{STEPS}/optimizer.safetensors"]:
+    for name in [model, f"checkpoint-{STEPS}/optimizer.safetensors"]:
         expect((one / name).read_bytes() == (other / name).read_bytes(), f"{name} of {one.name} and {other.name} differ")
 
 

@@ -41,29 +41,51 @@ def lora(layers, width, kv, inner):
     return LORA_RANK * layers * (2 * 2 * width + 2 * (width + kv) + 3 * (width + inner))
 
 
-def sent(trained, weight_bytes, shard, ranks):
-    """Returns the bytes that a rank sends in a step: gradients in f32, then their sums, or the updated weights if the state is cut."""
-    return trained * (4 + (weight_bytes if shard else 4)) * (ranks - 1) / ranks
+SHARDS = ["none", "optimizer", "gradients", "weights"]
 
 
-def held(trained, weight_bytes, frozen, shard, ranks):
-    """Returns the bytes of weights, gradients, moments, masters of bf16 weights, and frozen bf16 weights."""
-    state = (12 if weight_bytes == 2 else 8) * trained / (ranks if shard else 1)
-    return (weight_bytes + 4) * trained + state + 2 * frozen
+def sent(trained, weight_bytes, frozen, shard, ranks):
+    """Returns the bytes that a rank sends in a step with one micro-batch per rank.
+
+    Gradients in f32, then their sums, or the updated weights if the state is cut. Weights that are cut are sent for the rollout, for the
+    forward and for the backward pass, and those of the reference for its pass. `frozen` is as in `ways`.
+    """
+    each = {"none": 8, "optimizer": 4 + weight_bytes, "gradients": 4 + weight_bytes, "weights": 4 + 3 * weight_bytes}[shard]
+    # The reference of adapters is the base.
+    gathers = 2 * (4 * frozen["base"] + frozen["reference"]) if shard == "weights" else 0
+    return (trained * each + gathers) * (ranks - 1) / ranks
+
+
+def held(trained, weight_bytes, frozen, shard, ranks, working):
+    """Returns the bytes of a rank: weights, gradients, moments, masters of bf16 weights, frozen bf16 weights, and the work of a step.
+
+    `frozen` is as in `ways`. `working` has the bytes of the activations of an
+    update, and of the cache of completions in a rollout.
+    """
+    state = 12 if weight_bytes == 2 else 8
+    stage = SHARDS.index(shard)
+    part = lambda first: 1 / ranks if stage >= first else 1
+    lasting = state * trained * part(1) + 2 * (frozen["tower"] + frozen["reference"] * part(3))
+    update = lasting + 4 * trained * part(2) + (weight_bytes * trained + 2 * frozen["base"]) * part(3) + working[0]
+    rollout = lasting + weight_bytes * trained + 2 * frozen["base"] + working[1]
+    return max(update, rollout)
 
 
 def ways(name):
-    """Returns what is trained: its name, number of weights, their bytes, and the number of frozen weights with the reference."""
+    """Returns what is trained: its name, number of weights, their bytes, and the numbers of frozen bf16 weights."""
     weights, tower, layers, width, kv, inner = MODELS[name]
     adapters = lora(layers, width, kv, inner)
-    return [("all", weights, 2, tower + weights), ("LoRA", adapters, 4, weights + tower)]
+    return [
+        ("all", weights, 2, {"base": 0, "reference": weights, "tower": tower}),
+        ("LoRA", adapters, 4, {"base": weights, "reference": 0, "tower": tower}),
+    ]
 
 
 def work(layers, width, kv):
-    """Returns the bytes of activations that are recomputed, and of the cache of completions."""
+    """Returns the bytes of the activations of an update that recomputes them, and of the cache of completions."""
     activations = layers * STREAM_ROWS * width * 2 + STREAM_ROWS * width * 2 * 40
     cache = PROMPTS * (PROMPT + GROUP * ANSWER) * layers * 2 * 2 * kv
-    return activations + cache
+    return activations, cache
 
 
 def tokens():
@@ -81,28 +103,26 @@ def memory_table():
     yield "|---|---|---|---|---|---|---|"
     for name, (_, _, layers, width, kv, _) in MODELS.items():
         for what, trained, size, frozen in ways(name):
-            for shard in [False, True]:
-                each = [(held(trained, size, frozen, shard, n) + work(layers, width, kv)) / GB for n in RANKS]
-                stage = "optimizer" if shard else "none"
-                yield f"| {name} | {what} | {stage} | " + " | ".join(f"{x:.0f}" for x in each) + " |"
+            for shard in SHARDS:
+                each = [held(trained, size, frozen, shard, n, work(layers, width, kv)) / GB for n in RANKS]
+                yield f"| {name} | {what} | {shard} | " + " | ".join(f"{x:.0f}" for x in each) + " |"
 
 
 def wire_table():
     yield "| model | trained | `--shard` | ranks | GB sent by a rank | s on cards | s on the link | share |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, (all_weights, *_) in MODELS.items():
-        for what, trained, size, _ in ways(name):
-            # With adapters in f32, both send the same.
-            for shard in [False, True] if size == 2 else [False]:
+        for what, trained, size, frozen in ways(name):
+            # Adapters in f32 have the same exchange with each of the first three.
+            for shard in SHARDS if size == 2 else ["none", "weights"]:
                 for ranks in RANKS[1:]:
-                    bytes_sent = sent(trained, size, shard, ranks)
+                    bytes_sent = sent(trained, size, frozen, shard, ranks)
                     link = STATED["nvlink"] if ranks <= 8 else STATED["network"]
                     compute = flops(all_weights, what == "all") / STATED["flops"]
                     compute += ANSWER * 2 * all_weights / STATED["memory"]
                     secs = bytes_sent / link
-                    stage = "optimizer" if shard else "none"
                     yield (
-                        f"| {name} | {what} | {stage} | {ranks} | {bytes_sent / GB:.1f} | {compute:.1f} | {secs:.2f} "
+                        f"| {name} | {what} | {shard} | {ranks} | {bytes_sent / GB:.1f} | {compute:.1f} | {secs:.2f} "
                         f"| {100 * secs / (secs + compute):.0f} % |"
                     )
 
@@ -115,14 +135,14 @@ def cluster_table():
     yield "|---|---|---|---|---|"
     for name in ["3B", "7B"]:
         all_weights = MODELS[name][0]
-        for what, trained, size, _ in ways(name):
+        for what, trained, size, frozen in ways(name):
             ops = flops(all_weights, what == "all")
             # The card decodes 64 completions at once; a machine decodes its 32.
             batches = machines * PROMPTS * GROUP / 64
             card = (machines * ops / STATED["flops"], batches * ANSWER * 2 * all_weights / STATED["memory"])
             update = ops / (cores * per_core)
             decode = max(ANSWER * 2 * all_weights / SOCKET, ANSWER * PROMPTS * GROUP * 2 * all_weights / (cores * per_core))
-            exchange = sent(trained, size, True, machines) / link
+            exchange = sent(trained, size, frozen, "optimizer", machines) / link
             ratio = (update + decode + exchange) / sum(card)
             yield (
                 f"| {name} | {what} | {card[0]:.1f}, {card[1]:.1f} s | {update:.1f}, {decode:.1f}, {exchange:.1f} s | {ratio:.1f} |"

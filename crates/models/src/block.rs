@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use crate::experts::{Experts, ExpertsPass, KeptExperts};
 use omnigrpo_ops::{
-    Activation, AttentionHeads, Index, Kept, Layout, Linear, Norm, Op, PackedLinear, Param, Pass, Result,
-    RopeTable, Rows,
+    Activation, AttentionHeads, Index, Kept, Layout, Lend, Linear, Norm, Op, PackedLinear, Param, Pass,
+    Result, RopeTable, Rows,
 };
 
 /// The feed-forward layer of a block.
@@ -78,6 +78,26 @@ pub struct Block {
     pub heads: AttentionHeads,
 }
 
+impl Block {
+    /// Returns the weights of the block, without those of adapters.
+    pub(crate) fn params(&self) -> Vec<&Arc<Param>> {
+        let norms = match &self.qk_norm {
+            Some(QkNorm::Together(norms) | QkNorm::PerHead(norms)) => norms.as_slice(),
+            None => &[],
+        };
+        let norms = self.norms.iter().chain(norms).flat_map(Norm::params);
+        let mlp = match &self.mlp {
+            Mlp::Plain { fc1, fc2, .. } => vec![fc1, fc2],
+            Mlp::SwiGlu { gate, up, down } => vec![gate, up, down],
+        };
+        let experts = self.experts.iter();
+        let linear = mlp.into_iter().chain(&self.qkv).chain([&self.proj]);
+        let linear = linear.chain(experts.clone().map(|experts| &experts.router)).flat_map(Linear::params);
+        let experts = experts.flat_map(|experts| [experts.fc1.weight(), experts.fc2.weight()]);
+        norms.chain(self.scales.iter().flatten()).chain(linear).chain(experts).collect()
+    }
+}
+
 /// A block, prepared for one pass.
 pub struct BlockPass {
     block: Arc<Block>,
@@ -91,6 +111,8 @@ pub struct BlockPass {
     /// First part of the feed-forward layer, up to the activation.
     first: PackedLinear,
     experts: Option<ExpertsPass>,
+    /// Source of the weights and the number of the block there, if they are not in memory all the time.
+    lender: Option<(Arc<dyn Lend>, usize)>,
 }
 
 /// Arrays that a block keeps for its backward pass, besides its input.
@@ -186,7 +208,19 @@ impl BlockPass {
                 .as_ref()
                 .map(|experts| ExpertsPass::new(experts, pass, rows.map(|rows| rows.as_slice()))),
             block: Arc::clone(block),
+            lender: None,
         }
+    }
+
+    /// Fetches the weights, as those of layer `l`, from the lender of the pass, if there is one. This applies to the block as an
+    /// operation of a tape.
+    #[must_use]
+    pub(crate) fn lent(self, pass: &Pass, l: usize) -> Self {
+        Self { lender: pass.lender.clone().map(|lender| (lender, l)), ..self }
+    }
+
+    fn lend(&self) -> Result<()> {
+        self.lender.as_ref().map_or(Ok(()), |(lender, l)| lender.lend(*l))
     }
 
     /// Maps `x [t, h]` to the block's output `[n, h]`. `attend` computes the output and the log-sum-exps of attention from the
@@ -367,6 +401,7 @@ impl Op for BlockPass {
     const BLOCK: bool = true;
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, KeptBlock)> {
+        self.lend()?;
         self.run(x, |qkv| self.block.heads.forward(qkv, &self.layout))
     }
 
@@ -378,6 +413,7 @@ impl Op for BlockPass {
         dy: Rows,
         _: [bool; 1],
     ) -> Result<[Option<Rows>; 1]> {
+        self.lend()?;
         let KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide, experts } = kept;
         let [dinner, dbranch, dresidual] = self.leave_back(1, &self.activate(&wide)?, last, dy)?;
         // `dbranch` is kept only for experts. Otherwise the residual's gradient, which may share its rows, is changed in place.

@@ -381,6 +381,30 @@ impl Decoder {
         &self.embed
     }
 
+    /// Returns the weights of each block, with those of its adapters.
+    #[must_use]
+    pub fn block_params(&self) -> Vec<Vec<Arc<Param>>> {
+        let with_adapter = |param: &Arc<Param>| {
+            let adapter = param.adapter().into_iter().flat_map(|adapter| [adapter.a(), adapter.b()]);
+            [param].into_iter().chain(adapter).map(Arc::clone).collect::<Vec<_>>()
+        };
+        self.blocks.iter().map(|block| block.params().into_iter().flat_map(with_adapter).collect()).collect()
+    }
+
+    /// Returns the layers that a [`Lend`](omnigrpo_ops::Lend) numbers, each with its weights: the blocks, the embedding and the
+    /// head, which may be the same weight. Adapters and the final norm belong to no layer.
+    #[must_use]
+    pub fn layers(&self) -> Vec<Vec<Arc<Param>>> {
+        let blocks = self.blocks.iter().map(|block| block.params().into_iter().map(Arc::clone).collect());
+        blocks.chain([&self.embed, &self.head].map(|end| vec![Arc::clone(end)])).collect()
+    }
+
+    /// Returns the number of the embedding and that of the head among the [`Self::layers`].
+    #[must_use]
+    pub fn ends(&self) -> [usize; 2] {
+        [self.blocks.len(), self.blocks.len() + 1]
+    }
+
     /// Computes the rotary angles of each row.
     #[must_use]
     pub fn rope_table(&self, positions: &[Position]) -> Arc<RopeTable> {
@@ -446,7 +470,7 @@ impl Decoder {
                 true => (&some, Some(&rows)),
                 false => (layout, None),
             };
-            x = tape.apply(BlockPass::new(block, pass, Some(rope), layout, rows), [&x])?;
+            x = tape.apply(BlockPass::new(block, pass, Some(rope), layout, rows).lent(pass, l), [&x])?;
             x = input.join(l, x, tape)?;
         }
         Ok(x)

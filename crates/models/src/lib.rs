@@ -59,6 +59,6 @@ pub use recall::DecoderMemory;
 pub use rope::{Rope, RopeScaling};
 pub use stream::{AddedTurn, GroupStream, PackedStream};
 pub use weights::{
-    FileSource, Init, Quantization, Scope, SourceDigest, WeightDtype, WeightFiles, WeightSource, share,
-    source_digest,
+    Chosen, FileSource, Init, Quantization, Scope, SourceDigest, WeightDtype, WeightFiles, WeightSource,
+    share, source_digest,
 };

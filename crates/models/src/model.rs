@@ -6,7 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use omnigrpo_ops::{Device, Dropout, Memory, Param, ParamDtype, Part, Pass, RouterLoss, Rows, Tape, Var};
+use omnigrpo_ops::{
+    Device, Dropout, Lend, Memory, Param, ParamDtype, Part, Pass, RouterLoss, Rows, Tape, Var,
+};
 use omnigrpo_text::MediumKind;
 
 use crate::checkpoint::Checkpoint;
@@ -18,7 +20,7 @@ use crate::lora::LoraConfig;
 use crate::prompt::Prompt;
 use crate::stream::PackedStream;
 use crate::weights::{
-    FileSource, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype,
+    Chosen, FileSource, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype,
     WeightFiles,
 };
 
@@ -53,6 +55,8 @@ pub struct Model {
     device: Device,
     /// Files from which weights are read while the model is in use. They must not change.
     lenders: Option<WeightFiles>,
+    /// Source of the decoder's weights that are not in memory all the time.
+    lender: Option<Arc<dyn Lend>>,
 }
 
 /// Options for loading a checkpoint.
@@ -64,9 +68,10 @@ pub struct LoadOptions<'a> {
     pub quantization: Option<Quantization<'a>>,
     /// Device on which the model runs.
     pub device: Device,
-    /// Whether weights stay in the mapped files where possible, without a copy. Such weights cannot be written, so the model
-    /// cannot be trained. The files must not change while the model is in use.
-    pub in_place: bool,
+    /// Selects, by published name and part, the weights that stay in the mapped files where possible, without a copy. Such weights
+    /// cannot be written or trained. Processes of one machine share their memory. The files must not change while the model is
+    /// in use ([`Model::files_unchanged`]).
+    pub in_place: Option<Chosen<'a>>,
 }
 
 /// Largest number of bytes of tower results that are kept per trained weight.
@@ -173,6 +178,7 @@ impl Model {
             alphas: BTreeMap::new(),
             device,
             lenders: None,
+            lender: None,
         }
     }
 
@@ -195,7 +201,9 @@ impl Model {
             FileSource::new(&files, options.dtype).quantised(options.quantization).in_place(options.in_place);
         let network = family.architecture().network(&mut source)?;
         let params = source.finish(family.name())?;
-        Ok(Self::new(checkpoint.clone(), network, params, outside, options.device))
+        let mut model = Self::new(checkpoint.clone(), network, params, outside, options.device);
+        model.lenders = Some(files).filter(|_| model.params.iter().any(|weight| weight.is_mapped()));
+        Ok(model)
     }
 
     /// Builds a model with the configuration of a checkpoint and random weights, for training from scratch and for benchmarks.
@@ -287,12 +295,22 @@ impl Model {
         (largest + copied.iter().map(|weight| weight.num_bytes()).sum::<usize>()) as u64
     }
 
+    /// Returns the bytes of the frozen weights that can stay in the checkpoint's files ([`LoadOptions::in_place`]). Also works for
+    /// an outline.
+    #[must_use]
+    pub fn sharable_bytes(&self) -> u64 {
+        let Some(files) = self.lenders() else { return 0 };
+        let frozen = self.base_params().iter().filter(|weight| !weight.trainable() && files.lends(weight));
+        frozen.map(|weight| weight.num_bytes() as u64).sum()
+    }
+
     /// Opens the checkpoint's files. Returns `None` for a model of random weights without files.
     fn lenders(&self) -> Option<WeightFiles> {
         weight_files(&self.checkpoint).ok().map(|(files, _)| files)
     }
 
-    /// Checks that the files from which weights are read have not been modified ([`Self::reference_in_place`]).
+    /// Checks that the files from which weights are read have not been modified ([`LoadOptions::in_place`],
+    /// [`Self::reference_in_place`]).
     ///
     /// # Errors
     /// Returns [`ModelError::Changed`] if a file has been modified.
@@ -358,7 +376,18 @@ impl Model {
     /// Returns the settings of a pass over the weights, without dropout.
     #[must_use]
     pub fn pass(&self) -> Pass {
-        Pass::on(self.device)
+        Pass { lender: self.lender.clone(), ..Pass::on(self.device) }
+    }
+
+    /// Lets scoring and training passes fetch the weights of the decoder's [layers](Decoder::layers) from `lender`, layer by layer.
+    /// For all other passes, the weights must be in memory.
+    pub fn set_lender(&mut self, lender: Arc<dyn Lend>) {
+        self.lender = Some(lender);
+    }
+
+    /// Fetches the weights of a layer, if they are not in memory all the time.
+    fn lend(&self, layer: usize) -> Result<()> {
+        Ok(self.lender.as_ref().map_or(Ok(()), |lender| lender.lend(layer))?)
     }
 
     /// Returns the settings of a training pass, with dropout if adapters use it. `rows` identifies each row of the pass; without
@@ -527,6 +556,8 @@ impl Model {
         tape: &mut Tape,
     ) -> Result<DecoderInput> {
         let (h, deep) = (self.decoder().config().hidden, self.decoder().config().deep);
+        let [embedding, _] = self.decoder().ends();
+        self.lend(embedding)?;
         let mut x = self.decoder().embed(&stream.ids, &self.pass())?;
         let at: Vec<usize> = stream.features.iter().flat_map(|span| span.row..span.row + span.len).collect();
         let mut joining = Rows::zeros(self.device, deep * at.len(), h);
@@ -598,6 +629,7 @@ impl Model {
         let rope = decoder.rope_table(&stream.positions);
         let (rows, pass) = (&stream.targets.rows, self.pass());
         let hidden = decoder.forward(input, &rope, &stream.layout, rows, &pass, &mut tape)?;
+        self.lend(decoder.ends()[1])?;
         let scored = decoder.score(hidden.into_rows(), &stream.targets, temperature)?;
         self.device.finish()?;
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
@@ -673,6 +705,7 @@ impl Model {
         pass.router.clone_from(&router);
         let rows = &stream.targets.rows;
         let hidden = decoder.forward(input.clone(), &rope, &stream.layout, rows, &pass, &mut tape)?;
+        self.lend(decoder.ends()[1])?;
         let scored = decoder.score(hidden.rows().clone(), &stream.targets, temperature)?;
         self.device.finish()?;
         Ok(StreamPass {
@@ -689,10 +722,7 @@ impl Model {
     }
 
     /// Replaces backward passes whose gradient is known to be 0: every weight that they would reach gets a gradient of zeros if
-    /// it has none. `idle` lists the groups of these streams. If no medium of a kind has a gradient in `gradients`, one medium of
-    /// that kind gets zeros. One per kind is enough, because media of the same kind reach the same weights.
-    ///
-    /// `features` are those of [`Self::backward_media`].
+    /// it has none ([`Self::reach_decoder`], [`Self::reach_media`]). `idle` lists the groups of these streams.
     pub fn reach(
         &self,
         prompts: &[&Prompt],
@@ -700,10 +730,28 @@ impl Model {
         idle: &[usize],
         gradients: &mut FeatureGradients,
     ) {
-        if idle.is_empty() {
-            return;
+        if !idle.is_empty() {
+            self.reach_decoder();
         }
+        self.reach_media(prompts, features, idle, gradients);
+    }
+
+    /// Gives every weight of the decoder that has no gradient a gradient of zeros.
+    pub fn reach_decoder(&self) {
         self.params.iter().filter(|p| p.part() == Part::Llm).for_each(|p| p.reach(self.device));
+    }
+
+    /// Gives one medium of each kind in the groups `idle` a gradient of zeros if no medium of this kind has a gradient. One per
+    /// kind is enough, because media of the same kind reach the same weights.
+    ///
+    /// `features` are those of [`Self::backward_media`].
+    pub fn reach_media(
+        &self,
+        prompts: &[&Prompt],
+        features: &[impl AsRef<[Features]>],
+        idle: &[usize],
+        gradients: &mut FeatureGradients,
+    ) {
         if !self.trains_media() {
             return;
         }
@@ -820,6 +868,20 @@ impl StreamPass<'_> {
     /// # Errors
     /// Returns an error if the lengths differ from the stream's.
     pub fn backward(self, dlogp: &[f32], dentropy: Option<&[f32]>) -> Result<FeatureGradients> {
+        self.backward_by_block(dlogp, dentropy, &mut |_| {})
+    }
+
+    /// Runs [`Self::backward`] and calls `done` with the number of each block of the decoder when the gradients of its weights are
+    /// complete. The last block comes first. The gradients of the output head and of the final norm are complete before.
+    ///
+    /// # Errors
+    /// Returns an error if the lengths differ from the stream's.
+    pub fn backward_by_block(
+        self,
+        dlogp: &[f32],
+        dentropy: Option<&[f32]>,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<FeatureGradients> {
         let Self { model, stream, tape, input, hidden, scored, .. } = self;
         if dlogp.len() != stream.num_targets() || dentropy.is_some_and(|d| d.len() != dlogp.len()) {
             return Err(ModelError::shape(format!(
@@ -831,8 +893,9 @@ impl StreamPass<'_> {
         let dlogp = stream.by_target(dlogp);
         let dentropy = dentropy.map(|d| stream.by_target(d));
         let decoder = model.decoder();
+        model.lend(decoder.ends()[1])?;
         let dhidden = decoder.score_backward(scored, &stream.targets, &dlogp, dentropy.as_deref())?;
-        let mut inputs = tape.backward(&hidden, dhidden)?;
+        let mut inputs = tape.backward_by_block(&hidden, dhidden, done)?;
         let Some(dx) = inputs.take(&input.x) else { return Ok(FeatureGradients::default()) };
         let mut gradients = FeatureGradients::default();
         if model.trains_media() {

@@ -194,6 +194,8 @@ fn weights_in_place_are_those_that_are_read() {
     let keep = |_: &str, _: Part| false;
     let load = |name: &str, dtype: WeightDtype, bits: Option<QuantBits>, in_place: bool| {
         let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
+        let all = |_: &str, _: Part| true;
+        let in_place: Option<omnigrpo_models::Chosen> = if in_place { Some(&all) } else { None };
         let options = LoadOptions { dtype, quantization, in_place, ..LoadOptions::default() };
         Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
     };

@@ -295,7 +295,7 @@ fn deepspeed_files_are_explained_field_by_field() {
     );
     let one = place.run(&format!("{line} one --deepspeed one.json")).ok().stderr;
     for part in [
-        "zero_optimization.stage = 1: `shard` is optimizer: each process has a part of the moments and masters",
+        "zero_optimization.stage = 1: no effect: there is one process, so nothing is cut into parts",
         "zero_optimization.reduce_bucket_size = 200000.0: reduce_bucket_size = 300000, the largest bucket",
         "zero_optimization.allgather_bucket_size = 300000.0: reduce_bucket_size, the same",
     ] {
@@ -306,6 +306,29 @@ fn deepspeed_files_are_explained_field_by_field() {
         place.bytes("three/model.safetensors"),
         "a file that only explains changed the result"
     );
+}
+
+/// The stage of a DeepSpeed file and the words of FSDP are values of `shard`.
+#[test]
+fn files_of_other_trainers_cut_what_their_stage_says() {
+    let place = Place::new();
+    place.write(
+        "three.json",
+        r#"{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 5e4, "reduce_bucket_size": "auto"}}"#,
+    );
+    let shown = |more: &str| {
+        let all = place.run(&format!("{TRAIN} --output_dir out --print_config {more}")).ok().stdout;
+        let value = |name: &str| {
+            let line = all.lines().find(|line| line.starts_with(&format!("{name}:"))).unwrap_or_default();
+            line.split_whitespace().nth(1).unwrap_or_default().to_owned()
+        };
+        [value("shard"), value("shard_min_elements")]
+    };
+    assert_eq!(shown("--deepspeed three.json"), ["weights", "50000"]);
+    assert_eq!(shown("--deepspeed three.json --shard weights --shard_min_elements 7"), ["weights", "7"]);
+    assert_eq!(shown("--fsdp full_shard,auto_wrap")[0], "weights");
+    assert_eq!(shown("--fsdp shard_grad_op --fsdp_config {\"fsdp_version\":1}")[0], "gradients");
+    assert_eq!(shown("--fsdp no_shard")[0], "none");
 }
 
 /// The file sets `offload_optimizer` if the model may be on a GPU; the setting itself takes precedence.
@@ -434,8 +457,18 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
         &["zero_optimization.stage = 1: `shard` is none; remove that setting or write the same stage"],
     );
     place
-        .run(&format!("{TRAIN} --output_dir out --fsdp full_shard"))
-        .fails(2, &["`--shard optimizer` cuts the optimizer's state over processes"]);
+        .run(&format!("{TRAIN} --output_dir out --fsdp hybrid_shard"))
+        .fails(2, &["weights are cut over all processes; write full_shard or shard_grad_op"]);
+    for (fields, what) in [
+        (r#"{"fsdp_state_dict_type":"SHARDED_STATE_DICT"}"#, "checkpoints are complete"),
+        (r#"{"offload_params":true}"#, "write false for offload_params"),
+        (r#"{"sharing":1}"#, "a field of it is unknown or unsupported"),
+        ("gone.json", "expected a JSON file, or JSON text"),
+    ] {
+        place
+            .run_with(&format!("{TRAIN} --output_dir out --fsdp full_shard --fsdp_config"), &[fields])
+            .fails(2, &[what]);
+    }
     refused(
         r#"{"activation_checkpointing": {"partition_activations": true}}"#,
         &["not a field this program knows"],

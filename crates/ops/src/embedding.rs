@@ -21,13 +21,14 @@ pub type Taps = Host<Vec<Vec<(u32, f32)>>>;
 /// Returns the rows `ids` of `table [v, h]`, with shape `[ids.len(), h]`.
 pub fn embed(device: Device, table: &Param, ids: &Tokens) -> Result<Rows> {
     let h = table.shape().last().copied().unwrap_or(0);
-    check(device, table, h, ids.iter().copied())?;
+    table.usable(device)?;
+    check(table, h, ids.iter().copied())?;
     Ok(device.backend().embed(table, ids, h))
 }
 
 /// Adds `dx [ids.len(), h]` to the rows `ids` of the table's gradient.
 pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
-    check(dx.device(), table, dx.cols(), ids.iter().copied())?;
+    check(table, dx.cols(), ids.iter().copied())?;
     if ids.len() != dx.rows() {
         let what = format!("{} ids for {} rows", ids.len(), dx.rows());
         return Err(Error::shape(format!("embedding {}", table.name()), what));
@@ -36,8 +37,7 @@ pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
     Ok(())
 }
 
-fn check(device: Device, table: &Param, h: usize, mut ids: impl Iterator<Item = u32>) -> Result<()> {
-    table.usable(device)?;
+fn check(table: &Param, h: usize, mut ids: impl Iterator<Item = u32>) -> Result<()> {
     let op = || format!("embedding {}", table.name());
     if h == 0 || !table.len().is_multiple_of(h) {
         return Err(Error::shape(
@@ -61,7 +61,8 @@ impl Op for AddRows {
     type Kept = ();
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        check(x.device(), &self.table, x.cols(), self.ids.iter().flatten().copied())?;
+        self.table.usable(x.device())?;
+        check(&self.table, x.cols(), self.ids.iter().flatten().copied())?;
         if self.ids.len() != x.rows() {
             let what = format!("{} ids for {} rows", self.ids.len(), x.rows());
             return Err(Error::shape(format!("add_rows {}", self.table.name()), what));
@@ -86,7 +87,8 @@ impl Op for AddMixed {
     type Kept = ();
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        check(x.device(), &self.table, x.cols(), self.taps.iter().flatten().map(|tap| tap.0))?;
+        self.table.usable(x.device())?;
+        check(&self.table, x.cols(), self.taps.iter().flatten().map(|tap| tap.0))?;
         if self.taps.len() != x.rows() {
             let what = format!("{} taps for {} rows", self.taps.len(), x.rows());
             return Err(Error::shape(format!("add_mixed {}", self.table.name()), what));

@@ -64,7 +64,7 @@ pub use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 pub use optim::{Moments, Numbers, Squares, Step, squares};
 pub use outline::{Footprint, Held, footprint, holding, in_arena, is_on_card, on_card};
 pub use param::{Param, ParamDtype, Part, Values, WeightGuard};
-pub use pass::{Dropout, Pass};
+pub use pass::{Dropout, Lend, Pass};
 pub use rope::RopeTable;
 pub use rows::{Index, Rows};
 pub use tape::{Gradients, Kept, Memory, Op, Tape, Var};

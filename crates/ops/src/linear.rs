@@ -69,6 +69,11 @@ impl Linear {
     pub fn weight(&self) -> &Arc<Param> {
         &self.weight
     }
+
+    /// Returns weight and bias.
+    pub fn params(&self) -> impl Iterator<Item = &Arc<Param>> {
+        [&self.weight].into_iter().chain(&self.bias)
+    }
 }
 
 /// Order of summation in a product.

@@ -35,6 +35,15 @@ impl Norm {
         }
     }
 
+    /// Returns scale and shift.
+    pub fn params(&self) -> impl Iterator<Item = &Arc<Param>> {
+        let (weight, bias) = match self {
+            Self::Rms { weight, .. } => (weight, None),
+            Self::Layer { weight, bias, .. } => (weight, Some(bias)),
+        };
+        [weight].into_iter().chain(bias)
+    }
+
     /// Returns the width of the rows that the layer normalises.
     #[must_use]
     pub fn width(&self) -> usize {

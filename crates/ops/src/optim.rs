@@ -199,7 +199,7 @@ impl Param {
         let has_master = step.master && self.dtype() == ParamDtype::Bf16;
         let Numbers { m, v, master } = moments.on_host(self, range.len());
         if has_master && master.is_empty() {
-            *master = self.read().f32()[range.clone()].to_vec();
+            *master = self.f32_of(range.clone());
         }
         let first = range.start;
         self.rewrite(range, |part, values| {

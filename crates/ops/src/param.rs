@@ -96,6 +96,19 @@ impl Values {
         }
     }
 
+    /// Returns these elements from element `start` on, between zeros, `len` elements in total.
+    fn padded(&self, start: usize, len: usize) -> Self {
+        fn padded<T: Clone + Default>(data: &[T], start: usize, len: usize) -> Vec<T> {
+            let mut all = vec![T::default(); len];
+            all[start..][..data.len()].clone_from_slice(data);
+            all
+        }
+        match self {
+            Self::F32(data) => Self::F32(padded(data, start, len)),
+            Self::Bf16(data) => Self::Bf16(padded(data, start, len)),
+        }
+    }
+
     /// Returns a range of elements to be changed.
     pub(crate) fn part_mut(&mut self, range: Range<usize>) -> ValuesMut<'_> {
         match self {
@@ -202,11 +215,13 @@ impl Mapped {
 struct Storage<T> {
     host: T,
     copy: crate::gpu::Copy,
+    /// Elements that are in memory while the weight is not lent ([`Param::cut`]).
+    own: OnceLock<Range<usize>>,
 }
 
 impl<T> Storage<T> {
     fn new(host: T) -> Arc<Self> {
-        Arc::new(Self { host, copy: crate::gpu::Copy::default() })
+        Arc::new(Self { host, copy: crate::gpu::Copy::default(), own: OnceLock::new() })
     }
 }
 
@@ -215,10 +230,14 @@ impl Storage<RwLock<Values>> {
         Self::new(RwLock::new(values))
     }
 
+    fn lock(&self) -> RwLockReadGuard<'_, Values> {
+        self.host.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Fetches changes from a GPU, and locks the values for reading.
     fn read(&self) -> RwLockReadGuard<'_, Values> {
         self.copy.fetch(&self.host);
-        self.host.read().unwrap_or_else(PoisonError::into_inner)
+        self.lock()
     }
 }
 
@@ -495,14 +514,69 @@ impl Param {
         self.is_outline
     }
 
-    /// Returns an error for an outline on a device that needs values.
+    /// Returns an error if values are missing, except for an outline on a device that needs no values.
     pub(crate) fn usable(&self, device: Device) -> Result<()> {
-        match self.is_outline && device != Device::Outline {
-            false => Ok(()),
-            true => Err(Error::Weight {
-                name: self.name.clone(),
-                what: "only its outline is loaded, not its values".into(),
-            }),
+        let what = match self.is_outline {
+            true if device == Device::Outline => return Ok(()),
+            true => "only its outline is loaded, not its values",
+            false if self.is_whole() => return Ok(()),
+            false => "only a part of its values is in this process",
+        };
+        Err(Error::Weight { name: self.name.clone(), what: what.into() })
+    }
+
+    /// Drops all values except for those of `own`, until [`Self::complete`]. Handles to the same storage are cut, too. Returns an
+    /// error for a quantised weight, for one in a mapped file, and for one that is cut in another place.
+    pub fn cut(&self, own: Range<usize>) -> Result<()> {
+        let refuse = |what: &str| Err(Error::Weight { name: self.name.clone(), what: what.into() });
+        let Data::Dense(values) = &self.data else {
+            return refuse("only a weight in f32 or bf16 in memory can be cut");
+        };
+        if own.end > self.len() || *values.own.get_or_init(|| own.clone()) != own {
+            return refuse("it is cut in another place");
+        }
+        self.release();
+        Ok(())
+    }
+
+    /// Returns whether [`Self::cut`] was called, for this handle or for another one to the same storage.
+    #[must_use]
+    pub fn is_cut(&self) -> bool {
+        matches!(&self.data, Data::Dense(values) if values.own.get().is_some())
+    }
+
+    /// Returns whether all values are in memory. This includes a weight that is cut and whose own part has all values.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        match &self.data {
+            Data::Dense(values) if values.own.get().is_some() => values.lock().len() == self.len(),
+            _ => true,
+        }
+    }
+
+    /// Makes room for all values of a weight that is cut. Those that are not in this process are 0 until [`Self::store_bytes`].
+    pub fn complete(&self) {
+        let Data::Dense(values) = &self.data else { return };
+        let Some(own) = values.own.get().filter(|_| !self.is_whole()) else { return };
+        values.copy.fetch_and_forget(&values.host);
+        let mut part = values.host.write().unwrap_or_else(PoisonError::into_inner);
+        *part = part.padded(own.start, self.len());
+    }
+
+    /// Drops the values of a weight that is cut, except for its own part.
+    pub fn release(&self) {
+        let Data::Dense(values) = &self.data else { return };
+        let Some(own) = values.own.get().filter(|_| self.is_whole()) else { return };
+        values.copy.fetch_and_forget(&values.host);
+        let mut whole = values.host.write().unwrap_or_else(PoisonError::into_inner);
+        *whole = whole.slice(own.clone());
+    }
+
+    /// Returns the first element that is in memory.
+    fn first(&self) -> usize {
+        match &self.data {
+            Data::Dense(values) if !self.is_whole() => values.own.get().map_or(0, |own| own.start),
+            _ => 0,
         }
     }
 
@@ -716,11 +790,13 @@ impl Param {
         })
     }
 
-    /// Appends the bytes of a range of the values, in the dtype of the weight, to `out`. Does nothing for a quantised weight.
+    /// Appends the bytes of a range of the values, in the dtype of the weight, to `out`. Does nothing for a quantised weight. The
+    /// values of a weight that is cut need not be complete.
     ///
     /// # Panics
-    /// Panics if the range is out of bounds.
+    /// Panics if values of the range are not in memory.
     pub fn append_bytes(&self, range: Range<usize>, out: &mut Vec<u8>) {
+        let range = back(range, self.first());
         match self.read().stored() {
             Stored::F32(data) => out.extend_from_slice(bytemuck::cast_slice(&data[range])),
             Stored::Bf16(data) => out.extend_from_slice(bytemuck::cast_slice(&data[range])),
@@ -776,12 +852,34 @@ impl Param {
 
     /// Changes a range of the values in place by `f`, which is called for consecutive parts of it. A copy on a GPU changes too:
     /// each part is sent while `f` computes the next one. Returns an error for a quantised weight and for one in a mapped file.
-    pub(crate) fn rewrite(&self, range: Range<usize>, f: impl FnMut(Range<usize>, ValuesMut)) -> Result<()> {
+    pub(crate) fn rewrite(
+        &self,
+        range: Range<usize>,
+        mut f: impl FnMut(Range<usize>, ValuesMut),
+    ) -> Result<()> {
         let Data::Dense(values) = &self.data else { return self.write(|_| ()) };
-        self.usable(Device::Cpu)?;
+        let first = self.first();
+        let part = back(range.clone(), first);
+        if self.is_outline || part.end > values.lock().len() {
+            return Err(Error::Weight {
+                name: self.name.clone(),
+                what: format!("elements {range:?} are not in this process"),
+            });
+        }
         values.copy.fetch(&values.host);
-        values.copy.rewrite(&mut values.host.write().unwrap_or_else(PoisonError::into_inner), range, f);
+        let f = |part: Range<usize>, values: ValuesMut<'_>| f(part.start + first..part.end + first, values);
+        values.copy.rewrite(&mut values.host.write().unwrap_or_else(PoisonError::into_inner), part, f);
         Ok(())
+    }
+
+    /// Returns the values of a range of elements as f32. The values of a weight that is cut need not be complete.
+    pub(crate) fn f32_of(&self, range: Range<usize>) -> Vec<f32> {
+        let range = back(range, self.first());
+        match self.read().stored() {
+            Stored::F32(data) => data[range].to_vec(),
+            Stored::Bf16(data) => data[range].iter().map(|x| x.to_f32()).collect(),
+            Stored::Quantised(_) => Vec::new(),
+        }
     }
 
     /// Returns the weight in GPU memory. It is copied there at first use.
@@ -813,6 +911,11 @@ impl Param {
             _ => false,
         }
     }
+}
+
+/// Moves a range by `first` elements towards the beginning.
+fn back(range: Range<usize>, first: usize) -> Range<usize> {
+    range.start.saturating_sub(first)..range.end.saturating_sub(first)
 }
 
 /// Exclusive access to a gradient buffer; see [`Param::gradient`]. The last gradient of a step is sent when the guard is dropped.

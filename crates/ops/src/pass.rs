@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::device::Device;
+use crate::error::Result;
 use crate::experts::RouterLoss;
 use crate::linear::Order;
 
@@ -16,6 +17,17 @@ pub struct Pass {
     pub dropout: Option<Dropout>,
     /// Losses of the experts' routers, if any.
     pub router: Option<Arc<RouterLoss>>,
+    /// Source of the weights that are not in memory all the time, if any.
+    pub lender: Option<Arc<dyn Lend>>,
+}
+
+/// Source of weights that are in memory only while a pass uses them.
+pub trait Lend: std::fmt::Debug + Send + Sync {
+    /// Completes the values of the weights of a layer. They stay until the next layer is requested.
+    ///
+    /// # Errors
+    /// Returns an error if the values cannot be fetched.
+    fn lend(&self, layer: usize) -> Result<()>;
 }
 
 impl Pass {

@@ -125,6 +125,7 @@ type Back = Box<dyn FnOnce(Rows) -> Result<Vec<Option<Rows>>>>;
 struct Node {
     inputs: Vec<Option<usize>>,
     back: Option<Back>,
+    is_block: bool,
 }
 
 /// The record of a pass.
@@ -171,12 +172,12 @@ impl Tape {
 
     /// Adds an input whose gradient [`Self::backward`] returns.
     pub fn input(&mut self, rows: Rows) -> Var {
-        let node = matches!(self.mode, Mode::Record { .. }).then(|| self.push(Vec::new(), None));
+        let node = matches!(self.mode, Mode::Record { .. }).then(|| self.push(Vec::new(), None, false));
         Var { rows, node }
     }
 
-    fn push(&mut self, inputs: Vec<Option<usize>>, back: Option<Back>) -> usize {
-        self.nodes.push(Node { inputs, back });
+    fn push(&mut self, inputs: Vec<Option<usize>>, back: Option<Back>, is_block: bool) -> usize {
+        self.nodes.push(Node { inputs, back, is_block });
         self.nodes.len() - 1
     }
 
@@ -226,7 +227,7 @@ impl Tape {
             };
             Ok(op.backward(x, kept, dy, nodes.map(|node| node.is_some()))?.into())
         };
-        let node = self.push(nodes.into(), Some(Box::new(back)));
+        let node = self.push(nodes.into(), Some(Box::new(back)), O::BLOCK);
         Ok(Var { rows: y, node: Some(node) })
     }
 
@@ -255,14 +256,25 @@ impl Tape {
             let mut gradients = tape.backward(&y, dy)?;
             Ok(inputs.iter().map(|input| gradients.take(input)).collect())
         };
-        let node = self.push(nodes.into(), Some(Box::new(back)));
+        let node = self.push(nodes.into(), Some(Box::new(back)), false);
         Ok(Var { rows: y, node: Some(node) })
     }
 
     /// Propagates `dy`, the gradient of `output`, back to the inputs, and adds weight gradients to their buffers. Each operation
     /// is freed as soon as its gradient is computed. Returns an error if `dy` and `output` differ in shape, or if `output` was
     /// not recorded.
-    pub fn backward(mut self, output: &Var, dy: Rows) -> Result<Gradients> {
+    pub fn backward(self, output: &Var, dy: Rows) -> Result<Gradients> {
+        self.backward_by_block(output, dy, &mut |_| {})
+    }
+
+    /// Runs [`Self::backward`] and calls `done` after the backward pass of each block, with the number of blocks whose backward pass
+    /// is still to come.
+    pub fn backward_by_block(
+        mut self,
+        output: &Var,
+        dy: Rows,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Gradients> {
         if output.rows.dims() != dy.dims() {
             let what = format!("the output is {:?}, its gradient {:?}", output.rows.dims(), dy.dims());
             return Err(Error::Tape { what });
@@ -274,15 +286,22 @@ impl Tape {
         let mut gradients: Vec<Option<Rows>> = vec![None; self.nodes.len()];
         gradients[last] = Some(dy);
         self.nodes.truncate(last + 1);
-        while let Some(node) = self.nodes.pop() {
-            let Some(back) = node.back else { continue };
-            let Some(dy) = gradients[self.nodes.len()].take() else { continue };
-            for (input, dx) in node.inputs.into_iter().zip(back(dy)?) {
-                let (Some(input), Some(dx)) = (input, dx) else { continue };
-                match &mut gradients[input] {
-                    Some(sum) => sum.add(&dx)?,
-                    empty => *empty = Some(dx),
+        let mut blocks = self.nodes.iter().filter(|node| node.is_block).count();
+        while let Some(Node { inputs, back, is_block }) = self.nodes.pop() {
+            // The gradient of an input stays.
+            let Some(back) = back else { continue };
+            if let Some(dy) = gradients[self.nodes.len()].take() {
+                for (input, dx) in inputs.into_iter().zip(back(dy)?) {
+                    let (Some(input), Some(dx)) = (input, dx) else { continue };
+                    match &mut gradients[input] {
+                        Some(sum) => sum.add(&dx)?,
+                        empty => *empty = Some(dx),
+                    }
                 }
+            }
+            if is_block {
+                blocks -= 1;
+                done(blocks);
             }
         }
         Ok(Gradients(gradients))

@@ -25,6 +25,7 @@ mod launch;
 mod lifeline;
 #[cfg(unix)]
 mod mpi;
+mod queue;
 pub mod sum;
 mod threads;
 
@@ -40,6 +41,7 @@ pub use launch::{Launch, Launcher, Mpirun};
 pub use lifeline::Lifeline;
 #[cfg(unix)]
 pub use mpi::Mpi;
+pub use queue::Queue;
 pub use sum::{Cascade, GradientSum};
 pub use threads::Threads;
 
@@ -163,7 +165,7 @@ impl Engine for Planned {
 
 /// All ranks of a run, as one of them sees them. A clone is the same rank.
 #[derive(Clone)]
-pub struct Ranks(Arc<dyn Engine>);
+pub struct Ranks(Arc<dyn Engine>, Option<Queue>);
 
 /// Ranks of one machine, as one of them sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,7 +199,19 @@ impl std::fmt::Debug for Ranks {
 impl Ranks {
     /// Creates ranks that an engine connects.
     pub fn new(engine: impl Engine + 'static) -> Self {
-        Self(Arc::new(engine))
+        Self(Arc::new(engine), None)
+    }
+
+    /// Lets the ranks take work piece by piece.
+    #[must_use]
+    pub fn with_queue(self, queue: Queue) -> Self {
+        Self(self.0, Some(queue))
+    }
+
+    /// Returns the work of all ranks, if they can take it piece by piece.
+    #[must_use]
+    pub fn queue(&self) -> Option<&Queue> {
+        self.1.as_ref()
     }
 
     /// Returns the first of `size` ranks of a run that is only planned. Every exchange with the others is an error.

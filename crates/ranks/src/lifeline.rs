@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_guard::Fault;
 
-use crate::{Error, Ranks, Result, host_name};
+use crate::queue::{self, TAKE, Work};
+use crate::{Error, Queue, Ranks, Result, host_name};
 
 /// Pause between two signs of life.
 const PULSE: Duration = Duration::from_secs(3);
@@ -38,6 +39,9 @@ const DONE: u8 = b'!';
 /// Byte before the message that a rank was lost. A line feed ends the message.
 const LOST: u8 = b'?';
 
+/// Handler of the messages about work ([`Queue`]).
+type OnWork = Box<dyn FnMut(&mut TcpStream) -> std::io::Result<()> + Send>;
+
 /// First bytes of a connection: the secret, then the number of the rank, little-endian.
 type Hello = [u8; 24];
 
@@ -47,6 +51,7 @@ type Peer = Arc<Mutex<TcpStream>>;
 pub struct Lifeline {
     over: Arc<AtomicBool>,
     peers: Vec<Peer>,
+    queue: Queue,
 }
 
 /// Function that is called with a sentence if a rank is lost.
@@ -78,7 +83,7 @@ impl Lifeline {
     ) -> Result<Self> {
         let over = Arc::new(AtomicBool::new(false));
         if ranks.size() == 1 {
-            return Ok(Self { over, peers: Vec::new() });
+            return Ok(Self { over, peers: Vec::new(), queue: Queue::here(Arc::default(), 0) });
         }
         let lost: OnLost = Arc::new(lost);
         let names: Vec<(String, String)> = ranks.share((who.to_owned(), host_name()))?;
@@ -106,9 +111,21 @@ impl Lifeline {
             peers.push((rank, Arc::new(Mutex::new(stream))));
         }
         let all: Vec<Peer> = peers.iter().map(|(_, peer)| Arc::clone(peer)).collect();
+        let work: Arc<Mutex<Work>> = Arc::default();
+        let (answer, answers) = channel();
         for (rank, peer) in &peers {
+            let on_work: OnWork = if ranks.is_first() {
+                let (rank, work, peer) = (*rank, Arc::clone(&work), Arc::clone(peer));
+                Box::new(move |_| {
+                    let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
+                    work.answer(rank, &mut lock(&peer))
+                })
+            } else {
+                let answer = answer.clone();
+                Box::new(move |stream| queue::receive(stream, &answer))
+            };
             let (others, lost) = (if ranks.is_first() { all.clone() } else { Vec::new() }, Arc::clone(&lost));
-            watch(peer, &name(*rank), Arc::clone(&over), patience, move |what| {
+            watch(peer, &name(*rank), Arc::clone(&over), patience, on_work, move |what| {
                 // Ranks that are still there learn it from here. Those that cannot be reached are lost as well.
                 for other in &others {
                     let _ = lock(other).write_all(format!("{}{what}\n", LOST as char).as_bytes());
@@ -117,7 +134,17 @@ impl Lifeline {
             })?;
         }
         pulse(all.clone(), Arc::clone(&over), pause)?;
-        Ok(Self { over, peers: all })
+        let queue = match all.first().filter(|_| !ranks.is_first()) {
+            Some(first) => Queue::at_first(Arc::clone(first), Arc::new(Mutex::new(answers))),
+            None => Queue::here(work, 0),
+        };
+        Ok(Self { over, peers: all, queue })
+    }
+
+    /// Returns the access of this rank to the work of all ranks.
+    #[must_use]
+    pub fn queue(&self) -> Queue {
+        self.queue.clone()
     }
 }
 
@@ -325,11 +352,12 @@ fn watch(
     name: &str,
     over: Arc<AtomicBool>,
     patience: Duration,
+    mut on_work: OnWork,
     lost: impl FnOnce(&str) + Send + 'static,
 ) -> Result<()> {
     let (mut stream, name) = (lock(peer).try_clone().map_err(failed)?, name.to_owned());
     let read = move || {
-        if let Some(what) = listen_to(&mut stream, &name, patience)
+        if let Some(what) = listen_to(&mut stream, &name, patience, &mut on_work)
             // A rank that has ended as it should misses no other.
             && !over.load(Ordering::SeqCst)
         {
@@ -340,12 +368,17 @@ fn watch(
 }
 
 /// Returns the reason why a rank is lost, or `None` if the peer ended as it should.
-fn listen_to(stream: &mut TcpStream, name: &str, patience: Duration) -> Option<String> {
+fn listen_to(stream: &mut TcpStream, name: &str, patience: Duration, on_work: &mut OnWork) -> Option<String> {
     let mut byte = [0u8];
     loop {
         match stream.read(&mut byte) {
             Ok(1) if byte[0] == ALIVE => {}
             Ok(1) if byte[0] == DONE => return None,
+            Ok(1) if byte[0] == TAKE => {
+                if let Err(error) = on_work(stream) {
+                    return Some(format!("{name} has ended ({error})"));
+                }
+            }
             Ok(1) if byte[0] == LOST => {
                 let mut text = Vec::new();
                 // A message that ends early is reported as far as it goes.
@@ -447,7 +480,8 @@ mod tests {
             let patience = Duration::from_millis(200);
             stream.set_read_timeout(Some(patience)).unwrap();
             let kept = (!closes).then_some(peer);
-            let heard = listen_to(&mut stream, "rank 1", patience);
+            let mut on_work: OnWork = Box::new(|_| Ok(()));
+            let heard = listen_to(&mut stream, "rank 1", patience, &mut on_work);
             drop(kept);
             heard
         };
@@ -491,7 +525,15 @@ mod tests {
                                 let heard = lost.recv_timeout(Duration::from_secs(20)).unwrap();
                                 return vec![heard];
                             }
+                            // Each of five pieces of work is taken once.
+                            line.queue().open(&[0, 0, 2, 1, 2]);
                             ranks.barrier().unwrap();
+                            let taken: Vec<u64> = std::iter::from_fn(|| line.queue().take().unwrap())
+                                .map(|piece| piece as u64)
+                                .collect();
+                            let mut all = ranks.share(taken).unwrap().concat();
+                            all.sort_unstable();
+                            assert_eq!(all, [0, 1, 2, 3, 4]);
                             drop(line);
                             ranks.barrier().unwrap();
                             lost.try_iter().collect()

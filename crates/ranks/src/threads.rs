@@ -3,7 +3,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::{Engine, Error, Result};
+use crate::queue::Work;
+use crate::{Engine, Error, Queue, Result};
 
 /// Maximum time that a thread waits for the others. It turns a test that would hang into one that fails.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -18,6 +19,7 @@ struct Shared {
     size: usize,
     slots: Vec<Mutex<Vec<u8>>>,
     turn: Mutex<Turn>,
+    work: Arc<Mutex<Work>>,
     changed: Condvar,
 }
 
@@ -37,8 +39,20 @@ impl Threads {
     #[must_use]
     pub fn new(size: usize) -> Vec<Self> {
         let slots = (0..size).map(|_| Mutex::default()).collect();
-        let shared = Arc::new(Shared { size, slots, turn: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            size,
+            slots,
+            turn: Mutex::default(),
+            work: Arc::default(),
+            changed: Condvar::new(),
+        });
         (0..size).map(|rank| Self { rank, shared: Arc::clone(&shared) }).collect()
+    }
+
+    /// Returns the access of this rank to the work of all ranks.
+    #[must_use]
+    pub fn queue(&self) -> Queue {
+        Queue::here(Arc::clone(&self.shared.work), self.rank)
     }
 
     /// Publishes `own`, then calls `take` with the data of each rank.

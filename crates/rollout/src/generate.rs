@@ -272,57 +272,75 @@ impl<'a> Generator<'a> {
     pub fn generate_with(
         &self,
         requests: &[Request<'a>],
+        on_token: impl FnMut(TokenEvent),
+        memory: Option<&mut DecoderMemory>,
+    ) -> Result<Vec<Generated>> {
+        let mut requests = requests.iter().copied();
+        self.generate_from(&mut || requests.next(), on_token, memory)
+    }
+
+    /// Generates like [`Self::generate_with`]. `next` returns one request after the other, each when there is room for its
+    /// completions, and then `None`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::generate`].
+    pub fn generate_from(
+        &self,
+        next: &mut dyn FnMut() -> Option<Request<'a>>,
         mut on_token: impl FnMut(TokenEvent),
         memory: Option<&mut DecoderMemory>,
     ) -> Result<Vec<Generated>> {
         self.params.validate()?;
         let memory = memory.filter(|_| self.model.can_recall());
         let Some(interaction) = &self.params.interaction else {
-            return self.generate_asking(requests, &mut on_token, memory, None, None);
+            return self.generate_asking(next, &mut on_token, memory, None, None);
         };
         let prompts = self.prompts.ok_or_else(|| RolloutError::Parameter {
             name: "Generator::prompts",
             got: "none".to_owned(),
             expected: "a builder of the environment's turns",
         })?;
-        if requests.iter().any(|request| request.sample.is_none()) {
-            let (got, expected) = ("none".to_owned(), "the row of the prompt, for the environment");
-            return Err(RolloutError::Parameter { name: "Request::sample", got, expected });
-        }
         let asked = Asked { interaction, turn_stop: prompts.turn_stop()? };
         let shared = Shared::new(interaction, prompts);
         std::thread::scope(|scope| {
             let mut answers = (Answers::new(&shared), scope);
-            self.generate_asking(requests, &mut on_token, memory, Some(asked), Some(&mut answers))
+            self.generate_asking(next, &mut on_token, memory, Some(asked), Some(&mut answers))
         })
     }
 
     fn generate_asking<'s>(
         &self,
-        requests: &[Request<'a>],
+        next: &mut dyn FnMut() -> Option<Request<'a>>,
         on_token: &mut impl FnMut(TokenEvent),
         mut memory: Option<&mut DecoderMemory>,
         asked: Option<Asked>,
         mut answers: Option<&mut (Answers<'s, 'a>, &'s Scope<'s, '_>)>,
     ) -> Result<Vec<Generated>> {
-        let of_request = |r: &Request| Partial { completions: vec![None; r.num_samples], media: Vec::new() };
-        let mut finished: Vec<Partial> = requests.iter().map(of_request).collect();
-        let mut waiting = requests.iter().enumerate();
-        let mut next = waiting.next();
+        let (mut requests, mut finished): (Vec<Request<'a>>, Vec<Partial>) = Default::default();
+        let mut drained = false;
         let mut live: Vec<Live> = Vec::new();
         let sampler = self.rules().sampler();
         let mut tokens = self.model.decoder().next_tokens(sampler, &self.model.pass());
         loop {
             let mut in_flight: usize = live.iter().map(|g| g.sequences.len() + g.waiting.len()).sum();
-            while let Some((index, request)) = next {
-                if in_flight > 0 && in_flight + request.num_samples > self.max_live {
+            let mut each = requests.last().map_or(0, |last| last.num_samples);
+            while !drained && (in_flight == 0 || in_flight + each <= self.max_live) {
+                let Some(request) = next() else {
+                    drained = true;
                     break;
+                };
+                if asked.is_some() && request.sample.is_none() {
+                    let (got, expected) = ("none".to_owned(), "the row of the prompt, for the environment");
+                    return Err(RolloutError::Parameter { name: "Request::sample", got, expected });
                 }
-                in_flight += request.num_samples;
+                each = request.num_samples;
+                in_flight += each;
+                let index = requests.len();
+                requests.push(request);
+                finished.push(Partial { completions: vec![None; each], media: Vec::new() });
                 let before = profile::enter("prefill");
-                live.push(self.admit(index, request, asked, on_token, memory.as_deref_mut())?);
+                live.push(self.admit(index, &request, asked, on_token, memory.as_deref_mut())?);
                 profile::enter(before);
-                next = waiting.next();
             }
             self.retire(&mut live, &mut finished, answers.as_deref_mut())?;
             if let Some((answers, _)) = answers.as_deref_mut() {
@@ -337,7 +355,7 @@ impl<'a> Generator<'a> {
             }
             self.retire(&mut live, &mut finished, answers.as_deref_mut())?;
             if live.iter().all(|group| group.sequences.is_empty()) {
-                if live.is_empty() && next.is_none() {
+                if live.is_empty() && drained {
                     break;
                 }
                 continue;

@@ -9,28 +9,44 @@
 //! |---|---|---|
 //! | `None` | weights, gradients, moments, masters | |
 //! | `Optimizer` | weights, gradients | moments, masters |
+//! | `Gradients` | weights | gradients, moments, masters |
+//! | `Weights` | weights of towers, adapters and small weights | other weights ([`crate::lender`]), gradients, moments, masters |
+//!
+//! With `Optimizer`, the gradients of an update are exchanged after its last pass. With `Gradients`, the last backward pass of a leaf
+//! hands over each bucket as soon as the gradients of its weights are complete, and frees it. All ranks exchange the buckets in
+//! the same order. A rank without such a pass, or whose pass has failed, hands over the rest at the end of the leaf.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use omnigrpo_ops::{Blocks, Device, Param, ParamDtype, Rows, SQUARES_BLOCK, Squares, block_squares, squares};
+use omnigrpo_models::Model;
+use omnigrpo_ops::{Blocks, Device, Param, Part, Rows, SQUARES_BLOCK, Squares, block_squares, squares};
 use omnigrpo_ranks::Cascade;
 
-use crate::error::Result;
+use crate::bucket::{Bucket, segments, starts};
+use crate::error::{Result, TrainError};
+use crate::lender::is_lent;
 use crate::split::Split;
 
 /// State of a run that is cut into a part for each rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Shard {
     /// Nothing.
     #[default]
     None,
     /// Moments and masters of the optimizer (ZeRO stage 1). The state is in main memory.
     Optimizer,
+    /// Gradients, too (ZeRO stage 2).
+    Gradients,
+    /// The large weights of the decoder, too, also if they are not trained (ZeRO stage 3).
+    Weights,
 }
 
 /// Gradient of each trained weight; `None` for a weight that was not reached.
 type Gradients = Vec<Option<Rows>>;
+
+/// This rank's part of the sum of each weight's gradients; `None` for a weight that was not reached.
+type Parts = Vec<Option<Vec<f32>>>;
 
 /// Gradients of a step on their way from the passes to the optimizer.
 #[derive(Default)]
@@ -41,22 +57,62 @@ pub(crate) struct Exchange {
     /// Buckets of the weights, if the state is cut into parts.
     buckets: Vec<Bucket>,
     /// Sum of the gradients, if the state is cut into parts.
-    own: Vec<Option<Vec<f32>>>,
+    own: Parts,
+    /// Exchange during the backward passes, if gradients are cut.
+    eager: Eager,
+}
+
+/// State of the exchange of a leaf during its backward pass.
+#[derive(Default)]
+struct Eager {
+    /// Buckets in the order of their exchange. Each has the number of the block after whose backward pass its gradients are
+    /// complete, or `None` if they are complete at the end of the leaf only.
+    order: Vec<(Option<usize>, usize)>,
+    /// Number of buckets of the leaf that were exchanged.
+    done: usize,
+    /// Weights whose gradient in this leaf is 0 if no pass has computed it.
+    zeros: Vec<bool>,
+    /// Weights that a leaf of this rank has reached.
+    reached: Vec<bool>,
+    /// Sums of the present leaf of all ranks.
+    sums: Parts,
+    /// Sums of the earlier leaves.
+    leaves: Cascade<Parts>,
+    /// Device of the model.
+    device: Device,
+    blocks: Option<Blocks>,
+    failed: Option<TrainError>,
 }
 
 impl Exchange {
-    /// Prepares the exchange of gradients of trained weights.
-    pub(crate) fn new(split: &Split, params: Vec<Arc<Param>>) -> Self {
-        let buckets = match split.shard {
-            Shard::Optimizer if split.ranks.size() > 1 => Bucket::all(&params, split),
-            _ => Vec::new(),
-        };
-        Self { split: split.clone(), params, buckets, ..Self::default() }
+    /// Prepares the exchange of gradients of trained weights in one process.
+    pub(crate) fn alone(params: Vec<Arc<Param>>) -> Self {
+        Self { params, ..Self::default() }
+    }
+
+    /// Divides the exchange over ranks.
+    pub(crate) fn over(self, split: &Split, model: &Model) -> Self {
+        let is_cut = split.shard != Shard::None && split.ranks.size() > 1;
+        // A weight that is cut has the same parts as its state.
+        let layers: Vec<_> = model.decoder().layers().into_iter().flatten().collect();
+        let is_alone =
+            |param: &Arc<Param>| is_lent(split, param) && layers.iter().any(|own| Arc::ptr_eq(own, param));
+        let buckets = if is_cut { Bucket::all(&self.params, split, is_alone) } else { Vec::new() };
+        let mut eager = Eager::default();
+        if split.shard >= Shard::Gradients {
+            (eager.order, eager.device) = (order(&buckets, &self.params, model), model.device());
+        }
+        Self { split: split.clone(), buckets, eager, ..self }
     }
 
     /// Returns true if each rank has the state of a part of the weights only.
     pub(crate) fn is_cut(&self) -> bool {
         !self.buckets.is_empty()
+    }
+
+    /// Returns true if gradients are exchanged during the backward passes. [`Self::end_leaf`] then tells all ranks of a failure.
+    pub(crate) fn is_eager(&self) -> bool {
+        !self.eager.order.is_empty()
     }
 
     /// Returns the elements of a weight whose state is on `rank`.
@@ -77,14 +133,76 @@ impl Exchange {
         self.split = split.clone();
         self.leaves = Cascade::default();
         self.own.clear();
+        let Eager { order, device, .. } = std::mem::take(&mut self.eager);
+        self.eager = Eager { order, device, ..Eager::default() };
+        self.eager.begin_leaf(self.params.len());
+        self.eager.reached = vec![false; self.params.len()];
     }
 
-    /// Takes the gradients of a leaf out of the weights. A single leaf stays there.
-    pub(crate) fn end_leaf(&mut self) -> Result<()> {
+    /// Exchanges the gradients that are complete after the backward pass of a block. Does nothing unless gradients are cut.
+    pub(crate) fn block_done(&mut self, block: usize) {
+        self.exchange_until(|ready| ready.is_some_and(|ready| ready >= block));
+    }
+
+    /// Gives the weights of the decoder without a gradient in this leaf a gradient of zeros.
+    pub(crate) fn reach_decoder(&mut self, model: &Model) {
+        if !self.is_eager() {
+            return model.reach_decoder();
+        }
+        for (zero, param) in self.eager.zeros.iter_mut().zip(&self.params) {
+            *zero |= param.part() == Part::Llm;
+        }
+    }
+
+    /// Ends a leaf: takes its gradients out of the weights, unless it is the only leaf of a single process. `leaf` is the result of
+    /// its passes. If gradients are cut, all ranks get a failure of one of them.
+    pub(crate) fn end_leaf(&mut self, leaf: Result<()>) -> Result<()> {
+        if self.is_eager() {
+            self.exchange_until(|_| true);
+            let late = self.params.iter().find(|param| param.with_grad(|grad| grad.is_some()));
+            let late = late.filter(|_| leaf.is_ok()).map_or(Ok(()), |param| {
+                Err(TrainError::Data { what: format!("a gradient of {} came after its sum", param.name()) })
+            });
+            let exchanged = self.eager.failed.take().map_or(Ok(()), Err);
+            self.split.agree(exchanged.and(leaf).and(late))?;
+            let sums = self.eager.begin_leaf(self.params.len());
+            return self.eager.leaves.push(Some(sums), merge_parts);
+        }
+        leaf?;
         if self.split.is_off() {
             return Ok(());
         }
-        self.leaves.push(Some(self.params.iter().map(|param| param.take_grad()).collect()), add)
+        let grads = self.params.iter().map(|param| param.take_grad()).collect();
+        self.leaves.push(Some(grads), |to, from| merge(to, from, add_rows))
+    }
+
+    /// Exchanges the next buckets of the leaf while `is_ready` returns true.
+    fn exchange_until(&mut self, is_ready: impl Fn(Option<usize>) -> bool) {
+        while let Some(&(ready, bucket)) = self.eager.order.get(self.eager.done) {
+            if self.eager.failed.is_some() || !is_ready(ready) {
+                return;
+            }
+            self.eager.done += 1;
+            self.eager.failed = self.exchange_bucket(bucket).err();
+        }
+    }
+
+    /// Takes the gradients of a bucket out of its weights and stores the sum of this rank's part.
+    fn exchange_bucket(&mut self, bucket: usize) -> Result<()> {
+        let (bucket, eager) = (&self.buckets[bucket], &mut self.eager);
+        let weights = bucket.weights.clone();
+        let device = eager.device;
+        let zero =
+            |weight: usize| eager.zeros[weight].then(|| Rows::zeros(device, 1, self.params[weight].len()));
+        let take = |weight: usize| self.params[weight].take_grad().or_else(|| zero(weight));
+        let grads: Gradients = weights.clone().map(take).collect();
+        eager.reached[weights.clone()].iter_mut().zip(&grads).for_each(|(to, grad)| *to |= grad.is_some());
+        if self.split.ranks.any(grads.iter().any(Option::is_some))? {
+            let blocks = eager.blocks.get_or_insert_with(|| Blocks::new(&self.split.ranks, device));
+            let own = bucket.reduce(&self.split, &grads, blocks)?;
+            eager.sums[weights].iter_mut().zip(own).for_each(|(to, own)| *to = Some(own));
+        }
+        Ok(())
     }
 
     /// Sums the gradients of the leaves of all ranks. The sums are then in the weights, or in [`Self::own`] if the state is cut. A
@@ -93,25 +211,24 @@ impl Exchange {
         if self.split.is_off() {
             return Ok(());
         }
-        let sums = std::mem::take(&mut self.leaves).finish(add)?;
+        if self.is_eager() {
+            let sums = std::mem::take(&mut self.eager.leaves).finish(merge_parts)?;
+            let reached = self.reached_by_any(&self.eager.reached)?;
+            let sums = sums.unwrap_or_default().into_iter().zip(reached);
+            self.own = sums.map(|(sum, reached)| sum.filter(|_| reached)).collect();
+            return Ok(());
+        }
+        let sums = std::mem::take(&mut self.leaves).finish(|to, from| merge(to, from, add_rows))?;
         let mut sums = sums.unwrap_or_else(|| vec![None; self.params.len()]);
         if self.split.ranks.size() == 1 {
             return self.params.iter().zip(sums).try_for_each(|(param, grad)| Ok(param.set_grad(grad)?));
         }
-        let mut blocks = Blocks::new(&self.split.ranks, device);
-        blocks.begin(self.split.piece().min(self.params.iter().map(|param| param.len()).sum()));
-        // A GPU that has failed, perhaps for lack of memory, takes part in no exchange.
-        self.split.agree(device.finish().map_err(Into::into))?;
-        let reached: Vec<u8> = sums.iter().map(|grad| u8::from(grad.is_some())).collect();
-        let all = self.split.ranks.all_gather(&reached)?;
-        let count = self.params.len();
-        let reached: Vec<bool> = (0..count)
-            .map(|weight| all.iter().skip(weight).step_by(count).any(|&there| there == 1))
-            .collect();
+        let mut blocks = self.blocks(device)?;
+        let reached = self.reached_by_any(&sums.iter().map(Option::is_some).collect::<Vec<_>>())?;
         if !self.is_cut() {
             return self.sum_whole(sums, &reached, blocks);
         }
-        self.own = vec![None; count];
+        self.own = vec![None; self.params.len()];
         for bucket in &self.buckets {
             let weights = bucket.weights.clone();
             let grads: Gradients = sums[weights.clone()].iter_mut().map(Option::take).collect();
@@ -124,6 +241,23 @@ impl Exchange {
             }
         }
         Ok(())
+    }
+
+    /// Returns the blocks of an exchange, of the largest size that it needs.
+    fn blocks(&self, device: Device) -> Result<Blocks> {
+        let mut blocks = Blocks::new(&self.split.ranks, device);
+        blocks.begin(self.split.piece().min(self.params.iter().map(|param| param.len()).sum()));
+        // A GPU that has failed, perhaps for lack of memory, takes part in no exchange.
+        self.split.agree(device.finish().map_err(Into::into))?;
+        Ok(blocks)
+    }
+
+    /// Returns for each weight whether a rank has reached it.
+    fn reached_by_any(&self, own: &[bool]) -> Result<Vec<bool>> {
+        let own: Vec<u8> = own.iter().copied().map(u8::from).collect();
+        let all = self.split.ranks.all_gather(&own)?;
+        let of = |weight: usize| all.iter().skip(weight).step_by(own.len()).any(|&there| there == 1);
+        Ok((0..own.len()).map(of).collect())
     }
 
     /// Sums the gradients of the reached weights, which form one array, piece by piece, and stores them in the weights.
@@ -198,32 +332,11 @@ impl Exchange {
     /// Copies each rank's part of the updated weights to all ranks. `done` is the result of this rank's update.
     pub(crate) fn gather_weights(&self, done: Result<()>, updated: &[bool]) -> Result<()> {
         self.split.agree(done)?;
-        let (ranks, piece) = (&self.split.ranks, self.split.piece());
         let mut all = Vec::new();
         for bucket in self.buckets.iter().filter(|b| updated[b.weights.clone()].contains(&true)) {
-            let parts: Vec<Range<usize>> = bucket.cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
-            let longest = parts.iter().map(Range::len).max().unwrap_or(0);
-            for at in (0..longest).step_by(piece) {
-                let of = |rank: usize| bucket.segments(cut(&parts[rank], at, piece));
-                let size = |rank: usize| {
-                    of(rank).map(|(weight, range)| range.len() * bytes(&self.params[weight])).sum::<usize>()
-                };
-                let block = (0..ranks.size()).map(size).max().unwrap_or(0);
-                let mut own = Vec::with_capacity(block);
-                of(ranks.rank())
-                    .for_each(|(weight, range)| self.params[weight].append_bytes(range, &mut own));
-                own.resize(block, 0);
-                all.resize(block * ranks.size(), 0);
-                ranks.all_gather_into(&own, &mut all)?;
-                for rank in (0..ranks.size()).filter(|&rank| rank != ranks.rank()) {
-                    let mut from = &all[rank * block..][..block];
-                    for (weight, range) in of(rank) {
-                        let param = &self.params[weight];
-                        let (own, rest) = from.split_at(range.len() * bytes(param));
-                        param.store_bytes(range.start, own)?;
-                        from = rest;
-                    }
-                }
+            // The next pass completes a weight that is cut.
+            if !self.params[bucket.weights.start].is_cut() {
+                bucket.gather(&self.split, &self.params, true, &mut all)?;
             }
         }
         Ok(())
@@ -271,127 +384,53 @@ impl Exchange {
     }
 }
 
-/// Neighbouring weights that are exchanged together.
-#[derive(Debug)]
-struct Bucket {
-    weights: Range<usize>,
-    /// First element of each weight in the bucket, and the number of elements.
-    starts: Vec<usize>,
-    /// First element of the part of each rank, and the number of elements.
-    cuts: Vec<usize>,
-}
-
-impl Bucket {
-    /// Groups all weights.
-    fn all(params: &[Arc<Param>], split: &Split) -> Vec<Self> {
-        let mut buckets = Vec::new();
-        let mut first = 0;
-        while first < params.len() {
-            let mut len = 0;
-            let fits = params[first..].iter().take_while(|param| {
-                len += param.len();
-                len <= split.bucket
-            });
-            let next = first + fits.count().max(1);
-            buckets.push(Self::of(first..next, params, split.ranks.size()));
-            first = next;
-        }
-        buckets
-    }
-
-    fn of(weights: Range<usize>, params: &[Arc<Param>], ranks: usize) -> Self {
-        let starts = starts(params[weights.clone()].iter().map(|param| param.len()));
-        let len = starts.last().copied().unwrap_or(0);
-        let bounds = starts.windows(2).flat_map(|own| (own[0]..own[1]).step_by(SQUARES_BLOCK)).chain([len]);
-        let bounds: Vec<usize> = bounds.collect();
-        let cut = |rank: usize| {
-            let at = len * rank / ranks;
-            bounds[bounds.partition_point(|&bound| bound < at).min(bounds.len() - 1)]
-        };
-        Self { weights, cuts: (0..=ranks).map(cut).collect(), starts }
-    }
-
-    /// Returns the elements of a weight that belong to a rank.
-    fn part(&self, rank: usize, weight: usize) -> Range<usize> {
-        let at = weight - self.weights.start;
-        let (start, end) = (self.starts[at], self.starts[at + 1]);
-        self.cuts[rank].clamp(start, end) - start..self.cuts[rank + 1].clamp(start, end) - start
-    }
-
-    /// Returns the weights in a range of the bucket's elements, each with its elements in the range.
-    fn segments(&self, range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
-        segments(&self.starts, range).map(|(at, range)| (self.weights.start + at, range))
-    }
-
-    /// Sums the gradients of the bucket over all ranks and returns this rank's part of each weight's sum.
-    fn reduce(&self, split: &Split, grads: &[Option<Rows>], blocks: &mut Blocks) -> Result<Vec<Vec<f32>>> {
-        let (rank, piece) = (split.ranks.rank(), split.piece());
-        let parts: Vec<Range<usize>> = self.cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
-        let longest = parts.iter().map(Range::len).max().unwrap_or(0);
-        let mut own: Vec<Vec<f32>> =
-            self.weights.clone().map(|weight| Vec::with_capacity(self.part(rank, weight).len())).collect();
-        for at in (0..longest).step_by(piece) {
-            let share = piece.min(longest - at);
-            blocks.begin(share);
-            for (block, part) in parts.iter().enumerate() {
-                let mut fill = block * share;
-                for (weight, range) in self.segments(cut(part, at, piece)) {
-                    let count = range.len();
-                    if let Some(grad) = &grads[weight - self.weights.start] {
-                        blocks.put(fill, grad, range)?;
-                    }
-                    fill += count;
-                }
-            }
-            let sum = blocks.sum_own(split.sum)?;
-            let mut sum = sum.as_slice();
-            for (weight, range) in self.segments(cut(&parts[rank], at, piece)) {
-                let (of_weight, rest) = sum.split_at(range.len());
-                own[weight - self.weights.start].extend_from_slice(of_weight);
-                sum = rest;
-            }
-        }
-        Ok(own)
+impl Eager {
+    /// Begins a leaf of `weights` weights, and returns the sums of the previous leaf.
+    fn begin_leaf(&mut self, weights: usize) -> Parts {
+        (self.done, self.zeros) = (0, vec![false; weights]);
+        std::mem::replace(&mut self.sums, vec![None; weights])
     }
 }
 
-/// Returns the beginnings of arrays that follow each other, and the end of the last one.
-fn starts(lens: impl Iterator<Item = usize>) -> Vec<usize> {
-    let ends = lens.scan(0, |end, len| {
-        *end += len;
-        Some(*end)
-    });
-    [0].into_iter().chain(ends).collect()
+/// Returns the order in which the buckets are exchanged: that in which a backward pass completes the gradients of their weights.
+fn order(buckets: &[Bucket], params: &[Arc<Param>], model: &Model) -> Vec<(Option<usize>, usize)> {
+    let blocks = model.decoder().block_params();
+    let ready = |param: &Arc<Param>| {
+        let own = blocks.iter().position(|block| block.iter().any(|other| Arc::ptr_eq(other, param)));
+        // The head and the final norm come before all blocks. The gradient of an embedding comes after them, and those of towers
+        // after all streams.
+        let is_last = param.part() == Part::Llm && !Arc::ptr_eq(param, model.decoder().embedding());
+        own.or(is_last.then_some(blocks.len()))
+    };
+    let of_bucket = |bucket: &Bucket| params[bucket.weights.clone()].iter().map(ready).min().flatten();
+    let mut order: Vec<_> = buckets.iter().map(of_bucket).zip(0..).collect();
+    order.sort_by_key(|&(ready, _)| std::cmp::Reverse(ready));
+    order
 }
 
-/// Returns the arrays that have elements in a range, each with its elements in the range. `starts` is the result of [`starts`].
-fn segments(starts: &[usize], range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
-    let first = starts.partition_point(|&start| start <= range.start).saturating_sub(1);
-    let own = starts[first..].windows(2).enumerate().map(|(at, own)| {
-        let (start, end) = (range.start.clamp(own[0], own[1]), range.end.clamp(own[0], own[1]));
-        (first + at, start - own[0]..end - own[0])
-    });
-    let own = own.skip_while(|(_, range)| range.is_empty()).take_while(|(_, range)| !range.is_empty());
-    own.collect::<Vec<_>>().into_iter()
-}
-
-/// Returns the piece of a part that starts `at` elements after its beginning.
-fn cut(part: &Range<usize>, at: usize, piece: usize) -> Range<usize> {
-    (part.start + at).min(part.end)..(part.start + at + piece).min(part.end)
-}
-
-/// Returns the size of a value of a trained weight.
-fn bytes(param: &Param) -> usize {
-    if param.dtype() == ParamDtype::F32 { 4 } else { 2 }
-}
-
-fn add(to: &mut Gradients, from: Gradients) -> Result<()> {
+/// Adds the gradients of another leaf, weight by weight.
+fn merge<T>(
+    to: &mut [Option<T>],
+    from: Vec<Option<T>>,
+    add: impl Fn(&mut T, &T) -> Result<()>,
+) -> Result<()> {
     for (to, from) in to.iter_mut().zip(from) {
         match (to.as_mut(), from) {
-            (Some(to), Some(from)) => to.add(&from)?,
+            (Some(to), Some(from)) => add(to, &from)?,
             (None, from) => *to = from,
             (Some(_), None) => {}
         }
     }
     Ok(())
+}
+
+fn add_rows(to: &mut Rows, from: &Rows) -> Result<()> {
+    Ok(to.add(from)?)
+}
+
+fn merge_parts(to: &mut Parts, from: Parts) -> Result<()> {
+    merge(to, from, |to, from| {
+        to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
+        Ok(())
+    })
 }

@@ -3,6 +3,7 @@
 //! The code of the step ([`Collector::collect`], [`update`]) follows the formulas of the algorithm. All random numbers are keyed by
 //! seed and position, so a step is a function of (weights, rows, seed) alone.
 
+mod bucket;
 mod buffer;
 pub mod checkpoint;
 pub mod checks;
@@ -16,6 +17,7 @@ mod gap;
 mod imitate;
 mod infer;
 mod inputs;
+mod lender;
 mod length;
 mod longest;
 mod memory;

@@ -14,7 +14,7 @@ use std::time::Instant;
 use omnigrpo_models::{Features, Model, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{
-    Card, DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, ParamDtype, Sampler, footprint,
+    Card, DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, Param, ParamDtype, Sampler, footprint,
     holding, in_arena, is_on_card, on_card, phase, repeated,
 };
 use omnigrpo_rewards::{Logged, RewardMatrix};
@@ -24,6 +24,7 @@ use crate::error::{Result, TrainError};
 use crate::exchange::Shard;
 use crate::features::{self, Keep};
 use crate::imitate::imitate;
+use crate::lender::is_lent;
 use crate::optimizer::{AdamW, AdamWConfig};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
@@ -212,6 +213,62 @@ fn is_offloaded(plan: &MemoryPlan) -> bool {
     plan.optimizer.offload || parts_of_state(plan) > 1
 }
 
+/// Memory that a rank saves during an update, because gradients and weights are cut.
+#[derive(Clone, Copy, Debug, Default)]
+struct Parts {
+    /// Bytes of the weights of other ranks, without the layer that is complete.
+    weights: u64,
+    /// Bytes of gradients that stay: this rank's part, the largest group of weights that are exchanged together, and the buffers.
+    /// `None` if gradients stay complete.
+    gradients: Option<u64>,
+}
+
+impl Parts {
+    fn of(model: &Model, plan: &MemoryPlan) -> Self {
+        let split = &plan.algorithm.split;
+        let ranks = split.ranks.size() as u64;
+        if split.shard < Shard::Gradients || ranks == 1 {
+            return Self::default();
+        }
+        let (mut layers, blocks) = (model.decoder().layers(), model.decoder().block_params());
+        if model.decoder().tied() {
+            // The head is the embedding.
+            layers.pop();
+        }
+        let cut = |layer: &Vec<Arc<Param>>| -> u64 {
+            layer.iter().filter(|param| is_lent(split, param)).map(|param| param.num_bytes() as u64).sum()
+        };
+        let (all, largest) =
+            layers.iter().map(cut).fold((0, 0), |(all, most), own| (all + own, most.max(own)));
+        let of_gradients = |params: &[Arc<Param>]| -> u64 {
+            params.iter().filter(|param| param.trainable()).map(|param| 4 * param.len() as u64).sum()
+        };
+        // The gradients of the embedding and of the towers are complete at the end.
+        let all_gradients = of_gradients(model.params());
+        let of_blocks: Vec<u64> = blocks.iter().map(|block| of_gradients(block)).collect();
+        let outside = all_gradients - of_blocks.iter().sum::<u64>();
+        let together = of_blocks.into_iter().max().unwrap_or(0).max(outside);
+        let leaves = (split.leaves as u64).div_ceil(ranks).max(1);
+        let micro_batches = plan.prompts_per_step.div_ceil(plan.algorithm.micro()) as u64;
+        // A leaf of several micro-batches has complete gradients until its last one.
+        let gradients = (micro_batches <= leaves).then(|| {
+            let sums = u64::from(leaves.next_power_of_two().trailing_zeros()) + 1;
+            sums * all_gradients / ranks + together + 8 * split.bucket as u64
+        });
+        Self { weights: (all - all / ranks).saturating_sub(largest), gradients }
+    }
+
+    /// Returns the bytes of gradients that are not held.
+    fn gradients(&self, seen: &Footprint) -> u64 {
+        let all = seen.of(Held::Gradients);
+        self.gradients.map_or(0, |held| all.saturating_sub(held))
+    }
+
+    fn saved(&self, seen: &Footprint) -> u64 {
+        self.weights + self.gradients(seen)
+    }
+}
+
 /// Computes the memory of a run from a model on [`Device::Outline`]. The model must have its adapters, and its trained weights
 /// must be marked ([`Selection::apply`](crate::Selection::apply)).
 ///
@@ -274,15 +331,15 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
     }
     let mut out = lasting(model, plan);
+    let parts = Parts::of(model, plan);
+    let whole = out.weights;
     let mut most = Footprint::default();
     let mut most_held = 0;
     let mut take = |phase: Phase, seen: Footprint| {
         // The update begins after the caches are dropped.
         let cache = if phase == Phase::Update { 0 } else { seen.of(Held::Cache) };
-        let held = match plan.of {
-            MemoryOf::Card => seen.passes() + cache,
-            _ => seen.passes(),
-        };
+        let saved = if phase == Phase::Update { parts.saved(&seen) } else { 0 };
+        let held = whole + seen.passes() - saved + if plan.of == MemoryOf::Card { cache } else { 0 };
         let longest = out.cache.max(seen.of(Held::Cache));
         if held > most_held {
             (most, most_held, out.peak) = (seen, held, phase);
@@ -311,6 +368,10 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         take(Phase::Evaluation, seen);
     }
     out.gradients = most.of(Held::Gradients);
+    if out.peak == Phase::Update {
+        out.weights -= parts.weights;
+        out.gradients -= parts.gradients(&most);
+    }
     out.features = most.of(Held::Features);
     out.activations = most.of(Held::Activations);
     out.recorded = most.of(Held::Recorded);

@@ -14,7 +14,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use omnigrpo_models::Decoder;
+use omnigrpo_models::{Decoder, Model};
 pub use omnigrpo_ops::Moments;
 use omnigrpo_ops::{Device, Numbers, Param, ParamDtype, Part, Squares, Step};
 
@@ -91,7 +91,7 @@ impl AdamW {
     pub fn new(config: AdamWConfig, params: &[Arc<Param>]) -> Self {
         let decayed = decayed_names(params);
         let trained = params.iter().filter(|p| p.trainable());
-        let params = trained
+        let params: Vec<_> = trained
             .map(|p| {
                 let lr = match p.part() {
                     Part::Llm => None,
@@ -102,15 +102,14 @@ impl AdamW {
                 (Arc::clone(p), lr.unwrap_or(config.learning_rate), decay)
             })
             .collect();
-        Self { config, params, state: HashMap::new(), exchange: Exchange::default() }.over(&Split::default())
+        let exchange = Exchange::alone(params.iter().map(|(param, ..)| Arc::clone(param)).collect());
+        Self { config, params, state: HashMap::new(), exchange }
     }
 
-    /// Divides the work and, if the settings request it, the state over ranks.
+    /// Divides the work and, if the settings request it, the state over ranks. `model` is the model of the weights.
     #[must_use]
-    pub fn over(mut self, split: &Split) -> Self {
-        self.exchange =
-            Exchange::new(split, self.params.iter().map(|(param, ..)| Arc::clone(param)).collect());
-        self
+    pub fn over(self, split: &Split, model: &Model) -> Self {
+        Self { exchange: self.exchange.over(split, model), ..self }
     }
 
     /// Returns the exchange of gradients between the ranks.

@@ -13,8 +13,10 @@ use omnigrpo_rollout::Completion;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
+use crate::exchange::Exchange;
 use crate::features;
 use crate::gap::Gap;
+use crate::lender::{Lender, in_turns};
 use crate::optimizer::AdamW;
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::step::{Algorithm, TokenNumbers, own_places};
@@ -128,16 +130,20 @@ impl<'a> Pass<'a> {
         let mut own = Vec::new();
         optimizer.exchange().begin(split);
         let mut leaves = self.algorithm.own_leaves(rollouts.groups.len()).into_iter();
-        let done = leaves.try_for_each(|leaf| {
-            self.leaf(leaf, rollouts, optimizer, timer)?;
+        let mut done = leaves.try_for_each(|leaf| {
+            let passed = self.leaf(leaf, rollouts, optimizer, timer);
             own.push(replace(&mut self.passed, of_leaf()));
-            optimizer.exchange().end_leaf()
+            optimizer.exchange().end_leaf(passed)
         });
-        let each = split.share(done.map(|()| own))?;
+        if optimizer.exchange().is_eager() {
+            // All ranks know of a failure already.
+            done = Ok(done?);
+        }
+        let each = split.by_leaf(split.share(done.map(|()| own))?);
         if !split.is_off() {
             timed(timer, "exchange", || optimizer.exchange().sum(self.model.device()))?;
         }
-        each.into_iter().flatten().for_each(|leaf| passed.merge(leaf));
+        each.into_iter().for_each(|leaf| passed.merge(leaf));
         Ok(passed)
     }
 
@@ -146,7 +152,7 @@ impl<'a> Pass<'a> {
         &mut self,
         leaf: Range<usize>,
         rollouts: &mut Rollouts,
-        optimizer: &AdamW,
+        optimizer: &mut AdamW,
         timer: &mut PhaseTimer,
     ) -> Result<()> {
         let algorithm = self.algorithm;
@@ -156,8 +162,8 @@ impl<'a> Pass<'a> {
         let (memories, recalled) =
             kept.map(|Kept { memories, recalled, .. }| (memories, recalled)).unwrap_or_default();
         (self.leaf, self.recalled) = (leaf.clone(), recalled);
-        for first in leaf.clone().step_by(micro) {
-            let last = (first + micro).min(num_prompts);
+        let of_micro_batch = |first: usize| -> Result<Vec<_>> {
+            let last = (first + micro).min(leaf.end);
             let span = first * group..last * group;
             let normalizer = self.normalizer.for_micro_batch(
                 &algorithm.loss,
@@ -165,18 +171,31 @@ impl<'a> Pass<'a> {
                 &self.truncated[span],
                 num_prompts.div_ceil(micro),
             )?;
-            let streams = streams(rollouts, first..last, algorithm.stream_rows());
-            let count = streams.len();
-            for (at, stream) in streams.into_iter().enumerate() {
+            let streams = streams(rollouts, first..last, algorithm.stream_rows()).into_iter();
+            Ok(streams.map(|stream| (first, stream, normalizer)).collect())
+        };
+        let work = leaf.clone().step_by(micro).map(of_micro_batch).collect::<Result<Vec<_>>>();
+        let work = work.map(|each| each.concat());
+        let split = &algorithm.split;
+        let lender = split.lenders.policy.as_deref();
+        in_turns(
+            split,
+            lender,
+            true,
+            work,
+            &mut (&mut *self, &mut *optimizer, &mut *timer),
+            |(pass, optimizer, timer), (first, stream, normalizer), is_last| {
                 // With several leaves, gradients are summed before they are used.
-                if at + 1 == count && last >= leaf.end && algorithm.split.is_off() {
-                    optimizer.announce_last_pass(self.model.decoder());
+                if is_last && split.is_off() {
+                    optimizer.announce_last_pass(pass.model.decoder());
                 }
                 let done = stream.first().map_or(first, |part| part.group);
                 timer.activity().parts("prompts", done, num_prompts);
-                self.stream(&stream, rollouts, &normalizer, timer)?;
-            }
-        }
+                let exchange = is_last.then(|| optimizer.exchange());
+                pass.stream(&stream, rollouts, &normalizer, exchange, timer)
+            },
+            |(_, optimizer, _), block| optimizer.exchange().block_done(block),
+        )?;
         timer.activity().parts("prompts", leaf.end, num_prompts);
 
         timed(timer, "backward", || {
@@ -184,16 +203,29 @@ impl<'a> Pass<'a> {
             let prompts: Vec<&Prompt> = groups.iter().map(|g| &*g.row.prompt).collect();
             let features: Vec<&[Features]> = groups.iter().map(|g| g.features.as_slice()).collect();
             let (mut gradients, idle) = (take(&mut self.gradients), take(&mut self.idle));
-            self.model.reach(&prompts, &features, &idle, &mut gradients);
-            Ok(self.model.backward_media(&prompts, &features, memories, gradients, self.training)?)
-        })
+            if !idle.is_empty() {
+                optimizer.exchange().reach_decoder(self.model);
+            }
+            self.model.reach_media(&prompts, &features, &idle, &mut gradients);
+            Ok::<_, TrainError>(self.model.backward_media(
+                &prompts,
+                &features,
+                memories,
+                gradients,
+                self.training,
+            )?)
+        })?;
+        // The files of weights are checked before the gradients are used.
+        Ok(self.model.files_unchanged()?)
     }
 
+    /// Runs the passes of a stream. `exchange` is given for the last stream of a leaf, whose backward pass completes gradients.
     fn stream(
         &mut self,
         parts: &[Part],
         rollouts: &Rollouts,
         normalizer: &Normalizer,
+        mut exchange: Option<&mut Exchange>,
         timer: &mut PhaseTimer,
     ) -> Result<()> {
         let plan = &self.algorithm.loss;
@@ -279,10 +311,19 @@ impl<'a> Pass<'a> {
         };
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
         let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
+        let lender = self.algorithm.split.lenders.policy.as_deref();
         timed(timer, "backward", || {
             let groups: Vec<usize> = parts.iter().map(|p| p.group - self.leaf.start).collect();
             let router = pass.router();
-            let gradients = pass.backward(&narrow(&out.dlogp), dentropy.as_deref())?;
+            let mut done = |block: usize| {
+                if let Some(exchange) = exchange.as_deref_mut() {
+                    exchange.block_done(block);
+                    if let Some(lender) = lender {
+                        lender.block_done(block);
+                    }
+                }
+            };
+            let gradients = pass.backward_by_block(&narrow(&out.dlogp), dentropy.as_deref(), &mut done)?;
             if let Some(router) = router {
                 self.passed.router.iter_mut().zip(router.losses()).for_each(|(sum, own)| *sum += own);
             }
@@ -322,7 +363,7 @@ type Numbers<'a> = (&'a [f32], &'a [f32]);
 /// Scores the completions of this rank with a model and passes the numbers that `choose` selects to `keep`, for the completions of
 /// all ranks. `seen` returns the features of a group's media for this model.
 fn score(
-    model: &Model,
+    (model, lender): (&Model, Option<&Lender>),
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
     streams: Vec<Vec<Part>>,
@@ -330,7 +371,7 @@ fn score(
     choose: impl Fn(Numbers) -> &[f32],
     keep: impl Fn(&mut Scored, Vec<f32>),
 ) -> Result<()> {
-    let own = score_own(model, algorithm, rollouts, streams, seen, choose);
+    let own = score_own((model, lender), algorithm, rollouts, streams, seen, choose);
     let all = algorithm.split.collect(rollouts.groups.len(), own)?;
     for (group, numbers) in rollouts.groups.iter_mut().zip(all) {
         group.completions.iter_mut().zip(numbers).for_each(|(c, numbers)| keep(c, numbers));
@@ -340,7 +381,7 @@ fn score(
 
 /// Returns the groups in the streams with the chosen numbers of each completion.
 fn score_own(
-    model: &Model,
+    (model, lender): (&Model, Option<&Lender>),
     algorithm: &Algorithm,
     rollouts: &Rollouts,
     streams: Vec<Vec<Part>>,
@@ -352,7 +393,7 @@ fn score_own(
     // A group without completions is in no stream.
     let own = own_places(algorithm, rollouts.groups.len()).into_iter();
     let mut scored: Vec<(usize, Vec<Vec<f32>>)> = own.map(|group| (group, Vec::new())).collect();
-    for parts in streams {
+    let score = |scored: &mut Vec<(usize, Vec<Vec<f32>>)>, parts: Vec<Part>, _| {
         let stream = rollouts.packed(&parts)?;
         let mut features = Vec::with_capacity(parts.len());
         for part in &parts {
@@ -373,7 +414,9 @@ fn score_own(
                 numbers.extend(each);
             }
         }
-    }
+        Ok(())
+    };
+    in_turns(&algorithm.split, lender, false, Ok(streams), &mut scored, score, |_, _| {})?;
     Ok(scored)
 }
 
@@ -382,7 +425,8 @@ pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut 
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
     let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, algorithm.stream_rows())).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    score(model, algorithm, rollouts, streams, seen, |(logp, _)| logp, |c, logp| c.old = Some(logp))
+    let policy = (model, algorithm.split.lenders.policy.as_deref());
+    score(policy, algorithm, rollouts, streams, seen, |(logp, _)| logp, |c, logp| c.old = Some(logp))
 }
 
 /// Computes the entropies of the current weights at each token of recorded completions. Each completion is a separate stream, so
@@ -391,7 +435,8 @@ pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rol
     let leaves = algorithm.own_leaves(rollouts.groups.len()).into_iter();
     let streams = leaves.flat_map(|leaf| streams(rollouts, leaf, 1)).collect();
     let seen = |group: &Group| Ok(group.features.clone());
-    score(model, algorithm, rollouts, streams, seen, |(_, h)| h, |c, h| c.completion.entropies = h)
+    let policy = (model, algorithm.split.lenders.policy.as_deref());
+    score(policy, algorithm, rollouts, streams, seen, |(_, h)| h, |c, h| c.completion.entropies = h)
 }
 
 /// Scores the completions with the reference, in the streams of the update. The completions store the numbers for all updates.
@@ -410,7 +455,7 @@ pub(crate) fn reference_logprobs(
     let streams = batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows())).collect();
     let seen = |group: &Group| features::of_reference(reference, model, &group.row.prompt, &group.features);
     score(
-        reference,
+        (reference, algorithm.split.lenders.reference.as_deref()),
         algorithm,
         rollouts,
         streams,

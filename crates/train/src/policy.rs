@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use omnigrpo_models::{
-    Checkpoint, LoadOptions, LoraConfig, Model, QuantBits, Quantization, WeightDtype, whole_tensors,
+    Checkpoint, Chosen, LoadOptions, LoraConfig, Model, QuantBits, Quantization, WeightDtype, whole_tensors,
 };
 use omnigrpo_ops::{Device, Part};
 
@@ -51,7 +51,20 @@ impl ModelPlan {
     /// # Errors
     /// Returns an error if the weights do not fit into memory, or files are unreadable or do not fit together.
     pub fn load(&self, trained: &Selection) -> Result<Model> {
-        let mut model = self.load_as(trained, false)?;
+        self.load_to_train(trained, InPlace::None)
+    }
+
+    /// Loads the model as [`Self::load`] does, but frozen weights stay in their files if possible. The processes of a machine then
+    /// share their memory. The files must not change ([`Model::files_unchanged`]).
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::load`].
+    pub fn load_shared(&self, trained: &Selection) -> Result<Model> {
+        self.load_to_train(trained, InPlace::Frozen)
+    }
+
+    fn load_to_train(&self, trained: &Selection, in_place: InPlace) -> Result<Model> {
+        let mut model = self.load_as(trained, in_place)?;
         if let Some(lora) = self.new_adapters() {
             model.add_lora(lora)?;
         }
@@ -64,7 +77,7 @@ impl ModelPlan {
     /// # Errors
     /// Returns the errors of [`Self::load`].
     pub fn load_to_read(&self) -> Result<Model> {
-        self.load_as(&Selection::NONE, true)
+        self.load_as(&Selection::NONE, InPlace::All)
     }
 
     /// Returns the outline of the model that [`Self::load`] returns, with its trained weights marked.
@@ -72,7 +85,7 @@ impl ModelPlan {
     /// # Errors
     /// Returns an error if files are unreadable, or nothing can be trained.
     pub fn outline(&self, trained: &Selection) -> Result<Model> {
-        let mut outline = self.with_options(trained, (Device::Outline, false), |options| {
+        let mut outline = self.with_options(trained, (Device::Outline, InPlace::None), |options| {
             Ok(Model::outline(&self.checkpoint, options, self.random.is_some())?)
         })?;
         if let Some(adapter) = &self.adapter {
@@ -89,7 +102,7 @@ impl ModelPlan {
         self.lora.as_ref().filter(|_| self.adapter.is_none())
     }
 
-    fn load_as(&self, trained: &Selection, in_place: bool) -> Result<Model> {
+    fn load_as(&self, trained: &Selection, in_place: InPlace) -> Result<Model> {
         let mut model = self.with_options(trained, (self.device, in_place), |options| {
             let outline = Model::outline(&self.checkpoint, options, self.random.is_some())?;
             weights_fit(&outline, Device::Cpu)?;
@@ -120,11 +133,11 @@ impl ModelPlan {
     fn with_options<R>(
         &self,
         trained: &Selection,
-        (device, in_place): (Device, bool),
+        (device, in_place): (Device, InPlace),
         f: impl FnOnce(&LoadOptions) -> Result<R>,
     ) -> Result<R> {
         let whole = match &self.adapter {
-            Some(adapter) if self.bits.is_some() || in_place => {
+            Some(adapter) if self.bits.is_some() || in_place != InPlace::None => {
                 whole_tensors(adapter, self.checkpoint.family().format())?
             }
             _ => BTreeSet::new(),
@@ -132,9 +145,23 @@ impl ModelPlan {
         let trained = trained.matcher()?;
         let keep = |name: &str, part: Part| whole.contains(name) || trained(name, part);
         let quantization = self.bits.map(|bits| Quantization { bits, keep: &keep });
-        let in_place = in_place && device == Device::Cpu && whole.is_empty();
+        let stays = |name: &str, part: Part| match in_place {
+            InPlace::None => false,
+            InPlace::Frozen => !keep(name, part),
+            InPlace::All => whole.is_empty(),
+        };
+        let in_place: Option<Chosen> = if device == Device::Cpu { Some(&stays) } else { None };
         f(&LoadOptions { dtype: self.dtype, quantization, device, in_place })
     }
+}
+
+/// Weights that stay in their files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InPlace {
+    None,
+    /// Weights that are not trained.
+    Frozen,
+    All,
 }
 
 /// Model of a run.

@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicBool;
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, RunLock, Trackers};
-use omnigrpo_ops::{Card, Device, Rates};
+use omnigrpo_ops::{Card, Device, Param, Rates};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 
 use crate::checks::{self, LONGEST};
@@ -21,6 +21,7 @@ use crate::evaluate::EvalPlan;
 use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
 use crate::inputs;
+use crate::lender::is_lent;
 use crate::longest::{Longest, PREPARED, TYPICAL};
 use crate::memory::{Memory, MemoryOf, MemoryPlan, ReferenceKept, memory};
 use crate::optimizer::AdamWConfig;
@@ -453,6 +454,11 @@ impl Prepared {
             MemoryOf::Host => of_device,
             _ => memory(&outline, &self.plan_beside_card(variant, plan))?,
         };
+        let (policy, split) = (&self.run.model, &self.run.algorithm.split);
+        if matches!(policy, Policy::Planned(_)) && policy.device() == Device::Cpu && split.shares_base() {
+            let shared = outline.sharable_bytes();
+            main.weights -= shared - shared / split.local as u64;
+        }
         // A model in memory is part of the process already.
         let loaded = if let Policy::Loaded(_) = self.run.model { main.weights + main.adapters } else { 0 };
         main.program = room::resident().saturating_sub(self.run.reward_bytes + loaded);
@@ -493,22 +499,37 @@ impl Prepared {
     }
 
     /// Returns the bytes that each rank sends in a step: its share of the gradients in f32, and of the sums or of the updated
-    /// weights.
+    /// weights. If gradients are cut, it sends them after each leaf. If weights are cut, all ranks exchange them for the rollout, and
+    /// for the forward and the backward pass of each micro-batch.
     ///
     /// # Errors
     /// Returns an error if the settings cannot be used with this model.
     pub fn exchanged_bytes(&self) -> Result<u64> {
-        let split = &self.run.algorithm.split;
+        let (split, algorithm) = (&self.run.algorithm.split, &self.run.algorithm);
         let outline = self.outline(&self.variant())?;
-        let trained = outline.params().iter().filter(|param| param.trainable());
-        let each = trained.map(|param| {
+        let lent: Vec<_> = outline.decoder().layers().into_iter().flatten().collect();
+        let is_cut =
+            |param: &Arc<Param>| is_lent(split, param) && lent.iter().any(|own| Arc::ptr_eq(own, param));
+        let size = split.ranks.size();
+        let leaves = if split.shard >= Shard::Gradients { split.leaves.div_ceil(size).max(1) } else { 1 };
+        let micro_batches = self.prompts_here(&self.run.plan).div_ceil(algorithm.micro());
+        // The reference of an adapter has the same weights; another one is in the checkpoint's files or is cut, too.
+        let scores =
+            algorithm.loss.needs_reference() && !self.run.plan.lends_reference(self.run.model.device());
+        let gathers = 1 + micro_batches * (2 + usize::from(scores));
+        let each = outline.params().iter().map(|param| {
+            let gathered = if is_cut(param) { gathers * param.num_bytes() } else { 0 };
+            if !param.trainable() {
+                return gathered;
+            }
             let gradient = 4 * param.len();
-            let is_cut = split.shard != Shard::None;
+            let has_parts = split.shard != Shard::None;
             // The engine's sum arrives whole on every rank, also where each rank needs a part of it only.
-            let is_whole = !is_cut || split.sum == GradientSum::Engine;
-            gradient + if is_whole { gradient } else { 0 } + if is_cut { param.num_bytes() } else { 0 }
+            let is_whole = !has_parts || split.sum == GradientSum::Engine;
+            let updated = if has_parts && !is_cut(param) { param.num_bytes() } else { 0 };
+            gathered + leaves * (gradient + if is_whole { gradient } else { 0 }) + updated
         });
-        let (all, ranks) = (each.sum::<usize>() as u64, split.ranks.size() as u64);
+        let (all, ranks) = (each.sum::<usize>() as u64, size as u64);
         Ok(all * (ranks - 1) / ranks)
     }
 
@@ -615,7 +636,11 @@ impl Prepared {
         run.prompts.media_store().set_max_bytes(forecast.need.media_store);
         let model = match run.model {
             Policy::Loaded(model) => *model,
-            Policy::Planned(plan) => run.algorithm.split.agree(plan.load(&run.selection))?,
+            Policy::Planned(plan) => {
+                let split = &run.algorithm.split;
+                let load = if split.shares_base() { ModelPlan::load_shared } else { ModelPlan::load };
+                split.agree(load(&plan, &run.selection))?
+            }
         };
         if let Some(name) = &run.plan.run_name {
             console.line(&format!("run {name}"));

@@ -17,6 +17,7 @@ use crate::checkpoint::{self, TrainerState};
 use crate::error::{Result, TrainError};
 use crate::evaluate::{EvalPlan, Evaluation, evaluate_split};
 use crate::imitate::{self, ImitationOutcome};
+use crate::lender::Lenders;
 use crate::length::Length;
 use crate::model_card;
 use crate::optimizer::AdamW;
@@ -209,7 +210,7 @@ impl Loop {
     /// Determines the starting point of the run and opens its records.
     fn begin(setup: TrainSetup, console: &Console) -> Result<Self> {
         let TrainSetup {
-            model,
+            mut model,
             prompts,
             shuffled,
             dataset,
@@ -252,7 +253,7 @@ impl Loop {
                 "supervised training runs in one process with one leaf; start it without a launcher".into(),
             ));
         }
-        let reference = if algorithm.loss.needs_reference() && !imitate {
+        let mut reference = if algorithm.loss.needs_reference() && !imitate {
             Some(match run.lends_reference(reference_device) {
                 true => model.reference_in_place()?,
                 false => model.reference_on(reference_device)?,
@@ -269,7 +270,7 @@ impl Loop {
                     .into(),
             ));
         }
-        let mut optimizer = AdamW::new(optimizer, model.params()).over(&split);
+        let mut optimizer = AdamW::new(optimizer, model.params()).over(&split, &model);
 
         let bad = run.bad_rows.iter().map(|(row, ..)| *row).collect();
         let order = Order::new(rows, run.data_seed, !run.replay, bad).learning(run.lessons);
@@ -298,6 +299,7 @@ impl Loop {
                 place.buffer = Some((parts, saved.iteration));
             }
         }
+        algorithm.split.lenders = Lenders::cut(&split, &mut model, reference.as_mut())?;
         let scored = !imitate && !run.replay;
         let mut health = Health::new(Aims {
             range: scored.then(|| rewards.range()),
@@ -419,18 +421,20 @@ impl Loop {
         if !step.is_multiple_of(sync.every) {
             return Ok(());
         }
-        for (own, policy) in reference.params().iter().zip(self.model.params()) {
-            if own.shares_storage(policy) {
-                continue;
+        let mixup = sync.mixup as f32;
+        self.algorithm.split.lenders.whole(|| {
+            for (own, policy) in reference.params().iter().zip(self.model.params()) {
+                if own.shares_storage(policy) {
+                    continue;
+                }
+                let mut weights = own.read().f32().into_owned();
+                for (own, policy) in weights.iter_mut().zip(policy.read().f32().iter()) {
+                    *own = mixup * policy + (1.0 - mixup) * *own;
+                }
+                own.store(&weights)?;
             }
-            let mut weights = own.read().f32().into_owned();
-            let mixup = sync.mixup as f32;
-            for (own, policy) in weights.iter_mut().zip(policy.read().f32().iter()) {
-                *own = mixup * policy + (1.0 - mixup) * *own;
-            }
-            own.store(&weights)?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Records the rows that were skipped since the last call.
@@ -486,9 +490,11 @@ impl Loop {
         epoch: f64,
         timer: &mut PhaseTimer,
     ) -> Result<Rollouts> {
-        let rollouts = if self.run.replay {
-            replay(&self.model, &self.prompts, &self.algorithm, rows, timer)?
-        } else {
+        let lenders = self.algorithm.split.lenders.of_policy();
+        let rollouts = lenders.whole(|| {
+            if self.run.replay {
+                return replay(&self.model, &self.prompts, &self.algorithm, rows, timer);
+            }
             let collector = Collector {
                 model: &self.model,
                 prompts: &self.prompts,
@@ -499,8 +505,8 @@ impl Loop {
             let source = &mut self.source;
             collector
                 .collect(rows, self.place.rollout, &mut |count| source.draw(count), timer)
-                .map_err(|error| self.records.keep_unscored(step + 1, error))?
-        };
+                .map_err(|error| self.records.keep_unscored(step + 1, error))
+        })?;
         self.observer.rollout(step, &rollouts);
         let recorded = timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts));
         self.algorithm.split.agree(recorded.map(|()| rollouts))
@@ -511,7 +517,10 @@ impl Loop {
         self.console.activity().enter("evaluation", Instant::now());
         let mut progress = self.console.progress("evaluating", plan.rows.len() as u64);
         let (model, rewards, split) = (&self.model, &self.rewards, &self.algorithm.split);
-        let evaluation = evaluate_split(split, model, rewards, plan, &mut |done| progress.advance(done))?;
+        let evaluation = split
+            .lenders
+            .of_policy()
+            .whole(|| evaluate_split(split, model, rewards, plan, &mut |done| progress.advance(done)))?;
         drop(progress);
         self.console.activity().leave();
         evaluation.usable()?;
@@ -582,11 +591,18 @@ impl Loop {
             // The first rank writes the parts of all ranks.
             split.agree(checkpoint::check_moments(&self.optimizer))?;
         }
-        split.agree(if split.ranks.is_first() {
-            let written = self.write(whole);
-            written.and(self.optimizer.end_of_service())
-        } else {
-            self.optimizer.serve()
+        // A fixed reference is not saved.
+        let lenders = match self.run.sync_reference {
+            Some(_) => split.lenders.clone(),
+            None => split.lenders.of_policy(),
+        };
+        lenders.whole(|| {
+            split.agree(if split.ranks.is_first() {
+                let written = self.write(whole);
+                written.and(self.optimizer.end_of_service())
+            } else {
+                self.optimizer.serve()
+            })
         })?;
         if whole {
             self.place.saved_at = Some(self.place.step);
@@ -642,11 +658,13 @@ impl Loop {
                 // The run resumed after its last step, so this process has no evaluation yet.
                 summary.after = self.evaluate(step, self.source.order().epochs_done())?;
             }
+            self.algorithm.split.lenders.of_policy().gather()?;
             self.algorithm.split.only_first(|| {
                 checkpoint::save_final(&self.model, self.lock.root())?;
                 self.write_model_card(&summary)
             })?;
         }
+        self.algorithm.split.lenders.of_policy().gather()?;
         summary.steps = step;
         summary.steps_here = self.records.steps_timed;
         self.records.finish_trackers();

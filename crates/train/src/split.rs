@@ -5,8 +5,8 @@
 //! heavy work is done once: one rank decodes the media of a row, runs its towers, samples its completions and computes its
 //! passes.
 //!
-//! The micro-batches of an update are divided into *leaves*, each with neighbouring micro-batches. A rank has neighbouring leaves.
-//! The gradients of the leaves are summed as a tree ([`omnigrpo_ranks::sum`]), so one process with four leaves, two ranks with two
+//! The micro-batches of an update are divided into *leaves*, each with neighbouring micro-batches. A rank has neighbouring leaves,
+//! or, if gradients are cut, every n-th leaf of n ranks. The gradients of the leaves are summed as a tree ([`omnigrpo_ranks::sum`]), so one process with four leaves, two ranks with two
 //! and four ranks with one give the same bits.
 
 use std::ops::Range;
@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Result, TrainError};
 use crate::exchange::Shard;
+use crate::lender::Lenders;
 
 /// Division of a step over ranks.
 #[derive(Clone)]
@@ -32,11 +33,18 @@ pub struct Split {
     pub shard: Shard,
     /// Maximum number of elements that are exchanged at once.
     pub bucket: usize,
+    /// Minimum number of elements of a weight that is cut with [`Shard::Weights`].
+    pub least_cut: usize,
     /// Number of ranks on this machine, which share its memory.
     pub local: usize,
     /// Prompts of an update, if a rollout serves several updates.
     pub(crate) prompts_per_step: Option<usize>,
+    /// Weights that are cut.
+    pub(crate) lenders: Lenders,
 }
+
+/// Default of [`Split::least_cut`], that of DeepSpeed.
+const LEAST_CUT: usize = 100_000;
 
 impl Default for Split {
     /// Returns the division of a single process with one leaf.
@@ -57,7 +65,17 @@ impl Split {
     /// Returns a division with this number of leaves.
     #[must_use]
     pub fn new(ranks: Ranks, leaves: usize, sum: GradientSum) -> Self {
-        Self { ranks, leaves, sum, shard: Shard::None, bucket: BUCKET, local: 1, prompts_per_step: None }
+        Self {
+            ranks,
+            leaves,
+            sum,
+            shard: Shard::None,
+            bucket: BUCKET,
+            least_cut: LEAST_CUT,
+            local: 1,
+            prompts_per_step: None,
+            lenders: Lenders::default(),
+        }
     }
 
     /// Returns a division with one leaf for each rank.
@@ -79,6 +97,11 @@ impl Split {
         ))
     }
 
+    /// Returns true if the ranks of a machine share the frozen weights in the checkpoint's files. Weights that are cut are in memory.
+    pub(crate) fn shares_base(&self) -> bool {
+        self.local > 1 && self.shard != Shard::Weights
+    }
+
     /// Returns true if one process sums all gradients in the order in which they are computed.
     pub(crate) fn is_off(&self) -> bool {
         self.leaves == 1
@@ -87,6 +110,19 @@ impl Split {
     /// Returns the number of elements of each rank in an exchange.
     pub(crate) fn piece(&self) -> usize {
         self.bucket.div_ceil(self.ranks.size()).max(1)
+    }
+
+    /// Returns the rank that computes a leaf of an update. If gradients are cut, the ranks exchange them after each leaf, so they
+    /// compute neighbouring leaves at the same time.
+    pub(crate) fn rank_of(&self, leaf: usize) -> usize {
+        let size = self.ranks.size();
+        if self.shard >= Shard::Gradients { leaf % size } else { leaf / (self.leaves / size) }
+    }
+
+    /// Puts values of each rank's leaves into the order of the leaves.
+    pub(crate) fn by_leaf<T>(&self, of_ranks: Vec<Vec<T>>) -> Vec<T> {
+        let mut of_ranks: Vec<_> = of_ranks.into_iter().map(Vec::into_iter).collect();
+        (0..self.leaves).filter_map(|leaf| of_ranks[self.rank_of(leaf)].next()).collect()
     }
 
     /// Returns the prompts of each leaf of an update with `prompts` prompts in micro-batches of `micro`.
@@ -98,8 +134,8 @@ impl Split {
 
     /// Returns the prompts of each leaf of this rank, in an update with `prompts` prompts.
     pub(crate) fn own_leaves(&self, prompts: usize, micro: usize) -> Vec<Range<usize>> {
-        let each = self.leaves / self.ranks.size();
-        self.leaves(prompts, micro).skip(self.ranks.rank() * each).take(each).collect()
+        let own = |leaf: &usize| self.rank_of(*leaf) == self.ranks.rank();
+        (0..).zip(self.leaves(prompts, micro)).filter(|(leaf, _)| own(leaf)).map(|(_, own)| own).collect()
     }
 
     /// Returns the prompts of each leaf of a rollout with `prompts` prompts, over all of its updates.
@@ -114,19 +150,15 @@ impl Split {
 
     /// Returns the prompts of each leaf of this rank, in a rollout with `prompts` prompts, over all of its updates.
     pub(crate) fn own_leaves_of_rollout(&self, prompts: usize, micro: usize) -> Vec<Range<usize>> {
-        let each = self.leaves / self.ranks.size();
         let leaves = self.leaves_of_rollout(prompts, micro).into_iter().enumerate();
-        leaves
-            .filter(|(leaf, _)| leaf % self.leaves / each == self.ranks.rank())
-            .map(|(_, own)| own)
-            .collect()
+        let own = |leaf: usize| self.rank_of(leaf % self.leaves) == self.ranks.rank();
+        leaves.filter(|(leaf, _)| own(*leaf)).map(|(_, own)| own).collect()
     }
 
     /// Returns the rank of each prompt of a rollout.
     pub(crate) fn owners(&self, prompts: usize, micro: usize) -> Vec<usize> {
-        let each = self.leaves / self.ranks.size();
         let leaves = self.leaves_of_rollout(prompts, micro).into_iter().enumerate();
-        leaves.flat_map(|(leaf, own)| own.map(move |_| leaf)).map(|leaf| leaf % self.leaves / each).collect()
+        leaves.flat_map(|(leaf, own)| own.map(move |_| self.rank_of(leaf % self.leaves))).collect()
     }
 
     /// Returns the result of this rank if no rank has failed, else the first failure ([`Ranks::agree`]).

@@ -30,6 +30,7 @@
 //! the backward pass of the model starts from that derivative. The streams of a step add up their gradients, so the
 //! `Normalizer` must first be computed for the whole step.
 
+use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,6 +38,7 @@ use std::time::Duration;
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
 use omnigrpo_models::{DecoderMemory, Features, MediumInput, Model, PromptBuilder, RouterPlan, Training};
 use omnigrpo_observe::PhaseTimer;
+use omnigrpo_ranks::Queue;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Completion, Generator, Request, SamplingParams, TokenEvent};
 
@@ -46,7 +48,7 @@ use crate::gap::Gap;
 use crate::optimizer::AdamW;
 use crate::pass::{Pass, reference_logprobs};
 use crate::rollouts::{Group, Kept, Rollouts, Scored, alike};
-use crate::rows::{PreparedRow, requests};
+use crate::rows::{PreparedRow, bring_here, requests};
 use crate::scoring;
 use crate::split::Split;
 use crate::temporal;
@@ -314,6 +316,12 @@ impl Collector<'_> {
         let Self { model, prompts, shuffled, rewards, algorithm } = *self;
         let activity = timer.activity().clone();
         let split = &algorithm.split;
+        // The other prompts are sampled where they are trained, so that their results can be kept.
+        let free = self.free_places(rows.len(), keep);
+        let owners = split.owners(rows.len(), algorithm.micro());
+        if let Some(queue) = split.ranks.queue() {
+            queue.open(&free.iter().map(|&place| owners[place]).collect::<Vec<_>>());
+        }
         let (mut features, mut kept) = encode_own(model, prompts, algorithm, &mut rows, keep, timer)?;
         // Media of environments, by prompt.
         let mut added: Vec<Vec<(Arc<MediumInput>, Features)>> = vec![Vec::new(); rows.len()];
@@ -321,11 +329,11 @@ impl Collector<'_> {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);
             activity.parts("completions", 0, rows.len() * algorithm.num_generations);
             let generator = Generator::new(model, prompts, &algorithm.sampling, algorithm.max_live);
+            let told = |event: TokenEvent| activity.token(event.last);
             let mut own = Vec::new();
             let added = &mut added;
             let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
                 let requests: Vec<Request> = places.iter().map(|&place| requests[place]).collect();
-                let told = |event: TokenEvent| activity.token(event.last);
                 for (place, generated) in
                     places.into_iter().zip(generator.generate_with(&requests, told, memory)?)
                 {
@@ -334,18 +342,24 @@ impl Collector<'_> {
                 }
                 Ok::<_, TrainError>(())
             };
-            let mut rest: Vec<usize> = own_places(algorithm, rows.len());
             let generated = (|| {
                 for Kept { groups, recalled, .. } in &mut kept {
                     *recalled = self.memory(groups.len());
                     if recalled.is_some() {
-                        rest.retain(|place| !groups.contains(place));
                         generate(groups.clone().collect(), recalled.as_mut())?;
                     }
                 }
-                generate(rest, None)
+                match split.ranks.queue() {
+                    Some(queue) => self.generate_taken(&generator, queue, &free, (&rows, &requests), told),
+                    None => {
+                        let own = own_places(algorithm, rows.len()).into_iter();
+                        generate(own.filter(|place| free.contains(place)).collect(), None)?;
+                        Ok(Vec::new())
+                    }
+                }
             })();
-            split.collect(rows.len(), generated.map(|()| own))
+            let generated = generated.map(|taken| own.into_iter().chain(taken).collect());
+            split.collect(rows.len(), generated)
         })?;
         let mut matrix = timed(timer, "reward", || {
             split.by_first(|| {
@@ -371,6 +385,52 @@ impl Collector<'_> {
             completions: completions.into_iter().map(|completion| Scored::new(completion, None)).collect(),
         });
         Ok(Sampled { groups: groups.collect(), kept, rewards: matrix })
+    }
+
+    /// Returns the places of the prompts that any rank can sample: those whose leaf is not recalled.
+    fn free_places(&self, prompts: usize, keep: bool) -> Vec<usize> {
+        let Self { algorithm, .. } = *self;
+        let keep = keep && algorithm.is_one_update(prompts);
+        let leaves = algorithm.split.leaves_of_rollout(prompts, algorithm.micro());
+        let free = leaves.into_iter().filter(|leaf| !keep || self.memory(leaf.len()).is_none());
+        free.flatten().collect()
+    }
+
+    /// Samples completions of prompts in the places `free`, which this rank takes one after the other while other ranks take theirs.
+    /// Returns the places that it has taken, with their completions.
+    fn generate_taken(
+        &self,
+        generator: &Generator,
+        queue: &Queue,
+        free: &[usize],
+        (rows, requests): (&[PreparedRow], &[Request]),
+        told: impl FnMut(TokenEvent),
+    ) -> Result<Vec<(usize, Vec<Completion>)>> {
+        let owns = self.algorithm.owns(rows.len());
+        // Rows that other ranks train on are read and encoded here, too.
+        let borrowed: Vec<OnceCell<(PreparedRow, Vec<Features>)>> = vec![OnceCell::new(); rows.len()];
+        let borrow = |place: usize| -> Result<Request> {
+            let mut row = rows[place].clone();
+            bring_here(self.prompts, &mut row)?;
+            let features = self.model.encode_prompt(&row.prompt)?;
+            let (row, features) = borrowed[place].get_or_init(|| (row, features));
+            Ok(Request { prompt: &row.prompt, features, ..requests[place] })
+        };
+        let (mut taken, mut failed) = (Vec::new(), None);
+        let mut take = || -> Result<Option<Request>> {
+            let Some(&place) = queue.take()?.and_then(|piece| free.get(piece)) else { return Ok(None) };
+            taken.push(place);
+            if owns[place] { Ok(Some(requests[place])) } else { borrow(place).map(Some) }
+        };
+        let mut next = || {
+            take().unwrap_or_else(|error| {
+                failed = Some(error);
+                None
+            })
+        };
+        let generated = generator.generate_from(&mut next, told, None)?;
+        failed.map_or(Ok(()), Err)?;
+        Ok(taken.into_iter().zip(generated.into_iter().map(|of| of.completions)).collect())
     }
 
     /// Returns a memory for the decoder's results of a leaf if its prompts fit in one micro-batch and the model can recall. The

@@ -252,7 +252,10 @@ class Settings(TypedDict, total=False):
     nnodes: int
     gradient_leaves: int
     gradient_sum: Literal["ordered", "engine"]
-    shard: Literal["none", "optimizer"]
+    shard: Literal["none", "optimizer", "gradients", "weights"]
+    shard_min_elements: int
+    stage3_param_persistence_threshold: int
+    min_num_params: int
     reduce_bucket_size: int
     ddp_backend: Literal["auto", "nccl", "mpi", "gloo"]
     rank_address: str | float | bool

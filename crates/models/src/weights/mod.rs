@@ -36,13 +36,16 @@ pub enum WeightDtype {
     BFloat16,
 }
 
+/// Chooses weights by their published name and part.
+pub type Chosen<'a> = &'a (dyn Fn(&str, Part) -> bool + Sync);
+
 /// Selection of the weights to quantise. Only frozen weights can be quantised.
 #[derive(Clone, Copy)]
 pub struct Quantization<'a> {
     /// Number of bits of a quantised weight.
     pub bits: QuantBits,
     /// Selects, by published name and part, the weights that are not quantised because they will be trained.
-    pub keep: &'a (dyn Fn(&str, Part) -> bool + Sync),
+    pub keep: Chosen<'a>,
 }
 
 impl Quantization<'_> {
@@ -219,7 +222,7 @@ pub struct FileSource<'a> {
     files: &'a WeightFiles,
     dtype: WeightDtype,
     quantization: Option<Quantization<'a>>,
-    in_place: bool,
+    in_place: Option<Chosen<'a>>,
     used: HashSet<String>,
     problems: Vec<String>,
     params: Vec<Arc<Param>>,
@@ -230,7 +233,7 @@ impl<'a> FileSource<'a> {
     #[must_use]
     pub fn new(files: &'a WeightFiles, dtype: WeightDtype) -> Self {
         let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
-        Self { files, dtype, quantization: None, in_place: false, used, problems, params }
+        Self { files, dtype, quantization: None, in_place: None, used, problems, params }
     }
 
     /// Quantises the selected weights as they are read.
@@ -240,9 +243,9 @@ impl<'a> FileSource<'a> {
         self
     }
 
-    /// Leaves weights in the mapped files if they can be read there.
+    /// Leaves the selected weights in the mapped files if they can be read there.
     #[must_use]
-    pub fn in_place(mut self, in_place: bool) -> Self {
+    pub fn in_place(mut self, in_place: Option<Chosen<'a>>) -> Self {
         self.in_place = in_place;
         self
     }
@@ -285,8 +288,9 @@ impl WeightSource for FileSource<'_> {
             None => Err(format!("  missing tensor {name} {shape:?}")),
             Some(got) if got != shape => Err(format!("  tensor {name}: shape {got:?}, expected {shape:?}")),
             Some(_) => {
-                let dense = self.in_place && !self.quantization.is_some_and(|q| q.takes(name, part, shape));
-                let mapped = if dense { self.files.in_place(name, part, self.dtype)? } else { None };
+                let stays = self.in_place.is_some_and(|stays| stays(name, part))
+                    && !self.quantization.is_some_and(|q| q.takes(name, part, shape));
+                let mapped = if stays { self.files.in_place(name, part, self.dtype)? } else { None };
                 match mapped {
                     Some(Ok(param)) => return Ok(self.hand_out(param)),
                     Some(Err(problem)) => Err(problem),

@@ -102,6 +102,7 @@ fn connect(launch: &Launch, settings: &Settings) -> Result<Rank> {
         // SAFETY: the call has no preconditions. Handlers of MPI that `exit` would call wait for the lost rank.
         unsafe { libc::_exit(EXIT_FAILURE.into()) };
     })?;
+    let ranks = ranks.with_queue(lifeline.queue());
     Ok(Rank { ranks, lifeline: Some(lifeline) })
 }
 

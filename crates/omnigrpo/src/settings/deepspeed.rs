@@ -1,7 +1,7 @@
 //! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
 //!
-//! Stage 1 is `--shard optimizer`, and the largest bucket size is `--reduce_bucket_size`. Stages 2 and 3 cut nothing in one process
-//! and are refused in several. A number that is in both the file and the settings must be the same in both, as in the
+//! The stage is `--shard`, the largest bucket size is `--reduce_bucket_size`, and `stage3_param_persistence_threshold` is
+//! `--shard_min_elements`. A number that is in both the file and the settings must be the same in both, as in the
 //! `transformers` trainer. `auto` takes the value of the setting. An
 //! unsupported field is an error, and so is a field that is not in the table. Fields:
 //! <https://www.deepspeed.ai/docs/config-json/>.
@@ -41,7 +41,8 @@ const COPIES: &str = "the state is copied weight by weight";
 const COMPLETE: &str = "checkpoints are always complete";
 const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
 const PINNED: &str = "there is only one way to allocate host memory";
-const PARAMETERS: &str = "every process holds all weights";
+const LAYERS: &str = "the weights of one layer are complete at a time";
+const ON_HOST: &str = "the parts of weights are not moved to another memory";
 
 /// Every known field by its path.
 const FIELDS: &[(&str, Field)] = &[
@@ -81,9 +82,9 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.offload_optimizer.fast_init", NoEffect(COPIES)),
     ("zero_optimization.offload_param.device", ByDevice(offload_param)),
     ("zero_optimization.offload_param.pin_memory", NoEffect(PINNED)),
-    ("zero_optimization.offload_param.buffer_count", NoEffect(PARAMETERS)),
-    ("zero_optimization.offload_param.buffer_size", NoEffect(PARAMETERS)),
-    ("zero_optimization.offload_param.max_in_cpu", NoEffect(PARAMETERS)),
+    ("zero_optimization.offload_param.buffer_count", NoEffect(ON_HOST)),
+    ("zero_optimization.offload_param.buffer_size", NoEffect(ON_HOST)),
+    ("zero_optimization.offload_param.max_in_cpu", NoEffect(ON_HOST)),
     (
         "zero_optimization.allgather_partitions",
         Only("true", "the updated parts of the weights are gathered in buckets"),
@@ -94,17 +95,17 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.reduce_bucket_size", Read(bucket)),
     ("zero_optimization.contiguous_gradients", NoEffect("a bucket is contiguous while it is exchanged")),
     ("zero_optimization.round_robin_gradients", NoEffect(COMMUNICATION)),
-    ("zero_optimization.sub_group_size", NoEffect(PARAMETERS)),
-    ("zero_optimization.stage3_prefetch_bucket_size", NoEffect(PARAMETERS)),
-    ("zero_optimization.zero_hpz_partition_size", Only("1", "weights are not cut")),
+    ("zero_optimization.sub_group_size", NoEffect("the optimizer updates one weight at a time")),
+    ("zero_optimization.stage3_prefetch_bucket_size", NoEffect("a layer is fetched when a pass reaches it")),
+    ("zero_optimization.zero_hpz_partition_size", Only("1", "weights are cut over all processes")),
     ("zero_optimization.zero_quantized_weights", Only("false", "weights are exchanged in their own dtype")),
     ("zero_optimization.zero_quantized_gradients", Only("false", "gradients are exchanged in f32")),
     ("communication_data_type", Only("\"fp32\"", "gradients are exchanged in f32")),
     ("prescale_gradients", Only("false", "gradients are normalised before they are summed")),
     ("gradient_predivide_factor", Only("1", "gradients are normalised before they are summed")),
-    ("zero_optimization.stage3_param_persistence_threshold", NoEffect(PARAMETERS)),
-    ("zero_optimization.stage3_max_live_parameters", NoEffect(PARAMETERS)),
-    ("zero_optimization.stage3_max_reuse_distance", NoEffect(PARAMETERS)),
+    ("zero_optimization.stage3_param_persistence_threshold", Read(threshold)),
+    ("zero_optimization.stage3_max_live_parameters", NoEffect(LAYERS)),
+    ("zero_optimization.stage3_max_reuse_distance", NoEffect(LAYERS)),
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
     ("zero_optimization.gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
     ("zero_optimization.gather_fp16_weights_on_model_save", Only("true", COMPLETE)),
@@ -290,24 +291,36 @@ fn warmup_type(value: &Value, _: &Settings) -> Result<String, String> {
     }
 }
 
+/// Values of `shard` by stage, and what each process has a part of.
+const STAGES: [(Shard, &str, &str); 4] = [
+    (Shard::None, "none", "nothing"),
+    (Shard::Optimizer, "optimizer", "the moments and masters"),
+    (Shard::Gradients, "gradients", "the gradients, moments and masters"),
+    (Shard::Weights, "weights", "the decoder's weights, the gradients, moments and masters"),
+];
+
 fn stage(value: &Value, s: &Settings) -> Result<String, String> {
-    let several = s.env.processes > 1;
-    match (value.as_u64(), s.algorithm.split.shard) {
-        (Some(0), Shard::None) => Ok("nothing is cut into parts".into()),
-        (Some(1), Shard::Optimizer) => {
-            Ok("`shard` is optimizer: each process has a part of the moments and masters".into())
+    let ours = s.algorithm.split.shard;
+    let stage = value.as_u64().and_then(|stage| STAGES.get(usize::try_from(stage).ok()?));
+    match stage {
+        None => Err("expected 0, 1, 2 or 3".into()),
+        Some((shard, ..)) if *shard != ours => {
+            let name = STAGES.iter().find(|(shard, ..)| *shard == ours).map_or("", |(_, name, _)| name);
+            Err(format!("`shard` is {name}; remove that setting or write the same stage"))
         }
-        (Some(0 | 1), shard) => Err(format!(
-            "`shard` is {}; remove that setting or write the same stage",
-            if shard == Shard::None { "none" } else { "optimizer" }
-        )),
-        (Some(2 | 3), _) if several => Err(
-            "several processes cannot cut gradients or weights into parts; write 1, which cuts the optimizer's state"
-                .into(),
-        ),
-        (Some(2 | 3), _) => Ok("no effect: there is one process, so nothing is cut into parts".into()),
-        _ => Err("expected 0, 1, 2 or 3".into()),
+        Some((Shard::None, ..)) => Ok("nothing is cut into parts".into()),
+        Some(_) if s.env.processes <= 1 => {
+            Ok("no effect: there is one process, so nothing is cut into parts".into())
+        }
+        Some((_, name, what)) => Ok(format!("`shard` is {name}: each process has a part of {what}")),
     }
+}
+
+fn threshold(value: &Value, s: &Settings) -> Result<String, String> {
+    if s.algorithm.split.shard != Shard::Weights {
+        return Ok("no effect: no weight is cut into parts".into());
+    }
+    same("shard_min_elements", value, &[s.algorithm.split.least_cut as f64])
 }
 
 fn bucket(value: &Value, s: &Settings) -> Result<String, String> {
@@ -325,16 +338,25 @@ fn bucket(value: &Value, s: &Settings) -> Result<String, String> {
     }
 }
 
-/// Returns the settings that a file implies unless they are given: `shard` and `reduce_bucket_size`. Returns none if the file cannot
-/// be read, because [`read`] reports that.
+/// Returns the settings that a file implies unless they are given: `shard`, `reduce_bucket_size` and `shard_min_elements`. Returns none
+/// if the file cannot be read, because [`read`] reports that.
 pub fn implied(path: &Path) -> Vec<(&'static str, String)> {
     let Ok(json) = parse(path) else { return Vec::new() };
     let zero = &json["zero_optimization"];
+    let whole = |x: f64, least: f64, most: f64| (least..=most).contains(&x).then(|| (x as u64).to_string());
     let sizes = ["reduce_bucket_size", "allgather_bucket_size"];
     let largest = sizes.iter().filter_map(|name| zero[name].as_f64()).fold(0.0, f64::max);
-    let shard = (zero["stage"] == 1).then(|| ("shard", "optimizer".to_owned()));
-    let bucket = (1.0..=f64::from(1 << 30)).contains(&largest);
-    shard.into_iter().chain(bucket.then(|| ("reduce_bucket_size", (largest as u64).to_string()))).collect()
+    let stage = zero["stage"].as_u64().and_then(|stage| STAGES.get(usize::try_from(stage).ok()?));
+    let shard = stage.filter(|(shard, ..)| *shard != Shard::None).map(|(_, name, _)| (*name).to_owned());
+    let cuts = stage.is_some_and(|(shard, ..)| *shard == Shard::Weights);
+    let threshold = zero["stage3_param_persistence_threshold"].as_f64().filter(|_| cuts);
+    let least = threshold.and_then(|x| whole(x, 0.0, (1u64 << 40) as f64));
+    let each = [
+        ("shard", shard),
+        ("reduce_bucket_size", whole(largest, 1.0, f64::from(1 << 30))),
+        ("shard_min_elements", least),
+    ];
+    each.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
 fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String, String> {

@@ -163,6 +163,8 @@ listed!(Backend:
 listed!(Shard:
     "none" = Shard::None, "Every process has the complete state.";
     "optimizer" = Shard::Optimizer, "Each process has a part of the moments and masters (ZeRO stage 1).";
+    "gradients" = Shard::Gradients, "Gradients, too (ZeRO stage 2).";
+    "weights" = Shard::Weights, "The decoder's large weights, too, whether trained or not (ZeRO stage 3).";
 );
 listed!(Curriculum:
     "off" = Curriculum::None, "in random order";

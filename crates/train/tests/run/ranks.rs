@@ -48,8 +48,11 @@ fn over(
 
 /// Runs a setup over ranks that all succeed, and returns the summary of the first.
 fn done(size: usize, out: &Path, new: impl Fn(usize, &Path) -> TrainSetup + Sync) -> RunSummary {
-    let mut all: Vec<RunSummary> =
-        over(size, out, new, |_| false).into_iter().map(|own| own.map_err(|e| told(&e)).unwrap()).collect();
+    let (all, failed): (Vec<_>, Vec<_>) =
+        over(size, out, new, |_| false).into_iter().partition(|own| own.is_ok());
+    let failed: Vec<String> = failed.into_iter().map(|own| told(&own.unwrap_err())).collect();
+    assert!(failed.is_empty(), "{failed:?}");
+    let mut all: Vec<RunSummary> = all.into_iter().map(Result::unwrap).collect();
     let ends: BTreeSet<_> = all.iter().map(|own| (own.steps, own.interrupted)).collect();
     assert_eq!(ends.len(), 1, "{ends:?}");
     all.swap_remove(0)
@@ -142,21 +145,24 @@ fn every_loss_gives_the_bits_of_one_process() {
     }
 }
 
+/// Trains adapters with dropout on all linear layers.
+fn adapters(setup: &mut TrainSetup) {
+    let lora = LoraConfig {
+        rank: 2,
+        alpha: 4.0,
+        dropout: 0.1,
+        rslora: false,
+        targets: vec!["all-linear".into()],
+        seed: 5,
+    };
+    setup.model.add_lora(&lora).unwrap();
+    (setup.selection.llm, setup.selection.projector, setup.selection.towers) = (false, false, false);
+}
+
 #[test]
 fn adapters_and_evaluations_give_the_bits_of_one_process() {
     let place = Place::new();
-    ranks_give_the_bits_of_one_process(&place, "lora", |setup| {
-        let lora = LoraConfig {
-            rank: 2,
-            alpha: 4.0,
-            dropout: 0.1,
-            rslora: false,
-            targets: vec!["all-linear".into()],
-            seed: 5,
-        };
-        setup.model.add_lora(&lora).unwrap();
-        (setup.selection.llm, setup.selection.projector, setup.selection.towers) = (false, false, false);
-    });
+    ranks_give_the_bits_of_one_process(&place, "lora", adapters);
     ranks_give_the_bits_of_one_process(&place, "evaluation", |setup| {
         let mut plan = EvalPlan::new(Arc::clone(&setup.prompts), Arc::clone(&setup.dataset));
         plan.options.batch_rows = 2;
@@ -213,7 +219,21 @@ fn cards_give_the_bits_of_one_card() {
 
 /// Cuts the state of the optimizer. Buckets of several weights, of one weight and of a part of a weight occur.
 fn cut(setup: &mut TrainSetup) {
-    (setup.algorithm.split.shard, setup.algorithm.split.bucket) = (Shard::Optimizer, 5000);
+    cut_into(setup, Shard::Optimizer);
+}
+
+/// Cuts what `shard` names. All weights of blocks are cut, however small.
+fn cut_into(setup: &mut TrainSetup, shard: Shard) {
+    let split = &mut setup.algorithm.split;
+    (split.shard, split.bucket, split.least_cut) = (shard, 5000, 0);
+}
+
+fn cut_weights(setup: &mut TrainSetup) {
+    cut_into(setup, Shard::Weights);
+}
+
+fn in_bf16(setup: &mut TrainSetup) {
+    setup.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
 }
 
 #[test]
@@ -246,14 +266,73 @@ fn a_cut_state_gives_the_bits_of_one_process() {
             assert_same(&alone, &out, &format!("{what} on {size} ranks"));
         }
     }
-    ranks_give_the_bits_of_one_process(&place, "cut in bf16", |setup| {
-        cut(setup);
-        setup.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
-    });
-    ranks_give_the_bits_of_one_process(&place, "cut in bf16 without masters", |setup| {
-        cut(setup);
-        setup.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
-        setup.optimizer.pure_bf16 = true;
+    for shard in [Shard::Optimizer, Shard::Gradients, Shard::Weights] {
+        let what = |what: &str| format!("{shard:?}, {what}");
+        ranks_give_the_bits_of_one_process(&place, &what("in bf16"), |setup| {
+            in_bf16(setup);
+            cut_into(setup, shard);
+        });
+        ranks_give_the_bits_of_one_process(&place, &what("in bf16 without masters"), |setup| {
+            in_bf16(setup);
+            cut_into(setup, shard);
+            setup.optimizer.pure_bf16 = true;
+        });
+        ranks_give_the_bits_of_one_process(&place, &what("adapters"), |setup| {
+            adapters(setup);
+            cut_into(setup, shard);
+        });
+        // The bits are those of ranks that cut nothing.
+        for size in [2, 4] {
+            let out = place.out(&format!("{shard:?}-{size}"));
+            done(size, &out, |_, out| {
+                let mut setup = plain(&place, out);
+                cut_into(&mut setup, shard);
+                setup
+            });
+            assert_same(&alone, &out, &format!("{shard:?} on {size} ranks"));
+        }
+    }
+}
+
+/// Gradients and weights that are cut, with streams, leaves and prompts that are uneven on the ranks.
+#[test]
+fn cut_weights_give_the_bits_of_one_process_with_every_setting() {
+    let more: [Setting; 9] = [
+        ("two micro-batches per leaf", |s| s.run.prompts_per_step = 8),
+        ("a prompt less than ranks", |s| s.run.prompts_per_step = 3),
+        ("one prompt", |s| s.run.prompts_per_step = 1),
+        ("recomputation", |s| s.algorithm.recompute = true),
+        ("no reference", |s| s.algorithm.loss.beta = 0.0),
+        ("adapters in bf16 with a reference", |s| {
+            in_bf16(s);
+            adapters(s);
+            s.algorithm.loss.beta = 0.02;
+        }),
+        ("a frozen language model", |s| s.selection.llm = false),
+        ("a copied reference", |s| {
+            s.algorithm.loss.beta = 0.02;
+            s.reference_device = s.model.device();
+        }),
+        ("two streams on some ranks", |s| {
+            (s.algorithm.max_stream_tokens, s.run.num_iterations) = (Some(40), 2);
+            s.algorithm.loss.beta = 0.02;
+        }),
+    ];
+    let place = Place::new();
+    for (what, change) in SETTINGS.into_iter().chain(more) {
+        for shard in [Shard::Gradients, Shard::Weights] {
+            ranks_give_the_bits_of_one_process(&place, &format!("{what}, {shard:?}"), |setup| {
+                change(setup);
+                cut_into(setup, shard);
+            });
+        }
+    }
+    ranks_give_the_bits_of_one_process(&place, "evaluation with cut weights", |setup| {
+        cut_weights(setup);
+        let mut plan = EvalPlan::new(Arc::clone(&setup.prompts), Arc::clone(&setup.dataset));
+        plan.options.batch_rows = 2;
+        setup.eval = Some(plan);
+        (setup.run.eval, setup.run.eval_on_start) = (EvalWhen::Steps(1), true);
     });
 }
 
@@ -313,9 +392,10 @@ fn a_broken_row_gives_the_bits_of_one_process() {
 /// Four ranks write checkpoints; two ranks or one process continue, also in the middle of a generation.
 #[test]
 fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
-    let cases: [Setting; 4] = [
+    let cases: [Setting; 5] = [
         ("plain", |_| {}),
         ("a cut state", cut),
+        ("cut weights", cut_weights),
         ("several iterations", |s| s.run.num_iterations = 2),
         ("several steps of a generation", |s| {
             (s.run.steps_per_generation, s.run.sync_reference) =
@@ -331,7 +411,9 @@ fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
             setup
         };
         done(4, &place.out("whole"), new);
-        for (size, shard) in [(1, Shard::None), (2, Shard::None), (2, Shard::Optimizer)] {
+        let others =
+            [Shard::None, Shard::Optimizer, Shard::Gradients, Shard::Weights].map(|shard| (2, shard));
+        for (size, shard) in [(1, Shard::None)].into_iter().chain(others) {
             let name = format!("on-{size}-{shard:?}");
             let resumed = || {
                 done(size, &place.out(&name), |rank, out| {

@@ -215,7 +215,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             dtype: settings.model.dtype,
             quantization: bits.map(|bits| Quantization { bits, keep: &|_, _| false }),
             device: Device::Outline,
-            in_place: false,
+            in_place: None,
         };
         let mut outline = Model::outline(checkpoint, &options, false)?;
         if adapted {

@@ -67,6 +67,11 @@ pub const FLAGS: &[Flag] = &[
              run can resume with another value.",
         )
         .free(Verb::ALL),
+    row("shard_min_elements", int(0, 1 << 40), at!(algorithm.split.least_cut), &[Train])
+        .help("Elements of the smallest weight that `shard` weights divides. Smaller weights stay complete.")
+        .alias(&["stage3_param_persistence_threshold", "min_num_params"])
+        .idle(|s, _| (s.algorithm.split.shard != Shard::Weights).then_some("`shard` is not weights"))
+        .free(Verb::ALL),
     row("reduce_bucket_size", int(1, 1 << 30), at!(algorithm.split.bucket), &[Train])
         .help(
             "Elements of gradients and weights that the processes exchange at once. A process needs two buffers of this \

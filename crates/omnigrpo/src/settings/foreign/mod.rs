@@ -66,20 +66,30 @@ const TABLE: &[Row] = &[
     }),
     // FSDP of transformers: words separated by spaces; `true` stands for full_shard.
     (&["fsdp"], |v| {
-        let cuts = |word: &str| !matches!(word, "no_shard" | "auto_wrap" | "false" | "False" | "" | "[]");
-        match v.split_whitespace().any(cuts) {
-            false => Dropped("it cuts nothing"),
-            true => Refused(
-                "leave it out: `--shard optimizer` cuts the optimizer's state over processes, but weights and gradients \
-                 cannot be cut",
+        let words: Vec<&str> = v
+            .split([' ', ',', '[', ']', '\'', '"'])
+            .filter(|word| !matches!(*word, "" | "auto_wrap"))
+            .collect();
+        match words[..] {
+            [] | ["no_shard" | "false" | "False"] => Dropped("it cuts nothing"),
+            ["full_shard" | "true" | "True"] => Becomes("shard", "weights".into()),
+            ["shard_grad_op"] => Becomes("shard", "gradients".into()),
+            ["hybrid_shard" | "hybrid_shard_zero2"] => {
+                Refused("weights are cut over all processes; write full_shard or shard_grad_op")
+            }
+            _ => Refused(
+                "expected full_shard, shard_grad_op or no_shard; `--offload_optimizer` moves the state of the optimizer",
             ),
         }
     }),
+    (&["fsdp_config"], fsdp_config),
+    (&["ds3_gather_for_generation"], |v| match on(v) {
+        Some(true) => Dropped("every process samples with the complete weights"),
+        _ => Refused("leave it out: every process samples with the complete weights"),
+    }),
     (&["zero_hpz_partition_size", "sequence_parallel_size", "deepspeed_autotp_size"], |v| match v {
         "0" | "1" => Dropped("it is off here as well"),
-        _ => {
-            Refused("leave it out: prompts are divided over processes, but no tensor, sequence or weight is")
-        }
+        _ => Refused("leave it out: prompts are divided over processes, but no tensor or sequence is"),
     }),
     (&["optim"], |v| match v {
         "adamw" | "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => {
@@ -230,6 +240,54 @@ pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str
         fate => fate,
     };
     (fate != Own).then_some(fate)
+}
+
+/// Returns the meaning of FSDP's fields, from JSON text or from a file. Names may begin with `fsdp_`.
+fn fsdp_config(value: &str) -> Fate {
+    const MAX_BYTES: u64 = 1 << 20;
+    let is_small = |path: &str| std::fs::metadata(path).is_ok_and(|file| file.len() <= MAX_BYTES);
+    let text = match value.trim_start().starts_with('{') {
+        true => Some(value.to_owned()),
+        false => {
+            Some(value).filter(|path| is_small(path)).and_then(|path| std::fs::read_to_string(path).ok())
+        }
+    };
+    let json = text.and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok());
+    let Some(fields) = json.as_ref().and_then(serde_json::Value::as_object) else {
+        return Refused("expected a JSON file, or JSON text, with the fields of FSDP");
+    };
+    for (name, value) in fields {
+        let is_off = matches!(value.as_str(), Some("false" | "False")) || *value == false || value.is_null();
+        match name.strip_prefix("fsdp_").unwrap_or(name) {
+            "transformer_layer_cls_to_wrap"
+            | "auto_wrap_policy"
+            | "backward_prefetch"
+            | "backward_prefetch_policy"
+            | "forward_prefetch"
+            | "limit_all_gathers"
+            | "sync_module_states"
+            | "cpu_ram_efficient_loading"
+            | "use_orig_params"
+            | "version" => {}
+            "offload_params" | "xla" | "xla_fsdp_v2" | "xla_fsdp_grad_ckpt" if is_off => {}
+            "offload_params" => {
+                return Refused(
+                    "write false for offload_params: parts of weights are not moved to another memory",
+                );
+            }
+            "state_dict_type" if value == "FULL_STATE_DICT" => {}
+            "state_dict_type" => return Refused("write FULL_STATE_DICT: checkpoints are complete"),
+            "reshard_after_forward" if !is_off => {}
+            "reshard_after_forward" => {
+                return Refused("leave reshard_after_forward out and write shard_grad_op as `fsdp`");
+            }
+            "activation_checkpointing" if is_off => {}
+            "activation_checkpointing" => return Refused("leave it out and give `--gradient_checkpointing`"),
+            "min_num_params" => return Refused("leave min_num_params out and give `--shard_min_elements`"),
+            _ => return Refused("a field of it is unknown or unsupported"),
+        }
+    }
+    Dropped("the weights of one layer of the decoder are complete at a time, and checkpoints are complete")
 }
 
 /// Splits a word of verl or EasyR1, `group.name=value`, into name and value.
