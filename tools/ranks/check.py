@@ -44,10 +44,10 @@ def trainer(program, scratch):
     demo = scratch / "demo"
     done([program, "demo", "--max_steps", "1", "--num_generations", "2", "--output_dir", demo])
 
-    def train(out, batches, steps=STEPS, more=()):
+    def train(out, batches, steps=STEPS, more=(), longest=8):
         return [
             program, "train", "--model_name_or_path", demo / "start-model", "--train_file", demo / "data/train.jsonl",
-            "--output_dir", scratch / out, "--max_steps", steps, "--num_generations", 4, "--max_completion_length", 8,
+            "--output_dir", scratch / out, "--max_steps", steps, "--num_generations", 4, "--max_completion_length", longest,
             "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", batches, "--learning_rate", 1e-4,
             "--gradient_leaves", 2, "--save_steps", 1, "--threads", 1, *more,
         ]  # fmt: skip
@@ -71,6 +71,7 @@ def check(train, scratch):
     same(scratch / "alone", scratch / "parent")
     torch(train("torch", 2))
     same(scratch / "alone", scratch / "torch")
+    turns(train, scratch)
 
     # Two ranks, of which the second is killed after the first checkpoint.
     for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
@@ -98,6 +99,33 @@ def adapters(train, scratch):
             out = f"{dtype}-{shard}"
             done([*OPEN_MPI, *train(out, 2, more=[*more, *cut])])
             same(scratch / f"alone-{dtype}", scratch / out, "adapter_model.safetensors")
+
+
+# Answers every turn with the medium of the row, if it is a picture, and a word.
+LOOK = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    answer = {"id": request["id"]}
+    if request.get("probe"):
+        answer["answers_text"] = True
+    else:
+        pictures = [{"type": "image", "image": path} for path in request["media"] if path.endswith(".png")]
+        answer["answer"] = [*pictures, {"type": "text", "text": "again"}]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def turns(train, scratch):
+    """Compares runs whose completions have turns of an environment."""
+    (scratch / "look.py").write_text(LOOK)
+    more = ["--environment", f"cmd:{sys.executable} {scratch / 'look.py'}", "--max_turns", 1]
+    done(train("turns", 4, more=more, longest=48))
+    records = (scratch / "turns/rollouts/step-000001.jsonl").read_text()
+    expect('"turns":[{' in records and ".png" in records, f"no answer of the environment in {records[:2000]}")
+    for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
+        done([*launcher, *train(f"turns-{name}", 2, more=more, longest=48)])
+        same(scratch / "turns", scratch / f"turns-{name}")
 
 
 def expect(condition, what):

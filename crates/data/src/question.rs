@@ -97,7 +97,7 @@ impl QuestionTemplate {
 fn text_of(part: &mut Part) -> Option<&mut String> {
     match part {
         Part::Text(text) => Some(text),
-        Part::Medium { .. } => None,
+        Part::Medium { .. } | Part::Call(_) => None,
     }
 }
 

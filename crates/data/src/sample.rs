@@ -33,8 +33,10 @@ pub struct Sample {
     pub solution: Option<String>,
     /// Source of `solution`: the name of the column, or `(the final turn)`.
     pub solution_from: Option<Arc<str>>,
-    /// Target of supervised training: the column `completion`, else the final assistant turn, verbatim.
-    pub reference_answer: Option<String>,
+    /// Target of supervised training: the column `completion`, else the turns of the model in the conversation.
+    pub reference: Reference,
+    /// Tools that the prompt describes, from the column `tools`, in the format of OpenAI. `None` leaves the choice to the run.
+    pub tools: Option<Vec<Value>>,
     /// Columns of the row, and the dataset's default columns that the row lacks.
     pub columns: Map<String, Value>,
     /// Think mode: `On` if a completion is expected to think before it answers.
@@ -46,9 +48,14 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Returns the target text of supervised training for this row: the final assistant turn, else the solution.
-    pub fn sft_target(&self) -> Option<&str> {
-        self.reference_answer.as_deref().or(self.solution.as_deref())
+    /// Returns the turns after the prompt that supervised training reads: those of the reference, else the solution.
+    pub fn sft_turns(&self) -> Vec<Turn> {
+        match &self.solution {
+            Some(solution) if self.reference.later.is_empty() => {
+                vec![Turn::text(Role::Assistant, solution.clone())]
+            }
+            _ => self.reference.later.clone(),
+        }
     }
 
     /// Returns the text of the last user turn without its media.
@@ -56,6 +63,15 @@ impl Sample {
         let last = self.turns.iter().rev().find(|turn| turn.role == Role::User);
         last.map(Turn::written).unwrap_or_default()
     }
+}
+
+/// Turns of the model that supervised training imitates.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reference {
+    /// Index of the first turn in [`Sample::turns`] that may be imitated. Turns of the model before it are context.
+    pub from: usize,
+    /// Turns after [`Sample::turns`], without media. They are empty or end with a turn of the model.
+    pub later: Vec<Turn>,
 }
 
 /// File and line of a row.

@@ -8,6 +8,7 @@ use omnigrpo_data::{
     ReadOptions, RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, ThinkMode,
 };
 use omnigrpo_guard::told;
+use omnigrpo_text::ToolCall;
 use serde_json::{Value, json};
 
 struct Place {
@@ -59,6 +60,11 @@ impl Place {
     }
 }
 
+/// Returns the text that supervised training imitates last.
+fn answer(sample: &Sample) -> Option<String> {
+    sample.sft_turns().last().map(omnigrpo_text::Turn::written)
+}
+
 fn text(text: &str) -> Part {
     Part::Text(text.to_owned())
 }
@@ -98,7 +104,7 @@ fn qwen_finetune_video_row_with_meta() {
         Segments { frame_counts: vec![15, 11], min_frames: 4, max_frames: 8, dynamic_sample: true };
     assert_eq!(sample.media[0].options, MediumOptions { segments: Some(segments), ..Default::default() });
     assert_eq!(sample.solution.as_deref(), Some("<answer>(1) a (2) b</answer>"));
-    assert_eq!(sample.reference_answer, sample.solution);
+    assert_eq!(answer(&sample), sample.solution);
     assert_eq!(sample.think, ThinkMode::On);
     assert_eq!(sample.columns["meta"]["max_frames"], 8);
 }
@@ -120,11 +126,18 @@ fn turns_of_tools() {
     }));
     let roles: Vec<Role> = sample.turns.iter().map(|turn| turn.role).collect();
     assert_eq!(roles, [Role::User, Role::Assistant, Role::Tool]);
-    let call =
-        "I look.\n<tool_call>\n{\"name\": \"zoom\", \"arguments\": {\"bbox_2d\":[1,2,3,4]}}\n</tool_call>";
-    assert_eq!(sample.turns[1].parts, [text(call)]);
+    let call = |name: &str, arguments: &Value| {
+        Part::Call(ToolCall { name: name.to_owned(), arguments: arguments.as_object().cloned().unwrap() })
+    };
+    assert_eq!(sample.turns[1].parts, [text("I look."), call("zoom", &arguments)]);
+    assert_eq!(
+        sample.turns[1].written(),
+        "I look.\n<tool_call>\n{\"name\": \"zoom\", \"arguments\": {\"bbox_2d\": [1, 2, 3, 4]}}\n</tool_call>"
+    );
+    // All turns of the model are imitated.
+    assert_eq!(sample.reference.from, 0);
     assert_eq!(sample.turns[2].parts, [Part::Medium { kind: MediumKind::Image, index: 1 }]);
-    assert_eq!(sample.reference_answer.as_deref(), Some("<answer>7</answer>"));
+    assert_eq!(answer(&sample).as_deref(), Some("<answer>7</answer>"));
     // A call without text, and the names of other formats.
     let sample = place.read(json!({
         "messages": [
@@ -134,11 +147,66 @@ fn turns_of_tools() {
         ],
         "answer": "12",
     }));
-    assert_eq!(
-        sample.turns[1].parts,
-        [text("<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>")]
-    );
+    assert_eq!(sample.turns[1].parts, [text(""), call("now", &json!({}))]);
     assert_eq!((sample.turns[2].role, &sample.turns[2].parts[..]), (Role::Tool, &[text("noon")][..]));
+    // The conversation has no final turn of the model, so all of it is the prompt.
+    assert_eq!(sample.reference.from, 3);
+    // Placeholders in plain texts, as ms-swift writes them.
+    let sample = place.read(json!({
+        "messages": [
+            {"role": "user", "content": "<image>which digit?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now"}}]},
+            {"role": "tool", "content": "<image>"},
+            {"role": "assistant", "content": "7"},
+        ],
+        "images": ["a.png", "b.png"],
+    }));
+    assert_eq!(sample.turns[1].parts, [text(""), call("now", &json!({}))]);
+    assert_eq!(sample.turns[2].parts, [Part::Medium { kind: MediumKind::Image, index: 1 }]);
+}
+
+/// A completion may have turns of a tool. The prompt is context.
+#[test]
+fn completions_of_several_turns() {
+    let place = Place::new();
+    let sample = place.read(json!({
+        "prompt": [{"role": "user", "content": "when?"}],
+        "completion": [
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now"}}]},
+            {"role": "tool", "content": "noon"},
+            {"role": "assistant", "content": "12"},
+        ],
+    }));
+    assert_eq!((sample.turns.len(), sample.reference.from), (1, 1));
+    let roles: Vec<Role> = sample.sft_turns().iter().map(|turn| turn.role).collect();
+    assert_eq!(roles, [Role::Assistant, Role::Tool, Role::Assistant]);
+    assert_eq!(sample.solution.as_deref(), Some("12"));
+    let open = json!({"prompt": "when?", "completion": [{"role": "tool", "content": "noon"}]});
+    assert!(place.error(open).contains("messages that begin and end with an assistant turn"));
+}
+
+/// The column `tools`, as TRL and ms-swift write it.
+#[test]
+fn rows_describe_tools() {
+    let place = Place::new();
+    let (function, expected) = (
+        json!({"name": "zoom", "parameters": {}}),
+        json!({"type": "function", "function": {"name": "zoom", "parameters": {}}}),
+    );
+    let with = |tools: Value| place.read(json!({"prompt": "Q", "tools": tools})).tools;
+    for tools in [
+        json!([expected]),
+        json!([function]),
+        json!([expected.to_string()]),
+        json!(json!([function]).to_string()),
+    ] {
+        assert_eq!(with(tools.clone()), Some(vec![expected.clone()]), "{tools}");
+    }
+    assert_eq!((with(json!([])), with(Value::Null)), (Some(Vec::new()), None));
+    for wrong in [json!("zoom"), json!([{"type": "function"}]), json!({"zoom": {}})] {
+        let told = place.error(json!({"prompt": "Q", "tools": wrong}));
+        assert!(told.contains("`tools`") && told.contains("a list of {type: function"), "{told}");
+    }
 }
 
 /// The last turn of a recorded conversation is not the whole completion.
@@ -286,8 +354,8 @@ fn r1_v_row_has_problem_and_solution() {
         place.read(json!({"image": "a.png", "problem": "How many?", "solution": "<answer> 3 </answer>"}));
     assert_eq!(sample.turns[0].parts, [IMAGE, text("How many?")]);
     assert_eq!(sample.solution.as_deref(), Some("<answer> 3 </answer>"));
-    assert_eq!(sample.reference_answer, None);
-    assert_eq!(sample.sft_target(), Some("<answer> 3 </answer>"));
+    assert!(sample.reference.later.is_empty());
+    assert_eq!(answer(&sample).as_deref(), Some("<answer> 3 </answer>"));
     let sample = place.read(json!({"question": "2+2?", "answer": 4}));
     assert_eq!((sample.solution.as_deref(), sample.media.len()), (Some("4"), 0));
 }
@@ -299,7 +367,7 @@ fn trl_rows() {
     let sample = place
         .read(json!({"prompt": "What is this?", "image": "a.png", "solution": "cat", "completion": "a cat"}));
     assert_eq!(sample.turns[0].parts, [IMAGE, text("What is this?")]);
-    assert_eq!(sample.reference_answer.as_deref(), Some("a cat"));
+    assert_eq!(answer(&sample).as_deref(), Some("a cat"));
     assert_eq!(sample.solution.as_deref(), Some("cat"));
     // Messages with parts that take their images from the column.
     let sample = place.read(json!({
@@ -326,7 +394,7 @@ fn trl_rows() {
         "images": ["a.png", "b.png"],
     }));
     assert_eq!(sample.turns[0].parts, [IMAGE, medium(MediumKind::Image, 1), text("Hm?")]);
-    assert_eq!(sample.reference_answer.as_deref(), Some("ok"));
+    assert_eq!(answer(&sample).as_deref(), Some("ok"));
 }
 
 #[test]
@@ -404,7 +472,7 @@ fn text_rows_leading_answers_and_literal_tags() {
         {"from": "human", "value": "Hi <b>there</b>"},
     ]}));
     assert_eq!(sample.turns.len(), 1);
-    assert_eq!((sample.reference_answer, sample.solution), (None, None));
+    assert_eq!((answer(&sample), sample.solution), (None, None));
     // An odd `fps` column is nobody's business in a row without media.
     assert_eq!(place.read(json!({"prompt": "Q", "fps": "fast"})).columns["fps"], "fast");
 }
@@ -502,7 +570,7 @@ fn columns_can_be_named() {
         sources(&sample),
         [MediumSource::Path(place.path("a.png")), MediumSource::Path(place.path("clip.mp4"))]
     );
-    assert_eq!((sample.solution.as_deref(), sample.reference_answer), (Some("[1,2]"), None));
+    assert_eq!((sample.solution.as_deref(), sample.reference.later.len()), (Some("[1,2]"), 0));
 
     // A row may lack what others have, but not its prompt.
     let rows =
@@ -580,7 +648,7 @@ fn a_chosen_completion_is_learned_and_the_answer_stays_the_truth() {
     let place = Place::new();
     let turns = json!([{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A"}]);
     let sample = place.read(json!({"conversations": turns, "completion": "<think>t</think>A"}));
-    assert_eq!((sample.sft_target(), sample.solution.as_deref()), (Some("<think>t</think>A"), Some("A")));
+    assert_eq!((answer(&sample).as_deref(), sample.solution.as_deref()), (Some("<think>t</think>A"), Some("A")));
 }
 
 #[test]

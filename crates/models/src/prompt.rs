@@ -1,12 +1,15 @@
 //! Builds prompts for the model from dataset rows.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use omnigrpo_data::{Cause, MediumInfo, MediumRef, RecordedCompletion, Sample};
+use omnigrpo_data::{
+    Cause, MediumInfo, MediumOptions, MediumRef, MediumSource, RecordedCompletion, Sample,
+};
 use omnigrpo_text::{
-    ChatTemplate, MediumKind, MediumSegment, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt,
-    Role, Span, StopSet, Tokenizer, Turn,
+    ChatTemplate, MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions,
+    RenderedPrompt, Role, Span, StopSet, Tokenizer, Turn,
 };
 
 use crate::checkpoint::Checkpoint;
@@ -15,7 +18,7 @@ use crate::error::{ModelError, Result};
 use crate::families::{Family, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, probe_medium};
 use crate::media_store::{Decoded, MediaStore};
 use crate::rope::RopeScaling;
-use crate::stream::next_key;
+use crate::stream::{AddedTurn, next_key};
 
 /// A rendered prompt with its media.
 #[derive(Clone, Debug, PartialEq)]
@@ -102,10 +105,20 @@ impl Default for PromptSettings {
 /// A supervised example: a prompt and its target tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SftExample {
-    /// Conversation up to the answer.
+    /// Conversation up to the first imitated turn of the model, with the media of all turns.
     pub prompt: Prompt,
-    /// Answer, with the token that ends it.
+    /// Tokens after it. Every imitated turn ends with its stop token.
     pub target: Vec<u32>,
+    /// Turns of others in the target, which are not imitated.
+    pub turns: Vec<AddedTurn>,
+}
+
+impl SftExample {
+    /// Returns the number of imitated tokens.
+    #[must_use]
+    pub fn num_imitated(&self) -> usize {
+        self.target.len() - self.turns.iter().map(|turn| turn.turn.ids.len()).sum::<usize>()
+    }
 }
 
 /// Builds prompts for one checkpoint from its chat template, the conversation of a row and the row's media.
@@ -210,6 +223,23 @@ impl PromptBuilder {
 
     /// Builds the prompt for a given pass over the data. Rows with a random number of frames draw it again in each pass.
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
+        let ((rendered, plans), media) = self.read(sample, epoch, |headers| self.plan(sample, headers))?;
+        // Fewer frames may have been drawn, or the file may contain less than its header says.
+        let shown = self.shown_media(&media)?;
+        let rendered = match shown == self.shown(plans.iter().map(MediumPlan::shown))? {
+            true => rendered,
+            false => self.render(sample, &sample.turns, &shown)?,
+        };
+        self.prompt(&sample.turns, rendered, media)
+    }
+
+    /// Reads the headers of a row's media, passes them to `plan`, and then decodes the media.
+    fn read<T>(
+        &self,
+        sample: &Sample,
+        epoch: u64,
+        plan: impl FnOnce(&[MediumInfo]) -> Result<T>,
+    ) -> Result<(T, Vec<Arc<MediumInput>>)> {
         let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
         let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
         let each = || sample.media.iter().zip(&settings);
@@ -219,7 +249,7 @@ impl PromptBuilder {
             None => probe_medium(m, &self.settings.media.limits),
         });
         let headers = headers.collect::<Result<Vec<_>>>()?;
-        let (rendered, plans) = self.plan(sample, &headers)?;
+        let planned = plan(&headers)?;
         let mut media = Vec::with_capacity(headers.len());
         for (((m, settings), found), header) in each().zip(found).zip(headers) {
             media.push(match &found.decoded {
@@ -232,13 +262,7 @@ impl PromptBuilder {
                 }
             });
         }
-        // Fewer frames may have been drawn, or the file may contain less than its header says.
-        let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
-        let rendered = match shown == self.shown(plans.iter().map(MediumPlan::shown))? {
-            true => rendered,
-            false => self.render(&sample.turns, &shown)?,
-        };
-        self.prompt(&sample.turns, rendered, media)
+        Ok((planned, media))
     }
 
     /// Builds the prompt of a row without decoding, for the outline of a step. Its media have the right size and no content.
@@ -246,9 +270,16 @@ impl PromptBuilder {
     /// # Errors
     /// Returns an error if a header is unreadable or the prompt exceeds a limit.
     pub fn outline(&self, sample: &Sample) -> Result<Prompt> {
-        let limits = &self.settings.media.limits;
-        let headers = sample.media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
-        let (rendered, plans) = self.plan(sample, &headers)?;
+        let (rendered, plans) = self.plan(sample, &self.headers(&sample.media)?)?;
+        self.prompt(&sample.turns, rendered, self.empty(plans))
+    }
+
+    fn headers(&self, media: &[MediumRef]) -> Result<Vec<MediumInfo>> {
+        media.iter().map(|m| probe_medium(m, &self.settings.media.limits)).collect()
+    }
+
+    /// Returns media of the planned size without content.
+    fn empty(&self, plans: Vec<MediumPlan>) -> Vec<Arc<MediumInput>> {
         let empty = |plan: MediumPlan| {
             // A mask of zeros would hide the whole picture.
             let masked = matches!(plan.shape, MediumShape::Masked { .. });
@@ -260,16 +291,15 @@ impl PromptBuilder {
                 frame_times_secs: plan.frame_times_secs,
             })
         };
-        let media = plans.into_iter().map(empty).collect();
-        self.prompt(&sample.turns, rendered, media)
+        plans.into_iter().map(empty).collect()
     }
 
     /// Builds the prompt and plans its media from headers only, without decoding. `headers` are those of the row's media, in
     /// order. Rows with a random number of frames get the largest number, so that a prompt that fits here fits in every epoch.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
         let plans = self.plans(&sample.media, headers)?;
-        let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
-        Ok((rendered, plans))
+        let shown = self.shown(plans.iter().map(MediumPlan::shown))?;
+        Ok((self.render(sample, &sample.turns, &shown)?, plans))
     }
 
     /// Returns the stop token that the template writes after a turn of the model. Another turn may follow a completion that ends
@@ -291,7 +321,7 @@ impl PromptBuilder {
             ));
         }
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
-        let turn = renderer.render_turn(&question[0], &[], &self.settings.render, &self.stops)?;
+        let turn = renderer.render_turns(&question, &[], &self.settings.render, &self.stops)?;
         self.tokenizer.token_id(&turn.after).ok_or_else(|| {
             unsupported(&format!(
                 "the template ends a turn of the model with {:?}, which is not one token, so no turn can follow it; use a model \
@@ -308,20 +338,57 @@ impl PromptBuilder {
     /// # Errors
     /// Returns an error if a medium is unreadable or the turn cannot be rendered.
     pub fn turn(&self, turn: &Turn, media: &[MediumRef], max_tokens: usize) -> Result<Option<Prompt>> {
-        let limits = &self.settings.media.limits;
-        let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
-        let planned = self.shown(self.plans(media, &headers)?.iter().map(MediumPlan::shown))?;
+        let plans = self.plans(media, &self.headers(media)?)?;
+        let planned = self.shown(plans.iter().map(MediumPlan::shown))?;
         if planned.iter().map(num_features).sum::<usize>() > max_tokens {
             return Ok(None);
         }
         let media = self.media(media)?;
-        let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
-        let turns = self.family.processor().arrange(std::slice::from_ref(turn));
-        let turn = turns.first().unwrap_or(turn);
-        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
-        let rendered = renderer.render_turn(turn, &shown, &self.settings.render, &self.stops)?.prompt;
+        let rendered = self.render_turns(std::slice::from_ref(turn), &self.shown_media(&media)?)?;
         let fits = rendered.ids.len() <= max_tokens;
         fits.then(|| self.placed(rendered, media, Vec::new())).transpose()
+    }
+
+    /// Builds a turn of a tool with up to `pictures` pictures of equal size, the largest that fit into `max_tokens` tokens. Its
+    /// media have no content. Returns `None` if no picture fits.
+    ///
+    /// # Errors
+    /// Returns an error if the turn cannot be rendered.
+    pub fn outline_turn(&self, pictures: usize, max_tokens: usize) -> Result<Option<Prompt>> {
+        const LARGEST_PX: u32 = 1 << 14;
+        const SMALLEST_PX: u32 = 28;
+        let picture = MediumRef {
+            kind: MediumKind::Image,
+            source: MediumSource::Path(PathBuf::new()),
+            options: MediumOptions::default(),
+        };
+        let with = |pictures: usize, side: u32| -> Result<Option<Prompt>> {
+            let size = MediumInfo { width_px: Some(side), height_px: Some(side), ..MediumInfo::default() };
+            let plans = self.plans(&vec![picture.clone(); pictures], &vec![size; pictures])?;
+            if plans.iter().map(|plan| plan.tokens).sum::<usize>() > max_tokens {
+                return Ok(None);
+            }
+            let parts = (0..pictures).map(|index| Part::Medium { kind: MediumKind::Image, index }).collect();
+            let shown = self.shown(plans.iter().map(MediumPlan::shown))?;
+            let rendered = self.render_turns(&[Turn { role: Role::Tool, parts }], &shown)?;
+            let fits = rendered.ids.len() <= max_tokens;
+            fits.then(|| self.placed(rendered, self.empty(plans), Vec::new())).transpose()
+        };
+        for pictures in (1..=pictures).rev() {
+            let smaller = |side: &u32| Some(side * 7 / 8).filter(|side| *side >= SMALLEST_PX);
+            for side in std::iter::successors(Some(LARGEST_PX), smaller) {
+                if let Some(turn) = with(pictures, side)? {
+                    return Ok(Some(turn));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn render_turns(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
+        let turns = self.family.processor().arrange(turns);
+        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        Ok(renderer.render_turns(&turns, media, &self.settings.render, &self.stops)?.prompt)
     }
 
     /// Builds a turn from the tokens and media of an earlier [`Self::turn`].
@@ -330,7 +397,7 @@ impl PromptBuilder {
     /// Returns an error if a medium is unreadable or does not fill its spans.
     pub fn restored_turn(&self, rendered: RenderedPrompt, media: &[MediumRef]) -> Result<Prompt> {
         let media = self.media(media)?;
-        let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
+        let shown = self.shown_media(&media)?;
         let mut features = vec![0; media.len()];
         for span in &rendered.spans {
             let fits = span.start.checked_add(span.len).is_some_and(|end| end <= rendered.ids.len());
@@ -361,15 +428,13 @@ impl PromptBuilder {
     /// Returns an error if the last turn is not the assistant's, the media differ from those of the turns, or the conversation
     /// exceeds the limit. Conversations are never truncated.
     pub fn finished(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
-        let tokens = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
+        let tokens = self.shown_media(&media)?;
         self.prompt(turns, self.render_finished(turns, &tokens)?, media)
     }
 
     /// Checks that a finished conversation can be read, and counts its tokens. Reads only the headers of its media.
     pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
-        let limits = &self.settings.media.limits;
-        let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
-        let plans = self.plans(media, &headers)?;
+        let plans = self.plans(media, &self.headers(media)?)?;
         let rendered = self.render_finished(turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
         Ok(rendered.ids.len())
     }
@@ -402,33 +467,108 @@ impl PromptBuilder {
         positions.saturating_sub(self.settings.max_completion_length)
     }
 
-    /// Builds a supervised example from a row: its prompt in that epoch and, as the target, its reference answer with the stop
-    /// token.
-    pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
-        self.with_answer(sample, self.build_in(sample, epoch)?)
-    }
-
-    /// Builds a supervised example from a row and its prompt.
+    /// Builds a supervised example from a row in a given pass over the data. Its tokens are those of a completion with turns of an
+    /// environment: the template renders each turn apart, so it cannot rewrite an earlier turn of the model.
     ///
     /// # Errors
-    /// Returns an error if the row has no answer or the tokenizer cannot encode it.
-    pub fn with_answer(&self, sample: &Sample, prompt: Prompt) -> Result<SftExample> {
-        let Some(answer) = sample.sft_target() else {
-            return Err(ModelError::NoAnswer);
-        };
+    /// Returns an error if the row has no answer, a medium is unreadable, or the example exceeds a limit.
+    pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
+        let (_, media) = self.read(sample, epoch, |headers| self.plan_sft(sample, headers))?;
+        self.example(sample, &media)
+    }
+
+    /// Builds a supervised example without decoding. Its media have the right size and no content.
+    ///
+    /// # Errors
+    /// Returns an error as [`Self::build_sft`] does.
+    pub fn outline_sft(&self, sample: &Sample) -> Result<SftExample> {
+        let (_, plans) = self.plan_sft(sample, &self.headers(&sample.media)?)?;
+        self.example(sample, &self.empty(plans))
+    }
+
+    /// Counts the tokens of a supervised example and plans its media from their headers, like [`Self::plan`].
+    pub fn plan_sft(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(usize, Vec<MediumPlan>)> {
+        let plans = self.plans(&sample.media, headers)?;
+        let pieces = self.pieces(sample, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
+        Ok((pieces.iter().map(|piece| piece.before.ids.len() + piece.imitated.len()).sum(), plans))
+    }
+
+    /// Builds a supervised example from the decoded media of a row.
+    fn example(&self, sample: &Sample, media: &[Arc<MediumInput>]) -> Result<SftExample> {
+        let mut pieces = self.pieces(sample, &self.shown_media(media)?)?.into_iter();
+        let of = |piece: &Piece| piece.media.iter().map(|&at| Arc::clone(&media[at])).collect::<Vec<_>>();
+        let first = pieces.next().ok_or(ModelError::NoAnswer)?;
+        let own = of(&first);
+        let mut prompt = self.prompt(&sample.turns, first.before, own)?;
+        let (mut target, mut turns) = (first.imitated, Vec::new());
+        for piece in pieces {
+            let own = of(&piece);
+            let places = prompt.media.len()..prompt.media.len() + own.len();
+            prompt.media.extend(own.iter().cloned());
+            let start = target.len();
+            target.extend(&piece.before.ids);
+            target.extend(piece.imitated);
+            turns.push(AddedTurn {
+                start,
+                turn: Arc::new(self.placed(piece.before, own, Vec::new())?),
+                media: places.collect(),
+                sources: Vec::new(),
+                said: Turn { role: Role::Tool, parts: Vec::new() },
+            });
+        }
+        Ok(SftExample { prompt, target, turns })
+    }
+
+    /// Splits a row into the turns that supervised training imitates, each with what the model reads before it.
+    fn pieces(&self, sample: &Sample, media: &[MediumTokens]) -> Result<Vec<Piece>> {
+        let turns = [sample.turns.clone(), sample.sft_turns()].concat();
+        let asked = turns.iter().position(|turn| turn.role == Role::User).unwrap_or(turns.len());
+        let first = sample.reference.from.max(asked);
+        let answers = (first..turns.len()).filter(|&at| turns[at].role == Role::Assistant);
+        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        let (mut pieces, mut from, mut tokens): (Vec<Piece>, _, _) = (Vec::new(), 0, 0);
+        for at in answers {
+            let (before, shown) = own_media(&turns[from..at], media);
+            let tokens_of: Vec<MediumTokens> = shown.iter().map(|&medium| media[medium].clone()).collect();
+            if !pieces.is_empty() && !shown.is_empty() && self.settings.render.add_vision_id {
+                return Err(ModelError::AddedTurn {
+                    what: "add_vision_id numbers the media of a whole conversation; leave it out for rows that show media after a turn \
+                           of the model"
+                        .to_owned(),
+                });
+            }
+            let before = match pieces.is_empty() {
+                true => self.render(sample, &before, &tokens_of)?,
+                false => self.render_turns(&before, &tokens_of)?,
+            };
+            let imitated = self.imitated_ids(&renderer.said(&turns[at]))?;
+            tokens += before.ids.len() + imitated.len();
+            let limit = self.family.architecture().decoder_config().max_positions;
+            if tokens > limit {
+                let (which, remedy) = ("the model's positions", "shorten the row, or use fewer pixels".to_owned());
+                return Err(ModelError::PromptTooLong { tokens, limit, which, remedy });
+            }
+            pieces.push(Piece { before, media: shown, imitated });
+            from = at + 1;
+        }
+        if pieces.is_empty() { Err(ModelError::NoAnswer) } else { Ok(pieces) }
+    }
+
+    /// Returns the tokens of a turn of the model, with the token that ends it.
+    ///
+    /// # Errors
+    /// Returns an error if the tokenizer cannot encode it.
+    fn imitated_ids(&self, text: &str) -> Result<Vec<u32>> {
         let placeholders = self.family.processor().placeholder_ids();
         // If the end of a turn is ordinary text, it is encoded together with the answer, as in the text that templates write.
         let end =
             self.family.processor().stop_tokens().iter().find(|stop| self.tokenizer.token_id(stop).is_none());
-        let answer = format!("{answer}{}", end.copied().unwrap_or_default());
-        let mut target = self.tokenizer.encode_control(&answer, &placeholders)?;
+        let answer = format!("{text}{}", end.copied().unwrap_or_default());
+        let mut ids = self.tokenizer.encode_control(&answer, &placeholders)?;
         if end.is_none() {
-            match self.template_stop() {
-                Some(stop) => target.push(stop),
-                None => return Err(ModelError::NoStopToken),
-            }
+            ids.push(self.template_stop().ok_or(ModelError::NoStopToken)?);
         }
-        Ok(SftExample { prompt, target })
+        Ok(ids)
     }
 
     /// Encodes the text of a completion. Control tokens are recognised, media placeholders are not, and nothing is appended.
@@ -475,7 +615,12 @@ impl PromptBuilder {
         media.map(|(kind, shape, times)| self.family.processor().tokens(kind, shape, times)).collect()
     }
 
-    fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
+    fn shown_media(&self, media: &[Arc<MediumInput>]) -> Result<Vec<MediumTokens>> {
+        self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))
+    }
+
+    /// Renders turns of a row, with the tools of the row if it has its own.
+    fn render(&self, sample: &Sample, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
         let turns = &self.family.processor().arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::NoUserTurn);
@@ -485,7 +630,9 @@ impl PromptBuilder {
             self.check_length(features, media)?;
         }
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
-        let rendered = renderer.render(turns, media, &self.settings.render)?;
+        let own = sample.tools.as_ref();
+        let own = own.map(|tools| RenderOptions { tools: tools.clone(), ..self.settings.render.clone() });
+        let rendered = renderer.render(turns, media, own.as_ref().unwrap_or(&self.settings.render))?;
         self.check_length(rendered.ids.len(), media)?;
         Ok(rendered)
     }
@@ -567,6 +714,32 @@ impl PromptBuilder {
 /// Number of feature tokens above which a prompt is checked before rendering. A medium may be too large for any prompt, and its
 /// tokens are then never written out.
 const MOST_RENDERED: usize = 1 << 20;
+
+/// Turn of the model that supervised training imitates.
+struct Piece {
+    /// What the model reads before it.
+    before: RenderedPrompt,
+    /// Media in `before`, as indices of the row's media.
+    media: Vec<usize>,
+    /// Tokens of the turn.
+    imitated: Vec<u32>,
+}
+
+/// Returns turns of a conversation with media counted from the first of these turns, and the indices of these media.
+fn own_media(turns: &[Turn], media: &[MediumTokens]) -> (Vec<Turn>, Vec<usize>) {
+    let mut own: Vec<usize> = Vec::new();
+    let mut part = |part: &Part| match part {
+        &Part::Medium { kind, index } => {
+            let same = |at: &usize| media[*at].kind == kind;
+            let before = own.iter().filter(|at| same(at)).count();
+            own.extend((0..media.len()).filter(same).nth(index));
+            Part::Medium { kind, index: before }
+        }
+        other => other.clone(),
+    };
+    let mut turn = |turn: &Turn| Turn { role: turn.role, parts: turn.parts.iter().map(&mut part).collect() };
+    (turns.iter().map(&mut turn).collect(), own)
+}
 
 fn num_features(medium: &MediumTokens) -> usize {
     let count = |segment: &MediumSegment| match segment {

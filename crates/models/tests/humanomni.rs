@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Sample, ThinkMode};
+use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Reference, Sample, ThinkMode};
 use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, GroupStream, Limits, LoadOptions, Memories, Model, ModelError, PackedStream, Prompt,
@@ -63,7 +63,8 @@ fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
         media: media.collect(),
         solution: None,
         solution_from: None,
-        reference_answer: None,
+        reference: Reference { from: 1, later: Vec::new() },
+        tools: None,
         columns: Map::new(),
         think: ThinkMode::Off,
         completions: None,

@@ -39,7 +39,13 @@ fn turns(row: &Value) -> Vec<Value> {
 #[test]
 fn a_program_answers_in_training_generation_and_evaluation() {
     let place = place();
-    for (run, more) in [("plain", ""), ("lora", "--use_peft --lora_r 2"), ("emulated", "--device emulated")] {
+    for (run, more) in [
+        ("plain", ""),
+        ("lora", "--use_peft --lora_r 2"),
+        ("few_bits", "--use_peft --lora_r 2 --load_in_4bit"),
+        ("resampled", "--max_resample_times 1 --num_iterations 2"),
+        ("emulated", "--device emulated"),
+    ] {
         let line = format!(
             "train --model M {SAMPLED} --num_generations 6 --gradient_accumulation_steps 1 --train_file rows.jsonl --reward_funcs random --save_steps 1 \
              --max_steps 2 --output_dir {run} {more}"

@@ -39,25 +39,26 @@ pub fn split_placeholders(text: &str, media: MediaCounts) -> Result<Vec<Part>> {
     Ok(turns.into_iter().flat_map(|turn| turn.parts).collect())
 }
 
-/// Splits a conversation into turns of parts. Only user turns contain placeholders: in a system or assistant turn the same
-/// literal is text. Media without placeholders go before the text of the first user turn.
+/// Splits a conversation into turns of parts. Only turns of users and tools contain placeholders: in a system or assistant turn
+/// the same literal is text. Media without placeholders go before the text of the first user turn.
 ///
 /// # Errors
-/// Returns [`TextError::PlaceholderCount`] as [`split_placeholders`] does, counted over all user turns. Returns
+/// Returns [`TextError::PlaceholderCount`] as [`split_placeholders`] does, counted over all turns of users and tools. Returns
 /// [`TextError::Conversation`] if there are media but no user turn.
 pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Result<Vec<Turn>> {
-    let users = || turns.iter().filter(|(role, _)| *role == Role::User);
+    let shows = |role| matches!(role, Role::User | Role::Tool);
+    let shown = || turns.iter().filter(|(role, _)| shows(*role));
     let mut unmentioned = Vec::new();
     for (kind, placeholder) in KINDS {
         let (got, expected) =
-            (users().map(|(_, text)| text.matches(placeholder).count()).sum(), media.of(kind));
+            (shown().map(|(_, text)| text.matches(placeholder).count()).sum(), media.of(kind));
         if got == 0 {
             unmentioned.extend((0..expected).map(|index| Part::Medium { kind, index }));
         } else if got != expected {
             return Err(TextError::PlaceholderCount { kind, placeholder, got, expected });
         }
     }
-    if !unmentioned.is_empty() && users().next().is_none() {
+    if !unmentioned.is_empty() && turns.iter().all(|(role, _)| *role != Role::User) {
         return Err(TextError::Conversation { problem: "has media but no user turn to put them in" });
     }
 
@@ -67,6 +68,8 @@ pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Resul
         let mut parts = Vec::new();
         if *role == Role::User {
             parts.append(&mut unmentioned);
+        }
+        if shows(*role) {
             let mut rest = text.as_str();
             while let Some((at, which)) =
                 (0..KINDS.len()).filter_map(|k| rest.find(KINDS[k].1).map(|at| (at, k))).min()

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::template::ContentForm;
 use crate::tokenizer::{Run, excerpt};
 use crate::tools::{DEFAULT_SYSTEM, RESPONSE, described};
-use crate::{ChatTemplate, Result, StopSet, TextError, Tokenizer};
+use crate::{ChatTemplate, Result, StopSet, TextError, Tokenizer, ToolCall};
 
 /// Speaker of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -88,6 +88,8 @@ pub enum Part {
         /// Index among the media of this kind.
         index: usize,
     },
+    /// Call of a tool in a turn of the model, which the template writes in its own format.
+    Call(ToolCall),
 }
 
 /// Message of a conversation.
@@ -105,13 +107,26 @@ impl Turn {
         Turn { role, parts: vec![Part::Text(text.into())] }
     }
 
-    /// Returns the text of the turn, without its media.
+    /// Returns the text of the turn, without its media. Calls of tools are written as Hermes and Qwen2.5 write them.
     pub fn written(&self) -> String {
-        let texts = self.parts.iter().map(|part| match part {
-            Part::Text(text) => text.as_str(),
-            Part::Medium { .. } => "",
-        });
-        texts.collect()
+        let mut text = String::new();
+        for part in &self.parts {
+            match part {
+                Part::Text(own) => text.push_str(own),
+                Part::Medium { .. } => {}
+                Part::Call(call) => {
+                    let gap = if text.is_empty() { "" } else { "\n" };
+                    text.push_str(&format!("{gap}{call}"));
+                }
+            }
+        }
+        text
+    }
+
+    /// Returns the calls of tools in the turn.
+    fn calls(&self) -> Vec<ToolCall> {
+        let call = |part: &Part| if let Part::Call(call) = part { Some(call.clone()) } else { None };
+        self.parts.iter().filter_map(call).collect()
     }
 }
 
@@ -274,21 +289,30 @@ impl<'a> PromptRenderer<'a> {
         Ok(RenderedConversation { prompt, train_mask })
     }
 
-    /// Renders a turn that answers the model in the middle of a completion, up to the start of the model's next turn. The turns
-    /// before it do not change a token of it. If the template has no place for a tool's answer, it becomes a user turn.
+    /// Renders turns that answer the model in the middle of a completion, up to the start of the model's next turn. The turns
+    /// before them do not change a token of them. If the template has no place for a tool's answer, it becomes a user turn.
+    ///
+    /// A template may rewrite a tool's text, for example as JSON. Its output is then encoded as one string, in which a space
+    /// breaks the literals of control tokens that come from the text.
     ///
     /// # Errors
     /// Returns the errors of [`render`](Self::render). Returns [`TextError::NoStopAfterAssistant`] if the template writes no stop
     /// after a turn of the model.
-    pub fn render_turn(
+    pub fn render_turns(
         &self,
-        turn: &Turn,
+        turns: &[Turn],
         media: &[MediumTokens],
         options: &RenderOptions,
         stops: &StopSet,
     ) -> Result<RenderedTurn> {
-        let turns = [Turn::text(Role::User, "?"), Turn::text(Role::Assistant, "!"), turn.clone()];
-        let output = self.output(&turns, media, options, true)?;
+        let asked = [Turn::text(Role::User, "?"), Turn::text(Role::Assistant, "!")];
+        let turns: Vec<Turn> = asked.into_iter().chain(turns.iter().cloned()).collect();
+        let output = match self.output(&turns, media, options, true) {
+            Err(TextError::TemplateChangesPart { .. }) => {
+                self.output_of(&self.defused(&turns), media, options, true, true)?
+            }
+            output => output?,
+        };
         let model = output.texts.iter().find(|text| text.role == Role::Assistant);
         let model = model.ok_or_else(|| self.changed(1, "drops or changes a text".to_owned()))?;
         let end = self.end_of_stop(&output, model, stops)?;
@@ -296,6 +320,35 @@ impl<'a> PromptRenderer<'a> {
         let (mut prompt, _) = self.encode(&output, end, media, &[])?;
         prompt.text.drain(..end);
         Ok(RenderedTurn { prompt, after })
+    }
+
+    /// Returns the text of a turn of the model, with its calls of tools in the format of the template.
+    #[must_use]
+    pub fn said(&self, turn: &Turn) -> String {
+        let calls = turn.calls();
+        let texts = turn.parts.iter().filter(|part| matches!(part, Part::Text(_))).cloned().collect();
+        let said = || Turn { role: turn.role, parts: texts };
+        let written = (!calls.is_empty()).then(|| self.template.with_calls(&said().written(), &calls)).flatten();
+        written.unwrap_or_else(|| turn.written())
+    }
+
+    /// Returns turns whose calls of tools are texts.
+    fn with_said(&self, turns: Vec<Turn>) -> Vec<Turn> {
+        let said = |turn: Turn| match turn.calls().is_empty() {
+            true => turn,
+            false => Turn::text(turn.role, self.said(&turn)),
+        };
+        turns.into_iter().map(said).collect()
+    }
+
+    /// Returns turns in whose texts a space breaks the literals of control tokens.
+    fn defused(&self, turns: &[Turn]) -> Vec<Turn> {
+        let part = |part: &Part| match part {
+            Part::Text(own) => Part::Text(self.tokenizer.defused(own)),
+            other => other.clone(),
+        };
+        let turn = |turn: &Turn| Turn { role: turn.role, parts: turn.parts.iter().map(part).collect() };
+        turns.iter().map(turn).collect()
     }
 
     /// Renders the texts of a finished conversation for another model, such as a reward model. Media are left out.
@@ -308,19 +361,14 @@ impl<'a> PromptRenderer<'a> {
     /// Returns [`TextError::Conversation`] if there are no turns. Also returns [`TextError::Template`], [`TextError::Encode`] and
     /// [`TextError::ControlInText`].
     pub fn render_finished(&self, turns: &[Turn], options: &RenderOptions) -> Result<RenderedPrompt> {
-        let texts = |text: &dyn Fn(&str) -> String| -> Vec<Turn> {
-            let part = |part: &Part| match part {
-                Part::Text(own) => Some(Part::Text(text(own))),
-                Part::Medium { .. } => None,
-            };
-            let turn =
-                |turn: &Turn| Turn { role: turn.role, parts: turn.parts.iter().filter_map(part).collect() };
-            turns.iter().map(turn).collect()
+        let said = |turn: &Turn| {
+            let parts = turn.parts.iter().filter(|part| !matches!(part, Part::Medium { .. }));
+            Turn { role: turn.role, parts: parts.cloned().collect() }
         };
-        match self.output(&texts(&str::to_owned), &[], options, false) {
+        let turns = self.with_said(turns.iter().map(said).collect());
+        match self.output(&turns, &[], options, false) {
             Err(TextError::TemplateChangesPart { .. }) => {
-                let turns =
-                    with_system(&texts(&|own| self.tokenizer.defused(own)), options.system.as_deref());
+                let turns = with_system(&self.defused(&turns), options.system.as_deref());
                 let turns = self.with_tools(turns, options);
                 let variables = self.variables(options);
                 let text = self.template.run(
@@ -361,10 +409,23 @@ impl<'a> PromptRenderer<'a> {
         options: &RenderOptions,
         add_generation_prompt: bool,
     ) -> Result<Output> {
+        self.output_of(turns, media, options, add_generation_prompt, false)
+    }
+
+    /// Runs the template as [`Self::output`] does. If it `rewrites`, only texts of the model are located, and the others count as
+    /// written by the template.
+    fn output_of(
+        &self,
+        turns: &[Turn],
+        media: &[MediumTokens],
+        options: &RenderOptions,
+        add_generation_prompt: bool,
+        rewrites: bool,
+    ) -> Result<Output> {
         if turns.is_empty() {
             return Err(TextError::Conversation { problem: "has no turns" });
         }
-        let turns = self.with_tools(with_system(turns, options.system.as_deref()), options);
+        let turns = self.with_said(self.with_tools(with_system(turns, options.system.as_deref()), options));
         let media_in_order = media_in_order(&turns, media)?;
 
         let variables = self.variables(options);
@@ -374,7 +435,7 @@ impl<'a> PromptRenderer<'a> {
 
         let known = format!("{}{}", self.template.source(), Value::Object(variables.clone()));
         let with_stand_ins = |trim_assistant: bool| {
-            let mut stand_ins = StandIns::absent_from(&known, trim_assistant);
+            let mut stand_ins = StandIns::absent_from(&known, trim_assistant, rewrites);
             let marked = run(&self.messages(&turns, &media_in_order, media, &tools, Some(&mut stand_ins)))?;
             stand_ins.resolve(&marked).map_err(|(turn, problem)| self.changed(turn, problem))
         };
@@ -420,7 +481,7 @@ impl<'a> PromptRenderer<'a> {
         mut stand_ins: Option<&mut StandIns>,
     ) -> Value {
         let mut media_in_order = media_in_order.iter();
-        let mut messages = Vec::with_capacity(turns.len());
+        let mut messages: Vec<Value> = Vec::with_capacity(turns.len());
         let mut tools = Some(tools).filter(|tools| !tools.is_empty());
         for (t, turn) in turns.iter().enumerate() {
             let role = self.template.role(turn.role);
@@ -441,29 +502,41 @@ impl<'a> PromptRenderer<'a> {
             };
             frame(before, &mut parts, &mut string);
             for part in merge_assistant_text(turn) {
-                match part {
-                    Part::Text(text) => {
-                        let shown = match &mut stand_ins {
-                            Some(stand_ins) => stand_ins.stand_for(t, turn.role, &text),
-                            None => text,
-                        };
-                        string.push_str(&shown);
-                        parts.push(json!({"type": "text", "text": shown}));
-                    }
+                let text = match part {
                     Part::Medium { kind, .. } => {
                         if let Some(&medium) = media_in_order.next() {
                             string.push_str(&media[medium].marker);
                         }
                         parts.push(json!({"type": kind.as_str()}));
+                        continue;
                     }
-                }
+                    Part::Text(text) => text,
+                    Part::Call(call) => call.to_string(),
+                };
+                let shown = match &mut stand_ins {
+                    Some(stand_ins) => stand_ins.stand_for(t, turn.role, &text),
+                    None => text,
+                };
+                string.push_str(&shown);
+                parts.push(json!({"type": "text", "text": shown}));
             }
             frame(after, &mut parts, &mut string);
-            let content = match form {
-                ContentForm::Parts => Value::Array(parts),
-                ContentForm::Text => Value::String(string),
-            };
-            messages.push(json!({"role": role.as_str(), "content": content}));
+            // Answers of tools that follow each other share a user turn.
+            let shares = turn.role == Role::Tool && role == Role::User && t > 0 && turns[t - 1].role == Role::Tool;
+            match messages.last_mut().filter(|_| shares).map(|message| &mut message["content"]) {
+                Some(Value::Array(earlier)) => {
+                    earlier.push(json!({"type": "text", "text": "\n"}));
+                    earlier.extend(parts);
+                }
+                Some(Value::String(earlier)) => earlier.push_str(&format!("\n{string}")),
+                _ => {
+                    let content = match form {
+                        ContentForm::Parts => Value::Array(parts),
+                        ContentForm::Text => Value::String(string),
+                    };
+                    messages.push(json!({"role": role.as_str(), "content": content}));
+                }
+            }
         }
         Value::Array(messages)
     }
@@ -573,6 +646,8 @@ impl Output {
 struct StandIns {
     nonce: String,
     trim_assistant: bool,
+    /// Whether only texts of the model have stand-ins.
+    only_assistant: bool,
     texts: Vec<StandIn>,
 }
 
@@ -587,12 +662,12 @@ const CLOSE: char = '\u{E001}';
 
 impl StandIns {
     /// Creates stand-ins that do not occur in `known`, which contains everything else the template may write.
-    fn absent_from(known: &str, trim_assistant: bool) -> Self {
+    fn absent_from(known: &str, trim_assistant: bool, only_assistant: bool) -> Self {
         let mut nonce = 0u64;
         while known.contains(&format!("{OPEN}{nonce}.")) {
             nonce += 1;
         }
-        StandIns { nonce: format!("{OPEN}{nonce}."), trim_assistant, texts: Vec::new() }
+        StandIns { nonce: format!("{OPEN}{nonce}."), trim_assistant, only_assistant, texts: Vec::new() }
     }
 
     /// Returns the stand-in of a text. White space at the ends stays visible, so that a template trims it as it would trim the
@@ -604,7 +679,7 @@ impl StandIns {
             let kept = if self.trim_assistant { core } else { text };
             return self.stand_in(turn, role, kept);
         }
-        if core.is_empty() {
+        if core.is_empty() || self.only_assistant {
             return text.to_owned();
         }
         let lead = &text[..text.len() - text.trim_start().len()];

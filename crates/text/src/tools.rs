@@ -6,15 +6,28 @@
 //! Two formats of calls are read: JSON (Hermes, Qwen2.5, Qwen3, Qwen3-VL) and tags (Qwen3-Coder, Qwen3.5). The text between the
 //! tags of a call shows which one it is.
 
+use std::fmt;
+
 use serde_json::{Map, Value};
 
+use crate::template::python_json;
+
 /// Call of a tool in a completion.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ToolCall {
     /// Name of the tool.
     pub name: String,
     /// Arguments by name.
     pub arguments: Map<String, Value>,
+}
+
+impl fmt::Display for ToolCall {
+    /// Formats the call as Hermes and Qwen2.5 write it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, arguments) = (&self.name, Value::Object(self.arguments.clone()));
+        let [open, close] = CALL;
+        write!(f, "{open}\n{{\"name\": \"{name}\", \"arguments\": {}}}\n{close}", python_json(&arguments))
+    }
 }
 
 const CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
@@ -120,14 +133,15 @@ pub(crate) const DEFAULT_SYSTEM: &str = "You are a helpful assistant.";
 /// Tags around an answer that is written as a user turn.
 pub(crate) const RESPONSE: [&str; 2] = ["<tool_response>\n", "\n</tool_response>"];
 
-/// Returns the description of tools at the end of a system turn.
+/// Returns the description of tools at the end of a system turn, in the words on which Qwen2.5 was trained.
 pub(crate) fn described(tools: &[Value]) -> String {
-    let tools: String = tools.iter().map(|tool| format!("{tool}\n")).collect();
+    let tools: String = tools.iter().map(|tool| python_json(tool) + "\n").collect();
+    let [open, close] = CALL;
     format!(
-        "\n\n# Tools\n\nYou may call functions to help with the question. These are their signatures:\n<tools>\n{tools}</tools>\n\n\
-         Write each call as a JSON object with the name and the arguments of the function:\n{}\n\
-         {{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n{}",
-        CALL[0], CALL[1]
+        "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n\
+         You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}</tools>\n\n\
+         For each function call, return a json object with function name and arguments within {open}{close} XML tags:\n\
+         {open}\n{{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n{close}"
     )
 }
 

@@ -1,5 +1,7 @@
 //! State of a rollout that still has updates to come, as a checkpoint stores it.
 
+use std::path::Path;
+
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{Logged, RewardMatrix};
@@ -135,6 +137,12 @@ impl BufferState {
         self.ids.iter().enumerate().map(group).collect()
     }
 
+    /// Returns the state with the files of turns in the run directory `dir`, which may have been moved.
+    pub(crate) fn following(mut self, dir: &Path) -> Self {
+        self.turns.iter_mut().flatten().flatten().for_each(|turn| turn.follow(dir));
+        self
+    }
+
     /// Restores the rollout, split into parts of `prompts_per_step` prompts. Prompts and features are recomputed from the rows
     /// and the weights.
     ///
@@ -169,30 +177,26 @@ impl BufferState {
         })?;
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (row, prepared)) in self.rows.iter().zip(rows).enumerate() {
-            let mut row = prepared.map_err(|e| TrainError::Checkpoint {
+            let row = prepared.map_err(|e| TrainError::Checkpoint {
                 what: format!("row {row} of a rollout in progress can no longer be read: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
             let mut sampled = self.sampled.get(r).into_iter().flatten();
             let mut reference = self.reference.get(r).into_iter().flatten();
             let mut kept = self.kept.get(r).into_iter().flatten();
+            let mut turns = self.turns.get(r).into_iter().flatten();
             let completions = each.map(|((ids, text), (&cut, old))| {
                 let reason = if cut { FinishReason::Length } else { FinishReason::Stop };
                 let mut completion = Completion::recorded(ids.clone(), reason, text.clone());
                 completion.logprobs = sampled.next().cloned().unwrap_or_default();
+                saved_turns::give_back(&mut completion, turns.next().map_or(&[], Vec::as_slice));
                 Scored {
                     reference: reference.next().cloned().flatten(),
                     kept: kept.next().cloned().flatten(),
                     ..Scored::new(completion, Some(old.clone()))
                 }
             });
-            let mut completions: Vec<Scored> = completions.collect();
-            if let Some(turns) = self.turns.get(r) {
-                let mut each: Vec<&mut Completion> =
-                    completions.iter_mut().map(|c| &mut c.completion).collect();
-                row.add_media(saved_turns::restore(turns, &mut each, prompts, row.prompt.media.len())?);
-            }
-            groups.push(Group { features: Vec::new(), completions, row });
+            groups.push(Group { features: Vec::new(), completions: completions.collect(), row });
         }
         algorithm.split.agree(settle(model, prompts, algorithm, &mut groups))?;
         let rewards = RewardMatrix {

@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Result, TrainError};
 use crate::rows::{PreparedRow, Ready, SkippedRow, Unusable, media_paths, prepare_all, requests, unreadable};
+use crate::saved_turns;
 use crate::scoring;
 use crate::split::Split;
 use crate::step::MAX_LIVE;
@@ -111,6 +112,9 @@ pub struct Judged {
     references: Vec<String>,
     tokens: usize,
     truncated: usize,
+    /// Number of answered calls of tools, and of those that failed.
+    #[serde(default)]
+    calls: [usize; 2],
     /// Bit patterns of the line's numbers. Parsing decimals may change the last digit.
     bits: Vec<Option<u64>>,
 }
@@ -123,6 +127,10 @@ impl Judged {
             references: line.references.clone(),
             tokens: completions.iter().map(Completion::num_sampled).sum(),
             truncated: completions.iter().filter(|c| c.finish_reason == FinishReason::Length).count(),
+            calls: [
+                completions.iter().map(|c| c.calls).sum(),
+                completions.iter().map(|c| c.failed_calls).sum(),
+            ],
             line,
         }
     }
@@ -218,13 +226,15 @@ pub(crate) fn evaluate_split(
         let own = batches.chunks(size).nth(split.ranks.rank()).unwrap_or_default();
         let completed = complete(model, rewards, plan, own).map(|own| {
             let rows: Vec<u64> = own.rows.iter().map(|row| row.sample.row).collect();
-            (rows, own.completions, own.skipped)
+            let completions = own.completions.into_iter().map(saved_turns::sent);
+            (rows, completions.collect::<Vec<_>>(), own.skipped)
         });
         let all = split.share(completed)?;
         split.only_first(|| {
             for (rows, completions, unusable) in all {
                 let read = |row: u64| plan.dataset.get(row).map_err(|e| unreadable(row, &e));
                 let samples = rows.into_iter().map(read).collect::<Result<Vec<_>>>()?;
+                let completions: Vec<_> = completions.into_iter().map(saved_turns::received).collect();
                 done.extend(judge(rewards, plan, &samples.iter().collect::<Vec<_>>(), &completions)?);
                 skipped.extend(unusable);
             }
@@ -295,10 +305,11 @@ fn conclude(
 ) -> Result<Evaluation> {
     let options = &plan.options;
     let mut out = Evaluation { skipped, ..Evaluation::default() };
-    let (mut tokens, mut truncated, mut completions) = (0, 0, 0);
+    let (mut tokens, mut truncated, mut completions, mut calls) = (0, 0, 0, [0; 2]);
     for judged in plan.rows.iter().filter_map(|row| done.remove(row)) {
         tokens += judged.tokens;
         truncated += judged.truncated;
+        calls.iter_mut().zip(judged.calls).for_each(|(sum, own)| *sum += own);
         completions += judged.line.completions.len();
         out.rows.push(judged.into_line());
     }
@@ -308,6 +319,11 @@ fn conclude(
     let share = |n: usize| (completions > 0).then(|| n as f64 / completions as f64);
     metrics.push(("eval_completions/mean_length".into(), share(tokens)));
     metrics.push(("eval_completions/clipped_ratio".into(), share(truncated)));
+    if options.sampling.interaction.is_some() {
+        metrics.push(("eval_tools/call_frequency".into(), share(calls[0])));
+        let failed = calls[1] as f64 / calls[0].max(1) as f64;
+        metrics.push(("eval_tools/failure_frequency".into(), Some(failed)));
+    }
     Ok(out)
 }
 

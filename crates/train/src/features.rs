@@ -7,6 +7,7 @@ use omnigrpo_ops::Part::{Audio, Vision};
 use crate::error::Result;
 use crate::rollouts::{Group, Kept};
 use crate::rows::{PreparedRow, bring_here};
+use crate::saved_turns;
 use crate::step::Algorithm;
 use crate::timing::timed;
 
@@ -91,12 +92,14 @@ pub(crate) fn settle(
     groups: &mut [Group],
 ) -> Result<()> {
     let own = algorithm.owns(groups.len());
-    for (Group { row, features, .. }, own) in groups.iter_mut().zip(own) {
+    for (Group { row, features, completions }, own) in groups.iter_mut().zip(own) {
         if !own {
             features.clear();
             continue;
         }
         bring_here(prompts, row)?;
+        let each = completions.iter_mut().map(|scored| &mut scored.completion);
+        row.add_media(saved_turns::bring_here(each, prompts, row.prompt.media.len())?);
         if features.len() < row.prompt.media.len() {
             *features = model.encode_prompt(&row.prompt)?;
         }

@@ -1,4 +1,5 @@
-//! Supervised fine-tuning: the update with one completion per prompt and dL/dlogp = −1/tokens.
+//! Supervised fine-tuning: the update with one completion per prompt and dL/dlogp = −1/tokens. The tokens are those of all imitated
+//! turns of the model.
 
 use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
@@ -24,7 +25,7 @@ pub fn imitate(
 ) -> Result<ImitationOutcome> {
     let shapes: Vec<(usize, Vec<usize>)> =
         examples.iter().map(|e| (e.prompt.ids.len(), vec![e.target.len()])).collect();
-    let tokens: usize = examples.iter().map(|e| e.target.len()).sum();
+    let tokens: usize = examples.iter().map(SftExample::num_imitated).sum();
     let weight = 1.0 / tokens.max(1) as f64;
     let each = examples.iter().filter(|e| !e.target.is_empty());
     let step_tokens = [each.map(|e| e.prompt.ids.len() + e.target.len() - 1).sum(), tokens];
@@ -42,7 +43,7 @@ pub fn imitate(
         let members: Vec<&SftExample> = parts.iter().map(|p| &examples[p.group]).collect();
         let groups: Vec<GroupStream> =
             members.iter().map(|e| GroupStream { prompt: &e.prompt, completions: vec![&e.target] }).collect();
-        let stream = PackedStream::new(&groups)?;
+        let stream = PackedStream::with_turns(&groups, |group, _| &members[group].turns)?;
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
         let (features, memories) = timed(timer, "encode", || {

@@ -1,9 +1,11 @@
 //! Outlines of the rows that a forecast of memory and time is made for.
 
 use std::cmp::Reverse;
+use std::sync::Arc;
 
 use omnigrpo_data::{Dataset, MediumKind, Sample};
 use omnigrpo_models::{MediumShape, Prompt, PromptBuilder, SftExample};
+use omnigrpo_rollout::SamplingParams;
 
 use crate::memory::{Work, media_bytes};
 use crate::plan::Objective;
@@ -22,6 +24,9 @@ pub struct Longest {
     rows: Vec<PreparedRow>,
     examples: Vec<SftExample>,
     versions: u64,
+    /// Maximum numbers of media and of tokens in an answer of an environment, and the outline of the largest answer.
+    limits: Option<[usize; 2]>,
+    answer: Option<Arc<Prompt>>,
 }
 
 impl Longest {
@@ -38,7 +43,14 @@ impl Longest {
     }
 
     fn of(prompts: &PromptBuilder, samples: Vec<Sample>, objective: Objective) -> Self {
-        let mut this = Self { samples: Vec::new(), rows: Vec::new(), examples: Vec::new(), versions: 1 };
+        let mut this = Self {
+            samples: Vec::new(),
+            rows: Vec::new(),
+            examples: Vec::new(),
+            versions: 1,
+            limits: None,
+            answer: None,
+        };
         for sample in samples {
             for segments in sample.media.iter().filter_map(|medium| medium.options.segments.as_ref()) {
                 if segments.dynamic_sample {
@@ -47,10 +59,7 @@ impl Longest {
                 }
             }
             match objective {
-                Objective::Imitate => {
-                    let outline = prompts.outline(&sample);
-                    this.examples.extend(outline.and_then(|prompt| prompts.with_answer(&sample, prompt)));
-                }
+                Objective::Imitate => this.examples.extend(prompts.outline_sft(&sample)),
                 Objective::Reinforce => this.rows.extend(PreparedRow::outline(prompts, sample.clone())),
             }
             this.samples.push(sample);
@@ -63,9 +72,30 @@ impl Longest {
     /// Returns the same rows built with other settings of media; `None` if none of them can be used.
     #[must_use]
     pub fn with(&self, prompts: &PromptBuilder, objective: Objective) -> Option<Self> {
-        let other = Self::of(prompts, self.samples.clone(), objective);
+        let other = Self::of(prompts, self.samples.clone(), objective).with_answers(prompts, self.limits);
         let any = other.prompts().next().is_some();
         any.then_some(other)
+    }
+
+    /// Counts the answers of an environment, whose limits are those of `sampling`.
+    #[must_use]
+    pub fn answered(self, prompts: &PromptBuilder, sampling: &SamplingParams) -> Self {
+        let tokens = sampling.max_completion_length.saturating_sub(2);
+        let limits = sampling.interaction.as_ref().map(|interaction| {
+            [interaction.max_answer_media, interaction.max_answer_tokens.map_or(tokens, |most| most.min(tokens))]
+        });
+        self.with_answers(prompts, limits)
+    }
+
+    fn with_answers(self, prompts: &PromptBuilder, limits: Option<[usize; 2]>) -> Self {
+        // A model that takes no such turns is refused when its completions begin.
+        let answer = limits.and_then(|[media, tokens]| prompts.outline_turn(media, tokens).ok().flatten());
+        Self { limits, answer: answer.map(Arc::new), ..self }
+    }
+
+    /// Returns the outline of the largest answer of an environment; `None` if there is none with media.
+    pub(crate) fn answer(&self) -> Option<Arc<Prompt>> {
+        self.answer.clone()
     }
 
     /// Returns the shapes of the media of the longest row.

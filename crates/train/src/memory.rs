@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use omnigrpo_models::{Features, Model, Prompt, SftExample};
+use omnigrpo_models::{AddedTurn, Features, Model, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{
     Card, DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, Param, ParamDtype, Sampler, footprint,
@@ -19,6 +19,7 @@ use omnigrpo_ops::{
 };
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_text::{Role, Turn};
 
 use crate::error::{Result, TrainError};
 use crate::exchange::Shard;
@@ -74,6 +75,11 @@ pub struct MemoryPlan<'a> {
     pub optimizer: &'a AdamWConfig,
     /// Longest rows of the run.
     pub work: Work,
+    /// Outline of the largest answer of an environment ([`PromptBuilder::outline_turn`]). Every completion gets as many of them as
+    /// the limits allow.
+    ///
+    /// [`PromptBuilder::outline_turn`]: omnigrpo_models::PromptBuilder::outline_turn
+    pub answer: Option<Arc<Prompt>>,
     /// Prompts per update; a rollout may have the prompts of several updates.
     pub prompts_per_step: usize,
     /// Prompts that an evaluation completes at the same time, and the number of completions per prompt.
@@ -82,6 +88,16 @@ pub struct MemoryPlan<'a> {
     pub reference: ReferenceKept,
     /// Memory that holds the model.
     pub of: MemoryOf,
+}
+
+impl MemoryPlan<'_> {
+    /// Returns the largest answer of an environment, and the number of such answers that fit into a completion.
+    fn answers(&self) -> Option<(&Arc<Prompt>, usize)> {
+        let (sampling, answer) = (&self.algorithm.sampling, self.answer.as_ref()?);
+        // A sampled token stands before each answer, and one after the last.
+        let fit = sampling.max_completion_length.saturating_sub(1) / (answer.ids.len() + 1);
+        Some((answer, sampling.interaction.as_ref()?.max_turns.min(fit))).filter(|(_, turns)| *turns > 0)
+    }
 }
 
 /// Bytes by purpose.
@@ -314,12 +330,16 @@ fn beside_card(model: &Model, plan: &MemoryPlan) -> Memory {
 }
 
 /// Returns the bytes of the decoded media of two steps, since those of the next step are decoded during a step, or those of an
-/// evaluation if they are more.
+/// evaluation if they are more. Answers of an environment belong to the current step only.
 fn moving_media(plan: &MemoryPlan) -> u64 {
-    let trained = 2 * match &plan.work {
+    let of_completion = plan.answers().map_or(0, |(answer, turns)| turns as u64 * media_bytes(answer));
+    let of_prompt = plan.algorithm.num_generations as u64 * of_completion;
+    let trained = match &plan.work {
         Work::None => 0,
-        Work::Rollout(rows) => rows.iter().map(|row| media_bytes(&row.prompt)).sum::<u64>(),
-        Work::Examples(examples) => examples.iter().map(|example| media_bytes(&example.prompt)).sum(),
+        Work::Rollout(rows) => rows.iter().map(|row| 2 * media_bytes(&row.prompt) + of_prompt).sum(),
+        Work::Examples(examples) => {
+            examples.iter().map(|example| 2 * media_bytes(&example.prompt)).sum::<u64>()
+        }
     };
     let evaluated = plan.evaluation.iter().flat_map(|(prompts, _)| prompts);
     trained.max(evaluated.map(|prompt| media_bytes(prompt)).sum())
@@ -428,19 +448,8 @@ pub(crate) fn reinforce(
     });
     let (features, memories) = encoded?;
     take(Phase::Rollout, seen);
-    let longest = algorithm.sampling.max_completion_length;
-    let numbers = || vec![0.0; longest];
-    let completion = Completion {
-        logprobs: numbers(),
-        sampler_logprobs: numbers(),
-        entropies: numbers(),
-        ..Completion::recorded(vec![0; longest], FinishReason::Stop, String::new())
-    };
-    let groups = rows.iter().zip(features).map(|(row, features)| Group {
-        row: row.clone(),
-        features,
-        completions: vec![Scored::new(completion.clone(), None); size],
-    });
+    let group = |(row, features): (&PreparedRow, Vec<Features>)| outlined(model, plan, row, features);
+    let groups = phase("rollout", || rows.iter().zip(features).map(group).collect::<Result<Vec<_>>>())?;
     // The rewards differ within every group, so that every group has nonzero advantages.
     let total: Vec<Option<f64>> = (0..rows.len() * size).map(|i| Some((i % size) as f64)).collect();
     let rewards = RewardMatrix {
@@ -451,7 +460,7 @@ pub(crate) fn reinforce(
         logged: Logged::default(),
     };
     let kept = vec![Kept { groups: 0..rows.len(), memories, recalled: None }];
-    let mut parts = Rollouts::new(algorithm, groups.collect(), kept, rewards)?.split(plan.prompts_per_step);
+    let mut parts = Rollouts::new(algorithm, groups, kept, rewards)?.split(plan.prompts_per_step);
     for part in &mut parts {
         part.gate(&algorithm.loss)?;
         let mut timer = PhaseTimer::start(Instant::now());
@@ -459,6 +468,44 @@ pub(crate) fn reinforce(
         update(model, reference.as_ref(), &mut optimizer, at, algorithm, part, &mut timer)?;
     }
     Ok(())
+}
+
+/// Returns the longest completions of a row. Each has the largest answers of an environment, whose media are encoded.
+fn outlined(
+    model: &Model,
+    plan: &MemoryPlan,
+    row: &PreparedRow,
+    mut features: Vec<Features>,
+) -> Result<Group> {
+    let (size, longest) = (plan.algorithm.num_generations, plan.algorithm.sampling.max_completion_length);
+    let mut row = row.clone();
+    let mut completions = Vec::with_capacity(size);
+    for _ in 0..size {
+        let mut completion = Completion::recorded(vec![0; longest], FinishReason::Stop, String::new());
+        let answers = plan.answers().into_iter().flat_map(|(answer, turns)| (0..turns).map(move |at| (at, answer)));
+        for (at, answer) in answers {
+            let start = 1 + at * (answer.ids.len() + 1);
+            completion.ids[start..start + answer.ids.len()].copy_from_slice(&answer.ids);
+            let first = row.prompt.media.len();
+            for medium in &answer.media {
+                features.push(holding(Held::Features, || model.encode(medium, &answer.instruction))?);
+            }
+            row.add_media(answer.media.iter().cloned());
+            completion.turns.push(AddedTurn {
+                start,
+                turn: Arc::clone(answer),
+                media: (first..first + answer.media.len()).collect(),
+                sources: Vec::new(),
+                said: Turn { role: Role::Tool, parts: Vec::new() },
+            });
+        }
+        let numbers = vec![0.0; completion.num_sampled()];
+        completion.logprobs.clone_from(&numbers);
+        completion.sampler_logprobs.clone_from(&numbers);
+        completion.entropies = numbers;
+        completions.push(Scored::new(completion, None));
+    }
+    Ok(Group { row, features, completions })
 }
 
 /// Completes prompts: a prefill for each prompt, then one decoding step for all completions in flight. The step stands for all

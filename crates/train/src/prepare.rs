@@ -215,8 +215,11 @@ impl Run {
         let usable: Vec<u64> = self.rows.iter().copied().filter(|row| !bad.contains(row)).collect();
         let some = usable.len().min(TYPICAL);
         let typical: Vec<u64> = (0..some).map(|at| usable[at * usable.len() / some]).collect();
-        let longest = Longest::prepare(&self.prompts, &self.dataset, &longest, objective);
-        let typical = Longest::prepare(&self.prompts, &self.dataset, &typical, objective);
+        let outlines = |rows: &[u64]| {
+            let rows = Longest::prepare(&self.prompts, &self.dataset, rows, objective);
+            rows.answered(&self.prompts, &self.algorithm.sampling)
+        };
+        let (longest, typical) = (outlines(&longest), outlines(&typical));
         let forecast = Forecast::default();
         let mut prepared =
             Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes: None, forecast };
@@ -266,10 +269,12 @@ impl Run {
             // Held-out rows of the same dataset are checked with it.
             let held_out = self.eval.as_ref().filter(|eval| !Arc::ptr_eq(&eval.dataset, &self.dataset));
             if let Some(eval) = held_out {
-                let report = self.check(EVALUATION, &eval.dataset, &eval.prompts, None, console)?;
+                let which = (EVALUATION, Objective::Reinforce);
+                let report = self.check(which, &eval.dataset, &eval.prompts, None, console)?;
                 media_bytes[1] = Some(checks::mean_media_bytes(&report));
             }
-            let report = self.check(TRAINING, &self.dataset, &self.prompts, survey.as_ref(), console)?;
+            let which = (TRAINING, self.plan.objective);
+            let report = self.check(which, &self.dataset, &self.prompts, survey.as_ref(), console)?;
             if let Some(survey) = &survey {
                 if let Some(refusal) = checks::idle(&survey.seen(), &self.dataset) {
                     return Err(refusal.into());
@@ -300,7 +305,7 @@ impl Run {
     /// Reads every row of a dataset, and the header of every medium.
     fn check(
         &self,
-        which: &str,
+        (which, objective): (&str, Objective),
         dataset: &Dataset,
         prompts: &PromptBuilder,
         survey: Option<&Survey<'_>>,
@@ -308,6 +313,7 @@ impl Run {
     ) -> Result<omnigrpo_data::Report> {
         let check = RowCheck {
             prompts: Some(prompts),
+            objective,
             limits: &prompts.settings().media.limits,
             survey,
             num_longest: LONGEST,
@@ -598,6 +604,7 @@ impl Prepared {
             algorithm: variant.algorithm,
             optimizer: variant.optimizer,
             work: longest.work(first, rows, objective),
+            answer: longest.answer(),
             prompts_per_step: prompts,
             evaluation,
             reference: self.reference(variant, device),

@@ -228,12 +228,9 @@ impl Loop {
         } = setup;
         let dir = lock.root();
         algorithm.split.validate()?;
-        if algorithm.sampling.interaction.is_some() && (algorithm.split.ranks.size() > 1 || run.replay) {
-            return Err(TrainError::Data {
-                what: "an environment cannot answer completions over several ranks or in a replay; use one process and sampled \
-                       completions"
-                    .to_owned(),
-            });
+        if algorithm.sampling.interaction.is_some() && run.replay {
+            let what = "an environment cannot answer recorded completions; leave out the replay or the environment";
+            return Err(TrainError::Data { what: what.to_owned() });
         }
         algorithm.split.prompts_per_step = Some(run.prompts_per_step);
         let split = algorithm.split.clone();
@@ -295,6 +292,7 @@ impl Loop {
             if let Some(saved) = resumed.state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
                 let moves = reference.is_some() && run.sync_reference.is_some();
                 let (per_step, dataset) = (run.prompts_per_step, &dataset);
+                let saved = saved.clone().following(dir);
                 let parts = saved.restore(&algorithm, &model, &prompts, dataset, per_step, moves)?;
                 place.buffer = Some((parts, saved.iteration));
             }

@@ -1,16 +1,19 @@
-//! Turns of an environment in a checkpoint. Their tokens are stored, and their media are read again from the same files, so a
-//! resumed run does not ask the environment again.
+//! Turns of an environment in a checkpoint, and on the way to other ranks. Their tokens are stored. The rank that trains on them
+//! reads their media again from the same files, so a resumed run does not ask the environment again.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
-use omnigrpo_models::{AddedTurn, MediumInput, PromptBuilder};
+use omnigrpo_models::{AddedTurn, MediumInput, Prompt, PromptBuilder};
 use omnigrpo_rollout::Completion;
 use omnigrpo_text::{MediumKind, Part, RenderedPrompt, Role, Span, Turn};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
+
+/// Folder of a run directory with the pictures of an environment's answers.
+const MEDIA: &str = "media";
 
 /// Stored turn of an environment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -53,6 +56,7 @@ impl SavedTurn {
         });
         let part = |part: &Part| match part {
             Part::Text(text) => SavedPart::Text(text.clone()),
+            Part::Call(call) => SavedPart::Text(call.to_string()),
             Part::Medium { kind, .. } => {
                 let path = paths.next().unwrap_or_default();
                 match kind {
@@ -87,7 +91,21 @@ impl SavedTurn {
         is_own
     }
 
-    fn restored(&self, prompts: &PromptBuilder) -> Result<AddedTurn> {
+    /// Looks for files of media that are gone in `media` of the run directory `dir`, which may have been moved.
+    pub(crate) fn follow(&mut self, dir: &Path) {
+        for part in &mut self.parts {
+            let (SavedPart::Image(path) | SavedPart::Video(path) | SavedPart::Audio(path)) = part else {
+                continue;
+            };
+            let here = path.file_name().map(|name| dir.join(MEDIA).join(name));
+            if let Some(here) = here.filter(|here| !path.exists() && here.is_file()) {
+                *path = here;
+            }
+        }
+    }
+
+    /// Returns the turn without the content of its media.
+    fn distant(&self) -> AddedTurn {
         let mut sources: Vec<MediumRef> = Vec::new();
         let mut medium = |kind: MediumKind, path: &PathBuf| {
             let index = sources.iter().filter(|source| source.kind == kind).count();
@@ -103,38 +121,69 @@ impl SavedTurn {
         };
         let parts = self.parts.iter().map(part).collect();
         let span = |&[medium, start, len]: &[usize; 3]| Span { medium, start, len };
-        let (ids, spans) = (self.ids.clone(), self.spans.iter().map(span).collect());
-        let turn = prompts.restored_turn(RenderedPrompt { ids, spans, text: self.text.clone() }, &sources)?;
+        let turn = Prompt {
+            ids: self.ids.clone(),
+            spans: self.spans.iter().map(span).collect(),
+            positions: Vec::new(),
+            next_position: 0,
+            media: Vec::new(),
+            instruction: Vec::new(),
+            text: self.text.clone(),
+        };
         let role = if self.by_tool { Role::Tool } else { Role::User };
-        let media = self.media.clone();
-        let said = Turn { role, parts };
-        Ok(AddedTurn { start: self.start, turn: Arc::new(turn), media, sources, said })
+        let (media, said) = (self.media.clone(), Turn { role, parts });
+        AddedTurn { start: self.start, turn: Arc::new(turn), media, sources, said }
     }
 }
 
-/// Gives the turns of a row's completions back, one list per completion. Returns the media that they add to those of the prompt,
-/// which has `first` media.
+/// Returns completions with their turns in a form for other ranks.
+pub(crate) fn sent(completions: Vec<Completion>) -> Vec<(Completion, Vec<SavedTurn>)> {
+    let sent = |completion| {
+        let saved = SavedTurn::of(&completion);
+        (completion, saved)
+    };
+    completions.into_iter().map(sent).collect()
+}
+
+/// Returns the completions that [`sent`] returned, with turns whose media have no content.
+pub(crate) fn received(sent: Vec<(Completion, Vec<SavedTurn>)>) -> Vec<Completion> {
+    let completion = |(mut completion, saved): (Completion, Vec<SavedTurn>)| {
+        give_back(&mut completion, &saved);
+        completion
+    };
+    sent.into_iter().map(completion).collect()
+}
+
+/// Gives a completion its turns back. Their media have no content until [`bring_here`] reads them.
+pub(crate) fn give_back(completion: &mut Completion, saved: &[SavedTurn]) {
+    completion.turns = saved.iter().map(SavedTurn::distant).collect();
+    completion.earlier = saved.iter().map(|turn| turn.model.clone()).collect();
+}
+
+/// Reads the media of turns that have no content yet. Returns the media that the turns add to those of the prompt, which has
+/// `first` media.
 ///
 /// # Errors
-/// Returns an error if a medium cannot be read again.
-pub(crate) fn restore(
-    saved: &[Vec<SavedTurn>],
-    completions: &mut [&mut Completion],
+/// Returns an error if a medium cannot be read.
+pub(crate) fn bring_here<'c>(
+    completions: impl IntoIterator<Item = &'c mut Completion>,
     prompts: &PromptBuilder,
     first: usize,
 ) -> Result<Vec<Arc<MediumInput>>> {
     let mut media: Vec<Option<Arc<MediumInput>>> = Vec::new();
-    for (completion, turns) in completions.iter_mut().zip(saved) {
-        for saved in turns {
-            let turn = saved.restored(prompts)?;
-            for (&place, medium) in turn.media.iter().zip(&turn.turn.media) {
-                let at = place.checked_sub(first).filter(|&at| at < MOST_MEDIA).ok_or_else(damaged)?;
-                media.resize(media.len().max(at + 1), None);
-                media[at] = Some(Arc::clone(medium));
-            }
-            completion.earlier.push(saved.model.clone());
-            completion.turns.push(turn);
+    for added in completions.into_iter().flat_map(|completion| &mut completion.turns) {
+        let Prompt { ids, spans, positions, text, .. } = &*added.turn;
+        if positions.len() == ids.len() {
+            continue;
         }
+        let rendered = RenderedPrompt { ids: ids.clone(), spans: spans.clone(), text: text.clone() };
+        let turn = prompts.restored_turn(rendered, &added.sources)?;
+        for (&place, medium) in added.media.iter().zip(&turn.media) {
+            let at = place.checked_sub(first).filter(|&at| at < MOST_MEDIA).ok_or_else(damaged)?;
+            media.resize(media.len().max(at + 1), None);
+            media[at] = Some(Arc::clone(medium));
+        }
+        added.turn = Arc::new(turn);
     }
     media.into_iter().collect::<Option<_>>().ok_or_else(damaged)
 }

@@ -146,8 +146,8 @@ impl Told {
             turns.push(Turn::text(Role::Assistant, model.clone()));
             let before = |kind| media.iter().filter(|medium| medium.kind == kind).count();
             let part = |part: &Part| match part {
-                Part::Text(text) => Part::Text(text.clone()),
                 Part::Medium { kind, index } => Part::Medium { kind: *kind, index: before(*kind) + index },
+                other => other.clone(),
             };
             let parts = added.said.parts.iter().map(part).collect();
             turns.push(Turn { role: added.said.role, parts });

@@ -36,7 +36,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
-use omnigrpo_models::{DecoderMemory, Features, MediumInput, Model, PromptBuilder, RouterPlan, Training};
+use omnigrpo_models::{
+    AddedTurn, DecoderMemory, Features, MediumInput, Model, PromptBuilder, RouterPlan, Training,
+};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ranks::Queue;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
@@ -49,6 +51,7 @@ use crate::optimizer::AdamW;
 use crate::pass::{Pass, reference_logprobs};
 use crate::rollouts::{Group, Kept, Rollouts, Scored, alike};
 use crate::rows::{PreparedRow, bring_here, requests};
+use crate::saved_turns;
 use crate::scoring;
 use crate::split::Split;
 use crate::temporal;
@@ -319,26 +322,30 @@ impl Collector<'_> {
         // The other prompts are sampled where they are trained, so that their results can be kept.
         let free = self.free_places(rows.len(), keep);
         let owners = split.owners(rows.len(), algorithm.micro());
-        if let Some(queue) = split.ranks.queue() {
+        // Turns need the rank that has their media.
+        let queue = split.ranks.queue().filter(|_| algorithm.sampling.interaction.is_none());
+        if let Some(queue) = queue {
             queue.open(&free.iter().map(|&place| owners[place]).collect::<Vec<_>>());
         }
         let (mut features, mut kept) = encode_own(model, prompts, algorithm, &mut rows, keep, timer)?;
-        // Media of environments, by prompt.
+        // Media and turns of environments, by prompt.
         let mut added: Vec<Vec<(Arc<MediumInput>, Features)>> = vec![Vec::new(); rows.len()];
+        let mut turns: Vec<Vec<Vec<AddedTurn>>> = vec![Vec::new(); rows.len()];
         let completions = timed(timer, "rollout", || {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);
             activity.parts("completions", 0, rows.len() * algorithm.num_generations);
             let generator = Generator::new(model, prompts, &algorithm.sampling, algorithm.max_live);
             let told = |event: TokenEvent| activity.token(event.last);
             let mut own = Vec::new();
-            let added = &mut added;
+            let (added, turns) = (&mut added, &mut turns);
             let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
                 let requests: Vec<Request> = places.iter().map(|&place| requests[place]).collect();
                 for (place, generated) in
                     places.into_iter().zip(generator.generate_with(&requests, told, memory)?)
                 {
                     added[place] = generated.media;
-                    own.push((place, generated.completions));
+                    turns[place] = generated.completions.iter().map(|c| c.turns.clone()).collect();
+                    own.push((place, saved_turns::sent(generated.completions)));
                 }
                 Ok::<_, TrainError>(())
             };
@@ -349,8 +356,11 @@ impl Collector<'_> {
                         generate(groups.clone().collect(), recalled.as_mut())?;
                     }
                 }
-                match split.ranks.queue() {
-                    Some(queue) => self.generate_taken(&generator, queue, &free, (&rows, &requests), told),
+                match queue {
+                    Some(queue) => {
+                        let taken = self.generate_taken(&generator, queue, &free, (&rows, &requests), told)?;
+                        Ok(taken.into_iter().map(|(place, own)| (place, saved_turns::sent(own))).collect())
+                    }
                     None => {
                         let own = own_places(algorithm, rows.len()).into_iter();
                         generate(own.filter(|place| free.contains(place)).collect(), None)?;
@@ -361,6 +371,16 @@ impl Collector<'_> {
             let generated = generated.map(|taken| own.into_iter().chain(taken).collect());
             split.collect(rows.len(), generated)
         })?;
+        let completions: Vec<Vec<Completion>> = completions
+            .into_iter()
+            .zip(turns)
+            .map(|(sent, own)| {
+                let mut completions = saved_turns::received(sent);
+                // Turns that were sampled here keep the content of their media.
+                completions.iter_mut().zip(own).for_each(|(completion, own)| completion.turns = own);
+                completions
+            })
+            .collect();
         let mut matrix = timed(timer, "reward", || {
             split.by_first(|| {
                 let scored = scoring::pairs(&rows, &completions);

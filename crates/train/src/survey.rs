@@ -10,12 +10,15 @@ use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::Part;
 
 use crate::error::Result;
+use crate::plan::Objective;
 use crate::scoring;
 
 /// Settings of a check of every row.
 pub struct RowCheck<'a> {
     /// Builder of prompts, whose length is estimated from the media headers. Without it, lengths are 0.
     pub prompts: Option<&'a PromptBuilder>,
+    /// What a row is measured for: the prompt of a completion, or a supervised example.
+    pub objective: Objective,
     /// Limits for each medium.
     pub limits: &'a Limits,
     /// Survey of the rewards.
@@ -38,11 +41,17 @@ impl RowCheck<'_> {
         let estimate = |sample: &Sample, headers: &[MediumInfo]| -> Result<Measure, Cause> {
             self.survey.map_or(Ok(()), |survey| survey.ask(sample))?;
             let Some(prompts) = self.prompts else { return Ok(Measure::default()) };
-            let (prompt, plans) = prompts.plan(sample, headers)?;
+            let (tokens, plans) = match self.objective {
+                Objective::Imitate => prompts.plan_sft(sample, headers)?,
+                Objective::Reinforce => {
+                    let (prompt, plans) = prompts.plan(sample, headers)?;
+                    (prompt.ids.len(), plans)
+                }
+            };
             let numbers: usize =
                 plans.iter().map(|plan| prompts.family().processor().numbers(&plan.shape)).sum();
             Ok(Measure {
-                num_tokens: prompt.ids.len() as u64,
+                num_tokens: tokens as u64,
                 media_tokens: plans.iter().map(|plan| plan.tokens as u64).sum(),
                 media_bytes: 4 * numbers as u64,
             })
@@ -164,6 +173,7 @@ mod tests {
         let survey = Survey::new(&rewards);
         let checked = RowCheck {
             prompts: None,
+            objective: Objective::Reinforce,
             limits: &Limits::default(),
             survey: Some(&survey),
             num_longest: 1,

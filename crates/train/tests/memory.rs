@@ -124,6 +124,7 @@ fn an_update_holds_what_its_outline_says() {
             algorithm: &algorithm,
             optimizer: &optimizer,
             work: Work::Rollout(rows.clone()),
+            answer: None,
             prompts_per_step: 3,
             evaluation: None,
             reference: ReferenceKept::Copied,

@@ -7,12 +7,17 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use omnigrpo_models::{Checkpoint, Model, WeightDtype};
+use omnigrpo_models::{
+    Checkpoint, Limits, LoadOptions, Model, Prompt, PromptBuilder, PromptSettings, WeightDtype,
+};
 use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
+use omnigrpo_ops::Device;
 use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
+use omnigrpo_rollout::Interaction;
 use omnigrpo_train::{
-    EvalPlan, ModelPlan, Observer, Output, Policy, Prepared, ResumeFrom, Run, RunPlan, SaveWhen, Selection,
-    TrainError, Trained,
+    AdamWConfig, Algorithm, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy, Prepared,
+    PreparedRow, ReferenceKept, ResumeFrom, Run, RunPlan, SaveWhen, Selection, TrainError, Trained, Work,
+    media_bytes, memory,
 };
 use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
 
@@ -227,4 +232,47 @@ fn the_model_comes_back_and_an_observer_sees_every_number_of_the_log() {
     for (own, saved) in trained.model.params().iter().zip(saved.params()) {
         assert!(own.read().f32() == saved.read().f32(), "{}", own.name());
     }
+}
+
+/// The pictures that an environment may return are counted, by the limits of its answers.
+#[test]
+fn plans_count_the_answers_of_an_environment() {
+    let place = tempfile::tempdir().unwrap();
+    let opened = Checkpoint::open(&checkpoint(MODEL)).unwrap();
+    let prompts = PromptBuilder::open(&opened, PromptSettings::default()).unwrap();
+    let rows_of = dataset(&questions(place.path()), place.path());
+    let rows: Vec<PreparedRow> =
+        (0..2).map(|row| PreparedRow::outline(&prompts, rows_of.get(row).unwrap()).unwrap()).collect();
+    let answer = Arc::new(prompts.outline_turn(2, 60).unwrap().unwrap());
+    assert!(answer.ids.len() <= 60 && answer.ids.len() > 40 && answer.media.len() == 2, "{}", answer.ids.len());
+    assert!(prompts.outline_turn(2, 3).unwrap().is_none(), "no picture fits");
+
+    let zoom = omnigrpo_rollout::environment("zoom", place.path().into(), &Limits::default()).unwrap();
+    let mut interaction = Interaction::new(zoom);
+    interaction.max_turns = 8;
+    let mut algorithm = Algorithm { num_generations: 3, ..Algorithm::default() };
+    algorithm.sampling.max_completion_length = 140;
+    algorithm.sampling.interaction = Some(interaction);
+    let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
+    let model = Model::outline(&opened, &options, false).unwrap();
+    Selection::ALL.apply(&model).unwrap();
+    let optimizer = AdamWConfig::default();
+    let told = |answer: Option<Arc<Prompt>>| {
+        let work = Work::Rollout(rows.clone());
+        let plan = MemoryPlan {
+            algorithm: &algorithm,
+            optimizer: &optimizer,
+            work,
+            answer,
+            prompts_per_step: 2,
+            evaluation: None,
+            reference: ReferenceKept::No,
+            of: MemoryOf::Host,
+        };
+        memory(&model, &plan).unwrap()
+    };
+    let (plain, counted) = (told(None), told(Some(Arc::clone(&answer))));
+    // Two answers fit into a completion, so two rows with three completions have 24 pictures.
+    assert_eq!(counted.media - plain.media, 2 * 3 * 2 * media_bytes(&answer));
+    assert!(counted.features > plain.features, "{} {}", counted.features, plain.features);
 }

@@ -23,7 +23,7 @@ struct Item {
 /// Returns the turns with their media in place, and the media of each kind in the order of their mention. A row that mentions
 /// sound but lists none uses the sound of its videos. With `use_audio_in_video`, a row that does not mention sound uses it too.
 pub(super) fn place(
-    raw: Vec<RawTurn>,
+    mut raw: Vec<RawTurn>,
     columns: &Map<String, Value>,
     context: &Context,
 ) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
@@ -36,6 +36,7 @@ pub(super) fn place(
         listed[2] = sounds(&videos(&raw, &listed[1], resolver)?);
     }
     let counts = MediaCounts { images: listed[0].len(), videos: listed[1].len(), audios: listed[2].len() };
+    let calls: Vec<_> = raw.iter_mut().map(|turn| std::mem::take(&mut turn.calls)).collect();
 
     let (mut turns, mut items) = if raw.iter().any(|turn| matches!(turn.content, Content::Typed(_))) {
         place_typed(raw, listed, resolver)?
@@ -49,6 +50,9 @@ pub(super) fn place(
             .collect();
         (split_conversation(&texts, counts)?, listed.into_iter().flatten().collect())
     };
+    for (turn, calls) in turns.iter_mut().zip(calls) {
+        turn.parts.extend(calls.into_iter().map(Part::Call));
+    }
 
     if hear_videos && items.iter().all(|item| item.kind != MediumKind::Audio) {
         hear(&mut turns, &mut items);
@@ -118,9 +122,9 @@ fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {
     }
 }
 
-/// Reports whether a user turn has a placeholder for sound without a file of its own.
+/// Reports whether a turn of a user or tool has a placeholder for sound without a file of its own.
 fn mentions_sound(raw: &[RawTurn]) -> bool {
-    raw.iter().filter(|turn| turn.role == Role::User).any(|turn| match &turn.content {
+    raw.iter().filter(|turn| matches!(turn.role, Role::User | Role::Tool)).any(|turn| match &turn.content {
         Content::Text(text) => text.contains("<audio>"),
         Content::Typed(parts) => {
             parts.iter().any(|part| matches!(part, RawPart::Medium { kind: MediumKind::Audio, own: None }))

@@ -11,7 +11,8 @@
 //! | `meta` with `frame_cnts`, `min_frames`, `max_frames`, `dynamic_sample` | the clip's segments (a list of such objects for several clips) |
 //! | `solution`, else `answer`, `ground_truth`, `reward_model.ground_truth` (verl), the final assistant turn, `label` (OpenRLHF, slime) | the ground truth, verbatim |
 //! | `completions` (texts, or objects with `text`, `completion_ids`, `logprobs`), or `completion_ids` and `logprobs`; `rewards` | recorded completions |
-//! | `completion` | the target of `sft`; it takes precedence over a final assistant turn |
+//! | `completion` | the target of `sft`, a text or messages; it takes precedence over a final assistant turn |
+//! | `tools` | the tools that the prompt describes: a list of objects in the format of OpenAI, or the same as JSON in a text |
 //! | `row` beside `completions` | the original row of the completions, as written by evaluations and rollout logs |
 //!
 //! In plain text of user turns, `<image>`, `<video>` and `<audio>` mark the positions of media. In a conversation with typed
@@ -28,14 +29,14 @@ pub(crate) use media::make_absolute;
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_text::{MediumKind, Part, Role};
-use serde_json::{Map, Value};
+use omnigrpo_text::{MediumKind, Part, Role, ToolCall, Turn};
+use serde_json::{Map, Value, json};
 
 use crate::dataset::ColumnNames;
 use crate::error::{DataError, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
-use crate::sample::{Origin, Sample, ThinkMode};
+use crate::sample::{Origin, Reference, Sample, ThinkMode};
 
 /// Entry of the table of row formats.
 #[derive(Debug)]
@@ -109,6 +110,7 @@ pub(crate) struct Context<'a> {
 struct RawTurn {
     role: Role,
     content: Content,
+    calls: Vec<ToolCall>,
 }
 
 enum Content {
@@ -152,7 +154,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
     raw.drain(..first);
     let final_turn = match raw.last() {
-        Some(turn) if turn.role == Role::Assistant => raw.pop().map(answer).transpose()?,
+        Some(turn) if turn.role == Role::Assistant => raw.pop().map(spoken).transpose()?,
         _ => None,
     };
     let completion = completion(&columns)?;
@@ -164,7 +166,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     let (mut turns, media) = media::place(raw, &columns, context)?;
     let said = turns.last().into_iter().flat_map(|turn| &turn.parts).any(|part| match part {
         Part::Text(text) => !text.trim().is_empty(),
-        Part::Medium { .. } => true,
+        Part::Medium { .. } | Part::Call(_) => true,
     });
     if !said && !context.empty_questions {
         let roles = turns.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
@@ -175,9 +177,12 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     }
 
     // If a completion was chosen for a row that already has an answer, the answer stays the ground truth.
-    let truth = final_turn.as_deref().or(completion.as_deref());
-    let (solution, solution_from) = ground_truth(&columns, context.names, truth);
-    let reference_answer = completion.or(final_turn);
+    let truth = final_turn.as_ref().or(completion.last()).map(Turn::written);
+    let (solution, solution_from) = ground_truth(&columns, context.names, truth.as_deref());
+    let reference = match final_turn {
+        Some(last) if completion.is_empty() => Reference { from: 0, later: vec![last] },
+        _ => Reference { from: turns.len(), later: completion },
+    };
     let id = id(&columns).unwrap_or_else(|| format!("{}:{line}", context.dataset));
     let completions = recorded::completions(&columns)?;
     let rewards = match &completions {
@@ -193,7 +198,8 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         media,
         solution,
         solution_from,
-        reference_answer,
+        reference,
+        tools: tools(&columns)?,
         columns,
         think: context.think,
         completions,
@@ -287,7 +293,7 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
 
 fn text_or_conversation(value: &Value, name: &str) -> Result<Vec<RawTurn>, RowProblem> {
     match value {
-        Value::String(text) => Ok(vec![RawTurn { role: Role::User, content: Content::Text(text.clone()) }]),
+        Value::String(text) => Ok(vec![RawTurn { role: Role::User, content: Content::Text(text.clone()), calls: Vec::new() }]),
         Value::Array(_) => conversation(value, name),
         other => Err(column(name, other, "a text or a list of messages")),
     }
@@ -317,19 +323,11 @@ fn turn(value: &Value, place: &str) -> Result<RawTurn, RowProblem> {
             return Err(column(format!("{place}.role"), who, expected));
         }
     };
-    let calls = map.get("tool_calls").filter(|calls| role == Role::Assistant && !calls.is_null());
-    if let Some(calls) = calls {
-        let said = match what {
-            Value::String(said) => said.as_str(),
-            Value::Null => "",
-            other => {
-                return Err(column(format!("{place}.content"), other, "a text or null, beside `tool_calls`"));
-            }
-        };
-        return Ok(RawTurn { role, content: Content::Text(with_calls(said, calls, place)?) });
-    }
+    let given = map.get("tool_calls").filter(|calls| role == Role::Assistant && !calls.is_null());
+    let calls = given.map_or(Ok(Vec::new()), |calls| tool_calls(calls, &format!("{place}.tool_calls")))?;
     let content = match what {
         Value::String(text) => Content::Text(text.clone()),
+        Value::Null if !calls.is_empty() => Content::Text(String::new()),
         // VLM-R1 stores boxes and numbers in answers as JSON.
         other if role == Role::Assistant && !is_parts(other) => Content::Text(other.to_string()),
         Value::Array(list) => {
@@ -338,32 +336,48 @@ fn turn(value: &Value, place: &str) -> Result<RawTurn, RowProblem> {
         }
         other => return Err(column(format!("{place}.content"), other, "a text or a list of parts")),
     };
-    Ok(RawTurn { role, content })
+    Ok(RawTurn { role, content, calls })
 }
 
-/// Returns the text of a message with its calls of tools, in the format of Hermes and Qwen2.5.
-fn with_calls(said: &str, calls: &Value, place: &str) -> Result<String, RowProblem> {
+/// Returns the calls of tools in a message.
+fn tool_calls(calls: &Value, place: &str) -> Result<Vec<ToolCall>, RowProblem> {
     const EXPECTED: &str = "a list of {function: {name, arguments}}";
-    let wrong = || column(format!("{place}.tool_calls"), calls, EXPECTED);
-    let mut text = said.to_owned();
-    for call in calls.as_array().ok_or_else(wrong)? {
+    let wrong = || column(place, calls, EXPECTED);
+    let call = |call: &Value| {
         let call = call.get("function").unwrap_or(call);
-        let name = call.get("name").and_then(Value::as_str).ok_or_else(wrong)?;
+        let name = call.get("name").and_then(Value::as_str).ok_or_else(wrong)?.to_owned();
         let arguments = match call.get("arguments") {
             // OpenAI writes the arguments as a string of JSON.
             Some(Value::String(inner)) => serde_json::from_str(inner).map_err(|_| wrong())?,
-            Some(arguments) => arguments.clone(),
-            None => Value::Object(Map::new()),
+            Some(Value::Object(arguments)) => arguments.clone(),
+            None | Some(Value::Null) => Map::new(),
+            Some(_) => return Err(wrong()),
         };
-        if !text.is_empty() {
-            text.push('\n');
-        }
-        let name = Value::from(name);
-        text.push_str(&format!(
-            "<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>"
-        ));
-    }
-    Ok(text)
+        Ok(ToolCall { name, arguments })
+    };
+    calls.as_array().ok_or_else(wrong)?.iter().map(call).collect()
+}
+
+/// Returns the column `tools`: a list of tools, each an object or its JSON, or the JSON of the list (TRL, ms-swift). A tool without
+/// `function` is the description of a function.
+fn tools(columns: &Map<String, Value>) -> Result<Option<Vec<Value>>, RowProblem> {
+    const EXPECTED: &str = "a list of {type: function, function: {name, description, parameters}}";
+    let Some(given) = present(columns, "tools") else { return Ok(None) };
+    let wrong = || column("tools", given, EXPECTED);
+    let read = |value: &Value| match value {
+        Value::String(text) => serde_json::from_str(text).map_err(|_| wrong()),
+        other => Ok(other.clone()),
+    };
+    let tool = |value: &Value| {
+        let tool = read(value)?;
+        let function = tool.get("function").unwrap_or(&tool);
+        function.get("name").filter(|name| name.is_string()).ok_or_else(wrong)?;
+        Ok(match tool.get("function") {
+            Some(_) => tool,
+            None => json!({ "type": "function", "function": tool }),
+        })
+    };
+    read(given)?.as_array().ok_or_else(wrong)?.iter().map(tool).collect::<Result<_, _>>().map(Some)
 }
 
 fn is_parts(value: &Value) -> bool {
@@ -396,32 +410,41 @@ fn part(value: &Value, place: &str) -> Result<RawPart, RowProblem> {
     }
 }
 
-/// Returns the text of an answer, which must not contain media.
-fn answer(turn: RawTurn) -> Result<String, RowProblem> {
-    match turn.content {
-        Content::Text(text) => Ok(text),
-        Content::Typed(parts) => parts
-            .into_iter()
-            .map(|part| match part {
-                RawPart::Text(text) => Ok(text),
-                RawPart::Medium { kind, .. } => Err(RowProblem::Column {
-                    column: "(the final assistant turn)".to_owned(),
-                    got: format!("{kind} part"),
-                    expected: "text",
-                }),
-            })
-            .collect(),
-    }
+/// Returns a turn that must not contain media.
+fn spoken(turn: RawTurn) -> Result<Turn, RowProblem> {
+    let RawTurn { role, content, calls } = turn;
+    let raw = match content {
+        Content::Text(text) => vec![RawPart::Text(text)],
+        Content::Typed(parts) => parts,
+    };
+    let part = |part| match part {
+        RawPart::Text(text) => Ok(Part::Text(text)),
+        RawPart::Medium { kind, .. } => Err(RowProblem::Column {
+            column: format!("(the {} turn of an answer)", role.as_str()),
+            got: format!("{kind} part"),
+            expected: "text",
+        }),
+    };
+    let calls = calls.into_iter().map(|call| Ok(Part::Call(call)));
+    Ok(Turn { role, parts: raw.into_iter().map(part).chain(calls).collect::<Result<_, _>>()? })
 }
 
-/// Returns the column `completion`, in which TRL stores the answer to a prompt.
-fn completion(columns: &Map<String, Value>) -> Result<Option<String>, RowProblem> {
+/// Returns the column `completion`, in which TRL stores what answers a prompt. It may contain turns of a tool.
+fn completion(columns: &Map<String, Value>) -> Result<Vec<Turn>, RowProblem> {
     match present(columns, "completion") {
-        None => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(value) => match conversation(value, "completion")?.pop() {
-            Some(turn) if turn.role == Role::Assistant => answer(turn).map(Some),
-            _ => Err(column("completion", value, "a text, or messages that end with an assistant turn")),
-        },
+        None => Ok(Vec::new()),
+        Some(Value::String(text)) => Ok(vec![Turn::text(Role::Assistant, text.clone())]),
+        Some(value) => {
+            let turns = conversation(value, "completion")?.into_iter().map(spoken);
+            let turns = turns.collect::<Result<Vec<_>, _>>()?;
+            match [turns.first(), turns.last()].map(|turn| turn.map(|turn| turn.role)) {
+                [Some(Role::Assistant), Some(Role::Assistant)] => Ok(turns),
+                _ => Err(column(
+                    "completion",
+                    value,
+                    "a text, or messages that begin and end with an assistant turn",
+                )),
+            }
+        }
     }
 }

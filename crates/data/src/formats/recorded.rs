@@ -3,7 +3,7 @@
 use omnigrpo_text::Role;
 use serde_json::{Map, Value};
 
-use super::{answer, column, conversation, present, verbatim};
+use super::{column, conversation, present, spoken, verbatim};
 use crate::error::RowProblem;
 use crate::sample::{RecordedCompletion, RecordedRewards};
 
@@ -67,7 +67,7 @@ fn recorded(value: &Value, place: &str) -> Result<RecordedCompletion, RowProblem
         // TRL's conversational format: each completion is one assistant message.
         Value::Array(_) => match conversation(value, place)?.pop() {
             Some(turn) if turn.role == Role::Assistant => {
-                Ok(RecordedCompletion { text: Some(answer(turn)?), ..Default::default() })
+                Ok(RecordedCompletion { text: Some(spoken(turn)?.written()), ..Default::default() })
             }
             _ => Err(column(place, value, "messages that end with an assistant turn")),
         },

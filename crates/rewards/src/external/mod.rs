@@ -247,6 +247,7 @@ pub fn conversation(turns: &[Turn], media: &[MediumRef], system: Option<&str>) -
     };
     let part = |part: &Part| match part {
         Part::Text(text) => json!({ "type": "text", "text": text }),
+        Part::Call(call) => json!({ "type": "text", "text": call.to_string() }),
         Part::Medium { kind, index } => {
             let medium = media.iter().filter(|medium| medium.kind == *kind).nth(*index);
             json!({ "type": kind.as_str(), (kind.as_str()): medium.map(path) })

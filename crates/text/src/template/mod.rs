@@ -22,7 +22,7 @@ use minijinja::value::{Kwargs, Serde, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use crate::files::{read_json, read_limited};
-use crate::{Result, Role, TextError};
+use crate::{Result, Role, TextError, ToolCall};
 
 const MAX_TEMPLATE_BYTES: u64 = 64 << 10;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -317,6 +317,33 @@ impl ChatTemplate {
         self.trial(&messages(content), Some(tool)).contains(PROBE)
     }
 
+    /// Returns the text of a turn of the model that says `said` and then calls tools, as the template writes it; `None` if the
+    /// template does not write calls.
+    pub(crate) fn with_calls(&self, said: &str, calls: &[ToolCall]) -> Option<String> {
+        let content = |role, text: &str| match self.form(role) {
+            ContentForm::Parts if !text.is_empty() => serde_json::json!([{"type": "text", "text": text}]),
+            _ => serde_json::json!(text),
+        };
+        let conversation = |text: &str, calls: &[ToolCall]| {
+            let call = |call: &ToolCall| {
+                let function = serde_json::json!({"name": call.name, "arguments": call.arguments});
+                serde_json::json!({"type": "function", "function": function})
+            };
+            let mut turn = serde_json::json!({"role": "assistant", "content": content(Role::Assistant, text)});
+            if !calls.is_empty() {
+                turn["tool_calls"] = calls.iter().map(call).collect();
+            }
+            self.trial(&serde_json::json!([{"role": "user", "content": content(Role::User, "x")}, turn]), None)
+        };
+        let plain = conversation(PROBE, &[]);
+        let (before, after) = plain.split_once(PROBE)?;
+        let probe = if said.is_empty() { "" } else { PROBE };
+        let output = conversation(probe, calls);
+        let text = output.strip_prefix(before)?.strip_suffix(after)?;
+        let written = text.len() > probe.len() && text.starts_with(probe);
+        written.then(|| text.replacen(probe, said, 1))
+    }
+
     /// Runs the template on a probe; the output is empty if it fails.
     fn trial(&self, messages: &serde_json::Value, tool: Option<serde_json::Value>) -> String {
         let now = Some(jiff::civil::DateTime::default());
@@ -381,6 +408,17 @@ fn tojson(value: &Value, options: Kwargs) -> std::result::Result<String, Error> 
 
 fn invalid(problem: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, problem)
+}
+
+/// Returns JSON as Python writes it, which is the form in which models have seen tools and calls. A value that nests too deep for
+/// that is written without spaces.
+pub(crate) fn python_json(value: &serde_json::Value) -> String {
+    let format = JsonFormat { ascii: false, sort: false, indent: None, separators: (", ".into(), ": ".into()) };
+    let mut out = String::new();
+    match format.write(&mut out, &Value::from(Serde(value)), 0) {
+        Ok(()) => out,
+        Err(_) => value.to_string(),
+    }
 }
 
 struct JsonFormat {

@@ -2,6 +2,7 @@
 
     python make_goldens.py                      tiny tokenizer, templates and their goldens
     python make_goldens.py --qwen DIR           goldens of a published Qwen tokenizer.json in DIR
+    python make_goldens.py --published DIR      goldens of tools with published templates, *.jinja in DIR (TRL's chat_templates)
 
 The tiny tokenizer is a byte-level BPE with Qwen's pre-tokeniser and control tokens, trained on the lines below.
 """
@@ -65,6 +66,59 @@ TRIMMING = """{{- eos_token }}
 {%- endif %}
 """
 TEMPLATES = {"qwen_style": QWEN_STYLE, "trimming": TRIMMING}
+
+# Templates that write tools, in the structure of published ones. Text and parts of a message:
+SAY = (
+    "{% macro say(content) %}{% if content is string %}{{ content }}{% else %}{% for item in content %}"
+    "{% if item.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ item.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endmacro %}"
+)
+LIST = "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
+# Qwen2.5 and Qwen3-VL: calls as JSON; the answers of tools share a user turn.
+JSON_CALLS = SAY + (
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ say(messages[0].content) }}\n\n{% endif %}"
+    "Tools:" + LIST + "<|im_end|>\n"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ say(messages[0].content) }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}<|im_start|>user\n{{ say(message.content) }}<|im_end|>\n"
+    "{% elif message.role == 'assistant' %}<|im_start|>assistant\n{{ say(message.content) }}"
+    "{% for call in message.tool_calls or [] %}{% if message.content or not loop.first %}{{ '\n' }}{% endif %}"
+    "<tool_call>\n{\"name\": \"{{ call.function.name }}\", \"arguments\": {{ call.function.arguments | tojson }}}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n"
+    "{% elif message.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ say(message.content) }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Hermes: calls as JSON; every answer is a turn of its own role.
+HERMES = (
+    "{% if tools %}<|im_start|>system\nTools:" + LIST + "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}<|im_start|>tool\n<tool_response>\n{{ message.content }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n{\"name\": \"{{ call.function.name }}\", \"arguments\": "
+    "{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen3.5: calls as tags; texts are trimmed; the thinking of earlier turns is left out.
+TAGGED_CALLS = SAY + (
+    "{% if tools %}<|im_start|>system\nTools:" + LIST + "{% if messages[0].role == 'system' %}\n\n{{ say(messages[0].content) | trim }}"
+    "{% endif %}<|im_end|>\n{% endif %}"
+    "{% set last = namespace(user=0) %}{% for message in messages %}{% if message.role == 'user' %}{% set last.user = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+    "{% for message in messages %}{% set content = say(message.content) | trim %}"
+    "{% if message.role == 'user' %}<|im_start|>user\n{{ content }}<|im_end|>\n"
+    "{% elif message.role == 'assistant' %}<|im_start|>assistant\n{% if loop.index0 > last.user %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ content.split('</think>')[-1].lstrip('\n') }}"
+    "{% for call in message.tool_calls or [] %}{% if not loop.first %}{{ '\n' }}{% elif content %}{{ '\n\n' }}{% endif %}"
+    "<tool_call>\n<function={{ call.function.name }}>\n{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% elif message.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ content }}\n</tool_response>"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
+TOOL_TEMPLATES = {"json_calls": JSON_CALLS, "hermes": HERMES, "tagged_calls": TAGGED_CALLS}
+PUBLISHED = ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_5_nothink"]
 
 TEXTS = [
     "", " ", "\n", "What is shown?", " leading", "trailing ", "\n\nWhat\n\n\n", "a  b   c\t\td", "42 cats' tails, they're",
@@ -134,6 +188,42 @@ def rendered(processor, conversation, template):
                 counts=counts, text=string, ids=[int(i) for i in out["input_ids"][0]])
 
 
+ZOOM = {"type": "function", "function": {"name": "zoom", "description": "Shows a part.", "parameters": {
+    "type": "object", "properties": {"bbox_2d": {"type": "array", "items": {"type": "number"}}, "label": {"type": "string"}},
+    "required": ["bbox_2d"]}}}
+
+
+def call(**arguments):
+    return {"type": "function", "function": {"name": "zoom", "arguments": arguments}}
+
+
+def tool_conversations(parts):
+    """Conversations with tools; `parts` writes a text as the template reads it, and media as parts."""
+    system, ask = {"role": "system", "content": parts("Be brief.")}, {"role": "user", "content": parts("Which digit is on the sign?")}
+    look = {"role": "assistant", "content": "", "tool_calls": [call(bbox_2d=[1, 2.5, 30, 40], label="a \"sign\"")]}
+    both = {"role": "assistant", "content": parts("I look twice."), "tool_calls": [call(bbox_2d=[1, 2, 3, 4]), call(bbox_2d=[5, 6, 7, 8])]}
+    answer = {"role": "assistant", "content": parts("<answer>7</answer>")}
+    tool = lambda content: {"role": "tool", "content": content}
+    yield "one call", [system, ask, look, tool(parts("too dark"))]
+    yield "an answer", [system, ask, look, tool(parts("7?")), answer]
+    yield "two calls", [system, ask, both, tool(parts("first")), tool(parts("second"))]
+    yield "a question after it", [system, ask, look, tool(parts("7?")), answer, {"role": "user", "content": parts("Sure?")}]
+    if not isinstance(parts(""), str):
+        yield "a picture", [system, ask, look, tool([IMAGE, text("the part")])]
+
+
+def tool_goldens(templates):
+    tok = PreTrainedTokenizerFast(tokenizer_file=str(HERE / "tiny" / "tokenizer.json"), eos_token="<|im_end|>")
+    out = []
+    for name, template in templates.items():
+        plain = name in ("hermes", "qwen2_5", "qwen3")
+        for case, messages in tool_conversations((lambda t: t) if plain else (lambda t: [text(t)])):
+            string = tok.apply_chat_template(messages, tools=[ZOOM], chat_template=template, tokenize=False,
+                                             add_generation_prompt=messages[-1]["role"] != "assistant")
+            out.append(dict(template=name, name=case, messages=messages, text=string))
+    return dict(tools=[ZOOM], cases=out)
+
+
 def goldens(tokenizer_dir, templates):
     tok = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_dir / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>")
     limits = dict(min_pixels=28 * 28, max_pixels=1 << 20)
@@ -156,14 +246,19 @@ def dump(path, value):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--qwen", type=Path)
+    parser.add_argument("--published", type=Path)
     args = parser.parse_args()
-    if args.qwen:
+    if args.published:
+        templates = {name: (args.published / f"{name}.jinja").read_text() for name in PUBLISHED}
+        dump(HERE / "published_tool_goldens.json", tool_goldens(templates))
+    elif args.qwen:
         dump(HERE / "qwen_goldens.json", goldens(args.qwen, TEMPLATES))
     else:
         tiny = json.loads(tiny_tokenizer().to_str())
         (HERE / "tiny").mkdir(exist_ok=True)
         dump(HERE / "tiny" / "tokenizer.json", tiny)
         dump(HERE / "tiny" / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-        for name, template in TEMPLATES.items():
+        for name, template in {**TEMPLATES, **TOOL_TEMPLATES}.items():
             (HERE / f"{name}.jinja").write_text(template)
         dump(HERE / "tiny_goldens.json", goldens(HERE / "tiny", TEMPLATES))
+        dump(HERE / "tool_goldens.json", tool_goldens(TOOL_TEMPLATES))

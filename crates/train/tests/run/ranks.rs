@@ -10,6 +10,7 @@ use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_train::Shard;
 
 use super::exact::{SETTINGS, Setting};
+use super::turns::interact;
 use super::*;
 
 const LEAVES: usize = 4;
@@ -131,6 +132,50 @@ fn every_setting_gives_the_bits_of_one_process() {
     for (what, change) in SETTINGS.into_iter().chain(more) {
         ranks_give_the_bits_of_one_process(&place, what, change);
     }
+}
+
+/// Turns of an environment reach the ranks that score, record and train on them.
+#[test]
+fn turns_give_the_bits_of_one_process() {
+    let more: [Setting; 3] = [
+        ("turns", |_| {}),
+        ("turns, two updates per rollout", |s| s.run.num_iterations = 2),
+        ("turns, dynamic sampling", |s| s.algorithm.max_resample_times = 2),
+    ];
+    let place = Place::new();
+    for (what, change) in more {
+        ranks_give_the_bits_of_one_process(&place, what, |setup| {
+            interact(setup, None);
+            change(setup);
+        });
+        let records = lines(&place.out(&format!("{what}-1")).join("rollouts/step-000001.jsonl"));
+        assert!(records.iter().any(|row| row["turns"][0]["media"][0].is_string()), "{what}: no turn has a picture");
+    }
+}
+
+/// A run that four ranks began between two updates of a rollout with turns goes on in two, with the same weights and without a
+/// question to the environment.
+#[test]
+fn a_rollout_with_turns_is_resumed_on_other_ranks() {
+    let place = Place::new();
+    let new = |steps: u64| {
+        let place = &place;
+        move |_: usize, out: &Path| {
+            let mut setup = plain(place, out);
+            interact(&mut setup, None);
+            setup.run.num_iterations = 2;
+            setup.run.save = SaveWhen::Steps(1);
+            setup.run.max_steps = Some(steps);
+            setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+            setup
+        }
+    };
+    let (whole, parts) = (place.out("whole"), place.out("parts"));
+    done(1, &whole, new(4));
+    done(4, &parts, new(3));
+    done(2, &parts, new(4));
+    let weights = |dir: &Path| raw_tensors(&dir.join("model.safetensors"));
+    assert!(weights(&whole) == weights(&parts));
 }
 
 #[test]

@@ -6,11 +6,15 @@ use omnigrpo_data::{Cause, Sample};
 use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn};
 use omnigrpo_text::{MediumKind, Role};
 
+use super::resume::sign;
 use super::*;
 
 /// Answers every turn with a picture and a text. Counts its answers.
+#[derive(Clone)]
 struct Shows {
     answers: Arc<AtomicUsize>,
+    /// Folder for copies of the pictures, as environments of a run have it.
+    folder: Option<PathBuf>,
 }
 
 impl Environment for Shows {
@@ -23,14 +27,18 @@ impl Environment for Shows {
     }
 
     fn begin(&self, _: &Sample, _: EpisodeKey) -> Result<Box<dyn Episode>, Cause> {
-        Ok(Box::new(Self { answers: Arc::clone(&self.answers) }))
+        Ok(Box::new(self.clone()))
     }
 }
 
 impl Episode for Shows {
     fn answer(&mut self, turn: &ModelTurn<'_>) -> Result<Answer, Cause> {
         self.answers.fetch_add(1, Ordering::Relaxed);
-        let path = golden(&format!("media/{}.png", ["shapes", "alpha"][turn.number % 2]));
+        let mut path = golden(&format!("media/{}.png", ["shapes", "alpha"][turn.number % 2]));
+        if let Some(folder) = &self.folder {
+            let picture = omnigrpo_media::load_image(&path, &omnigrpo_models::Limits::default())?;
+            path = omnigrpo_rollout::store_picture(folder, &picture)?;
+        }
         let parts =
             vec![AnswerPart::Medium { kind: MediumKind::Image, path }, AnswerPart::Text("look".to_owned())];
         Ok(Answer::Say { role: Role::Tool, parts, failed: 0 })
@@ -39,21 +47,29 @@ impl Episode for Shows {
 
 const MOST: usize = 140;
 
-/// Four updates from two rollouts, each for two updates.
-fn interactive(place: &Place, name: &str) -> (TrainSetup, Arc<AtomicUsize>) {
-    let mut setup = place.setup(name);
+/// Lets an environment answer ten completions per prompt. Returns the number of its answers.
+pub(super) fn interact(setup: &mut TrainSetup, folder: Option<PathBuf>) -> Arc<AtomicUsize> {
     let answers = Arc::new(AtomicUsize::new(0));
-    let mut interaction = Interaction::new(Arc::new(Shows { answers: Arc::clone(&answers) }));
+    let mut interaction = Interaction::new(Arc::new(Shows { answers: Arc::clone(&answers), folder }));
     interaction.max_turns = 2;
     setup.prompts = Arc::new(prompts(&checkpoint(NAME), MOST));
-    setup.algorithm = algorithm(10, MOST);
+    setup.algorithm.num_generations = 10;
     // Nearly uniform draws end some turns of a random model.
     setup.algorithm.sampling = SamplingParams {
+        max_completion_length: MOST,
         temperature: 8.0,
         logprob_temperature: Some(1.0),
         interaction: Some(interaction),
-        ..setup.algorithm.sampling
+        ..setup.algorithm.sampling.clone()
     };
+    answers
+}
+
+/// Four updates from two rollouts, each for two updates.
+fn interactive(place: &Place, name: &str) -> (TrainSetup, Arc<AtomicUsize>) {
+    let mut setup = place.setup(name);
+    setup.algorithm = algorithm(10, MOST);
+    let answers = interact(&mut setup, Some(place.out(name).join("media")));
     setup.algorithm.loss.beta = 0.04;
     setup.algorithm.token_stats = true;
     setup.run.num_iterations = 2;
@@ -88,7 +104,7 @@ fn turns_are_trained_and_recorded() {
     let with = rollouts.iter().find(|row| turns(row) > 0).unwrap();
     let turn = &with["turns"][0];
     assert_eq!(turn["text"], "look");
-    assert!(turn["media"][0].as_str().unwrap().ends_with("alpha.png"), "{turn}");
+    assert!(Path::new(turn["media"][0].as_str().unwrap()).starts_with(out.join("media")), "{turn}");
     assert!(number(turn, "model_tokens") >= 1.0 && number(turn, "tokens") > 4.0, "{turn}");
     assert!(number(with, "length") + number(turn, "tokens") <= MOST as f64);
 }
@@ -111,6 +127,72 @@ fn a_resumed_run_does_not_ask_again() {
     assert!(weights("parts") == weights("whole"));
 }
 
+/// Pictures of turns are found in a run directory that was moved.
+#[test]
+fn a_moved_run_resumes() {
+    let place = Place::new();
+    let (setup, _) = interactive(&place, "whole");
+    run(setup).unwrap();
+    let (mut setup, _) = interactive(&place, "here");
+    setup.run.max_steps = Some(3);
+    run(setup).unwrap();
+    std::fs::rename(place.out("here"), place.out("there")).unwrap();
+    let (setup, after) = interactive(&place, "there");
+    run(setup).unwrap();
+    assert_eq!(after.load(Ordering::Relaxed), 0);
+    let weights = |name: &str| raw_tensors(&place.out(name).join("model.safetensors"));
+    assert!(weights("there") == weights("whole"));
+}
+
+/// A checkpoint with impossible turns is refused with a message.
+#[test]
+fn impossible_turns_of_a_checkpoint_are_refused() {
+    let place = Place::new();
+    let new = || {
+        let mut setup = interactive(&place, "run").0;
+        setup.run.save = SaveWhen::Steps(1);
+        setup
+    };
+    let mut first = new();
+    first.run.max_steps = Some(1);
+    run(first).unwrap();
+    let one = place.out("run").join("checkpoint-1");
+    let path = one.join("trainer_state.json");
+    let state: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let turns = state["buffer"]["turns"].as_array().unwrap();
+    let at = |row: usize| turns[row].as_array().unwrap().iter().position(|own| !own.as_array().unwrap().is_empty());
+    let (row, completion) = (0..turns.len()).find_map(|row| Some((row, at(row)?))).unwrap();
+    let turn = format!("/buffer/turns/{row}/{completion}/0");
+    let picture = turns[row][completion][0]["parts"].as_array().unwrap();
+    let picture = picture.iter().position(|part| part["image"].is_string()).unwrap();
+    let tokens = |turn: &Value| turn["ids"].as_array().unwrap().len();
+    let first = &turns[row][completion][0];
+    assert!(tokens(first) > 4, "{first}");
+    for (what, value, told_of) in [
+        ("start".to_owned(), json!(0), "differ in length"),
+        ("start".to_owned(), json!(u64::MAX), "differ in length"),
+        ("ids".to_owned(), json!([1, 2, 3]), "differ in length"),
+        ("spans".to_owned(), json!([[0, 0, 1u64 << 40]]), "a span is outside of the turn's tokens"),
+        ("spans".to_owned(), json!([[0, u64::MAX, 2]]), "a span is outside of the turn's tokens"),
+        ("spans".to_owned(), json!([[7, 0, 1]]), "a span is outside of the turn's tokens and media"),
+        ("spans".to_owned(), json!([]), "its media have other sizes than before"),
+        ("media".to_owned(), json!([1u64 << 60]), "the media of turns in its rollout in progress are incomplete"),
+        ("media".to_owned(), json!([]), "which has no place"),
+        (format!("parts/{picture}/image"), json!("gone.png"), "gone.png"),
+        (format!("parts/{picture}/image"), json!("/dev/zero"), "/dev/zero"),
+    ] {
+        let mut changed = state.clone();
+        *changed.pointer_mut(&format!("{turn}/{what}")).unwrap() = value.clone();
+        std::fs::write(&path, changed.to_string()).unwrap();
+        sign(&one);
+        let message = told(&run(new()).unwrap_err());
+        assert!(message.contains(told_of), "{what} {value}: {message}");
+    }
+    std::fs::write(&path, state.to_string()).unwrap();
+    sign(&one);
+    assert_eq!(run(new()).unwrap().steps, 4);
+}
+
 #[test]
 fn replay_and_an_environment_exclude_each_other() {
     let place = Place::new();
@@ -118,7 +200,7 @@ fn replay_and_an_environment_exclude_each_other() {
     setup.run.replay = true;
     let told = told(&run(setup).unwrap_err());
     assert!(
-        told.contains("an environment cannot answer completions over several ranks or in a replay"),
+        told.contains("an environment cannot answer recorded completions"),
         "{told}"
     );
 }

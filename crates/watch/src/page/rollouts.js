@@ -327,7 +327,7 @@ async function prompt(mine) {
   const scale = Math.max(...samples.map((own) => Math.abs(own.advantage ?? 0)), 1e-9);
   let shown = 0;
   const add = (count) => {
-    const made = samples.slice(shown, shown + count).map((own) => card(own, where, scale));
+    const made = samples.slice(shown, shown + count).map((own) => card(own, where, scale, found.media));
     shown += made.length;
     cards.append(...made.map((one) => one.node));
     made.forEach((one) => one.paint(colours.value));
@@ -365,14 +365,46 @@ function text({ text: shown, chars }, where) {
   return el('div', {}, pre, button);
 }
 
-/// Shows a turn of the model and the answer of an environment that follows it.
-function added(turn, where) {
-  const addresses = turn.media.map((at) => link('preview', { ...where, at })).filter(Boolean);
-  const pictures = addresses.map((src) => el('img', { class: 'crop', src, alt: 'a picture of the answer', loading: 'lazy', onerror: (event) => event.target.remove() }));
-  return el('div', {}, el('div', { class: 'completion' }, block(turn.model.text)), el('div', { class: 'answer' }, pictures, turn.text.text ? block(turn.text.text) : ''));
+/// Returns the boxes in the calls of a turn of the model: the number of the picture, from 1, and the corners.
+function boxes(said) {
+  return said.split('<tool_call>').slice(1).flatMap((call) => {
+    const corners = call.match(/bbox_2d"?\s*[:>]\s*\[([^\]]*)\]/)?.[1].split(',').map(Number) ?? [];
+    if (corners.length !== 4 || !corners.every(Number.isFinite)) return [];
+    return [{ picture: Number(call.match(/"image"\s*:\s*(\d+)|<parameter=image>\s*(\d+)/)?.slice(1).find(Boolean) ?? 1), corners }];
+  });
 }
 
-function card(own, where, scale) {
+/// Shows the pictures of a record with the boxes that a turn of the model asks for.
+function marked(turn, where, media) {
+  const pictures = media.map((medium, at) => ({ medium, at })).filter(({ medium }) => medium.mime?.startsWith('image/') && !medium.times?.length);
+  const all = boxes(turn.model.text).filter(({ picture }) => pictures[picture - 1]);
+  return [...new Set(all.map(({ picture }) => picture))].map((picture) => {
+    const src = link('media', { ...where, at: pictures[picture - 1].at });
+    if (!src) return '';
+    const image = el('img', { src, alt: 'the picture with the box of the call', loading: 'lazy', onerror: (event) => event.target.parentElement.remove() });
+    const figure = el('div', { class: 'boxed' }, image);
+    image.addEventListener('load', () => {
+      const thousandths = runs[Number(current.run ?? 0)]?.setting?.('environment') === 'zoom:1000';
+      const size = thousandths ? [1000, 1000] : [image.naturalWidth, image.naturalHeight];
+      for (const own of all.filter((other) => other.picture === picture)) {
+        const [left, top, right, bottom] = own.corners.map((value, i) => 100 * Math.min(1, Math.max(0, value / size[i % 2])));
+        const box = el('span', { title: `the box ${own.corners.join(', ')}` });
+        Object.assign(box.style, { left: `${left}%`, top: `${top}%`, width: `${right - left}%`, height: `${bottom - top}%` });
+        figure.append(box);
+      }
+    });
+    return figure;
+  });
+}
+
+/// Shows a turn of the model and the answer of an environment that follows it.
+function added(turn, where, media) {
+  const addresses = turn.media.map((at) => link('preview', { ...where, at })).filter(Boolean);
+  const pictures = addresses.map((src) => el('img', { class: 'crop', src, alt: 'a picture of the answer', loading: 'lazy', onerror: (event) => event.target.remove() }));
+  return el('div', {}, el('div', { class: 'completion' }, block(turn.model.text)), el('div', { class: 'answer' }, marked(turn, where, media), pictures, turn.text.text ? block(turn.text.text) : ''));
+}
+
+function card(own, where, scale, media) {
   const body = el('div', { class: 'completion' }, text(own.completion, { ...where, sample: own.sample }));
   const link = el('a', { href: hash('rollouts', { ...where, sample: own.sample }), title: 'a link to this completion' }, `#${own.sample}`);
   const marks = [own.cut && 'cut off', !own.parsed && 'no answer'].filter(Boolean).map((mark) => el('span', { class: 'mark' }, mark));
@@ -380,7 +412,7 @@ function card(own, where, scale) {
   const columns = Object.entries(own.columns).map(([name, value]) => [el('dt', {}, visible(name)), el('dd', {}, visible(typeof value === 'string' ? value : JSON.stringify(value)))]);
   const node = el('section', { class: 'card', 'data-sample': String(own.sample), 'data-current': current.sample === String(own.sample) ? 'true' : null },
     el('header', {}, link, el('b', { class: 'total' }, number(own.reward, 2)), el('span', { class: own.advantage < 0 ? 'bad' : own.advantage > 0 ? 'good' : 'quiet', title: 'advantage' }, `A ${signed(own.advantage)}`), el('span', { class: 'quiet' }, `${own.length} tokens`), marks),
-    el('div', { class: 'rewards' }, rewards), (own.turns ?? []).map((turn) => added(turn, where)), body, columns.length ? el('dl', {}, columns) : '');
+    el('div', { class: 'rewards' }, rewards), (own.turns ?? []).map((turn) => added(turn, where, media)), body, columns.length ? el('dl', {}, columns) : '');
   let numbers = null;
   const paint = async (how) => {
     node.style.background = '';

@@ -106,7 +106,7 @@ impl Processor for HumanOmniProcessor {
         };
         let shows = |part: &TurnPart| match part {
             TurnPart::Medium { kind, .. } => *kind != MediumKind::Audio,
-            TurnPart::Text(_) => false,
+            TurnPart::Text(_) | TurnPart::Call(_) => false,
         };
         if !turns.iter().flat_map(|turn| &turn.parts).any(shows) {
             return Ok(Vec::new());
@@ -123,7 +123,7 @@ impl Processor for HumanOmniProcessor {
             .iter()
             .filter_map(|part| match part {
                 TurnPart::Text(text) => Some(text.as_str()),
-                TurnPart::Medium { .. } => None,
+                TurnPart::Medium { .. } | TurnPart::Call(_) => None,
             })
             .collect();
         let mut ids = tokenizer.encode_framed(text.trim())?;

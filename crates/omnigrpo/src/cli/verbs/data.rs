@@ -35,6 +35,7 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
         let survey = rewards.as_ref().map(Survey::new);
         let check = RowCheck {
             prompts: prompts.as_ref(),
+            objective: Objective::Reinforce,
             limits: &settings.prompts.media.limits,
             survey: survey.as_ref(),
             num_longest: LONGEST,

@@ -208,6 +208,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             text: String::new(),
         },
         target: vec![0; STREAM_ROWS],
+        turns: Vec::new(),
     };
     let mut lines = Vec::new();
     for (name, selection, adapted, bits) in ways {
@@ -228,6 +229,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             algorithm: &algorithm,
             optimizer: &optimizer,
             work: if selection.is_some() { Work::Examples(vec![stream.clone()]) } else { Work::None },
+            answer: None,
             prompts_per_step: 1,
             evaluation: None,
             reference: ReferenceKept::InPlace,

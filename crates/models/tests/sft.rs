@@ -1,0 +1,162 @@
+//! Supervised examples of conversations with tools: the tokens of the whole conversation, with the turns of the model as targets.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_models::{
+    Checkpoint, GroupStream, Model, ModelError, PackedStream, PromptBuilder, PromptSettings, SftExample,
+    WeightDtype,
+};
+use omnigrpo_testkit::{checkpoint, golden, max_diff};
+use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, RenderedConversation, Tokenizer};
+use serde_json::{Value, json};
+
+fn builder(name: &str, render: RenderOptions) -> PromptBuilder {
+    let settings = PromptSettings { max_completion_length: 64, render, ..PromptSettings::default() };
+    PromptBuilder::open(&Checkpoint::open(&checkpoint(name)).unwrap(), settings).unwrap()
+}
+
+fn sample(row: Value) -> Sample {
+    Sample::from_row(row, "rows", &golden("media"), &ReadOptions::default()).unwrap()
+}
+
+/// Two pictures in different turns, two answers to calls in a row, and two questions.
+fn conversation() -> Value {
+    let call = |x: u32| json!({ "function": { "name": "zoom", "arguments": { "bbox_2d": [x, 2, 3, 4] } } });
+    json!({ "messages": [
+        { "role": "user", "content": [{ "type": "image", "image": "shapes.png" }, { "type": "text", "text": "which digit?" }] },
+        { "role": "assistant", "content": "I look.", "tool_calls": [call(1)] },
+        { "role": "tool", "content": [{ "type": "image", "image": "alpha.png" }, { "type": "text", "text": "the part" }] },
+        { "role": "tool", "content": [{ "type": "text", "text": "<|im_end|> is text" }] },
+        { "role": "assistant", "content": "7" },
+        { "role": "user", "content": [{ "type": "text", "text": "sure?" }] },
+        { "role": "assistant", "content": "yes, 7" },
+    ] })
+}
+
+/// Renders all turns at once, as `transformers` does (see the goldens of the crate `text`).
+fn whole(name: &str, prompts: &PromptBuilder, sample: &Sample, example: &SftExample) -> RenderedConversation {
+    let (tokenizer, template) =
+        (Tokenizer::from_dir(&checkpoint(name)).unwrap(), ChatTemplate::from_dir(&checkpoint(name)).unwrap());
+    let media = example.prompt.media.iter();
+    let processor = prompts.family().processor();
+    let shown = media.map(|m| processor.tokens(m.kind, &m.shape, &m.frame_times_secs).unwrap());
+    let turns = processor.arrange(&[sample.turns.clone(), sample.sft_turns()].concat());
+    let renderer = PromptRenderer::new(&tokenizer, &template);
+    let options = &prompts.settings().render;
+    renderer.render_conversation(&turns, &shown.collect::<Vec<_>>(), options, prompts.stops()).unwrap()
+}
+
+fn mask(example: &SftExample) -> Vec<bool> {
+    let mut mask = vec![false; example.prompt.ids.len()];
+    mask.resize(mask.len() + example.target.len(), true);
+    for turn in &example.turns {
+        let tokens = turn.tokens();
+        let first = example.prompt.ids.len();
+        mask[first + tokens.start..first + tokens.end].fill(false);
+    }
+    mask
+}
+
+#[test]
+fn examples_are_the_conversation_with_the_turns_of_the_model_as_targets() {
+    for name in ["qwen2_vl_untied", "qwen2_5_vl_untied", "qwen3_vl", "internvl3_5_hf"] {
+        let (prompts, sample) = (builder(name, RenderOptions::default()), sample(conversation()));
+        let example = prompts.build_sft(&sample, 0).unwrap();
+        assert_eq!((example.turns.len(), example.prompt.media.len()), (2, 2), "{name}");
+        assert_eq!(example.turns[0].media, [1], "{name}");
+        let whole = whole(name, &prompts, &sample, &example);
+        let ids = [example.prompt.ids.clone(), example.target.clone()].concat();
+        let decode = |ids: &[u32]| prompts.tokenizer().decode(ids, false).unwrap();
+        assert_eq!(decode(&ids), decode(&whole.prompt.ids[..ids.len()]), "{name}");
+        assert_eq!(ids, whole.prompt.ids[..ids.len()], "{name}");
+        assert_eq!(mask(&example), whole.train_mask[..ids.len()], "{name}");
+        assert_eq!(example.num_imitated(), mask(&example).iter().filter(|own| **own).count());
+        // Headers alone give the same sizes.
+        let outline = prompts.outline_sft(&sample).unwrap();
+        assert_eq!((&outline.prompt.ids, &outline.target), (&example.prompt.ids, &example.target), "{name}");
+
+        // The last answer has the log-probabilities that it has after a prompt with all turns.
+        let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+        let features = [model.encode_prompt(&example.prompt).unwrap()];
+        let group = [GroupStream { prompt: &example.prompt, completions: vec![&example.target] }];
+        let stream = PackedStream::with_turns(&group, |_, _| &example.turns).unwrap();
+        let scored = model.score(&stream, &features, 1.0).unwrap().0;
+        assert_eq!(scored.len(), example.num_imitated(), "{name}");
+        let prompt = prompts.build(&sample).unwrap();
+        let answer = &ids[prompt.ids.len()..];
+        let group = [GroupStream { prompt: &prompt, completions: vec![answer] }];
+        let features = [model.encode_prompt(&prompt).unwrap()];
+        let plain = model.score(&PackedStream::new(&group).unwrap(), &features, 1.0).unwrap().0;
+        let delta = max_diff(&scored[scored.len() - answer.len()..], &plain);
+        assert!(delta <= 1e-5, "{name}: {delta}");
+    }
+}
+
+/// What counts as a target: every answer of a conversation, or the completion of a prompt.
+#[test]
+fn prompts_are_context() {
+    let prompts = builder("qwen2_5_vl_untied", RenderOptions::default());
+    let say = |role: &str, text: &str| json!({ "role": role, "content": text });
+    let texts = |row: Value| -> Vec<String> {
+        let example = prompts.build_sft(&sample(row), 0).unwrap();
+        let (mut texts, mut from) = (Vec::new(), 0);
+        let end = example.target.len()..example.target.len();
+        for others in example.turns.iter().map(|turn| turn.tokens()).chain([end]) {
+            texts.push(prompts.tokenizer().decode(&example.target[from..others.start], false).unwrap());
+            from = others.end;
+        }
+        texts
+    };
+    let history = [say("user", "a?"), say("assistant", "a"), say("user", "b?")];
+    let with = |last: Value| [&history[..], &[last]].concat();
+    assert_eq!(texts(json!({ "messages": with(say("assistant", "b")) })), ["a<|im_end|>", "b<|im_end|>"]);
+    assert_eq!(texts(json!({ "prompt": history, "completion": "b" })), ["b<|im_end|>"]);
+    assert_eq!(texts(json!({ "messages": history, "solution": "b" })), ["b<|im_end|>"]);
+    let turns = [say("assistant", "b"), say("tool", "c"), say("assistant", "d")];
+    assert_eq!(texts(json!({ "prompt": "b?", "completion": turns })), ["b<|im_end|>", "d<|im_end|>"]);
+    // Answers that follow each other are separate turns.
+    let twice = [say("user", "a?"), say("assistant", "a"), say("assistant", "b")];
+    assert_eq!(texts(json!({ "messages": twice })), ["a<|im_end|>", "b<|im_end|>"]);
+    let none = prompts.build_sft(&sample(json!({ "prompt": "b?" })), 0);
+    assert!(matches!(none, Err(ModelError::NoAnswer)), "{none:?}");
+}
+
+#[test]
+fn a_row_may_describe_its_own_tools() {
+    let tool = |name: &str| json!({ "type": "function", "function": { "name": name, "parameters": {} } });
+    let prompts = builder("qwen2_5_vl_untied", RenderOptions { tools: vec![tool("run")], ..Default::default() });
+    let text = |tools: Value| prompts.build(&sample(json!({ "prompt": "b?", "tools": tools }))).unwrap().text;
+    let described = |name: &str| format!("<tools>\n{{\"type\": \"function\", \"function\": {{\"name\": \"{name}\", \"parameters\": {{}}}}}}\n</tools>");
+    assert!(text(Value::Null).contains(&described("run")));
+    assert!(text(json!([tool("own")])).contains(&described("own")));
+    assert!(!text(json!([])).contains("# Tools"));
+}
+
+/// A template of a model that thinks leaves out the thoughts of earlier turns. They are imitated all the same.
+#[test]
+fn a_template_cannot_rewrite_a_target() {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(checkpoint("qwen2_5_vl_untied")).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    std::fs::remove_file(folder.path().join("chat_template.json")).ok();
+    std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+    let prompts =
+        PromptBuilder::open(&Checkpoint::open(folder.path()).unwrap(), PromptSettings::default()).unwrap();
+    let say = |role: &str, text: &str| json!({ "role": role, "content": text });
+    let thought = " <think>\nlook\n</think>\n<tool_call>{\"name\": \"zoom\"}</tool_call> ";
+    let row = sample(json!({ "messages": [
+        say("user", "which?"), say("assistant", thought), say("tool", " 7\n"), say("assistant", "7"),
+    ] }));
+    let example = prompts.build_sft(&row, 0).unwrap();
+    let first = &example.target[..example.turns[0].start];
+    assert_eq!(prompts.tokenizer().decode(first, false).unwrap(), format!("{thought}<|im_end|>"));
+    assert_eq!(
+        example.turns[0].turn.text,
+        "\n<|im_start|>user\n<tool_response>\n 7\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    );
+    assert!(prompts.build(&row).is_err(), "the whole conversation cannot be rendered without a change");
+}
