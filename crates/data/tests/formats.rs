@@ -648,7 +648,10 @@ fn a_chosen_completion_is_learned_and_the_answer_stays_the_truth() {
     let place = Place::new();
     let turns = json!([{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A"}]);
     let sample = place.read(json!({"conversations": turns, "completion": "<think>t</think>A"}));
-    assert_eq!((answer(&sample).as_deref(), sample.solution.as_deref()), (Some("<think>t</think>A"), Some("A")));
+    assert_eq!(
+        (answer(&sample).as_deref(), sample.solution.as_deref()),
+        (Some("<think>t</think>A"), Some("A"))
+    );
 }
 
 #[test]

@@ -4,9 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use omnigrpo_data::{
-    Cause, MediumInfo, MediumOptions, MediumRef, MediumSource, RecordedCompletion, Sample,
-};
+use omnigrpo_data::{Cause, MediumInfo, MediumOptions, MediumRef, MediumSource, RecordedCompletion, Sample};
 use omnigrpo_text::{
     ChatTemplate, MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions,
     RenderedPrompt, Role, Span, StopSet, Tokenizer, Turn,
@@ -545,7 +543,8 @@ impl PromptBuilder {
             tokens += before.ids.len() + imitated.len();
             let limit = self.family.architecture().decoder_config().max_positions;
             if tokens > limit {
-                let (which, remedy) = ("the model's positions", "shorten the row, or use fewer pixels".to_owned());
+                let (which, remedy) =
+                    ("the model's positions", "shorten the row, or use fewer pixels".to_owned());
                 return Err(ModelError::PromptTooLong { tokens, limit, which, remedy });
             }
             pieces.push(Piece { before, media: shown, imitated });
@@ -717,7 +716,7 @@ const MOST_RENDERED: usize = 1 << 20;
 
 /// Turn of the model that supervised training imitates.
 struct Piece {
-    /// What the model reads before it.
+    /// Turns that the model reads before it.
     before: RenderedPrompt,
     /// Media in `before`, as indices of the row's media.
     media: Vec<usize>,

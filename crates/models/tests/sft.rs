@@ -92,7 +92,7 @@ fn examples_are_the_conversation_with_the_turns_of_the_model_as_targets() {
     }
 }
 
-/// What counts as a target: every answer of a conversation, or the completion of a prompt.
+/// Every answer of a conversation is a target, and only the completion of a prompt.
 #[test]
 fn prompts_are_context() {
     let prompts = builder("qwen2_5_vl_untied", RenderOptions::default());
@@ -124,9 +124,14 @@ fn prompts_are_context() {
 #[test]
 fn a_row_may_describe_its_own_tools() {
     let tool = |name: &str| json!({ "type": "function", "function": { "name": name, "parameters": {} } });
-    let prompts = builder("qwen2_5_vl_untied", RenderOptions { tools: vec![tool("run")], ..Default::default() });
+    let prompts =
+        builder("qwen2_5_vl_untied", RenderOptions { tools: vec![tool("run")], ..Default::default() });
     let text = |tools: Value| prompts.build(&sample(json!({ "prompt": "b?", "tools": tools }))).unwrap().text;
-    let described = |name: &str| format!("<tools>\n{{\"type\": \"function\", \"function\": {{\"name\": \"{name}\", \"parameters\": {{}}}}}}\n</tools>");
+    let described = |name: &str| {
+        format!(
+            "<tools>\n{{\"type\": \"function\", \"function\": {{\"name\": \"{name}\", \"parameters\": {{}}}}}}\n</tools>"
+        )
+    };
     assert!(text(Value::Null).contains(&described("run")));
     assert!(text(json!([tool("own")])).contains(&described("own")));
     assert!(!text(json!([])).contains("# Tools"));

@@ -328,7 +328,8 @@ impl<'a> PromptRenderer<'a> {
         let calls = turn.calls();
         let texts = turn.parts.iter().filter(|part| matches!(part, Part::Text(_))).cloned().collect();
         let said = || Turn { role: turn.role, parts: texts };
-        let written = (!calls.is_empty()).then(|| self.template.with_calls(&said().written(), &calls)).flatten();
+        let written =
+            (!calls.is_empty()).then(|| self.template.with_calls(&said().written(), &calls)).flatten();
         written.unwrap_or_else(|| turn.written())
     }
 
@@ -522,7 +523,8 @@ impl<'a> PromptRenderer<'a> {
             }
             frame(after, &mut parts, &mut string);
             // Answers of tools that follow each other share a user turn.
-            let shares = turn.role == Role::Tool && role == Role::User && t > 0 && turns[t - 1].role == Role::Tool;
+            let shares =
+                turn.role == Role::Tool && role == Role::User && t > 0 && turns[t - 1].role == Role::Tool;
             match messages.last_mut().filter(|_| shares).map(|message| &mut message["content"]) {
                 Some(Value::Array(earlier)) => {
                     earlier.push(json!({"type": "text", "text": "\n"}));

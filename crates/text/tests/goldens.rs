@@ -292,14 +292,20 @@ fn check_tools(file: &str, template: impl Fn(&str) -> Option<ChatTemplate>) -> u
             ids.extend(tokenizer.encode_text(&renderer.said(&turns[at])).unwrap());
             ids.extend(tokenizer.eos_token());
             if at + 1 < turns.len() {
-                ids.extend(renderer.render_turns(&turns[at + 1..next], &media, &options, &stops).unwrap().prompt.ids);
+                ids.extend(
+                    renderer.render_turns(&turns[at + 1..next], &media, &options, &stops).unwrap().prompt.ids,
+                );
             }
         }
         let expected = match completed {
             true => &whole.ids[..ids.len()],
             false => &whole.ids[..],
         };
-        assert_eq!(tokenizer.decode(&ids, false).unwrap(), tokenizer.decode(expected, false).unwrap(), "{what}");
+        assert_eq!(
+            tokenizer.decode(&ids, false).unwrap(),
+            tokenizer.decode(expected, false).unwrap(),
+            "{what}"
+        );
         assert_eq!(ids, expected, "{what}");
     }
     checked

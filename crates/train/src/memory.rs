@@ -482,7 +482,8 @@ fn outlined(
     let mut completions = Vec::with_capacity(size);
     for _ in 0..size {
         let mut completion = Completion::recorded(vec![0; longest], FinishReason::Stop, String::new());
-        let answers = plan.answers().into_iter().flat_map(|(answer, turns)| (0..turns).map(move |at| (at, answer)));
+        let answers =
+            plan.answers().into_iter().flat_map(|(answer, turns)| (0..turns).map(move |at| (at, answer)));
         for (at, answer) in answers {
             let start = 1 + at * (answer.ids.len() + 1);
             completion.ids[start..start + answer.ids.len()].copy_from_slice(&answer.ids);

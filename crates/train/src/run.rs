@@ -229,7 +229,8 @@ impl Loop {
         let dir = lock.root();
         algorithm.split.validate()?;
         if algorithm.sampling.interaction.is_some() && run.replay {
-            let what = "an environment cannot answer recorded completions; leave out the replay or the environment";
+            let what =
+                "an environment cannot answer recorded completions; leave out the replay or the environment";
             return Err(TrainError::Data { what: what.to_owned() });
         }
         algorithm.split.prompts_per_step = Some(run.prompts_per_step);

@@ -17,7 +17,7 @@ use crate::scoring;
 pub struct RowCheck<'a> {
     /// Builder of prompts, whose length is estimated from the media headers. Without it, lengths are 0.
     pub prompts: Option<&'a PromptBuilder>,
-    /// What a row is measured for: the prompt of a completion, or a supervised example.
+    /// Objective for which a row is measured: its prompt alone, or a supervised example.
     pub objective: Objective,
     /// Limits for each medium.
     pub limits: &'a Limits,

@@ -244,7 +244,11 @@ fn plans_count_the_answers_of_an_environment() {
     let rows: Vec<PreparedRow> =
         (0..2).map(|row| PreparedRow::outline(&prompts, rows_of.get(row).unwrap()).unwrap()).collect();
     let answer = Arc::new(prompts.outline_turn(2, 60).unwrap().unwrap());
-    assert!(answer.ids.len() <= 60 && answer.ids.len() > 40 && answer.media.len() == 2, "{}", answer.ids.len());
+    assert!(
+        answer.ids.len() <= 60 && answer.ids.len() > 40 && answer.media.len() == 2,
+        "{}",
+        answer.ids.len()
+    );
     assert!(prompts.outline_turn(2, 3).unwrap().is_none(), "no picture fits");
 
     let zoom = omnigrpo_rollout::environment("zoom", place.path().into(), &Limits::default()).unwrap();

@@ -293,7 +293,9 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
 
 fn text_or_conversation(value: &Value, name: &str) -> Result<Vec<RawTurn>, RowProblem> {
     match value {
-        Value::String(text) => Ok(vec![RawTurn { role: Role::User, content: Content::Text(text.clone()), calls: Vec::new() }]),
+        Value::String(text) => {
+            Ok(vec![RawTurn { role: Role::User, content: Content::Text(text.clone()), calls: Vec::new() }])
+        }
         Value::Array(_) => conversation(value, name),
         other => Err(column(name, other, "a text or a list of messages")),
     }

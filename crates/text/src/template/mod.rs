@@ -329,11 +329,15 @@ impl ChatTemplate {
                 let function = serde_json::json!({"name": call.name, "arguments": call.arguments});
                 serde_json::json!({"type": "function", "function": function})
             };
-            let mut turn = serde_json::json!({"role": "assistant", "content": content(Role::Assistant, text)});
+            let mut turn =
+                serde_json::json!({"role": "assistant", "content": content(Role::Assistant, text)});
             if !calls.is_empty() {
                 turn["tool_calls"] = calls.iter().map(call).collect();
             }
-            self.trial(&serde_json::json!([{"role": "user", "content": content(Role::User, "x")}, turn]), None)
+            self.trial(
+                &serde_json::json!([{"role": "user", "content": content(Role::User, "x")}, turn]),
+                None,
+            )
         };
         let plain = conversation(PROBE, &[]);
         let (before, after) = plain.split_once(PROBE)?;
@@ -413,7 +417,8 @@ fn invalid(problem: String) -> Error {
 /// Returns JSON as Python writes it, which is the form in which models have seen tools and calls. A value that nests too deep for
 /// that is written without spaces.
 pub(crate) fn python_json(value: &serde_json::Value) -> String {
-    let format = JsonFormat { ascii: false, sort: false, indent: None, separators: (", ".into(), ": ".into()) };
+    let format =
+        JsonFormat { ascii: false, sort: false, indent: None, separators: (", ".into(), ": ".into()) };
     let mut out = String::new();
     match format.write(&mut out, &Value::from(Serde(value)), 0) {
         Ok(()) => out,

@@ -149,7 +149,10 @@ fn turns_give_the_bits_of_one_process() {
             change(setup);
         });
         let records = lines(&place.out(&format!("{what}-1")).join("rollouts/step-000001.jsonl"));
-        assert!(records.iter().any(|row| row["turns"][0]["media"][0].is_string()), "{what}: no turn has a picture");
+        assert!(
+            records.iter().any(|row| row["turns"][0]["media"][0].is_string()),
+            "{what}: no turn has a picture"
+        );
     }
 }
 

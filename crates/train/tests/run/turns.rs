@@ -160,7 +160,9 @@ fn impossible_turns_of_a_checkpoint_are_refused() {
     let path = one.join("trainer_state.json");
     let state: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let turns = state["buffer"]["turns"].as_array().unwrap();
-    let at = |row: usize| turns[row].as_array().unwrap().iter().position(|own| !own.as_array().unwrap().is_empty());
+    let at = |row: usize| {
+        turns[row].as_array().unwrap().iter().position(|own| !own.as_array().unwrap().is_empty())
+    };
     let (row, completion) = (0..turns.len()).find_map(|row| Some((row, at(row)?))).unwrap();
     let turn = format!("/buffer/turns/{row}/{completion}/0");
     let picture = turns[row][completion][0]["parts"].as_array().unwrap();
@@ -176,7 +178,11 @@ fn impossible_turns_of_a_checkpoint_are_refused() {
         ("spans".to_owned(), json!([[0, u64::MAX, 2]]), "a span is outside of the turn's tokens"),
         ("spans".to_owned(), json!([[7, 0, 1]]), "a span is outside of the turn's tokens and media"),
         ("spans".to_owned(), json!([]), "its media have other sizes than before"),
-        ("media".to_owned(), json!([1u64 << 60]), "the media of turns in its rollout in progress are incomplete"),
+        (
+            "media".to_owned(),
+            json!([1u64 << 60]),
+            "the media of turns in its rollout in progress are incomplete",
+        ),
         ("media".to_owned(), json!([]), "which has no place"),
         (format!("parts/{picture}/image"), json!("gone.png"), "gone.png"),
         (format!("parts/{picture}/image"), json!("/dev/zero"), "/dev/zero"),
@@ -199,8 +205,5 @@ fn replay_and_an_environment_exclude_each_other() {
     let (mut setup, _) = interactive(&place, "run");
     setup.run.replay = true;
     let told = told(&run(setup).unwrap_err());
-    assert!(
-        told.contains("an environment cannot answer recorded completions"),
-        "{told}"
-    );
+    assert!(told.contains("an environment cannot answer recorded completions"), "{told}");
 }
