@@ -33,6 +33,8 @@ pub(crate) struct Cuda {
     stream: sys::CUstream,
     /// Stream of copies that run beside the work of `stream`.
     copies: sys::CUstream,
+    /// Default pool of the device.
+    pool: sys::CUmemoryPool,
     nvrtc: Nvrtc,
     /// Architecture for which the kernels are compiled.
     arch: String,
@@ -206,6 +208,7 @@ impl Cuda {
                 context,
                 stream,
                 copies,
+                pool,
                 nvrtc,
                 arch,
                 cache: cache.into(),
@@ -269,8 +272,23 @@ impl Cuda {
     pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::malloc_async(self.stream, bytes.max(1)) }
-            .map_err(self.memory_or("cuMemAllocAsync", bytes))
+        let alloc = || unsafe { result::malloc_async(self.stream, bytes.max(1)) };
+        let at = match alloc() {
+            // The pool may keep enough memory, but in pieces that are too small.
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                self.return_freed()?;
+                alloc()
+            }
+            done => done,
+        };
+        at.map_err(self.memory_or("cuMemAllocAsync", bytes))
+    }
+
+    /// Returns the freed memory that the pool keeps to the driver.
+    fn return_freed(&self) -> Result<()> {
+        self.synchronize()?;
+        // SAFETY: a default pool lives as long as its device.
+        unsafe { result::mem_pool::trim_to(self.pool, 0) }.map_err(self.said("cuMemPoolTrimTo"))
     }
 
     pub(crate) fn free(&self, at: u64) -> Result<()> {

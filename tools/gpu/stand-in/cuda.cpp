@@ -77,6 +77,9 @@ static const Settings& settings = *new Settings;
 
 struct Device {
     size_t used = 0;
+    /// Sizes of the freed pieces that the pool keeps, and their sum. A larger allocation cannot have them.
+    std::multiset<size_t> kept;
+    size_t kept_bytes = 0;
     /// First error of a kernel. Every later call returns it.
     int failure = SUCCESS;
 };
@@ -578,6 +581,19 @@ EXPORTED int cuMemPoolSetAttribute(void*, int attribute, void*) {
     return INVALID_VALUE;
 }
 
+EXPORTED int cuMemPoolTrimTo(void* pool, size_t bytes) {
+    CALL_IN_CONTEXT;
+    if (bytes) {
+        complain("cuMemPoolTrimTo: the stand-in can only keep nothing");
+        return INVALID_VALUE;
+    }
+    auto device = static_cast<Device*>(pool);
+    device->kept.clear();
+    device->kept_bytes = 0;
+    report.numbers["trims"]++;
+    return SUCCESS;
+}
+
 EXPORTED int cuMemGetInfo_v2(size_t* free, size_t* total) {
     CALL_IN_CONTEXT;
     *total = settings.memory;
@@ -597,7 +613,13 @@ EXPORTED int cuMemAllocAsync(Address* at, size_t bytes, void* handle) {
         complain("cuMemAllocAsync of 0 bytes");
         return INVALID_VALUE;
     }
-    if (bytes > settings.memory - current->used) return OUT_OF_MEMORY;
+    auto piece = current->kept.lower_bound(bytes);
+    if (piece != current->kept.end()) {
+        current->kept_bytes -= *piece;
+        current->kept.erase(piece);
+    } else if (bytes > settings.memory - current->used - current->kept_bytes) {
+        return OUT_OF_MEMORY;
+    }
     size_t inner = room(bytes);
     void* mapped = mmap(nullptr, inner + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) return OUT_OF_MEMORY;
@@ -637,6 +659,8 @@ EXPORTED int cuMemFreeAsync(Address at, void* handle) {
     size_t inner = room(bytes);
     munmap(first + padded(bytes) - inner - PAGE, inner + 2 * PAGE);
     device->used -= bytes;
+    device->kept.insert(bytes);
+    device->kept_bytes += bytes;
     report.live -= bytes;
     report.numbers["frees"]++;
     freed.insert(at);

@@ -12,8 +12,8 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use omnigrpo_kernels::Stored;
 use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix};
+use omnigrpo_kernels::{Stored, parallel};
 use omnigrpo_ops::{Linear, Norm, Param, ParamDtype, Part, Values};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -401,7 +401,11 @@ impl WeightSource for RandomSource<'_> {
         match init {
             Init::Zeros => data.resize(len, 0.0),
             Init::Ones => data.resize(len, 1.0),
-            Init::Normal => normal(self.seed, name, self.std, len, &mut data),
+            Init::Normal => {
+                data.resize(len.next_multiple_of(2), 0.0);
+                normal(self.seed, name, self.std, &mut data);
+                data.truncate(len);
+            }
         }
         let values = Values::F32(data);
         let values = if self.dtype == WeightDtype::BFloat16 { values.into_bf16() } else { values };
@@ -417,22 +421,30 @@ impl WeightSource for RandomSource<'_> {
     }
 }
 
-/// Draws normally distributed numbers by the Box-Muller transform. Seed and name select the random stream.
-fn normal(seed: u64, name: &str, std: f32, len: usize, data: &mut Vec<f32>) {
+/// Number of random numbers that a thread draws together, an even number.
+const DRAWN_TOGETHER: usize = 1 << 16;
+
+/// Fills pairs of normally distributed numbers by the Box-Muller transform. Seed and name select the random stream, of which each
+/// number takes one word.
+fn normal(seed: u64, name: &str, std: f32, data: &mut [f32]) {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     for (i, byte) in name.bytes().enumerate() {
         let slot = &mut key[8 + i % 24];
         *slot = slot.wrapping_mul(31).wrapping_add(byte);
     }
-    let mut rng = ChaCha8Rng::from_seed(key);
-    let mut uniform = move || (f64::from(rng.next_u32()) + 0.5) / (f64::from(u32::MAX) + 1.0);
-    while data.len() < len {
-        let (radius, angle) = ((-2.0 * uniform().ln()).sqrt(), std::f64::consts::TAU * uniform());
-        data.push((radius * angle.cos()) as f32 * std);
-        data.push((radius * angle.sin()) as f32 * std);
-    }
-    data.truncate(len);
+    let rng = ChaCha8Rng::from_seed(key);
+    let work = 32 * data.len();
+    parallel::map(data.chunks_mut(DRAWN_TOGETHER).enumerate(), work, |(i, chunk)| {
+        let mut rng = rng.clone();
+        rng.set_word_pos((i * DRAWN_TOGETHER) as u128);
+        let mut uniform = move || (f64::from(rng.next_u32()) + 0.5) / (f64::from(u32::MAX) + 1.0);
+        for pair in chunk.chunks_exact_mut(2) {
+            let (radius, angle) = ((-2.0 * uniform().ln()).sqrt(), std::f64::consts::TAU * uniform());
+            pair[0] = (radius * angle.cos()) as f32 * std;
+            pair[1] = (radius * angle.sin()) as f32 * std;
+        }
+    });
 }
 
 /// A source for the reference model: frozen copies of the trained weights, and the policy's own tensors, without adapters, for
