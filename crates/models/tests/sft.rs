@@ -114,9 +114,6 @@ fn prompts_are_context() {
     assert_eq!(texts(json!({ "messages": history, "solution": "b" })), ["b<|im_end|>"]);
     let turns = [say("assistant", "b"), say("tool", "c"), say("assistant", "d")];
     assert_eq!(texts(json!({ "prompt": "b?", "completion": turns })), ["b<|im_end|>", "d<|im_end|>"]);
-    // Answers that follow each other are separate turns.
-    let twice = [say("user", "a?"), say("assistant", "a"), say("assistant", "b")];
-    assert_eq!(texts(json!({ "messages": twice })), ["a<|im_end|>", "b<|im_end|>"]);
     let none = prompts.build_sft(&sample(json!({ "prompt": "b?" })), 0);
     assert!(matches!(none, Err(ModelError::NoAnswer)), "{none:?}");
 }

@@ -53,7 +53,9 @@ fn a_program_answers_in_training_generation_and_evaluation() {
         place.run_with(&line, &ENVIRONMENT).ok();
         let metrics = place.lines(&format!("{run}/metrics.jsonl"));
         let number = |name: &str| metrics[0][name].as_f64().unwrap();
-        assert!(number("sampling/sampling_logp_difference/max") <= 2e-4, "{run}: {}", metrics[0]);
+        // A rollout rounds activations to bytes before it multiplies them with weights of few bits, and the update does not.
+        let most = if run == "few_bits" { 0.5 } else { 2e-4 };
+        assert!(number("sampling/sampling_logp_difference/max") <= most, "{run}: {}", metrics[0]);
         assert_eq!(number("tools/failure_frequency"), 0.0);
         let rollouts: Vec<Value> = [1, 2]
             .iter()

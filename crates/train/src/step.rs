@@ -358,7 +358,8 @@ impl Collector<'_> {
                 }
                 match queue {
                     Some(queue) => {
-                        let taken = self.generate_taken(&generator, queue, &free, (&rows, &requests), told)?;
+                        let taken =
+                            self.generate_taken(&generator, queue, &free, (&rows, &requests), told)?;
                         Ok(taken.into_iter().map(|(place, own)| (place, saved_turns::sent(own))).collect())
                     }
                     None => {
