@@ -199,7 +199,7 @@ def estimate_page():
     weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in models())
     return "\n".join(
         [
-            "**Nothing here was run on a GPU. Every figure below is an estimate, marked (est.), with its formula.**",
+            "**Every figure below is an estimate, marked (est.), with its formula. [gpu-h100.md](gpu-h100.md) has what an H100 measured.**",
             "",
             "# GPU results",
             "",
