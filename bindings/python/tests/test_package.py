@@ -44,7 +44,9 @@ def test_the_settings_are_those_of_the_pages_and_have_help():
     paged = {name for row in table for name in re.findall(r"`(\w+)`", row)}
     settings = json.loads(_omnigrpo.schema())["properties"]
     # Words of the command line alone.
-    assert paged - set(settings) == {"config", "print_config", "dry_run", "run_dirs", "format", "script", "shell", "directory"} and set(settings) <= paged
+    assert paged - set(settings) == {
+        "config", "print_config", "dry_run", "run_dirs", "format", "script", "shell", "directory", "checkpoint"
+    } and set(settings) <= paged
     text = pydoc.render_doc(omnigrpo.GRPOConfig, renderer=pydoc.plaintext)
     assert all(f"{name}: {about['description']}".split("\n")[0][:60] in text for name, about in settings.items() if "$ref" not in about)
     assert "completions: a list of tokens" not in text and "nats" in pydoc.render_doc(omnigrpo.Model, renderer=pydoc.plaintext)

@@ -3,7 +3,9 @@
 //! Processor and memory come from Linux' `/proc`; on other systems they are unknown. The caller passes a function for the card.
 
 use std::fs;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -67,11 +69,18 @@ impl std::fmt::Debug for State {
 #[derive(Debug)]
 pub struct Watching {
     machine: Machine,
-    _alive: Arc<()>,
+    /// Ends the thread when it is dropped.
+    lasts: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Drop for Watching {
     fn drop(&mut self) {
+        self.lasts = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread leaves out loads, and nothing else.
+            let _ = thread.join();
+        }
         self.machine.state().gpu = None;
     }
 }
@@ -85,17 +94,19 @@ impl Machine {
     #[must_use]
     pub fn watch(&self, gpu: Option<Gpu>) -> Watching {
         *self.state() = State { gpu, step_times: Times::now(), ..State::default() };
-        let alive = Arc::new(());
-        let (machine, watching) = (self.clone(), Arc::downgrade(&alive));
+        let (lasts, ends) = mpsc::channel();
+        let machine = self.clone();
         let looks = move || {
-            while watching.upgrade().is_some() {
+            loop {
                 machine.state().look();
-                std::thread::sleep(EVERY);
+                if ends.recv_timeout(EVERY) != Err(RecvTimeoutError::Timeout) {
+                    break;
+                }
             }
         };
         // Without the thread, each step looks once.
-        let _ = std::thread::Builder::new().name("machine".to_owned()).spawn(looks);
-        Watching { machine: self.clone(), _alive: alive }
+        let thread = std::thread::Builder::new().name("machine".to_owned()).spawn(looks).ok();
+        Watching { machine: self.clone(), lasts: Some(lasts), thread }
     }
 
     /// Returns the load of the machine, which is at most a second old.
