@@ -150,8 +150,8 @@ FAULTS = [
     Fault(
         "padding rows join undefined parts",
         "attention",
-        "(it.prompt_rows + SPLIT - 1) / SPLIT, PART, i % D",
-        "prompt_parts, PART, i % D",
+        "(it.prompt_rows + SPLIT - 1) / SPLIT, PART, column",
+        "prompt_parts, PART, column",
         "edges::padded_decoding",
         "read of global memory that nothing has written",
     ),
