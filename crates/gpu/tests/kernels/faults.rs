@@ -111,8 +111,8 @@ const FAULTS: &[(&str, &[Fault])] = &[
             fault(
                 "linear",
                 "the first part is forgotten",
-                "for (int p = 0; p < parts; p++)",
-                "for (int p = 1; p < parts; p++)",
+                "if (p + e < parts) UNROLL",
+                "if (p + e > 0 && p + e < parts) UNROLL",
             ),
             fault(
                 "linear",
@@ -140,7 +140,7 @@ const FAULTS: &[(&str, &[Fault])] = &[
     ),
     (
         "layers_share_a_launch",
-        &[fault("linear", "another layer's columns", "stride + place.col + out, sum", "stride + out, sum")],
+        &[fault("linear", "another layer's columns", "stride + place.col + out, end", "stride + out, end")],
     ),
     (
         "norms",
