@@ -339,11 +339,11 @@ fn a_deepspeed_file_moves_the_optimizer() {
         let line = format!("{TRAIN} --output_dir out --print_config {more} --deepspeed");
         place.run_with(&line, &[&example("zero2.json")]).ok().stdout
     };
-    assert!(shown("--device auto").contains("offload_optimizer: true"), "{}", shown("--device auto"));
+    assert!(shown("--device auto").contains("offload_optimizer: cpu"), "{}", shown("--device auto"));
     let own = shown("--device auto --offload_optimizer false");
     let line = own.lines().find(|line| line.starts_with("offload_optimizer:")).unwrap();
-    assert!(line.starts_with("offload_optimizer: false ") && line.ends_with("# flag"), "{line}");
-    assert!(!shown("--device cpu").contains("offload_optimizer: true"));
+    assert!(line.starts_with("offload_optimizer: none ") && line.ends_with("# flag"), "{line}");
+    assert!(!shown("--device cpu").contains("offload_optimizer: cpu"));
 }
 
 /// The prompts of a step are the completions of the source divided by the size of a group.
@@ -419,6 +419,22 @@ fn deepspeed_settings_with_offload_are_explained() {
         place.run(&format!("{TRAIN} --max_steps 1 --output_dir out --deepspeed offload.json")).ok().stderr;
     let part = "zero_optimization.gather_16bit_weights_on_model_save = true: checkpoints are always complete";
     assert!(shown.contains(part), "{shown}");
+}
+
+#[test]
+fn a_deepspeed_file_may_place_the_state_on_a_disk() {
+    let place = Place::new();
+    place.write(
+        "nvme.json",
+        r#"{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "disk"}}}"#,
+    );
+    let line = format!("{TRAIN} --max_steps 1 --output_dir out --deepspeed nvme.json");
+    place.run(&line).fails(1, &["for the optimizer's state", "disk", "No such file or directory"]);
+    std::fs::create_dir(place.path("disk")).unwrap();
+    let shown = place.run(&line).ok().stderr;
+    assert!(shown.contains("`offload_optimizer`: the state is in files"), "{shown}");
+    let row = &place.lines("out/metrics.jsonl")[0];
+    assert_eq!(row["memory/optimizer_mb"], 0.0, "{row}");
 }
 
 #[test]

@@ -33,6 +33,15 @@ pub enum Error {
     /// Failure of the engine between ranks.
     #[error(transparent)]
     Ranks(#[from] omnigrpo_ranks::Error),
+    /// File for the optimizer's state that could not be created.
+    #[error("a file of {bytes} bytes for the optimizer's state could not be created in {}: {source}", .folder.display())]
+    StateFile {
+        /// Folder of the file.
+        folder: std::path::PathBuf,
+        /// Size of the file.
+        bytes: u64,
+        source: std::io::Error,
+    },
     /// Invalid use of a tape.
     #[error("tape: {what}")]
     Tape {

@@ -36,6 +36,7 @@ mod param;
 mod pass;
 mod rope;
 mod rows;
+mod state_file;
 mod tape;
 mod twin;
 mod work;

@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
 
 use omnigrpo_kernels::optim::{AdamW, adamw, adamw_bf16};
 
@@ -9,6 +11,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::param::{Param, ParamDtype, ValuesMut};
 use crate::rows::Rows;
+use crate::state_file::StateFile;
 
 /// Arrays of the optimizer's state for one weight.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -21,21 +24,70 @@ pub struct Numbers {
     pub master: Vec<f32>,
 }
 
-/// The optimizer's state for one weight, in main memory or on the GPU that updates the weight; see [`Step::offload`].
+/// The optimizer's state for one weight: in main memory, in a file, or on the GPU that updates the weight; see [`Step::offload`].
 #[derive(Debug, Default)]
 pub struct Moments {
     /// Number of updates applied to this weight.
     pub step: u64,
-    /// Arrays in main memory. They are empty while the state is on a GPU.
-    numbers: Numbers,
+    /// Arrays that the CPU updates. They are empty while the state is on a GPU.
+    host: OnHost,
     card: Option<crate::gpu::State>,
+    /// Folder of the file for the arrays that the CPU updates.
+    folder: Option<Arc<Path>>,
+}
+
+#[derive(Debug)]
+enum OnHost {
+    Memory(Numbers),
+    File(StateFile),
+}
+
+impl Default for OnHost {
+    fn default() -> Self {
+        Self::Memory(Numbers::default())
+    }
+}
+
+impl OnHost {
+    /// Returns first moment, second moment and master.
+    fn arrays(&self) -> [&[f32]; 3] {
+        match self {
+            Self::Memory(Numbers { m, v, master }) => [m, v, master],
+            Self::File(file) => file.arrays(),
+        }
+    }
 }
 
 impl Moments {
     /// Restores the state after `step` updates.
     #[must_use]
     pub fn new(step: u64, numbers: Numbers) -> Self {
-        Self { step, numbers, card: None }
+        Self { step, host: OnHost::Memory(numbers), ..Self::default() }
+    }
+
+    /// Stores the arrays that the CPU updates in a file of this folder, and not in main memory. Returns an error if it cannot be
+    /// created.
+    pub fn in_file(mut self, folder: &Arc<Path>) -> Result<Self> {
+        self.folder = Some(Arc::clone(folder));
+        match std::mem::take(&mut self.host) {
+            OnHost::Memory(numbers) => self.store(numbers)?,
+            file => self.host = file,
+        }
+        Ok(self)
+    }
+
+    /// Stores arrays where the CPU updates them.
+    fn store(&mut self, numbers: Numbers) -> Result<()> {
+        self.host = match &self.folder {
+            Some(folder) if !numbers.m.is_empty() => {
+                let mut file = StateFile::new(folder, numbers.m.len(), !numbers.master.is_empty())?;
+                let from = [&numbers.m, &numbers.v, &numbers.master];
+                file.arrays_mut().into_iter().zip(from).for_each(|(to, from)| to.copy_from_slice(from));
+                OnHost::File(file)
+            }
+            _ => OnHost::Memory(numbers),
+        };
+        Ok(())
     }
 
     /// Returns the first moment.
@@ -43,7 +95,7 @@ impl Moments {
     pub fn m(&self) -> Cow<'_, [f32]> {
         match &self.card {
             Some(state) => state.m.to_vec().into(),
-            None => (&self.numbers.m).into(),
+            None => self.host.arrays()[0].into(),
         }
     }
 
@@ -52,7 +104,7 @@ impl Moments {
     pub fn v(&self) -> Cow<'_, [f32]> {
         match &self.card {
             Some(state) => state.v.to_vec().into(),
-            None => (&self.numbers.v).into(),
+            None => self.host.arrays()[1].into(),
         }
     }
 
@@ -61,7 +113,7 @@ impl Moments {
     pub fn master(&self, param: &Param) -> Cow<'_, [f32]> {
         match &self.card {
             Some(state) => state.master(param).into(),
-            None => (&self.numbers.master).into(),
+            None => self.host.arrays()[2].into(),
         }
     }
 
@@ -69,31 +121,62 @@ impl Moments {
     pub fn has_master(&self) -> bool {
         match &self.card {
             Some(state) => state.rest.is_some(),
-            None => !self.numbers.master.is_empty(),
+            None => !self.host.arrays()[2].is_empty(),
         }
     }
 
     /// Returns the bytes of the arrays in main memory.
     #[must_use]
     pub fn host_bytes(&self) -> usize {
-        let Numbers { m, v, master } = &self.numbers;
-        4 * (m.len() + v.len() + master.len())
+        match &self.host {
+            OnHost::Memory(Numbers { m, v, master }) => 4 * (m.len() + v.len() + master.len()),
+            OnHost::File(_) => 0,
+        }
     }
 
-    /// Returns the arrays in main memory, for an update of `len` elements there. Fetches them from the GPU if the state is on one;
-    /// new moments are zeros.
-    pub(crate) fn on_host(&mut self, param: &Param, len: usize) -> &mut Numbers {
+    /// Returns first moment, second moment and master for an update of the values `range` by the CPU. Fetches them from the GPU if
+    /// the state is on one. New moments are zeros, and a new master is a copy of the weight. Without a master, its array is empty.
+    pub(crate) fn on_host(
+        &mut self,
+        param: &Param,
+        range: Range<usize>,
+        with_master: bool,
+    ) -> Result<[&mut [f32]; 3]> {
         if let Some(state) = self.card.take() {
-            self.numbers = state.numbers(param);
+            self.store(state.numbers(param))?;
         }
-        self.numbers.m.resize(len, 0.0);
-        self.numbers.v.resize(len, 0.0);
-        &mut self.numbers
+        let [m, _, master] = self.host.arrays();
+        if m.len() != range.len() || (with_master && master.is_empty()) {
+            self.begin(param, range, with_master)?;
+        }
+        Ok(match &mut self.host {
+            OnHost::Memory(Numbers { m, v, master }) => [m, v, master],
+            OnHost::File(file) => file.arrays_mut(),
+        })
+    }
+
+    /// Creates the arrays that do not exist.
+    fn begin(&mut self, param: &Param, range: Range<usize>, with_master: bool) -> Result<()> {
+        let [m, v, master] = self.host.arrays().map(<[f32]>::to_vec);
+        let mut numbers = Numbers { m, v, master };
+        numbers.m.resize(range.len(), 0.0);
+        numbers.v.resize(range.len(), 0.0);
+        if with_master && numbers.master.is_empty() {
+            numbers.master = param.f32_of(range);
+        }
+        self.store(numbers)
     }
 
     /// Removes and returns the state, for an update on a GPU.
     pub(crate) fn take(&mut self) -> (Option<crate::gpu::State>, Numbers) {
-        (self.card.take(), std::mem::take(&mut self.numbers))
+        let numbers = match std::mem::take(&mut self.host) {
+            OnHost::Memory(numbers) => numbers,
+            OnHost::File(file) => {
+                let [m, v, master] = file.arrays().map(<[f32]>::to_vec);
+                Numbers { m, v, master }
+            }
+        };
+        (self.card.take(), numbers)
     }
 
     /// Stores the state after an update on a GPU.
@@ -197,10 +280,7 @@ impl Param {
         }
         let by = step.kernel(moments.step);
         let has_master = step.master && self.dtype() == ParamDtype::Bf16;
-        let Numbers { m, v, master } = moments.on_host(self, range.len());
-        if has_master && master.is_empty() {
-            *master = self.f32_of(range.clone());
-        }
+        let [m, v, master] = moments.on_host(self, range.clone(), has_master)?;
         let first = range.start;
         self.rewrite(range, |part, values| {
             let part = part.start - first..part.end - first;

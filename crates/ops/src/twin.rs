@@ -495,17 +495,15 @@ impl Backend for Twin {
         let round = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
         let keeps = step.master && param.dtype() != ParamDtype::F32;
         let by = step.kernel(moments.step).wide();
-        let numbers = moments.on_host(param, param.len());
-        let mut weight = match keeps && !numbers.master.is_empty() {
-            true => wide(&numbers.master),
-            false => values(param),
-        };
-        let (mut m, mut v) = (wide(&numbers.m), wide(&numbers.v));
-        twin::adamw(grad.twin(), &by, &mut weight, &mut m, &mut v);
-        (numbers.m, numbers.v) = (round(&m), round(&v));
+        let [m, v, master] = moments.on_host(param, 0..param.len(), keeps)?;
+        let mut weight = if keeps { wide(master) } else { values(param) };
+        let (mut wide_m, mut wide_v) = (wide(m), wide(v));
+        twin::adamw(grad.twin(), &by, &mut weight, &mut wide_m, &mut wide_v);
+        m.copy_from_slice(&round(&wide_m));
+        v.copy_from_slice(&round(&wide_v));
         let weight = round(&weight);
         if keeps {
-            numbers.master.clone_from(&weight);
+            master.copy_from_slice(&weight);
         }
         param.store(&weight)
     }

@@ -58,7 +58,7 @@ pub use infer::{Generated, Recorded, generate, logprobs, score_recorded};
 pub use inputs::digests;
 pub use longest::Longest;
 pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
-pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
+pub use optimizer::{AdamW, AdamWConfig, Moments, Offload, Update};
 pub use plan::{
     EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,
 };

@@ -26,7 +26,7 @@ use crate::exchange::Shard;
 use crate::features::{self, Keep};
 use crate::imitate::imitate;
 use crate::lender::is_lent;
-use crate::optimizer::{AdamW, AdamWConfig};
+use crate::optimizer::{AdamW, AdamWConfig, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
 use crate::rows::PreparedRow;
@@ -135,6 +135,8 @@ pub struct Memory {
     pub pinned: u64,
     /// Memory that the allocator cannot use.
     pub slack: u64,
+    /// Files of the optimizer's state on a disk, which is no memory. They hold the moments and masters with [`Offload::File`].
+    pub disk: u64,
     /// Phase with the peak memory.
     pub peak: Phase,
 }
@@ -226,7 +228,7 @@ fn parts_of_state(plan: &MemoryPlan) -> u64 {
 
 /// Returns whether the optimizer's state of a model on a card is in main memory. A state that is cut into parts is there.
 fn is_offloaded(plan: &MemoryPlan) -> bool {
-    plan.optimizer.offload || parts_of_state(plan) > 1
+    plan.optimizer.offload != Offload::None || parts_of_state(plan) > 1
 }
 
 /// Memory that a rank saves during an update, because gradients and weights are cut.
@@ -308,7 +310,9 @@ fn lasting(model: &Model, plan: &MemoryPlan) -> Memory {
         let (len, bytes) = (param.len() as u64, param.num_bytes() as u64);
         *(if at < base { &mut out.weights } else { &mut out.adapters }) += bytes;
         if param.trainable() {
-            out.optimizer += state_bytes(param.dtype(), len, plan);
+            let in_files = plan.optimizer.offload == Offload::File;
+            *(if in_files { &mut out.disk } else { &mut out.optimizer }) +=
+                state_bytes(param.dtype(), len, plan);
             out.reference += if plan.reference == ReferenceKept::Copied && at < base { bytes } else { 0 };
         }
     }

@@ -8,10 +8,13 @@
 //!
 //! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16. On a card the master consists of the
 //! bf16 weight and the 2 B that it lacks, so weight, gradient, moments and master take 16 B. With `offload` the card holds the
-//! weight and at most the gradient, 6 B, and the CPU applies the update.
+//! weight and at most the gradient, 6 B, and the CPU applies the update. With [`Offload::File`] the moments and masters are in files
+//! that are mapped into memory; an update reads and writes 12 B per weight there.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_models::{Decoder, Model};
@@ -22,6 +25,18 @@ use crate::error::{Result, TrainError};
 use crate::exchange::Exchange;
 use crate::selection::decayed_names;
 use crate::split::Split;
+
+/// Place of the moments and masters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Offload {
+    /// The device of the model.
+    #[default]
+    None,
+    /// Main memory. The CPU then applies the updates.
+    Cpu,
+    /// Files that are mapped into main memory. The CPU then applies the updates.
+    File,
+}
 
 /// Settings of the optimizer.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,8 +59,11 @@ pub struct AdamWConfig {
     pub max_grad_norm: f64,
     /// True to update bf16 weights without an f32 master.
     pub pure_bf16: bool,
-    /// True to store the moments and masters of weights on a card in main memory.
-    pub offload: bool,
+    /// Place of the moments and masters.
+    pub offload: Offload,
+    /// Folder of the files of [`Offload::File`]. `None` is the directory of the run, or the system's folder for temporary files
+    /// outside of a run.
+    pub offload_folder: Option<PathBuf>,
 }
 
 impl Default for AdamWConfig {
@@ -62,7 +80,8 @@ impl Default for AdamWConfig {
             weight_decay: 0.0,
             max_grad_norm: 1.0,
             pure_bf16: false,
-            offload: false,
+            offload: Offload::None,
+            offload_folder: None,
         }
     }
 }
@@ -83,6 +102,8 @@ pub struct AdamW {
     /// State of each weight that was updated; of this rank's part of it, if the state is cut.
     state: HashMap<String, Moments>,
     exchange: Exchange,
+    /// Folder of the files with the state, if it is in files.
+    folder: Option<Arc<Path>>,
 }
 
 impl AdamW {
@@ -103,7 +124,30 @@ impl AdamW {
             })
             .collect();
         let exchange = Exchange::alone(params.iter().map(|(param, ..)| Arc::clone(param)).collect());
-        Self { config, params, state: HashMap::new(), exchange }
+        let given = || config.offload_folder.clone().unwrap_or_else(std::env::temp_dir);
+        let folder = (config.offload == Offload::File).then(|| given().into());
+        Self { config, params, state: HashMap::new(), exchange, folder }
+    }
+
+    /// Stores files in the directory of a run, unless the settings name a folder.
+    #[must_use]
+    pub(crate) fn in_run(mut self, dir: &Path) -> Self {
+        self.folder =
+            self.folder.map(|folder| if self.config.offload_folder.is_some() { folder } else { dir.into() });
+        self
+    }
+
+    /// Moves new state of a weight to where the settings place it.
+    fn placed(folder: Option<&Arc<Path>>, moments: Moments) -> Result<Moments> {
+        Ok(match folder {
+            Some(folder) => moments.in_file(folder)?,
+            None => moments,
+        })
+    }
+
+    /// Returns true if the CPU applies the updates of weights on a card.
+    fn offloads(&self) -> bool {
+        self.config.offload != Offload::None
     }
 
     /// Divides the work and, if the settings request it, the state over ranks. `model` is the model of the weights.
@@ -123,7 +167,7 @@ impl AdamW {
     /// # Errors
     /// Returns an error with the name of the weight if a gradient is not finite. Nothing is changed then.
     pub fn step(&mut self, factor: f64) -> Result<Update> {
-        let each = self.exchange.squares(self.config.offload)?;
+        let each = self.exchange.squares(self.offloads())?;
         let mut squares = 0.0;
         let mut device = Device::Cpu;
         for ((param, ..), Squares { device: on, sum }) in
@@ -155,7 +199,7 @@ impl AdamW {
 
     /// Updates the weights that have a gradient, or this rank's part of them if the state is cut.
     fn update(&mut self, updated: &[bool], factor: f64, grad_scale: f32) -> Result<()> {
-        let c = &self.config;
+        let (c, offload) = (&self.config, self.offloads());
         // Gradients that were sent first have arrived while the others are on their way.
         let mut order: Vec<usize> = (0..self.params.len()).filter(|&weight| updated[weight]).collect();
         order.sort_by_key(|&weight| self.params[weight].0.sent());
@@ -168,9 +212,12 @@ impl AdamW {
                 weight_decay: *decay as f32,
                 grad_scale,
                 master: !c.pure_bf16,
-                offload: c.offload,
+                offload,
             };
-            let moments = self.state.entry(param.name().to_owned()).or_default();
+            let moments = match self.state.entry(param.name().to_owned()) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(Self::placed(self.folder.as_ref(), Moments::default())?),
+            };
             if !self.exchange.is_cut() {
                 param.adamw(moments, &step)?;
                 continue;
@@ -188,7 +235,7 @@ impl AdamW {
     /// and of its output head then travel to main memory during the pass. Other weights have several gradients in a pass.
     pub(crate) fn announce_last_pass(&self, decoder: &Decoder) {
         let is_head = |p: &Arc<Param>| decoder.own_head().is_some_and(|head| Arc::ptr_eq(head, p));
-        let params = self.params.iter().filter(|_| self.config.offload);
+        let params = self.params.iter().filter(|_| self.offloads());
         let single =
             params.filter(|(p, ..)| p.part() == Part::Llm && (p.is_linear() || p.is_experts() || is_head(p)));
         single.for_each(|(param, ..)| param.send_next_grad());
@@ -294,11 +341,12 @@ impl AdamW {
         };
         let part = self.exchange.own_part(weight);
         if part.len() == param.len() {
-            return Ok(Moments::new(step, saved));
+            return Self::placed(self.folder.as_ref(), Moments::new(step, saved));
         }
         let cut = |all: Vec<f32>| all.get(part.clone()).map(<[f32]>::to_vec).unwrap_or_default();
         let Numbers { m, v, master } = saved;
-        Ok(Moments::new(step, Numbers { m: cut(m), v: cut(v), master: cut(master) }))
+        let own = Numbers { m: cut(m), v: cut(v), master: cut(master) };
+        Self::placed(self.folder.as_ref(), Moments::new(step, own))
     }
 
     /// Restores the states that [`Self::own_state`] returned, by the names of their weights.

@@ -268,7 +268,7 @@ impl Loop {
                     .into(),
             ));
         }
-        let mut optimizer = AdamW::new(optimizer, model.params()).over(&split, &model);
+        let mut optimizer = AdamW::new(optimizer, model.params()).over(&split, &model).in_run(dir);
 
         let bad = run.bad_rows.iter().map(|(row, ..)| *row).collect();
         let order = Order::new(rows, run.data_seed, !run.replay, bad).learning(run.lessons);

@@ -185,7 +185,8 @@ class Settings(TypedDict, total=False):
     adam_beta2: float
     adam_epsilon: float
     max_grad_norm: float
-    offload_optimizer: bool
+    offload_optimizer: Literal["none", "cpu", "file"] | bool
+    nvme_path: str | PathLike[str]
     mm_projector_lr: float
     vision_tower_lr: float
     tune_mm_llm: bool

@@ -123,9 +123,9 @@ fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
     if !flags::all().any(|flag| flag.positional && flag.is_of(verb)) {
         return args;
     }
-    let is_switch = |arg: &str| {
+    let switch = |arg: &str| {
         let flag = arg.strip_prefix("--").and_then(flags::find);
-        flag.is_some_and(|flag| matches!(flag.kind, Kind::Bool) && flag.is_of(verb))
+        flag.filter(|flag| matches!(flag.kind, Kind::Bool | Kind::Switch(_)) && flag.is_of(verb))
     };
     let mut out = Vec::with_capacity(args.len());
     let mut rest = args.into_iter().peekable();
@@ -135,10 +135,12 @@ fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
             out.push(arg);
             break;
         }
-        let says = |next: &OsString| {
-            values::parse(&Kind::Bool, &Raw::Arguments(vec![next.to_string_lossy().into()]))
+        let says = |next: &OsString, kind: &Kind| {
+            values::parse(kind, &Raw::Arguments(vec![next.to_string_lossy().into()])).is_ok()
         };
-        if is_switch(&text) && rest.peek().is_some_and(|next| says(next).is_err()) {
+        if let (Some(flag), Some(next)) = (switch(&text), rest.peek())
+            && !says(next, &flag.kind)
+        {
             arg.push("=true");
         }
         out.push(arg);
@@ -324,7 +326,7 @@ fn argument(flag: &'static Flag, verb: Verb, shown: Shown) -> Arg {
     others.dedup();
     let arg = arg.long(flag.name).aliases(others).value_name(help::placeholder(&flag.kind));
     match flag.kind {
-        Kind::Bool => arg.num_args(0..=1).default_missing_value("true"),
+        Kind::Bool | Kind::Switch(_) => arg.num_args(0..=1).default_missing_value("true"),
         Kind::Path => arg.value_hint(ValueHint::AnyPath),
         Kind::Paths(_) => arg.value_hint(ValueHint::AnyPath).num_args(1..).action(ArgAction::Append),
         Kind::Int { .. } | Kind::Float { .. } => arg.allow_negative_numbers(true),

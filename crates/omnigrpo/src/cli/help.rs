@@ -13,7 +13,7 @@ pub const fn placeholder(kind: &Kind) -> &'static str {
         Kind::Float { .. } | Kind::Fraction => "X",
         Kind::Text => "TEXT",
         Kind::Path => "PATH",
-        Kind::Choice(_) => "NAME",
+        Kind::Choice(_) | Kind::Switch(_) => "NAME",
         Kind::Choices(_) | Kind::Words => "NAME,…",
         Kind::Floats => "X,…",
         Kind::Paths(_) => "PATH,…",
@@ -27,7 +27,7 @@ pub const fn placeholder(kind: &Kind) -> &'static str {
 pub fn help(flag: &Flag, verb: Verb, short: bool) -> String {
     let first = flag.help.split_inclusive(". ").next().unwrap_or_default();
     let mut text = if short { first.trim_end() } else { flag.help }.to_owned();
-    if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
+    if let Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) = flag.kind {
         text.push_str(&format!(" [{}]", listed(names, "|")));
     }
     let default = default_text(flag, verb);
@@ -44,7 +44,7 @@ pub fn setting(flag: &Flag) -> String {
     let dashes = if flag.positional { "" } else { "--" };
     let mut out = format!("{dashes}{} {}\n\n{}\n", flag.name, placeholder(&flag.kind), flag.help);
     match flag.kind {
-        Kind::Choice(names) | Kind::Choices(names) => {
+        Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) => {
             out.push('\n');
             for (name, about) in names() {
                 out.push_str(&format!("  {name:<24} {about}\n"));
@@ -106,7 +106,7 @@ pub fn reference() -> String {
             let verbs = verbs.collect::<Vec<_>>().join(", ");
             let mut help = flag.help.to_string();
             match flag.kind {
-                Kind::Choice(names) | Kind::Choices(names) => {
+                Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) => {
                     for (name, about) in names() {
                         help.push_str(&format!(" <br>`{name}`: {}.", about.trim().trim_end_matches('.')));
                     }

@@ -9,7 +9,7 @@
 use std::path::Path;
 
 use omnigrpo_models::WeightDtype;
-use omnigrpo_train::{ScheduleKind, Shard};
+use omnigrpo_train::{Offload, ScheduleKind, Shard};
 use serde_json::Value;
 
 use crate::settings::Settings;
@@ -73,6 +73,7 @@ const FIELDS: &[(&str, Field)] = &[
     ("scheduler.params.warmup_type", Read(warmup_type)),
     ("zero_optimization.stage", Read(stage)),
     ("zero_optimization.offload_optimizer.device", ByDevice(offload_optimizer)),
+    ("zero_optimization.offload_optimizer.nvme_path", Read(nvme_path)),
     ("zero_optimization.offload_optimizer.pin_memory", NoEffect(PINNED)),
     (
         "zero_optimization.offload_optimizer.ratio",
@@ -338,12 +339,13 @@ fn bucket(value: &Value, s: &Settings) -> Result<String, String> {
     }
 }
 
-/// Returns the settings that a file implies unless they are given: `shard`, `reduce_bucket_size` and `shard_min_elements`. Returns none
-/// if the file cannot be read, because [`read`] reports that.
+/// Returns the settings that a file implies unless they are given: `shard`, `reduce_bucket_size`, `shard_min_elements` and `nvme_path`.
+/// Returns none if the file cannot be read, because [`read`] reports that.
 pub fn implied(path: &Path) -> Vec<(&'static str, String)> {
     let Ok(json) = parse(path) else { return Vec::new() };
     let zero = &json["zero_optimization"];
     let whole = |x: f64, least: f64, most: f64| (least..=most).contains(&x).then(|| (x as u64).to_string());
+    let on_disk = &zero["offload_optimizer"];
     let sizes = ["reduce_bucket_size", "allgather_bucket_size"];
     let largest = sizes.iter().filter_map(|name| zero[name].as_f64()).fold(0.0, f64::max);
     let stage = zero["stage"].as_u64().and_then(|stage| STAGES.get(usize::try_from(stage).ok()?));
@@ -355,6 +357,10 @@ pub fn implied(path: &Path) -> Vec<(&'static str, String)> {
         ("shard", shard),
         ("reduce_bucket_size", whole(largest, 1.0, f64::from(1 << 30))),
         ("shard_min_elements", least),
+        (
+            "nvme_path",
+            on_disk["nvme_path"].as_str().filter(|_| on_disk["device"] == "nvme").map(str::to_owned),
+        ),
     ];
     each.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
@@ -362,15 +368,30 @@ pub fn implied(path: &Path) -> Vec<(&'static str, String)> {
 fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String, String> {
     match (value.as_str(), on_gpu) {
         (Some("cpu"), false) => Ok("the state is in host memory, as always on a CPU".into()),
-        (Some("cpu"), true) if s.optimizer.offload => {
+        (Some("cpu"), true) if s.optimizer.offload == Offload::Cpu => {
             Ok("`offload_optimizer`: the state stays in host memory".into())
         }
-        (Some("cpu"), true) => {
-            Err("`offload_optimizer` is false; remove that setting or write \"device\": \"none\"".into())
+        (Some("nvme"), _) if s.optimizer.offload == Offload::File => {
+            Ok("`offload_optimizer`: the state is in files".into())
         }
         (Some("none"), _) => Ok("nothing is offloaded".into()),
-        (Some("nvme"), _) => Err("offload to a disk is unsupported; expected cpu or none".into()),
-        _ => Err("expected cpu or none".into()),
+        (Some("cpu" | "nvme"), _) => {
+            Err("`offload_optimizer` has another value; remove that setting or write the same".into())
+        }
+        _ => Err("expected cpu, nvme or none".into()),
+    }
+}
+
+fn nvme_path(value: &Value, s: &Settings) -> Result<String, String> {
+    match (value.as_str(), &s.optimizer.offload_folder) {
+        (Some(path), Some(folder)) if folder == Path::new(path) => {
+            Ok("`nvme_path`: the folder of the files".into())
+        }
+        (Some(_), _) if s.optimizer.offload != Offload::File => {
+            Ok("no effect: the state is not in files".into())
+        }
+        (Some(_), _) => Err("`nvme_path` has another value; remove that setting or write the same".into()),
+        _ => Err("expected a folder".into()),
     }
 }
 
@@ -387,12 +408,17 @@ fn offload_param(value: &Value, _: &Settings, on_gpu: bool) -> Result<String, St
     }
 }
 
-/// Returns true if a file requests that the optimizer's state be kept in host memory. Returns false if the file cannot be read,
-/// because [`read`] reports that.
-pub fn offloads_optimizer(path: &Path) -> bool {
-    let Ok(json) = parse(path) else { return false };
+/// Returns where a file places the optimizer's state. Returns [`Offload::None`] if the file cannot be read, because [`read`] reports
+/// that.
+pub fn offloads_optimizer(path: &Path) -> Offload {
+    let Ok(json) = parse(path) else { return Offload::None };
     let zero = &json["zero_optimization"];
-    zero["offload_optimizer"]["device"] == "cpu" || zero["cpu_offload"] == true
+    match zero["offload_optimizer"]["device"].as_str() {
+        Some("nvme") => Offload::File,
+        Some("cpu") => Offload::Cpu,
+        _ if zero["cpu_offload"] == true => Offload::Cpu,
+        _ => Offload::None,
+    }
 }
 
 fn bf16(value: &Value, s: &Settings) -> Result<String, String> {

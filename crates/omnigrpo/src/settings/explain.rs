@@ -49,6 +49,7 @@ pub fn expected(kind: &Kind) -> String {
         Kind::Text => "a text".into(),
         Kind::Path => "a path".into(),
         Kind::Choice(names) => format!("one of {}", listed(*names, ", ")),
+        Kind::Switch(names) => format!("one of {}, or true or false", listed(*names, ", ")),
         Kind::Choices(names) => format!("some of {}", listed(*names, ", ")),
         Kind::Words => "words with spaces or commas between them".into(),
         Kind::Floats => "numbers with spaces or commas between them".into(),

@@ -4,7 +4,7 @@ use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
 use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
-use omnigrpo_train::{GradientSum, ScheduleKind, Shard};
+use omnigrpo_train::{GradientSum, Offload, ScheduleKind, Shard};
 
 use crate::settings::Backend;
 
@@ -159,6 +159,11 @@ listed!(Backend:
     "nccl" = Backend::Nccl, "NCCL, from GPU to GPU.";
     "mpi" = Backend::Mpi, "MPI; gradients of GPUs go through main memory.";
     "gloo" = Backend::Mpi, "As `mpi`.";
+);
+listed!(Offload:
+    "none" = Offload::None, "The device of the model.";
+    "cpu" = Offload::Cpu, "Main memory. `true` means the same.";
+    "file" = Offload::File, "Files on a disk (`nvme_path`), which are mapped into memory.";
 );
 listed!(Shard:
     "none" = Shard::None, "Every process has the complete state.";

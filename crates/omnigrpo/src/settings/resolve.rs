@@ -2,11 +2,13 @@
 
 use std::path::Path;
 
+use omnigrpo_train::Offload;
+
 use super::environment::Environment;
 use super::explain;
 use super::flags::{self, Flag, Verb};
 use super::layer::Layer;
-use super::names::Tracker;
+use super::names::{Tracker, name_of};
 use super::problem::Problem;
 use super::values::{Given, Origin, Raw, Resolved, Value, Values};
 use super::{Settings, config, deepspeed, presets, rules};
@@ -170,9 +172,13 @@ fn deepspeed_file(values: &mut Values) {
         }
     }
     let on_cpu = values.lookup("device").is_some_and(|(device, _)| *device == Value::Text("cpu".to_owned()));
-    let asked = values.rank("offload_optimizer") == 0 && deepspeed::offloads_optimizer(Path::new(&path));
-    if let (Some(flag), true, false) = (flags::find("offload_optimizer"), asked, on_cpu) {
-        values.set(Given { flag, value: Value::Bool(true), origin: Origin::Config(path) });
+    let offload = deepspeed::offloads_optimizer(Path::new(&path));
+    let acts = offload == Offload::File || (offload == Offload::Cpu && !on_cpu);
+    if let Some(flag) =
+        flags::find("offload_optimizer").filter(|_| acts && values.rank("offload_optimizer") == 0)
+        && let Some(name) = name_of(offload)
+    {
+        values.set(Given { flag, value: Value::Text(name.to_owned()), origin: Origin::Config(path) });
     }
 }
 

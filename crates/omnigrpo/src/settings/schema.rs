@@ -34,7 +34,7 @@ pub fn schema() -> Json {
 /// Returns the schema of a setting: its values, its help and its default.
 fn property(flag: &Flag) -> Json {
     let mut description = flag.help.to_owned();
-    if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
+    if let Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) = flag.kind {
         for (name, help) in names() {
             description.push_str(&format!("\n`{name}`: {}", help.trim()));
         }
@@ -71,6 +71,7 @@ fn values(kind: &Kind) -> Json {
         Kind::Text => scalar(),
         Kind::Path => json!({ "type": "string", "minLength": 1 }),
         Kind::Choice(names) => json!({ "enum": named(*names) }),
+        Kind::Switch(names) => json!({ "anyOf": [{ "enum": named(*names) }, values(&Kind::Bool)] }),
         Kind::Choices(names) => list(json!({ "enum": named(*names) })),
         Kind::Floats => list(json!({ "type": "number" })),
         Kind::Words | Kind::Paths(_) | Kind::Specs | Kind::Texts => list(scalar()),

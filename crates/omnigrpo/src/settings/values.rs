@@ -120,6 +120,10 @@ pub fn parse(kind: &Kind, raw: &Raw) -> Result<Value, String> {
             None => float(text, 0.0, 1.0).map(Value::Float),
         },
         Kind::Choice(names) => choice(text, *names).map(Value::Text),
+        Kind::Switch(names) => match parse(&Kind::Bool, raw) {
+            Ok(on) => choice(names()[usize::from(on == Value::Bool(true))].0, *names).map(Value::Text),
+            Err(_) => choice(text, *names).map(Value::Text),
+        },
         Kind::Path if text.is_empty() => Err("an empty path".into()),
         Kind::Object => match serde_json::from_str(text) {
             Ok(Json::Object(map)) => Ok(Value::Object(map)),
@@ -226,7 +230,7 @@ impl Given {
                     .got(got.clone())
                     .expected(expected)
                     .given_at(&origin);
-                if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
+                if let Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) = flag.kind {
                     let names = names();
                     if let Some(name) = explain::nearest(text, names.iter().map(|(name, _)| *name)) {
                         problem = problem.help(format!("did you mean `{name}`?"));

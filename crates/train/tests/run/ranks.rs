@@ -7,7 +7,7 @@ use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig};
 use omnigrpo_observe::RunLock;
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Ranks, Threads};
-use omnigrpo_train::Shard;
+use omnigrpo_train::{Offload, Shard};
 
 use super::exact::{SETTINGS, Setting};
 use super::turns::interact;
@@ -132,6 +132,47 @@ fn every_setting_gives_the_bits_of_one_process() {
     for (what, change) in SETTINGS.into_iter().chain(more) {
         ranks_give_the_bits_of_one_process(&place, what, change);
     }
+}
+
+/// The state of the optimizer has the same bits in files and in memory, whole and in parts, and a run resumes with another place.
+#[test]
+fn a_state_in_files_gives_the_same_bits() {
+    let place = Place::new();
+    let (folder, missing) = (place.dir.path().join("disk"), place.dir.path().join("no disk"));
+    std::fs::create_dir(&folder).unwrap();
+    for (dtype, model) in [("f32", WeightDtype::Float32), ("bf16", WeightDtype::BFloat16)] {
+        let run = |what: &str, size: usize, shard: Shard, offload: [Offload; 2]| {
+            let out = place.out(&format!("{what}-{dtype}"));
+            for (steps, offload) in [2, 4].into_iter().zip(offload) {
+                done(size, &out, |_, out| {
+                    let mut setup = plain(&place, out);
+                    setup.model = Model::load(&checkpoint(NAME), model).unwrap();
+                    (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+                    setup.algorithm.split.shard = shard;
+                    (setup.optimizer.offload, setup.optimizer.offload_folder) =
+                        (offload, Some(folder.clone()));
+                    setup
+                });
+            }
+            out
+        };
+        let memory = run("memory", 1, Shard::None, [Offload::None; 2]);
+        let cases = [
+            ("file", 1, Shard::None, [Offload::File; 2]),
+            ("file on ranks", 2, Shard::None, [Offload::File; 2]),
+            ("file in parts", 2, Shard::Optimizer, [Offload::File; 2]),
+            ("memory to file", 1, Shard::None, [Offload::None, Offload::File]),
+            ("file to memory", 1, Shard::None, [Offload::File, Offload::None]),
+        ];
+        for (what, size, shard, offload) in cases {
+            assert_same(&memory, &run(what, size, shard, offload), what);
+        }
+    }
+    assert_eq!(names(&folder).len(), 0, "files have names");
+    let mut setup = plain(&place, &place.out("missing"));
+    (setup.optimizer.offload, setup.optimizer.offload_folder) = (Offload::File, Some(missing.clone()));
+    let error = told(&super::run(setup).unwrap_err());
+    assert!(error.contains("optimizer's state") && error.contains(&*missing.to_string_lossy()), "{error}");
 }
 
 /// Turns of an environment reach the ranks that score, record and train on them.

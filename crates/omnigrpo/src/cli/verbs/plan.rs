@@ -6,8 +6,8 @@ use omnigrpo_data::MediumKind;
 use omnigrpo_models::{Checkpoint, MediumShape};
 use omnigrpo_ops::{Device, Rates};
 use omnigrpo_train::{
-    Algorithm, Forecast, Limit, Longest, Memory, Need, Objective, Phase, Prepared, RunPlan, StepTime,
-    Variant, fits, room,
+    Algorithm, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan,
+    StepTime, Variant, fits, room,
 };
 use serde_json::{Map, Value as Json, json};
 
@@ -375,8 +375,10 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
     if 2 * least <= s.algorithm.stream_rows() {
         exact.push(one("max_stream_tokens", least.to_string()));
     }
-    if on_a_card && !s.optimizer.offload {
-        exact.push(on("offload_optimizer"));
+    match s.optimizer.offload {
+        Offload::None if on_a_card => exact.push(one("offload_optimizer", "cpu".into())),
+        Offload::Cpu => exact.push(one("offload_optimizer", "file".into())),
+        _ => {}
     }
     if forecast.need.memory.media_store > 0 {
         exact.push(one("mm_processor_cache_gb", "0".into()));
@@ -518,6 +520,9 @@ impl Bars {
         if let Some((bytes, whose)) = limit {
             let note = if fits(memory, limit) { "  it fits" } else { "  it does not fit" };
             out.push_str(&self.line(&format!("free, {whose}"), bytes, note));
+        }
+        if memory.disk > 0 {
+            out.push_str(&self.line("moments and masters, on a disk", memory.disk, ""));
         }
         out
     }

@@ -13,8 +13,8 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Output, Policy, Prepared, ResumeFrom,
-    Run, RunPlan, RunSummary, Trained, room,
+    Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy, Prepared,
+    ResumeFrom, Run, RunPlan, RunSummary, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -270,7 +270,7 @@ pub fn prepare(
     let settings = &resolved.settings;
     environment(context);
     let (device, reference_device) = (context.device()?, context.reference_device()?);
-    if device == Device::Cpu && settings.optimizer.offload {
+    if device == Device::Cpu && settings.optimizer.offload == Offload::Cpu {
         context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
     }
     let checkpoint = context.checkpoint()?;

@@ -92,6 +92,8 @@ pub enum Kind {
     Path,
     /// One of these names.
     Choice(Names),
+    /// One of these names. `true`, and the setting without a value, is the second of them, and `false` the first.
+    Switch(Names),
     /// Several of these names, separated by spaces or commas.
     Choices(Names),
     /// Words, separated by spaces or commas.
@@ -584,7 +586,7 @@ mod tests {
                 Kind::Int { min, max } => vec![min.to_string(), max.to_string()],
                 Kind::Float { min, max } => vec![min.to_string(), max.to_string()],
                 Kind::Fraction => vec!["0".into(), "5%".into()],
-                Kind::Choice(names) | Kind::Choices(names) => {
+                Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) => {
                     names().into_iter().map(|(name, _)| name.to_owned()).collect()
                 }
                 Kind::Floats => vec!["1 2.5".into()],

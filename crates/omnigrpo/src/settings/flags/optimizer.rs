@@ -4,8 +4,8 @@ use super::*;
 use crate::settings::names::{BatchUnit, words};
 use crate::settings::values::Field as _;
 use crate::settings::{DeviceChoice, Settings};
-use Kind::{Bool, Choice, Fraction, Texts, Words};
-use omnigrpo_train::ScheduleKind;
+use Kind::{Bool, Choice, Fraction, Path, Switch, Texts, Words};
+use omnigrpo_train::{Offload, ScheduleKind};
 
 fn no_new_adapter(s: &Settings) -> Option<&'static str> {
     if s.model.adapter.is_some() {
@@ -47,12 +47,19 @@ pub const FLAGS: &[Flag] = &[
     row("adam_epsilon", float(0.0, 1.0), at!(optimizer.epsilon), STEPS).help("Number added to AdamW's denominator."),
     row("max_grad_norm", float(0.0, BIG), at!(optimizer.max_grad_norm), STEPS)
         .help("Largest norm of the gradient, which is clipped to it; 0 is off."),
-    row("offload_optimizer", Bool, at!(optimizer.offload), STEPS)
+    row("offload_optimizer", Switch(words::<Offload>), at!(optimizer.offload), STEPS)
         .help(
-            "Keep the optimizer state of weights on a GPU in main memory, where the CPU applies the updates: of 16 bytes per \
-             trained bfloat16 weight the GPU holds at most 6. Results are equal except for the last bit of a few masters.",
+            "Place of the optimizer state, if it is not the GPU. The CPU then applies the updates: of 16 bytes per trained bfloat16 \
+             weight the GPU holds at most 6. Results are equal except for the last bit of a few masters.",
         )
-        .idle(|s, _| (s.model.device == DeviceChoice::Cpu).then_some("`device` is cpu"))
+        .idle(|s, _| {
+            (s.model.device == DeviceChoice::Cpu && s.optimizer.offload == Offload::Cpu).then_some("`device` is cpu")
+        })
+        .free(LOOP),
+    row("nvme_path", Path, at!(optimizer.offload_folder), STEPS)
+        .help("Folder of a fast disk for the files of `offload_optimizer file`. They have no names and are gone when the run ends.")
+        .unset("`output_dir`")
+        .idle(|s, _| (s.optimizer.offload != Offload::File).then_some("`offload_optimizer` is not file"))
         .free(LOOP),
     row("mm_projector_lr", float(0.0, 100.0), at!(optimizer.projector_lr), STEPS)
         .help("Learning rate of the projector between tower and language model.")
