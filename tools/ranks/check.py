@@ -120,11 +120,11 @@ def turns(train, scratch):
     """Compares runs whose completions have turns of an environment."""
     (scratch / "look.py").write_text(LOOK)
     more = ["--environment", f"cmd:{sys.executable} {scratch / 'look.py'}", "--max_turns", 1]
-    done(train("turns", 4, more=more, longest=48))
+    done(train("turns", 4, more=more, longest=96))
     records = (scratch / "turns/rollouts/step-000001.jsonl").read_text()
     expect('"turns":[{' in records and ".png" in records, f"no answer of the environment in {records[:2000]}")
     for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
-        done([*launcher, *train(f"turns-{name}", 2, more=more, longest=48)])
+        done([*launcher, *train(f"turns-{name}", 2, more=more, longest=96)])
         same(scratch / "turns", scratch / f"turns-{name}")
 
 
