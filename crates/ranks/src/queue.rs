@@ -9,7 +9,6 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use crate::{Error, Result};
 
@@ -17,8 +16,6 @@ use crate::{Error, Result};
 pub(crate) const TAKE: u8 = b'+';
 /// Answer if no piece is left.
 const NONE: u32 = u32::MAX;
-/// Maximum time until the first rank answers.
-const LIMIT: Duration = Duration::from_secs(20);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -85,7 +82,7 @@ impl Queue {
     /// Takes the next piece; `None` if no piece is left.
     ///
     /// # Errors
-    /// Returns an error if the first rank does not answer.
+    /// Returns an error if the connection to the first rank has ended.
     pub fn take(&self) -> Result<Option<usize>> {
         let failed =
             |what: String| Error::Lifeline { what: format!("the first rank hands out no work: {what}") };
@@ -94,7 +91,8 @@ impl Queue {
             Place::AtFirst { peer, answers } => {
                 let answers = lock(answers);
                 lock(peer).write_all(&[TAKE]).map_err(|error| failed(error.to_string()))?;
-                let piece = answers.recv_timeout(LIMIT).map_err(|error| failed(error.to_string()))?;
+                // The lifeline ends the process if the first rank is lost.
+                let piece = answers.recv().map_err(|error| failed(error.to_string()))?;
                 Some(piece).filter(|&piece| piece != NONE)
             }
         };
