@@ -1,4 +1,4 @@
-"""The blocks of code of docs/python.md, each run as a script in one folder."""
+"""The blocks of code of docs/python.md, each run as a script in one folder, and examples/notebook.py."""
 
 import ast
 import os
@@ -12,6 +12,7 @@ import pytest
 import omnigrpo
 
 PAGE = Path(__file__).parents[3] / "docs/python.md"
+NOTEBOOK = PAGE.parents[1] / "examples/notebook.py"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if PAGE.exists() else []
 
 
@@ -33,3 +34,9 @@ def test_every_block_of_the_page_runs(place):
     said = [run(code, place) for code in BLOCKS]
     logs = ast.literal_eval(said[1])
     assert [step["step"] for step in logs] == [1, 2] and all("rewards/brief/mean" in step for step in logs)
+
+
+@pytest.mark.skipif(not NOTEBOOK.exists(), reason="the tests run outside of the repository")
+def test_the_notebook_teaches_the_model(tmp_path):
+    said = dict(line.split() for line in run(NOTEBOOK.read_text(), tmp_path).splitlines() if line.startswith(("before ", "after ")))
+    assert float(said["before"]) < 0.7 and float(said["after"]) > 0.85, said
