@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Teach a small model to say what it sees
 #
-# The cells below train the model of `omnigrpo demo` with a reward written in Python, in about two minutes on two cores. Editors that
+# The cells below train the model of `omnigrpo demo` with a reward written in Python, in 75 seconds of processor time. Editors that
 # know `# %%` (VS Code, PyCharm, Spyder, Jupytext) run them as a notebook; `python examples/notebook.py` runs them as a script.
 
 # %%

@@ -46,7 +46,7 @@ done = omnigrpo.GRPOTrainer("demo/model", lambda completions, **_: [float(i) for
                             "demo/data/train.jsonl").train()
 assert done.global_step == 1, done
 CODE
-# Without the evaluations of the demo, which take long in an emulator.
+# This command leaves out the demo's evaluations, which take long in an emulator.
 environment/bin/omnigrpo train --model demo/model --train_file demo/data/train.jsonl --reward_funcs random --num_generations 2 \
     --gradient_accumulation_steps 1 --max_completion_length 4 --max_steps 1 --output_dir run
 test -s run/model.safetensors

@@ -89,9 +89,9 @@ def create(scratch):
     # Replaces ssh of a launcher: `agent [options] HOST COMMAND…`.
     agent = scratch / "agent"
     agent.write_text(f'#!/bin/bash\nwhile [[ $1 != omnigrpo-* ]]; do shift; done\n{sys.executable} {__file__} --on "$@"\n')
-    # Messages of a rank whose machine the launcher cannot reach.
+    # Messages of a rank whose machine the launcher cannot reach. The launcher ends the group of a rank, and `tee` must outlive it.
     rank = scratch / "rank"
-    rank.write_text(f'#!/bin/bash\nexec "$@" 2> >(exec tee -a {scratch}/said.$$ >&2)\n')
+    rank.write_text(f'#!/bin/bash\nexec "$@" 2> >(exec setsid tee -a {scratch}/said.$$ >&2)\n')
     for script in [agent, rank]:
         script.chmod(0o755)
 

@@ -332,7 +332,7 @@ fn serve(
         }
         first.get_or_insert(error);
     };
-    let mut shown = String::new();
+    let mut shown = (0, String::new());
     loop {
         let next = py.detach(|| calls.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
         if let Err(signal) = py.check_signals() {
@@ -346,9 +346,9 @@ fn serve(
         let (now, steps) = (Instant::now(), activity.steps());
         if let (Some((done, total)), true) = (steps, is_time && first.is_none()) {
             let (doing, left) = (activity.doing(now), activity.left(now).map(|left| left.as_secs()));
-            if doing != shown {
+            if (done, &doing) != (shown.0, &shown.1) {
                 let data = json!({ "done": done, "total": total, "phase": doing, "left_secs": left, "is_reward": is_reward });
-                shown = doing;
+                shown = (done, doing);
                 let told = python.call1(("doing", "", data.to_string()));
                 told.map_or_else(|error| keep(&mut first, error), drop);
             }

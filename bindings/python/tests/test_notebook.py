@@ -18,12 +18,6 @@ START = """
 import time
 import omnigrpo
 
-seen = []
-def keep(message):
-    seen.append(message["content"]["data"]["text/plain"]) if message["msg_type"] == "update_display_data" else None
-    return message
-get_ipython().display_pub.register_hook(keep)
-
 def slow(completions, **kwargs):
     time.sleep(0.3)
     return [-float(len(completion[0]["content"])) for completion in completions]
@@ -35,12 +29,22 @@ def trainer(folder, reward, **settings):
 """
 
 
+class Client(nbclient.NotebookClient):
+    """A client that keeps every text of a display."""
+
+    def process_message(self, msg, cell, cell_index):
+        if msg["msg_type"] == "update_display_data":
+            self.seen.append(msg["content"]["data"]["text/plain"])
+        return super().process_message(msg, cell, cell_index)
+
+
 class Notebook:
     """A kernel in a folder, and the cells that it has run."""
 
     def __init__(self, folder):
         self.folder, self.notebook = folder, nbformat.v4.new_notebook()
-        self.client = nbclient.NotebookClient(self.notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+        self.client = Client(self.notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+        self.client.seen = []
 
     def run(self, code):
         """Run a cell and return its outputs."""
@@ -71,8 +75,7 @@ def test_a_cell_shows_a_bar_a_chart_and_a_link_and_then_nothing(notebook):
     assert "`omnigrpo watch run` shows the page again" in said
     assert len(data) + bool(said) == len(outputs), outputs
     # The bar has moved within a step, with the phase, and drew the rewards of the earlier steps.
-    (history,) = notebook.run("print('\\n'.join(seen))")
-    history = history["text"].splitlines()
+    history = notebook.client.seen
     assert any("reward ·" in line for line in history), history
     assert any("· reward -" in line and "left" in line for line in history), history
     before = str(outputs)

@@ -426,7 +426,8 @@ fn a_deepspeed_file_may_place_the_state_on_a_disk() {
     let place = Place::new();
     place.write(
         "nvme.json",
-        r#"{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "disk"}}}"#,
+        r#"{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "disk",
+            "pipeline_read": true}}, "aio": {"block_size": 1048576}}"#,
     );
     let line = format!("{TRAIN} --max_steps 1 --output_dir out --deepspeed nvme.json");
     place.run(&line).fails(1, &["for the optimizer's state", "disk", "No such file or directory"]);
@@ -435,6 +436,12 @@ fn a_deepspeed_file_may_place_the_state_on_a_disk() {
     assert!(shown.contains("`offload_optimizer`: the state is in files"), "{shown}");
     let row = &place.lines("out/metrics.jsonl")[0];
     assert_eq!(row["memory/optimizer_mb"], 0.0, "{row}");
+    // The setting differs from the file, and the message says so.
+    let other = format!("{TRAIN} --output_dir other --deepspeed nvme.json --offload_optimizer none");
+    place.run(&other).fails(2, &["offload_optimizer.device", "`offload_optimizer` is none"]);
+    place.write("cpu.json", r#"{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}"#);
+    let other = format!("{TRAIN} --output_dir other --deepspeed cpu.json --offload_optimizer file");
+    place.run(&other).fails(2, &["offload_optimizer.device", "`offload_optimizer` is file"]);
 }
 
 #[test]

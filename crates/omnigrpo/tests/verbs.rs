@@ -1393,6 +1393,9 @@ fn a_plan_for_a_gpu_lists_main_memory() {
     assert_eq!(main(&here), [weights, 0, 0, 0]);
     assert_eq!(main(&away), [weights, 12 * trained, 4 * trained, 64 << 20]);
     assert_eq!(part(&away, "card", "moments_and_masters"), 0);
+    let disk = plan("--offload_optimizer file");
+    assert_eq!(main(&disk), [weights, 0, 4 * trained, 64 << 20]);
+    assert_eq!(disk["main_memory"]["disk"], 12 * trained);
     assert!(part(&here, "main", "program_and_rows") > 0 && part(&here, "main", "decoded_media") > 0);
     // The gradient of a separate output head is sent at once, so it is not held at the peak, in the blocks.
     let untied = golden("checkpoints/qwen2_5_vl_untied");
@@ -1411,6 +1414,21 @@ fn a_plan_for_a_gpu_lists_main_memory() {
         .ok();
     let plan: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
     assert!(plan["main_memory"].is_null() && !ran.stdout.contains("its main memory"), "{}", ran.stdout);
+    // On a CPU, a state in files changes nothing but its place.
+    let line = "plan --model M --train_file rows.jsonl --reward_funcs random --device cpu --offload_optimizer file --json disk.json";
+    let ran = place.run(line).ok();
+    let mut disk: Value = serde_json::from_str(&place.text("disk.json")).unwrap();
+    let state = plan["parts"]["moments_and_masters"].clone();
+    assert!(state.as_u64() > Some(0) && disk["disk"] == state && plan["disk"] == 0, "{disk}");
+    assert!(ran.stdout.contains("moments and masters, on a disk"), "{}", ran.stdout);
+    disk["parts"]["moments_and_masters"] = state;
+    disk["parts"]["program_and_rows"] = plan["parts"]["program_and_rows"].clone();
+    assert_eq!(disk["parts"], plan["parts"]);
+    let ways = plan["with_other_flags"].as_array().unwrap();
+    assert!(
+        ways.iter().any(|way| way["flags"].as_str().unwrap().contains("--offload_optimizer file")),
+        "{ways:?}"
+    );
 }
 
 /// A machine with a stand-in for the driver, and with libraries of several versions of CUDA.

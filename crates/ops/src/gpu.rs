@@ -306,7 +306,7 @@ impl Sent {
         squares: Option<f64>,
     ) -> std::result::Result<Self, Rows> {
         match rows.data {
-            Data::Outline(_) => Ok(Self::Outline),
+            Data::Outline(_) if crate::outline::is_on_card() => Ok(Self::Outline),
             Data::Gpu(card, array) => {
                 let squares = match squares {
                     Some(sum) => SquaresOf::Known(sum),

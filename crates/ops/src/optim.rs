@@ -36,6 +36,9 @@ pub struct Moments {
     folder: Option<Arc<Path>>,
 }
 
+/// Number of values of a master that are copied at a time.
+const PIECE: usize = 1 << 20;
+
 #[derive(Debug)]
 enum OnHost {
     Memory(Numbers),
@@ -65,15 +68,26 @@ impl Moments {
         Self { step, host: OnHost::Memory(numbers), ..Self::default() }
     }
 
-    /// Stores the arrays that the CPU updates in a file of this folder, and not in main memory. Returns an error if it cannot be
-    /// created.
+    /// Stores the arrays that the CPU updates in a file of this folder, and not in main memory.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be created.
     pub fn in_file(mut self, folder: &Arc<Path>) -> Result<Self> {
         self.folder = Some(Arc::clone(folder));
-        match std::mem::take(&mut self.host) {
-            OnHost::Memory(numbers) => self.store(numbers)?,
-            file => self.host = file,
+        if let OnHost::Memory(numbers) = &mut self.host {
+            let numbers = std::mem::take(numbers);
+            self.store(numbers)?;
         }
         Ok(self)
+    }
+
+    /// Reserves a file in this folder for the state of `len` values that were never updated.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be created.
+    pub fn reserved(folder: &Arc<Path>, len: usize, with_master: bool) -> Result<Self> {
+        let host = OnHost::File(StateFile::new(folder, len, with_master)?);
+        Ok(Self { host, folder: Some(Arc::clone(folder)), ..Self::default() })
     }
 
     /// Stores arrays where the CPU updates them.
@@ -83,6 +97,7 @@ impl Moments {
                 let mut file = StateFile::new(folder, numbers.m.len(), !numbers.master.is_empty())?;
                 let from = [&numbers.m, &numbers.v, &numbers.master];
                 file.arrays_mut().into_iter().zip(from).for_each(|(to, from)| to.copy_from_slice(from));
+                file.has_master = !numbers.master.is_empty();
                 OnHost::File(file)
             }
             _ => OnHost::Memory(numbers),
@@ -142,29 +157,33 @@ impl Moments {
         range: Range<usize>,
         with_master: bool,
     ) -> Result<[&mut [f32]; 3]> {
-        if let Some(state) = self.card.take() {
-            self.store(state.numbers(param))?;
+        if let Some(numbers) = self.card.as_ref().map(|state| state.numbers(param)) {
+            self.store(numbers)?;
+            self.card = None;
         }
-        let [m, _, master] = self.host.arrays();
-        if m.len() != range.len() || (with_master && master.is_empty()) {
-            self.begin(param, range, with_master)?;
+        if let (Some(folder), [[], ..]) = (&self.folder, self.host.arrays()) {
+            self.host = OnHost::File(StateFile::new(folder, range.len(), with_master)?);
         }
         Ok(match &mut self.host {
-            OnHost::Memory(Numbers { m, v, master }) => [m, v, master],
-            OnHost::File(file) => file.arrays_mut(),
+            OnHost::Memory(Numbers { m, v, master }) => {
+                m.resize(range.len(), 0.0);
+                v.resize(range.len(), 0.0);
+                if with_master && master.is_empty() {
+                    *master = param.f32_of(range);
+                }
+                [m, v, master]
+            }
+            OnHost::File(file) => {
+                let is_new = with_master && !std::mem::replace(&mut file.has_master, with_master);
+                let [m, v, master] = file.arrays_mut();
+                for (at, part) in
+                    (range.start..).step_by(PIECE).zip(master.chunks_mut(PIECE)).filter(|_| is_new)
+                {
+                    part.copy_from_slice(&param.f32_of(at..at + part.len()));
+                }
+                [m, v, if with_master { master } else { &mut [] }]
+            }
         })
-    }
-
-    /// Creates the arrays that do not exist.
-    fn begin(&mut self, param: &Param, range: Range<usize>, with_master: bool) -> Result<()> {
-        let [m, v, master] = self.host.arrays().map(<[f32]>::to_vec);
-        let mut numbers = Numbers { m, v, master };
-        numbers.m.resize(range.len(), 0.0);
-        numbers.v.resize(range.len(), 0.0);
-        if with_master && numbers.master.is_empty() {
-            numbers.master = param.f32_of(range);
-        }
-        self.store(numbers)
     }
 
     /// Removes and returns the state, for an update on a GPU.

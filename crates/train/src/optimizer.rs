@@ -104,6 +104,8 @@ pub struct AdamW {
     exchange: Exchange,
     /// Folder of the files with the state, if it is in files.
     folder: Option<Arc<Path>>,
+    /// Files for the state of weights that were never updated.
+    reserved: HashMap<String, Moments>,
 }
 
 impl AdamW {
@@ -126,7 +128,7 @@ impl AdamW {
         let exchange = Exchange::alone(params.iter().map(|(param, ..)| Arc::clone(param)).collect());
         let given = || config.offload_folder.clone().unwrap_or_else(std::env::temp_dir);
         let folder = (config.offload == Offload::File).then(|| given().into());
-        Self { config, params, state: HashMap::new(), exchange, folder }
+        Self { config, params, state: HashMap::new(), exchange, folder, reserved: HashMap::new() }
     }
 
     /// Stores files in the directory of a run, unless the settings name a folder.
@@ -135,6 +137,22 @@ impl AdamW {
         self.folder =
             self.folder.map(|folder| if self.config.offload_folder.is_some() { folder } else { dir.into() });
         self
+    }
+
+    /// Reserves the files of all weights that have none, so that a disk without room is an error before the first step.
+    ///
+    /// # Errors
+    /// Returns an error if a file cannot be created.
+    pub(crate) fn reserve(&mut self) -> Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        for (weight, (param, ..)) in self.params.iter().enumerate() {
+            let (name, len) = (param.name(), self.exchange.own_part(weight).len());
+            if len > 0 && !self.state.contains_key(name) {
+                let own = Moments::reserved(folder, len, self.has_master(param))?;
+                self.reserved.insert(name.to_owned(), own);
+            }
+        }
+        Ok(())
     }
 
     /// Moves new state of a weight to where the settings place it.
@@ -216,7 +234,10 @@ impl AdamW {
             };
             let moments = match self.state.entry(param.name().to_owned()) {
                 Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => new.insert(Self::placed(self.folder.as_ref(), Moments::default())?),
+                Entry::Vacant(new) => match self.reserved.remove(param.name()) {
+                    Some(reserved) => new.insert(reserved),
+                    None => new.insert(Self::placed(self.folder.as_ref(), Moments::default())?),
+                },
             };
             if !self.exchange.is_cut() {
                 param.adamw(moments, &step)?;
@@ -324,7 +345,7 @@ impl AdamW {
     /// Returns the saved state of a weight, or of this rank's part of it if the state is cut.
     ///
     /// # Errors
-    /// Returns an error if the weight is not trained or has another size.
+    /// Returns an error if the weight is not trained or has another size, or if a file for the state cannot be created.
     pub(crate) fn own_state(&self, name: &str, step: u64, saved: Numbers) -> Result<Moments> {
         let known = self.params.iter().enumerate().find(|(_, (param, ..))| param.name() == name);
         let fits = |param: &Param| {

@@ -281,6 +281,7 @@ impl Loop {
                 .over(&split, algorithm.micro());
 
         let start = Start::find_together(&split, &run, dir, length.total, &model, &mut optimizer, console)?;
+        split.agree(optimizer.reserve())?;
         let mut place = Place::default();
         if let Start::From(resumed) = &start {
             if let (Some(reference), Some(_)) = (&reference, run.sync_reference) {

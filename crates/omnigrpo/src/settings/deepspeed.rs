@@ -13,6 +13,7 @@ use omnigrpo_train::{Offload, ScheduleKind, Shard};
 use serde_json::Value;
 
 use crate::settings::Settings;
+use crate::settings::names::name_of;
 use crate::settings::problem::Problem;
 
 /// Maximum size of a file, bytes. A larger file contains no settings.
@@ -42,6 +43,7 @@ const COMPLETE: &str = "checkpoints are always complete";
 const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
 const PINNED: &str = "there is only one way to allocate host memory";
 const LAYERS: &str = "the weights of one layer are complete at a time";
+const PAGES: &str = "the system reads and writes the pages of mapped files";
 const ON_HOST: &str = "the parts of weights are not moved to another memory";
 
 /// Every known field by its path.
@@ -74,6 +76,9 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.stage", Read(stage)),
     ("zero_optimization.offload_optimizer.device", ByDevice(offload_optimizer)),
     ("zero_optimization.offload_optimizer.nvme_path", Read(nvme_path)),
+    ("zero_optimization.offload_optimizer.pipeline", NoEffect(PAGES)),
+    ("zero_optimization.offload_optimizer.pipeline_read", NoEffect(PAGES)),
+    ("zero_optimization.offload_optimizer.pipeline_write", NoEffect(PAGES)),
     ("zero_optimization.offload_optimizer.pin_memory", NoEffect(PINNED)),
     (
         "zero_optimization.offload_optimizer.ratio",
@@ -127,6 +132,13 @@ const FIELDS: &[(&str, Field)] = &[
             _ => Err("expected true or false".into()),
         }),
     ),
+    ("aio.block_size", NoEffect(PAGES)),
+    ("aio.queue_depth", NoEffect(PAGES)),
+    ("aio.thread_count", NoEffect(PAGES)),
+    ("aio.intra_op_parallelism", NoEffect(PAGES)),
+    ("aio.single_submit", NoEffect(PAGES)),
+    ("aio.overlap_events", NoEffect(PAGES)),
+    ("aio.use_gds", NoEffect(PAGES)),
     ("zero_allow_untested_optimizer", NoEffect("AdamW is the only optimizer")),
     ("zero_force_ds_cpu_optimizer", NoEffect("AdamW is the only optimizer")),
     ("bf16.enabled", Read(bf16)),
@@ -339,13 +351,12 @@ fn bucket(value: &Value, s: &Settings) -> Result<String, String> {
     }
 }
 
-/// Returns the settings that a file implies unless they are given: `shard`, `reduce_bucket_size`, `shard_min_elements` and `nvme_path`.
-/// Returns none if the file cannot be read, because [`read`] reports that.
+/// Returns the settings that a file implies unless they are given: `shard`, `reduce_bucket_size` and `shard_min_elements`. Returns none
+/// if the file cannot be read, because [`read`] reports that.
 pub fn implied(path: &Path) -> Vec<(&'static str, String)> {
     let Ok(json) = parse(path) else { return Vec::new() };
     let zero = &json["zero_optimization"];
     let whole = |x: f64, least: f64, most: f64| (least..=most).contains(&x).then(|| (x as u64).to_string());
-    let on_disk = &zero["offload_optimizer"];
     let sizes = ["reduce_bucket_size", "allgather_bucket_size"];
     let largest = sizes.iter().filter_map(|name| zero[name].as_f64()).fold(0.0, f64::max);
     let stage = zero["stage"].as_u64().and_then(|stage| STAGES.get(usize::try_from(stage).ok()?));
@@ -357,26 +368,26 @@ pub fn implied(path: &Path) -> Vec<(&'static str, String)> {
         ("shard", shard),
         ("reduce_bucket_size", whole(largest, 1.0, f64::from(1 << 30))),
         ("shard_min_elements", least),
-        (
-            "nvme_path",
-            on_disk["nvme_path"].as_str().filter(|_| on_disk["device"] == "nvme").map(str::to_owned),
-        ),
     ];
     each.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
 fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String, String> {
     match (value.as_str(), on_gpu) {
+        (Some("nvme"), _) if s.optimizer.offload == Offload::File => {
+            Ok("`offload_optimizer`: the state is in files".into())
+        }
+        (Some("cpu" | "none"), _) if s.optimizer.offload == Offload::File => {
+            Err("`offload_optimizer` is file; remove that setting or write \"device\": \"nvme\"".into())
+        }
         (Some("cpu"), false) => Ok("the state is in host memory, as always on a CPU".into()),
         (Some("cpu"), true) if s.optimizer.offload == Offload::Cpu => {
             Ok("`offload_optimizer`: the state stays in host memory".into())
         }
-        (Some("nvme"), _) if s.optimizer.offload == Offload::File => {
-            Ok("`offload_optimizer`: the state is in files".into())
-        }
         (Some("none"), _) => Ok("nothing is offloaded".into()),
         (Some("cpu" | "nvme"), _) => {
-            Err("`offload_optimizer` has another value; remove that setting or write the same".into())
+            let own = name_of(s.optimizer.offload).unwrap_or_default();
+            Err(format!("`offload_optimizer` is {own}; remove that setting or write the same place"))
         }
         _ => Err("expected cpu, nvme or none".into()),
     }
@@ -387,10 +398,11 @@ fn nvme_path(value: &Value, s: &Settings) -> Result<String, String> {
         (Some(path), Some(folder)) if folder == Path::new(path) => {
             Ok("`nvme_path`: the folder of the files".into())
         }
-        (Some(_), _) if s.optimizer.offload != Offload::File => {
-            Ok("no effect: the state is not in files".into())
+        (Some(_), Some(folder)) if s.optimizer.offload == Offload::File => {
+            Err(format!("`nvme_path` is {}; remove that setting or write the same folder", folder.display()))
         }
-        (Some(_), _) => Err("`nvme_path` has another value; remove that setting or write the same".into()),
+        (Some(_), _) => Ok("no effect: the state is not in files".into()),
+        (None, _) if value.is_null() => Ok("the files are in `output_dir`".into()),
         _ => Err("expected a folder".into()),
     }
 }
@@ -408,16 +420,17 @@ fn offload_param(value: &Value, _: &Settings, on_gpu: bool) -> Result<String, St
     }
 }
 
-/// Returns where a file places the optimizer's state. Returns [`Offload::None`] if the file cannot be read, because [`read`] reports
-/// that.
-pub fn offloads_optimizer(path: &Path) -> Offload {
-    let Ok(json) = parse(path) else { return Offload::None };
+/// Returns where a file places the optimizer's state, and the folder of files. Returns [`Offload::None`] if the file cannot be read,
+/// because [`read`] reports that.
+pub fn offloads_optimizer(path: &Path) -> (Offload, Option<String>) {
+    let Ok(json) = parse(path) else { return (Offload::None, None) };
     let zero = &json["zero_optimization"];
-    match zero["offload_optimizer"]["device"].as_str() {
-        Some("nvme") => Offload::File,
-        Some("cpu") => Offload::Cpu,
-        _ if zero["cpu_offload"] == true => Offload::Cpu,
-        _ => Offload::None,
+    let own = &zero["offload_optimizer"];
+    match own["device"].as_str() {
+        Some("nvme") => (Offload::File, own["nvme_path"].as_str().map(str::to_owned)),
+        Some("cpu") => (Offload::Cpu, None),
+        _ if zero["cpu_offload"] == true => (Offload::Cpu, None),
+        _ => (Offload::None, None),
     }
 }
 

@@ -160,7 +160,8 @@ impl Resolution {
     }
 }
 
-/// Applies the division and the offloading of a DeepSpeed file, unless the settings themselves are given. A CPU offloads nothing.
+/// Applies the division and the offloading of a DeepSpeed file, unless the settings themselves are given. On a CPU, a state in main memory
+/// is not offloaded.
 fn deepspeed_file(values: &mut Values) {
     let Some((Value::Text(path), _)) = values.lookup("deepspeed").cloned() else { return };
     for (name, text) in deepspeed::implied(Path::new(&path)) {
@@ -172,13 +173,19 @@ fn deepspeed_file(values: &mut Values) {
         }
     }
     let on_cpu = values.lookup("device").is_some_and(|(device, _)| *device == Value::Text("cpu".to_owned()));
-    let offload = deepspeed::offloads_optimizer(Path::new(&path));
+    let (offload, folder) = deepspeed::offloads_optimizer(Path::new(&path));
     let acts = offload == Offload::File || (offload == Offload::Cpu && !on_cpu);
-    if let Some(flag) =
-        flags::find("offload_optimizer").filter(|_| acts && values.rank("offload_optimizer") == 0)
-        && let Some(name) = name_of(offload)
-    {
-        values.set(Given { flag, value: Value::Text(name.to_owned()), origin: Origin::Config(path) });
+    let implied =
+        [("offload_optimizer", name_of(offload).filter(|_| acts).map(str::to_owned)), ("nvme_path", folder)];
+    for (name, text) in implied {
+        let flag = flags::find(name).filter(|_| values.rank(name) == 0);
+        let in_files = Some(&Value::Text("file".to_owned()));
+        // A folder has a meaning for files only.
+        let acts =
+            name != "nvme_path" || values.lookup("offload_optimizer").map(|(place, _)| place) == in_files;
+        if let (Some(flag), Some(text), true) = (flag, text, acts) {
+            values.set(Given { flag, value: Value::Text(text), origin: Origin::Config(path.clone()) });
+        }
     }
 }
 

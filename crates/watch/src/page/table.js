@@ -13,7 +13,7 @@ export const CHARTS = [
   { "title": "Clip ratio", "lines": [["clip_ratio/region_mean", "all"], ["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]], "zero": true, "help": "Share of tokens whose ratio is clipped" },
   { "title": "Completion length", "lines": [["completions/mean_length", "mean"]], "band": ["completions/min_length", "completions/max_length"], "help": "Tokens: mean, minimum and maximum" },
   { "title": "Cut off", "lines": [["completions/clipped_ratio", "share"]], "zero": true, "help": "Share of completions that hit the length limit" },
-  { "title": "Calls of tools", "lines": [["tools/call_frequency", "calls a completion"], ["tools/failure_frequency", "share that failed"]], "zero": true, "help": "Calls per completion, and the share of the calls that failed" },
+  { "title": "Calls of tools", "lines": [["tools/call_frequency", "calls per completion"], ["tools/failure_frequency", "share that failed"]], "zero": true, "help": "Calls per completion, and the share of the calls that failed" },
   { "title": "Turns", "lines": [["turns/mean", "mean"], ["turns/max", "maximum"]], "help": "Turns of the model in a completion: mean and maximum" },
   { "title": "Rollout and training", "lines": [["sampling/sampling_logp_difference/mean", "mean"], ["sampling/sampling_logp_difference/max", "max"]], "help": "Difference of log-probabilities between rollout and training per token, in nats" },
   { "title": "Step time by phase", "stacked": true, "lines": [["time/{}", "{}"]], "help": "Seconds of a step" },

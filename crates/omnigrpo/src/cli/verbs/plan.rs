@@ -375,15 +375,18 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
     if 2 * least <= s.algorithm.stream_rows() {
         exact.push(one("max_stream_tokens", least.to_string()));
     }
-    match s.optimizer.offload {
-        Offload::None if on_a_card => exact.push(one("offload_optimizer", "cpu".into())),
-        Offload::Cpu => exact.push(one("offload_optimizer", "file".into())),
-        _ => {}
-    }
+    // Combinations have the first of them.
+    let places = match s.optimizer.offload {
+        Offload::None if on_a_card => &["cpu", "file"][..],
+        Offload::None | Offload::Cpu => &["file"],
+        Offload::File => &[],
+    };
+    let mut places = places.iter().map(|place| one("offload_optimizer", (*place).to_owned()));
+    exact.extend(places.next());
     if forecast.need.memory.media_store > 0 {
         exact.push(one("mm_processor_cache_gb", "0".into()));
     }
-    let mut single = vec![one("torch_dtype", "bfloat16".into())];
+    let mut single: Vec<_> = places.chain([one("torch_dtype", "bfloat16".into())]).collect();
     if s.batch.accumulation >= 2 {
         single.push(one("gradient_accumulation_steps", (s.batch.accumulation / 2).to_string()));
     }
@@ -449,9 +452,10 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
         let Ok(need) = prepared.memory(&variant) else { continue };
         ways.push(Way { flags, need });
     }
-    let base = forecast.need.memory.total();
+    let totals = |need: &Need| [need.memory.total(), need.main.map_or(0, |main| main.total())];
+    let base = totals(&forecast.need);
     // A flag that saves less than one percent is not worth a line.
-    ways.retain(|way| way.need.memory.total() < base - base / 100);
+    ways.retain(|way| totals(&way.need).into_iter().zip(base).any(|(own, base)| own < base - base / 100));
     Ok(ways)
 }
 
@@ -503,7 +507,8 @@ struct Bars {
 impl Bars {
     /// Creates bars for the parts of a memory and its limit.
     fn new(memory: &Memory, limit: Limit, width: usize) -> Self {
-        Self { most: limit.map_or(0, |(limit, _)| limit).max(memory.total()).max(1), width }
+        let most = limit.map_or(0, |(limit, _)| limit).max(memory.total()).max(memory.disk).max(1);
+        Self { most, width }
     }
 
     fn line(&self, name: &str, bytes: u64, note: &str) -> String {
@@ -546,6 +551,7 @@ fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
         json!({
             "total": main.total(),
             "parts": parts(&main),
+            "disk": main.disk,
             "limit": bytes(forecast.main_limit),
             "fits": fits(&main, forecast.main_limit),
         })
@@ -553,6 +559,7 @@ fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
     json!({
         "total": memory.total(),
         "parts": parts(memory),
+        "disk": memory.disk,
         "limit": bytes(forecast.limit),
         "fits": forecast.allows(&forecast.need),
         "main_memory": main,

@@ -49,8 +49,8 @@ pub const FLAGS: &[Flag] = &[
         .help("Largest norm of the gradient, which is clipped to it; 0 is off."),
     row("offload_optimizer", Switch(words::<Offload>), at!(optimizer.offload), STEPS)
         .help(
-            "Place of the optimizer state, if it is not the GPU. The CPU then applies the updates: of 16 bytes per trained bfloat16 \
-             weight the GPU holds at most 6. Results are equal except for the last bit of a few masters.",
+            "Where the optimizer state is. With `cpu` and `file`, the CPU applies the updates: of 16 bytes per trained bfloat16 \
+             weight a GPU holds at most 6. Results are equal except for the last bit of a few masters.",
         )
         .idle(|s, _| {
             (s.model.device == DeviceChoice::Cpu && s.optimizer.offload == Offload::Cpu).then_some("`device` is cpu")
