@@ -66,6 +66,9 @@ pub struct Options {
     pub sampling: SamplingParams,
     /// Maximum number of completions in flight.
     pub max_live: usize,
+    /// Largest number of bytes that requests in progress may take for keys, values and log-probabilities. A request waits while
+    /// others leave it no room, and is refused if it has no room alone.
+    pub max_bytes: u64,
     /// Options for reading messages as rows: the question template, and whether media are downloaded.
     pub read: ReadOptions,
     /// Function that words messages of the libraries for clients.
@@ -105,14 +108,14 @@ impl Server {
     /// # Errors
     /// Returns an error if the port cannot be served or the system gives no random numbers.
     pub fn start(prompts: PromptBuilder, options: Options) -> Result<Self, Error> {
-        let Options { name, port, key, sampling, max_live, read, word } = options;
+        let Options { name, port, key, sampling, max_live, max_bytes, read, word } = options;
         let (sender, arrivals) = channel();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let app = Arc::new(App {
             name,
             word,
             key: key.map_or_else(token, Ok).map_err(Error::Random)?,
-            settings: request::Settings { prompts, read, sampling, max_live },
+            settings: request::Settings { prompts, read, sampling, max_live, max_bytes },
             arrivals: Mutex::new(sender),
             metrics: Metrics::default(),
             waiting_bytes: AtomicU64::new(0),
@@ -229,8 +232,12 @@ impl Engine<'_> {
     /// other requests going.
     fn advance(&mut self) -> Result<(), RolloutError> {
         let in_flight = self.session.in_flight();
-        let has_room =
-            |next: &Arrival| in_flight == 0 || in_flight + next.job.num_samples <= self.app.settings.max_live;
+        let bytes: u64 = self.running.values().map(|reply| reply.bytes).sum();
+        let request::Settings { max_live, max_bytes, .. } = self.app.settings;
+        let has_room = |next: &Arrival| {
+            let fits = in_flight + next.job.num_samples <= max_live && bytes + next.reply.bytes <= max_bytes;
+            in_flight == 0 || fits
+        };
         if let Some(arrival) = self.waiting.pop_front_if(|next| has_room(next)) {
             self.admit(arrival);
         }
@@ -379,7 +386,7 @@ impl App {
         }
         let random = || token().map_err(|e| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, e.to_string()));
         let seed = random()?.bytes().fold(0u64, |seed, byte| seed.rotate_left(5) ^ u64::from(byte));
-        let (job, form) = chat.job(&self.settings, seed)?;
+        let (job, form, bytes) = chat.job(&self.settings, seed)?;
         let (answer, sink) = if form.streams {
             let (answer, sender) = Answer::fed(200, "text/event-stream");
             (answer, Sink::Stream(sender))
@@ -392,7 +399,7 @@ impl App {
             (form, sink),
             format!("chatcmpl-{}", random()?),
             (self.name.clone(), created),
-            job.prompt.ids.len(),
+            (job.prompt.ids.len(), bytes),
             (job.num_samples, job.stops.strings.clone()),
         );
         let media_bytes = job.prompt.media.iter().map(|medium| 4 * medium.data.len() as u64).sum();

@@ -24,6 +24,8 @@ pub(crate) struct Reply {
     pub(crate) form: Form,
     pub(crate) sink: Sink,
     pub(crate) prompt_tokens: usize,
+    /// Largest number of bytes that the request may take for keys, values and log-probabilities.
+    pub(crate) bytes: u64,
     /// Time of the request's arrival.
     pub(crate) since: Instant,
     id: String,
@@ -52,12 +54,12 @@ impl Reply {
         (form, sink): (Form, Sink),
         id: String,
         (model, created): (String, u64),
-        prompt_tokens: usize,
+        (prompt_tokens, bytes): (usize, u64),
         (num_samples, stops): (usize, Vec<String>),
     ) -> Self {
         let choice = || Choice { decoder: StreamDecoder::new(true), ..Choice::default() };
         let choices = (0..num_samples).map(|_| choice()).collect();
-        Self { form, sink, prompt_tokens, since: Instant::now(), id, created, model, stops, choices }
+        Self { form, sink, prompt_tokens, bytes, since: Instant::now(), id, created, model, stops, choices }
     }
 
     /// Returns true if the client has disconnected.
@@ -268,7 +270,7 @@ mod tests {
         let form = Form { streams: true, usage_in_stream: false, logprobs: false, tools };
         let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let sink = Sink::Stream(sender);
-        (Reply::new((form, sink), "id".to_owned(), ("m".to_owned(), 0), 1, (1, stops)), receiver)
+        (Reply::new((form, sink), "id".to_owned(), ("m".to_owned(), 0), (1, 0), (1, stops)), receiver)
     }
 
     /// Passes a completion, token by token, and returns the deltas of the stream and the last finish reason.
@@ -334,7 +336,8 @@ mod tests {
         let (sender, mut receiver) = oneshot::channel();
         let form = Form { streams: false, usage_in_stream: false, logprobs: true, tools: true };
         let sink = Sink::Whole(Some(sender));
-        let mut reply = Reply::new((form, sink), "id".to_owned(), ("m".to_owned(), 0), 1, (1, Vec::new()));
+        let mut reply =
+            Reply::new((form, sink), "id".to_owned(), ("m".to_owned(), 0), (1, 0), (1, Vec::new()));
         let text = "<tool_call>{\"name\": \"now\"}</tool_call>";
         let end = Some((FinishReason::Length, text.to_owned()));
         let token = Token { job: 0, sample: 0, id: 5, logprob: f32::NEG_INFINITY, top: vec![(6, -0.5)], end };

@@ -90,6 +90,17 @@ pub(crate) struct Settings {
     /// Defaults of requests.
     pub(crate) sampling: SamplingParams,
     pub(crate) max_live: usize,
+    pub(crate) max_bytes: u64,
+}
+
+/// Largest size of a reported log-probability with its token, as a part of a response.
+const LOGPROB_BYTES: u64 = 1024;
+
+/// Returns the size of the keys and values of some tokens. A number has at most four bytes.
+fn cache_bytes(settings: &Settings, tokens: usize) -> u64 {
+    let decoder = settings.prompts.family().architecture().decoder_config();
+    let numbers = 2 * decoder.layers * decoder.heads.kv_width();
+    (tokens as u64).saturating_mul(4 * numbers as u64)
 }
 
 impl ChatRequest {
@@ -99,8 +110,9 @@ impl ChatRequest {
         serde_json::from_value(Value::Object(body)).map_err(unreadable)
     }
 
-    /// Builds the prompt and checks all parameters. `random_seed` is the seed of a request without one.
-    pub(crate) fn job(mut self, settings: &Settings, random_seed: u64) -> Result<(Job, Form), Refusal> {
+    /// Builds the prompt and checks all parameters. `random_seed` is the seed of a request without one. The last result is the
+    /// largest number of bytes that the request may take for keys, values and log-probabilities.
+    pub(crate) fn job(mut self, settings: &Settings, random_seed: u64) -> Result<(Job, Form, u64), Refusal> {
         self.refuse_unsupported()?;
         let num_samples = self.n.unwrap_or(1);
         let most = MAX_SAMPLES.min(settings.max_live);
@@ -159,7 +171,19 @@ impl ChatRequest {
         params
             .validate()
             .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, api_name(&error.to_string())))?;
-        Ok((Job { prompt: Arc::new(prompt), num_samples, params, stops, top_logprobs }, form))
+        let own = num_samples.saturating_mul(params.max_completion_length);
+        let reported = if logprobs { own.saturating_mul(1 + top_logprobs) } else { 0 };
+        let bytes = cache_bytes(settings, own.saturating_add(prompt.ids.len()))
+            .saturating_add(LOGPROB_BYTES.saturating_mul(reported as u64));
+        if bytes > settings.max_bytes {
+            let why = format!(
+                "the request may take {bytes} bytes for keys, values and log-probabilities of {num_samples} completions with \
+                 {} tokens each; the server has {} bytes; lower max_tokens, n or top_logprobs, or shorten the messages",
+                params.max_completion_length, settings.max_bytes
+            );
+            return Err(Refusal::of("max_tokens", why));
+        }
+        Ok((Job { prompt: Arc::new(prompt), num_samples, params, stops, top_logprobs }, form, bytes))
     }
 
     fn refuse_unsupported(&self) -> Result<(), Refusal> {

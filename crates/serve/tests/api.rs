@@ -38,6 +38,11 @@ struct Served {
 
 impl Served {
     fn new(name: &'static str, max_live: usize) -> Self {
+        Self::in_room(name, max_live, u64::MAX)
+    }
+
+    /// Serves with a limited memory for keys, values and log-probabilities.
+    fn in_room(name: &'static str, max_live: usize, max_bytes: u64) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let (own, (tell, told)) = (Arc::clone(&stop), channel());
         let thread = std::thread::spawn(move || {
@@ -48,6 +53,7 @@ impl Served {
                 key: Some("secret".to_owned()),
                 sampling: SamplingParams { max_completion_length: 12, ..SamplingParams::default() },
                 max_live,
+                max_bytes,
                 read: ReadOptions::default(),
                 word: str::to_owned,
             };
@@ -393,6 +399,49 @@ fn a_client_that_disconnects_frees_its_place() {
         server.wait_for("completions_running", 0.0);
     }
     assert_eq!(server.metric("requests_total{outcome=\"disconnected\"}"), 4.0);
+    server.ok(&asked("Hm?"));
+}
+
+/// Keys and values take 4 bytes per number, and a reported log-probability 1 KiB.
+#[test]
+fn memory_for_keys_values_and_log_probabilities_is_limited() {
+    const NAME: &str = "qwen2_5_vl_tied";
+    let config = open(NAME).0.decoder().config().clone();
+    let of_token = (8 * config.layers * config.heads.kv_width()) as u64;
+    let room = 50_000 * of_token;
+    let server = Served::in_room(NAME, 64, room);
+    let refused = |more: Value, expected: &str| {
+        let (status, answer) = server.post(&with(asked("Hm?"), more));
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!("max_tokens")), "{message}");
+        assert!(message.contains(expected) && message.contains(&format!("has {room} bytes")), "{message}");
+    };
+    // Three completions of 17,000 tokens take more than 50,000 rows, and two take less.
+    refused(json!({ "n": 3, "max_tokens": 17_000 }), "of 3 completions with 17000 tokens each");
+    let most = room / 1024 / 21 + 1;
+    refused(
+        json!({ "max_tokens": most, "logprobs": true, "top_logprobs": 20 }),
+        "log-probabilities of 1 completions",
+    );
+    // The batch has room for 64 completions, and the memory for two of these.
+    let endless = json!({ "max_tokens": 20_000, "min_tokens": 20_000, "n": 2, "stream": true });
+    let text = with(asked("Hm?"), endless).to_string();
+    let request = |text: &str| {
+        let mut stream = TcpStream::connect(server.address()).unwrap();
+        let head =
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n";
+        stream.write_all(format!("{head}Content-Length: {}\r\n\r\n{text}", text.len()).as_bytes()).unwrap();
+        stream
+    };
+    let held = request(&text);
+    server.wait_for("completions_running", 2.0);
+    let waits = request(&text);
+    server.wait_for("requests_waiting", 1.0);
+    drop(held);
+    server.wait_for("requests_waiting", 0.0);
+    server.wait_for("completions_running", 2.0);
+    drop(waits);
+    server.wait_for("completions_running", 0.0);
     server.ok(&asked("Hm?"));
 }
 

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, ReadOptions};
 use omnigrpo_serve::{Options, Server};
+use omnigrpo_train::room;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 
@@ -18,6 +19,8 @@ use crate::settings::wording::worded;
 pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
+    // The rest is left for the passes of the model and for decoded media.
+    let max_bytes = room::free_on(context.device()?).map_or(u64::MAX, |(free, _)| free / 2);
     // Each request has its own limit, so a prompt must only leave room for one token.
     let mut open = settings.clone();
     open.prompts.max_completion_length = 1;
@@ -30,6 +33,7 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
         key: settings.env.api_key.clone(),
         sampling: settings.algorithm.sampling.clone(),
         max_live: settings.algorithm.max_live,
+        max_bytes,
         read: ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) },
         word: worded,
     };
