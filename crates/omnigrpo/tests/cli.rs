@@ -507,7 +507,7 @@ fn presets_are_pinned_to_their_sources() {
         ("video_max_frames", "8"),
         ("video_min_frames", "4"),
     ];
-    let own: [(&str, &[(&str, &str)]); 5] = [
+    let own: [(&str, &[(&str, &str)]); 6] = [
         (
             "r1-v",
             &[
@@ -568,6 +568,21 @@ fn presets_are_pinned_to_their_sources() {
                 ("freeze_vision_modules", "true"),
                 ("save_steps", "100"),
                 ("data_seed", "42"),
+            ],
+        ),
+        (
+            "deepeyes",
+            &[
+                ("model_name_or_path", "Qwen/Qwen2.5-VL-7B-Instruct"),
+                ("environment", "zoom"),
+                ("max_turns", "4"),
+                ("num_generations", "16"),
+                ("max_completion_length", "20480"),
+                ("reward_funcs", "[accuracy, format, zoomed]"),
+                ("reward_weights", "[0.8, 0.2, 1.2]"),
+                ("learning_rate", "1.0e-6"),
+                ("beta", "0.0"),
+                ("loss_agg", "token_mean"),
             ],
         ),
     ];

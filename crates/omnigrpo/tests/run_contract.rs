@@ -521,7 +521,7 @@ fn every_preset_has_a_launch_script_that_sets_what_it_says() {
         );
         count += 1;
     }
-    assert_eq!(count, 7);
+    assert_eq!(count, 8);
 }
 
 #[test]

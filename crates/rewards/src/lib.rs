@@ -33,6 +33,7 @@ mod temporal;
 mod testing;
 mod weighted_sum;
 mod yes_no;
+mod zoomed;
 
 pub use accuracy::suitable_rule;
 pub use cider::{DocumentFrequencies, explanation, references};

@@ -3,7 +3,7 @@
 use crate::error::suggestion;
 use crate::{
     AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, external, format, length,
-    overlong, random, redacted, repetition,
+    overlong, random, redacted, repetition, zoomed,
 };
 
 /// One built-in reward.
@@ -162,6 +162,12 @@ static TABLE: &[RewardRow] = &[
         doc: "negative share of repeated token 3-grams; -1..0",
         source: "TRL",
         make: repetition::tokens,
+    },
+    RewardRow {
+        name: "zoomed",
+        doc: "1 for a correct answer after a tool has shown a picture, else 0",
+        source: "DeepEyes",
+        make: zoomed::reward,
     },
 ];
 

@@ -246,7 +246,7 @@ class Settings(TypedDict, total=False):
     run_name: str | float | bool
     log_completions: bool
     log_token_stats: bool
-    preset: Literal["r1-v", "humanomni", "qwen-video", "qwen-mcq", "vivqa-x", "vlm-r1", "trl"]
+    preset: Literal["r1-v", "humanomni", "qwen-video", "qwen-mcq", "vivqa-x", "vlm-r1", "deepeyes", "trl"]
     threads: int
     nproc_per_node: int
     num_processes: int

@@ -71,6 +71,12 @@ const PRESETS: &[Preset] = &[
         sft: "",
     },
     Preset {
+        name: "deepeyes",
+        help: "DeepEyes: details of images, with a tool that zooms",
+        text: include_str!("../../presets/deepeyes.yaml"),
+        sft: "",
+    },
+    Preset {
         name: "trl",
         help: "TRL 1.16's defaults, batches counted in completions",
         text: include_str!("../../presets/trl.yaml"),
