@@ -39,8 +39,8 @@ pub use question::{QUESTION_TEMPLATES, QuestionTemplate};
 pub use registry::{DatasetSpec, Registry};
 pub use roots::Roots;
 pub use sample::{
-    MediumOptions, MediumRef, MediumSource, Origin, RecordedCompletion, RecordedRewards, Reference, Sample,
-    Segments, ThinkMode,
+    MediumOptions, MediumRef, MediumSource, Origin, RecordedCompletion, RecordedRewards, RecordedTurn,
+    Reference, Sample, Segments, ThinkMode, content, renumbered,
 };
 pub use sampling::{Amount, Sampling};
 pub use store::{medium_extension, store as store_medium};

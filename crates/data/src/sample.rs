@@ -6,9 +6,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use omnigrpo_text::{MediumKind, Role, Turn};
+use omnigrpo_text::{MediumKind, Part, Role, Turn};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// Parsed row of a dataset. The prompt consists of `turns` and `media`; the other fields are for rewards and logs.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,6 +58,11 @@ impl Sample {
         }
     }
 
+    /// Returns the media of the prompt and of [`Self::sft_turns`].
+    pub fn sft_media(&self) -> Vec<MediumRef> {
+        self.media.iter().chain(&self.reference.media).cloned().collect()
+    }
+
     /// Returns the text of the last user turn without its media.
     pub fn question(&self) -> String {
         let last = self.turns.iter().rev().find(|turn| turn.role == Role::User);
@@ -66,12 +71,15 @@ impl Sample {
 }
 
 /// Turns of the model that supervised training imitates.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Reference {
     /// Index of the first turn in [`Sample::turns`] that may be imitated. Turns of the model before it are context.
     pub from: usize,
-    /// Turns after [`Sample::turns`], without media. They are empty or end with a turn of the model.
+    /// Turns after [`Sample::turns`]. They are empty or end with a turn of the model. Indices of their media count from the first
+    /// medium of their kind in [`Sample::media`].
     pub later: Vec<Turn>,
+    /// Media of `later`, which follow [`Sample::media`].
+    pub media: Vec<MediumRef>,
 }
 
 /// File and line of a row.
@@ -181,14 +189,83 @@ pub struct Segments {
 /// Completion recorded in a row. At least one of `text` and `completion_ids` is set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RecordedCompletion {
-    /// Text of the completion.
+    /// Text of the completion: that of the last turn of the model if there are `turns`.
     pub text: Option<String>,
-    /// Tokens of the completion, including the stop token; they take precedence over `text`.
+    /// Tokens of the completion, including the stop token and the turns of an environment; they take precedence over `text`.
     pub completion_ids: Option<Vec<u32>>,
-    /// Log-probability of each token under the policy that sampled it; same length as `completion_ids`.
+    /// Log-probability of each sampled token under the policy that sampled it.
     pub logprobs: Option<Vec<f64>>,
+    /// Turns of an environment, in order.
+    pub turns: Vec<RecordedTurn>,
     /// Finish reason, `stop` or `length`, if recorded.
     pub finish_reason: Option<String>,
+}
+
+impl RecordedCompletion {
+    /// Returns the completion as a column `completion` for supervised training: its text, or messages if it has several turns.
+    #[must_use]
+    pub fn answer(&self) -> Value {
+        let said = |text: &str| json!({ "role": Role::Assistant.as_str(), "content": text });
+        let last = self.text.as_deref().unwrap_or_default();
+        if self.turns.is_empty() {
+            return json!(last);
+        }
+        let added = |turn: &RecordedTurn| {
+            let answer =
+                json!({ "role": turn.said.role.as_str(), "content": content(&turn.said, &turn.media) });
+            [said(&turn.model), answer]
+        };
+        self.turns.iter().flat_map(added).chain([said(last)]).collect()
+    }
+}
+
+/// Turn of an environment in a recorded completion.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RecordedTurn {
+    /// Text of the model's turn before it.
+    pub model: String,
+    /// Number of tokens of the model's turn, including its stop token, if recorded.
+    pub model_tokens: Option<usize>,
+    /// The turn. Indices of media count from its first medium of their kind.
+    pub said: Turn,
+    /// Media of the turn, in order.
+    pub media: Vec<MediumRef>,
+    /// Number of tokens of the turn, if recorded.
+    pub tokens: Option<usize>,
+}
+
+/// Returns the content of a message: the parts of a turn as rows have them. `media` are the media of the turn.
+#[must_use]
+pub fn content(turn: &Turn, media: &[MediumRef]) -> Value {
+    let part = |part: &Part| match part {
+        Part::Text(text) => json!({ "type": "text", "text": text }),
+        Part::Call(call) => json!({ "type": "text", "text": call.to_string() }),
+        Part::Medium { kind, index } => {
+            let source = media.iter().filter(|medium| medium.kind == *kind).nth(*index).map(|m| &m.source);
+            let source = match source {
+                Some(MediumSource::Path(path)) => json!(path.display().to_string()),
+                Some(MediumSource::Frames(frames)) => {
+                    frames.iter().map(|frame| json!(frame.display().to_string())).collect()
+                }
+                None => Value::Null,
+            };
+            json!({ "type": kind.as_str(), kind.as_str(): source })
+        }
+    };
+    turn.parts.iter().map(part).collect()
+}
+
+/// Returns a turn whose media follow those of `before`.
+#[must_use]
+pub fn renumbered(turn: &Turn, before: &[MediumRef]) -> Turn {
+    let part = |part: &Part| match part {
+        Part::Medium { kind, index } => {
+            let earlier = before.iter().filter(|medium| medium.kind == *kind).count();
+            Part::Medium { kind: *kind, index: earlier + index }
+        }
+        other => other.clone(),
+    };
+    Turn { role: turn.role, parts: turn.parts.iter().map(part).collect() }
 }
 
 /// Rewards recorded in a row.

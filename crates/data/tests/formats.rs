@@ -209,19 +209,68 @@ fn rows_describe_tools() {
     }
 }
 
-/// The last turn of a recorded conversation is not the whole completion.
 #[test]
-fn recorded_conversations_are_refused() {
+fn turns_of_recorded_completions_are_read() {
     let place = Place::new();
-    let row =
-        |turns: Value| json!({ "question": "which?", "completions": [{ "text": "7", "turns": turns }] });
-    assert_eq!(place.read(row(json!([]))).completions.unwrap()[0].text.as_deref(), Some("7"));
-    let refused = place.read_with(&row(json!([{ "text": "look", "tokens": 3 }])), &ReadOptions::default());
-    let message = told(&refused.unwrap_err().problem);
-    assert!(
-        message.contains("completions[0].turns") && message.contains("turns of an environment"),
-        "{message}"
+    let completions = |own: Value| json!({ "question": "which?", "completions": [own] });
+    // A picture comes before the text unless `content` has another order.
+    let turn = json!({ "model": "look", "model_tokens": 2, "text": "here", "tokens": 9, "media": ["a.png"] });
+    let said = json!([{ "type": "text", "text": "<image>" }, { "type": "image", "image": "b.png" }]);
+    let second =
+        json!({ "model": "again", "role": "user", "content": said, "text": "<image>", "media": ["b.png"] });
+    let read = place.read(completions(json!({ "text": "7", "turns": [turn, second] })));
+    let turns = &read.completions.unwrap()[0].turns;
+    assert_eq!((turns[0].model.as_str(), turns[0].model_tokens, turns[0].tokens), ("look", Some(2), Some(9)));
+    assert_eq!(
+        (turns[0].said.role, turns[0].said.parts.as_slice()),
+        (Role::Tool, &[IMAGE, text("here")][..])
     );
+    assert_eq!(
+        (turns[1].said.role, turns[1].said.parts.as_slice()),
+        (Role::User, &[text("<image>"), IMAGE][..])
+    );
+    let file = |turn: usize| turns[turn].media.iter().map(|m| m.source.clone()).collect::<Vec<_>>();
+    assert_eq!(file(0), [MediumSource::Path(place.path("a.png"))]);
+    assert_eq!(file(1), [MediumSource::Path(place.path("b.png"))]);
+    // `eval` writes the turns of all completions beside their texts.
+    let beside = json!({ "question": "which?", "completions": ["7", "8"], "completion_turns": [[], [{ "model": "look", "text": "a" }]] });
+    let completions_beside = place.read(beside).completions.unwrap();
+    assert_eq!([completions_beside[0].turns.len(), completions_beside[1].turns.len()], [0, 1]);
+    for wrong in [
+        json!([{ "text": "look" }]),
+        json!([{ "model": "look", "role": "assistant", "text": "a" }]),
+        json!([{ "model": "look", "model_tokens": -1, "text": "a" }]),
+        json!("look"),
+    ] {
+        let message = place.error(completions(json!({ "text": "7", "turns": wrong })));
+        assert!(
+            message.contains("completions[0].turns") && message.contains("{model, text, media}"),
+            "{message}"
+        );
+    }
+}
+
+/// A chosen completion becomes turns of the model and of the tool. Media of the tool follow those of the prompt.
+#[test]
+fn a_completion_with_turns_of_a_tool_shows_media() {
+    let place = Place::new();
+    let part = json!([{ "type": "image", "image": "b.png" }, { "type": "text", "text": "the part" }]);
+    let sample = place.read(json!({
+        "image": "a.png", "prompt": "<image>\nwhich?", "solution": "7",
+        "completion": [
+            { "role": "assistant", "content": "look" },
+            { "role": "tool", "content": part },
+            { "role": "assistant", "content": "7" },
+        ],
+    }));
+    assert_eq!((sample.media.len(), sample.reference.from), (1, 1));
+    let turns = sample.sft_turns();
+    assert_eq!(turns[1].role, Role::Tool);
+    assert_eq!(turns[1].parts, [medium(MediumKind::Image, 1), text("the part")]);
+    let files: Vec<_> = sample.sft_media().into_iter().map(|medium| medium.source).collect();
+    assert_eq!(files, ["a.png", "b.png"].map(|name| MediumSource::Path(place.path(name))));
+    let shown = json!({ "prompt": "which?", "completion": [{ "role": "assistant", "content": [{ "type": "image", "image": "a.png" }] }] });
+    assert!(place.error(shown).contains("expected text"));
 }
 
 #[test]

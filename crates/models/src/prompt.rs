@@ -221,7 +221,8 @@ impl PromptBuilder {
 
     /// Builds the prompt for a given pass over the data. Rows with a random number of frames draw it again in each pass.
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
-        let ((rendered, plans), media) = self.read(sample, epoch, |headers| self.plan(sample, headers))?;
+        let media = (sample.row, sample.media.as_slice());
+        let ((rendered, plans), media) = self.read(media, epoch, |headers| self.plan(sample, headers))?;
         // Fewer frames may have been drawn, or the file may contain less than its header says.
         let shown = self.shown_media(&media)?;
         let rendered = match shown == self.shown(plans.iter().map(MediumPlan::shown))? {
@@ -231,18 +232,18 @@ impl PromptBuilder {
         self.prompt(&sample.turns, rendered, media)
     }
 
-    /// Reads the headers of a row's media, passes them to `plan`, and then decodes the media.
+    /// Reads the headers of media of a row, passes them to `plan`, and then decodes the media.
     fn read<T>(
         &self,
-        sample: &Sample,
+        (row, media): (u64, &[MediumRef]),
         epoch: u64,
         plan: impl FnOnce(&[MediumInfo]) -> Result<T>,
     ) -> Result<(T, Vec<Arc<MediumInput>>)> {
-        let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
+        let keys = (0..media.len() as u64).map(|index| MediumKey { row, index, epoch });
         let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
-        let each = || sample.media.iter().zip(&settings);
+        let each = || media.iter().zip(&settings);
         let found: Vec<_> = each().map(|(m, settings)| self.media_store.find(m, settings)).collect();
-        let headers = sample.media.iter().zip(&found).map(|(m, found)| match &found.decoded {
+        let headers = media.iter().zip(&found).map(|(m, found)| match &found.decoded {
             Some(decoded) => Ok(decoded.header.clone()),
             None => probe_medium(m, &self.settings.media.limits),
         });
@@ -471,7 +472,9 @@ impl PromptBuilder {
     /// # Errors
     /// Returns an error if the row has no answer, a medium is unreadable, or the example exceeds a limit.
     pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
-        let (_, media) = self.read(sample, epoch, |headers| self.plan_sft(sample, headers))?;
+        let media = sample.sft_media();
+        let (_, media) =
+            self.read((sample.row, &media), epoch, |headers| self.plan_all(sample, &media, headers))?;
         self.example(sample, &media)
     }
 
@@ -486,7 +489,18 @@ impl PromptBuilder {
 
     /// Counts the tokens of a supervised example and plans its media from their headers, like [`Self::plan`].
     pub fn plan_sft(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(usize, Vec<MediumPlan>)> {
-        let plans = self.plans(&sample.media, headers)?;
+        let later = self.headers(&sample.reference.media)?;
+        self.plan_all(sample, &sample.sft_media(), &[headers, &later].concat())
+    }
+
+    /// Counts the tokens of a supervised example and plans all of its media from their headers.
+    fn plan_all(
+        &self,
+        sample: &Sample,
+        media: &[MediumRef],
+        headers: &[MediumInfo],
+    ) -> Result<(usize, Vec<MediumPlan>)> {
+        let plans = self.plans(media, headers)?;
         let pieces = self.pieces(sample, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
         Ok((pieces.iter().map(|piece| piece.before.ids.len() + piece.imitated.len()).sum(), plans))
     }
@@ -578,16 +592,74 @@ impl PromptBuilder {
         Ok(self.tokenizer.encode_control(text, &self.family.processor().placeholder_ids())?)
     }
 
-    /// Returns the ids of a completion that a row contains: its own ids, else those of its text.
+    /// Returns the tokens of a completion that a row contains, its own or those of its text, with the turns of an environment.
+    /// The first medium of the turns is number `first` of the group. Media that they add to `media` are appended there.
     ///
     /// # Errors
-    /// Returns an error if the completion has neither, or the tokenizer cannot encode the text.
-    pub fn recorded_ids(&self, completion: &RecordedCompletion) -> Result<Vec<u32>> {
-        match (&completion.completion_ids, &completion.text) {
-            (Some(ids), _) => Ok(ids.clone()),
-            (None, Some(text)) => self.completion_ids(text),
-            (None, None) => Err(ModelError::NoCompletion),
+    /// Returns an error if the completion has neither tokens nor text, if a text cannot be encoded, if a medium is unreadable, or
+    /// if a turn has other tokens than the recorded ones.
+    pub fn recorded(
+        &self,
+        completion: &RecordedCompletion,
+        first: usize,
+        media: &mut Vec<Arc<MediumInput>>,
+    ) -> Result<(Vec<u32>, Vec<AddedTurn>)> {
+        let unlike = |what: String| ModelError::AddedTurn { what };
+        let whole = completion.completion_ids.as_deref();
+        let (mut ids, mut turns) = (Vec::new(), Vec::new());
+        for (number, recorded) in completion.turns.iter().enumerate() {
+            match (whole, recorded.model_tokens) {
+                (Some(whole), Some(tokens)) => {
+                    let own = ids.len().checked_add(tokens).and_then(|end| whole.get(ids.len()..end));
+                    ids.extend(own.ok_or_else(|| {
+                        unlike(format!("turn {number} of the model has more tokens than `completion_ids`"))
+                    })?);
+                }
+                (Some(_), None) => {
+                    return Err(unlike(format!(
+                        "turn {number} has no `model_tokens`, so its place in `completion_ids` is unknown; leave out the ids to \
+                         tokenise the texts"
+                    )));
+                }
+                (None, _) => {
+                    ids.extend(self.completion_ids(&recorded.model)?);
+                    ids.push(self.turn_stop()?);
+                }
+            }
+            let (start, said) = (ids.len(), &recorded.said);
+            let built = self.turn(said, &recorded.media, usize::MAX)?;
+            let turn =
+                built.ok_or_else(|| unlike(format!("turn {number} of the environment is too long")))?;
+            let end = start + turn.ids.len();
+            if start == 0 || whole.is_some_and(|whole| whole.get(start..end) != Some(turn.ids.as_slice())) {
+                return Err(unlike(format!(
+                    "turn {number} of the environment has other tokens than `completion_ids`: it was recorded with another \
+                     checkpoint or other settings of media"
+                )));
+            }
+            let mut places = Vec::with_capacity(turn.media.len());
+            for medium in &turn.media {
+                let known = media.iter().position(|known| known == medium);
+                places.push(first + known.unwrap_or(media.len()));
+                if known.is_none() {
+                    media.push(Arc::clone(medium));
+                }
+            }
+            ids.extend(&turn.ids);
+            turns.push(AddedTurn {
+                start,
+                turn: Arc::new(turn),
+                media: places,
+                sources: recorded.media.clone(),
+                said: said.clone(),
+            });
         }
+        match (whole, &completion.text) {
+            (Some(whole), _) => ids.extend(whole.get(ids.len()..).unwrap_or_default()),
+            (None, Some(text)) => ids.extend(self.completion_ids(text)?),
+            (None, None) => return Err(ModelError::NoCompletion),
+        }
+        Ok((ids, turns))
     }
 
     /// Returns the token that ends an assistant turn: `<|im_end|>` or the tokenizer's own end token if it is a stop, else the

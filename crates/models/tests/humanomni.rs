@@ -63,7 +63,7 @@ fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
         media: media.collect(),
         solution: None,
         solution_from: None,
-        reference: Reference { from: 1, later: Vec::new() },
+        reference: Reference { from: 1, later: Vec::new(), media: Vec::new() },
         tools: None,
         columns: Map::new(),
         think: ThinkMode::Off,

@@ -108,6 +108,12 @@ pub struct EnvironmentTurn {
     /// Paths of the turn's media, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub media: Vec<String>,
+    /// Speaker of the turn; absent if it is a tool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role: Option<String>,
+    /// Parts of the turn in the form of a message; absent if they are pictures, then one text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<Value>,
 }
 
 /// Per-token numbers of a completion at an update. They are rounded to four decimals when written.

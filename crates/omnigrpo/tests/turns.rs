@@ -95,6 +95,154 @@ fn a_program_answers_in_training_generation_and_evaluation() {
     place.run_with(&eval, &ENVIRONMENT).ok();
 }
 
+/// Encodes in a reward how many turns it was given and how many tokens were sampled.
+const REWARD: &str = r#"
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    answers = [[row["added_turns"], len(row["turns"]), len(row["completion_ids"])] for row in request["rows"]]
+    print(json.dumps({"id": request["id"], "rewards": [100 * a + 10 * b + 0.001 * c for a, b, c in answers]}), flush=True)
+"#;
+
+fn all_turns(row: &Value) -> Vec<Value> {
+    row["completions"].as_array().unwrap().iter().flat_map(turns).collect()
+}
+
+fn floats(list: &Value) -> Vec<f64> {
+    list.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+/// `score`, `rewards run`, `sft` and `train --replay` read conversations that `generate`, `eval` and `train` have written.
+#[test]
+fn recorded_conversations_are_read_back() {
+    let place = place();
+    place.write("reward.py", REWARD);
+    let generate =
+        format!("generate --model M {SAMPLED} --num_generations 6 --input rows.jsonl --output made.jsonl");
+    place.run_with(&generate, &ENVIRONMENT).ok();
+    let made = place.lines("made.jsonl");
+    assert!(made.iter().any(|row| !all_turns(row).is_empty()), "no turn ended");
+
+    // The log-probabilities are those of sampling.
+    place.run("score --model M --input made.jsonl --output scored.jsonl").ok();
+    let scored = place.lines("scored.jsonl");
+    for (made, scored) in made.iter().zip(&scored) {
+        assert_eq!(all_turns(made), all_turns(scored));
+        for (a, b) in
+            made["completions"].as_array().unwrap().iter().zip(scored["completions"].as_array().unwrap())
+        {
+            assert_eq!((&a["text"], &a["completion_ids"]), (&b["text"], &b["completion_ids"]));
+            let (a, b) = (floats(&a["logprobs"]), floats(&b["logprobs"]));
+            assert_eq!(a.len(), b.len());
+            assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 2e-4), "{a:?} {b:?}");
+        }
+    }
+
+    // Rewards get the conversation and the sampled tokens.
+    let run = "rewards run --input made.jsonl --output judged.jsonl --reward_funcs";
+    place.run_with(run, &["cmd:python3 reward.py"]).ok();
+    for row in place.lines("judged.jsonl") {
+        let rewards = floats(&row["reward"]);
+        for (completion, reward) in row["completions"].as_array().unwrap().iter().zip(rewards) {
+            let (added, sampled) =
+                (turns(completion).len(), completion["logprobs"].as_array().unwrap().len());
+            let expected = 200.0 * added as f64 + 10.0 * (1 + 2 * added) as f64 + 0.001 * sampled as f64;
+            assert!((reward - expected).abs() < 1e-9, "{reward} {expected}");
+        }
+    }
+
+    // A replay trains on the sampled tokens with their log-probabilities.
+    let replay = "train --model M --threads 1 --replay judged.jsonl --num_generations 6 --temperature 1 \
+                  --per_device_train_batch_size 3 --gradient_accumulation_steps 1 --max_steps 1 --output_dir replayed";
+    place.run(replay).ok();
+    let metrics = &place.lines("replayed/metrics.jsonl")[0];
+    let sampled = |row: &Value| -> usize {
+        let each = row["completions"].as_array().unwrap().iter();
+        each.map(|completion| completion["logprobs"].as_array().unwrap().len()).sum()
+    };
+    let mean = made.iter().map(sampled).sum::<usize>() as f64 / 18.0;
+    assert!((metrics["completions/mean_length"].as_f64().unwrap() - mean).abs() < 1e-6, "{metrics}");
+    assert!(metrics["grad_norm"].as_f64().unwrap() > 0.0);
+    let again: Vec<Value> = place.lines("replayed/rollouts/step-000001.jsonl");
+    assert_eq!(
+        again.iter().flat_map(turns).collect::<Vec<_>>(),
+        made.iter().flat_map(all_turns).collect::<Vec<_>>()
+    );
+    // A log of a run has texts, which are tokenised again.
+    let log = replay.replace("--replay judged.jsonl", "--replay replayed/rollouts/step-000001.jsonl");
+    place.run(&log.replace("--output_dir replayed", "--output_dir logged")).ok();
+    let logged = place.lines("logged/rollouts/step-000001.jsonl");
+    let texts = |lines: &[Value]| -> Vec<String> {
+        lines
+            .iter()
+            .flat_map(turns)
+            .map(|turn| format!("{}{}{}", turn["model"], turn["text"], turn["media"]))
+            .collect()
+    };
+    assert_eq!(texts(&logged), texts(&again));
+
+    // The best completions become rows for supervised training: turns of the model, and turns of the tool in between.
+    let keep = "rewards run --input made.jsonl --output best.jsonl --keep best --reward_funcs";
+    place.run_with(keep, &["cmd:python3 reward.py"]).ok();
+    let best = place.lines("best.jsonl");
+    let roles: Vec<&str> =
+        best[0]["completion"].as_array().unwrap().iter().map(|turn| turn["role"].as_str().unwrap()).collect();
+    assert!(roles.starts_with(&["assistant", "tool", "assistant"]), "{roles:?}");
+    let picture = best[0]["completion"][1]["content"][0]["image"].as_str().unwrap();
+    assert!(picture.ends_with(".png"), "{picture}");
+    place
+        .run(
+            "sft --model M --threads 1 --train_file best.jsonl --per_device_train_batch_size 3 --gradient_accumulation_steps 1 \
+             --max_steps 1 --output_dir tuned",
+        )
+        .ok();
+    // All rows are read, with the answers of the environment.
+    let tokens = place.lines("tuned/metrics.jsonl")[0]["num_tokens"].as_f64().unwrap();
+    let prompts: f64 = made.iter().map(|row| row["prompt_tokens"].as_f64().unwrap()).sum();
+    let added: f64 = best
+        .iter()
+        .zip(&made)
+        .map(|(best, made)| {
+            let texts = |completion: &Value| match best["completion"].as_array() {
+                Some(messages) => completion["text"] == messages[messages.len() - 1]["content"],
+                None => completion["text"] == best["completion"],
+            };
+            let kept =
+                made["completions"].as_array().unwrap().iter().find(|completion| texts(completion)).unwrap();
+            turns(kept).iter().map(|turn| turn["tokens"].as_f64().unwrap()).sum::<f64>()
+        })
+        .sum();
+    assert!(tokens > prompts + added, "{tokens} {prompts} {added}");
+}
+
+/// The output of `eval` has the turns in the form of a rollout log.
+#[test]
+fn evaluations_write_their_turns() {
+    let place = place();
+    let eval = format!(
+        "eval --model M {SAMPLED} --num_generations 6 --reward_funcs random --eval_file rows.jsonl --output eval.jsonl"
+    );
+    place.run_with(&eval, &ENVIRONMENT).ok();
+    let rows = place.lines("eval.jsonl");
+    let added: Vec<&Value> = rows
+        .iter()
+        .filter_map(|row| row["completion_turns"].as_array())
+        .inspect(|turns| assert_eq!(turns.len(), 6))
+        .flatten()
+        .flat_map(|turns| turns.as_array().unwrap())
+        .collect();
+    assert!(!added.is_empty(), "no turn ended");
+    assert!(
+        added.iter().all(|turn| turn["model_tokens"].as_u64() > Some(0) && turn["tokens"].as_u64() > Some(3))
+    );
+    // Other commands read them.
+    place.run("score --model M --input eval.jsonl --output scored.jsonl").ok();
+    let scored = place.lines("scored.jsonl");
+    let text = |turn: &Value| (turn["model"].clone(), turn["text"].clone(), turn["media"].clone());
+    let read: Vec<_> = scored.iter().flat_map(all_turns).map(|turn| text(&turn)).collect();
+    assert_eq!(read, added.into_iter().map(text).collect::<Vec<_>>());
+}
+
 /// The prompt describes the tool, and the run does not need a program.
 #[test]
 fn zoom_is_described_in_the_prompt() {

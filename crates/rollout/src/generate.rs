@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::thread::Scope;
 
-use omnigrpo_data::Sample;
+use omnigrpo_data::{RecordedCompletion, RecordedTurn, Sample};
 use omnigrpo_kernels::profile;
 use omnigrpo_models::{
     AddedTurn, DecoderMemory, Features, MediumInput, Model, NextTokens, Prompt, PromptBuilder,
@@ -101,6 +101,51 @@ impl Completion {
             calls: 0,
             failed_calls: 0,
         }
+    }
+
+    /// Creates a completion from the record in a row, for rewards. Its turns have texts, sources of media and ids, but no media. If the
+    /// record does not tell which of its ids are those of an environment, the completion has no ids.
+    #[must_use]
+    pub fn of_record(recorded: &RecordedCompletion) -> Self {
+        let reason = match recorded.finish_reason.as_deref() {
+            Some("length") => FinishReason::Length,
+            _ => FinishReason::Stop,
+        };
+        let mut ids = recorded.completion_ids.clone().unwrap_or_default();
+        let mut next = 0;
+        let spans = recorded.turns.iter().map(|turn| {
+            let start = next + turn.model_tokens?;
+            next = start + turn.tokens?;
+            Some(start..next)
+        });
+        let mut spans: Option<Vec<Range<usize>>> = spans.collect();
+        if next > ids.len() {
+            spans = None;
+        }
+        let spans = spans.unwrap_or_else(|| {
+            ids.clear();
+            vec![0..0; recorded.turns.len()]
+        });
+        let added = |(turn, span): (&RecordedTurn, Range<usize>)| AddedTurn {
+            start: span.start,
+            turn: Arc::new(Prompt {
+                ids: ids[span].to_vec(),
+                spans: Vec::new(),
+                positions: Vec::new(),
+                next_position: 0,
+                media: Vec::new(),
+                instruction: Vec::new(),
+                text: String::new(),
+            }),
+            media: Vec::new(),
+            sources: turn.media.clone(),
+            said: turn.said.clone(),
+        };
+        let turns = recorded.turns.iter().zip(spans).map(added).collect();
+        let earlier: Vec<String> = recorded.turns.iter().map(|turn| turn.model.clone()).collect();
+        let calls = earlier.iter().map(|said| tool_calls(said).len()).sum();
+        let text = recorded.text.clone().unwrap_or_default();
+        Self { turns, earlier, calls, ..Self::recorded(ids, reason, text) }
     }
 
     /// Returns the number of sampled tokens: all tokens but those of an environment.

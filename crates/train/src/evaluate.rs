@@ -9,9 +9,10 @@ use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{EvalRow, Measures, RewardMatrix, RewardSet, Summary, answer, references, summarize};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, SamplingParams};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::error::{Result, TrainError};
+use crate::records::environment_turns;
 use crate::rows::{PreparedRow, Ready, SkippedRow, Unusable, media_paths, prepare_all, requests, unreadable};
 use crate::saved_turns;
 use crate::scoring;
@@ -291,6 +292,9 @@ fn judge(
         let texts = completions.iter().map(|c| c.text.clone()).collect();
         let mut line = eval_row(sample, texts, &matrix, span, options.category.as_deref(), &options.measures);
         line.row = plan.dataset.portable_row(sample);
+        if completions.iter().any(|completion| !completion.turns.is_empty()) {
+            line.completion_turns = completions.iter().map(|own| json!(environment_turns(own))).collect();
+        }
         judged.push((sample.row, Judged::new(line, completions)));
     }
     Ok(judged)
@@ -354,6 +358,7 @@ pub fn eval_row(
             .map(str::to_owned)
             .collect(),
         row: Map::new(),
+        completion_turns: Vec::new(),
         completions,
     }
 }

@@ -2,7 +2,7 @@
 
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
-use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt, PromptBuilder};
+use omnigrpo_models::{AddedTurn, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
 use omnigrpo_rollout::{Completion, Generator, TokenEvent};
 
 use crate::error::{Result, TrainError};
@@ -44,6 +44,26 @@ pub fn logprobs(
     temperature: f32,
     max_stream_tokens: Option<usize>,
 ) -> Result<Vec<Vec<f32>>> {
+    logprobs_with_turns(
+        model,
+        prompt,
+        completions,
+        &vec![Vec::new(); completions.len()],
+        temperature,
+        max_stream_tokens,
+    )
+}
+
+/// Computes the log-probabilities of the sampled tokens of completions with turns of an environment. The media of the turns follow
+/// those of the prompt.
+fn logprobs_with_turns(
+    model: &Model,
+    prompt: &Prompt,
+    completions: &[Vec<u32>],
+    turns: &[Vec<AddedTurn>],
+    temperature: f32,
+    max_stream_tokens: Option<usize>,
+) -> Result<Vec<Vec<f32>>> {
     let (tokens, longest) = (prompt.ids.len(), completions.iter().map(Vec::len).max().unwrap_or(0));
     let positions = model.decoder().config().max_positions;
     if tokens + longest > positions {
@@ -58,8 +78,11 @@ pub fn logprobs(
     let lengths = completions.iter().map(Vec::len).collect();
     let mut logprobs: Vec<Vec<f32>> = Vec::with_capacity(completions.len());
     for part in pack(&[(tokens, lengths)], max_stream_tokens.unwrap_or(usize::MAX)).into_iter().flatten() {
-        let completions: Vec<&[u32]> = completions[part.completions].iter().map(Vec::as_slice).collect();
-        let stream = PackedStream::new(&[GroupStream { prompt, completions }])?;
+        let (completions, turns) = (&completions[part.completions.clone()], &turns[part.completions]);
+        let completions = completions.iter().map(Vec::as_slice).collect();
+        let stream = PackedStream::with_turns(&[GroupStream { prompt, completions }], |_, completion| {
+            &turns[completion]
+        })?;
         let (flat, _) = model.score(&stream, &features, temperature)?;
         if !flat.iter().all(|x| x.is_finite()) {
             let what = "the model returned log-probabilities that are not finite".to_owned();
@@ -77,8 +100,10 @@ pub struct Recorded {
     pub row: PreparedRow,
     /// Token ids of each completion.
     pub ids: Vec<Vec<u32>>,
-    /// Log-probability of each token, in nats.
+    /// Log-probability of each token in nats, except those of an environment.
     pub logprobs: Vec<Vec<f32>>,
+    /// Turns of an environment in each completion.
+    pub turns: Vec<Vec<AddedTurn>>,
 }
 
 /// Computes the log-probabilities of the completions in the rows of a dataset, as [`logprobs`] does. `each` is called for every
@@ -97,15 +122,19 @@ pub fn score_recorded(
     for &number in rows {
         let prepared = prepare(dataset, prompts, None, number, 0);
         dataset.unchanged()?;
-        let recorded = prepared?.and_then(|row| {
-            let unusable = |reason: String| Unusable { id: row.sample.id.clone(), reason };
+        let recorded = prepared?.and_then(|mut row| {
+            let id = row.sample.id.clone();
+            let unusable = |reason: String| Unusable { id: id.clone(), reason };
             let completions = row.sample.completions.as_deref();
             let completions = completions.ok_or_else(|| unusable("the row has no `completions`".into()))?;
-            let ids: Result<Vec<_>, _> = completions.iter().map(|c| prompts.recorded_ids(c)).collect();
-            let ids = ids.map_err(|e| unusable(told(&e)))?;
-            let logprobs = logprobs(model, &row.prompt, &ids, temperature, max_tokens);
+            let (first, mut media) = (row.prompt.media.len(), Vec::new());
+            let read = completions.iter().map(|completion| prompts.recorded(completion, first, &mut media));
+            let read: Result<Vec<_>, _> = read.collect();
+            let (ids, turns): (Vec<_>, Vec<_>) = read.map_err(|e| unusable(told(&e)))?.into_iter().unzip();
+            row.add_media(media);
+            let logprobs = logprobs_with_turns(model, &row.prompt, &ids, &turns, temperature, max_tokens);
             let logprobs = logprobs.map_err(|e| unusable(told(&e)))?;
-            Ok(Recorded { row, ids, logprobs })
+            Ok(Recorded { row, ids, logprobs, turns })
         });
         each(number, recorded)?;
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use omnigrpo_data::{Dataset, MediumRef, MediumSource};
+use omnigrpo_data::{Dataset, MediumRef, MediumSource, content};
 use omnigrpo_guard::told;
 use omnigrpo_models::AddedTurn;
 use omnigrpo_observe::{
@@ -13,7 +13,7 @@ use omnigrpo_observe::{
 };
 use omnigrpo_rewards::Category;
 use omnigrpo_rollout::Completion;
-use omnigrpo_text::{StreamDecoder, Tokenizer};
+use omnigrpo_text::{MediumKind, Part, Role, StreamDecoder, Tokenizer};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -452,7 +452,14 @@ pub fn environment_turns(completion: &Completion) -> Vec<EnvironmentTurn> {
             MediumSource::Path(path) => vec![path.clone()],
             MediumSource::Frames(frames) => frames.clone(),
         };
+        let said = &turn.said;
+        let pictures_first = match said.parts.as_slice() {
+            [pictures @ .., Part::Text(_)] => is_pictures(pictures),
+            parts => is_pictures(parts),
+        };
         EnvironmentTurn {
+            role: (said.role != Role::Tool).then(|| said.role.as_str().to_owned()),
+            content: (!pictures_first).then(|| content(said, &turn.sources)),
             model: model.clone(),
             model_tokens: ids.len(),
             text: turn.said.written(),
@@ -461,6 +468,10 @@ pub fn environment_turns(completion: &Completion) -> Vec<EnvironmentTurn> {
         }
     };
     each.map(turn).collect()
+}
+
+fn is_pictures(parts: &[Part]) -> bool {
+    parts.iter().all(|part| matches!(part, Part::Medium { kind: MediumKind::Image, .. }))
 }
 
 /// Returns the times of the sampled frames in seconds for each media path of a row. The result is empty if the row has no clip.

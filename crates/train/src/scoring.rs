@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use omnigrpo_data::{Cause, MediumRef, Sample, ThinkMode};
+use omnigrpo_data::{Cause, MediumRef, Sample, ThinkMode, renumbered};
 use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 use omnigrpo_rollout::{Completion, FinishReason};
-use omnigrpo_text::{Part, Role, Turn};
+use omnigrpo_text::{Role, Turn};
 use serde_json::{Value, json};
 
 use crate::error::{Result, TrainError};
@@ -144,13 +144,7 @@ impl Told {
         let (mut turns, mut media) = (sample.turns.clone(), sample.media.clone());
         for (added, model) in completion.turns.iter().zip(&completion.earlier) {
             turns.push(Turn::text(Role::Assistant, model.clone()));
-            let before = |kind| media.iter().filter(|medium| medium.kind == kind).count();
-            let part = |part: &Part| match part {
-                Part::Medium { kind, index } => Part::Medium { kind: *kind, index: before(*kind) + index },
-                other => other.clone(),
-            };
-            let parts = added.said.parts.iter().map(part).collect();
-            turns.push(Turn { role: added.said.role, parts });
+            turns.push(renumbered(&added.said, &media));
             media.extend(added.sources.iter().cloned());
         }
         Some(Self { turns, media, ids: completion.sampled_ids() })

@@ -7,7 +7,7 @@ use std::path::Path;
 use omnigrpo_text::{MediaCounts, MediumKind, Part, Role, Turn, split_conversation};
 use serde_json::{Map, Value};
 
-use super::{Content, Context, KINDS, RawPart, RawTurn, column, inside, present, slot};
+use super::{Content, Context, KINDS, RawPart, RawTurn, column, inside, present, slot, spoken_medium};
 use crate::dataset::ColumnNames;
 use crate::error::{PathProblem, RowProblem, describe, shorten};
 use crate::roots::Resolver;
@@ -66,6 +66,28 @@ pub(super) fn place(
     let mut clips: Vec<_> = items.iter_mut().filter(|item| item.kind == MediumKind::Video).collect();
     for (index, segments) in segments(columns, clips.len())? {
         clips[index].options.segments = Some(segments);
+    }
+    let media =
+        items.into_iter().map(|Item { kind, source, options }| MediumRef { kind, source, options }).collect();
+    Ok((turns, media))
+}
+
+/// Returns turns after the prompt with their media. Every medium has its own file, and `<image>` in a text is text.
+pub(super) fn place_own(
+    mut raw: Vec<RawTurn>,
+    context: &Context,
+) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
+    let calls: Vec<_> = raw.iter_mut().map(|turn| std::mem::take(&mut turn.calls)).collect();
+    let (mut turns, items) = place_typed(raw, vec![Vec::new(); KINDS.len()], context.resolver)?;
+    for (turn, calls) in turns.iter_mut().zip(calls) {
+        turn.parts.extend(calls.into_iter().map(Part::Call));
+        let shown = turn.parts.iter().find_map(|part| match part {
+            Part::Medium { kind, .. } => Some(*kind),
+            Part::Text(_) | Part::Call(_) => None,
+        });
+        if let Some(kind) = shown.filter(|_| turn.role == Role::Assistant) {
+            return Err(spoken_medium(turn.role, kind));
+        }
     }
     let media =
         items.into_iter().map(|Item { kind, source, options }| MediumRef { kind, source, options }).collect();

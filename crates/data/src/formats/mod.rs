@@ -36,7 +36,7 @@ use crate::dataset::ColumnNames;
 use crate::error::{DataError, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
-use crate::sample::{Origin, Reference, Sample, ThinkMode};
+use crate::sample::{MediumRef, Origin, Reference, Sample, ThinkMode, renumbered};
 
 /// Entry of the table of row formats.
 #[derive(Debug)]
@@ -157,7 +157,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         Some(turn) if turn.role == Role::Assistant => raw.pop().map(spoken).transpose()?,
         _ => None,
     };
-    let completion = completion(&columns)?;
+    let completion = completion(&columns, context)?;
     let roles = || raw.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
     if raw.last().is_none_or(|turn| !matches!(turn.role, Role::User | Role::Tool)) {
         return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
@@ -177,14 +177,19 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     }
 
     // If a completion was chosen for a row that already has an answer, the answer stays the ground truth.
+    let (completion, later_media) = completion;
     let truth = final_turn.as_ref().or(completion.last()).map(Turn::written);
     let (solution, solution_from) = ground_truth(&columns, context.names, truth.as_deref());
     let reference = match final_turn {
-        Some(last) if completion.is_empty() => Reference { from: 0, later: vec![last] },
-        _ => Reference { from: turns.len(), later: completion },
+        Some(last) if completion.is_empty() => Reference { from: 0, later: vec![last], media: Vec::new() },
+        _ => Reference {
+            from: turns.len(),
+            later: completion.iter().map(|turn| renumbered(turn, &media)).collect(),
+            media: later_media,
+        },
     };
     let id = id(&columns).unwrap_or_else(|| format!("{}:{line}", context.dataset));
-    let completions = recorded::completions(&columns)?;
+    let completions = recorded::completions(&columns, context)?;
     let rewards = match &completions {
         Some(completions) => recorded::rewards(&columns, completions.len())?,
         None => None,
@@ -421,26 +426,32 @@ fn spoken(turn: RawTurn) -> Result<Turn, RowProblem> {
     };
     let part = |part| match part {
         RawPart::Text(text) => Ok(Part::Text(text)),
-        RawPart::Medium { kind, .. } => Err(RowProblem::Column {
-            column: format!("(the {} turn of an answer)", role.as_str()),
-            got: format!("{kind} part"),
-            expected: "text",
-        }),
+        RawPart::Medium { kind, .. } => Err(spoken_medium(role, kind)),
     };
     let calls = calls.into_iter().map(|call| Ok(Part::Call(call)));
     Ok(Turn { role, parts: raw.into_iter().map(part).chain(calls).collect::<Result<_, _>>()? })
 }
 
-/// Returns the column `completion`, in which TRL stores what answers a prompt. It may contain turns of a tool.
-fn completion(columns: &Map<String, Value>) -> Result<Vec<Turn>, RowProblem> {
+fn spoken_medium(role: Role, kind: MediumKind) -> RowProblem {
+    RowProblem::Column {
+        column: format!("(the {} turn of an answer)", role.as_str()),
+        got: format!("{kind} part"),
+        expected: "text",
+    }
+}
+
+/// Returns the column `completion`, in which TRL stores what answers a prompt, and its media. It may contain turns of a tool.
+fn completion(
+    columns: &Map<String, Value>,
+    context: &Context,
+) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
     match present(columns, "completion") {
-        None => Ok(Vec::new()),
-        Some(Value::String(text)) => Ok(vec![Turn::text(Role::Assistant, text.clone())]),
+        None => Ok((Vec::new(), Vec::new())),
+        Some(Value::String(text)) => Ok((vec![Turn::text(Role::Assistant, text.clone())], Vec::new())),
         Some(value) => {
-            let turns = conversation(value, "completion")?.into_iter().map(spoken);
-            let turns = turns.collect::<Result<Vec<_>, _>>()?;
-            match [turns.first(), turns.last()].map(|turn| turn.map(|turn| turn.role)) {
-                [Some(Role::Assistant), Some(Role::Assistant)] => Ok(turns),
+            let raw = conversation(value, "completion")?;
+            match [raw.first(), raw.last()].map(|turn| turn.map(|turn| turn.role)) {
+                [Some(Role::Assistant), Some(Role::Assistant)] => media::place_own(raw, context),
                 _ => Err(column(
                     "completion",
                     value,

@@ -7,7 +7,8 @@ use serde_json::{Map, Value, json};
 use crate::error::RowProblem;
 
 /// Columns that describe completions, not the row.
-pub(crate) const RECORDED: [&str; 5] = ["completions", "completion_ids", "logprobs", "rewards", "reward"];
+pub(crate) const RECORDED: [&str; 6] =
+    ["completions", "completion_ids", "completion_turns", "logprobs", "rewards", "reward"];
 
 /// Replaces a row that contains its original columns in `row` with those columns and the values recorded beside them.
 pub(crate) fn unfold(mut columns: Map<String, Value>) -> Map<String, Value> {

@@ -1,14 +1,18 @@
 //! Completions and rewards recorded in a row, for scoring, replay and comparison with other trainers.
 
 use omnigrpo_text::Role;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
-use super::{column, conversation, present, spoken, verbatim};
+use super::{Context, column, conversation, media, present, spoken, turn, verbatim};
 use crate::error::RowProblem;
-use crate::sample::{RecordedCompletion, RecordedRewards};
+use crate::sample::{RecordedCompletion, RecordedRewards, RecordedTurn};
+
+/// Column with the turns of an environment in each completion, where completions are texts.
+pub(super) const COMPLETION_TURNS: &str = "completion_turns";
 
 pub(super) fn completions(
     columns: &Map<String, Value>,
+    context: &Context,
 ) -> Result<Option<Vec<RecordedCompletion>>, RowProblem> {
     let list = |name: &str| match present(columns, name) {
         None => Ok(None),
@@ -16,8 +20,9 @@ pub(super) fn completions(
         Some(other) => Err(column(name, other, "a list, one entry per completion")),
     };
     let (texts, ids, logprobs) = (list("completions")?, list("completion_ids")?, list("logprobs")?);
+    let turns = list(COMPLETION_TURNS)?;
     let Some(num) = texts.or(ids).map(Vec::len) else { return Ok(None) };
-    for (name, other) in [("completion_ids", ids), ("logprobs", logprobs)] {
+    for (name, other) in [("completion_ids", ids), ("logprobs", logprobs), (COMPLETION_TURNS, turns)] {
         if let Some(other) = other.filter(|other| other.len() != num) {
             return Err(RowProblem::Column {
                 column: name.to_owned(),
@@ -31,7 +36,7 @@ pub(super) fn completions(
         .map(|index| {
             let place = format!("completions[{index}]");
             let mut recorded = match at(texts, index) {
-                Some(value) => recorded(&value, &place)?,
+                Some(value) => recorded(&value, &place, context)?,
                 None => RecordedCompletion::default(),
             };
             if let Some(value) = at(ids, index) {
@@ -40,16 +45,22 @@ pub(super) fn completions(
             if let Some(value) = at(logprobs, index) {
                 recorded.logprobs = Some(numbers(&value, &format!("logprobs[{index}]"))?);
             }
+            if let Some(value) = at(turns, index) {
+                recorded.turns = added_turns(&value, &format!("{COMPLETION_TURNS}[{index}]"), context)?;
+            }
             if recorded.text.is_none() && recorded.completion_ids.is_none() {
                 let got = at(texts, index).unwrap_or_default();
                 return Err(column(place, &got, "a text, or an object with `text` or `completion_ids`"));
             }
             match (&recorded.completion_ids, &recorded.logprobs) {
-                (Some(ids), Some(logprobs)) if ids.len() != logprobs.len() => Err(RowProblem::Column {
-                    column: format!("{place}.logprobs"),
-                    got: format!("{} numbers for {} tokens", logprobs.len(), ids.len()),
-                    expected: "one number per token",
-                }),
+                // The tokens of an environment, which have no numbers, are known when its turns are rendered.
+                (Some(ids), Some(logprobs)) if recorded.turns.is_empty() && ids.len() != logprobs.len() => {
+                    Err(RowProblem::Column {
+                        column: format!("{place}.logprobs"),
+                        got: format!("{} numbers for {} tokens", logprobs.len(), ids.len()),
+                        expected: "one number per token",
+                    })
+                }
                 _ => Ok(recorded),
             }
         })
@@ -57,7 +68,7 @@ pub(super) fn completions(
         .map(Some)
 }
 
-fn recorded(value: &Value, place: &str) -> Result<RecordedCompletion, RowProblem> {
+fn recorded(value: &Value, place: &str, context: &Context) -> Result<RecordedCompletion, RowProblem> {
     let text = |value: &Value| match value {
         Value::String(text) => Ok(text.clone()),
         other => Err(column(format!("{place}.text"), other, "a text")),
@@ -71,15 +82,6 @@ fn recorded(value: &Value, place: &str) -> Result<RecordedCompletion, RowProblem
             }
             _ => Err(column(place, value, "messages that end with an assistant turn")),
         },
-        Value::Object(map)
-            if present(map, "turns").is_some_and(|turns| *turns != Value::Array(Vec::new())) =>
-        {
-            Err(RowProblem::Column {
-                column: format!("{place}.turns"),
-                got: "turns of an environment".to_owned(),
-                expected: "a completion of one turn; a recorded conversation cannot be scored or replayed",
-            })
-        }
         Value::Object(map) => Ok(RecordedCompletion {
             text: present(map, "text").or_else(|| present(map, "content")).map(text).transpose()?,
             completion_ids: present(map, "completion_ids")
@@ -89,9 +91,55 @@ fn recorded(value: &Value, place: &str) -> Result<RecordedCompletion, RowProblem
                 .map(|value| numbers(value, &format!("{place}.logprobs")))
                 .transpose()?,
             finish_reason: present(map, "finish_reason").map(verbatim),
+            turns: present(map, "turns")
+                .map(|value| added_turns(value, &format!("{place}.turns"), context))
+                .transpose()?
+                .unwrap_or_default(),
         }),
         other => Err(column(place, other, "a text, or an object with `text` or `completion_ids`")),
     }
+}
+
+/// Returns the turns of an environment in a completion, as records of runs have them. A turn without `content` shows its `media`,
+/// pictures, before its `text`.
+fn added_turns(value: &Value, place: &str, context: &Context) -> Result<Vec<RecordedTurn>, RowProblem> {
+    const EXPECTED: &str = "a list of {model, text, media} as `train`, `generate` and `eval` write it";
+    let list = value.as_array().ok_or_else(|| column(place, value, EXPECTED))?;
+    let added = |(index, value): (usize, &Value)| {
+        let place = format!("{place}[{index}]");
+        let wrong = || column(&place, value, EXPECTED);
+        let map = value.as_object().ok_or_else(wrong)?;
+        let text = |name: &str| present(map, name).map(|value| value.as_str().ok_or_else(wrong)).transpose();
+        let number = |name: &str| {
+            let read = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(wrong);
+            present(map, name).map(read).transpose()
+        };
+        let content = match present(map, "content") {
+            Some(content) => content.clone(),
+            None => {
+                let media =
+                    present(map, "media").map(|media| media.as_array().ok_or_else(wrong)).transpose()?;
+                let pictures =
+                    media.into_iter().flatten().map(|path| json!({ "type": "image", "image": path }));
+                let said = text("text")?.filter(|said| !said.is_empty());
+                pictures.chain(said.map(|said| json!({ "type": "text", "text": said }))).collect()
+            }
+        };
+        let role = text("role")?.unwrap_or(Role::Tool.as_str());
+        let raw = turn(&json!({ "role": role, "content": content }), &place)?;
+        if !matches!(raw.role, Role::Tool | Role::User) {
+            return Err(wrong());
+        }
+        let (mut turns, media) = media::place_own(vec![raw], context)?;
+        Ok(RecordedTurn {
+            model: text("model")?.ok_or_else(wrong)?.to_owned(),
+            model_tokens: number("model_tokens")?,
+            said: turns.pop().ok_or_else(wrong)?,
+            media,
+            tokens: number("tokens")?,
+        })
+    };
+    list.iter().enumerate().map(added).collect()
 }
 
 fn token_ids(value: &Value, place: &str) -> Result<Vec<u32>, RowProblem> {

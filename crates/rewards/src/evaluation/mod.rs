@@ -85,6 +85,9 @@ pub struct EvalRow {
     pub category: Option<String>,
     /// Sampled texts.
     pub completions: Vec<String>,
+    /// Turns of an environment in each completion, in the form of rollout logs; empty if no completion has any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub completion_turns: Vec<Value>,
     /// Content of each completion's answer tag; `None` without an answer.
     pub answers: Vec<Option<String>>,
     /// Value of each reward per completion.
@@ -420,6 +423,7 @@ mod tests {
                 rewards: matrix.names.iter().cloned().zip(matrix.values).collect(),
                 reward: matrix.total,
                 row: Map::new(),
+                completion_turns: Vec::new(),
                 references: references(&columns, Some(solution)).into_iter().map(str::to_owned).collect(),
             }
         };

@@ -146,15 +146,23 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
 }
 
 fn scored_row(prompts: &PromptBuilder, scored: &Recorded) -> Result<Value, TrainError> {
-    let Recorded { row: PreparedRow { sample, prompt, .. }, ids, logprobs } = scored;
+    let Recorded { row: PreparedRow { sample, prompt, .. }, ids, logprobs, turns } = scored;
     let mut completions = Vec::with_capacity(ids.len());
-    for ((ids, logprobs), recorded) in ids.iter().zip(logprobs).zip(sample.completions.iter().flatten()) {
-        completions.push(json!({
-            "text": prompts.tokenizer().decode(ids, true).map_err(ModelError::from)?,
+    let each = ids.iter().zip(logprobs).zip(turns).zip(sample.completions.iter().flatten());
+    for (((ids, logprobs), turns), recorded) in each {
+        let last = turns.last().map_or(0, |turn| turn.tokens().end);
+        let mut line = json!({
+            "text": prompts.tokenizer().decode(&ids[last..], true).map_err(ModelError::from)?,
             "completion_ids": ids,
             "logprobs": logprobs,
             "finish_reason": recorded.finish_reason,
-        }));
+        });
+        if !turns.is_empty() {
+            let (ids, turns) = (ids.clone(), turns.clone());
+            let read = Completion { ids, turns, ..Completion::of_record(recorded) };
+            line["turns"] = json!(environment_turns(&read));
+        }
+        completions.push(line);
     }
     Ok(json!({ "id": sample.id, "prompt_tokens": prompt.ids.len(), "completions": completions }))
 }

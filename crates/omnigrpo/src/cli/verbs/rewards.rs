@@ -5,7 +5,7 @@ use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_guard::told;
 use omnigrpo_observe::{stdout_columns, wrap};
 use omnigrpo_rewards::{EvalRow, Measures, RewardError, RewardSet, answer_reward, summarize};
-use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_rollout::Completion;
 use omnigrpo_train::TrainError;
 use serde_json::json;
 
@@ -81,13 +81,14 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
                     let scores = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
                     match keep {
                         None => {
-                            let recorded = ["completions", "completion_ids", "logprobs"];
+                            let recorded = ["completions", "completion_ids", "completion_turns", "logprobs"];
                             lines.push(with_columns(&dataset, sample, &recorded, scores).to_string());
                         }
                         Some(keep) => lines.extend(kept(&row, keep, right).map(|index| {
+                            let answer = sample.completions.as_deref().map(|all| all[index].answer());
                             let made = json!({
                                 "id": row.id,
-                                "completion": row.completions[index],
+                                "completion": answer,
                                 "reward": row.reward[index],
                             });
                             with_columns(&dataset, sample, &[], made).to_string()
@@ -148,17 +149,7 @@ fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
         recorded.iter().all(|c| c.text.is_some()),
         "a completion has token ids and no text, which rewards read; `score` writes both"
     );
-    let completions = recorded
-        .iter()
-        .map(|c| {
-            let finish_reason = match c.finish_reason.as_deref() {
-                Some("length") => FinishReason::Length,
-                _ => FinishReason::Stop,
-            };
-            let ids = c.completion_ids.clone().unwrap_or_default();
-            Completion::recorded(ids, finish_reason, c.text.clone().unwrap_or_default())
-        })
-        .collect();
+    let completions = recorded.iter().map(Completion::of_record).collect();
     Ok((sample, completions))
 }
 
