@@ -76,15 +76,14 @@ pub fn replay(
     Rollouts::new(algorithm, groups, kept, rewards)
 }
 
+/// Completions of a row, their rewards by name, and the media of their turns.
+type Read = (Vec<Scored>, Vec<Named>, Vec<Arc<MediumInput>>);
+
 /// Name of a reward with its value for each completion of a row.
 type Named = (String, Vec<Option<f64>>);
 
 /// Reads the completions and rewards of a row, and the media that turns of an environment add to those of its prompt.
-fn read_row(
-    prompts: &PromptBuilder,
-    algorithm: &Algorithm,
-    row: &PreparedRow,
-) -> Result<(Vec<Scored>, Vec<Named>, Vec<Arc<MediumInput>>), String> {
+fn read_row(prompts: &PromptBuilder, algorithm: &Algorithm, row: &PreparedRow) -> Result<Read, String> {
     let (Some(recorded), Some(rewards)) = (&row.sample.completions, &row.sample.rewards) else {
         return Err("expected the columns `completions` and `rewards`".into());
     };
