@@ -156,7 +156,7 @@ def test_ctrl_c_saves_and_the_same_call_resumes_to_the_same_bytes(start, tmp_pat
             interrupt()
 
     # Steps that last longer than the pause between two looks, so that phases are seen.
-    long = {"max_completion_length": 128, "num_generations": 48, "save_steps": 1}
+    long = {"min_completion_length": 24, "max_completion_length": 128, "num_generations": 48, "save_steps": 1}
     start(brief, folder=tmp_path / "whole", settings=long).train()
     monkeypatch.setattr(_calls.Calls, "on_doing", doing)
     with pytest.raises(KeyboardInterrupt):
