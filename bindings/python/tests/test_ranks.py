@@ -25,7 +25,7 @@ def main(demo, folder, batches, **settings):
     trainer = omnigrpo.GRPOTrainer(f"{demo}/model", brief, args, f"{demo}/data/train.jsonl")
     done = trainer.train()
     first = trainer.state.is_world_process_zero
-    print(f"trained {done.global_step} as {'first' if first else 'other'}, {len(trainer.state.log_history)} logs", flush=True)
+    print(f"trained {done.global_step} as {'first' if first else 'other'}, {len(trainer.state.log_history)} logs\\n", end="", flush=True)
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), **dict(zip(["nproc_per_node"], map(int, sys.argv[4:]))))
