@@ -114,14 +114,11 @@ impl Completion {
         let mut ids = recorded.completion_ids.clone().unwrap_or_default();
         let mut next = 0;
         let spans = recorded.turns.iter().map(|turn| {
-            let start = next + turn.model_tokens?;
-            next = start + turn.tokens?;
+            let start = turn.model_tokens?.checked_add(next)?;
+            next = turn.tokens?.checked_add(start).filter(|end| *end <= ids.len())?;
             Some(start..next)
         });
-        let mut spans: Option<Vec<Range<usize>>> = spans.collect();
-        if next > ids.len() {
-            spans = None;
-        }
+        let spans: Option<Vec<Range<usize>>> = spans.collect();
         let spans = spans.unwrap_or_else(|| {
             ids.clear();
             vec![0..0; recorded.turns.len()]

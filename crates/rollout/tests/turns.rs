@@ -7,18 +7,18 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use omnigrpo_data::{Cause, Dataset, ReadOptions, Sample};
+use omnigrpo_data::{Cause, Dataset, ReadOptions, RecordedCompletion, RecordedTurn, Sample};
 use omnigrpo_models::{
     Checkpoint, DecoderMemory, Features, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt,
     PromptBuilder, PromptSettings, Training, WeightDtype,
 };
 use omnigrpo_ops::{Device, Memory};
 use omnigrpo_rollout::{
-    Answer, AnswerPart, Environment, Episode, EpisodeKey, FinishReason, Generated, Generator, Interaction,
-    ModelTurn, Request, SamplingParams,
+    Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, Generated, Generator,
+    Interaction, ModelTurn, Request, SamplingParams,
 };
 use omnigrpo_testkit::{assert_close, checkpoint, golden, max_diff, take_gradients, train_all};
-use omnigrpo_text::{MediumKind, Role};
+use omnigrpo_text::{MediumKind, Role, Turn};
 use serde_json::json;
 
 /// One of each family whose turns are compared with `transformers`.
@@ -364,4 +364,23 @@ fn zoom_returns_parts_of_the_original() {
         let [AnswerPart::Text(text)] = &parts[..] else { panic!("{parts:?}") };
         assert!(text.starts_with("{\"error\":") && text.contains(why), "{text}");
     }
+}
+
+/// A record comes from a file, so its numbers of tokens may be any. If they do not fit its ids, the completion has no ids.
+#[test]
+fn numbers_of_tokens_in_a_record_may_be_wrong() {
+    let read = |model_tokens, tokens| {
+        let said = Turn::text(Role::Tool, "here");
+        let turn = RecordedTurn { model: "look".to_owned(), model_tokens, said, media: Vec::new(), tokens };
+        let ids = Some(vec![1, 2, 3, 4]);
+        let record = RecordedCompletion { completion_ids: ids, turns: vec![turn], ..Default::default() };
+        Completion::of_record(&record)
+    };
+    let right = read(Some(1), Some(2));
+    assert_eq!((right.ids.as_slice(), right.sampled_ids().as_slice()), (&[1, 2, 3, 4][..], &[1, 4][..]));
+    for (model, own) in [(usize::MAX, 2), (2, usize::MAX), (3, 2), (5, 0)] {
+        let wrong = read(Some(model), Some(own));
+        assert_eq!((wrong.ids.len(), wrong.turns.len()), (0, 1), "{model} and {own} tokens");
+    }
+    assert!(read(None, Some(2)).ids.is_empty());
 }
