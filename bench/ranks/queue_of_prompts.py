@@ -41,8 +41,9 @@ def write(path, rows):
 def taught(program, place):
     """Returns a model that answers the two questions at their lengths."""
     done(started([program, "demo", "--max_steps", 1, "--num_generations", 2, "--output_dir", place / "demo"]))
-    lessons = [{"id": f"{kind}-{i}", "problem": QUESTIONS[kind], "answer": {"short": SHORT, "long": LONG}[kind]} for kind in QUESTIONS for i in range(8)]
-    rows = [{"id": row["id"], "messages": [{"role": "user", "content": row["problem"]}, {"role": "assistant", "content": row["answer"]}]} for row in lessons]
+    answers = {"short": SHORT, "long": LONG}
+    asked = lambda kind: [{"role": "user", "content": QUESTIONS[kind]}, {"role": "assistant", "content": answers[kind]}]
+    rows = [{"id": f"{kind}-{number}", "messages": asked(kind)} for kind in QUESTIONS for number in range(8)]
     out = place / "taught"
     done(started([
         program, "sft", "--model_name_or_path", place / "demo/start-model", "--train_file", write(place / "lessons.jsonl", rows), "--output_dir", out,
