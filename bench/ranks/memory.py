@@ -3,7 +3,7 @@
 Needs `mpirun`, the program and Python without packages. Models have random weights, and rows are short texts, so that weights, gradients
 and the state of the optimizer are most of the memory. *Own* is the memory that no other process uses, and *shared* that which several
 ranks use together, such as weights in a mapped file: the largest values of all ranks, without those of a run that trains almost nothing.
-With `--page`, the table of trained weights in docs/scale.md is replaced.
+With `--page`, the tables in docs/scale.md are replaced.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def command(program, file, out, ranks, words):
     train = [
         program, "train", "--train_file", file, "--output_dir", out, "--reward_funcs", "random",
         "--num_generations", 2, "--max_completion_length", 8, "--gradient_accumulation_steps", 1, "--max_steps", STEPS,
-        "--save_strategy", "no", "--device", "cpu", "--threads", 1, "--torch_dtype", "bfloat16", "--beta", 0, "--skip_data_check",
+        "--save_strategy", "no", "--device", "cpu", "--threads", 1, "--torch_dtype", "bfloat16", "--skip_data_check",
         "--gradient_checkpointing", *words,
     ]  # fmt: skip
     return [str(word) for word in [*launcher, *train]]
@@ -90,7 +90,8 @@ def saved(program, place, sizes):
     checkpoint(place / "sizes", sizes)
     rows(place / "pictures", 1, 16, ("image", 56))
     # Only the projector is trained, so this takes little more memory than the weights.
-    words = ["--model_name_or_path", place / "sizes", "--init_weights", 1, "--tune_mm_llm", "false", "--image_folders", place / "pictures"]
+    words = ["--model_name_or_path", place / "sizes", "--init_weights", 1, "--tune_mm_llm", "false", "--beta", 0]
+    words += ["--image_folders", place / "pictures"]
     run = command(program, place / "pictures/rows.jsonl", place / "start", 1, words)
     with open(place / "start.log", "w") as log:
         done = subprocess.run(run, stdout=log, stderr=log)
@@ -132,7 +133,7 @@ def trained_table(program, place):
     rest = None
     for shard in SHARDS:
         for ranks in RANKS if shard == "none" else RANKS[1:]:
-            words = [*start, "--learning_rate", "1e-6", "--shard", shard, "--reduce_bucket_size", 1 << 20]
+            words = [*start, "--beta", 0, "--learning_rate", "1e-6", "--shard", shard, "--reduce_bucket_size", 1 << 20]
             own, *_ = measure(program, place, f"trained-{shard}-{ranks}", ranks, words)
             formula = trained_bytes(weights, shard, ranks)
             # The program, the tower and the work of a step take the same memory in all runs.
@@ -172,7 +173,7 @@ def main():
             for line in table(args.program.resolve(), Path(place)):
                 print(line, flush=True)
                 lines.append(line)
-        if args.page and name == "trained":
+        if args.page:
             begin, end = f"<!-- {name}: bench/ranks/memory.py -->\n", f"<!-- end of {name} -->"
             head, rest = PAGE.read_text().split(begin)
             PAGE.write_text(head + begin + "\n" + "\n".join(lines) + "\n\n" + end + rest.split(end, 1)[1])
