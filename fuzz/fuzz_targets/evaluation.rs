@@ -26,6 +26,7 @@ fuzz_target!(|rows: Vec<Row<'_>>| {
             solution: Some(row.solution.to_owned()),
             media: Vec::new(),
             category: Some(row.solution.to_owned()),
+            completion_turns: Vec::new(),
             completions: row.completions.iter().map(|&text| text.to_owned()).collect(),
             answers: row.completions.iter().map(|text| answer(text, AnswerPolicy::Last).map(str::to_owned)).collect(),
             rewards: BTreeMap::from([("accuracy".to_owned(), vec![Some(1.0); row.completions.len()])]),

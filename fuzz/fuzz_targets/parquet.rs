@@ -4,7 +4,7 @@
 use libfuzzer_sys::fuzz_target;
 use omnigrpo_data::convert_parquet;
 
-fuzz_target!(|bytes: &[u8]| {
+fuzz_target!(init: omnigrpo_fuzz::let_guarded_panics_pass(), |bytes: &[u8]| {
     let folder = tempfile::tempdir().expect("a folder");
     let (table, rows) = (folder.path().join("x.parquet"), folder.path().join("x.jsonl"));
     std::fs::write(&table, bytes).expect("a file");
