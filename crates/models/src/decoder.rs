@@ -8,6 +8,7 @@
 //! Shapes: `t` rows of a stream, `h` width, `d` head width.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use omnigrpo_ops::{
     AttentionHeads, AttentionLayout, DecodeBatch, DecodeRows, Draw, DrawFrom, ExpertLinear, GroupCache, Host,
@@ -260,6 +261,7 @@ pub struct Decoder {
     head: Arc<Param>,
     /// Frequencies of the rotary pairs of a head, in radians per position.
     frequencies: Vec<f32>,
+    rows_read: AtomicU64,
 }
 
 /// Log-probabilities of a stream's targets, and the arrays that their backward pass needs.
@@ -354,7 +356,7 @@ impl Decoder {
             source.get(names.head, Part::Llm, &[config.vocab, h], Init::Normal)?
         };
         let frequencies = config.rope.frequencies(heads.dim);
-        Ok(Self { config, embed, blocks, final_norm, head, frequencies })
+        Ok(Self { config, embed, blocks, final_norm, head, frequencies, rows_read: AtomicU64::new(0) })
     }
 
     /// Returns the configuration.
@@ -492,6 +494,16 @@ impl Decoder {
             .map_err(ModelError::io("key-value cache"))
     }
 
+    fn count(&self, rows: usize) {
+        self.rows_read.fetch_add(rows as u64, Ordering::Relaxed);
+    }
+
+    /// Returns how many tokens have been read for sampling so far: in prompts, in turns of other speakers, and one by one.
+    #[must_use]
+    pub fn rows_read(&self) -> u64 {
+        self.rows_read.load(Ordering::Relaxed)
+    }
+
     /// Runs a prompt. Keeps its keys and values in `cache` and the results of the blocks in `memory`. Returns the hidden row of
     /// the last token, `[1, h]`.
     ///
@@ -507,6 +519,7 @@ impl Decoder {
     ) -> Result<Rows> {
         let input = input.into();
         let t = input.x.rows().rows();
+        self.count(t);
         let end = vec![t.saturating_sub(1)];
         let all = AttentionLayout::causal(t);
         let last = Arc::new(Host::new(all.only(&end)));
@@ -543,6 +556,7 @@ impl Decoder {
         pass: &Pass,
         memory: Option<&mut DecoderMemory>,
     ) -> Result<Rows> {
+        self.count(x.rows());
         let x = self.decode_blocks(x, rope, batch, pass, memory)?;
         batch.advance();
         Ok(x)
@@ -566,6 +580,7 @@ impl Decoder {
         let input = input.into();
         let (heads, none): (_, Arc<Layout>) = (self.config.heads, Arc::default());
         let (mut x, rows) = (input.x.clone(), input.x.rows().rows());
+        self.count(rows);
         for (l, block) in self.blocks.iter().enumerate() {
             let block = BlockPass::new(block, pass, Some(rope), &none, None);
             let (y, kept) = block.run(x.rows(), |qkv| heads.attend_extended(qkv, l, cache, slot))?;
@@ -709,6 +724,7 @@ impl NextTokens<'_> {
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Vec<Option<Draw>>> {
         let Self { decoder, pass, tokens } = self;
+        decoder.count(ids.len());
         let rope = decoder.rope_table(positions);
         tokens.next(ids, rope, groups, from, |of| -> Result<()> {
             let x = embed(pass.device, &decoder.embed, of.ids)?;

@@ -173,7 +173,7 @@ fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
     for name in FAMILIES {
         let setup = Setup::new(name, Device::Cpu);
         let model = &setup.model;
-        let before = model.tower_runs();
+        let (before, read) = (model.tower_runs(), model.decoder().rows_read());
         let mut memory = DecoderMemory::new(1 << 14, false);
         let generated = setup.generate(&params([0, 0], None), 64, Some(&mut memory)).unwrap();
         assert!(num_turns(&generated) >= 3, "{name}: {} turns", num_turns(&generated));
@@ -182,6 +182,10 @@ fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
         assert_eq!(model.tower_runs() - before, media as u64, "{name}");
         assert!(generated.iter().all(|of| of.media.len() <= 2), "{name}");
         let completions = || generated.iter().flat_map(|of| &of.completions);
+        // Every token but a completion's last is read once: no turn is prefilled again.
+        let prompts: usize = setup.rows.iter().map(|(_, prompt, _)| prompt.ids.len()).sum();
+        let once = prompts + completions().map(|c| c.ids.len() - 1).sum::<usize>();
+        assert_eq!(model.decoder().rows_read() - read, once as u64, "{name}");
         for c in completions() {
             assert_eq!([c.logprobs.len(), c.entropies.len()], [c.num_sampled(); 2], "{name}");
             assert!(
