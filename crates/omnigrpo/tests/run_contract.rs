@@ -484,7 +484,6 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
         .fails(2, &["weights are cut over all processes; write full_shard or shard_grad_op"]);
     for (fields, what) in [
         (r#"{"fsdp_state_dict_type":"SHARDED_STATE_DICT"}"#, "checkpoints are complete"),
-        (r#"{"offload_params":true}"#, "write false for offload_params"),
         (r#"{"sharing":1}"#, "a field of it is unknown or unsupported"),
         ("gone.json", "expected a JSON file, or JSON text"),
     ] {
@@ -492,6 +491,20 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
             .run_with(&format!("{TRAIN} --output_dir out --fsdp full_shard --fsdp_config"), &[fields])
             .fails(2, &[what]);
     }
+    let offload = r#"{"fsdp_offload_params":true,"min_num_params":1}"#;
+    for (fsdp, what) in [
+        ("shard_grad_op", "only cut weights are in main memory"),
+        ("full_shard", "give `--shard_min_elements`"),
+    ] {
+        place
+            .run_with(&format!("{TRAIN} --output_dir out --fsdp {fsdp} --fsdp_config"), &[offload])
+            .fails(2, &[what]);
+    }
+    let offload = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}, "nothing": 1}"#;
+    place.write("ds.json", offload);
+    place
+        .run(&format!("{TRAIN} --output_dir out --device emulated --deepspeed ds.json"))
+        .fails(2, &["only cut weights are in host memory; write stage 3"]);
     refused(
         r#"{"activation_checkpointing": {"partition_activations": true}}"#,
         &["not a field this program knows"],

@@ -1343,6 +1343,27 @@ fn memory_of_every_size() {
     }
 }
 
+/// The own part of a cut weight is in main memory. The GPU has the values from their first use until they are released.
+#[test]
+fn a_cut_weight_is_on_the_gpu_while_it_is_complete() {
+    let gpu = Card::emulated(Some(1 << 20));
+    let free = || gpu.memory().unwrap()[0];
+    let (w, before) = (param("w", &[64, 128], 1), free());
+    w.set_trainable(false);
+    let row = || embed(Device::Gpu(gpu), &w, &vec![63].into()).unwrap().to_vec();
+    let (last, used) = (row(), before - free());
+    assert!(used >= 4 * w.len(), "{used}");
+    w.cut(0..4096).unwrap();
+    assert_eq!(free(), before);
+    for _ in 0..2 {
+        w.complete();
+        w.store_bytes(4096, bytemuck::cast_slice(&noise(64 * 128, 1)[4096..])).unwrap();
+        assert_eq!((row(), before - free()), (last.clone(), used));
+        w.release();
+        assert_eq!(free(), before);
+    }
+}
+
 #[test]
 fn memory_operations() {
     for device in devices() {

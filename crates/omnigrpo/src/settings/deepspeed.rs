@@ -407,11 +407,17 @@ fn nvme_path(value: &Value, s: &Settings) -> Result<String, String> {
     }
 }
 
-fn offload_param(value: &Value, _: &Settings, on_gpu: bool) -> Result<String, String> {
+fn offload_param(value: &Value, s: &Settings, on_gpu: bool) -> Result<String, String> {
     match (value.as_str(), on_gpu) {
         (Some("cpu"), false) => Ok("weights are in host memory, as always on a CPU".into()),
+        (Some("cpu"), true) if s.algorithm.split.shard == Shard::Weights => Ok(
+            "a process has its parts of cut weights in host memory, and copies a layer when a pass needs it; a single process cuts nothing, \
+             and its weights stay on the GPU"
+                .into(),
+        ),
         (Some("cpu"), true) => Err(
-            "weights stay on the GPU; write none, and lower their size with `load_in_4bit` or `load_in_8bit`"
+            "only cut weights are in host memory; write stage 3, or write none and lower the size of the weights with \
+             `load_in_4bit` or `load_in_8bit`"
                 .into(),
         ),
         (Some("none"), _) => Ok("nothing is offloaded".into()),

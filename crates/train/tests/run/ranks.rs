@@ -297,13 +297,19 @@ fn cards_give_the_bits_of_one_card() {
         assert_same(&run(what, 1, change), &run(what, 2, change), what);
     }
     // The CPU updates a state that is cut, and sums squares in its own order.
-    let cut = |size| {
-        run("cut", size, |s| {
+    let cut: [Setting; 2] = [
+        ("a cut state on cards", |s| {
             on_a_card(s, WeightDtype::Auto);
             s.algorithm.split.shard = Shard::Optimizer;
-        })
-    };
-    assert_same(&cut(2), &cut(4), "a cut state on cards");
+        }),
+        ("cut weights on cards", |s| {
+            on_a_card(s, WeightDtype::Auto);
+            cut_weights(s);
+        }),
+    ];
+    for (what, change) in cut {
+        assert_same(&run(what, 2, change), &run(what, 4, change), what);
+    }
 }
 
 /// Cuts the state of the optimizer. Buckets of several weights, of one weight and of a part of a weight occur.

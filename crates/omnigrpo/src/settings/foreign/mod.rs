@@ -72,7 +72,10 @@ const TABLE: &[Row] = &[
             .collect();
         match words[..] {
             [] | ["no_shard" | "false" | "False"] => Dropped("it cuts nothing"),
-            ["full_shard" | "true" | "True"] => Becomes("shard", "weights".into()),
+            // The parts of cut weights are in main memory in any case.
+            ["full_shard" | "true" | "True"] | ["full_shard", "offload"] | ["offload", "full_shard"] => {
+                Becomes("shard", "weights".into())
+            }
             ["shard_grad_op"] => Becomes("shard", "gradients".into()),
             ["hybrid_shard" | "hybrid_shard_zero2"] => {
                 Refused("weights are cut over all processes; write full_shard or shard_grad_op")
@@ -82,7 +85,7 @@ const TABLE: &[Row] = &[
             ),
         }
     }),
-    (&["fsdp_config"], fsdp_config),
+    (&["fsdp_config"], |_| Depends("fsdp", fsdp_config)),
     (&["ds3_gather_for_generation"], |v| match on(v) {
         Some(true) => Dropped("every process samples with the complete weights"),
         _ => Refused("leave it out: every process samples with the complete weights"),
@@ -242,8 +245,9 @@ pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str
     (fate != Own).then_some(fate)
 }
 
-/// Returns the meaning of FSDP's fields, from JSON text or from a file. Names may begin with `fsdp_`.
-fn fsdp_config(value: &str) -> Fate {
+/// Returns the meaning of FSDP's fields, from JSON text or from a file, beside the value of `fsdp`. Names may begin with `fsdp_`.
+fn fsdp_config(value: &str, fsdp: Option<&str>) -> Fate {
+    let cuts_weights = fsdp.is_some_and(|words| words.contains("full_shard"));
     const MAX_BYTES: u64 = 1 << 20;
     let is_small = |path: &str| std::fs::metadata(path).is_ok_and(|file| file.len() <= MAX_BYTES);
     let text = match value.trim_start().starts_with('{') {
@@ -270,9 +274,11 @@ fn fsdp_config(value: &str) -> Fate {
             | "use_orig_params"
             | "version" => {}
             "offload_params" | "xla" | "xla_fsdp_v2" | "xla_fsdp_grad_ckpt" if is_off => {}
+            // The parts of cut weights are in main memory in any case.
+            "offload_params" if cuts_weights => {}
             "offload_params" => {
                 return Refused(
-                    "write false for offload_params: parts of weights are not moved to another memory",
+                    "write false for offload_params, or full_shard as `fsdp`: only cut weights are in main memory",
                 );
             }
             "state_dict_type" if value == "FULL_STATE_DICT" => {}
