@@ -22,6 +22,8 @@ from pathlib import Path
 LIMIT_SECS = 600
 STEPS = 3
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# A model of rewards in the published layout.
+JUDGE = Path(__file__).resolve().parents[2] / "crates/scorers/tests/golden/reward_models/bert"
 OPEN_MPI = ["mpirun.openmpi", "--bind-to", "none", "--oversubscribe", "-n", "2"]
 MPICH = ["mpirun.mpich", "-n", "2"]
 SHARDS = ["optimizer", "gradients", "weights"]
@@ -72,6 +74,10 @@ def check(train, scratch):
     torch(train("torch", 2))
     same(scratch / "alone", scratch / "torch")
     turns(train, scratch)
+    judged = ["--reward_funcs", f"judge={JUDGE}"]
+    done(train("judged", 4, more=judged))
+    done([*OPEN_MPI, *train("judged-2", 2, more=judged)])
+    same(scratch / "judged", scratch / "judged-2")
 
     # Two ranks, of which the second is killed after the first checkpoint.
     for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:

@@ -18,7 +18,7 @@ use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames, TextDefaults};
 use crate::encoders::bert::{Bert, BertConfig, published_name};
 use crate::error::{ModelError, Result};
-use crate::weights::{FileSource, Scope, WeightDtype, WeightFiles};
+use crate::weights::{FileSource, FrozenWeights, Scope, WeightFiles};
 
 /// Largest number of rows of one pass. A longer sequence has a pass of its own.
 pub(crate) const MAX_ROWS: usize = 4096;
@@ -51,7 +51,7 @@ impl SequenceClassifier {
     /// # Errors
     /// Returns an error if files are unreadable, the architecture is unsupported, the head is missing or has several outputs, or
     /// tensors do not fit.
-    pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+    pub fn load(dir: &Path, how: impl Into<FrozenWeights>) -> Result<Self> {
         let json = ConfigJson::read(&dir.join("config.json"))?;
         let kind = json.text("model_type")?.unwrap_or_default();
         let class = match kind {
@@ -71,7 +71,7 @@ impl SequenceClassifier {
             (None, _) => "classifier.out_proj",
         };
         one_output(&json, &files, head)?;
-        let mut source = FileSource::new(&files, dtype);
+        let mut source = FileSource::new(&files, how);
         let network = if let Some(class) = class {
             let config = DecoderConfig::parse(&json, &json, class)?;
             let h = config.hidden;

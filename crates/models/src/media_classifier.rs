@@ -25,7 +25,7 @@ use crate::families::{FamilyRow, MediumInput};
 use crate::model::Model;
 use crate::prompt::{Prompt, PromptBuilder, PromptSettings};
 use crate::stream::{GroupStream, PackedStream};
-use crate::weights::{FileSource, Scope, WeightDtype, WeightFiles};
+use crate::weights::{FileSource, FrozenWeights, Scope, WeightFiles};
 
 /// Names of the heads of `transformers` and of TRL.
 const HEADS: [&str; 2] = ["score", "v_head.summary"];
@@ -60,7 +60,7 @@ impl MediaClassifier {
     /// # Errors
     /// Returns an error if files are unreadable, the family is unknown, the head is missing or has several outputs, or tensors do
     /// not fit.
-    pub fn load(dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
+    pub fn load(dir: &Path, how: impl Into<FrozenWeights>, render: RenderOptions) -> Result<Self> {
         let checkpoint = Checkpoint::open(dir)?;
         let settings = PromptSettings { render, max_completion_length: 0, ..PromptSettings::default() };
         let prompts = PromptBuilder::open(&checkpoint, settings)?;
@@ -81,7 +81,7 @@ impl MediaClassifier {
         let has = |name: &str| files.shape(name).is_some();
         let head = HEADS.into_iter().find(|head| has(&format!("{head}.weight"))).unwrap_or(HEADS[0]);
         one_output(checkpoint.config(), &files, head)?;
-        let mut source = FileSource::new(&files, dtype);
+        let mut source = FileSource::new(&files, how);
         let network = family.architecture().network(&mut source)?;
         let hidden = network.decoder.config().hidden;
         let bias = has(&format!("{head}.bias"));

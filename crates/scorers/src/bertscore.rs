@@ -9,7 +9,7 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use omnigrpo_models::WeightDtype;
+use omnigrpo_models::FrozenWeights;
 use omnigrpo_models::encoders::bert::Bert;
 use omnigrpo_ops::{Pass, Tape};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, explanation, references};
@@ -63,8 +63,8 @@ impl BertScorer {
     ///
     /// # Errors
     /// Returns an error if a file is unreadable, the architecture is unsupported, or the model has fewer than `layer` blocks.
-    pub fn load(dir: &Path, layer: Option<usize>, dtype: WeightDtype) -> Result<Self> {
-        let bert = Bert::load(dir, dtype)?;
+    pub fn load(dir: &Path, layer: Option<usize>, how: impl Into<FrozenWeights>) -> Result<Self> {
+        let bert = Bert::load(dir, how)?;
         let layers = bert.config().sizes.layers;
         let layer = layer.unwrap_or(layers);
         if layer > layers {
@@ -230,7 +230,7 @@ pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
             "it needs a text encoder: give its directory with ScorerOptions::bertscore_model".to_owned();
         return Err(ScorerError::Setting { reward: NAME, what });
     };
-    let mut scorer = BertScorer::load(dir, options.bertscore_layer, options.dtype)?;
+    let mut scorer = BertScorer::load(dir, options.bertscore_layer, options.weights)?;
     if options.bertscore_idf {
         scorer = scorer.with_idf(&options.references.iter().map(String::as_str).collect::<Vec<_>>())?;
     }

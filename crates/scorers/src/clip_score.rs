@@ -12,7 +12,7 @@ use std::time::SystemTime;
 use omnigrpo_media::clip::ClipPixels;
 use omnigrpo_media::{Limits, MediaError, load_image};
 use omnigrpo_models::encoders::clip::Clip;
-use omnigrpo_models::{ConfigJson, ModelError, WeightDtype};
+use omnigrpo_models::{ConfigJson, FrozenWeights, ModelError};
 use omnigrpo_ops::Pass;
 use omnigrpo_text::Tokenizer;
 
@@ -52,12 +52,13 @@ impl ClipScorer {
     /// # Errors
     /// Returns an error if a file is unreadable, the architecture is unsupported, or the text tower has a different feature
     /// space.
-    pub fn load(dir: &Path, text_dir: Option<&Path>, dtype: WeightDtype) -> Result<Self> {
-        let clip = Clip::load(dir, dtype)?;
+    pub fn load(dir: &Path, text_dir: Option<&Path>, how: impl Into<FrozenWeights>) -> Result<Self> {
+        let how = how.into();
+        let clip = Clip::load(dir, how)?;
         let pixels = processor(dir, clip.config().picture.side_px)?;
         let text = match text_dir {
             Some(dir) => {
-                let encoder = SentenceEncoder::load(dir, dtype)?;
+                let encoder = SentenceEncoder::load(dir, how)?;
                 let (got, expected) = (encoder.width(), clip.config().projection);
                 if got != expected {
                     let what = format!(

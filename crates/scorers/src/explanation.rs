@@ -47,7 +47,7 @@ pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
     }
     let clip = match &options.clip_model {
         _ if weight == 0.0 => None,
-        Some(dir) => Some(ClipScorer::load(dir, options.clip_text_model.as_deref(), options.dtype)?),
+        Some(dir) => Some(ClipScorer::load(dir, options.clip_text_model.as_deref(), options.weights)?),
         None => {
             return Err(setting(
                 "it needs a CLIP: give its directory with ScorerOptions::clip_model, or 0 as ScorerOptions::explanation_clip_weight for CIDEr \

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use omnigrpo_data::MediumRef;
 use omnigrpo_guard::{Fault, fault, told};
-use omnigrpo_models::{MediaClassifier, MediumInput, ModelError, Prompt, SequenceClassifier, WeightDtype};
+use omnigrpo_models::{FrozenWeights, MediaClassifier, MediumInput, ModelError, Prompt, SequenceClassifier};
 use omnigrpo_ops::Pass;
 use omnigrpo_rewards::{Logged, Reward, RewardError, RewardInput, TokenLimit};
 use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn};
@@ -61,15 +61,20 @@ impl RewardModel {
     /// # Errors
     /// Returns an error if a file is unreadable, the architecture is unsupported, the head is missing or has several outputs, or
     /// the tokenizer is missing.
-    pub fn load(name: &str, dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
+    pub fn load(
+        name: &str,
+        dir: &Path,
+        how: impl Into<FrozenWeights>,
+        render: RenderOptions,
+    ) -> Result<Self> {
         let model = if MediaClassifier::is_one(dir)? {
-            Reader::Media(Box::new(MediaClassifier::load(dir, dtype, render)?))
+            Reader::Media(Box::new(MediaClassifier::load(dir, how, render)?))
         } else {
             // Small files are read first, so that a missing tokenizer is found before gigabytes are read.
             let tokenizer = Tokenizer::from_dir(dir)?;
             let template = ChatTemplate::from_dir(dir)?;
             let template = (template.origin() != TemplateOrigin::BuiltIn).then_some(template);
-            let model = SequenceClassifier::load(dir, dtype)?;
+            let model = SequenceClassifier::load(dir, how)?;
             Reader::Text(Box::new(TextReader { model, tokenizer, template, render }))
         };
         let (longest_prompt, too_long) = Default::default();

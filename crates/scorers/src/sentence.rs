@@ -7,7 +7,7 @@
 use std::path::{Component, Path, PathBuf};
 
 use omnigrpo_models::encoders::bert::Bert;
-use omnigrpo_models::{ConfigJson, WeightDtype, WeightFiles};
+use omnigrpo_models::{ConfigJson, FrozenWeights, WeightFiles};
 use omnigrpo_ops::{Activation, Linear, PackedLinear, Param, Part, Pass, Rows, Tape};
 use omnigrpo_text::Tokenizer;
 use serde_json::Value;
@@ -48,7 +48,8 @@ impl SentenceEncoder {
     ///
     /// # Errors
     /// Returns an error if the layout is unsupported, a file is unreadable, or widths do not match.
-    pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+    pub fn load(dir: &Path, how: impl Into<FrozenWeights>) -> Result<Self> {
+        let how = how.into();
         let modules = dir.join("modules.json");
         if !modules.is_file() {
             let what = "modules.json is missing; expected a directory of `sentence-transformers`";
@@ -69,7 +70,7 @@ impl SentenceEncoder {
             match text("type").rsplit('.').next().unwrap_or_default() {
                 "Transformer" => transformer = Some(place),
                 "Pooling" => pooling = Some(read_pooling(&place)?),
-                "Dense" => dense.push(Dense::load(&place, dtype)?),
+                "Dense" => dense.push(Dense::load(&place, how)?),
                 // The length of a vector does not change its cosine.
                 "Normalize" => {}
                 other => {
@@ -81,7 +82,7 @@ impl SentenceEncoder {
         let (Some(place), Some(pooling)) = (transformer, pooling) else {
             return Err(fail(&modules, "expected a Transformer and a Pooling"));
         };
-        let bert = Bert::load(&place, dtype)?;
+        let bert = Bert::load(&place, how)?;
         let tokenizer_dir = if place.join("tokenizer.json").is_file() { &place } else { dir };
         let tokenizer = Tokenizer::from_dir(tokenizer_dir)?;
         let most = bert.config().max_tokens();
@@ -148,7 +149,7 @@ impl SentenceEncoder {
 }
 
 impl Dense {
-    fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+    fn load(dir: &Path, how: FrozenWeights) -> Result<Self> {
         let json = ConfigJson::read(&dir.join("config.json"))?;
         let (k, n) = (json.size("in_features", None)?, json.size("out_features", None)?);
         let activation = json.get("activation_function").and_then(Value::as_str).unwrap_or("Tanh");
@@ -162,7 +163,7 @@ impl Dense {
         };
         let files = WeightFiles::open(dir, |key| Some(key.to_owned()))?;
         let read = |name: &str| -> Result<_> {
-            let values = files.read(name, dtype)?.map_err(|what| fail(dir, what.trim().to_owned()))?;
+            let values = files.read(name, how.dtype)?.map_err(|what| fail(dir, what.trim().to_owned()))?;
             let shape = files.shape(name).unwrap_or_default();
             Ok(std::sync::Arc::new(Param::new(name, Part::Projector, shape, values)?))
         };

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use omnigrpo_models::WeightDtype;
+use omnigrpo_models::{FrozenWeights, WeightDtype};
 use omnigrpo_rewards::{DocumentFrequencies, Reward};
 
 use crate::error::Result;
@@ -63,8 +63,8 @@ pub struct ScorerOptions {
     pub frequencies: Option<Arc<DocumentFrequencies>>,
     /// Training references, for `bertscore_idf`.
     pub references: Vec<String>,
-    /// Dtype of the weights in memory.
-    pub dtype: WeightDtype,
+    /// How the weights of the models are loaded. A process that does not score needs their outline.
+    pub weights: FrozenWeights,
 }
 
 impl Default for ScorerOptions {
@@ -81,7 +81,7 @@ impl Default for ScorerOptions {
             bertscore_baseline: None,
             frequencies: None,
             references: Vec::new(),
-            dtype: WeightDtype::Auto,
+            weights: WeightDtype::Auto.into(),
         }
     }
 }

@@ -10,7 +10,7 @@ use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_guard::told;
 use omnigrpo_media::clip::ClipPixels;
 use omnigrpo_media::{Limits, Rgb8Image, load_image};
-use omnigrpo_models::WeightDtype;
+use omnigrpo_models::{FrozenWeights, WeightDtype};
 use omnigrpo_rewards::{
     DocumentFrequencies, Logged, Reward, RewardInput, RewardOptions, RewardSet, RowKey, Think, TokenLimit,
     build_with,
@@ -410,6 +410,33 @@ fn what_is_missing_or_does_not_fit_is_said() {
 fn reward_model(name: &str) -> RewardModel {
     let dir = golden("reward_models").join(name);
     RewardModel::load(name, &dir, WeightDtype::Auto, RenderOptions::default()).unwrap()
+}
+
+/// A process that does not score checks the weights of a reward model, and has none of their values.
+#[test]
+fn an_outline_is_checked_and_cannot_score() {
+    let outline = FrozenWeights { dtype: WeightDtype::Auto, is_outline: true };
+    let load = |dir: &Path| RewardModel::load("judge", dir, outline, RenderOptions::default());
+    let (turns, columns) = asked(&json!("How many?"));
+    for name in ["qwen3", "roberta"] {
+        let dir = golden("reward_models").join(name);
+        let model = load(&dir).unwrap();
+        let tokens = |model: &RewardModel| model.token_limit().map(|limit| limit.most);
+        assert_eq!(tokens(&model), tokens(&reward_model(name)));
+        let error = model.score(&[said(&turns, &columns, "Two.")]).unwrap_err();
+        assert!(told(&error).contains("only its outline is loaded"), "{}", told(&error));
+        // A damaged file is found on every process.
+        let copy = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(&dir).unwrap().map(Result::unwrap) {
+            std::fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
+        }
+        let weights = copy.path().join("model.safetensors");
+        let mut bytes = std::fs::read(&weights).unwrap();
+        let at = bytes.windows(5).position(|part| part == b"dense" || part == b"mlp.g").unwrap();
+        bytes[at] = b'x';
+        std::fs::write(&weights, bytes).unwrap();
+        assert!(load(copy.path()).is_err(), "{name}");
+    }
 }
 
 /// A prompt of the goldens, a text or messages, as a row has it.

@@ -18,7 +18,7 @@ use super::{Blocks, EncoderSizes, LayerNames, SizeKeys, load};
 use crate::block::NormOrder;
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::weights::{Init, Scope, WeightDtype, WeightSource};
+use crate::weights::{FrozenWeights, Init, Scope, WeightSource};
 
 const BERT_LAYERS: LayerNames = LayerNames {
     prefix: "encoder.layer.",
@@ -165,9 +165,9 @@ impl Bert {
     ///
     /// # Errors
     /// Returns an error if files are unreadable, the architecture is another one or tensors do not fit.
-    pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+    pub fn load(dir: &Path, how: impl Into<FrozenWeights>) -> Result<Self> {
         let name = |key: &str| published_name(key).filter(|name| !name.starts_with("pooler."));
-        load(dir, dtype, "BERT", name, |json, source| {
+        load(dir, how, "BERT", name, |json, source| {
             Self::build(BertConfig::parse(json)?, false, "", Part::Llm, source)
         })
     }

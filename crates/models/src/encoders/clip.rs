@@ -12,7 +12,7 @@ use super::siglip::LAYERS;
 use super::{Blocks, EncoderSizes, PictureConfig, SizeKeys, constant, load};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::weights::{Init, Scope, WeightDtype, WeightSource};
+use crate::weights::{FrozenWeights, Init, Scope, WeightSource};
 
 /// A CLIP configuration.
 #[derive(Clone, Debug, PartialEq)]
@@ -137,12 +137,12 @@ impl Clip {
     ///
     /// # Errors
     /// Returns an error if files are unreadable, the architecture is another one or tensors do not fit.
-    pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+    pub fn load(dir: &Path, how: impl Into<FrozenWeights>) -> Result<Self> {
         let name = |key: &str| {
             let weight = key != "logit_scale" && !key.ends_with("embeddings.position_ids");
             weight.then(|| key.to_owned())
         };
-        load(dir, dtype, "CLIP", name, |json, source| {
+        load(dir, how, "CLIP", name, |json, source| {
             Self::build(ClipConfig::parse(json)?, "", Part::Vision, source)
         })
     }

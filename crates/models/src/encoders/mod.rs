@@ -20,7 +20,7 @@ use omnigrpo_ops::{Activation, AttentionHeads, AttentionLayout, Layout, Pass, Ro
 use crate::block::{Block, BlockPass, Mlp, NormOrder};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::weights::{FileSource, Scope, WeightDtype, WeightFiles, WeightSource};
+use crate::weights::{FileSource, FrozenWeights, Scope, WeightFiles, WeightSource};
 
 /// Sizes of a stack of blocks.
 #[derive(Clone, Debug, PartialEq)]
@@ -191,14 +191,14 @@ pub(crate) fn constant(data: Vec<f32>, rows: usize, cols: usize, pass: &Pass) ->
 /// must use each of them.
 fn load<T>(
     dir: &Path,
-    dtype: WeightDtype,
+    how: impl Into<FrozenWeights>,
     name: &'static str,
     published: fn(&str) -> Option<String>,
     build: impl FnOnce(&ConfigJson, &mut dyn WeightSource) -> Result<T>,
 ) -> Result<T> {
     let json = ConfigJson::read(&dir.join("config.json"))?;
     let files = WeightFiles::open(dir, published)?;
-    let mut source = FileSource::new(&files, dtype);
+    let mut source = FileSource::new(&files, how);
     let encoder = build(&json, &mut source)?;
     source.finish(name)?;
     Ok(encoder)

@@ -217,10 +217,26 @@ impl<'s> Scope<'s> {
     }
 }
 
+/// How the weights of a frozen model are loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct FrozenWeights {
+    /// Dtype of the weights in memory.
+    pub dtype: WeightDtype,
+    /// Checks names and shapes, but reads no values. Such a model cannot compute, and takes no memory.
+    pub is_outline: bool,
+}
+
+impl From<WeightDtype> for FrozenWeights {
+    fn from(dtype: WeightDtype) -> Self {
+        Self { dtype, is_outline: false }
+    }
+}
+
 /// A source that reads weights from a checkpoint directory and collects all problems.
 pub struct FileSource<'a> {
     files: &'a WeightFiles,
     dtype: WeightDtype,
+    is_outline: bool,
     quantization: Option<Quantization<'a>>,
     in_place: Option<Chosen<'a>>,
     used: HashSet<String>,
@@ -231,9 +247,10 @@ pub struct FileSource<'a> {
 impl<'a> FileSource<'a> {
     /// Creates a source over open files.
     #[must_use]
-    pub fn new(files: &'a WeightFiles, dtype: WeightDtype) -> Self {
+    pub fn new(files: &'a WeightFiles, how: impl Into<FrozenWeights>) -> Self {
+        let FrozenWeights { dtype, is_outline } = how.into();
         let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
-        Self { files, dtype, quantization: None, in_place: None, used, problems, params }
+        Self { files, dtype, is_outline, quantization: None, in_place: None, used, problems, params }
     }
 
     /// Quantises the selected weights as they are read.
@@ -287,6 +304,9 @@ impl WeightSource for FileSource<'_> {
         let value = match self.files.shape(name) {
             None => Err(format!("  missing tensor {name} {shape:?}")),
             Some(got) if got != shape => Err(format!("  tensor {name}: shape {got:?}, expected {shape:?}")),
+            Some(_) if self.is_outline => {
+                return Ok(self.hand_out(Param::outline(name, part, shape, ParamDtype::F32)));
+            }
             Some(_) => {
                 let stays = self.in_place.is_some_and(|stays| stays(name, part))
                     && !self.quantization.is_some_and(|q| q.takes(name, part, shape));

@@ -288,7 +288,10 @@ pub fn prepare(
     let (rows, eval) = held_out(settings, checkpoint, &dataset)?;
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
     let before = room::resident();
-    let rewards = setup::rewards(settings, corpus.as_ref())?;
+    // Only the first rank scores.
+    let mut own = settings.clone();
+    own.rewards.scorers.weights.is_outline = !context.ranks.is_first();
+    let rewards = setup::rewards(&own, corpus.as_ref())?;
     // A smaller increase of memory cannot come from a model.
     let reward_bytes = Some(room::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20);
     let shuffled = match settings.rewards.temporal_order_bonus {
