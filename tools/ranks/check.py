@@ -165,14 +165,17 @@ def errors(name, launcher, train, scratch):
     bad_row = ["--train_file", broken, "--skip_data_check", "--strict_media"]
     # KiB: enough for the memory that MPICH shares, and less than the optimizer's state.
     limited = ["bash", "-c", 'ulimit -f 7000; exec "$@"', "bash"]
-    for what, prefix, more, message in [
-        ("bad-row", [], bad_row, "no-picture.png"),
-        ("reward", [], ["--reward_funcs", "failing=cmd:false"], "failing"),
-        ("disk", limited, [], "File too large"),
-        ("diverged", [], ["--weight_decay", "1e9"], "the weights have diverged"),
+    # A disk of 7 MiB for the run directory, which all ranks see.
+    full = ["unshare", "--mount", "--map-root-user", "bash", "-c", 'mkdir "$0" && mount -t tmpfs -o size=7m none "$0" && exec "$@"']
+    for what, outer, prefix, more, message in [
+        ("bad-row", [], [], bad_row, "no-picture.png"),
+        ("reward", [], [], ["--reward_funcs", "failing=cmd:false"], "failing"),
+        ("size", [], limited, [], "File too large"),
+        ("disk", [*full, scratch / f"disk-{name}"], [], [], "No space left on device"),
+        ("diverged", [], [], ["--weight_decay", "1e9"], "the weights have diverged"),
     ]:
         out = scratch / f"{what}-{name}"
-        command = [str(word) for word in [*launcher, *prefix, *train(out.name, 2, more=more)]]
+        command = [str(word) for word in [*outer, *launcher, *prefix, *train(out.name, 2, more=more)]]
         run = subprocess.run(command, env={**os.environ, **ROOT}, capture_output=True, text=True, timeout=LIMIT_SECS)
         said = run.stdout + run.stderr
         expect(run.returncode == 1, f"{what} under {name}: status {run.returncode}\n{said}")
