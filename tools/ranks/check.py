@@ -86,8 +86,12 @@ def check(train, scratch):
         step = newest(out)
         sums = subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=out / f"checkpoint-{step}")
         expect(sums.returncode == 0, f"checkpoint-{step} of {out.name} is damaged")
-        said = done(train(out.name, 4, steps=step + 1))
-        expect(f"at step {step} of {step + 1}" in said, said)
+        for steps, command in [
+            (step + 1, [*launcher, *train(out.name, 2, steps=step + 1)]),
+            (step + 2, train(out.name, 4, steps=step + 2)),
+        ]:
+            said = done(command)
+            expect(f"at step {steps - 1} of {steps}" in said, said)
         stopped(launcher, train, scratch / f"stopped-{name}")
         errors(name, launcher, train, scratch)
     impatient(train("impatient", 2, steps=1000), scratch / "impatient")
@@ -272,18 +276,21 @@ def kills(train, scratch, count):
         # The run is started again for more steps than it reaches, as long as it has to be killed.
         last = killed >= count
         command = [*OPEN_MPI, *train(out.name, 2, steps=steps), "--save_total_limit", "2"]
+        if last:
+            done(command)
+            break
         run = subprocess.Popen(
             [str(word) for word in command], env={**os.environ, **ROOT}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        if last:
-            expect(run.wait(LIMIT_SECS) == 0, "the run does not end")
-            break
         time.sleep(random_moment.uniform(0.1, 3.0))
         ranks = processes(str(out))
         if ranks and run.poll() is None:
             os.kill(random_moment.choice(ranks), signal.SIGKILL)
             killed += 1
-        status = run.wait(LIMIT_SECS)
+            status = run.wait(LIMIT_SECS)
+        else:
+            status = run.wait(LIMIT_SECS)
+            expect(status == 0, f"a run that nobody killed ended with status {status}")
         all_ended(out)
         if status == 0:
             break

@@ -202,32 +202,42 @@ impl Model {
         }
     }
 
-    /// Overwrites the weights with those of a directory that [`Self::save_pretrained`] wrote.
+    /// Overwrites the weights with those of a directory that [`Self::save_pretrained`] wrote. Weights in mapped files stay as they
+    /// are, and must be equal.
     ///
     /// # Errors
-    /// Returns an error if tensors are missing or have other shapes.
+    /// Returns an error if tensors are missing or have other shapes, or a weight in a mapped file has other values.
     pub fn load_weights(&self, dir: &Path) -> Result<()> {
         let files = crate::WeightFiles::open(dir, |key| self.family().format().published_name(key))?;
+        let unfit = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
         for param in self.base_params() {
             if files.shape(param.name()).is_none() && self.stays_outside(param) {
                 continue;
             }
-            let value = files.read(param.name(), crate::WeightDtype::Float32)?.map_err(|what| {
-                ModelError::Checkpoint { dir: dir.to_path_buf(), what: what.trim().to_owned() }
-            })?;
-            let shape = files.shape(param.name()).unwrap_or_default();
+            let value = files
+                .read(param.name(), crate::WeightDtype::Float32)?
+                .map_err(|what| unfit(what.trim().to_owned()))?;
+            let (name, shape) = (param.name(), files.shape(param.name()).unwrap_or_default());
             if shape != param.shape() {
-                return Err(ModelError::Checkpoint {
-                    dir: dir.to_path_buf(),
-                    what: format!(
-                        "tensor {} has shape {shape:?}; expected {:?}",
-                        param.name(),
-                        param.shape()
-                    ),
-                });
+                return Err(unfit(format!(
+                    "tensor {name} has shape {shape:?}; expected {:?}",
+                    param.shape()
+                )));
             }
-            if let omnigrpo_ops::Values::F32(data) = value {
+            let omnigrpo_ops::Values::F32(data) = value else { continue };
+            if !param.is_mapped() {
                 param.store(&data)?;
+            } else if param
+                .read()
+                .f32()
+                .iter()
+                .zip(&data)
+                .any(|(own, stored)| own.to_bits() != stored.to_bits())
+            {
+                return Err(unfit(format!(
+                    "tensor {name} is not trained, but differs from the one in {}",
+                    self.checkpoint().dir().display()
+                )));
             }
         }
         Ok(())

@@ -215,6 +215,16 @@ fn weights_in_place_are_those_that_are_read() {
         load("qwen2_5_vl_tied_bf16", WeightDtype::Auto, None, true),
     );
     assert_eq!(logprobs(&mapped), logprobs(&read));
+    // A run resumes with such weights if its checkpoint has the same ones.
+    let saved = tempfile::tempdir().unwrap();
+    let load_saved = || {
+        read.save_pretrained(saved.path()).unwrap();
+        mapped.load_weights(saved.path())
+    };
+    load_saved().unwrap();
+    read.params()[0].update(|values| values[1] += 1.0).unwrap();
+    let message = load_saved().unwrap_err().to_string();
+    assert!(message.contains("is not trained, but differs from the one in"), "{message}");
     // Weights of another dtype than the file's are read.
     let widened = load("qwen2_5_vl_tied_bf16", WeightDtype::Float32, None, true);
     assert!(widened.params().iter().all(|p| !p.is_mapped()));
