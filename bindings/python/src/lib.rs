@@ -523,6 +523,7 @@ impl Model {
 
 #[pymodule]
 fn _omnigrpo(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    omnigrpo::settings::name_flags();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("OmnigrpoError", module.py().get_type::<OmnigrpoError>())?;
     module.add_class::<Model>()?;

@@ -1,5 +1,5 @@
 //! Protects this program from third-party code and files: panics as values, errors with their causes as one text, files in
-//! untrusted directories ([`inside`]), and private caches ([`cache`]).
+//! untrusted directories ([`inside`]), and private caches ([`cache`]). Also writes the names of settings in messages ([`Setting`]).
 //!
 //! Decoders, tokenizers and rewards receive input that they were not written for. If one panics, the caller reports the panic as
 //! an error of that input. The process's panic hook runs first and would print a message for programmers. A hook that checks
@@ -9,8 +9,10 @@
 //! of the machine is retried ([`retried`]). If it persists, it stops the run, which can be resumed without loss.
 
 mod fault;
+mod setting;
 
 pub use fault::{Fault, MachineFailure, WAITS, fault, is_machine, retried};
+pub use setting::{Names, Setting, name_settings_by};
 
 pub mod cache;
 pub mod inside;

@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 
 use crate::answer::{Question, same_label};
 use crate::contract::PerRow;
+use crate::settings::ACCURACY_MODE;
 use crate::tags::content;
 use crate::{
     AccuracyMode, AnswerPolicy, Compat, Named, Reward, RewardError, RewardInput, RewardOptions, all_match,
@@ -80,7 +81,7 @@ impl Scorer {
         };
         if range(mode).1 > range(self.mode).1 {
             return Err(format!(
-                "column `{column}` is `{name}`, whose scores reach {}; set RewardOptions::accuracy_mode to {name} so that the range is declared",
+                "column `{column}` is `{name}`, whose scores reach {}; set {ACCURACY_MODE} to {name} so that the range is declared",
                 range(mode).1
             ));
         }

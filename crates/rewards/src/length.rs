@@ -10,6 +10,7 @@ use std::f64::consts::PI;
 
 use crate::accuracy::Scorer;
 use crate::contract::PerRow;
+use crate::settings::MAX_COMPLETION_TOKENS;
 use crate::{Compat, Reward, RewardError, RewardInput, RewardOptions};
 
 /// Rewards at 0 tokens and at the limit.
@@ -38,7 +39,7 @@ fn make(
     if limit == 0 {
         return Err(RewardError::Setting {
             reward: name.to_owned(),
-            what: "RewardOptions::max_completion_tokens is 0; it must be at least 1".to_owned(),
+            what: format!("{MAX_COMPLETION_TOKENS} is 0; it must be at least 1"),
         });
     }
     let accuracy = Scorer::new(options);

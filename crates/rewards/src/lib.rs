@@ -25,6 +25,7 @@ mod options;
 mod overlong;
 mod random;
 mod repetition;
+pub mod settings;
 mod short_text;
 mod table;
 mod tags;

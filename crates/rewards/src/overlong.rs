@@ -4,6 +4,7 @@
 
 use crate::contract::PerRow;
 use crate::length::num_tokens;
+use crate::settings::MAX_COMPLETION_TOKENS;
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
 
 pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {
@@ -12,7 +13,7 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
         return Err(RewardError::Setting {
             reward: "overlong".to_owned(),
             what: format!(
-                "the ramp of {ramp} tokens is longer than RewardOptions::max_completion_tokens {limit}; make it shorter"
+                "the ramp of {ramp} tokens is longer than {MAX_COMPLETION_TOKENS} {limit}; make it shorter"
             ),
         });
     }

@@ -1,6 +1,7 @@
 //! The table of built-in rewards, and the conversion of a list of names to a [`RewardSet`].
 
 use crate::error::suggestion;
+use crate::settings::{ACCURACY_MODE, FORMAT_MODE};
 use crate::{
     AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, external, format, length,
     overlong, random, redacted, repetition, zoomed,
@@ -12,7 +13,7 @@ pub struct RewardRow {
     /// Name on the command line and in metrics.
     pub name: &'static str,
     /// One line of help.
-    pub doc: &'static str,
+    pub doc: fn() -> String,
     /// Source of the rule.
     pub source: &'static str,
     /// Function that creates the reward from the settings.
@@ -27,145 +28,149 @@ pub fn table() -> &'static [RewardRow] {
 static TABLE: &[RewardRow] = &[
     RewardRow {
         name: "accuracy",
-        doc: "correctness of the answer, by RewardOptions::accuracy_mode or the row's column; 0..1 (short_text 0..3)",
+        doc: || {
+            format!(
+                "correctness of the answer, by {ACCURACY_MODE} or the row's column; 0..1 (short_text 0..3)"
+            )
+        },
         source: "R1-V, qwen-vl-finetune, VLM-R1",
         make: accuracy::reward,
     },
     RewardRow {
         name: "format",
-        doc: "presence of the requested tags, by RewardOptions::format_mode; 0..1 (tags3 0..3)",
+        doc: || format!("presence of the requested tags, by {FORMAT_MODE}; 0..1 (tags3 0..3)"),
         source: "R1-V, qwen-vl-finetune, ViVQA-X",
         make: format::reward,
     },
     RewardRow {
         name: "random",
-        doc: "a seeded number in 0..1, as a baseline and for benchmarks",
+        doc: || "a seeded number in 0..1, as a baseline and for benchmarks".into(),
         source: "own",
         make: random::reward,
     },
     RewardRow {
         name: "label",
-        doc: "equal answer after normalisation; 0 or 1",
+        doc: || "equal answer after normalisation; 0 or 1".into(),
         source: "R1-V",
         make: |options| accuracy::by_rule("label", AccuracyMode::Label, options),
     },
     RewardRow {
         name: "emotion",
-        doc: "correct emotion word, including synonyms; 0 or 1",
+        doc: || "correct emotion word, including synonyms; 0 or 1".into(),
         source: "R1-Omni",
         make: |options| accuracy::by_rule("emotion", AccuracyMode::Emotion, options),
     },
     RewardRow {
         name: "mcq",
-        doc: "multiple choice, all labels correct; 0 or 1",
+        doc: || "multiple choice, all labels correct; 0 or 1".into(),
         source: "qwen-vl-finetune, VLM-R1",
         make: |options| accuracy::by_rule("mcq", AccuracyMode::McqExact, options),
     },
     RewardRow {
         name: "mcq_iou",
-        doc: "multiple choice, shared labels divided by all labels; 0..1",
+        doc: || "multiple choice, shared labels divided by all labels; 0..1".into(),
         source: "qwen-vl-finetune",
         make: |options| accuracy::by_rule("mcq_iou", AccuracyMode::McqIou, options),
     },
     RewardRow {
         name: "yes_no",
-        doc: "same yes or no as the ground truth, English and Vietnamese; 0 or 1",
+        doc: || "same yes or no as the ground truth, English and Vietnamese; 0 or 1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("yes_no", AccuracyMode::YesNo, options),
     },
     RewardRow {
         name: "short_text",
-        doc: "3 equal, 1.5 half of the words, 0 else",
+        doc: || "3 equal, 1.5 half of the words, 0 else".into(),
         source: "ViVQA-X",
         make: |options| accuracy::by_rule("short_text", AccuracyMode::ShortText, options),
     },
     RewardRow {
         name: "math",
-        doc: "equal numbers or formulas; 0 or 1",
+        doc: || "equal numbers or formulas; 0 or 1".into(),
         source: "R1-V, VLM-R1 (math-verify)",
         make: |options| accuracy::by_rule("math", AccuracyMode::Math, options),
     },
     RewardRow {
         name: "iou",
-        doc: "overlap of one box; 0..1",
+        doc: || "overlap of one box; 0..1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("iou", AccuracyMode::Iou, options),
     },
     RewardRow {
         name: "od_ap",
-        doc: "COCO average precision of a list of boxes; 0..1",
+        doc: || "COCO average precision of a list of boxes; 0..1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("od_ap", AccuracyMode::OdAp, options),
     },
     RewardRow {
         name: "od_ap50",
-        doc: "od_ap at overlap 0.5; 0..1",
+        doc: || "od_ap at overlap 0.5; 0..1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("od_ap50", AccuracyMode::OdAp50, options),
     },
     RewardRow {
         name: "odLength",
-        doc: "od_ap, reduced for surplus boxes; 0..1",
+        doc: || "od_ap, reduced for surplus boxes; 0..1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("odLength", AccuracyMode::OdLength, options),
     },
     RewardRow {
         name: "weighted_sum",
-        doc: "0.7 position + 0.3 completeness of matched boxes; 0..1",
+        doc: || "0.7 position + 0.3 completeness of matched boxes; 0..1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("weighted_sum", AccuracyMode::WeightedSum, options),
     },
     RewardRow {
         name: "all_match",
-        doc: "equal cleaned texts; 0 or 1",
+        doc: || "equal cleaned texts; 0 or 1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("all_match", AccuracyMode::AllMatch, options),
     },
     RewardRow {
         name: "fuzzy",
-        doc: "number, choice letter, otherwise similarity of texts; 0..1",
+        doc: || "number, choice letter, otherwise similarity of texts; 0..1".into(),
         source: "VLM-R1",
         make: |options| accuracy::by_rule("fuzzy", AccuracyMode::Fuzzy, options),
     },
     RewardRow {
         name: "cider",
-        doc: "CIDEr-D of the <explain> text over 10, corpus idf, all references; 0..1",
+        doc: || "CIDEr-D of the <explain> text over 10, corpus idf, all references; 0..1".into(),
         source: "ViVQA-X (pycocoevalcap)",
         make: cider::reward,
     },
     RewardRow {
         name: "length",
-        doc: "correct answers earn 1..0.5 by length, wrong ones 0..-0.5",
+        doc: || "correct answers earn 1..0.5 by length, wrong ones 0..-0.5".into(),
         source: "VLM-R1",
         make: length::length,
     },
     RewardRow {
         name: "cosine",
-        doc: "correct answers earn 1..0.5 by length, wrong ones -1..-0.5",
+        doc: || "correct answers earn 1..0.5 by length, wrong ones -1..-0.5".into(),
         source: "TRL",
         make: length::cosine,
     },
     RewardRow {
         name: "overlong",
-        doc: "0, falling to -1 on the last tokens before the length limit",
+        doc: || "0, falling to -1 on the last tokens before the length limit".into(),
         source: "DAPO, TRL",
         make: overlong::reward,
     },
     RewardRow {
         name: "repetition",
-        doc: "negative share of repeated word 6-grams or boxes; -1..0",
+        doc: || "negative share of repeated word 6-grams or boxes; -1..0".into(),
         source: "VLM-R1",
         make: repetition::words,
     },
     RewardRow {
         name: "repetition_tokens",
-        doc: "negative share of repeated token 3-grams; -1..0",
+        doc: || "negative share of repeated token 3-grams; -1..0".into(),
         source: "TRL",
         make: repetition::tokens,
     },
     RewardRow {
         name: "zoomed",
-        doc: "1 for a correct answer after a tool has shown a picture, else 0",
+        doc: || "1 for a correct answer after a tool has shown a picture, else 0".into(),
         source: "DeepEyes",
         make: zoomed::reward,
     },

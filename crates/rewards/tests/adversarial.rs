@@ -257,7 +257,7 @@ fn many_boxes_and_deep_json_are_bounded() {
 #[test]
 fn every_row_of_the_table_has_help_and_its_own_name() {
     for row in table() {
-        assert!(!row.doc.is_empty() && !row.source.is_empty(), "{}", row.name);
+        assert!(!(row.doc)().is_empty() && !row.source.is_empty(), "{}", row.name);
         let reward = (row.make)(&options()).unwrap();
         assert_eq!(reward.name(), row.name);
         let (low, high) = reward.range();

@@ -346,6 +346,7 @@ fn run_as<T>(
     static HOOK: Once = Once::new();
     not_forked()?;
     HOOK.call_once(super::quiet_guarded_panics);
+    wording::name_flags();
     console.word_by(wording::worded);
     let warnings = super::warnings(&console);
     let work = || {

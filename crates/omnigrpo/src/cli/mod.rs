@@ -43,6 +43,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, again: &[OsString]) -> u8 {
     bus::tell();
     bus::write_to_the_limit();
     quiet_guarded_panics();
+    wording::name_flags();
     let env = |name: &str| std::env::var(name).ok();
     let args: Vec<OsString> = args.into_iter().collect();
     let rank = Launch::read(env).map_or(0, |launch| launch.rank);

@@ -1,4 +1,8 @@
-//! Translates messages of the libraries for users of the program: the messages name fields of plans, but users know flags.
+//! Names of the libraries' settings for users of the program: the libraries name fields of plans, but users know flags.
+
+use std::borrow::Cow;
+
+use omnigrpo_guard::Setting;
 
 use crate::settings::flags::{self, Flag};
 
@@ -36,6 +40,41 @@ const OTHERS: &[(&str, &str)] = &[
     ("TrainSetup::shuffled", "--temporal_order_bonus"),
     ("UrlOptions::allow_private", "--allow_urls all"),
 ];
+
+/// Lets all later messages of this process name flags.
+pub fn name_flags() {
+    omnigrpo_guard::name_settings_by(name);
+}
+
+/// Returns the name of a setting for users.
+fn name(setting: Setting) -> Option<Cow<'static, str>> {
+    let words = match (setting.plan, setting.field) {
+        ("LoadOptions", "dtype") => "--torch_dtype",
+        ("LoadOptions", "quantization") => "--load_in_8bit, --load_in_4bit",
+        ("PromptSettings", "max_completion_length") | ("RewardOptions", "max_completion_tokens") => {
+            "--max_completion_length"
+        }
+        ("ReadOptions", "fetch") => "--allow_urls public",
+        ("ResumeFrom", "Newest") => "auto",
+        ("ResumeFrom", "Start") => "never",
+        ("TrainSetup", "eval") => "--eval_file and --val_split_ratio",
+        ("TrainSetup", "lock") => "--output_dir",
+        ("TrainSetup", "rewards") => "--reward_funcs",
+        ("TrainSetup", "shuffled") => "--temporal_order_bonus",
+        ("UrlOptions", "allow_private") => "--allow_urls all",
+        _ => return flag(setting).map(|flag| format!("--{}", flag.name).into()),
+    };
+    Some(words.into())
+}
+
+/// Returns the flag of a plan's field.
+pub fn flag(setting: Setting) -> Option<&'static Flag> {
+    if setting.plan == "FamilyOption" {
+        return flags::find(setting.field);
+    }
+    let (_, place) = PLANS.iter().find(|(plan, _)| *plan == setting.plan)?;
+    flag_at(&format!("{place}.{}", setting.field))
+}
 
 /// Replaces fields in a library's message by flags.
 pub fn worded(text: &str) -> String {
@@ -83,6 +122,17 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+
+    /// Every setting that a message of a library can name has a name for users, whose flags exist.
+    #[test]
+    fn every_setting_has_a_name_of_flags_that_exist() {
+        for setting in [omnigrpo_rewards::settings::ALL].into_iter().flatten() {
+            let name = name(*setting).unwrap_or_else(|| panic!("{setting:?} has no flag"));
+            let unknown =
+                |word: &str| word.strip_prefix("--").is_some_and(|flag| flags::find(flag).is_none());
+            assert!(!name.split([' ', ',']).any(unknown), "{setting:?} is {name}");
+        }
+    }
 
     #[test]
     fn fields_become_flags_and_other_text_stays() {

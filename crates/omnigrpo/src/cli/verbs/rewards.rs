@@ -19,8 +19,8 @@ use crate::settings::{Keep, Settings};
 pub fn list() -> Result<()> {
     let mut out = String::new();
     let columns = stdout_columns().unwrap_or(80);
-    let rewards = omnigrpo_rewards::table().iter().map(|row| (row.name, row.doc, row.source));
-    let scorers = omnigrpo_scorers::table().iter().map(|row| (row.name, row.doc, row.source));
+    let rewards = omnigrpo_rewards::table().iter().map(|row| (row.name, (row.doc)(), row.source));
+    let scorers = omnigrpo_scorers::table().iter().map(|row| (row.name, (row.doc)(), row.source));
     let rows: Vec<_> = rewards.chain(scorers).collect();
     let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
     for (mut name, doc, source) in rows {
