@@ -5,6 +5,7 @@ use std::io::{Read, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use omnigrpo_guard::Setting;
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -17,6 +18,7 @@ use crate::registry::{DatasetSpec, is_yaml};
 use crate::roots::{Resolver, Roots};
 use crate::rows::RowFile;
 use crate::sample::{MediumSource, Sample, ThinkMode};
+use crate::settings::{IMAGE, PROMPT, SOLUTION, VIDEO};
 
 /// Maximum number of rows whose media go into [`Dataset::media_digest`].
 const SAMPLED_ROWS: u64 = 4096;
@@ -75,15 +77,11 @@ pub struct ColumnNames {
 }
 
 impl ColumnNames {
-    /// Returns the field and the column name of each column that is set.
-    fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
-        let all = [
-            ("prompt", &self.prompt),
-            ("solution", &self.solution),
-            ("image", &self.image),
-            ("video", &self.video),
-        ];
-        all.into_iter().filter_map(|(field, name)| Some((field, name.as_deref()?)))
+    /// Returns the setting and the column name of each column that is set.
+    fn named(&self) -> impl Iterator<Item = (Setting, &str)> {
+        let all =
+            [(PROMPT, &self.prompt), (SOLUTION, &self.solution), (IMAGE, &self.image), (VIDEO, &self.video)];
+        all.into_iter().filter_map(|(setting, name)| Some((setting, name.as_deref()?)))
     }
 }
 

@@ -3,9 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use omnigrpo_guard::MachineFailure;
+use omnigrpo_guard::{MachineFailure, Setting};
 use omnigrpo_text::{MediumKind, TextError};
 use serde_json::Value;
+
+use crate::Roots;
+use crate::settings::FETCH;
 
 /// Error that makes a whole dataset unusable, such as a wrong setting, a missing file or a file of the wrong kind.
 #[derive(Debug, thiserror::Error)]
@@ -81,10 +84,10 @@ pub enum DataError {
         known: String,
     },
     /// Column named by the user that none of the searched rows has.
-    #[error("no row of {} has the column ColumnNames::{column}: got `{name}`, expected one of [{seen}]", path.display())]
+    #[error("no row of {} has the column {column}: got `{name}`, expected one of [{seen}]", path.display())]
     NoSuchColumn {
-        /// Field of `ColumnNames` that names the column.
-        column: &'static str,
+        /// Setting that names the column.
+        column: Setting,
         /// Name of the column.
         name: String,
         /// Annotation file.
@@ -246,7 +249,7 @@ pub enum RowProblem {
 #[non_exhaustive]
 pub enum PathProblem {
     /// Path that leaves its root through `..`, a link or an absolute path.
-    #[error("the path leaves its root {}; add its folder to Roots::{kind}s", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "))]
+    #[error("the path leaves its root {}; add its folder to {}", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "), Roots::setting(*kind))]
     LeavesRoot {
         /// Kind of media that the roots are for.
         kind: MediumKind,
@@ -254,7 +257,7 @@ pub enum PathProblem {
         roots: Vec<PathBuf>,
     },
     /// Folder of frames with a link that leaves the root.
-    #[error("its link {} leaves the root {}; copy the linked file, or set Roots::{kind}s to a folder that contains both", link.display(), root.display())]
+    #[error("its link {} leaves the root {}; copy the linked file, or set {} to a folder that contains both", link.display(), root.display(), Roots::setting(*kind))]
     LinkLeavesRoot {
         /// Kind of media that the root is for.
         kind: MediumKind,
@@ -281,14 +284,14 @@ pub enum PathProblem {
     #[error("it cannot be read")]
     Io(#[source] std::io::Error),
     /// Medium named by an address, which the run does not allow.
-    #[error("media by address are not allowed; set ReadOptions::fetch, or download the file")]
+    #[error("media by address are not allowed; set {FETCH}, or download the file")]
     UrlNotAllowed,
     /// Medium given by address or as bytes that could not be turned into a file.
     #[error("the medium could not be stored as a file")]
     Fetch(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Unsupported source: a `data:`, `s3:` or similar address, or bytes inside the row.
     #[error(
-        "got {got}, expected a path, an http(s) address with ReadOptions::fetch, or `data:` with base64; write the medium to a file"
+        "got {got}, expected a path, an http(s) address with {FETCH}, or `data:` with base64; write the medium to a file"
     )]
     Unsupported {
         /// Description of the value.

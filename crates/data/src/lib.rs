@@ -22,6 +22,7 @@ mod roots;
 mod rows;
 mod sample;
 mod sampling;
+pub mod settings;
 mod store;
 mod vivqa_x;
 

@@ -13,12 +13,13 @@ use std::collections::HashSet;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use omnigrpo_guard::MachineFailure;
 use omnigrpo_guard::cache::own_folder;
+use omnigrpo_guard::{MachineFailure, Setting};
 use omnigrpo_text::MediumKind;
 
 use crate::dataset::{Fetch, ReadOptions};
 use crate::error::{DataError, PathProblem};
+use crate::settings::{AUDIOS, IMAGES, VIDEOS};
 use crate::store::store;
 
 /// Root folders of relative media paths, per kind. An empty list stands for the annotation file's folder.
@@ -37,6 +38,16 @@ impl Roots {
     pub fn all(folder: impl Into<PathBuf>) -> Self {
         let folders = vec![folder.into()];
         Self { images: folders.clone(), videos: folders.clone(), audios: folders }
+    }
+
+    /// Returns the setting of the roots of a kind.
+    #[must_use]
+    pub fn setting(kind: MediumKind) -> Setting {
+        match kind {
+            MediumKind::Image => IMAGES,
+            MediumKind::Video => VIDEOS,
+            MediumKind::Audio => AUDIOS,
+        }
     }
 
     /// Returns the roots of file `index` of `num_files`. If there are as many roots as files, the file gets the root at its

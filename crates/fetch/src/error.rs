@@ -3,6 +3,8 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
+use crate::settings::ALLOW_PRIVATE;
+
 /// Error of a download or upload. No message contains a token.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -17,7 +19,7 @@ pub enum FetchError {
     },
     /// Host outside the public network.
     #[error(
-        "`{host}` resolves to {address}, an address of this machine or its local network; set UrlOptions::allow_private to allow it"
+        "`{host}` resolves to {address}, an address of this machine or its local network; set {ALLOW_PRIVATE} to allow it"
     )]
     NotPublic {
         /// Host of the request or of a redirect.

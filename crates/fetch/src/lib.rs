@@ -10,6 +10,7 @@ mod error;
 mod hub;
 mod media;
 mod public;
+pub mod settings;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod testing;

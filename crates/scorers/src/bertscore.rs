@@ -17,6 +17,7 @@ use omnigrpo_text::Tokenizer;
 
 use crate::error::{Result, ScorerError};
 use crate::sentence::framed;
+use crate::settings::BERTSCORE_MODEL;
 use crate::table::ScorerOptions;
 
 const NAME: &str = "bertscore";
@@ -226,8 +227,7 @@ struct BertScoreReward(BertScorer);
 
 pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
     let Some(dir) = &options.bertscore_model else {
-        let what =
-            "it needs a text encoder: give its directory with ScorerOptions::bertscore_model".to_owned();
+        let what = format!("it needs a text encoder: give its directory with {BERTSCORE_MODEL}");
         return Err(ScorerError::Setting { reward: NAME, what });
     };
     let mut scorer = BertScorer::load(dir, options.bertscore_layer, options.weights)?;

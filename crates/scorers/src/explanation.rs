@@ -25,6 +25,7 @@ use omnigrpo_media::{Limits, probe_image};
 
 use crate::clip_score::{ClipScorer, clip_score};
 use crate::error::{Result, ScorerError};
+use crate::settings::{CLIP_MODEL, CLIP_WEIGHT};
 use crate::table::ScorerOptions;
 
 const NAME: &str = "explanation";
@@ -49,10 +50,9 @@ pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
         _ if weight == 0.0 => None,
         Some(dir) => Some(ClipScorer::load(dir, options.clip_text_model.as_deref(), options.weights)?),
         None => {
-            return Err(setting(
-                "it needs a CLIP: give its directory with ScorerOptions::clip_model, or 0 as ScorerOptions::explanation_clip_weight for CIDEr \
-                 alone",
-            ));
+            return Err(setting(&format!(
+                "it needs a CLIP: give its directory with {CLIP_MODEL}, or 0 as {CLIP_WEIGHT} for CIDEr alone"
+            )));
         }
     };
     let frequencies = options.frequencies.clone().filter(|f| f.num_items() >= 2);

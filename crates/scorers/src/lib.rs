@@ -17,6 +17,7 @@ mod error;
 mod explanation;
 mod reward_model;
 mod sentence;
+pub mod settings;
 mod table;
 
 pub use bertscore::{BertScore, BertScorer};

@@ -37,6 +37,7 @@ use crate::error::{DataError, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
 use crate::sample::{MediumRef, Origin, Reference, Sample, ThinkMode, renumbered};
+use crate::settings::PROMPT;
 
 /// Entry of the table of row formats.
 #[derive(Debug)]
@@ -270,7 +271,7 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
     if let Some(name) = &context.names.prompt {
         let value = inside(columns, name).ok_or_else(|| RowProblem::UnknownFormat {
             columns: shorten(&columns.keys().cloned().collect::<Vec<_>>().join(", ")),
-            expected: format!("{name} (ColumnNames::prompt)"),
+            expected: format!("{name} ({PROMPT})"),
         })?;
         return text_or_conversation(value, name);
     }

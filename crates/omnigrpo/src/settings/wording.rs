@@ -126,7 +126,13 @@ mod tests {
     /// Every setting that a message of a library can name has a name for users, whose flags exist.
     #[test]
     fn every_setting_has_a_name_of_flags_that_exist() {
-        for setting in [omnigrpo_rewards::settings::ALL].into_iter().flatten() {
+        let libraries = [
+            omnigrpo_data::settings::ALL,
+            omnigrpo_fetch::settings::ALL,
+            omnigrpo_rewards::settings::ALL,
+            omnigrpo_scorers::settings::ALL,
+        ];
+        for setting in libraries.into_iter().flatten() {
             let name = name(*setting).unwrap_or_else(|| panic!("{setting:?} has no flag"));
             let unknown =
                 |word: &str| word.strip_prefix("--").is_some_and(|flag| flags::find(flag).is_none());
