@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::Setting;
 use omnigrpo_text::MediumKind;
 
 /// An error of this crate.
@@ -87,7 +88,7 @@ pub enum ModelError {
         /// Limit in tokens.
         limit: usize,
         /// Setting or file that defines the limit.
-        which: &'static str,
+        which: String,
         /// Advice to shorten the prompt or raise the limit.
         remedy: String,
     },
@@ -142,24 +143,24 @@ pub enum ModelError {
         what: &'static str,
     },
     /// A setting has no effect on this family.
-    #[error("MediaSettings::{setting} has no effect on {family}: {why}; remove it")]
+    #[error("{setting} has no effect on {family}: {why}; remove it")]
     IdleSetting {
-        /// Field of the media settings.
-        setting: &'static str,
+        /// Media setting.
+        setting: Setting,
         /// Name of the family.
         family: &'static str,
         /// Reason, and alternative setting.
-        why: &'static str,
+        why: String,
     },
     /// Required files of another model were not found.
-    #[error("{what} cannot be read: {missing} was not found; give its directory with FamilyOption::{option}")]
+    #[error("{what} cannot be read: {missing} was not found; give its directory with {option}")]
     NoCompanion {
         /// Purpose of the tensors.
         what: &'static str,
         /// Names of the files.
         missing: &'static str,
-        /// Option that gives their directory.
-        option: &'static str,
+        /// Setting that gives their directory.
+        option: Setting,
     },
     /// Weights cannot be created, read or used as they are.
     #[error("{what}")]
@@ -177,7 +178,7 @@ pub enum ModelError {
     #[error("{setting} {pattern:?} is not a valid regular expression")]
     Pattern {
         /// Setting that contains the pattern.
-        setting: &'static str,
+        setting: String,
         /// The pattern.
         pattern: String,
         /// Position of the error.

@@ -26,6 +26,7 @@ mod peft;
 mod prompt;
 mod recall;
 mod rope;
+pub mod settings;
 mod stream;
 mod weights;
 
@@ -50,6 +51,7 @@ pub use lora::LoraConfig;
 pub use media_classifier::MediaClassifier;
 pub use media_store::{MediaStore, MediaUsage};
 pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};
+pub use omnigrpo_guard::Setting;
 pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};
 pub use origin::Origin;

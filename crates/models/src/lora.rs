@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use omnigrpo_guard::Setting;
 use omnigrpo_ops::{Adapter, Param, ParamDtype, Part, Values};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -10,6 +11,7 @@ use regex::Regex;
 
 use crate::error::{ModelError, Result};
 use crate::model::Model;
+use crate::settings::{LLM, LORA_DROPOUT, LORA_RANK, LORA_TARGETS, PATTERNS};
 
 /// Largest accepted rank. It is far above any practical value and bounds the memory that a file can make the program allocate.
 pub(crate) const MAX_RANK: usize = 1 << 14;
@@ -51,8 +53,8 @@ impl LoraConfig {
     }
 }
 
-fn wrong(name: &'static str, got: &str, what: impl Into<String>) -> ModelError {
-    ModelError::adapter(format!("{name} {got:?}: {}", what.into()))
+fn wrong(setting: Setting, got: &str, what: impl Into<String>) -> ModelError {
+    ModelError::adapter(format!("{setting} {got:?}: {}", what.into()))
 }
 
 /// Returns the module of a tensor: its name without `weight` or `bias`, or the module that contains a bare parameter.
@@ -73,11 +75,7 @@ impl Model {
     /// Returns an error if a target names no linear layer, a layer is trained in full, or a setting is out of range.
     pub fn add_lora(&mut self, config: &LoraConfig) -> Result<()> {
         if config.rank == 0 || config.rank > MAX_RANK {
-            return Err(wrong(
-                "LoraConfig::rank",
-                &config.rank.to_string(),
-                format!("expected 1 to {MAX_RANK}"),
-            ));
+            return Err(wrong(LORA_RANK, &config.rank.to_string(), format!("expected 1 to {MAX_RANK}")));
         }
         let layers = self.targets(&config.targets)?;
         for base in layers {
@@ -86,7 +84,7 @@ impl Model {
             if base.is_experts() && config.dropout > 0.0 {
                 let what =
                     format!("adapters of experts ({stem}) do not support dropout, as in PEFT; set it to 0");
-                return Err(wrong("lora_dropout", &config.dropout.to_string(), what));
+                return Err(wrong(LORA_DROPOUT, &config.dropout.to_string(), what));
             }
             let (a, b) = (a.iter().product(), b.iter().product());
             let values = || [kaiming(config.seed, &stem, a, inputs(&base)), vec![0.0; b]];
@@ -148,7 +146,7 @@ impl Model {
                 all.filter(in_llm).collect()
             } else if target.contains(|c: char| r"*+?()[]{}|\^$".contains(c)) {
                 let pattern = Regex::new(&format!("^(?:{target})$")).map_err(|source| {
-                    ModelError::Pattern { setting: "LoraConfig::targets", pattern: target.clone(), source }
+                    ModelError::Pattern { setting: LORA_TARGETS.to_string(), pattern: target.clone(), source }
                 })?;
                 all.filter(|&i| {
                     pattern.is_match(&linear[i].1) || pattern.is_match(module_of(linear[i].0.name()))
@@ -181,11 +179,12 @@ impl Model {
                     linear.iter().filter_map(|(_, name)| name.rsplit('.').next()).collect();
                 ends.retain(|end| end.chars().any(char::is_alphabetic));
                 return Err(wrong(
-                    "LoraConfig::targets",
+                    LORA_TARGETS,
                     target,
                     if head {
-                        "the output head does not support an adapter; train it in full with Selection::llm and Selection::patterns"
-                            .to_owned()
+                        format!(
+                            "the output head does not support an adapter; train it in full with {LLM} and {PATTERNS}"
+                        )
                     } else {
                         format!(
                             "names no linear layer; expected all-linear or the end of a module's name, such as {}",

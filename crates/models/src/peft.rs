@@ -411,7 +411,8 @@ fn own_factors(
 fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
     let Some(patterns) = config.section("alpha_pattern")? else { return Ok(Vec::new()) };
     let each = |name: &String| {
-        let wrong = |source| ModelError::Pattern { setting: "alpha_pattern", pattern: name.clone(), source };
+        let wrong =
+            |source| ModelError::Pattern { setting: "alpha_pattern".into(), pattern: name.clone(), source };
         let pattern = Regex::new(&format!(r"^(?:.*\.)?(?:{name})$")).map_err(wrong)?;
         Ok((pattern, patterns.number(name, 0.0)?))
     };

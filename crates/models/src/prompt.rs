@@ -16,6 +16,7 @@ use crate::error::{ModelError, Result};
 use crate::families::{Family, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, probe_medium};
 use crate::media_store::{Decoded, MediaStore};
 use crate::rope::RopeScaling;
+use crate::settings::{MAX_COMPLETION_LENGTH, MAX_PROMPT_LENGTH};
 use crate::stream::{AddedTurn, next_key};
 
 /// A rendered prompt with its media.
@@ -443,7 +444,7 @@ impl PromptBuilder {
         let too_long = |tokens| ModelError::PromptTooLong {
             tokens,
             limit: self.model_tokens(),
-            which: "the positions of the reward model",
+            which: "the positions of the reward model".into(),
             remedy: "shorten the text, or set fewer frames or pixels in the row".to_owned(),
         };
         let features: usize = media.iter().map(num_features).sum();
@@ -558,7 +559,7 @@ impl PromptBuilder {
             let limit = self.family.architecture().decoder_config().max_positions;
             if tokens > limit {
                 let (which, remedy) =
-                    ("the model's positions", "shorten the row, or use fewer pixels".to_owned());
+                    ("the model's positions".into(), "shorten the row, or use fewer pixels".to_owned());
                 return Err(ModelError::PromptTooLong { tokens, limit, which, remedy });
             }
             pieces.push(Piece { before, media: shown, imitated });
@@ -761,21 +762,18 @@ impl PromptBuilder {
         let longest = kinds.into_iter().max_by_key(|kind| of(*kind));
         let longest = longest.filter(|kind| 5 * of(*kind) > tokens && !(as_one && given.is_some()));
         let shorten = match longest {
-            Some(kind) => self.family.processor().shorten(kind).unwrap_or("use fewer media"),
-            None => "shorten the text",
+            Some(kind) => self.family.processor().shorten(kind).unwrap_or_else(|| "use fewer media".into()),
+            None => "shorten the text".into(),
         };
         let (tokens, limit, which, or) = match given {
-            Some(given) => (
-                counted,
-                given,
-                "PromptSettings::max_prompt_length",
-                ", or raise PromptSettings::max_prompt_length",
-            ),
+            Some(given) => {
+                (counted, given, MAX_PROMPT_LENGTH.to_string(), format!(", or raise {MAX_PROMPT_LENGTH}"))
+            }
             None => (
                 tokens,
                 model,
-                "the model's positions minus PromptSettings::max_completion_length",
-                ", or lower PromptSettings::max_completion_length",
+                format!("the model's positions minus {MAX_COMPLETION_LENGTH}"),
+                format!(", or lower {MAX_COMPLETION_LENGTH}"),
             ),
         };
         Err(ModelError::PromptTooLong { tokens, limit, which, remedy: format!("{shorten}{or}") })

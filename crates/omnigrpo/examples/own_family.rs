@@ -66,10 +66,10 @@ fn no_media<T>(kind: MediumKind) -> Result<T> {
 
 impl Processor for TextOnly {
     fn idle_settings(&self) -> IdleSettings {
-        IdleSettings { fields: &[], why: "it reads text only" }
+        IdleSettings { fields: &[], why: || "it reads text only".into() }
     }
 
-    fn shorten(&self, _: MediumKind) -> Option<&'static str> {
+    fn shorten(&self, _: MediumKind) -> Option<String> {
         None
     }
 

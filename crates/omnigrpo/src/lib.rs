@@ -132,7 +132,7 @@ pub mod family {
         Architecture, Block, Companion, ConfigJson, Converted, Decoder, DecoderConfig, DecoderNames, Encoder,
         FAMILIES, Family, FamilyOption, FamilyRow, Format, IdleSettings, Init, MediumInput, MediumPlan,
         MediumShape, ModelError, Network, OptionKind, Part, Position, Processor, Result, Roles, Scope,
-        TextDefaults, WeightSource,
+        Setting, TextDefaults, WeightSource,
     };
     pub use omnigrpo_ops::{Pass, Tape, Var};
     pub use omnigrpo_text::{MediumKind, MediumTokens, Span, Turn};

@@ -30,6 +30,7 @@ pub use table::{FAMILIES, FamilyOption, FamilyRow, OptionKind};
 
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
+use crate::settings::RULE;
 pub(crate) use table::family_of;
 
 /// Roles of a family, which share one configuration.
@@ -108,12 +109,12 @@ impl Family {
     /// Returns an error if a setting has no effect.
     pub fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
         if settings.rule == FrameRule::Processor && !self.processor().chooses_frames() {
-            let why = "its video processor does not choose frames";
-            return Err(ModelError::IdleSetting { setting: "rule", family: self.name(), why });
+            let why = "its video processor does not choose frames".into();
+            return Err(ModelError::IdleSetting { setting: RULE, family: self.name(), why });
         }
         let IdleSettings { fields, why } = self.processor().idle_settings();
-        match settings.given().find(|field| fields.contains(field)) {
-            Some(setting) => Err(ModelError::IdleSetting { setting, family: self.name(), why }),
+        match settings.given().find(|setting| fields.contains(setting)) {
+            Some(setting) => Err(ModelError::IdleSetting { setting, family: self.name(), why: why() }),
             None => Ok(()),
         }
     }

@@ -26,7 +26,7 @@ pub trait Processor: Send + Sync {
     }
 
     /// Returns advice on how to shorten a medium of this kind, for prompts that are too long, or `None` if its length is fixed.
-    fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
+    fn shorten(&self, kind: MediumKind) -> Option<String>;
 
     /// Returns whether a limit on the length of prompts counts a medium as one token. The family's own trainer then truncates
     /// prompts before it replaces media by their features.

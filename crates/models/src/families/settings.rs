@@ -1,9 +1,12 @@
 //! Settings for reading media, which rows may override, and random choices about media.
 
 use omnigrpo_data::{MediumOptions, MediumRef};
+use omnigrpo_guard::Setting;
 use omnigrpo_media::Limits;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+
+use crate::settings::*;
 
 /// Rule that chooses the frames of a video, unless the row gives its own choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -93,23 +96,23 @@ impl Default for MediaSettings {
 }
 
 impl MediaSettings {
-    /// Returns those fields of some settings that differ from the defaults.
-    pub(super) fn given(&self) -> impl Iterator<Item = &'static str> {
+    /// Returns those settings that differ from the defaults.
+    pub(super) fn given(&self) -> impl Iterator<Item = Setting> {
         let (image, video, usual) = (&self.image, &self.video, frames());
         [
-            ("max_tiles", self.max_tiles.is_some()),
-            ("image.min_pixels", image.min_pixels.is_some()),
-            ("image.max_pixels", image.max_pixels.is_some()),
-            ("video.min_pixels", video.min_pixels.is_some()),
-            ("video.max_pixels", video.max_pixels.is_some()),
-            ("video.total_pixels", video.total_pixels.is_some()),
-            ("video.fps", video.fps.is_some() && video.fps != usual.fps),
-            ("video.min_frames", video.min_frames.is_some() && video.min_frames != usual.min_frames),
-            ("video.max_frames", video.max_frames.is_some() && video.max_frames != usual.max_frames),
-            ("rule", self.rule != FrameRule::default()),
+            (MAX_TILES, self.max_tiles.is_some()),
+            (IMAGE_MIN_PIXELS, image.min_pixels.is_some()),
+            (IMAGE_MAX_PIXELS, image.max_pixels.is_some()),
+            (VIDEO_MIN_PIXELS, video.min_pixels.is_some()),
+            (VIDEO_MAX_PIXELS, video.max_pixels.is_some()),
+            (VIDEO_TOTAL_PIXELS, video.total_pixels.is_some()),
+            (VIDEO_FPS, video.fps.is_some() && video.fps != usual.fps),
+            (VIDEO_MIN_FRAMES, video.min_frames.is_some() && video.min_frames != usual.min_frames),
+            (VIDEO_MAX_FRAMES, video.max_frames.is_some() && video.max_frames != usual.max_frames),
+            (RULE, self.rule != FrameRule::default()),
         ]
         .into_iter()
-        .filter_map(|(field, given)| given.then_some(field))
+        .filter_map(|(setting, given)| given.then_some(setting))
     }
 
     /// Returns the same settings for one medium.
@@ -166,10 +169,10 @@ impl MediaSettings {
 /// Settings that a family ignores.
 #[derive(Clone, Copy, Debug)]
 pub struct IdleSettings {
-    /// Fields of [`MediaSettings`], such as `max_tiles` or `video.max_frames`.
-    pub fields: &'static [&'static str],
-    /// Reason, and alternative setting.
-    pub why: &'static str,
+    /// Fields of [`MediaSettings`].
+    pub fields: &'static [Setting],
+    /// Function that returns the reason, and an alternative setting.
+    pub why: fn() -> String,
 }
 
 #[cfg(test)]

@@ -225,7 +225,7 @@ impl WeightFiles {
                 return Err(ModelError::Checkpoint {
                     dir: self.dir.clone(),
                     what: format!(
-                        "this checkpoint has no tensors with the prefix {}, and no directory of that tower was found; give one with FamilyOption::{}",
+                        "this checkpoint has no tensors with the prefix {}, and no directory of that tower was found; give one with {}",
                         companion.prefix, companion.option
                     ),
                 });

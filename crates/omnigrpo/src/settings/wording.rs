@@ -121,6 +121,8 @@ pub fn flag_at(place: &str) -> Option<&'static Flag> {
 mod tests {
     use std::path::Path;
 
+    use omnigrpo_models::FAMILIES;
+
     use super::*;
 
     /// Every setting that a message of a library can name has a name for users, whose flags exist.
@@ -129,11 +131,14 @@ mod tests {
         let libraries = [
             omnigrpo_data::settings::ALL,
             omnigrpo_fetch::settings::ALL,
+            omnigrpo_models::settings::ALL,
             omnigrpo_rewards::settings::ALL,
             omnigrpo_scorers::settings::ALL,
         ];
-        for setting in libraries.into_iter().flatten() {
-            let name = name(*setting).unwrap_or_else(|| panic!("{setting:?} has no flag"));
+        let of_families = FAMILIES.iter().flat_map(|family| family.options);
+        let of_families = of_families.map(|option| omnigrpo_models::settings::of_family(option.name));
+        for setting in libraries.into_iter().flatten().copied().chain(of_families) {
+            let name = name(setting).unwrap_or_else(|| panic!("{setting:?} has no flag"));
             let unknown =
                 |word: &str| word.strip_prefix("--").is_some_and(|flag| flags::find(flag).is_none());
             assert!(!name.split([' ', ',']).any(unknown), "{setting:?} is {name}");

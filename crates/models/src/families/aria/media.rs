@@ -12,6 +12,7 @@ use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
+use crate::settings::*;
 
 /// A reader that prepares media as one checkpoint's processor does.
 pub(super) struct MediaReader {
@@ -24,9 +25,13 @@ pub(super) struct MediaReader {
 
 /// Ignored settings: pictures are squares of a few fixed sizes.
 pub(super) const IDLE: IdleSettings = IdleSettings {
-    fields: &["image.min_pixels", "video.min_pixels", "video.total_pixels"],
-    why: "its pictures are squares of fixed sizes; MediaSettings::image.max_pixels and MediaSettings::video.max_pixels choose among \
-          them, and MediaSettings::max_tiles above 1 allows large images to be split",
+    fields: &[IMAGE_MIN_PIXELS, VIDEO_MIN_PIXELS, VIDEO_TOTAL_PIXELS],
+    why: || {
+        format!(
+            "its pictures are squares of fixed sizes; {IMAGE_MAX_PIXELS} and {VIDEO_MAX_PIXELS} choose among them, and \
+             {MAX_TILES} above 1 allows large images to be split"
+        )
+    },
 };
 
 impl MediaReader {

@@ -9,6 +9,7 @@ use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, Templ
 use super::{AriaConfig, media};
 use crate::error::{ModelError, Result};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::settings::{IMAGE_MAX_PIXELS, MAX_TILES, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 
 /// Text that a template writes for a picture.
 const MARKER: &str = "<|img|>";
@@ -28,12 +29,10 @@ impl Processor for AriaPrompts {
         media::IDLE
     }
 
-    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+    fn shorten(&self, kind: MediumKind) -> Option<String> {
         match kind {
-            MediumKind::Video => {
-                Some("lower MediaSettings::video.max_frames or MediaSettings::video.nframes")
-            }
-            _ => Some("lower MediaSettings::image.max_pixels, or set MediaSettings::max_tiles 1"),
+            MediumKind::Video => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
+            _ => Some(format!("lower {IMAGE_MAX_PIXELS}, or set {MAX_TILES} 1")),
         }
     }
 

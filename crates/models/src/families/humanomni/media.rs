@@ -19,23 +19,28 @@ use super::config::HumanOmniConfig;
 use crate::error::{ModelError, Result};
 use crate::families::frames::file;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sound};
+use crate::settings::*;
 
 /// Ignored settings: pictures of these models are squares of the tower's size, and a clip has a fixed number of them.
 pub(super) const IDLE: IdleSettings = IdleSettings {
     fields: &[
-        "max_tiles",
-        "image.min_pixels",
-        "image.max_pixels",
-        "video.min_pixels",
-        "video.max_pixels",
-        "video.total_pixels",
-        "video.fps",
-        "video.min_frames",
-        "video.max_frames",
-        "rule",
-        "base_interval_secs",
+        MAX_TILES,
+        IMAGE_MIN_PIXELS,
+        IMAGE_MAX_PIXELS,
+        VIDEO_MIN_PIXELS,
+        VIDEO_MAX_PIXELS,
+        VIDEO_TOTAL_PIXELS,
+        VIDEO_FPS,
+        VIDEO_MIN_FRAMES,
+        VIDEO_MAX_FRAMES,
+        RULE,
+        BASE_INTERVAL_SECS,
     ],
-    why: "its pictures always have the size of its tower, and MediaSettings::video.nframes sets the number of frames of a clip",
+    why: || {
+        format!(
+            "its pictures always have the size of its tower, and {VIDEO_NFRAMES} sets the number of frames of a clip"
+        )
+    },
 };
 
 /// Returns the error of a checkpoint without an audio tower for sound.

@@ -10,6 +10,7 @@ use super::projector::{audio_tokens, num_tokens};
 use super::{MARKERS, PLACEHOLDERS, media};
 use crate::error::{ModelError, Result};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::settings::{VIDEO_NFRAMES, of_family};
 
 /// Token id at the positions of features.
 const FEATURE_ID: u32 = 0;
@@ -46,8 +47,8 @@ impl Processor for HumanOmniProcessor {
         media::IDLE
     }
 
-    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
-        (kind == MediumKind::Video).then_some("lower MediaSettings::video.nframes")
+    fn shorten(&self, kind: MediumKind) -> Option<String> {
+        (kind == MediumKind::Video).then(|| format!("lower {VIDEO_NFRAMES}"))
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
@@ -115,7 +116,7 @@ impl Processor for HumanOmniProcessor {
             return Err(ModelError::NoCompanion {
                 what: "the projector's question",
                 missing: "tokenizer.json or vocab.txt of BERT",
-                option: "bert",
+                option: of_family("bert"),
             });
         };
         let text: String = turn

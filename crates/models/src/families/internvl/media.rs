@@ -12,6 +12,7 @@ use crate::config_json::ConfigJson;
 use crate::error::Result;
 use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
+use crate::settings::*;
 
 /// A reader that prepares media with one checkpoint's tiling.
 pub(super) struct MediaReader {
@@ -21,14 +22,8 @@ pub(super) struct MediaReader {
 
 /// Ignored settings: pictures of these models are tiles, so a limit on pixels would have no effect.
 pub(super) const IDLE: IdleSettings = IdleSettings {
-    fields: &[
-        "image.min_pixels",
-        "image.max_pixels",
-        "video.min_pixels",
-        "video.max_pixels",
-        "video.total_pixels",
-    ],
-    why: "its pictures are tiles of a fixed size, and MediaSettings::max_tiles limits the tiles of an image",
+    fields: &[IMAGE_MIN_PIXELS, IMAGE_MAX_PIXELS, VIDEO_MIN_PIXELS, VIDEO_MAX_PIXELS, VIDEO_TOTAL_PIXELS],
+    why: || format!("its pictures are tiles of a fixed size, and {MAX_TILES} limits the tiles of an image"),
 };
 
 impl MediaReader {

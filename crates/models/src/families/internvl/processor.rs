@@ -10,6 +10,7 @@ use super::config::Layout;
 use super::{CLOSE, CONTEXT, InternVl, OPEN, media, template};
 use crate::error::Result;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::settings::{MAX_TILES, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 
 pub(super) struct InternVlProcessor {
     pub(super) model: Arc<InternVl>,
@@ -21,12 +22,10 @@ impl Processor for InternVlProcessor {
         media::IDLE
     }
 
-    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+    fn shorten(&self, kind: MediumKind) -> Option<String> {
         match kind {
-            MediumKind::Video => {
-                Some("lower MediaSettings::video.max_frames or MediaSettings::video.nframes")
-            }
-            _ => Some("lower MediaSettings::max_tiles"),
+            MediumKind::Video => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
+            _ => Some(format!("lower {MAX_TILES}")),
         }
     }
 

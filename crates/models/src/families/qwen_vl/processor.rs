@@ -12,6 +12,7 @@ use super::positions::{MediumAxes, positions};
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::settings::*;
 
 pub(super) struct QwenVlProcessor {
     pub(super) config: Arc<QwenVlConfig>,
@@ -31,8 +32,12 @@ impl QwenVlProcessor {
 impl Processor for QwenVlProcessor {
     fn idle_settings(&self) -> IdleSettings {
         IdleSettings {
-            fields: &["max_tiles"],
-            why: "it does not cut images into tiles, and MediaSettings::image.max_pixels limits the pixels of an image",
+            fields: &[MAX_TILES],
+            why: || {
+                format!(
+                    "it does not cut images into tiles, and {IMAGE_MAX_PIXELS} limits the pixels of an image"
+                )
+            },
         }
     }
 
@@ -40,12 +45,12 @@ impl Processor for QwenVlProcessor {
         self.config.generation == Generation::Qwen3
     }
 
-    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+    fn shorten(&self, kind: MediumKind) -> Option<String> {
         match kind {
-            MediumKind::Video => Some(
-                "lower MediaSettings::video.max_frames or MediaSettings::video.nframes, MediaSettings::video.max_pixels or MediaSettings::video.total_pixels",
-            ),
-            _ => Some("lower MediaSettings::image.max_pixels"),
+            MediumKind::Video => Some(format!(
+                "lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}, {VIDEO_MAX_PIXELS} or {VIDEO_TOTAL_PIXELS}"
+            )),
+            _ => Some(format!("lower {IMAGE_MAX_PIXELS}")),
         }
     }
 

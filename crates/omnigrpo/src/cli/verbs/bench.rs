@@ -231,7 +231,8 @@ fn algorithm(settings: &Settings) -> Algorithm {
 
 fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
     let area = (settings.bench.image_px * settings.bench.image_px) as u64;
-    let sized = !start.family().processor().idle_settings().fields.contains(&"image.max_pixels");
+    let sized =
+        !start.family().processor().idle_settings().fields.iter().any(|s| s.field == "image.max_pixels");
     let image = MediumOptions { max_pixels: sized.then_some(area), ..MediumOptions::default() };
     let prompt = PromptSettings {
         media: MediaSettings { image, ..MediaSettings::default() },

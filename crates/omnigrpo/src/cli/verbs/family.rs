@@ -10,7 +10,7 @@ use crate::settings::flags::{Flag, Section, find};
 use crate::settings::presets;
 use crate::settings::problem::Problem;
 use crate::settings::values::{Origin, Resolved, Value, Values};
-use crate::settings::wording::{flag_at, worded};
+use crate::settings::wording;
 
 /// Settings for sound, which have no effect on a family without sound.
 const SOUND: [&str; 3] = ["use_audio_in_video", "missing_audio", "audio_folders"];
@@ -34,8 +34,8 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
     }
     let family = context.checkpoint()?.family();
     let idle = family.processor().idle_settings();
-    let fields = idle.fields.iter().filter_map(|field| flag_at(&format!("prompts.media.{field}")));
-    let mut unread: Vec<(&str, String)> = fields.map(|flag| (flag.name, worded(idle.why))).collect();
+    let fields = idle.fields.iter().filter_map(|field| wording::flag(*field));
+    let mut unread: Vec<(&str, String)> = fields.map(|flag| (flag.name, (idle.why)())).collect();
     if !family.processor().hears() {
         unread.extend(SOUND.map(|name| (name, "the family takes no sound".to_owned())));
     }
