@@ -7,9 +7,11 @@
 
 use std::collections::VecDeque;
 
+use omnigrpo_guard::Setting;
 use serde::{Deserialize, Serialize};
 
 use crate::Metric;
+use crate::settings::*;
 
 /// A problem that is visible in the metrics.
 #[derive(Debug)]
@@ -22,10 +24,10 @@ pub struct Rule {
     pub doc: &'static str,
     /// Number of steps that the rule reads. The problem ends after the same number of steps without it.
     pub window: usize,
-    /// First setting to change, named as a field of a plan.
-    pub setting: &'static str,
-    /// Advice in whole sentences, including the name of the setting.
-    pub advice: &'static str,
+    /// First setting to change.
+    pub setting: Setting,
+    /// Function that returns advice in whole sentences, including the name of the setting.
+    pub advice: fn() -> String,
     /// True if continuing the run is pointless.
     pub collapse: bool,
     /// True if later rules would only report consequences of this problem.
@@ -40,9 +42,13 @@ pub const RULES: &[Rule] = &[
         title: "the rollout and training disagree",
         doc: "the log-probabilities of the rollout and of training differ by more than 0.02 nats on average, and no correction is on",
         window: 3,
-        setting: "Algorithm::loss.correction.kind",
-        advice: "The loss takes both for the same policy. Set Algorithm::loss.correction.kind, which weighs each token or completion \
-                 by the difference",
+        setting: CORRECTION,
+        advice: || {
+            format!(
+                "The loss takes both for the same policy. Set {CORRECTION}, which weighs each token or completion by the \
+                 difference"
+            )
+        },
         collapse: false,
         explains: false,
         sign: |seen| {
@@ -61,8 +67,8 @@ pub const RULES: &[Rule] = &[
         doc: "the mean reward fell by half a standard deviation and more than by chance, and KL, gradient norm, clip ratio, cut-off \
               completions or groups without variance jumped; or KL is above 5 nats",
         window: 5,
-        setting: "AdamWConfig::learning_rate",
-        advice: "Lower AdamWConfig::learning_rate, or raise Algorithm::loss.beta",
+        setting: LEARNING_RATE,
+        advice: || format!("Lower {LEARNING_RATE}, or raise {BETA}"),
         collapse: true,
         explains: true,
         sign: ran_away,
@@ -72,8 +78,12 @@ pub const RULES: &[Rule] = &[
         title: "all completions are cut off",
         doc: "at least 95 % of the completions reach the length limit",
         window: 5,
-        setting: "SamplingParams::max_completion_length",
-        advice: "An answer that is cut off earns nothing. Raise SamplingParams::max_completion_length, or ask for shorter answers",
+        setting: MAX_COMPLETION_LENGTH,
+        advice: || {
+            format!(
+                "An answer that is cut off earns nothing. Raise {MAX_COMPLETION_LENGTH}, or ask for shorter answers"
+            )
+        },
         collapse: false,
         explains: true,
         sign: |seen| {
@@ -92,9 +102,13 @@ pub const RULES: &[Rule] = &[
         title: "every completion has the best reward",
         doc: "no group has variance and the mean reward is the best that the rewards can give",
         window: 10,
-        setting: "RunPlan::max_steps",
-        advice: "Nothing is left to learn from these rows. Lower RunPlan::max_steps, or take harder rows (RunPlan::lessons.high leaves \
-                 out those that are solved)",
+        setting: MAX_STEPS,
+        advice: || {
+            format!(
+                "Nothing is left to learn from these rows. Lower {MAX_STEPS}, or take harder rows ({HIGH} leaves out those that \
+                 are solved)"
+            )
+        },
         collapse: false,
         explains: true,
         sign: |seen| {
@@ -108,9 +122,13 @@ pub const RULES: &[Rule] = &[
         title: "no completion earns any reward",
         doc: "no group has variance and the mean reward is the lowest that the rewards can give",
         window: 10,
-        setting: "TrainSetup::rewards",
-        advice: "The rows are too hard, or the rewards never apply: compare completions and solutions in `rollouts/`, then change \
-                 TrainSetup::rewards or take easier rows",
+        setting: REWARDS,
+        advice: || {
+            format!(
+                "The rows are too hard, or the rewards never apply: compare completions and solutions in `rollouts/`, then change \
+                 {REWARDS} or take easier rows"
+            )
+        },
         collapse: false,
         explains: true,
         sign: |seen| {
@@ -124,9 +142,13 @@ pub const RULES: &[Rule] = &[
         title: "a reward never fires",
         doc: "one of several rewards gave every completion its lowest value",
         window: 20,
-        setting: "TrainSetup::rewards",
-        advice: "Look at completions in `rollouts/`: the answers are not in the form that it reads, or the rows are too hard. Correct \
-                 TrainSetup::rewards, or leave that reward out",
+        setting: REWARDS,
+        advice: || {
+            format!(
+                "Look at completions in `rollouts/`: the answers are not in the form that it reads, or the rows are too hard. \
+                 Correct {REWARDS}, or leave that reward out"
+            )
+        },
         collapse: false,
         explains: false,
         sign: never_fires,
@@ -137,9 +159,13 @@ pub const RULES: &[Rule] = &[
         doc: "the mean entropy is below 0.01 nats and a twentieth of its best, nine out of ten groups have no variance, and the mean \
               reward is in the lower four fifths of its range",
         window: 10,
-        setting: "SamplingParams::temperature",
-        advice: "The completions of a prompt are all the same, and not the best ones. Raise SamplingParams::temperature or \
-                 Algorithm::loss.entropy_coef, or lower AdamWConfig::learning_rate",
+        setting: TEMPERATURE,
+        advice: || {
+            format!(
+                "The completions of a prompt are all the same, and not the best ones. Raise {TEMPERATURE} or {ENTROPY_COEF}, or \
+                 lower {LEARNING_RATE}"
+            )
+        },
         collapse: true,
         explains: true,
         sign: |seen| {
@@ -157,9 +183,13 @@ pub const RULES: &[Rule] = &[
         title: "the completions of a prompt all earn the same",
         doc: "nine out of ten groups have no variance, and the mean reward is in the lower four fifths of its range",
         window: 10,
-        setting: "RunPlan::lessons.curriculum",
-        advice: "Nothing is learned from such groups: each row is too easy or too hard. Let RunPlan::lessons.curriculum choose rows, \
-                 raise Algorithm::num_generations or SamplingParams::temperature",
+        setting: CURRICULUM,
+        advice: || {
+            format!(
+                "Nothing is learned from such groups: each row is too easy or too hard. Let {CURRICULUM} choose rows, raise \
+                 {NUM_GENERATIONS} or {TEMPERATURE}"
+            )
+        },
         collapse: false,
         explains: true,
         sign: |seen| {
@@ -458,7 +488,8 @@ impl Health {
             match (lasting.as_mut(), sign) {
                 (None, Some(sign)) => {
                     let since = (step + 1).saturating_sub(rule.window as u64);
-                    let text = format!("{} (steps {since} to {step}): {sign}. {}", rule.title, rule.advice);
+                    let text =
+                        format!("{} (steps {since} to {step}): {sign}. {}", rule.title, (rule.advice)());
                     told.push(Warning { step, rule: name, begins: true, since, text });
                     *lasting = Some(Lasting { since, calm: 0 });
                 }
@@ -516,7 +547,7 @@ mod tests {
     #[test]
     fn rules_name_their_setting_and_no_name_comes_twice() {
         for (at, rule) in RULES.iter().enumerate() {
-            assert!(rule.advice.contains(rule.setting), "{}", rule.name);
+            assert!((rule.advice)().contains(&rule.setting.to_string()), "{}", rule.name);
             assert!(rule.window <= LONGEST && !rule.doc.is_empty(), "{}", rule.name);
             assert!(RULES[..at].iter().all(|other| other.name != rule.name), "{}", rule.name);
         }

@@ -25,6 +25,7 @@ mod partial;
 mod phase;
 mod report;
 mod run_dir;
+pub mod settings;
 mod table;
 mod text;
 mod trackers;

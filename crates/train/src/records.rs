@@ -257,7 +257,7 @@ impl Records {
     /// Returns the message of a collapse that is still in progress.
     pub(crate) fn collapse(&self) -> Option<String> {
         let (rule, since) = self.health.collapse()?;
-        Some(format!("{} (since step {since}). {}", rule.title, rule.advice))
+        Some(format!("{} (since step {since}). {}", rule.title, (rule.advice)()))
     }
 
     /// Returns the step of the last checkpoint from before the current problems.

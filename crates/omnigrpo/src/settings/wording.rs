@@ -132,6 +132,7 @@ mod tests {
             omnigrpo_data::settings::ALL,
             omnigrpo_fetch::settings::ALL,
             omnigrpo_models::settings::ALL,
+            omnigrpo_observe::settings::ALL,
             omnigrpo_rewards::settings::ALL,
             omnigrpo_scorers::settings::ALL,
         ];
@@ -176,7 +177,13 @@ mod tests {
         let docs =
             std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/watch.md")).unwrap();
         let row = |rule: &omnigrpo_observe::Rule| {
-            format!("| `{}` | {} | {} | `{}` |", rule.name, rule.window, rule.doc, worded(rule.setting))
+            format!(
+                "| `{}` | {} | {} | `{}` |",
+                rule.name,
+                rule.window,
+                rule.doc,
+                name(rule.setting).unwrap()
+            )
         };
         let missing: Vec<String> =
             omnigrpo_observe::RULES.iter().map(row).filter(|row| !docs.contains(row.as_str())).collect();
