@@ -32,6 +32,7 @@ use sha2::{Digest, Sha256};
 use crate::buffer::BufferState;
 use crate::error::{Result, TrainError};
 use crate::optimizer::{AdamW, StateArray};
+use crate::settings::SAVE_ONLY_MODEL;
 
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -289,7 +290,7 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     if state.model_only {
         return Err(TrainError::Checkpoint {
             what: format!(
-                "{} was saved with RunPlan::save_only_model, without the optimizer's state; a run can start from it \
+                "{} was saved with {SAVE_ONLY_MODEL}, without the optimizer's state; a run can start from it \
                  but cannot resume from it",
                 checkpoint.display()
             ),

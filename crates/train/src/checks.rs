@@ -1,6 +1,6 @@
 //! Checks before the first step, in words: rows that cannot be used, rewards that cannot score, rewards that do not answer.
 
-use omnigrpo_data::{Dataset, Report};
+use omnigrpo_data::{Dataset, Report, Roots};
 use omnigrpo_guard::told;
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_observe::Console;
@@ -10,6 +10,7 @@ use omnigrpo_text::MediumKind;
 use crate::error::{Refusal, Result};
 use crate::rows::{SkipPolicy, prepare};
 use crate::scoring;
+use crate::settings::{EVAL, MAX_COMPLETION_LENGTH, MAX_SHARE, REWARDS, SOLUTION, STRICT, TEMPLATE};
 use crate::survey::{RowCheck, Survey, Surveyed};
 
 /// Number of longest prompts to find: enough for a large step.
@@ -50,7 +51,7 @@ pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: b
     }
     if c.without_solution > 0 {
         out.push_str(&format!(
-            "columns of the rows: {}; ColumnNames::solution names the one with the solution\n",
+            "columns of the rows: {}; {SOLUTION} names the one with the solution\n",
             dataset.columns_seen().join(", ")
         ));
     }
@@ -92,7 +93,8 @@ pub fn folders_help(report: &Report) -> Option<String> {
         .find(|(kind, found)| *found == 0 && report.problems.iter().any(|p| p.missing == Some(*kind)))
         .map(|(kind, _)| {
             format!(
-                "none of the {kind} files was found: set Roots::{kind}s to the folder that the rows' paths are relative to"
+                "none of the {kind} files was found: set {} to the folder that the rows' paths are relative to",
+                Roots::setting(kind)
             )
         })
 }
@@ -115,8 +117,8 @@ pub(crate) fn tolerable(
     Err(Refusal::failure(format!("too many {which} cannot be used"))
         .got(format!("{} of {} rows", report.counts.bad_rows, report.counts.rows))
         .expected(match skip.strict {
-            true => "none, with SkipPolicy::strict".to_owned(),
-            false => format!("at most a share of {} (SkipPolicy::max_share)", skip.max_share),
+            true => format!("none, with {STRICT}"),
+            false => format!("at most a share of {} ({MAX_SHARE})", skip.max_share),
         })
         .help(folders_help(&report).unwrap_or_else(listed))
         .into())
@@ -148,11 +150,10 @@ pub fn warnings(seen: &Surveyed, system: Option<&str>) -> Vec<String> {
         && seen.tags_asked_for == 0
         && !system.unwrap_or_default().contains("<answer")
     {
-        lines.push(
+        lines.push(format!(
             "no question asks for the tags that the reward `format` wants, so it stays 0 unless the model writes them \
-             anyway; `ReadOptions::template default` asks for them"
-                .to_owned(),
-        );
+             anyway; `{TEMPLATE} default` asks for them"
+        ));
     }
     lines
 }
@@ -181,8 +182,8 @@ pub fn idle(seen: &Surveyed, dataset: &Dataset) -> Option<Refusal> {
             .got(format!("{} rows with the columns {}", seen.rows, columns.join(", ")))
             .expected("a ground truth in the column `solution` or `answer`, or a final assistant turn")
             .help(match near {
-                Some(name) => format!("if it is in `{name}`, add `ColumnNames::solution {name}`"),
-                None => "`ColumnNames::solution NAME` names its column; or leave the reward out".to_owned(),
+                Some(name) => format!("if it is in `{name}`, add `{SOLUTION} {name}`"),
+                None => format!("`{SOLUTION} NAME` names its column; or leave the reward out"),
             }),
     )
 }
@@ -235,7 +236,7 @@ pub fn probe_rewards(
     scoring::probe(rewards, &sample, text, ids).map_err(|error| {
         let mut messages = omnigrpo_guard::messages(&error);
         let causes = messages.split_off(1).join(": ");
-        let refusal = Refusal::failure(messages.remove(0)).at("TrainSetup::rewards").help(
+        let refusal = Refusal::failure(messages.remove(0)).at(REWARDS).help(
             "the reward had to score one completion before the run, as described in docs/rewards.md; nothing was \
              sampled yet",
         );
@@ -249,12 +250,12 @@ pub(crate) fn rewards_read_all(rewards: &RewardSet, longest: usize) -> Result<()
     let Some((name, limit)) = rewards.too_short_for(longest).into_iter().next() else { return Ok(()) };
     let lower = match limit.room() {
         0 => String::new(),
-        room => format!("lower PromptSettings::max_completion_length to {room}, "),
+        room => format!("lower {MAX_COMPLETION_LENGTH} to {room}, "),
     };
     Err(Refusal::usage("a reward cannot read the longest completions")
         .got(format!(
-            "`{name}` in TrainSetup::rewards reads at most {} tokens; the longest prompt has {} of them and \
-             PromptSettings::max_completion_length {longest} allows {longest} more",
+            "`{name}` in {REWARDS} reads at most {} tokens; the longest prompt has {} of them and \
+             {MAX_COMPLETION_LENGTH} {longest} allows {longest} more",
             limit.most, limit.longest_prompt
         ))
         .expected("prompt and completion within the limit; a token of the policy counts as one token of the reward model")
@@ -281,9 +282,7 @@ pub(crate) fn any_usable(
     Err(Refusal::failure("no evaluation row can be used")
         .got(format!("{} unusable rows; row {row} (id {}): {}", rows.len(), why.id, why.reason))
         .expected("at least one row to evaluate on")
-        .help(
-            "`omnigrpo data check` lists all of them; to train without evaluations, remove TrainSetup::eval",
-        )
+        .help(format!("`omnigrpo data check` lists all of them; to train without evaluations, remove {EVAL}"))
         .into())
 }
 

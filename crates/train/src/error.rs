@@ -1,8 +1,11 @@
 //! Errors of a run.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 
-use omnigrpo_guard::{Fault, fault};
+use omnigrpo_guard::{Fault, Setting, fault};
+
+use crate::settings::{LEARNING_RATE, MAX_GRAD_NORM};
 
 /// Error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +30,7 @@ pub enum TrainError {
     #[error("{name} {pattern:?} is not a valid regular expression")]
     Pattern {
         /// Field with the pattern.
-        name: &'static str,
+        name: Setting,
         /// Pattern with the error.
         pattern: String,
         /// Parser error with its position.
@@ -61,8 +64,8 @@ pub enum TrainError {
     },
     /// Gradient that is not finite.
     #[error(
-        "the gradient of {name} is not finite; the weights were not updated. Lower AdamWConfig::learning_rate or set \
-         AdamWConfig::max_grad_norm"
+        "the gradient of {name} is not finite; the weights were not updated. Lower {LEARNING_RATE} or set \
+         {MAX_GRAD_NORM}"
     )]
     NonFiniteGradient {
         /// Name of the weight.
@@ -81,7 +84,7 @@ pub enum TrainError {
     /// Weight or optimizer state that is not finite.
     #[error(
         "{what} of {name} is not finite; nothing was saved, and the previous checkpoint is still the newest. Lower \
-         AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
+         {LEARNING_RATE} or set {MAX_GRAD_NORM}"
     )]
     NonFiniteState {
         /// Name of the weight.
@@ -183,8 +186,8 @@ impl TrainError {
         }
     }
 
-    pub(crate) fn setting(name: &str, got: &str, what: String) -> Self {
-        Self::Setting { name: name.to_owned(), got: got.to_owned(), what }
+    pub(crate) fn setting(name: impl Display, got: &str, what: String) -> Self {
+        Self::Setting { name: name.to_string(), got: got.to_owned(), what }
     }
 
     pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
@@ -223,8 +226,8 @@ impl Refusal {
     }
 
     /// Adds the place.
-    pub(crate) fn at(mut self, place: impl Into<String>) -> Self {
-        self.at = Some(place.into());
+    pub(crate) fn at(mut self, place: impl Display) -> Self {
+        self.at = Some(place.to_string());
         self
     }
 

@@ -11,6 +11,7 @@ use omnigrpo_ops::{Device, Rates, Work as Operations, work};
 
 use crate::error::{Result, TrainError};
 use crate::memory::{MemoryPlan, Work, evaluate, imitated, reinforce};
+use crate::settings::DEVICE;
 
 /// Seconds of a step by phase.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -47,7 +48,7 @@ pub fn step_time(
 ) -> Result<StepTime> {
     if model.device() != Device::Outline {
         let device = model.device().to_string();
-        return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
+        return Err(TrainError::setting(DEVICE, &device, "expected Device::Outline".into()));
     }
     let mut all = Operations::default();
     for plan in plans {

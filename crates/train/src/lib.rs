@@ -39,6 +39,7 @@ mod saved_turns;
 mod schedule;
 mod scoring;
 mod selection;
+pub mod settings;
 mod split;
 mod step;
 mod streams;

@@ -30,6 +30,7 @@ use crate::optimizer::{AdamW, AdamWConfig, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
 use crate::rows::PreparedRow;
+use crate::settings::DEVICE;
 use crate::split::Split;
 use crate::step::{Algorithm, UpdateAt, update};
 
@@ -352,7 +353,7 @@ fn moving_media(plan: &MemoryPlan) -> u64 {
 fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     if model.device() != Device::Outline {
         let device = model.device().to_string();
-        return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
+        return Err(TrainError::setting(DEVICE, &device, "expected Device::Outline".into()));
     }
     let mut out = lasting(model, plan);
     let parts = Parts::of(model, plan);

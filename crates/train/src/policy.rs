@@ -11,6 +11,7 @@ use omnigrpo_ops::{Device, Part};
 use crate::error::{Refusal, Result};
 use crate::room;
 use crate::selection::Selection;
+use crate::settings::{DTYPE, QUANTIZATION};
 
 /// Source and form of a model.
 #[derive(Clone)]
@@ -207,17 +208,17 @@ impl Policy {
 pub fn weights_fit(outline: &Model, device: Device) -> Result<()> {
     let weights: u64 = outline.params().iter().map(|param| param.num_bytes() as u64).sum();
     match room::free_on(device) {
-        Some((free, whose)) if weights > free => {
-            Err(Refusal::failure(format!("the model does not fit into {whose}"))
-                .at(outline.dir().display().to_string())
-                .got(format!("{} of weights", room::size(weights)))
-                .expected(format!("at most the free {}", room::size(free)))
-                .help(
-                    "LoadOptions::quantization stores frozen weights in fewer bits; bfloat16 as LoadOptions::dtype halves the size of \
-                     f32 weights; `omnigrpo doctor` with the model shows the memory of each way of training",
-                )
-                .into())
-        }
+        Some((free, whose)) if weights > free => Err(Refusal::failure(format!(
+            "the model does not fit into {whose}"
+        ))
+        .at(outline.dir().display().to_string())
+        .got(format!("{} of weights", room::size(weights)))
+        .expected(format!("at most the free {}", room::size(free)))
+        .help(format!(
+            "{QUANTIZATION} stores frozen weights in fewer bits; bfloat16 as {DTYPE} halves the size of \
+                     f32 weights; `omnigrpo doctor` with the model shows the memory of each way of training"
+        ))
+        .into()),
         _ => Ok(()),
     }
 }

@@ -31,6 +31,7 @@ use crate::resume;
 use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
+use crate::settings::{REWARDS, SHUFFLED};
 use crate::split::{GradientSum, Split};
 use crate::step::Algorithm;
 use crate::survey::{RowCheck, Survey};
@@ -251,9 +252,9 @@ impl Run {
             return Ok(());
         }
         Err(Refusal::usage("no reward compares answers, so no answer can depend on the order of frames")
-            .at("TrainSetup::shuffled")
+            .at(SHUFFLED)
             .got(format!("the rewards {}", self.rewards.names().join(" ")))
-            .expected("`accuracy` or one of its rules in TrainSetup::rewards")
+            .expected(format!("`accuracy` or one of its rules in {REWARDS}"))
             .into())
     }
 

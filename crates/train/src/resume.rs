@@ -16,6 +16,7 @@ use crate::checkpoint::{self, TrainerState};
 use crate::error::{Refusal, Result, TrainError};
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
+use crate::settings::{ALLOW_CHANGED, LOCK, MAX_STEPS, NEWEST, RESUME, SAVE_ONLY_MODEL, START};
 use crate::split::Split;
 
 /// Settings on which a position in the data depends.
@@ -127,11 +128,11 @@ impl Start {
         let mut load = |path: PathBuf, state: TrainerState| -> Result<Self> {
             if state.global_step > total_steps {
                 return Err(TrainError::setting(
-                    "RunPlan::max_steps",
+                    MAX_STEPS,
                     &total_steps.to_string(),
                     format!(
                         "{} is already at step {}; increase the number of steps, name an earlier checkpoint, or start \
-                         from the beginning with RunPlan::resume ResumeFrom::Start",
+                         from the beginning with {RESUME} {START}",
                         path.display(),
                         state.global_step
                     ),
@@ -146,10 +147,10 @@ impl Start {
             let changed = differences.into_iter().map(|(name, _)| name).collect();
             Ok(Self::From(Box::new(Resumed { path, state, changed })))
         };
-        let anew = |why: &str| Ok(Self::Anew { why: why.to_owned() });
+        let anew = |why: String| Ok(Self::Anew { why });
         let newest_first = checkpoint::list(dir)?.into_iter().rev();
         let named = match &run.resume {
-            ResumeFrom::Start => return anew("RunPlan::resume is ResumeFrom::Start"),
+            ResumeFrom::Start => return anew(format!("{RESUME} is {START}")),
             ResumeFrom::Path(path) => Some(path.clone()),
             ResumeFrom::Newest | ResumeFrom::Must => {
                 say_incomplete(dir, console)?;
@@ -168,7 +169,7 @@ impl Start {
             }
             return load(path, state);
         }
-        let mut why = "it left no checkpoint to resume from";
+        let mut why = "it left no checkpoint to resume from".to_owned();
         let mut failed = None;
         for (_, path) in newest_first {
             let state = match checkpoint::read_state(&path) {
@@ -180,14 +181,14 @@ impl Start {
                 }
             };
             if state.model_only {
-                why = "its checkpoints have no optimizer state (RunPlan::save_only_model)";
+                why = format!("its checkpoints have no optimizer state ({SAVE_ONLY_MODEL})");
                 continue;
             }
             let differing = describe(run, &state).filter(|_| !run.allow_changed);
             // After a failed load, the model may have weights of that checkpoint, so the run cannot start from the beginning.
             if let (Some(differing), None) = (&differing, &failed) {
-                return anew(&format!(
-                    "its settings differ ({differing}; RunPlan::allow_changed resumes with the new ones)"
+                return anew(format!(
+                    "its settings differ ({differing}; {ALLOW_CHANGED} resumes with the new ones)"
                 ));
             }
             if differing.is_some() {
@@ -247,7 +248,7 @@ impl Start {
             |path: &&PathBuf| real(path).zip(real(model)).is_some_and(|(a, b)| b.starts_with(a));
         if let Some(path) = paths.iter().find(holds_model) {
             return Err(TrainError::setting(
-                "TrainSetup::lock",
+                LOCK,
                 &dir.display().to_string(),
                 format!(
                     "{} would be moved, but it contains the model to train; choose another directory",
@@ -290,7 +291,7 @@ pub(crate) fn find_requested(resume: &ResumeFrom, dir: &Path) -> Result<()> {
             .at(place.display().to_string())
             .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
             .expected("a directory `checkpoint-N` with `trainer_state.json`")
-            .help("`RunPlan::resume ResumeFrom::Newest` starts from the beginning if there is none")
+            .help(format!("`{RESUME} {NEWEST}` starts from the beginning if there is none"))
             .into())
     };
     match resume {
@@ -332,7 +333,7 @@ fn written_otherwise(path: &Path, differing: &str) -> TrainError {
     TrainError::Checkpoint {
         what: format!(
             "{} was written with other settings ({differing}); restore the old settings, use the new ones with \
-             RunPlan::allow_changed, or start from the beginning with RunPlan::resume ResumeFrom::Start",
+             {ALLOW_CHANGED}, or start from the beginning with {RESUME} {START}",
             path.display()
         ),
     }
@@ -454,7 +455,7 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
         && !all.iter().any(|(name, _)| name == "config.yaml" || name == "metrics.jsonl")
     {
         return Err(TrainError::setting(
-            "TrainSetup::lock",
+            LOCK,
             &dir.display().to_string(),
             format!("the directory contains a model ({name}) that no run wrote; choose another directory"),
         ));

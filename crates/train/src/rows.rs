@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Result, TrainError};
 use crate::features::encode_plain;
 use crate::scoring;
+use crate::settings::{MAX_SHARE, STRICT};
 use crate::split::Split;
 
 /// Treatment of unusable rows.
@@ -599,7 +600,7 @@ impl RowSource {
         if self.policy.strict {
             return Err(TrainError::Data {
                 what: format!(
-                    "row {row} ({id}) cannot be used: {reason}; without SkipPolicy::strict it would be skipped"
+                    "row {row} ({id}) cannot be used: {reason}; without {STRICT} it would be skipped"
                 ),
             });
         }
@@ -617,7 +618,7 @@ pub(crate) fn check_share(skipped: u64, total: u64, max_share: f64) -> Result<()
     if !(SkipPolicy { strict: false, max_share }).tolerates(skipped, total) {
         return Err(TrainError::Data {
             what: format!(
-                "{skipped} of {total} rows cannot be used, more than SkipPolicy::max_share ({max_share}) allows; the rows and \
+                "{skipped} of {total} rows cannot be used, more than {MAX_SHARE} ({max_share}) allows; the rows and \
                  reasons are in skipped.jsonl of the run directory"
             ),
         });

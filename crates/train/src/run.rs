@@ -31,6 +31,7 @@ use crate::rollouts::Rollouts;
 use crate::rows::{Making, PreparedRow, RowSource, SkippedRow};
 use crate::schedule::Schedule;
 use crate::selection::summary;
+use crate::settings::{BEST_METRIC, NEWEST, RESUME};
 use crate::step::{Algorithm, Collector, StepOutcome, UpdateAt, update};
 use crate::timing::{gpu_load, timed};
 
@@ -565,7 +566,7 @@ impl Loop {
         let Some((name, value)) = metrics.iter().find(|(name, _)| *name == self.run.best_metric) else {
             let known: Vec<&str> = metrics.iter().map(|(name, _)| name.as_str()).collect();
             return Err(TrainError::setting(
-                "RunPlan::best_metric",
+                BEST_METRIC,
                 &self.run.best_metric,
                 format!("the evaluation has no metric of this name; expected one of {}", known.join(", ")),
             ));
@@ -648,8 +649,7 @@ impl Loop {
             if self.place.saved_at != Some(step) {
                 self.save(true)?;
             }
-            self.console
-                .line(&format!("stopped after step {step}; resume with RunPlan::resume ResumeFrom::Newest"));
+            self.console.line(&format!("stopped after step {step}; resume with {RESUME} {NEWEST}"));
         } else {
             if self.place.epochs_seen == 0 && step > 0 {
                 self.records.unreached("step", &self.optimizer.never_reached());

@@ -9,6 +9,7 @@ use omnigrpo_ops::{Param, ParamDtype, Part};
 use regex::Regex;
 
 use crate::error::{Result, TrainError};
+use crate::settings::{GATE, IN_PLACE, LLM, LORA_TARGETS, PATTERNS, PROJECTOR, QUANTIZATION, TOWERS};
 
 /// Base weights to train. Adapters are always trained.
 #[derive(Clone, Debug, PartialEq)]
@@ -68,11 +69,7 @@ impl Selection {
 
     fn compiled(&self) -> Result<Vec<Regex>> {
         let setting = |p: &String| {
-            Regex::new(p).map_err(|source| TrainError::Pattern {
-                name: "Selection::patterns",
-                pattern: p.clone(),
-                source,
-            })
+            Regex::new(p).map_err(|source| TrainError::Pattern { name: PATTERNS, pattern: p.clone(), source })
         };
         self.patterns.iter().map(setting).collect()
     }
@@ -101,7 +98,7 @@ impl Selection {
                 let names: Vec<&str> = own().map(|p| p.name()).take(4).collect();
                 let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
                 return Err(TrainError::setting(
-                    "Selection::patterns",
+                    PATTERNS,
                     pattern.as_str(),
                     format!("matches no weight of the selected parts; their weights are {names}, …"),
                 ));
@@ -111,7 +108,7 @@ impl Selection {
             && !model.base_params().iter().any(|p| is_gate(p.name()))
         {
             return Err(TrainError::setting(
-                "Selection::gate",
+                GATE,
                 if gate { "true" } else { "false" },
                 "has no effect: the projector of this family has no gate; leave it out".into(),
             ));
@@ -123,7 +120,7 @@ impl Selection {
             let on = selected(param.name(), param.part());
             if on && adapted.contains(module(param.name())) {
                 return Err(TrainError::setting(
-                    "LoraConfig::targets",
+                    LORA_TARGETS,
                     param.name(),
                     "is selected for full training but also has an adapter; remove it from one of the two"
                         .into(),
@@ -131,14 +128,14 @@ impl Selection {
             }
             if on && matches!(param.dtype(), ParamDtype::Quantised(_)) {
                 return Err(TrainError::setting(
-                    "LoadOptions::quantization",
+                    QUANTIZATION,
                     param.name(),
                     "is selected for full training, but quantised weights cannot be trained".into(),
                 ));
             }
             if on && param.is_mapped() {
                 return Err(TrainError::setting(
-                    "LoadOptions::in_place",
+                    IN_PLACE,
                     param.name(),
                     "is selected for training, but weights in mapped files cannot be changed; load the model without \
                      this option".into(),
@@ -152,7 +149,7 @@ impl Selection {
             Ok(())
         } else {
             Err(TrainError::setting(
-                "Selection::llm, Selection::projector, Selection::towers",
+                format_args!("{LLM}, {PROJECTOR}, {TOWERS}"),
                 "false",
                 "nothing is left to train; turn one of them on".into(),
             ))

@@ -12,6 +12,7 @@ use crate::error::{Result, TrainError};
 use crate::features::encode_plain;
 use crate::rows::{PreparedRow, requests};
 use crate::scoring;
+use crate::settings;
 use crate::step::Collector;
 
 /// Name of the bonus in metrics.
@@ -32,7 +33,7 @@ pub fn add_order_bonus(
     let Collector { model, rewards, algorithm, .. } = *collector;
     let Some((name, best)) = answer_reward(rewards) else {
         return Err(TrainError::setting(
-            "TrainSetup::shuffled",
+            settings::SHUFFLED,
             "given",
             "no reward of the run checks answers, so no answer can depend on the order of frames; add `accuracy`"
                 .into(),

@@ -135,6 +135,7 @@ mod tests {
             omnigrpo_observe::settings::ALL,
             omnigrpo_rewards::settings::ALL,
             omnigrpo_scorers::settings::ALL,
+            omnigrpo_train::settings::ALL,
         ];
         let of_families = FAMILIES.iter().flat_map(|family| family.options);
         let of_families = of_families.map(|option| omnigrpo_models::settings::of_family(option.name));
