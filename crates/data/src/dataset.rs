@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::error::{DataError, RowError, RowProblem};
+use crate::error::{DataError, IMAGE, PROMPT, RowError, RowProblem, SOLUTION, VIDEO};
 use crate::formats::outputs::{self, RECORDED};
 use crate::formats::{self, Context, Format};
 use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
@@ -18,7 +18,6 @@ use crate::registry::{DatasetSpec, is_yaml};
 use crate::roots::{Resolver, Roots};
 use crate::rows::RowFile;
 use crate::sample::{MediumSource, Sample, ThinkMode};
-use crate::settings::{IMAGE, PROMPT, SOLUTION, VIDEO};
 
 /// Maximum number of rows whose media go into [`Dataset::media_digest`].
 const SAMPLED_ROWS: u64 = 4096;

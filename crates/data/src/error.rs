@@ -7,8 +7,13 @@ use omnigrpo_guard::{MachineFailure, Setting};
 use omnigrpo_text::{MediumKind, TextError};
 use serde_json::Value;
 
-use crate::Roots;
-use crate::settings::FETCH;
+use crate::{ColumnNames, ReadOptions, Roots};
+
+omnigrpo_guard::settings! {
+    struct ColumnNames { PROMPT = prompt, SOLUTION = solution, IMAGE = image, VIDEO = video }
+    struct ReadOptions { FETCH = fetch }
+    struct Roots { IMAGES = images, VIDEOS = videos, AUDIOS = audios }
+}
 
 /// Error that makes a whole dataset unusable, such as a wrong setting, a missing file or a file of the wrong kind.
 #[derive(Debug, thiserror::Error)]

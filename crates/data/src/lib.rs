@@ -22,7 +22,6 @@ mod roots;
 mod rows;
 mod sample;
 mod sampling;
-pub mod settings;
 mod store;
 mod vivqa_x;
 
@@ -30,7 +29,7 @@ pub use check::{
     Cause, CheckOptions, Counts, Estimate, LongPrompt, Measure, MediumInfo, Probe, Problem, Report, check,
 };
 pub use dataset::{ColumnNames, Dataset, Fetch, ReadOptions};
-pub use error::{DataError, PathProblem, RowError, RowProblem};
+pub use error::{DataError, PathProblem, RowError, RowProblem, SETTINGS};
 pub use formats::{FORMATS, Format};
 pub use omnigrpo_text::{MediumKind, Part, Role, Turn};
 pub use order::{Curriculum, Lessons, Order, OrderError, OrderState, split};

@@ -18,8 +18,7 @@ use omnigrpo_guard::{MachineFailure, Setting};
 use omnigrpo_text::MediumKind;
 
 use crate::dataset::{Fetch, ReadOptions};
-use crate::error::{DataError, PathProblem};
-use crate::settings::{AUDIOS, IMAGES, VIDEOS};
+use crate::error::{AUDIOS, DataError, IMAGES, PathProblem, VIDEOS};
 use crate::store::store;
 
 /// Root folders of relative media paths, per kind. An empty list stands for the annotation file's folder.

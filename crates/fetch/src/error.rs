@@ -3,7 +3,11 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use crate::settings::ALLOW_PRIVATE;
+use crate::UrlOptions;
+
+omnigrpo_guard::settings! {
+    struct UrlOptions { ALLOW_PRIVATE = allow_private }
+}
 
 /// Error of a download or upload. No message contains a token.
 #[derive(Debug, thiserror::Error)]

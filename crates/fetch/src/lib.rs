@@ -10,12 +10,11 @@ mod error;
 mod hub;
 mod media;
 mod public;
-pub mod settings;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod testing;
 
-pub use error::FetchError;
+pub use error::{FetchError, SETTINGS};
 pub use hub::{Hub, HubOptions, Pushed, Step, cached, cached_dataset, has_weights, is_repo_name};
 pub use media::{UrlMedia, UrlOptions};
 

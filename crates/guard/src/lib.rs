@@ -12,7 +12,7 @@ mod fault;
 mod setting;
 
 pub use fault::{Fault, MachineFailure, WAITS, fault, is_machine, retried};
-pub use setting::{Names, Setting, name_settings_by};
+pub use setting::{Setting, name_settings_by};
 
 pub mod cache;
 pub mod inside;

@@ -16,14 +16,12 @@ pub struct Setting {
     pub field: &'static str,
 }
 
-/// Function that returns a program's name of a setting.
-pub type Names = fn(Setting) -> Option<Cow<'static, str>>;
+type Names = fn(Setting) -> Option<Cow<'static, str>>;
 
 static NAMES: OnceLock<Names> = OnceLock::new();
 
-/// Sets the names that all later messages of this process use. Only the first call has an effect.
+/// Sets the function that names settings in all later messages of this process. Only the first call has an effect.
 pub fn name_settings_by(names: Names) {
-    // Only the first function is kept.
     let _ = NAMES.set(names);
 }
 
@@ -36,42 +34,29 @@ impl fmt::Display for Setting {
     }
 }
 
-/// Declares the settings that the messages of a crate name: a constant for each, for example to write `"lower {MAX_STEPS}"`, and
-/// the list `ALL`.
+/// Declares the settings that the messages of a crate name: a constant for each, so that a message is `"lower {MAX_STEPS}"`, and the
+/// list `SETTINGS`. The compiler checks the fields of a `struct` and the choices of an `enum`. It does not see plans of crates that
+/// depend on this one; they are `extern`.
 ///
-/// In `MAX_STEPS = RunPlan.max_steps`, the compiler checks the field, and in `NEWEST = ResumeFrom::Newest` the choice. A colon
-/// instead, as in `MAX_STEPS = RunPlan: max_steps`, names a plan of a crate that depends on this one, which the compiler does not
-/// check.
-///
-/// ```
-/// struct Plan { steps: u64 }
-/// omnigrpo_guard::settings! { STEPS = Plan.steps; }
-/// assert_eq!(format!("lower {STEPS}"), "lower Plan::steps");
-/// ```
-///
-/// ```compile_fail
-/// struct Plan { steps: u64 }
-/// omnigrpo_guard::settings! { STEPS = Plan.step; }
+/// ```compile_fail,E0609
+/// struct RunPlan { max_steps: u64 }
+/// omnigrpo_guard::settings! { struct RunPlan { MAX_STEPS = steps } }
 /// ```
 #[macro_export]
 macro_rules! settings {
-    (@value $plan:ident $sep:tt $first:ident $(. $rest:ident)*) => {
-        $crate::Setting {
-            plan: stringify!($plan),
-            field: concat!(stringify!($first) $(, ".", stringify!($rest))*),
-        }
-    };
-    (@check $plan:ident . $($field:tt)+) => { const _: usize = ::std::mem::offset_of!($plan, $($field)+); };
-    (@check $plan:ident :: $choice:ident) => { const _: fn() = || { let _ = $plan::$choice; }; };
-    (@check $plan:ident : $($field:tt)+) => {};
-    ($($name:ident = $plan:ident $sep:tt $first:ident $(. $rest:ident)*;)*) => {
-        $(
-            pub(crate) const $name: $crate::Setting = $crate::settings!(@value $plan $sep $first $(. $rest)*);
-            $crate::settings!(@check $plan $sep $first $(. $rest)*);
-        )*
-
+    (@check struct $plan:ident $($field:tt)+) => { const _: usize = ::std::mem::offset_of!($plan, $($field)+); };
+    (@check enum $plan:ident $choice:ident) => { const _: fn() = || { let _ = $plan::$choice; }; };
+    (@check extern $($field:tt)+) => {};
+    ($($kind:tt $plan:ident { $($name:ident = $first:ident $(. $rest:ident)*),+ $(,)? })+) => {
+        $($(
+            pub(crate) const $name: $crate::Setting = $crate::Setting {
+                plan: stringify!($plan),
+                field: concat!(stringify!($first) $(, ".", stringify!($rest))*),
+            };
+            $crate::settings!(@check $kind $plan $first $(. $rest)*);
+        )+)+
         /// All settings that messages of this crate name.
-        pub const ALL: &[$crate::Setting] = &[$($crate::settings!(@value $plan $sep $first $(. $rest)*)),*];
+        pub const SETTINGS: &[$crate::Setting] = &[$($($name),+),+];
     };
 }
 
@@ -79,28 +64,25 @@ macro_rules! settings {
 mod tests {
     use super::*;
 
-    struct Inner {
-        depth: u8,
-    }
     struct Plan {
-        inner: Inner,
+        range: std::ops::Range<u8>,
     }
     enum Choice {
         Never,
     }
     crate::settings! {
-        DEPTH = Plan.inner.depth;
-        NEVER = Choice::Never;
-        ABOVE = Later: steps;
+        struct Plan { RANGE = range, END = range.end }
+        enum Choice { NEVER = Never }
+        extern Later { STEPS = steps }
     }
 
     #[test]
     fn a_setting_has_its_own_name_until_a_program_names_it() {
-        let said = || format!("lower {DEPTH}, {NEVER}, {ABOVE}");
-        assert_eq!(said(), "lower Plan::inner.depth, Choice::Never, Later::steps");
-        assert_eq!(ALL, [DEPTH, NEVER, ABOVE]);
-        name_settings_by(|setting| (setting == DEPTH).then_some("--depth".into()));
+        assert_eq!(SETTINGS, [RANGE, END, NEVER, STEPS]);
+        let said = || format!("lower {END}, {NEVER}, {STEPS}");
+        assert_eq!(said(), "lower Plan::range.end, Choice::Never, Later::steps");
+        name_settings_by(|setting| (setting == END).then_some("--end".into()));
         name_settings_by(|_| None);
-        assert_eq!(said(), "lower --depth, Choice::Never, Later::steps", "the first names stay");
+        assert_eq!(said(), "lower --end, Choice::Never, Later::steps", "the first names stay");
     }
 }

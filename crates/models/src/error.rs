@@ -5,6 +5,21 @@ use std::path::{Path, PathBuf};
 use omnigrpo_guard::Setting;
 use omnigrpo_text::MediumKind;
 
+use crate::{FamilyOption, LoraConfig, MediaSettings, PromptSettings};
+
+omnigrpo_guard::settings! {
+    struct LoraConfig { LORA_DROPOUT = dropout, LORA_RANK = rank, LORA_TARGETS = targets }
+    struct MediaSettings {
+        BASE_INTERVAL_SECS = base_interval_secs, MAX_TILES = max_tiles, RULE = rule,
+        IMAGE_MAX_PIXELS = image.max_pixels, IMAGE_MIN_PIXELS = image.min_pixels,
+        VIDEO_MAX_PIXELS = video.max_pixels, VIDEO_MIN_PIXELS = video.min_pixels, VIDEO_TOTAL_PIXELS = video.total_pixels,
+        VIDEO_FPS = video.fps, VIDEO_NFRAMES = video.nframes, VIDEO_MAX_FRAMES = video.max_frames,
+        VIDEO_MIN_FRAMES = video.min_frames,
+    }
+    struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length, MAX_PROMPT_LENGTH = max_prompt_length }
+    extern Selection { LLM = llm, PATTERNS = patterns }
+}
+
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
@@ -153,14 +168,17 @@ pub enum ModelError {
         why: String,
     },
     /// Required files of another model were not found.
-    #[error("{what} cannot be read: {missing} was not found; give its directory with {option}")]
+    #[error(
+        "{what} cannot be read: {missing} was not found; give its directory with {}",
+        FamilyOption::setting(option)
+    )]
     NoCompanion {
         /// Purpose of the tensors.
         what: &'static str,
         /// Names of the files.
         missing: &'static str,
-        /// Setting that gives their directory.
-        option: Setting,
+        /// Option that gives their directory.
+        option: &'static str,
     },
     /// Weights cannot be created, read or used as they are.
     #[error("{what}")]

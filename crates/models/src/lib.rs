@@ -26,7 +26,6 @@ mod peft;
 mod prompt;
 mod recall;
 mod rope;
-pub mod settings;
 mod stream;
 mod weights;
 
@@ -38,7 +37,7 @@ pub use decoder::{
     Decoder, DecoderConfig, DecoderInput, DecoderNames, DeepFeatures, ExpertsConfig, NextTokens, Position,
     PositionAxes, Scored, TextDefaults,
 };
-pub use error::{ModelError, Result};
+pub use error::{ModelError, Result, SETTINGS};
 pub use experts::{Experts, RouterPlan};
 pub use export::COMPANIONS;
 pub use families::humanomni;

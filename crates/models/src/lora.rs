@@ -9,9 +9,8 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use regex::Regex;
 
-use crate::error::{ModelError, Result};
+use crate::error::{LLM, LORA_DROPOUT, LORA_RANK, LORA_TARGETS, ModelError, PATTERNS, Result};
 use crate::model::Model;
-use crate::settings::{LLM, LORA_DROPOUT, LORA_RANK, LORA_TARGETS, PATTERNS};
 
 /// Largest accepted rank. It is far above any practical value and bounds the memory that a file can make the program allocate.
 pub(crate) const MAX_RANK: usize = 1 << 14;

@@ -12,11 +12,10 @@ use omnigrpo_text::{
 
 use crate::checkpoint::Checkpoint;
 use crate::decoder::Position;
-use crate::error::{ModelError, Result};
+use crate::error::{MAX_COMPLETION_LENGTH, MAX_PROMPT_LENGTH, ModelError, Result};
 use crate::families::{Family, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, probe_medium};
 use crate::media_store::{Decoded, MediaStore};
 use crate::rope::RopeScaling;
-use crate::settings::{MAX_COMPLETION_LENGTH, MAX_PROMPT_LENGTH};
 use crate::stream::{AddedTurn, next_key};
 
 /// A rendered prompt with its media.

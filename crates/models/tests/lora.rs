@@ -353,7 +353,7 @@ fn experts_get_adapters_where_they_are_named() {
         assert_eq!(separate.1.len(), model.adapter_params().len(), "{target}");
     }
     let error = told(&adapted(&["experts"], 0.05).err().unwrap());
-    assert!(error.contains("lora_dropout") && error.contains("set it to 0"), "{error}");
+    assert!(error.contains("LoraConfig::dropout") && error.contains("set it to 0"), "{error}");
 }
 
 /// Adapters of towers and projectors drop inputs too, the same ones forward and backward.

@@ -11,7 +11,17 @@ use omnigrpo_guard::Setting;
 use serde::{Deserialize, Serialize};
 
 use crate::Metric;
-use crate::settings::*;
+
+omnigrpo_guard::settings! {
+    extern AdamWConfig { LEARNING_RATE = learning_rate }
+    extern Algorithm {
+        BETA = loss.beta, CORRECTION = loss.correction.kind, ENTROPY_COEF = loss.entropy_coef,
+        NUM_GENERATIONS = num_generations,
+    }
+    extern RunPlan { CURRICULUM = lessons.curriculum, HIGH = lessons.high, MAX_STEPS = max_steps }
+    extern SamplingParams { MAX_COMPLETION_LENGTH = max_completion_length, TEMPERATURE = temperature }
+    extern TrainSetup { REWARDS = rewards }
+}
 
 /// A problem that is visible in the metrics.
 #[derive(Debug)]

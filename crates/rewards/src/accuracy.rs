@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use crate::answer::{Question, same_label};
 use crate::contract::PerRow;
-use crate::settings::ACCURACY_MODE;
+use crate::error::ACCURACY_MODE;
 use crate::tags::content;
 use crate::{
     AccuracyMode, AnswerPolicy, Compat, Named, Reward, RewardError, RewardInput, RewardOptions, all_match,

@@ -2,6 +2,14 @@
 
 use std::time::Duration;
 
+use crate::RewardOptions;
+
+omnigrpo_guard::settings! {
+    struct RewardOptions {
+        ACCURACY_MODE = accuracy_mode, FORMAT_MODE = format_mode, MAX_COMPLETION_TOKENS = max_completion_tokens,
+    }
+}
+
 /// Reason why completions could not be scored or rewards could not be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -10,7 +10,7 @@ use std::f64::consts::PI;
 
 use crate::accuracy::Scorer;
 use crate::contract::PerRow;
-use crate::settings::MAX_COMPLETION_TOKENS;
+use crate::error::MAX_COMPLETION_TOKENS;
 use crate::{Compat, Reward, RewardError, RewardInput, RewardOptions};
 
 /// Rewards at 0 tokens and at the limit.

@@ -25,7 +25,6 @@ mod options;
 mod overlong;
 mod random;
 mod repetition;
-pub mod settings;
 mod short_text;
 mod table;
 mod tags;
@@ -42,7 +41,7 @@ pub use contract::{
     Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, Think, TokenLimit, reward,
 };
 pub use corpus::Corpus;
-pub use error::RewardError;
+pub use error::{RewardError, SETTINGS};
 pub use evaluation::{
     Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,
     Summary, TextScores, answer, answer_reward, explanations, pass_at_k, summarize, wilson_interval,

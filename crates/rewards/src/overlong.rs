@@ -3,8 +3,8 @@
 //! Source: DAPO (arXiv 2503.14476), equation 13, as in TRL's soft overlong punishment.
 
 use crate::contract::PerRow;
+use crate::error::MAX_COMPLETION_TOKENS;
 use crate::length::num_tokens;
-use crate::settings::MAX_COMPLETION_TOKENS;
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
 
 pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {

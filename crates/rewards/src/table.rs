@@ -1,7 +1,6 @@
 //! The table of built-in rewards, and the conversion of a list of names to a [`RewardSet`].
 
-use crate::error::suggestion;
-use crate::settings::{ACCURACY_MODE, FORMAT_MODE};
+use crate::error::{ACCURACY_MODE, FORMAT_MODE, suggestion};
 use crate::{
     AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, external, format, length,
     overlong, random, redacted, repetition, zoomed,

@@ -15,9 +15,8 @@ use omnigrpo_ops::{Pass, Tape};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, explanation, references};
 use omnigrpo_text::Tokenizer;
 
-use crate::error::{Result, ScorerError};
+use crate::error::{BERTSCORE_MODEL, Result, ScorerError};
 use crate::sentence::framed;
-use crate::settings::BERTSCORE_MODEL;
 use crate::table::ScorerOptions;
 
 const NAME: &str = "bertscore";

@@ -4,6 +4,14 @@ use std::path::{Path, PathBuf};
 
 use omnigrpo_rewards::RewardError;
 
+use crate::ScorerOptions;
+
+omnigrpo_guard::settings! {
+    struct ScorerOptions {
+        BERTSCORE_MODEL = bertscore_model, CLIP_MODEL = clip_model, CLIP_WEIGHT = explanation_clip_weight,
+    }
+}
+
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ScorerError {

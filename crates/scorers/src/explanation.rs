@@ -24,8 +24,7 @@ use omnigrpo_rewards::{DocumentFrequencies, Reward, RewardError, RewardInput, ex
 use omnigrpo_media::{Limits, probe_image};
 
 use crate::clip_score::{ClipScorer, clip_score};
-use crate::error::{Result, ScorerError};
-use crate::settings::{CLIP_MODEL, CLIP_WEIGHT};
+use crate::error::{CLIP_MODEL, CLIP_WEIGHT, Result, ScorerError};
 use crate::table::ScorerOptions;
 
 const NAME: &str = "explanation";

@@ -17,11 +17,10 @@ mod error;
 mod explanation;
 mod reward_model;
 mod sentence;
-pub mod settings;
 mod table;
 
 pub use bertscore::{BertScore, BertScorer};
 pub use clip_score::ClipScorer;
-pub use error::{Result, ScorerError};
+pub use error::{Result, SETTINGS, ScorerError};
 pub use reward_model::RewardModel;
 pub use table::{ScorerOptions, ScorerRow, table};

@@ -30,9 +30,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::buffer::BufferState;
-use crate::error::{Result, TrainError};
+use crate::error::{Result, SAVE_ONLY_MODEL, TrainError};
 use crate::optimizer::{AdamW, StateArray};
-use crate::settings::SAVE_ONLY_MODEL;
 
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";

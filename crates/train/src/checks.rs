@@ -7,10 +7,11 @@ use omnigrpo_observe::Console;
 use omnigrpo_rewards::{Corpus, RewardSet, references};
 use omnigrpo_text::MediumKind;
 
-use crate::error::{Refusal, Result};
+use crate::error::{
+    EVAL, MAX_COMPLETION_LENGTH, MAX_SHARE, REWARDS, Refusal, Result, SOLUTION, STRICT, TEMPLATE,
+};
 use crate::rows::{SkipPolicy, prepare};
 use crate::scoring;
-use crate::settings::{EVAL, MAX_COMPLETION_LENGTH, MAX_SHARE, REWARDS, SOLUTION, STRICT, TEMPLATE};
 use crate::survey::{RowCheck, Survey, Surveyed};
 
 /// Number of longest prompts to find: enough for a large step.

@@ -3,9 +3,28 @@
 use std::fmt::Display;
 use std::path::PathBuf;
 
+use omnigrpo_data::{ColumnNames, ReadOptions};
 use omnigrpo_guard::{Fault, Setting, fault};
+use omnigrpo_models::{LoadOptions, LoraConfig, PromptSettings};
 
-use crate::settings::{LEARNING_RATE, MAX_GRAD_NORM};
+use crate::{AdamWConfig, ResumeFrom, RunPlan, Selection, SkipPolicy, TrainSetup};
+
+omnigrpo_guard::settings! {
+    struct AdamWConfig { LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm }
+    struct ColumnNames { SOLUTION = solution }
+    struct LoadOptions { DEVICE = device, DTYPE = dtype, QUANTIZATION = quantization }
+    struct LoraConfig { LORA_TARGETS = targets }
+    struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length }
+    struct ReadOptions { TEMPLATE = template }
+    enum ResumeFrom { NEWEST = Newest, START = Start }
+    struct RunPlan {
+        ALLOW_CHANGED = allow_changed, BEST_METRIC = best_metric, MAX_STEPS = max_steps, RESUME = resume,
+        SAVE_ONLY_MODEL = save_only_model,
+    }
+    struct Selection { GATE = gate, LLM = llm, PATTERNS = patterns, PROJECTOR = projector, TOWERS = towers }
+    struct SkipPolicy { MAX_SHARE = max_share, STRICT = strict }
+    struct TrainSetup { EVAL = eval, LOCK = lock, REWARDS = rewards, ORDER_BONUS = shuffled }
+}
 
 /// Error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -64,8 +83,7 @@ pub enum TrainError {
     },
     /// Gradient that is not finite.
     #[error(
-        "the gradient of {name} is not finite; the weights were not updated. Lower {LEARNING_RATE} or set \
-         {MAX_GRAD_NORM}"
+        "the gradient of {name} is not finite; the weights were not updated. Lower {LEARNING_RATE} or set {MAX_GRAD_NORM}"
     )]
     NonFiniteGradient {
         /// Name of the weight.

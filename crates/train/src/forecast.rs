@@ -9,9 +9,8 @@ use std::collections::HashMap;
 use omnigrpo_models::Model;
 use omnigrpo_ops::{Device, Rates, Work as Operations, work};
 
-use crate::error::{Result, TrainError};
+use crate::error::{DEVICE, Result, TrainError};
 use crate::memory::{MemoryPlan, Work, evaluate, imitated, reinforce};
-use crate::settings::DEVICE;
 
 /// Seconds of a step by phase.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -47,7 +47,7 @@ pub(crate) fn of_model(policy: &Policy, outline: &Model) -> Result<Map<String, V
         random = plan.random.is_some();
     }
     for companion in checkpoint.family().format().companions() {
-        sources.extend(companion.dir.map(|dir| (companion.option.field, dir)));
+        sources.extend(companion.dir.map(|dir| (companion.option, dir)));
     }
     let mut out = Map::new();
     for (name, dir) in sources {

@@ -39,7 +39,6 @@ mod saved_turns;
 mod schedule;
 mod scoring;
 mod selection;
-pub mod settings;
 mod split;
 mod step;
 mod streams;
@@ -48,7 +47,7 @@ mod temporal;
 mod timing;
 
 pub use buffer::BufferState;
-pub use error::{Refusal, Result, TrainError};
+pub use error::{Refusal, Result, SETTINGS, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
 pub use exchange::Shard;
 pub use external::{Peer, environment, environment_of};

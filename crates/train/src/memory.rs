@@ -21,7 +21,7 @@ use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 use omnigrpo_text::{Role, Turn};
 
-use crate::error::{Result, TrainError};
+use crate::error::{DEVICE, Result, TrainError};
 use crate::exchange::Shard;
 use crate::features::{self, Keep};
 use crate::imitate::imitate;
@@ -30,7 +30,6 @@ use crate::optimizer::{AdamW, AdamWConfig, Offload};
 use crate::rollouts::{Group, Kept, Rollouts, Scored};
 use crate::room;
 use crate::rows::PreparedRow;
-use crate::settings::DEVICE;
 use crate::split::Split;
 use crate::step::{Algorithm, UpdateAt, update};
 

@@ -8,10 +8,9 @@ use omnigrpo_models::{
 };
 use omnigrpo_ops::{Device, Part};
 
-use crate::error::{Refusal, Result};
+use crate::error::{DTYPE, QUANTIZATION, Refusal, Result};
 use crate::room;
 use crate::selection::Selection;
-use crate::settings::{DTYPE, QUANTIZATION};
 
 /// Source and form of a model.
 #[derive(Clone)]
@@ -207,18 +206,15 @@ impl Policy {
 /// Returns [`TrainError::Refused`](crate::TrainError::Refused) if they do.
 pub fn weights_fit(outline: &Model, device: Device) -> Result<()> {
     let weights: u64 = outline.params().iter().map(|param| param.num_bytes() as u64).sum();
-    match room::free_on(device) {
-        Some((free, whose)) if weights > free => Err(Refusal::failure(format!(
-            "the model does not fit into {whose}"
-        ))
-        .at(outline.dir().display().to_string())
+    let short = room::free_on(device).filter(|(free, _)| weights > *free);
+    let Some((free, whose)) = short else { return Ok(()) };
+    Err(Refusal::failure(format!("the model does not fit into {whose}"))
+        .at(outline.dir().display())
         .got(format!("{} of weights", room::size(weights)))
         .expected(format!("at most the free {}", room::size(free)))
         .help(format!(
-            "{QUANTIZATION} stores frozen weights in fewer bits; bfloat16 as {DTYPE} halves the size of \
-                     f32 weights; `omnigrpo doctor` with the model shows the memory of each way of training"
+            "{QUANTIZATION} stores frozen weights in fewer bits; bfloat16 as {DTYPE} halves the size of f32 weights; \
+             `omnigrpo doctor` with the model shows the memory of each way of training"
         ))
-        .into()),
-        _ => Ok(()),
-    }
+        .into())
 }

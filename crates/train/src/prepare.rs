@@ -16,7 +16,7 @@ use omnigrpo_ops::{Card, Device, Param, Rates};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 
 use crate::checks::{self, LONGEST};
-use crate::error::{Refusal, Result};
+use crate::error::{ORDER_BONUS, REWARDS, Refusal, Result};
 use crate::evaluate::EvalPlan;
 use crate::exchange::Shard;
 use crate::forecast::{StepTime, step_time};
@@ -31,7 +31,6 @@ use crate::resume;
 use crate::room;
 use crate::run::train;
 use crate::selection::Selection;
-use crate::settings::{REWARDS, SHUFFLED};
 use crate::split::{GradientSum, Split};
 use crate::step::Algorithm;
 use crate::survey::{RowCheck, Survey};
@@ -252,7 +251,7 @@ impl Run {
             return Ok(());
         }
         Err(Refusal::usage("no reward compares answers, so no answer can depend on the order of frames")
-            .at(SHUFFLED)
+            .at(ORDER_BONUS)
             .got(format!("the rewards {}", self.rewards.names().join(" ")))
             .expected(format!("`accuracy` or one of its rules in {REWARDS}"))
             .into())

@@ -13,10 +13,11 @@ use omnigrpo_observe::{Console, Existing, step_files};
 use serde_json::Value;
 
 use crate::checkpoint::{self, TrainerState};
-use crate::error::{Refusal, Result, TrainError};
+use crate::error::{
+    ALLOW_CHANGED, LOCK, MAX_STEPS, NEWEST, RESUME, Refusal, Result, SAVE_ONLY_MODEL, START, TrainError,
+};
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
-use crate::settings::{ALLOW_CHANGED, LOCK, MAX_STEPS, NEWEST, RESUME, SAVE_ONLY_MODEL, START};
 use crate::split::Split;
 
 /// Settings on which a position in the data depends.
@@ -288,7 +289,7 @@ pub(crate) fn find_requested(resume: &ResumeFrom, dir: &Path) -> Result<()> {
         let found = checkpoint::list(dir)?;
         let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
         Err(Refusal::failure("no checkpoint to resume from was found")
-            .at(place.display().to_string())
+            .at(place.display())
             .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
             .expected("a directory `checkpoint-N` with `trainer_state.json`")
             .help(format!("`{RESUME} {NEWEST}` starts from the beginning if there is none"))

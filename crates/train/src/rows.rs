@@ -14,10 +14,9 @@ use omnigrpo_rollout::Request;
 use omnigrpo_text::MediumKind;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Result, TrainError};
+use crate::error::{MAX_SHARE, Result, STRICT, TrainError};
 use crate::features::encode_plain;
 use crate::scoring;
-use crate::settings::{MAX_SHARE, STRICT};
 use crate::split::Split;
 
 /// Treatment of unusable rows.

@@ -14,7 +14,7 @@ use omnigrpo_rewards::RewardSet;
 
 use crate::buffer::BufferState;
 use crate::checkpoint::{self, TrainerState};
-use crate::error::{Result, TrainError};
+use crate::error::{BEST_METRIC, NEWEST, RESUME, Result, TrainError};
 use crate::evaluate::{EvalPlan, Evaluation, evaluate_split};
 use crate::imitate::{self, ImitationOutcome};
 use crate::lender::Lenders;
@@ -31,7 +31,6 @@ use crate::rollouts::Rollouts;
 use crate::rows::{Making, PreparedRow, RowSource, SkippedRow};
 use crate::schedule::Schedule;
 use crate::selection::summary;
-use crate::settings::{BEST_METRIC, NEWEST, RESUME};
 use crate::step::{Algorithm, Collector, StepOutcome, UpdateAt, update};
 use crate::timing::{gpu_load, timed};
 

@@ -4,12 +4,12 @@ use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::sync::Arc;
 
+use omnigrpo_guard::Setting;
 use omnigrpo_models::Model;
 use omnigrpo_ops::{Param, ParamDtype, Part};
 use regex::Regex;
 
-use crate::error::{Result, TrainError};
-use crate::settings::{GATE, IN_PLACE, LLM, LORA_TARGETS, PATTERNS, PROJECTOR, QUANTIZATION, TOWERS};
+use crate::error::{GATE, LLM, LORA_TARGETS, PATTERNS, PROJECTOR, QUANTIZATION, Result, TOWERS, TrainError};
 
 /// Base weights to train. Adapters are always trained.
 #[derive(Clone, Debug, PartialEq)]
@@ -135,7 +135,7 @@ impl Selection {
             }
             if on && param.is_mapped() {
                 return Err(TrainError::setting(
-                    IN_PLACE,
+                    Setting { plan: "LoadOptions", field: "in_place" },
                     param.name(),
                     "is selected for training, but weights in mapped files cannot be changed; load the model without \
                      this option".into(),

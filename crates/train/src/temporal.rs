@@ -8,11 +8,10 @@ use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::{RewardMatrix, answer_reward, temporal_order_bonus};
 use omnigrpo_rollout::Generator;
 
-use crate::error::{Result, TrainError};
+use crate::error::{ORDER_BONUS, Result, TrainError};
 use crate::features::encode_plain;
 use crate::rows::{PreparedRow, requests};
 use crate::scoring;
-use crate::settings;
 use crate::step::Collector;
 
 /// Name of the bonus in metrics.
@@ -33,7 +32,7 @@ pub fn add_order_bonus(
     let Collector { model, rewards, algorithm, .. } = *collector;
     let Some((name, best)) = answer_reward(rewards) else {
         return Err(TrainError::setting(
-            settings::SHUFFLED,
+            ORDER_BONUS,
             "given",
             "no reward of the run checks answers, so no answer can depend on the order of frames; add `accuracy`"
                 .into(),

@@ -33,11 +33,10 @@ use omnigrpo_text::{MediumKind, Part, Role, ToolCall, Turn};
 use serde_json::{Map, Value, json};
 
 use crate::dataset::ColumnNames;
-use crate::error::{DataError, RowProblem, describe, shorten};
+use crate::error::{DataError, PROMPT, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
 use crate::sample::{MediumRef, Origin, Reference, Sample, ThinkMode, renumbered};
-use crate::settings::PROMPT;
 
 /// Entry of the table of row formats.
 #[derive(Debug)]

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use omnigrpo_guard::Setting;
 use omnigrpo_ops::Param;
 use serde_json::{Map, Value};
 
@@ -53,8 +52,8 @@ pub trait Format: Send + Sync {
 pub struct Companion {
     /// Directory of the tower, if one was found.
     pub dir: Option<PathBuf>,
-    /// Setting that gives the directory.
-    pub option: Setting,
+    /// Option that gives the directory.
+    pub option: &'static str,
     /// Prefix of the tower's tensors in the checkpoint, before the names that [`Self::published`] returns.
     pub prefix: &'static str,
     /// Function that maps a key of that directory to the name below the prefix, or to `None` if it is not part of the tower.

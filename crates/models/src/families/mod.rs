@@ -29,8 +29,7 @@ pub use settings::{FrameRule, IdleSettings, MediaSettings, MediumKey, MissingAud
 pub use table::{FAMILIES, FamilyOption, FamilyRow, OptionKind};
 
 use crate::config_json::ConfigJson;
-use crate::error::{ModelError, Result};
-use crate::settings::RULE;
+use crate::error::{ModelError, RULE, Result};
 pub(crate) use table::family_of;
 
 /// Roles of a family, which share one configuration.

@@ -1,12 +1,11 @@
 //! Settings for reading media, which rows may override, and random choices about media.
 
+use crate::error::*;
 use omnigrpo_data::{MediumOptions, MediumRef};
 use omnigrpo_guard::Setting;
 use omnigrpo_media::Limits;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-
-use crate::settings::*;
 
 /// Rule that chooses the frames of a video, unless the row gives its own choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

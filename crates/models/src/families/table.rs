@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use omnigrpo_guard::Setting;
 use omnigrpo_ops::Part;
 
 use super::{Family, Roles, aria, humanomni, internvl, qwen_vl};
@@ -41,6 +42,14 @@ pub struct FamilyOption {
     pub key: &'static str,
     /// Kind of the value.
     pub holds: OptionKind,
+}
+
+impl FamilyOption {
+    /// Returns the setting of the option with a name.
+    #[must_use]
+    pub const fn setting(name: &'static str) -> Setting {
+        Setting { plan: "FamilyOption", field: name }
+    }
 }
 
 /// Kind of a family option's value.

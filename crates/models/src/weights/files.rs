@@ -22,7 +22,7 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
-use crate::families::Companion;
+use crate::families::{Companion, FamilyOption};
 
 /// Largest accepted size of `model.safetensors.index.json`. The largest published ones have about 10 MB.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
@@ -226,7 +226,8 @@ impl WeightFiles {
                     dir: self.dir.clone(),
                     what: format!(
                         "this checkpoint has no tensors with the prefix {}, and no directory of that tower was found; give one with {}",
-                        companion.prefix, companion.option
+                        companion.prefix,
+                        FamilyOption::setting(companion.option)
                     ),
                 });
             };

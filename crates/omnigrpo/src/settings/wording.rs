@@ -49,6 +49,7 @@ pub fn name_flags() {
 /// Returns the name of a setting for users.
 fn name(setting: Setting) -> Option<Cow<'static, str>> {
     let words = match (setting.plan, setting.field) {
+        ("LoadOptions", "device") => "--device",
         ("LoadOptions", "dtype") => "--torch_dtype",
         ("LoadOptions", "quantization") => "--load_in_8bit, --load_in_4bit",
         ("PromptSettings", "max_completion_length") | ("RewardOptions", "max_completion_tokens") => {
@@ -129,16 +130,16 @@ mod tests {
     #[test]
     fn every_setting_has_a_name_of_flags_that_exist() {
         let libraries = [
-            omnigrpo_data::settings::ALL,
-            omnigrpo_fetch::settings::ALL,
-            omnigrpo_models::settings::ALL,
-            omnigrpo_observe::settings::ALL,
-            omnigrpo_rewards::settings::ALL,
-            omnigrpo_scorers::settings::ALL,
-            omnigrpo_train::settings::ALL,
+            omnigrpo_data::SETTINGS,
+            omnigrpo_fetch::SETTINGS,
+            omnigrpo_models::SETTINGS,
+            omnigrpo_observe::SETTINGS,
+            omnigrpo_rewards::SETTINGS,
+            omnigrpo_scorers::SETTINGS,
+            omnigrpo_train::SETTINGS,
         ];
         let of_families = FAMILIES.iter().flat_map(|family| family.options);
-        let of_families = of_families.map(|option| omnigrpo_models::settings::of_family(option.name));
+        let of_families = of_families.map(|option| omnigrpo_models::FamilyOption::setting(option.name));
         for setting in libraries.into_iter().flatten().copied().chain(of_families) {
             let name = name(setting).unwrap_or_else(|| panic!("{setting:?} has no flag"));
             let unknown =

@@ -7,9 +7,8 @@ use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
 
 use super::{AriaConfig, media};
-use crate::error::{ModelError, Result};
+use crate::error::{IMAGE_MAX_PIXELS, MAX_TILES, ModelError, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
-use crate::settings::{IMAGE_MAX_PIXELS, MAX_TILES, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 
 /// Text that a template writes for a picture.
 const MARKER: &str = "<|img|>";

@@ -6,7 +6,6 @@
 
 use std::path::{Path, PathBuf};
 
-use omnigrpo_guard::Setting;
 use serde_json::json;
 
 use crate::config_json::ConfigJson;
@@ -15,7 +14,7 @@ use crate::encoders::bert::BertConfig;
 use crate::encoders::siglip::SiglipConfig;
 use crate::encoders::whisper::WhisperConfig;
 use crate::error::Result;
-use crate::settings::of_family;
+use crate::families::FamilyOption;
 
 /// Keys of `config.json` that name the vision tower, the audio tower and BERT. The last key exists only in this program; the
 /// original reads an environment variable.
@@ -208,14 +207,14 @@ fn component<T>(
         None => Err(json.error(format!(
             "{key} is {name:?}, which was not found as a path, in the checkpoint directory or next to it; give the directory with \
              {}",
-            option(key)
+            FamilyOption::setting(option(key))
         ))),
     }
 }
 
-/// Returns the setting that gives the directory of an encoder.
-pub(super) fn option(key: &str) -> Setting {
-    of_family(super::OPTIONS.iter().find(|option| option.key == key).map_or("", |option| option.name))
+/// Returns the option that gives the directory of an encoder.
+pub(super) fn option(key: &str) -> &'static str {
+    super::OPTIONS.iter().find(|option| option.key == key).map_or("", |option| option.name)
 }
 
 /// Finds the directory of an encoder that a configuration names. An absolute path is used as it is, and a relative name is looked

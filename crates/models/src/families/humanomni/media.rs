@@ -16,10 +16,9 @@ use omnigrpo_media::{
 use omnigrpo_text::MediumKind;
 
 use super::config::HumanOmniConfig;
-use crate::error::{ModelError, Result};
+use crate::error::*;
 use crate::families::frames::file;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sound};
-use crate::settings::*;
 
 /// Ignored settings: pictures of these models are squares of the tower's size, and a clip has a fixed number of them.
 pub(super) const IDLE: IdleSettings = IdleSettings {

@@ -8,9 +8,8 @@ use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, R
 use super::config::{HumanOmniConfig, PromptForm};
 use super::projector::{audio_tokens, num_tokens};
 use super::{MARKERS, PLACEHOLDERS, media};
-use crate::error::{ModelError, Result};
+use crate::error::{ModelError, Result, VIDEO_NFRAMES};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
-use crate::settings::{VIDEO_NFRAMES, of_family};
 
 /// Token id at the positions of features.
 const FEATURE_ID: u32 = 0;
@@ -116,7 +115,7 @@ impl Processor for HumanOmniProcessor {
             return Err(ModelError::NoCompanion {
                 what: "the projector's question",
                 missing: "tokenizer.json or vocab.txt of BERT",
-                option: of_family("bert"),
+                option: "bert",
             });
         };
         let text: String = turn

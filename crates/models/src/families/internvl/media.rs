@@ -9,10 +9,9 @@ use omnigrpo_text::MediumKind;
 
 use super::{InternVlConfig, Layout};
 use crate::config_json::ConfigJson;
-use crate::error::Result;
+use crate::error::*;
 use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
-use crate::settings::*;
 
 /// A reader that prepares media with one checkpoint's tiling.
 pub(super) struct MediaReader {

@@ -8,9 +8,8 @@ use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, Templ
 
 use super::config::Layout;
 use super::{CLOSE, CONTEXT, InternVl, OPEN, media, template};
-use crate::error::Result;
+use crate::error::{MAX_TILES, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
-use crate::settings::{MAX_TILES, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
 
 pub(super) struct InternVlProcessor {
     pub(super) model: Arc<InternVl>,

@@ -10,9 +10,8 @@ use super::config::{Generation, QwenVlConfig};
 use super::media::MediaReader;
 use super::positions::{MediumAxes, positions};
 use crate::decoder::Position;
-use crate::error::{ModelError, Result};
+use crate::error::*;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
-use crate::settings::*;
 
 pub(super) struct QwenVlProcessor {
     pub(super) config: Arc<QwenVlConfig>,

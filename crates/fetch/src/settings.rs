@@ -1,7 +1,0 @@
-//! Settings that messages name.
-
-use crate::UrlOptions;
-
-omnigrpo_guard::settings! {
-    ALLOW_PRIVATE = UrlOptions.allow_private;
-}
