@@ -5,7 +5,7 @@ use std::fs::{File, create_dir_all};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,6 @@ struct Inner {
     last_line: Mutex<Instant>,
     plain_every: Duration,
     activity: Activity,
-    words: OnceLock<fn(&str) -> String>,
 }
 
 enum Sink {
@@ -94,8 +93,7 @@ impl Console {
 
     fn new(sink: Sink, colour: bool, plain_every: Duration) -> Self {
         let (log, last_line) = (Mutex::new(None), Mutex::new(Instant::now()));
-        let (activity, words) = (Activity::default(), OnceLock::new());
-        Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity, words }))
+        Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity: Activity::default() }))
     }
 
     /// Also appends every later line to this file, with the time at which it was written.
@@ -108,20 +106,6 @@ impl Console {
         let file = inside::open_to_write(path, File::options().create(true).append(true));
         *locked(&self.0.log) = Some(file.map_err(|e| Error::io("open the log", path, e))?);
         Ok(())
-    }
-
-    /// Passes every later line through a function, so that a program can replace internal names with the ones its users know.
-    /// Only the
-    /// first call has an effect.
-    pub fn word_by(&self, words: fn(&str) -> String) {
-        // Only the first function is kept.
-        let _ = self.0.words.set(words);
-    }
-
-    /// Applies the function of [`Self::word_by`] to a text, for records that people read.
-    #[must_use]
-    pub fn worded<'t>(&self, text: &'t str) -> Cow<'t, str> {
-        self.0.words.get().map_or(Cow::Borrowed(text), |words| Cow::Owned(words(text)))
     }
 
     /// Returns the width of the terminal in columns, or 80 without a terminal.
@@ -144,8 +128,7 @@ impl Console {
     pub fn log(&self, text: &str) {
         if let Some(log) = locked(&self.0.log).as_mut() {
             let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
-            let lines: String =
-                escape(&self.worded(text)).lines().map(|line| format!("{now} {line}\n")).collect();
+            let lines: String = escape(text).lines().map(|line| format!("{now} {line}\n")).collect();
             // Output errors are ignored, as the type documents.
             let _ = log.write_all(lines.as_bytes());
         }
@@ -178,8 +161,7 @@ impl Console {
     }
 
     fn show(&self, text: &str, marks: &[(&str, Style)]) {
-        let text = self.worded(text);
-        let text = escape(&text);
+        let text = escape(text);
         *locked(&self.0.last_line) = Instant::now();
         // Output errors are ignored, as the type documents.
         let _ = match &self.0.sink {

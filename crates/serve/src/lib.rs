@@ -71,8 +71,6 @@ pub struct Options {
     pub max_bytes: u64,
     /// Options for reading messages as rows: the question template, and whether media are downloaded.
     pub read: ReadOptions,
-    /// Function that words messages of the libraries for clients.
-    pub word: fn(&str) -> String,
 }
 
 /// A server of one model.
@@ -91,7 +89,6 @@ struct Arrival {
 
 struct App {
     name: String,
-    word: fn(&str) -> String,
     key: String,
     settings: request::Settings,
     arrivals: Mutex<Sender<Arrival>>,
@@ -108,12 +105,11 @@ impl Server {
     /// # Errors
     /// Returns an error if the port cannot be served or the system gives no random numbers.
     pub fn start(prompts: PromptBuilder, options: Options) -> Result<Self, Error> {
-        let Options { name, port, key, sampling, max_live, max_bytes, read, word } = options;
+        let Options { name, port, key, sampling, max_live, max_bytes, read } = options;
         let (sender, arrivals) = channel();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let app = Arc::new(App {
             name,
-            word,
             key: key.map_or_else(token, Ok).map_err(Error::Random)?,
             settings: request::Settings { prompts, read, sampling, max_live, max_bytes },
             arrivals: Mutex::new(sender),
@@ -311,7 +307,7 @@ impl App {
         };
         answered.unwrap_or_else(|refusal| {
             self.metrics.refused.fetch_add(u64::from(request.is_post()), Relaxed);
-            Refusal { message: (self.word)(&refusal.message), ..refusal }.answer()
+            refusal.answer()
         })
     }
 
@@ -417,6 +413,6 @@ impl App {
 
     fn fail(&self, reply: &mut Reply, error: &(dyn std::error::Error + 'static)) {
         self.metrics.failed.fetch_add(1, Relaxed);
-        reply.fail(&Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, (self.word)(&told(error))));
+        reply.fail(&Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, told(error)));
     }
 }

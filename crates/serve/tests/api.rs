@@ -55,7 +55,6 @@ impl Served {
                 max_live,
                 max_bytes,
                 read: ReadOptions::default(),
-                word: str::to_owned,
             };
             let server = Server::start(prompts, options).unwrap();
             tell.send(server.url()).unwrap();

@@ -93,7 +93,6 @@ impl Records {
         let Some(dir) = &mut self.dir else { return Ok(()) };
         self.console.line(&row.to_string());
         let SkippedRow { id, reason, replaced_by, .. } = row.clone();
-        let reason = self.console.worded(&reason).into_owned();
         let in_place = dir.append_skipped(&Skipped { step, id, reason, replaced_by })?;
         self.notice(in_place, "skipped.jsonl");
         Ok(())
@@ -248,7 +247,6 @@ impl Records {
             } else {
                 self.console.line(&warning.text);
             }
-            warning.text = self.console.worded(&warning.text).into_owned();
         }
         dir.append_warnings(&warnings)?;
         Ok(warnings)

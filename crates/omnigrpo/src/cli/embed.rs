@@ -47,8 +47,8 @@ use super::heap::Trim;
 use super::ranks::{self, Rank, Started};
 use super::verbs::{self, Context, setup};
 use crate::settings::{
-    CallerEnvironment, CallerRewards, Environment, Layer, Problem, Resolved, Settings, Verb, needs, resolve,
-    wording,
+    CallerEnvironment, CallerRewards, Environment, Layer, Problem, Resolved, Settings, Verb, name_flags,
+    needs, resolve,
 };
 
 /// The program in whose process a command runs.
@@ -346,8 +346,7 @@ fn run_as<T>(
     static HOOK: Once = Once::new();
     not_forked()?;
     HOOK.call_once(super::quiet_guarded_panics);
-    wording::name_flags();
-    console.word_by(wording::worded);
+    name_flags();
     let warnings = super::warnings(&console);
     let work = || {
         let resolved = verbs::of_rank(&resolved, &ranks)?;

@@ -19,7 +19,7 @@ use omnigrpo_observe::Console;
 use omnigrpo_ranks::Launch;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
-use crate::settings::{Problem, wording};
+use crate::settings::{Problem, name_flags};
 use arguments::Parsed;
 use ranks::Started;
 
@@ -43,7 +43,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, again: &[OsString]) -> u8 {
     bus::tell();
     bus::write_to_the_limit();
     quiet_guarded_panics();
-    wording::name_flags();
+    name_flags();
     let env = |name: &str| std::env::var(name).ok();
     let args: Vec<OsString> = args.into_iter().collect();
     let rank = Launch::read(env).map_or(0, |launch| launch.rank);
@@ -53,7 +53,6 @@ pub fn run(args: impl IntoIterator<Item = OsString>, again: &[OsString]) -> u8 {
         true => Console::stderr(wants_colour(env, std::io::stderr().is_terminal())),
         false => Console::plain(std::io::sink()),
     };
-    console.word_by(wording::worded);
     // This cannot fail: no other subscriber is set yet, since this is one of the program's first actions.
     let _ = tracing::subscriber::set_global_default(warnings(&console));
     let problem = match arguments::parse(args.iter().cloned(), env) {

@@ -52,4 +52,4 @@ pub use run::{
 };
 pub use schema::schema;
 pub use values::{Given, Origin, Resolved, Value, Values};
-pub use wording::{name_flags, worded};
+pub use wording::name_flags;

@@ -22,7 +22,6 @@ use super::{Context, print, print_data, profile, resume, setup};
 use crate::settings::Settings;
 use crate::settings::problem::Problem;
 use crate::settings::values::{Origin, Resolved, Value as Setting};
-use crate::settings::wording::worded;
 
 /// Writes lines of JSON. The file appears only when it is complete.
 pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<Item = T>) -> Result<()> {
@@ -133,7 +132,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
                 }
                 Err(Unusable { id, reason }) => {
                     failed += 1;
-                    json!({ "id": id, "error": worded(&reason) })
+                    json!({ "id": id, "error": reason })
                 }
             });
             progress.advance(1);
@@ -230,7 +229,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
             });
             partial.add(lines)?;
             for (row, Unusable { id, reason }) in done.unusable {
-                failed.insert(*row, json!({ "id": id, "error": worded(reason) }).to_string());
+                failed.insert(*row, json!({ "id": id, "error": reason }).to_string());
             }
             progress.advance((done.rows.len() + done.unusable.len()) as u64);
             Ok(())

@@ -42,7 +42,6 @@ use crate::settings::flags::Verb;
 use crate::settings::names::{Bf16Products, QuantizedActivations};
 use crate::settings::problem::Problem;
 use crate::settings::values::Resolved;
-use crate::settings::wording::worded;
 
 /// Context of a command besides its settings.
 pub struct Context {
@@ -248,8 +247,7 @@ pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
 
 /// Writes a table or a report to standard output. Escapes control characters; on a terminal, breaks lines between words.
 pub(crate) fn print(text: &str) -> Result<()> {
-    let text = worded(text);
-    let text = escape(&text);
+    let text = escape(text);
     match stdout_columns() {
         Some(columns) => {
             let end = if text.ends_with('\n') { "\n" } else { "" };

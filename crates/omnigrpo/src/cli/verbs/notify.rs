@@ -201,8 +201,7 @@ impl Notifier {
 
     /// Sends a message without waiting for its delivery.
     fn tell(&self, event: Event, message: &str, step: Option<u64>, rule: Option<&str>) {
-        let message = self.console.worded(message);
-        let body = format!("{}\n", self.body(event, &message, step, rule)).into_bytes();
+        let body = format!("{}\n", self.body(event, message, step, rule)).into_bytes();
         for target in self.targets.iter() {
             let (target, console, body) = (target.clone(), self.console.clone(), body.clone());
             let delivery = std::thread::Builder::new().spawn(move || {

@@ -12,7 +12,6 @@ use serde_json::json;
 use super::infer::with_columns;
 use super::{Context, print, setup};
 use crate::settings::problem::Problem;
-use crate::settings::wording::worded;
 use crate::settings::{Keep, Settings};
 
 /// Prints the table of rewards.
@@ -98,7 +97,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
                 }
                 Err(error) if keep.is_none() => {
                     let id = dataset.id(number);
-                    lines.push(json!({ "id": id, "error": worded(&told(error.as_ref())) }).to_string());
+                    lines.push(json!({ "id": id, "error": told(error.as_ref()) }).to_string());
                 }
                 Err(error) => {
                     let (id, error) = (dataset.id(number), told(error.as_ref()));

@@ -13,7 +13,6 @@ use signal_hook::flag;
 use super::train::is_ignored;
 use super::{Context, print, setup};
 use crate::settings::Settings;
-use crate::settings::wording::worded;
 
 /// Serves a model until a signal ends the program.
 pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
@@ -35,7 +34,6 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
         max_live: settings.algorithm.max_live,
         max_bytes,
         read: ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) },
-        word: worded,
     };
     stop_on_signals(&context.stop)?;
     let server = Server::start(prompts, options)?;

@@ -23,7 +23,7 @@ use super::push::Pusher;
 use super::{Context, plan, print, profile, setup, watch};
 use crate::cli::ranks::{LEAVES, connect_gpus, leaves, together};
 use crate::settings::{
-    BatchUnit, Flag, Kind, Problem, Resolved, Settings, command, print_config, read_deepspeed, worded,
+    BatchUnit, Flag, Kind, Problem, Resolved, Settings, command, print_config, read_deepspeed,
 };
 
 /// Runs GRPO training.
@@ -165,7 +165,7 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved, first: bool) -> Result<
     };
     if let Some(collapse) = &summary.collapsed {
         return Err(Problem::failure("the run collapsed and was stopped")
-            .got(worded(collapse))
+            .got(collapse)
             .expected("a run that keeps learning")
             .help(
                 "change that setting; then start from an earlier checkpoint with `--resume_from_checkpoint DIR \
@@ -221,7 +221,7 @@ fn ending(outcome: Outcome<'_>) -> String {
     match outcome {
         Err(error) => format!("it failed: {error}"),
         Ok(RunSummary { collapsed: Some(collapse), steps, .. }) => {
-            format!("stopped after step {steps}: {}", worded(collapse))
+            format!("stopped after step {steps}: {collapse}")
         }
         Ok(RunSummary { machine: Some(how), steps, .. }) => format!("stopped after step {steps}: {how}"),
         Ok(RunSummary { interrupted: true, steps, .. }) => format!("stopped after step {steps}"),
