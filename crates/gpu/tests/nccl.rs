@@ -1,7 +1,9 @@
 //! Exchanges between emulators, which are the GPUs of ranks on threads, over the stand-in of NCCL.
 #![allow(clippy::unwrap_used)]
 
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use omnigrpo_gpu::{Array, Dtype, Error, Gpu, Nccl};
@@ -111,7 +113,20 @@ fn this_process_says_how_ranks_fail() {
 fn said_with(variable: &str, value: &str) -> String {
     let own = ["--exact", "this_process_says_how_ranks_fail", "--ignored", "--nocapture"];
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let run = command.args(own).env(variable, value).output().unwrap();
+    command.args(own).env(variable, value).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let run = command.spawn().unwrap();
+    let id = libc::pid_t::try_from(run.id()).unwrap();
+    let (ended, waits) = mpsc::channel();
+    // A process that hangs is killed.
+    let guard = thread::spawn(move || {
+        if waits.recv_timeout(Duration::from_secs(120)) == Err(mpsc::RecvTimeoutError::Timeout) {
+            // SAFETY: the process is a child that has not been waited for.
+            unsafe { libc::kill(id, libc::SIGKILL) };
+        }
+    });
+    let run = run.wait_with_output().unwrap();
+    ended.send(()).unwrap();
+    guard.join().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     String::from_utf8(run.stdout).unwrap()
 }

@@ -849,9 +849,11 @@ fn a_launcher_that_cannot_start_a_run_gets_the_line_to_type() {
     let unequal =
         told(&[("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")], &["--nproc_per_node", "4"]);
     assert!(unequal.contains("2 processes, `nproc_per_node` 4"), "{unequal}");
-    let machines = [("WORLD_SIZE", "4"), ("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")];
-    let torch = told(&machines, &[]);
-    assert!(torch.contains("mpirun -n 4 --host"), "{torch}");
+    for of_machine in ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"] {
+        let machines = [("WORLD_SIZE", "4"), ("RANK", "0"), ("LOCAL_RANK", "0"), (of_machine, "2")];
+        let torch = told(&machines, &[]);
+        assert!(torch.contains("mpirun -n 4 --host"), "{torch}");
+    }
 }
 
 #[test]

@@ -73,7 +73,18 @@ impl Launch {
             let (mut local_rank, mut local_size) = (0, size);
             if launcher == Launcher::Torch {
                 local_rank = number("LOCAL_RANK")?.unwrap_or(rank);
-                local_size = number("LOCAL_WORLD_SIZE")?.unwrap_or(size);
+                // `deepspeed` sets the second name.
+                let of_machine = number("LOCAL_WORLD_SIZE")?.or(number("LOCAL_SIZE")?);
+                if of_machine.is_none() && local_rank != rank {
+                    return Err(Error::Variable {
+                        variable: "LOCAL_WORLD_SIZE",
+                        got: "no value".to_owned(),
+                        expected: format!(
+                            "the processes of this machine: RANK is {rank}, LOCAL_RANK {local_rank}"
+                        ),
+                    });
+                }
+                local_size = of_machine.unwrap_or(size);
             }
             return Ok(Self { launcher, rank, size, local_rank, local_size });
         }
@@ -220,8 +231,9 @@ mod tests {
                     ("LOCAL_WORLD_SIZE", "4"),
                     ("MASTER_ADDR", "a"),
                 ],
-                torch,
+                torch.clone(),
             ),
+            (&[("WORLD_SIZE", "8"), ("RANK", "5"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "4")], torch),
         ] {
             assert_eq!(read(variables).unwrap(), expected, "{variables:?}");
         }
@@ -234,6 +246,11 @@ mod tests {
         assert!(srun.contains("4 processes") && srun.contains("srun --mpi=pmix"), "{srun}");
         let rank = told(&[("WORLD_SIZE", "2")]);
         assert!(rank.contains("RANK") && rank.contains("no value") && rank.contains("WORLD_SIZE"), "{rank}");
+        let local = told(&[("WORLD_SIZE", "4"), ("RANK", "2"), ("LOCAL_RANK", "0")]);
+        assert!(
+            local.contains("LOCAL_WORLD_SIZE: got no value, expected the processes of this machine"),
+            "{local}"
+        );
         let high = told(&[("PMI_SIZE", "2"), ("PMI_RANK", "2")]);
         assert!(high.contains("PMI_RANK: got 2, expected a number below 2"), "{high}");
         let word = told(&[("OMPI_COMM_WORLD_SIZE", "two"), ("OMPI_COMM_WORLD_RANK", "0")]);

@@ -152,7 +152,7 @@ listed!(ScheduleKind:
 );
 listed!(GradientSum:
     "ordered" = GradientSum::Ordered, "In a fixed order: the bits do not depend on the number of ranks.";
-    "engine" = GradientSum::Engine, "In the order of MPI or NCCL: faster; relative differences up to ranks × 6e-8.";
+    "engine" = GradientSum::Engine, "In the order of MPI or NCCL: faster; a sum differs by up to ranks × 6e-8 of the sum of its absolute terms.";
 );
 listed!(Backend:
     "auto" = Backend::Auto, "NCCL between GPUs, MPI between CPUs.";

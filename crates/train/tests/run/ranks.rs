@@ -2,8 +2,8 @@
 
 use std::thread;
 
-use omnigrpo_grpo::RECIPES;
-use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig};
+use omnigrpo_grpo::{AdvantageKind, RECIPES};
+use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, RouterPlan};
 use omnigrpo_observe::RunLock;
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Ranks, Threads};
@@ -30,8 +30,11 @@ fn over(
         if rank > 0 {
             setup.lock = RunLock::of_first_rank(out);
         }
-        let (ranks, split) = (Ranks::new(engine), &mut setup.algorithm.split);
-        (split.ranks, split.leaves) = (ranks.clone(), LEAVES);
+        let queue = engine.queue();
+        let (ranks, split) = (Ranks::new(engine).with_queue(queue), &mut setup.algorithm.split);
+        // Three ranks have a number of leaves of their own.
+        split.leaves = if split.leaves == 1 { LEAVES } else { split.leaves };
+        split.ranks = ranks.clone();
         if let (Device::Gpu(card), 2..) = (setup.model.device(), size) {
             card.connect(&ranks, &[]).unwrap();
         }
@@ -120,8 +123,10 @@ fn ranks_give_the_bits_of_one_process(place: &Place, what: &str, change: impl Fn
 
 #[test]
 fn every_setting_gives_the_bits_of_one_process() {
-    let more: [Setting; 6] = [
+    let more: [Setting; 8] = [
         ("plain", |_| {}),
+        ("deviation of the batch", |s| s.algorithm.advantage = AdvantageKind::Batch),
+        ("rewards normalised first", |s| s.algorithm.normalize_then_sum = true),
         ("several leaves per micro-batch", |s| s.algorithm.prompts_per_micro_batch = 3),
         ("a prompt less than ranks", |s| s.run.prompts_per_step = 3),
         ("one prompt", |s| s.run.prompts_per_step = 1),
@@ -225,13 +230,58 @@ fn a_rollout_with_turns_is_resumed_on_other_ranks() {
 #[test]
 fn every_loss_gives_the_bits_of_one_process() {
     let place = Place::new();
+    let kinds: [Setting; 4] = [
+        ("f32", |_| {}),
+        ("bf16", in_bf16),
+        ("f32, adapters", adapters),
+        ("bf16, adapters", |s| {
+            in_bf16(s);
+            adapters(s);
+        }),
+    ];
     for recipe in RECIPES {
-        ranks_give_the_bits_of_one_process(&place, recipe.name, |setup| {
-            setup.algorithm.follow(recipe);
-            setup.algorithm.loss.beta = 0.02;
-            setup.run.num_iterations = 2;
-        });
+        for (kind, change) in kinds {
+            ranks_give_the_bits_of_one_process(&place, &format!("{}, {kind}", recipe.name), |setup| {
+                change(setup);
+                setup.algorithm.follow(recipe);
+                setup.algorithm.loss.beta = 0.02;
+                (setup.run.num_iterations, setup.run.max_steps) = (2, Some(2));
+                setup.run.save = SaveWhen::Steps(2);
+            });
+        }
     }
+}
+
+/// Losses of the routers have sums over all rows of a step.
+#[test]
+fn experts_give_the_bits_of_one_process() {
+    let place = Place::new();
+    ranks_give_the_bits_of_one_process(&place, "experts", |setup| {
+        let dir = checkpoint("aria");
+        setup.model = Model::load(&dir, WeightDtype::Auto).unwrap();
+        setup.prompts = Arc::new(setup::prompts(&dir, 8));
+        setup.algorithm.router = RouterPlan { aux: 0.01, z: 0.001 };
+    });
+}
+
+/// Three ranks have other sums than one, two or four, but the same ones however the state and the weights are divided, and those of one
+/// process with three leaves.
+#[test]
+fn three_ranks_are_exact_among_themselves() {
+    let place = Place::new();
+    let run = |what: &str, size: usize, shard: Shard| {
+        let out = place.out(what);
+        done(size, &out, |_, out| {
+            let mut setup = plain(&place, out);
+            cut_into(&mut setup, shard);
+            setup.algorithm.split.leaves = 3;
+            setup
+        });
+        out
+    };
+    let alone = run("alone", 1, Shard::None);
+    assert_same(&alone, &run("three", 3, Shard::None), "three ranks");
+    assert_same(&alone, &run("three, cut", 3, Shard::Weights), "three ranks with cut weights");
 }
 
 /// Trains adapters with dropout on all linear layers.

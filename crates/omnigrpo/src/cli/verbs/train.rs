@@ -386,9 +386,10 @@ fn binding(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
         (flag.name.to_owned(), if is_path { real_paths(value) } else { value })
     };
     let mut out: Map<String, Value> = resolved.values.binding(resolved.verb).map(real).collect();
-    // A step has as many prompts on another number of processes with as many more or fewer batches.
-    if let Some(batches) = out.get_mut("gradient_accumulation_steps") {
-        *batches = (resolved.settings.batch.accumulation * resolved.settings.env.processes.max(1)).into();
+    // A run may divide its steps over processes and batches in another way.
+    let divided = ["per_device_train_batch_size", "gradient_accumulation_steps"].map(|name| out.remove(name));
+    if divided.iter().any(Option::is_some) {
+        out.insert("prompts_per_step".into(), resolved.settings.run.prompts_per_step.into());
     }
     if leaves > 1 {
         out.insert(LEAVES.into(), leaves.into());
