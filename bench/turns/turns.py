@@ -184,7 +184,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--side", choices=["model", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help="folder for the files; the model of an earlier run is used again")
     args = parser.parse_args()
     if args.side:
         return write_model(args.place) if args.side == "model" else run_trl(args.place, args.threads)
@@ -193,23 +193,29 @@ def main():
     runs = {"two": [], "one": [], "trl": []}
     with tempfile.TemporaryDirectory() as scratch:
         place = args.place or Path(scratch)
-        finished([args.trl_python, Path(__file__).resolve(), "--side", "model", "--place", place])
-        finished([
-            args.program, "sft", "--model_name_or_path", place / "model", "--train_file", place / "lessons.jsonl", "--output_dir", place / "taught",
-            "--max_steps", 60, "--learning_rate", 1e-3, "--warmup_steps", 10, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 1,
-            "--max_completion_length", 1024, "--torch_dtype", "float32", "--save_strategy", "no", "--device", "cpu", "--num_train_epochs", 100,
-        ])  # fmt: skip
+        if not (place / "taught/model.safetensors").exists():
+            finished([args.trl_python, Path(__file__).resolve(), "--side", "model", "--place", place])
+            finished([
+                args.program, "sft", "--model_name_or_path", place / "model", "--train_file", place / "lessons.jsonl", "--output_dir", place / "taught",
+                "--max_steps", 120, "--learning_rate", 1e-3, "--warmup_steps", 10, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 1,
+                "--max_completion_length", 1024, "--torch_dtype", "float32", "--save_strategy", "no", "--device", "cpu", "--num_train_epochs", 100,
+            ])  # fmt: skip
         for repeat in range(args.repeats):
             for kind in ("two", "one"):
                 runs[kind].append(own(args, place, kind, repeat))
             runs["trl"].append(beside(args, place))
     names = {"two": "two turns", "one": "one turn of as many tokens", "trl": "two turns, TRL"}
-    lines = ["| a step | seconds | of two turns | peak memory | sampled tokens | calls per completion |", "|---|---|---|---|---|---|"]
+    lines = ["| a step | seconds | two turns take | peak memory | sampled tokens | calls per completion |", "|---|---|---|---|---|---|"]
     secs = {kind: median(step for run in own for step in run["steps"][1:]) for kind, own in runs.items()}
     for kind, each in runs.items():
         length, calls, memory = (sum(run[key] for run in each) / len(each) for key in ("length", "calls", "memory"))
-        lines.append(f"| {names[kind]} | {secs[kind]:.2f} | {secs[kind] / secs['two']:.2f} | {memory / 1000:.2f} GB | {length:.0f} | {calls:.2f} |")
+        lines.append(f"| {names[kind]} | {secs[kind]:.2f} | {secs['two'] / secs[kind]:.2f} of it | {memory / 1000:.2f} GB | {length:.0f} | {calls:.2f} |")
     print("\n".join(lines))
+    calls = min(run["calls"] for kind in ("two", "trl") for run in runs[kind])
+    if calls < 0.95:
+        sys.exit(f"{calls:.2f} calls per completion, expected at least 0.95: the model has not learned the call")
+    if secs["two"] > 1.15 * secs["one"]:
+        sys.exit(f"two turns take {secs['two'] / secs['one']:.2f} of the time of one turn, expected at most 1.15")
     if args.page:
         begin, end = "<!-- turns: bench/turns/turns.py -->\n", "<!-- end of turns -->"
         head, rest = PAGE.read_text().split(begin)

@@ -45,10 +45,16 @@ const metrics = (step) => JSON.stringify({
   'sampling/sampling_logp_difference/max': 1e-3, num_tokens: 9000, step_time: 2, 'time/rollout': 1.2, 'time/backward': 0.7, 'memory/peak_mb': 900, 'machine/cpu_percent': 80, 'machine/memory_mb': 9000, 'machine/gpu_percent': 95, 'machine/gpu_memory_mb': 20000,
 });
 
-const rollout = (step, group, sample, completion, media) => JSON.stringify({
+// A call with a box in pixels of the first picture, which has one, and the answer.
+const turn = (dir) => ({
+  model: '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0.25, 0.5, 0.75, 1]}}</tool_call>', model_tokens: 9,
+  text: 'a closer look', tokens: 5, media: [join(dir, 'part.png')],
+});
+
+const rollout = (step, group, sample, completion, media, turns) => JSON.stringify({
   step, timestamp: '2026-01-01T00:00:00Z', epoch: 0.1, id: `row-${group}`, group, sample, prompt: `<|im_start|>user\nWhich colour? (${group})<|im_end|>\n`,
   completion, solution: '<answer>red</answer>', rewards: { accuracy: sample % 2, format: 1 }, reward: sample % 2, advantage: sample % 2 ? 1 : -1,
-  length: 4, finish_reason: sample === 3 ? 'length' : 'stop', media, frame_times_secs: [], columns: {}, ...(sample === 0 ? { row: { type: group % 2 ? 'shape' : 'colour' } } : {}),
+  length: 4, finish_reason: sample === 3 ? 'length' : 'stop', media, frame_times_secs: [], turns, columns: {}, ...(sample === 0 ? { row: { type: group % 2 ? 'shape' : 'colour' } } : {}),
 });
 
 // Stands for a byte that is no UTF-8.
@@ -69,7 +75,7 @@ function temporary(name) {
 function madeUp() {
   const dir = temporary('omnigrpo-page-');
   ['rollouts', 'tokens', 'eval'].forEach((name) => mkdirSync(join(dir, name)));
-  writeFileSync(join(dir, 'dot.png'), PNG);
+  ['dot.png', 'part.png'].forEach((name) => writeFileSync(join(dir, name), PNG));
   writeFileSync(join(dir, 'tone.wav'), wav(0.5));
   writeFileSync(join(dir, 'config.yaml'), 'run_name: made up    # flag\nlearning_rate: 1e-6    # default\nmax_steps: 80    # flag\n');
   const all = Array.from({ length: 60 }, (_, at) => at + 1);
@@ -82,7 +88,7 @@ function madeUp() {
   for (const step of all) {
     const media = [join(dir, 'dot.png'), join(dir, 'tone.wav')];
     const lines = [0, 1, 2].flatMap((group) => [0, 1, 2, 3].map((sample) => rollout(step, group, sample,
-      sample === 2 ? HOSTILE + BAD : sample === 3 && group === 0 ? `\u202egnorw\u0007 ${'long '.repeat(200000)}` : `<think>it is</think><answer>${group === 2 && step === 42 ? 'needle' : 'red'}</answer>`, group === 0 ? media : [])));
+      sample === 2 ? HOSTILE + BAD : sample === 3 && group === 0 ? `\u202egnorw\u0007 ${'long '.repeat(200000)}` : `<think>it is</think><answer>${group === 2 && step === 42 ? 'needle' : 'red'}</answer>`, group === 0 ? media : [], step === 59 && group === 0 && sample === 0 ? [turn(dir)] : undefined)));
     writeFileSync(join(dir, `rollouts/step-${String(step).padStart(6, '0')}.jsonl`), withBadBytes(lines.map((line) => `${line}\n`).join('')));
   }
   const tokens = { group: 0, sample: 1, tokens: ['<think>', 'it', ' is', '<b>'], logprobs: [-0.1, -2, -0.01, -1], sampled_logprobs: [-0.1, -1.9, -0.01, -1], reference_logprobs: [-0.2, -1, -0.01, -1], entropies: [0.1, 2, 0.1, 1] };
@@ -240,6 +246,16 @@ try {
   await all.click();
   await tab.waitForFunction(() => [...document.querySelectorAll('.card pre')].some((own) => own.textContent.length > 1e6));
   console.log('hostile and long text is text, picture and sound are there');
+
+  await tab.goto(`${url}#/rollouts?step=59&group=0`);
+  const box = await tab.waitForSelector('.card[data-sample="0"] .boxed span');
+  assert.deepEqual(await box.evaluate(({ style }) => [style.left, style.top, style.width, style.height]), ['25%', '50%', '50%', '50%']);
+  await tab.waitForFunction(() => document.querySelector('.card[data-sample="0"] img.crop')?.naturalWidth === 1);
+  assert.deepEqual((await tab.$$eval('.card[data-sample="0"] pre', (all) => all.map((own) => own.textContent))).slice(1, 3), ['a closer look', '<think>it is</think><answer>red</answer>']);
+  assert.equal(await tab.$$eval('.boxed', (all) => all.length), 1);
+  console.log('a completion of several turns is a conversation, with the box on the picture and the part beside it');
+  await tab.goto(`${url}#/rollouts?step=60&group=0`);
+  await tab.waitForSelector('.card');
 
   await tab.selectOption('select[aria-label="colour of tokens"]', 'probability');
   await tab.waitForSelector('.tokens [data-at="1"]');

@@ -314,7 +314,7 @@ impl PromptBuilder {
             ));
         }
         let question = [Turn::text(Role::User, "?")];
-        if !self.family.processor().instruction_ids(&question)?.is_empty() {
+        if self.family.processor().reads_question() {
             return Err(unsupported(
                 "this model's projector reads the question, and later turns have none; use a model of another family",
             ));

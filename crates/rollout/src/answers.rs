@@ -7,7 +7,7 @@ use std::thread::{Builder, Scope};
 use std::time::Instant;
 
 use omnigrpo_data::{Cause, MediumRef, Sample};
-use omnigrpo_guard::guarded;
+use omnigrpo_guard::{Fault, fault, guarded, told};
 use omnigrpo_models::{Prompt, PromptBuilder};
 use omnigrpo_text::{Part, Role, ToolCall, Turn};
 
@@ -185,26 +185,34 @@ fn answer(shared: &Shared, question: Question) -> Result<(Box<dyn Episode>, Reac
     };
     let tokens_left = interaction.max_answer_tokens.map_or(tokens_left, |most| most.min(tokens_left));
     let turn = ModelTurn { text: &text, ids: &ids, calls: &calls, number, tokens_left };
-    let reaction = match episode.answer(&turn)? {
-        Answer::Stop => Reaction::Stop,
-        Answer::Say { role: Role::Assistant | Role::System, .. } => {
-            return Err("it answered as the assistant or the system; expected a tool or a user".into());
-        }
-        Answer::Say { role, parts, failed } => {
-            let (said, sources) = conversation_turn(role, parts);
-            let bytes = |part: &Part| if let Part::Text(text) = part { text.len() } else { 0 };
-            let bytes: usize = said.parts.iter().map(bytes).sum();
-            if sources.len() > interaction.max_answer_media || bytes > MAX_ANSWER_BYTES {
-                Reaction::TooLong
-            } else {
-                match prompts.turn(&said, &sources, tokens_left)? {
-                    Some(turn) => {
-                        Reaction::Said(Box::new(Said { turn, said, sources, calls: calls.len(), failed }))
-                    }
-                    None => Reaction::TooLong,
-                }
+    let react = |answer| -> Result<Reaction, Cause> {
+        let (role, parts, failed) = match answer {
+            Answer::Stop => return Ok(Reaction::Stop),
+            Answer::Say { role: Role::Assistant | Role::System, .. } => {
+                return Err("it answered as the assistant or the system; expected a tool or a user".into());
             }
+            Answer::Say { role, parts, failed } => (role, parts, failed),
+        };
+        let (said, sources) = conversation_turn(role, parts);
+        let bytes = |part: &Part| if let Part::Text(text) = part { text.len() } else { 0 };
+        let bytes: usize = said.parts.iter().map(bytes).sum();
+        if sources.len() > interaction.max_answer_media || bytes > MAX_ANSWER_BYTES {
+            return Ok(Reaction::TooLong);
         }
+        Ok(match prompts.turn(&said, &sources, tokens_left)? {
+            Some(turn) => Reaction::Said(Box::new(Said { turn, said, sources, calls: calls.len(), failed })),
+            None => Reaction::TooLong,
+        })
+    };
+    let answer = episode.answer(&turn)?;
+    let shows = |part: &AnswerPart| matches!(part, AnswerPart::Medium { .. });
+    let has_media = matches!(&answer, Answer::Say { parts, .. } if parts.iter().any(shows));
+    let reaction = match react(answer) {
+        // The model may have asked for a medium that does not exist: it reads why.
+        Err(cause) if has_media && fault(&*cause, Fault::Row) == Fault::Row => {
+            react(Answer::failed(&told(&*cause), calls.len()))?
+        }
+        reaction => reaction?,
     };
     Ok((episode, reaction))
 }

@@ -187,6 +187,15 @@ pub fn append(row: &mut Sample, parts: Vec<AnswerPart>) {
     }
 }
 
+impl Answer {
+    /// Returns an answer that lets the model read why its calls failed.
+    #[must_use]
+    pub fn failed(what: &str, calls: usize) -> Self {
+        let text = json!({ "error": what }).to_string();
+        Self::Say { role: Role::Tool, parts: vec![AnswerPart::Text(text)], failed: calls }
+    }
+}
+
 /// Answers each call in order with what `run` returns. A call that cannot be read, and one that fails, is answered with the error.
 pub fn answer_calls(
     turn: &ModelTurn<'_>,

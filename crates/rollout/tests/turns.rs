@@ -58,6 +58,11 @@ impl Episode for Showing {
         assert!(turn.tokens_left > 0 && (1..=ANSWERS).contains(&turn.number) && !turn.ids.is_empty());
         match self.fails {
             Some("panic") => panic!("planted"),
+            Some("picture") => {
+                let path = PathBuf::from("/nonexistent/picture.png");
+                let parts = vec![AnswerPart::Medium { kind: MediumKind::Image, path }];
+                return Ok(Answer::Say { role: Role::Tool, parts, failed: 0 });
+            }
             Some(what) => return Err(what.into()),
             None => {}
         }
@@ -316,6 +321,36 @@ fn a_broken_environment_ends_the_rollout_with_its_place() {
     );
     assert!(told.contains(" of row "), "{told}");
     assert!(error("panic").ends_with(": it panicked"));
+}
+
+/// The model reads why a picture of an answer cannot be read.
+#[test]
+fn a_picture_that_cannot_be_read_is_an_error_of_the_model() {
+    let setup = Setup::new("qwen2_vl_untied", Device::Cpu);
+    let params = SamplingParams { max_completion_length: 360, ..params([0, 0], Some("picture")) };
+    let generated = setup.generate(&params, 64, None).unwrap();
+    let turns: Vec<_> = generated.iter().flat_map(|of| &of.completions).flat_map(|c| &c.turns).collect();
+    assert!(turns.len() >= 3, "{}", turns.len());
+    for turn in turns {
+        assert!(turn.sources.is_empty() && turn.turn.media.is_empty());
+        assert!(
+            turn.turn.text.contains("{\"error\":") && turn.turn.text.contains("picture.png"),
+            "{}",
+            turn.turn.text
+        );
+    }
+    assert!(generated.iter().all(|of| of.media.is_empty()));
+}
+
+/// Families whose projector reads the question, or whose template ends a turn with ordinary tokens, take no turns.
+#[test]
+fn families_without_turns_are_refused_with_the_reason() {
+    for (name, why) in [("humanomni", "projector reads the question"), ("aria", "which is not one token")] {
+        let opened = Checkpoint::open(&checkpoint(name)).unwrap();
+        let prompts = PromptBuilder::open(&opened, PromptSettings::default()).unwrap();
+        let error = prompts.turn_stop().unwrap_err().to_string();
+        assert!(error.contains(why), "{name}: {error}");
+    }
 }
 
 /// A box on the original picture comes back as that part of it.

@@ -29,6 +29,8 @@ use std::sync::Arc;
 
 use base64::Engine as _;
 use omnigrpo_data::{Cause, Sample};
+use omnigrpo_guard::{Fault, fault, told};
+use omnigrpo_media::MediaError;
 use omnigrpo_models::Limits;
 use omnigrpo_rewards::{Caller, ExternalOptions, conversation};
 use omnigrpo_rollout::{
@@ -222,6 +224,13 @@ fn spoken(answer: &Answer) -> Value {
     Value::String(text.collect())
 }
 
+/// Returns an answer that lets the model read why its calls failed, and its content as a message.
+fn failed(what: &str, turn: &ModelTurn<'_>) -> (Answer, Value) {
+    let answer = Answer::failed(what, turn.calls.len());
+    let content = spoken(&answer);
+    (answer, content)
+}
+
 impl Asking {
     /// Returns the answer, and its content as a message.
     fn ask(&self, turn: &ModelTurn<'_>) -> Result<(Answer, Value), Cause> {
@@ -243,9 +252,7 @@ impl Asking {
             return Ok((Answer::Stop, Value::Null));
         }
         if let Some(error) = answer.get("error").filter(|error| !error.is_null()) {
-            let text = json!({ "error": plain(error) }).to_string();
-            let parts = vec![AnswerPart::Text(text.clone())];
-            return Ok((Answer::Say { role: Role::Tool, parts, failed: turn.calls.len() }, text.into()));
+            return Ok(failed(&plain(error), turn));
         }
         let role = match answer.get("role").and_then(Value::as_str) {
             None | Some("tool") => Role::Tool,
@@ -269,7 +276,13 @@ impl Asking {
         let content = answer
             .remove("answer")
             .ok_or("its answer lacks `answer`, `stop`, `error` and `fault`; expected one of them")?;
-        Ok((Answer::Say { role, parts: self.outside.parts(&content)?, failed }, content))
+        match self.outside.parts(&content) {
+            // The model may have asked for a picture that does not exist: it reads why.
+            Err(cause) if cause.is::<MediaError>() && fault(&*cause, Fault::Row) == Fault::Row => {
+                Ok(self::failed(&told(&*cause), turn))
+            }
+            parts => Ok((Answer::Say { role, parts: parts?, failed }, content)),
+        }
     }
 }
 

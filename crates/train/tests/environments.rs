@@ -32,6 +32,8 @@ for line in sys.stdin:
         answer["answer"] = [{"type": "image", "image": request["media"][0]}, {"type": "text", "text": "here"}]
     elif "data" in text:
         answer["answer"] = [{"type": "image", "image": request["columns"]["picture"]}]
+    elif "gone" in text:
+        answer["answer"] = [{"type": "image", "image": "/nonexistent/picture.png"}]
     elif "mistake" in text:
         answer["error"] = "no such place"
     elif "enough" in text:
@@ -50,6 +52,37 @@ for line in sys.stdin:
         answer.update(answer=request["turns"][-1]["content"] if isinstance(request["turns"][-1]["content"], str) else "?", role="user")
     print(json.dumps(answer), flush=True)
 "#;
+
+/// Passes each request to the program, and its answer back.
+const SERVER: &str = r#"
+import http.server, json, subprocess, sys
+program = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        program.stdin.write(json.dumps(request).encode() + b"\n")
+        program.stdin.flush()
+        answer = program.stdout.readline()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    def log_message(self, *_):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"#;
+
+/// Ends with the test.
+struct Server(std::process::Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 struct Place {
     dir: TempDir,
@@ -136,6 +169,13 @@ fn a_program_answers_with_text_and_pictures() {
         place.ask(&["mistake"]),
         Ok(Answer::Say { role: Role::Tool, parts: vec![mistake], failed: 0 })
     );
+
+    // The model may have named a picture that does not exist.
+    let Ok(Answer::Say { role: Role::Tool, parts, failed: 1 }) = place.ask(&[&call("gone")]) else {
+        panic!()
+    };
+    let [AnswerPart::Text(text)] = &parts[..] else { panic!("{parts:?}") };
+    assert!(text.starts_with("{\"error\":") && text.contains("/nonexistent/picture.png"), "{text}");
 
     let requests = place.requests();
     assert_eq!(requests[0], json!({ "id": 0, "probe": true }));
@@ -297,6 +337,43 @@ fn requests_carry_the_conversation() {
     assert_eq!(said, ["assistant", "user", "assistant", "tool"]);
     assert_eq!(turns[1]["content"], "first");
     assert!(turns[4]["content"].as_str().unwrap().contains("is not JSON"), "{}", turns[4]);
+}
+
+/// Requests and answers are the same over HTTP.
+#[test]
+fn an_endpoint_answers_like_a_program() {
+    let (program, endpoint) = (Place::new(&options()), Place::new(&options()));
+    let server = endpoint.dir.path().join("server.py");
+    std::fs::write(&server, SERVER).unwrap();
+    let log = endpoint.dir.path().join("log");
+    std::fs::remove_file(&log).unwrap();
+    let mut command = std::process::Command::new("python3");
+    command.args([server, endpoint.dir.path().join("program.py"), log]).stdout(std::process::Stdio::piped());
+    let mut server = Server(command.spawn().unwrap());
+    let mut port = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(server.0.stdout.take().unwrap()), &mut port)
+        .unwrap();
+    let spec = format!("http://127.0.0.1:{}/", port.trim());
+    let media = endpoint.dir.path().join("media");
+    let environment = environment(&spec, media, &Limits::default(), &options()).unwrap();
+    assert_eq!(environment.tools(), program.environment.tools());
+    let endpoint = Place { environment, ..endpoint };
+    for texts in [&["crop"][..], &["data"], &["mistake"], &["enough"], &[&call("gone")], &["x", "y"]] {
+        let said = |place: &Place| {
+            let answer = place.ask(texts).unwrap();
+            format!("{answer:?}").replace(&*place.dir.path().to_string_lossy(), "")
+        };
+        assert_eq!(said(&endpoint), said(&program));
+    }
+    let fault = endpoint.ask(&["broken"]).unwrap_err();
+    assert!(fault.contains("the simulator is gone"), "{fault}");
+    let without_ids = |place: &Place| -> Vec<Value> {
+        let mut requests = place.requests();
+        requests.truncate(8);
+        requests.iter_mut().for_each(|request| drop(request.as_object_mut().unwrap().remove("id")));
+        requests
+    };
+    assert_eq!(without_ids(&endpoint), without_ids(&program));
 }
 
 #[test]

@@ -89,6 +89,11 @@ pub trait Processor: Send + Sync {
         turns.to_vec()
     }
 
+    /// Returns true if the projector reads the question ([`Self::instruction_ids`]).
+    fn reads_question(&self) -> bool {
+        false
+    }
+
     /// Returns the ids of the question that the projector reads (see [`super::Encoder::project`]), in a separate vocabulary. Most
     /// projectors do not read the question.
     ///

@@ -99,6 +99,10 @@ impl Processor for HumanOmniProcessor {
         turns
     }
 
+    fn reads_question(&self) -> bool {
+        true
+    }
+
     /// Encodes the text of the last user turn with BERT's special tokens, truncated to the length that BERT supports.
     fn instruction_ids(&self, turns: &[Turn]) -> Result<Vec<u32>> {
         let Some(turn) = turns.iter().rev().find(|turn| turn.role == Role::User) else {
