@@ -412,7 +412,7 @@ fn reward_model(name: &str) -> RewardModel {
     RewardModel::load(name, &dir, WeightDtype::Auto, RenderOptions::default()).unwrap()
 }
 
-/// A process that does not score checks the weights of a reward model, and has none of their values.
+/// A process that does not score checks the weights of a reward model, but not their values.
 #[test]
 fn an_outline_is_checked_and_cannot_score() {
     let outline = FrozenWeights { dtype: WeightDtype::Auto, is_outline: true };
