@@ -1,4 +1,4 @@
-//! What several targets share.
+//! Functions of several targets.
 
 /// Lets panics of code that reports them as errors of a file ([`omnigrpo_guard::guarded`]) pass. Any other panic is a finding.
 pub fn let_guarded_panics_pass() {
