@@ -163,6 +163,18 @@ fn a_run_resumes_only_where_it_makes_sense() {
     );
     assert_eq!(place.lines("checkpoints/rl/a/metrics.jsonl").len(), 1);
 
+    // A step of as many prompts may be divided in another way; one of more prompts makes another run.
+    let divided = |per_device: usize, batches: usize, steps: usize| {
+        let batch =
+            format!("--per_device_train_batch_size {per_device} --gradient_accumulation_steps {batches}");
+        line("c", steps).replace("--gradient_accumulation_steps 1", &batch)
+    };
+    place.run(&divided(2, 1, 1)).ok();
+    let other = place.run(&divided(1, 2, 2)).ok().stderr;
+    assert!(other.contains("at step 1 of 2"), "{other}");
+    let more = place.run(&divided(2, 2, 3)).ok().stderr;
+    assert!(more.contains("prompts_per_step: 2 → 4") && !more.contains("resuming"), "{more}");
+
     // With a new name, or an emptied directory, it starts from the beginning.
     assert!(!place.run(&line("b", 1)).ok().stderr.contains("resuming"));
     std::fs::remove_dir_all(place.path("checkpoints/rl/b")).unwrap();

@@ -191,9 +191,13 @@ impl Answer {
     /// Returns an answer that lets the model read why its calls failed.
     #[must_use]
     pub fn failed(what: &str, calls: usize) -> Self {
-        let text = json!({ "error": what }).to_string();
-        Self::Say { role: Role::Tool, parts: vec![AnswerPart::Text(text)], failed: calls }
+        Self::Say { role: Role::Tool, parts: vec![error(what)], failed: calls }
     }
+}
+
+/// Returns the text by which the model reads of a failure.
+fn error(what: &str) -> AnswerPart {
+    AnswerPart::Text(json!({ "error": what }).to_string())
 }
 
 /// Answers each call in order with what `run` returns. A call that cannot be read, and one that fails, is answered with the error.
@@ -207,9 +211,9 @@ pub fn answer_calls(
             parts.push(AnswerPart::Text("\n".to_owned()));
         }
         let answer = call.as_ref().map_err(String::clone).and_then(&mut run);
-        parts.extend(answer.unwrap_or_else(|error| {
+        parts.extend(answer.unwrap_or_else(|what| {
             failed += 1;
-            vec![AnswerPart::Text(json!({ "error": error }).to_string())]
+            vec![error(&what)]
         }));
     }
     Answer::Say { role: Role::Tool, parts, failed }
