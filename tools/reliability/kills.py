@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,24 @@ LORA = " --use_peft --lora_r 4 --lora_alpha 8"
 EVAL = " --eval_file rows.jsonl --eval_steps 4 --eval_on_start"
 F32, BF16, TILES, SOUND = "qwen2_5_vl_tied", "qwen2_5_vl_tied_bf16", "internvl_hf", "humanomni"
 RUN = STEPS + SAVES
+# Nearly uniform draws end some turns of a random model. A line is split at white space, so a `+` stands for the space in the command.
+TURNS = (
+    TRAIN.replace("length 6", "length 90").replace("--min_completion_length 90 ", "")
+    + " --num_iterations 2 --temperature 8 --logprob_temperature 1 --max_turns 2 --environment cmd:python3+environment.py"
+)
+# An environment that answers every turn with the picture of the row, or a word.
+ENVIRONMENT = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    answer = {"id": request["id"]}
+    if request.get("probe"):
+        answer["answers_text"] = True
+    else:
+        media = [path for path in request["media"] if path.endswith(".png")]
+        answer["answer"] = [{"type": "image", "image": media[0]}] if media else "look"
+    print(json.dumps(answer), flush=True)
+"""
 # Name, checkpoint, command, what is done to it.
 CASES = [
     ("f32", F32, TRAIN + RUN, "kill"),
@@ -54,6 +73,7 @@ CASES = [
     ("sft", F32, SFT + RUN, "kill"),
     ("sft of adapters", BF16, SFT + RUN + LORA, "kill"),
     ("two updates a rollout", F32, TRAIN + RUN + " --num_iterations 2", "kill"),
+    ("turns of an environment", F32, TURNS + RUN, "kill"),
     ("dapo with order of frames", F32, TRAIN.replace("random", "random accuracy") + RUN + " --loss_type dapo --temporal_order_bonus", "kill"),
     ("pictures in tiles", TILES, TRAIN + RUN, "kill"),
     ("with sound", SOUND, TRAIN.replace("rows", "heard") + RUN, "kill"),
@@ -80,7 +100,8 @@ class Bench:
 
     def __init__(self, args, case, place):
         self.binary, (self.name, model, line, self.kind), self.place = args.binary, case, place
-        self.words = [*line.format(steps=args.steps).split(), "--model", str(GOLDEN / "checkpoints" / model)]
+        words = line.format(steps=args.steps).split()
+        self.words = [*(word.replace("+", " ") for word in words), "--model", str(GOLDEN / "checkpoints" / model)]
         place.mkdir()
         rows = [{"id": f"sum-{i}", "problem": f"What is {i}+3?", "solution": f"<answer>{i + 3}</answer>"} for i in range(60)]
         seen = {"problem": "<image>What is it?", "solution": "<answer>a</answer>"}
@@ -90,6 +111,7 @@ class Bench:
         for name in ["shapes.png", "noise.png", "clip.gif", "rise.wav"]:
             shutil.copy(GOLDEN / "media" / name, place / name)
         (place / "cut.png").write_bytes((place / "shapes.png").read_bytes()[:60])
+        (place / "environment.py").write_text(ENVIRONMENT)
         self.write("rows", [*rows[:7], *pictures, clip])
         self.write("heard", [*rows[:7], pictures[0], heard])
         self.write("broken", [*rows[:7], pictures[0], seen | {"id": "cut", "image": "cut.png"}])
@@ -99,6 +121,9 @@ class Bench:
         if (code := self.finish(self.whole)) != 0:
             sys.exit(f"{self.name}: the uninterrupted run failed ({code}): {self.said()}")
         self.secs = time.monotonic() - began
+        logs = [path.read_text() for path in self.whole.glob("rollouts/*.jsonl")]
+        if "--environment" in self.words and not any('"environment_' in log or '"model_tokens"' in log for log in logs):
+            sys.exit(f"{self.name}: the environment has answered no turn")
         self.bytes = sum(path.stat().st_size for path in self.whole.rglob("*") if path.is_file())
 
     def write(self, name, rows):
@@ -274,6 +299,8 @@ def check_checkpoints(out):
 def timeless(path, drop):
     """Rows of a log without what a clock or the system says."""
     text = path.read_text() if path.is_file() else ""
+    # Copies of an environment's pictures are in the folder of the run.
+    text = re.sub(r'"[^"]*/media/', '"media/', text)
     rows = [json.loads(line) for line in text.splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(drop)} for row in rows]
 

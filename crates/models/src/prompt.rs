@@ -593,7 +593,7 @@ impl PromptBuilder {
     }
 
     /// Returns the tokens of a completion that a row contains, its own or those of its text, with the turns of an environment.
-    /// The first medium of the turns is number `first` of the group. Media that they add to `media` are appended there.
+    /// `media` holds the media of its group so far, first those of the prompt. Other media of the turns are appended there.
     ///
     /// # Errors
     /// Returns an error if the completion has neither tokens nor text, if a text cannot be encoded, if a medium is unreadable, or
@@ -601,7 +601,6 @@ impl PromptBuilder {
     pub fn recorded(
         &self,
         completion: &RecordedCompletion,
-        first: usize,
         media: &mut Vec<Arc<MediumInput>>,
     ) -> Result<(Vec<u32>, Vec<AddedTurn>)> {
         let unlike = |what: String| ModelError::AddedTurn { what };
@@ -640,7 +639,7 @@ impl PromptBuilder {
             let mut places = Vec::with_capacity(turn.media.len());
             for medium in &turn.media {
                 let known = media.iter().position(|known| known == medium);
-                places.push(first + known.unwrap_or(media.len()));
+                places.push(known.unwrap_or(media.len()));
                 if known.is_none() {
                     media.push(Arc::clone(medium));
                 }

@@ -24,6 +24,15 @@ for line in sys.stdin:
 const SAMPLED: &str =
     "--threads 1 --temperature 8 --logprob_temperature 1 --max_completion_length 160 --max_turns 2";
 
+/// Gives all completions of two of the three rows the same reward.
+const FLAT: &str = r#"
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    rewards = [sum(row["completion_ids"]) % 97 if "5" in row["solution"] else 0 for row in request["rows"]]
+    print(json.dumps({"id": request["id"], "rewards": rewards}), flush=True)
+"#;
+
 fn place() -> Place {
     let place = Place::new();
     place.write("environment.py", PROGRAM);
@@ -39,23 +48,43 @@ fn turns(row: &Value) -> Vec<Value> {
 #[test]
 fn a_program_answers_in_training_generation_and_evaluation() {
     let place = place();
+    place.write("flat.py", FLAT);
     for (run, more) in [
         ("plain", ""),
         ("lora", "--use_peft --lora_r 2"),
         ("few_bits", "--use_peft --lora_r 2 --load_in_4bit"),
-        ("resampled", "--max_resample_times 1 --num_iterations 2"),
+        ("resampled", "--max_resample_times 16 --num_iterations 2"),
         ("emulated", "--device emulated"),
     ] {
         let line = format!(
-            "train --model M {SAMPLED} --num_generations 6 --gradient_accumulation_steps 1 --train_file rows.jsonl --reward_funcs random --save_steps 1 \
+            "train --model M {SAMPLED} --num_generations 6 --gradient_accumulation_steps 1 --train_file rows.jsonl --save_steps 1 \
              --max_steps 2 --output_dir {run} {more}"
         );
-        place.run_with(&line, &ENVIRONMENT).ok();
+        let reward = if run == "resampled" { "cmd:python3 flat.py" } else { "random" };
+        let options = [&ENVIRONMENT[..], &["--reward_funcs", reward]].concat();
+        place.run_with(&line, &options).ok();
         let metrics = place.lines(&format!("{run}/metrics.jsonl"));
         let number = |name: &str| metrics[0][name].as_f64().unwrap();
-        // A rollout rounds activations to bytes before it multiplies them with weights of few bits, and the update does not.
-        let most = if run == "few_bits" { 0.5 } else { 2e-4 };
-        assert!(number("sampling/sampling_logp_difference/max") <= most, "{run}: {}", metrics[0]);
+        let dropped = metrics.iter().filter_map(|line| line["sampling/resampled_prompts"].as_f64());
+        assert_eq!(dropped.sum::<f64>() > 0.0, run == "resampled", "{run}");
+        // Turns add nothing to the difference between sampling and training. In few bits and in adapters after an update, a rollout
+        // rounds more than the update does.
+        let difference = |metrics: &[Value], what: &str| {
+            let name = format!("sampling/sampling_logp_difference/{what}");
+            metrics.iter().filter_map(|line| line[&name].as_f64()).fold(0.0, f64::max)
+        };
+        let with_turns: Vec<Value> =
+            metrics.iter().filter(|line| line["turns/mean"].as_f64() > Some(1.0)).cloned().collect();
+        assert!(!with_turns.is_empty(), "{run}: no step has turns");
+        let most = if more.contains("lora") {
+            let single = line.replace(&format!("_dir {run}"), &format!("_dir {run}_single"));
+            place.run_with(&single.replace("--max_turns 2", ""), &options[2..]).ok();
+            difference(&place.lines(&format!("{run}_single/metrics.jsonl")), "mean")
+        } else {
+            2e-6
+        };
+        assert!(difference(&with_turns, "mean") <= 2.0 * most, "{run}: {with_turns:?}");
+        assert!(difference(&with_turns, "max") <= 20.0 * most, "{run}: {with_turns:?}");
         assert_eq!(number("tools/failure_frequency"), 0.0);
         let folder = format!("{run}/rollouts");
         let files = place.names(&folder);
@@ -74,7 +103,7 @@ fn a_program_answers_in_training_generation_and_evaluation() {
         }
         // The file of settings names the environment, and the run resumes.
         assert!(place.text(&format!("{run}/config.yaml")).contains("cmd:python3 environment.py"));
-        let resumed = place.run_with(&line.replace("--max_steps 2", "--max_steps 3"), &ENVIRONMENT).ok();
+        let resumed = place.run_with(&line.replace("--max_steps 2", "--max_steps 3"), &options).ok();
         assert!(resumed.stderr.contains("resuming from"), "{}", resumed.stderr);
     }
     let generate =

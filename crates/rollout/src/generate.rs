@@ -175,8 +175,8 @@ impl Completion {
 pub struct Generated {
     /// Completions in sample order.
     pub completions: Vec<Completion>,
-    /// Media that an environment added to them, each once, with their features. Their places follow those of the prompt's media
-    /// ([`AddedTurn::media`]).
+    /// Media that an environment added to them and that the prompt does not have, each once, with their features. Their places
+    /// follow those of the prompt's media ([`AddedTurn::media`]).
     pub media: Vec<(Arc<MediumInput>, Features)>,
 }
 
@@ -186,7 +186,7 @@ impl Generated {
     fn number_media(&mut self, first: usize) {
         let mut order: Vec<usize> = Vec::with_capacity(self.media.len());
         for place in self.completions.iter_mut().flat_map(|c| &mut c.turns).flat_map(|turn| &mut turn.media) {
-            let old = *place - first;
+            let Some(old) = place.checked_sub(first) else { continue };
             let new = order.iter().position(|&known| known == old).unwrap_or_else(|| {
                 order.push(old);
                 order.len() - 1
@@ -593,15 +593,15 @@ impl<'a> Generator<'a> {
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Rows> {
         let Said { turn, said, sources, .. } = said;
-        let first = group.of.prompt.media.len();
+        let own = &group.of.prompt.media;
         let mut places = Vec::with_capacity(turn.media.len());
         for medium in &turn.media {
-            let known = media.iter().position(|(known, _)| Arc::ptr_eq(known, medium) || known == medium);
-            places.push(match known {
+            let mut known = own.iter().chain(media.iter().map(|(medium, _)| medium));
+            places.push(match known.position(|known| Arc::ptr_eq(known, medium) || known == medium) {
                 Some(known) => known,
                 None => {
                     media.push((Arc::clone(medium), self.model.encode(medium, &turn.instruction)?));
-                    media.len() - 1
+                    own.len() + media.len() - 1
                 }
             });
         }
@@ -620,7 +620,11 @@ impl<'a> Generator<'a> {
             instruction: Vec::new(),
             text: String::new(),
         };
-        let features: Vec<Features> = places.iter().map(|&place| media[place].1.clone()).collect();
+        let known = |place: usize| {
+            let added = || &media[place - own.len()].1;
+            group.of.features.get(place).unwrap_or_else(added).clone()
+        };
+        let features: Vec<Features> = places.iter().map(|&place| known(place)).collect();
         let (decoder, pass) = (self.model.decoder(), self.model.pass());
         let x = self.model.embed_prompt(&rows, &features)?;
         if let Some(memory) = memory.as_deref_mut() {
@@ -632,8 +636,7 @@ impl<'a> Generator<'a> {
         sequence.matcher = StopMatcher::new(self.stops);
         done.finish_reason = FinishReason::Length;
         done.ids.extend_from_slice(&turn.ids);
-        let media = places.into_iter().map(|place| first + place).collect();
-        done.turns.push(AddedTurn { start, turn: Arc::new(turn), media, sources, said });
+        done.turns.push(AddedTurn { start, turn: Arc::new(turn), media: places, sources, said });
         Ok(decoder.logits(&hidden)?)
     }
 

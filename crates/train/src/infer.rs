@@ -127,11 +127,11 @@ pub fn score_recorded(
             let unusable = |reason: String| Unusable { id: id.clone(), reason };
             let completions = row.sample.completions.as_deref();
             let completions = completions.ok_or_else(|| unusable("the row has no `completions`".into()))?;
-            let (first, mut media) = (row.prompt.media.len(), Vec::new());
-            let read = completions.iter().map(|completion| prompts.recorded(completion, first, &mut media));
+            let mut media = row.prompt.media.clone();
+            let read = completions.iter().map(|completion| prompts.recorded(completion, &mut media));
             let read: Result<Vec<_>, _> = read.collect();
             let (ids, turns): (Vec<_>, Vec<_>) = read.map_err(|e| unusable(told(&e)))?.into_iter().unzip();
-            row.add_media(media);
+            row.add_media(media.into_iter().skip(row.prompt.media.len()));
             let logprobs = logprobs_with_turns(model, &row.prompt, &ids, &turns, temperature, max_tokens);
             let logprobs = logprobs.map_err(|e| unusable(told(&e)))?;
             Ok(Recorded { row, ids, logprobs, turns })

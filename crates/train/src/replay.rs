@@ -94,25 +94,23 @@ fn read_row(prompts: &PromptBuilder, algorithm: &Algorithm, row: &PreparedRow) -
     if algorithm.split.ranks.size() > 1 && recorded.iter().any(|completion| !completion.turns.is_empty()) {
         return Err("several processes cannot replay turns of an environment; use one process".into());
     }
-    let mut media = Vec::new();
-    let first = row.prompt.media.len();
-    let read = recorded.iter().map(|completion| read(prompts, completion, first, &mut media));
+    let mut media = row.prompt.media.clone();
+    let read = recorded.iter().map(|completion| read(prompts, completion, &mut media));
     let completions = read.collect::<Result<_, _>>()?;
     let named = match rewards {
         RecordedRewards::Total(list) => vec![("replay".to_owned(), list.iter().map(|&r| Some(r)).collect())],
         RecordedRewards::Named(list) => list.clone(),
     };
-    Ok((completions, named, media))
+    Ok((completions, named, media.split_off(row.prompt.media.len())))
 }
 
 /// Reads a completion up to the first stop token of its last turn, with its log-probabilities if it has any.
 fn read(
     prompts: &PromptBuilder,
     recorded: &RecordedCompletion,
-    first: usize,
     media: &mut Vec<Arc<MediumInput>>,
 ) -> Result<Scored, String> {
-    let (mut ids, turns) = prompts.recorded(recorded, first, media).map_err(|e| told(&e))?;
+    let (mut ids, turns) = prompts.recorded(recorded, media).map_err(|e| told(&e))?;
     let last = turns.last().map_or(0, |turn| turn.tokens().end);
     let length = last + mask::completion_length(&ids[last..], &prompts.stops().ids);
     let added: usize = turns.iter().map(|turn| turn.turn.ids.len()).sum();

@@ -179,7 +179,11 @@ pub(crate) fn bring_here<'c>(
         let rendered = RenderedPrompt { ids: ids.clone(), spans: spans.clone(), text: text.clone() };
         let turn = prompts.restored_turn(rendered, &added.sources)?;
         for (&place, medium) in added.media.iter().zip(&turn.media) {
-            let at = place.checked_sub(first).filter(|&at| at < MOST_MEDIA).ok_or_else(damaged)?;
+            // An answer may show a medium of the prompt.
+            let Some(at) = place.checked_sub(first) else { continue };
+            if at >= MOST_MEDIA {
+                return Err(damaged());
+            }
             media.resize(media.len().max(at + 1), None);
             media[at] = Some(Arc::clone(medium));
         }
