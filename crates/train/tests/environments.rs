@@ -20,6 +20,7 @@ use tempfile::TempDir;
 const PROGRAM: &str = r#"
 import json, os, sys
 log = open(sys.argv[1], "a")
+open(sys.argv[1] + ".pids", "a").write(f"{os.getpid()}\n")
 for line in sys.stdin:
     request = json.loads(line)
     log.write(line)
@@ -46,6 +47,8 @@ for line in sys.stdin:
     elif "hang" in text:
         import time
         time.sleep(60)
+    elif "flood" in text:
+        sys.stdout.write("x" * (70 << 20))
     elif "wrong" in text:
         answer["answer"] = [{"type": "smell"}]
     else:
@@ -393,6 +396,18 @@ fn failures_say_what_happened() {
     let quick = Place::new(&ExternalOptions { timeout: Duration::from_secs(2), retries: 0, ..options() });
     let hung = quick.ask(&["hang"]).unwrap_err();
     assert!(hung.contains("turn 1: attempt 1 failed: no answer within 2 s"), "{hung}");
+    let patient = Place::new(&ExternalOptions { retries: 0, ..options() });
+    let flood = patient.ask(&["flood"]).unwrap_err();
+    assert!(flood.contains("a line of more than 67108864 bytes"), "{flood}");
+    // Every program has ended and left no zombie when its environment is gone.
+    for Place { dir, environment, .. } in [place, quick, patient] {
+        drop(environment);
+        let pids = std::fs::read_to_string(dir.path().join("log.pids")).unwrap();
+        assert!(pids.lines().count() > 0);
+        for pid in pids.lines() {
+            assert!(!Path::new("/proc").join(pid).exists(), "program {pid} is left");
+        }
+    }
 
     let start = |spec: &str| {
         let folder = std::env::temp_dir();
