@@ -233,7 +233,7 @@ fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
         let model = &setup.model;
         let (before, read) = (model.tower_runs(), model.decoder().rows_read());
         let mut memory = DecoderMemory::new(1 << 14, false);
-        let generated = setup.generate(&params([0, 0], None), 64, Some(&mut memory)).unwrap();
+        let generated = setup.generate(&params([5, 0], None), 64, Some(&mut memory)).unwrap();
         assert!(num_turns(&generated) >= 3, "{name}: {} turns", num_turns(&generated));
         // Each medium is encoded once for the completions of a prompt.
         let media: usize = generated.iter().map(|of| of.media.len()).sum();
@@ -271,6 +271,10 @@ fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
         }
         let twice = completions().flat_map(|c| &c.turns).filter(|turn| turn.sources.len() == 2).count();
         assert!(twice > 0, "{name}: no answer shows a picture twice");
+        // A placeholder that the model itself writes is text.
+        let placeholder = |text| setup.prompts.tokenizer().token_id(text);
+        let placeholder = placeholder("<|image_pad|>").or_else(|| placeholder("<IMG_CONTEXT>")).unwrap();
+        assert!(completions().any(|c| c.sampled_ids().contains(&placeholder)), "{name}");
         let (stream, prompts, features) = setup.packed(&generated);
         let recorded: Vec<f32> = completions().flat_map(|c| c.logprobs.clone()).collect();
         let scored = model.score(&stream, &features, 1.0).unwrap().0;
