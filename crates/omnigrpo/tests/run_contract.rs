@@ -380,6 +380,27 @@ fn batches_are_counted_as_the_source_counts() {
     assert!(!place.exists("b"));
 }
 
+/// All processes of a launcher, or those that the program is to start, share a step.
+#[test]
+fn a_batch_that_the_processes_cannot_divide_is_refused_with_their_number() {
+    let place = Place::new();
+    let line = |each: usize| {
+        format!(
+            "train --model M --train_file rows.jsonl --reward_funcs random --num_generations {each} --batch_unit completions \
+             --per_device_train_batch_size 2 --gradient_accumulation_steps 3 --output_dir a"
+        )
+    };
+    let launched = [("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")];
+    let parts = ["`gradient_accumulation_steps` 3 × 2 processes: 12 completions, `num_generations` 5"];
+    ran(place.command(&line(5)).envs(launched)).fails(2, &parts);
+    place.run(&format!("{} --nproc_per_node 2", line(5))).fails(2, &parts);
+    place.run(&line(4)).fails(2, &["`gradient_accumulation_steps` 3: 6 completions, `num_generations` 4"]);
+    // Twelve completions are three groups of four. Without a launcher, the processes cannot start.
+    let mut divided = place.command(&format!("{} --nproc_per_node 2", line(4)));
+    ran(divided.env("PATH", "/nonexistent")).fails(1, &["no mpirun"]);
+    assert!(!place.exists("a"));
+}
+
 /// TRL counts batches per rollout; three of them are one step here. The stored configuration keeps its unit, so a resumed run
 /// does not divide twice.
 #[test]

@@ -610,10 +610,12 @@ impl Settings {
     fn count_in_prompts(&mut self) -> Result<(), Problem> {
         let Batch { unit, per_device, accumulation, per_generation } = self.batch;
         let Processes { nproc_per_node, nnodes, .. } = self.ranks;
-        if self.io.dry_run && self.env.processes <= 1 {
-            self.env.processes = nproc_per_node.unwrap_or(1) * nnodes.unwrap_or(1);
+        // Without a launcher, the program starts the processes itself; a planned run may have several machines.
+        if self.env.processes <= 1 {
+            let machines = if self.io.dry_run { nnodes.unwrap_or(1) } else { 1 };
+            self.env.processes = nproc_per_node.unwrap_or(1) * machines;
         }
-        // A launcher's processes share a step.
+        // All processes share a step.
         let processes = self.env.processes.max(1);
         let each = self.algorithm.num_generations;
         let (at_a_time, prompts) = match unit {
@@ -621,10 +623,12 @@ impl Settings {
             BatchUnit::Completions
                 if each == 0 || !(per_device * accumulation * processes).is_multiple_of(each) =>
             {
+                let over = if processes > 1 { format!(" × {processes} processes") } else { String::new() };
                 return Err(Problem::usage("the completions of a step do not form complete groups")
                     .got(format!(
-                        "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} \
-                         completions, `num_generations` {each}"
+                        "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation}{over}: \
+                         {} completions, `num_generations` {each}",
+                        per_device * accumulation * processes
                     ))
                     .expected("a multiple of `num_generations`")
                     .help("`--batch_unit prompts` counts prompts, which always form complete groups"));
