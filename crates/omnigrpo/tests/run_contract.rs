@@ -288,7 +288,7 @@ fn deepspeed_files_are_explained_field_by_field() {
     for part in [
         "zero_optimization.stage = 2: no effect: there is one process, so nothing is cut into parts",
         "zero_optimization.offload_optimizer.device = \"cpu\": the state is in host memory, as always on a CPU",
-        "zero_optimization.overlap_comm = false: no effect: each exchange is complete before the next one begins",
+        "zero_optimization.overlap_comm = false: a pass waits for each exchange",
         "gradient_clipping = \"auto\": max_grad_norm = 1",
         "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps × processes = 1",
         "fp16.enabled = \"auto\": off: fp16 training is unsupported",
@@ -300,6 +300,25 @@ fn deepspeed_files_are_explained_field_by_field() {
         three.contains("zero_optimization.stage = 3: no effect: there is one process, so nothing is cut"),
         "{three}"
     );
+    for part in [
+        "zero_optimization.overlap_comm = true: no effect: a pass waits for each exchange",
+        "zero_optimization.stage3_prefetch_bucket_size = \"auto\": no effect: there is one process, so no weight is cut into parts",
+        "zero_optimization.stage3_max_live_parameters = 1000000000.0: no effect: there is one process, so no weight is cut",
+    ] {
+        assert!(three.contains(part), "`{part}` is not in\n{three}");
+    }
+    // A planned run has several processes.
+    let planned =
+        format!("{TRAIN} --dry_run --max_steps 1 --nproc_per_node 2 --gradient_leaves 2 --deepspeed");
+    let planned = place.run_with(&planned, &[&example("zero3.json")]).ok();
+    let planned = planned.stdout + &planned.stderr;
+    for part in [
+        "zero_optimization.stage = 3: `shard` is weights: each process has a part",
+        "stage3_prefetch_bucket_size = \"auto\": no effect: a layer is fetched when a pass reaches it",
+        "stage3_max_live_parameters = 1000000000.0: no effect: a pass completes the weights of one layer at a time, and a rollout",
+    ] {
+        assert!(planned.contains(part), "`{part}` is not in\n{planned}");
+    }
     // Stage 1 and the largest bucket are settings of this program.
     place.write(
         "one.json",
@@ -484,6 +503,14 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
         place.write("ds.json", content);
         place.run(&format!("{TRAIN} --output_dir out --deepspeed ds.json")).fails(2, parts);
     };
+    refused(
+        r#"{"zero_optimization": {"overlap_comm": "yes", "stage3_max_live_parameters": -1, "stage3_prefetch_bucket_size": "large"}}"#,
+        &[
+            "zero_optimization.overlap_comm = \"yes\": expected true or false",
+            "zero_optimization.stage3_max_live_parameters = -1: expected \"auto\" or a number of elements",
+            "zero_optimization.stage3_prefetch_bucket_size = \"large\": expected \"auto\" or a number of elements",
+        ],
+    );
     refused(
         r#"{"fp16": {"enabled": true}}"#,
         &["fp16.enabled = true: fp16 training is unsupported; use bf16"],
