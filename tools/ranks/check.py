@@ -218,12 +218,18 @@ def torch(command):
 
 
 def killed(launcher, command, out):
-    """Kills a rank of a run after its first checkpoint, and waits until all ranks have ended."""
+    """Kills a rank of a run after its first checkpoint, and waits until all ranks have ended. The other rank names the killed one."""
     run = begun([*launcher, *command], out)
     ranks = processes(str(out))
-    expect(len(ranks) >= 2, f"{ranks} are the processes of the run")
-    os.kill(max(ranks), signal.SIGKILL)
+    expect(len(ranks) == 2, f"{ranks} are the processes of the run")
+    rank = max(ranks)
+    os.kill(rank, signal.SIGKILL)
     expect(run.wait(30) != 0, "the launcher ended with status 0 although a rank was killed")
+    said = out.with_suffix(".txt").read_text()
+    named = f"(process {rank}) has ended" in said
+    # The launcher of MPICH names the process and kills the other rank immediately, perhaps before that one can write.
+    by_mpich = launcher == MPICH and f"PID {rank} RUNNING AT" in said
+    expect(named or by_mpich, f"{rank} is not named: {said}")
     all_ended(out)
 
 
