@@ -377,6 +377,17 @@ fn a_deepspeed_file_moves_the_optimizer() {
     assert!(!shown("--device cpu").contains("offload_optimizer: cpu"));
 }
 
+/// The timeout of other trainers is the time after which a process without a sign of life is lost.
+#[test]
+fn the_timeout_of_other_trainers_is_a_setting_of_ranks() {
+    let place = Place::new();
+    place.write("trl.yaml", "ddp_timeout: 1800\n");
+    let line = format!("{TRAIN} --max_steps 1 --output_dir out --print_config --config trl.yaml");
+    let shown = place.run(&line).ok().stdout;
+    assert!(shown.contains("\nddp_timeout: 1800 "), "{shown}");
+    place.run(&format!("{TRAIN} --output_dir out --ddp_timeout 9")).fails(2, &["ddp_timeout", "10"]);
+}
+
 /// The prompts of a step are the completions of the source divided by the size of a group.
 #[test]
 fn batches_are_counted_as_the_source_counts() {

@@ -94,7 +94,8 @@ fn connect(launch: &Launch, settings: &Settings) -> Result<Rank> {
     })?;
     let ranks = launch.connect()?;
     let who = format!("process {}", std::process::id());
-    let lifeline = Lifeline::new(&ranks, &who, address, |what| {
+    let patience = Duration::from_secs(settings.ranks.patience_secs);
+    let lifeline = Lifeline::new(&ranks, &who, address, patience, |what| {
         use std::io::Write as _;
         // One write, because all ranks write to the same terminal.
         let text = format!(

@@ -14,6 +14,7 @@ use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
 use omnigrpo_guard::told;
 use omnigrpo_models::{LoraConfig, Opening, PromptSettings, WeightDtype};
+use omnigrpo_ranks::PATIENCE;
 use omnigrpo_rewards::{AccuracyMode, ExternalOptions, Reward, RewardOptions};
 use omnigrpo_rollout::Interaction;
 use omnigrpo_scorers::ScorerOptions;
@@ -349,6 +350,8 @@ pub struct Processes {
     pub leaves: Option<usize>,
     /// Address of the first rank for the other machines.
     pub address: Option<String>,
+    /// Time without a sign of life after which a rank counts as lost, in seconds.
+    pub patience_secs: u64,
     /// Engine that moves gradients.
     pub backend: Backend,
 }
@@ -531,7 +534,7 @@ impl Default for Settings {
                 num_steps: 3,
             },
             threads: None,
-            ranks: Processes::default(),
+            ranks: Processes { patience_secs: PATIENCE.as_secs(), ..Processes::default() },
             env: Environment::default(),
         }
     }
