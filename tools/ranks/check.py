@@ -108,8 +108,10 @@ def check(train, scratch):
             said = done(command)
             expect(f"at step {steps - 1} of {steps}" in said, said)
         stopped(launcher, train, scratch / f"stopped-{name}")
-        frozen(launcher, train(f"frozen-{name}", 2, steps=1000), scratch / f"frozen-{name}")
+        frozen(launcher, train(f"frozen-{name}", 2, steps=1000), scratch / f"frozen-{name}", 20)
         errors(name, launcher, train, scratch)
+    patient = train("frozen-longer", 2, steps=1000, more=["--ddp_timeout", 26])
+    frozen(OPEN_MPI, patient, scratch / "frozen-longer", 26)
     impatient(train("impatient", 2, steps=1000), scratch / "impatient")
     hung_up(train, scratch / "hung-up")
     print("ranks: equal bytes on one process, Open MPI, MPICH, --nproc_per_node and torchrun's variables; kills lose nothing")
@@ -218,12 +220,18 @@ def torch(command):
 
 
 def killed(launcher, command, out):
-    """Kills a rank of a run after its first checkpoint, and waits until all ranks have ended."""
+    """Kills a rank of a run after its first checkpoint, and waits until all ranks have ended. The other rank names the killed one."""
     run = begun([*launcher, *command], out)
     ranks = processes(str(out))
-    expect(len(ranks) >= 2, f"{ranks} are the processes of the run")
-    os.kill(max(ranks), signal.SIGKILL)
+    expect(len(ranks) == 2, f"{ranks} are the processes of the run")
+    rank = max(ranks)
+    os.kill(rank, signal.SIGKILL)
     expect(run.wait(30) != 0, "the launcher ended with status 0 although a rank was killed")
+    said = out.with_suffix(".txt").read_text()
+    named = f"(process {rank}) has ended" in said
+    # The launcher of MPICH names the process and kills the other rank immediately, perhaps before that one can write.
+    by_mpich = launcher == MPICH and f"PID {rank} RUNNING AT" in said
+    expect(named or by_mpich, f"{rank} is not named: {said}")
     all_ended(out)
 
 
@@ -247,15 +255,17 @@ def all_ended(out, within=30):
         time.sleep(0.05)
 
 
-def frozen(launcher, command, out):
-    """Stops a rank, which then gives no sign of life. The other one names it, and all ranks end."""
+def frozen(launcher, command, out, patience):
+    """Stops a rank, which then gives no sign of life for `patience` seconds. The other one names it, and all ranks end."""
     run = begun([*launcher, *command], out)
-    rank = max(processes(str(out)))
+    rank, since = max(processes(str(out))), time.monotonic()
     os.kill(rank, signal.SIGSTOP)
     try:
-        expect(run.wait(45) != 0, "the launcher ended with status 0 although a rank was stopped")
+        expect(run.wait(patience + 25) != 0, "the launcher ended with status 0 although a rank was stopped")
+        # The last sign of life may be one pulse old.
+        expect(time.monotonic() - since > patience - 4, f"{rank} counted as lost before {patience} s")
         said = out.with_suffix(".txt").read_text()
-        expect(f"(process {rank}) has given no sign of life" in said, f"{rank} is not named: {said}")
+        expect(f"(process {rank}) has given no sign of life for {patience} s" in said, f"{rank} is not named: {said}")
         all_ended(out)
     finally:
         if rank in processes(str(out)):

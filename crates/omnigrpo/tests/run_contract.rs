@@ -288,7 +288,7 @@ fn deepspeed_files_are_explained_field_by_field() {
     for part in [
         "zero_optimization.stage = 2: no effect: there is one process, so nothing is cut into parts",
         "zero_optimization.offload_optimizer.device = \"cpu\": the state is in host memory, as always on a CPU",
-        "zero_optimization.overlap_comm = false: no effect: each exchange is complete before the next one begins",
+        "zero_optimization.overlap_comm = false: a pass waits for each exchange",
         "gradient_clipping = \"auto\": max_grad_norm = 1",
         "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps × processes = 1",
         "fp16.enabled = \"auto\": off: fp16 training is unsupported",
@@ -300,6 +300,25 @@ fn deepspeed_files_are_explained_field_by_field() {
         three.contains("zero_optimization.stage = 3: no effect: there is one process, so nothing is cut"),
         "{three}"
     );
+    for part in [
+        "zero_optimization.overlap_comm = true: no effect: a pass waits for each exchange",
+        "zero_optimization.stage3_prefetch_bucket_size = \"auto\": no effect: there is one process, so no weight is cut into parts",
+        "zero_optimization.stage3_max_live_parameters = 1000000000.0: no effect: there is one process, so no weight is cut",
+    ] {
+        assert!(three.contains(part), "`{part}` is not in\n{three}");
+    }
+    // A planned run has several processes.
+    let planned =
+        format!("{TRAIN} --dry_run --max_steps 1 --nproc_per_node 2 --gradient_leaves 2 --deepspeed");
+    let planned = place.run_with(&planned, &[&example("zero3.json")]).ok();
+    let planned = planned.stdout + &planned.stderr;
+    for part in [
+        "zero_optimization.stage = 3: `shard` is weights: each process has a part",
+        "stage3_prefetch_bucket_size = \"auto\": no effect: a layer is fetched when a pass reaches it",
+        "stage3_max_live_parameters = 1000000000.0: no effect: a pass completes the weights of one layer at a time, and a rollout",
+    ] {
+        assert!(planned.contains(part), "`{part}` is not in\n{planned}");
+    }
     // Stage 1 and the largest bucket are settings of this program.
     place.write(
         "one.json",
@@ -358,6 +377,17 @@ fn a_deepspeed_file_moves_the_optimizer() {
     assert!(!shown("--device cpu").contains("offload_optimizer: cpu"));
 }
 
+/// The timeout of other trainers is the time after which a process without a sign of life is lost.
+#[test]
+fn the_timeout_of_other_trainers_is_a_setting_of_ranks() {
+    let place = Place::new();
+    place.write("trl.yaml", "ddp_timeout: 1800\n");
+    let line = format!("{TRAIN} --max_steps 1 --output_dir out --print_config --config trl.yaml");
+    let shown = place.run(&line).ok().stdout;
+    assert!(shown.contains("\nddp_timeout: 1800 "), "{shown}");
+    place.run(&format!("{TRAIN} --output_dir out --ddp_timeout 9")).fails(2, &["ddp_timeout", "10"]);
+}
+
 /// The prompts of a step are the completions of the source divided by the size of a group.
 #[test]
 fn batches_are_counted_as_the_source_counts() {
@@ -378,6 +408,27 @@ fn batches_are_counted_as_the_source_counts() {
         ))
         .fails(2, &["do not form complete groups", "`num_generations` 2", "--batch_unit prompts"]);
     assert!(!place.exists("b"));
+}
+
+/// All processes of a launcher, or those that the program is to start, share a step.
+#[test]
+fn a_batch_that_the_processes_cannot_divide_is_refused_with_their_number() {
+    let place = Place::new();
+    let line = |each: usize| {
+        format!(
+            "train --model M --train_file rows.jsonl --reward_funcs random --num_generations {each} --batch_unit completions \
+             --per_device_train_batch_size 2 --gradient_accumulation_steps 3 --output_dir a"
+        )
+    };
+    let launched = [("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")];
+    let parts = ["`gradient_accumulation_steps` 3 × 2 processes: 12 completions, `num_generations` 5"];
+    ran(place.command(&line(5)).envs(launched)).fails(2, &parts);
+    place.run(&format!("{} --nproc_per_node 2", line(5))).fails(2, &parts);
+    place.run(&line(4)).fails(2, &["`gradient_accumulation_steps` 3: 6 completions, `num_generations` 4"]);
+    // Twelve completions are three groups of four. Without a launcher, the processes cannot start.
+    let mut divided = place.command(&format!("{} --nproc_per_node 2", line(4)));
+    ran(divided.env("PATH", "/nonexistent")).fails(1, &["no mpirun"]);
+    assert!(!place.exists("a"));
 }
 
 /// TRL counts batches per rollout; three of them are one step here. The stored configuration keeps its unit, so a resumed run
@@ -463,6 +514,14 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
         place.write("ds.json", content);
         place.run(&format!("{TRAIN} --output_dir out --deepspeed ds.json")).fails(2, parts);
     };
+    refused(
+        r#"{"zero_optimization": {"overlap_comm": "yes", "stage3_max_live_parameters": -1, "stage3_prefetch_bucket_size": "large"}}"#,
+        &[
+            "zero_optimization.overlap_comm = \"yes\": expected true or false",
+            "zero_optimization.stage3_max_live_parameters = -1: expected \"auto\" or a number of elements",
+            "zero_optimization.stage3_prefetch_bucket_size = \"large\": expected \"auto\" or a number of elements",
+        ],
+    );
     refused(
         r#"{"fp16": {"enabled": true}}"#,
         &["fp16.enabled = true: fp16 training is unsupported; use bf16"],

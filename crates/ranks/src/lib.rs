@@ -38,7 +38,7 @@ use serde::de::DeserializeOwned;
 
 pub use error::{Error, Result};
 pub use launch::{Launch, Launcher, Mpirun};
-pub use lifeline::Lifeline;
+pub use lifeline::{Lifeline, PATIENCE};
 #[cfg(unix)]
 pub use mpi::Mpi;
 pub use queue::Queue;

@@ -23,8 +23,8 @@ use crate::{Error, Queue, Ranks, Result, host_name};
 
 /// Pause between two signs of life.
 const PULSE: Duration = Duration::from_secs(3);
-/// Maximum time without a sign of life, after which a rank counts as lost.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Default of the maximum time without a sign of life, after which a rank counts as lost. It must be several times [`PULSE`].
+pub const PATIENCE: Duration = Duration::from_secs(20);
 /// Maximum time until all ranks have connected.
 const START: Duration = Duration::from_secs(30);
 /// Maximum number of connections that have not sent the secret yet.
@@ -60,7 +60,8 @@ type OnLost = Arc<dyn Fn(&str) + Send + Sync>;
 impl Lifeline {
     /// Connects all ranks to the first one. `who` describes this rank for people (its process and machine). `address` is the
     /// address of the first rank for the others; without it, the loopback interface is used if all ranks share a machine, else
-    /// the interface of the first rank that leads to the others. If a rank ends before its lifeline was dropped, `lost` is called
+    /// the interface of the first rank that leads to the others. A rank that gives no sign of life for the time `patience` counts as
+    /// ended; the default is [`PATIENCE`]. If a rank ends before its lifeline was dropped, `lost` is called
     /// once on another thread. It must end the process with `_exit`: exit handlers of MPI would wait for the other ranks.
     ///
     /// # Errors
@@ -69,17 +70,8 @@ impl Lifeline {
         ranks: &Ranks,
         who: &str,
         address: Option<IpAddr>,
+        patience: Duration,
         lost: impl Fn(&str) + Send + Sync + 'static,
-    ) -> Result<Self> {
-        Self::with_patience(ranks, who, address, lost, [PULSE, PATIENCE])
-    }
-
-    fn with_patience(
-        ranks: &Ranks,
-        who: &str,
-        address: Option<IpAddr>,
-        lost: impl Fn(&str) + Send + Sync + 'static,
-        [pause, patience]: [Duration; 2],
     ) -> Result<Self> {
         let over = Arc::new(AtomicBool::new(false));
         if ranks.size() == 1 {
@@ -133,7 +125,7 @@ impl Lifeline {
                 lost(what);
             })?;
         }
-        pulse(all.clone(), Arc::clone(&over), pause)?;
+        pulse(all.clone(), Arc::clone(&over), PULSE)?;
         let queue = match all.first().filter(|_| !ranks.is_first()) {
             Some(first) => Queue::at_first(Arc::clone(first), Arc::new(Mutex::new(answers))),
             None => Queue::here(work, 0),
@@ -506,13 +498,9 @@ mod tests {
                             let ranks = Ranks::new(engine);
                             let (send, lost) = channel();
                             let who = format!("process {}", 10 + ranks.rank());
-                            let line = Lifeline::with_patience(
-                                &ranks,
-                                &who,
-                                None,
-                                move |what| drop(send.send(what.to_owned())),
-                                [Duration::from_millis(50), Duration::from_secs(5)],
-                            )
+                            let line = Lifeline::new(&ranks, &who, None, PATIENCE, move |what| {
+                                drop(send.send(what.to_owned()))
+                            })
                             .unwrap();
                             if fails && ranks.rank() == 1 {
                                 let shut =

@@ -21,20 +21,28 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Pieces that nobody has taken, by rank.
+/// Work of all ranks.
 #[derive(Debug, Default)]
-pub(crate) struct Work(Vec<VecDeque<u32>>);
+pub(crate) struct Work {
+    /// Pieces that nobody has taken, by their rank.
+    left: Vec<VecDeque<u32>>,
+    /// Ranks that have taken the pieces, in order.
+    takers: Vec<usize>,
+}
 
 impl Work {
     fn open(&mut self, owners: &[usize]) {
         let ranks = owners.iter().max().map_or(0, |last| last + 1);
-        self.0 = vec![VecDeque::new(); ranks];
-        (0..).zip(owners).for_each(|(piece, &owner)| self.0[owner].push_back(piece));
+        self.left = vec![VecDeque::new(); ranks];
+        self.takers.clear();
+        (0..).zip(owners).for_each(|(piece, &owner)| self.left[owner].push_back(piece));
     }
 
     fn take(&mut self, rank: usize) -> Option<u32> {
-        let own = self.0.get_mut(rank).and_then(VecDeque::pop_front);
-        own.or_else(|| self.0.iter_mut().rev().max_by_key(|left| left.len())?.pop_back())
+        let own = self.left.get_mut(rank).and_then(VecDeque::pop_front);
+        let piece = own.or_else(|| self.left.iter_mut().rev().max_by_key(|left| left.len())?.pop_back());
+        self.takers.extend(piece.map(|_| rank));
+        piece
     }
 
     /// Answers a request of a rank.
@@ -76,6 +84,15 @@ impl Queue {
     pub fn open(&self, owners: &[usize]) {
         if let Place::Here { work, rank: 0 } = &self.0 {
             lock(work).open(owners);
+        }
+    }
+
+    /// Returns the ranks that have taken the pieces, in order. Only the process that keeps the list knows them.
+    #[must_use]
+    pub fn takers(&self) -> Vec<usize> {
+        match &self.0 {
+            Place::Here { work, .. } => lock(work).takers.clone(),
+            Place::AtFirst { .. } => Vec::new(),
         }
     }
 

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use omnigrpo_ranks::{Cascade, Launch, Lifeline, Mpirun, Ranks, Result};
+use omnigrpo_ranks::{Cascade, Launch, Lifeline, Mpirun, PATIENCE, Ranks, Result};
 
 /// Variable that gives a process its task as a rank.
 const TASK: &str = "RANKS_TEST_TASK";
@@ -63,7 +63,7 @@ fn this_process_is_a_rank() {
     let launch = Launch::read(|name| std::env::var(name).ok()).unwrap();
     let ranks = launch.connect().unwrap();
     let who = format!("process {}", std::process::id());
-    let line = Lifeline::new(&ranks, &who, None, |what| {
+    let line = Lifeline::new(&ranks, &who, None, PATIENCE, |what| {
         say(&format!("the run has ended: {what}"));
         // SAFETY: nothing is left to do. Handlers of MPI that `exit` would call wait for the other ranks.
         unsafe { libc::_exit(3) };

@@ -260,6 +260,7 @@ class Settings(TypedDict, total=False):
     reduce_bucket_size: int
     ddp_backend: Literal["auto", "nccl", "mpi", "gloo"]
     rank_address: str | float | bool
+    ddp_timeout: int
     vision_tower: str | float | bool
     audio_tower: str | float | bool
     bert: str | float | bool

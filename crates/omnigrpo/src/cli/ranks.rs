@@ -3,8 +3,10 @@
 //! A launcher of MPI starts the ranks, and they connect here. For `--nproc_per_node`, and for `torchrun` and its relatives, which
 //! provide no MPI, one process starts `mpirun` and waits for it.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::net::IpAddr;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -92,7 +94,8 @@ fn connect(launch: &Launch, settings: &Settings) -> Result<Rank> {
     })?;
     let ranks = launch.connect()?;
     let who = format!("process {}", std::process::id());
-    let lifeline = Lifeline::new(&ranks, &who, address, |what| {
+    let patience = Duration::from_secs(settings.ranks.patience_secs);
+    let lifeline = Lifeline::new(&ranks, &who, address, patience, |what| {
         use std::io::Write as _;
         // One write, because all ranks write to the same terminal.
         let text = format!(
@@ -198,9 +201,8 @@ pub fn threads(ranks: &Ranks, local: Local, console: &Console) -> Result<usize> 
     let usable = std::thread::available_parallelism().map_or(1, usize::from);
     let all = ranks.share(own.clone())?;
     let sharing = all.iter().filter(|other| **other == own).count().max(1);
-    // SAFETY: the call has no preconditions.
-    let of_machine = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-    if usable == 1 && usize::try_from(of_machine).is_ok_and(|cores| cores >= 2 * local.size) {
+    if let Some(of_machine) = bound_to_one_of(cores.trim(), local.size, Path::new("/sys/devices/system/cpu"))
+    {
         console.warning(&format!(
             "warning: the launcher has bound each process to one of {of_machine} cores; `mpirun --bind-to none` gives them all cores"
         ));
@@ -208,8 +210,32 @@ pub fn threads(ranks: &Ranks, local: Local, console: &Console) -> Result<usize> 
     Ok((usable / sharing).max(1))
 }
 
+/// Returns the number of the machine's cores if a process may use one core only, and its share as one of `ranks` processes is at
+/// least twice that. `allowed` lists the CPUs that it may use, such as `0,4-5`. A core has a CPU for each of its hardware threads;
+/// the folder `cpus` of the system describes them.
+fn bound_to_one_of(allowed: &str, ranks: usize, cpus: &Path) -> Option<usize> {
+    let core = |cpu: usize| {
+        let siblings = std::fs::read_to_string(cpus.join(format!("cpu{cpu}/topology/thread_siblings_list")));
+        siblings.map_or_else(|_| cpu.to_string(), |siblings| siblings.trim().to_owned())
+    };
+    let online = std::fs::read_to_string(cpus.join("online")).ok()?;
+    let (own, all) = (listed(allowed)?, listed(online.trim())?);
+    let count = |list: &[usize]| list.iter().copied().map(core).collect::<BTreeSet<_>>().len();
+    (count(&own) == 1 && all.len() >= 2 * own.len() * ranks).then(|| count(&all))
+}
+
+/// Returns the numbers of a list of CPUs such as `0,4-5`.
+fn listed(list: &str) -> Option<Vec<usize>> {
+    let mut all = Vec::new();
+    for range in list.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        all.extend(first.parse::<usize>().ok()?..=last.parse().ok()?);
+    }
+    Some(all)
+}
+
 /// Returns the number of gradient leaves: the given one, that of the checkpoint from which the run resumes, or that of the ranks.
-pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &std::path::Path) -> Result<usize> {
+pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<usize> {
     use omnigrpo_train::ResumeFrom;
     if let Some(given) = settings.ranks.leaves {
         return Ok(given);
@@ -324,4 +350,37 @@ fn beside_torch(launch: &Launch, again: &[OsString]) -> Result<i32> {
         let _ = stream.write_all(&[told]);
     }
     code
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Eight CPUs. With two threads per core, CPU n and CPU n + 4 are one core.
+    #[test]
+    fn a_binding_to_one_core_is_found_with_any_number_of_hardware_threads() {
+        let machine = |siblings: fn(usize) -> String| {
+            let folder = tempfile::tempdir().unwrap();
+            std::fs::write(folder.path().join("online"), "0-7\n").unwrap();
+            for cpu in 0..8 {
+                let topology = folder.path().join(format!("cpu{cpu}/topology"));
+                std::fs::create_dir_all(&topology).unwrap();
+                std::fs::write(topology.join("thread_siblings_list"), siblings(cpu) + "\n").unwrap();
+            }
+            folder
+        };
+        let one = machine(|cpu| cpu.to_string());
+        let two = machine(|cpu| format!("{},{}", cpu % 4, cpu % 4 + 4));
+        let bound = |machine: &tempfile::TempDir, allowed: &str, ranks: usize| {
+            bound_to_one_of(allowed, ranks, machine.path())
+        };
+        assert_eq!([bound(&one, "3", 2), bound(&one, "3", 4), bound(&one, "3", 8)], [Some(8), Some(8), None]);
+        assert_eq!([bound(&one, "3,7", 2), bound(&one, "0-7", 2)], [None; 2]);
+        assert_eq!([bound(&two, "3,7", 2), bound(&two, "3", 2)], [Some(4); 2]);
+        // One core is the share of each of four ranks.
+        assert_eq!([bound(&two, "3,7", 4), bound(&two, "2-3", 2), bound(&two, "0-7", 2)], [None; 3]);
+        let unknown = tempfile::tempdir().unwrap();
+        assert_eq!([bound(&unknown, "3", 2), bound(&one, "", 2)], [None; 2]);
+    }
 }

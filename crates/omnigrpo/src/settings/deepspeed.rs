@@ -42,7 +42,6 @@ const COPIES: &str = "the state is copied weight by weight";
 const COMPLETE: &str = "checkpoints are always complete";
 const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
 const PINNED: &str = "there is only one way to allocate host memory";
-const LAYERS: &str = "the weights of one layer are complete at a time";
 const PAGES: &str = "the system reads and writes the pages of mapped files";
 const ON_HOST: &str = "the parts of weights are not moved to another memory";
 
@@ -96,13 +95,19 @@ const FIELDS: &[(&str, Field)] = &[
         Only("true", "the updated parts of the weights are gathered in buckets"),
     ),
     ("zero_optimization.allgather_bucket_size", Read(bucket)),
-    ("zero_optimization.overlap_comm", NoEffect(COMMUNICATION)),
+    ("zero_optimization.overlap_comm", Read(overlap)),
     ("zero_optimization.reduce_scatter", Only("true", "each process receives the sum of its part")),
     ("zero_optimization.reduce_bucket_size", Read(bucket)),
     ("zero_optimization.contiguous_gradients", NoEffect("a bucket is contiguous while it is exchanged")),
     ("zero_optimization.round_robin_gradients", NoEffect(COMMUNICATION)),
     ("zero_optimization.sub_group_size", NoEffect("the optimizer updates one weight at a time")),
-    ("zero_optimization.stage3_prefetch_bucket_size", NoEffect("a layer is fetched when a pass reaches it")),
+    (
+        "zero_optimization.stage3_prefetch_bucket_size",
+        Read(|v, s| match v.as_f64() {
+            Some(0.0) => Ok("nothing is fetched ahead".into()),
+            _ => of_layers(v, s, "a layer is fetched when a pass reaches it"),
+        }),
+    ),
     ("zero_optimization.zero_hpz_partition_size", Only("1", "weights are cut over all processes")),
     ("zero_optimization.zero_quantized_weights", Only("false", "weights are exchanged in their own dtype")),
     ("zero_optimization.zero_quantized_gradients", Only("false", "gradients are exchanged in f32")),
@@ -110,8 +115,16 @@ const FIELDS: &[(&str, Field)] = &[
     ("prescale_gradients", Only("false", "gradients are normalised before they are summed")),
     ("gradient_predivide_factor", Only("1", "gradients are normalised before they are summed")),
     ("zero_optimization.stage3_param_persistence_threshold", Read(threshold)),
-    ("zero_optimization.stage3_max_live_parameters", NoEffect(LAYERS)),
-    ("zero_optimization.stage3_max_reuse_distance", NoEffect(LAYERS)),
+    (
+        "zero_optimization.stage3_max_live_parameters",
+        Read(|v, s| {
+            of_layers(v, s, "a pass completes the weights of one layer at a time, and a rollout those of all")
+        }),
+    ),
+    (
+        "zero_optimization.stage3_max_reuse_distance",
+        Read(|v, s| of_layers(v, s, "a pass drops the weights of a layer when it reaches the next one")),
+    ),
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
     ("zero_optimization.gather_16bit_weights_on_model_save", Only("true", COMPLETE)),
     ("zero_optimization.gather_fp16_weights_on_model_save", Only("true", COMPLETE)),
@@ -334,6 +347,30 @@ fn threshold(value: &Value, s: &Settings) -> Result<String, String> {
         return Ok("no effect: no weight is cut into parts".into());
     }
     same("shard_min_elements", value, &[s.algorithm.split.least_cut as f64])
+}
+
+fn overlap(value: &Value, _: &Settings) -> Result<String, String> {
+    match value {
+        Value::Bool(true) => Ok("no effect: a pass waits for each exchange".into()),
+        Value::Bool(false) => Ok("a pass waits for each exchange".into()),
+        _ if value == "auto" => Ok("a pass waits for each exchange".into()),
+        _ => Err("expected true or false".into()),
+    }
+}
+
+/// Reads a number of elements that does not change when layers are completed.
+fn of_layers(value: &Value, s: &Settings, why: &str) -> Result<String, String> {
+    match value.as_f64() {
+        Some(0.0..) => {}
+        None if value == "auto" => {}
+        _ => return Err("expected \"auto\" or a number of elements".into()),
+    }
+    let why = match s.algorithm.split.shard {
+        Shard::Weights if s.env.processes > 1 => why,
+        Shard::Weights => "there is one process, so no weight is cut into parts",
+        _ => "no weight is cut into parts",
+    };
+    Ok(format!("no effect: {why}"))
 }
 
 fn bucket(value: &Value, s: &Settings) -> Result<String, String> {

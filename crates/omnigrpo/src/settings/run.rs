@@ -14,6 +14,7 @@ use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
 use omnigrpo_guard::told;
 use omnigrpo_models::{LoraConfig, Opening, PromptSettings, WeightDtype};
+use omnigrpo_ranks::PATIENCE;
 use omnigrpo_rewards::{AccuracyMode, ExternalOptions, Reward, RewardOptions};
 use omnigrpo_rollout::Interaction;
 use omnigrpo_scorers::ScorerOptions;
@@ -349,6 +350,8 @@ pub struct Processes {
     pub leaves: Option<usize>,
     /// Address of the first rank for the other machines.
     pub address: Option<String>,
+    /// Time without a sign of life after which a rank counts as lost, in seconds.
+    pub patience_secs: u64,
     /// Engine that moves gradients.
     pub backend: Backend,
 }
@@ -531,7 +534,7 @@ impl Default for Settings {
                 num_steps: 3,
             },
             threads: None,
-            ranks: Processes::default(),
+            ranks: Processes { patience_secs: PATIENCE.as_secs(), ..Processes::default() },
             env: Environment::default(),
         }
     }
@@ -610,10 +613,12 @@ impl Settings {
     fn count_in_prompts(&mut self) -> Result<(), Problem> {
         let Batch { unit, per_device, accumulation, per_generation } = self.batch;
         let Processes { nproc_per_node, nnodes, .. } = self.ranks;
-        if self.io.dry_run && self.env.processes <= 1 {
-            self.env.processes = nproc_per_node.unwrap_or(1) * nnodes.unwrap_or(1);
+        // Without a launcher, the program starts the processes itself; a planned run may have several machines.
+        if self.env.processes <= 1 {
+            let machines = if self.io.dry_run { nnodes.unwrap_or(1) } else { 1 };
+            self.env.processes = nproc_per_node.unwrap_or(1) * machines;
         }
-        // A launcher's processes share a step.
+        // All processes share a step.
         let processes = self.env.processes.max(1);
         let each = self.algorithm.num_generations;
         let (at_a_time, prompts) = match unit {
@@ -621,10 +626,12 @@ impl Settings {
             BatchUnit::Completions
                 if each == 0 || !(per_device * accumulation * processes).is_multiple_of(each) =>
             {
+                let over = if processes > 1 { format!(" × {processes} processes") } else { String::new() };
                 return Err(Problem::usage("the completions of a step do not form complete groups")
                     .got(format!(
-                        "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} \
-                         completions, `num_generations` {each}"
+                        "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation}{over}: \
+                         {} completions, `num_generations` {each}",
+                        per_device * accumulation * processes
                     ))
                     .expected("a multiple of `num_generations`")
                     .help("`--batch_unit prompts` counts prompts, which always form complete groups"));

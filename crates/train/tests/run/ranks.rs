@@ -1,12 +1,14 @@
 //! Ranks as threads: the bits of one process, whatever the settings, and one outcome on all ranks.
 
+use std::sync::Condvar;
 use std::thread;
+use std::time::Duration;
 
 use omnigrpo_grpo::{AdvantageKind, RECIPES};
 use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, RouterPlan};
 use omnigrpo_observe::RunLock;
 use omnigrpo_ops::Device;
-use omnigrpo_ranks::{Ranks, Threads};
+use omnigrpo_ranks::{Engine, Ranks, Threads};
 use omnigrpo_train::{Offload, Shard};
 
 use super::exact::{SETTINGS, Setting};
@@ -22,16 +24,29 @@ fn over(
     new: impl Fn(usize, &Path) -> TrainSetup + Sync,
     stop: impl Fn(usize) -> bool + Sync,
 ) -> Vec<Result<RunSummary, TrainError>> {
-    let (new, stop) = (&new, &stop);
-    let rank = |(rank, engine): (usize, Threads)| {
+    let connected = Threads::new(size).into_iter().map(|engine| {
+        let queue = engine.queue();
+        Ranks::new(engine).with_queue(queue)
+    });
+    over_ranks(connected.collect(), out, new, stop)
+}
+
+/// Runs a setup as each of the given ranks.
+fn over_ranks(
+    connected: Vec<Ranks>,
+    out: &Path,
+    new: impl Fn(usize, &Path) -> TrainSetup + Sync,
+    stop: impl Fn(usize) -> bool + Sync,
+) -> Vec<Result<RunSummary, TrainError>> {
+    let (new, stop, size) = (&new, &stop, connected.len());
+    let rank = |(rank, ranks): (usize, Ranks)| {
         // A folder for the lock that a test's setup takes.
         let scratch = TempDir::new().unwrap();
         let mut setup = new(rank, if rank == 0 { out } else { scratch.path() });
         if rank > 0 {
             setup.lock = RunLock::of_first_rank(out);
         }
-        let queue = engine.queue();
-        let (ranks, split) = (Ranks::new(engine).with_queue(queue), &mut setup.algorithm.split);
+        let split = &mut setup.algorithm.split;
         // Three ranks have a number of leaves of their own.
         split.leaves = if split.leaves == 1 { LEAVES } else { split.leaves };
         split.ranks = ranks.clone();
@@ -45,7 +60,7 @@ fn over(
     };
     thread::scope(|scope| {
         let all: Vec<_> =
-            Threads::new(size).into_iter().enumerate().map(|own| scope.spawn(move || rank(own))).collect();
+            connected.into_iter().enumerate().map(|own| scope.spawn(move || rank(own))).collect();
         all.into_iter().map(|rank| rank.join().unwrap().map(|trained| trained.summary)).collect()
     })
 }
@@ -178,6 +193,172 @@ fn a_state_in_files_gives_the_same_bits() {
     (setup.optimizer.offload, setup.optimizer.offload_folder) = (Offload::File, Some(missing.clone()));
     let error = told(&super::run(setup).unwrap_err());
     assert!(error.contains("optimizer's state") && error.contains(&*missing.to_string_lossy()), "{error}");
+}
+
+/// A rank of two whose work between two exchanges begins when the first rank has done its own.
+struct Late {
+    engine: Threads,
+    /// Number of exchanges that the first rank has reached.
+    reached: Arc<(Mutex<u64>, Condvar)>,
+    /// Number of exchanges that this rank has left.
+    left: AtomicU64,
+}
+
+impl Late {
+    fn pair() -> Vec<Self> {
+        let reached = Arc::default();
+        let of = |engine| Self { engine, reached: Arc::clone(&reached), left: AtomicU64::new(0) };
+        Threads::new(2).into_iter().map(of).collect()
+    }
+
+    fn reach(&self, more: u64) {
+        if self.engine.rank() == 0 {
+            let mut reached = self.reached.0.lock().unwrap();
+            *reached = reached.saturating_add(more);
+            self.reached.1.notify_all();
+        }
+    }
+
+    fn exchange(
+        &self,
+        exchange: impl FnOnce(&Threads) -> omnigrpo_ranks::Result<()>,
+    ) -> omnigrpo_ranks::Result<()> {
+        self.reach(1);
+        exchange(&self.engine)?;
+        let left = self.left.fetch_add(1, Ordering::Relaxed) + 1;
+        if self.engine.rank() == 1 {
+            let reached = self.reached.0.lock().unwrap();
+            let waits = |reached: &mut u64| *reached <= left;
+            drop(self.reached.1.wait_timeout_while(reached, Duration::from_secs(60), waits).unwrap());
+        }
+        Ok(())
+    }
+}
+
+impl Engine for Late {
+    fn rank(&self) -> usize {
+        self.engine.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.engine.size()
+    }
+
+    fn name(&self) -> String {
+        self.engine.name()
+    }
+
+    fn all_to_all(&self, send: &[u8], recv: &mut [u8]) -> omnigrpo_ranks::Result<()> {
+        self.exchange(|engine| engine.all_to_all(send, recv))
+    }
+
+    fn all_gather(&self, own: &[u8], all: &mut [u8]) -> omnigrpo_ranks::Result<()> {
+        self.exchange(|engine| engine.all_gather(own, all))
+    }
+
+    fn broadcast(&self, root: usize, bytes: &mut [u8]) -> omnigrpo_ranks::Result<()> {
+        self.exchange(|engine| engine.broadcast(root, bytes))
+    }
+
+    fn barrier(&self) -> omnigrpo_ranks::Result<()> {
+        self.exchange(Engine::barrier)
+    }
+}
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        self.reach(u64::MAX);
+    }
+}
+
+/// A rank that is free takes the prompts of a slow one, with the same bits.
+#[test]
+fn a_free_rank_takes_the_prompts_of_a_slow_one() {
+    let place = Place::new();
+    let new = |_: usize, out: &Path| {
+        let mut setup = plain(&place, out);
+        setup.run.prompts_per_step = 6;
+        // Prompts whose results are kept for the update stay where they are.
+        setup.algorithm.recall = false;
+        setup
+    };
+    let (alone, shared) = (place.out("alone"), place.out("shared"));
+    done(1, &alone, new);
+    let ranks = Late::pair();
+    let queue = ranks[0].engine.queue();
+    let with_queue = |rank: Late| {
+        let queue = rank.engine.queue();
+        Ranks::new(rank).with_queue(queue)
+    };
+    let ended = over_ranks(ranks.into_iter().map(with_queue).collect(), &shared, new, |_| false);
+    assert!(ended.iter().all(Result::is_ok), "{ended:?}");
+    assert_eq!(queue.takers(), [0; 6], "three of the prompts belong to each rank");
+    assert_same(&alone, &shared, "a slow rank");
+}
+
+/// Videos of all ranks are sampled with shuffled frames, and answers that need the order of frames earn a bonus.
+#[test]
+fn the_bonus_for_order_gives_the_bits_of_one_process() {
+    let place = Place::new();
+    // The row without a video earns no bonus.
+    let clips = [0, 1, 3, 4, 5];
+    let row = |i: usize| {
+        let question = if clips.contains(&i) { "<video>Which way?" } else { "What is 1 + 2?" };
+        let turns = [("human", question), ("gpt", "right")]
+            .map(|(from, value)| json!({"from": from, "value": value}));
+        let mut row = json!({"id": format!("text {i}"), "conversations": turns});
+        if clips.contains(&i) {
+            let video = json!({"id": format!("clip {i}"), "video": format!("{i}.gif"), "fps": 2.0, "min_pixels": 3136,
+                "max_pixels": 12544});
+            row.as_object_mut().unwrap().extend(video.as_object().unwrap().clone());
+        }
+        row
+    };
+    clips.iter().for_each(|i| {
+        std::fs::copy(golden("media/clip.gif"), place.dir.path().join(format!("{i}.gif"))).unwrap();
+    });
+    std::fs::write(&place.file, (0..6).map(|i| format!("{}\n", row(i))).collect::<String>()).unwrap();
+    let shuffled = {
+        let mut settings = prompts(&checkpoint(NAME), 8).settings().clone();
+        settings.media.shuffle_frames = true;
+        Arc::new(
+            omnigrpo_models::PromptBuilder::open(&Checkpoint::open(&checkpoint(NAME)).unwrap(), settings)
+                .unwrap(),
+        )
+    };
+    ranks_give_the_bits_of_one_process(&place, "order", |setup| {
+        setup.shuffled = Some(Arc::clone(&shuffled));
+        setup.rewards = RewardSet::new(vec![Box::new(Answer)], &[]).unwrap();
+        (setup.run.prompts_per_step, setup.algorithm.num_generations) = (6, 4);
+    });
+    let bonuses = |id: &str| -> Vec<Value> {
+        let rows = (1..=3)
+            .flat_map(|step| lines(&place.out("order-4").join(format!("rollouts/step-{step:06}.jsonl"))));
+        rows.filter(|row| row["id"].as_str().unwrap().starts_with(id))
+            .map(|row| row["rewards"]["temporal_order"].clone())
+            .collect()
+    };
+    let (of_clips, of_text) = (bonuses("clip"), bonuses("text"));
+    let earned = of_clips.iter().filter(|bonus| **bonus == json!(0.3)).count();
+    assert!(earned > 0 && of_clips.iter().any(|bonus| *bonus == json!(0.0)), "{of_clips:?}");
+    assert!(of_text.len() >= 4 && of_text.iter().all(Value::is_null), "{of_text:?}");
+}
+
+/// Correctness that depends on the tokens of the completion alone.
+struct Answer;
+
+impl Reward for Answer {
+    fn name(&self) -> &str {
+        "accuracy"
+    }
+
+    fn range(&self) -> (f64, f64) {
+        (0.0, 1.0)
+    }
+
+    fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        Ok(batch.iter().map(|input| Some(f64::from(input.completion_ids.iter().sum::<u32>() % 2))).collect())
+    }
 }
 
 /// Turns of an environment reach the ranks that score, record and train on them.

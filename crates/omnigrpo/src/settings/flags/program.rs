@@ -85,4 +85,10 @@ pub const FLAGS: &[Flag] = &[
         .help("IP address of the first process for the processes on other machines.")
         .unset("that of the interface that leads to them")
         .free(Verb::ALL),
+    row("ddp_timeout", int(10, 1_000_000_000), at!(ranks.patience_secs), &[Train])
+        .help(
+            "Seconds without a sign of life after which a process counts as lost and the run ends. A busy process gives such \
+             signs, and one that has ended is noticed immediately.",
+        )
+        .free(Verb::ALL),
 ];
