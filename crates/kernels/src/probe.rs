@@ -324,6 +324,10 @@ mod system {
     pub(super) fn amx() -> Feature {
         const NAME: &str = "AMX";
         const BITS: u32 = 1 << 22 | 1 << 24;
+        let vectors = is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl");
+        if !vectors || !bf16().works {
+            return feature(NAME, false, "its kernels also need AVX-512 with BF16, which is missing");
+        }
         let most = __cpuid(0).eax;
         let bits = most >= 7 && __cpuid_count(7, 0).edx & BITS == BITS;
         // The palette must have eight tiles of 16 rows of 64 bytes.
@@ -332,10 +336,6 @@ mod system {
             leaf.ebx >> 16 >= 8 && leaf.ebx & 0xffff >= 64 && leaf.ecx & 0xffff >= 16
         };
         let announced = bits && palette;
-        let vectors = is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl");
-        if !vectors || !bf16().works {
-            return feature(NAME, false, "its kernels also need AVX-512 with BF16, which is missing");
-        }
         if let Err(error) = permission() {
             let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
             return feature(

@@ -136,7 +136,8 @@ fn twin_gradient_is_the_central_difference() {
     common::check_gradient(&v, &dv, |v| f(&q, &k, v));
 }
 
-fn run(x: &[f32], rows: usize, layout: &AttentionLayout, shape: Shape) -> (Vec<f32>, Vec<f32>) {
+/// Returns attention of packed queries, keys and values, and their gradient.
+pub fn run(x: &[f32], rows: usize, layout: &AttentionLayout, shape: Shape) -> (Vec<f32>, Vec<f32>) {
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     let (width, packed) = (q_heads * d, (q_heads + 2 * kv_heads) * d);
     let qkv = Qkv::packed(Mat::new(&x[..rows * packed], rows, packed), shape);

@@ -2,6 +2,8 @@
 // The test files share the helper module, which each includes.
 #![allow(missing_docs, clippy::duplicate_mod)]
 
+mod common;
+
 #[path = "attention.rs"]
 mod attention_tests;
 #[path = "kernels.rs"]
@@ -13,4 +15,19 @@ pub fn choose_instructions() -> f64 {
     use omnigrpo_kernels::{Instructions, limit_instructions};
     limit_instructions(Instructions::Portable);
     4.0
+}
+
+/// Kernels read and write only their own memory, on one thread and on two. Shapes are so small that an interpreter (Miri) can check
+/// every access, and odd, so that rows end within a vector.
+#[test]
+fn small_shapes_do_not_depend_on_threads() {
+    use common::{noise, with_threads};
+    use omnigrpo_kernels::attention::{AttentionLayout, Shape};
+    let shape = Shape { q_heads: 2, kv_heads: 1, head_dim: 9 };
+    let layout = AttentionLayout::groups(&[(5, vec![2, 3]), (1, vec![1])]);
+    let all = || {
+        let attention = attention_tests::run(&noise(12 * 4 * 9, 3), 12, &layout, shape);
+        (kernel_tests::everything(7, 19, 21, 37), attention)
+    };
+    assert!(with_threads(1, all) == with_threads(2, all));
 }
