@@ -24,7 +24,7 @@ use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
 use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
@@ -125,10 +125,6 @@ impl Backend for Cpu {
         buffer::copy(x.cpu())
     }
 
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
-        x.cpu().iter().map(|&x| f64::from(x)).collect()
-    }
-
     fn add(&self, to: &mut Rows, from: &Rows) {
         buffer::add(to.cpu_mut(), from.cpu());
     }
@@ -166,38 +162,33 @@ impl Backend for Cpu {
         x.cpu_mut()[range.start * cols..range.end * cols].fill(0.0);
     }
 
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
         let (rows, width) = (x.rows(), layers.iter().map(Linear::n).sum());
-        let y = with_layers(layers, |layers| {
-            if let (Order::Blocked, None) = (order, residual) {
-                return product::forward(x.mat(), layers);
-            }
-            let mut y = residual.map_or_else(|| buffer::zeros(rows * width), |r| buffer::copy(r.cpu()));
-            forward(order)(x.mat(), layers, residual.is_some(), MatMut::new(&mut y, rows, width));
+        with_layers(layers, |layers| {
+            let adds = !matches!(onto, Onto::Nothing);
+            let (mut y, col) = match (onto, order) {
+                (Onto::Nothing, Order::Blocked) => {
+                    return Rows::on_cpu(product::forward(x.mat(), layers), rows, width);
+                }
+                (Onto::Nothing, Order::PerRow) => (self.zeros(rows, width), 0),
+                (Onto::Residual(residual), _) => (residual.clone(), 0),
+                (Onto::Columns(y, col), _) => (y, col),
+            };
+            forward(order)(x.mat(), layers, adds, y.mat_mut().columns(col..col + width));
             y
-        });
-        Rows::on_cpu(y, rows, width)
+        })
     }
 
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order) {
-        let guard = weight.weight().read();
-        let layers = [Layer::new(guard.weight(weight.n(), weight.k()))];
-        forward(order)(x.mat(), &layers, true, y.mat_mut().columns(col..col + weight.n()));
-    }
-
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
-        let dx = with_layers(layers, |layers| product::backward_input(dy.mat(), layers));
-        Rows::on_cpu(dx, dy.rows(), layers.first().map_or(0, Linear::k))
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
-        let add = dx.is_some();
-        let mut dx = dx.unwrap_or_else(|| self.zeros(dy.rows(), weight.k()));
-        let guard = weight.weight().read();
-        let layers = [Layer::new(guard.weight(weight.n(), weight.k()))];
-        let dy = dy.mat().columns(col..col + weight.n());
-        product::backward_input_into(dy, &layers, add, dx.mat_mut());
-        dx
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+        let (n, k): (usize, _) = (layers.iter().map(Linear::n).sum(), layers.first().map_or(0, Linear::k));
+        let own = dy.mat().columns(col..col + n);
+        with_layers(layers, |layers| match dx {
+            None => Rows::on_cpu(product::backward_input(own, layers), dy.rows(), k),
+            Some(mut dx) => {
+                product::backward_input_into(own, layers, true, dx.mat_mut());
+                dx
+            }
+        })
     }
 
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {

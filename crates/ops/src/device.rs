@@ -17,7 +17,7 @@ use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::Param;
@@ -124,8 +124,6 @@ pub(crate) trait Backend: Sync {
     fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows;
     /// Returns the values in row-major order, rounded to f32.
     fn download(&self, x: &Rows) -> Vec<f32>;
-    /// Returns the values in row-major order, without rounding.
-    fn download_f64(&self, x: &Rows) -> Vec<f64>;
     /// Computes `to += from`.
     fn add(&self, to: &mut Rows, from: &Rows);
     /// Computes `x *= by`.
@@ -145,14 +143,10 @@ pub(crate) trait Backend: Sync {
 
     // Linear layers. If there are several layers, their outputs are side by side in each row.
 
-    /// Computes `x Wᵀ + b (+ residual)`, `[t, k] → [t, Σ n]`.
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows;
-    /// Adds `x Wᵀ` without bias to the columns of `y`, starting at `col`.
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order);
-    /// Computes `dy W`, `[t, Σ n] → [t, k]`.
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows;
-    /// Computes `dy W` of one layer, whose columns of `dy` begin at `col`, and adds it to `dx` if given.
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows;
+    /// Computes `x Wᵀ + b`, `[t, k] → [t, Σ n]`, and adds it to `onto`.
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows;
+    /// Computes `dy W`, `[t, Σ n] → [t, k]`, of layers whose columns of `dy` begin at `col`, and adds it to `dx` if given.
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows;
     /// Adds `dyᵀ x` to the gradients of weights, and the column sums of `dy` to the gradients of biases. The layers' columns of
     /// `dy` begin at `col`.
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]);

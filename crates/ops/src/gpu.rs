@@ -13,8 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
     Affine, Array, Arriving, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks,
-    Mixture, Monitor, Nccl, Onto, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight,
-    copy_bytes,
+    Mixture, Monitor, Nccl, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight, copy_bytes,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;
@@ -31,7 +30,7 @@ use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
 use crate::norm::Norm;
 use crate::optim::{Moments, Numbers, Squares, Step};
 use crate::param::{Param, ParamDtype, Values, ValuesMut};
@@ -499,6 +498,10 @@ impl Card {
         Layer { weight: self.weights(linear.weight()), bias, n: linear.n(), k: linear.k() }
     }
 
+    fn layers(&self, layers: &[Linear]) -> Vec<Layer> {
+        layers.iter().map(|layer| self.layer(layer)).collect()
+    }
+
     /// Returns bf16 if the input and all weights are bf16, and f32 otherwise.
     fn output(&self, x: Dtype, layers: &[Layer]) -> Dtype {
         let narrow = |layer: &Layer| layer.weight.weight().dtype() == Dtype::Bf16;
@@ -512,64 +515,6 @@ impl Card {
     fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Array> {
         let wanted = layers.first()?.weight.weight().dtype();
         (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
-    }
-
-    /// Computes `x Wᵀ + b (+ residual)`.
-    fn forward(
-        &self,
-        x: &Array,
-        rows: usize,
-        layers: &[Layer],
-        residual: Option<&Array>,
-        order: Order,
-    ) -> Array {
-        let width = layers.iter().map(|layer| layer.n).sum();
-        let k = layers.first().map_or(0, |layer| layer.k);
-        let dtype = residual.map_or_else(|| self.output(x.dtype(), layers), Array::dtype);
-        let mut y = self.gpu.alloc(rows * width, dtype);
-        let converted = self.operand(x, layers);
-        let x = converted.as_ref().unwrap_or(x);
-        let onto = residual.map_or(Onto::Nothing, Onto::Residual);
-        if order == Order::PerRow {
-            let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
-            self.gpu.linear_rows(&mut y, [0, width], x, &layers, k, onto);
-            return y;
-        }
-        let mut col = 0;
-        for layer in layers {
-            let onto = match layer.bias() {
-                Some(bias) => {
-                    self.gpu.bias_rows(&mut y, col, width, rows, bias, residual);
-                    Onto::Output
-                }
-                None => onto,
-            };
-            self.gpu.linear(&mut y, [col, width], x, layer.weight.weight(), [0, layer.n, k], onto);
-            col += layer.n;
-        }
-        y
-    }
-
-    /// Computes `dy W` of layers, whose columns of `dy` begin at `col`, and adds it to `dx` if given.
-    fn back(&self, dx: Option<Array>, dy: &Rows, col: usize, layers: &[Layer]) -> Array {
-        let (rows, width) = dy.dims();
-        let dy = self.of(dy);
-        let k = layers.first().map_or(0, |layer| layer.k);
-        let mut adds = dx.is_some();
-        let mut dx = dx.unwrap_or_else(|| {
-            // The products of several layers are summed, and bf16 would round each partial sum.
-            let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), layers) };
-            self.gpu.alloc(rows * k, dtype)
-        });
-        let converted = self.operand(dy, layers);
-        let dy = converted.as_ref().unwrap_or(dy);
-        let mut col = col;
-        for layer in layers {
-            self.gpu.linear_dx(&mut dx, dy, [col, width], layer.weight.weight(), [0, layer.n, k], adds);
-            adds = true;
-            col += layer.n;
-        }
-        dx
     }
 
     /// Adds weighted rows to the gradient of a table. Each term is `(row of the table, row of the stream, weight)`.
@@ -714,10 +659,6 @@ impl Backend for Card {
         self.of(x).to_vec()
     }
 
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
-        self.of(x).to_vec().into_iter().map(f64::from).collect()
-    }
-
     fn add(&self, to: &mut Rows, from: &Rows) {
         self.change(to, |to| self.gpu.add(to, self.of(from)));
     }
@@ -774,42 +715,64 @@ impl Backend for Card {
         self.change(x, |x| self.gpu.clear(x, range.start * cols..range.end * cols));
     }
 
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
-        let layers: Vec<Layer> = layers.iter().map(|layer| self.layer(layer)).collect();
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
+        use omnigrpo_gpu::Onto as Plus;
+        let (rows, k) = x.dims();
+        let (x, layers) = (self.of(x), self.layers(layers));
         let width = layers.iter().map(|layer| layer.n).sum();
-        let y = self.forward(self.of(x), x.rows(), &layers, residual.map(|r| self.of(r)), order);
-        self.rows(y, x.rows(), width)
-    }
-
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order) {
-        let (width, layer) = (y.cols(), self.layer(weight));
-        let own = Affine { bias: None, ..layer.affine() };
-        self.change(y, |y| match order {
-            Order::Blocked => {
-                let sizes = [0, layer.n, layer.k];
-                self.gpu.linear(y, [col, width], self.of(x), own.weight, sizes, Onto::Output);
+        let create = |dtype| self.rows(self.gpu.alloc(rows * width, dtype), rows, width);
+        let (mut y, first, plus) = match onto {
+            Onto::Nothing => (create(self.output(x.dtype(), &layers)), 0, Plus::Nothing),
+            Onto::Residual(residual) => {
+                let residual = self.of(residual);
+                (create(residual.dtype()), 0, Plus::Residual(residual))
             }
-            Order::PerRow => {
-                self.gpu.linear_rows(y, [col, width], self.of(x), &[own], layer.k, Onto::Output);
+            Onto::Columns(y, first) => (y, first, Plus::Output),
+        };
+        let converted = self.operand(x, &layers);
+        let (x, stride) = (converted.as_ref().unwrap_or(x), y.cols());
+        self.change(&mut y, |y| {
+            if order == Order::PerRow {
+                let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
+                self.gpu.linear_rows(y, [first, stride], x, &layers, k, plus);
+                return;
+            }
+            let mut col = first;
+            for layer in &layers {
+                let plus = match (layer.bias(), plus) {
+                    (Some(bias), plus) => {
+                        let residual =
+                            if let Plus::Residual(residual) = plus { Some(residual) } else { None };
+                        self.gpu.bias_rows(y, col, stride, rows, bias, residual);
+                        Plus::Output
+                    }
+                    (None, plus) => plus,
+                };
+                self.gpu.linear(y, [col, stride], x, layer.weight.weight(), [0, layer.n, k], plus);
+                col += layer.n;
             }
         });
+        y
     }
 
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
-        let layers: Vec<Layer> = layers.iter().map(|layer| self.layer(layer)).collect();
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+        let ((rows, width), dy, layers) = (dy.dims(), self.of(dy), self.layers(layers));
         let k = layers.first().map_or(0, |layer| layer.k);
-        self.rows(self.back(None, dy, 0, &layers), dy.rows(), k)
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
-        let layer = self.layer(weight);
-        let k = layer.k;
-        let Some(mut dx) = dx else {
-            return self.rows(self.back(None, dy, col, &[layer]), dy.rows(), k);
-        };
-        let width = dy.cols();
+        let mut adds = dx.is_some();
+        let mut dx = dx.unwrap_or_else(|| {
+            // The products of several layers are summed, and bf16 would round each partial sum.
+            let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), &layers) };
+            self.rows(self.gpu.alloc(rows * k, dtype), rows, k)
+        });
+        let converted = self.operand(dy, &layers);
+        let dy = converted.as_ref().unwrap_or(dy);
         self.change(&mut dx, |dx| {
-            self.gpu.linear_dx(dx, self.of(dy), [col, width], layer.weight.weight(), [0, layer.n, k], true);
+            let mut col = col;
+            for layer in &layers {
+                self.gpu.linear_dx(dx, dy, [col, width], layer.weight.weight(), [0, layer.n, k], adds);
+                adds = true;
+                col += layer.n;
+            }
         });
         dx
     }
@@ -1079,12 +1042,10 @@ impl Backend for Card {
     }
 
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let own = self.layer(layer);
-        let n = own.n;
         let unfolding = Unfolding::new(self.gpu, &patches.sources, patches.taps, x.rows());
         let unfolded = self.gpu.unfold(self.of(x), &unfolding, x.cols());
-        let y = self.forward(&unfolded, patches.rows(), &[own], None, Order::Blocked);
-        self.rows(y, patches.rows(), n)
+        let unfolded = self.rows(unfolded, patches.rows(), layer.k());
+        self.linear(&unfolded, std::slice::from_ref(layer), Onto::Nothing, Order::Blocked)
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
@@ -1094,9 +1055,10 @@ impl Backend for Card {
         let unfolded = self.rows(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
         drop(unfolded);
-        let dunfolded = self.back(None, dy, 0, &[self.layer(layer)]);
+        let dunfolded = self.linear_dx(None, dy, 0, std::slice::from_ref(layer));
+        let dunfolded = self.of(&dunfolded);
         let mut dx = self.gpu.zeros(rows * c, dunfolded.dtype());
-        self.gpu.fold(&mut dx, &dunfolded, &unfolding, c);
+        self.gpu.fold(&mut dx, dunfolded, &unfolding, c);
         self.rows(dx, rows, c)
     }
 
@@ -1166,7 +1128,7 @@ impl Backend for Card {
         let mut y = self.gpu.alloc(rows * vocab, Dtype::F32);
         let x = self.of(normed);
         let layer = Affine { weight: weights.weight(), bias: None, n: vocab };
-        self.gpu.linear_rows(&mut y, [0, vocab], x, &[layer], h, Onto::Nothing);
+        self.gpu.linear_rows(&mut y, [0, vocab], x, &[layer], h, omnigrpo_gpu::Onto::Nothing);
         self.rows(y, rows, vocab)
     }
 

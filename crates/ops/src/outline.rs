@@ -25,7 +25,7 @@ use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::gpu::heads_of;
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype};
@@ -306,10 +306,6 @@ impl Backend for Outline {
         vec![0.0; x.len()]
     }
 
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
-        vec![0.0; x.len()]
-    }
-
     fn add(&self, to: &mut Rows, _: &Rows) {
         note_elements(to.len());
         to.touch();
@@ -349,9 +345,16 @@ impl Backend for Outline {
         x.touch();
     }
 
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
         note_linear(x.rows(), layers, order);
-        let out = residual.map_or_else(|| product(x, layers.iter().map(Linear::weight)), dtype);
+        let out = match onto {
+            Onto::Nothing => product(x, layers.iter().map(Linear::weight)),
+            Onto::Residual(residual) => dtype(residual),
+            Onto::Columns(mut y, _) => {
+                y.touch();
+                return y;
+            }
+        };
         let n = layers.iter().map(Linear::n).sum();
         let y = Rows::on_outline(out, x.rows(), n);
         let k = layers.first().map_or(0, Linear::k);
@@ -363,26 +366,16 @@ impl Backend for Outline {
         y
     }
 
-    fn linear_add(&self, y: &mut Rows, _: usize, x: &Rows, weight: &Linear, order: Order) {
-        note_linear(x.rows(), std::slice::from_ref(weight), order);
-        y.touch();
-    }
-
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, _: usize, layers: &[Linear]) -> Rows {
         note_dx(dy.rows(), layers);
-        // A GPU sums the products of several layers in f32.
-        let sum = if layers.len() > 1 { Dtype::F32 } else { product(dy, layers.iter().map(Linear::weight)) };
-        let dx = Rows::on_outline(sum, dy.rows(), layers.first().map_or(0, Linear::k));
-        drop(factors(dy, layers));
-        dx
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, _: usize, weight: &Linear) -> Rows {
-        note_dx(dy.rows(), std::slice::from_ref(weight));
-        let own = || Rows::on_outline(product(dy, [weight.weight()].into_iter()), dy.rows(), weight.k());
-        let mut dx = dx.unwrap_or_else(own);
+        let mut dx = dx.unwrap_or_else(|| {
+            // A GPU sums the products of several layers in f32.
+            let sum =
+                if layers.len() > 1 { Dtype::F32 } else { product(dy, layers.iter().map(Linear::weight)) };
+            Rows::on_outline(sum, dy.rows(), layers.first().map_or(0, Linear::k))
+        });
         dx.touch();
-        drop(factors(dy, std::slice::from_ref(weight)));
+        drop(factors(dy, layers));
         dx
     }
 

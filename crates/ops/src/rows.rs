@@ -138,7 +138,10 @@ impl Rows {
     /// Returns a copy of the values in row-major order, without rounding.
     #[must_use]
     pub fn to_f64(&self) -> Vec<f64> {
-        self.device().backend().download_f64(self)
+        match &self.data {
+            Data::Twin(data) => data.to_vec(),
+            _ => self.to_vec().into_iter().map(f64::from).collect(),
+        }
     }
 
     /// Returns the values if the host can read them as f32, and `None` otherwise.

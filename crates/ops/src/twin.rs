@@ -20,7 +20,7 @@ use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
 use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
@@ -85,10 +85,6 @@ impl Backend for Twin {
         x.twin().iter().map(|&x| x as f32).collect()
     }
 
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
-        x.twin().to_vec()
-    }
-
     fn add(&self, to: &mut Rows, from: &Rows) {
         to.twin_mut().iter_mut().zip(from.twin()).for_each(|(to, from)| *to += from);
     }
@@ -126,55 +122,36 @@ impl Backend for Twin {
         x.twin_mut()[range.start * cols..range.end * cols].fill(0.0);
     }
 
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, _: Order) -> Rows {
-        let width = layers.iter().map(Linear::n).sum();
-        let mut y = residual.cloned().unwrap_or_else(|| self.zeros(x.rows(), width));
-        let mut col = 0;
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, _: Order) -> Rows {
+        let (mut y, mut col) = match onto {
+            Onto::Nothing => (self.zeros(x.rows(), layers.iter().map(Linear::n).sum()), 0),
+            Onto::Residual(residual) => (residual.clone(), 0),
+            Onto::Columns(y, col) => (y, col),
+        };
+        let width = y.cols();
         for layer in layers {
-            self.linear_add(&mut y, col, x, layer, Order::Blocked);
-            if let Some(bias) = layer.bias() {
-                let bias = values(bias);
-                for row in y.twin_mut().chunks_exact_mut(width) {
-                    row[col..].iter_mut().zip(&bias).for_each(|(y, b)| *y += b);
-                }
+            let (n, w, bias) = (layer.n(), values(layer.weight()), layer.bias().map(|bias| values(bias)));
+            let product = twin::linear_forward(x.mat64(), Mat::new(&w, n, layer.k()), bias.as_deref());
+            let rows = y.twin_mut().chunks_exact_mut(width.max(1));
+            for (y, product) in rows.zip(product.chunks_exact(n.max(1))) {
+                y[col..].iter_mut().zip(product).for_each(|(y, p)| *y += p);
             }
-            col += layer.n();
+            col += n;
         }
         y
     }
 
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, _: Order) {
-        let (n, w) = (weight.n(), values(weight.weight()));
-        let product = twin::linear_forward(x.mat64(), Mat::new(&w, n, weight.k()), None);
-        let width = y.cols();
-        let rows = y.twin_mut().chunks_exact_mut(width.max(1));
-        for (y, product) in rows.zip(product.chunks_exact(n.max(1))) {
-            y[col..].iter_mut().zip(product).for_each(|(y, p)| *y += p);
-        }
-    }
-
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
-        let mut dx = self.zeros(dy.rows(), layers.first().map_or(0, Linear::k));
-        let mut col = 0;
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+        let (rows, k) = (dy.rows(), layers.first().map_or(0, Linear::k));
+        let (mut dx, mut col) = (dx.unwrap_or_else(|| self.zeros(rows, k)), col);
         for layer in layers {
-            dx = self.linear_dx_of(Some(dx), dy, col, layer);
-            col += layer.n();
+            let (x, n, w) = (self.zeros(rows, k), layer.n(), values(layer.weight()));
+            let dy = dy.mat64().columns(col..col + n);
+            let own = twin::linear_backward(dy, x.mat64(), Mat::new(&w, n, k)).0;
+            self.add(&mut dx, &Rows::on_twin(own, rows, k));
+            col += n;
         }
         dx
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
-        let (rows, n, k) = (dy.rows(), weight.n(), weight.k());
-        let (x, w) = (self.zeros(rows, k), values(weight.weight()));
-        let dy = dy.mat64().columns(col..col + n);
-        let own = Rows::on_twin(twin::linear_backward(dy, x.mat64(), Mat::new(&w, n, k)).0, rows, k);
-        match dx {
-            Some(mut dx) => {
-                self.add(&mut dx, &own);
-                dx
-            }
-            None => own,
-        }
     }
 
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
@@ -405,14 +382,14 @@ impl Backend for Twin {
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         let unfolded = twin::unfold(x.mat64(), &patches.sources, patches.taps);
         let unfolded = Rows::on_twin(unfolded, patches.rows(), layer.k());
-        self.linear(&unfolded, std::slice::from_ref(layer), None, Order::Blocked)
+        self.linear(&unfolded, std::slice::from_ref(layer), Onto::Nothing, Order::Blocked)
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         let unfolded = twin::unfold(x.mat64(), &patches.sources, patches.taps);
         let unfolded = Rows::on_twin(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
-        let dunfolded = self.linear_dx(dy, std::slice::from_ref(layer));
+        let dunfolded = self.linear_dx(None, dy, 0, std::slice::from_ref(layer));
         let dx = twin::fold(dunfolded.mat64(), &patches.sources, patches.taps, x.rows());
         Rows::on_twin(dx, x.rows(), x.cols())
     }

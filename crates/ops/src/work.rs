@@ -25,7 +25,7 @@ use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device};
 use crate::error::{Error, Result};
 use crate::head::Targets;
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype, Part, Values};
@@ -320,12 +320,12 @@ impl Call {
                 let part = Product::of(rows, k, n, dtype);
                 let (x, weights) = (noise(part.rows, k), part.weights(k, false)?);
                 let order = if per_row { Order::PerRow } else { Order::Blocked };
-                Ok(part.scale * in_turn(&weights, |layer| cpu.linear(&x, layer, None, order)))
+                Ok(part.scale * in_turn(&weights, |layer| cpu.linear(&x, layer, Onto::Nothing, order)))
             }
             Self::LinearDx { rows, k, n, dtype } => {
                 let part = Product::of(rows, k, n, dtype);
                 let (dy, weights) = (noise(part.rows, part.n), part.weights(k, false)?);
-                Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(&dy, layer)))
+                Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(None, &dy, 0, layer)))
             }
             Self::LinearDw { rows, k, n, dtype } => {
                 let part = Product::of(rows, k, n, dtype);
@@ -615,7 +615,7 @@ mod tests {
         let (frozen, trained) = (layer(8, 4, false), layer(8, 4, true));
         let x = Rows::zeros(Device::Outline, 3, 4);
         let ((), Work(calls)) = work(|| {
-            outline.linear(&x, std::slice::from_ref(&frozen), None, Order::Blocked);
+            outline.linear(&x, std::slice::from_ref(&frozen), Onto::Nothing, Order::Blocked);
             phase("backward", || {
                 repeated(2.0, || {
                     let dy = Rows::zeros(Device::Outline, 3, 8);
@@ -632,7 +632,7 @@ mod tests {
         ];
         assert_eq!(calls, expected.into());
         // Outside `work`, nothing is listed.
-        outline.linear(&x, std::slice::from_ref(&frozen), None, Order::Blocked);
+        outline.linear(&x, std::slice::from_ref(&frozen), Onto::Nothing, Order::Blocked);
         assert_eq!(work(|| ()).1.distinct(), 0);
     }
 
