@@ -30,7 +30,7 @@ use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{GradGuard, Param, ParamDtype, WeightGuard};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 
 pub(crate) struct Cpu;
 
@@ -113,7 +113,7 @@ pub(crate) fn merge(w: &mut [f32], left: &[f32], right: &[f32], rank: usize, sca
 }
 
 impl Backend for Cpu {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
+    fn zeros(&self, rows: usize, cols: usize, _: Option<&Rows>) -> Rows {
         Rows::on_cpu(buffer::zeros(rows * cols), rows, cols)
     }
 
@@ -133,33 +133,13 @@ impl Backend for Cpu {
         x.cpu_mut().iter_mut().for_each(|x| *x *= by);
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        Rows::on_cpu(moves::select(x.cpu(), x.cols(), index), index.len(), x.cols())
+    fn part(&self, x: &Rows, of: Window, [rows, cols]: [usize; 2]) -> Rows {
+        Rows::on_cpu(moves::part(x.cpu(), x.cols(), of, [rows, cols]), rows, cols)
     }
 
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
-        let mut y = self.zeros(rows, x.cols());
-        moves::spread(y.cpu_mut(), x.cols(), index, x.cpu());
-        y
-    }
-
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        let width = columns.len();
-        Rows::on_cpu(moves::columns(x.cpu(), x.cols(), columns), x.rows(), width)
-    }
-
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]) {
         let cols = to.cols();
-        moves::set_columns(to.cpu_mut(), cols, first, from.cpu(), from.cols());
-    }
-
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        moves::set_rows(to.cpu_mut(), from.cols(), first, from.cpu(), range);
-    }
-
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
-        let cols = x.cols();
-        x.cpu_mut()[range.start * cols..range.end * cols].fill(0.0);
+        moves::set_part((to.cpu_mut(), cols, at), (from.cpu(), from.cols(), of), size);
     }
 
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
@@ -170,7 +150,7 @@ impl Backend for Cpu {
                 (Onto::Nothing, Order::Blocked) => {
                     return Rows::on_cpu(product::forward(x.mat(), layers), rows, width);
                 }
-                (Onto::Nothing, Order::PerRow) => (self.zeros(rows, width), 0),
+                (Onto::Nothing, Order::PerRow) => (self.zeros(rows, width, None), 0),
                 (Onto::Residual(residual), _) => (residual.clone(), 0),
                 (Onto::Columns(y, col), _) => (y, col),
             };
@@ -322,7 +302,7 @@ impl Backend for Cpu {
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
-        let mut out = self.zeros(qkv.rows(), heads.q_width());
+        let mut out = self.zeros(qkv.rows(), heads.q_width(), None);
         let groups = &mut batch.groups;
         let _span = profile::span(profile::Op::AttentionDecode, || {
             let (queries, head_bytes) = (qkv.rows(), 4 * heads.dim);
@@ -334,7 +314,7 @@ impl Backend for Cpu {
             let keys: usize = groups.iter().map(|group| own(group) + group.cache.prompt_rows).sum();
             (4 * pairs * heads.q_width(), 2 * head_bytes * (queries * heads.q + keys * heads.kv))
         });
-        let mut lse = self.zeros(qkv.rows(), heads.q);
+        let mut lse = self.zeros(qkv.rows(), heads.q, None);
         let (mut rest, mut rest_lse, mut row) = (out.cpu_mut(), lse.cpu_mut(), 0);
         let each: Vec<_> = groups
             .iter_mut()
@@ -441,13 +421,13 @@ impl Backend for Cpu {
     }
 
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
-        let mut dx = self.zeros(rows, dy.cols());
+        let mut dx = self.zeros(rows, dy.cols(), None);
         conv::mix_backward(dy.mat(), mix, dx.mat_mut());
         dx
     }
 
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let mut y = self.zeros(patches.rows(), layer.n());
+        let mut y = self.zeros(patches.rows(), layer.n(), None);
         with_layers(std::slice::from_ref(layer), |layers| {
             pieces(x, patches, |rows, unfolded, _| {
                 product::forward_into(unfolded, layers, false, y.mat_mut().row_range(rows));
@@ -457,7 +437,7 @@ impl Backend for Cpu {
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let mut dx = self.zeros(x.rows(), x.cols());
+        let mut dx = self.zeros(x.rows(), x.cols(), None);
         let (weight, taps) = (layer.weight(), patches.taps);
         pieces(x, patches, |rows, unfolded, sources| {
             let dy = dy.mat().row_range(rows.clone());

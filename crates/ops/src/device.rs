@@ -5,7 +5,6 @@
 //! operation. Backends check only that operands are on their device; operations check shapes.
 
 use std::fmt;
-use std::ops::Range;
 
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
@@ -22,7 +21,7 @@ use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::Param;
 use crate::rope::RopeTable;
-use crate::rows::{Index, Rows};
+use crate::rows::{Rows, Window};
 use crate::{cpu, outline, twin};
 
 /// Device that stores arrays and computes with them.
@@ -118,8 +117,8 @@ impl fmt::Display for Device {
 pub(crate) trait Backend: Sync {
     // Memory.
 
-    /// Returns `[rows, cols]` zeros.
-    fn zeros(&self, rows: usize, cols: usize) -> Rows;
+    /// Returns `[rows, cols]` zeros, in the dtype of `like` if given and otherwise in f32.
+    fn zeros(&self, rows: usize, cols: usize, like: Option<&Rows>) -> Rows;
     /// Creates rows from host values in row-major order. `data.len()` must be `rows · cols`.
     fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows;
     /// Returns the values in row-major order, rounded to f32.
@@ -128,18 +127,10 @@ pub(crate) trait Backend: Sync {
     fn add(&self, to: &mut Rows, from: &Rows);
     /// Computes `x *= by`.
     fn scale(&self, x: &mut Rows, by: f32);
-    /// Returns the rows of `x` listed in `index`, in that order.
-    fn select(&self, x: &Rows, index: &Index) -> Rows;
-    /// Reverses [`Self::select`] for distinct rows: returns `rows` rows, which are zero except at `index`.
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows;
-    /// Returns a range of columns of every row.
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows;
-    /// Replaces columns with the columns of `from`, starting at column `first`.
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows);
-    /// Replaces rows with the rows `range` of `from`, starting at row `first`.
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>);
-    /// Sets a range of rows to zero.
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>);
+    /// Returns a copy of `[rows, cols]` values of `x`.
+    fn part(&self, x: &Rows, of: Window, size: [usize; 2]) -> Rows;
+    /// Replaces `size = [rows, cols]` values of `to` with values of `from`.
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]);
 
     // Linear layers. If there are several layers, their outputs are side by side in each row.
 

@@ -35,7 +35,7 @@ use crate::norm::Norm;
 use crate::optim::{Moments, Numbers, Squares, Step};
 use crate::param::{Param, ParamDtype, Values, ValuesMut};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 
 /// An open GPU or emulator. It stays open until the process ends, so a handle can be copied like any other [`Device`]. Opening
 /// the same GPU twice creates two devices, each with a separate order of work.
@@ -436,6 +436,11 @@ fn words(index: &[usize]) -> Vec<u32> {
     index.iter().map(|&i| i as u32).collect()
 }
 
+/// Converts a window of an array of `cols` columns.
+fn place<'a>(window: Window, cols: usize, index: Option<&'a Array>) -> Place<'a> {
+    Place { first: window.row * cols + window.col, stride: cols, index }
+}
+
 impl Card {
     fn device(&self) -> Device {
         Device::Gpu(*self)
@@ -533,6 +538,10 @@ impl Card {
         let index = self.gpu.upload_words(used);
         let own = self.gpu.weight_rows(weights.weight(), h, Some(&index), used.len(), Dtype::F32);
         self.change(x, |x| self.gpu.mix(x, &own, mixture, h, true));
+    }
+
+    fn index(&self, window: Window) -> Option<Arc<Array>> {
+        Some(window.index?.on(self.device(), |index| self.gpu.upload_words(&words(index))))
     }
 
     fn sums(&self, mix: &Mix) -> Arc<Mixture> {
@@ -647,8 +656,9 @@ fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {
 }
 
 impl Backend for Card {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
-        self.rows(self.gpu.zeros(rows * cols, Dtype::F32), rows, cols)
+    fn zeros(&self, rows: usize, cols: usize, like: Option<&Rows>) -> Rows {
+        let dtype = like.map_or(Dtype::F32, |x| self.of(x).dtype());
+        self.rows(self.gpu.zeros(rows * cols, dtype), rows, cols)
     }
 
     fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows {
@@ -667,52 +677,19 @@ impl Backend for Card {
         self.change(x, |x| self.gpu.scale(x, by));
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        let (cols, from) = (x.cols(), self.of(x));
-        let places = index.on(self.device(), |index| self.gpu.upload_words(&words(index)));
-        let mut y = self.gpu.alloc(index.len() * cols, from.dtype());
-        let place = Place::new(0, cols);
-        self.gpu.copy_rows(&mut y, place, from, place.of(&places), [index.len(), cols]);
-        self.rows(y, index.len(), cols)
-    }
-
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
-        let (cols, from) = (x.cols(), self.of(x));
-        let places = index.on(self.device(), |index| self.gpu.upload_words(&words(index)));
-        let mut y = self.gpu.zeros(rows * cols, from.dtype());
-        let place = Place::new(0, cols);
-        self.gpu.copy_rows(&mut y, place.of(&places), from, place, [index.len(), cols]);
+    fn part(&self, x: &Rows, of: Window, [rows, cols]: [usize; 2]) -> Rows {
+        let (from, index) = (self.of(x), self.index(of));
+        let mut y = self.gpu.alloc(rows * cols, from.dtype());
+        let source = place(of, x.cols(), index.as_deref());
+        self.gpu.copy_rows(&mut y, Place::new(0, cols), from, source, [rows, cols]);
         self.rows(y, rows, cols)
     }
 
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        let ((rows, cols), from) = (x.dims(), self.of(x));
-        let width = columns.len();
-        let mut y = self.gpu.alloc(rows * width, from.dtype());
-        let source = Place::new(columns.start, cols);
-        self.gpu.copy_rows(&mut y, Place::new(0, width), from, source, [rows, width]);
-        self.rows(y, rows, width)
-    }
-
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
-        let (cols, (rows, width)) = (to.cols(), from.dims());
-        self.change(to, |to| {
-            let target = Place::new(first, cols);
-            self.gpu.copy_rows(to, target, self.of(from), Place::new(0, width), [rows, width]);
-        });
-    }
-
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        let cols = to.cols();
-        self.change(to, |to| {
-            let (target, source) = (Place::new(first * cols, cols), Place::new(range.start * cols, cols));
-            self.gpu.copy_rows(to, target, self.of(from), source, [range.len(), cols]);
-        });
-    }
-
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
-        let cols = x.cols();
-        self.change(x, |x| self.gpu.clear(x, range.start * cols..range.end * cols));
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]) {
+        let (to_index, from_index) = (self.index(at), self.index(of));
+        let target = place(at, to.cols(), to_index.as_deref());
+        let source = place(of, from.cols(), from_index.as_deref());
+        self.change(to, |to| self.gpu.copy_rows(to, target, self.of(from), source, size));
     }
 
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
@@ -950,7 +927,7 @@ impl Backend for Card {
             }
         };
         let out = self.gpu.attend_cached(packed, &tables, layer, heads_of(heads));
-        (self.rows(out, qkv.rows(), heads.q_width()), self.zeros(0, heads.q))
+        (self.rows(out, qkv.rows(), heads.q_width()), self.zeros(0, heads.q, None))
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {

@@ -7,7 +7,6 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_gpu::{Dtype, cached_scratch, few_rows_scratch, piece};
@@ -30,7 +29,7 @@ use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 use crate::work::{
     Call, note, note_attention, note_cached, note_dw, note_dx, note_elements, note_experts, note_linear,
 };
@@ -294,8 +293,8 @@ fn note_score(normed: &Rows, head: &Param, back: Option<bool>) {
 const DEPTHWISE: usize = 9;
 
 impl Backend for Outline {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
-        in_f32(rows, cols)
+    fn zeros(&self, rows: usize, cols: usize, like: Option<&Rows>) -> Rows {
+        Rows::on_outline(like.map_or(Dtype::F32, dtype), rows, cols)
     }
 
     fn upload(&self, _: Vec<f32>, rows: usize, cols: usize) -> Rows {
@@ -316,33 +315,15 @@ impl Backend for Outline {
         x.touch();
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        note_elements(index.len() * x.cols());
-        like(x, index.len(), x.cols())
+    fn part(&self, x: &Rows, _: Window, [rows, cols]: [usize; 2]) -> Rows {
+        note_elements(rows * cols);
+        like(x, rows, cols)
     }
 
-    fn spread(&self, x: &Rows, _: &Index, rows: usize) -> Rows {
-        note_elements(rows * x.cols());
-        like(x, rows, x.cols())
-    }
-
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        note_elements(x.rows() * columns.len());
-        like(x, x.rows(), columns.len())
-    }
-
-    fn set_columns(&self, to: &mut Rows, _: usize, from: &Rows) {
-        note_elements(from.len());
+    fn set_part(&self, to: &mut Rows, at: Window, _: &Rows, _: Window, [rows, cols]: [usize; 2]) {
+        // The target of listed rows is zeroed first.
+        note_elements(at.index.map_or(rows * cols, |_| to.len()));
         to.touch();
-    }
-
-    fn set_rows(&self, to: &mut Rows, _: usize, from: &Rows, range: Range<usize>) {
-        note_elements(range.len() * from.cols());
-        to.touch();
-    }
-
-    fn clear_rows(&self, x: &mut Rows, _: Range<usize>) {
-        x.touch();
     }
 
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {

@@ -1,6 +1,5 @@
 //! The f64 twin, a reference for tests: plain loops over the formulas of `omnigrpo_kernels::twin`.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_kernels::activation::Activation;
@@ -26,7 +25,7 @@ use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 
 pub(crate) struct Twin;
 
@@ -73,7 +72,7 @@ fn of_len(data: Vec<f64>) -> Rows {
 }
 
 impl Backend for Twin {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
+    fn zeros(&self, rows: usize, cols: usize, _: Option<&Rows>) -> Rows {
         Rows::on_twin(vec![0.0; rows * cols], rows, cols)
     }
 
@@ -93,38 +92,18 @@ impl Backend for Twin {
         x.twin_mut().iter_mut().for_each(|x| *x *= f64::from(by));
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        Rows::on_twin(moves::select(x.twin(), x.cols(), index), index.len(), x.cols())
+    fn part(&self, x: &Rows, of: Window, [rows, cols]: [usize; 2]) -> Rows {
+        Rows::on_twin(moves::part(x.twin(), x.cols(), of, [rows, cols]), rows, cols)
     }
 
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
-        let mut y = self.zeros(rows, x.cols());
-        moves::spread(y.twin_mut(), x.cols(), index, x.twin());
-        y
-    }
-
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        let width = columns.len();
-        Rows::on_twin(moves::columns(x.twin(), x.cols(), columns), x.rows(), width)
-    }
-
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]) {
         let cols = to.cols();
-        moves::set_columns(to.twin_mut(), cols, first, from.twin(), from.cols());
-    }
-
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        moves::set_rows(to.twin_mut(), from.cols(), first, from.twin(), range);
-    }
-
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
-        let cols = x.cols();
-        x.twin_mut()[range.start * cols..range.end * cols].fill(0.0);
+        moves::set_part((to.twin_mut(), cols, at), (from.twin(), from.cols(), of), size);
     }
 
     fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, _: Order) -> Rows {
         let (mut y, mut col) = match onto {
-            Onto::Nothing => (self.zeros(x.rows(), layers.iter().map(Linear::n).sum()), 0),
+            Onto::Nothing => (self.zeros(x.rows(), layers.iter().map(Linear::n).sum(), None), 0),
             Onto::Residual(residual) => (residual.clone(), 0),
             Onto::Columns(y, col) => (y, col),
         };
@@ -143,9 +122,9 @@ impl Backend for Twin {
 
     fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
         let (rows, k) = (dy.rows(), layers.first().map_or(0, Linear::k));
-        let (mut dx, mut col) = (dx.unwrap_or_else(|| self.zeros(rows, k)), col);
+        let (mut dx, mut col) = (dx.unwrap_or_else(|| self.zeros(rows, k, None)), col);
         for layer in layers {
-            let (x, n, w) = (self.zeros(rows, k), layer.n(), values(layer.weight()));
+            let (x, n, w) = (self.zeros(rows, k, None), layer.n(), values(layer.weight()));
             let dy = dy.mat64().columns(col..col + n);
             let own = twin::linear_backward(dy, x.mat64(), Mat::new(&w, n, k)).0;
             self.add(&mut dx, &Rows::on_twin(own, rows, k));
@@ -158,7 +137,7 @@ impl Backend for Twin {
         let mut col = col;
         for layer in layers {
             let n = layer.n();
-            let w = self.zeros(n, layer.k());
+            let w = self.zeros(n, layer.k(), None);
             let dy = dy.mat64().columns(col..col + n);
             let (_, dw, db) = twin::linear_backward(dy, x.mat64(), w.mat64());
             accumulate(layer.weight(), &dw);
@@ -182,14 +161,14 @@ impl Backend for Twin {
     }
 
     fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows {
-        let (x, w) = (self.zeros(dy.rows(), layer.k()), values(layer.weight()));
+        let (x, w) = (self.zeros(dy.rows(), layer.k(), None), values(layer.weight()));
         let w = Mat::new(&w, layer.experts() * layer.k(), layer.n());
         let dx = twin::experts_backward(dy.mat64(), x.mat64(), w, routes.groups()).0;
         Rows::on_twin(dx, dy.rows(), layer.k())
     }
 
     fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes) {
-        let w = self.zeros(layer.experts() * layer.k(), layer.n());
+        let w = self.zeros(layer.experts() * layer.k(), layer.n(), None);
         let (_, dw) = twin::experts_backward(dy.mat64(), x.mat64(), w.mat64(), routes.groups());
         accumulate(layer.weight(), &dw);
     }
@@ -254,10 +233,11 @@ impl Backend for Twin {
         let shape = heads.shape();
         let parts = Qkv::packed(qkv.mat64(), shape);
         let (dq, dk, dv) = twin::attention_backward(dout.mat64(), parts, layout, shape, scale(heads));
-        let mut dqkv = self.zeros(qkv.rows(), qkv.cols());
+        let mut dqkv = self.zeros(qkv.rows(), qkv.cols(), None);
         let (wide, narrow) = (heads.q_width(), heads.kv_width());
         for (first, width, data) in [(0, wide, dq), (wide, narrow, dk), (wide + narrow, narrow, dv)] {
-            self.set_columns(&mut dqkv, first, &Rows::on_twin(data, qkv.rows(), width));
+            let data = Rows::on_twin(data, qkv.rows(), width);
+            self.set_part(&mut dqkv, Window::at(0, first), &data, Window::default(), [qkv.rows(), width]);
         }
         dqkv
     }
@@ -268,7 +248,8 @@ impl Backend for Twin {
 
     fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads) {
         if let Store::Twin(layers) = &mut cache.store {
-            let kv = moves::columns(qkv.twin(), qkv.cols(), heads.q_width()..heads.packed_width());
+            let (of, size) = (Window::at(0, heads.q_width()), [qkv.rows(), 2 * heads.kv_width()]);
+            let kv = moves::part(qkv.twin(), qkv.cols(), of, size);
             layers[layer][..kv.len()].copy_from_slice(&kv);
         }
     }
@@ -312,7 +293,8 @@ impl Backend for Twin {
         let waves = table.waves().each_ref().map(|wave| angles(wave));
         let [cos, sin] = waves.each_ref().map(|wave| Mat::new(wave, rows, table.half));
         let turned = twin::rope(cos, sin, inverse, x.mat64().columns(0..width));
-        self.set_columns(x, 0, &Rows::on_twin(turned, rows, width));
+        let turned = Rows::on_twin(turned, rows, width);
+        self.set_part(x, Window::default(), &turned, Window::default(), [rows, width]);
     }
 
     fn activation(&self, x: &Rows, act: Activation) -> Rows {

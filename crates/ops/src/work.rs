@@ -333,7 +333,7 @@ impl Call {
                     (noise(part.rows, k), noise(part.rows, part.n), part.weights(k, true)?);
                 let accumulate = |layer: &[Linear]| {
                     cpu.linear_dw(&x, &dy, 0, layer);
-                    cpu.zeros(0, 0)
+                    cpu.zeros(0, 0, None)
                 };
                 // The first call allocates the gradients, so it is not measured.
                 weights.iter().for_each(|layer| drop(accumulate(std::slice::from_ref(layer))));
