@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use memmap2::MmapMut;
-use omnigrpo_kernels::activation::{self, Activation};
+use omnigrpo_kernels::activation;
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::dropout::{self, Mask};
 use omnigrpo_kernels::linear::{self as product, Gradient, Layer};
@@ -25,6 +25,7 @@ use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
@@ -365,20 +366,19 @@ impl Backend for Cpu {
         rope::apply(cos, sin, inverse, x.mat_mut().columns(0..heads * 2 * table.half));
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        Rows::on_cpu(activation::forward(x.cpu(), act), x.rows(), x.cols())
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        let (y, cols) = match act {
+            Nonlinearity::Pointwise(act) => (activation::forward(x.cpu(), act), x.cols()),
+            Nonlinearity::SwiGlu => (activation::swiglu_forward(x.mat()), x.cols() / 2),
+        };
+        Rows::on_cpu(y, x.rows(), cols)
     }
 
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
-        activation::backward(dy.cpu(), act, x.cpu_mut());
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        Rows::on_cpu(activation::swiglu_forward(gate_up.mat()), gate_up.rows(), gate_up.cols() / 2)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
-        activation::swiglu_backward(dy.mat(), gate_up.mat_mut());
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity) {
+        match act {
+            Nonlinearity::Pointwise(act) => activation::backward(dy.cpu(), act, x.cpu_mut()),
+            Nonlinearity::SwiGlu => activation::swiglu_backward(dy.mat(), x.mat_mut()),
+        }
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {

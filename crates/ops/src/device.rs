@@ -6,7 +6,6 @@
 
 use std::fmt;
 
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
 use crate::attention::{AttentionHeads, Layout};
@@ -17,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::Param;
@@ -221,14 +221,10 @@ pub(crate) trait Backend: Sync {
 
     // Elementwise operations.
 
-    /// Computes `act(x)`.
-    fn activation(&self, x: &Rows, act: Activation) -> Rows;
+    /// Computes `act(x)`, `[t, i] → [t, i]`, or `[t, 2i] → [t, i]` for SwiGLU.
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows;
     /// Replaces `x`, the input of an activation, with its gradient.
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation);
-    /// Computes `silu(gate) · up`, `[t, 2i] → [t, i]`.
-    fn swiglu(&self, gate_up: &Rows) -> Rows;
-    /// Replaces `gate_up` with its gradient.
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows);
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity);
     /// Computes `residual + x · scale`, with one scale per column.
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows;
     /// Returns the gradient of [`Self::scale_onto`] with respect to `x`, and adds the gradient of the scale to its buffer.

@@ -15,7 +15,6 @@ use omnigrpo_gpu::{
     Affine, Array, Arriving, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks,
     Mixture, Monitor, Nccl, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight, copy_bytes,
 };
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::quant::QuantMatrix;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
@@ -31,6 +30,7 @@ use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Numbers, Squares, Step};
 use crate::param::{Param, ParamDtype, Values, ValuesMut};
@@ -938,22 +938,20 @@ impl Backend for Card {
         self.change(x, |x| self.gpu.rotate(x, dims, cos, sin, heads, inverse));
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        self.rows(self.gpu.activation(self.of(x), act), x.rows(), x.cols())
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        let (rows, cols) = x.dims();
+        match act {
+            Nonlinearity::Pointwise(act) => self.rows(self.gpu.activation(self.of(x), act), rows, cols),
+            Nonlinearity::SwiGlu => self.rows(self.gpu.swiglu(self.of(x), rows, cols / 2), rows, cols / 2),
+        }
     }
 
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
-        self.change(x, |x| self.gpu.activation_back(x, self.of(dy), act));
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        let (rows, i) = (gate_up.rows(), gate_up.cols() / 2);
-        self.rows(self.gpu.swiglu(self.of(gate_up), rows, i), rows, i)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
-        let (rows, i) = dy.dims();
-        self.change(gate_up, |gate_up| self.gpu.swiglu_back(gate_up, self.of(dy), rows, i));
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity) {
+        let ((rows, i), dy) = (dy.dims(), self.of(dy));
+        self.change(x, |x| match act {
+            Nonlinearity::Pointwise(act) => self.gpu.activation_back(x, dy, act),
+            Nonlinearity::SwiGlu => self.gpu.swiglu_back(x, dy, rows, i),
+        });
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {

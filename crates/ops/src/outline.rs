@@ -10,7 +10,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use omnigrpo_gpu::{Dtype, cached_scratch, few_rows_scratch, piece};
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
@@ -25,13 +24,15 @@ use crate::experts::{ExpertLinear, Routes};
 use crate::gpu::heads_of;
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Rows, Window};
 use crate::work::{
-    Call, note, note_attention, note_cached, note_dw, note_dx, note_elements, note_experts, note_linear,
+    Call, note, note_activation, note_attention, note_cached, note_dw, note_dx, note_elements, note_experts,
+    note_linear,
 };
 use omnigrpo_kernels::dropout::Mask;
 
@@ -476,24 +477,14 @@ impl Backend for Outline {
         x.touch();
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        note(|| Call::Activation { len: x.len(), act, back: false });
-        same(x)
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        note_activation(x, act, false);
+        like(x, x.rows(), if let Nonlinearity::SwiGlu = act { x.cols() / 2 } else { x.cols() })
     }
 
-    fn activation_back(&self, x: &mut Rows, _: &Rows, act: Activation) {
-        note(|| Call::Activation { len: x.len(), act, back: true });
+    fn activation_back(&self, x: &mut Rows, _: &Rows, act: Nonlinearity) {
+        note_activation(x, act, true);
         x.touch();
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        note(|| Call::Swiglu { rows: gate_up.rows(), width: gate_up.cols() / 2, back: false });
-        like(gate_up, gate_up.rows(), gate_up.cols() / 2)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, _: &Rows) {
-        note(|| Call::Swiglu { rows: gate_up.rows(), width: gate_up.cols() / 2, back: true });
-        gate_up.touch();
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, _: &Param) -> Rows {

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::logprob::Gradient;
@@ -20,6 +19,7 @@ use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
@@ -297,24 +297,24 @@ impl Backend for Twin {
         self.set_part(x, Window::default(), &turned, Window::default(), [rows, width]);
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        let y = x.twin().iter().map(|&x| twin::activation(act, x).0).collect();
-        Rows::on_twin(y, x.rows(), x.cols())
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        let (y, cols) = match act {
+            Nonlinearity::Pointwise(act) => {
+                (x.twin().iter().map(|&x| twin::activation(act, x).0).collect(), x.cols())
+            }
+            Nonlinearity::SwiGlu => (twin::swiglu_forward(x.mat64()), x.cols() / 2),
+        };
+        Rows::on_twin(y, x.rows(), cols)
     }
 
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
-        x.twin_mut().iter_mut().zip(dy.twin()).for_each(|(x, dy)| *x = dy * twin::activation(act, *x).1);
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        let (rows, i) = (gate_up.rows(), gate_up.cols() / 2);
-        Rows::on_twin(twin::swiglu_forward(gate_up.mat64()), rows, i)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
-        let (rows, i) = dy.dims();
-        let gradient = twin::swiglu_backward(dy.mat64(), gate_up.mat64());
-        *gate_up = Rows::on_twin(gradient, rows, 2 * i);
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity) {
+        let dx = match act {
+            Nonlinearity::Pointwise(act) => {
+                x.twin().iter().zip(dy.twin()).map(|(&x, dy)| dy * twin::activation(act, x).1).collect()
+            }
+            Nonlinearity::SwiGlu => twin::swiglu_backward(dy.mat64(), x.mat64()),
+        };
+        *x = Rows::on_twin(dx, x.rows(), x.cols());
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {
