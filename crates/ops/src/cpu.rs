@@ -19,7 +19,7 @@ use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::{DecodeBatch, DecodeRows};
-use crate::device::{Backend, Device};
+use crate::device::{Backend, Device, Weighing};
 use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
@@ -219,13 +219,23 @@ impl Backend for Cpu {
         });
     }
 
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
-        let y = grouped::weigh_forward(x.mat(), logits.mat(), routes.choices());
-        Rows::on_cpu(y, x.rows(), x.cols())
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
+        let y = match by {
+            Weighing::Gate => conv::gate_forward(x.mat(), logits.mat()),
+            Weighing::Blend => conv::blend_forward(alternatives(x, logits), logits.cpu()),
+            Weighing::Experts(routes) => grouped::weigh_forward(x.mat(), logits.mat(), routes.choices()),
+        };
+        Rows::on_cpu(y, by.rows(x, logits), x.cols())
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
-        let (dx, dlogits) = grouped::weigh_backward(dy.mat(), x.mat(), logits.mat(), routes.choices());
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2] {
+        let (dx, dlogits) = match by {
+            Weighing::Gate => conv::gate_backward(dy.mat(), x.mat(), logits.mat()),
+            Weighing::Blend => conv::blend_backward(dy.cpu(), alternatives(x, logits), logits.cpu()),
+            Weighing::Experts(routes) => {
+                grouped::weigh_backward(dy.mat(), x.mat(), logits.mat(), routes.choices())
+            }
+        };
         [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dlogits, logits.rows(), logits.cols())]
     }
 
@@ -465,25 +475,6 @@ impl Backend for Cpu {
         accumulate(weight, |dw| conv::depthwise3_weight(dy.mat(), x.mat(), side, dw));
         let dx = conv::depthwise3(dy.mat(), &weight.read().f32(), side, true);
         Rows::on_cpu(dx, x.rows(), x.cols())
-    }
-
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        Rows::on_cpu(conv::gate_forward(x.mat(), gate.mat()), x.rows(), x.cols())
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dgate) = conv::gate_backward(dy.mat(), x.mat(), gate.mat());
-        [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dgate, gate.rows(), gate.cols())]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let (rows, c) = (x.rows() / logits.cols(), x.cols());
-        Rows::on_cpu(conv::blend_forward(alternatives(x, logits), logits.cpu()), rows, c)
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dlogits) = conv::blend_backward(dy.cpu(), alternatives(x, logits), logits.cpu());
-        [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dlogits, 1, logits.cols())]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {

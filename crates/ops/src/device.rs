@@ -109,6 +109,24 @@ impl fmt::Display for Device {
     }
 }
 
+/// Weights of [`Backend::weigh`].
+#[derive(Clone, Copy)]
+pub(crate) enum Weighing<'a> {
+    /// Computes `x · sigmoid(logits)`. Each row of logits applies to consecutive rows of `x`.
+    Gate,
+    /// Computes `Σ softmax(logits)ᵢ · xᵢ` over the alternatives in `x`.
+    Blend,
+    /// Multiplies each place by the softmax over the logits `[t, experts]` of the experts of its row.
+    Experts(&'a Routes),
+}
+
+impl Weighing<'_> {
+    /// Returns the number of rows of the result.
+    pub fn rows(self, x: &Rows, logits: &Rows) -> usize {
+        if let Self::Blend = self { x.rows() / logits.cols() } else { x.rows() }
+    }
+}
+
 /// The operations of a device: the complete interface between models and arithmetic.
 ///
 /// Shapes: `t` rows, `k` inputs, `n` outputs. Functions that return [`Rows`] create new ones. Functions with `&mut Rows` add to
@@ -152,11 +170,10 @@ pub(crate) trait Backend: Sync {
     fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows;
     /// Adds `xᵀ dy`, over the places of each expert, to the gradient of the expert's matrix.
     fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes);
-    /// Multiplies each place by its weight, which is the softmax over the logits `[t, experts]` of the experts of its row.
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows;
+    /// Multiplies rows by weights, which are a function of logits.
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows;
     /// Returns the gradients of [`Self::weigh`] with respect to `x` and `logits`.
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2];
-
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2];
     // Normalisation.
 
     /// Returns the normalised rows and the statistics for the backward pass.
@@ -259,15 +276,6 @@ pub(crate) trait Backend: Sync {
     fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
     /// Returns the gradient of the convolution's input, and adds the gradient of the weight to its buffer.
     fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
-    /// Computes `x · sigmoid(gate)`. Each row of the gate applies to consecutive rows of `x`.
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows;
-    /// Returns the gradients of [`Self::gate`] with respect to `x` and `gate`.
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2];
-    /// Computes `Σ softmax(logits)ᵢ · xᵢ` over the alternatives in `x`.
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows;
-    /// Returns the gradients of [`Self::blend`] with respect to `x` and `logits`.
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2];
-
     // The output head.
 
     /// Returns log-probabilities of targets, without a matrix of logits.

@@ -24,7 +24,7 @@ use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::{DecodeBatch, DecodeRows};
-use crate::device::{Backend, Device};
+use crate::device::{Backend, Device, Weighing};
 use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
@@ -814,17 +814,32 @@ impl Backend for Card {
         });
     }
 
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
-        let (places, experts) = (self.sums(routes.of_rows()), self.experts_of(routes));
-        let y = self.gpu.weigh(self.of(x), self.of(logits), &places, &experts, logits.cols());
-        self.rows(y, x.rows(), x.cols())
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
+        let (rows, cols, experts) = (by.rows(x, logits), x.cols(), logits.cols());
+        let (x, logits) = (self.of(x), self.of(logits));
+        let y = match by {
+            Weighing::Gate => self.gpu.gate(x, logits, cols),
+            Weighing::Blend => self.gpu.blend(x, logits),
+            Weighing::Experts(routes) => {
+                let (places, of) = (self.sums(routes.of_rows()), self.experts_of(routes));
+                self.gpu.weigh(x, logits, &places, &of, experts)
+            }
+        };
+        self.rows(y, rows, cols)
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
-        let (places, experts) = (self.sums(routes.of_rows()), self.experts_of(routes));
-        let pair = [self.of(x), self.of(dy)];
-        let [dx, dlogits] = self.gpu.weigh_back(pair, self.of(logits), &places, &experts, logits.cols());
-        [self.rows(dx, x.rows(), x.cols()), self.rows(dlogits, logits.rows(), logits.cols())]
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2] {
+        let ((rows, cols), (t, experts)) = (x.dims(), logits.dims());
+        let (x, logits, dy) = (self.of(x), self.of(logits), self.of(dy));
+        let [dx, dlogits] = match by {
+            Weighing::Gate => self.gpu.gate_back(x, logits, dy, cols),
+            Weighing::Blend => self.gpu.blend_back(x, logits, dy),
+            Weighing::Experts(routes) => {
+                let (places, of) = (self.sums(routes.of_rows()), self.experts_of(routes));
+                self.gpu.weigh_back([x, dy], logits, &places, &of, experts)
+            }
+        };
+        [self.rows(dx, rows, cols), self.rows(dlogits, t, experts)]
     }
 
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
@@ -1046,26 +1061,6 @@ impl Backend for Card {
         self.accumulate(weight, |dw| self.gpu.depthwise_weight(dw, self.of(dy), self.of(x), side));
         let dx = self.vector(weight, |weight| self.gpu.depthwise(self.of(dy), weight, side, true));
         self.rows(dx, x.rows(), x.cols())
-    }
-
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        let y = self.gpu.gate(self.of(x), self.of(gate), x.cols());
-        self.rows(y, x.rows(), x.cols())
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let [dx, dgate] = self.gpu.gate_back(self.of(x), self.of(gate), self.of(dy), x.cols());
-        [self.rows(dx, x.rows(), x.cols()), self.rows(dgate, gate.rows(), gate.cols())]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let y = self.gpu.blend(self.of(x), self.of(logits));
-        self.rows(y, x.rows() / logits.cols(), x.cols())
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let [dx, dlogits] = self.gpu.blend_back(self.of(x), self.of(logits), self.of(dy));
-        [self.rows(dx, x.rows(), x.cols()), self.line(dlogits)]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {

@@ -17,7 +17,7 @@ use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::DecodeBatch;
-use crate::device::{Backend, Device};
+use crate::device::{Backend, Device, Weighing};
 use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
@@ -395,12 +395,12 @@ impl Backend for Outline {
         reach(layer.weight());
     }
 
-    fn weigh(&self, x: &Rows, _: &Rows, _: &Routes) -> Rows {
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
         note_elements(x.len());
-        same(x)
+        like(x, by.rows(x, logits), x.cols())
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, _: &Rows, _: &Routes) -> [Rows; 2] {
+    fn weigh_back(&self, x: &Rows, logits: &Rows, _: &Rows, _: Weighing) -> [Rows; 2] {
         note_elements(x.len());
         [same(x), same(logits)]
     }
@@ -563,26 +563,6 @@ impl Backend for Outline {
         note_elements(2 * DEPTHWISE * x.len());
         reach(weight);
         same(x)
-    }
-
-    fn gate(&self, x: &Rows, _: &Rows) -> Rows {
-        note_elements(x.len());
-        same(x)
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, _: &Rows) -> [Rows; 2] {
-        note_elements(x.len());
-        [same(x), same(gate)]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        note_elements(x.len());
-        like(x, x.rows() / logits.cols(), x.cols())
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, _: &Rows) -> [Rows; 2] {
-        note_elements(x.len());
-        [same(x), same(logits)]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {

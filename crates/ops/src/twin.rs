@@ -13,7 +13,7 @@ use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::cpu::wide;
 use crate::decode::DecodeBatch;
-use crate::device::{Backend, Device};
+use crate::device::{Backend, Device, Weighing};
 use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
@@ -173,14 +173,23 @@ impl Backend for Twin {
         accumulate(layer.weight(), &dw);
     }
 
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
-        let y = twin::weigh_forward(x.mat64(), logits.mat64(), routes.choices());
-        Rows::on_twin(y, x.rows(), x.cols())
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
+        let y = match by {
+            Weighing::Gate => twin::gate_forward(x.mat64(), logits.mat64()),
+            Weighing::Blend => twin::blend_forward(alternatives(x, logits), logits.twin()),
+            Weighing::Experts(routes) => twin::weigh_forward(x.mat64(), logits.mat64(), routes.choices()),
+        };
+        Rows::on_twin(y, by.rows(x, logits), x.cols())
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
-        let choices = routes.choices();
-        let (dx, dlogits) = twin::weigh_backward(dy.mat64(), x.mat64(), logits.mat64(), choices);
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2] {
+        let (dx, dlogits) = match by {
+            Weighing::Gate => twin::gate_backward(dy.mat64(), x.mat64(), logits.mat64()),
+            Weighing::Blend => twin::blend_backward(dy.twin(), alternatives(x, logits), logits.twin()),
+            Weighing::Experts(routes) => {
+                twin::weigh_backward(dy.mat64(), x.mat64(), logits.mat64(), routes.choices())
+            }
+        };
         [Rows::on_twin(dx, x.rows(), x.cols()), Rows::on_twin(dlogits, logits.rows(), logits.cols())]
     }
 
@@ -385,25 +394,6 @@ impl Backend for Twin {
         let (dx, dw) = twin::depthwise3_backward(dy.mat64(), x.mat64(), &values(weight), side);
         accumulate(weight, &dw);
         Rows::on_twin(dx, x.rows(), x.cols())
-    }
-
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        Rows::on_twin(twin::gate_forward(x.mat64(), gate.mat64()), x.rows(), x.cols())
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dgate) = twin::gate_backward(dy.mat64(), x.mat64(), gate.mat64());
-        [Rows::on_twin(dx, x.rows(), x.cols()), Rows::on_twin(dgate, gate.rows(), gate.cols())]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let (rows, c) = (x.rows() / logits.cols(), x.cols());
-        Rows::on_twin(twin::blend_forward(alternatives(x, logits), logits.twin()), rows, c)
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dlogits) = twin::blend_backward(dy.twin(), alternatives(x, logits), logits.twin());
-        [Rows::on_twin(dx, x.rows(), x.cols()), of_len(dlogits)]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
