@@ -20,7 +20,7 @@ use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device, Weighing};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -406,24 +406,12 @@ impl Backend for Cpu {
         Rows::on_cpu(with_table(table, h, |table| embedding::gather(table, ids)), ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        accumulate(table, |dtable| embedding::scatter_add(dx.mat(), ids, dtable));
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix) {
+        with_table(table, x.cols(), |table| embedding::add_rows(table, mix, x.mat_mut()));
     }
 
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        with_table(table, x.cols(), |table| embedding::add_rows(table, ids, x.mat_mut()));
-    }
-
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
-        accumulate(table, |dtable| embedding::add_rows_backward(dy.mat(), ids, dtable));
-    }
-
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        with_table(table, x.cols(), |table| embedding::add_mixed(table, taps, x.mat_mut()));
-    }
-
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
-        accumulate(table, |dtable| embedding::add_mixed_backward(dy.mat(), taps, dtable));
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows) {
+        accumulate(table, |dtable| embedding::add_rows_backward(dy.mat(), mix, dtable));
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {

@@ -11,7 +11,7 @@ use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 use crate::attention::{AttentionHeads, Layout};
 use crate::conv::{Mix, Patches};
 use crate::decode::DecodeBatch;
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::embedding::Tokens;
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -170,10 +170,11 @@ pub(crate) trait Backend: Sync {
     fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows;
     /// Adds `xᵀ dy`, over the places of each expert, to the gradient of the expert's matrix.
     fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes);
-    /// Multiplies rows by weights, which are a function of logits.
+    /// Multiplies rows by weights, which are a function of logits ([`Weighing`]).
     fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows;
     /// Returns the gradients of [`Self::weigh`] with respect to `x` and `logits`.
     fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2];
+
     // Normalisation.
 
     /// Returns the normalised rows and the statistics for the backward pass.
@@ -247,20 +248,14 @@ pub(crate) trait Backend: Sync {
     /// Returns the gradient of [`Self::scale_onto`] with respect to `x`, and adds the gradient of the scale to its buffer.
     fn scale_onto_back(&self, x: &Rows, dy: &Rows, scale: &Param) -> Rows;
 
-    // Tables and sparse sums of rows.
+    // Sparse sums of rows, which may be the rows of a table.
 
     /// Returns the rows `ids` of a table.
     fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows;
-    /// Adds each row of `dx` to the row of the table's gradient given by `ids`.
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows);
-    /// Adds a row of a table to each row that has an id.
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids);
+    /// Adds weighted sums of the table's rows to `x`.
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix);
     /// Adds the gradient of [`Self::add_rows`] with respect to the table to the table's buffer.
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows);
-    /// Adds a weighted sum of the table's rows to each row of `x`.
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps);
-    /// Adds the gradient of [`Self::add_mixed`] with respect to the table to the table's buffer.
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows);
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows);
     /// Computes weighted sums of rows.
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows;
     /// Returns the gradient of [`Self::mix`] with respect to an input of `rows` rows.
@@ -276,6 +271,7 @@ pub(crate) trait Backend: Sync {
     fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
     /// Returns the gradient of the convolution's input, and adds the gradient of the weight to its buffer.
     fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
+
     // The output head.
 
     /// Returns log-probabilities of targets, without a matrix of logits.

@@ -25,7 +25,7 @@ use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device, Weighing};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -522,24 +522,6 @@ impl Card {
         (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
     }
 
-    /// Adds weighted rows to the gradient of a table. Each term is `(row of the table, row of the stream, weight)`.
-    fn scatter(&self, table: &Param, dy: &Rows, terms: Vec<(u32, u32, f32)>) {
-        self.accumulate(table, |to| {
-            let sums = Mixture::reversed(self.gpu, terms);
-            self.gpu.mix(to, self.of(dy), &sums, dy.cols(), true);
-        });
-    }
-
-    /// Adds weighted rows of a table to `x`.
-    fn add_taps(&self, x: &mut Rows, table: &Param, mixture: &Mixture, used: &[u32]) {
-        let h = x.cols();
-        let weights = self.weights(table);
-        // Gathers the table rows in order of use, in f32.
-        let index = self.gpu.upload_words(used);
-        let own = self.gpu.weight_rows(weights.weight(), h, Some(&index), used.len(), Dtype::F32);
-        self.change(x, |x| self.gpu.mix(x, &own, mixture, h, true));
-    }
-
     fn index(&self, window: Window) -> Option<Arc<Array>> {
         Some(window.index?.on(self.device(), |index| self.gpu.upload_words(&words(index))))
     }
@@ -632,27 +614,9 @@ impl Pages {
     }
 }
 
-/// Converts the taps of each row to weighted sums over gathered table rows, with one gathered row per tap. Also returns the ids
-/// to gather.
-fn mixture_of(gpu: &Gpu, taps: impl Iterator<Item = Vec<(u32, f32)>>) -> (Mixture, Vec<u32>) {
-    let (mut offsets, mut used, mut weights) = (vec![0], Vec::new(), Vec::new());
-    for taps in taps {
-        for (id, weight) in taps {
-            used.push(id);
-            weights.push(weight);
-        }
-        offsets.push(used.len() as u32);
-    }
-    let rows: Vec<u32> = (0..used.len() as u32).collect();
-    (Mixture::new(gpu, &offsets, &rows, Some(&weights)), used)
-}
-
-fn terms_of<'a>(taps: impl Iterator<Item = (usize, &'a [(u32, f32)])>) -> Vec<(u32, u32, f32)> {
-    taps.flat_map(|(row, taps)| taps.iter().map(move |&(id, weight)| (id, row as u32, weight))).collect()
-}
-
-fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {
-    ids.iter().map(|id| id.map(|id| (id, 1.0)).into_iter().collect()).collect()
+/// Returns the terms of the transposed sums.
+fn transposed(mix: &Mix) -> Vec<(u32, u32, f32)> {
+    mix.terms().map(|(r, row, weight)| (row, r as u32, weight)).collect()
 }
 
 impl Backend for Card {
@@ -991,27 +955,24 @@ impl Backend for Card {
         self.rows(y, ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        self.scatter(table, dx, (0u32..).zip(ids).map(|(row, &id)| (id, row, 1.0)).collect());
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix) {
+        let (h, weights) = (x.cols(), self.weights(table));
+        let copy = mix.on(self.device(), |mix| {
+            let own: Vec<u32> = (0..mix.rows.len() as u32).collect();
+            let sums = Mixture::new(self.gpu, &words(&mix.offsets), &own, Some(&mix.weights));
+            (sums, self.gpu.upload_words(&mix.rows))
+        });
+        let (sums, index) = &*copy;
+        // Gathers the table rows in order of use, in f32.
+        let own = self.gpu.weight_rows(weights.weight(), h, Some(index), mix.rows.len(), Dtype::F32);
+        self.change(x, |x| self.gpu.mix(x, &own, sums, h, true));
     }
 
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        let taps = ids.on(self.device(), |ids| mixture_of(self.gpu, one_tap(ids).into_iter()));
-        self.add_taps(x, table, &taps.0, &taps.1);
-    }
-
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
-        let taps = one_tap(ids);
-        self.scatter(table, dy, terms_of(taps.iter().map(Vec::as_slice).enumerate()));
-    }
-
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        let taps = taps.on(self.device(), |taps| mixture_of(self.gpu, taps.iter().cloned()));
-        self.add_taps(x, table, &taps.0, &taps.1);
-    }
-
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
-        self.scatter(table, dy, terms_of(taps.iter().map(Vec::as_slice).enumerate()));
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows) {
+        self.accumulate(table, |to| {
+            let sums = Mixture::reversed(self.gpu, transposed(mix));
+            self.gpu.mix(to, self.of(dy), &sums, dy.cols(), true);
+        });
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
@@ -1022,10 +983,7 @@ impl Backend for Card {
     }
 
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
-        let terms = (0..mix.len()).flat_map(|r| {
-            (mix.offsets[r]..mix.offsets[r + 1]).map(move |i| (mix.rows[i], r as u32, mix.weights[i]))
-        });
-        let sums = Mixture::reversed(self.gpu, terms.collect());
+        let sums = Mixture::reversed(self.gpu, transposed(mix));
         let mut dx = self.gpu.zeros(rows * dy.cols(), self.of(dy).dtype());
         self.gpu.mix(&mut dx, self.of(dy), &sums, dy.cols(), true);
         self.rows(dx, rows, dy.cols())

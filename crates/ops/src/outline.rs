@@ -18,7 +18,7 @@ use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::DecodeBatch;
 use crate::device::{Backend, Device, Weighing};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::gpu::heads_of;
@@ -503,27 +503,12 @@ impl Backend for Outline {
         in_f32(ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, _: &[u32], dy: &Rows) {
-        note_elements(dy.len());
-        reach(table);
-    }
-
-    fn add_rows(&self, x: &mut Rows, _: &Param, _: &Ids) {
+    fn add_rows(&self, x: &mut Rows, _: &Param, _: &Mix) {
         note_elements(x.len());
         x.touch();
     }
 
-    fn add_rows_back(&self, table: &Param, _: &Ids, dy: &Rows) {
-        note_elements(dy.len());
-        reach(table);
-    }
-
-    fn add_mixed(&self, x: &mut Rows, _: &Param, _: &Taps) {
-        note_elements(x.len());
-        x.touch();
-    }
-
-    fn add_mixed_back(&self, table: &Param, _: &Taps, dy: &Rows) {
+    fn add_rows_back(&self, table: &Param, _: &Mix, dy: &Rows) {
         note_elements(dy.len());
         reach(table);
     }

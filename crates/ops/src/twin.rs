@@ -14,7 +14,7 @@ use crate::conv::{Mix, Patches};
 use crate::cpu::wide;
 use crate::decode::DecodeBatch;
 use crate::device::{Backend, Device, Weighing};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -342,24 +342,14 @@ impl Backend for Twin {
         Rows::on_twin(twin::gather(Mat::new(&rows, rows.len() / h.max(1), h), ids), ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        accumulate(table, &twin::scatter_add(dx.mat64(), ids, table.len() / dx.cols().max(1)));
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix) {
+        let (h, table) = (x.cols(), values(table));
+        let own = twin::mix_forward(Mat::new(&table, table.len() / h.max(1), h), mix);
+        x.twin_mut().iter_mut().zip(own).for_each(|(x, own)| *x += own);
     }
 
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        self.add_taps(x, table, &ids.on(Device::Twin, |ids| one_tap(ids)));
-    }
-
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
-        self.add_taps_back(table, &ids.on(Device::Twin, |ids| one_tap(ids)), dy);
-    }
-
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        self.add_taps(x, table, taps);
-    }
-
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
-        self.add_taps_back(table, taps, dy);
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows) {
+        accumulate(table, &twin::mix_backward(dy.mat64(), mix, table.len() / dy.cols().max(1)));
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
@@ -461,32 +451,4 @@ impl Backend for Twin {
 /// Views each alternative of a blend as one row.
 fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a, f64> {
     Mat::new(x.twin(), logits.cols(), x.len() / logits.cols())
-}
-
-fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {
-    ids.iter().map(|id| id.map(|id| (id, 1.0)).into_iter().collect()).collect()
-}
-
-impl Twin {
-    fn add_taps(&self, x: &mut Rows, table: &Param, taps: &[Vec<(u32, f32)>]) {
-        let (h, table) = (x.cols(), values(table));
-        for (row, taps) in x.twin_mut().chunks_exact_mut(h).zip(taps) {
-            for &(id, weight) in taps {
-                let from = &table[id as usize * h..];
-                row.iter_mut().zip(from).for_each(|(x, t)| *x += f64::from(weight) * t);
-            }
-        }
-    }
-
-    fn add_taps_back(&self, table: &Param, taps: &[Vec<(u32, f32)>], dy: &Rows) {
-        let h = dy.cols();
-        let mut gradient = vec![0.0; table.len()];
-        for (dy, taps) in dy.twin().chunks_exact(h).zip(taps) {
-            for &(id, weight) in taps {
-                let to = &mut gradient[id as usize * h..];
-                to.iter_mut().zip(dy).for_each(|(g, dy)| *g += f64::from(weight) * dy);
-            }
-        }
-        accumulate(table, &gradient);
-    }
 }
