@@ -28,22 +28,45 @@ pub struct RowMix {
 }
 
 impl RowMix {
-    /// Returns a mix that averages each list of rows.
+    /// Returns a mix of weighted rows: the terms of each output row are pairs of an input row and its weight.
     #[must_use]
-    pub fn means(groups: impl IntoIterator<Item = Vec<u32>>) -> Self {
+    pub fn of_terms<T: IntoIterator<Item = (u32, f32)>>(outputs: impl IntoIterator<Item = T>) -> Self {
         let mut mix = Self { offsets: vec![0], rows: Vec::new(), weights: Vec::new() };
-        for group in groups {
-            mix.weights.extend(vec![1.0 / group.len() as f32; group.len()]);
-            mix.rows.extend(group);
+        for terms in outputs {
+            for (row, weight) in terms {
+                mix.rows.push(row);
+                mix.weights.push(weight);
+            }
             mix.offsets.push(mix.rows.len());
         }
         mix
+    }
+
+    /// Returns a mix that averages each list of rows.
+    #[must_use]
+    pub fn means(groups: impl IntoIterator<Item = Vec<u32>>) -> Self {
+        Self::of_terms(groups.into_iter().map(|group| {
+            let weight = 1.0 / group.len() as f32;
+            group.into_iter().map(move |row| (row, weight))
+        }))
+    }
+
+    /// Returns a mix that copies a row, or none, to each output row.
+    #[must_use]
+    pub fn of_ids(ids: impl IntoIterator<Item = Option<u32>>) -> Self {
+        Self::of_terms(ids.into_iter().map(|id| id.map(|id| (id, 1.0))))
     }
 
     /// Returns a mix that copies `rows` in the given order.
     #[must_use]
     pub fn select(rows: Vec<u32>) -> Self {
         Self { offsets: (0..=rows.len()).collect(), weights: vec![1.0; rows.len()], rows }
+    }
+
+    /// Returns all terms, output row by output row: the output row, the input row, and the weight.
+    pub fn terms(&self) -> impl Iterator<Item = (usize, u32, f32)> {
+        let of = |r: usize| self.offsets[r]..self.offsets[r + 1];
+        (0..self.len()).flat_map(move |r| of(r).map(move |i| (r, self.rows[i], self.weights[i])))
     }
 
     /// Returns the number of output rows.
@@ -100,12 +123,10 @@ pub fn mix_backward(dy: Mat, mix: &RowMix, dx: MatMut) {
     check!("mix, backward", dy.rows == mix.len() && dx.cols == dy.cols, dy.dims(), mix.len(), dx.dims());
     // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
     ranges(dy.cols, 64, mix.rows.len() * dy.cols, |cols| {
-        for r in 0..mix.len() {
-            for i in mix.offsets[r]..mix.offsets[r + 1] {
-                // SAFETY: the column ranges are disjoint.
-                let dx = unsafe { dx.part(mix.rows[i] as usize, cols.clone()) };
-                add_scaled(dx, &dy.row(r)[cols.clone()], mix.weights[i]);
-            }
+        for (r, row, weight) in mix.terms() {
+            // SAFETY: the column ranges are disjoint.
+            let dx = unsafe { dx.part(row as usize, cols.clone()) };
+            add_scaled(dx, &dy.row(r)[cols.clone()], weight);
         }
     });
 }

@@ -1,9 +1,8 @@
-//! Gathering of embedding rows, and scattering of their gradients.
-//!
-//! Ids are row indices of a table `[vocab, h]`. Each id is below `vocab`.
+//! Rows of tables `[vocab, h]`: gathered, or mixed into a stream. Each index of a row is below `vocab`.
 
 use half::bf16;
 
+use crate::conv::RowMix;
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
@@ -32,31 +31,13 @@ simd_fn! {
     }
 }
 
-/// Adds the gradient of [`gather`] to `dtable`. Row `i` of `dy [ids, h]` is added to row `ids[i]`, in the order of the ids.
-pub fn scatter_add(dy: Mat, ids: &[u32], dtable: &mut [f32]) {
-    let (rows, h) = dy.dims();
-    let _span = span(Op::Embedding, || (rows * h, 12 * rows * h));
-    check!("scatter_add", rows == ids.len(), dy.dims(), ids.len());
-    let dtable = Shared::new(dtable);
-    // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
-    ranges(h, 16, rows * h, |cols| {
-        for (i, &id) in ids.iter().enumerate() {
-            // SAFETY: the column ranges are disjoint.
-            let row = unsafe { dtable.part(id as usize * h + cols.start, cols.len()) };
-            for (to, from) in row.iter_mut().zip(&dy.row(i)[cols.clone()]) {
-                *to += from;
-            }
-        }
-    });
-}
-
-/// Adds row `ids[i]` of `table` to row `i` of `y [rows, h]`. A row without an id is unchanged.
-pub fn add_rows(table: Weight, ids: &[Option<u32>], y: MatMut) {
-    check!("add_rows", y.dims() == (ids.len(), table.dims().1), y.dims(), ids.len(), table.dims());
-    for (i, id) in ids.iter().enumerate() {
-        let Some(row) = id.map(|id| id as usize) else { continue };
+/// Adds the mixed rows of `table` to `y [rows, h]`.
+pub fn add_rows(table: Weight, mix: &RowMix, y: MatMut) {
+    check!("add_rows", y.dims() == (mix.len(), table.dims().1), y.dims(), mix.len(), table.dims());
+    for (r, row, weight) in mix.terms() {
+        let row = row as usize;
         // SAFETY: rows are processed one after the other.
-        add_row(unsafe { y.row(i) }, table.rows(row..row + 1), 1.0);
+        add_row(unsafe { y.row(r) }, table.rows(row..row + 1), weight);
     }
 }
 
@@ -72,37 +53,18 @@ fn add_row(y: &mut [f32], row: Weight, weight: f32) {
     }
 }
 
-/// Adds the gradient of [`add_rows`] to `dtable`: adds each row of `dy [rows, h]` that has an id to the table row of that id, in
-/// the order of the rows.
-pub fn add_rows_backward(dy: Mat, ids: &[Option<u32>], dtable: &mut [f32]) {
-    check!("add_rows, backward", dy.rows == ids.len(), dy.dims(), ids.len());
-    for (i, id) in ids.iter().enumerate() {
-        let Some(row) = id.map(|id| id as usize) else { continue };
-        let to = &mut dtable[row * dy.cols..][..dy.cols];
-        to.iter_mut().zip(dy.row(i)).for_each(|(to, from)| *to += from);
-    }
-}
-
-/// Adds weighted sums of rows of `table` to `y [rows, h]`. `taps[r]` lists the terms of row `r` as pairs of a table row and a
-/// weight.
-pub fn add_mixed(table: Weight, taps: &[Vec<(u32, f32)>], y: MatMut) {
-    check!("add_mixed", y.dims() == (taps.len(), table.dims().1), y.dims(), taps.len(), table.dims());
-    for (i, taps) in taps.iter().enumerate() {
-        for &(id, weight) in taps {
-            let row = id as usize;
-            // SAFETY: rows are processed one after the other.
-            add_row(unsafe { y.row(i) }, table.rows(row..row + 1), weight);
+/// Adds the gradient of [`add_rows`] with respect to the table to `dtable`, in the order of the terms.
+pub fn add_rows_backward(dy: Mat, mix: &RowMix, dtable: &mut [f32]) {
+    let (rows, h) = dy.dims();
+    let _span = span(Op::Embedding, || (rows * h, 12 * rows * h));
+    check!("add_rows, backward", rows == mix.len(), dy.dims(), mix.len());
+    let dtable = Shared::new(dtable);
+    // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
+    ranges(h, 16, mix.rows.len() * h, |cols| {
+        for (r, row, weight) in mix.terms() {
+            // SAFETY: the column ranges are disjoint.
+            let to = unsafe { dtable.part(row as usize * h + cols.start, cols.len()) };
+            to.iter_mut().zip(&dy.row(r)[cols.clone()]).for_each(|(to, from)| *to += weight * from);
         }
-    }
-}
-
-/// Adds the gradient of [`add_mixed`] to `dtable`, in the order of the rows and their taps.
-pub fn add_mixed_backward(dy: Mat, taps: &[Vec<(u32, f32)>], dtable: &mut [f32]) {
-    check!("add_mixed, backward", dy.rows == taps.len(), dy.dims(), taps.len());
-    for (i, taps) in taps.iter().enumerate() {
-        for &(id, weight) in taps {
-            let to = &mut dtable[id as usize * dy.cols..][..dy.cols];
-            to.iter_mut().zip(dy.row(i)).for_each(|(to, from)| *to += weight * from);
-        }
-    }
+    });
 }

@@ -427,17 +427,6 @@ pub fn gather(table: Mat64, ids: &[u32]) -> Vec<f64> {
     ids.iter().flat_map(|&id| table.row(id as usize)).copied().collect()
 }
 
-/// Returns the gradient of [`gather`] for a table of `vocab` rows.
-#[must_use]
-pub fn scatter_add(dy: Mat64, ids: &[u32], vocab: usize) -> Vec<f64> {
-    let h = dy.cols;
-    let mut d = vec![0.0; vocab * h];
-    for (i, &id) in ids.iter().enumerate() {
-        d[id as usize * h..][..h].iter_mut().zip(dy.row(i)).for_each(|(d, dy)| *d += dy);
-    }
-    d
-}
-
 /// Applies one AdamW step in place; see [`crate::optim::adamw`].
 pub fn adamw(grad: &[f64], by: &AdamW<f64>, weight: &mut [f64], m: &mut [f64], v: &mut [f64]) {
     let AdamW { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, step } = *by;
@@ -477,11 +466,9 @@ pub fn residual_backward(dy: Mat64, x: Mat64, scale: &[f64]) -> (Vec<f64>, Vec<f
 pub fn mix_forward(x: Mat64, mix: &RowMix) -> Vec<f64> {
     let c = x.cols;
     let mut y = vec![0.0; mix.len() * c];
-    for r in 0..mix.len() {
-        for i in mix.offsets[r]..mix.offsets[r + 1] {
-            let (weight, x) = (f64::from(mix.weights[i]), x.row(mix.rows[i] as usize));
-            y[r * c..(r + 1) * c].iter_mut().zip(x).for_each(|(y, x)| *y += weight * x);
-        }
+    for (r, row, weight) in mix.terms() {
+        let y = y[r * c..(r + 1) * c].iter_mut();
+        y.zip(x.row(row as usize)).for_each(|(y, x)| *y += f64::from(weight) * x);
     }
     y
 }
@@ -491,11 +478,9 @@ pub fn mix_forward(x: Mat64, mix: &RowMix) -> Vec<f64> {
 pub fn mix_backward(dy: Mat64, mix: &RowMix, rows: usize) -> Vec<f64> {
     let c = dy.cols;
     let mut dx = vec![0.0; rows * c];
-    for r in 0..mix.len() {
-        for i in mix.offsets[r]..mix.offsets[r + 1] {
-            let (weight, dx) = (f64::from(mix.weights[i]), &mut dx[mix.rows[i] as usize * c..][..c]);
-            dx.iter_mut().zip(dy.row(r)).for_each(|(dx, dy)| *dx += weight * dy);
-        }
+    for (r, row, weight) in mix.terms() {
+        let dx = dx[row as usize * c..][..c].iter_mut();
+        dx.zip(dy.row(r)).for_each(|(dx, dy)| *dx += f64::from(weight) * dy);
     }
     dx
 }

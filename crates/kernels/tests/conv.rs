@@ -74,6 +74,7 @@ fn row_mixing_matches_its_twin() {
     let x = Mat::new(&[1.0, 2.0, 6.0], 3, 1);
     assert_eq!(conv::mix_forward(x, &RowMix::means([vec![0, 1, 2], vec![2]])), [3.0, 6.0]);
     assert_eq!(conv::mix_forward(x, &RowMix::select(vec![2, 0])), [6.0, 1.0]);
+    assert_eq!(conv::mix_forward(x, &RowMix::of_ids([Some(2), None, Some(0)])), [6.0, 0.0, 1.0]);
 }
 
 #[test]

@@ -16,6 +16,7 @@ use common::{check_gradient, close, dot, noise, wide, with_threads};
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, Shape};
+use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::experts::{self, Choices, Groups};
 use omnigrpo_kernels::linear::{Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Scores, Statistics, Targets};
@@ -431,7 +432,8 @@ pub fn everything(m: usize, k: usize, n: usize, v: usize) -> Vec<Vec<f32>> {
     let (stats, mut dhead) = (Statistics { entropy: &entropy, lse: &lse }, vec![0.0; v * k]);
     let dh = logprob::backward(gradient, x, own, targets, stats, Some(MatMut::new(&mut dhead, v, k)));
     let mut table = vec![0.0; 500 * k];
-    embedding::scatter_add(x, &tokens.iter().map(|t| t % 7).collect::<Vec<_>>(), &mut table);
+    let ids = RowMix::select(tokens.iter().map(|t| t % 7).collect());
+    embedding::add_rows_backward(x, &ids, &mut table);
     let squares = optim::sum_of_squares(&head);
     out.extend([logp, entropy, lse, dh, dhead, table, vec![squares as f32]]);
     out
@@ -768,8 +770,9 @@ fn embeddings_gather_and_scatter() {
     assert_eq!(y[h], narrow_table[0].to_f32());
     let dy = noise(ids.len() * h, 2);
     let mut d = vec![0.5; vocab * h];
-    embedding::scatter_add(Mat::new(&dy, ids.len(), h), &ids, &mut d);
-    let expected = twin::scatter_add(Mat::new(&wide(&dy), ids.len(), h), &ids, vocab);
+    let mix = RowMix::select(ids.to_vec());
+    embedding::add_rows_backward(Mat::new(&dy, ids.len(), h), &mix, &mut d);
+    let expected = twin::mix_backward(Mat::new(&wide(&dy), ids.len(), h), &mix, vocab);
     close(&d, &expected.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 1e-6);
     assert!(embedding::gather(Weight::f32(&table, vocab, h), &[]).is_empty());
 }
@@ -798,9 +801,9 @@ fn scaled_residuals_match_their_twin() {
 fn mixed_rows_are_added_and_their_gradient_is_the_transpose() {
     let (vocab, h) = (5, 3);
     let table = noise(vocab * h, 1);
-    let taps = vec![vec![(4, 1.0)], vec![], vec![(0, 0.25), (2, -0.5), (0, 1.5)]];
+    let mix = RowMix::of_terms([vec![(4, 1.0)], vec![], vec![(0, 0.25), (2, -0.5), (0, 1.5)]]);
     let mut y = vec![1.0; 3 * h];
-    embedding::add_mixed(Weight::f32(&table, vocab, h), &taps, MatMut::new(&mut y, 3, h));
+    embedding::add_rows(Weight::f32(&table, vocab, h), &mix, MatMut::new(&mut y, 3, h));
     for j in 0..h {
         assert_eq!(y[j], 1.0 + table[4 * h + j]);
         assert_eq!(y[h + j], 1.0);
@@ -808,12 +811,12 @@ fn mixed_rows_are_added_and_their_gradient_is_the_transpose() {
     }
     let half: Vec<bf16> = table.iter().map(|&x| bf16::from_f32(x)).collect();
     let mut y16 = vec![0.0; 3 * h];
-    embedding::add_mixed(Weight::bf16(&half, vocab, h), &taps, MatMut::new(&mut y16, 3, h));
+    embedding::add_rows(Weight::bf16(&half, vocab, h), &mix, MatMut::new(&mut y16, 3, h));
     assert_eq!(y16[..h], half[4 * h..].iter().map(|x| x.to_f32()).collect::<Vec<_>>()[..]);
 
     let dy = noise(3 * h, 2);
     let mut dtable = vec![0.5; vocab * h];
-    embedding::add_mixed_backward(Mat::new(&dy, 3, h), &taps, &mut dtable);
+    embedding::add_rows_backward(Mat::new(&dy, 3, h), &mix, &mut dtable);
     for j in 0..h {
         let expected = [1.75 * dy[2 * h + j], 0.0, -0.5 * dy[2 * h + j], 0.0, dy[j]];
         for (row, expected) in expected.iter().enumerate() {

@@ -21,7 +21,7 @@ use omnigrpo_kernels::dropout::{Mask, mix};
 
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
 use crate::param::{Param, ParamDtype};
 use crate::pass::Dropout;
 use crate::rows::Rows;
@@ -224,7 +224,7 @@ impl Adapter {
 
     /// Computes `u = s · A x̃ [t, r]`.
     fn inner(&self, a: &Linear, x: &Rows, order: Order) -> Rows {
-        let mut u = x.device().backend().linear(x, std::slice::from_ref(a), None, order);
+        let mut u = x.device().backend().linear(x, std::slice::from_ref(a), Onto::Nothing, order);
         u.scale(self.scale);
         u
     }
@@ -232,17 +232,16 @@ impl Adapter {
     /// Adds `s · B A drop(x)` to the columns of `y`, starting at `col`.
     pub(crate) fn forward(
         &self,
-        y: &mut Rows,
+        y: Rows,
         col: usize,
         x: &Rows,
         order: Order,
         dropout: Option<&Dropout>,
-    ) -> Result<()> {
+    ) -> Result<Rows> {
         let dropped = self.mask(dropout, x.rows())?.map(|mask| x.device().backend().dropout(x, &mask));
         let (a, b) = self.linear()?;
         let u = self.inner(a, dropped.as_ref().unwrap_or(x), order);
-        u.device().backend().linear_add(y, col, &u, b, order);
-        Ok(())
+        Ok(u.device().backend().linear(&u, std::slice::from_ref(b), Onto::Columns(y, col), order))
     }
 
     /// Adds the gradients of `A` and `B` to their buffers, and the gradient of the input to `dx`. The layer's columns of `dy`
@@ -261,15 +260,16 @@ impl Adapter {
         let mask = self.mask(dropout, x.rows())?;
         let dropped = mask.as_ref().map(|mask| backend.dropout(x, mask));
         let x = dropped.as_ref().unwrap_or(x);
-        let mut t = backend.linear_dx_of(None, dy, col, b);
+        let (of_a, of_b) = (std::slice::from_ref(a), std::slice::from_ref(b));
+        let mut t = backend.linear_dx(None, dy, col, of_b);
         t.scale(self.scale);
         if b.weight().trainable() {
             let u = self.inner(a, x, Order::Blocked);
-            backend.linear_dw(&u, dy, col, std::slice::from_ref(b));
+            backend.linear_dw(&u, dy, col, of_b);
         }
-        backend.linear_dw(x, &t, 0, std::slice::from_ref(a));
-        let Some(mask) = &mask else { return Ok(backend.linear_dx_of(Some(dx), &t, 0, a)) };
-        let own = backend.linear_dx_of(None, &t, 0, a);
+        backend.linear_dw(x, &t, 0, of_a);
+        let Some(mask) = &mask else { return Ok(backend.linear_dx(Some(dx), &t, 0, of_a)) };
+        let own = backend.linear_dx(None, &t, 0, of_a);
         dx.add(&backend.dropout(&own, mask))?;
         Ok(dx)
     }

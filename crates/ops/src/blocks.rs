@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use omnigrpo_gpu::{Nccl, Place};
+use omnigrpo_gpu::Nccl;
 use omnigrpo_ranks::{GradientSum, Ranks};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gpu::Card;
-use crate::rows::Rows;
+use crate::rows::{Rows, Window};
 
 /// Numbers that ranks sum: a block of equal length for each rank, on one device.
 ///
@@ -45,13 +45,17 @@ impl Blocks {
     /// Begins blocks of `len` absent numbers.
     pub fn begin(&mut self, len: usize) {
         let count = len * self.ranks.size();
-        if self.all.len() == count {
-            // An absent number is −0.
-            self.device.backend().clear_rows(&mut self.all, 0..1);
-            self.all.scale(-1.0);
-        } else {
-            self.all = self.absent(count);
-            [self.parts, self.own] = [count, len].map(|len| Rows::zeros(self.device, 1, len));
+        // An absent number is −0.
+        match self.device {
+            Device::Cpu if self.all.len() == count => self.all.cpu_mut().fill(-0.0),
+            Device::Gpu(card) if self.all.len() == count => {
+                card.change(&mut self.all, |all| card.gpu().clear(all, 0..count));
+                self.all.scale(-1.0);
+            }
+            _ => {
+                self.all = self.absent(count);
+                [self.parts, self.own] = [count, len].map(|len| Rows::zeros(self.device, 1, len));
+            }
         }
     }
 
@@ -146,13 +150,6 @@ fn copy(to: &mut Rows, at: usize, from: &Rows, range: Range<usize>) -> Result<()
         return Err(Error::shape("blocks", what));
     }
     to.device().check("blocks", from)?;
-    match to.device() {
-        Device::Cpu => to.cpu_mut()[at..at + len].copy_from_slice(&from.cpu()[range]),
-        Device::Gpu(card) => card.change(to, |to| {
-            let (target, source) = (Place::new(at, len), Place::new(range.start, len));
-            card.gpu().copy_rows(to, target, card.of(from), source, [1, len]);
-        }),
-        device => return Err(Error::shape("blocks", format!("ranks exchange no numbers of {device}"))),
-    }
+    to.device().backend().set_part(to, Window::at(0, at), from, Window::at(0, range.start), [1, len]);
     Ok(())
 }

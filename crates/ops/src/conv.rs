@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use crate::device::Weighing;
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::rows::Rows;
@@ -118,11 +119,11 @@ impl Op<2> for Gate {
         if gate.cols() != x.cols() || gate.rows() == 0 || !x.rows().is_multiple_of(gate.rows()) {
             return Err(Error::shape("gate", format!("input is {:?}, gate is {:?}", x.dims(), gate.dims())));
         }
-        Ok((x.device().backend().gate(x, gate), ()))
+        Ok((x.device().backend().weigh(x, gate, Weighing::Gate), ()))
     }
 
     fn backward(&self, [x, gate]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
-        Ok(x.device().backend().gate_back(x, gate, &dy).map(Some))
+        Ok(x.device().backend().weigh_back(x, gate, &dy, Weighing::Gate).map(Some))
     }
 }
 
@@ -139,11 +140,11 @@ impl Op<2> for Blend {
                 format!("input is {:?}, logits are {one}×{k}; expected one row and k × t rows", x.dims());
             return Err(Error::shape("blend", what));
         }
-        Ok((x.device().backend().blend(x, logits), ()))
+        Ok((x.device().backend().weigh(x, logits, Weighing::Blend), ()))
     }
 
     fn backward(&self, [x, logits]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
-        Ok(x.device().backend().blend_back(x, logits, &dy).map(Some))
+        Ok(x.device().backend().weigh_back(x, logits, &dy, Weighing::Blend).map(Some))
     }
 }
 

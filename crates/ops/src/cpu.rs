@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use memmap2::MmapMut;
-use omnigrpo_kernels::activation::{self, Activation};
+use omnigrpo_kernels::activation;
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::dropout::{self, Mask};
 use omnigrpo_kernels::linear::{self as product, Gradient, Layer};
@@ -19,18 +19,19 @@ use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::{DecodeBatch, DecodeRows};
-use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::device::{Backend, Device, Weighing};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{GradGuard, Param, ParamDtype, WeightGuard};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 
 pub(crate) struct Cpu;
 
@@ -113,7 +114,7 @@ pub(crate) fn merge(w: &mut [f32], left: &[f32], right: &[f32], rank: usize, sca
 }
 
 impl Backend for Cpu {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
+    fn zeros(&self, rows: usize, cols: usize, _: Option<&Rows>) -> Rows {
         Rows::on_cpu(buffer::zeros(rows * cols), rows, cols)
     }
 
@@ -125,10 +126,6 @@ impl Backend for Cpu {
         buffer::copy(x.cpu())
     }
 
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
-        x.cpu().iter().map(|&x| f64::from(x)).collect()
-    }
-
     fn add(&self, to: &mut Rows, from: &Rows) {
         buffer::add(to.cpu_mut(), from.cpu());
     }
@@ -137,67 +134,42 @@ impl Backend for Cpu {
         x.cpu_mut().iter_mut().for_each(|x| *x *= by);
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        Rows::on_cpu(moves::select(x.cpu(), x.cols(), index), index.len(), x.cols())
+    fn part(&self, x: &Rows, of: Window, [rows, cols]: [usize; 2]) -> Rows {
+        Rows::on_cpu(moves::part(x.cpu(), x.cols(), of, [rows, cols]), rows, cols)
     }
 
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
-        let mut y = self.zeros(rows, x.cols());
-        moves::spread(y.cpu_mut(), x.cols(), index, x.cpu());
-        y
-    }
-
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        let width = columns.len();
-        Rows::on_cpu(moves::columns(x.cpu(), x.cols(), columns), x.rows(), width)
-    }
-
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]) {
         let cols = to.cols();
-        moves::set_columns(to.cpu_mut(), cols, first, from.cpu(), from.cols());
+        moves::set_part((to.cpu_mut(), cols, at), (from.cpu(), from.cols(), of), size);
     }
 
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        moves::set_rows(to.cpu_mut(), from.cols(), first, from.cpu(), range);
-    }
-
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
-        let cols = x.cols();
-        x.cpu_mut()[range.start * cols..range.end * cols].fill(0.0);
-    }
-
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
         let (rows, width) = (x.rows(), layers.iter().map(Linear::n).sum());
-        let y = with_layers(layers, |layers| {
-            if let (Order::Blocked, None) = (order, residual) {
-                return product::forward(x.mat(), layers);
-            }
-            let mut y = residual.map_or_else(|| buffer::zeros(rows * width), |r| buffer::copy(r.cpu()));
-            forward(order)(x.mat(), layers, residual.is_some(), MatMut::new(&mut y, rows, width));
+        with_layers(layers, |layers| {
+            let adds = !matches!(onto, Onto::Nothing);
+            let (mut y, col) = match (onto, order) {
+                (Onto::Nothing, Order::Blocked) => {
+                    return Rows::on_cpu(product::forward(x.mat(), layers), rows, width);
+                }
+                (Onto::Nothing, Order::PerRow) => (self.zeros(rows, width, None), 0),
+                (Onto::Residual(residual), _) => (residual.clone(), 0),
+                (Onto::Columns(y, col), _) => (y, col),
+            };
+            forward(order)(x.mat(), layers, adds, y.mat_mut().columns(col..col + width));
             y
-        });
-        Rows::on_cpu(y, rows, width)
+        })
     }
 
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order) {
-        let guard = weight.weight().read();
-        let layers = [Layer::new(guard.weight(weight.n(), weight.k()))];
-        forward(order)(x.mat(), &layers, true, y.mat_mut().columns(col..col + weight.n()));
-    }
-
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
-        let dx = with_layers(layers, |layers| product::backward_input(dy.mat(), layers));
-        Rows::on_cpu(dx, dy.rows(), layers.first().map_or(0, Linear::k))
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
-        let add = dx.is_some();
-        let mut dx = dx.unwrap_or_else(|| self.zeros(dy.rows(), weight.k()));
-        let guard = weight.weight().read();
-        let layers = [Layer::new(guard.weight(weight.n(), weight.k()))];
-        let dy = dy.mat().columns(col..col + weight.n());
-        product::backward_input_into(dy, &layers, add, dx.mat_mut());
-        dx
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+        let (n, k): (usize, _) = (layers.iter().map(Linear::n).sum(), layers.first().map_or(0, Linear::k));
+        let own = dy.mat().columns(col..col + n);
+        with_layers(layers, |layers| match dx {
+            None => Rows::on_cpu(product::backward_input(own, layers), dy.rows(), k),
+            Some(mut dx) => {
+                product::backward_input_into(own, layers, true, dx.mat_mut());
+                dx
+            }
+        })
     }
 
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
@@ -247,13 +219,23 @@ impl Backend for Cpu {
         });
     }
 
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
-        let y = grouped::weigh_forward(x.mat(), logits.mat(), routes.choices());
-        Rows::on_cpu(y, x.rows(), x.cols())
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
+        let y = match by {
+            Weighing::Gate => conv::gate_forward(x.mat(), logits.mat()),
+            Weighing::Blend => conv::blend_forward(alternatives(x, logits), logits.cpu()),
+            Weighing::Experts(routes) => grouped::weigh_forward(x.mat(), logits.mat(), routes.choices()),
+        };
+        Rows::on_cpu(y, by.rows(x, logits), x.cols())
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
-        let (dx, dlogits) = grouped::weigh_backward(dy.mat(), x.mat(), logits.mat(), routes.choices());
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2] {
+        let (dx, dlogits) = match by {
+            Weighing::Gate => conv::gate_backward(dy.mat(), x.mat(), logits.mat()),
+            Weighing::Blend => conv::blend_backward(dy.cpu(), alternatives(x, logits), logits.cpu()),
+            Weighing::Experts(routes) => {
+                grouped::weigh_backward(dy.mat(), x.mat(), logits.mat(), routes.choices())
+            }
+        };
         [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dlogits, logits.rows(), logits.cols())]
     }
 
@@ -331,7 +313,7 @@ impl Backend for Cpu {
         batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
-        let mut out = self.zeros(qkv.rows(), heads.q_width());
+        let mut out = self.zeros(qkv.rows(), heads.q_width(), None);
         let groups = &mut batch.groups;
         let _span = profile::span(profile::Op::AttentionDecode, || {
             let (queries, head_bytes) = (qkv.rows(), 4 * heads.dim);
@@ -343,7 +325,7 @@ impl Backend for Cpu {
             let keys: usize = groups.iter().map(|group| own(group) + group.cache.prompt_rows).sum();
             (4 * pairs * heads.q_width(), 2 * head_bytes * (queries * heads.q + keys * heads.kv))
         });
-        let mut lse = self.zeros(qkv.rows(), heads.q);
+        let mut lse = self.zeros(qkv.rows(), heads.q, None);
         let (mut rest, mut rest_lse, mut row) = (out.cpu_mut(), lse.cpu_mut(), 0);
         let each: Vec<_> = groups
             .iter_mut()
@@ -394,20 +376,19 @@ impl Backend for Cpu {
         rope::apply(cos, sin, inverse, x.mat_mut().columns(0..heads * 2 * table.half));
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        Rows::on_cpu(activation::forward(x.cpu(), act), x.rows(), x.cols())
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        let (y, cols) = match act {
+            Nonlinearity::Pointwise(act) => (activation::forward(x.cpu(), act), x.cols()),
+            Nonlinearity::SwiGlu => (activation::swiglu_forward(x.mat()), x.cols() / 2),
+        };
+        Rows::on_cpu(y, x.rows(), cols)
     }
 
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
-        activation::backward(dy.cpu(), act, x.cpu_mut());
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        Rows::on_cpu(activation::swiglu_forward(gate_up.mat()), gate_up.rows(), gate_up.cols() / 2)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
-        activation::swiglu_backward(dy.mat(), gate_up.mat_mut());
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity) {
+        match act {
+            Nonlinearity::Pointwise(act) => activation::backward(dy.cpu(), act, x.cpu_mut()),
+            Nonlinearity::SwiGlu => activation::swiglu_backward(dy.mat(), x.mat_mut()),
+        }
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {
@@ -425,24 +406,12 @@ impl Backend for Cpu {
         Rows::on_cpu(with_table(table, h, |table| embedding::gather(table, ids)), ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        accumulate(table, |dtable| embedding::scatter_add(dx.mat(), ids, dtable));
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix) {
+        with_table(table, x.cols(), |table| embedding::add_rows(table, mix, x.mat_mut()));
     }
 
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        with_table(table, x.cols(), |table| embedding::add_rows(table, ids, x.mat_mut()));
-    }
-
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
-        accumulate(table, |dtable| embedding::add_rows_backward(dy.mat(), ids, dtable));
-    }
-
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        with_table(table, x.cols(), |table| embedding::add_mixed(table, taps, x.mat_mut()));
-    }
-
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
-        accumulate(table, |dtable| embedding::add_mixed_backward(dy.mat(), taps, dtable));
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows) {
+        accumulate(table, |dtable| embedding::add_rows_backward(dy.mat(), mix, dtable));
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
@@ -450,13 +419,13 @@ impl Backend for Cpu {
     }
 
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
-        let mut dx = self.zeros(rows, dy.cols());
+        let mut dx = self.zeros(rows, dy.cols(), None);
         conv::mix_backward(dy.mat(), mix, dx.mat_mut());
         dx
     }
 
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let mut y = self.zeros(patches.rows(), layer.n());
+        let mut y = self.zeros(patches.rows(), layer.n(), None);
         with_layers(std::slice::from_ref(layer), |layers| {
             pieces(x, patches, |rows, unfolded, _| {
                 product::forward_into(unfolded, layers, false, y.mat_mut().row_range(rows));
@@ -466,7 +435,7 @@ impl Backend for Cpu {
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let mut dx = self.zeros(x.rows(), x.cols());
+        let mut dx = self.zeros(x.rows(), x.cols(), None);
         let (weight, taps) = (layer.weight(), patches.taps);
         pieces(x, patches, |rows, unfolded, sources| {
             let dy = dy.mat().row_range(rows.clone());
@@ -494,25 +463,6 @@ impl Backend for Cpu {
         accumulate(weight, |dw| conv::depthwise3_weight(dy.mat(), x.mat(), side, dw));
         let dx = conv::depthwise3(dy.mat(), &weight.read().f32(), side, true);
         Rows::on_cpu(dx, x.rows(), x.cols())
-    }
-
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        Rows::on_cpu(conv::gate_forward(x.mat(), gate.mat()), x.rows(), x.cols())
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dgate) = conv::gate_backward(dy.mat(), x.mat(), gate.mat());
-        [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dgate, gate.rows(), gate.cols())]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let (rows, c) = (x.rows() / logits.cols(), x.cols());
-        Rows::on_cpu(conv::blend_forward(alternatives(x, logits), logits.cpu()), rows, c)
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dlogits) = conv::blend_backward(dy.cpu(), alternatives(x, logits), logits.cpu());
-        [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dlogits, 1, logits.cols())]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {

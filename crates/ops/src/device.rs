@@ -5,24 +5,23 @@
 //! operation. Backends check only that operands are on their device; operations check shapes.
 
 use std::fmt;
-use std::ops::Range;
 
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
 use crate::attention::{AttentionHeads, Layout};
 use crate::conv::{Mix, Patches};
 use crate::decode::DecodeBatch;
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::embedding::Tokens;
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::Param;
 use crate::rope::RopeTable;
-use crate::rows::{Index, Rows};
+use crate::rows::{Rows, Window};
 use crate::{cpu, outline, twin};
 
 /// Device that stores arrays and computes with them.
@@ -110,6 +109,24 @@ impl fmt::Display for Device {
     }
 }
 
+/// Weights of [`Backend::weigh`].
+#[derive(Clone, Copy)]
+pub(crate) enum Weighing<'a> {
+    /// Computes `x · sigmoid(logits)`. Each row of logits applies to consecutive rows of `x`.
+    Gate,
+    /// Computes `Σ softmax(logits)ᵢ · xᵢ` over the alternatives in `x`.
+    Blend,
+    /// Multiplies each place by the softmax over the logits `[t, experts]` of the experts of its row.
+    Experts(&'a Routes),
+}
+
+impl Weighing<'_> {
+    /// Returns the number of rows of the result.
+    pub fn rows(self, x: &Rows, logits: &Rows) -> usize {
+        if let Self::Blend = self { x.rows() / logits.cols() } else { x.rows() }
+    }
+}
+
 /// The operations of a device: the complete interface between models and arithmetic.
 ///
 /// Shapes: `t` rows, `k` inputs, `n` outputs. Functions that return [`Rows`] create new ones. Functions with `&mut Rows` add to
@@ -118,41 +135,27 @@ impl fmt::Display for Device {
 pub(crate) trait Backend: Sync {
     // Memory.
 
-    /// Returns `[rows, cols]` zeros.
-    fn zeros(&self, rows: usize, cols: usize) -> Rows;
+    /// Returns `[rows, cols]` zeros, in the dtype of `like` if given and otherwise in f32.
+    fn zeros(&self, rows: usize, cols: usize, like: Option<&Rows>) -> Rows;
     /// Creates rows from host values in row-major order. `data.len()` must be `rows · cols`.
     fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows;
     /// Returns the values in row-major order, rounded to f32.
     fn download(&self, x: &Rows) -> Vec<f32>;
-    /// Returns the values in row-major order, without rounding.
-    fn download_f64(&self, x: &Rows) -> Vec<f64>;
     /// Computes `to += from`.
     fn add(&self, to: &mut Rows, from: &Rows);
     /// Computes `x *= by`.
     fn scale(&self, x: &mut Rows, by: f32);
-    /// Returns the rows of `x` listed in `index`, in that order.
-    fn select(&self, x: &Rows, index: &Index) -> Rows;
-    /// Reverses [`Self::select`] for distinct rows: returns `rows` rows, which are zero except at `index`.
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows;
-    /// Returns a range of columns of every row.
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows;
-    /// Replaces columns with the columns of `from`, starting at column `first`.
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows);
-    /// Replaces rows with the rows `range` of `from`, starting at row `first`.
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>);
-    /// Sets a range of rows to zero.
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>);
+    /// Returns a copy of `[rows, cols]` values of `x`.
+    fn part(&self, x: &Rows, of: Window, size: [usize; 2]) -> Rows;
+    /// Replaces `size = [rows, cols]` values of `to` with values of `from`.
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]);
 
     // Linear layers. If there are several layers, their outputs are side by side in each row.
 
-    /// Computes `x Wᵀ + b (+ residual)`, `[t, k] → [t, Σ n]`.
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows;
-    /// Adds `x Wᵀ` without bias to the columns of `y`, starting at `col`.
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order);
-    /// Computes `dy W`, `[t, Σ n] → [t, k]`.
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows;
-    /// Computes `dy W` of one layer, whose columns of `dy` begin at `col`, and adds it to `dx` if given.
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows;
+    /// Computes `x Wᵀ + b`, `[t, k] → [t, Σ n]`, and adds it to `onto`.
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows;
+    /// Computes `dy W`, `[t, Σ n] → [t, k]`, of layers whose columns of `dy` begin at `col`, and adds it to `dx` if given.
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows;
     /// Adds `dyᵀ x` to the gradients of weights, and the column sums of `dy` to the gradients of biases. The layers' columns of
     /// `dy` begin at `col`.
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]);
@@ -167,10 +170,10 @@ pub(crate) trait Backend: Sync {
     fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows;
     /// Adds `xᵀ dy`, over the places of each expert, to the gradient of the expert's matrix.
     fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes);
-    /// Multiplies each place by its weight, which is the softmax over the logits `[t, experts]` of the experts of its row.
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows;
+    /// Multiplies rows by weights, which are a function of logits ([`Weighing`]).
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows;
     /// Returns the gradients of [`Self::weigh`] with respect to `x` and `logits`.
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2];
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2];
 
     // Normalisation.
 
@@ -236,33 +239,23 @@ pub(crate) trait Backend: Sync {
 
     // Elementwise operations.
 
-    /// Computes `act(x)`.
-    fn activation(&self, x: &Rows, act: Activation) -> Rows;
+    /// Computes `act(x)`, `[t, i] → [t, i]`, or `[t, 2i] → [t, i]` for SwiGLU.
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows;
     /// Replaces `x`, the input of an activation, with its gradient.
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation);
-    /// Computes `silu(gate) · up`, `[t, 2i] → [t, i]`.
-    fn swiglu(&self, gate_up: &Rows) -> Rows;
-    /// Replaces `gate_up` with its gradient.
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows);
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity);
     /// Computes `residual + x · scale`, with one scale per column.
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows;
     /// Returns the gradient of [`Self::scale_onto`] with respect to `x`, and adds the gradient of the scale to its buffer.
     fn scale_onto_back(&self, x: &Rows, dy: &Rows, scale: &Param) -> Rows;
 
-    // Tables and sparse sums of rows.
+    // Sparse sums of rows, which may be the rows of a table.
 
     /// Returns the rows `ids` of a table.
     fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows;
-    /// Adds each row of `dx` to the row of the table's gradient given by `ids`.
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows);
-    /// Adds a row of a table to each row that has an id.
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids);
+    /// Adds weighted sums of the table's rows to `x`.
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix);
     /// Adds the gradient of [`Self::add_rows`] with respect to the table to the table's buffer.
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows);
-    /// Adds a weighted sum of the table's rows to each row of `x`.
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps);
-    /// Adds the gradient of [`Self::add_mixed`] with respect to the table to the table's buffer.
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows);
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows);
     /// Computes weighted sums of rows.
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows;
     /// Returns the gradient of [`Self::mix`] with respect to an input of `rows` rows.
@@ -278,14 +271,6 @@ pub(crate) trait Backend: Sync {
     fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
     /// Returns the gradient of the convolution's input, and adds the gradient of the weight to its buffer.
     fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
-    /// Computes `x · sigmoid(gate)`. Each row of the gate applies to consecutive rows of `x`.
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows;
-    /// Returns the gradients of [`Self::gate`] with respect to `x` and `gate`.
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2];
-    /// Computes `Σ softmax(logits)ᵢ · xᵢ` over the alternatives in `x`.
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows;
-    /// Returns the gradients of [`Self::blend`] with respect to `x` and `logits`.
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2];
 
     // The output head.
 

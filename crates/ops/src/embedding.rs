@@ -1,8 +1,9 @@
-//! Tables: word embeddings, and table rows added to a stream (positions, token types, class tokens).
+//! Tables: word embeddings, and table rows that are added to a stream (positions, token types, class tokens).
 
 use std::sync::Arc;
 
 use crate::Param;
+use crate::conv::{Mix, RowMix};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
@@ -11,12 +12,6 @@ use crate::tape::{Op, Tape, Var};
 
 /// Table index for each row of a stream.
 pub type Tokens = Host<Vec<u32>>;
-
-/// Optional table index for each row of a stream. The table row with that index is added to the stream's row.
-pub type Ids = Host<Vec<Option<u32>>>;
-
-/// Table indices with weights, for each row of a stream.
-pub type Taps = Host<Vec<Vec<(u32, f32)>>>;
 
 /// Returns the rows `ids` of `table [v, h]`, with shape `[ids.len(), h]`.
 pub fn embed(device: Device, table: &Param, ids: &Tokens) -> Result<Rows> {
@@ -33,7 +28,7 @@ pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
         let what = format!("{} ids for {} rows", ids.len(), dx.rows());
         return Err(Error::shape(format!("embedding {}", table.name()), what));
     }
-    dx.device().backend().embed_back(table, ids, dx);
+    dx.device().backend().add_rows_back(table, &RowMix::select(ids.to_vec()).into(), dx);
     Ok(())
 }
 
@@ -54,7 +49,7 @@ fn check(table: &Param, h: usize, mut ids: impl Iterator<Item = u32>) -> Result<
 
 struct AddRows {
     table: Arc<Param>,
-    ids: Arc<Ids>,
+    mix: Arc<Mix>,
 }
 
 impl Op for AddRows {
@@ -62,58 +57,26 @@ impl Op for AddRows {
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
         self.table.usable(x.device())?;
-        check(&self.table, x.cols(), self.ids.iter().flatten().copied())?;
-        if self.ids.len() != x.rows() {
-            let what = format!("{} ids for {} rows", self.ids.len(), x.rows());
+        check(&self.table, x.cols(), self.mix.rows.iter().copied())?;
+        if self.mix.len() != x.rows() || self.mix.offsets.last() != Some(&self.mix.rows.len()) {
+            let what = format!("{} sums for {} rows", self.mix.len(), x.rows());
             return Err(Error::shape(format!("add_rows {}", self.table.name()), what));
         }
         let mut y = x.clone();
-        y.device().backend().add_rows(&mut y, &self.table, &self.ids);
+        y.device().backend().add_rows(&mut y, &self.table, &self.mix);
         Ok((y, ()))
     }
 
     fn backward(&self, _: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        dy.device().backend().add_rows_back(&self.table, &self.ids, &dy);
-        Ok([Some(dy)])
-    }
-}
-
-struct AddMixed {
-    table: Arc<Param>,
-    taps: Arc<Taps>,
-}
-
-impl Op for AddMixed {
-    type Kept = ();
-
-    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        self.table.usable(x.device())?;
-        check(&self.table, x.cols(), self.taps.iter().flatten().map(|tap| tap.0))?;
-        if self.taps.len() != x.rows() {
-            let what = format!("{} taps for {} rows", self.taps.len(), x.rows());
-            return Err(Error::shape(format!("add_mixed {}", self.table.name()), what));
-        }
-        let mut y = x.clone();
-        y.device().backend().add_mixed(&mut y, &self.table, &self.taps);
-        Ok((y, ()))
-    }
-
-    fn backward(&self, _: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        dy.device().backend().add_mixed_back(&self.table, &self.taps, &dy);
+        dy.device().backend().add_rows_back(&self.table, &self.mix, &dy);
         Ok([Some(dy)])
     }
 }
 
 impl Tape {
-    /// Computes `y[i] = x[i] + table[ids[i]]`, `[t, h] → [t, h]`. A row without an id is unchanged. The table is read as `[v,
-    /// h]`, whatever its published shape. If `x` is zero, this is an embedding lookup whose gradient reaches the table.
-    pub fn add_rows(&mut self, x: &Var, table: &Arc<Param>, ids: &Arc<Ids>) -> Result<Var> {
-        self.apply(AddRows { table: Arc::clone(table), ids: Arc::clone(ids) }, [x])
-    }
-
-    /// Adds a weighted sum of table rows to each row of `x [t, h]`: row `r` receives the sum of `weight · table[id]` over
-    /// `taps[r]`.
-    pub fn add_mixed(&mut self, x: &Var, table: &Arc<Param>, taps: &Arc<Taps>) -> Result<Var> {
-        self.apply(AddMixed { table: Arc::clone(table), taps: Arc::clone(taps) }, [x])
+    /// Adds weighted sums of table rows to `x [t, h]`: row `r` receives row `r` of the mix. The table is read as `[v, h]`, whatever
+    /// its published shape. If `x` is zero, this is an embedding lookup whose gradient reaches the table.
+    pub fn add_rows(&mut self, x: &Var, table: &Arc<Param>, mix: &Arc<Mix>) -> Result<Var> {
+        self.apply(AddRows { table: Arc::clone(table), mix: Arc::clone(mix) }, [x])
     }
 }

@@ -20,7 +20,7 @@ use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::experts::{Choices, Groups};
 
 use crate::conv::Mix;
-use crate::device::Device;
+use crate::device::{Device, Weighing};
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::linear::Order;
@@ -162,7 +162,7 @@ impl Routes {
     /// Multiplies each place of `x [p, i]` by its weight, which is the softmax over the logits of the experts of its row.
     pub fn weigh(&self, x: &Rows, logits: &Rows) -> Result<Rows> {
         self.check("weigh", x, logits)?;
-        Ok(x.device().backend().weigh(x, logits, self))
+        Ok(x.device().backend().weigh(x, logits, Weighing::Experts(self)))
     }
 
     /// Returns the gradients of [`Self::weigh`] with respect to `x` and `logits`.
@@ -170,7 +170,7 @@ impl Routes {
         self.check("weigh backward", x, logits)?;
         x.device().check("weigh backward", dy)?;
         match dy.dims() == x.dims() {
-            true => Ok(x.device().backend().weigh_back(x, logits, dy, self)),
+            true => Ok(x.device().backend().weigh_back(x, logits, dy, Weighing::Experts(self))),
             false => Err(self.error("weigh backward", dy)),
         }
     }

@@ -13,10 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
     Affine, Array, Arriving, CachedGroup, Chosen, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks,
-    Mixture, Monitor, Nccl, Onto, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight,
-    copy_bytes,
+    Mixture, Monitor, Nccl, PAGE, Pattern, Place, Row, Sampling, Transfers, Unfolding, Weight, copy_bytes,
 };
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::quant::QuantMatrix;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
@@ -26,17 +24,18 @@ use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::{DecodeBatch, DecodeRows};
-use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::device::{Backend, Device, Weighing};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Numbers, Squares, Step};
 use crate::param::{Param, ParamDtype, Values, ValuesMut};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 
 /// An open GPU or emulator. It stays open until the process ends, so a handle can be copied like any other [`Device`]. Opening
 /// the same GPU twice creates two devices, each with a separate order of work.
@@ -437,6 +436,11 @@ fn words(index: &[usize]) -> Vec<u32> {
     index.iter().map(|&i| i as u32).collect()
 }
 
+/// Converts a window of an array of `cols` columns.
+fn place<'a>(window: Window, cols: usize, index: Option<&'a Array>) -> Place<'a> {
+    Place { first: window.row * cols + window.col, stride: cols, index }
+}
+
 impl Card {
     fn device(&self) -> Device {
         Device::Gpu(*self)
@@ -499,6 +503,10 @@ impl Card {
         Layer { weight: self.weights(linear.weight()), bias, n: linear.n(), k: linear.k() }
     }
 
+    fn layers(&self, layers: &[Linear]) -> Vec<Layer> {
+        layers.iter().map(|layer| self.layer(layer)).collect()
+    }
+
     /// Returns bf16 if the input and all weights are bf16, and f32 otherwise.
     fn output(&self, x: Dtype, layers: &[Layer]) -> Dtype {
         let narrow = |layer: &Layer| layer.weight.weight().dtype() == Dtype::Bf16;
@@ -514,80 +522,8 @@ impl Card {
         (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
     }
 
-    /// Computes `x Wᵀ + b (+ residual)`.
-    fn forward(
-        &self,
-        x: &Array,
-        rows: usize,
-        layers: &[Layer],
-        residual: Option<&Array>,
-        order: Order,
-    ) -> Array {
-        let width = layers.iter().map(|layer| layer.n).sum();
-        let k = layers.first().map_or(0, |layer| layer.k);
-        let dtype = residual.map_or_else(|| self.output(x.dtype(), layers), Array::dtype);
-        let mut y = self.gpu.alloc(rows * width, dtype);
-        let converted = self.operand(x, layers);
-        let x = converted.as_ref().unwrap_or(x);
-        let onto = residual.map_or(Onto::Nothing, Onto::Residual);
-        if order == Order::PerRow {
-            let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
-            self.gpu.linear_rows(&mut y, [0, width], x, &layers, k, onto);
-            return y;
-        }
-        let mut col = 0;
-        for layer in layers {
-            let onto = match layer.bias() {
-                Some(bias) => {
-                    self.gpu.bias_rows(&mut y, col, width, rows, bias, residual);
-                    Onto::Output
-                }
-                None => onto,
-            };
-            self.gpu.linear(&mut y, [col, width], x, layer.weight.weight(), [0, layer.n, k], onto);
-            col += layer.n;
-        }
-        y
-    }
-
-    /// Computes `dy W` of layers, whose columns of `dy` begin at `col`, and adds it to `dx` if given.
-    fn back(&self, dx: Option<Array>, dy: &Rows, col: usize, layers: &[Layer]) -> Array {
-        let (rows, width) = dy.dims();
-        let dy = self.of(dy);
-        let k = layers.first().map_or(0, |layer| layer.k);
-        let mut adds = dx.is_some();
-        let mut dx = dx.unwrap_or_else(|| {
-            // The products of several layers are summed, and bf16 would round each partial sum.
-            let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), layers) };
-            self.gpu.alloc(rows * k, dtype)
-        });
-        let converted = self.operand(dy, layers);
-        let dy = converted.as_ref().unwrap_or(dy);
-        let mut col = col;
-        for layer in layers {
-            self.gpu.linear_dx(&mut dx, dy, [col, width], layer.weight.weight(), [0, layer.n, k], adds);
-            adds = true;
-            col += layer.n;
-        }
-        dx
-    }
-
-    /// Adds weighted rows to the gradient of a table. Each term is `(row of the table, row of the stream, weight)`.
-    fn scatter(&self, table: &Param, dy: &Rows, terms: Vec<(u32, u32, f32)>) {
-        self.accumulate(table, |to| {
-            let sums = Mixture::reversed(self.gpu, terms);
-            self.gpu.mix(to, self.of(dy), &sums, dy.cols(), true);
-        });
-    }
-
-    /// Adds weighted rows of a table to `x`.
-    fn add_taps(&self, x: &mut Rows, table: &Param, mixture: &Mixture, used: &[u32]) {
-        let h = x.cols();
-        let weights = self.weights(table);
-        // Gathers the table rows in order of use, in f32.
-        let index = self.gpu.upload_words(used);
-        let own = self.gpu.weight_rows(weights.weight(), h, Some(&index), used.len(), Dtype::F32);
-        self.change(x, |x| self.gpu.mix(x, &own, mixture, h, true));
+    fn index(&self, window: Window) -> Option<Arc<Array>> {
+        Some(window.index?.on(self.device(), |index| self.gpu.upload_words(&words(index))))
     }
 
     fn sums(&self, mix: &Mix) -> Arc<Mixture> {
@@ -678,32 +614,15 @@ impl Pages {
     }
 }
 
-/// Converts the taps of each row to weighted sums over gathered table rows, with one gathered row per tap. Also returns the ids
-/// to gather.
-fn mixture_of(gpu: &Gpu, taps: impl Iterator<Item = Vec<(u32, f32)>>) -> (Mixture, Vec<u32>) {
-    let (mut offsets, mut used, mut weights) = (vec![0], Vec::new(), Vec::new());
-    for taps in taps {
-        for (id, weight) in taps {
-            used.push(id);
-            weights.push(weight);
-        }
-        offsets.push(used.len() as u32);
-    }
-    let rows: Vec<u32> = (0..used.len() as u32).collect();
-    (Mixture::new(gpu, &offsets, &rows, Some(&weights)), used)
-}
-
-fn terms_of<'a>(taps: impl Iterator<Item = (usize, &'a [(u32, f32)])>) -> Vec<(u32, u32, f32)> {
-    taps.flat_map(|(row, taps)| taps.iter().map(move |&(id, weight)| (id, row as u32, weight))).collect()
-}
-
-fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {
-    ids.iter().map(|id| id.map(|id| (id, 1.0)).into_iter().collect()).collect()
+/// Returns the terms of the transposed sums.
+fn transposed(mix: &Mix) -> Vec<(u32, u32, f32)> {
+    mix.terms().map(|(r, row, weight)| (row, r as u32, weight)).collect()
 }
 
 impl Backend for Card {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
-        self.rows(self.gpu.zeros(rows * cols, Dtype::F32), rows, cols)
+    fn zeros(&self, rows: usize, cols: usize, like: Option<&Rows>) -> Rows {
+        let dtype = like.map_or(Dtype::F32, |x| self.of(x).dtype());
+        self.rows(self.gpu.zeros(rows * cols, dtype), rows, cols)
     }
 
     fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows {
@@ -714,10 +633,6 @@ impl Backend for Card {
         self.of(x).to_vec()
     }
 
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
-        self.of(x).to_vec().into_iter().map(f64::from).collect()
-    }
-
     fn add(&self, to: &mut Rows, from: &Rows) {
         self.change(to, |to| self.gpu.add(to, self.of(from)));
     }
@@ -726,90 +641,79 @@ impl Backend for Card {
         self.change(x, |x| self.gpu.scale(x, by));
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        let (cols, from) = (x.cols(), self.of(x));
-        let places = index.on(self.device(), |index| self.gpu.upload_words(&words(index)));
-        let mut y = self.gpu.alloc(index.len() * cols, from.dtype());
-        let place = Place::new(0, cols);
-        self.gpu.copy_rows(&mut y, place, from, place.of(&places), [index.len(), cols]);
-        self.rows(y, index.len(), cols)
-    }
-
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
-        let (cols, from) = (x.cols(), self.of(x));
-        let places = index.on(self.device(), |index| self.gpu.upload_words(&words(index)));
-        let mut y = self.gpu.zeros(rows * cols, from.dtype());
-        let place = Place::new(0, cols);
-        self.gpu.copy_rows(&mut y, place.of(&places), from, place, [index.len(), cols]);
+    fn part(&self, x: &Rows, of: Window, [rows, cols]: [usize; 2]) -> Rows {
+        let (from, index) = (self.of(x), self.index(of));
+        let mut y = self.gpu.alloc(rows * cols, from.dtype());
+        let source = place(of, x.cols(), index.as_deref());
+        self.gpu.copy_rows(&mut y, Place::new(0, cols), from, source, [rows, cols]);
         self.rows(y, rows, cols)
     }
 
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        let ((rows, cols), from) = (x.dims(), self.of(x));
-        let width = columns.len();
-        let mut y = self.gpu.alloc(rows * width, from.dtype());
-        let source = Place::new(columns.start, cols);
-        self.gpu.copy_rows(&mut y, Place::new(0, width), from, source, [rows, width]);
-        self.rows(y, rows, width)
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]) {
+        let (to_index, from_index) = (self.index(at), self.index(of));
+        let target = place(at, to.cols(), to_index.as_deref());
+        let source = place(of, from.cols(), from_index.as_deref());
+        self.change(to, |to| self.gpu.copy_rows(to, target, self.of(from), source, size));
     }
 
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
-        let (cols, (rows, width)) = (to.cols(), from.dims());
-        self.change(to, |to| {
-            let target = Place::new(first, cols);
-            self.gpu.copy_rows(to, target, self.of(from), Place::new(0, width), [rows, width]);
-        });
-    }
-
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        let cols = to.cols();
-        self.change(to, |to| {
-            let (target, source) = (Place::new(first * cols, cols), Place::new(range.start * cols, cols));
-            self.gpu.copy_rows(to, target, self.of(from), source, [range.len(), cols]);
-        });
-    }
-
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
-        let cols = x.cols();
-        self.change(x, |x| self.gpu.clear(x, range.start * cols..range.end * cols));
-    }
-
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
-        let layers: Vec<Layer> = layers.iter().map(|layer| self.layer(layer)).collect();
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
+        use omnigrpo_gpu::Onto as Plus;
+        let (rows, k) = x.dims();
+        let (x, layers) = (self.of(x), self.layers(layers));
         let width = layers.iter().map(|layer| layer.n).sum();
-        let y = self.forward(self.of(x), x.rows(), &layers, residual.map(|r| self.of(r)), order);
-        self.rows(y, x.rows(), width)
-    }
-
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order) {
-        let (width, layer) = (y.cols(), self.layer(weight));
-        let own = Affine { bias: None, ..layer.affine() };
-        self.change(y, |y| match order {
-            Order::Blocked => {
-                let sizes = [0, layer.n, layer.k];
-                self.gpu.linear(y, [col, width], self.of(x), own.weight, sizes, Onto::Output);
+        let create = |dtype| self.rows(self.gpu.alloc(rows * width, dtype), rows, width);
+        let (mut y, first, plus) = match onto {
+            Onto::Nothing => (create(self.output(x.dtype(), &layers)), 0, Plus::Nothing),
+            Onto::Residual(residual) => {
+                let residual = self.of(residual);
+                (create(residual.dtype()), 0, Plus::Residual(residual))
             }
-            Order::PerRow => {
-                self.gpu.linear_rows(y, [col, width], self.of(x), &[own], layer.k, Onto::Output);
+            Onto::Columns(y, first) => (y, first, Plus::Output),
+        };
+        let converted = self.operand(x, &layers);
+        let (x, stride) = (converted.as_ref().unwrap_or(x), y.cols());
+        self.change(&mut y, |y| {
+            if order == Order::PerRow {
+                let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
+                self.gpu.linear_rows(y, [first, stride], x, &layers, k, plus);
+                return;
+            }
+            let mut col = first;
+            for layer in &layers {
+                let plus = match (layer.bias(), plus) {
+                    (Some(bias), plus) => {
+                        let residual =
+                            if let Plus::Residual(residual) = plus { Some(residual) } else { None };
+                        self.gpu.bias_rows(y, col, stride, rows, bias, residual);
+                        Plus::Output
+                    }
+                    (None, plus) => plus,
+                };
+                self.gpu.linear(y, [col, stride], x, layer.weight.weight(), [0, layer.n, k], plus);
+                col += layer.n;
             }
         });
+        y
     }
 
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
-        let layers: Vec<Layer> = layers.iter().map(|layer| self.layer(layer)).collect();
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+        let ((rows, width), dy, layers) = (dy.dims(), self.of(dy), self.layers(layers));
         let k = layers.first().map_or(0, |layer| layer.k);
-        self.rows(self.back(None, dy, 0, &layers), dy.rows(), k)
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
-        let layer = self.layer(weight);
-        let k = layer.k;
-        let Some(mut dx) = dx else {
-            return self.rows(self.back(None, dy, col, &[layer]), dy.rows(), k);
-        };
-        let width = dy.cols();
+        let mut adds = dx.is_some();
+        let mut dx = dx.unwrap_or_else(|| {
+            // The products of several layers are summed, and bf16 would round each partial sum.
+            let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), &layers) };
+            self.rows(self.gpu.alloc(rows * k, dtype), rows, k)
+        });
+        let converted = self.operand(dy, &layers);
+        let dy = converted.as_ref().unwrap_or(dy);
         self.change(&mut dx, |dx| {
-            self.gpu.linear_dx(dx, self.of(dy), [col, width], layer.weight.weight(), [0, layer.n, k], true);
+            let mut col = col;
+            for layer in &layers {
+                self.gpu.linear_dx(dx, dy, [col, width], layer.weight.weight(), [0, layer.n, k], adds);
+                adds = true;
+                col += layer.n;
+            }
         });
         dx
     }
@@ -874,17 +778,32 @@ impl Backend for Card {
         });
     }
 
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
-        let (places, experts) = (self.sums(routes.of_rows()), self.experts_of(routes));
-        let y = self.gpu.weigh(self.of(x), self.of(logits), &places, &experts, logits.cols());
-        self.rows(y, x.rows(), x.cols())
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
+        let (rows, cols, experts) = (by.rows(x, logits), x.cols(), logits.cols());
+        let (x, logits) = (self.of(x), self.of(logits));
+        let y = match by {
+            Weighing::Gate => self.gpu.gate(x, logits, cols),
+            Weighing::Blend => self.gpu.blend(x, logits),
+            Weighing::Experts(routes) => {
+                let (places, of) = (self.sums(routes.of_rows()), self.experts_of(routes));
+                self.gpu.weigh(x, logits, &places, &of, experts)
+            }
+        };
+        self.rows(y, rows, cols)
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
-        let (places, experts) = (self.sums(routes.of_rows()), self.experts_of(routes));
-        let pair = [self.of(x), self.of(dy)];
-        let [dx, dlogits] = self.gpu.weigh_back(pair, self.of(logits), &places, &experts, logits.cols());
-        [self.rows(dx, x.rows(), x.cols()), self.rows(dlogits, logits.rows(), logits.cols())]
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2] {
+        let ((rows, cols), (t, experts)) = (x.dims(), logits.dims());
+        let (x, logits, dy) = (self.of(x), self.of(logits), self.of(dy));
+        let [dx, dlogits] = match by {
+            Weighing::Gate => self.gpu.gate_back(x, logits, dy, cols),
+            Weighing::Blend => self.gpu.blend_back(x, logits, dy),
+            Weighing::Experts(routes) => {
+                let (places, of) = (self.sums(routes.of_rows()), self.experts_of(routes));
+                self.gpu.weigh_back([x, dy], logits, &places, &of, experts)
+            }
+        };
+        [self.rows(dx, rows, cols), self.rows(dlogits, t, experts)]
     }
 
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
@@ -987,7 +906,7 @@ impl Backend for Card {
             }
         };
         let out = self.gpu.attend_cached(packed, &tables, layer, heads_of(heads));
-        (self.rows(out, qkv.rows(), heads.q_width()), self.zeros(0, heads.q))
+        (self.rows(out, qkv.rows(), heads.q_width()), self.zeros(0, heads.q, None))
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
@@ -998,22 +917,20 @@ impl Backend for Card {
         self.change(x, |x| self.gpu.rotate(x, dims, cos, sin, heads, inverse));
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        self.rows(self.gpu.activation(self.of(x), act), x.rows(), x.cols())
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        let (rows, cols) = x.dims();
+        match act {
+            Nonlinearity::Pointwise(act) => self.rows(self.gpu.activation(self.of(x), act), rows, cols),
+            Nonlinearity::SwiGlu => self.rows(self.gpu.swiglu(self.of(x), rows, cols / 2), rows, cols / 2),
+        }
     }
 
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
-        self.change(x, |x| self.gpu.activation_back(x, self.of(dy), act));
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        let (rows, i) = (gate_up.rows(), gate_up.cols() / 2);
-        self.rows(self.gpu.swiglu(self.of(gate_up), rows, i), rows, i)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
-        let (rows, i) = dy.dims();
-        self.change(gate_up, |gate_up| self.gpu.swiglu_back(gate_up, self.of(dy), rows, i));
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity) {
+        let ((rows, i), dy) = (dy.dims(), self.of(dy));
+        self.change(x, |x| match act {
+            Nonlinearity::Pointwise(act) => self.gpu.activation_back(x, dy, act),
+            Nonlinearity::SwiGlu => self.gpu.swiglu_back(x, dy, rows, i),
+        });
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {
@@ -1038,27 +955,24 @@ impl Backend for Card {
         self.rows(y, ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        self.scatter(table, dx, (0u32..).zip(ids).map(|(row, &id)| (id, row, 1.0)).collect());
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix) {
+        let (h, weights) = (x.cols(), self.weights(table));
+        let copy = mix.on(self.device(), |mix| {
+            let own: Vec<u32> = (0..mix.rows.len() as u32).collect();
+            let sums = Mixture::new(self.gpu, &words(&mix.offsets), &own, Some(&mix.weights));
+            (sums, self.gpu.upload_words(&mix.rows))
+        });
+        let (sums, index) = &*copy;
+        // Gathers the table rows in order of use, in f32.
+        let own = self.gpu.weight_rows(weights.weight(), h, Some(index), mix.rows.len(), Dtype::F32);
+        self.change(x, |x| self.gpu.mix(x, &own, sums, h, true));
     }
 
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        let taps = ids.on(self.device(), |ids| mixture_of(self.gpu, one_tap(ids).into_iter()));
-        self.add_taps(x, table, &taps.0, &taps.1);
-    }
-
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
-        let taps = one_tap(ids);
-        self.scatter(table, dy, terms_of(taps.iter().map(Vec::as_slice).enumerate()));
-    }
-
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        let taps = taps.on(self.device(), |taps| mixture_of(self.gpu, taps.iter().cloned()));
-        self.add_taps(x, table, &taps.0, &taps.1);
-    }
-
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
-        self.scatter(table, dy, terms_of(taps.iter().map(Vec::as_slice).enumerate()));
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows) {
+        self.accumulate(table, |to| {
+            let sums = Mixture::reversed(self.gpu, transposed(mix));
+            self.gpu.mix(to, self.of(dy), &sums, dy.cols(), true);
+        });
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
@@ -1069,22 +983,17 @@ impl Backend for Card {
     }
 
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
-        let terms = (0..mix.len()).flat_map(|r| {
-            (mix.offsets[r]..mix.offsets[r + 1]).map(move |i| (mix.rows[i], r as u32, mix.weights[i]))
-        });
-        let sums = Mixture::reversed(self.gpu, terms.collect());
+        let sums = Mixture::reversed(self.gpu, transposed(mix));
         let mut dx = self.gpu.zeros(rows * dy.cols(), self.of(dy).dtype());
         self.gpu.mix(&mut dx, self.of(dy), &sums, dy.cols(), true);
         self.rows(dx, rows, dy.cols())
     }
 
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let own = self.layer(layer);
-        let n = own.n;
         let unfolding = Unfolding::new(self.gpu, &patches.sources, patches.taps, x.rows());
         let unfolded = self.gpu.unfold(self.of(x), &unfolding, x.cols());
-        let y = self.forward(&unfolded, patches.rows(), &[own], None, Order::Blocked);
-        self.rows(y, patches.rows(), n)
+        let unfolded = self.rows(unfolded, patches.rows(), layer.k());
+        self.linear(&unfolded, std::slice::from_ref(layer), Onto::Nothing, Order::Blocked)
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
@@ -1094,9 +1003,10 @@ impl Backend for Card {
         let unfolded = self.rows(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
         drop(unfolded);
-        let dunfolded = self.back(None, dy, 0, &[self.layer(layer)]);
+        let dunfolded = self.linear_dx(None, dy, 0, std::slice::from_ref(layer));
+        let dunfolded = self.of(&dunfolded);
         let mut dx = self.gpu.zeros(rows * c, dunfolded.dtype());
-        self.gpu.fold(&mut dx, &dunfolded, &unfolding, c);
+        self.gpu.fold(&mut dx, dunfolded, &unfolding, c);
         self.rows(dx, rows, c)
     }
 
@@ -1109,26 +1019,6 @@ impl Backend for Card {
         self.accumulate(weight, |dw| self.gpu.depthwise_weight(dw, self.of(dy), self.of(x), side));
         let dx = self.vector(weight, |weight| self.gpu.depthwise(self.of(dy), weight, side, true));
         self.rows(dx, x.rows(), x.cols())
-    }
-
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        let y = self.gpu.gate(self.of(x), self.of(gate), x.cols());
-        self.rows(y, x.rows(), x.cols())
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let [dx, dgate] = self.gpu.gate_back(self.of(x), self.of(gate), self.of(dy), x.cols());
-        [self.rows(dx, x.rows(), x.cols()), self.rows(dgate, gate.rows(), gate.cols())]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let y = self.gpu.blend(self.of(x), self.of(logits));
-        self.rows(y, x.rows() / logits.cols(), x.cols())
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let [dx, dlogits] = self.gpu.blend_back(self.of(x), self.of(logits), self.of(dy));
-        [self.rows(dx, x.rows(), x.cols()), self.line(dlogits)]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
@@ -1166,7 +1056,7 @@ impl Backend for Card {
         let mut y = self.gpu.alloc(rows * vocab, Dtype::F32);
         let x = self.of(normed);
         let layer = Affine { weight: weights.weight(), bias: None, n: vocab };
-        self.gpu.linear_rows(&mut y, [0, vocab], x, &[layer], h, Onto::Nothing);
+        self.gpu.linear_rows(&mut y, [0, vocab], x, &[layer], h, omnigrpo_gpu::Onto::Nothing);
         self.rows(y, rows, vocab)
     }
 

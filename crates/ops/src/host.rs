@@ -28,11 +28,11 @@ impl<T> Host<T> {
         Self { value, copies: Mutex::new(vec![(device, copy)]) }
     }
 
-    /// Returns the copy for `device`. The first call for a device creates it with `make`. There is one copy per device.
+    /// Returns the copy for `device`. The first call for a device creates it with `make`. There is one copy of each type per device.
     pub(crate) fn on<C: Send + Sync + 'static>(&self, device: Device, make: impl FnOnce(&T) -> C) -> Arc<C> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = copies.iter().find(|(on, _)| *on == device).map(|(_, copy)| Arc::clone(copy));
-        if let Some(copy) = known.and_then(|copy| copy.downcast().ok()) {
+        let mut here = copies.iter().filter(|(on, _)| *on == device);
+        if let Some(copy) = here.find_map(|(_, copy)| Arc::clone(copy).downcast().ok()) {
             return copy;
         }
         let copy = Arc::new(make(&self.value));

@@ -48,7 +48,7 @@ pub use cache::GroupCache;
 pub use conv::{Mix, OUTSIDE, Patches, RowMix};
 pub use decode::{DecodeBatch, DecodeRows, NextTokens, Replays, TokenPass};
 pub use device::Device;
-pub use embedding::{Ids, Taps, Tokens, embed, embed_backward};
+pub use embedding::{Tokens, embed, embed_backward};
 pub use error::{Error, Result};
 pub use experts::{ExpertLinear, RouterLoss, Routes};
 pub use gpu::Card;

@@ -86,6 +86,16 @@ pub enum Order {
     PerRow,
 }
 
+/// Rows to which a product is added.
+pub(crate) enum Onto<'a> {
+    /// None: the output is new.
+    Nothing,
+    /// Rows of the size of the output, which is new.
+    Residual(&'a Rows),
+    /// These rows, whose columns from this one on become the output. The layers have no biases.
+    Columns(Rows, usize),
+}
+
 /// Layers that share an input. Each output row contains the outputs of all layers side by side. The same value serves a forward
 /// pass and its backward pass, so adapters drop the same inputs in both.
 #[derive(Clone, Debug)]
@@ -119,7 +129,7 @@ impl PackedLinear {
 
     /// Computes `[t, k] → [t, width]`.
     pub fn forward(&self, x: &Rows) -> Result<Rows> {
-        self.run(None, x)
+        self.run(Onto::Nothing, x)
     }
 
     /// Computes [`Self::forward`] and adds `residual [t, width]`, in one pass over the output.
@@ -130,16 +140,16 @@ impl PackedLinear {
                 format!("a residual of {:?} for an output of {}×{}", residual.dims(), x.rows(), self.width());
             return Err(Error::shape("linear", what));
         }
-        self.run(Some(residual), x)
+        self.run(Onto::Residual(residual), x)
     }
 
-    fn run(&self, residual: Option<&Rows>, x: &Rows) -> Result<Rows> {
+    fn run(&self, onto: Onto, x: &Rows) -> Result<Rows> {
         self.check(x)?;
-        let mut y = x.device().backend().linear(x, &self.layers, residual, self.order);
+        let mut y = x.device().backend().linear(x, &self.layers, onto, self.order);
         let mut col = 0;
         for layer in &self.layers {
             if let Some(adapter) = layer.weight.adapter().filter(|_| x.rows() > 0) {
-                adapter.forward(&mut y, col, x, self.order, self.dropout.as_ref())?;
+                y = adapter.forward(y, col, x, self.order, self.dropout.as_ref())?;
             }
             col += layer.n;
         }
@@ -161,7 +171,7 @@ impl PackedLinear {
     /// and bias gradients to their buffers.
     pub fn backward(&self, x: &Rows, dy: &Rows) -> Result<Rows> {
         self.check_gradient(x, dy)?;
-        let mut dx = dy.device().backend().linear_dx(dy, &self.layers);
+        let mut dx = dy.device().backend().linear_dx(None, dy, 0, &self.layers);
         if x.rows() == 0 {
             return Ok(dx);
         }

@@ -9,11 +9,20 @@ use crate::param::Param;
 use crate::rows::{Index, Rows};
 use crate::tape::{Op, Tape, Var};
 
+/// Nonlinear function of a feed-forward layer.
+#[derive(Clone, Copy)]
+pub(crate) enum Nonlinearity {
+    /// A function of each value.
+    Pointwise(Activation),
+    /// `silu(gate) · up` of rows `[gate | up]`.
+    SwiGlu,
+}
+
 impl Rows {
     /// Returns `act(x)`.
     #[must_use]
     pub fn activated(&self, act: Activation) -> Self {
-        self.device().backend().activation(self, act)
+        self.device().backend().activation(self, Nonlinearity::Pointwise(act))
     }
 
     /// Replaces the input of an activation with its gradient, given the gradient `dy` of the output.
@@ -22,14 +31,14 @@ impl Rows {
         if dy.dims() != self.dims() {
             return Err(Error::shape("activation", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
         }
-        self.device().backend().activation_back(self, dy, act);
+        self.device().backend().activation_back(self, dy, Nonlinearity::Pointwise(act));
         Ok(())
     }
 
     /// Returns `silu(gate) · up` for rows `[gate | up]` of even width.
     pub fn swiglu(&self) -> Result<Self> {
         match self.cols().is_multiple_of(2) {
-            true => Ok(self.device().backend().swiglu(self)),
+            true => Ok(self.device().backend().activation(self, Nonlinearity::SwiGlu)),
             false => Err(Error::shape("swiglu", format!("an odd width of {}", self.cols()))),
         }
     }
@@ -40,7 +49,7 @@ impl Rows {
         if (dy.rows(), 2 * dy.cols()) != self.dims() {
             return Err(Error::shape("swiglu", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
         }
-        self.device().backend().swiglu_back(self, dy);
+        self.device().backend().activation_back(self, dy, Nonlinearity::SwiGlu);
         Ok(())
     }
 

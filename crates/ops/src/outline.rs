@@ -7,11 +7,9 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_gpu::{Dtype, cached_scratch, few_rows_scratch, piece};
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
@@ -19,20 +17,22 @@ use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::decode::DecodeBatch;
-use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::device::{Backend, Device, Weighing};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::gpu::heads_of;
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 use crate::work::{
-    Call, note, note_attention, note_cached, note_dw, note_dx, note_elements, note_experts, note_linear,
+    Call, note, note_activation, note_attention, note_cached, note_dw, note_dx, note_elements, note_experts,
+    note_linear,
 };
 use omnigrpo_kernels::dropout::Mask;
 
@@ -294,8 +294,8 @@ fn note_score(normed: &Rows, head: &Param, back: Option<bool>) {
 const DEPTHWISE: usize = 9;
 
 impl Backend for Outline {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
-        in_f32(rows, cols)
+    fn zeros(&self, rows: usize, cols: usize, like: Option<&Rows>) -> Rows {
+        Rows::on_outline(like.map_or(Dtype::F32, dtype), rows, cols)
     }
 
     fn upload(&self, _: Vec<f32>, rows: usize, cols: usize) -> Rows {
@@ -303,10 +303,6 @@ impl Backend for Outline {
     }
 
     fn download(&self, x: &Rows) -> Vec<f32> {
-        vec![0.0; x.len()]
-    }
-
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
         vec![0.0; x.len()]
     }
 
@@ -320,38 +316,27 @@ impl Backend for Outline {
         x.touch();
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        note_elements(index.len() * x.cols());
-        like(x, index.len(), x.cols())
+    fn part(&self, x: &Rows, _: Window, [rows, cols]: [usize; 2]) -> Rows {
+        note_elements(rows * cols);
+        like(x, rows, cols)
     }
 
-    fn spread(&self, x: &Rows, _: &Index, rows: usize) -> Rows {
-        note_elements(rows * x.cols());
-        like(x, rows, x.cols())
-    }
-
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        note_elements(x.rows() * columns.len());
-        like(x, x.rows(), columns.len())
-    }
-
-    fn set_columns(&self, to: &mut Rows, _: usize, from: &Rows) {
-        note_elements(from.len());
+    fn set_part(&self, to: &mut Rows, at: Window, _: &Rows, _: Window, [rows, cols]: [usize; 2]) {
+        // The target of listed rows is zeroed first.
+        note_elements(at.index.map_or(rows * cols, |_| to.len()));
         to.touch();
     }
 
-    fn set_rows(&self, to: &mut Rows, _: usize, from: &Rows, range: Range<usize>) {
-        note_elements(range.len() * from.cols());
-        to.touch();
-    }
-
-    fn clear_rows(&self, x: &mut Rows, _: Range<usize>) {
-        x.touch();
-    }
-
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
         note_linear(x.rows(), layers, order);
-        let out = residual.map_or_else(|| product(x, layers.iter().map(Linear::weight)), dtype);
+        let out = match onto {
+            Onto::Nothing => product(x, layers.iter().map(Linear::weight)),
+            Onto::Residual(residual) => dtype(residual),
+            Onto::Columns(mut y, _) => {
+                y.touch();
+                return y;
+            }
+        };
         let n = layers.iter().map(Linear::n).sum();
         let y = Rows::on_outline(out, x.rows(), n);
         let k = layers.first().map_or(0, Linear::k);
@@ -363,26 +348,16 @@ impl Backend for Outline {
         y
     }
 
-    fn linear_add(&self, y: &mut Rows, _: usize, x: &Rows, weight: &Linear, order: Order) {
-        note_linear(x.rows(), std::slice::from_ref(weight), order);
-        y.touch();
-    }
-
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, _: usize, layers: &[Linear]) -> Rows {
         note_dx(dy.rows(), layers);
-        // A GPU sums the products of several layers in f32.
-        let sum = if layers.len() > 1 { Dtype::F32 } else { product(dy, layers.iter().map(Linear::weight)) };
-        let dx = Rows::on_outline(sum, dy.rows(), layers.first().map_or(0, Linear::k));
-        drop(factors(dy, layers));
-        dx
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, _: usize, weight: &Linear) -> Rows {
-        note_dx(dy.rows(), std::slice::from_ref(weight));
-        let own = || Rows::on_outline(product(dy, [weight.weight()].into_iter()), dy.rows(), weight.k());
-        let mut dx = dx.unwrap_or_else(own);
+        let mut dx = dx.unwrap_or_else(|| {
+            // A GPU sums the products of several layers in f32.
+            let sum =
+                if layers.len() > 1 { Dtype::F32 } else { product(dy, layers.iter().map(Linear::weight)) };
+            Rows::on_outline(sum, dy.rows(), layers.first().map_or(0, Linear::k))
+        });
         dx.touch();
-        drop(factors(dy, std::slice::from_ref(weight)));
+        drop(factors(dy, layers));
         dx
     }
 
@@ -420,12 +395,12 @@ impl Backend for Outline {
         reach(layer.weight());
     }
 
-    fn weigh(&self, x: &Rows, _: &Rows, _: &Routes) -> Rows {
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
         note_elements(x.len());
-        same(x)
+        like(x, by.rows(x, logits), x.cols())
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, _: &Rows, _: &Routes) -> [Rows; 2] {
+    fn weigh_back(&self, x: &Rows, logits: &Rows, _: &Rows, _: Weighing) -> [Rows; 2] {
         note_elements(x.len());
         [same(x), same(logits)]
     }
@@ -502,24 +477,14 @@ impl Backend for Outline {
         x.touch();
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        note(|| Call::Activation { len: x.len(), act, back: false });
-        same(x)
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        note_activation(x, act, false);
+        like(x, x.rows(), if let Nonlinearity::SwiGlu = act { x.cols() / 2 } else { x.cols() })
     }
 
-    fn activation_back(&self, x: &mut Rows, _: &Rows, act: Activation) {
-        note(|| Call::Activation { len: x.len(), act, back: true });
+    fn activation_back(&self, x: &mut Rows, _: &Rows, act: Nonlinearity) {
+        note_activation(x, act, true);
         x.touch();
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        note(|| Call::Swiglu { rows: gate_up.rows(), width: gate_up.cols() / 2, back: false });
-        like(gate_up, gate_up.rows(), gate_up.cols() / 2)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, _: &Rows) {
-        note(|| Call::Swiglu { rows: gate_up.rows(), width: gate_up.cols() / 2, back: true });
-        gate_up.touch();
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, _: &Param) -> Rows {
@@ -538,27 +503,12 @@ impl Backend for Outline {
         in_f32(ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, _: &[u32], dy: &Rows) {
-        note_elements(dy.len());
-        reach(table);
-    }
-
-    fn add_rows(&self, x: &mut Rows, _: &Param, _: &Ids) {
+    fn add_rows(&self, x: &mut Rows, _: &Param, _: &Mix) {
         note_elements(x.len());
         x.touch();
     }
 
-    fn add_rows_back(&self, table: &Param, _: &Ids, dy: &Rows) {
-        note_elements(dy.len());
-        reach(table);
-    }
-
-    fn add_mixed(&self, x: &mut Rows, _: &Param, _: &Taps) {
-        note_elements(x.len());
-        x.touch();
-    }
-
-    fn add_mixed_back(&self, table: &Param, _: &Taps, dy: &Rows) {
+    fn add_rows_back(&self, table: &Param, _: &Mix, dy: &Rows) {
         note_elements(dy.len());
         reach(table);
     }
@@ -598,26 +548,6 @@ impl Backend for Outline {
         note_elements(2 * DEPTHWISE * x.len());
         reach(weight);
         same(x)
-    }
-
-    fn gate(&self, x: &Rows, _: &Rows) -> Rows {
-        note_elements(x.len());
-        same(x)
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, _: &Rows) -> [Rows; 2] {
-        note_elements(x.len());
-        [same(x), same(gate)]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        note_elements(x.len());
-        like(x, x.rows() / logits.cols(), x.cols())
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, _: &Rows) -> [Rows; 2] {
-        note_elements(x.len());
-        [same(x), same(logits)]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {

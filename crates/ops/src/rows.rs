@@ -28,6 +28,32 @@ pub(crate) enum Data {
 /// Indices of rows of an array, in order.
 pub type Index = Host<Vec<usize>>;
 
+/// Position of the values of a copy in an array: row `r` of the copy is row `row + index[r]` of the array, or `row + r` without an
+/// index. Its values begin at column `col`.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Window<'a> {
+    pub row: usize,
+    pub col: usize,
+    pub index: Option<&'a Index>,
+}
+
+impl<'a> Window<'a> {
+    /// Begins at a row and a column.
+    pub fn at(row: usize, col: usize) -> Self {
+        Self { row, col, index: None }
+    }
+
+    /// Lists complete rows.
+    pub fn of(index: &'a Index) -> Self {
+        Self { row: 0, col: 0, index: Some(index) }
+    }
+
+    /// Returns the offset of row `r` in an array of `cols` columns.
+    pub fn start(self, r: usize, cols: usize) -> usize {
+        (self.row + self.index.map_or(r, |index| index[r])) * cols + self.col
+    }
+}
+
 impl Rows {
     pub(crate) fn over(data: Data, rows: usize, cols: usize) -> Self {
         Self { data, rows, cols }
@@ -56,7 +82,7 @@ impl Rows {
     /// Creates rows of zeros.
     #[must_use]
     pub fn zeros(device: Device, rows: usize, cols: usize) -> Self {
-        device.backend().zeros(rows, cols)
+        device.backend().zeros(rows, cols, None)
     }
 
     /// Creates rows on the CPU from `data` in row-major order, without copying. `data.len()` must be `rows · cols`.
@@ -138,7 +164,10 @@ impl Rows {
     /// Returns a copy of the values in row-major order, without rounding.
     #[must_use]
     pub fn to_f64(&self) -> Vec<f64> {
-        self.device().backend().download_f64(self)
+        match &self.data {
+            Data::Twin(data) => data.to_vec(),
+            _ => self.to_vec().into_iter().map(f64::from).collect(),
+        }
     }
 
     /// Returns the values if the host can read them as f32, and `None` otherwise.
@@ -161,7 +190,7 @@ impl Rows {
     /// Returns the rows listed in `index`, in that order.
     pub fn select(&self, index: &Index) -> Result<Self> {
         self.check_index("select", index, self.rows)?;
-        Ok(self.device().backend().select(self, index))
+        Ok(self.device().backend().part(self, Window::of(index), [index.len(), self.cols]))
     }
 
     /// Reverses [`Self::select`] for distinct rows: returns `rows` rows, which are zero except at `index`.
@@ -170,7 +199,10 @@ impl Rows {
             return Err(Error::shape("spread", format!("{} rows for {} places", self.rows, index.len())));
         }
         self.check_index("spread", index, rows)?;
-        Ok(self.device().backend().spread(self, index, rows))
+        let device = self.device();
+        let mut y = device.backend().zeros(rows, self.cols, Some(self));
+        device.backend().set_part(&mut y, Window::of(index), self, Window::default(), [self.rows, self.cols]);
+        Ok(y)
     }
 
     fn check_index(&self, op: &'static str, index: &Index, rows: usize) -> Result<()> {
@@ -185,7 +217,7 @@ impl Rows {
         if columns.start > columns.end || columns.end > self.cols {
             return Err(Error::shape("columns", format!("{columns:?} of {}", self.cols)));
         }
-        Ok(self.device().backend().columns(self, columns))
+        Ok(self.device().backend().part(self, Window::at(0, columns.start), [self.rows, columns.len()]))
     }
 
     /// Replaces columns with the columns of `from`, starting at column `first`.
@@ -197,7 +229,8 @@ impl Rows {
                 format!("{}×{} at column {first} of {}×{}", from.rows, from.cols, self.rows, self.cols),
             ));
         }
-        self.device().backend().set_columns(self, first, from);
+        let (at, size) = (Window::at(0, first), [from.rows, from.cols]);
+        self.device().backend().set_part(self, at, from, Window::default(), size);
         Ok(())
     }
 
@@ -213,7 +246,8 @@ impl Rows {
                 ),
             ));
         }
-        self.device().backend().set_rows(self, first, from, range);
+        let (at, of, size) = (Window::at(first, 0), Window::at(range.start, 0), [range.len(), self.cols]);
+        self.device().backend().set_part(self, at, from, of, size);
         Ok(())
     }
 
@@ -222,15 +256,6 @@ impl Rows {
         let mut rows = Self::zeros(self.device(), range.len(), self.cols);
         rows.set_rows(0, self, range)?;
         Ok(rows)
-    }
-
-    /// Sets a range of rows to zero.
-    pub fn clear_rows(&mut self, range: Range<usize>) -> Result<()> {
-        if range.start > range.end || range.end > self.rows {
-            return Err(Error::shape("clear_rows", format!("rows {range:?} of {}", self.rows)));
-        }
-        self.device().backend().clear_rows(self, range);
-        Ok(())
     }
 
     /// Concatenates arrays of the same width along the rows.

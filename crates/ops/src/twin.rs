@@ -1,9 +1,7 @@
 //! The f64 twin, a reference for tests: plain loops over the formulas of `omnigrpo_kernels::twin`.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::logprob::Gradient;
@@ -15,18 +13,19 @@ use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::cpu::wide;
 use crate::decode::DecodeBatch;
-use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps, Tokens};
+use crate::device::{Backend, Device, Weighing};
+use crate::embedding::Tokens;
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype};
 use crate::rope::RopeTable;
-use crate::rows::{Data, Index, Rows};
+use crate::rows::{Data, Rows, Window};
 
 pub(crate) struct Twin;
 
@@ -73,7 +72,7 @@ fn of_len(data: Vec<f64>) -> Rows {
 }
 
 impl Backend for Twin {
-    fn zeros(&self, rows: usize, cols: usize) -> Rows {
+    fn zeros(&self, rows: usize, cols: usize, _: Option<&Rows>) -> Rows {
         Rows::on_twin(vec![0.0; rows * cols], rows, cols)
     }
 
@@ -85,10 +84,6 @@ impl Backend for Twin {
         x.twin().iter().map(|&x| x as f32).collect()
     }
 
-    fn download_f64(&self, x: &Rows) -> Vec<f64> {
-        x.twin().to_vec()
-    }
-
     fn add(&self, to: &mut Rows, from: &Rows) {
         to.twin_mut().iter_mut().zip(from.twin()).for_each(|(to, from)| *to += from);
     }
@@ -97,91 +92,52 @@ impl Backend for Twin {
         x.twin_mut().iter_mut().for_each(|x| *x *= f64::from(by));
     }
 
-    fn select(&self, x: &Rows, index: &Index) -> Rows {
-        Rows::on_twin(moves::select(x.twin(), x.cols(), index), index.len(), x.cols())
+    fn part(&self, x: &Rows, of: Window, [rows, cols]: [usize; 2]) -> Rows {
+        Rows::on_twin(moves::part(x.twin(), x.cols(), of, [rows, cols]), rows, cols)
     }
 
-    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
-        let mut y = self.zeros(rows, x.cols());
-        moves::spread(y.twin_mut(), x.cols(), index, x.twin());
-        y
-    }
-
-    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
-        let width = columns.len();
-        Rows::on_twin(moves::columns(x.twin(), x.cols(), columns), x.rows(), width)
-    }
-
-    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]) {
         let cols = to.cols();
-        moves::set_columns(to.twin_mut(), cols, first, from.twin(), from.cols());
+        moves::set_part((to.twin_mut(), cols, at), (from.twin(), from.cols(), of), size);
     }
 
-    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        moves::set_rows(to.twin_mut(), from.cols(), first, from.twin(), range);
-    }
-
-    fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
-        let cols = x.cols();
-        x.twin_mut()[range.start * cols..range.end * cols].fill(0.0);
-    }
-
-    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, _: Order) -> Rows {
-        let width = layers.iter().map(Linear::n).sum();
-        let mut y = residual.cloned().unwrap_or_else(|| self.zeros(x.rows(), width));
-        let mut col = 0;
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, _: Order) -> Rows {
+        let (mut y, mut col) = match onto {
+            Onto::Nothing => (self.zeros(x.rows(), layers.iter().map(Linear::n).sum(), None), 0),
+            Onto::Residual(residual) => (residual.clone(), 0),
+            Onto::Columns(y, col) => (y, col),
+        };
+        let width = y.cols();
         for layer in layers {
-            self.linear_add(&mut y, col, x, layer, Order::Blocked);
-            if let Some(bias) = layer.bias() {
-                let bias = values(bias);
-                for row in y.twin_mut().chunks_exact_mut(width) {
-                    row[col..].iter_mut().zip(&bias).for_each(|(y, b)| *y += b);
-                }
+            let (n, w, bias) = (layer.n(), values(layer.weight()), layer.bias().map(|bias| values(bias)));
+            let product = twin::linear_forward(x.mat64(), Mat::new(&w, n, layer.k()), bias.as_deref());
+            let rows = y.twin_mut().chunks_exact_mut(width.max(1));
+            for (y, product) in rows.zip(product.chunks_exact(n.max(1))) {
+                y[col..].iter_mut().zip(product).for_each(|(y, p)| *y += p);
             }
-            col += layer.n();
+            col += n;
         }
         y
     }
 
-    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, _: Order) {
-        let (n, w) = (weight.n(), values(weight.weight()));
-        let product = twin::linear_forward(x.mat64(), Mat::new(&w, n, weight.k()), None);
-        let width = y.cols();
-        let rows = y.twin_mut().chunks_exact_mut(width.max(1));
-        for (y, product) in rows.zip(product.chunks_exact(n.max(1))) {
-            y[col..].iter_mut().zip(product).for_each(|(y, p)| *y += p);
-        }
-    }
-
-    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
-        let mut dx = self.zeros(dy.rows(), layers.first().map_or(0, Linear::k));
-        let mut col = 0;
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+        let (rows, k) = (dy.rows(), layers.first().map_or(0, Linear::k));
+        let (mut dx, mut col) = (dx.unwrap_or_else(|| self.zeros(rows, k, None)), col);
         for layer in layers {
-            dx = self.linear_dx_of(Some(dx), dy, col, layer);
-            col += layer.n();
+            let (x, n, w) = (self.zeros(rows, k, None), layer.n(), values(layer.weight()));
+            let dy = dy.mat64().columns(col..col + n);
+            let own = twin::linear_backward(dy, x.mat64(), Mat::new(&w, n, k)).0;
+            self.add(&mut dx, &Rows::on_twin(own, rows, k));
+            col += n;
         }
         dx
-    }
-
-    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
-        let (rows, n, k) = (dy.rows(), weight.n(), weight.k());
-        let (x, w) = (self.zeros(rows, k), values(weight.weight()));
-        let dy = dy.mat64().columns(col..col + n);
-        let own = Rows::on_twin(twin::linear_backward(dy, x.mat64(), Mat::new(&w, n, k)).0, rows, k);
-        match dx {
-            Some(mut dx) => {
-                self.add(&mut dx, &own);
-                dx
-            }
-            None => own,
-        }
     }
 
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
         let mut col = col;
         for layer in layers {
             let n = layer.n();
-            let w = self.zeros(n, layer.k());
+            let w = self.zeros(n, layer.k(), None);
             let dy = dy.mat64().columns(col..col + n);
             let (_, dw, db) = twin::linear_backward(dy, x.mat64(), w.mat64());
             accumulate(layer.weight(), &dw);
@@ -205,26 +161,35 @@ impl Backend for Twin {
     }
 
     fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows {
-        let (x, w) = (self.zeros(dy.rows(), layer.k()), values(layer.weight()));
+        let (x, w) = (self.zeros(dy.rows(), layer.k(), None), values(layer.weight()));
         let w = Mat::new(&w, layer.experts() * layer.k(), layer.n());
         let dx = twin::experts_backward(dy.mat64(), x.mat64(), w, routes.groups()).0;
         Rows::on_twin(dx, dy.rows(), layer.k())
     }
 
     fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes) {
-        let w = self.zeros(layer.experts() * layer.k(), layer.n());
+        let w = self.zeros(layer.experts() * layer.k(), layer.n(), None);
         let (_, dw) = twin::experts_backward(dy.mat64(), x.mat64(), w.mat64(), routes.groups());
         accumulate(layer.weight(), &dw);
     }
 
-    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
-        let y = twin::weigh_forward(x.mat64(), logits.mat64(), routes.choices());
-        Rows::on_twin(y, x.rows(), x.cols())
+    fn weigh(&self, x: &Rows, logits: &Rows, by: Weighing) -> Rows {
+        let y = match by {
+            Weighing::Gate => twin::gate_forward(x.mat64(), logits.mat64()),
+            Weighing::Blend => twin::blend_forward(alternatives(x, logits), logits.twin()),
+            Weighing::Experts(routes) => twin::weigh_forward(x.mat64(), logits.mat64(), routes.choices()),
+        };
+        Rows::on_twin(y, by.rows(x, logits), x.cols())
     }
 
-    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
-        let choices = routes.choices();
-        let (dx, dlogits) = twin::weigh_backward(dy.mat64(), x.mat64(), logits.mat64(), choices);
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, by: Weighing) -> [Rows; 2] {
+        let (dx, dlogits) = match by {
+            Weighing::Gate => twin::gate_backward(dy.mat64(), x.mat64(), logits.mat64()),
+            Weighing::Blend => twin::blend_backward(dy.twin(), alternatives(x, logits), logits.twin()),
+            Weighing::Experts(routes) => {
+                twin::weigh_backward(dy.mat64(), x.mat64(), logits.mat64(), routes.choices())
+            }
+        };
         [Rows::on_twin(dx, x.rows(), x.cols()), Rows::on_twin(dlogits, logits.rows(), logits.cols())]
     }
 
@@ -277,10 +242,11 @@ impl Backend for Twin {
         let shape = heads.shape();
         let parts = Qkv::packed(qkv.mat64(), shape);
         let (dq, dk, dv) = twin::attention_backward(dout.mat64(), parts, layout, shape, scale(heads));
-        let mut dqkv = self.zeros(qkv.rows(), qkv.cols());
+        let mut dqkv = self.zeros(qkv.rows(), qkv.cols(), None);
         let (wide, narrow) = (heads.q_width(), heads.kv_width());
         for (first, width, data) in [(0, wide, dq), (wide, narrow, dk), (wide + narrow, narrow, dv)] {
-            self.set_columns(&mut dqkv, first, &Rows::on_twin(data, qkv.rows(), width));
+            let data = Rows::on_twin(data, qkv.rows(), width);
+            self.set_part(&mut dqkv, Window::at(0, first), &data, Window::default(), [qkv.rows(), width]);
         }
         dqkv
     }
@@ -291,7 +257,8 @@ impl Backend for Twin {
 
     fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads) {
         if let Store::Twin(layers) = &mut cache.store {
-            let kv = moves::columns(qkv.twin(), qkv.cols(), heads.q_width()..heads.packed_width());
+            let (of, size) = (Window::at(0, heads.q_width()), [qkv.rows(), 2 * heads.kv_width()]);
+            let kv = moves::part(qkv.twin(), qkv.cols(), of, size);
             layers[layer][..kv.len()].copy_from_slice(&kv);
         }
     }
@@ -335,27 +302,28 @@ impl Backend for Twin {
         let waves = table.waves().each_ref().map(|wave| angles(wave));
         let [cos, sin] = waves.each_ref().map(|wave| Mat::new(wave, rows, table.half));
         let turned = twin::rope(cos, sin, inverse, x.mat64().columns(0..width));
-        self.set_columns(x, 0, &Rows::on_twin(turned, rows, width));
+        let turned = Rows::on_twin(turned, rows, width);
+        self.set_part(x, Window::default(), &turned, Window::default(), [rows, width]);
     }
 
-    fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        let y = x.twin().iter().map(|&x| twin::activation(act, x).0).collect();
-        Rows::on_twin(y, x.rows(), x.cols())
+    fn activation(&self, x: &Rows, act: Nonlinearity) -> Rows {
+        let (y, cols) = match act {
+            Nonlinearity::Pointwise(act) => {
+                (x.twin().iter().map(|&x| twin::activation(act, x).0).collect(), x.cols())
+            }
+            Nonlinearity::SwiGlu => (twin::swiglu_forward(x.mat64()), x.cols() / 2),
+        };
+        Rows::on_twin(y, x.rows(), cols)
     }
 
-    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
-        x.twin_mut().iter_mut().zip(dy.twin()).for_each(|(x, dy)| *x = dy * twin::activation(act, *x).1);
-    }
-
-    fn swiglu(&self, gate_up: &Rows) -> Rows {
-        let (rows, i) = (gate_up.rows(), gate_up.cols() / 2);
-        Rows::on_twin(twin::swiglu_forward(gate_up.mat64()), rows, i)
-    }
-
-    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
-        let (rows, i) = dy.dims();
-        let gradient = twin::swiglu_backward(dy.mat64(), gate_up.mat64());
-        *gate_up = Rows::on_twin(gradient, rows, 2 * i);
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Nonlinearity) {
+        let dx = match act {
+            Nonlinearity::Pointwise(act) => {
+                x.twin().iter().zip(dy.twin()).map(|(&x, dy)| dy * twin::activation(act, x).1).collect()
+            }
+            Nonlinearity::SwiGlu => twin::swiglu_backward(dy.mat64(), x.mat64()),
+        };
+        *x = Rows::on_twin(dx, x.rows(), x.cols());
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {
@@ -374,24 +342,14 @@ impl Backend for Twin {
         Rows::on_twin(twin::gather(Mat::new(&rows, rows.len() / h.max(1), h), ids), ids.len(), h)
     }
 
-    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        accumulate(table, &twin::scatter_add(dx.mat64(), ids, table.len() / dx.cols().max(1)));
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix) {
+        let (h, table) = (x.cols(), values(table));
+        let own = twin::mix_forward(Mat::new(&table, table.len() / h.max(1), h), mix);
+        x.twin_mut().iter_mut().zip(own).for_each(|(x, own)| *x += own);
     }
 
-    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        self.add_taps(x, table, &ids.on(Device::Twin, |ids| one_tap(ids)));
-    }
-
-    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
-        self.add_taps_back(table, &ids.on(Device::Twin, |ids| one_tap(ids)), dy);
-    }
-
-    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        self.add_taps(x, table, taps);
-    }
-
-    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
-        self.add_taps_back(table, taps, dy);
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows) {
+        accumulate(table, &twin::mix_backward(dy.mat64(), mix, table.len() / dy.cols().max(1)));
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
@@ -405,14 +363,14 @@ impl Backend for Twin {
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         let unfolded = twin::unfold(x.mat64(), &patches.sources, patches.taps);
         let unfolded = Rows::on_twin(unfolded, patches.rows(), layer.k());
-        self.linear(&unfolded, std::slice::from_ref(layer), None, Order::Blocked)
+        self.linear(&unfolded, std::slice::from_ref(layer), Onto::Nothing, Order::Blocked)
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         let unfolded = twin::unfold(x.mat64(), &patches.sources, patches.taps);
         let unfolded = Rows::on_twin(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
-        let dunfolded = self.linear_dx(dy, std::slice::from_ref(layer));
+        let dunfolded = self.linear_dx(None, dy, 0, std::slice::from_ref(layer));
         let dx = twin::fold(dunfolded.mat64(), &patches.sources, patches.taps, x.rows());
         Rows::on_twin(dx, x.rows(), x.cols())
     }
@@ -426,25 +384,6 @@ impl Backend for Twin {
         let (dx, dw) = twin::depthwise3_backward(dy.mat64(), x.mat64(), &values(weight), side);
         accumulate(weight, &dw);
         Rows::on_twin(dx, x.rows(), x.cols())
-    }
-
-    fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        Rows::on_twin(twin::gate_forward(x.mat64(), gate.mat64()), x.rows(), x.cols())
-    }
-
-    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dgate) = twin::gate_backward(dy.mat64(), x.mat64(), gate.mat64());
-        [Rows::on_twin(dx, x.rows(), x.cols()), Rows::on_twin(dgate, gate.rows(), gate.cols())]
-    }
-
-    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let (rows, c) = (x.rows() / logits.cols(), x.cols());
-        Rows::on_twin(twin::blend_forward(alternatives(x, logits), logits.twin()), rows, c)
-    }
-
-    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dlogits) = twin::blend_backward(dy.twin(), alternatives(x, logits), logits.twin());
-        [Rows::on_twin(dx, x.rows(), x.cols()), of_len(dlogits)]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
@@ -512,32 +451,4 @@ impl Backend for Twin {
 /// Views each alternative of a blend as one row.
 fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a, f64> {
     Mat::new(x.twin(), logits.cols(), x.len() / logits.cols())
-}
-
-fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {
-    ids.iter().map(|id| id.map(|id| (id, 1.0)).into_iter().collect()).collect()
-}
-
-impl Twin {
-    fn add_taps(&self, x: &mut Rows, table: &Param, taps: &[Vec<(u32, f32)>]) {
-        let (h, table) = (x.cols(), values(table));
-        for (row, taps) in x.twin_mut().chunks_exact_mut(h).zip(taps) {
-            for &(id, weight) in taps {
-                let from = &table[id as usize * h..];
-                row.iter_mut().zip(from).for_each(|(x, t)| *x += f64::from(weight) * t);
-            }
-        }
-    }
-
-    fn add_taps_back(&self, table: &Param, taps: &[Vec<(u32, f32)>], dy: &Rows) {
-        let h = dy.cols();
-        let mut gradient = vec![0.0; table.len()];
-        for (dy, taps) in dy.twin().chunks_exact(h).zip(taps) {
-            for &(id, weight) in taps {
-                let to = &mut gradient[id as usize * h..];
-                to.iter_mut().zip(dy).for_each(|(g, dy)| *g += f64::from(weight) * dy);
-            }
-        }
-        accumulate(table, &gradient);
-    }
 }

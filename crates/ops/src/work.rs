@@ -25,7 +25,8 @@ use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device};
 use crate::error::{Error, Result};
 use crate::head::Targets;
-use crate::linear::{Linear, Order};
+use crate::linear::{Linear, Onto, Order};
+use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype, Part, Values};
@@ -141,6 +142,14 @@ pub(crate) fn note(call: impl FnOnce() -> Call) {
 /// Lists an elementwise operation on `len` values.
 pub(crate) fn note_elements(len: usize) {
     note(|| Call::Elementwise { len });
+}
+
+/// Lists an activation of rows, or its gradient.
+pub(crate) fn note_activation(x: &Rows, act: Nonlinearity, back: bool) {
+    note(|| match act {
+        Nonlinearity::Pointwise(act) => Call::Activation { len: x.len(), act, back },
+        Nonlinearity::SwiGlu => Call::Swiglu { rows: x.rows(), width: x.cols() / 2, back },
+    });
 }
 
 /// Lists a product of `rows` rows with each of these layers.
@@ -320,12 +329,12 @@ impl Call {
                 let part = Product::of(rows, k, n, dtype);
                 let (x, weights) = (noise(part.rows, k), part.weights(k, false)?);
                 let order = if per_row { Order::PerRow } else { Order::Blocked };
-                Ok(part.scale * in_turn(&weights, |layer| cpu.linear(&x, layer, None, order)))
+                Ok(part.scale * in_turn(&weights, |layer| cpu.linear(&x, layer, Onto::Nothing, order)))
             }
             Self::LinearDx { rows, k, n, dtype } => {
                 let part = Product::of(rows, k, n, dtype);
                 let (dy, weights) = (noise(part.rows, part.n), part.weights(k, false)?);
-                Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(&dy, layer)))
+                Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(None, &dy, 0, layer)))
             }
             Self::LinearDw { rows, k, n, dtype } => {
                 let part = Product::of(rows, k, n, dtype);
@@ -333,7 +342,7 @@ impl Call {
                     (noise(part.rows, k), noise(part.rows, part.n), part.weights(k, true)?);
                 let accumulate = |layer: &[Linear]| {
                     cpu.linear_dw(&x, &dy, 0, layer);
-                    cpu.zeros(0, 0)
+                    cpu.zeros(0, 0, None)
                 };
                 // The first call allocates the gradients, so it is not measured.
                 weights.iter().for_each(|layer| drop(accumulate(std::slice::from_ref(layer))));
@@ -420,20 +429,13 @@ impl Call {
             }
             Self::Swiglu { rows, width, back } => {
                 let measured = rows.min((MEASURED_VALUES / width.max(1)).max(1));
-                let scale = rows as f64 / measured.max(1) as f64;
-                let (mut x, dy) = (noise(measured, 2 * width), noise(measured, width));
-                if !back {
-                    return Ok(scale * timed(|| drop(black_box(cpu.swiglu(&x)))));
-                }
-                Ok(scale * timed(|| cpu.swiglu_back(&mut x, &dy)))
+                let (x, dy) = (noise(measured, 2 * width), noise(measured, width));
+                Ok(rows as f64 / measured.max(1) as f64 * activation(x, &dy, Nonlinearity::SwiGlu, back))
             }
             Self::Activation { len, act, back } => {
                 let measured = len.clamp(1, MEASURED_VALUES);
-                let (mut x, dy) = (noise(1, measured), noise(1, measured));
-                let secs = match back {
-                    false => timed(|| drop(black_box(cpu.activation(&x, act)))),
-                    true => timed(|| cpu.activation_back(&mut x, &dy, act)),
-                };
+                let (x, dy) = (noise(1, measured), noise(1, measured));
+                let secs = activation(x, &dy, Nonlinearity::Pointwise(act), back);
                 Ok(len as f64 / measured as f64 * secs)
             }
             Self::Elementwise { len } => {
@@ -522,6 +524,14 @@ impl Product {
         // The operation reads and writes gradients, with four bytes per value.
         let copies = if trained { MEASURED_BYTES / (4 * self.n * k.max(1)) } else { self.copies };
         (0..copies.clamp(1, MOST_COPIES)).map(one).collect()
+    }
+}
+
+fn activation(mut x: Rows, dy: &Rows, act: Nonlinearity, back: bool) -> f64 {
+    let cpu = Device::Cpu.backend();
+    match back {
+        false => timed(|| drop(black_box(cpu.activation(&x, act)))),
+        true => timed(|| cpu.activation_back(&mut x, dy, act)),
     }
 }
 
@@ -615,7 +625,7 @@ mod tests {
         let (frozen, trained) = (layer(8, 4, false), layer(8, 4, true));
         let x = Rows::zeros(Device::Outline, 3, 4);
         let ((), Work(calls)) = work(|| {
-            outline.linear(&x, std::slice::from_ref(&frozen), None, Order::Blocked);
+            outline.linear(&x, std::slice::from_ref(&frozen), Onto::Nothing, Order::Blocked);
             phase("backward", || {
                 repeated(2.0, || {
                     let dy = Rows::zeros(Device::Outline, 3, 8);
@@ -632,7 +642,7 @@ mod tests {
         ];
         assert_eq!(calls, expected.into());
         // Outside `work`, nothing is listed.
-        outline.linear(&x, std::slice::from_ref(&frozen), None, Order::Blocked);
+        outline.linear(&x, std::slice::from_ref(&frozen), Onto::Nothing, Order::Blocked);
         assert_eq!(work(|| ()).1.distinct(), 0);
     }
 

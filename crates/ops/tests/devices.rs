@@ -586,16 +586,16 @@ fn norms_with_bf16_weights() {
 fn bf16_tables() {
     for h in [1, 3, 40, 257] {
         let table = bf16_param("table", &[7, h], 1);
-        let (ids, taps) =
+        let (ids, terms) =
             ([6u32, 0, 6, 3], vec![vec![(0, 0.5), (5, -1.25)], vec![], vec![(2, 1.0)], vec![(2, 3.0)]]);
-        let some = Arc::new(vec![Some(3), None, Some(5), Some(3)].into());
-        let taps = Arc::new(taps.into());
+        let some = Arc::new(RowMix::of_ids([Some(3), None, Some(5), Some(3)]).into());
+        let terms = Arc::new(RowMix::of_terms(terms).into());
         let run = |device: Device| {
             table.clear_grad();
             let mut tape = Tape::recording(false);
             let x = tape.input(embed(device, &table, &ids.to_vec().into()).unwrap());
             let y = tape.add_rows(&x, &table, &some).unwrap();
-            let z = tape.add_mixed(&y, &table, &taps).unwrap();
+            let z = tape.add_rows(&y, &table, &terms).unwrap();
             let dz = Rows::upload(device, noise(4 * h, 2), 4, h).unwrap();
             let dx = tape.backward(&z, dz).unwrap().take(&x).unwrap();
             embed_backward(&table, &ids, &dx).unwrap();
@@ -868,13 +868,14 @@ fn elementwise_operations() {
 fn tables_and_sums_of_rows() {
     for h in SIZES {
         let table = param("table", &[6, h], 1);
-        let ids = Arc::new(vec![Some(3), None, Some(5), Some(3)].into());
+        let ids = Arc::new(RowMix::of_ids([Some(3), None, Some(5), Some(3)]).into());
         check(format!("add_rows of {h}"), &[(4, h)], &[&table], |tape, _, x| {
             tape.add_rows(&x[0], &table, &ids)
         });
-        let taps = Arc::new(vec![vec![(0, 0.5), (5, -1.25)], Vec::new(), vec![(2, 1.0)]].into());
-        check(format!("add_mixed of {h}"), &[(3, h)], &[&table], |tape, _, x| {
-            tape.add_mixed(&x[0], &table, &taps)
+        let terms = RowMix::of_terms([vec![(0, 0.5), (5, -1.25)], Vec::new(), vec![(2, 1.0)]]);
+        let terms = Arc::new(terms.into());
+        check(format!("add_rows with weights of {h}"), &[(3, h)], &[&table], |tape, _, x| {
+            tape.add_rows(&x[0], &table, &terms)
         });
         let mix = Arc::new(RowMix::means([vec![0, 1, 2], vec![4], vec![1, 4]]).into());
         check(format!("mix of {h}"), &[(5, h)], &[], |tape, _, x| tape.mix(&x[0], &mix));
@@ -884,14 +885,14 @@ fn tables_and_sums_of_rows() {
     for t in ROWS {
         let ids: Vec<u32> = (0..t as u32).map(|i| i * 11 % 40).collect();
         check_embedding(&table, ids.clone());
-        let some = Arc::new(ids.iter().map(|&id| (id % 3 > 0).then_some(id)).collect::<Vec<_>>().into());
+        let some = Arc::new(RowMix::of_ids(ids.iter().map(|&id| (id % 3 > 0).then_some(id))).into());
         check(format!("add_rows to {t}"), &[(t, h)], &[&table], |tape, _, x| {
             tape.add_rows(&x[0], &table, &some)
         });
-        let taps = ids.iter().map(|&id| vec![(id, 0.5), (id + 1, -0.25)]).collect::<Vec<_>>();
-        let taps = Arc::new(taps.into());
-        check(format!("add_mixed to {t}"), &[(t, h)], &[&table], |tape, _, x| {
-            tape.add_mixed(&x[0], &table, &taps)
+        let terms = RowMix::of_terms(ids.iter().map(|&id| [(id, 0.5), (id + 1, -0.25)]));
+        let terms = Arc::new(terms.into());
+        check(format!("add_rows with weights to {t}"), &[(t, h)], &[&table], |tape, _, x| {
+            tape.add_rows(&x[0], &table, &terms)
         });
         let mix = Arc::new(RowMix::means(ids.iter().map(|&id| vec![id, 41])).into());
         check(format!("mix to {t}"), &[(42, h)], &[], |tape, _, x| tape.mix(&x[0], &mix));
@@ -1329,10 +1330,9 @@ fn memory_of_every_size() {
             y.set_rows(0, &x, half..rows).unwrap();
             let moved = |r: usize, c: usize| if r < rows - half { at(r + half, c) } else { want(r, c) };
             assert_eq!(y.to_vec(), all(&moved));
-            y.clear_rows(0..half).unwrap();
             y.add(&x).unwrap();
             y.scale(-0.5);
-            let sum = |r: usize, c: usize| -0.5 * (at(r, c) + if r < half { 0.0 } else { moved(r, c) });
+            let sum = |r: usize, c: usize| -0.5 * (at(r, c) + moved(r, c));
             assert_eq!(y.to_vec(), all(&sum));
             let squares: f64 = host.iter().map(|x| f64::from(*x).powi(2)).sum();
             assert!((x.sum_of_squares() - squares).abs() <= 1e-6 * squares, "{rows}×{cols} on {device}");
@@ -1374,12 +1374,9 @@ fn memory_operations() {
         assert_eq!(x.to_vec(), host, "a clone is not written through");
         assert_eq!(y.columns(1..2).unwrap().to_vec(), [1, 4, 7, 10].map(|i| 2.0 * host[i]));
         y.set_columns(0, &x.columns(2..3).unwrap()).unwrap();
-        y.clear_rows(1..2).unwrap();
         y.set_rows(2, &x, 0..1).unwrap();
-        assert_eq!(
-            y.to_vec()[..9],
-            [host[2], 2.0 * host[1], 2.0 * host[2], 0.0, 0.0, 0.0, host[0], host[1], host[2]]
-        );
+        assert_eq!(y.to_vec()[..3], [host[2], 2.0 * host[1], 2.0 * host[2]]);
+        assert_eq!(y.to_vec()[6..9], host[..3]);
         assert_eq!(Rows::zeros(device, 0, 5).select(&Vec::new().into()).unwrap().dims(), (0, 5));
         assert!(x.select(&vec![4].into()).is_err() && x.columns(2..4).is_err() && x.row_range(3..5).is_err());
         let squares: f64 = host.iter().map(|x| f64::from(*x).powi(2)).sum();
@@ -1510,7 +1507,7 @@ fn mismatches_are_errors_not_panics() {
     // Weights that are only outlines.
     let outline = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::F32));
     let (x, matrix, vector) = (rows(2, 2), outline(&[5, 2]), outline(&[2]));
-    let ids = Arc::new(vec![Some(1), None].into());
+    let ids = Arc::new(RowMix::of_ids([Some(1), None]).into());
     let depthwise = Tape::off().depthwise3(&Var::constant(x.clone()), &outline(&[2, 1, 3, 3]), [1, 2]);
     for message in [
         omnigrpo_ops::score(&x, &matrix, &good, 1.0).unwrap_err(),

@@ -6,6 +6,7 @@ use std::hint::black_box;
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
+use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::dropout::{self, Mask};
 use omnigrpo_kernels::experts::{self, Groups};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
@@ -299,8 +300,9 @@ fn row_cases(all: &mut Vec<Case>) {
         }));
     }
     all.push(case("embedding backward 852x512", bytes(3, dim), move || {
-        let (dy, mut dtable, ids) = (noise(rows * dim, 1), vec![0.0; 2048 * dim], ids.clone());
-        move || embedding::scatter_add(Mat::new(&dy, rows, dim), &ids, &mut dtable)
+        let (dy, mut dtable) = (noise(rows * dim, 1), vec![0.0; 2048 * dim]);
+        let ids = RowMix::select(ids.clone());
+        move || embedding::add_rows_backward(Mat::new(&dy, rows, dim), &ids, &mut dtable)
     }));
     let n = 8 << 20;
     all.push(case("adamw 8Mi", Amount::Bytes((28 * n) as f64), move || {

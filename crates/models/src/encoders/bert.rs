@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Ids, Index, Linear, Norm, Param, Part, Pass, Rows, Tape, Var,
+    Activation, AttentionLayout, Index, Linear, Mix, Norm, Param, Part, Pass, RowMix, Rows, Tape, Var,
 };
 
 use super::{Blocks, EncoderSizes, LayerNames, SizeKeys, load};
@@ -200,16 +200,16 @@ impl Bert {
                 config.max_tokens()
             )));
         }
-        let ids = |ids: Vec<Option<u32>>| -> Arc<Ids> { Arc::new(ids.into()) };
-        let words = ids(sequences.iter().flat_map(|s| s.iter().copied().map(Some)).collect());
+        let ids = |ids: Vec<u32>| -> Arc<Mix> { Arc::new(RowMix::select(ids).into()) };
+        let words = ids(sequences.iter().flat_map(|s| s.iter().copied()).collect());
         let first = config.first_position;
-        let positions = sequences.iter().flat_map(|s| (first..first + s.len()).map(|p| Some(p as u32)));
+        let positions = sequences.iter().flat_map(|s| (first..first + s.len()).map(|p| p as u32));
         let positions = ids(positions.collect());
         let x = tape.input(Rows::zeros(pass.device, words.len(), config.sizes.hidden));
         let x = tape.add_rows(&x, &self.words, &words)?;
         let mut x = tape.add_rows(&x, &self.positions, &positions)?;
         if let Some(table) = &self.token_types {
-            x = tape.add_rows(&x, table, &ids(vec![Some(0); words.len()]))?;
+            x = tape.add_rows(&x, table, &ids(vec![0; words.len()]))?;
         }
         let x = tape.norm(&x, &self.embed_norm)?;
         let lens: Vec<usize> = sequences.iter().map(|s| s.len()).collect();

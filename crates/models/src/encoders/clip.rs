@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_ops::{AttentionLayout, Ids, Index, Linear, Norm, Param, Part, Pass, Rows, Tape, Var};
+use omnigrpo_ops::{AttentionLayout, Index, Linear, Norm, Param, Part, Pass, RowMix, Rows, Tape, Var};
 
 use super::siglip::LAYERS;
 use super::{Blocks, EncoderSizes, PictureConfig, SizeKeys, constant, load};
@@ -164,8 +164,8 @@ impl Clip {
         let x = constant(picture.patch_rows(pixels, n, 1)?, n * rows, picture.patch_len(), pass)?;
         // The patch layer has no bias, so it maps a row of zeros to zeros. The class token is added to that row below.
         let x = tape.linear(&x, &self.patch_embed, pass)?;
-        let class = (0..n * rows).map(|i| (i % rows == 0).then_some(0)).collect::<Vec<_>>();
-        let ids = (0..n * rows).map(|i| Some((i % rows) as u32)).collect::<Vec<_>>();
+        let class = RowMix::of_ids((0..n * rows).map(|i| (i % rows == 0).then_some(0)));
+        let ids = RowMix::select((0..n * rows).map(|i| (i % rows) as u32).collect());
         let x = tape.add_rows(&x, &self.class, &Arc::new(class.into()))?;
         let x = tape.add_rows(&x, &self.picture_positions, &Arc::new(ids.into()))?;
         let x = tape.norm(&x, &self.pre_norm)?;
@@ -213,14 +213,12 @@ impl Clip {
         if texts.is_empty() {
             return Err(ModelError::shape("CLIP: no text was given"));
         }
-        let words: Ids =
-            texts.iter().flat_map(|ids| ids.iter().copied().map(Some)).collect::<Vec<_>>().into();
-        let positions: Ids =
-            texts.iter().flat_map(|ids| (0..ids.len() as u32).map(Some)).collect::<Vec<_>>().into();
+        let words = RowMix::select(texts.iter().flat_map(|ids| ids.iter().copied()).collect());
+        let positions = RowMix::select(texts.iter().flat_map(|ids| 0..ids.len() as u32).collect());
         let tape = &mut Tape::off();
         let x = Var::constant(Rows::zeros(pass.device, total, config.text.hidden));
-        let x = tape.add_rows(&x, &self.words, &Arc::new(words))?;
-        let x = tape.add_rows(&x, &self.text_positions, &Arc::new(positions))?;
+        let x = tape.add_rows(&x, &self.words, &Arc::new(words.into()))?;
+        let x = tape.add_rows(&x, &self.text_positions, &Arc::new(positions.into()))?;
         let groups: Vec<_> = texts.iter().map(|ids| (ids.len(), Vec::new())).collect();
         let layout = AttentionLayout::groups(&groups);
         let x = self.text_blocks.forward(x, config.text.layers, layout, pass, tape)?;

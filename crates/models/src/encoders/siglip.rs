@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_ops::{AttentionLayout, Ids, Linear, Norm, Param, Part, Pass, Tape, Var};
+use omnigrpo_ops::{AttentionLayout, Linear, Norm, Param, Part, Pass, RowMix, Tape, Var};
 
 use super::{Blocks, LayerNames, PictureConfig, SizeKeys, constant, load};
 use crate::block::NormOrder;
@@ -151,10 +151,9 @@ impl Siglip {
         }
         let patches = picture.num_patches();
         let x = constant(picture.patch_rows(pixels, n, 0)?, n * patches, picture.patch_len(), pass)?;
-        let ids: Arc<Ids> =
-            Arc::new((0..n * patches).map(|i| Some((i % patches) as u32)).collect::<Vec<_>>().into());
+        let ids = RowMix::select((0..n * patches).map(|i| (i % patches) as u32).collect());
         let x = tape.linear(&x, &self.patch_embed, pass)?;
-        let x = tape.add_rows(&x, &self.positions, &ids)?;
+        let x = tape.add_rows(&x, &self.positions, &Arc::new(ids.into()))?;
         self.blocks.forward(x, blocks, AttentionLayout::full_blocks(&vec![patches; n]), pass, tape)
     }
 

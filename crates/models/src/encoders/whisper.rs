@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Ids, Linear, Norm, OUTSIDE, Param, Part, Pass, Patches, Tape, Var,
+    Activation, AttentionLayout, Linear, Norm, OUTSIDE, Param, Part, Pass, Patches, RowMix, Tape, Var,
 };
 
 use super::{Blocks, EncoderSizes, LayerNames, SizeKeys, constant, load};
@@ -134,7 +134,7 @@ impl Whisper {
             }
         }
         let x = constant(windows, columns, mels * TAPS, pass)?;
-        let ids: Arc<Ids> = Arc::new((0..rows as u32).map(Some).collect::<Vec<_>>().into());
+        let ids = Arc::new(RowMix::select((0..rows as u32).collect()).into());
         // Returns the row of the first convolution that a tap of the second one reads.
         let source = |row: usize, tap: usize| match (2 * row + tap).checked_sub(1) {
             Some(source) if source < columns => source as u32,

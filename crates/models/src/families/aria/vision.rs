@@ -11,8 +11,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, AttentionHeads, AttentionLayout, Ids, Kept, Layout, Linear, Norm, Op, Param, Part, Pass,
-    QueryRange, Result as OpResult, Rows, Tape, Var,
+    Activation, AttentionHeads, AttentionLayout, Kept, Layout, Linear, Norm, Op, Param, Part, Pass,
+    QueryRange, Result as OpResult, RowMix, Rows, Tape, Var,
 };
 
 use super::config::AriaConfig;
@@ -118,7 +118,7 @@ impl VisionTower {
             let (down, across) = (axis(*h), axis(*w));
             for (y, &row) in down.iter().enumerate() {
                 for (x, &column) in across.iter().enumerate() {
-                    ids.push(Some((row * table + column) as u32));
+                    ids.push((row * table + column) as u32);
                     for colour in square.chunks_exact(side * side).take(3) {
                         for line in y * patch..(y + 1) * patch {
                             rows.extend_from_slice(&colour[line * side + x * patch..][..patch]);
@@ -130,7 +130,7 @@ impl VisionTower {
         let lengths: Vec<usize> = real.iter().map(|[h, w]| h * w).collect();
         let x = constant(rows, ids.len(), 3 * patch * patch, pass)?;
         let x = tape.linear(&x, &self.patch, pass)?;
-        let x = tape.add_rows(&x, &self.positions, &Arc::new(Ids::from(ids)))?;
+        let x = tape.add_rows(&x, &self.positions, &Arc::new(RowMix::select(ids).into()))?;
         let depth = self.config.tower.sizes.layers;
         self.blocks.forward(x, depth, AttentionLayout::full_blocks(&lengths), pass, tape)
     }
@@ -154,13 +154,13 @@ impl VisionTower {
             );
             return Err(ModelError::shape(format!("projector: {what}")));
         }
-        let ids: Vec<Option<u32>> = (0..count * queries).map(|row| Some((row % queries) as u32)).collect();
+        let ids: Vec<u32> = (0..count * queries).map(|row| (row % queries) as u32).collect();
         let attend = CrossAttention::new(self.projector.heads, queries, &lengths);
         let zeros =
             constant(vec![0.0; ids.len() * tower.rows().cols()], ids.len(), tower.rows().cols(), pass)?;
         let (own, pass) = (self.projector.clone(), pass.clone());
         Ok(tape.segment([tower], move |tape, [x]| {
-            let q = tape.add_rows(&zeros, &own.query, &Arc::new(Ids::from(ids.clone())))?;
+            let q = tape.add_rows(&zeros, &own.query, &Arc::new(RowMix::select(ids.clone()).into()))?;
             let q = tape.norm(&q, &own.query_norm)?;
             let x = tape.norm(x, &own.patch_norm)?;
             let [of_q, of_k, of_v] = &own.outer;

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use omnigrpo_ops::{AttentionLayout, Ids, Index, Linear, Norm, Param, Part, Pass, Tape, Taps, Var};
+use omnigrpo_ops::{AttentionLayout, Index, Linear, Norm, Param, Part, Pass, RowMix, Tape, Var};
 
 use super::config::{InternVlConfig, Layout};
 use crate::block::{Block, Mlp, NormOrder, QkNorm};
@@ -175,14 +175,13 @@ impl VisionTower {
         let rows = patch_rows(pixels, [3, height_px], v.patch, 0);
         let x = constant(rows, count * patches, 3 * v.patch * v.patch, pass)?;
         let all = count * (1 + patches);
-        let classes: Ids =
-            (0..all).map(|row| (row % (1 + patches) == 0).then_some(0)).collect::<Vec<_>>().into();
+        let classes = RowMix::of_ids((0..all).map(|row| (row % (1 + patches) == 0).then_some(0)));
         let places: Index = (0..all).filter(|row| row % (1 + patches) != 0).collect::<Vec<_>>().into();
-        let taps: Taps = position_taps(count, grid, v.grid).into();
+        let positions = RowMix::of_terms(position_taps(count, grid, v.grid));
         let x = tape.linear(&x, &self.patch, pass)?;
         let x = tape.spread(&x, &Arc::new(places), all)?;
-        let x = tape.add_rows(&x, &self.class, &Arc::new(classes))?;
-        let x = tape.add_mixed(&x, &self.positions, &Arc::new(taps))?;
+        let x = tape.add_rows(&x, &self.class, &Arc::new(classes.into()))?;
+        let x = tape.add_rows(&x, &self.positions, &Arc::new(positions.into()))?;
         let layout = Arc::new(AttentionLayout::full_blocks(&vec![1 + patches; count]).into());
         run_blocks(&self.blocks, x, &layout, pass, tape)
     }

@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Device, Index, Layout, Linear, Norm, Param, Part, Pass, RopeTable, Rows,
-    Tape, Var,
+    Activation, AttentionLayout, Device, Index, Layout, Linear, Norm, Param, Part, Pass, RopeTable, RowMix,
+    Rows, Tape, Var,
 };
 
 use super::config::{Generation, VisionConfig};
@@ -193,7 +193,8 @@ impl VisionTower {
         };
         let mut x = tape.linear(&x, &self.patch_embed, pass)?;
         if let (Some(table), Some(side)) = (&self.positions, self.config.positions) {
-            x = tape.add_mixed(&x, table, &Arc::new(position_taps(grid, self.config.merge, side).into()))?;
+            let positions = RowMix::of_terms(position_taps(grid, self.config.merge, side));
+            x = tape.add_rows(&x, table, &Arc::new(positions.into()))?;
         }
         let mut deep: Option<Var> = None;
         for (b, block) in self.blocks.iter().enumerate() {
