@@ -23,7 +23,7 @@ use crate::{Error, Queue, Ranks, Result, host_name};
 
 /// Pause between two signs of life.
 const PULSE: Duration = Duration::from_secs(3);
-/// Default of the maximum time without a sign of life, after which a rank counts as lost. It must be several times [`PULSE`].
+/// Default of the maximum time without a sign of life, after which a rank counts as lost. A rank gives one every 3 s.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 /// Maximum time until all ranks have connected.
 const START: Duration = Duration::from_secs(30);
