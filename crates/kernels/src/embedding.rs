@@ -64,7 +64,13 @@ pub fn add_rows_backward(dy: Mat, mix: &RowMix, dtable: &mut [f32]) {
         for (r, row, weight) in mix.terms() {
             // SAFETY: the column ranges are disjoint.
             let to = unsafe { dtable.part(row as usize * h + cols.start, cols.len()) };
-            to.iter_mut().zip(&dy.row(r)[cols.clone()]).for_each(|(to, from)| *to += weight * from);
+            let pairs = to.iter_mut().zip(&dy.row(r)[cols.clone()]);
+            // Most tables have weights of 1, which need no product.
+            if weight == 1.0 {
+                pairs.for_each(|(to, from)| *to += from);
+            } else {
+                pairs.for_each(|(to, from)| *to += weight * from);
+            }
         }
     });
 }
