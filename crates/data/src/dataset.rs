@@ -17,7 +17,7 @@ use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
 use crate::registry::{DatasetSpec, is_yaml};
 use crate::roots::{Resolver, Roots};
 use crate::rows::RowFile;
-use crate::sample::{MediumSource, Sample, ThinkMode};
+use crate::sample::{MediumSource, Sample, Think};
 
 /// Maximum number of rows whose media go into [`Dataset::media_digest`].
 const SAMPLED_ROWS: u64 = 4096;
@@ -30,7 +30,7 @@ pub struct ReadOptions {
     /// Template of the wording around the last question.
     pub template: &'static QuestionTemplate,
     /// Think mode for all datasets, instead of the mode of each dataset.
-    pub think: Option<ThinkMode>,
+    pub think: Option<Think>,
     /// Function that fetches media named by an `http(s)` address. `None`: such media are not allowed.
     pub fetch: Option<Fetch>,
     /// Cache folder for unpacked tables with their media and for `data:` media embedded in rows. `None`: tables and `data:` media
@@ -124,7 +124,7 @@ struct DatasetPart {
     /// Number of rows in all earlier parts.
     start: u64,
     resolver: Resolver,
-    think: ThinkMode,
+    think: Think,
     format: Option<&'static Format>,
     columns: Map<String, Value>,
 }

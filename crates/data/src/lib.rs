@@ -40,7 +40,7 @@ pub use registry::{DatasetSpec, Registry};
 pub use roots::Roots;
 pub use sample::{
     MediumOptions, MediumRef, MediumSource, Origin, RecordedCompletion, RecordedRewards, RecordedTurn,
-    Reference, Sample, Segments, ThinkMode, content, renumbered,
+    Reference, Sample, Segments, Think, content, renumbered,
 };
 pub use sampling::{Amount, Sampling};
 pub use store::{medium_extension, store as store_medium};

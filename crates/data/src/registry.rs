@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use crate::error::DataError;
 use crate::formats::Format;
 use crate::roots::Roots;
-use crate::sample::ThinkMode;
+use crate::sample::Think;
 use crate::sampling::{Amount, Sampling, is_percent};
 
 /// Maximum size of a registry or list file, bytes.
@@ -29,7 +29,7 @@ pub struct DatasetSpec {
     /// Selection of its rows.
     pub sampling: Sampling,
     /// Think mode of the completions. `None`: they are expected to think, unless the name contains `no_think`.
-    pub think: Option<ThinkMode>,
+    pub think: Option<Think>,
     /// Format of the rows. `None`: detected for each row.
     pub format: Option<&'static Format>,
     /// Default columns for rows that lack them, such as `reward_method`.
@@ -67,9 +67,8 @@ impl DatasetSpec {
     }
 
     /// Returns the explicit think mode, or the one that the name implies.
-    pub(crate) fn think_mode(&self) -> ThinkMode {
-        let by_name =
-            if self.name.to_lowercase().contains("no_think") { ThinkMode::Off } else { ThinkMode::On };
+    pub(crate) fn think_mode(&self) -> Think {
+        let by_name = if self.name.to_lowercase().contains("no_think") { Think::Off } else { Think::On };
         self.think.unwrap_or(by_name)
     }
 }
@@ -192,7 +191,7 @@ impl Registry {
                 .data_path
                 .map_or_else(|| fallback.clone(), |folder| Roots::all(beside(&self.path, folder))),
             sampling,
-            think: entry.think.map(|think| if think { ThinkMode::On } else { ThinkMode::Off }),
+            think: entry.think.map(|think| if think { Think::On } else { Think::Off }),
             format: entry.format.as_deref().map(Format::named).transpose()?,
             columns: entry.columns,
         })
@@ -270,7 +269,7 @@ forced_no_think:
         assert_eq!(specs[1].columns["reward_method"], "mcq_iou");
         // The mode is decided for each entry, not for the whole list.
         let modes: Vec<_> = specs.iter().map(DatasetSpec::think_mode).collect();
-        assert_eq!(modes, [ThinkMode::On, ThinkMode::Off, ThinkMode::On]);
+        assert_eq!(modes, [Think::On, Think::Off, Think::On]);
     }
 
     #[test]
@@ -291,7 +290,7 @@ forced_no_think:
     fn json_registries_and_unknown_keys() {
         let (_folder, json) =
             registry(r#"{"a": {"annotation_path": "a.json", "think": false}}"#, "r.json").unwrap();
-        assert_eq!(json.select("a", &Roots::default()).unwrap()[0].think_mode(), ThinkMode::Off);
+        assert_eq!(json.select("a", &Roots::default()).unwrap()[0].think_mode(), Think::Off);
         let error =
             omnigrpo_guard::told(&registry("a: {annotation_path: x, dat_path: y}", "r.yaml").unwrap_err());
         assert!(error.contains("dat_path"), "{error}");

@@ -40,7 +40,7 @@ pub struct Sample {
     /// Columns of the row, and the dataset's default columns that the row lacks.
     pub columns: Map<String, Value>,
     /// Think mode: `On` if a completion is expected to think before it answers.
-    pub think: ThinkMode,
+    pub think: Think,
     /// Completions recorded in the row, for scoring and replay.
     pub completions: Option<Vec<RecordedCompletion>>,
     /// Rewards recorded in the row, one number per completion.
@@ -94,7 +94,7 @@ pub struct Origin {
 /// Expected form of a completion, with or without a `<think>` part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum ThinkMode {
+pub enum Think {
     /// Completion of the form `<think>…</think><answer>…</answer>`.
     On,
     /// Completion of the form `<answer>…</answer>`.

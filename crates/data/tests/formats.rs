@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use omnigrpo_data::{
     ColumnNames, Dataset, DatasetSpec, MediumKind, MediumOptions, MediumSource, Part, QuestionTemplate,
-    ReadOptions, RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, ThinkMode,
+    ReadOptions, RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, Think,
 };
 use omnigrpo_guard::told;
 use omnigrpo_text::ToolCall;
@@ -105,7 +105,7 @@ fn qwen_finetune_video_row_with_meta() {
     assert_eq!(sample.media[0].options, MediumOptions { segments: Some(segments), ..Default::default() });
     assert_eq!(sample.solution.as_deref(), Some("<answer>(1) a (2) b</answer>"));
     assert_eq!(answer(&sample), sample.solution);
-    assert_eq!(sample.think, ThinkMode::On);
+    assert_eq!(sample.think, Think::On);
     assert_eq!(sample.columns["meta"]["max_frames"], 8);
 }
 
@@ -924,7 +924,7 @@ fn several_datasets_are_one_list_of_rows() {
     std::fs::write(place.path("a.json"), text).unwrap();
     assert_eq!(open(1).fingerprint().unwrap(), digest);
     let (first, last) = (dataset.get(0).unwrap(), dataset.get(7).unwrap());
-    assert_eq!((first.think, last.think), (ThinkMode::On, ThinkMode::Off));
+    assert_eq!((first.think, last.think), (Think::On, Think::Off));
     assert_eq!(first.columns["reward_method"], "mcq");
     assert!(last.columns.get("reward_method").is_none());
     assert_eq!(&*last.dataset, "b_no_think");
@@ -940,7 +940,7 @@ fn a_row_without_a_file() {
     let row = json!({"prompt": "<image><image> Q", "images": ["a.png", absolute]});
     let sample = Sample::from_row(row, "shell", place.folder.path(), &ReadOptions::default()).unwrap();
     assert_eq!(sources(&sample), [MediumSource::Path(place.path("a.png")), MediumSource::Path(absolute)]);
-    assert_eq!((sample.id.as_str(), sample.think), ("shell:1", ThinkMode::On));
+    assert_eq!((sample.id.as_str(), sample.think), ("shell:1", Think::On));
     let missing =
         Sample::from_row(json!({"prompt": "Q"}), "shell", &place.path("none"), &ReadOptions::default());
     assert!(matches!(missing, Err(RowProblem::Io(_))));

@@ -80,6 +80,16 @@ impl RowMix {
         self.len() == 0
     }
 
+    /// Returns true if every term has a weight and belongs to one output row.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        let terms = self.rows.len();
+        self.offsets.first() == Some(&0)
+            && self.offsets.is_sorted()
+            && self.offsets.last() == Some(&terms)
+            && self.weights.len() == terms
+    }
+
     /// Returns the index of the largest input row plus one.
     #[must_use]
     pub fn reads(&self) -> usize {

@@ -56,7 +56,7 @@ fn add_row(y: &mut [f32], row: Weight, weight: f32) {
 /// Adds the gradient of [`add_rows`] with respect to the table to `dtable`, in the order of the terms.
 pub fn add_rows_backward(dy: Mat, mix: &RowMix, dtable: &mut [f32]) {
     let (rows, h) = dy.dims();
-    let _span = span(Op::Embedding, || (rows * h, 12 * rows * h));
+    let _span = span(Op::Embedding, || (mix.rows.len() * h, 12 * mix.rows.len() * h));
     check!("add_rows, backward", rows == mix.len(), dy.dims(), mix.len());
     let dtable = Shared::new(dtable);
     // Each thread computes its own columns, so that the terms of a repeated row are always added in the same order.
@@ -64,7 +64,13 @@ pub fn add_rows_backward(dy: Mat, mix: &RowMix, dtable: &mut [f32]) {
         for (r, row, weight) in mix.terms() {
             // SAFETY: the column ranges are disjoint.
             let to = unsafe { dtable.part(row as usize * h + cols.start, cols.len()) };
-            to.iter_mut().zip(&dy.row(r)[cols.clone()]).for_each(|(to, from)| *to += weight * from);
+            let pairs = to.iter_mut().zip(&dy.row(r)[cols.clone()]);
+            // Most tables have weights of 1, which need no product.
+            if weight == 1.0 {
+                pairs.for_each(|(to, from)| *to += from);
+            } else {
+                pairs.for_each(|(to, from)| *to += weight * from);
+            }
         }
     });
 }

@@ -10,7 +10,8 @@ use std::sync::{Mutex, PoisonError};
 use crate::team;
 
 /// Number of elementary operations (multiply-adds, element updates) below which a second thread costs more than it saves.
-const MIN_PARALLEL: usize = 1 << 15;
+/// The interpreter Miri looks for races between threads in small work.
+const MIN_PARALLEL: usize = if cfg!(miri) { 1 } else { 1 << 15 };
 
 /// Returns the number of threads that share the work of a kernel.
 #[must_use]

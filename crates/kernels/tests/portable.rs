@@ -17,8 +17,8 @@ pub fn choose_instructions() -> f64 {
     4.0
 }
 
-/// Kernels read and write only their own memory, on one thread and on two. Shapes are so small that an interpreter (Miri) can check
-/// every access, and odd, so that rows end within a vector.
+/// Shapes are so small that the interpreter Miri can check every access, and odd, so that rows end within a vector. Only under Miri
+/// is work of this size divided among threads, so that it finds races.
 #[test]
 fn small_shapes_do_not_depend_on_threads() {
     use common::{noise, with_threads};

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Reference, Sample, ThinkMode};
+use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Reference, Sample, Think};
 use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, GroupStream, Limits, LoadOptions, Memories, Model, ModelError, PackedStream, Prompt,
@@ -66,7 +66,7 @@ fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
         reference: Reference { from: 1, later: Vec::new(), media: Vec::new() },
         tools: None,
         columns: Map::new(),
-        think: ThinkMode::Off,
+        think: Think::Off,
         completions: None,
         rewards: None,
     }

@@ -88,7 +88,7 @@ mod training;
 
 pub use omnigrpo_data::{
     Cause, ColumnNames, Curriculum, DataError, Dataset, DatasetSpec, Lessons, MediumOptions,
-    QUESTION_TEMPLATES, QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, ThinkMode,
+    QUESTION_TEMPLATES, QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, Think,
     store_medium,
 };
 pub use omnigrpo_grpo::{
@@ -103,8 +103,8 @@ pub use omnigrpo_observe::{Activity, Console, StepProgress};
 pub use omnigrpo_ops::Device;
 pub use omnigrpo_rewards::{
     AccuracyMode, AnswerPolicy, Corpus, ExternalOptions, FormatMode, Logged, Measures, Reward, RewardError,
-    RewardInput, RewardMatrix, RewardOptions, RewardSet, RowKey, Score, Summary, Think,
-    build as build_rewards, build_with as build_rewards_with, reward, rows_as_json,
+    RewardInput, RewardMatrix, RewardOptions, RewardSet, RowKey, Score, Summary, build as build_rewards,
+    build_with as build_rewards_with, reward, rows_as_json,
 };
 pub use omnigrpo_rollout::{
     Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, Generator, Interaction,

@@ -149,7 +149,11 @@ fn copy(to: &mut Rows, at: usize, from: &Rows, range: Range<usize>) -> Result<()
         let what = format!("elements {range:?} of {} to element {at} of {}", from.len(), to.len());
         return Err(Error::shape("blocks", what));
     }
-    to.device().check("blocks", from)?;
-    to.device().backend().set_part(to, Window::at(0, at), from, Window::at(0, range.start), [1, len]);
+    let device = to.device();
+    if !matches!(device, Device::Cpu | Device::Gpu(_)) {
+        return Err(Error::shape("blocks", format!("ranks exchange no numbers of {device}")));
+    }
+    device.check("blocks", from)?;
+    device.backend().set_part(to, Window::at(0, at), from, Window::at(0, range.start), [1, len]);
     Ok(())
 }

@@ -58,7 +58,7 @@ impl Op for AddRows {
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
         self.table.usable(x.device())?;
         check(&self.table, x.cols(), self.mix.rows.iter().copied())?;
-        if self.mix.len() != x.rows() || self.mix.offsets.last() != Some(&self.mix.rows.len()) {
+        if self.mix.len() != x.rows() || !self.mix.is_sound() {
             let what = format!("{} sums for {} rows", self.mix.len(), x.rows());
             return Err(Error::shape(format!("add_rows {}", self.table.name()), what));
         }

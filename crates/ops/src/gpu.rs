@@ -668,7 +668,10 @@ impl Backend for Card {
                 let residual = self.of(residual);
                 (create(residual.dtype()), 0, Plus::Residual(residual))
             }
-            Onto::Columns(y, first) => (y, first, Plus::Output),
+            Onto::Columns(y, first) => {
+                debug_assert!(layers.iter().all(|layer| layer.bias().is_none()), "a bias replaces columns");
+                (y, first, Plus::Output)
+            }
         };
         let converted = self.operand(x, &layers);
         let (x, stride) = (converted.as_ref().unwrap_or(x), y.cols());

@@ -8,21 +8,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
-use omnigrpo_data::MediumRef;
+use omnigrpo_data::{MediumRef, Think};
 use omnigrpo_text::Turn;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::RewardError;
-
-/// Thinking mode of a completion. `auto` has already been resolved per dataset entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Think {
-    /// The expected form is `<think>…</think> <answer>…</answer>`.
-    On,
-    /// The expected form is `<answer>…</answer>`.
-    Off,
-}
 
 /// Key of one completion of a run. It keys the numbers of the `random` reward, so that they do not depend on batches, order or
 /// resumption.

@@ -37,9 +37,7 @@ mod zoomed;
 
 pub use accuracy::suitable_rule;
 pub use cider::{DocumentFrequencies, explanation, references};
-pub use contract::{
-    Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, Think, TokenLimit, reward,
-};
+pub use contract::{Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, TokenLimit, reward};
 pub use corpus::Corpus;
 pub use error::{RewardError, SETTINGS};
 pub use evaluation::{
@@ -47,6 +45,7 @@ pub use evaluation::{
     Summary, TextScores, answer, answer_reward, explanations, pass_at_k, summarize, wilson_interval,
 };
 pub use external::{Caller, ExternalOptions, conversation, redacted, rows_as_json, spec_files};
+pub use omnigrpo_data::Think;
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, Named, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};
 pub use temporal::temporal_order_bonus;

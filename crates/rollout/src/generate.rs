@@ -620,11 +620,11 @@ impl<'a> Generator<'a> {
             instruction: Vec::new(),
             text: String::new(),
         };
-        let known = |place: usize| {
-            let added = || &media[place - own.len()].1;
-            group.of.features.get(place).unwrap_or_else(added).clone()
+        let known = |place: usize| match place.checked_sub(own.len()) {
+            Some(added) => media.get(added).map(|(_, features)| features),
+            None => group.of.features.get(place),
         };
-        let features: Vec<Features> = places.iter().map(|&place| known(place)).collect();
+        let features: Vec<Features> = places.iter().filter_map(|&place| known(place)).cloned().collect();
         let (decoder, pass) = (self.model.decoder(), self.model.pass());
         let x = self.model.embed_prompt(&rows, &features)?;
         if let Some(memory) = memory.as_deref_mut() {

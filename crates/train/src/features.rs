@@ -99,7 +99,7 @@ pub(crate) fn settle(
         }
         bring_here(prompts, row)?;
         let each = completions.iter_mut().map(|scored| &mut scored.completion);
-        row.add_media(saved_turns::bring_here(each, prompts, row.prompt.media.len())?);
+        row.add_media(saved_turns::bring_here(each, prompts, &row.prompt.media)?);
         if features.len() < row.prompt.media.len() {
             *features = model.encode_prompt(&row.prompt)?;
         }

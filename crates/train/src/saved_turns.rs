@@ -160,15 +160,14 @@ pub(crate) fn give_back(completion: &mut Completion, saved: &[SavedTurn]) {
     completion.earlier = saved.iter().map(|turn| turn.model.clone()).collect();
 }
 
-/// Reads the media of turns that have no content yet. Returns the media that the turns add to those of the prompt, which has
-/// `first` media.
+/// Reads the media of turns that have no content yet. Returns the media that the turns add to `own`, those of the prompt.
 ///
 /// # Errors
 /// Returns an error if a medium cannot be read.
 pub(crate) fn bring_here<'c>(
     completions: impl IntoIterator<Item = &'c mut Completion>,
     prompts: &PromptBuilder,
-    first: usize,
+    own: &[Arc<MediumInput>],
 ) -> Result<Vec<Arc<MediumInput>>> {
     let mut media: Vec<Option<Arc<MediumInput>>> = Vec::new();
     for added in completions.into_iter().flat_map(|completion| &mut completion.turns) {
@@ -179,13 +178,15 @@ pub(crate) fn bring_here<'c>(
         let rendered = RenderedPrompt { ids: ids.clone(), spans: spans.clone(), text: text.clone() };
         let turn = prompts.restored_turn(rendered, &added.sources)?;
         for (&place, medium) in added.media.iter().zip(&turn.media) {
-            // An answer may show a medium of the prompt.
-            let Some(at) = place.checked_sub(first) else { continue };
-            if at >= MOST_MEDIA {
-                return Err(damaged());
+            match (own.get(place), place.checked_sub(own.len())) {
+                // The answer shows a medium of the prompt.
+                (Some(own), _) if own == medium => {}
+                (None, Some(at)) if at < MOST_MEDIA => {
+                    media.resize(media.len().max(at + 1), None);
+                    media[at] = Some(Arc::clone(medium));
+                }
+                _ => return Err(damaged()),
             }
-            media.resize(media.len().max(at + 1), None);
-            media[at] = Some(Arc::clone(medium));
         }
         added.turn = Arc::new(turn);
     }
@@ -198,7 +199,7 @@ const MOST_MEDIA: usize = 1 << 20;
 fn damaged() -> TrainError {
     TrainError::Checkpoint {
         what:
-            "the media of turns in its rollout in progress are incomplete; resume from an earlier checkpoint"
+            "the media of turns in its rollout in progress are incomplete or have changed; resume from an earlier checkpoint"
                 .to_owned(),
     }
 }

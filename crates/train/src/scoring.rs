@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use omnigrpo_data::{Cause, MediumRef, Sample, ThinkMode, renumbered};
-use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
+use omnigrpo_data::{Cause, MediumRef, Sample, renumbered};
+use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey};
 use omnigrpo_rollout::{Completion, FinishReason};
 use omnigrpo_text::{Role, Turn};
 use serde_json::{Value, json};
@@ -112,10 +112,7 @@ fn with_inputs<T>(
                 completion_ids: told.as_ref().map_or(&completion.ids, |told| &told.ids),
                 solution: sample.solution.as_deref(),
                 columns: &sample.columns,
-                think: match sample.think {
-                    ThinkMode::On => Think::On,
-                    ThinkMode::Off => Think::Off,
-                },
+                think: sample.think,
                 media_paths: paths,
                 media: told.as_ref().map_or(&sample.media, |told| &told.media),
                 key: RowKey { seed, step, row: sample.row, sample: (first + index) as u64 },

@@ -36,7 +36,7 @@ use crate::dataset::ColumnNames;
 use crate::error::{DataError, PROMPT, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
-use crate::sample::{MediumRef, Origin, Reference, Sample, ThinkMode, renumbered};
+use crate::sample::{MediumRef, Origin, Reference, Sample, Think, renumbered};
 
 /// Entry of the table of row formats.
 #[derive(Debug)]
@@ -99,7 +99,7 @@ pub(crate) struct Context<'a> {
     pub(crate) resolver: &'a Resolver,
     pub(crate) format: Option<&'static Format>,
     pub(crate) template: &'static QuestionTemplate,
-    pub(crate) think: ThinkMode,
+    pub(crate) think: Think,
     pub(crate) columns: &'a Map<String, Value>,
     pub(crate) names: &'a ColumnNames,
     pub(crate) use_audio_in_video: bool,

@@ -33,7 +33,7 @@ use crate::profile::{Op, span};
 use crate::workspace::{PARTIAL, reserve};
 
 /// Number of multiply-adds below which a call stays on its thread.
-const MIN_PARALLEL: u64 = 1 << 16;
+const MIN_PARALLEL: u64 = if cfg!(miri) { 1 } else { 1 << 16 };
 /// Maximum number of floats in partial sums for which a thread keeps its buffer (16 MiB).
 const KEPT_PARTIAL: usize = 4 << 20;
 

@@ -353,7 +353,7 @@ fn overlap(value: &Value, _: &Settings) -> Result<String, String> {
     match value {
         Value::Bool(true) => Ok("no effect: a pass waits for each exchange".into()),
         Value::Bool(false) => Ok("a pass waits for each exchange".into()),
-        _ if value == "auto" => Ok("a pass waits for each exchange".into()),
+        _ if value.is_null() || value == "auto" => Ok("a pass waits for each exchange".into()),
         _ => Err("expected true or false".into()),
     }
 }
@@ -362,7 +362,7 @@ fn overlap(value: &Value, _: &Settings) -> Result<String, String> {
 fn of_layers(value: &Value, s: &Settings, why: &str) -> Result<String, String> {
     match value.as_f64() {
         Some(0.0..) => {}
-        None if value == "auto" => {}
+        None if value.is_null() || value == "auto" => {}
         _ => return Err("expected \"auto\" or a number of elements".into()),
     }
     let why = match s.algorithm.split.shard {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicUsize;
 
-use omnigrpo_data::{Cause, Sample};
+use omnigrpo_data::{Cause, MediumSource, Sample};
 use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn};
 use omnigrpo_text::{MediumKind, Role};
 
@@ -15,6 +15,8 @@ struct Shows {
     answers: Arc<AtomicUsize>,
     /// Folder for copies of the pictures, as environments of a run have it.
     folder: Option<PathBuf>,
+    /// Picture of the row.
+    own: Option<PathBuf>,
 }
 
 impl Environment for Shows {
@@ -26,8 +28,12 @@ impl Environment for Shows {
         true
     }
 
-    fn begin(&self, _: &Sample, _: EpisodeKey) -> Result<Box<dyn Episode>, Cause> {
-        Ok(Box::new(self.clone()))
+    fn begin(&self, row: &Sample, _: EpisodeKey) -> Result<Box<dyn Episode>, Cause> {
+        let own = row.media.iter().find_map(|medium| match &medium.source {
+            MediumSource::Path(path) => Some(path.clone()),
+            MediumSource::Frames(_) => None,
+        });
+        Ok(Box::new(Self { own, ..self.clone() }))
     }
 }
 
@@ -35,6 +41,10 @@ impl Episode for Shows {
     fn answer(&mut self, turn: &ModelTurn<'_>) -> Result<Answer, Cause> {
         self.answers.fetch_add(1, Ordering::Relaxed);
         let mut path = golden(&format!("media/{}.png", ["shapes", "alpha"][turn.number % 2]));
+        // About half of the answers show the picture of the row.
+        if let Some(own) = self.own.as_ref().filter(|_| (turn.number + turn.ids.len()).is_multiple_of(2)) {
+            path.clone_from(own);
+        }
         if let Some(folder) = &self.folder {
             let picture = omnigrpo_media::load_image(&path, &omnigrpo_models::Limits::default())?;
             path = omnigrpo_rollout::store_picture(folder, &picture)?;
@@ -50,7 +60,8 @@ const MOST: usize = 140;
 /// Lets an environment answer ten completions per prompt. Returns the number of its answers.
 pub(super) fn interact(setup: &mut TrainSetup, folder: Option<PathBuf>) -> Arc<AtomicUsize> {
     let answers = Arc::new(AtomicUsize::new(0));
-    let mut interaction = Interaction::new(Arc::new(Shows { answers: Arc::clone(&answers), folder }));
+    let mut interaction =
+        Interaction::new(Arc::new(Shows { answers: Arc::clone(&answers), folder, own: None }));
     interaction.max_turns = 2;
     setup.prompts = Arc::new(prompts(&checkpoint(NAME), MOST));
     setup.algorithm.num_generations = 10;
@@ -120,6 +131,16 @@ fn a_resumed_run_does_not_ask_again() {
     setup.run.max_steps = Some(3);
     run(setup).unwrap();
     assert_eq!(before.load(Ordering::Relaxed), whole.load(Ordering::Relaxed), "both rollouts were sampled");
+    // The turns show pictures of the prompts, which come first, and others.
+    let state = std::fs::read(place.out("parts").join("checkpoint-3/trainer_state.json")).unwrap();
+    let state: Value = serde_json::from_slice(&state).unwrap();
+    let turns = state["buffer"]["turns"].as_array().unwrap().iter();
+    let turns = turns.flat_map(|row| row.as_array().unwrap()).flat_map(|own| own.as_array().unwrap());
+    let places: std::collections::BTreeSet<u64> = turns
+        .flat_map(|turn| turn["media"].as_array().unwrap())
+        .map(|place| place.as_u64().unwrap())
+        .collect();
+    assert!(places.contains(&0) && places.len() > 1, "{places:?}");
     let (setup, after) = interactive(&place, "parts");
     run(setup).unwrap();
     assert_eq!(after.load(Ordering::Relaxed), 0, "the second rollout is in the checkpoint");

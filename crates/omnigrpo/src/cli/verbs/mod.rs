@@ -241,6 +241,12 @@ pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
     }
     let mut resolved = family::without_idle(resolved, context)?;
     resolved.notes.extend(doubts);
+    let patience = resolved.settings.ranks.patience_secs;
+    if context.ranks.size() > 1 && patience > 60 {
+        resolved.notes.push(format!(
+            "`ddp_timeout`: a process that hangs is noticed only after {patience} s; a long step needs no more than the default"
+        ));
+    }
     resolved.settings.interact()?;
     Ok(resolved)
 }

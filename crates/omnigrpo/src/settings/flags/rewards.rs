@@ -5,7 +5,7 @@ use crate::settings::Settings;
 use crate::settings::names::{Tracker, words};
 use crate::settings::values::Field as _;
 use Kind::{Bool, Choice, Choices, Floats, Path, Specs, Text};
-use omnigrpo_data::ThinkMode;
+use omnigrpo_data::Think;
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 
 /// Returns the choices of `--think`.
@@ -140,8 +140,8 @@ pub const FLAGS: &[Flag] = &[
             field: "read.think",
             set: |s, v| {
                 s.read.think = match take::<String>(v)?.as_str() {
-                    "on" => Some(ThinkMode::On),
-                    "off" => Some(ThinkMode::Off),
+                    "on" => Some(Think::On),
+                    "off" => Some(Think::Off),
                     _ => None,
                 };
                 Ok(())
