@@ -11,12 +11,11 @@ use omnigrpo_kernels::experts::Groups;
 use omnigrpo_kernels::{Mat, logprob, twin};
 
 use crate::attention::{Heads, Pattern};
-use crate::device::{Array, Driver, Dtype, Gpu};
+use crate::device::{Array, Dtype, Gpu};
 use crate::elementwise::Place;
 use crate::error::Error;
 use crate::head::{Head, Marks};
 use crate::linear::{Affine, Onto, Weight};
-use crate::nvml;
 use crate::product::{Factor, Product};
 use crate::sample::{Row, Sampling};
 use crate::sources::FILES;
@@ -48,7 +47,7 @@ fn three_digits(x: f64) -> String {
 }
 
 impl Finding {
-    fn new(name: &str, result: Checked) -> Self {
+    pub(crate) fn new(name: &str, result: Checked) -> Self {
         Self { name: name.to_owned(), result }
     }
 }
@@ -92,7 +91,7 @@ impl Gpu {
     #[must_use]
     pub fn checkup(&self, limit: Duration) -> Vec<Finding> {
         let began = Instant::now();
-        let mut all = self.health();
+        let mut all = self.driver().health();
         // The following checks use its kernels.
         all.push(self.file(FIRST));
         for dtype in [Dtype::F32, Dtype::Bf16] {
@@ -115,28 +114,10 @@ impl Gpu {
         all
     }
 
-    fn health(&self) -> Vec<Finding> {
-        match self.driver() {
-            Driver::Cuda(cuda) => {
-                let health = nvml::health(cuda.bus()).into_iter();
-                let health = health.map(|(name, result)| Finding::new(name, result));
-                std::iter::once(Finding::new("kernels for", Ok(cuda.arch().to_owned())))
-                    .chain(health)
-                    .collect()
-            }
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => Vec::new(),
-        }
-    }
-
     /// Compiles all kernels, until `until` at most. Returns the finding, and the files that are compiled.
     fn compiled(&self, until: Instant) -> (Finding, Vec<&'static str>) {
         let began = Instant::now();
-        let results = match self.driver() {
-            Driver::Cuda(cuda) => cuda.compile_all(until),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => vec![Ok(()); FILES.len()],
-        };
+        let results = self.driver().compile_all(until);
         let (mut files, mut late, mut problem) = (Vec::new(), Vec::new(), None);
         for (result, (file, _)) in results.into_iter().zip(FILES) {
             match result {

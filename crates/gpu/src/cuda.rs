@@ -10,13 +10,16 @@ use std::time::Instant;
 use cudarc::driver::{result, sys};
 
 use crate::blas::Blas;
+use crate::checkup::Finding;
 use crate::device::{Args, Launch};
+use crate::driver::{Driver, LOGITS, Queue};
 use crate::error::{Error, Result};
 use crate::libraries::OLDEST;
+use crate::nvml;
 use crate::nvrtc::Nvrtc;
 use crate::product::Product;
 use crate::sources::FILES;
-use crate::transfers::Queue;
+use crate::transfers::PIECE;
 
 /// Oldest supported driver.
 const OLDEST_DRIVER: i32 = 1000 * OLDEST;
@@ -24,9 +27,9 @@ const OLDEST_DRIVER: i32 = 1000 * OLDEST;
 const REMEMBERED: usize = 16;
 
 pub(crate) struct Cuda {
-    pub(crate) name: String,
+    name: String,
     /// Bytes of shared memory that a block can have.
-    pub(crate) most_shared: usize,
+    most_shared: usize,
     /// Address on the PCI bus.
     bus: String,
     context: sys::CUcontext,
@@ -46,16 +49,6 @@ pub(crate) struct Cuda {
     /// Names of the last launches, the newest first.
     recent: Mutex<VecDeque<&'static str>>,
 }
-
-/// Handle of recorded work that can be replayed.
-#[derive(Clone, Copy)]
-pub(crate) struct Recorded(sys::CUgraphExec);
-
-// SAFETY: the driver requires that calls with one graph do not overlap. The stream orders the launches, and ownership prevents
-// destruction during use.
-unsafe impl Send for Recorded {}
-// SAFETY: as above.
-unsafe impl Sync for Recorded {}
 
 // SAFETY: any thread may use the handles if their context is its current context, which `enter` ensures. Tables are behind locks.
 unsafe impl Send for Cuda {}
@@ -256,34 +249,6 @@ impl Cuda {
         recent.push_front(name);
     }
 
-    pub(crate) fn synchronize(&self) -> Result<()> {
-        self.enter()?;
-        // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(self.said("cuStreamSynchronize"))
-    }
-
-    /// Returns the numbers of free and total bytes. Memory that the pool keeps counts as used.
-    pub(crate) fn memory(&self) -> Result<[usize; 2]> {
-        self.enter()?;
-        let (free, total) = result::mem_get_info().map_err(self.said("cuMemGetInfo"))?;
-        Ok([free, total])
-    }
-
-    pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
-        self.enter()?;
-        // SAFETY: the stream lives as long as `self`.
-        let alloc = || unsafe { result::malloc_async(self.stream, bytes.max(1)) };
-        let at = match alloc() {
-            // The pool may keep enough memory, but in pieces that are too small.
-            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                self.return_freed()?;
-                alloc()
-            }
-            done => done,
-        };
-        at.map_err(self.memory_or("cuMemAllocAsync", bytes))
-    }
-
     /// Returns the freed memory that the pool keeps to the driver.
     fn return_freed(&self) -> Result<()> {
         self.synchronize()?;
@@ -291,233 +256,11 @@ impl Cuda {
         unsafe { result::mem_pool::trim_to(self.pool, 0) }.map_err(self.said("cuMemPoolTrimTo"))
     }
 
-    pub(crate) fn free(&self, at: u64) -> Result<()> {
-        self.enter()?;
-        // SAFETY: `at` is from `alloc` and is freed only once. Queued work runs first.
-        unsafe { result::free_async(at, self.stream) }.map_err(self.said("cuMemFreeAsync"))
-    }
-
-    pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
-        self.enter()?;
-        // SAFETY: the range is inside an array.
-        unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }.map_err(self.said("cuMemsetD8Async"))
-    }
-
-    pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
-        self.enter()?;
-        // SAFETY: the array has at least as many bytes. Host memory is pageable, so the driver copies it to a buffer before the
-        // call returns.
-        unsafe { result::memcpy_htod_async(at, from, self.stream) }.map_err(self.said("cuMemcpyHtoDAsync"))
-    }
-
-    pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
-        self.enter()?;
-        // SAFETY: the array has at least as many bytes, and the next line waits for the copy.
-        unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(self.said("cuMemcpyDtoHAsync"))?;
-        self.synchronize()
-    }
-
-    /// Allocates main memory that the GPU accesses directly.
-    pub(crate) fn pin(&self, bytes: usize) -> Result<*mut u8> {
-        self.enter()?;
-        // SAFETY: the caller writes the memory before it reads it.
-        let at = unsafe { result::malloc_host(bytes, 0) };
-        at.map(<*mut c_void>::cast).map_err(|error| Error::Driver {
-            call: "cuMemHostAlloc",
-            what: format!("{error} (for {bytes} bytes of pinned main memory)"),
-        })
-    }
-
-    /// Frees memory of [`Self::pin`].
-    pub(crate) fn unpin(&self, at: *mut u8) -> Result<()> {
-        self.enter()?;
-        // SAFETY: `at` is from `pin` and is freed only once. Its copies are complete.
-        unsafe { result::free_host(at.cast()) }.map_err(self.said("cuMemFreeHost"))
-    }
-
     fn stream_of(&self, queue: Queue) -> sys::CUstream {
         match queue {
             Queue::Main => self.stream,
             Queue::Copies => self.copies,
         }
-    }
-
-    /// Returns an event at the end of the work that is queued now.
-    pub(crate) fn mark(&self, queue: Queue) -> Result<u64> {
-        use sys::CUevent_flags::{CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING};
-        self.enter()?;
-        let mut event = std::ptr::null_mut();
-        // SAFETY: the address is valid, and the stream lives as long as `self`.
-        unsafe {
-            sys::cuEventCreate(
-                &raw mut event,
-                CU_EVENT_BLOCKING_SYNC as u32 | CU_EVENT_DISABLE_TIMING as u32,
-            )
-            .result()
-            .map_err(self.said("cuEventCreate"))?;
-            result::event::record(event, self.stream_of(queue)).map_err(self.said("cuEventRecord"))?;
-        }
-        Ok(event as u64)
-    }
-
-    /// Makes further work of a queue wait for an event.
-    pub(crate) fn follow(&self, queue: Queue, event: u64) -> Result<()> {
-        self.enter()?;
-        let plain = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: `event` is from `mark` and exists; the stream lives as long as `self`.
-        unsafe { result::stream::wait_event(self.stream_of(queue), event as sys::CUevent, plain) }
-            .map_err(self.said("cuStreamWaitEvent"))
-    }
-
-    /// Waits until the GPU has reached an event.
-    pub(crate) fn wait_for(&self, event: u64) -> Result<()> {
-        self.enter()?;
-        // SAFETY: `event` is from `mark` and exists.
-        unsafe { result::event::synchronize(event as sys::CUevent) }.map_err(self.said("cuEventSynchronize"))
-    }
-
-    pub(crate) fn forget_mark(&self, event: u64) -> Result<()> {
-        self.enter()?;
-        // SAFETY: `event` is from `mark` and is destroyed only once.
-        unsafe { result::event::destroy(event as sys::CUevent) }.map_err(self.said("cuEventDestroy"))
-    }
-
-    /// Starts a copy to pinned memory.
-    pub(crate) fn start_read(&self, from: u64, to: *mut u8, bytes: usize) -> Result<()> {
-        self.enter()?;
-        // SAFETY: the range is inside an array, and the buffer has as many bytes. The caller waits before it uses them.
-        unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.copies) }
-            .result()
-            .map_err(self.said("cuMemcpyDtoHAsync"))
-    }
-
-    /// Starts a copy from pinned memory.
-    pub(crate) fn start_write(&self, to: u64, from: *const u8, bytes: usize) -> Result<()> {
-        self.enter()?;
-        // SAFETY: as above.
-        unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.copies) }
-            .result()
-            .map_err(self.said("cuMemcpyHtoDAsync"))
-    }
-
-    /// Starts recording the stream's work instead of executing it. Calls of other threads are unaffected. Calls of this thread
-    /// must not wait for the GPU.
-    pub(crate) fn begin_capture(&self) -> Result<()> {
-        self.enter()?;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(self.said("cuStreamBeginCapture"))
-    }
-
-    /// Ends the recording, and returns the recorded work, ready for replay.
-    pub(crate) fn end_capture(&self) -> Result<Recorded> {
-        self.enter()?;
-        // SAFETY: the stream lives as long as `self`. The graph is destroyed once, after its instantiation.
-        unsafe {
-            let graph = result::stream::end_capture(self.stream).map_err(self.said("cuStreamEndCapture"))?;
-            let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map(Recorded);
-            let destroyed = result::graph::destroy(graph).map_err(self.said("cuGraphDestroy"));
-            let made = made.map_err(self.memory_or("cuGraphInstantiate", 0))?;
-            match destroyed {
-                Ok(()) => Ok(made),
-                Err(error) => self.forget(made).and(Err(error)),
-            }
-        }
-    }
-
-    pub(crate) fn replay(&self, Recorded(graph): Recorded) -> Result<()> {
-        self.enter()?;
-        self.remember("a recorded graph");
-        // SAFETY: the graph belongs to this GPU and is alive. Its inputs and outputs are alive too, because `Graph` keeps them.
-        unsafe { result::graph::launch(graph, self.stream) }.map_err(self.memory_or("cuGraphLaunch", 0))
-    }
-
-    pub(crate) fn forget(&self, Recorded(graph): Recorded) -> Result<()> {
-        self.enter()?;
-        // SAFETY: as above; the graph is not used again. The driver waits for a launch that is in progress.
-        unsafe { result::graph::exec_destroy(graph) }.map_err(self.said("cuGraphExecDestroy"))
-    }
-
-    pub(crate) fn product(&self, product: &Product) -> Result<()> {
-        self.enter()?;
-        self.remember("a product");
-        self.blas.product(product, self.stream)
-    }
-
-    pub(crate) fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
-        self.enter()?;
-        let function = self.function(launch)?;
-        self.remember(launch.kernel);
-        let fail = |error: result::DriverError| match is_fault(&error) {
-            true => self.said("cuLaunchKernel")(error),
-            false => Error::Launch { kernel: launch.kernel.into(), what: error.to_string() },
-        };
-        let [x, y, z] = launch.grid.map(|n| n as u32);
-        // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
-        // compares the arguments with the kernel's parameters.
-        unsafe {
-            if launch.shared > 48 << 10 {
-                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                result::function::set_function_attribute(function, most, launch.shared as i32)
-                    .map_err(fail)?;
-            }
-            let mut pointers: Vec<*mut c_void> = args.pointers();
-            result::launch_kernel(
-                function,
-                (x, y, z),
-                (launch.threads, 1, 1),
-                launch.shared as u32,
-                self.stream,
-                &mut pointers,
-            )
-            .map_err(fail)
-        }
-    }
-
-    /// Returns the architecture for which kernels are compiled.
-    pub(crate) fn arch(&self) -> &str {
-        &self.arch
-    }
-
-    /// Makes the context current, and returns the stream of the kernels.
-    pub(crate) fn stream(&self) -> Result<sys::CUstream> {
-        self.enter().map(|()| self.stream)
-    }
-
-    /// Returns the address on the PCI bus.
-    pub(crate) fn bus(&self) -> &str {
-        &self.bus
-    }
-
-    /// Compiles all kernels that are not in the cache, on all cores, until `until` at most. Returns the result of each file.
-    pub(crate) fn compile_all(&self, until: Instant) -> Vec<Result<()>> {
-        let next = AtomicUsize::new(0);
-        let results = FILES.iter().map(|_| OnceLock::new()).collect::<Vec<_>>();
-        let take = || {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            Some((at, FILES.get(at)?))
-        };
-        let work = || {
-            while let Some((at, (file, text))) = take() {
-                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, Some(until));
-                let _ = results[at].set(image.map(drop));
-            }
-        };
-        std::thread::scope(|scope| {
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let threads: Vec<_> = (0..cores.min(FILES.len())).map(|_| scope.spawn(work)).collect();
-            // A thread that ended early has left its file without a result.
-            threads.into_iter().for_each(|thread| drop(thread.join()));
-        });
-        let lost = |file: &str| {
-            let what = "the compiler's thread ended early".into();
-            Err(Error::Launch { kernel: file.into(), what })
-        };
-        results
-            .into_iter()
-            .zip(FILES)
-            .map(|(it, (file, _))| it.into_inner().unwrap_or_else(|| lost(file)))
-            .collect()
     }
 
     fn function(&self, launch: Launch) -> Result<sys::CUfunction> {
@@ -549,6 +292,270 @@ impl Cuda {
             .map_err(|error| missing(error.to_string()))?;
         functions.insert(launch.kernel, function);
         Ok(function)
+    }
+}
+
+impl Driver for Cuda {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn most_shared(&self) -> usize {
+        self.most_shared
+    }
+
+    fn logits(&self) -> [usize; 2] {
+        LOGITS
+    }
+
+    fn buffer(&self) -> usize {
+        PIECE
+    }
+
+    fn least_rows(&self) -> usize {
+        8
+    }
+
+    fn libraries(&self, given: &[PathBuf]) -> Result<(Vec<PathBuf>, Option<i32>)> {
+        Ok((given.to_vec(), Some(survey()?.supports)))
+    }
+
+    fn health(&self) -> Vec<Finding> {
+        let health = nvml::health(&self.bus).into_iter().map(|(name, result)| Finding::new(name, result));
+        std::iter::once(Finding::new("kernels for", Ok(self.arch.clone()))).chain(health).collect()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { result::stream::synchronize(self.stream) }.map_err(self.said("cuStreamSynchronize"))
+    }
+
+    fn memory(&self) -> Option<[usize; 2]> {
+        self.enter().ok()?;
+        // Memory that the pool keeps counts as used.
+        result::mem_get_info().ok().map(|(free, total)| [free, total])
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<u64> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        let alloc = || unsafe { result::malloc_async(self.stream, bytes.max(1)) };
+        let at = match alloc() {
+            // The pool may keep enough memory, but in pieces that are too small.
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                self.return_freed()?;
+                alloc()
+            }
+            done => done,
+        };
+        at.map_err(self.memory_or("cuMemAllocAsync", bytes))
+    }
+
+    fn free(&self, at: u64, _: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `at` is from `alloc` and is freed only once. Queued work runs first.
+        unsafe { result::free_async(at, self.stream) }.map_err(self.said("cuMemFreeAsync"))
+    }
+
+    fn clear(&self, at: u64, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the range is inside an array.
+        unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }.map_err(self.said("cuMemsetD8Async"))
+    }
+
+    fn write(&self, at: u64, from: &[u8]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the array has at least as many bytes. Host memory is pageable, so the driver copies it to a buffer before the
+        // call returns.
+        unsafe { result::memcpy_htod_async(at, from, self.stream) }.map_err(self.said("cuMemcpyHtoDAsync"))
+    }
+
+    fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the array has at least as many bytes, and the next line waits for the copy.
+        unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(self.said("cuMemcpyDtoHAsync"))?;
+        self.synchronize()
+    }
+
+    fn pin(&self, bytes: usize) -> Result<*mut u8> {
+        self.enter()?;
+        // SAFETY: the caller writes the memory before it reads it.
+        let at = unsafe { result::malloc_host(bytes, 0) };
+        at.map(<*mut c_void>::cast).map_err(|error| Error::Driver {
+            call: "cuMemHostAlloc",
+            what: format!("{error} (for {bytes} bytes of pinned main memory)"),
+        })
+    }
+
+    fn unpin(&self, at: *mut u8, _: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `at` is from `pin` and is freed only once. Its copies are complete.
+        unsafe { result::free_host(at.cast()) }.map_err(self.said("cuMemFreeHost"))
+    }
+
+    fn mark(&self, queue: Queue) -> Result<u64> {
+        use sys::CUevent_flags::{CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING};
+        self.enter()?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the address is valid, and the stream lives as long as `self`.
+        unsafe {
+            sys::cuEventCreate(
+                &raw mut event,
+                CU_EVENT_BLOCKING_SYNC as u32 | CU_EVENT_DISABLE_TIMING as u32,
+            )
+            .result()
+            .map_err(self.said("cuEventCreate"))?;
+            result::event::record(event, self.stream_of(queue)).map_err(self.said("cuEventRecord"))?;
+        }
+        Ok(event as u64)
+    }
+
+    fn follow(&self, queue: Queue, event: u64) -> Result<()> {
+        self.enter()?;
+        let plain = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: `event` is from `mark` and exists; the stream lives as long as `self`.
+        unsafe { result::stream::wait_event(self.stream_of(queue), event as sys::CUevent, plain) }
+            .map_err(self.said("cuStreamWaitEvent"))
+    }
+
+    fn wait_for(&self, event: u64) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `event` is from `mark` and exists.
+        unsafe { result::event::synchronize(event as sys::CUevent) }.map_err(self.said("cuEventSynchronize"))
+    }
+
+    fn forget_mark(&self, event: u64) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `event` is from `mark` and is destroyed only once.
+        unsafe { result::event::destroy(event as sys::CUevent) }.map_err(self.said("cuEventDestroy"))
+    }
+
+    fn start_read(&self, from: u64, to: *mut u8, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the range is inside an array, and the buffer has as many bytes. The caller waits before it uses them.
+        unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.copies) }
+            .result()
+            .map_err(self.said("cuMemcpyDtoHAsync"))
+    }
+
+    fn start_write(&self, to: u64, from: *const u8, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: as above.
+        unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.copies) }
+            .result()
+            .map_err(self.said("cuMemcpyHtoDAsync"))
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        self.enter()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(self.said("cuStreamBeginCapture"))
+    }
+
+    fn end_capture(&self) -> Result<u64> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`. The graph is destroyed once, after its instantiation.
+        unsafe {
+            let graph = result::stream::end_capture(self.stream).map_err(self.said("cuStreamEndCapture"))?;
+            let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let destroyed = result::graph::destroy(graph).map_err(self.said("cuGraphDestroy"));
+            let made = made.map_err(self.memory_or("cuGraphInstantiate", 0))? as u64;
+            match destroyed {
+                Ok(()) => Ok(made),
+                Err(error) => self.forget(made).and(Err(error)),
+            }
+        }
+    }
+
+    fn replay(&self, recorded: u64) -> Result<()> {
+        self.enter()?;
+        self.remember("a recorded graph");
+        // SAFETY: the graph belongs to this GPU and is alive. Its inputs and outputs are alive too, because `Graph` keeps them.
+        unsafe { result::graph::launch(recorded as sys::CUgraphExec, self.stream) }
+            .map_err(self.memory_or("cuGraphLaunch", 0))
+    }
+
+    fn forget(&self, recorded: u64) -> Result<()> {
+        self.enter()?;
+        // SAFETY: as above; the graph is not used again. The driver waits for a launch that is in progress.
+        unsafe { result::graph::exec_destroy(recorded as sys::CUgraphExec) }
+            .map_err(self.said("cuGraphExecDestroy"))
+    }
+
+    fn product(&self, product: &Product) -> Result<()> {
+        self.enter()?;
+        self.remember("a product");
+        self.blas.product(product, self.stream)
+    }
+
+    fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
+        self.enter()?;
+        let function = self.function(launch)?;
+        self.remember(launch.kernel);
+        let fail = |error: result::DriverError| match is_fault(&error) {
+            true => self.said("cuLaunchKernel")(error),
+            false => Error::Launch { kernel: launch.kernel.into(), what: error.to_string() },
+        };
+        let [x, y, z] = launch.grid.map(|n| n as u32);
+        // SAFETY: the function belongs to a module that is never unloaded. The tests run the same calls on the emulator, which
+        // compares the arguments with the kernel's parameters.
+        unsafe {
+            if launch.shared > 48 << 10 {
+                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                result::function::set_function_attribute(function, most, launch.shared as i32)
+                    .map_err(fail)?;
+            }
+            let mut pointers: Vec<*mut c_void> = args.pointers();
+            result::launch_kernel(
+                function,
+                (x, y, z),
+                (launch.threads, 1, 1),
+                launch.shared as u32,
+                self.stream,
+                &mut pointers,
+            )
+            .map_err(fail)
+        }
+    }
+
+    fn stream(&self) -> Result<*mut c_void> {
+        self.enter().map(|()| self.stream.cast())
+    }
+
+    fn bus(&self) -> Option<&str> {
+        Some(&self.bus)
+    }
+
+    fn compile_all(&self, until: Instant) -> Vec<Result<()>> {
+        let next = AtomicUsize::new(0);
+        let results = FILES.iter().map(|_| OnceLock::new()).collect::<Vec<_>>();
+        let take = || {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            Some((at, FILES.get(at)?))
+        };
+        let work = || {
+            while let Some((at, (file, text))) = take() {
+                let image = self.nvrtc.compile_cached(file, text, &self.arch, &self.cache, Some(until));
+                let _ = results[at].set(image.map(drop));
+            }
+        };
+        std::thread::scope(|scope| {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let threads: Vec<_> = (0..cores.min(FILES.len())).map(|_| scope.spawn(work)).collect();
+            // A thread that ended early has left its file without a result.
+            threads.into_iter().for_each(|thread| drop(thread.join()));
+        });
+        let lost = |file: &str| {
+            let what = "the compiler's thread ended early".into();
+            Err(Error::Launch { kernel: file.into(), what })
+        };
+        results
+            .into_iter()
+            .zip(FILES)
+            .map(|(it, (file, _))| it.into_inner().unwrap_or_else(|| lost(file)))
+            .collect()
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockRea
 use half::bf16;
 
 use crate::cuda::Cuda;
+use crate::driver::Driver;
 #[cfg(feature = "emulator")]
 use crate::emulated::Emulated;
 use crate::error::{Error, Result};
@@ -32,12 +33,6 @@ impl Dtype {
     }
 }
 
-pub(crate) enum Driver {
-    Cuda(Box<Cuda>),
-    #[cfg(feature = "emulator")]
-    Emulated(Emulated),
-}
-
 /// A handle to a device.
 ///
 /// Work is queued and runs in order. Functions that queue work return no errors. Instead, the device stores the first failure.
@@ -46,7 +41,7 @@ pub(crate) enum Driver {
 pub struct Gpu(Arc<Inner>);
 
 struct Inner {
-    driver: Driver,
+    driver: Box<dyn Driver>,
     failure: Mutex<Option<Error>>,
     /// Lock that gives a thread exclusive use of the device. All other threads acquire it in shared mode for each driver call.
     door: RwLock<()>,
@@ -58,12 +53,9 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         // No user of the device is left, so a failure is not reported.
-        let _ = match (&self.driver, self.counters.get()) {
-            (_, None) => Ok(()),
-            (Driver::Cuda(cuda), Some(&at)) => cuda.free(at),
-            #[cfg(feature = "emulator")]
-            (Driver::Emulated(emulated), Some(&at)) => emulated.free(at, 4 * COUNTERS),
-        };
+        if let Some(&at) = self.counters.get() {
+            let _ = self.driver.free(at, 4 * COUNTERS);
+        }
     }
 }
 
@@ -211,9 +203,6 @@ impl Launch {
 /// Number of counters that kernels share. Every kernel leaves them at 0.
 pub(crate) const COUNTERS: usize = 256;
 
-/// Number of rows and of elements in a piece of logits on a GPU.
-pub(crate) const PIECE: [usize; 2] = [2048, 1 << 24];
-
 /// Number of threads per block in kernels whose threads each process one piece of work.
 const THREADS: usize = 256;
 
@@ -227,7 +216,7 @@ impl Gpu {
     /// # Errors
     /// Returns an error if the driver is missing or too old, the GPU does not exist, or a library is missing.
     pub fn cuda(ordinal: usize, libraries: &[std::path::PathBuf], cache: &std::path::Path) -> Result<Self> {
-        Ok(Self::over(Driver::Cuda(Box::new(Cuda::open(ordinal, libraries, cache)?))))
+        Ok(Self::over(Cuda::open(ordinal, libraries, cache)?))
     }
 
     /// Creates an emulator. `schedule` is the seed of the order in which threads run; with 0, all threads advance together.
@@ -241,18 +230,18 @@ impl Gpu {
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn emulated_with(schedule: u64, memory: usize) -> Self {
-        Self::over(Driver::Emulated(Emulated::linked(schedule, memory)))
+        Self::over(Emulated::linked(schedule, memory))
     }
 
     /// Creates an emulator that runs kernels from a shared library, for tests that insert faults into kernels.
     #[cfg(feature = "emulator")]
     pub fn emulated_from(library: &std::path::Path, schedule: u64) -> Result<Self> {
-        Ok(Self::over(Driver::Emulated(Emulated::load(library, schedule)?)))
+        Ok(Self::over(Emulated::load(library, schedule)?))
     }
 
-    fn over(driver: Driver) -> Self {
+    fn over(driver: impl Driver + 'static) -> Self {
         Self(Arc::new(Inner {
-            driver,
+            driver: Box::new(driver),
             failure: Mutex::default(),
             door: RwLock::default(),
             scope: Mutex::default(),
@@ -262,45 +251,28 @@ impl Gpu {
 
     #[must_use]
     pub fn name(&self) -> String {
-        match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.name.clone(),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => "emulator".into(),
-        }
+        self.driver().name()
     }
 
     /// Connects to the driver's management library, which reports the load of this GPU; `None` without it.
     #[must_use]
     pub fn monitor(&self) -> Option<Monitor> {
-        match &self.0.driver {
-            Driver::Cuda(cuda) => Monitor::open(cuda.bus()).ok(),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => None,
-        }
+        Monitor::open(self.driver().bus()?).ok()
     }
 
     /// Returns the numbers of free and total bytes of memory, or `None` if they are unknown.
     #[must_use]
     pub fn memory(&self) -> Option<[usize; 2]> {
-        match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.memory().ok(),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.memory(),
-        }
+        self.driver().memory()
     }
 
-    /// Returns the number of rows and of elements in a piece of logits. On a GPU, a piece is 64 MiB of f32. On the emulator, it
-    /// is so small that tests have several pieces.
-    pub(crate) fn piece(&self) -> [usize; 2] {
-        match &self.0.driver {
-            Driver::Cuda(_) => PIECE,
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => [4, 1 << 10],
-        }
+    /// Returns true if both handles are of one device.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
-    pub(crate) fn driver(&self) -> &Driver {
-        &self.0.driver
+    pub(crate) fn driver(&self) -> &dyn Driver {
+        &*self.0.driver
     }
 
     pub(crate) fn door(&self) -> &RwLock<()> {
@@ -321,17 +293,14 @@ impl Gpu {
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn traffic(&self) -> Option<[u64; 3]> {
-        match &self.0.driver {
-            Driver::Cuda(_) => None,
-            Driver::Emulated(emulated) => Some(emulated.traffic()),
-        }
+        self.driver().emulated().map(Emulated::traffic)
     }
 
     /// On the emulator, makes launches of more than 4,096 blocks run only the first and the last 32 blocks of each dimension. New
     /// arrays then hold zeros, since most of them are not computed. A GPU runs all blocks.
     #[cfg(feature = "emulator")]
     pub fn sample_blocks(&self) {
-        if let Driver::Emulated(emulated) = &self.0.driver {
+        if let Some(emulated) = self.driver().emulated() {
             emulated.sample_blocks(4096);
         }
     }
@@ -340,11 +309,7 @@ impl Gpu {
     /// 8 and at most 64 rows at a time. On the emulator, every additional row takes time.
     #[must_use]
     pub fn batch_of(&self, rows: usize) -> usize {
-        let unit = match &self.0.driver {
-            Driver::Cuda(_) => 8,
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => 2,
-        };
+        let unit = self.driver().least_rows();
         match rows.div_ceil(unit) {
             units @ 0..=8 => units.next_power_of_two() * unit,
             units => units.next_multiple_of(8) * unit,
@@ -355,11 +320,7 @@ impl Gpu {
     pub fn check(&self) -> Result<()> {
         if !self.refuses(|| "waits for its own results".into()) {
             let _entered = self.enter();
-            match &self.0.driver {
-                Driver::Cuda(cuda) => self.note(cuda.synchronize()),
-                #[cfg(feature = "emulator")]
-                Driver::Emulated(_) => None,
-            };
+            self.note(self.driver().synchronize());
         }
         self.healthy()
     }
@@ -397,11 +358,7 @@ impl Gpu {
 
     pub(crate) fn driver_alloc(&self, bytes: usize) -> Result<u64> {
         let _entered = self.enter();
-        match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.alloc(bytes),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.alloc(bytes),
-        }
+        self.driver().alloc(bytes)
     }
 
     /// Frees memory that [`Self::driver_alloc`] allocated.
@@ -410,11 +367,7 @@ impl Gpu {
             return;
         }
         let _entered = self.enter();
-        self.note(match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.free(at),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.free(at, bytes),
-        });
+        self.note(self.driver().free(at, bytes));
     }
 
     /// Returns [`COUNTERS`] counters, which are 0 between kernels. They outlive all recordings, so they are in no arena, and no
@@ -455,11 +408,7 @@ impl Gpu {
             return;
         }
         let _entered = self.enter();
-        self.note(match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.clear(at, bytes),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.clear(at, bytes),
-        });
+        self.note(self.driver().clear(at, bytes));
     }
 
     /// Uploads values.
@@ -503,11 +452,7 @@ impl Gpu {
             return;
         }
         let _entered = self.enter();
-        self.note(match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.write(at, bytes),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.write(at, bytes),
-        });
+        self.note(self.driver().write(at, bytes));
     }
 
     /// Fills `to` from device memory. After a failure, fills it with bytes whose bits are all one (NaN).
@@ -518,11 +463,7 @@ impl Gpu {
             false
         } else {
             let _entered = self.enter();
-            let result = match &self.0.driver {
-                Driver::Cuda(cuda) => cuda.read(at, to),
-                #[cfg(feature = "emulator")]
-                Driver::Emulated(emulated) => emulated.read(at, to),
-            };
+            let result = self.driver().read(at, to);
             self.note(result).is_some()
         };
         if !done {
@@ -536,11 +477,7 @@ impl Gpu {
             return;
         }
         let [x, y, z] = launch.grid;
-        let most_shared = match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.most_shared,
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => Emulated::MOST_SHARED,
-        };
+        let most_shared = self.driver().most_shared();
         if x > i32::MAX as usize || y > 65_535 || z > 65_535 || launch.shared > most_shared {
             let what = format!(
                 "expected at most 2147483647×65535×65535 blocks with {most_shared} bytes of shared memory on {}, got \
@@ -557,11 +494,7 @@ impl Gpu {
         let (values, sizes) = args.iter().map(|arg| arg.encode()).unzip();
         let mut args = Args { values, sizes };
         let _entered = self.enter();
-        self.note(match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.launch(launch, &mut args),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.launch(launch, &mut args),
-        });
+        self.note(self.driver().launch(launch, &mut args));
     }
 
     fn refuse_launch(&self, launch: Launch, what: String) {
@@ -594,11 +527,7 @@ impl Gpu {
             return self.rounded_product(product);
         }
         let _entered = self.enter();
-        self.note(match &self.0.driver {
-            Driver::Cuda(cuda) => cuda.product(product),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.product(*product),
-        });
+        self.note(self.driver().product(product));
     }
 }
 

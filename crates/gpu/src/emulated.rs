@@ -3,11 +3,14 @@
 //! A new array is filled with NaN (from 1 GiB on, with zeros), and its memory ends at a guard page. When the array is freed, the bytes between its end and
 //! that page are checked.
 
+use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::{Args, Dtype, Launch};
+use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::product::{Factor, Product};
 
@@ -80,6 +83,9 @@ pub(crate) struct Emulated {
     traffic: [AtomicU64; 2],
     /// Calls that are recorded instead of executed.
     recording: Mutex<Option<Vec<Call>>>,
+    /// Calls of complete recordings, and the number of recordings so far.
+    recorded: Mutex<HashMap<u64, Arc<[Call]>>>,
+    recordings: AtomicU64,
     launch: LaunchFn,
     product: ProductFn,
     memory_event: Option<MemoryFn>,
@@ -90,7 +96,7 @@ pub(crate) struct Emulated {
 }
 
 /// A recorded call.
-pub(crate) enum Call {
+enum Call {
     Launch(Launch, Args),
     Product(Product),
     /// Fills bytes with a value: zeros, or the all-one bytes of an undefined array.
@@ -125,6 +131,8 @@ impl Emulated {
             launches: AtomicU64::new(0),
             traffic: Default::default(),
             recording: Mutex::default(),
+            recorded: Mutex::default(),
+            recordings: AtomicU64::new(0),
             launch: emulated_launch,
             product: emulated_product,
             memory_event: None,
@@ -148,12 +156,190 @@ impl Emulated {
         }
     }
 
-    pub(crate) fn memory(&self) -> Option<[usize; 2]> {
+    fn report(&self, at: u64, bytes: usize, event: Event) {
+        if let Some(report) = self.memory_event {
+            // SAFETY: the function only takes notes.
+            unsafe { report(at, bytes, event as i32) };
+        }
+    }
+
+    pub(crate) fn sample_blocks(&self, most_blocks: u64) {
+        self.most_blocks.store(most_blocks, Ordering::Relaxed);
+    }
+
+    fn samples(&self) -> bool {
+        self.most_blocks.load(Ordering::Relaxed) != u64::MAX
+    }
+
+    /// Returns the numbers of uploads, of reads and of kernels.
+    pub(crate) fn traffic(&self) -> [u64; 3] {
+        let [uploads, reads] = &self.traffic;
+        [uploads, reads, &self.launches].map(|count| count.load(Ordering::Relaxed))
+    }
+
+    fn recording(&self) -> MutexGuard<'_, Option<Vec<Call>>> {
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn recorded(&self) -> MutexGuard<'_, HashMap<u64, Arc<[Call]>>> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records a call if a recording is in progress. Otherwise, returns the call.
+    fn record(&self, call: Call) -> Option<Call> {
+        match self.recording().as_mut() {
+            Some(calls) => {
+                calls.push(call);
+                None
+            }
+            None => Some(call),
+        }
+    }
+
+    fn fill(&self, at: u64, bytes: usize, with: u8) {
+        if self.record(Call::Fill { at, bytes, with }).is_some() {
+            self.fill_now(at, bytes, with);
+        }
+    }
+
+    fn fill_now(&self, at: u64, bytes: usize, with: u8) {
+        let (start, end) = (at as usize, at as usize + bytes);
+        // Whole pages of a large array become zeros when they are used next, because it may be larger than memory.
+        let pages = match with == 0 && bytes >= LARGE {
+            true => start.next_multiple_of(PAGE)..end / PAGE * PAGE,
+            false => end..end,
+        };
+        // SAFETY: the callers' ranges are inside arrays that `alloc` returned, whose mappings are private and of no file.
+        unsafe {
+            std::ptr::write_bytes(start as *mut u8, with, pages.start - start);
+            libc::madvise(pages.start as *mut c_void, pages.len(), libc::MADV_DONTNEED);
+            std::ptr::write_bytes(pages.end as *mut u8, with, end - pages.end);
+        }
+        self.report(at, bytes, if with == 0 { Event::Written } else { Event::Undefined });
+    }
+
+    fn run(&self, launch: Launch, args: &mut Args) -> Result<()> {
+        let (file, name) = launch.file_and_name();
+        let fail = |what: String| Err(Error::Launch { kernel: launch.kernel.into(), what });
+        let (Ok(file), Ok(name)) = (CString::new(file), CString::new(name)) else {
+            return fail("the name contains a zero byte".into());
+        };
+        let grid = launch.grid.map(|n| n as u32);
+        // The order differs from launch to launch; 0 stays 0.
+        let count = self.launches.fetch_add(1, Ordering::Relaxed);
+        let seed = self.schedule.wrapping_mul(count.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15));
+        // SAFETY: the function only stores the number.
+        unsafe { (self.sample)(self.most_blocks.load(Ordering::Relaxed)) };
+        let pointers = &mut args.pointers();
+        // SAFETY: pointers and sizes are those of `args`, and the callee compares the sizes with the kernel's parameters. Kernels
+        // access only their arguments, as on a GPU.
+        let why = unsafe {
+            (self.launch)(
+                file.as_ptr(),
+                name.as_ptr(),
+                grid.as_ptr(),
+                launch.threads,
+                launch.shared,
+                pointers.as_mut_ptr(),
+                args.sizes.as_ptr(),
+                args.sizes.len(),
+                seed,
+            )
+        };
+        message(why).map_or(Ok(()), fail)
+    }
+
+    fn multiply(&self, p: &Product) -> Result<()> {
+        let operand = |f: Factor| Operand {
+            at: f.at,
+            ld: f.ld as i64,
+            bf16: i32::from(f.dtype == Dtype::Bf16),
+            transposed: i32::from(f.transposed),
+        };
+        let bf16 = i32::from(p.c_dtype == Dtype::Bf16);
+        let (m, n, k) = (p.m as i64, p.n as i64, p.k as i64);
+        // SAFETY: sizes and addresses belong to arrays; see `linear`.
+        let why = unsafe {
+            (self.product)(
+                m,
+                n,
+                k,
+                &operand(p.a),
+                &operand(p.b),
+                p.c,
+                p.ldc as i64,
+                bf16,
+                p.plus.unwrap_or(0),
+            )
+        };
+        message(why).map_or(Ok(()), |what| {
+            Err(Error::Launch { kernel: "product".into(), what: format!("{m}×{n}×{k}: {what}") })
+        })
+    }
+}
+
+impl Driver for Emulated {
+    fn name(&self) -> String {
+        "emulator".into()
+    }
+
+    fn most_shared(&self) -> usize {
+        Self::MOST_SHARED
+    }
+
+    // Pieces are so small that arrays of tests have several, and every row of a batch takes time.
+
+    fn logits(&self) -> [usize; 2] {
+        [4, 1 << 10]
+    }
+
+    fn buffer(&self) -> usize {
+        4 << 10
+    }
+
+    fn least_rows(&self) -> usize {
+        2
+    }
+
+    fn libraries(&self, _: &[PathBuf]) -> Result<(Vec<PathBuf>, Option<i32>)> {
+        Ok((vec![env!("OMNIGRPO_STAND_INS").into()], None))
+    }
+
+    fn emulated(&self) -> Option<&Self> {
+        Some(self)
+    }
+
+    fn pin(&self, bytes: usize) -> Result<*mut u8> {
+        Ok(Box::into_raw(vec![0u8; bytes].into_boxed_slice()).cast())
+    }
+
+    fn unpin(&self, at: *mut u8, bytes: usize) -> Result<()> {
+        // SAFETY: `pin` made this buffer of the same length.
+        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(at, bytes)) });
+        Ok(())
+    }
+
+    fn start_read(&self, from: u64, to: *mut u8, bytes: usize) -> Result<()> {
+        // SAFETY: the buffer has as many bytes, and no other reference to it exists.
+        self.read(from, unsafe { std::slice::from_raw_parts_mut(to, bytes) })
+    }
+
+    fn start_write(&self, to: u64, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: the buffer has as many bytes, and nothing writes to it now.
+        self.write(to, unsafe { std::slice::from_raw_parts(from, bytes) })
+    }
+
+    fn forget(&self, recorded: u64) -> Result<()> {
+        self.recorded().remove(&recorded);
+        Ok(())
+    }
+
+    fn memory(&self) -> Option<[usize; 2]> {
         let free = self.memory.saturating_sub(self.used.load(Ordering::Relaxed));
         (self.memory != usize::MAX).then_some([free, self.memory])
     }
 
-    pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
+    fn alloc(&self, bytes: usize) -> Result<u64> {
         let room = room(bytes);
         let used = self.used.fetch_add(bytes, Ordering::Relaxed);
         if bytes > self.memory.saturating_sub(used) {
@@ -195,14 +381,7 @@ impl Emulated {
         }
     }
 
-    fn report(&self, at: u64, bytes: usize, event: Event) {
-        if let Some(report) = self.memory_event {
-            // SAFETY: the function only takes notes.
-            unsafe { report(at, bytes, event as i32) };
-        }
-    }
-
-    pub(crate) fn free(&self, at: u64, bytes: usize) -> Result<()> {
+    fn free(&self, at: u64, bytes: usize) -> Result<()> {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
         self.report(at, bytes, Event::Freed);
         let tail = bytes.next_multiple_of(ALIGN) - bytes;
@@ -223,45 +402,21 @@ impl Emulated {
         }
     }
 
-    pub(crate) fn sample_blocks(&self, most_blocks: u64) {
-        self.most_blocks.store(most_blocks, Ordering::Relaxed);
-    }
-
-    fn samples(&self) -> bool {
-        self.most_blocks.load(Ordering::Relaxed) != u64::MAX
-    }
-
-    /// Returns the numbers of uploads, of reads and of kernels.
-    pub(crate) fn traffic(&self) -> [u64; 3] {
-        let [uploads, reads] = &self.traffic;
-        [uploads, reads, &self.launches].map(|count| count.load(Ordering::Relaxed))
-    }
-
-    fn recording(&self) -> MutexGuard<'_, Option<Vec<Call>>> {
-        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn begin_capture(&self) {
+    fn begin_capture(&self) -> Result<()> {
         *self.recording() = Some(Vec::new());
+        Ok(())
     }
 
-    pub(crate) fn end_capture(&self) -> Vec<Call> {
-        self.recording().take().unwrap_or_default()
+    fn end_capture(&self) -> Result<u64> {
+        let calls = self.recording().take().unwrap_or_default();
+        let number = self.recordings.fetch_add(1, Ordering::Relaxed);
+        self.recorded().insert(number, calls.into());
+        Ok(number)
     }
 
-    /// Records a call if a recording is in progress. Otherwise, returns the call.
-    fn record(&self, call: Call) -> Option<Call> {
-        match self.recording().as_mut() {
-            Some(calls) => {
-                calls.push(call);
-                None
-            }
-            None => Some(call),
-        }
-    }
-
-    pub(crate) fn replay(&self, calls: &[Call]) -> Result<()> {
-        for call in calls {
+    fn replay(&self, recorded: u64) -> Result<()> {
+        let calls = self.recorded().get(&recorded).map(Arc::clone).unwrap_or_default();
+        for call in &*calls {
             match call {
                 Call::Launch(launch, args) => self.run(*launch, &mut args.clone())?,
                 Call::Product(product) => self.multiply(product)?,
@@ -271,39 +426,16 @@ impl Emulated {
         Ok(())
     }
 
-    pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
+    fn clear(&self, at: u64, bytes: usize) -> Result<()> {
         self.fill(at, bytes, 0);
         Ok(())
     }
 
-    /// Sets values to NaN.
-    pub(crate) fn poison(&self, at: u64, bytes: usize) {
+    fn poison(&self, at: u64, bytes: usize) {
         self.fill(at, bytes, 0xff);
     }
 
-    fn fill(&self, at: u64, bytes: usize, with: u8) {
-        if self.record(Call::Fill { at, bytes, with }).is_some() {
-            self.fill_now(at, bytes, with);
-        }
-    }
-
-    fn fill_now(&self, at: u64, bytes: usize, with: u8) {
-        let (start, end) = (at as usize, at as usize + bytes);
-        // Whole pages of a large array become zeros when they are used next, because it may be larger than memory.
-        let pages = match with == 0 && bytes >= LARGE {
-            true => start.next_multiple_of(PAGE)..end / PAGE * PAGE,
-            false => end..end,
-        };
-        // SAFETY: the callers' ranges are inside arrays that `alloc` returned, whose mappings are private and of no file.
-        unsafe {
-            std::ptr::write_bytes(start as *mut u8, with, pages.start - start);
-            libc::madvise(pages.start as *mut c_void, pages.len(), libc::MADV_DONTNEED);
-            std::ptr::write_bytes(pages.end as *mut u8, with, end - pages.end);
-        }
-        self.report(at, bytes, if with == 0 { Event::Written } else { Event::Undefined });
-    }
-
-    pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
+    fn write(&self, at: u64, from: &[u8]) -> Result<()> {
         self.traffic[0].fetch_add(1, Ordering::Relaxed);
         // SAFETY: the callers' ranges are inside arrays that `alloc` returned.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, from.len()) };
@@ -311,90 +443,31 @@ impl Emulated {
         Ok(())
     }
 
-    pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
+    fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
         self.traffic[1].fetch_add(1, Ordering::Relaxed);
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(at as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
-    pub(crate) fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
+    fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
         match self.record(Call::Launch(launch, args.clone())) {
             Some(_) => self.run(launch, args),
             None => Ok(()),
         }
     }
 
-    fn run(&self, launch: Launch, args: &mut Args) -> Result<()> {
-        let (file, name) = launch.file_and_name();
-        let fail = |what: String| Err(Error::Launch { kernel: launch.kernel.into(), what });
-        let (Ok(file), Ok(name)) = (CString::new(file), CString::new(name)) else {
-            return fail("the name contains a zero byte".into());
-        };
-        let grid = launch.grid.map(|n| n as u32);
-        // The order differs from launch to launch; 0 stays 0.
-        let count = self.launches.fetch_add(1, Ordering::Relaxed);
-        let seed = self.schedule.wrapping_mul(count.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15));
-        // SAFETY: the function only stores the number.
-        unsafe { (self.sample)(self.most_blocks.load(Ordering::Relaxed)) };
-        let pointers = &mut args.pointers();
-        // SAFETY: pointers and sizes are those of `args`, and the callee compares the sizes with the kernel's parameters. Kernels
-        // access only their arguments, as on a GPU.
-        let why = unsafe {
-            (self.launch)(
-                file.as_ptr(),
-                name.as_ptr(),
-                grid.as_ptr(),
-                launch.threads,
-                launch.shared,
-                pointers.as_mut_ptr(),
-                args.sizes.as_ptr(),
-                args.sizes.len(),
-                seed,
-            )
-        };
-        message(why).map_or(Ok(()), fail)
-    }
-
-    /// Runs or records a product. Refuses a combination of types that cuBLASLt does not have.
-    pub(crate) fn product(&self, product: Product) -> Result<()> {
-        let Product { m, n, k, a, b, c_dtype, .. } = product;
+    // Refuses a combination of types that cuBLASLt does not have.
+    fn product(&self, product: &Product) -> Result<()> {
+        let Product { m, n, k, a, b, c_dtype, .. } = *product;
         if a.dtype != b.dtype || (a.dtype == Dtype::F32 && c_dtype == Dtype::Bf16) {
             let what = format!("cuBLASLt has no product of {:?} and {:?} in {c_dtype:?}", a.dtype, b.dtype);
             return Err(Error::Product { m, n, k, what });
         }
-        match self.record(Call::Product(product)) {
-            Some(_) => self.multiply(&product),
+        match self.record(Call::Product(*product)) {
+            Some(_) => self.multiply(product),
             None => Ok(()),
         }
-    }
-
-    fn multiply(&self, p: &Product) -> Result<()> {
-        let operand = |f: Factor| Operand {
-            at: f.at,
-            ld: f.ld as i64,
-            bf16: i32::from(f.dtype == Dtype::Bf16),
-            transposed: i32::from(f.transposed),
-        };
-        let bf16 = i32::from(p.c_dtype == Dtype::Bf16);
-        let (m, n, k) = (p.m as i64, p.n as i64, p.k as i64);
-        // SAFETY: sizes and addresses belong to arrays; see `linear`.
-        let why = unsafe {
-            (self.product)(
-                m,
-                n,
-                k,
-                &operand(p.a),
-                &operand(p.b),
-                p.c,
-                p.ldc as i64,
-                bf16,
-                p.plus.unwrap_or(0),
-            )
-        };
-        message(why).map_or(Ok(()), |what| {
-            Err(Error::Launch { kernel: "product".into(), what: format!("{m}×{n}×{k}: {what}") })
-        })
     }
 }
 

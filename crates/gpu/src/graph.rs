@@ -16,7 +16,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockWriteGuard};
 use std::thread::ThreadId;
 
-use crate::device::{Array, Driver, Gpu};
+use crate::device::{Array, Gpu};
 use crate::error::{Error, Result};
 
 /// A block of an arena.
@@ -105,25 +105,16 @@ struct Capture {
 /// Recorded work. It can be replayed any number of times as long as this value lives.
 pub struct Graph {
     gpu: Gpu,
-    recorded: Recorded,
+    /// Number that the driver gave the work.
+    recorded: u64,
     /// Memory that the kernels use between each other.
     _arena: Arena,
     _kept: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// Recorded work of a GPU or of the emulator.
-pub(crate) enum Recorded {
-    Cuda(crate::cuda::Recorded),
-    #[cfg(feature = "emulator")]
-    Emulated(Vec<crate::emulated::Call>),
-}
-
 impl Drop for Graph {
     fn drop(&mut self) {
-        #[cfg_attr(not(feature = "emulator"), expect(irrefutable_let_patterns, reason = "one driver"))]
-        if let (Driver::Cuda(cuda), Recorded::Cuda(recorded)) = (self.gpu.driver(), &self.recorded) {
-            self.gpu.note(cuda.forget(*recorded));
-        }
+        self.gpu.note(self.gpu.driver().forget(self.recorded));
     }
 }
 
@@ -148,7 +139,7 @@ impl Drop for Within<'_> {
     fn drop(&mut self) {
         if self.alone.is_some() {
             if self.gpu.captures() {
-                let _ = self.gpu.end_recording();
+                let _ = self.gpu.driver().end_capture();
             }
             self.close();
         }
@@ -200,10 +191,7 @@ impl Gpu {
         let found = match arena.free_block(bytes) {
             Some(at) => {
                 // Reused memory must start with undefined contents, as new memory does.
-                #[cfg(feature = "emulator")]
-                if let Driver::Emulated(emulated) = self.driver() {
-                    emulated.poison(at, bytes);
-                }
+                self.driver().poison(at, bytes);
                 Ok(at)
             }
             None if records => Err(Error::Capture {
@@ -252,13 +240,9 @@ impl Gpu {
     pub fn capture(&self, arena: &Arena, work: impl FnOnce()) -> Result<Graph> {
         self.healthy()?;
         let mut scope = self.open(arena, Some(Capture::default()));
-        match self.driver() {
-            Driver::Cuda(cuda) => cuda.begin_capture()?,
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => emulated.begin_capture(),
-        }
+        self.driver().begin_capture()?;
         work();
-        let recorded = self.end_recording();
+        let recorded = self.driver().end_capture();
         let Capture { refused, kept, .. } = scope.close().unwrap_or_default();
         // The graph is created before the check, so that an unusable recording is freed.
         let graph = recorded.map(|recorded| Graph {
@@ -272,14 +256,6 @@ impl Gpu {
         graph
     }
 
-    fn end_recording(&self) -> Result<Recorded> {
-        match self.driver() {
-            Driver::Cuda(cuda) => cuda.end_capture().map(Recorded::Cuda),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => Ok(Recorded::Emulated(emulated.end_capture())),
-        }
-    }
-
     /// Queues recorded work, which replaces the contents of `results`. The emulator first sets `results` to NaN, so that no value
     /// of an earlier replay remains.
     pub fn replay(&self, graph: &Graph, results: &[&Array]) {
@@ -287,18 +263,12 @@ impl Gpu {
         if self.failed() {
             return;
         }
-        let _ = results;
-        let done = match (self.driver(), &graph.recorded) {
-            (Driver::Cuda(cuda), Recorded::Cuda(recorded)) => cuda.replay(*recorded),
-            #[cfg(feature = "emulator")]
-            (Driver::Emulated(emulated), Recorded::Emulated(calls)) => {
-                results.iter().for_each(|array| emulated.poison(array.place(0), array.num_bytes()));
-                emulated.replay(calls)
-            }
-            #[cfg(feature = "emulator")]
-            _ => Err(Error::Capture { what: "belongs to another device".into() }),
-        };
-        self.note(done);
+        if !self.is(&graph.gpu) {
+            self.note::<()>(Err(Error::Capture { what: "belongs to another device".into() }));
+            return;
+        }
+        results.iter().for_each(|array| self.driver().poison(array.place(0), array.num_bytes()));
+        self.note(self.driver().replay(graph.recorded));
     }
 }
 

@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{Arg, Array, Dtype, Gpu, PIECE};
+use crate::device::{Arg, Array, Dtype, Gpu};
+use crate::driver::LOGITS;
 use crate::linear::{Onto, Weight};
 
 /// The target tokens of each row, on a device. A row has the tokens at `offsets[row]..offsets[row + 1]`.
@@ -40,14 +41,14 @@ impl Marks {
 /// Returns the number of rows and of logits that a GPU computes at a time.
 #[must_use]
 pub fn piece(rows: usize, vocab: usize) -> [usize; 2] {
-    let [most, elements] = PIECE;
+    let [most, elements] = LOGITS;
     let rows = rows.min(most);
     [rows, rows * (elements / rows.max(1)).min(vocab)]
 }
 
 /// Returns the pieces of the rows, and the number of columns of a piece.
 fn pieces(gpu: &Gpu, rows: usize, vocab: usize) -> (impl Iterator<Item = Range<usize>>, usize) {
-    let [most, elements] = gpu.piece();
+    let [most, elements] = gpu.driver().logits();
     let width = (elements / rows.clamp(1, most)).min(vocab).max(1);
     ((0..rows).step_by(most).map(move |at| at..rows.min(at + most)), width)
 }

@@ -15,6 +15,7 @@ mod checkup;
 mod conv;
 mod cuda;
 mod device;
+mod driver;
 mod elementwise;
 #[cfg(feature = "emulator")]
 mod emulated;

@@ -18,7 +18,7 @@ use cudarc::nccl::sys;
 use omnigrpo_guard::Fault;
 use omnigrpo_ranks::Ranks;
 
-use crate::device::{Arg, Array, Driver, Gpu};
+use crate::device::{Arg, Array, Gpu};
 use crate::error::{Error, Result};
 use crate::libraries::{Library, NCCL, functions, load, package};
 
@@ -175,8 +175,10 @@ impl Nccl {
     pub fn connect(gpu: &Gpu, ranks: &Ranks, libraries: &[PathBuf]) -> Result<Self> {
         let fault = |_: &Error| Fault::Machine;
         let machine = ranks.local()?.machine;
-        let (functions, _, version) = ranks.agree(gpu.nccl(libraries), fault)?;
-        check_introductions(&ranks.share((version, machine, gpu.bus()))?)?;
+        let loaded =
+            gpu.driver().libraries(libraries).and_then(|(folders, driver)| library(&folders, driver));
+        let (functions, _, version) = ranks.agree(loaded, fault)?;
+        check_introductions(&ranks.share((version, machine, gpu.driver().bus().map(str::to_owned)))?)?;
 
         let mut id = sys::ncclUniqueId { internal: [0; 128] };
         // SAFETY: the address is valid.
@@ -354,32 +356,10 @@ impl Gpu {
         self.each("sums/fold_blocks", len, &args);
     }
 
-    /// Loads NCCL.
-    fn nccl(&self, libraries: &[PathBuf]) -> Result<(Functions, PathBuf, [i32; 2])> {
-        match self.driver() {
-            Driver::Cuda(_) => library(libraries, Some(crate::survey()?.supports)),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => library(&[env!("OMNIGRPO_STAND_INS").into()], None),
-        }
-    }
-
-    /// Returns the address on the PCI bus; `None` for an emulator.
-    fn bus(&self) -> Option<String> {
-        match self.driver() {
-            Driver::Cuda(cuda) => Some(cuda.bus().to_owned()),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => None,
-        }
-    }
-
     /// Calls another library that queues work. It receives the stream of the kernels, whose context is current.
     fn beside_kernels<T>(&self, call: impl FnOnce(*mut c_void) -> Result<T>) -> Result<T> {
         let _entered = self.enter();
-        match self.driver() {
-            Driver::Cuda(cuda) => call(cuda.stream()?.cast()),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => call(std::ptr::null_mut()),
-        }
+        call(self.driver().stream()?)
     }
 }
 

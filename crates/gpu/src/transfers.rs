@@ -9,12 +9,13 @@ use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use crate::device::{Array, Driver, Gpu};
+use crate::device::{Array, Gpu};
+use crate::driver::Queue;
 
 /// Number of pinned buffers for each direction.
 const BUFFERS: usize = 2;
 /// Bytes of a pinned buffer.
-const PIECE: usize = 16 << 20;
+pub(crate) const PIECE: usize = 16 << 20;
 /// Bytes of arrays that wait for their copy to main memory. A further download first waits until fewer remain.
 const WAITING: usize = 128 << 20;
 
@@ -46,15 +47,6 @@ pub fn copy_bytes(to: &mut [u8], from: &[u8]) {
     }
 }
 
-/// Order of work on a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Queue {
-    /// Kernels, products and copies of pageable memory.
-    Main,
-    /// Copies of pinned memory.
-    Copies,
-}
-
 /// Main memory from which a device copies without the help of the CPU.
 struct Pinned {
     gpu: Gpu,
@@ -70,7 +62,7 @@ unsafe impl Send for Pinned {}
 impl Pinned {
     /// Allocates a buffer. Returns `None` if the device has failed or main memory is exhausted.
     fn new(gpu: &Gpu) -> Option<Self> {
-        let len = gpu.piece_bytes();
+        let len = gpu.driver().buffer();
         let at = if gpu.failed() { None } else { gpu.note(gpu.pin(len)) }?;
         Some(Self { gpu: gpu.clone(), at, len, copied: None })
     }
@@ -121,21 +113,13 @@ struct Mark {
 impl Mark {
     /// Waits until the device has reached this point.
     fn wait(&self) {
-        let _ = self.gpu.note(match self.gpu.driver() {
-            Driver::Cuda(cuda) => cuda.wait_for(self.event),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => Ok(()),
-        });
+        let _ = self.gpu.note(self.gpu.driver().wait_for(self.event));
     }
 }
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        let _ = self.gpu.note(match self.gpu.driver() {
-            Driver::Cuda(cuda) => cuda.forget_mark(self.event),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => Ok(()),
-        });
+        let _ = self.gpu.note(self.gpu.driver().forget_mark(self.event));
     }
 }
 
@@ -145,35 +129,14 @@ impl Transfers {
 }
 
 impl Gpu {
-    /// Returns the size of a pinned buffer. On the emulator, it is so small that arrays of tests have several pieces.
-    fn piece_bytes(&self) -> usize {
-        match self.driver() {
-            Driver::Cuda(_) => PIECE,
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => 4 << 10,
-        }
-    }
-
     fn pin(&self, bytes: usize) -> crate::Result<*mut u8> {
         let _entered = self.enter();
-        match self.driver() {
-            Driver::Cuda(cuda) => cuda.pin(bytes),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => Ok(Box::into_raw(vec![0u8; bytes].into_boxed_slice()).cast()),
-        }
+        self.driver().pin(bytes)
     }
 
     fn unpin(&self, at: *mut u8) -> crate::Result<()> {
         let _entered = self.enter();
-        match self.driver() {
-            Driver::Cuda(cuda) => cuda.unpin(at),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => {
-                // SAFETY: `pin` made this buffer of the same length.
-                drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(at, self.piece_bytes())) });
-                Ok(())
-            }
-        }
+        self.driver().unpin(at, self.driver().buffer())
     }
 
     /// Marks the end of the work that is queued now.
@@ -182,11 +145,7 @@ impl Gpu {
             return None;
         }
         let _entered = self.enter();
-        let event = self.note(match self.driver() {
-            Driver::Cuda(cuda) => cuda.mark(queue),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => Ok(0),
-        })?;
+        let event = self.note(self.driver().mark(queue))?;
         Some(Mark { gpu: self.clone(), event })
     }
 
@@ -194,11 +153,7 @@ impl Gpu {
     fn follow(&self, queue: Queue, mark: Option<&Mark>) {
         let Some(mark) = mark.filter(|_| !self.failed()) else { return };
         let _entered = self.enter();
-        self.note(match self.driver() {
-            Driver::Cuda(cuda) => cuda.follow(queue, mark.event),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => Ok(()),
-        });
+        self.note(self.driver().follow(queue, mark.event));
     }
 
     fn start_read(&self, from: u64, to: *mut u8, bytes: usize) {
@@ -206,14 +161,7 @@ impl Gpu {
             return;
         }
         let _entered = self.enter();
-        self.note(match self.driver() {
-            Driver::Cuda(cuda) => cuda.start_read(from, to, bytes),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => {
-                // SAFETY: the buffer has as many bytes, and no other reference to it exists.
-                emulated.read(from, unsafe { std::slice::from_raw_parts_mut(to, bytes) })
-            }
-        });
+        self.note(self.driver().start_read(from, to, bytes));
     }
 
     fn start_write(&self, to: u64, from: *const u8, bytes: usize) {
@@ -221,14 +169,7 @@ impl Gpu {
             return;
         }
         let _entered = self.enter();
-        self.note(match self.driver() {
-            Driver::Cuda(cuda) => cuda.start_write(to, from, bytes),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => {
-                // SAFETY: the buffer has as many bytes, and nothing writes to it now.
-                emulated.write(to, unsafe { std::slice::from_raw_parts(from, bytes) })
-            }
-        });
+        self.note(self.driver().start_write(to, from, bytes));
     }
 }
 
@@ -301,7 +242,7 @@ impl Worker {
         let (at, bytes) = (order.array.place(0), order.array.num_bytes());
         order.to.resize(bytes / 4, 0.0);
         self.orders.push_back(order);
-        let step = self.gpu.piece_bytes();
+        let step = self.gpu.driver().buffer();
         // An array without elements has one piece without bytes.
         for first in (0..bytes.max(1)).step_by(step) {
             while self.free.is_empty() && self.flying.len() >= BUFFERS {
@@ -415,7 +356,7 @@ impl Transfers {
         let (gpu, size) = (&self.gpu, array.dtype().size());
         gpu.follow(Queue::Copies, gpu.mark(Queue::Main).as_ref());
         let mut buffers = lock(&self.uploads);
-        let step = gpu.piece_bytes() / size;
+        let step = gpu.driver().buffer() / size;
         let end = elements.end.min(array.len());
         for first in (elements.start..end).step_by(step) {
             let range = first..(first + step).min(end);

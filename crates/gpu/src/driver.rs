@@ -1,0 +1,141 @@
+//! What drives a device: the CUDA driver or the emulator.
+
+use std::ffi::c_void;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use crate::checkup::Finding;
+use crate::device::{Args, Launch};
+use crate::error::Result;
+use crate::product::Product;
+use crate::sources::FILES;
+
+/// Number of rows and of elements in a piece of logits on a GPU: 64 MiB of f32.
+pub(crate) const LOGITS: [usize; 2] = [2048, 1 << 24];
+
+/// Order of work on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Queue {
+    /// Kernels, and copies that the host waits for.
+    Main,
+    /// Copies that run beside the kernels.
+    Copies,
+}
+
+/// The calls that a device needs. Addresses are those of the device. Work of [`Queue::Main`] runs in the order of the calls.
+///
+/// The defaults are those of a device that finishes its work before a call returns.
+pub(crate) trait Driver: Send + Sync {
+    fn name(&self) -> String;
+
+    /// Returns the address on the PCI bus, or `None` for an emulator.
+    fn bus(&self) -> Option<&str> {
+        None
+    }
+
+    /// Returns the numbers of free and total bytes of memory, or `None` if they are unknown.
+    fn memory(&self) -> Option<[usize; 2]>;
+
+    /// Returns the number of bytes of shared memory that a block can have.
+    fn most_shared(&self) -> usize;
+
+    /// Returns the number of rows and of elements in a piece of logits.
+    fn logits(&self) -> [usize; 2];
+
+    /// Returns the number of bytes in a buffer for copies.
+    fn buffer(&self) -> usize;
+
+    /// Returns the number of rows of the smallest batch.
+    fn least_rows(&self) -> usize;
+
+    fn alloc(&self, bytes: usize) -> Result<u64>;
+
+    /// Frees memory of [`Self::alloc`], which was allocated with the same number of bytes, after the queued work.
+    fn free(&self, at: u64, bytes: usize) -> Result<()>;
+
+    /// Sets bytes to 0.
+    fn clear(&self, at: u64, bytes: usize) -> Result<()>;
+
+    /// Makes the contents of memory undefined, so that a test finds a read before a write.
+    fn poison(&self, _at: u64, _bytes: usize) {}
+
+    fn write(&self, at: u64, from: &[u8]) -> Result<()>;
+
+    /// Reads bytes, after the queued work.
+    fn read(&self, at: u64, to: &mut [u8]) -> Result<()>;
+
+    fn launch(&self, launch: Launch, args: &mut Args) -> Result<()>;
+
+    fn product(&self, product: &Product) -> Result<()>;
+
+    /// Waits for all queued work of [`Queue::Main`].
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Starts recording this thread's work instead of executing it.
+    fn begin_capture(&self) -> Result<()>;
+
+    /// Ends the recording. Returns the number of the recorded work.
+    fn end_capture(&self) -> Result<u64>;
+
+    fn replay(&self, recorded: u64) -> Result<()>;
+
+    /// Frees recorded work.
+    fn forget(&self, recorded: u64) -> Result<()>;
+
+    /// Allocates main memory that the device accesses directly.
+    fn pin(&self, bytes: usize) -> Result<*mut u8>;
+
+    /// Frees memory of [`Self::pin`], which was allocated with the same number of bytes. Its copies are complete.
+    fn unpin(&self, at: *mut u8, bytes: usize) -> Result<()>;
+
+    /// Returns an event at the end of the work that is queued now.
+    fn mark(&self, _queue: Queue) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// Makes further work of a queue wait for an event.
+    fn follow(&self, _queue: Queue, _event: u64) -> Result<()> {
+        Ok(())
+    }
+
+    /// Waits until the device has reached an event.
+    fn wait_for(&self, _event: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn forget_mark(&self, _event: u64) -> Result<()> {
+        Ok(())
+    }
+
+    /// Starts a copy to memory of [`Self::pin`] in [`Queue::Copies`].
+    fn start_read(&self, from: u64, to: *mut u8, bytes: usize) -> Result<()>;
+
+    /// Starts a copy from memory of [`Self::pin`] in [`Queue::Copies`].
+    fn start_write(&self, to: u64, from: *const u8, bytes: usize) -> Result<()>;
+
+    /// Makes the device current for another library, and returns the stream of the kernels.
+    fn stream(&self) -> Result<*mut c_void> {
+        Ok(std::ptr::null_mut())
+    }
+
+    /// Returns the folders in which other libraries of the device are searched first, and the newest CUDA version that its driver
+    /// supports. `given` are those that the user has named.
+    fn libraries(&self, given: &[PathBuf]) -> Result<(Vec<PathBuf>, Option<i32>)>;
+
+    /// Compiles all kernels, until `until` at most. Returns the result of each file.
+    fn compile_all(&self, _until: Instant) -> Vec<Result<()>> {
+        vec![Ok(()); FILES.len()]
+    }
+
+    /// Returns what the driver knows of the health of the device.
+    fn health(&self) -> Vec<Finding> {
+        Vec::new()
+    }
+
+    #[cfg(feature = "emulator")]
+    fn emulated(&self) -> Option<&crate::emulated::Emulated> {
+        None
+    }
+}
