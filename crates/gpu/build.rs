@@ -1,7 +1,21 @@
-//! Compiles the kernels for the emulator and the stand-in of NCCL, with the feature `emulator`.
+//! Generates the launchers of the kernels. With the feature `emulator`, compiles the kernels and the stand-in of NCCL.
+
+use std::path::PathBuf;
+
+#[path = "build/launchers.rs"]
+mod launchers;
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=build");
+    println!("cargo::rerun-if-changed=cuda");
+    let folder = |name| PathBuf::from(std::env::var_os(name).unwrap_or_default());
+    let generated = launchers::generate(&folder("CARGO_MANIFEST_DIR").join("cuda"));
+    let path = folder("OUT_DIR").join("launchers.rs");
+    if let Err(why) = generated.and_then(|text| std::fs::write(path, text).map_err(|error| error.to_string()))
+    {
+        println!("cargo::error=launchers of the kernels: {why}");
+    }
     #[cfg(feature = "emulator")]
     emulator();
 }
@@ -9,9 +23,8 @@ fn main() {
 #[cfg(feature = "emulator")]
 fn emulator() {
     println!("cargo::rerun-if-changed=emu");
-    println!("cargo::rerun-if-changed=cuda");
-    let here = std::path::PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_default());
-    let out = std::path::PathBuf::from(std::env::var_os("OUT_DIR").unwrap_or_default());
+    let folder = |name| PathBuf::from(std::env::var_os(name).unwrap_or_default());
+    let (here, out) = (folder("CARGO_MANIFEST_DIR"), folder("OUT_DIR"));
     let mut build = cc::Build::new();
     build.cpp(true).std("c++17").opt_level(2).warnings(false).define("EMULATED", None);
     build.flag("-fno-strict-aliasing").include(here.join("emu")).include(here.join("cuda"));

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use omnigrpo_kernels::attention::AttentionLayout;
 
-use crate::device::{Arg, Array, Dtype, Field, Gpu, Launch, Pack};
+use crate::device::{Array, Dtype, Gpu, Pack};
+use crate::launch::{Gradients, Shape, attention as kernels, plain_attention as plain};
 
 /// Numbers of heads in packed rows `[q heads | k heads | v heads]`. Each head has `d` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,10 +21,9 @@ impl Heads {
         (self.q + 2 * self.kv) * self.d
     }
 
-    fn shape(self, scale: f32) -> Arg {
-        let [stride, out, heads, group] =
-            [self.packed(), self.q * self.d, self.q, self.group()].map(Field::Size);
-        Arg::fields(&[stride, out, heads, group, Field::Float(scale)])
+    fn shape(self) -> Shape {
+        let (stride, out_stride) = (self.packed(), self.q * self.d);
+        Shape { stride, out_stride, heads: self.q, group: self.group(), scale: self.scale() }
     }
 
     /// Returns the number of query heads that share a key head.
@@ -35,41 +35,10 @@ impl Heads {
         1.0 / (self.d as f32).sqrt()
     }
 
-    /// Returns the kernels that use tensor cores, and the padded width of a head in shared memory. Returns `None` if tensor cores
-    /// are unsupported.
-    fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 5], usize)> {
-        let names = match (dtype, self.d) {
-            (Dtype::Bf16, 64) => [
-                "attention/forward_64",
-                "attention/backward_q_64",
-                "attention/backward_kv_64",
-                "attention/decode_prompt_64",
-                "attention/decode_64",
-            ],
-            (Dtype::Bf16, 72) => [
-                "attention/forward_72",
-                "attention/backward_q_72",
-                "attention/backward_kv_72",
-                "attention/decode_prompt_72",
-                "attention/decode_72",
-            ],
-            (Dtype::Bf16, 80) => [
-                "attention/forward_80",
-                "attention/backward_q_80",
-                "attention/backward_kv_80",
-                "attention/decode_prompt_80",
-                "attention/decode_80",
-            ],
-            (Dtype::Bf16, 128) => [
-                "attention/forward_128",
-                "attention/backward_q_128",
-                "attention/backward_kv_128",
-                "attention/decode_prompt_128",
-                "attention/decode_128",
-            ],
-            _ => return None,
-        };
-        Some((names, self.d.next_multiple_of(16)))
+    /// Returns the padded width of a head in shared memory if tensor cores are supported.
+    fn tensor_cores(self, dtype: Dtype) -> Option<usize> {
+        let supported = dtype == Dtype::Bf16 && kernels::FORWARD.contains(&self.d);
+        supported.then(|| self.d.next_multiple_of(16))
     }
 }
 
@@ -369,33 +338,16 @@ impl Gpu {
         let out = self.output(t * q * d, qkv.dtype(), pattern);
         let lse = self.output(t * q, Dtype::F32, pattern);
         let Tiles { tiles, items, len } = &pattern.by_query;
-        let shape = heads.shape(heads.scale());
-        let parts = [0, q * d, (q + kv) * d];
-        if let Some(([kernel, ..], width)) = heads.tensor_cores(qkv.dtype()) {
-            let [a, b, c] = parts.map(|col| Arg::Pointer(qkv.place(col)));
-            let shared = 5 * ROWS * (width + 8) * 2;
-            let launch = Launch { kernel, grid: [q, *len, 1], threads: 128, shared };
-            self.launch(
-                launch,
-                &[out.pointer(), lse.pointer(), a, b, c, tiles.pointer(), items.pointer(), shape],
-            );
+        let shape = heads.shape();
+        let [a, b, c] = [0, q * d, (q + kv) * d].map(|col| qkv.element(col));
+        if let Some(width) = heads.tensor_cores(qkv.dtype()) {
+            let kernel = kernels::forward(d, &out, &lse, a, b, c, tiles, items, shape);
+            self.launch(kernel, [q, *len, 1], 128, 5 * ROWS * (width + 8) * 2);
         } else {
-            let [a, b, c] = parts.map(|col| qkv.arg_at(col));
-            let launch =
-                Launch { kernel: "plain_attention/forward", grid: [q, *len, ROWS], threads: 128, shared: 0 };
-            let d = Arg::Size(d);
-            self.launch(
-                launch,
-                &[out.arg(), lse.pointer(), a, b, c, tiles.pointer(), items.pointer(), shape, d],
-            );
+            let kernel = plain::forward(&out, &lse, a, b, c, tiles, items, shape, d);
+            self.launch(kernel, [q, *len, ROWS], 128, 0);
         }
         (out, lse)
-    }
-
-    /// Returns the structure `Gradients` of attention.cu. `strides` are those of a row and of a head.
-    fn gradients(places: [u64; 2], dtype: Dtype, strides: [usize; 2]) -> Arg {
-        let ([dk, dv], [row, head]) = (places.map(Field::Pointer), strides.map(Field::Size));
-        Arg::fields(&[dk, dv, Field::Flag(u32::from(dtype == Dtype::Bf16)), row, head, Field::Flag(0)])
     }
 
     /// Returns the gradient with respect to the packed rows, in their dtype.
@@ -413,67 +365,43 @@ impl Gpu {
         let t = qkv.len() / heads.packed().max(1);
         let dqkv = self.output(qkv.len(), qkv.dtype(), pattern);
         let delta = self.alloc(t * q, Dtype::F32);
-        let (queries, keys) = (&pattern.by_query, &pattern.by_key);
-        let shape = heads.shape(heads.scale());
+        let shape = heads.shape();
         let parts = [0, q * d, (q + kv) * d];
-        let width = Arg::Size(d);
-        let delta_launch =
-            Launch { kernel: "attention/delta", grid: [(t * q).div_ceil(4), 1, 1], threads: 128, shared: 0 };
-        let count = Arg::Long((t * q) as i64);
-        self.launch(delta_launch, &[delta.pointer(), dout.arg(), out.arg(), count, width]);
-        let stats = [lse.pointer(), delta.pointer()];
-        let of = |tiles: &Tiles| [tiles.tiles.pointer(), tiles.items.pointer(), shape];
+        self.launch(kernels::delta(&delta, dout, out, t * q, d), [(t * q).div_ceil(4), 1, 1], 128, 0);
         // Each query head has its own blocks. Heads that share a key head write parts, which are added in order.
         let partial = (q != kv).then(|| self.alloc(t * q * 2 * d, Dtype::F32));
         let to = match &partial {
             Some(partial) => {
-                Self::gradients([partial.place(0), partial.place(d)], Dtype::F32, [2 * q * d, 2 * d])
+                let (dk, dv) = (partial.element(0), partial.element(d));
+                Gradients { dk, dv, bf16: 0, stride: 2 * q * d, head: 2 * d }
             }
             None => {
-                let places = [parts[1], parts[2]].map(|col| dqkv.place(col));
-                Self::gradients(places, dqkv.dtype(), [heads.packed(), d])
+                let [_, dk, dv] = parts.map(|col| dqkv.element(col));
+                let bf16 = usize::from(dqkv.dtype() == Dtype::Bf16);
+                Gradients { dk, dv, bf16, stride: heads.packed(), head: d }
             }
         };
-        if let Some(([_, to_q, to_kv, ..], padded)) = heads.tensor_cores(qkv.dtype()) {
-            let dout = self.held(dout, Dtype::Bf16);
+        let [a, b, c] = parts.map(|col| qkv.element(col));
+        let (Tiles { tiles, items, len }, by_key) = (&pattern.by_query, &pattern.by_key);
+        if let Some(padded) = heads.tensor_cores(qkv.dtype()) {
+            let dout = &*self.held(dout, Dtype::Bf16);
             let line = (padded + 8) * 2;
-            let inputs = parts.map(|col| Arg::Pointer(qkv.place(col)));
-            let launch = |kernel, tiles: &Tiles, rows| Launch {
-                kernel,
-                grid: [q, tiles.len, 1],
-                threads: 128,
-                shared: rows * line,
-            };
-            self.launch(
-                launch(to_q, queries, 4 * ROWS),
-                &[&[dqkv.pointer(), dout.pointer()], &stats[..], &inputs, &of(queries)].concat(),
-            );
-            self.launch(
-                launch(to_kv, keys, 3 * ROWS),
-                &[&[to, dout.pointer()], &stats[..], &inputs, &of(keys)].concat(),
-            );
+            let kernel = kernels::backward_q(d, &dqkv, dout, lse, &delta, a, b, c, tiles, items, shape);
+            self.launch(kernel, [q, *len, 1], 128, 4 * ROWS * line);
+            let Tiles { tiles, items, len } = by_key;
+            let kernel = kernels::backward_kv(d, to, dout, lse, &delta, a, b, c, tiles, items, shape);
+            self.launch(kernel, [q, *len, 1], 128, 3 * ROWS * line);
         } else {
-            let inputs = parts.map(|col| qkv.arg_at(col));
-            let launch = |kernel, tiles: &Tiles| Launch {
-                kernel,
-                grid: [q, tiles.len, ROWS],
-                threads: 128,
-                shared: 0,
-            };
-            self.launch(
-                launch("plain_attention/backward_q", queries),
-                &[&[dqkv.arg(), dout.arg()], &stats[..], &inputs, &of(queries), &[width]].concat(),
-            );
-            self.launch(
-                launch("plain_attention/backward_kv", keys),
-                &[&[to, dout.arg()], &stats[..], &inputs, &of(keys), &[width]].concat(),
-            );
+            let kernel = plain::backward_q(&dqkv, dout, lse, &delta, a, b, c, tiles, items, shape, d);
+            self.launch(kernel, [q, *len, ROWS], 128, 0);
+            let Tiles { tiles, items, len } = by_key;
+            let kernel = plain::backward_kv(to, dout, lse, &delta, a, b, c, tiles, items, shape, d);
+            self.launch(kernel, [q, *len, ROWS], 128, 0);
         }
         if let Some(partial) = &partial {
-            let [stride, kv_heads, group] = [heads.packed(), kv, heads.group()].map(Arg::Size);
-            let args =
-                [dqkv.arg_at(q * d), partial.pointer(), Arg::Long(t as i64), stride, kv_heads, group, width];
-            self.each("attention/sum_heads", t * 2 * kv * d.div_ceil(4), &args);
+            let (to, stride) = (dqkv.element(q * d), heads.packed());
+            let kernel = kernels::sum_heads(to, partial, t, stride, kv, heads.group(), d);
+            self.each(kernel, t * 2 * kv * d.div_ceil(4));
         }
         dqkv
     }
@@ -485,65 +413,52 @@ impl Gpu {
         let Heads { q, kv, d } = heads;
         let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts], heads: blocks } = decoding.size;
         let parts = prompt_parts + own_parts;
-        let (table, pages) = (decoding.rows.pointer(), decoding.pages.pointer());
-        let int = Arg::Size;
+        let Decoding { rows: table, pages, tiles: pairs, counters, .. } = decoding;
         let out = self.alloc(rows * q * d, qkv.dtype());
         let partial = self.alloc(rows * q * parts * (2 + d), Dtype::F32);
         // Tensor cores read the keys of a shared prompt once for all its completions, and the keys of a completion once for all
         // query heads of a key head.
-        if let Some(([.., of_prompt, of_all], padded)) = heads.tensor_cores(qkv.dtype()) {
-            let shape = heads.shape(heads.scale());
-            let launch =
-                |kernel, grid, lines| Launch { kernel, grid, threads: 128, shared: lines * (padded + 8) * 2 };
-            let args = [
-                partial.pointer(),
-                qkv.pointer(),
-                table,
-                decoding.tiles.pointer(),
-                int(layer),
-                int(parts),
-                shape,
-            ];
-            self.launch(launch(of_prompt, [tiles, kv, prompt_parts], 5 * ROWS), &args);
-            let args = [
-                out.pointer(),
-                partial.pointer(),
-                decoding.counters.pointer(),
-                qkv.pointer(),
+        if let Some(padded) = heads.tensor_cores(qkv.dtype()) {
+            let (shape, line) = (heads.shape(), (padded + 8) * 2);
+            let kernel = kernels::decode_prompt(d, &partial, qkv, table, pairs, layer, parts, shape);
+            self.launch(kernel, [tiles, kv, prompt_parts], 128, 5 * ROWS * line);
+            let kernel = kernels::decode(
+                d,
+                &out,
+                &partial,
+                counters,
+                qkv,
                 table,
                 pages,
-                int(layer),
-                int(prompt_parts),
-                int(parts),
+                layer,
+                prompt_parts,
+                parts,
                 shape,
-            ];
-            self.launch(launch(of_all, [rows, blocks, own_parts], JOINED_HEADS + 4 * PAGE), &args);
+            );
+            self.launch(kernel, [rows, blocks, own_parts], 128, (JOINED_HEADS + 4 * PAGE) * line);
             return out;
         }
-        let low = int(usize::from(qkv.dtype() == Dtype::Bf16));
-        let (stride, width) = (int(heads.packed()), 2 * kv * d);
-        let args = [table, pages, low, qkv.arg(), stride, int(width), int(layer)];
-        self.each_row("plain_attention/append", rows, width, &args);
-        let args = [
-            partial.pointer(),
-            qkv.arg(),
+        let low = usize::from(qkv.dtype() == Dtype::Bf16);
+        let (stride, width) = (heads.packed(), 2 * kv * d);
+        self.each_row(plain::append(table, pages, low, qkv, stride, width, layer), rows, width);
+        let (group, scale) = (heads.group(), heads.scale());
+        let kernel = plain::decode(
+            &partial,
+            qkv,
             table,
             pages,
             low,
-            int(layer),
-            int(prompt_parts),
-            int(parts),
-            int(q),
-            int(heads.group()),
+            layer,
+            prompt_parts,
+            parts,
+            q,
+            group,
             stride,
-            int(d),
-            Arg::Float(heads.scale()),
-        ];
-        let grid = [rows, q, parts];
-        self.launch(Launch { kernel: "plain_attention/decode", grid, threads: 128, shared: 0 }, &args);
-        let count = Arg::Long((rows * q) as i64);
-        let args = [out.arg(), partial.pointer(), count, int(parts), int(d)];
-        self.each("plain_attention/decode_join", rows * q * d, &args);
+            d,
+            scale,
+        );
+        self.launch(kernel, [rows, q, parts], 128, 0);
+        self.each(plain::decode_join(&out, &partial, rows * q, parts, d), rows * q * d);
         out
     }
 }

@@ -1,6 +1,7 @@
 //! Convolutions over channels-last rows, computed by unfolding and products; depthwise convolutions; gates.
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+use crate::device::{Array, Dtype, Gpu};
+use crate::launch::conv;
 
 /// The patches of a convolution, on a device.
 #[derive(Debug)]
@@ -53,31 +54,14 @@ impl Gpu {
     pub fn unfold(&self, x: &Array, patches: &Unfolding, c: usize) -> Array {
         let count = patches.rows() * patches.taps;
         let y = self.alloc(count * c, x.dtype());
-        let args = [
-            y.arg(),
-            x.arg(),
-            patches.sources.pointer(),
-            Arg::Long(count as i64),
-            Arg::Size(patches.taps),
-            Arg::Size(c),
-        ];
-        self.each("conv/unfold", count * c, &args);
+        self.each(conv::unfold(&y, x, &patches.sources, count, patches.taps, c), count * c);
         y
     }
 
     /// Adds the gradient of [`Self::unfold`] to `dx [rows, c]`.
     pub fn fold(&self, dx: &mut Array, dy: &Array, patches: &Unfolding, c: usize) {
-        let rows = dx.len() / c.max(1);
-        let args = [
-            dx.arg(),
-            dy.arg(),
-            patches.offsets.pointer(),
-            patches.entries.pointer(),
-            Arg::Long(rows as i64),
-            Arg::Size(patches.taps),
-            Arg::Size(c),
-        ];
-        self.each("conv/fold", dx.len(), &args);
+        let (len, Unfolding { offsets, entries, taps, .. }) = (dx.len(), patches);
+        self.each(conv::fold(dx, dy, offsets, entries, len / c.max(1), *taps, c), len);
     }
 
     /// Computes a depthwise 3×3 convolution of images of `[h, w]` positions. If `flip`, computes the gradient with respect to the
@@ -86,9 +70,8 @@ impl Gpu {
     pub fn depthwise(&self, x: &Array, weight: &Array, [h, w]: [usize; 2], flip: bool) -> Array {
         let c = weight.len() / 9;
         let y = self.alloc(x.len(), x.dtype());
-        let rows = Arg::Long((x.len() / c.max(1)) as i64);
-        let [h, w, c, flip] = [h, w, c, usize::from(flip)].map(Arg::Size);
-        self.each("conv/depthwise", x.len(), &[y.arg(), x.arg(), weight.arg(), rows, h, w, c, flip]);
+        let rows = x.len() / c.max(1);
+        self.each(conv::depthwise(&y, x, weight, rows, h, w, c, usize::from(flip)), x.len());
         y
     }
 
@@ -99,11 +82,8 @@ impl Gpu {
         let parts = rows.div_ceil(PER_PART);
         let partial = self.alloc(parts * 9 * c, Dtype::F32);
         let threads = (9 * c).next_multiple_of(32).clamp(32, 256);
-        let grid = [(9 * c).div_ceil(threads), parts, 1];
-        let [h, w, c] = [h, w, c].map(Arg::Size);
-        let (rows, per) = (Arg::Long(rows as i64), Arg::Long(PER_PART as i64));
-        let launch = Launch { kernel: "conv/depthwise_weight", grid, threads: threads as u32, shared: 0 };
-        self.launch(launch, &[partial.pointer(), dy.arg(), x.arg(), rows, h, w, c, per]);
+        let kernel = conv::depthwise_weight(&partial, dy, x, rows, h, w, c, PER_PART);
+        self.launch(kernel, [(9 * c).div_ceil(threads), parts, 1], threads, 0);
         self.add_parts(dw, &partial, parts);
     }
 
@@ -111,9 +91,8 @@ impl Gpu {
     #[must_use]
     pub fn gate(&self, x: &Array, gate: &Array, c: usize) -> Array {
         let y = self.alloc(x.len(), x.dtype());
-        let s = Arg::Long((x.len() / gate.len().max(1)) as i64);
-        let args = [y.arg(), x.arg(), gate.arg(), Arg::Long(x.len() as i64), s, Arg::Size(c)];
-        self.each("conv/gate", x.len(), &args);
+        let each = x.len() / gate.len().max(1);
+        self.each(conv::gate(&y, x, gate, x.len(), each, c), x.len());
         y
     }
 
@@ -121,10 +100,8 @@ impl Gpu {
     #[must_use]
     pub fn gate_back(&self, x: &Array, gate: &Array, dy: &Array, c: usize) -> [Array; 2] {
         let dgate = self.alloc(gate.len(), gate.dtype());
-        let s = Arg::Long((x.len() / gate.len().max(1)) as i64);
-        let rows = Arg::Long((gate.len() / c.max(1)) as i64);
-        let args = [dgate.arg(), dy.arg(), x.arg(), gate.arg(), rows, s, Arg::Size(c)];
-        self.each("conv/gate_back", gate.len(), &args);
+        let (rows, each) = (gate.len() / c.max(1), x.len() / gate.len().max(1));
+        self.each(conv::gate_back(&dgate, dy, x, gate, rows, each, c), gate.len());
         [self.gate(dy, gate, c), dgate]
     }
 
@@ -133,8 +110,7 @@ impl Gpu {
     pub fn blend(&self, x: &Array, logits: &Array) -> Array {
         let n = x.len() / logits.len().max(1);
         let y = self.alloc(n, x.dtype());
-        let args = [y.arg(), x.arg(), logits.arg(), Arg::Long(n as i64), Arg::Size(logits.len())];
-        self.each("conv/blend", n, &args);
+        self.each(conv::blend(&y, x, logits, n, logits.len()), n);
         y
     }
 
@@ -143,8 +119,7 @@ impl Gpu {
     pub fn blend_back(&self, x: &Array, logits: &Array, dy: &Array) -> [Array; 2] {
         let (n, k) = (dy.len(), logits.len());
         let dx = self.alloc(x.len(), x.dtype());
-        let (n_arg, k_arg) = (Arg::Long(n as i64), Arg::Size(k));
-        self.each("conv/blend_back", x.len(), &[dx.arg(), dy.arg(), logits.arg(), n_arg, k_arg]);
+        self.each(conv::blend_back(&dx, dy, logits, n, k), x.len());
         let alternatives: Vec<Array> = (0..k).map(|i| self.dots((dy, 0), (x, i * n), n)).collect();
         let parts = alternatives.first().map_or(0, |dots| dots.len() / 2);
         let mut dots = self.alloc(k * 2 * parts, Dtype::F32);
@@ -153,8 +128,7 @@ impl Gpu {
             self.copy_rows(&mut dots, place(i * 2 * parts), own, place(0), [1, 2 * parts]);
         }
         let dlogits = self.alloc(k, logits.dtype());
-        let args = [dlogits.arg(), dots.pointer(), logits.arg(), Arg::Size(parts), k_arg];
-        self.launch(Launch { kernel: "conv/blend_logits", grid: [1, 1, 1], threads: 1, shared: 0 }, &args);
+        self.launch(conv::blend_logits(&dlogits, &dots, logits, parts, k), [1; 3], 1, 0);
         [dx, dlogits]
     }
 }

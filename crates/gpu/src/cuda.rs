@@ -11,9 +11,9 @@ use cudarc::driver::{result, sys};
 
 use crate::blas::Blas;
 use crate::checkup::Finding;
-use crate::device::{Args, Launch};
 use crate::driver::{Driver, LOGITS, Queue};
 use crate::error::{Error, Result};
+use crate::launch::{Args, Launch};
 use crate::libraries::OLDEST;
 use crate::nvml;
 use crate::nvrtc::Nvrtc;

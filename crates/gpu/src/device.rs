@@ -10,6 +10,7 @@ use crate::driver::Driver;
 use crate::emulated::Emulated;
 use crate::error::{Error, Result};
 use crate::graph::{Blocks, Scope};
+use crate::launch::{Arg, Args, Element, Kernel, Launch};
 use crate::nvml::Monitor;
 use crate::product::Product;
 
@@ -56,147 +57,6 @@ impl Drop for Inner {
         if let Some(&at) = self.counters.get() {
             let _ = self.driver.free(at, 4 * COUNTERS);
         }
-    }
-}
-
-/// An argument of a kernel.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Arg {
-    /// The structure `Array` of prim.cuh.
-    Array(u64, Dtype),
-    Pointer(u64),
-    Int(i32),
-    Long(i64),
-    Word(u64),
-    /// A size, which kernels read as a 32-bit integer. [`Gpu::launch`] refuses one that does not fit.
-    Size(usize),
-    Float(f32),
-    /// A structure of 4-byte words.
-    Fields {
-        words: [u32; 8],
-        count: usize,
-        /// Largest size among the fields.
-        most: usize,
-    },
-}
-
-/// A field of a structure that is an argument of a kernel.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Field {
-    /// A pointer, which takes two words.
-    Pointer(u64),
-    /// A size; see [`Arg::Size`].
-    Size(usize),
-    Flag(u32),
-    Float(f32),
-}
-
-impl Arg {
-    /// The argument for an absent array.
-    pub(crate) const NO_ARRAY: Self = Self::Array(0, Dtype::F32);
-    /// The argument for an absent pointer.
-    pub(crate) const NULL: Self = Self::Pointer(0);
-
-    /// The argument for an absent structure of eight words.
-    pub(crate) const NO_FIELDS: Self = Self::Fields { words: [0; 8], count: 8, most: 0 };
-
-    /// Creates a structure of at most eight words.
-    pub(crate) fn fields(fields: &[Field]) -> Self {
-        let (mut words, mut count, mut most) = ([0; 8], 0, 0);
-        let mut add = |word| {
-            words[count] = word;
-            count += 1;
-        };
-        for field in fields {
-            match *field {
-                Field::Pointer(at) => [at as u32, (at >> 32) as u32].into_iter().for_each(&mut add),
-                Field::Size(n) => {
-                    most = most.max(n);
-                    add(n as u32);
-                }
-                Field::Flag(x) => add(x),
-                Field::Float(x) => add(x.to_bits()),
-            }
-        }
-        Self::Fields { words, count, most }
-    }
-
-    /// Returns the largest size that the kernel reads as a 32-bit integer.
-    fn most(&self) -> usize {
-        match *self {
-            Self::Size(n) | Self::Fields { most: n, .. } => n,
-            _ => 0,
-        }
-    }
-
-    /// Encodes the argument in C's layout. Returns the bytes, at a multiple of 8, and the number of bytes used.
-    fn encode(self) -> ([u64; 4], usize) {
-        let mut out = [0; 4];
-        let size = match self {
-            Self::Array(at, dtype) => {
-                out[..2].copy_from_slice(&[at, u64::from(dtype == Dtype::Bf16)]);
-                16
-            }
-            Self::Pointer(x) | Self::Word(x) => {
-                out[0] = x;
-                8
-            }
-            Self::Long(x) => {
-                out[0] = x.cast_unsigned();
-                8
-            }
-            Self::Int(x) => {
-                out[0] = u64::from(x.cast_unsigned());
-                4
-            }
-            Self::Size(x) => {
-                out[0] = u64::from(x as u32);
-                4
-            }
-            Self::Float(x) => {
-                out[0] = u64::from(x.to_bits());
-                4
-            }
-            Self::Fields { words, count, .. } => {
-                bytemuck::cast_slice_mut::<u64, u32>(&mut out)[..8].copy_from_slice(&words);
-                4 * count
-            }
-        };
-        (out, size)
-    }
-}
-
-/// The arguments of a launch, in the form that `cuLaunchKernel` takes.
-#[derive(Clone)]
-pub(crate) struct Args {
-    values: Vec<[u64; 4]>,
-    #[cfg_attr(
-        not(feature = "emulator"),
-        expect(dead_code, reason = "the emulator compares them with parameters")
-    )]
-    pub(crate) sizes: Vec<usize>,
-}
-
-impl Args {
-    pub(crate) fn pointers(&mut self) -> Vec<*mut std::ffi::c_void> {
-        self.values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect()
-    }
-}
-
-/// A kernel and its grid.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Launch {
-    /// Name of the kernel, as `file/name`.
-    pub kernel: &'static str,
-    pub grid: [usize; 3],
-    pub threads: u32,
-    /// Number of bytes of dynamic shared memory.
-    pub shared: usize,
-}
-
-impl Launch {
-    pub(crate) fn file_and_name(&self) -> (&'static str, &'static str) {
-        self.kernel.split_once('/').unwrap_or((self.kernel, ""))
     }
 }
 
@@ -372,22 +232,23 @@ impl Gpu {
 
     /// Returns [`COUNTERS`] counters, which are 0 between kernels. They outlive all recordings, so they are in no arena, and no
     /// recording can allocate them.
-    pub(crate) fn counters(&self) -> Arg {
+    pub(crate) fn counters(&self) -> Element {
+        let counters = |at| Element { at, dtype: Dtype::F32 };
         if let Some(&at) = self.0.counters.get() {
-            return Arg::Pointer(at);
+            return counters(at);
         }
         if self.refuses(|| "needs counters that no normal run has allocated".into()) {
-            return Arg::NULL;
+            return Element::default();
         }
         let bytes = 4 * COUNTERS;
-        let Some(at) = self.note(self.driver_alloc(bytes)) else { return Arg::NULL };
+        let Some(at) = self.note(self.driver_alloc(bytes)) else { return Element::default() };
         self.clear_bytes(at, bytes);
         // Another thread may have stored its own in the meantime. Threads do not wait for each other here, since one of them may
         // have exclusive use of the device, for which the other waits.
         if self.0.counters.set(at).is_err() {
             self.free(at, bytes);
         }
-        Arg::Pointer(self.0.counters.get().copied().unwrap_or(at))
+        counters(self.0.counters.get().copied().unwrap_or(at))
     }
 
     /// Allocates an array of zeros.
@@ -471,48 +332,61 @@ impl Gpu {
         }
     }
 
-    /// Queues a kernel. A launch whose grid has no blocks does nothing.
-    pub(crate) fn launch(&self, launch: Launch, args: &[Arg]) {
-        if self.failed() || launch.grid.contains(&0) {
+    /// Queues a kernel with a grid of blocks of `threads` threads and `shared` bytes of dynamic shared memory. A launch whose grid
+    /// has no blocks does nothing.
+    pub(crate) fn launch(&self, kernel: Kernel, grid: [usize; 3], threads: usize, shared: usize) {
+        if self.failed() || grid.contains(&0) {
             return;
         }
-        let [x, y, z] = launch.grid;
-        let most_shared = self.driver().most_shared();
-        if x > i32::MAX as usize || y > 65_535 || z > 65_535 || launch.shared > most_shared {
-            let what = format!(
-                "expected at most 2147483647×65535×65535 blocks with {most_shared} bytes of shared memory on {}, got \
-                 {x}×{y}×{z} blocks with {} bytes",
-                self.name(),
-                launch.shared
-            );
-            return self.refuse_launch(launch, what);
+        let Kernel { name, args } = kernel;
+        if let Err(what) = self.check_launch(grid, shared, &args) {
+            self.note::<()>(Err(Error::Launch { kernel: name.into(), what }));
+            return;
         }
-        let most = args.iter().map(Arg::most).max().unwrap_or_default();
-        if i32::try_from(most).is_err() {
-            return self.refuse_launch(launch, format!("expected sizes of at most {}, got {most}", i32::MAX));
-        }
-        let (values, sizes) = args.iter().map(|arg| arg.encode()).unzip();
-        let mut args = Args { values, sizes };
+        let launch = Launch { kernel: name, grid, threads: threads as u32, shared };
         let _entered = self.enter();
-        self.note(self.driver().launch(launch, &mut args));
+        self.note(self.driver().launch(launch, &mut Args::new(&args)));
     }
 
-    fn refuse_launch(&self, launch: Launch, what: String) {
-        self.note::<()>(Err(Error::Launch { kernel: launch.kernel.into(), what }));
+    fn check_launch(
+        &self,
+        [x, y, z]: [usize; 3],
+        shared: usize,
+        args: &[Arg],
+    ) -> std::result::Result<(), String> {
+        let most_shared = self.driver().most_shared();
+        if x > i32::MAX as usize || y > 65_535 || z > 65_535 || shared > most_shared {
+            return Err(format!(
+                "expected at most 2147483647×65535×65535 blocks with {most_shared} bytes of shared memory on {}, got \
+                 {x}×{y}×{z} blocks with {shared} bytes",
+                self.name()
+            ));
+        }
+        for arg in args {
+            if let Arg::Mismatch(parameter, got) = arg {
+                return Err(format!(
+                    "the dtype of the array for {parameter} is {got:?}, which this kernel cannot read"
+                ));
+            }
+            if i32::try_from(arg.most()).is_err() {
+                return Err(format!("expected sizes of at most {}, got {}", i32::MAX, arg.most()));
+            }
+        }
+        Ok(())
     }
 
     /// Queues a kernel with one thread for each of `count` pieces of work.
-    pub(crate) fn each(&self, kernel: &'static str, count: usize, args: &[Arg]) {
-        let grid = [count.div_ceil(THREADS), 1, 1];
+    pub(crate) fn each(&self, kernel: Kernel, count: usize) {
+        let blocks = count.div_ceil(THREADS);
         // In the emulator, a short last block takes as long as a full one.
-        let threads = if grid[0] == 1 { count.next_multiple_of(32) } else { THREADS };
-        self.launch(Launch { kernel, grid, threads: threads as u32, shared: 0 }, args);
+        let threads = if blocks == 1 { count.next_multiple_of(32) } else { THREADS };
+        self.launch(kernel, [blocks, 1, 1], threads, 0);
     }
 
     /// Queues a kernel with one block of threads for each of `rows` rows of `cols` elements. Rows without columns have a block too.
-    pub(crate) fn each_row(&self, kernel: &'static str, rows: usize, cols: usize, args: &[Arg]) {
+    pub(crate) fn each_row(&self, kernel: Kernel, rows: usize, cols: usize) {
         let threads = cols.div_ceil(4).next_multiple_of(32).clamp(32, THREADS);
-        self.launch(Launch { kernel, grid: [rows, 1, 1], threads: threads as u32, shared: 0 }, args);
+        self.launch(kernel, [rows, 1, 1], threads, 0);
     }
 
     /// Queues a product. cuBLASLt refuses a sum of no terms, which is zero, and bf16 results of f32 factors.
@@ -656,19 +530,9 @@ impl Array {
         }
     }
 
-    /// Returns the array as a kernel argument.
-    pub(crate) fn arg(&self) -> Arg {
-        self.arg_at(0)
-    }
-
-    /// Returns the part of the array that starts at an element, as a kernel argument.
-    pub(crate) fn arg_at(&self, element: usize) -> Arg {
-        Arg::Array(self.place(element), self.dtype)
-    }
-
-    /// Returns the address as a kernel argument, for parameters whose dtype is fixed.
-    pub(crate) fn pointer(&self) -> Arg {
-        Arg::Pointer(self.at)
+    /// Returns an element as an argument of kernels.
+    pub(crate) fn element(&self, index: usize) -> Element {
+        Element { at: self.place(index), dtype: self.dtype }
     }
 }
 
@@ -686,14 +550,14 @@ impl Drop for Array {
 #[cfg(all(test, feature = "emulator"))]
 mod tests {
     use super::*;
+    use crate::launch::{Sampling, Shape, attention, sums};
 
     /// Blocks have at most the shared memory of the device. On the emulator, that is the least of all supported GPUs.
     #[test]
     fn a_launch_that_needs_too_much_shared_memory_is_refused() {
         let refused = |shared| {
             let gpu = Gpu::emulated(0);
-            let launch = Launch { kernel: "linear/few_rows_1", grid: [1; 3], threads: 32, shared };
-            gpu.launch(launch, &[]);
+            gpu.launch(Kernel { name: "linear/few_rows_1", args: Vec::new() }, [1; 3], 32, shared);
             gpu.check().unwrap_err().to_string()
         };
         let said = refused((99 << 10) + 1);
@@ -719,24 +583,35 @@ mod tests {
         // Such an array is mapped, and nothing touches it.
         let swiglu = |gpu: &Gpu| drop(gpu.swiglu(&gpu.alloc(2 * cols, Dtype::Bf16), 1, cols));
         assert_eq!(refused(&swiglu), format!("kernel elementwise/swiglu: {said}"));
-        let draw = |gpu: &Gpu| {
-            let launch = Launch { kernel: "sample/draw", grid: [1; 3], threads: 32, shared: 0 };
-            gpu.launch(launch, &[Arg::fields(&[Field::Float(1.0), Field::Size(cols)])]);
+        let draw = |gpu: &Gpu, vocab| {
+            let args = vec![Sampling { temperature: -1.0, vocab, ..Sampling::default() }.into()];
+            gpu.launch(Kernel { name: "sample/draw", args }, [1; 3], 32, 0);
         };
-        assert_eq!(refused(&draw), format!("kernel sample/draw: {said}"));
+        assert_eq!(refused(&|gpu| draw(gpu, cols)), format!("kernel sample/draw: {said}"));
         // The next check is that of the arguments.
-        let fits = |gpu: &Gpu| {
-            let launch = Launch { kernel: "sample/draw", grid: [1; 3], threads: 32, shared: 0 };
-            gpu.launch(launch, &[Arg::fields(&[Field::Float(-1.0), Field::Size(cols - 1)])]);
-        };
-        assert!(refused(&fits).contains("arguments differ"));
+        assert!(refused(&|gpu| draw(gpu, cols - 1)).contains("arguments differ"));
     }
 
+    /// A kernel that reads f32 would read the pairs of a bf16 array.
     #[test]
-    fn a_structure_has_the_layout_of_c() {
-        let at = 0x0123_4567_89ab_cdef;
-        let arg = Arg::fields(&[Field::Pointer(at), Field::Size(7), Field::Flag(1), Field::Float(1.0)]);
-        let (bytes, size) = arg.encode();
-        assert_eq!((bytes, size), ([at, 1 << 32 | 7, 0x3f80_0000, 0], 20));
+    fn an_array_of_another_dtype_is_refused() {
+        let gpu = Gpu::emulated(0);
+        let [x, y] = [Dtype::F32, Dtype::Bf16].map(|dtype| gpu.zeros(8, dtype));
+        gpu.each(sums::add_parts(&x, &x, 1, 8), 8);
+        gpu.check().unwrap();
+        gpu.each(sums::add_parts(&x, &y, 1, 8), 8);
+        let said = "kernel sums/add_parts: the dtype of the array for partial is Bf16, which this kernel cannot read";
+        assert_eq!(gpu.check().unwrap_err().to_string(), said);
+    }
+
+    /// Heads of 63 columns have no kernel.
+    #[test]
+    fn a_kernel_of_a_number_that_does_not_exist_is_refused() {
+        let gpu = Gpu::emulated(0);
+        let x = gpu.zeros(8, Dtype::Bf16);
+        let lse = gpu.zeros(8, Dtype::F32);
+        let kernel = attention::forward(63, &x, &lse, &x, &x, &x, &lse, &lse, Shape::default());
+        gpu.launch(kernel, [1; 3], 128, 0);
+        assert!(gpu.check().unwrap_err().to_string().starts_with("kernel attention/forward: "));
     }
 }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use crate::checkup::Finding;
-use crate::device::{Args, Launch};
 use crate::error::Result;
+use crate::launch::{Args, Launch};
 use crate::product::Product;
 use crate::sources::FILES;
 

@@ -2,7 +2,8 @@
 
 use omnigrpo_kernels::activation::Activation;
 
-use crate::device::{Arg, Array, Dtype, Gpu};
+use crate::device::{Array, Dtype, Gpu};
+use crate::launch::{Element, elementwise};
 
 /// The position of rows in memory.
 #[derive(Clone, Copy, Debug)]
@@ -27,10 +28,6 @@ impl<'a> Place<'a> {
     pub fn of(self, index: &'a Array) -> Self {
         Self { index: Some(index), ..self }
     }
-
-    fn index(self) -> Arg {
-        self.index.map_or(Arg::NULL, Array::pointer)
-    }
 }
 
 /// An array in the requested dtype: the array itself, or a converted copy.
@@ -54,14 +51,15 @@ fn quads(rows: usize, cols: usize) -> usize {
     rows * cols.div_ceil(4)
 }
 
-fn kind(act: Activation) -> Arg {
-    Arg::Int(match act {
+/// Returns the number of an activation in the kernels.
+fn kind(act: Activation) -> usize {
+    match act {
         Activation::GeluErf => 0,
         Activation::GeluTanh => 1,
         Activation::QuickGelu => 2,
         Activation::Silu => 3,
         Activation::Tanh => 4,
-    })
+    }
 }
 
 impl Gpu {
@@ -69,7 +67,7 @@ impl Gpu {
     #[must_use]
     pub fn cast(&self, x: &Array, dtype: Dtype) -> Array {
         let y = self.alloc(x.len(), dtype);
-        self.each("elementwise/cast", x.len().div_ceil(4), &[y.arg(), x.arg(), Arg::Long(x.len() as i64)]);
+        self.each(elementwise::cast(&y, x, x.len()), x.len().div_ceil(4));
         y
     }
 
@@ -82,14 +80,14 @@ impl Gpu {
 
     /// Computes `to += from` for every element.
     pub fn add(&self, to: &mut Array, from: &Array) {
-        let args = [to.arg(), from.arg(), Arg::Long(to.len() as i64)];
-        self.each("elementwise/add", to.len().div_ceil(4), &args);
+        let len = to.len();
+        self.each(elementwise::add(to, from, len), len.div_ceil(4));
     }
 
     /// Computes `x *= by` for every element.
     pub fn scale(&self, x: &mut Array, by: f32) {
-        let args = [x.arg(), Arg::Float(by), Arg::Long(x.len() as i64)];
-        self.each("elementwise/scale", x.len().div_ceil(4), &args);
+        let len = x.len();
+        self.each(elementwise::scale(x, by, len), len.div_ceil(4));
     }
 
     /// Copies a rectangle of `rows × cols` values from one place to another.
@@ -101,17 +99,22 @@ impl Gpu {
         from_place: Place,
         [rows, cols]: [usize; 2],
     ) {
-        let args = [
-            to.arg_at(to_place.first),
-            from.arg_at(from_place.first),
-            to_place.index(),
-            from_place.index(),
-            Arg::Long(rows as i64),
-            Arg::Size(cols),
-            Arg::Long(to_place.stride as i64),
-            Arg::Long(from_place.stride as i64),
-        ];
-        self.each("elementwise/copy_rows", quads(rows, cols), &args);
+        let (to, from) = (to.element(to_place.first), from.element(from_place.first));
+        let strides = [to_place, from_place].map(|place| place.stride);
+        self.copy_matrix(to, from, [to_place, from_place].map(|place| place.index), [rows, cols], strides);
+    }
+
+    /// Copies a rectangle whose first elements are `to` and `from`, with rows in the order of `indices`.
+    pub(crate) fn copy_matrix(
+        &self,
+        to: Element,
+        from: Element,
+        [to_rows, from_rows]: [Option<&Array>; 2],
+        [rows, cols]: [usize; 2],
+        [to_stride, from_stride]: [usize; 2],
+    ) {
+        let kernel = elementwise::copy_rows(to, from, to_rows, from_rows, rows, cols, to_stride, from_stride);
+        self.each(kernel, quads(rows, cols));
     }
 
     /// Sets the columns `first..first + bias.len()` of rows of `stride` elements to the bias. If `residual` is given, its values
@@ -125,45 +128,36 @@ impl Gpu {
         bias: &Array,
         residual: Option<&Array>,
     ) {
-        let args = [
-            y.arg_at(first),
-            bias.arg(),
-            residual.map_or(Arg::NO_ARRAY, |r| r.arg_at(first)),
-            Arg::Long(rows as i64),
-            Arg::Size(bias.len()),
-            Arg::Long(stride as i64),
-        ];
-        self.each("elementwise/bias_rows", quads(rows, bias.len()), &args);
+        let (residual, cols) = (residual.map(|residual| residual.element(first)), bias.len());
+        let kernel = elementwise::bias_rows(y.element(first), bias, residual, rows, cols, stride);
+        self.each(kernel, quads(rows, cols));
     }
 
     /// Computes `act(x)` for every element.
     #[must_use]
     pub fn activation(&self, x: &Array, act: Activation) -> Array {
         let y = self.alloc(x.len(), x.dtype());
-        let args = [y.arg(), x.arg(), kind(act), Arg::Long(x.len() as i64)];
-        self.each("elementwise/activation", x.len().div_ceil(4), &args);
+        self.each(elementwise::activation(&y, x, kind(act), x.len()), x.len().div_ceil(4));
         y
     }
 
     /// Replaces `x` with the gradient with respect to the input of the activation.
     pub fn activation_back(&self, x: &mut Array, dy: &Array, act: Activation) {
-        let args = [x.arg(), dy.arg(), kind(act), Arg::Long(x.len() as i64)];
-        self.each("elementwise/activation_back", x.len().div_ceil(4), &args);
+        let len = x.len();
+        self.each(elementwise::activation_back(x, dy, kind(act), len), len.div_ceil(4));
     }
 
     /// Computes `silu(gate) · up` from `[t, 2i]` to `[t, i]`.
     #[must_use]
     pub fn swiglu(&self, gate_up: &Array, t: usize, i: usize) -> Array {
         let y = self.alloc(t * i, gate_up.dtype());
-        let args = [y.arg(), gate_up.arg(), Arg::Long(t as i64), Arg::Size(i)];
-        self.each("elementwise/swiglu", quads(t, i), &args);
+        self.each(elementwise::swiglu(&y, gate_up, t, i), quads(t, i));
         y
     }
 
     /// Replaces `gate_up` with its gradient.
     pub fn swiglu_back(&self, gate_up: &mut Array, dy: &Array, t: usize, i: usize) {
-        let args = [gate_up.arg(), dy.arg(), Arg::Long(t as i64), Arg::Size(i)];
-        self.each("elementwise/swiglu_back", quads(t, i), &args);
+        self.each(elementwise::swiglu_back(gate_up, dy, t, i), quads(t, i));
     }
 
     /// Computes `x · scale (+ residual)` with one scale per column. The result has the dtype of the residual, or of `x` if there
@@ -172,9 +166,7 @@ impl Gpu {
     pub fn scale_columns(&self, x: &Array, residual: Option<&Array>, scale: &Array) -> Array {
         let (rows, cols) = (x.len() / scale.len().max(1), scale.len());
         let y = self.alloc(x.len(), residual.unwrap_or(x).dtype());
-        let residual = residual.map_or(Arg::NO_ARRAY, Array::arg);
-        let args = [y.arg(), x.arg(), residual, scale.arg(), Arg::Long(rows as i64), Arg::Size(cols)];
-        self.each("elementwise/scale_columns", quads(rows, cols), &args);
+        self.each(elementwise::scale_columns(&y, x, residual, scale, rows, cols), quads(rows, cols));
         y
     }
 
@@ -189,17 +181,9 @@ impl Gpu {
         inverse: bool,
     ) {
         let half = cos.len() / rows.max(1);
-        let args = [
-            x.arg(),
-            cos.pointer(),
-            sin.pointer(),
-            Arg::Long(rows as i64),
-            Arg::Size(cols),
-            Arg::Size(heads),
-            Arg::Size(half),
-            Arg::Float(if inverse { -1.0 } else { 1.0 }),
-        ];
-        self.each("elementwise/rotate", rows * heads * half, &args);
+        let sign = if inverse { -1.0 } else { 1.0 };
+        let kernel = elementwise::rotate(x, cos, sin, rows, cols, heads, half, sign);
+        self.each(kernel, rows * heads * half);
     }
 
     /// Zeroes dropped elements of `x [rows, cols]` and multiplies the others by `keep`.
@@ -218,17 +202,8 @@ impl Gpu {
     ) -> Array {
         let rows = x.len() / cols.max(1);
         let y = self.alloc(x.len(), x.dtype());
-        let args = [
-            y.arg(),
-            x.arg(),
-            row_keys.map_or(Arg::NULL, Array::pointer),
-            Arg::Word(key),
-            Arg::Word(threshold),
-            Arg::Float(keep),
-            Arg::Long(rows as i64),
-            Arg::Size(cols),
-        ];
-        self.each("elementwise/dropout", rows * cols.div_ceil(2), &args);
+        let kernel = elementwise::dropout(&y, x, row_keys, key, threshold, keep, rows, cols);
+        self.each(kernel, rows * cols.div_ceil(2));
         y
     }
 }

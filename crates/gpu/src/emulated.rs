@@ -9,9 +9,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::{Args, Dtype, Launch};
+use crate::device::Dtype;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
+use crate::launch::{Args, Launch};
 use crate::product::{Factor, Product};
 
 #[repr(C)]

@@ -5,7 +5,8 @@
 
 use std::ops::Range;
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+use crate::device::{Array, Dtype, Gpu};
+use crate::launch::{Codes, experts as kernels};
 use crate::linear::Weight;
 use crate::product::{Factor, Product};
 use crate::sums::Mixture;
@@ -34,16 +35,8 @@ impl Gpu {
         let table = |len| self.alloc(len, Dtype::F32);
         let [experts, row_of, in_order] = [table(rows * topk), table(rows * topk), table(rows * topk)];
         let offsets = self.zeros(rows + 1, Dtype::F32);
-        let args = [
-            experts.pointer(),
-            row_of.pointer(),
-            in_order.pointer(),
-            offsets.pointer(),
-            logits.arg(),
-            Arg::Size(all),
-            Arg::Size(topk),
-        ];
-        self.launch(Launch { kernel: "experts/choose", grid: [rows, 1, 1], threads: 32, shared: 0 }, &args);
+        let kernel = kernels::choose(&experts, &row_of, &in_order, &offsets, logits, all, topk);
+        self.launch(kernel, [rows, 1, 1], 32, 0);
         Chosen { experts, rows: row_of, sums: Mixture::over(offsets, in_order, rows) }
     }
 
@@ -78,12 +71,10 @@ impl Gpu {
     ) {
         let (x, places) = (self.held(x, weight.dtype()), experts.len());
         let (dense, codes) = match weight {
-            Weight::Dense(w) => (w.arg(), Arg::NO_FIELDS),
-            Weight::Codes(codes) => (Arg::NO_ARRAY, codes.arg(0)),
+            Weight::Dense(w) => (Some(w), Codes::default()),
+            Weight::Codes(codes) => (None, codes.rows_from(0)),
         };
-        let sizes = [Arg::Long(places as i64), Arg::Size(k), Arg::Size(n)];
-        let args = [&[y.arg(), x.arg(), dense, codes, experts.pointer()], &sizes[..]].concat();
-        self.each("experts/rows_product", places * n, &args);
+        self.each(kernels::rows_product(y, &*x, dense, codes, experts, places, k, n), places * n);
     }
 
     /// Sets each place of `dx [places, k]` to `dy Wᵀ`.
@@ -138,36 +129,27 @@ impl Gpu {
         }
     }
 
-    /// Returns the weight of each place, and the arguments that the forward and the backward pass share. The weight is the
-    /// softmax over the logits `[rows, experts]` of the experts that the place's row has chosen. `places` lists the places of
-    /// each row, and `experts` the expert of each place.
+    /// Returns the weight of each place, the number of rows, and the number of experts of a row. The weight is the softmax over
+    /// the logits `[rows, experts]` of the experts that the place's row has chosen. `places` lists the places of each row, and
+    /// `experts` the expert of each place.
     fn place_weights(
         &self,
         logits: &Array,
         places: &Mixture,
         experts: &Array,
         all: usize,
-    ) -> (Array, [Arg; 5]) {
+    ) -> (Array, [usize; 2]) {
         let rows = logits.len() / all.max(1);
         let each = experts.len() / rows.max(1);
         let weights = self.alloc(experts.len(), Dtype::F32);
-        let shared = [
-            places.rows().pointer(),
-            experts.pointer(),
-            Arg::Long(rows as i64),
-            Arg::Size(each),
-            Arg::Size(all),
-        ];
-        let [a, b, c, d, e] = shared;
-        self.each("experts/weights", rows, &[weights.pointer(), logits.arg(), a, b, c, d, e]);
-        (weights, shared)
+        self.each(kernels::weights(&weights, logits, places.rows(), experts, rows, each, all), rows);
+        (weights, [rows, each])
     }
 
     fn scale_rows(&self, x: &Array, by: &Array) -> Array {
         let (rows, cols) = (by.len(), x.len() / by.len().max(1));
         let y = self.alloc(x.len(), x.dtype());
-        let args = [y.arg(), x.arg(), by.pointer(), Arg::Long(rows as i64), Arg::Size(cols)];
-        self.each("experts/scale_rows", rows * cols.div_ceil(4), &args);
+        self.each(kernels::scale_rows(&y, x, by, rows, cols), rows * cols.div_ceil(4));
         y
     }
 
@@ -187,16 +169,14 @@ impl Gpu {
         experts: &Array,
         all: usize,
     ) -> [Array; 2] {
-        let (weights, shared) = self.place_weights(logits, places, experts, all);
+        let (weights, [rows, each]) = self.place_weights(logits, places, experts, all);
         let (count, cols) = (experts.len(), x.len() / experts.len().max(1));
         let dots = self.alloc(count, Dtype::F32);
-        let args = [dots.pointer(), dy.arg(), x.arg(), Arg::Size(cols)];
-        self.each_row("experts/row_dots", count, cols, &args);
+        self.each_row(kernels::row_dots(&dots, dy, x, cols), count, cols);
         let dlogits = self.zeros(logits.len(), Dtype::F32);
-        let rows = logits.len() / all.max(1);
-        let [a, b, c, d, e] = shared;
-        let args = [dlogits.pointer(), weights.pointer(), dots.pointer(), a, b, c, d, e];
-        self.each("experts/weights_back", rows, &args);
+        let places = places.rows();
+        let kernel = kernels::weights_back(&dlogits, &weights, &dots, places, experts, rows, each, all);
+        self.each(kernel, rows);
         [self.scale_rows(dy, &weights), dlogits]
     }
 }

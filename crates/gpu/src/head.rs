@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{Arg, Array, Dtype, Gpu};
+use crate::device::{Array, Dtype, Gpu};
 use crate::driver::LOGITS;
+use crate::launch::head as kernels;
 use crate::linear::{Onto, Weight};
 
 /// The target tokens of each row, on a device. A row has the tokens at `offsets[row]..offsets[row + 1]`.
@@ -114,24 +115,15 @@ impl Gpu {
         rows: &Range<usize>,
         temperature: f32,
     ) {
-        let args = [
-            running.pointer(),
-            picked.pointer(),
-            logits.pointer(),
-            Arg::Size(width),
-            Arg::Size(first),
-            Arg::Float(1.0 / temperature),
-            Arg::Pointer(marks.offsets.place(rows.start)),
-            marks.tokens.pointer(),
-        ];
-        self.each_row("head/statistics", rows.len(), width, &args);
+        let (inverse, offsets) = (1.0 / temperature, marks.offsets.element(rows.start));
+        let kernel =
+            kernels::statistics(running, picked, logits, width, first, inverse, offsets, &marks.tokens);
+        self.each_row(kernel, rows.len(), width);
     }
 
     fn finish(&self, [logp, entropy, lse]: &[Array; 3], running: &Array, marks: &Marks, rows: &Range<usize>) {
-        let [entropy, lse, offsets] =
-            [entropy, lse, &marks.offsets].map(|array| Arg::Pointer(array.place(rows.start)));
-        let args = [logp.pointer(), entropy, lse, running.pointer(), offsets, Arg::Size(rows.len())];
-        self.each("head/finish", rows.len(), &args);
+        let [entropy, lse, offsets] = [entropy, lse, &marks.offsets].map(|array| array.element(rows.start));
+        self.each(kernels::finish(logp, entropy, lse, running, offsets, rows.len()), rows.len());
     }
 
     /// Returns the gradient with respect to `normed` in f32, and adds the gradient with respect to the weight to `dhead`.
@@ -157,26 +149,26 @@ impl Gpu {
             let count = piece.len();
             let x = self.rows_of(&normed, &piece, h);
             let mut own = self.zeros(count * h, Dtype::F32);
-            let at = |array: &Array| Arg::Pointer(array.place(piece.start));
+            let at = |array: &Array| array.element(piece.start);
             for first in (0..vocab).step_by(width) {
                 let width = width.min(vocab - first);
                 let mut logits = self.alloc(count * width, Dtype::F32);
                 self.linear(&mut logits, [0, width], &x, weight, [first, width, h], Onto::Nothing);
                 let dlogits = self.alloc(count * width, weight.dtype());
-                let args = [
-                    dlogits.arg(),
-                    logits.pointer(),
-                    Arg::Size(width),
-                    Arg::Size(first),
-                    Arg::Float(1.0 / temperature),
+                let kernel = kernels::logit_gradients(
+                    &dlogits,
+                    &logits,
+                    width,
+                    first,
+                    1.0 / temperature,
                     at(&marks.offsets),
-                    marks.tokens.pointer(),
+                    &marks.tokens,
                     at(lse),
                     at(entropy),
-                    dlogp.pointer(),
-                    dentropy.map_or(Arg::NULL, at),
-                ];
-                self.each_row("head/logit_gradients", count, width, &args);
+                    dlogp,
+                    dentropy.map(at),
+                );
+                self.each_row(kernel, count, width);
                 drop(logits);
                 self.linear_dx(&mut own, &dlogits, [0, width], weight, [first, width, h], true);
                 if let Some(dhead) = dhead.as_deref_mut() {

@@ -23,6 +23,7 @@ mod error;
 mod experts;
 mod graph;
 mod head;
+mod launch;
 mod libraries;
 mod linear;
 mod nccl;

@@ -7,7 +7,8 @@
 use half::bf16;
 use omnigrpo_kernels::quant::QuantBits;
 
-use crate::device::{Arg, Array, COUNTERS, Dtype, Field, Gpu, Launch};
+use crate::device::{Array, COUNTERS, Dtype, Gpu};
+use crate::launch::{self, Element, Layer, linear as kernels};
 use crate::product::{Factor, Product};
 
 /// A weight of 8 or 4 bits on a device, in the layout that `QuantMatrix::by_rows` in `omnigrpo_kernels` returns.
@@ -29,13 +30,16 @@ impl Codes {
         Self { bits, k, codes: gpu.upload_words(codes), scales: gpu.upload_words(scales), row }
     }
 
-    /// Returns the structure `Codes` of prim.cuh, from row `first` on.
-    pub(crate) fn arg(&self, first: usize) -> Arg {
-        let [words, groups] = self.row;
-        let [codes, scales] =
-            [self.codes.place(first * words), self.scales.place(first * groups)].map(Field::Pointer);
-        let [bits, words, groups] = [self.bits.bits(), words, groups].map(Field::Size);
-        Arg::fields(&[codes, scales, bits, words, groups, Field::Flag(0)])
+    /// Returns the structure of the kernels for the rows from `first` on.
+    pub(crate) fn rows_from(&self, first: usize) -> launch::Codes {
+        let [row_words, row_groups] = self.row;
+        launch::Codes {
+            codes: self.codes.element(first * row_words),
+            scales: self.scales.element(first * row_groups),
+            bits: self.bits.bits(),
+            row_words,
+            row_groups,
+        }
     }
 }
 
@@ -117,9 +121,8 @@ const _: () = assert!(BLOCKS / 2 <= COUNTERS);
 /// Number of weights in one launch.
 const JOINED: usize = 3;
 
-/// The kernels of a kind of weight for up to 8, 16, 32 and 64 rows, the columns of a stage, and the bytes of a weight's row in it.
+/// The columns of a stage of the kernels for few rows, and the bytes of a weight's row in it.
 struct FewRows {
-    kernels: [&'static str; 4],
     depth: usize,
     line: usize,
 }
@@ -127,31 +130,9 @@ struct FewRows {
 impl FewRows {
     fn of(weight: Weight) -> Self {
         match weight {
-            Weight::Dense(_) => Self {
-                kernels: ["linear/few_rows_1", "linear/few_rows_2", "linear/few_rows_4", "linear/few_rows_8"],
-                depth: 64,
-                line: 144,
-            },
-            Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => Self {
-                kernels: [
-                    "linear/few_rows_of_8_bits_1",
-                    "linear/few_rows_of_8_bits_2",
-                    "linear/few_rows_of_8_bits_4",
-                    "linear/few_rows_of_8_bits_8",
-                ],
-                depth: 64,
-                line: 96,
-            },
-            Weight::Codes(Codes { bits: QuantBits::Four, .. }) => Self {
-                kernels: [
-                    "linear/few_rows_of_4_bits_1",
-                    "linear/few_rows_of_4_bits_2",
-                    "linear/few_rows_of_4_bits_4",
-                    "linear/few_rows_of_4_bits_8",
-                ],
-                depth: 128,
-                line: 96,
-            },
+            Weight::Dense(_) => Self { depth: 64, line: 144 },
+            Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => Self { depth: 64, line: 96 },
+            Weight::Codes(Codes { bits: QuantBits::Four, .. }) => Self { depth: 128, line: 96 },
         }
     }
 }
@@ -194,10 +175,7 @@ impl Gpu {
         let y = self.alloc(rows * k, dtype);
         match weight {
             Weight::Dense(array) => {
-                let index = index.map_or(Arg::NULL, Array::pointer);
-                let (rows_arg, k_arg) = (Arg::Long(rows as i64), Arg::Long(k as i64));
-                let args = [y.arg(), array.arg(), Arg::NULL, index, rows_arg, Arg::Size(k), k_arg, k_arg];
-                self.each("elementwise/copy_rows", rows * k.div_ceil(4), &args);
+                self.copy_matrix((&y).into(), array.into(), [None, index], [rows, k], [k, k]);
             }
             Weight::Codes(codes) => self.widen(&y, codes, 0, index, rows),
         }
@@ -205,14 +183,7 @@ impl Gpu {
     }
 
     fn widen(&self, y: &Array, codes: &Codes, first: usize, index: Option<&Array>, rows: usize) {
-        let args = [
-            y.arg(),
-            codes.arg(first),
-            index.map_or(Arg::NULL, Array::pointer),
-            Arg::Long(rows as i64),
-            Arg::Size(codes.k),
-        ];
-        self.each("linear/widen", rows * codes.k, &args);
+        self.each(kernels::widen(y, codes.rows_from(first), index, rows, codes.k), rows * codes.k);
     }
 
     /// Returns rows `first..first + rows` of a weight.
@@ -288,11 +259,11 @@ impl Gpu {
             for begin in (0..t).step_by(most) {
                 let (rows, at) = ((t - begin).min(most), begin * width + col);
                 let residual = match onto {
-                    Onto::Nothing => Arg::NO_ARRAY,
-                    Onto::Output => y.arg_at(at),
-                    Onto::Residual(residual) => residual.arg_at(at),
+                    Onto::Nothing => Element::default(),
+                    Onto::Output => y.element(at),
+                    Onto::Residual(residual) => residual.element(at),
                 };
-                let out = [y.arg_at(at), residual, Arg::Long(width as i64)];
+                let out = (y.element(at), residual, width);
                 match fast {
                     true => self.few_rows(out, &x, [begin, rows], layers, k),
                     false => self.rows_product(out, &x, [begin, rows], layers, k),
@@ -305,90 +276,82 @@ impl Gpu {
     /// Computes a product over no terms: zeros, or what is added to them.
     pub(crate) fn sum_of_nothing(&self, p: &Product) {
         let zeros = self.zeros(p.n, p.c_dtype);
+        let out = |at| Element { at, dtype: p.c_dtype };
         let (from, stride) = match p.plus {
             Some(at) if at == p.c => return,
-            Some(at) => (Arg::Array(at, p.c_dtype), p.ldc),
-            None => (zeros.arg(), 0),
+            Some(at) => (out(at), p.ldc),
+            None => (zeros.element(0), 0),
         };
-        self.copy_matrix((Arg::Array(p.c, p.c_dtype), p.ldc), (from, stride), [p.m, p.n]);
+        self.copy_matrix(out(p.c), from, [None, None], [p.m, p.n], [p.ldc, stride]);
     }
 
     /// Computes a product in f32 and rounds it.
     pub(crate) fn rounded_product(&self, p: &Product) {
         let sums = self.alloc(p.m * p.n, Dtype::F32);
-        let (out, size) = (|at| (Arg::Array(at, p.c_dtype), p.ldc), [p.m, p.n]);
+        let (own, out, size) = (sums.element(0), |at| Element { at, dtype: p.c_dtype }, [p.m, p.n]);
         if let Some(at) = p.plus {
-            self.copy_matrix((sums.arg(), p.n), out(at), size);
+            self.copy_matrix(own, out(at), [None, None], size, [p.n, p.ldc]);
         }
-        let at = sums.place(0);
-        self.product(&Product { c: at, c_dtype: Dtype::F32, ldc: p.n, plus: p.plus.map(|_| at), ..*p });
-        self.copy_matrix(out(p.c), (sums.arg(), p.n), size);
+        let plus = p.plus.map(|_| own.at);
+        self.product(&Product { c: own.at, c_dtype: Dtype::F32, ldc: p.n, plus, ..*p });
+        self.copy_matrix(out(p.c), own, [None, None], size, [p.ldc, p.n]);
     }
 
-    /// Copies a matrix `[rows, cols]` between arrays whose rows are this far apart.
-    fn copy_matrix(
-        &self,
-        (to, to_stride): (Arg, usize),
-        (from, stride): (Arg, usize),
-        [rows, cols]: [usize; 2],
-    ) {
-        let [long_rows, to_stride, stride] = [rows, to_stride, stride].map(|n| Arg::Long(n as i64));
-        let args = [to, from, Arg::NULL, Arg::NULL, long_rows, Arg::Size(cols), to_stride, stride];
-        self.each("elementwise/copy_rows", rows * cols.div_ceil(4), &args);
-    }
-
-    /// Returns the structure `Layer` of linear.cu of each layer. Codes are widened if `widened` has arrays for them.
-    fn layer_args(layers: &[Affine], widened: &[Factored]) -> [Arg; JOINED] {
-        let arg = |(layer, factored): (&Affine, Option<&Factored>)| {
-            let low = |array: &Array| u32::from(array.dtype() == Dtype::Bf16);
-            let [at, scales] = match (layer.weight, factored) {
-                (_, Some(factored)) => [factored.array().place(0), 0],
-                (Weight::Dense(array), None) => [array.place(0), 0],
-                (Weight::Codes(codes), None) => [codes.codes.place(0), codes.scales.place(0)],
+    /// Returns the structures of the kernels for the layers. Codes are widened if `widened` has arrays for them.
+    fn layers(layers: &[Affine], widened: &[Factored]) -> [Layer; JOINED] {
+        let low = |dtype| usize::from(dtype == Dtype::Bf16);
+        std::array::from_fn(|i| {
+            let Some(layer) = layers.get(i) else { return Layer::default() };
+            let (at, scales) = match (layer.weight, widened.get(i)) {
+                (_, Some(factored)) => (factored.array().into(), Element::default()),
+                (Weight::Dense(array), None) => (array.into(), Element::default()),
+                (Weight::Codes(codes), None) => ((&codes.codes).into(), (&codes.scales).into()),
             };
-            let bias = layer.bias.map_or(0, |bias| bias.place(0));
-            let lows = u32::from(layer.weight.dtype() == Dtype::Bf16) + 2 * layer.bias.map_or(0, low);
-            let [at, scales, bias] = [at, scales, bias].map(Field::Pointer);
-            Arg::fields(&[at, scales, bias, Field::Size(layer.n), Field::Flag(lows)])
-        };
-        std::array::from_fn(|i| layers.get(i).map_or(Arg::NO_FIELDS, |layer| arg((layer, widened.get(i)))))
+            let lows = low(layer.weight.dtype()) + 2 * layer.bias.map_or(0, |bias| low(bias.dtype()));
+            Layer { at, scales, bias: layer.bias.into(), n: layer.n, low: lows }
+        })
     }
 
-    fn few_rows(&self, out: [Arg; 3], x: &Array, [begin, rows]: [usize; 2], layers: &[Affine], k: usize) {
+    fn few_rows(
+        &self,
+        (y, residual, stride): (Element, Element, usize),
+        x: &Array,
+        [begin, rows]: [usize; 2],
+        layers: &[Affine],
+        k: usize,
+    ) {
         let tiles = layers.iter().map(|layer| layer.n.div_ceil(WEIGHT_ROWS)).sum();
         let [parts, pieces] = parts_of(tiles, k);
-        let FewRows { kernels, depth, line } = FewRows::of(layers[0].weight);
-        let size = rows.div_ceil(8).next_power_of_two().trailing_zeros() as usize;
+        let FewRows { depth, line } = FewRows::of(layers[0].weight);
+        // Number of eights of rows.
+        let size = rows.div_ceil(8).next_power_of_two();
         let partial = if parts == 1 { 0 } else { tiles * parts * rows * WEIGHT_ROWS };
         let partial = self.alloc(partial, Dtype::F32);
-        let shared = STAGES * (WEIGHT_ROWS * line + (8 << size) * (depth + 8) * 2);
-        let [a, b, c] = Self::layer_args(layers, &[]);
-        let [y, residual, stride] = out;
-        let args = [
-            y,
-            residual,
-            stride,
-            partial.pointer(),
-            self.counters(),
-            Arg::Pointer(x.place(begin * k)),
-            a,
-            b,
-            c,
-            Arg::Size(rows),
-            Arg::Size(k),
-            Arg::Size(pieces * DEPTH / depth),
-        ];
-        self.launch(Launch { kernel: kernels[size], grid: [tiles, parts, 1], threads: 128, shared }, &args);
+        let shared = STAGES * (WEIGHT_ROWS * line + 8 * size * (depth + 8) * 2);
+        let ([l0, l1, l2], counters) = (Self::layers(layers, &[]), self.counters());
+        let (x, steps) = (x.element(begin * k), pieces * DEPTH / depth);
+        let kernel = match layers[0].weight {
+            Weight::Dense(_) => kernels::few_rows,
+            Weight::Codes(Codes { bits: QuantBits::Eight, .. }) => kernels::few_rows_of_8_bits,
+            Weight::Codes(Codes { bits: QuantBits::Four, .. }) => kernels::few_rows_of_4_bits,
+        };
+        let kernel = kernel(size, y, residual, stride, &partial, counters, x, l0, l1, l2, rows, k, steps);
+        self.launch(kernel, [tiles, parts, 1], 128, shared);
     }
 
-    fn rows_product(&self, out: [Arg; 3], x: &Array, [begin, rows]: [usize; 2], layers: &[Affine], k: usize) {
+    fn rows_product(
+        &self,
+        (y, residual, stride): (Element, Element, usize),
+        x: &Array,
+        [begin, rows]: [usize; 2],
+        layers: &[Affine],
+        k: usize,
+    ) {
         let widened: Vec<_> = layers.iter().map(|layer| self.factored(layer.weight, k, 0, layer.n)).collect();
         let n: usize = layers.iter().map(|layer| layer.n).sum();
-        let [a, b, c] = Self::layer_args(layers, &widened);
-        let [y, residual, stride] = out;
-        let args = [y, residual, stride, x.arg_at(begin * k), a, b, c, Arg::Size(k)];
-        let grid = [n.div_ceil(4), rows, 1];
-        self.launch(Launch { kernel: "linear/rows_product", grid, threads: 128, shared: 0 }, &args);
+        let [l0, l1, l2] = Self::layers(layers, &widened);
+        let kernel = kernels::rows_product(y, residual, stride, x.element(begin * k), l0, l1, l2, k);
+        self.launch(kernel, [n.div_ceil(4), rows, 1], 128, 0);
     }
 
     /// Sets `dx [t, k]` to `dy W`, or adds the product to it. `W` is rows `first..first + n` of the weight. The columns of these

@@ -18,8 +18,9 @@ use cudarc::nccl::sys;
 use omnigrpo_guard::Fault;
 use omnigrpo_ranks::Ranks;
 
-use crate::device::{Arg, Array, Gpu};
+use crate::device::{Array, Gpu};
 use crate::error::{Error, Result};
+use crate::launch::sums;
 use crate::libraries::{Library, NCCL, functions, load, package};
 
 functions! {
@@ -352,8 +353,7 @@ impl Gpu {
     /// Sums blocks of equal length in the order of [`omnigrpo_ranks::sum::fold`], and writes the sum to `to`. Overwrites `parts`.
     pub fn fold_blocks(&self, to: &mut Array, parts: &mut Array) {
         let (len, blocks) = (to.len(), parts.len().checked_div(to.len()).unwrap_or(0));
-        let args = [to.pointer(), parts.pointer(), Arg::Int(blocks as i32), Arg::Long(len as i64)];
-        self.each("sums/fold_blocks", len, &args);
+        self.each(sums::fold_blocks(to, parts, blocks, len), len);
     }
 
     /// Calls another library that queues work. It receives the stream of the kernels, whose context is current.

@@ -2,7 +2,8 @@
 
 use half::bf16;
 
-use crate::device::{Arg, Array, Dtype, Field, Gpu};
+use crate::device::{Array, Dtype, Gpu};
+use crate::launch::{AdamW, elementwise};
 
 /// Scalar parameters of one step (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,17 +42,10 @@ impl Gpu {
         let decay = (1.0 - f64::from(lr) * f64::from(weight_decay)) as f32;
         let step_size = (f64::from(lr) / correction(beta1)) as f32;
         let root = correction(beta2).sqrt().recip() as f32;
-        let constants = [step_size, 1.0 - beta1, beta2, 1.0 - beta2, eps, decay, root, grad_scale];
-        let args = [
-            weight.arg(),
-            rest.map_or(Arg::NULL, |rest| rest.pointer()),
-            m.pointer(),
-            v.pointer(),
-            grad.pointer(),
-            Arg::Long(weight.len() as i64),
-            Arg::fields(&constants.map(Field::Float)),
-        ];
-        self.each("elementwise/adamw", weight.len(), &args);
+        let (rest1, rest2, scale) = (1.0 - beta1, 1.0 - beta2, grad_scale);
+        let constants = AdamW { step_size, rest1, beta2, rest2, eps, decay, root, scale };
+        let len = weight.len();
+        self.each(elementwise::adamw(weight, rest, m, v, grad, len, constants), len);
     }
 
     /// Splits f32 values into the two parts that [`Self::adamw`] stores for a bf16 weight: the weight, rounded to nearest even,

@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{Arg, Array, Dtype, Field, Gpu, Launch, Pack};
+use crate::device::{Array, Dtype, Gpu, Pack};
 use crate::head::Marks;
+use crate::launch::{self, sample as kernels};
 
 /// Sampling settings; see `cuda/sample.cu`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -196,36 +197,22 @@ impl Gpu {
         let none = Marks::none(whole, at.zeros, rows);
         let [_, entropy, lse] = self.score_logits(logits, vocab, &none, sampling.scoring_temperature);
         let penalised = sampling.penalises();
-        let word = |word: usize| Arg::Pointer(whole.place(word));
+        let word = |word: usize| whole.element(word);
         let (offsets, ids) = (word(at.offsets + first), word(at.seen));
         let raw = self.alloc(size.seen, Dtype::F32);
-        let vocab_arg = Arg::Size(vocab);
-        let block = |kernel| Launch { kernel, grid: [rows, 1, 1], threads: 256, shared: 0 };
+        let launch = |kernel| self.launch(kernel, [rows, 1, 1], 256, 0);
         if penalised {
-            let penalty = Arg::Float(sampling.repetition_penalty);
-            let args = [logits.pointer(), raw.pointer(), offsets, ids, vocab_arg, penalty];
-            self.launch(block("sample/penalise"), &args);
+            let penalty = sampling.repetition_penalty;
+            launch(kernels::penalise(&*logits, &raw, offsets, ids, vocab, penalty));
         }
         if size.forbids && !at.forbidden.is_empty() {
-            let count = Arg::Size(at.forbidden.len());
             let (forbids, forbidden) = (word(at.forbids + first), word(at.forbidden.start));
-            self.launch(block("sample/forbid"), &[logits.pointer(), forbids, forbidden, count, vocab_arg]);
+            launch(kernels::forbid(&*logits, forbids, forbidden, at.forbidden.len(), vocab));
         }
-        let Sampling { temperature, top_p, top_k, min_p, scoring_temperature, .. } = *sampling;
-        let [temperature, top_p, min_p, scoring] =
-            [temperature, top_p, min_p, scoring_temperature].map(Field::Float);
-        let [top_k, vocab] = [top_k.min(vocab), vocab].map(Field::Size);
-        let args = [
-            Arg::Pointer(out.place(4 * first)),
-            logits.pointer(),
-            if penalised { raw.pointer() } else { Arg::NULL },
-            offsets,
-            ids,
-            word(at.uniforms + 2 * first),
-            lse.pointer(),
-            entropy.pointer(),
-            Arg::fields(&[temperature, top_p, min_p, scoring, top_k, vocab]),
-        ];
-        self.launch(block("sample/draw"), &args);
+        let Sampling { temperature, top_p, top_k, min_p, scoring_temperature: scoring, .. } = *sampling;
+        let how = launch::Sampling { temperature, top_p, min_p, scoring, top_k: top_k.min(vocab), vocab };
+        let (out, raw) = (out.element(4 * first), penalised.then_some(&raw));
+        let uniforms = word(at.uniforms + 2 * first);
+        launch(kernels::draw(out, &*logits, raw, offsets, ids, uniforms, &lse, &entropy, how));
     }
 }

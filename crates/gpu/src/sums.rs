@@ -1,10 +1,11 @@
 //! Sums over rows and elements, and weighted sums of rows.
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+use crate::device::{Array, Dtype, Gpu};
+use crate::launch::{Element, sums};
 
-/// The second factor of a column sum: an array `[t, cols]`, and the addresses of the means and the reciprocal standard deviations
-/// of its rows.
-type By<'a> = (&'a Array, Option<u64>, Option<u64>);
+/// The second factor of a column sum: an array `[t, cols]`, and the means and the reciprocal standard deviations of its rows. Each
+/// may be absent.
+type By = (Element, Element, Element);
 
 /// Number of rows in one part of a sum over rows.
 const PER_PART: usize = 256;
@@ -69,17 +70,10 @@ impl Gpu {
     /// Sets the rows of `y` to weighted sums of the rows of `x`, as `mixture` describes, or adds the sums to them. Both arrays
     /// have `cols` columns.
     pub fn mix(&self, y: &mut Array, x: &Array, mixture: &Mixture, cols: usize, adds: bool) {
-        let args = [
-            y.arg(),
-            x.arg(),
-            mixture.targets.as_ref().map_or(Arg::NULL, Array::pointer),
-            mixture.offsets.pointer(),
-            mixture.rows.pointer(),
-            mixture.weights.as_ref().map_or(Arg::NULL, Array::pointer),
-            Arg::Size(cols),
-            Arg::Int(i32::from(adds)),
-        ];
-        self.each_row("sums/mix_rows", mixture.len, cols, &args);
+        let Mixture { offsets, rows, weights, targets, len } = mixture;
+        let adds = usize::from(adds);
+        let kernel = sums::mix_rows(y, x, targets.as_ref(), offsets, rows, weights.as_ref(), cols, adds);
+        self.each_row(kernel, *len, cols);
     }
 
     /// Sums columns over `t` rows, and adds the sums to `to [cols]`. The columns start at `col` in `a`, whose rows have `stride`
@@ -89,59 +83,39 @@ impl Gpu {
         to: &mut Array,
         a: &Array,
         [col, stride]: [usize; 2],
-        by: Option<By>,
+        (b, mean, rstd): By,
         t: usize,
     ) {
         let (cols, parts) = (to.len(), t.div_ceil(PER_PART));
         let partial = self.alloc(parts * cols, Dtype::F32);
-        let address = |place: Option<u64>| Arg::Pointer(place.unwrap_or(0));
-        let (b, mean, rstd) = by.map_or((Arg::NO_ARRAY, None, None), |(b, mean, rstd)| (b.arg(), mean, rstd));
         let threads = cols.next_multiple_of(32).clamp(32, 256);
-        self.launch(
-            Launch {
-                kernel: "sums/column_sums",
-                grid: [cols.div_ceil(threads), parts, 1],
-                threads: threads as u32,
-                shared: 0,
-            },
-            &[
-                partial.pointer(),
-                a.arg_at(col),
-                Arg::Long(stride as i64),
-                b,
-                address(mean),
-                address(rstd),
-                Arg::Long(t as i64),
-                Arg::Size(cols),
-                Arg::Long(PER_PART as i64),
-            ],
-        );
+        let kernel = sums::column_sums(&partial, a.element(col), stride, b, mean, rstd, t, cols, PER_PART);
+        self.launch(kernel, [cols.div_ceil(threads), parts, 1], threads, 0);
         self.add_parts(to, &partial, parts);
     }
 
     /// Adds column sums of `a` to `to [cols]`. The columns start at `col` in rows of `stride` elements. They are multiplied by `b
     /// [t, cols]` if it is given.
     pub fn add_column_sums(&self, to: &mut Array, a: &Array, place: [usize; 2], b: Option<&Array>, t: usize) {
-        self.column_sums(to, a, place, b.map(|b| (b, None, None)), t);
+        self.column_sums(to, a, place, (b.into(), Element::default(), Element::default()), t);
     }
 
     pub(crate) fn add_parts(&self, to: &mut Array, partial: &Array, parts: usize) {
         let cols = to.len();
-        let args = [to.pointer(), partial.pointer(), Arg::Size(parts), Arg::Long(cols as i64)];
-        self.each("sums/add_parts", cols, &args);
+        self.each(sums::add_parts(to, partial, parts, cols), cols);
     }
 
     /// Returns partial sums of `Σ a · b` in f64. The `len` elements of each array start at the given index.
     pub(crate) fn dots(&self, a: (&Array, usize), b: (&Array, usize), len: usize) -> Array {
         let partial = self.alloc(2 * len.div_ceil(PER_BLOCK), Dtype::F32);
-        self.dots_at(partial.pointer(), a, b, len);
+        self.dots_at(partial.element(0), a, b, len);
         partial
     }
 
-    /// Writes the sums of [`Self::dots`] to an address.
-    fn dots_at(&self, to: Arg, a: (&Array, usize), b: (&Array, usize), len: usize) {
-        let args = [to, a.0.arg_at(a.1), b.0.arg_at(b.1), Arg::Long(len as i64), Arg::Long(PER_BLOCK as i64)];
-        self.each_row("sums/dots", len.div_ceil(PER_BLOCK), len.min(PER_BLOCK), &args);
+    /// Writes the sums of [`Self::dots`] from an element on.
+    fn dots_at(&self, to: Element, a: (&Array, usize), b: (&Array, usize), len: usize) {
+        let kernel = sums::dots(to, a.0.element(a.1), b.0.element(b.1), len, PER_BLOCK);
+        self.each_row(kernel, len.div_ceil(PER_BLOCK), len.min(PER_BLOCK));
     }
 
     /// Returns partial sums of squares in f64, as pairs of words.
@@ -163,7 +137,7 @@ impl Gpu {
         let all = self.alloc(2 * arrays.iter().map(|x| parts(x)).sum::<usize>(), Dtype::F32);
         let mut first = 0;
         for x in arrays {
-            self.dots_at(Arg::Pointer(all.place(2 * first)), (x, 0), (x, 0), x.len());
+            self.dots_at(all.element(2 * first), (x, 0), (x, 0), x.len());
             first += parts(x);
         }
         let sums = all.words::<f64>();

@@ -1,0 +1,221 @@
+//! Kernels with their arguments, and the launchers that `build/launchers.rs` generates.
+
+use crate::device::{Array, Dtype};
+
+pub(crate) use launchers::*;
+
+#[allow(
+    clippy::too_many_arguments,
+    clippy::wildcard_imports,
+    reason = "a launcher has the parameters of its kernel"
+)]
+mod launchers {
+    use super::{Arg, Element, Field, Kernel};
+    use crate::device::Dtype;
+
+    include!(concat!(env!("OUT_DIR"), "/launchers.rs"));
+}
+
+/// A kernel and its arguments.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    /// Name of the kernel, as `file/name`.
+    pub name: &'static str,
+    pub args: Vec<Arg>,
+}
+
+/// An element of an array, from which on a kernel reads or writes. The default is absent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Element {
+    /// Address on the device, or 0 if it is absent.
+    pub at: u64,
+    pub dtype: Dtype,
+}
+
+impl Default for Element {
+    fn default() -> Self {
+        Self { at: 0, dtype: Dtype::F32 }
+    }
+}
+
+impl From<&Array> for Element {
+    fn from(array: &Array) -> Self {
+        array.element(0)
+    }
+}
+
+impl From<&mut Array> for Element {
+    fn from(array: &mut Array) -> Self {
+        array.element(0)
+    }
+}
+
+impl<T: Into<Self>> From<Option<T>> for Element {
+    fn from(array: Option<T>) -> Self {
+        array.map(T::into).unwrap_or_default()
+    }
+}
+
+impl Element {
+    fn array(self) -> Arg {
+        Arg::Array(self.at, self.dtype)
+    }
+
+    /// Converts the element for a parameter whose dtype is fixed.
+    fn pointer(self, parameter: &'static str, dtype: Dtype) -> Arg {
+        match self.at == 0 || self.dtype == dtype {
+            true => Arg::Pointer(self.at),
+            false => Arg::Mismatch(parameter, self.dtype),
+        }
+    }
+}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Arg {
+    /// The structure `Array` of prim.cuh.
+    Array(u64, Dtype),
+    Pointer(u64),
+    /// An array for the parameter of this name, whose elements have another size. [`Gpu::launch`] refuses it.
+    Mismatch(&'static str, Dtype),
+    Long(i64),
+    Word(u64),
+    /// A size, which kernels read as a 32-bit integer. [`Gpu::launch`] refuses one that does not fit.
+    Size(usize),
+    Float(f32),
+    /// A structure of 4-byte words.
+    Fields {
+        words: [u32; 8],
+        count: usize,
+        /// Largest size among the fields.
+        most: usize,
+    },
+}
+
+/// A field of a structure that is an argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Field {
+    /// A pointer, which takes two words.
+    Pointer(Element),
+    /// A size; see [`Arg::Size`].
+    Size(usize),
+    Float(f32),
+}
+
+impl Arg {
+    /// Creates a structure of at most eight words.
+    pub(crate) fn fields(fields: &[Field]) -> Self {
+        let (mut words, mut count, mut most) = ([0; 8], 0, 0);
+        let mut add = |word| {
+            words[count] = word;
+            count += 1;
+        };
+        for field in fields {
+            match *field {
+                Field::Pointer(Element { at, .. }) => {
+                    [at as u32, (at >> 32) as u32].into_iter().for_each(&mut add)
+                }
+                Field::Size(n) => {
+                    most = most.max(n);
+                    add(n as u32);
+                }
+                Field::Float(x) => add(x.to_bits()),
+            }
+        }
+        Self::Fields { words, count, most }
+    }
+
+    /// Returns the largest size that the kernel reads as a 32-bit integer.
+    pub(crate) fn most(&self) -> usize {
+        match *self {
+            Self::Size(n) | Self::Fields { most: n, .. } => n,
+            _ => 0,
+        }
+    }
+
+    /// Encodes the argument in C's layout. Returns the bytes, at a multiple of 8, and the number of bytes used.
+    fn encode(self) -> ([u64; 4], usize) {
+        let mut out = [0; 4];
+        let size = match self {
+            Self::Array(at, dtype) => {
+                out[..2].copy_from_slice(&[at, u64::from(dtype == Dtype::Bf16)]);
+                16
+            }
+            Self::Pointer(x) | Self::Word(x) => {
+                out[0] = x;
+                8
+            }
+            Self::Mismatch(..) => 0,
+            Self::Long(x) => {
+                out[0] = x.cast_unsigned();
+                8
+            }
+            Self::Size(x) => {
+                out[0] = u64::from(x as u32);
+                4
+            }
+            Self::Float(x) => {
+                out[0] = u64::from(x.to_bits());
+                4
+            }
+            Self::Fields { words, count, .. } => {
+                bytemuck::cast_slice_mut::<u64, u32>(&mut out)[..8].copy_from_slice(&words);
+                4 * count
+            }
+        };
+        (out, size)
+    }
+}
+
+/// The arguments of a launch, in the form that `cuLaunchKernel` takes.
+#[derive(Clone)]
+pub(crate) struct Args {
+    values: Vec<[u64; 4]>,
+    #[cfg_attr(
+        not(feature = "emulator"),
+        expect(dead_code, reason = "the emulator compares them with parameters")
+    )]
+    pub(crate) sizes: Vec<usize>,
+}
+
+impl Args {
+    pub(crate) fn new(args: &[Arg]) -> Self {
+        let (values, sizes) = args.iter().map(|arg| arg.encode()).unzip();
+        Self { values, sizes }
+    }
+
+    pub(crate) fn pointers(&mut self) -> Vec<*mut std::ffi::c_void> {
+        self.values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect()
+    }
+}
+
+/// A kernel and its grid.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch {
+    /// Name of the kernel, as `file/name`.
+    pub kernel: &'static str,
+    pub grid: [usize; 3],
+    pub threads: u32,
+    /// Number of bytes of dynamic shared memory.
+    pub shared: usize,
+}
+
+impl Launch {
+    pub(crate) fn file_and_name(&self) -> (&'static str, &'static str) {
+        self.kernel.split_once('/').unwrap_or((self.kernel, ""))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_structure_has_the_layout_of_c() {
+        let at = 0x0123_4567_89ab_cdef;
+        let pointer = Field::Pointer(Element { at, ..Element::default() });
+        let arg = Arg::fields(&[pointer, Field::Size(7), Field::Size(1), Field::Float(1.0)]);
+        let (bytes, size) = arg.encode();
+        assert_eq!((bytes, size), ([at, 1 << 32 | 7, 0x3f80_0000, 0], 20));
+    }
+}
