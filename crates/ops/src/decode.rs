@@ -13,12 +13,12 @@ use std::sync::Arc;
 use omnigrpo_gpu::{Arena, Array, Decoding, DecodingSize, DrawSize, Draws, Dtype, Graph, Pack, Sampling};
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
-use crate::cache::GroupCache;
+use crate::attention::{GroupCache, Pages};
 use crate::device::Device;
-use crate::embedding::Tokens;
 use crate::error::{Error, Result};
-use crate::gpu::{Card, Pages, draw_rows, heads_of, sampling, sound};
+use crate::gpu::{Card, draw_rows, heads_of, sampling, sound};
 use crate::host::Host;
+use crate::mix::Tokens;
 use crate::rope::RopeTable;
 use crate::rows::Rows;
 

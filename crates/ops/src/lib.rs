@@ -12,23 +12,22 @@
 //! Shape legend: `t` rows of the packed stream, `h` model width, `n` outputs and `k` inputs of a linear layer, `d` head width,
 //! `v` vocabulary.
 
+mod activation;
 mod adapter;
 mod attention;
 mod blocks;
-mod cache;
 mod conv;
 mod cpu;
 mod decode;
 mod device;
-mod embedding;
 mod error;
 mod experts;
 mod gpu;
 mod head;
 mod host;
+mod layer_scale;
 mod linear;
-mod mlp;
-mod moves;
+mod mix;
 mod norm;
 mod optim;
 mod outline;
@@ -36,25 +35,24 @@ mod param;
 mod pass;
 mod rope;
 mod rows;
-mod state_file;
 mod tape;
 mod twin;
+mod weigh;
 mod work;
 
 pub use adapter::Adapter;
-pub use attention::{AttentionHeads, Layout};
+pub use attention::{AttentionHeads, GroupCache, Layout};
 pub use blocks::Blocks;
-pub use cache::GroupCache;
-pub use conv::{Mix, OUTSIDE, Patches, RowMix};
+pub use conv::{OUTSIDE, Patches};
 pub use decode::{DecodeBatch, DecodeRows, NextTokens, Replays, TokenPass};
 pub use device::Device;
-pub use embedding::{Tokens, embed, embed_backward};
 pub use error::{Error, Result};
 pub use experts::{ExpertLinear, RouterLoss, Routes};
 pub use gpu::Card;
 pub use head::{Scores, Targets, logits, score, score_backward};
 pub use host::Host;
 pub use linear::{Linear, Order, PackedLinear};
+pub use mix::{Mix, RowMix, Tokens, embed, embed_backward};
 pub use norm::Norm;
 pub use omnigrpo_gpu::{Load as GpuLoad, Monitor as GpuMonitor};
 pub use omnigrpo_kernels::activation::Activation;

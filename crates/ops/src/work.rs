@@ -19,14 +19,14 @@ use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 use omnigrpo_kernels::quant::QuantMatrix;
 use omnigrpo_kernels::sample::{DrawFrom, Sampler};
 
+use crate::activation::Nonlinearity;
+use crate::attention::GroupCache;
 use crate::attention::{AttentionHeads, Layout};
-use crate::cache::GroupCache;
 use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device};
 use crate::error::{Error, Result};
 use crate::head::Targets;
 use crate::linear::{Linear, Onto, Order};
-use crate::mlp::Nonlinearity;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype, Part, Values};

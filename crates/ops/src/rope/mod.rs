@@ -1,11 +1,23 @@
 //! Rotary position tables.
 
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
+
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use omnigrpo_kernels::parallel;
 
 use crate::host::Host;
+use crate::rows::Rows;
+
+/// Rotary positions.
+pub(crate) trait RopeOps {
+    /// Applies rotary positions to the first `heads` heads of each row, in place.
+    fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool);
+}
 
 type Fill = dyn Fn(usize, &mut [f32]) + Send + Sync;
 

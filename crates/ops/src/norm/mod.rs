@@ -1,11 +1,24 @@
 //! RMS and layer normalisation over the last axis.
 
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
+
 use std::sync::Arc;
 
 use crate::Param;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
+
+/// Normalisation.
+pub(crate) trait NormOps {
+    /// Returns the normalised rows and the statistics for the backward pass.
+    fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows);
+    /// Adds the gradient of the input to `dx`, and the gradients of weight and bias to their buffers.
+    fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm);
+}
 
 /// A normalisation layer.
 #[derive(Clone, Debug)]

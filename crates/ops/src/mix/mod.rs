@@ -1,14 +1,38 @@
-//! Tables: word embeddings, and table rows that are added to a stream (positions, token types, class tokens).
+//! Sparse sums of rows, for pooling and interpolation. The rows may be those of a table: word embeddings, and table rows that are
+//! added to a stream (positions, token types, class tokens).
+
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
 
 use std::sync::Arc;
 
 use crate::Param;
-use crate::conv::{Mix, RowMix};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
+
+pub use omnigrpo_kernels::conv::RowMix;
+
+/// Sparse sums of rows, which may be the rows of a table.
+pub(crate) trait MixOps {
+    /// Returns the rows `ids` of a table.
+    fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows;
+    /// Adds weighted sums of the table's rows to `x`.
+    fn add_rows(&self, x: &mut Rows, table: &Param, mix: &Mix);
+    /// Adds the gradient of [`Self::add_rows`] with respect to the table to the table's buffer.
+    fn add_rows_back(&self, table: &Param, mix: &Mix, dy: &Rows);
+    /// Computes weighted sums of rows.
+    fn mix(&self, x: &Rows, mix: &Mix) -> Rows;
+    /// Returns the gradient of [`Self::mix`] with respect to an input of `rows` rows.
+    fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows;
+}
+
+/// Weighted sums of rows, created once per pass.
+pub type Mix = Host<RowMix>;
 
 /// Table index for each row of a stream.
 pub type Tokens = Host<Vec<u32>>;
@@ -73,10 +97,32 @@ impl Op for AddRows {
     }
 }
 
+struct MixRows(Arc<Mix>);
+
+impl Op for MixRows {
+    type Kept = ();
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        if self.0.reads() > x.rows() || !self.0.is_sound() {
+            return Err(Error::shape("mix", format!("reads {} of {} rows", self.0.reads(), x.rows())));
+        }
+        Ok((x.device().backend().mix(x, &self.0), ()))
+    }
+
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        Ok([Some(dy.device().backend().mix_back(&dy, &self.0, x.rows()))])
+    }
+}
+
 impl Tape {
     /// Adds weighted sums of table rows to `x [t, h]`: row `r` receives row `r` of the mix. The table is read as `[v, h]`, whatever
     /// its published shape. If `x` is zero, this is an embedding lookup whose gradient reaches the table.
     pub fn add_rows(&mut self, x: &Var, table: &Arc<Param>, mix: &Arc<Mix>) -> Result<Var> {
         self.apply(AddRows { table: Arc::clone(table), mix: Arc::clone(mix) }, [x])
+    }
+
+    /// Computes weighted sums of rows, `[t, c] → [mix.len(), c]`, for pooling, interpolation and selection.
+    pub fn mix(&mut self, x: &Var, mix: &Arc<Mix>) -> Result<Var> {
+        self.apply(MixRows(Arc::clone(mix)), [x])
     }
 }

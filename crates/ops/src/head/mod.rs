@@ -1,11 +1,37 @@
 //! The output head: log-probabilities of targets, without a matrix of logits.
 
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
+
 use omnigrpo_kernels::logprob;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
 use crate::Param;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
+
+/// The output head.
+pub(crate) trait HeadOps {
+    /// Returns log-probabilities of targets, without a matrix of logits.
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores;
+    /// Returns the gradient of `normed`, and adds the gradient of the head to its buffer. `dentropy` has one value per row.
+    fn score_back(
+        &self,
+        normed: &Rows,
+        head: &Param,
+        targets: &Targets,
+        scores: &Scores,
+        dlogp: &[f32],
+        dentropy: Option<&[f32]>,
+    ) -> Rows;
+    /// Returns logits `[t, vocabulary]`. The logits of a row do not depend on other rows.
+    fn logits(&self, normed: &Rows, head: &Param) -> Rows;
+    /// Draws a token from each row of logits, and overwrites the logits. A draw is `None` if a logit is NaN or +∞, or if no token
+    /// can be drawn.
+    fn draw(&self, logits: &mut Rows, how: &Sampler, from: &[DrawFrom]) -> Vec<Option<Draw>>;
+}
 
 /// Rows to score, with their target tokens: row `rows[i]` has the targets `tokens[offsets[i]..offsets[i + 1]]`.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -1,5 +1,11 @@
 //! The optimizer's update of a weight, and the state of that update.
 
+mod cpu;
+mod gpu;
+mod outline;
+mod state_file;
+mod twin;
+
 use std::borrow::Cow;
 use std::ops::Range;
 use std::path::Path;
@@ -7,11 +13,19 @@ use std::sync::Arc;
 
 use omnigrpo_kernels::optim::{AdamW, adamw, adamw_bf16};
 
+use self::state_file::StateFile;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::param::{Param, ParamDtype, ValuesMut};
 use crate::rows::Rows;
-use crate::state_file::StateFile;
+
+/// The optimizer.
+pub(crate) trait OptimOps {
+    /// Returns the sum of squares of all elements.
+    fn sum_of_squares(&self, x: &Rows) -> f64;
+    /// Applies one AdamW step to a weight, using its gradient.
+    fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()>;
+}
 
 /// Arrays of the optimizer's state for one weight.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -31,7 +45,7 @@ pub struct Moments {
     pub step: u64,
     /// Arrays that the CPU updates. They are empty while the state is on a GPU.
     host: OnHost,
-    card: Option<crate::gpu::State>,
+    card: Option<gpu::State>,
     /// Folder of the file for the arrays that the CPU updates.
     folder: Option<Arc<Path>>,
 }
@@ -187,7 +201,7 @@ impl Moments {
     }
 
     /// Removes and returns the state, for an update on a GPU.
-    pub(crate) fn take(&mut self) -> (Option<crate::gpu::State>, Numbers) {
+    pub(crate) fn take(&mut self) -> (Option<gpu::State>, Numbers) {
         let numbers = match std::mem::take(&mut self.host) {
             OnHost::Memory(numbers) => numbers,
             OnHost::File(file) => {
@@ -199,7 +213,7 @@ impl Moments {
     }
 
     /// Stores the state after an update on a GPU.
-    pub(crate) fn put(&mut self, state: crate::gpu::State) {
+    pub(crate) fn put(&mut self, state: gpu::State) {
         self.card = Some(state);
     }
 }

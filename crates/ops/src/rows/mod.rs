@@ -1,11 +1,36 @@
 //! Rows, the only type of activations.
 
+mod cpu;
+mod gpu;
+pub(crate) mod moves;
+mod outline;
+mod tape;
+mod twin;
+
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
+
+/// Memory, copies and sums of rows.
+pub(crate) trait RowOps {
+    /// Returns `[rows, cols]` zeros, in the dtype of `like` if given and otherwise in f32.
+    fn zeros(&self, rows: usize, cols: usize, like: Option<&Rows>) -> Rows;
+    /// Creates rows from host values in row-major order. `data.len()` must be `rows · cols`.
+    fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows;
+    /// Returns the values in row-major order, rounded to f32.
+    fn download(&self, x: &Rows) -> Vec<f32>;
+    /// Computes `to += from`.
+    fn add(&self, to: &mut Rows, from: &Rows);
+    /// Computes `x *= by`.
+    fn scale(&self, x: &mut Rows, by: f32);
+    /// Returns a copy of `[rows, cols]` values of `x`.
+    fn part(&self, x: &Rows, of: Window, size: [usize; 2]) -> Rows;
+    /// Replaces `size = [rows, cols]` values of `to` with values of `from`.
+    fn set_part(&self, to: &mut Rows, at: Window, from: &Rows, of: Window, size: [usize; 2]);
+}
 
 /// A contiguous array `[rows, cols]` on a device. Every activation, gradient and statistic is such an array.
 ///

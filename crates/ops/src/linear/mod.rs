@@ -3,6 +3,11 @@
 //! A layer computes `y = x Wᵀ (+ b)`, with weights `[n, k]` as published. An [`Adapter`](crate::Adapter) on the weight adds a
 //! low-rank term. Only required gradients are computed: a frozen layer returns only `dx`. All dtypes accumulate in f32.
 
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
+
 use std::sync::Arc;
 
 use crate::Param;
@@ -10,6 +15,19 @@ use crate::error::{Error, Result};
 use crate::pass::{Dropout, Pass};
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
+
+/// Linear layers. If there are several layers, their outputs are side by side in each row.
+pub(crate) trait LinearOps {
+    /// Computes `x Wᵀ + b`, `[t, k] → [t, Σ n]`, and adds it to `onto`.
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows;
+    /// Computes `dy W`, `[t, Σ n] → [t, k]`, of layers whose columns of `dy` begin at `col`, and adds it to `dx` if given.
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows;
+    /// Adds `dyᵀ x` to the gradients of weights, and the column sums of `dy` to the gradients of biases. The layers' columns of
+    /// `dy` begin at `col`.
+    fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]);
+    /// Sets the dropped elements of `x` to zero and multiplies the others by `1 / (1 − rate)`.
+    fn dropout(&self, x: &Rows, mask: &omnigrpo_kernels::dropout::Mask) -> Rows;
+}
 
 /// A weight `[n, k]` and an optional bias `[n]`.
 #[derive(Clone, Debug)]

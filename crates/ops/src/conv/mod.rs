@@ -1,19 +1,30 @@
-//! Operations of convolutional projectors on channels-last rows: dense convolution over gathered patches, depthwise 3×3
-//! convolution, pooling and interpolation, and two gates.
+//! Convolutions on channels-last rows: dense over gathered patches, and depthwise 3×3.
+
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
 
 use std::sync::Arc;
 
-use crate::device::Weighing;
 use crate::error::{Error, Result};
-use crate::host::Host;
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
 use crate::{Linear, Param};
 
-pub use omnigrpo_kernels::conv::{OUTSIDE, RowMix};
+pub use omnigrpo_kernels::conv::OUTSIDE;
 
-/// Weighted sums of rows, created once per pass.
-pub type Mix = Host<RowMix>;
+/// Convolutions over channels-last rows.
+pub(crate) trait ConvOps {
+    /// Computes a convolution over gathered patches.
+    fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows;
+    /// Returns the gradient of the convolution's input, and adds the gradients of weight and bias to their buffers.
+    fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows;
+    /// Computes a depthwise 3×3 convolution of images of `side = [height, width]`.
+    fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
+    /// Returns the gradient of the convolution's input, and adds the gradient of the weight to its buffer.
+    fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows;
+}
 
 /// Patches of a convolution. Output row `r` reads the input rows `sources[r · taps..(r + 1) · taps]`, where [`OUTSIDE`] means
 /// zeros.
@@ -92,62 +103,6 @@ impl Op for Depthwise {
     }
 }
 
-struct MixRows(Arc<Mix>);
-
-impl Op for MixRows {
-    type Kept = ();
-
-    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        if self.0.reads() > x.rows() || !self.0.is_sound() {
-            return Err(Error::shape("mix", format!("reads {} of {} rows", self.0.reads(), x.rows())));
-        }
-        Ok((x.device().backend().mix(x, &self.0), ()))
-    }
-
-    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        Ok([Some(dy.device().backend().mix_back(&dy, &self.0, x.rows()))])
-    }
-}
-
-struct Gate;
-
-impl Op<2> for Gate {
-    type Kept = ();
-
-    fn forward(&self, [x, gate]: [&Rows; 2]) -> Result<(Rows, ())> {
-        x.device().check("gate", gate)?;
-        if gate.cols() != x.cols() || gate.rows() == 0 || !x.rows().is_multiple_of(gate.rows()) {
-            return Err(Error::shape("gate", format!("input is {:?}, gate is {:?}", x.dims(), gate.dims())));
-        }
-        Ok((x.device().backend().weigh(x, gate, Weighing::Gate), ()))
-    }
-
-    fn backward(&self, [x, gate]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
-        Ok(x.device().backend().weigh_back(x, gate, &dy, Weighing::Gate).map(Some))
-    }
-}
-
-struct Blend;
-
-impl Op<2> for Blend {
-    type Kept = ();
-
-    fn forward(&self, [x, logits]: [&Rows; 2]) -> Result<(Rows, ())> {
-        x.device().check("blend", logits)?;
-        let (one, k) = logits.dims();
-        if one != 1 || k == 0 || !x.rows().is_multiple_of(k) {
-            let what =
-                format!("input is {:?}, logits are {one}×{k}; expected one row and k × t rows", x.dims());
-            return Err(Error::shape("blend", what));
-        }
-        Ok((x.device().backend().weigh(x, logits, Weighing::Blend), ()))
-    }
-
-    fn backward(&self, [x, logits]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
-        Ok(x.device().backend().weigh_back(x, logits, &dy, Weighing::Blend).map(Some))
-    }
-}
-
 impl Tape {
     /// Computes a dense convolution over any number of dimensions: `[t, c] → [patches.rows(), n]`. The layer's weight has the
     /// published shape `[n, c, taps…]` and is read as `[n, c · taps]`. The backward pass gathers patches again, so they are not
@@ -160,20 +115,5 @@ impl Tape {
     /// `[n · h · w, c] → [n · h · w, c]`. `weight` has the published shape `[c, 1, 3, 3]`.
     pub fn depthwise3(&mut self, x: &Var, weight: &Arc<Param>, side: [usize; 2]) -> Result<Var> {
         self.apply(Depthwise { weight: Arc::clone(weight), side }, [x])
-    }
-
-    /// Computes weighted sums of rows, `[t, c] → [mix.len(), c]`, for pooling, interpolation and selection.
-    pub fn mix(&mut self, x: &Var, mix: &Arc<Mix>) -> Result<Var> {
-        self.apply(MixRows(Arc::clone(mix)), [x])
-    }
-
-    /// Computes `x · sigmoid(gate)`. Each row of `gate [n, c]` applies to `s` consecutive rows of `x [n · s, c]`.
-    pub fn gate(&mut self, x: &Var, gate: &Var) -> Result<Var> {
-        self.apply(Gate, [x, gate])
-    }
-
-    /// Computes `Σ softmax(logits)ᵢ · xᵢ`. `x [k · t, c]` contains `k` alternatives of `t` rows; `logits` is `[1, k]`.
-    pub fn blend(&mut self, x: &Var, logits: &Var) -> Result<Var> {
-        self.apply(Blend, [x, logits])
     }
 }

@@ -13,19 +13,35 @@
 //!
 //! Shapes: `t` rows, `e` experts, `p = t · topk` places, `k` inputs and `n` outputs of an expert.
 
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use omnigrpo_gpu::Chosen;
 use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::experts::{Choices, Groups};
 
-use crate::conv::Mix;
-use crate::device::{Device, Weighing};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::linear::Order;
+use crate::mix::Mix;
 use crate::param::Param;
 use crate::rows::{Index, Rows};
+use crate::weigh::Weighing;
+
+/// Layers of experts. Arrays have one row per place.
+pub(crate) trait ExpertOps {
+    /// Multiplies each place by the matrix of its expert, `[p, k] → [p, n]`.
+    fn experts(&self, x: &Rows, layer: &ExpertLinear, routes: &Routes, order: Order) -> Rows;
+    /// Computes `dy Wᵀ` with the matrix of each place's expert, `[p, n] → [p, k]`.
+    fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows;
+    /// Adds `xᵀ dy`, over the places of each expert, to the gradient of the expert's matrix.
+    fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes);
+}
 
 /// Routing of the rows of one pass.
 #[derive(Debug)]

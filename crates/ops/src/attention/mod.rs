@@ -1,15 +1,72 @@
 //! Grouped-query attention over an [`AttentionLayout`].
 
+mod cache;
+mod cpu;
+mod gpu;
+mod outline;
+mod twin;
+
+pub use cache::GroupCache;
+pub(crate) use cache::Store;
+pub(crate) use gpu::Pages;
+
 use std::ops::Range;
 
 use omnigrpo_kernels::attention::{self as kernel, AttentionLayout};
 
-use crate::cache::GroupCache;
 use crate::decode::{DecodeBatch, DecodeRows};
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::rope::RopeTable;
 use crate::rows::Rows;
+
+/// Attention. A packed row is `[queries | keys | values]`.
+pub(crate) trait AttentionOps {
+    /// Computes self-attention of packed rows. Returns the output `[t, q · d]` and the log-sum-exp values `[t, q]`.
+    fn attention(&self, qkv: &Rows, layout: &Layout, heads: AttentionHeads) -> (Rows, Rows);
+    /// Returns the gradient of the packed rows, given the gradient of the output.
+    fn attention_back(
+        &self,
+        qkv: &Rows,
+        out: &Rows,
+        lse: &Rows,
+        dout: &Rows,
+        layout: &Layout,
+        heads: AttentionHeads,
+    ) -> Rows;
+    /// Creates a cache for the keys and values of all layers: those of a prompt of `rows` tokens, and those of `slots`
+    /// completions of equal maximum length.
+    fn cache(
+        &self,
+        layers: usize,
+        slots: usize,
+        rows: usize,
+        heads: AttentionHeads,
+    ) -> std::io::Result<Store>;
+    /// Writes the keys and values of packed rows to the first rows of a layer's cache.
+    fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads);
+    /// Appends each row to the cache of its slot and returns its attention over prompt and slot. Also returns the log-sum-exp
+    /// values if [`Device::remembers_decoding`] is true.
+    fn attend_cached(
+        &self,
+        qkv: &Rows,
+        layer: usize,
+        batch: &mut DecodeBatch,
+        heads: AttentionHeads,
+    ) -> (Rows, Rows);
+    /// Appends consecutive rows to one slot and returns as [`Self::attend_cached`] does. Each row also sees the rows before it.
+    /// Returns `None` if the device appends rows only one by one.
+    fn attend_extended(
+        &self,
+        _qkv: &Rows,
+        _layer: usize,
+        _cache: &mut GroupCache,
+        _slot: usize,
+        _heads: AttentionHeads,
+    ) -> Option<(Rows, Rows)> {
+        None
+    }
+}
 
 /// Attention layout of a stream, created once per stream.
 pub type Layout = Host<AttentionLayout>;

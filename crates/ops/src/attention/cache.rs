@@ -26,7 +26,7 @@ pub(crate) enum Store {
     /// no memory until rows are written.
     Cpu(Vec<MmapMut>),
     Twin(Vec<Vec<f64>>),
-    Gpu(crate::gpu::Pages),
+    Gpu(super::Pages),
     /// Size of a full cache, which is counted but not allocated.
     Outline(#[allow(dead_code)] crate::outline::Span),
 }

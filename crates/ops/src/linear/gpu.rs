@@ -1,0 +1,151 @@
+//! Linear layers on a GPU.
+
+use omnigrpo_gpu::{Affine, Array, Dtype};
+use omnigrpo_kernels::dropout::Mask;
+
+use crate::gpu::{Card, Weights};
+use crate::param::ParamDtype;
+
+use super::*;
+
+impl LinearOps for Card {
+    fn linear(&self, x: &Rows, layers: &[Linear], onto: Onto, order: Order) -> Rows {
+        use omnigrpo_gpu::Onto as Plus;
+        let (rows, k) = x.dims();
+        let (x, layers) = (self.of(x), self.layers(layers));
+        let width = layers.iter().map(|layer| layer.n).sum();
+        let create = |dtype| self.rows(self.gpu.alloc(rows * width, dtype), rows, width);
+        let (mut y, first, plus) = match onto {
+            Onto::Nothing => (create(self.output(x.dtype(), &layers)), 0, Plus::Nothing),
+            Onto::Residual(residual) => {
+                let residual = self.of(residual);
+                (create(residual.dtype()), 0, Plus::Residual(residual))
+            }
+            Onto::Columns(y, first) => {
+                debug_assert!(layers.iter().all(|layer| layer.bias().is_none()), "a bias replaces columns");
+                (y, first, Plus::Output)
+            }
+        };
+        let converted = self.operand(x, &layers);
+        let (x, stride) = (converted.as_ref().unwrap_or(x), y.cols());
+        self.change(&mut y, |y| {
+            if order == Order::PerRow {
+                let layers: Vec<_> = layers.iter().map(Layer::affine).collect();
+                self.gpu.linear_rows(y, [first, stride], x, &layers, k, plus);
+                return;
+            }
+            let mut col = first;
+            for layer in &layers {
+                let plus = match (layer.bias(), plus) {
+                    (Some(bias), plus) => {
+                        let residual =
+                            if let Plus::Residual(residual) = plus { Some(residual) } else { None };
+                        self.gpu.bias_rows(y, col, stride, rows, bias, residual);
+                        Plus::Output
+                    }
+                    (None, plus) => plus,
+                };
+                self.gpu.linear(y, [col, stride], x, layer.weight.weight(), [0, layer.n, k], plus);
+                col += layer.n;
+            }
+        });
+        y
+    }
+
+    fn linear_dx(&self, dx: Option<Rows>, dy: &Rows, col: usize, layers: &[Linear]) -> Rows {
+        let ((rows, width), dy, layers) = (dy.dims(), self.of(dy), self.layers(layers));
+        let k = layers.first().map_or(0, |layer| layer.k);
+        let mut adds = dx.is_some();
+        let mut dx = dx.unwrap_or_else(|| {
+            // The products of several layers are summed, and bf16 would round each partial sum.
+            let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), &layers) };
+            self.rows(self.gpu.alloc(rows * k, dtype), rows, k)
+        });
+        let converted = self.operand(dy, &layers);
+        let dy = converted.as_ref().unwrap_or(dy);
+        self.change(&mut dx, |dx| {
+            let mut col = col;
+            for layer in &layers {
+                self.gpu.linear_dx(dx, dy, [col, width], layer.weight.weight(), [0, layer.n, k], adds);
+                adds = true;
+                col += layer.n;
+            }
+        });
+        dx
+    }
+
+    fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
+        let ((rows, k), width) = (x.dims(), dy.cols());
+        let mut at = col;
+        for layer in layers {
+            let n = layer.n();
+            let dtype = match layer.weight().dtype() {
+                ParamDtype::F32 => Dtype::F32,
+                ParamDtype::Bf16 | ParamDtype::Quantised(_) => Dtype::Bf16,
+            };
+            self.accumulate(layer.weight(), |dw| {
+                self.gpu.linear_dw(dw, self.of(x), self.of(dy), [at, width], [0, n, k], dtype);
+            });
+            if let Some(bias) = layer.bias() {
+                self.accumulate(bias, |db| {
+                    self.gpu.add_column_sums(db, self.of(dy), [at, width], None, rows);
+                });
+            }
+            at += n;
+        }
+    }
+
+    fn dropout(&self, x: &Rows, mask: &Mask) -> Rows {
+        let keys = mask.rows.as_ref().map(|keys| self.gpu.upload_words(&keys[..]));
+        let (threshold, keep) = (u64::from(mask.threshold()), mask.keep());
+        let y = self.gpu.dropout(self.of(x), x.cols(), keys.as_ref(), mask.key, threshold, keep);
+        self.rows(y, x.rows(), x.cols())
+    }
+}
+
+/// A layer's weight and bias on the GPU.
+struct Layer {
+    weight: Arc<Weights>,
+    bias: Option<Arc<Weights>>,
+    n: usize,
+    k: usize,
+}
+
+impl Layer {
+    fn bias(&self) -> Option<&Array> {
+        match self.bias.as_deref() {
+            Some(Weights::Dense(array)) => Some(array),
+            Some(Weights::Codes(_)) | None => None,
+        }
+    }
+
+    fn affine(&self) -> Affine<'_> {
+        Affine { weight: self.weight.weight(), bias: self.bias(), n: self.n }
+    }
+}
+
+impl Card {
+    fn layers(&self, layers: &[Linear]) -> Vec<Layer> {
+        layers.iter().map(|layer| self.layer(layer)).collect()
+    }
+
+    /// Returns bf16 if the input and all weights are bf16, and f32 otherwise.
+    fn output(&self, x: Dtype, layers: &[Layer]) -> Dtype {
+        let narrow = |layer: &Layer| layer.weight.weight().dtype() == Dtype::Bf16;
+        match x == Dtype::Bf16 && layers.iter().all(narrow) {
+            true => Dtype::Bf16,
+            false => Dtype::F32,
+        }
+    }
+
+    /// Returns the input in the dtype of the first layer's weight, if several layers can share this conversion.
+    fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Array> {
+        let wanted = layers.first()?.weight.weight().dtype();
+        (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
+    }
+
+    fn layer(&self, linear: &Linear) -> Layer {
+        let bias = linear.bias().map(|bias| self.weights(bias));
+        Layer { weight: self.weights(linear.weight()), bias, n: linear.n(), k: linear.k() }
+    }
+}

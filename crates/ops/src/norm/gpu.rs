@@ -1,0 +1,46 @@
+//! Normalisation on a GPU.
+
+use crate::gpu::Card;
+
+use super::*;
+
+impl NormOps for Card {
+    fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
+        let (rows, dim) = x.dims();
+        match norm {
+            Norm::Rms { weight, eps } => {
+                let (y, rstd) =
+                    self.vector(weight, |weight| self.gpu.rms(self.of(x), weight, *eps, weight.dtype()));
+                (self.rows(y, rows, dim), self.rows(rstd, 1, rows))
+            }
+            Norm::Layer { weight, bias, eps } => {
+                let (y, stats) = self.vector(weight, |weight| {
+                    self.vector(bias, |bias| self.gpu.layer(self.of(x), weight, bias, *eps, weight.dtype()))
+                });
+                (self.rows(y, rows, dim), self.rows(stats, 2, rows))
+            }
+        }
+    }
+
+    fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm) {
+        let (rows, h) = x.dims();
+        let [x, stats, dy] = [x, stats, dy].map(|rows| self.of(rows));
+        self.vector(norm.weight(), |weight| {
+            self.change(dx, |dx| match norm {
+                Norm::Rms { .. } => self.gpu.rms_back(dx, dy, x, stats, weight),
+                Norm::Layer { .. } => self.gpu.layer_back(dx, dy, x, stats, weight),
+            });
+        });
+        match norm {
+            Norm::Rms { weight, .. } => {
+                self.accumulate(weight, |dw| self.gpu.norm_weight(dw, dy, x, None, (stats, 0)));
+            }
+            Norm::Layer { weight, bias, .. } => {
+                self.accumulate(weight, |dw| {
+                    self.gpu.norm_weight(dw, dy, x, Some((stats, 0)), (stats, rows))
+                });
+                self.accumulate(bias, |db| self.gpu.add_column_sums(db, dy, [0, h], None, rows));
+            }
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! Rotary positions on an outline.
+
+use crate::outline::Outline;
+use crate::work::{Call, note};
+
+use super::*;
+
+impl RopeOps for Outline {
+    fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, _: bool) {
+        note(|| Call::Rotate { rows: x.rows(), heads, half: table.half });
+        x.touch();
+    }
+}
