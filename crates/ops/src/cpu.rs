@@ -4,26 +4,28 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use omnigrpo_kernels::linear::{Gradient, Layer};
-use omnigrpo_kernels::{Mat, MatMut, Stored, Weight, buffer, linear as product};
+use omnigrpo_kernels::{Mat, MatMut, Weight, buffer, linear as product};
 
 use crate::device::Device;
 use crate::linear::Linear;
 use crate::param::{Param, WeightGuard};
-use crate::rows::{Data, Rows};
+use crate::rows::{Data, Rows, misplaced};
 
 pub(crate) struct Cpu;
 
 impl Rows {
     /// Returns the values of rows on the CPU.
     pub(crate) fn cpu(&self) -> &[f32] {
+        let device = self.device();
         match &self.data {
             Data::Cpu(data) => data,
-            _ => &[],
+            _ => misplaced(device, "cpu"),
         }
     }
 
     /// Returns the values for writing. Shared values are copied first.
     pub(crate) fn cpu_mut(&mut self) -> &mut [f32] {
+        let device = self.device();
         match &mut self.data {
             Data::Cpu(data) => {
                 if Arc::get_mut(data).is_none() {
@@ -31,7 +33,7 @@ impl Rows {
                 }
                 Arc::make_mut(data).as_mut_slice()
             }
-            _ => &mut [],
+            _ => misplaced(device, "cpu"),
         }
     }
 
@@ -78,17 +80,4 @@ pub(crate) fn merge(w: &mut [f32], left: &[f32], right: &[f32], rank: usize, sca
     let dw = MatMut::new(w, n, k);
     let (left, right) = (Mat::new(&left, rank, n), Mat::new(right, rank, k));
     product::backward_weight(left, right, &mut [Gradient { dw, col: 0, bf16: false }]);
-}
-
-/// Returns the values of a weight as f64, in row-major order.
-pub(crate) fn wide(weight: Stored) -> Vec<f64> {
-    match weight {
-        Stored::F32(data) => data.iter().map(|&x| f64::from(x)).collect(),
-        Stored::Bf16(data) => data.iter().map(|x| x.to_f64()).collect(),
-        Stored::Quantised(data) => {
-            let mut f32s = vec![0.0; data.len()];
-            data.widen(&mut f32s);
-            f32s.into_iter().map(f64::from).collect()
-        }
-    }
 }

@@ -21,7 +21,7 @@ use crate::rope::RopeOps;
 use crate::rows::RowOps;
 use crate::rows::Rows;
 use crate::weigh::WeighOps;
-use crate::{cpu, outline, twin};
+use crate::{cpu, outline};
 
 /// Device that stores arrays and computes with them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -30,6 +30,7 @@ pub enum Device {
     #[default]
     Cpu,
     /// Reference for tests: f64 in main memory, with plain loops.
+    #[cfg(feature = "twin")]
     Twin,
     /// NVIDIA GPU or emulator of one: bf16 or f32 in GPU memory, with the kernels of `omnigrpo-gpu`.
     Gpu(crate::gpu::Card),
@@ -42,7 +43,11 @@ impl Device {
     /// Returns the devices of this build that are available on every machine, including a new emulator.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        [Self::Cpu, Self::Twin].into_iter().chain(Self::emulator()).collect()
+        let mut all = vec![Self::Cpu];
+        #[cfg(feature = "twin")]
+        all.push(Self::Twin);
+        all.extend(Self::emulator());
+        all
     }
 
     /// Creates an emulator of a GPU. Returns `None` in builds without the feature `emulator`.
@@ -57,7 +62,8 @@ impl Device {
     pub(crate) fn backend(&self) -> &dyn Backend {
         match self {
             Self::Cpu => &cpu::Cpu,
-            Self::Twin => &twin::Twin,
+            #[cfg(feature = "twin")]
+            Self::Twin => &crate::twin::Twin,
             Self::Gpu(card) => card,
             Self::Outline => &outline::Outline,
         }
@@ -101,6 +107,7 @@ impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Self::Cpu => f.write_str("cpu"),
+            #[cfg(feature = "twin")]
             Self::Twin => f.write_str("twin"),
             Self::Gpu(card) => card.fmt(f),
             Self::Outline => f.write_str("outline"),

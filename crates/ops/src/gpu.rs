@@ -24,15 +24,13 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::optim::Squares;
 use crate::param::{Param, Values, ValuesMut};
-use crate::rows::{Data, Rows};
+use crate::rows::{Data, Rows, misplaced};
 
 /// An open GPU or emulator. It stays open until the process ends, so a handle can be copied like any other [`Device`]. Opening
 /// the same GPU twice creates two devices, each with a separate order of work.
 #[derive(Clone, Copy)]
 pub struct Card {
     pub(crate) gpu: &'static Gpu,
-    /// Placeholder array for rows on other devices, which callers rule out.
-    nothing: &'static Array,
     /// Copies of gradients and weights, created at the first use.
     transfers: &'static OnceLock<Transfers>,
     /// Connection with the GPUs of all ranks.
@@ -64,9 +62,8 @@ impl Card {
     }
 
     pub(crate) fn over(gpu: Gpu, ordinal: Option<usize>) -> Self {
-        let nothing = Box::leak(Box::new(gpu.alloc(0, Dtype::F32)));
         let (transfers, nccl) = (Box::leak(Box::default()), Box::leak(Box::default()));
-        Self { gpu: Box::leak(Box::new(gpu)), nothing, transfers, nccl, ordinal }
+        Self { gpu: Box::leak(Box::new(gpu)), transfers, nccl, ordinal }
     }
 
     /// Returns the driver's number for the GPU, or `None` for an emulator.
@@ -404,20 +401,20 @@ impl Card {
     /// Returns the array of rows that are on this device.
     pub(crate) fn of<'a>(&'a self, x: &'a Rows) -> &'a Array {
         match &x.data {
-            Data::Gpu(_, data) => data,
-            _ => self.nothing,
+            Data::Gpu(card, data) if card == self => data,
+            _ => misplaced(x.device(), &self.to_string()),
         }
     }
 
     /// Runs `f` on the array of `x`, so that `f` can change it. A shared array is copied first.
     pub(crate) fn change(&self, x: &mut Rows, f: impl FnOnce(&mut Array)) {
-        if let Data::Gpu(_, data) = &mut x.data {
-            if Arc::get_mut(data).is_none() {
-                *data = Arc::new(self.gpu.cast(data, data.dtype()));
-            }
-            if let Some(data) = Arc::get_mut(data) {
-                f(data);
-            }
+        let device = x.device();
+        let Data::Gpu(_, data) = &mut x.data else { misplaced(device, &self.to_string()) };
+        if Arc::get_mut(data).is_none() {
+            *data = Arc::new(self.gpu.cast(data, data.dtype()));
+        }
+        if let Some(data) = Arc::get_mut(data) {
+            f(data);
         }
     }
 

@@ -36,6 +36,7 @@ mod pass;
 mod rope;
 mod rows;
 mod tape;
+#[cfg(feature = "twin")]
 mod twin;
 mod weigh;
 mod work;

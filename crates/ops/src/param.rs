@@ -936,6 +936,7 @@ impl GradGuard<'_> {
     }
 
     /// Returns the gradient on the f64 twin.
+    #[cfg(feature = "twin")]
     pub(crate) fn twin(&mut self) -> &mut [f64] {
         self.grad.as_mut().map(Rows::twin_mut).unwrap_or_default()
     }

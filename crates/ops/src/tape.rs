@@ -184,6 +184,9 @@ impl Tape {
     /// Runs an operation, and records it if the tape records.
     pub fn apply<const N: usize, O: Op<N> + 'static>(&mut self, op: O, inputs: [&Var; N]) -> Result<Var> {
         let x = inputs.map(|input| &input.rows);
+        for other in x.iter().skip(1) {
+            x[0].device().check("tape", other)?;
+        }
         let (recompute, recalled) = match &mut self.mode {
             Mode::Off => return Ok(Var::constant(op.forward(x)?.0)),
             Mode::Remember { memory, room } => {
@@ -279,6 +282,7 @@ impl Tape {
             let what = format!("the output is {:?}, its gradient {:?}", output.rows.dims(), dy.dims());
             return Err(Error::Tape { what });
         }
+        output.rows.device().check("tape", &dy)?;
         let last = match output.node {
             Some(node) if node < self.nodes.len() => node,
             _ => return Err(Error::Tape { what: "the output was not recorded on this tape".into() }),

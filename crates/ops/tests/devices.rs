@@ -1521,6 +1521,138 @@ fn mismatches_are_errors_not_panics() {
     }
 }
 
+/// Every operation of several arrays refuses one on another device, at each position.
+#[test]
+fn rows_of_another_device_are_an_error() {
+    let heads = AttentionHeads { q: 2, kv: 1, dim: 2 };
+    let param = |shape: &[usize]| {
+        let values = Values::F32(vec![0.5; shape.iter().product()]);
+        Arc::new(Param::new("w", Part::Llm, shape, values).unwrap())
+    };
+    let layer = Linear::new(param(&[4, 4]), None).unwrap();
+    let pass = Pass::on(Device::Cpu);
+    let linear = PackedLinear::new(&[&layer], &pass);
+    let experts = ExpertLinear::new(param(&[4, 4, 4])).unwrap();
+    let (norm, scale, table) = (Norm::Rms { weight: param(&[4]), eps: 1e-6 }, param(&[4]), param(&[4, 4]));
+    let layout: omnigrpo_ops::Layout = AttentionLayout::causal(4).into();
+    let targets = Targets { rows: vec![0, 1, 2, 3], offsets: vec![0, 1, 1, 1, 1], tokens: vec![2] };
+    let rows = |device: Device, cols: usize| Rows::zeros(device, 4, cols);
+    let scores = |device: Device| omnigrpo_ops::score(&rows(device, 4), &table, &targets, 1.0).unwrap();
+    type Case<'a> = (&'a str, usize, Box<dyn Fn(&dyn Fn(usize) -> Device) -> omnigrpo_ops::Result<()> + 'a>);
+    let cases: Vec<Case> = vec![
+        ("add", 2, Box::new(|on| rows(on(0), 4).add(&rows(on(1), 4)))),
+        ("set_columns", 2, Box::new(|on| rows(on(0), 4).set_columns(1, &rows(on(1), 2)))),
+        ("set_rows", 2, Box::new(|on| rows(on(0), 4).set_rows(1, &rows(on(1), 4), 0..2))),
+        ("concat", 2, Box::new(|on| Rows::concat(&[&rows(on(0), 4), &rows(on(1), 4)]).map(drop))),
+        ("activation", 2, Box::new(|on| rows(on(0), 4).activation_back(&rows(on(1), 4), Activation::Silu))),
+        ("swiglu", 2, Box::new(|on| rows(on(0), 4).swiglu_back(&rows(on(1), 2)))),
+        ("scale", 2, Box::new(|on| rows(on(0), 4).scaled_onto(&rows(on(1), 4), &scale).map(drop))),
+        ("scale back", 2, Box::new(|on| rows(on(0), 4).scaled_onto_back(&rows(on(1), 4), &scale).map(drop))),
+        ("linear", 2, Box::new(|on| linear.forward_onto(&rows(on(0), 4), &rows(on(1), 4)).map(drop))),
+        ("linear back", 2, Box::new(|on| linear.backward(&rows(on(0), 4), &rows(on(1), 4)).map(drop))),
+        (
+            "experts back",
+            2,
+            Box::new(|on| {
+                let routes = Routes::choose(&rows(on(0), 4), 1, Order::Blocked)?;
+                experts.backward(&rows(on(0), 4), &rows(on(1), 4), &routes).map(drop)
+            }),
+        ),
+        (
+            "weigh",
+            2,
+            Box::new(|on| {
+                let routes = Routes::choose(&rows(on(0), 4), 1, Order::Blocked)?;
+                routes.weigh(&rows(on(0), 4), &rows(on(1), 4)).map(drop)
+            }),
+        ),
+        (
+            "weigh back",
+            3,
+            Box::new(|on| {
+                let routes = Routes::choose(&rows(Device::Cpu, 4), 1, Order::Blocked)?;
+                routes.weigh_back(&rows(on(0), 4), &rows(on(1), 4), &rows(on(2), 4)).map(drop)
+            }),
+        ),
+        (
+            "norm",
+            4,
+            Box::new(|on| {
+                let stats = Rows::zeros(on(2), 1, 4);
+                norm.backward(&mut rows(on(0), 4), &rows(on(1), 4), &stats, &rows(on(3), 4))
+            }),
+        ),
+        (
+            "attention",
+            4,
+            Box::new(|on| {
+                let (qkv, out) = (rows(on(0), heads.packed_width()), rows(on(1), 4));
+                heads.backward(&qkv, &out, &rows(on(2), 2), &rows(on(3), 4), &layout).map(drop)
+            }),
+        ),
+        (
+            "score",
+            3,
+            Box::new(|on| {
+                let omnigrpo_ops::Scores { logprobs, .. } = scores(Device::Cpu);
+                let of = |i: usize| scores(on(i));
+                let scores = omnigrpo_ops::Scores {
+                    logprobs,
+                    entropies: of(1).entropies,
+                    lse: of(2).lse,
+                    temperature: 1.0,
+                };
+                omnigrpo_ops::score_backward(&rows(on(0), 4), &table, &targets, &scores, &[0.0], None)
+                    .map(drop)
+            }),
+        ),
+        (
+            "cache",
+            2,
+            Box::new(|on| {
+                let mut cache = GroupCache::new(on(0), 1, heads, 4, 1, 1).unwrap();
+                cache.write_prompt(0, &rows(on(1), heads.packed_width()), heads)
+            }),
+        ),
+        (
+            "gate",
+            2,
+            Box::new(|on| {
+                let [x, gate] = [0, 1].map(|i| Var::constant(rows(on(i), 4)));
+                Tape::off().gate(&x, &gate).map(drop)
+            }),
+        ),
+        (
+            "blend",
+            2,
+            Box::new(|on| {
+                let (x, logits) = (rows(on(0), 4), Rows::zeros(on(1), 1, 2));
+                Tape::off().blend(&Var::constant(x), &Var::constant(logits)).map(drop)
+            }),
+        ),
+        (
+            "tape",
+            2,
+            Box::new(|on| {
+                let mut tape = Tape::recording(false);
+                let x = tape.input(rows(on(0), 4));
+                let y = tape.norm(&x, &norm)?;
+                tape.backward(&y, rows(on(1), 4)).map(drop)
+            }),
+        ),
+    ];
+    for (name, count, run) in &cases {
+        run(&|_| Device::Cpu).unwrap_or_else(|error| panic!("{name} on one device: {error}"));
+        for other in 0..*count {
+            let done = run(&|i| if i == other { Device::Twin } else { Device::Cpu });
+            assert!(
+                matches!(done, Err(omnigrpo_ops::Error::Device { .. })),
+                "{name}, operand {other}: {done:?}"
+            );
+        }
+    }
+}
+
 /// One uniform number draws the same token on every device.
 #[test]
 fn tokens_are_drawn() {

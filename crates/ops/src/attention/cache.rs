@@ -25,6 +25,7 @@ pub(crate) enum Store {
     /// Anonymous memory that is mapped lazily. The region for the longest allowed completion occupies address space, but it uses
     /// no memory until rows are written.
     Cpu(Vec<MmapMut>),
+    #[cfg(feature = "twin")]
     Twin(Vec<Vec<f64>>),
     Gpu(super::Pages),
     /// Size of a full cache, which is counted but not allocated.

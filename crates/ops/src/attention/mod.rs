@@ -4,6 +4,7 @@ mod cache;
 mod cpu;
 mod gpu;
 mod outline;
+#[cfg(feature = "twin")]
 mod twin;
 
 pub use cache::GroupCache;

@@ -16,6 +16,7 @@
 mod cpu;
 mod gpu;
 mod outline;
+#[cfg(feature = "twin")]
 mod twin;
 
 use std::sync::{Arc, Mutex, PoisonError};

@@ -3,6 +3,7 @@
 mod cpu;
 mod gpu;
 mod outline;
+#[cfg(feature = "twin")]
 mod twin;
 
 use std::sync::Arc;

@@ -4,6 +4,7 @@ mod cpu;
 mod gpu;
 mod outline;
 mod state_file;
+#[cfg(feature = "twin")]
 mod twin;
 
 use std::borrow::Cow;

@@ -5,6 +5,7 @@ mod gpu;
 pub(crate) mod moves;
 mod outline;
 mod tape;
+#[cfg(feature = "twin")]
 mod twin;
 
 use std::ops::Range;
@@ -45,6 +46,7 @@ pub struct Rows {
 #[derive(Clone, Debug)]
 pub(crate) enum Data {
     Cpu(Arc<Vec<f32>>),
+    #[cfg(feature = "twin")]
     Twin(Arc<Vec<f64>>),
     Gpu(crate::gpu::Card, Arc<omnigrpo_gpu::Array>),
     Outline(Arc<crate::outline::Span>),
@@ -79,6 +81,14 @@ impl<'a> Window<'a> {
     }
 }
 
+/// Ends an operation that did not check the device of its operands.
+#[cold]
+#[track_caller]
+#[allow(clippy::panic, reason = "an operation without this check would compute with no values")]
+pub(crate) fn misplaced(got: Device, expected: &str) -> ! {
+    panic!("an operation on {expected} got rows on {got}")
+}
+
 impl Rows {
     pub(crate) fn over(data: Data, rows: usize, cols: usize) -> Self {
         Self { data, rows, cols }
@@ -87,11 +97,6 @@ impl Rows {
     pub(crate) fn on_cpu(data: Vec<f32>, rows: usize, cols: usize) -> Self {
         debug_assert_eq!(data.len(), rows * cols);
         Self { data: Data::Cpu(Arc::new(data)), rows, cols }
-    }
-
-    pub(crate) fn on_twin(data: Vec<f64>, rows: usize, cols: usize) -> Self {
-        debug_assert_eq!(data.len(), rows * cols);
-        Self { data: Data::Twin(Arc::new(data)), rows, cols }
     }
 
     pub(crate) fn on_gpu(
@@ -127,6 +132,7 @@ impl Rows {
     pub fn device(&self) -> Device {
         match &self.data {
             Data::Cpu(_) => Device::Cpu,
+            #[cfg(feature = "twin")]
             Data::Twin(_) => Device::Twin,
             Data::Gpu(card, _) => Device::Gpu(*card),
             Data::Outline(_) => Device::Outline,
@@ -163,6 +169,7 @@ impl Rows {
     pub fn num_bytes(&self) -> usize {
         match &self.data {
             Data::Cpu(data) => size_of_val(&data[..]),
+            #[cfg(feature = "twin")]
             Data::Twin(data) => size_of_val(&data[..]),
             Data::Gpu(_, data) => data.len() * data.dtype().size(),
             Data::Outline(span) => span.num_bytes(),
@@ -190,6 +197,7 @@ impl Rows {
     #[must_use]
     pub fn to_f64(&self) -> Vec<f64> {
         match &self.data {
+            #[cfg(feature = "twin")]
             Data::Twin(data) => data.to_vec(),
             _ => self.to_vec().into_iter().map(f64::from).collect(),
         }
