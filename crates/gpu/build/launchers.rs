@@ -54,7 +54,7 @@ pub fn generate(folder: &Path) -> Result<String> {
         structure(&mut out, name, fields)?;
     }
     for (file, kernels) in files {
-        let _ = writeln!(out, "/// Kernels of `{file}.cu`.\npub(crate) mod {file} {{\n    use super::*;");
+        let _ = writeln!(out, "/// Kernels of `{file}.cu`.\npub mod {file} {{\n    use super::*;");
         for (kernel, numbers) in grouped(kernels) {
             launcher(&mut out, &file, &kernel, &numbers, &structures)?;
         }
@@ -216,7 +216,7 @@ fn structure(out: &mut String, name: &str, fields: &[Named]) -> Result<()> {
     }
     let _ = write!(
         out,
-        "/// The structure `{name}` of the kernels.\n#[derive(Clone, Copy, Debug, Default)]\npub(crate) struct {name} {{ {own}}}\n\
+        "/// The structure `{name}` of the kernels.\n#[derive(Clone, Copy, Debug, Default)]\npub struct {name} {{ {own}}}\n\
          impl From<{name}> for Arg {{\n    fn from(fields: {name}) -> Self {{\n        Self::fields(&[{list}])\n    }}\n}}\n"
     );
     Ok(())
@@ -277,7 +277,7 @@ fn launcher(
         let list = numbers.join(", ");
         let _ = writeln!(
             out,
-            "    #[allow(dead_code)]\n    pub(crate) const {}: &[usize] = &[{list}];",
+            "    #[allow(dead_code)]\n    pub const {}: &[usize] = &[{list}];",
             name.to_uppercase()
         );
         let arms: String =
@@ -288,7 +288,7 @@ fn launcher(
     };
     let _ = writeln!(
         out,
-        "    pub(crate) fn {name}({takes}) -> Kernel {{\n        Kernel {{ name: {full}, args: vec![{gives}] }}\n    }}"
+        "    pub fn {name}({takes}) -> Kernel {{\n        Kernel {{ name: {full}, args: vec![{gives}] }}\n    }}"
     );
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use omnigrpo_kernels::attention::AttentionLayout;
 
 use crate::device::{Array, Dtype, Gpu, Pack};
-use crate::launch::{Gradients, Shape, attention as kernels, plain_attention as plain};
+use crate::launchers::{Gradients, Shape, attention as kernels, plain_attention as plain};
 
 /// Numbers of heads in packed rows `[q heads | k heads | v heads]`. Each head has `d` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

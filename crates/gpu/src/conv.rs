@@ -1,7 +1,7 @@
 //! Convolutions over channels-last rows, computed by unfolding and products; depthwise convolutions; gates.
 
 use crate::device::{Array, Dtype, Gpu};
-use crate::launch::conv;
+use crate::launchers::conv;
 
 /// The patches of a convolution, on a device.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use crate::blas::Blas;
 use crate::checkup::Finding;
 use crate::driver::{Driver, LOGITS, Queue};
 use crate::error::{Error, Result};
-use crate::launch::{Args, Launch};
+use crate::launchers::{Args, Launch};
 use crate::libraries::OLDEST;
 use crate::nvml;
 use crate::nvrtc::Nvrtc;

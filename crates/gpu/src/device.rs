@@ -10,7 +10,7 @@ use crate::driver::Driver;
 use crate::emulated::Emulated;
 use crate::error::{Error, Result};
 use crate::graph::{Blocks, Scope};
-use crate::launch::{Arg, Args, Element, Kernel, Launch};
+use crate::launchers::{Arg, Args, Element, Kernel, Launch};
 use crate::nvml::Monitor;
 use crate::product::Product;
 
@@ -334,7 +334,7 @@ impl Gpu {
 
     /// Queues a kernel with a grid of blocks of `threads` threads and `shared` bytes of dynamic shared memory. A launch whose grid
     /// has no blocks does nothing.
-    pub(crate) fn launch(&self, kernel: Kernel, grid: [usize; 3], threads: usize, shared: usize) {
+    pub fn launch(&self, kernel: Kernel, grid: [usize; 3], threads: usize, shared: usize) {
         if self.failed() || grid.contains(&0) {
             return;
         }
@@ -376,15 +376,20 @@ impl Gpu {
     }
 
     /// Queues a kernel with one thread for each of `count` pieces of work.
-    pub(crate) fn each(&self, kernel: Kernel, count: usize) {
+    pub fn each(&self, kernel: Kernel, count: usize) {
         let blocks = count.div_ceil(THREADS);
         // In the emulator, a short last block takes as long as a full one.
         let threads = if blocks == 1 { count.next_multiple_of(32) } else { THREADS };
         self.launch(kernel, [blocks, 1, 1], threads, 0);
     }
 
+    /// Queues a kernel with one thread for every four columns of each row.
+    pub fn each_quad(&self, kernel: Kernel, rows: usize, cols: usize) {
+        self.each(kernel, rows * cols.div_ceil(4));
+    }
+
     /// Queues a kernel with one block of threads for each of `rows` rows of `cols` elements. Rows without columns have a block too.
-    pub(crate) fn each_row(&self, kernel: Kernel, rows: usize, cols: usize) {
+    pub fn each_row(&self, kernel: Kernel, rows: usize, cols: usize) {
         let threads = cols.div_ceil(4).next_multiple_of(32).clamp(32, THREADS);
         self.launch(kernel, [rows, 1, 1], threads, 0);
     }
@@ -531,7 +536,8 @@ impl Array {
     }
 
     /// Returns an element as an argument of kernels.
-    pub(crate) fn element(&self, index: usize) -> Element {
+    #[must_use]
+    pub fn element(&self, index: usize) -> Element {
         Element { at: self.place(index), dtype: self.dtype }
     }
 }
@@ -550,7 +556,7 @@ impl Drop for Array {
 #[cfg(all(test, feature = "emulator"))]
 mod tests {
     use super::*;
-    use crate::launch::{Sampling, Shape, attention, sums};
+    use crate::launchers::{Sampling, Shape, attention, sums};
 
     /// Blocks have at most the shared memory of the device. On the emulator, that is the least of all supported GPUs.
     #[test]

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::checkup::Finding;
 use crate::error::Result;
-use crate::launch::{Args, Launch};
+use crate::launchers::{Args, Launch};
 use crate::product::Product;
 use crate::sources::FILES;
 

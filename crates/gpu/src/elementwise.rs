@@ -3,7 +3,7 @@
 use omnigrpo_kernels::activation::Activation;
 
 use crate::device::{Array, Dtype, Gpu};
-use crate::launch::{Element, elementwise};
+use crate::launchers::{Element, elementwise};
 
 /// The position of rows in memory.
 #[derive(Clone, Copy, Debug)]
@@ -45,10 +45,6 @@ impl std::ops::Deref for Held<'_> {
             Self::Cast(array) => array,
         }
     }
-}
-
-fn quads(rows: usize, cols: usize) -> usize {
-    rows * cols.div_ceil(4)
 }
 
 /// Returns the number of an activation in the kernels.
@@ -114,7 +110,7 @@ impl Gpu {
         [to_stride, from_stride]: [usize; 2],
     ) {
         let kernel = elementwise::copy_rows(to, from, to_rows, from_rows, rows, cols, to_stride, from_stride);
-        self.each(kernel, quads(rows, cols));
+        self.each_quad(kernel, rows, cols);
     }
 
     /// Sets the columns `first..first + bias.len()` of rows of `stride` elements to the bias. If `residual` is given, its values
@@ -130,7 +126,7 @@ impl Gpu {
     ) {
         let (residual, cols) = (residual.map(|residual| residual.element(first)), bias.len());
         let kernel = elementwise::bias_rows(y.element(first), bias, residual, rows, cols, stride);
-        self.each(kernel, quads(rows, cols));
+        self.each_quad(kernel, rows, cols);
     }
 
     /// Computes `act(x)` for every element.
@@ -151,23 +147,13 @@ impl Gpu {
     #[must_use]
     pub fn swiglu(&self, gate_up: &Array, t: usize, i: usize) -> Array {
         let y = self.alloc(t * i, gate_up.dtype());
-        self.each(elementwise::swiglu(&y, gate_up, t, i), quads(t, i));
+        self.each_quad(elementwise::swiglu(&y, gate_up, t, i), t, i);
         y
     }
 
     /// Replaces `gate_up` with its gradient.
     pub fn swiglu_back(&self, gate_up: &mut Array, dy: &Array, t: usize, i: usize) {
-        self.each(elementwise::swiglu_back(gate_up, dy, t, i), quads(t, i));
-    }
-
-    /// Computes `x · scale (+ residual)` with one scale per column. The result has the dtype of the residual, or of `x` if there
-    /// is no residual.
-    #[must_use]
-    pub fn scale_columns(&self, x: &Array, residual: Option<&Array>, scale: &Array) -> Array {
-        let (rows, cols) = (x.len() / scale.len().max(1), scale.len());
-        let y = self.alloc(x.len(), residual.unwrap_or(x).dtype());
-        self.each(elementwise::scale_columns(&y, x, residual, scale, rows, cols), quads(rows, cols));
-        y
+        self.each_quad(elementwise::swiglu_back(gate_up, dy, t, i), t, i);
     }
 
     /// Rotates, in place, the first `heads` heads of `2 · half` columns in each row. `cos` and `sin` are f32 `[rows, half]`.

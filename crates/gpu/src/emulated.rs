@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::device::Dtype;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
-use crate::launch::{Args, Launch};
+use crate::launchers::{Args, Launch};
 use crate::product::{Factor, Product};
 
 #[repr(C)]

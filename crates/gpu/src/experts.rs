@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::device::{Array, Dtype, Gpu};
-use crate::launch::{Codes, experts as kernels};
+use crate::launchers::{Codes, experts as kernels};
 use crate::linear::Weight;
 use crate::product::{Factor, Product};
 use crate::sums::Mixture;
@@ -149,7 +149,7 @@ impl Gpu {
     fn scale_rows(&self, x: &Array, by: &Array) -> Array {
         let (rows, cols) = (by.len(), x.len() / by.len().max(1));
         let y = self.alloc(x.len(), x.dtype());
-        self.each(kernels::scale_rows(&y, x, by, rows, cols), rows * cols.div_ceil(4));
+        self.each_quad(kernels::scale_rows(&y, x, by, rows, cols), rows, cols);
         y
     }
 

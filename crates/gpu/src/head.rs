@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::device::{Array, Dtype, Gpu};
 use crate::driver::LOGITS;
-use crate::launch::head as kernels;
+use crate::launchers::head as kernels;
 use crate::linear::{Onto, Weight};
 
 /// The target tokens of each row, on a device. A row has the tokens at `offsets[row]..offsets[row + 1]`.

@@ -8,7 +8,7 @@ use half::bf16;
 use omnigrpo_kernels::quant::QuantBits;
 
 use crate::device::{Array, COUNTERS, Dtype, Gpu};
-use crate::launch::{self, Element, Layer, linear as kernels};
+use crate::launchers::{self, Element, Layer, linear as kernels};
 use crate::product::{Factor, Product};
 
 /// A weight of 8 or 4 bits on a device, in the layout that `QuantMatrix::by_rows` in `omnigrpo_kernels` returns.
@@ -31,9 +31,9 @@ impl Codes {
     }
 
     /// Returns the structure of the kernels for the rows from `first` on.
-    pub(crate) fn rows_from(&self, first: usize) -> launch::Codes {
+    pub(crate) fn rows_from(&self, first: usize) -> launchers::Codes {
         let [row_words, row_groups] = self.row;
-        launch::Codes {
+        launchers::Codes {
             codes: self.codes.element(first * row_words),
             scales: self.scales.element(first * row_groups),
             bits: self.bits.bits(),

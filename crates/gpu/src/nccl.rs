@@ -20,7 +20,7 @@ use omnigrpo_ranks::Ranks;
 
 use crate::device::{Array, Gpu};
 use crate::error::{Error, Result};
-use crate::launch::sums;
+use crate::launchers::sums;
 use crate::libraries::{Library, NCCL, functions, load, package};
 
 functions! {

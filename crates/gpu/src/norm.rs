@@ -1,7 +1,7 @@
 //! RMS and layer norm.
 
 use crate::device::{Array, Dtype, Gpu};
-use crate::launch::norms;
+use crate::launchers::norms;
 
 impl Gpu {
     /// Returns `x · rstd · weight` in `dtype`, and `rstd` as `[t]`.

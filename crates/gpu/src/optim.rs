@@ -3,7 +3,7 @@
 use half::bf16;
 
 use crate::device::{Array, Dtype, Gpu};
-use crate::launch::{AdamW, elementwise};
+use crate::launchers::{AdamW, elementwise};
 
 /// Scalar parameters of one step (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::device::{Array, Dtype, Gpu, Pack};
 use crate::head::Marks;
-use crate::launch::{self, sample as kernels};
+use crate::launchers::{self, sample as kernels};
 
 /// Sampling settings; see `cuda/sample.cu`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -210,7 +210,7 @@ impl Gpu {
             launch(kernels::forbid(&*logits, forbids, forbidden, at.forbidden.len(), vocab));
         }
         let Sampling { temperature, top_p, top_k, min_p, scoring_temperature: scoring, .. } = *sampling;
-        let how = launch::Sampling { temperature, top_p, min_p, scoring, top_k: top_k.min(vocab), vocab };
+        let how = launchers::Sampling { temperature, top_p, min_p, scoring, top_k: top_k.min(vocab), vocab };
         let (out, raw) = (out.element(4 * first), penalised.then_some(&raw));
         let uniforms = word(at.uniforms + 2 * first);
         launch(kernels::draw(out, &*logits, raw, offsets, ids, uniforms, &lse, &entropy, how));

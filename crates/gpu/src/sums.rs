@@ -1,7 +1,7 @@
 //! Sums over rows and elements, and weighted sums of rows.
 
 use crate::device::{Array, Dtype, Gpu};
-use crate::launch::{Element, sums};
+use crate::launchers::{Element, sums};
 
 /// The second factor of a column sum: an array `[t, cols]`, and the means and the reciprocal standard deviations of its rows. Each
 /// may be absent.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use half::bf16;
+use omnigrpo_gpu::launchers::elementwise;
 use omnigrpo_gpu::{
     Affine, Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Onto, PAGE,
     Pattern, Place, Row, Sampling, Step, Transfers, Unfolding, Weight,
@@ -766,7 +767,8 @@ fn elements() {
             gpu.swiglu_back(&mut gate_up, &dy, t, i);
             let act = gpu.activation(&dy, Activation::GeluErf);
             let (scale, _) = numbers(gpu, i, dtype, 3);
-            let scaled = gpu.scale_columns(&dy, Some(&y), &scale);
+            let scaled = gpu.alloc(t * i, y.dtype());
+            gpu.each_quad(elementwise::scale_columns(&scaled, &dy, &y, &scale, t, i), t, i);
             // Columns 1..6 of rows 4 and 0 into columns 2..7 of rows 1 and 2, as bf16.
             let mut to = gpu.zeros(3 * i, Dtype::Bf16);
             let [rows, from] = [[1u32, 2], [4, 0]].map(|rows| gpu.upload_words(&rows));

@@ -47,7 +47,7 @@ pub(crate) trait AttentionOps {
     /// Writes the keys and values of packed rows to the first rows of a layer's cache.
     fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads);
     /// Appends each row to the cache of its slot and returns its attention over prompt and slot. Also returns the log-sum-exp
-    /// values if [`Device::remembers_decoding`] is true.
+    /// values if [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true.
     fn attend_cached(
         &self,
         qkv: &Rows,
@@ -139,7 +139,7 @@ impl AttentionHeads {
 
     /// Appends the keys and values of each row to its slot. Returns the attention of each row over its prompt and slot, for
     /// decoding. Also returns the log-sum-exp values of [`Self::forward`] if
-    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true, and otherwise an array without rows.
+    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding)(crate::Device::remembers_decoding) is true, and otherwise an array without rows.
     pub fn attend_cached(self, qkv: &Rows, layer: usize, batch: &mut DecodeBatch) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         let rows = batch.rows();

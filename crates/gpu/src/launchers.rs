@@ -1,15 +1,19 @@
-//! Kernels with their arguments, and the launchers that `build/launchers.rs` generates.
+//! Launchers: a function for each kernel, which returns the [`Kernel`] with its arguments. `build/launchers.rs` generates them from
+//! the kernels' signatures.
+//!
+//! A launcher takes arrays ([`Element`]), sizes and numbers in the order of the kernel's parameters, and checks the dtypes of arrays
+//! whose dtype is fixed. [`Gpu::launch`](crate::Gpu::launch) and its short forms queue the kernel. The callers ensure that sizes match.
 
 use crate::device::{Array, Dtype};
 
-pub(crate) use launchers::*;
+pub use generated::*;
 
 #[allow(
     clippy::too_many_arguments,
     clippy::wildcard_imports,
     reason = "a launcher has the parameters of its kernel"
 )]
-mod launchers {
+mod generated {
     use super::{Arg, Element, Field, Kernel};
     use crate::device::Dtype;
 
@@ -18,18 +22,18 @@ mod launchers {
 
 /// A kernel and its arguments.
 #[derive(Debug)]
-pub(crate) struct Kernel {
+pub struct Kernel {
     /// Name of the kernel, as `file/name`.
-    pub name: &'static str,
-    pub args: Vec<Arg>,
+    pub(crate) name: &'static str,
+    pub(crate) args: Vec<Arg>,
 }
 
 /// An element of an array, from which on a kernel reads or writes. The default is absent.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Element {
+pub struct Element {
     /// Address on the device, or 0 if it is absent.
-    pub at: u64,
-    pub dtype: Dtype,
+    pub(crate) at: u64,
+    pub(crate) dtype: Dtype,
 }
 
 impl Default for Element {
@@ -76,11 +80,11 @@ pub(crate) enum Arg {
     /// The structure `Array` of prim.cuh.
     Array(u64, Dtype),
     Pointer(u64),
-    /// An array for the parameter of this name, whose elements have another size. [`Gpu::launch`] refuses it.
+    /// An array for the parameter of this name, whose elements have another size. [`Gpu::launch`](crate::Gpu::launch) refuses it.
     Mismatch(&'static str, Dtype),
     Long(i64),
     Word(u64),
-    /// A size, which kernels read as a 32-bit integer. [`Gpu::launch`] refuses one that does not fit.
+    /// A size, which kernels read as a 32-bit integer. [`Gpu::launch`](crate::Gpu::launch) refuses one that does not fit.
     Size(usize),
     Float(f32),
     /// A structure of 4-byte words.
