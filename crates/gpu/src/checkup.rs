@@ -32,6 +32,9 @@ const COMPILING: f64 = 0.8;
 /// A measurement or state, or the problem that was found.
 pub type Checked = std::result::Result<String, String>;
 
+/// The largest relative error of a comparison.
+type Compared = std::result::Result<f64, String>;
+
 /// Result of one check.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
@@ -151,101 +154,100 @@ impl Gpu {
         let error = match file {
             "attention" => self.attention_check(Dtype::Bf16, 64, 5e-3),
             "plain_attention" => self.attention_check(Dtype::F32, 20, 1e-5),
-            "conv" => {
-                let (c, side) = (5, [2, 3]);
-                let (x, w) = (noise(12 * c, 1), noise(9 * c, 2));
-                let y = self.depthwise(&self.upload(&x), &self.upload(&w), side, false);
-                near(
-                    &y.to_vec(),
-                    &twin::depthwise3_forward(Mat::new(&wide(&x), 12, c), &wide(&w), side),
-                    2e-6,
-                )
-            }
-            "elementwise" => {
-                // Ties between two bf16 numbers, and numbers just beside them.
-                let x: Vec<f32> =
-                    (0..999).map(|i| f32::from_bits(0x3f80_0000 + 0x4000 * i + i % 3)).collect();
-                let want: Vec<f64> = x.iter().map(|&x| f64::from(bf16::from_f32(x))).collect();
-                near(&self.cast(&self.upload(&x), Dtype::Bf16).to_vec(), &want, 0.0)
-            }
-            "experts" => {
-                let (k, n, offsets, experts) = (19, 7, [0, 2, 2, 5], [0u32, 0, 2, 2, 2]);
-                let (x, w) = (noise(5 * k, 1), noise(3 * k * n, 2));
-                let mut y = self.alloc(5 * n, Dtype::F32);
-                let places = self.upload_words(&experts);
-                self.experts_rows(&mut y, &self.upload(&x), Weight::Dense(&self.upload(&w)), &places, [k, n]);
-                let (x, w) = (wide(&x), wide(&w));
-                let want =
-                    twin::experts_forward(Mat::new(&x, 5, k), Mat::new(&w, 3 * k, n), Groups(&offsets));
-                near(&y.to_vec(), &want, 2e-6)
-            }
-            "head" => {
-                let (rows, h, vocab) = (3, 20, 613);
-                let (x, w, offsets, tokens) =
-                    (noise(rows * h, 1), noise(vocab * h, 2), [0, 1, 1, 3], [7, 612, 300]);
-                let weight = self.upload(&w);
-                let head = Head { weight: Weight::Dense(&weight), vocab, h, temperature: 0.7 };
-                let [logp, ..] = self.score(&self.upload(&x), head, &Marks::new(self, &offsets, &tokens));
-                let (x, w) = (wide(&x), wide(&w));
-                let offsets = offsets.map(|at| at as usize);
-                let targets = logprob::Targets { tokens: &tokens, offsets: &offsets };
-                let temperature = f64::from(0.7f32);
-                let want = twin::logprob_forward(
-                    Mat::new(&x, rows, h),
-                    Mat::new(&w, vocab, h),
-                    targets,
-                    temperature,
-                );
-                near(&logp.to_vec(), &want.logp, 2e-6)
-            }
-            "linear" => {
-                let (rows, k, n) = (5, 136, 40);
-                let (x, w) = (noise(rows * k, 1), noise(n * k, 2));
-                let [on_x, on_w] = [&x, &w].map(|x| self.cast(&self.upload(x), Dtype::Bf16));
-                let mut y = self.alloc(rows * n, Dtype::F32);
-                let layer = Affine { weight: Weight::Dense(&on_w), bias: None, n };
-                self.linear_rows(&mut y, [0, n], &on_x, &[layer], k, Onto::Nothing);
-                near(&y.to_vec(), &product([&x, &w], [rows, n, k], [false, true], [k, k]), 1e-5)
-            }
-            "norms" => {
-                let (t, h) = (9, 70);
-                let (x, w) = (noise(t * h, 1), noise(h, 2));
-                let (y, _) = self.rms(&self.upload(&x), &self.upload(&w), 1e-5, Dtype::F32);
-                near(&y.to_vec(), &twin::rms_forward(Mat::new(&wide(&x), t, h), &wide(&w), 1e-5).0, 2e-6)
-            }
-            "sample" => {
-                let (vocab, best) = (1000, [17u32, 999]);
-                let mut logits = noise(2 * vocab, 1);
-                best.iter().enumerate().for_each(|(row, &id)| logits[row * vocab + id as usize] = 3.0);
-                let greedy = Sampling {
-                    temperature: 0.0,
-                    top_p: 1.0,
-                    top_k: 0,
-                    min_p: 0.0,
-                    repetition_penalty: 1.0,
-                    scoring_temperature: 1.0,
-                };
-                let drawn = self.sample(
-                    &mut self.upload(&logits),
-                    vocab,
-                    &greedy,
-                    &[Row::default(), Row::default()],
-                    &[],
-                );
-                let drawn: Vec<f32> = drawn.iter().map(|drawn| drawn.id as f32).collect();
-                near(&drawn, &best.map(f64::from), 0.0)
-            }
-            "sums" => {
-                let x = noise(66_001, 1);
-                let want = wide(&x).iter().map(|x| x * x).sum();
-                near(&[self.sum_of_squares(&self.upload(&x)) as f32], &[want], 1e-6)
-            }
+            "conv" => self.conv_check(),
+            "elementwise" => self.elementwise_check(),
+            "experts" => self.experts_check(),
+            "head" => self.head_check(),
+            "linear" => self.linear_check(),
+            "norms" => self.norms_check(),
+            "sample" => self.sample_check(),
+            "sums" => self.sums_check(),
             _ => Err("this check has no case for the file".into()),
         }?;
         Ok(format!("relative error {error:.0e}"))
     }
 
-    fn attention_check(&self, dtype: Dtype, d: usize, bound: f64) -> std::result::Result<f64, String> {
+    fn conv_check(&self) -> Compared {
+        let (c, side) = (5, [2, 3]);
+        let (x, w) = (noise(12 * c, 1), noise(9 * c, 2));
+        let y = self.depthwise(&self.upload(&x), &self.upload(&w), side, false);
+        near(&y.to_vec(), &twin::depthwise3_forward(Mat::new(&wide(&x), 12, c), &wide(&w), side), 2e-6)
+    }
+
+    fn elementwise_check(&self) -> Compared {
+        // Ties between two bf16 numbers, and numbers just beside them.
+        let x: Vec<f32> = (0..999).map(|i| f32::from_bits(0x3f80_0000 + 0x4000 * i + i % 3)).collect();
+        let want: Vec<f64> = x.iter().map(|&x| f64::from(bf16::from_f32(x))).collect();
+        near(&self.cast(&self.upload(&x), Dtype::Bf16).to_vec(), &want, 0.0)
+    }
+
+    fn experts_check(&self) -> Compared {
+        let (k, n, offsets, experts) = (19, 7, [0, 2, 2, 5], [0u32, 0, 2, 2, 2]);
+        let (x, w) = (noise(5 * k, 1), noise(3 * k * n, 2));
+        let mut y = self.alloc(5 * n, Dtype::F32);
+        let places = self.upload_words(&experts);
+        self.experts_rows(&mut y, &self.upload(&x), Weight::Dense(&self.upload(&w)), &places, [k, n]);
+        let (x, w) = (wide(&x), wide(&w));
+        let want = twin::experts_forward(Mat::new(&x, 5, k), Mat::new(&w, 3 * k, n), Groups(&offsets));
+        near(&y.to_vec(), &want, 2e-6)
+    }
+
+    fn head_check(&self) -> Compared {
+        let (rows, h, vocab) = (3, 20, 613);
+        let (x, w, offsets, tokens) = (noise(rows * h, 1), noise(vocab * h, 2), [0, 1, 1, 3], [7, 612, 300]);
+        let weight = self.upload(&w);
+        let head = Head { weight: Weight::Dense(&weight), vocab, h, temperature: 0.7 };
+        let [logp, ..] = self.score(&self.upload(&x), head, &Marks::new(self, &offsets, &tokens));
+        let (x, w) = (wide(&x), wide(&w));
+        let offsets = offsets.map(|at| at as usize);
+        let targets = logprob::Targets { tokens: &tokens, offsets: &offsets };
+        let temperature = f64::from(0.7f32);
+        let want = twin::logprob_forward(Mat::new(&x, rows, h), Mat::new(&w, vocab, h), targets, temperature);
+        near(&logp.to_vec(), &want.logp, 2e-6)
+    }
+
+    fn linear_check(&self) -> Compared {
+        let (rows, k, n) = (5, 136, 40);
+        let (x, w) = (noise(rows * k, 1), noise(n * k, 2));
+        let [on_x, on_w] = [&x, &w].map(|x| self.cast(&self.upload(x), Dtype::Bf16));
+        let mut y = self.alloc(rows * n, Dtype::F32);
+        let layer = Affine { weight: Weight::Dense(&on_w), bias: None, n };
+        self.linear_rows(&mut y, [0, n], &on_x, &[layer], k, Onto::Nothing);
+        near(&y.to_vec(), &product([&x, &w], [rows, n, k], [false, true], [k, k]), 1e-5)
+    }
+
+    fn norms_check(&self) -> Compared {
+        let (t, h) = (9, 70);
+        let (x, w) = (noise(t * h, 1), noise(h, 2));
+        let (y, _) = self.rms(&self.upload(&x), &self.upload(&w), 1e-5, Dtype::F32);
+        near(&y.to_vec(), &twin::rms_forward(Mat::new(&wide(&x), t, h), &wide(&w), 1e-5).0, 2e-6)
+    }
+
+    fn sample_check(&self) -> Compared {
+        let (vocab, best) = (1000, [17u32, 999]);
+        let mut logits = noise(2 * vocab, 1);
+        best.iter().enumerate().for_each(|(row, &id)| logits[row * vocab + id as usize] = 3.0);
+        let greedy = Sampling {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            scoring_temperature: 1.0,
+        };
+        let drawn =
+            self.sample(&mut self.upload(&logits), vocab, &greedy, &[Row::default(), Row::default()], &[]);
+        let drawn: Vec<f32> = drawn.iter().map(|drawn| drawn.id as f32).collect();
+        near(&drawn, &best.map(f64::from), 0.0)
+    }
+
+    fn sums_check(&self) -> Compared {
+        let x = noise(66_001, 1);
+        let want = wide(&x).iter().map(|x| x * x).sum();
+        near(&[self.sum_of_squares(&self.upload(&x)) as f32], &[want], 1e-6)
+    }
+
+    fn attention_check(&self, dtype: Dtype, d: usize, bound: f64) -> Compared {
         let (layout, t) = (AttentionLayout::groups(&[(70, vec![7, 1])]), 78);
         let heads = Heads { q: 2, kv: 1, d };
         let host = noise(t * 4 * d, 1);

@@ -336,62 +336,12 @@ impl Call {
                 let (dy, weights) = (noise(part.rows, part.n), part.weights(k, false)?);
                 Ok(part.scale * in_turn(&weights, |layer| cpu.linear_dx(None, &dy, 0, layer)))
             }
-            Self::LinearDw { rows, k, n, dtype } => {
-                let part = Product::of(rows, k, n, dtype);
-                let (x, dy, weights) =
-                    (noise(part.rows, k), noise(part.rows, part.n), part.weights(k, true)?);
-                let accumulate = |layer: &[Linear]| {
-                    cpu.linear_dw(&x, &dy, 0, layer);
-                    cpu.zeros(0, 0, None)
-                };
-                // The first call allocates the gradients, so it is not measured.
-                weights.iter().for_each(|layer| drop(accumulate(std::slice::from_ref(layer))));
-                Ok(part.scale * in_turn(&weights, accumulate))
-            }
-            Self::Attention { queries, keys, heads, back } => {
-                let (given, keys) = (keys, keys.min(MEASURED_KEYS));
-                let each = 4 * heads.q_width() * keys.max(1);
-                let measured =
-                    (MEASURED_FLOPS / 2 / each.max(1)).clamp(16, queries.max(16)).min(queries.max(1));
-                let rows = measured.max(keys);
-                let range = QueryRange {
-                    queries: 0..measured,
-                    keys: std::iter::once(0..keys).collect(),
-                    causal: false,
-                };
-                let layout = Layout::new(AttentionLayout { ranges: vec![range] });
-                let qkv = noise(rows, heads.packed_width());
-                let scale = queries as f64 / measured.max(1) as f64 * (given as f64 / keys.max(1) as f64);
-                if !back {
-                    return Ok(scale * timed(|| drop(black_box(cpu.attention(&qkv, &layout, heads)))));
-                }
-                let (out, lse) = cpu.attention(&qkv, &layout, heads);
-                let dout = noise(rows, heads.q_width());
-                Ok(scale
-                    * timed(|| {
-                        drop(black_box(cpu.attention_back(&qkv, &out, &lse, &dout, &layout, heads)));
-                    }))
-            }
+            Self::LinearDw { rows, k, n, dtype } => linear_dw(&Product::of(rows, k, n, dtype), k),
+            Self::Attention { queries, keys, heads, back } => Ok(attention(queries, keys, heads, back)),
             Self::Cached { groups, slots, prompt, own, heads } => {
                 cached(cpu, groups, slots, prompt, own, heads)
             }
-            Self::Score { rows, h, v, dtype, back } => {
-                let part = Product::of(rows, h, v, dtype);
-                let (x, weights) = (noise(part.rows, h), part.weights(h, back == Some(true))?);
-                let targets = Targets {
-                    rows: (0..part.rows).collect(),
-                    offsets: (0..=part.rows).collect(),
-                    tokens: vec![0; part.rows],
-                };
-                let head = weights[0].weight();
-                let scores = cpu.score(&x, head, &targets, 1.0);
-                if back.is_none() {
-                    return Ok(part.scale * timed(|| drop(black_box(cpu.score(&x, head, &targets, 1.0)))));
-                }
-                let dlogp = vec![0.1; part.rows];
-                Ok(part.scale
-                    * timed(|| drop(black_box(cpu.score_back(&x, head, &targets, &scores, &dlogp, None)))))
-            }
+            Self::Score { rows, h, v, dtype, back } => score(rows, h, v, dtype, back),
             Self::Logits { rows, h, v, dtype } => {
                 let part = Product::of(rows, h, v, dtype);
                 let (x, weights) = (noise(part.rows, h), part.weights(h, false)?);
@@ -405,19 +355,7 @@ impl Call {
                     drop(black_box(cpu.draw(&mut own, &Sampler::default(), &from)));
                 }))
             }
-            Self::Norm { rows, dim, back } => {
-                let measured = rows.min((MEASURED_VALUES / dim.max(1)).max(1));
-                let weight = Arc::new(Param::new("norm", Part::Llm, &[dim], Values::F32(vec![1.0; dim]))?);
-                let norm = Norm::Rms { weight, eps: 1e-6 };
-                let (x, dy) = (noise(measured, dim), noise(measured, dim));
-                let scale = rows as f64 / measured.max(1) as f64;
-                if !back {
-                    return Ok(scale * timed(|| drop(black_box(cpu.norm(&x, &norm)))));
-                }
-                let (_, stats) = cpu.norm(&x, &norm);
-                let mut dx = noise(measured, dim);
-                Ok(scale * timed(|| cpu.norm_back(&mut dx, &x, &stats, &dy, &norm)))
-            }
+            Self::Norm { rows, dim, back } => norm(rows, dim, back),
             Self::Rotate { rows, heads, half } => {
                 let width = heads * 2 * half;
                 let measured = rows.min((MEASURED_VALUES / width.max(1)).max(1));
@@ -443,28 +381,7 @@ impl Call {
                 let (mut x, y) = (noise(1, measured), noise(1, measured));
                 Ok(len as f64 / measured as f64 * timed(|| cpu.add(&mut x, &y)))
             }
-            Self::AdamW { len, dtype, master } => {
-                let measured = len.clamp(1, MEASURED_VALUES);
-                let param = Param::new("weight", Part::Llm, &[measured], values(measured, dtype))?;
-                let grad = noise(1, measured);
-                let mut moments = Moments::default();
-                let step = Step {
-                    lr: 1e-6,
-                    betas: [0.9, 0.999],
-                    eps: 1e-8,
-                    weight_decay: 0.0,
-                    grad_scale: 1.0,
-                    master,
-                    offload: false,
-                };
-                let mut failed = None;
-                let secs = timed(|| {
-                    moments.step += 1;
-                    black_box(cpu.sum_of_squares(&grad));
-                    failed = cpu.adamw(&param, &grad, &mut moments, &step).err();
-                });
-                failed.map_or(Ok(len as f64 / measured as f64 * secs), Err)
-            }
+            Self::AdamW { len, dtype, master } => adamw(len, dtype, master),
         }
     }
 }
@@ -525,6 +442,86 @@ impl Product {
         let copies = if trained { MEASURED_BYTES / (4 * self.n * k.max(1)) } else { self.copies };
         (0..copies.clamp(1, MOST_COPIES)).map(one).collect()
     }
+}
+
+fn linear_dw(part: &Product, k: usize) -> Result<f64> {
+    let cpu = Device::Cpu.backend();
+    let (x, dy, weights) = (noise(part.rows, k), noise(part.rows, part.n), part.weights(k, true)?);
+    let accumulate = |layer: &[Linear]| {
+        cpu.linear_dw(&x, &dy, 0, layer);
+        cpu.zeros(0, 0, None)
+    };
+    // The first call allocates the gradients, so it is not measured.
+    weights.iter().for_each(|layer| drop(accumulate(std::slice::from_ref(layer))));
+    Ok(part.scale * in_turn(&weights, accumulate))
+}
+
+fn attention(queries: usize, all_keys: usize, heads: AttentionHeads, back: bool) -> f64 {
+    let (cpu, keys) = (Device::Cpu.backend(), all_keys.min(MEASURED_KEYS));
+    let each = 4 * heads.q_width() * keys.max(1);
+    let measured = (MEASURED_FLOPS / 2 / each.max(1)).clamp(16, queries.max(16)).min(queries.max(1));
+    let rows = measured.max(keys);
+    let range = QueryRange { queries: 0..measured, keys: std::iter::once(0..keys).collect(), causal: false };
+    let layout = Layout::new(AttentionLayout { ranges: vec![range] });
+    let qkv = noise(rows, heads.packed_width());
+    let scale = queries as f64 / measured.max(1) as f64 * (all_keys as f64 / keys.max(1) as f64);
+    if !back {
+        return scale * timed(|| drop(black_box(cpu.attention(&qkv, &layout, heads))));
+    }
+    let ((out, lse), dout) = (cpu.attention(&qkv, &layout, heads), noise(rows, heads.q_width()));
+    scale * timed(|| drop(black_box(cpu.attention_back(&qkv, &out, &lse, &dout, &layout, heads))))
+}
+
+fn score(rows: usize, h: usize, v: usize, dtype: ParamDtype, back: Option<bool>) -> Result<f64> {
+    let (cpu, part) = (Device::Cpu.backend(), Product::of(rows, h, v, dtype));
+    let (x, weights) = (noise(part.rows, h), part.weights(h, back == Some(true))?);
+    let targets = Targets {
+        rows: (0..part.rows).collect(),
+        offsets: (0..=part.rows).collect(),
+        tokens: vec![0; part.rows],
+    };
+    let head = weights[0].weight();
+    let scores = cpu.score(&x, head, &targets, 1.0);
+    if back.is_none() {
+        return Ok(part.scale * timed(|| drop(black_box(cpu.score(&x, head, &targets, 1.0)))));
+    }
+    let dlogp = vec![0.1; part.rows];
+    Ok(part.scale * timed(|| drop(black_box(cpu.score_back(&x, head, &targets, &scores, &dlogp, None)))))
+}
+
+fn norm(rows: usize, dim: usize, back: bool) -> Result<f64> {
+    let (cpu, measured) = (Device::Cpu.backend(), rows.min((MEASURED_VALUES / dim.max(1)).max(1)));
+    let weight = Arc::new(Param::new("norm", Part::Llm, &[dim], Values::F32(vec![1.0; dim]))?);
+    let norm = Norm::Rms { weight, eps: 1e-6 };
+    let (x, dy) = (noise(measured, dim), noise(measured, dim));
+    let scale = rows as f64 / measured.max(1) as f64;
+    if !back {
+        return Ok(scale * timed(|| drop(black_box(cpu.norm(&x, &norm)))));
+    }
+    let ((_, stats), mut dx) = (cpu.norm(&x, &norm), noise(measured, dim));
+    Ok(scale * timed(|| cpu.norm_back(&mut dx, &x, &stats, &dy, &norm)))
+}
+
+fn adamw(len: usize, dtype: ParamDtype, master: bool) -> Result<f64> {
+    let (cpu, measured) = (Device::Cpu.backend(), len.clamp(1, MEASURED_VALUES));
+    let param = Param::new("weight", Part::Llm, &[measured], values(measured, dtype))?;
+    let (grad, mut moments) = (noise(1, measured), Moments::default());
+    let step = Step {
+        lr: 1e-6,
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.0,
+        grad_scale: 1.0,
+        master,
+        offload: false,
+    };
+    let mut failed = None;
+    let secs = timed(|| {
+        moments.step += 1;
+        black_box(cpu.sum_of_squares(&grad));
+        failed = cpu.adamw(&param, &grad, &mut moments, &step).err();
+    });
+    failed.map_or(Ok(len as f64 / measured as f64 * secs), Err)
 }
 
 fn activation(mut x: Rows, dy: &Rows, act: Nonlinearity, back: bool) -> f64 {
