@@ -1,4 +1,4 @@
-//! What drives a device: the CUDA driver or the emulator.
+//! The interface to what runs a device: the CUDA driver or the emulator.
 
 use std::ffi::c_void;
 use std::path::PathBuf;

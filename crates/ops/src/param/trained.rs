@@ -23,7 +23,7 @@ struct Travel {
     spare: Vec<f32>,
 }
 
-/// What training adds to a weight.
+/// State that training adds to a weight.
 #[derive(Debug, Default)]
 pub(super) struct Trained {
     trainable: AtomicBool,
