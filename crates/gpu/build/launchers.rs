@@ -40,12 +40,14 @@ pub fn generate(folder: &Path) -> Result<String> {
     let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     paths.sort();
     let (mut structures, mut files) = (Structures::new(), Vec::new());
-    for path in &paths {
-        let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
-        find_structures(&text, &mut structures).map_err(|why| format!("{}: {why}", path.display()))?;
-        if path.extension().is_some_and(|extension| extension == "cu") {
+    let is = |path: &Path, wanted: &str| path.extension().is_some_and(|extension| extension == wanted);
+    for path in paths.iter().filter(|path| is(path, "cu") || is(path, "cuh")) {
+        let in_file = |why: String| format!("{}: {why}", path.display());
+        let text = fs::read_to_string(path).map_err(|error| in_file(error.to_string()))?;
+        find_structures(&text, &mut structures).map_err(in_file)?;
+        if is(path, "cu") {
             let file = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            files.push((file, kernels(&expanded(&text))?));
+            files.push((file, expanded(&text).and_then(|text| kernels(&text)).map_err(in_file)?));
         }
     }
     let mut out = String::new();
@@ -82,8 +84,11 @@ fn tokens(text: &str) -> Vec<&str> {
     out
 }
 
+/// Maximum number of uses of one macro in a line, with those in the bodies of others.
+const MOST_USES: usize = 100;
+
 /// Replaces uses of macros with parameters by the macros' bodies.
-fn expanded(text: &str) -> String {
+fn expanded(text: &str) -> Result<String> {
     let text = text.replace("\\\n", " ");
     let (defined, rest): (Vec<&str>, Vec<&str>) = text.lines().partition(|line| line.starts_with("#define "));
     let macros: Vec<(&str, Vec<String>, &str)> = defined
@@ -100,7 +105,12 @@ fn expanded(text: &str) -> String {
         let mut line = line.to_owned();
         // A macro is defined after those that its body uses.
         for (name, parameters, body) in macros.iter().rev() {
+            let mut uses = 0;
             while let Some((before, arguments, after)) = call(&line, name) {
+                uses += 1;
+                if uses > MOST_USES {
+                    return Err(format!("the macro {name} uses itself"));
+                }
                 let value = |token| {
                     let at = parameters.iter().position(|parameter| parameter == token);
                     at.and_then(|at| arguments.get(at)).map_or(token, String::as_str)
@@ -112,10 +122,10 @@ fn expanded(text: &str) -> String {
         }
         out = out + &line + "\n";
     }
-    out
+    Ok(out)
 }
 
-/// Finds `name(…)`. Returns the text before it, its arguments and the text after it.
+/// Finds `name(…)`. Returns the text before it, its arguments and the text after it, or `None` if it does not end.
 fn call<'a>(text: &'a str, name: &str) -> Option<(&'a str, Vec<String>, &'a str)> {
     let all = tokens(text);
     let at = all.windows(2).position(|pair| pair == [name, "("])?;
@@ -124,27 +134,35 @@ fn call<'a>(text: &'a str, name: &str) -> Option<(&'a str, Vec<String>, &'a str)
         end += 1;
         depth += i32::from(*token == "(") - i32::from(*token == ")");
         match (*token, depth) {
-            (")", 0) => break,
+            (")", 0) => {
+                let bytes = |tokens: &[&str]| tokens.iter().map(|token| token.len()).sum::<usize>();
+                let arguments = arguments.iter().map(|argument| argument.trim().to_owned()).collect();
+                return Some((&text[..bytes(&all[..at])], arguments, &text[bytes(&all[..end])..]));
+            }
             ("(", 1) => {}
             (",", 1) => arguments.push(String::new()),
             (token, _) => arguments.last_mut()?.push_str(token),
         }
     }
-    let bytes = |tokens: &[&str]| tokens.iter().map(|token| token.len()).sum::<usize>();
-    let arguments = arguments.iter().map(|argument| argument.trim().to_owned()).collect();
-    Some((&text[..bytes(&all[..at])], arguments, &text[bytes(&all[..end])..]))
+    None
 }
 
 fn kernels(text: &str) -> Result<Vec<Kernel>> {
     let (mut found, mut comment) = (Vec::new(), Vec::new());
     for line in text.lines() {
         let mut rest = line;
-        while let Some((_, arguments, after)) = call(rest, "KERNEL").or_else(|| call(rest, "KERNEL_OF")) {
+        loop {
+            let found_both = [call(rest, "KERNEL"), call(rest, "KERNEL_OF")];
+            let first = found_both.into_iter().flatten().min_by_key(|(before, ..)| before.len());
+            let Some((_, arguments, after)) = first else { break };
             let [.., name, parameters] = &arguments[..] else { return Err(format!("no kernel in: {line}")) };
             let parameters = parameters.trim_matches(['(', ')']).split(',');
             let parameters = parameters.map(|text| declared(text, "")).collect::<Result<_>>()?;
             found.push(Kernel { name: name.clone(), comment: std::mem::take(&mut comment), parameters });
             rest = after;
+        }
+        if rest.trim_start().starts_with("KERNEL") {
+            return Err(format!("a kernel's parameters end in another line: {line}"));
         }
         match line.strip_prefix("/// ") {
             Some(line) => comment.push(line.to_owned()),
@@ -201,7 +219,7 @@ fn structure(out: &mut String, name: &str, fields: &[Named]) -> Result<()> {
     let (mut own, mut list, mut words) = (String::new(), String::new(), 0);
     for (kind, field) in fields {
         let (rust, variant) = match kind.as_str() {
-            kind if kind.ends_with('*') && words % 2 == 0 => ("Element", "Pointer"),
+            kind if kind.ends_with('*') && words % 2 == 0 => ("Element<'a>", "Pointer"),
             "int" | "u32" => ("usize", "Size"),
             "float" => ("f32", "Float"),
             _ => return Err(format!("the field {field} of {name} has no launcher: {kind}")),
@@ -211,13 +229,15 @@ fn structure(out: &mut String, name: &str, fields: &[Named]) -> Result<()> {
             list.push_str("Field::Size(0), ");
         } else {
             let _ = write!(own, "pub {field}: {rust}, ");
-            let _ = write!(list, "Field::{variant}(fields.{field}), ");
+            let address = if variant == "Pointer" { ".at" } else { "" };
+            let _ = write!(list, "Field::{variant}(fields.{field}{address}), ");
         }
     }
+    let [on, of] = if own.contains("'a") { ["<'a>", "<'_>"] } else { ["", ""] };
     let _ = write!(
         out,
-        "/// The structure `{name}` of the kernels.\n#[derive(Clone, Copy, Debug, Default)]\npub struct {name} {{ {own}}}\n\
-         impl From<{name}> for Arg {{\n    fn from(fields: {name}) -> Self {{\n        Self::fields(&[{list}])\n    }}\n}}\n"
+        "/// The structure `{name}` of the kernels.\n#[derive(Clone, Copy, Debug, Default)]\npub struct {name}{on} {{ {own}}}\n\
+         impl From<{name}{of}> for Arg {{\n    fn from(fields: {name}{of}) -> Self {{\n        Self::fields(&[{list}])\n    }}\n}}\n"
     );
     Ok(())
 }
@@ -251,14 +271,18 @@ fn launcher(
     let (mut takes, mut gives) = (String::new(), String::new());
     for (kind, parameter) in parameters {
         let (rust, argument) = match kind.as_str() {
-            "Array" => ("impl Into<Element>".into(), format!("{parameter}.into().array()")),
-            "u16*" | "short*" => ("impl Into<Element>".into(), pointer(parameter, "Bf16")),
-            kind if kind.ends_with('*') => ("impl Into<Element>".into(), pointer(parameter, "F32")),
+            "Array" => ("impl Into<Element<'a>>".into(), format!("{parameter}.into().array()")),
+            "u16*" | "short*" => ("impl Into<Element<'a>>".into(), pointer(parameter, "Bf16")),
+            kind if kind.ends_with('*') => ("impl Into<Element<'a>>".into(), pointer(parameter, "F32")),
             "int" | "u32" => ("usize".into(), format!("Arg::Size({parameter})")),
             "i64" => ("usize".into(), format!("Arg::Long({parameter} as i64)")),
             "u64" => ("u64".into(), format!("Arg::Word({parameter})")),
             "float" => ("f32".into(), format!("Arg::Float({parameter})")),
-            kind if structures.contains_key(kind) => (kind.to_owned(), format!("{parameter}.into()")),
+            kind if structures.contains_key(kind) => {
+                let pointers = structures[kind].iter().any(|(kind, _)| kind.ends_with('*'));
+                let lifetime = if pointers { "<'a>" } else { "" };
+                (format!("{kind}{lifetime}"), format!("{parameter}.into()"))
+            }
             _ => {
                 return Err(format!(
                     "{file}.cu: the parameter {parameter} of {name} has no launcher: {kind}"
@@ -268,27 +292,23 @@ fn launcher(
         let _ = write!(takes, "{parameter}: {rust}, ");
         let _ = write!(gives, "{argument}, ");
     }
-    for line in comment {
-        let _ = writeln!(out, "    /// {line}");
-    }
     let full = if numbers.is_empty() {
         format!("\"{file}/{name}\"")
     } else {
         let list = numbers.join(", ");
-        let _ = writeln!(
-            out,
-            "    #[allow(dead_code)]\n    pub const {}: &[usize] = &[{list}];",
-            name.to_uppercase()
-        );
+        let _ = writeln!(out, "    pub const {}: &[usize] = &[{list}];", name.to_uppercase());
         let arms: String =
             numbers.iter().map(|number| format!("{number} => \"{file}/{name}_{number}\", ")).collect();
         takes = format!("number: usize, {takes}");
         // There is no kernel of this name, which the launch reports.
-        format!("match number {{ {arms}_ => \"{file}/{name}\" }}")
+        format!("match number {{ {arms}_ => \"{file}/{name}_?\" }}")
     };
+    for line in comment {
+        let _ = writeln!(out, "    /// {line}");
+    }
     let _ = writeln!(
         out,
-        "    pub fn {name}({takes}) -> Kernel {{\n        Kernel {{ name: {full}, args: vec![{gives}] }}\n    }}"
+        "    pub fn {name}<'a>({takes}) -> Kernel<'a> {{\n        Kernel::new({full}, vec![{gives}])\n    }}"
     );
     Ok(())
 }

@@ -472,7 +472,8 @@ impl Driver for Cuda {
     fn replay(&self, recorded: u64) -> Result<()> {
         self.enter()?;
         self.remember("a recorded graph");
-        // SAFETY: the graph belongs to this GPU and is alive. Its inputs and outputs are alive too, because `Graph` keeps them.
+        // SAFETY: the graph belongs to this GPU and is alive. Its inputs and outputs are alive too, because `Graph` keeps
+        // them. Launches of one graph do not overlap, because the stream orders them.
         unsafe { result::graph::launch(recorded as sys::CUgraphExec, self.stream) }
             .map_err(self.memory_or("cuGraphLaunch", 0))
     }

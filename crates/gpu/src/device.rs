@@ -232,8 +232,8 @@ impl Gpu {
 
     /// Returns [`COUNTERS`] counters, which are 0 between kernels. They outlive all recordings, so they are in no arena, and no
     /// recording can allocate them.
-    pub(crate) fn counters(&self) -> Element {
-        let counters = |at| Element { at, dtype: Dtype::F32 };
+    pub(crate) fn counters(&self) -> Element<'_> {
+        let counters = |at| Element::new(at, Dtype::F32);
         if let Some(&at) = self.0.counters.get() {
             return counters(at);
         }
@@ -334,11 +334,11 @@ impl Gpu {
 
     /// Queues a kernel with a grid of blocks of `threads` threads and `shared` bytes of dynamic shared memory. A launch whose grid
     /// has no blocks does nothing.
-    pub fn launch(&self, kernel: Kernel, grid: [usize; 3], threads: usize, shared: usize) {
+    pub fn launch(&self, kernel: Kernel<'_>, grid: [usize; 3], threads: usize, shared: usize) {
         if self.failed() || grid.contains(&0) {
             return;
         }
-        let Kernel { name, args } = kernel;
+        let (name, args) = kernel.into_parts();
         if let Err(what) = self.check_launch(grid, shared, &args) {
             self.note::<()>(Err(Error::Launch { kernel: name.into(), what }));
             return;
@@ -376,7 +376,7 @@ impl Gpu {
     }
 
     /// Queues a kernel with one thread for each of `count` pieces of work.
-    pub fn each(&self, kernel: Kernel, count: usize) {
+    pub fn each(&self, kernel: Kernel<'_>, count: usize) {
         let blocks = count.div_ceil(THREADS);
         // In the emulator, a short last block takes as long as a full one.
         let threads = if blocks == 1 { count.next_multiple_of(32) } else { THREADS };
@@ -384,12 +384,12 @@ impl Gpu {
     }
 
     /// Queues a kernel with one thread for every four columns of each row.
-    pub fn each_quad(&self, kernel: Kernel, rows: usize, cols: usize) {
+    pub fn each_quad(&self, kernel: Kernel<'_>, rows: usize, cols: usize) {
         self.each(kernel, rows * cols.div_ceil(4));
     }
 
     /// Queues a kernel with one block of threads for each of `rows` rows of `cols` elements. Rows without columns have a block too.
-    pub fn each_row(&self, kernel: Kernel, rows: usize, cols: usize) {
+    pub fn each_row(&self, kernel: Kernel<'_>, rows: usize, cols: usize) {
         let threads = cols.div_ceil(4).next_multiple_of(32).clamp(32, THREADS);
         self.launch(kernel, [rows, 1, 1], threads, 0);
     }
@@ -537,8 +537,8 @@ impl Array {
 
     /// Returns an element as an argument of kernels.
     #[must_use]
-    pub fn element(&self, index: usize) -> Element {
-        Element { at: self.place(index), dtype: self.dtype }
+    pub fn element(&self, index: usize) -> Element<'_> {
+        Element::new(self.place(index), self.dtype)
     }
 }
 
@@ -563,7 +563,7 @@ mod tests {
     fn a_launch_that_needs_too_much_shared_memory_is_refused() {
         let refused = |shared| {
             let gpu = Gpu::emulated(0);
-            gpu.launch(Kernel { name: "linear/few_rows_1", args: Vec::new() }, [1; 3], 32, shared);
+            gpu.launch(Kernel::new("linear/few_rows_1", Vec::new()), [1; 3], 32, shared);
             gpu.check().unwrap_err().to_string()
         };
         let said = refused((99 << 10) + 1);
@@ -591,7 +591,7 @@ mod tests {
         assert_eq!(refused(&swiglu), format!("kernel elementwise/swiglu: {said}"));
         let draw = |gpu: &Gpu, vocab| {
             let args = vec![Sampling { temperature: -1.0, vocab, ..Sampling::default() }.into()];
-            gpu.launch(Kernel { name: "sample/draw", args }, [1; 3], 32, 0);
+            gpu.launch(Kernel::new("sample/draw", args), [1; 3], 32, 0);
         };
         assert_eq!(refused(&|gpu| draw(gpu, cols)), format!("kernel sample/draw: {said}"));
         // The next check is that of the arguments.
@@ -618,6 +618,6 @@ mod tests {
         let lse = gpu.zeros(8, Dtype::F32);
         let kernel = attention::forward(63, &x, &lse, &x, &x, &x, &lse, &lse, Shape::default());
         gpu.launch(kernel, [1; 3], 128, 0);
-        assert!(gpu.check().unwrap_err().to_string().starts_with("kernel attention/forward: "));
+        assert!(gpu.check().unwrap_err().to_string().starts_with("kernel attention/forward_?: "));
     }
 }

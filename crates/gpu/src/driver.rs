@@ -73,7 +73,7 @@ pub(crate) trait Driver: Send + Sync {
         Ok(())
     }
 
-    /// Starts recording this thread's work instead of executing it.
+    /// Starts recording work instead of executing it. The caller has exclusive use of the device, and makes no call that waits for it.
     fn begin_capture(&self) -> Result<()>;
 
     /// Ends the recording. Returns the number of the recorded work.

@@ -84,8 +84,9 @@ pub(crate) struct Emulated {
     traffic: [AtomicU64; 2],
     /// Calls that are recorded instead of executed.
     recording: Mutex<Option<Vec<Call>>>,
-    /// Calls of complete recordings, and the number of recordings so far.
+    /// Calls of complete recordings, by number.
     recorded: Mutex<HashMap<u64, Arc<[Call]>>>,
+    /// Number of recordings so far.
     recordings: AtomicU64,
     launch: LaunchFn,
     product: ProductFn,

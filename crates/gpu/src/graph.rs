@@ -139,7 +139,8 @@ impl Drop for Within<'_> {
     fn drop(&mut self) {
         if self.alone.is_some() {
             if self.gpu.captures() {
-                let _ = self.gpu.driver().end_capture();
+                let driver = self.gpu.driver();
+                let _ = driver.end_capture().and_then(|recorded| driver.forget(recorded));
             }
             self.close();
         }

@@ -149,7 +149,7 @@ impl Gpu {
             let count = piece.len();
             let x = self.rows_of(&normed, &piece, h);
             let mut own = self.zeros(count * h, Dtype::F32);
-            let at = |array: &Array| array.element(piece.start);
+            let at = piece.start;
             for first in (0..vocab).step_by(width) {
                 let width = width.min(vocab - first);
                 let mut logits = self.alloc(count * width, Dtype::F32);
@@ -161,12 +161,12 @@ impl Gpu {
                     width,
                     first,
                     1.0 / temperature,
-                    at(&marks.offsets),
+                    marks.offsets.element(at),
                     &marks.tokens,
-                    at(lse),
-                    at(entropy),
+                    lse.element(at),
+                    entropy.element(at),
                     dlogp,
-                    dentropy.map(at),
+                    dentropy.map(|dentropy| dentropy.element(at)),
                 );
                 self.each_row(kernel, count, width);
                 drop(logits);

@@ -1,8 +1,11 @@
 //! Launchers: a function for each kernel, which returns the [`Kernel`] with its arguments. `build/launchers.rs` generates them from
 //! the kernels' signatures.
 //!
-//! A launcher takes arrays ([`Element`]), sizes and numbers in the order of the kernel's parameters, and checks the dtypes of arrays
-//! whose dtype is fixed. [`Gpu::launch`](crate::Gpu::launch) and its short forms queue the kernel. The callers ensure that sizes match.
+//! A launcher takes arrays ([`Element`]), sizes and numbers in the order of the kernel's parameters. It checks the dtypes of arrays whose
+//! dtype is fixed, but not those inside structures. [`Gpu::launch`](crate::Gpu::launch) and its short forms queue the kernel. The callers
+//! ensure that sizes match.
+
+use std::marker::PhantomData;
 
 use crate::device::{Array, Dtype};
 
@@ -20,47 +23,64 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/launchers.rs"));
 }
 
-/// A kernel and its arguments.
+/// A kernel and its arguments, which borrow the arrays until the kernel is queued. A kernel writes to arrays even if they are borrowed
+/// as shared.
 #[derive(Debug)]
-pub struct Kernel {
+pub struct Kernel<'a> {
     /// Name of the kernel, as `file/name`.
-    pub(crate) name: &'static str,
-    pub(crate) args: Vec<Arg>,
+    name: &'static str,
+    args: Vec<Arg>,
+    arrays: PhantomData<&'a Array>,
 }
 
-/// An element of an array, from which on a kernel reads or writes. The default is absent.
+impl Kernel<'_> {
+    pub(crate) fn new(name: &'static str, args: Vec<Arg>) -> Self {
+        Self { name, args, arrays: PhantomData }
+    }
+
+    pub(crate) fn into_parts(self) -> (&'static str, Vec<Arg>) {
+        (self.name, self.args)
+    }
+}
+
+/// An element of an array. A kernel reads or writes the array from this element on. The default is an absent array.
 #[derive(Clone, Copy, Debug)]
-pub struct Element {
-    /// Address on the device, or 0 if it is absent.
+pub struct Element<'a> {
+    /// Address on the device, or 0 if the array is absent.
     pub(crate) at: u64,
     pub(crate) dtype: Dtype,
+    array: PhantomData<&'a Array>,
 }
 
-impl Default for Element {
+impl Default for Element<'_> {
     fn default() -> Self {
-        Self { at: 0, dtype: Dtype::F32 }
+        Self::new(0, Dtype::F32)
     }
 }
 
-impl From<&Array> for Element {
-    fn from(array: &Array) -> Self {
+impl<'a> From<&'a Array> for Element<'a> {
+    fn from(array: &'a Array) -> Self {
         array.element(0)
     }
 }
 
-impl From<&mut Array> for Element {
-    fn from(array: &mut Array) -> Self {
+impl<'a> From<&'a mut Array> for Element<'a> {
+    fn from(array: &'a mut Array) -> Self {
         array.element(0)
     }
 }
 
-impl<T: Into<Self>> From<Option<T>> for Element {
+impl<T: Into<Self>> From<Option<T>> for Element<'_> {
     fn from(array: Option<T>) -> Self {
         array.map(T::into).unwrap_or_default()
     }
 }
 
-impl Element {
+impl Element<'_> {
+    pub(crate) fn new(at: u64, dtype: Dtype) -> Self {
+        Self { at, dtype, array: PhantomData }
+    }
+
     fn array(self) -> Arg {
         Arg::Array(self.at, self.dtype)
     }
@@ -100,7 +120,7 @@ pub(crate) enum Arg {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Field {
     /// A pointer, which takes two words.
-    Pointer(Element),
+    Pointer(u64),
     /// A size; see [`Arg::Size`].
     Size(usize),
     Float(f32),
@@ -116,9 +136,7 @@ impl Arg {
         };
         for field in fields {
             match *field {
-                Field::Pointer(Element { at, .. }) => {
-                    [at as u32, (at >> 32) as u32].into_iter().for_each(&mut add)
-                }
+                Field::Pointer(at) => [at as u32, (at >> 32) as u32].into_iter().for_each(&mut add),
                 Field::Size(n) => {
                     most = most.max(n);
                     add(n as u32);
@@ -217,7 +235,7 @@ mod tests {
     #[test]
     fn a_structure_has_the_layout_of_c() {
         let at = 0x0123_4567_89ab_cdef;
-        let pointer = Field::Pointer(Element { at, ..Element::default() });
+        let pointer = Field::Pointer(at);
         let arg = Arg::fields(&[pointer, Field::Size(7), Field::Size(1), Field::Float(1.0)]);
         let (bytes, size) = arg.encode();
         assert_eq!((bytes, size), ([at, 1 << 32 | 7, 0x3f80_0000, 0], 20));

@@ -31,7 +31,7 @@ impl Codes {
     }
 
     /// Returns the structure of the kernels for the rows from `first` on.
-    pub(crate) fn rows_from(&self, first: usize) -> launchers::Codes {
+    pub(crate) fn rows_from(&self, first: usize) -> launchers::Codes<'_> {
         let [row_words, row_groups] = self.row;
         launchers::Codes {
             codes: self.codes.element(first * row_words),
@@ -276,7 +276,7 @@ impl Gpu {
     /// Computes a product over no terms: zeros, or what is added to them.
     pub(crate) fn sum_of_nothing(&self, p: &Product) {
         let zeros = self.zeros(p.n, p.c_dtype);
-        let out = |at| Element { at, dtype: p.c_dtype };
+        let out = |at| Element::new(at, p.c_dtype);
         let (from, stride) = match p.plus {
             Some(at) if at == p.c => return,
             Some(at) => (out(at), p.ldc),
@@ -288,7 +288,7 @@ impl Gpu {
     /// Computes a product in f32 and rounds it.
     pub(crate) fn rounded_product(&self, p: &Product) {
         let sums = self.alloc(p.m * p.n, Dtype::F32);
-        let (own, out, size) = (sums.element(0), |at| Element { at, dtype: p.c_dtype }, [p.m, p.n]);
+        let (own, out, size) = (sums.element(0), |at| Element::new(at, p.c_dtype), [p.m, p.n]);
         if let Some(at) = p.plus {
             self.copy_matrix(own, out(at), [None, None], size, [p.n, p.ldc]);
         }
@@ -298,7 +298,7 @@ impl Gpu {
     }
 
     /// Returns the structures of the kernels for the layers. Codes are widened if `widened` has arrays for them.
-    fn layers(layers: &[Affine], widened: &[Factored]) -> [Layer; JOINED] {
+    fn layers<'a>(layers: &[Affine<'a>], widened: &'a [Factored]) -> [Layer<'a>; JOINED] {
         let low = |dtype| usize::from(dtype == Dtype::Bf16);
         std::array::from_fn(|i| {
             let Some(layer) = layers.get(i) else { return Layer::default() };
@@ -314,7 +314,7 @@ impl Gpu {
 
     fn few_rows(
         &self,
-        (y, residual, stride): (Element, Element, usize),
+        (y, residual, stride): (Element<'_>, Element<'_>, usize),
         x: &Array,
         [begin, rows]: [usize; 2],
         layers: &[Affine],
@@ -341,7 +341,7 @@ impl Gpu {
 
     fn rows_product(
         &self,
-        (y, residual, stride): (Element, Element, usize),
+        (y, residual, stride): (Element<'_>, Element<'_>, usize),
         x: &Array,
         [begin, rows]: [usize; 2],
         layers: &[Affine],

@@ -48,8 +48,8 @@ impl Gpu {
         rstd: (&Array, usize),
     ) {
         let h = dw.len();
-        let of_rows = |(array, first): (&Array, usize)| array.element(first);
-        let by = (x.into(), mean.map(of_rows).unwrap_or_default(), of_rows(rstd));
+        let mean = mean.map(|(array, first)| array.element(first)).unwrap_or_default();
+        let by = (x.into(), mean, rstd.0.element(rstd.1));
         self.column_sums(dw, dy, [0, h], by, x.len() / h.max(1));
     }
 }

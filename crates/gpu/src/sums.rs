@@ -5,7 +5,7 @@ use crate::launchers::{Element, sums};
 
 /// The second factor of a column sum: an array `[t, cols]`, and the means and the reciprocal standard deviations of its rows. Each
 /// may be absent.
-type By = (Element, Element, Element);
+type By<'a> = (Element<'a>, Element<'a>, Element<'a>);
 
 /// Number of rows in one part of a sum over rows.
 const PER_PART: usize = 256;
@@ -83,7 +83,7 @@ impl Gpu {
         to: &mut Array,
         a: &Array,
         [col, stride]: [usize; 2],
-        (b, mean, rstd): By,
+        (b, mean, rstd): By<'_>,
         t: usize,
     ) {
         let (cols, parts) = (to.len(), t.div_ceil(PER_PART));

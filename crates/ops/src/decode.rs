@@ -169,6 +169,7 @@ impl<'a> NextTokens<'a> {
             return Err(Error::shape("next tokens", what).into());
         }
         for group in &batch.groups {
+            group.cache.check_device(self.device)?;
             group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot, 1))?;
         }
         let drawn = match &mut self.card {

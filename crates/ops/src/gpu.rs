@@ -409,7 +409,10 @@ impl Card {
     /// Runs `f` on the array of `x`, so that `f` can change it. A shared array is copied first.
     pub(crate) fn change(&self, x: &mut Rows, f: impl FnOnce(&mut Array)) {
         let device = x.device();
-        let Data::Gpu(_, data) = &mut x.data else { misplaced(device, &self.to_string()) };
+        let data = match &mut x.data {
+            Data::Gpu(card, data) if card == self => data,
+            _ => misplaced(device, &self.to_string()),
+        };
         if Arc::get_mut(data).is_none() {
             *data = Arc::new(self.gpu.cast(data, data.dtype()));
         }

@@ -184,9 +184,6 @@ impl Tape {
     /// Runs an operation, and records it if the tape records.
     pub fn apply<const N: usize, O: Op<N> + 'static>(&mut self, op: O, inputs: [&Var; N]) -> Result<Var> {
         let x = inputs.map(|input| &input.rows);
-        for other in x.iter().skip(1) {
-            x[0].device().check("tape", other)?;
-        }
         let (recompute, recalled) = match &mut self.mode {
             Mode::Off => return Ok(Var::constant(op.forward(x)?.0)),
             Mode::Remember { memory, room } => {
@@ -282,7 +279,8 @@ impl Tape {
             let what = format!("the output is {:?}, its gradient {:?}", output.rows.dims(), dy.dims());
             return Err(Error::Tape { what });
         }
-        output.rows.device().check("tape", &dy)?;
+        let device = output.rows.device();
+        device.check("backward", &dy)?;
         let last = match output.node {
             Some(node) if node < self.nodes.len() => node,
             _ => return Err(Error::Tape { what: "the output was not recorded on this tape".into() }),
@@ -297,6 +295,7 @@ impl Tape {
             if let Some(dy) = gradients[self.nodes.len()].take() {
                 for (input, dx) in inputs.into_iter().zip(back(dy)?) {
                     let (Some(input), Some(dx)) = (input, dx) else { continue };
+                    device.check("backward", &dx)?;
                     match &mut gradients[input] {
                         Some(sum) => sum.add(&dx)?,
                         empty => *empty = Some(dx),

@@ -1521,16 +1521,23 @@ fn mismatches_are_errors_not_panics() {
     }
 }
 
-/// Every operation of several arrays refuses one on another device, at each position.
+/// Operations of several arrays refuse one on another device, at each position.
 #[test]
 fn rows_of_another_device_are_an_error() {
+    let [one, two] = [card(), card()];
+    for devices in [[Device::Cpu, Device::Twin], [Device::Twin, Device::Cpu], [one, two]] {
+        mixed_devices(devices);
+    }
+}
+
+fn mixed_devices([own, other]: [Device; 2]) {
     let heads = AttentionHeads { q: 2, kv: 1, dim: 2 };
     let param = |shape: &[usize]| {
         let values = Values::F32(vec![0.5; shape.iter().product()]);
         Arc::new(Param::new("w", Part::Llm, shape, values).unwrap())
     };
     let layer = Linear::new(param(&[4, 4]), None).unwrap();
-    let pass = Pass::on(Device::Cpu);
+    let pass = Pass::on(own);
     let linear = PackedLinear::new(&[&layer], &pass);
     let experts = ExpertLinear::new(param(&[4, 4, 4])).unwrap();
     let (norm, scale, table) = (Norm::Rms { weight: param(&[4]), eps: 1e-6 }, param(&[4]), param(&[4, 4]));
@@ -1548,6 +1555,19 @@ fn rows_of_another_device_are_an_error() {
         ("swiglu", 2, Box::new(|on| rows(on(0), 4).swiglu_back(&rows(on(1), 2)))),
         ("scale", 2, Box::new(|on| rows(on(0), 4).scaled_onto(&rows(on(1), 4), &scale).map(drop))),
         ("scale back", 2, Box::new(|on| rows(on(0), 4).scaled_onto_back(&rows(on(1), 4), &scale).map(drop))),
+        (
+            "experts",
+            2,
+            Box::new(|on| {
+                let routes = Routes::choose(&rows(on(0), 4), 1, Order::PerRow)?;
+                if matches!(on(0), Device::Gpu(_)) || on(0) == on(1) {
+                    return experts.forward(&rows(on(1), 4), &routes, Order::PerRow).map(drop);
+                }
+                // The host knows its routes, so they serve every device.
+                experts.forward(&rows(on(1), 4), &routes, Order::PerRow)?;
+                Rows::zeros(on(0), 1, 1).add(&Rows::zeros(on(1), 1, 1))
+            }),
+        ),
         ("linear", 2, Box::new(|on| linear.forward_onto(&rows(on(0), 4), &rows(on(1), 4)).map(drop))),
         ("linear back", 2, Box::new(|on| linear.backward(&rows(on(0), 4), &rows(on(1), 4)).map(drop))),
         (
@@ -1570,7 +1590,7 @@ fn rows_of_another_device_are_an_error() {
             "weigh back",
             3,
             Box::new(|on| {
-                let routes = Routes::choose(&rows(Device::Cpu, 4), 1, Order::Blocked)?;
+                let routes = Routes::choose(&rows(own, 4), 1, Order::Blocked)?;
                 routes.weigh_back(&rows(on(0), 4), &rows(on(1), 4), &rows(on(2), 4)).map(drop)
             }),
         ),
@@ -1594,7 +1614,7 @@ fn rows_of_another_device_are_an_error() {
             "score",
             3,
             Box::new(|on| {
-                let omnigrpo_ops::Scores { logprobs, .. } = scores(Device::Cpu);
+                let omnigrpo_ops::Scores { logprobs, .. } = scores(own);
                 let of = |i: usize| scores(on(i));
                 let scores = omnigrpo_ops::Scores {
                     logprobs,
@@ -1615,6 +1635,33 @@ fn rows_of_another_device_are_an_error() {
             }),
         ),
         (
+            "attention over a cache",
+            2,
+            Box::new(|on| {
+                let mut cache = GroupCache::new(on(0), 1, heads, 4, 4, 1).unwrap();
+                cache.write_prompt(0, &rows(on(0), heads.packed_width()), heads)?;
+                let group = DecodeRows { cache: &mut cache, slots: vec![0, 1, 2, 3] };
+                let mut batch = DecodeBatch::new(vec![group]);
+                heads.attend_cached(&rows(on(1), heads.packed_width()), 0, &mut batch).map(drop)
+            }),
+        ),
+        (
+            "tokens",
+            2,
+            Box::new(|on| {
+                let mut cache = GroupCache::new(on(0), 1, heads, 4, 1, 1).unwrap();
+                cache.write_prompt(0, &rows(on(0), heads.packed_width()), heads)?;
+                let groups = vec![DecodeRows { cache: &mut cache, slots: vec![0] }];
+                let mut next = omnigrpo_ops::NextTokens::new(on(1), Sampler::default(), 3);
+                let rope = Arc::new(RopeTable::from_angles(1, 1, |_, out| out.fill(0.0)));
+                let from = [DrawFrom { seen: [&[], &[]], forbids: false, uniform: 0.5 }];
+                let drawn = next.next(vec![0], rope, groups, &from, |pass| {
+                    pass.draw(Rows::zeros(on(1), pass.ids.len(), 3))
+                });
+                drawn.map(drop)
+            }),
+        ),
+        (
             "gate",
             2,
             Box::new(|on| {
@@ -1631,6 +1678,17 @@ fn rows_of_another_device_are_an_error() {
             }),
         ),
         (
+            "convolution",
+            2,
+            Box::new(|on| {
+                let mut tape = Tape::recording(false);
+                let x = tape.input(rows(on(0), 4));
+                let patches = Arc::new(Patches { sources: vec![0, 1, 2, 3], taps: 1 });
+                let y = tape.convolution(&x, &layer, &patches)?;
+                tape.backward(&y, rows(on(1), 4)).map(drop)
+            }),
+        ),
+        (
             "tape",
             2,
             Box::new(|on| {
@@ -1642,12 +1700,13 @@ fn rows_of_another_device_are_an_error() {
         ),
     ];
     for (name, count, run) in &cases {
-        run(&|_| Device::Cpu).unwrap_or_else(|error| panic!("{name} on one device: {error}"));
-        for other in 0..*count {
-            let done = run(&|i| if i == other { Device::Twin } else { Device::Cpu });
+        let alone = run(&|_| own);
+        assert!(alone.is_ok(), "{name} on {own}: {alone:?}");
+        for place in 0..*count {
+            let done = run(&|i| if i == place { other } else { own });
             assert!(
                 matches!(done, Err(omnigrpo_ops::Error::Device { .. })),
-                "{name}, operand {other}: {done:?}"
+                "{name}, operand {place} on {other}, the others on {own}: {done:?}"
             );
         }
     }

@@ -71,6 +71,14 @@ impl GroupCache {
         Ok(())
     }
 
+    /// Returns an error if the cache is on another device.
+    pub(crate) fn check_device(&self, expected: Device) -> Result<()> {
+        match self.device {
+            got if got == expected => Ok(()),
+            got => Err(Error::Device { op: "key-value cache", got, expected }),
+        }
+    }
+
     /// Returns the first row and the current length of a slot.
     pub(crate) fn slot(&self, slot: usize) -> (usize, usize) {
         (self.prompt_rows + slot * self.slot_rows, self.lengths[slot])

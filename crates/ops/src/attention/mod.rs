@@ -139,7 +139,7 @@ impl AttentionHeads {
 
     /// Appends the keys and values of each row to its slot. Returns the attention of each row over its prompt and slot, for
     /// decoding. Also returns the log-sum-exp values of [`Self::forward`] if
-    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding)(crate::Device::remembers_decoding) is true, and otherwise an array without rows.
+    /// [`Device::remembers_decoding`](crate::Device::remembers_decoding) is true, and otherwise an array without rows.
     pub fn attend_cached(self, qkv: &Rows, layer: usize, batch: &mut DecodeBatch) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         let rows = batch.rows();

@@ -57,6 +57,8 @@ pub struct Routes {
     offsets: Vec<usize>,
     /// Number of experts.
     of: usize,
+    /// GPU that chose the experts and alone knows them; `None` if the host chose.
+    only_on: Option<Device>,
 }
 
 impl Routes {
@@ -82,6 +84,7 @@ impl Routes {
                 experts: Host::given(vec![u32::MAX; t * topk], device, experts),
                 offsets: Vec::new(),
                 of: e,
+                only_on: Some(device),
             });
         }
         let numbers = logits.to_f64();
@@ -110,7 +113,14 @@ impl Routes {
             places[start..].sort_unstable();
         }
         let sums = of_rows(places);
-        Ok(Self { rows: rows.into(), sums: sums.into(), experts: experts.into(), offsets, of: e })
+        Ok(Self {
+            rows: rows.into(),
+            sums: sums.into(),
+            experts: experts.into(),
+            offsets,
+            of: e,
+            only_on: None,
+        })
     }
 
     /// Returns the number of places.
@@ -192,7 +202,13 @@ impl Routes {
         }
     }
 
+    /// Returns an error if another device chose the experts.
+    fn check_device(&self, op: &'static str, x: &Rows) -> Result<()> {
+        self.only_on.map_or(Ok(()), |device| device.check(op, x))
+    }
+
     fn check(&self, op: &'static str, x: &Rows, logits: &Rows) -> Result<()> {
+        self.check_device(op, x)?;
         x.device().check(op, logits)?;
         let (rows, experts) = (self.rows(), self.of);
         match x.rows() == self.places() && logits.dims() == (rows, experts) {
@@ -369,6 +385,7 @@ impl ExpertLinear {
 
     fn check(&self, x: &Rows, routes: &Routes) -> Result<()> {
         self.weight.usable(x.device())?;
+        routes.check_device("experts", x)?;
         let experts = routes.of;
         if x.cols() != self.k || x.rows() != routes.places() || experts != self.experts() {
             let places = routes.places();

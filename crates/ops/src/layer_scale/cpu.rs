@@ -1,4 +1,4 @@
-//! Residuals that are added after a scale for each column on the CPU.
+//! Scaled residuals, on the CPU.
 
 use omnigrpo_kernels::scale;
 

@@ -1,4 +1,4 @@
-//! Residuals that are added after a scale for each column on a GPU.
+//! Scaled residuals, on a GPU.
 
 use omnigrpo_gpu::launchers::elementwise;
 

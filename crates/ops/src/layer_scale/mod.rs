@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::param::Param;
 use crate::rows::Rows;
 
-/// Residuals that are added after a scale for each column.
+/// The products of rows `[t, n]` and a scale `[n]`.
 pub(crate) trait LayerScaleOps {
     /// Computes `residual + x · scale`, with one scale per column.
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows;
@@ -33,12 +33,11 @@ impl Rows {
     /// Returns the gradient of [`Self::scaled_onto`] with respect to `self`, and adds the gradient of the scale to its buffer.
     /// The gradient with respect to the residual is `dy`.
     pub fn scaled_onto_back(&self, dy: &Self, scale: &Param) -> Result<Self> {
+        scale.usable(self.device())?;
         self.device().check("scaled residual", dy)?;
-        if dy.dims() != self.dims() {
-            return Err(Error::shape(
-                "scaled residual",
-                format!("{:?}, gradient {:?}", self.dims(), dy.dims()),
-            ));
+        if dy.dims() != self.dims() || scale.len() != self.cols() {
+            let what = format!("{:?}, gradient {:?}, scale {}", self.dims(), dy.dims(), scale.len());
+            return Err(Error::shape("scaled residual", what));
         }
         Ok(self.device().backend().scale_onto_back(self, dy, scale))
     }

@@ -1,4 +1,4 @@
-//! Residuals that are added after a scale for each column on an outline.
+//! Scaled residuals, on an outline.
 
 use crate::outline::{Outline, reach, same};
 use crate::work::note_elements;

@@ -1,4 +1,4 @@
-//! Residuals that are added after a scale for each column on the f64 twin.
+//! Scaled residuals, on the f64 twin.
 
 use omnigrpo_kernels::twin;
 

@@ -1,4 +1,4 @@
-//! Sparse sums of rows, which may be the rows of a table on the CPU.
+//! Sparse sums of rows, on the CPU.
 
 use omnigrpo_kernels::{conv, embedding};
 

@@ -1,4 +1,4 @@
-//! Sparse sums of rows, which may be the rows of a table on a GPU.
+//! Sparse sums of rows, on a GPU.
 
 use omnigrpo_gpu::{Dtype, Mixture};
 

@@ -1,4 +1,4 @@
-//! Sparse sums of rows, which may be the rows of a table on an outline.
+//! Sparse sums of rows, on an outline.
 
 use crate::outline::{Outline, in_f32, like, reach};
 use crate::work::note_elements;

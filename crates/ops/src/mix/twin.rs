@@ -1,4 +1,4 @@
-//! Sparse sums of rows, which may be the rows of a table on the f64 twin.
+//! Sparse sums of rows, on the f64 twin.
 
 use omnigrpo_kernels::{Mat, twin};
 

@@ -1,4 +1,4 @@
-//! Rows multiplied by weights, which are a function of logits on the CPU.
+//! Rows multiplied by weights, on the CPU.
 
 use omnigrpo_kernels::{Mat, conv, experts as grouped};
 

@@ -1,4 +1,4 @@
-//! Rows multiplied by weights, which are a function of logits on a GPU.
+//! Rows multiplied by weights, on a GPU.
 
 use crate::gpu::Card;
 

@@ -1,4 +1,4 @@
-//! Rows multiplied by weights, which are a function of logits on an outline.
+//! Rows multiplied by weights, on an outline.
 
 use crate::outline::{Outline, like, same};
 use crate::work::note_elements;

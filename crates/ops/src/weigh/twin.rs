@@ -1,4 +1,4 @@
-//! Rows multiplied by weights, which are a function of logits on the f64 twin.
+//! Rows multiplied by weights, on the f64 twin.
 
 use omnigrpo_kernels::{Mat, twin};
 
