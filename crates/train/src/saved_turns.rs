@@ -198,3 +198,19 @@ fn damaged() -> TrainError {
                 .to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_stored_under_the_name_of_their_kind() {
+        let image = SavedPart::Medium(BTreeMap::from([(MediumKind::Image, "/a.png".into())]));
+        for (part, json) in
+            [(SavedPart::Text("a".into()), r#"{"text":"a"}"#), (image, r#"{"image":"/a.png"}"#)]
+        {
+            assert_eq!(serde_json::to_string(&part).unwrap(), json);
+            assert_eq!(serde_json::from_str::<SavedPart>(json).unwrap(), part);
+        }
+    }
+}

@@ -31,7 +31,7 @@ pub(super) struct Rules {
     pub norm: &'static str,
     /// Key that selects norms of queries and keys, with its default.
     pub qk_norm: (&'static str, bool),
-    /// Epsilon of the norms of queries and keys; `None` for that of the other norms.
+    /// Epsilon of the norms of queries and keys; `None` for `layer_norm_eps`.
     pub qk_norm_eps: Option<f32>,
     /// Key of the biases of query, key and value projections.
     pub qkv_bias: &'static str,
