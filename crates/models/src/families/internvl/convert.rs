@@ -7,6 +7,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use omnigrpo_media::tiles::TileProcessor;
 use omnigrpo_ops::{Activation, Param, ParamDtype, Values};
 use omnigrpo_text::ChatTemplate;
 use serde_json::{Map, Value, json};
@@ -284,15 +285,9 @@ fn hf_files(dir: &Path, json: &ConfigJson, config: &InternVlConfig) -> Result<Ve
     ])
 }
 
-fn to_original(
-    dir: &Path,
-    json: &ConfigJson,
-    config: &InternVlConfig,
-    params: &[Arc<Param>],
-) -> Result<Converted> {
-    let v = &config.vision;
-    let tiles = MediaReader::open(dir, config)?.tiling().clone();
-    let published = omnigrpo_media::tiles::TileProcessor::default();
+/// Checks that the code of the original repository, which has fixed values for some settings, computes the same.
+fn check_original(json: &ConfigJson, config: &InternVlConfig, tiles: &TileProcessor) -> Result<()> {
+    let published = TileProcessor::default();
     if (tiles.mean, tiles.std) != (published.mean, published.std) {
         return Err(json.error(
             "image_mean and image_std are not those of ImageNet, which the original code always uses",
@@ -301,11 +296,23 @@ fn to_original(
     if config.projector_activation != Activation::GeluErf {
         return Err(json.error("projector_hidden_act is not gelu, which the original code always uses"));
     }
-    if v.qk_norm_eps.is_some_and(|eps| eps != v.norm_eps) {
+    if config.vision.qk_norm_eps.is_some_and(|eps| eps != config.vision.norm_eps) {
         return Err(
             json.error("layer_norm_eps is not 1e-6; the original layout also uses it for queries and keys")
         );
     }
+    Ok(())
+}
+
+fn to_original(
+    dir: &Path,
+    json: &ConfigJson,
+    config: &InternVlConfig,
+    params: &[Arc<Param>],
+) -> Result<Converted> {
+    let v = &config.vision;
+    let tiles = MediaReader::open(dir, config)?.tiling().clone();
+    check_original(json, config, &tiles)?;
     let mut vision = vision_section(config);
     vision.extend(object(json!({
         "drop_path_rate": 0.0,
