@@ -52,37 +52,16 @@ struct Row {
     form: Form,
 }
 
-/// All kinds, in the order of [`MediumKind`].
-const ROWS: [Row; 3] = {
-    use Form::{Clip, Picture, Sound};
-    use MediumKind::{Audio, Image, Video};
-    [
-        Row {
-            kind: Image,
-            name: "image",
-            plural: "images",
-            word: "images",
-            placeholder: "<image>",
-            form: Picture,
-        },
-        Row {
-            kind: Video,
-            name: "video",
-            plural: "videos",
-            word: "videos",
-            placeholder: "<video>",
-            form: Clip,
-        },
-        Row {
-            kind: Audio,
-            name: "audio",
-            plural: "audios",
-            word: "sounds",
-            placeholder: "<audio>",
-            form: Sound,
-        },
-    ]
-};
+const fn row(kind: MediumKind, [name, plural, word, placeholder]: [&'static str; 4], form: Form) -> Row {
+    Row { kind, name, plural, word, placeholder, form }
+}
+
+/// All kinds, in the order of [`MediumKind`], with the names of [`Row`].
+const ROWS: [Row; 3] = [
+    row(MediumKind::Image, ["image", "images", "images", "<image>"], Form::Picture),
+    row(MediumKind::Video, ["video", "videos", "videos", "<video>"], Form::Clip),
+    row(MediumKind::Audio, ["audio", "audios", "sounds", "<audio>"], Form::Sound),
+];
 
 const KINDS: usize = ROWS.len();
 
