@@ -14,6 +14,7 @@ use std::time::UNIX_EPOCH;
 use omnigrpo_guard::cache::own_folder;
 use omnigrpo_guard::inside;
 use omnigrpo_guard::{Fault, WAITS, fault, retried};
+use omnigrpo_text::PerKind;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -113,12 +114,9 @@ pub struct Counts {
     pub bad_rows: u64,
     /// Number of rows without media.
     pub text_rows: u64,
-    /// Number of images in all rows.
-    pub images: u64,
-    /// Number of clips in all rows.
-    pub videos: u64,
-    /// Number of sounds in all rows.
-    pub audios: u64,
+    /// Number of media of each kind in all rows.
+    #[serde(flatten)]
+    pub media: PerKind<u64>,
     /// Number of rows without a solution.
     pub without_solution: u64,
 }
@@ -152,9 +150,7 @@ impl Report {
         a.rows += b.rows;
         a.bad_rows += b.bad_rows;
         a.text_rows += b.text_rows;
-        a.images += b.images;
-        a.videos += b.videos;
-        a.audios += b.audios;
+        b.media.into_iter().for_each(|(kind, count)| a.media[kind] += count);
         a.without_solution += b.without_solution;
         self.media_bytes += other.media_bytes;
         for (from, rows) in other.solutions_from {
@@ -295,11 +291,7 @@ fn count(sample: &Sample, counts: &mut Counts) {
     counts.text_rows += u64::from(sample.media.is_empty());
     counts.without_solution += u64::from(sample.solution.is_none());
     for medium in &sample.media {
-        match medium.kind {
-            MediumKind::Image => counts.images += 1,
-            MediumKind::Video => counts.videos += 1,
-            MediumKind::Audio => counts.audios += 1,
-        }
+        counts.media[medium.kind] += 1;
     }
 }
 
@@ -537,9 +529,8 @@ mod tests {
             rows: 10,
             bad_rows: 4,
             text_rows: 1,
-            images: 7,
+            media: [(MediumKind::Image, 7)].into(),
             without_solution: 1,
-            ..Default::default()
         };
         assert_eq!(report.counts, counts);
         assert_eq!(run(&dataset, 4, None).0, report);

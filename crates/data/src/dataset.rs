@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_guard::Setting;
+use omnigrpo_text::MediumKind;
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -81,6 +82,15 @@ impl ColumnNames {
         let all =
             [(PROMPT, &self.prompt), (SOLUTION, &self.solution), (IMAGE, &self.image), (VIDEO, &self.video)];
         all.into_iter().filter_map(|(setting, name)| Some((setting, name.as_deref()?)))
+    }
+
+    /// Returns the column name of the media of a kind, if it is set.
+    pub(crate) fn of(&self, kind: MediumKind) -> Option<&str> {
+        match kind {
+            MediumKind::Image => self.image.as_deref(),
+            MediumKind::Video => self.video.as_deref(),
+            _ => None,
+        }
     }
 }
 

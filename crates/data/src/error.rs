@@ -226,7 +226,8 @@ pub enum RowProblem {
     Placeholders(#[from] TextError),
     /// Mismatch between the row's media parts and its media columns.
     #[error(
-        "got {got} {kind} parts without a path and {expected} entries in column `{kind}`/`{kind}s`, expected equal numbers"
+        "got {got} {kind} parts without a path and {expected} entries in column `{kind}`/`{}`, expected equal numbers",
+        kind.plural()
     )]
     MediaParts {
         /// Kind of the media.

@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 
 use omnigrpo_guard::cache::own_folder;
 use omnigrpo_guard::{MachineFailure, Setting};
-use omnigrpo_text::MediumKind;
+use omnigrpo_text::{Form, MediumKind, PerKind};
 
 use crate::dataset::{Fetch, ReadOptions};
 use crate::error::{AUDIOS, DataError, IMAGES, PathProblem, VIDEOS};
@@ -42,30 +42,35 @@ impl Roots {
     /// Returns the setting of the roots of a kind.
     #[must_use]
     pub fn setting(kind: MediumKind) -> Setting {
-        match kind {
-            MediumKind::Image => IMAGES,
-            MediumKind::Video => VIDEOS,
-            MediumKind::Audio => AUDIOS,
+        Self::default().of(kind).1
+    }
+
+    /// Returns the roots of a kind, with their setting. Kinds of one form share their roots.
+    fn of(&self, kind: MediumKind) -> (&[PathBuf], Setting) {
+        match kind.form() {
+            Form::Picture => (&self.images, IMAGES),
+            Form::Clip => (&self.videos, VIDEOS),
+            Form::Sound => (&self.audios, AUDIOS),
         }
     }
 
     /// Returns the roots of file `index` of `num_files`. If there are as many roots as files, the file gets the root at its
     /// position; otherwise every root applies to every file.
     pub(crate) fn of_file(&self, index: usize, num_files: usize) -> Self {
-        let pick = |roots: &Vec<PathBuf>| match roots.get(index) {
-            Some(root) if roots.len() == num_files => vec![root.clone()],
-            _ => roots.clone(),
-        };
-        Self { images: pick(&self.images), videos: pick(&self.videos), audios: pick(&self.audios) }
+        let mut own = self.clone();
+        for roots in [&mut own.images, &mut own.videos, &mut own.audios] {
+            if roots.len() == num_files && index < num_files {
+                *roots = vec![roots.swap_remove(index)];
+            }
+        }
+        own
     }
 }
 
 /// Canonical form of [`Roots`] for the rows of one annotation file.
 #[derive(Debug)]
 pub(crate) struct Resolver {
-    image: KindRoots,
-    video: KindRoots,
-    audio: KindRoots,
+    roots: PerKind<KindRoots>,
     fetch: Option<Fetch>,
     /// Cache folder of media that came as bytes. Rows of unpacked tables name files in it.
     kept: Option<PathBuf>,
@@ -80,7 +85,7 @@ pub(crate) fn media_folder(cache_dir: &Path) -> PathBuf {
     cache_dir.join("media")
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct KindRoots {
     folders: Vec<PathBuf>,
     /// False if the annotation file's folder is used instead of a given root.
@@ -91,12 +96,9 @@ impl Resolver {
     /// # Errors
     /// Returns an error if a root is not a readable folder.
     pub(crate) fn new(roots: &Roots, here: &Path, options: &ReadOptions) -> Result<Self, DataError> {
-        let canonical = |given: &Vec<PathBuf>| -> Result<KindRoots, DataError> {
-            let folders = if given.is_empty() {
-                std::slice::from_ref(&here).iter().map(|p| p.to_path_buf()).collect()
-            } else {
-                given.clone()
-            };
+        let canonical = |given: &[PathBuf]| -> Result<KindRoots, DataError> {
+            let here = [here.to_path_buf()];
+            let folders = if given.is_empty() { &here } else { given };
             let folders = folders
                 .iter()
                 .map(|folder| {
@@ -113,10 +115,12 @@ impl Resolver {
                 .collect::<Result<_, _>>()?;
             Ok(KindRoots { folders, given: !given.is_empty() })
         };
+        let mut own = PerKind::default();
+        for kind in MediumKind::ALL {
+            own[kind] = canonical(roots.of(kind).0)?;
+        }
         Ok(Self {
-            image: canonical(&roots.images)?,
-            video: canonical(&roots.videos)?,
-            audio: canonical(&roots.audios)?,
+            roots: own,
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
             missing: options.missing_media,
@@ -127,11 +131,9 @@ impl Resolver {
     /// Creates a resolver for rows that do not come from a file.
     pub(crate) fn in_folder(folder: &Path, options: &ReadOptions) -> std::io::Result<Self> {
         let folder = folder.canonicalize()?;
-        let roots = || KindRoots { folders: vec![folder.clone()], given: false };
+        let roots = |_: &()| KindRoots { folders: vec![folder.clone()], given: false };
         Ok(Self {
-            image: roots(),
-            video: roots(),
-            audio: roots(),
+            roots: PerKind::default().each(roots),
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
             missing: options.missing_media,
@@ -159,11 +161,7 @@ impl Resolver {
             let got = if text.is_empty() { "empty text" } else { text.split(':').next().unwrap_or_default() };
             return Err(PathProblem::Unsupported { got: crate::error::shorten(got) });
         }
-        let roots = match kind {
-            MediumKind::Image => &self.image,
-            MediumKind::Video => &self.video,
-            MediumKind::Audio => &self.audio,
-        };
+        let roots = &self.roots[kind];
         let leaves = || PathProblem::LeavesRoot { kind, roots: roots.folders.clone() };
         let path = Path::new(text);
         if path.is_absolute() {

@@ -1,8 +1,10 @@
 //! Typed access to `config.json`, with defaults, and errors that name file and key.
 
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use omnigrpo_guard::inside;
+use omnigrpo_ops::AttentionHeads;
 use serde_json::{Map, Value};
 
 use crate::error::{ModelError, Result};
@@ -113,15 +115,43 @@ impl ConfigJson {
         }
     }
 
+    /// Returns the value that `known` gives to the string under `key`, or to `default` if the key is missing.
+    ///
+    /// # Errors
+    /// Returns an error if the value is not a known string.
+    pub fn choice<T: Copy>(&self, key: &str, default: &str, known: &[(&str, T)]) -> Result<T> {
+        let name = self.text(key)?.unwrap_or(default);
+        known.iter().find(|(known, _)| *known == name).map(|(_, value)| *value).ok_or_else(|| {
+            let names: Vec<_> = known.iter().map(|(name, _)| *name).collect();
+            self.error(format!("{key} is {name:?}; expected one of {}", names.join(", ")))
+        })
+    }
+
+    /// Checks that a key is missing or has the only supported value.
+    ///
+    /// # Errors
+    /// Returns an error if the value is another one.
+    pub fn only(&self, key: &str, expected: impl Into<Value>) -> Result<()> {
+        let expected = expected.into();
+        match self.get(key).filter(|value| **value != expected) {
+            None => Ok(()),
+            Some(value) => {
+                Err(self.error(format!("{key} is {}; only {expected} is supported", shortened(value))))
+            }
+        }
+    }
+
+    /// Returns `key` if it is present, or else its other name.
+    pub(crate) fn either<'k>(&self, key: &'k str, other: &'k str) -> &'k str {
+        if self.get(key).is_some() { key } else { other }
+    }
+
     /// Returns an epsilon, the number that is added to a variance.
     ///
     /// # Errors
     /// Returns an error unless the value is a number from 0 to 1.
     pub fn epsilon(&self, key: &str, default: f64) -> Result<f32> {
-        match self.number(key, default)? {
-            x if (0.0..1.0).contains(&x) => Ok(x as f32),
-            x => Err(self.error(format!("{key} is {x:e}; expected a number from 0 to 1"))),
-        }
+        Ok(self.number_in(key, default, 0.0..=1.0)? as f32)
     }
 
     /// Returns a standard deviation of new weights.
@@ -129,9 +159,37 @@ impl ConfigJson {
     /// # Errors
     /// Returns an error unless the value is a number from 0 to 1,000.
     pub fn spread(&self, key: &str, default: f64) -> Result<f32> {
-        match self.number(key, default)? {
-            x if (0.0..=1e3).contains(&x) => Ok(x as f32),
-            x => Err(self.error(format!("{key} is {x:e}; expected a number from 0 to 1000"))),
+        Ok(self.number_in(key, default, 0.0..=1e3)? as f32)
+    }
+
+    /// Returns a number within a range.
+    ///
+    /// # Errors
+    /// Returns an error if the value is anything else.
+    pub fn number_in(&self, key: &str, default: f64, range: RangeInclusive<f64>) -> Result<f64> {
+        let x = self.number(key, default)?;
+        let (least, most) = (range.start(), range.end());
+        match range.contains(&x) {
+            true => Ok(x),
+            false => Err(self.error(format!("{key} is {x:e}; expected a number from {least} to {most}"))),
+        }
+    }
+
+    /// Returns the attention heads that share a width; queries, keys and values have the same number. The columns of a head are
+    /// a multiple of `unit`.
+    pub(crate) fn heads(
+        &self,
+        (key, default): (&str, usize),
+        width: usize,
+        unit: usize,
+    ) -> Result<AttentionHeads> {
+        let heads = self.size(key, Some(default))?;
+        match width.is_multiple_of(heads * unit) {
+            true => Ok(AttentionHeads { q: heads, kv: heads, dim: width / heads }),
+            false => {
+                let what = format!("expected heads of a multiple of {unit} columns");
+                Err(self.error(format!("{key} is {heads}, for a width of {width}; {what}")))
+            }
         }
     }
 
@@ -187,6 +245,18 @@ impl ConfigJson {
         }
     }
 
+    /// Returns three numbers, one per colour.
+    ///
+    /// # Errors
+    /// Returns an error if the value is anything else.
+    pub(crate) fn triple(&self, key: &str, default: [f64; 3]) -> Result<[f64; 3]> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(value) => serde_json::from_value(value.clone())
+                .map_err(|_| self.error(format!("{key} is {}; expected three numbers", shortened(value)))),
+        }
+    }
+
     /// Returns a boolean.
     ///
     /// # Errors
@@ -211,6 +281,21 @@ impl ConfigJson {
             _ => {
                 let value = shortened(value);
                 Err(self.error(format!("{key} is {value}, which is outside the vocabulary of {vocab}")))
+            }
+        }
+    }
+
+    /// Returns a token id.
+    ///
+    /// # Errors
+    /// Returns an error unless the value, or the default if the key is missing, is an id below `vocab`.
+    pub(crate) fn token(&self, key: &str, default: u32, vocab: usize) -> Result<u32> {
+        match self.id(key, vocab)? {
+            Some(id) => Ok(id),
+            None if (default as usize) < vocab => Ok(default),
+            None => {
+                let what = format!("its default {default} is outside the vocabulary of {vocab}");
+                Err(self.error(format!("{key} is missing, and {what}")))
             }
         }
     }

@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
 use omnigrpo_media::VideoSource;
-use omnigrpo_text::MediumKind;
+use omnigrpo_text::Form;
 use sha2::{Digest, Sha256};
 
 use crate::families::{MediaSettings, MediumInput, MediumKey};
@@ -155,7 +155,7 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
             }
         }
     }
-    let shuffled = settings.shuffle_frames && medium.kind == MediumKind::Video;
+    let shuffled = settings.shuffle_frames && medium.kind.form() == Form::Clip;
     let rest = MediaSettings {
         shuffle_frames: shuffled,
         seed: if shuffled { settings.seed } else { 0 },

@@ -745,7 +745,7 @@ impl PromptBuilder {
     /// tokens belong to one kind of media, the remedy names the settings of that kind.
     fn check_length(&self, tokens: usize, media: &[MediumTokens]) -> Result<()> {
         let of = |kind| media.iter().filter(|m| m.kind == kind).map(num_features).sum::<usize>();
-        let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
+        let kinds = MediumKind::ALL;
         let as_one = self.family.processor().counts_medium_as_one();
         let counted = match as_one {
             true => tokens.saturating_sub(kinds.into_iter().map(of).sum()) + media.len(),

@@ -57,14 +57,107 @@ pub enum RopeScaling {
     },
 }
 
+impl RopeScaling {
+    fn parse(rope: &ConfigJson, text: &ConfigJson, class: &TextDefaults) -> Result<Self> {
+        let multimodal = class.axes != PositionAxes::One;
+        let kind = match rope.text("rope_type")? {
+            Some(kind) => kind,
+            None => rope.text("type")?.unwrap_or("default"),
+        };
+        let positive = |key: &str, default: Option<f64>| match (rope.get(key), default) {
+            (None, None) => Err(rope.error(format!("{key} of rope_scaling {kind:?} is missing"))),
+            (_, default) => match rope.number(key, default.unwrap_or_default())? {
+                x if x > 0.0 => Ok(x),
+                x => Err(rope.error(format!("{key} of rope_scaling is {x}; expected a number above 0"))),
+            },
+        };
+        let original = || -> Result<f64> {
+            let longest = text.size("max_position_embeddings", Some(class.max_positions))?;
+            let longest = text.size("original_max_position_embeddings", Some(longest))?;
+            Ok(rope.size("original_max_position_embeddings", Some(longest))? as f64)
+        };
+        let ramp = |rises: bool| match rises {
+            true => Ok(()),
+            false => Err(rope.error("rope_scaling: the fast bound of the ramp must be above the slow one")),
+        };
+        Ok(match kind {
+            "default" => Self::None,
+            "mrope" if multimodal => Self::None,
+            "linear" => Self::Linear { factor: positive("factor", None)? },
+            "dynamic" => {
+                positive("factor", None)?;
+                Self::Dynamic
+            }
+            "yarn" => {
+                let factor = positive("factor", None)?;
+                // `transformers` treats zero as absent here.
+                let number = |key: &str| rope.number(key, 0.0).map(|x| (x != 0.0).then_some(x));
+                let scale = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * factor.ln() + 1.0 };
+                let own = match (number("mscale")?, number("mscale_all_dim")?) {
+                    (Some(mscale), Some(all)) => scale(mscale) / scale(all),
+                    _ => scale(1.0),
+                };
+                let turns = [number("beta_fast")?.unwrap_or(32.0), number("beta_slow")?.unwrap_or(1.0)];
+                ramp(turns[0] > turns[1] && turns[1] > 0.0)?;
+                let attention = positive("attention_factor", Some(own))?;
+                Self::Yarn {
+                    factor,
+                    original: original()?,
+                    turns,
+                    truncate: rope.boolean("truncate", true)?,
+                    attention,
+                }
+            }
+            "llama3" => {
+                let turns = [positive("low_freq_factor", None)?, positive("high_freq_factor", None)?];
+                ramp(turns[1] > turns[0])?;
+                Self::Llama3 { factor: positive("factor", None)?, original: original()?, turns }
+            }
+            other => {
+                let mrope = if multimodal { "mrope, " } else { "" };
+                let what = format!("expected default, {mrope}linear, dynamic, yarn or llama3");
+                return Err(rope.error(format!("rope_scaling is of type {other:?}; {what}")));
+            }
+        })
+    }
+}
+
+/// Returns the axis of the position that rotates each pair of a head; `None` for plain positions.
+fn pair_axes(rope: &ConfigJson, dim: usize, kind: PositionAxes) -> Result<Option<Vec<usize>>> {
+    let section = rope.sizes("mrope_section")?;
+    if kind == PositionAxes::One {
+        return match section {
+            None => Ok(None),
+            Some(section) => {
+                let what = "positions of this family have one axis";
+                Err(rope.error(format!("mrope_section is {section:?}; {what}")))
+            }
+        };
+    }
+    let interleaved = kind == PositionAxes::Interleaved;
+    if rope.boolean("mrope_interleaved", interleaved)? != interleaved {
+        let what = "which this family does not support";
+        return Err(rope.error(format!("mrope_interleaved is {}, {what}", !interleaved)));
+    }
+    let usual = if interleaved { [24, 20, 20] } else { [16, 24, 24] };
+    match section.unwrap_or_else(|| usual.to_vec())[..] {
+        [t, h, w] if t.checked_add(h).and_then(|n| n.checked_add(w)) == Some(dim / 2) => {
+            Ok(Some((0..dim / 2).map(|pair| kind.of_pair(pair, [t, h, w])).collect()))
+        }
+        ref other => {
+            let what = format!("expected three sizes that sum to {}", dim / 2);
+            Err(rope.error(format!("mrope_section is {other:?}; {what}")))
+        }
+    }
+}
+
 impl Rope {
     /// Reads the settings of a language model of this class with heads of `dim` columns.
     ///
     /// # Errors
     /// Returns an error if the scaling is unknown or incomplete, or the axes do not fill a head.
     pub fn parse(text: &ConfigJson, dim: usize, class: &TextDefaults) -> Result<Self> {
-        let TextDefaults { theta, axes, max_positions, .. } = *class;
-        let multimodal = axes != PositionAxes::One;
+        let TextDefaults { theta, axes, .. } = *class;
         let given = text.section("rope_scaling")?.filter(|rope| !rope.object().is_empty());
         let rope = match given {
             Some(rope) => rope,
@@ -80,93 +173,8 @@ impl Rope {
         if part != 1.0 {
             return Err(rope.error(format!("partial_rotary_factor is {part}; only 1 is supported")));
         }
-        let section = rope.sizes("mrope_section")?;
-        let interleaved = axes == PositionAxes::Interleaved;
-        if multimodal && rope.boolean("mrope_interleaved", interleaved)? != interleaved {
-            return Err(rope.error(format!(
-                "mrope_interleaved is {}, which this family does not support",
-                !interleaved
-            )));
-        }
-        let usual = if interleaved { [24, 20, 20] } else { [16, 24, 24] };
-        let axes = match (axes, section) {
-            (PositionAxes::One, None) => None,
-            (PositionAxes::One, Some(section)) => {
-                let what = "positions of this family have one axis";
-                return Err(rope.error(format!("mrope_section is {section:?}; {what}")));
-            }
-            (kind, section) => match section.unwrap_or_else(|| usual.to_vec())[..] {
-                [t, h, w] if t.checked_add(h).and_then(|n| n.checked_add(w)) == Some(dim / 2) => {
-                    Some((0..dim / 2).map(|pair| kind.of_pair(pair, [t, h, w])).collect())
-                }
-                ref other => {
-                    let what = format!("expected three sizes that sum to {}", dim / 2);
-                    return Err(rope.error(format!("mrope_section is {other:?}; {what}")));
-                }
-            },
-        };
-        let kind = match rope.text("rope_type")? {
-            Some(kind) => kind,
-            None => rope.text("type")?.unwrap_or("default"),
-        };
-        let positive = |key: &str, default: Option<f64>| match (rope.get(key), default) {
-            (None, None) => Err(rope.error(format!("{key} of rope_scaling {kind:?} is missing"))),
-            (_, default) => match rope.number(key, default.unwrap_or_default())? {
-                x if x > 0.0 => Ok(x),
-                x => Err(rope.error(format!("{key} of rope_scaling is {x}; expected a number above 0"))),
-            },
-        };
-        let original = || -> Result<f64> {
-            let longest = text.size("max_position_embeddings", Some(max_positions))?;
-            let longest = text.size("original_max_position_embeddings", Some(longest))?;
-            Ok(rope.size("original_max_position_embeddings", Some(longest))? as f64)
-        };
-        let scaling = match kind {
-            "default" => RopeScaling::None,
-            "mrope" if multimodal => RopeScaling::None,
-            "linear" => RopeScaling::Linear { factor: positive("factor", None)? },
-            "dynamic" => {
-                positive("factor", None)?;
-                RopeScaling::Dynamic
-            }
-            "yarn" => {
-                let factor = positive("factor", None)?;
-                // `transformers` treats zero as absent here.
-                let number = |key: &str| rope.number(key, 0.0).map(|x| (x != 0.0).then_some(x));
-                let scale = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * factor.ln() + 1.0 };
-                let own = match (number("mscale")?, number("mscale_all_dim")?) {
-                    (Some(mscale), Some(all)) => scale(mscale) / scale(all),
-                    _ => scale(1.0),
-                };
-                RopeScaling::Yarn {
-                    factor,
-                    original: original()?,
-                    turns: [number("beta_fast")?.unwrap_or(32.0), number("beta_slow")?.unwrap_or(1.0)],
-                    truncate: rope.boolean("truncate", true)?,
-                    attention: positive("attention_factor", Some(own))?,
-                }
-            }
-            "llama3" => RopeScaling::Llama3 {
-                factor: positive("factor", None)?,
-                original: original()?,
-                turns: [positive("low_freq_factor", None)?, positive("high_freq_factor", None)?],
-            },
-            other => {
-                return Err(rope.error(format!(
-                    "rope_scaling is of type {other:?}; expected default, {}linear, dynamic, yarn or llama3",
-                    if multimodal { "mrope, " } else { "" }
-                )));
-            }
-        };
-        let ramp = match scaling {
-            RopeScaling::Yarn { turns: [fast, slow], .. } => fast > slow && slow > 0.0,
-            RopeScaling::Llama3 { turns: [low, high], .. } => high > low,
-            _ => true,
-        };
-        if !ramp {
-            return Err(rope.error("rope_scaling: the fast bound of the ramp must be above the slow one"));
-        }
-        Ok(Self { theta, axes, scaling })
+        let scaling = RopeScaling::parse(&rope, text, class)?;
+        Ok(Self { theta, axes: pair_axes(&rope, dim, axes)?, scaling })
     }
 
     /// Returns the frequency of each pair of a head of `dim` columns, in radians per position.

@@ -16,7 +16,7 @@ use omnigrpo_testkit::{
     Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
     omni_prompt, take_gradients, train_all, training, weight_bits,
 };
-use omnigrpo_text::{MediaCounts, MediumKind, Role, split_conversation};
+use omnigrpo_text::{Form, MediumKind, Role, split_conversation};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
@@ -39,15 +39,11 @@ fn case(name: &str) -> (String, Vec<MediumKind>) {
 
 fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
     let count = |kind| kinds.iter().filter(|k| **k == kind).count();
-    let counts = MediaCounts {
-        images: count(MediumKind::Image),
-        videos: count(MediumKind::Video),
-        audios: count(MediumKind::Audio),
-    };
-    let path = |kind| match kind {
-        MediumKind::Image => golden("media/shapes.png"),
-        MediumKind::Video => golden("media/frames"),
-        MediumKind::Audio => golden("media/rise.wav"),
+    let counts = MediumKind::ALL.map(|kind| (kind, count(kind))).into();
+    let path = |kind: MediumKind| match kind.form() {
+        Form::Picture => golden("media/shapes.png"),
+        Form::Clip => golden("media/frames"),
+        Form::Sound => golden("media/rise.wav"),
     };
     let media = kinds.iter().map(|&kind| MediumRef {
         kind,
@@ -105,7 +101,7 @@ fn overrides(key: &str, value: Value) -> Map<String, Value> {
 #[test]
 fn the_constants_are_the_originals() {
     use MediumKind::{Audio, Image, Video};
-    assert_eq!(humanomni::PLACEHOLDERS, [(Image, "<image>"), (Video, "<video>"), (Audio, "<audio>")]);
+    assert_eq!([Image, Video, Audio].map(MediumKind::placeholder), ["<image>", "<video>", "<audio>"]);
     assert_eq!(
         humanomni::MARKERS,
         [
@@ -157,14 +153,14 @@ fn pixels_and_spectrogram_equal_the_processors() {
         for which in list {
             let want = expected(name, which);
             for medium in &prompt(name, which).media {
-                let levels = match medium.kind {
-                    MediumKind::Audio => {
+                let levels = match medium.kind.form() {
+                    Form::Sound => {
                         let delta = max_diff(&medium.data, &want.f["mel"]);
                         assert!(delta <= 1e-4, "{name} {which}: the spectrogram differs by {delta}");
                         continue;
                     }
-                    MediumKind::Image => &want.u["image_u8"],
-                    MediumKind::Video => &want.u["video_u8"],
+                    Form::Picture => &want.u["image_u8"],
+                    Form::Clip => &want.u["video_u8"],
                 };
                 let pixels: Vec<f32> =
                     levels.iter().map(|&u| ((f64::from(u) * (1.0 / 255.0)) as f32 - 0.5) / 0.5).collect();

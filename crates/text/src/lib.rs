@@ -15,7 +15,7 @@
 //! # fn main() -> Result<()> {
 //! let dir = std::path::Path::new("Qwen2-VL-2B-Instruct");
 //! let (tokenizer, template) = (Tokenizer::from_dir(dir)?, ChatTemplate::from_dir(dir)?);
-//! let parts = split_placeholders("<image>\nHow many cubes?", MediaCounts { images: 1, ..Default::default() })?;
+//! let parts = split_placeholders("<image>\nHow many cubes?", [(MediumKind::Image, 1)].into())?;
 //! let image = MediumTokens::repeated(MediumKind::Image, "<|image_pad|>", 151_655, 64);
 //! let turns = [Turn { role: Role::User, parts }];
 //! let prompt = PromptRenderer::new(&tokenizer, &template).render(&turns, &[image], &RenderOptions::default())?;
@@ -27,6 +27,7 @@
 mod charsmap;
 mod error;
 mod files;
+mod kinds;
 mod placeholders;
 mod prompt;
 mod stop;
@@ -35,10 +36,11 @@ mod tokenizer;
 mod tools;
 
 pub use error::{Cause, Result, TextError};
-pub use placeholders::{MediaCounts, split_conversation, split_placeholders};
+pub use kinds::{Form, MediumKind, PerKind};
+pub use placeholders::{split_conversation, split_placeholders};
 pub use prompt::{
-    MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions, RenderedConversation,
-    RenderedPrompt, RenderedTurn, Role, Span, Turn, with_system,
+    MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions, RenderedConversation, RenderedPrompt,
+    RenderedTurn, Role, Span, Turn, with_system,
 };
 pub use stop::{StopHit, StopMatcher, StopSet};
 pub use template::{ChatTemplate, TemplateOrigin};

@@ -4,37 +4,13 @@
 //! mentions a kind, its media go before the text: images, then videos, then sound. Any other number of placeholders that differs
 //! from the number of media is an error.
 
-use crate::{MediumKind, Part, Result, Role, TextError, Turn};
-
-/// Number of media of each kind in a row.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct MediaCounts {
-    /// Number of images.
-    pub images: usize,
-    /// Number of clips.
-    pub videos: usize,
-    /// Number of sounds.
-    pub audios: usize,
-}
-
-const KINDS: [(MediumKind, &str); 3] =
-    [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>"), (MediumKind::Audio, "<audio>")];
-
-impl MediaCounts {
-    fn of(&self, kind: MediumKind) -> usize {
-        match kind {
-            MediumKind::Image => self.images,
-            MediumKind::Video => self.videos,
-            MediumKind::Audio => self.audios,
-        }
-    }
-}
+use crate::{MediumKind, Part, PerKind, Result, Role, TextError, Turn};
 
 /// Splits one text into parts.
 ///
 /// # Errors
 /// Returns [`TextError::PlaceholderCount`] if a kind has some placeholders, but not one per medium.
-pub fn split_placeholders(text: &str, media: MediaCounts) -> Result<Vec<Part>> {
+pub fn split_placeholders(text: &str, media: PerKind<usize>) -> Result<Vec<Part>> {
     let turns = split_conversation(&[(Role::User, text.to_owned())], media)?;
     Ok(turns.into_iter().flat_map(|turn| turn.parts).collect())
 }
@@ -45,13 +21,13 @@ pub fn split_placeholders(text: &str, media: MediaCounts) -> Result<Vec<Part>> {
 /// # Errors
 /// Returns [`TextError::PlaceholderCount`] as [`split_placeholders`] does, counted over all turns of users and tools. Returns
 /// [`TextError::Conversation`] if there are media but no user turn.
-pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Result<Vec<Turn>> {
+pub fn split_conversation(turns: &[(Role, String)], media: PerKind<usize>) -> Result<Vec<Turn>> {
     let shows = |role| matches!(role, Role::User | Role::Tool);
     let shown = || turns.iter().filter(|(role, _)| shows(*role));
     let mut unmentioned = Vec::new();
-    for (kind, placeholder) in KINDS {
-        let (got, expected) =
-            (shown().map(|(_, text)| text.matches(placeholder).count()).sum(), media.of(kind));
+    for (kind, &expected) in media.iter() {
+        let placeholder = kind.placeholder();
+        let got = shown().map(|(_, text)| text.matches(placeholder).count()).sum();
         if got == 0 {
             unmentioned.extend((0..expected).map(|index| Part::Medium { kind, index }));
         } else if got != expected {
@@ -62,7 +38,7 @@ pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Resul
         return Err(TextError::Conversation { problem: "has media but no user turn to put them in" });
     }
 
-    let mut next = [0usize; KINDS.len()];
+    let mut next = PerKind::<usize>::default();
     let mut out = Vec::with_capacity(turns.len());
     for (role, text) in turns {
         let mut parts = Vec::new();
@@ -71,16 +47,19 @@ pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Resul
         }
         if shows(*role) {
             let mut rest = text.as_str();
-            while let Some((at, which)) =
-                (0..KINDS.len()).filter_map(|k| rest.find(KINDS[k].1).map(|at| (at, k))).min()
-            {
-                let (kind, placeholder) = KINDS[which];
+            let first = |rest: &str| {
+                MediumKind::ALL
+                    .into_iter()
+                    .filter_map(|kind| Some((rest.find(kind.placeholder())?, kind)))
+                    .min()
+            };
+            while let Some((at, kind)) = first(rest) {
                 if at > 0 {
                     parts.push(Part::Text(rest[..at].to_owned()));
                 }
-                parts.push(Part::Medium { kind, index: next[which] });
-                next[which] += 1;
-                rest = &rest[at + placeholder.len()..];
+                parts.push(Part::Medium { kind, index: next[kind] });
+                next[kind] += 1;
+                rest = &rest[at + kind.placeholder().len()..];
             }
             if !rest.is_empty() {
                 parts.push(Part::Text(rest.to_owned()));
@@ -107,7 +86,7 @@ mod tests {
 
     #[test]
     fn placeholders_keep_order_and_text() {
-        let counts = MediaCounts { images: 2, videos: 1, audios: 0 };
+        let counts = [(MediumKind::Image, 2), (MediumKind::Video, 1)].into();
         let parts = split_placeholders("<image>\nA <video> b<image>", counts).unwrap();
         let video = Part::Medium { kind: MediumKind::Video, index: 0 };
         assert_eq!(parts, [image(0), text("\nA "), video, text(" b"), image(1)]);
@@ -115,18 +94,18 @@ mod tests {
 
     #[test]
     fn unmentioned_media_come_first() {
-        let counts = MediaCounts { images: 1, videos: 1, audios: 1 };
+        let counts = PerKind::<usize>::default().each(|_| 1);
         let parts = split_placeholders("What? <audio>", counts).unwrap();
         let video = Part::Medium { kind: MediumKind::Video, index: 0 };
         let audio = Part::Medium { kind: MediumKind::Audio, index: 0 };
         assert_eq!(parts, [image(0), video, text("What? "), audio]);
-        assert_eq!(split_placeholders("", MediaCounts::default()).unwrap(), []);
+        assert_eq!(split_placeholders("", PerKind::default()).unwrap(), []);
     }
 
     #[test]
     fn wrong_counts_are_errors() {
         for (got, expected) in [(1, 2), (2, 1), (1, 0)] {
-            let counts = MediaCounts { images: expected, ..Default::default() };
+            let counts = [(MediumKind::Image, expected)].into();
             match split_placeholders(&"<image>".repeat(got), counts) {
                 Err(TextError::PlaceholderCount { kind: MediumKind::Image, got: g, expected: e, .. }) => {
                     assert_eq!((g, e), (got, expected));
@@ -144,7 +123,7 @@ mod tests {
             (Role::Assistant, "<image> is a tag".to_owned()),
             (Role::User, "<image> two".to_owned()),
         ];
-        let counts = MediaCounts { images: 2, ..Default::default() };
+        let counts = [(MediumKind::Image, 2)].into();
         let parts: Vec<_> =
             split_conversation(&turns, counts).unwrap().into_iter().map(|t| t.parts).collect();
         assert_eq!(parts[0], [text("You see <image>.")]);

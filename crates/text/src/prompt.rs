@@ -13,7 +13,6 @@
 //! one whose own output differs between the stand-ins and the texts themselves.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fmt;
 use std::ops::Range;
 
 use serde_json::{Value, json};
@@ -21,7 +20,7 @@ use serde_json::{Value, json};
 use crate::template::ContentForm;
 use crate::tokenizer::{Run, excerpt};
 use crate::tools::{DEFAULT_SYSTEM, RESPONSE, described};
-use crate::{ChatTemplate, Result, StopSet, TextError, Tokenizer, ToolCall};
+use crate::{ChatTemplate, MediumKind, Result, StopSet, TextError, Tokenizer, ToolCall};
 
 /// Speaker of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,34 +44,6 @@ impl Role {
             Role::Assistant => "assistant",
             Role::Tool => "tool",
         }
-    }
-}
-
-/// Kind of a medium.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum MediumKind {
-    /// Still image.
-    Image,
-    /// Clip of frames.
-    Video,
-    /// Sound.
-    Audio,
-}
-
-impl MediumKind {
-    /// Returns the name used in `{"type": …}` of chat templates.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            MediumKind::Image => "image",
-            MediumKind::Video => "video",
-            MediumKind::Audio => "audio",
-        }
-    }
-}
-
-impl fmt::Display for MediumKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }
 
@@ -508,7 +479,7 @@ impl<'a> PromptRenderer<'a> {
                         if let Some(&medium) = media_in_order.next() {
                             string.push_str(&media[medium].marker);
                         }
-                        parts.push(json!({"type": kind.as_str()}));
+                        parts.push(json!({"type": kind.form().content_type()}));
                         continue;
                     }
                     Part::Text(text) => text,

@@ -5,7 +5,6 @@ use omnigrpo_guard::told;
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_observe::Console;
 use omnigrpo_rewards::{Corpus, RewardSet, references};
-use omnigrpo_text::MediumKind;
 
 use crate::error::{
     EVAL, MAX_COMPLETION_LENGTH, MAX_SHARE, REWARDS, Refusal, Result, SOLUTION, STRICT, TEMPLATE,
@@ -42,9 +41,13 @@ const TRUTH_COLUMNS: [&str; 12] = [
 #[must_use]
 pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool) -> String {
     let c = &report.counts;
+    let media: Vec<_> = c.media.iter().map(|(kind, count)| format!("{count} {}", kind.word())).collect();
     let mut out = format!(
-        "{} {which}: {} images, {} videos, {} sounds, {} rows of text only, {} without a solution\n",
-        c.rows, c.images, c.videos, c.audios, c.text_rows, c.without_solution
+        "{} {which}: {}, {} rows of text only, {} without a solution\n",
+        c.rows,
+        media.join(", "),
+        c.text_rows,
+        c.without_solution
     );
     let from: Vec<_> = report.solutions_from.iter().map(|(from, rows)| format!("{from} ({rows})")).collect();
     if !from.is_empty() {
@@ -89,7 +92,7 @@ pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: b
 #[must_use]
 pub fn folders_help(report: &Report) -> Option<String> {
     let c = &report.counts;
-    [(MediumKind::Image, c.images), (MediumKind::Video, c.videos), (MediumKind::Audio, c.audios)]
+    c.media
         .into_iter()
         .find(|(kind, found)| *found == 0 && report.problems.iter().any(|p| p.missing == Some(*kind)))
         .map(|(kind, _)| {

@@ -340,9 +340,7 @@ impl Outside {
                 let path = store_picture(&self.folder, &picture)?;
                 return Ok(AnswerPart::Medium { kind: MediumKind::Image, path });
             }
-            "video" => MediumKind::Video,
-            "audio" => MediumKind::Audio,
-            _ => return Err(wrong()),
+            kind => MediumKind::named(kind).ok_or_else(wrong)?,
         };
         Ok(AnswerPart::Medium { kind, path: PathBuf::from(value) })
     }

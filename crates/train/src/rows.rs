@@ -113,18 +113,13 @@ struct Sent {
     ids: Vec<u32>,
     text: String,
     /// Kind and frame times of each medium.
-    media: Vec<(char, Vec<f64>)>,
+    media: Vec<(MediumKind, Vec<f64>)>,
 }
 
 impl Sent {
     fn of(row: &PreparedRow) -> Self {
-        let kind = |medium: &MediumInput| match medium.kind {
-            MediumKind::Image => 'i',
-            MediumKind::Video => 'v',
-            MediumKind::Audio => 'a',
-        };
         let Prompt { ids, text, media, .. } = &*row.prompt;
-        let media = media.iter().map(|medium| (kind(medium), medium.frame_times_secs.clone()));
+        let media = media.iter().map(|medium| (medium.kind, medium.frame_times_secs.clone()));
         Self { ids: ids.clone(), text: text.clone(), media: media.collect() }
     }
 
@@ -132,11 +127,7 @@ impl Sent {
     fn row(self, sample: Sample, epoch: u64) -> PreparedRow {
         let medium = |(kind, frame_times_secs)| {
             Arc::new(MediumInput {
-                kind: match kind {
-                    'v' => MediumKind::Video,
-                    'a' => MediumKind::Audio,
-                    _ => MediumKind::Image,
-                },
+                kind,
                 shape: MediumShape::Mel { mels: 0, frames: 0 },
                 data: Vec::new(),
                 seconds_per_grid: 0.0,

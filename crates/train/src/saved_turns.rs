@@ -1,6 +1,7 @@
 //! Turns of an environment in a checkpoint, and on the way to other ranks. Their tokens are stored. The rank that trains on them
 //! reads their media again from the same files, so a resumed run does not ask the environment again.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -36,9 +37,9 @@ pub struct SavedTurn {
 #[serde(rename_all = "lowercase")]
 enum SavedPart {
     Text(String),
-    Image(PathBuf),
-    Video(PathBuf),
-    Audio(PathBuf),
+    /// Kind and file of a medium, as a map with one entry.
+    #[serde(untagged)]
+    Medium(BTreeMap<MediumKind, PathBuf>),
 }
 
 impl SavedTurn {
@@ -58,12 +59,7 @@ impl SavedTurn {
             Part::Text(text) => SavedPart::Text(text.clone()),
             Part::Call(call) => SavedPart::Text(call.to_string()),
             Part::Medium { kind, .. } => {
-                let path = paths.next().unwrap_or_default();
-                match kind {
-                    MediumKind::Image => SavedPart::Image(path),
-                    MediumKind::Video => SavedPart::Video(path),
-                    MediumKind::Audio => SavedPart::Audio(path),
-                }
+                SavedPart::Medium(BTreeMap::from([(*kind, paths.next().unwrap_or_default())]))
             }
         };
         Self {
@@ -93,10 +89,11 @@ impl SavedTurn {
 
     /// Looks for files of media that are gone in `media` of the run directory `dir`, which may have been moved.
     pub(crate) fn follow(&mut self, dir: &Path) {
-        for part in &mut self.parts {
-            let (SavedPart::Image(path) | SavedPart::Video(path) | SavedPart::Audio(path)) = part else {
-                continue;
-            };
+        let media = self.parts.iter_mut().filter_map(|part| match part {
+            SavedPart::Text(_) => None,
+            SavedPart::Medium(medium) => Some(medium),
+        });
+        for path in media.flat_map(BTreeMap::values_mut) {
             let here = path.file_name().map(|name| dir.join(MEDIA).join(name));
             if let Some(here) = here.filter(|here| !path.exists() && here.is_file()) {
                 *path = here;
@@ -114,12 +111,10 @@ impl SavedTurn {
             Part::Medium { kind, index }
         };
         let part = |part: &SavedPart| match part {
-            SavedPart::Text(text) => Part::Text(text.clone()),
-            SavedPart::Image(path) => medium(MediumKind::Image, path),
-            SavedPart::Video(path) => medium(MediumKind::Video, path),
-            SavedPart::Audio(path) => medium(MediumKind::Audio, path),
+            SavedPart::Text(text) => vec![Part::Text(text.clone())],
+            SavedPart::Medium(media) => media.iter().map(|(kind, path)| medium(*kind, path)).collect(),
         };
-        let parts = self.parts.iter().map(part).collect();
+        let parts = self.parts.iter().flat_map(part).collect();
         let span = |&[medium, start, len]: &[usize; 3]| Span { medium, start, len };
         let turn = Prompt {
             ids: self.ids.clone(),
@@ -201,5 +196,21 @@ fn damaged() -> TrainError {
         what:
             "the media of turns in its rollout in progress are incomplete or have changed; resume from an earlier checkpoint"
                 .to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_stored_under_the_name_of_their_kind() {
+        let image = SavedPart::Medium(BTreeMap::from([(MediumKind::Image, "/a.png".into())]));
+        for (part, json) in
+            [(SavedPart::Text("a".into()), r#"{"text":"a"}"#), (image, r#"{"image":"/a.png"}"#)]
+        {
+            assert_eq!(serde_json::to_string(&part).unwrap(), json);
+            assert_eq!(serde_json::from_str::<SavedPart>(json).unwrap(), part);
+        }
     }
 }

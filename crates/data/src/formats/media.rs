@@ -4,10 +4,10 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
-use omnigrpo_text::{MediaCounts, MediumKind, Part, Role, Turn, split_conversation};
+use omnigrpo_text::{MediumKind, Part, PerKind, Role, Turn, split_conversation};
 use serde_json::{Map, Value};
 
-use super::{Content, Context, KINDS, RawPart, RawTurn, column, inside, present, slot, spoken_medium};
+use super::{Content, Context, RawPart, RawTurn, column, inside, present, spoken_medium};
 use crate::dataset::ColumnNames;
 use crate::error::{PathProblem, RowProblem, describe, shorten};
 use crate::roots::Resolver;
@@ -28,14 +28,13 @@ pub(super) fn place(
     context: &Context,
 ) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
     let (resolver, hear_videos) = (context.resolver, context.use_audio_in_video);
-    let mut listed = Vec::new();
-    for kind in KINDS {
-        listed.push(listed_media(kind, columns, context)?);
+    let mut listed = PerKind::<Vec<Item>>::default();
+    for kind in MediumKind::ALL {
+        listed[kind] = listed_media(kind, columns, context)?;
     }
-    if listed[2].is_empty() && mentions_sound(&raw) {
-        listed[2] = sounds(&videos(&raw, &listed[1], resolver)?);
+    if listed[MediumKind::Audio].is_empty() && mentions_sound(&raw) {
+        listed[MediumKind::Audio] = sounds(&videos(&raw, &listed[MediumKind::Video], resolver)?);
     }
-    let counts = MediaCounts { images: listed[0].len(), videos: listed[1].len(), audios: listed[2].len() };
     let calls: Vec<_> = raw.iter_mut().map(|turn| std::mem::take(&mut turn.calls)).collect();
 
     let (mut turns, mut items) = if raw.iter().any(|turn| matches!(turn.content, Content::Typed(_))) {
@@ -48,7 +47,8 @@ pub(super) fn place(
                 Content::Typed(_) => (turn.role, String::new()),
             })
             .collect();
-        (split_conversation(&texts, counts)?, listed.into_iter().flatten().collect())
+        let turns = split_conversation(&texts, listed.each(Vec::len))?;
+        (turns, listed.into_iter().flat_map(|(_, items)| items).collect())
     };
     for (turn, calls) in turns.iter_mut().zip(calls) {
         turn.parts.extend(calls.into_iter().map(Part::Call));
@@ -78,7 +78,7 @@ pub(super) fn place_own(
     context: &Context,
 ) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
     let calls: Vec<_> = raw.iter_mut().map(|turn| std::mem::take(&mut turn.calls)).collect();
-    let (mut turns, items) = place_typed(raw, vec![Vec::new(); KINDS.len()], context.resolver)?;
+    let (mut turns, items) = place_typed(raw, PerKind::default(), context.resolver)?;
     for (turn, calls) in turns.iter_mut().zip(calls) {
         turn.parts.extend(calls.into_iter().map(Part::Call));
         let shown = turn.parts.iter().find_map(|part| match part {
@@ -98,11 +98,8 @@ pub(super) fn place_own(
 pub(crate) fn make_absolute(columns: &mut Map<String, Value>, resolver: &Resolver, names: &ColumnNames) {
     let named = |name: Option<&str>, key: &str| name.and_then(|name| name.split('.').next()) == Some(key);
     for (key, value) in columns.iter_mut() {
-        let kind = kind_of_key(key).or_else(|| match key.as_str() {
-            key if named(names.image.as_deref(), key) => Some(MediumKind::Image),
-            key if named(names.video.as_deref(), key) => Some(MediumKind::Video),
-            _ => None,
-        });
+        let kind =
+            kind_of_key(key).or_else(|| MediumKind::ALL.into_iter().find(|kind| named(names.of(*kind), key)));
         let turns = super::FORMATS.iter().any(|format| format.columns.contains(&key.as_str()))
             || named(names.prompt.as_deref(), key);
         if kind.is_some() || turns {
@@ -114,7 +111,7 @@ pub(crate) fn make_absolute(columns: &mut Map<String, Value>, resolver: &Resolve
 /// Returns the kind of media that a key names: `image`, `images`, `image_url`, …
 fn kind_of_key(key: &str) -> Option<MediumKind> {
     let one = key.strip_suffix("_url").or_else(|| key.strip_suffix('s')).unwrap_or(key);
-    KINDS.into_iter().find(|kind| kind.as_str() == one)
+    MediumKind::named(one)
 }
 
 fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {
@@ -147,7 +144,7 @@ fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {
 /// Reports whether a turn of a user or tool has a placeholder for sound without a file of its own.
 fn mentions_sound(raw: &[RawTurn]) -> bool {
     raw.iter().filter(|turn| matches!(turn.role, Role::User | Role::Tool)).any(|turn| match &turn.content {
-        Content::Text(text) => text.contains("<audio>"),
+        Content::Text(text) => text.contains(MediumKind::Audio.placeholder()),
         Content::Typed(parts) => {
             parts.iter().any(|part| matches!(part, RawPart::Medium { kind: MediumKind::Audio, own: None }))
         }
@@ -217,12 +214,8 @@ fn listed_media(
     context: &Context,
 ) -> Result<Vec<Item>, RowProblem> {
     let resolver = context.resolver;
-    let (one, many) = (kind.as_str().to_owned(), format!("{kind}s"));
-    let named = match kind {
-        MediumKind::Image => context.names.image.as_deref(),
-        MediumKind::Video => context.names.video.as_deref(),
-        MediumKind::Audio => None,
-    };
+    let (one, many) = (kind.as_str().to_owned(), kind.plural().to_owned());
+    let named = context.names.of(kind);
     let found = match named {
         Some(name) => (inside(columns, name), None),
         None => (present(columns, &one), present(columns, &many)),
@@ -329,37 +322,36 @@ fn item(kind: MediumKind, value: &Value, place: &str, resolver: &Resolver) -> Re
 
 fn place_typed(
     raw: Vec<RawTurn>,
-    listed: Vec<Vec<Item>>,
+    listed: PerKind<Vec<Item>>,
     resolver: &Resolver,
 ) -> Result<(Vec<Turn>, Vec<Item>), RowProblem> {
-    let mut open = [0usize; 3];
+    let mut open = PerKind::<usize>::default();
     for turn in &raw {
         if let Content::Typed(parts) = &turn.content {
             for part in parts {
                 if let RawPart::Medium { kind, own: None } = part {
-                    open[slot(*kind)] += 1;
+                    open[*kind] += 1;
                 }
             }
         }
     }
     let mut unmentioned = Vec::new();
-    let mut waiting: Vec<std::vec::IntoIter<Item>> = Vec::new();
-    for ((items, kind), open) in listed.into_iter().zip(KINDS).zip(open) {
-        if open == 0 {
+    let mut waiting = PerKind::<std::vec::IntoIter<Item>>::default();
+    for (kind, items) in listed {
+        if open[kind] == 0 {
             unmentioned.extend(items);
-            waiting.push(Vec::new().into_iter());
-        } else if open == items.len() {
-            waiting.push(items.into_iter());
+        } else if open[kind] == items.len() {
+            waiting[kind] = items.into_iter();
         } else {
-            return Err(RowProblem::MediaParts { kind, got: open, expected: items.len() });
+            return Err(RowProblem::MediaParts { kind, got: open[kind], expected: items.len() });
         }
     }
 
     let mut items: Vec<Item> = Vec::new();
-    let mut next = [0usize; 3];
+    let mut next = PerKind::<usize>::default();
     let mut add = |item: Item| {
-        let (kind, index) = (item.kind, next[slot(item.kind)]);
-        next[slot(kind)] += 1;
+        let (kind, index) = (item.kind, next[item.kind]);
+        next[kind] += 1;
         items.push(item);
         Part::Medium { kind, index }
     };
@@ -381,7 +373,7 @@ fn place_typed(
                         }
                         RawPart::Medium { kind, own: None } => {
                             // The counts match: a medium is waiting for every such part.
-                            parts.extend(waiting[slot(kind)].next().map(&mut add));
+                            parts.extend(waiting[kind].next().map(&mut add));
                         }
                     }
                 }

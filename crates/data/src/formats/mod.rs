@@ -127,17 +127,6 @@ enum RawPart {
     },
 }
 
-const KINDS: [MediumKind; 3] = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
-
-/// Returns the position of a kind in [`KINDS`].
-fn slot(kind: MediumKind) -> usize {
-    match kind {
-        MediumKind::Image => 0,
-        MediumKind::Video => 1,
-        MediumKind::Audio => 2,
-    }
-}
-
 /// Parses one row.
 pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
     let mut columns = match value {
@@ -401,7 +390,7 @@ fn part(value: &Value, place: &str) -> Result<RawPart, RowProblem> {
         other => return Err(column(place, other, EXPECTED)),
     };
     let named = map.get("type").and_then(Value::as_str);
-    let kind = KINDS.into_iter().find(|kind| match named {
+    let kind = MediumKind::ALL.into_iter().find(|kind| match named {
         Some(named) => named.strip_suffix("_url").unwrap_or(named) == kind.as_str(),
         None => map.contains_key(kind.as_str()) || map.contains_key(&format!("{kind}_url")),
     });

@@ -49,30 +49,27 @@ pub(crate) struct SizeKeys {
     pub norm_eps: f64,
 }
 
+/// Names of activations; the first name of each is that of saved configurations.
+pub(crate) const ACTIVATIONS: [(&str, Activation); 6] = [
+    ("gelu", Activation::GeluErf),
+    ("gelu_pytorch_tanh", Activation::GeluTanh),
+    ("gelu_new", Activation::GeluTanh),
+    ("quick_gelu", Activation::QuickGelu),
+    ("silu", Activation::Silu),
+    ("swish", Activation::Silu),
+];
+
 impl EncoderSizes {
     fn parse(json: &ConfigJson, keys: &SizeKeys) -> Result<Self> {
         let size = |(key, default): (&str, usize)| json.size(key, Some(default));
-        let (hidden, q) = (size(keys.hidden)?, size(keys.heads)?);
-        if !hidden.is_multiple_of(q) {
-            return Err(json.error(format!("a width of {hidden} cannot be split into {q} heads")));
-        }
+        let hidden = size(keys.hidden)?;
         let (key, default) = keys.activation;
-        let activation = match json.text(key)?.unwrap_or(default) {
-            "gelu" => Activation::GeluErf,
-            "gelu_pytorch_tanh" | "gelu_new" => Activation::GeluTanh,
-            "quick_gelu" => Activation::QuickGelu,
-            "silu" | "swish" => Activation::Silu,
-            other => {
-                let known = "gelu, gelu_pytorch_tanh, gelu_new, quick_gelu or silu";
-                return Err(json.error(format!("{key} is {other:?}; expected {known}")));
-            }
-        };
         Ok(Self {
             hidden,
             intermediate: size(keys.intermediate)?,
             layers: size(keys.layers)?,
-            heads: AttentionHeads { q, kv: q, dim: hidden / q },
-            activation,
+            heads: json.heads(keys.heads, hidden, 1)?,
+            activation: json.choice(key, default, &ACTIVATIONS)?,
             norm_eps: json.epsilon("layer_norm_eps", keys.norm_eps)?,
         })
     }

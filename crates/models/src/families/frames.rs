@@ -7,7 +7,6 @@ use omnigrpo_media::{
     FrameChoice, FrameSampling, FrameSize, LISTED_FPS, QwenSampling, VideoFrames, VideoRequest, VideoSource,
     decode_video,
 };
-use omnigrpo_text::MediumKind;
 
 use super::{FrameRule, MediaSettings};
 use crate::error::{ModelError, Result};
@@ -23,16 +22,6 @@ pub(crate) fn file(medium: &MediumRef) -> Result<&Path> {
             Err(ModelError::Medium { kind: medium.kind, what: "got a list of frames, expected one file" })
         }
     }
-}
-
-/// Returns the error of a picture or clip whose header does not give its size.
-pub(crate) fn no_size(medium: &MediumRef) -> ModelError {
-    ModelError::Medium { kind: medium.kind, what: "its header gives no size" }
-}
-
-/// Returns the error of a family that cannot read sound.
-pub(crate) fn no_audio() -> ModelError {
-    ModelError::MediumKind { kind: MediumKind::Audio, what: "this model supports only images and videos" }
 }
 
 /// A video and the choice of its frames.

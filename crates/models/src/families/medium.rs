@@ -6,7 +6,7 @@ use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
 use omnigrpo_media::audio::probe_audio;
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_media::{Limits, MediaError, VideoSource, probe_image, probe_video};
-use omnigrpo_text::MediumKind;
+use omnigrpo_text::{Form, MediumKind};
 
 use crate::error::{ModelError, Result};
 
@@ -16,8 +16,8 @@ use crate::error::{ModelError, Result};
 /// # Errors
 /// Returns an error with the path if the medium is unreadable or exceeds a limit.
 pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
-    match (medium.kind, &medium.source) {
-        (MediumKind::Image, MediumSource::Path(path)) => {
+    match (medium.kind.form(), &medium.source) {
+        (Form::Picture, MediumSource::Path(path)) => {
             let info = probe_image(path, limits)?;
             Ok(MediumInfo {
                 width_px: Some(info.width_px),
@@ -25,7 +25,7 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
                 ..MediumInfo::default()
             })
         }
-        (MediumKind::Video, source) => {
+        (Form::Clip, source) => {
             let source = match source {
                 MediumSource::Path(path) => VideoSource::from_path(path),
                 MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
@@ -40,7 +40,7 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
                 sample_rate_hz: None,
             })
         }
-        (MediumKind::Audio, MediumSource::Path(path)) => match probe_audio(path, limits) {
+        (Form::Sound, MediumSource::Path(path)) => match probe_audio(path, limits) {
             Ok(info) => Ok(MediumInfo {
                 duration_secs: info.duration_s,
                 sample_rate_hz: Some(info.sample_rate_hz),
@@ -49,8 +49,8 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
             Err(MediaError::NoAudioTrack { .. }) => Ok(MediumInfo::default()),
             Err(error) => Err(error.into()),
         },
-        (kind, MediumSource::Frames(_)) => {
-            Err(ModelError::Medium { kind, what: "got a list of frames, expected one file" })
+        (_, MediumSource::Frames(_)) => {
+            Err(ModelError::Medium { kind: medium.kind, what: "got a list of frames, expected one file" })
         }
     }
 }

@@ -12,6 +12,7 @@ mod internvl;
 mod medium;
 mod processor;
 mod qwen_vl;
+mod reader;
 mod settings;
 pub mod sound;
 mod table;

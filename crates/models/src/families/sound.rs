@@ -3,7 +3,6 @@
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::MediaError;
 use omnigrpo_media::audio::{AudioClip, AudioRange, LogMel, read_audio};
-use omnigrpo_text::MediumKind;
 
 use super::frames::file;
 use super::{MediaSettings, MediumInput, MediumShape, MissingAudio};
@@ -39,7 +38,7 @@ pub fn prepare(medium: &MediumRef, mel: &LogMel, settings: &MediaSettings) -> Re
     };
     let features = mel.features_of(&clip)?;
     Ok(MediumInput {
-        kind: MediumKind::Audio,
+        kind: medium.kind,
         shape: MediumShape::Mel { mels: features.num_mels, frames: features.num_frames },
         data: features.data,
         seconds_per_grid: 0.0,
@@ -60,6 +59,7 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     use omnigrpo_data::{MediumOptions, MediumSource};
+    use omnigrpo_text::MediumKind;
 
     use super::*;
     use crate::families::probe_medium;

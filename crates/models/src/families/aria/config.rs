@@ -43,11 +43,8 @@ impl AriaConfig {
             let what = format!("moe_topk is {}, but moe_num_experts is only {}", experts.topk, experts.count);
             return Err(text.error(what));
         }
-        let shared = text.size("moe_num_shared_experts", Some(2))?;
-        let Some(intermediate) = experts.intermediate.checked_mul(shared) else {
-            return Err(text.error(format!("moe_num_shared_experts is {shared}, which is too large")));
-        };
-        decoder.intermediate = intermediate;
+        // Both sizes are at most 2²⁴.
+        decoder.intermediate = experts.intermediate * text.size("moe_num_shared_experts", Some(2))?;
         decoder.experts = Some(experts);
 
         let vision = json.required_section("vision_config")?;
@@ -60,12 +57,8 @@ impl AriaConfig {
             norm_eps: 1e-6,
         };
         let tower = PictureConfig::parse(&vision, &keys, 32)?;
-        if tower.channels != 3 {
-            return Err(vision.error(format!("num_channels is {}; expected 3", tower.channels)));
-        }
-        if let Some(other) = json.get("vision_feature_layer").filter(|layer| layer.as_i64() != Some(-1)) {
-            return Err(json.error(format!("vision_feature_layer is {other}; only -1 is supported")));
-        }
+        vision.only("num_channels", 3)?;
+        json.only("vision_feature_layer", -1)?;
         let queries = match json.section("projector_patch_to_query_dict")? {
             None => BTreeMap::from([(1225, 128), (4900, 256)]),
             Some(table) => table
@@ -77,13 +70,8 @@ impl AriaConfig {
         if queries.is_empty() {
             return Err(json.error("projector_patch_to_query_dict is empty"));
         }
-        let key = if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
-        let image_token = json.id(key, decoder.vocab)?.unwrap_or(9);
-        if image_token as usize >= decoder.vocab {
-            return Err(json.error(format!(
-                "{key} is missing, and its default {image_token} is outside the vocabulary"
-            )));
-        }
+        let key = json.either("image_token_id", "image_token_index");
+        let image_token = json.token(key, 9, decoder.vocab)?;
         let initializer_range = text.spread("initializer_range", 0.02)?;
         Ok(Self { decoder, tower, queries, image_token, initializer_range })
     }

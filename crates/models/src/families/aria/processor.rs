@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
+use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
 
 use super::{AriaConfig, media};
 use crate::error::{IMAGE_MAX_PIXELS, MAX_TILES, ModelError, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
 
 /// Text that a template writes for a picture.
 const MARKER: &str = "<|img|>";
@@ -29,27 +29,27 @@ impl Processor for AriaPrompts {
     }
 
     fn shorten(&self, kind: MediumKind) -> Option<String> {
-        match kind {
-            MediumKind::Video => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
+        match kind.form() {
+            Form::Clip => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
             _ => Some(format!("lower {IMAGE_MAX_PIXELS}, or set {MAX_TILES} 1")),
         }
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        self.media.plan(medium, header, settings)
+        reader::plan(&self.media, medium, header, settings)
     }
 
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        self.media.prepare(medium, settings)
+        reader::prepare(&self.media, medium, settings)
     }
 
     /// Returns all squares of an image between one pair of tags. Each frame of a video has its own pair.
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
         let [count, side] = shape.masked()?;
-        let tokens = self.media.tokens(side)?;
+        let tokens = self.media.tokens_of(side)?;
         let features = |count| MediumSegment::Features { token: self.config.image_token, count };
-        let segments = match kind {
-            MediumKind::Video => {
+        let segments = match kind.form() {
+            Form::Clip => {
                 let frame = |i| (i > 0).then(|| MediumSegment::Text(BETWEEN.into()));
                 (0..count).flat_map(|i| frame(i).into_iter().chain([features(tokens)])).collect()
             }

@@ -10,6 +10,7 @@ use serde_json::json;
 
 use crate::config_json::ConfigJson;
 use crate::decoder::{DecoderConfig, TextDefaults};
+use crate::encoders::PictureConfig;
 use crate::encoders::bert::BertConfig;
 use crate::encoders::siglip::SiglipConfig;
 use crate::encoders::whisper::WhisperConfig;
@@ -41,6 +42,31 @@ pub struct ProjectorConfig {
 }
 
 impl ProjectorConfig {
+    fn parse(json: &ConfigJson, hidden: usize, tower: &PictureConfig) -> Result<Self> {
+        let key = "mm_projector_type";
+        let (depth, padding) =
+            json.choice(key, "", &[("all_in_one_small", (2, 0)), ("all_in_one", (4, 1))])?;
+        let this = Self {
+            depth,
+            padding,
+            tower_width: tower.sizes.hidden,
+            hidden,
+            side: tower.side_px / tower.patch_px,
+            compress: json.boolean("mm_dynamic_compressor", false)?,
+        };
+        json.only("mm_hidden_size", this.tower_width)?;
+        let (side, from_face) = (this.out_side(), this.side.div_ceil(2));
+        if side != from_face {
+            let what =
+                format!("its face branch to {from_face}×{from_face}; all branches must have the same size");
+            return Err(json.error(format!(
+                "{key} reduces the vision tower's {0}×{0} cells to {side}×{side}, but {what}",
+                this.side
+            )));
+        }
+        Ok(this)
+    }
+
     /// Returns the side of the output's grid.
     #[must_use]
     pub fn out_side(&self) -> usize {
@@ -65,6 +91,9 @@ pub enum PromptForm {
     /// Form of the original GRPO trainer: an empty Qwen2-VL video before the media.
     R1OmniGrpo,
 }
+
+const PROMPT_FORMS: [(&str, PromptForm); 2] =
+    [("sft", PromptForm::Sft), ("r1omni_grpo", PromptForm::R1OmniGrpo)];
 
 /// A whole HumanOmni configuration.
 #[derive(Clone, Debug, PartialEq)]
@@ -100,89 +129,29 @@ impl HumanOmniConfig {
     /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(dir: &Path, json: &ConfigJson) -> Result<Self> {
         let decoder = DecoderConfig::parse(json, json, TextDefaults::QWEN2)?;
-        let text = |key: &str, default: &'static str| -> Result<String> {
-            Ok(json.text(key)?.unwrap_or(default).to_owned())
-        };
-        let expect = |key: &str, got: String, expected: &str| match got == expected {
-            true => Ok(()),
-            false => Err(json.error(format!("{key} is {got:?}; only {expected:?} is supported"))),
-        };
-        expect("mm_vision_select_feature", text("mm_vision_select_feature", "patch")?, "patch")?;
+        json.only("mm_vision_select_feature", "patch")?;
         let vision = component(dir, json, "mm_vision_tower", None, &|json| SiglipConfig::parse(json))?;
         let audio = match json.get("mm_audio_tower") {
             None => None,
             Some(_) => {
-                let kind = text("mm_audio_projector_type", "mlp2x_gelu")?;
-                expect("mm_audio_projector_type", kind, "mlp2x_gelu")?;
+                json.only("mm_audio_projector_type", "mlp2x_gelu")?;
                 Some(component(dir, json, "mm_audio_tower", None, &|json| WhisperConfig::parse(json))?)
             }
         };
-        let bert = component(dir, json, "mm_text_tower", Some(BERT), &|json| BertConfig::parse(json))?;
-        let picture = &vision.config.picture;
-        let kind = text("mm_projector_type", "")?;
-        let (depth, padding) = match kind.as_str() {
-            "all_in_one_small" => (2, 0),
-            "all_in_one" => (4, 1),
-            other => {
-                let what = "expected \"all_in_one_small\" or \"all_in_one\"";
-                return Err(json.error(format!("mm_projector_type is {other:?}; {what}")));
-            }
-        };
-        let projector = ProjectorConfig {
-            depth,
-            padding,
-            tower_width: picture.sizes.hidden,
-            hidden: decoder.hidden,
-            side: picture.side_px / picture.patch_px,
-            compress: json.boolean("mm_dynamic_compressor", false)?,
-        };
-        if json.size("mm_hidden_size", Some(projector.tower_width))? != projector.tower_width {
-            let what =
-                format!("mm_hidden_size differs from the vision tower's width {}", projector.tower_width);
-            return Err(json.error(what));
-        }
-        if projector.out_side() != projector.side.div_ceil(2) {
-            return Err(json.error(format!(
-                "mm_projector_type {kind:?} reduces the vision tower's {1}×{1} cells to {0}×{0}, but its face branch to {2}×{2}; \
-                 all branches must have the same size",
-                projector.out_side(),
-                projector.side,
-                projector.side.div_ceil(2)
-            )));
-        }
         let select = json.get("mm_vision_select_layer").map_or(Some(-2), serde_json::Value::as_i64);
-        let vision_blocks = select
-            .map_or(Err(json.error("mm_vision_select_layer is not an integer")), |index| {
-                vision.config.blocks_at(index)
-            })?;
-        let pad = match text("image_aspect_ratio", "pad")?.as_str() {
-            "pad" => true,
-            "square" => false,
-            other => {
-                let what = format!("image_aspect_ratio is {other:?}; expected \"pad\" or \"square\"");
-                return Err(json.error(what));
-            }
-        };
-        let form = match text("prompt_form", "sft")?.as_str() {
-            "sft" => PromptForm::Sft,
-            "r1omni_grpo" => PromptForm::R1OmniGrpo,
-            other => {
-                let what = format!("prompt_form is {other:?}; expected \"sft\" or \"r1omni_grpo\"");
-                return Err(json.error(what));
-            }
-        };
+        let select = select.ok_or_else(|| json.error("mm_vision_select_layer is not an integer"))?;
         Ok(Self {
             num_frames: json.size("num_frames", Some(8))?,
             markers: json.boolean("mm_use_x_start_end", true)?,
             initializer_range: json.spread("initializer_range", 0.02)?,
-            text: bert,
+            text: component(dir, json, "mm_text_tower", Some(BERT), &|json| BertConfig::parse(json))?,
+            projector: ProjectorConfig::parse(json, decoder.hidden, &vision.config.picture)?,
             decoder,
-            projector,
+            vision_blocks: vision.config.blocks_at(select)?,
             vision,
-            vision_blocks,
             audio,
-            pad,
-            form,
+            pad: json.choice("image_aspect_ratio", "pad", &[("pad", true), ("square", false)])?,
+            form: json.choice("prompt_form", "sft", &PROMPT_FORMS)?,
         })
     }
 }

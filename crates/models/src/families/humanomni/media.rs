@@ -6,19 +6,20 @@
 //! unless the run replaces it by silence.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
+use omnigrpo_data::MediumInfo;
 use omnigrpo_media::audio::LogMel;
 use omnigrpo_media::siglip::{SiglipProcessor, Squaring};
-use omnigrpo_media::{
-    FrameSampling, FrameSize, LISTED_FPS, VideoRequest, VideoSource, decode_video, load_image,
-};
+use omnigrpo_media::{FrameSampling, FrameSize, Rgb8Image, VideoFrames};
 use omnigrpo_text::MediumKind;
 
 use super::config::HumanOmniConfig;
+use super::projector::{audio_tokens, num_tokens};
 use crate::error::*;
-use crate::families::frames::file;
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sound};
+use crate::families::frames::FramePlan;
+use crate::families::reader::{Reader, Request, Values};
+use crate::families::{IdleSettings, MediumShape};
 
 /// Ignored settings: pictures of these models are squares of the tower's size, and a clip has a fixed number of them.
 pub(super) const IDLE: IdleSettings = IdleSettings {
@@ -52,14 +53,14 @@ pub(super) fn no_audio_tower() -> ModelError {
 
 /// A reader that prepares media for one checkpoint's towers.
 pub(super) struct MediaReader {
+    config: Arc<HumanOmniConfig>,
     pictures: SiglipProcessor,
     mel: Option<LogMel>,
-    num_frames: usize,
 }
 
 impl MediaReader {
     /// Reads the processor files of the towers. A missing file is replaced by the published processor.
-    pub(super) fn open(config: &HumanOmniConfig) -> Result<Self> {
+    pub(super) fn open(config: &Arc<HumanOmniConfig>) -> Result<Self> {
         let file = |dir: &Option<std::path::PathBuf>| {
             dir.as_deref()
                 .map(|dir: &Path| dir.join("preprocessor_config.json"))
@@ -90,91 +91,66 @@ impl MediaReader {
                 Ok(mel)
             })
             .transpose()?;
-        Ok(Self { pictures, mel, num_frames: config.num_frames })
+        Ok(Self { config: Arc::clone(config), pictures, mel })
     }
 
-    /// Plans a medium from its header.
-    pub(super) fn plan(
-        &self,
-        medium: &MediumRef,
-        header: &MediumInfo,
-        settings: &MediaSettings,
-    ) -> Result<(MediumShape, Vec<f64>)> {
-        Ok(match medium.kind {
-            MediumKind::Image => (self.shape(1), Vec::new()),
-            MediumKind::Video => {
-                let (request, source) = self.video_request(medium, settings)?;
-                let fps = match source {
-                    VideoSource::File(_) => header.fps.unwrap_or_default(),
-                    _ => request.listed_fps.unwrap_or(LISTED_FPS),
-                };
-                let choice = request.sampling.choose(header.num_frames.unwrap_or_default() as usize, fps)?;
-                let times = choice.indices.iter().map(|&i| i as f64 / fps).collect();
-                (self.shape(choice.indices.len()), times)
-            }
-            MediumKind::Audio => (sound::plan(medium, header, self.mel()?, settings)?, Vec::new()),
-        })
-    }
-
-    /// Decodes a medium.
-    pub(super) fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        let (shape, data, frame_times_secs) = match medium.kind {
-            MediumKind::Image => {
-                let picture = load_image(file(medium)?, &settings.limits)?;
-                (self.shape(1), self.pictures.process(&[picture])?, Vec::new())
-            }
-            MediumKind::Video => {
-                let (request, source) = self.video_request(medium, settings)?;
-                let mut video = decode_video(&source, &request, &settings.limits)?;
-                settings.order(&mut video.frames);
-                let data = self.pictures.process(&video.frames)?;
-                (self.shape(video.frames.len()), data, video.timestamps_s)
-            }
-            MediumKind::Audio => return sound::prepare(medium, self.mel()?, settings),
-        };
-        Ok(MediumInput { kind: medium.kind, shape, data, seconds_per_grid: 0.0, frame_times_secs })
-    }
-
-    fn shape(&self, count: usize) -> MediumShape {
+    fn shape_of(&self, count: usize) -> MediumShape {
         let side = self.pictures.side_px as usize;
         MediumShape::Pictures { count, height_px: side, width_px: side }
     }
+}
 
-    fn mel(&self) -> Result<&LogMel> {
+impl Reader for MediaReader {
+    const KINDS: (&'static [MediumKind], &'static str) = (
+        &[MediumKind::Image, MediumKind::Video, MediumKind::Audio],
+        "this model supports only images, videos and sounds",
+    );
+
+    fn sound(&self) -> Result<&LogMel> {
         self.mel.as_ref().ok_or_else(no_audio_tower)
     }
 
     /// Requests `nframes` of the row or the run, or else the checkpoint's number of frames. A frame rate is unsupported, because
     /// these models were not trained with one.
-    fn video_request(
-        &self,
-        medium: &MediumRef,
-        settings: &MediaSettings,
-    ) -> Result<(VideoRequest, VideoSource)> {
-        let source = match &medium.source {
-            MediumSource::Path(path) => VideoSource::from_path(path),
-            MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
-        };
-        let listed = !matches!(source, VideoSource::File(_));
-        let own = &medium.options;
-        if own.fps.is_some() && !listed {
+    fn frames(&self, of: Request) -> Result<FramePlan> {
+        let (plan, own, kind) = (FramePlan::new(of.medium, of.settings), &of.medium.options, of.medium.kind);
+        if own.fps.is_some() && plan.listed_fps.is_none() {
             return Err(ModelError::MediumOptions {
-                kind: medium.kind,
+                kind,
                 what: "fps requests frames at a rate; this family reads a fixed number of frames, nframes",
             });
         }
         if own.video_start.or(own.video_end).is_some() {
             return Err(ModelError::MediumOptions {
-                kind: medium.kind,
+                kind,
                 what: "video_start and video_end request a part of the clip; this family reads only whole clips",
             });
         }
-        let num_frames = own.nframes.or(settings.video.nframes).map_or(self.num_frames, |n| n as usize);
-        let request = VideoRequest {
-            sampling: FrameSampling::Midpoints { num_frames },
-            size: FrameSize::Native,
-            listed_fps: own.fps.filter(|_| listed),
-        };
-        Ok((request, source))
+        let num_frames =
+            own.nframes.or(of.settings.video.nframes).map_or(self.config.num_frames, |n| n as usize);
+        Ok(FramePlan { sampling: FrameSampling::Midpoints { num_frames }, ..plan })
+    }
+
+    fn frame_size(&self, _: Request, _: &FramePlan) -> Result<FrameSize> {
+        Ok(FrameSize::Native)
+    }
+
+    fn shape(&self, _: Request, _: &MediumInfo, frames: Option<usize>) -> Result<MediumShape> {
+        Ok(self.shape_of(frames.unwrap_or(1)))
+    }
+
+    fn tokens(&self, shape: &MediumShape) -> Result<usize> {
+        match shape {
+            MediumShape::Mel { frames, .. } => Ok(audio_tokens(frames / 2)),
+            other => Ok(num_tokens(&self.config.projector, other.pictures()?[0])),
+        }
+    }
+
+    fn picture(&self, _: Request, picture: Rgb8Image) -> Result<Values> {
+        Ok((self.shape_of(1), self.pictures.process(&[picture])?))
+    }
+
+    fn clip(&self, _: Request, video: &VideoFrames) -> Result<Values> {
+        Ok((self.shape_of(video.frames.len()), self.pictures.process(&video.frames)?))
     }
 }

@@ -41,17 +41,13 @@ const VISION: &str = "model.vision_tower.vision_tower.vision_model.";
 const AUDIO: &str = "model.audio_tower.audio_tower.encoder.";
 const TEXT: &str = "model.bert_model.";
 
-/// Markers around media. They are not tokens of the vocabulary; each is encoded as several tokens.
+/// Markers around media. They are not tokens of the vocabulary; each is encoded as several tokens. The original gives placeholders
+/// of media ids outside the vocabulary (−200 to −202). Here, positions of features have id 0, whose embedding is never used.
 pub const MARKERS: [(MediumKind, [&str; 2]); 3] = [
     (MediumKind::Image, ["<im_start>", "<im_end>"]),
     (MediumKind::Video, ["<vi_start>", "<vi_end>"]),
     (MediumKind::Audio, ["<au_start>", "<au_end>"]),
 ];
-
-/// Placeholders of media in text. The original gives each an id outside the vocabulary (−200 to −202). Here, positions of
-/// features have id 0, whose embedding is never used.
-pub const PLACEHOLDERS: [(MediumKind, &str); 3] =
-    [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>"), (MediumKind::Audio, "<audio>")];
 
 /// Options for the directories of the encoders, and two switches.
 pub const OPTIONS: &[FamilyOption] = &[

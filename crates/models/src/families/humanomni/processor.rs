@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
+use omnigrpo_text::{Form, MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
 
 use super::config::{HumanOmniConfig, PromptForm};
-use super::projector::{audio_tokens, num_tokens};
-use super::{MARKERS, PLACEHOLDERS, media};
+use super::{MARKERS, media};
 use crate::error::{ModelError, Result, VIDEO_NFRAMES};
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::families::reader::Reader;
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
 
 /// Token id at the positions of features.
 const FEATURE_ID: u32 = 0;
@@ -22,15 +22,6 @@ pub(super) struct HumanOmniProcessor {
     pub(super) media: media::MediaReader,
     /// Tokenizer of BERT, if its directory has one.
     pub(super) tokenizer: Option<Tokenizer>,
-}
-
-impl HumanOmniProcessor {
-    fn count(&self, shape: &MediumShape) -> Result<usize> {
-        match shape {
-            MediumShape::Mel { frames, .. } => Ok(audio_tokens(frames / 2)),
-            other => Ok(num_tokens(&self.config.projector, other.pictures()?[0])),
-        }
-    }
 }
 
 impl Processor for HumanOmniProcessor {
@@ -47,29 +38,29 @@ impl Processor for HumanOmniProcessor {
     }
 
     fn shorten(&self, kind: MediumKind) -> Option<String> {
-        (kind == MediumKind::Video).then(|| format!("lower {VIDEO_NFRAMES}"))
+        (kind.form() == Form::Clip).then(|| format!("lower {VIDEO_NFRAMES}"))
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        let (shape, frame_times_secs) = self.media.plan(medium, header, settings)?;
-        Ok(MediumPlan { kind: medium.kind, shape, tokens: self.count(&shape)?, frame_times_secs })
+        reader::plan(&self.media, medium, header, settings)
     }
 
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        self.media.prepare(medium, settings)
+        reader::prepare(&self.media, medium, settings)
     }
 
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
-        let mut segments = vec![MediumSegment::Features { token: FEATURE_ID, count: self.count(shape)? }];
-        if self.config.markers {
-            let [open, close] = of_kind(&MARKERS, kind).map(str::to_owned);
+        let mut segments =
+            vec![MediumSegment::Features { token: FEATURE_ID, count: self.media.tokens(shape)? }];
+        if let Some((_, marks)) = MARKERS.iter().find(|(known, _)| self.config.markers && *known == kind) {
+            let [open, close] = marks.map(str::to_owned);
             segments.insert(0, MediumSegment::Text(open));
             segments.push(MediumSegment::Text(close));
         }
-        if self.config.form == PromptForm::R1OmniGrpo && kind == MediumKind::Video {
+        if self.config.form == PromptForm::R1OmniGrpo && kind.form() == Form::Clip {
             segments.insert(0, MediumSegment::Text(EMPTY_QWEN_VIDEO.into()));
         }
-        Ok(MediumTokens { kind, marker: of_kind(&PLACEHOLDERS, kind).into(), segments })
+        Ok(MediumTokens { kind, marker: kind.placeholder().into(), segments })
     }
 
     fn placeholder_ids(&self) -> Vec<u32> {
@@ -109,7 +100,7 @@ impl Processor for HumanOmniProcessor {
             return Ok(Vec::new());
         };
         let shows = |part: &TurnPart| match part {
-            TurnPart::Medium { kind, .. } => *kind != MediumKind::Audio,
+            TurnPart::Medium { kind, .. } => kind.form() != Form::Sound,
             TurnPart::Text(_) | TurnPart::Call(_) => false,
         };
         if !turns.iter().flat_map(|turn| &turn.parts).any(shows) {
@@ -137,13 +128,5 @@ impl Processor for HumanOmniProcessor {
             ids.push(end);
         }
         Ok(ids)
-    }
-}
-
-fn of_kind<T: Copy>(table: &[(MediumKind, T); 3], kind: MediumKind) -> T {
-    match kind {
-        MediumKind::Image => table[0].1,
-        MediumKind::Video => table[1].1,
-        MediumKind::Audio => table[2].1,
     }
 }

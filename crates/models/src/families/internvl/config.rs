@@ -6,36 +6,12 @@
 use omnigrpo_media::tiles::TileProcessor;
 use omnigrpo_ops::{Activation, AttentionHeads};
 
+use super::layout::Layout;
 use super::template;
 use crate::config_json::ConfigJson;
 use crate::decoder::{DecoderConfig, TextDefaults};
+use crate::encoders::ACTIVATIONS;
 use crate::error::Result;
-
-/// Layout of a checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Layout {
-    /// `InternVLChatModel`: `vision_model`, `mlp1`, one projection for query, key and value.
-    Original,
-    /// `InternVLForConditionalGeneration`: `vision_tower`, `multi_modal_projector`, three projections.
-    Hf,
-}
-
-impl Layout {
-    /// Returns the layout's name in [`Model::save_as`](crate::Model::save_as).
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Original => "original",
-            Self::Hf => "hf",
-        }
-    }
-
-    /// Returns the layout of this name.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Original, Self::Hf].into_iter().find(|layout| layout.name() == name)
-    }
-}
 
 /// Sizes and rules of the InternViT tower.
 #[derive(Clone, Debug, PartialEq)]
@@ -94,104 +70,45 @@ impl InternVlConfig {
     /// Returns an error that names the field if a field is missing or invalid. Also returns an error if the language model is
     /// neither Qwen2 nor dense Qwen3.
     pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
-        let text = json.required_section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
+        let text = json.required_section(layout.rules().text)?;
         let model_type = text.text("model_type")?.unwrap_or("qwen2");
         let architecture = text.get("architectures").and_then(|v| v.as_array()?.first()?.as_str());
         let class = match (model_type, architecture) {
             ("qwen2", None | Some("Qwen2ForCausalLM")) => TextDefaults::QWEN2,
             ("qwen3", None | Some("Qwen3ForCausalLM")) => TextDefaults::QWEN3,
             (_, architecture) => {
-                return Err(json.error(format!(
-                    "the language model is {} ({model_type}); expected Qwen2 or dense Qwen3",
-                    architecture.unwrap_or("of unknown architecture")
-                )));
+                let architecture = architecture.unwrap_or("of unknown architecture");
+                let what = "expected Qwen2 or dense Qwen3";
+                return Err(
+                    json.error(format!("the language model is {architecture} ({model_type}); {what}"))
+                );
             }
         };
-        let class = TextDefaults { tied: layout == Layout::Hf, ..class };
-        let decoder = DecoderConfig::parse(&text, json, class)?;
+        let class = TextDefaults { tied: layout.rules().tied, ..class };
         let ratio = json.number("downsample_ratio", 0.5)?;
         let merge = (1.0 / ratio) as usize;
         if !(1..=64).contains(&merge) || merge as f64 * ratio != 1.0 {
             return Err(json.error(format!("downsample_ratio is {ratio}; expected 1/n")));
         }
-        let vision_json = json.required_section("vision_config")?;
-        let vision = VisionConfig::parse(&vision_json, layout)?;
-        let image_px = vision.grid * vision.patch;
-        let mut tiles = TileProcessor { side_px: image_px as u32, ..TileProcessor::default() };
-        let only = |key: &str, expected: serde_json::Value| match json.get(key) {
-            Some(value) if *value != expected => {
-                Err(json.error(format!("{key} is {value}; only {expected} is supported")))
-            }
-            _ => Ok(()),
-        };
-        let mut context_token = None;
-        let mut template = None;
-        match layout {
-            Layout::Original => {
-                only("select_layer", (-1).into())?;
-                only("pad2square", false.into())?;
-                if json.text("ps_version")? != Some("v2") {
-                    return Err(
-                        json.error("ps_version is not \"v2\"; the older pixel shuffle is not supported")
-                    );
-                }
-                tiles.side_px = json.size("force_image_size", Some(image_px))? as u32;
-                tiles.thumbnail = json.boolean("use_thumbnail", false)?;
-                if json.boolean("dynamic_image_size", false)? {
-                    tiles.min_tiles = json.size("min_dynamic_patch", Some(1))? as u32;
-                    tiles.max_tiles = json.size("max_dynamic_patch", Some(6))? as u32;
-                } else {
-                    tiles.max_tiles = 1;
-                }
-                if let Some(name) = json.text("template")? {
-                    template = Some(template::original(name).ok_or_else(|| {
-                        json.error(format!(
-                            "template is {name:?}; expected one of {}",
-                            template::NAMES.map(|(name, ..)| name).join(", ")
-                        ))
-                    })?);
-                }
-            }
-            Layout::Hf => {
-                only("vision_feature_layer", (-1).into())?;
-                only("vision_feature_select_strategy", "default".into())?;
-                let key =
-                    if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
-                let id = json.id(key, decoder.vocab)?.unwrap_or(151_667);
-                if id as usize >= decoder.vocab {
-                    let what = format!("{key} is missing, and its default {id} is outside the vocabulary");
-                    return Err(json.error(what));
-                }
-                context_token = Some(id);
-            }
-        }
-        // The processor of the hf layout may cut tiles of another size than the tower's. The number of tokens determines that
-        // size.
-        let seq_length =
-            json.get("image_seq_length").map(|_| json.size("image_seq_length", None)).transpose()?;
-        if let (Layout::Hf, Some(tokens)) = (layout, seq_length) {
-            tiles.side_px = ((tokens as f64).sqrt() as usize * vision.patch * merge) as u32;
-        }
-        let this = Self {
+        let vision = VisionConfig::parse(&json.required_section("vision_config")?, layout)?;
+        let side_px = (vision.grid * vision.patch) as u32;
+        let mut this = Self {
             layout,
-            projector_activation: activation(json, "projector_hidden_act")?,
+            projector_activation: json.choice("projector_hidden_act", "gelu", &ACTIVATIONS)?,
             initializer_range: text.spread("initializer_range", 0.02)?,
-            decoder,
+            decoder: DecoderConfig::parse(&text, json, class)?,
             vision,
             merge,
-            tiles,
-            context_token,
-            template,
+            tiles: TileProcessor { side_px, ..TileProcessor::default() },
+            context_token: None,
+            template: None,
         };
-        this.check_side(this.tiles.side_px as usize).map_err(|what| json.error(what))?;
-        if let Some(expected) = seq_length
-            && expected != this.tokens_per_tile()
-        {
-            return Err(json.error(format!(
-                "image_seq_length is {expected}; a tile of {} px has {} tokens",
-                this.tiles.side_px,
-                this.tokens_per_tile()
-            )));
+        (layout.rules().read)(json, &mut this)?;
+        let (side, tokens) = (this.tiles.side_px, this.tokens_per_tile());
+        this.check_side(side as usize).map_err(|what| json.error(what))?;
+        if json.size("image_seq_length", Some(tokens))? != tokens {
+            let what = format!("image_seq_length differs from the {tokens} tokens of a tile of {side} px");
+            return Err(json.error(what));
         }
         Ok(this)
     }
@@ -215,70 +132,70 @@ impl InternVlConfig {
     }
 }
 
-fn activation(json: &ConfigJson, key: &str) -> Result<Activation> {
-    match json.text(key)? {
-        None | Some("gelu") => Ok(Activation::GeluErf),
-        Some("gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
-        Some("quick_gelu") => Ok(Activation::QuickGelu),
-        Some("silu") => Ok(Activation::Silu),
-        Some(other) => {
-            Err(json
-                .error(format!("{key} is {other:?}; expected gelu, gelu_pytorch_tanh, quick_gelu or silu")))
-        }
+/// Reads tiling and template, which only the original layout has in `config.json`.
+pub(super) fn read_original(json: &ConfigJson, config: &mut InternVlConfig) -> Result<()> {
+    json.only("select_layer", -1)?;
+    json.only("pad2square", false)?;
+    if json.text("ps_version")? != Some("v2") {
+        return Err(json.error("ps_version is not \"v2\"; the older pixel shuffle is not supported"));
     }
+    let tiles = &mut config.tiles;
+    tiles.side_px = json.size("force_image_size", Some(tiles.side_px as usize))? as u32;
+    tiles.thumbnail = json.boolean("use_thumbnail", false)?;
+    tiles.max_tiles = 1;
+    if json.boolean("dynamic_image_size", false)? {
+        tiles.min_tiles = json.size("min_dynamic_patch", Some(1))? as u32;
+        tiles.max_tiles = json.size("max_dynamic_patch", Some(6))? as u32;
+    }
+    let names = template::NAMES.map(|(name, ..)| (name, name));
+    if json.get("template").is_some() {
+        config.template = template::original(json.choice("template", "", &names)?);
+    }
+    Ok(())
+}
+
+/// Reads the placeholder and the size of tiles of the hf layout. Its processor may cut tiles of another size than the tower's. The
+/// number of tokens determines that size.
+pub(super) fn read_hf(json: &ConfigJson, config: &mut InternVlConfig) -> Result<()> {
+    json.only("vision_feature_layer", -1)?;
+    json.only("vision_feature_select_strategy", "default")?;
+    let key = json.either("image_token_id", "image_token_index");
+    config.context_token = Some(json.token(key, 151_667, config.decoder.vocab)?);
+    if json.get("image_seq_length").is_some() {
+        let tokens = json.size("image_seq_length", None)? as f64;
+        config.tiles.side_px = (tokens.sqrt() as usize * config.vision.patch * config.merge) as u32;
+    }
+    Ok(())
 }
 
 impl VisionConfig {
     fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
-        let original = layout == Layout::Original;
-        let default =
-            |original_class: usize, hf_class: usize| Some(if original { original_class } else { hf_class });
-        let hidden = json.size("hidden_size", default(3200, 1024))?;
-        let heads = json.size("num_attention_heads", default(25, 16))?;
-        if !hidden.is_multiple_of(heads) {
-            return Err(json.error(format!("a width of {hidden} cannot be split into {heads} heads")));
-        }
-        let image = json.side("image_size", if original { 224 } else { 448 })?;
+        let rules = layout.rules();
+        let [width, depth, heads, intermediate] = rules.sizes;
+        let hidden = json.size("hidden_size", Some(width))?;
+        let image = json.side("image_size", rules.image_px)?;
         let patch = json.side("patch_size", 14)?;
         if image < patch {
             return Err(json.error(format!("image_size is {image}, smaller than patch_size {patch}")));
         }
-        let channels = json.size("num_channels", Some(3))?;
-        if channels != 3 {
-            return Err(json.error(format!("num_channels is {channels}; expected 3")));
-        }
-        for (key, expected) in [
-            ("use_mask_token", false),
-            ("use_mean_pooling", true),
-            ("use_absolute_position_embeddings", true),
-        ] {
-            if json.boolean(key, expected)? != expected {
-                return Err(json.error(format!("{key} is {}; only {expected} is supported", !expected)));
-            }
-        }
-        let rms = match json.text("norm_type")? {
-            None => original,
-            Some("rms_norm") => true,
-            Some("layer_norm") => false,
-            Some(other) => {
-                return Err(json.error(format!("norm_type is {other:?}; expected rms_norm or layer_norm")));
-            }
-        };
+        json.only("num_channels", 3)?;
+        json.only("use_mask_token", false)?;
+        json.only("use_mean_pooling", true)?;
+        json.only("use_absolute_position_embeddings", true)?;
         let norm_eps = json.epsilon("layer_norm_eps", 1e-6)?;
-        let qk_norm = json.boolean(if original { "qk_normalization" } else { "use_qk_norm" }, original)?;
+        let (key, default) = rules.qk_norm;
         Ok(Self {
             hidden,
-            depth: json.size("num_hidden_layers", default(48, 24))?,
-            heads: AttentionHeads { q: heads, kv: heads, dim: hidden / heads },
-            intermediate: json.size("intermediate_size", default(12800, 4096))?,
-            activation: activation(json, "hidden_act")?,
+            depth: json.size("num_hidden_layers", Some(depth))?,
+            heads: json.heads(("num_attention_heads", heads), hidden, 1)?,
+            intermediate: json.size("intermediate_size", Some(intermediate))?,
+            activation: json.choice("hidden_act", "gelu", &ACTIVATIONS)?,
             patch,
             grid: image / patch,
-            rms,
+            rms: json.choice("norm_type", rules.norm, &[("rms_norm", true), ("layer_norm", false)])?,
             norm_eps,
-            // The class of the hf layout does not pass its epsilon to these two norms.
-            qk_norm_eps: qk_norm.then_some(if original { norm_eps } else { 1e-6 }),
-            qkv_bias: json.boolean(if original { "qkv_bias" } else { "attention_bias" }, false)?,
+            qk_norm_eps: json.boolean(key, default)?.then_some(rules.qk_norm_eps.unwrap_or(norm_eps)),
+            qkv_bias: json.boolean(rules.qkv_bias, false)?,
         })
     }
 }

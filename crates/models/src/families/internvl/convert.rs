@@ -7,15 +7,17 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use omnigrpo_media::tiles::TileProcessor;
 use omnigrpo_ops::{Activation, Param, ParamDtype, Values};
 use omnigrpo_text::ChatTemplate;
 use serde_json::{Map, Value, json};
 
-use super::config::{InternVlConfig, Layout};
+use super::config::InternVlConfig;
+use super::layout::Layout;
 use super::media::MediaReader;
-use super::vision::{HF, Names, ORIGINAL};
 use super::{CLOSE, CONTEXT, OPEN, template};
 use crate::config_json::ConfigJson;
+use crate::encoders::ACTIVATIONS;
 use crate::error::{ModelError, Result};
 use crate::families::Converted;
 use crate::rope::RopeScaling;
@@ -71,76 +73,8 @@ pub fn convert(
     }
 }
 
-/// Returns the name of a tensor in the other layout, for tensors that are neither split nor joined.
-fn renamed(name: &str, from: &Names, to: &Names) -> Option<String> {
-    let ends = |name: &str, part: &str| {
-        name.strip_prefix(part)
-            .filter(|end| end.is_empty() || *end == ".weight" || *end == ".bias")
-            .map(str::to_owned)
-    };
-    if name.starts_with("language_model.") {
-        return Some(name.to_owned());
-    }
-    if let Some((block, rest)) = name.strip_prefix(from.blocks).and_then(|rest| rest.split_once('.')) {
-        let pairs = from.norms.iter().zip(&to.norms);
-        let pairs =
-            pairs.chain(from.qk_norms.iter().zip(&to.qk_norms)).chain(from.scales.iter().zip(&to.scales));
-        let mut pairs = pairs.map(|(a, b)| (*a, *b)).chain([(from.proj, to.proj)]);
-        let pairs = pairs.by_ref().chain([("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")]);
-        return pairs.filter_map(|(a, b)| Some(format!("{}{block}.{b}{}", to.blocks, ends(rest, a)?))).next();
-    }
-    let pairs = [(from.class, to.class), (from.positions, to.positions), (from.patch, to.patch)];
-    let pairs = pairs.into_iter().chain(from.projector.iter().zip(&to.projector).map(|(a, b)| (*a, *b)));
-    pairs.filter_map(|(a, b)| Some(format!("{b}{}", ends(name, a)?))).next()
-}
-
-/// Splits the name of a block's projection, `prefix.block.part.end`, and returns the block and the end.
-fn projection<'n>(name: &'n str, names: &Names, part: &str) -> Option<(&'n str, &'n str)> {
-    let rest = name.strip_prefix(names.blocks)?;
-    let (block, rest) = rest.split_once('.')?;
-    Some((block, rest.strip_prefix(part)?))
-}
-
-fn unknown(name: &str) -> ModelError {
-    ModelError::layout(format!("tensor {name} does not exist in the other layout"))
-}
-
-fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
-    dense(param)?;
-    Ok(Arc::new(param.named(name)))
-}
-
-fn dense(param: &Param) -> Result<()> {
-    match param.dtype() {
-        ParamDtype::Quantised(_) => {
-            Err(ModelError::layout(format!("tensor {} is quantised and cannot be converted", param.name())))
-        }
-        _ => Ok(()),
-    }
-}
-
-fn split_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
-    let mut out = Vec::with_capacity(params.len());
-    for param in params {
-        if let Some((block, end)) = projection(param.name(), &ORIGINAL, ORIGINAL.qkv[0]) {
-            let parts = HF.qkv.len();
-            let (values, len) = (param.values()?, param.len() / parts);
-            let mut shape = param.shape().to_vec();
-            shape[0] /= parts;
-            for (i, part) in HF.qkv.iter().enumerate() {
-                let name = format!("{}{block}.{part}{end}", HF.blocks);
-                let values = values.slice(i * len..(i + 1) * len);
-                out.push(Arc::new(Param::new(name, param.part(), &shape, values)?));
-            }
-        } else {
-            let name = renamed(param.name(), &ORIGINAL, &HF).ok_or_else(|| unknown(param.name()))?;
-            out.push(with_name(param, name)?);
-        }
-    }
-    Ok(out)
-}
-
-fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
+/// Renames tensors. A tensor that consists of several in one of the layouts is split or joined.
+fn tensors(params: &[Arc<Param>], from: Layout, to: Layout) -> Result<Vec<Arc<Param>>> {
     let find = |name: &str| {
         params.iter().find(|p| p.name() == name).ok_or_else(|| {
             ModelError::layout(format!(
@@ -150,22 +84,36 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
     };
     let mut out = Vec::with_capacity(params.len());
     for param in params {
-        if let Some((block, end)) = projection(param.name(), &HF, HF.qkv[0]) {
-            let mut values = Vec::with_capacity(HF.qkv.len());
-            for part in HF.qkv {
-                values.push(find(&format!("{}{block}.{part}{end}", HF.blocks))?.values()?);
+        let names = from.renamed(param.name(), to);
+        let Some(first) = names.first() else {
+            let what = format!("tensor {} does not exist in the other layout", param.name());
+            return Err(ModelError::layout(what));
+        };
+        let parts = to.renamed(first, from);
+        let mut shape = param.shape().to_vec();
+        if names.len() > 1 {
+            let (values, len) = (param.values()?, param.len() / names.len());
+            shape[0] /= names.len();
+            for (i, name) in names.iter().enumerate() {
+                let values = values.slice(i * len..(i + 1) * len);
+                out.push(Arc::new(Param::new(name.clone(), param.part(), &shape, values)?));
             }
-            let mut shape = param.shape().to_vec();
-            shape[0] *= HF.qkv.len();
-            let name = format!("{}{block}.{}{end}", ORIGINAL.blocks, ORIGINAL.qkv[0]);
-            out.push(Arc::new(Param::new(name, param.part(), &shape, Values::concat(values))?));
-        } else if HF.qkv[1..].iter().all(|part| projection(param.name(), &HF, part).is_none()) {
-            let name = renamed(param.name(), &HF, &ORIGINAL).ok_or_else(|| unknown(param.name()))?;
-            out.push(with_name(param, name)?);
+        } else if parts.len() > 1 {
+            if parts[0] == param.name() {
+                let values =
+                    parts.iter().map(|name| Ok(find(name)?.values()?)).collect::<Result<Vec<_>>>()?;
+                shape[0] *= parts.len();
+                out.push(Arc::new(Param::new(first.clone(), param.part(), &shape, Values::concat(values))?));
+            }
+        } else if let ParamDtype::Quantised(_) = param.dtype() {
+            let what = format!("tensor {} is quantised and cannot be converted", param.name());
+            return Err(ModelError::layout(what));
+        } else {
+            out.push(Arc::new(param.named(first.clone())));
         }
     }
     // The original code reads the head from the file even if it equals the embedding.
-    if out.iter().all(|p| p.name() != super::NAMES.head) {
+    if to == Layout::Original && out.iter().all(|p| p.name() != super::NAMES.head) {
         let embed = find(&format!("{}embed_tokens.weight", super::NAMES.model))?;
         out.push(Arc::new(embed.named(super::NAMES.head)));
     }
@@ -173,8 +121,8 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
 }
 
 /// Returns the language model's section, reduced to its own fields, with rotary settings in their published form.
-fn text_section(json: &ConfigJson, key: &str, config: &InternVlConfig) -> Result<Map<String, Value>> {
-    let section = json.required_section(key)?;
+fn text_section(json: &ConfigJson, config: &InternVlConfig) -> Result<Map<String, Value>> {
+    let section = json.required_section(config.layout.rules().text)?;
     let mut out: Map<String, Value> = section.object().clone();
     out.retain(|name, _| TEXT_KEYS.contains(&name.as_str()));
     if let (None, Some(rope)) = (section.section("rope_scaling")?, section.get("rope_parameters"))
@@ -193,13 +141,7 @@ fn text_section(json: &ConfigJson, key: &str, config: &InternVlConfig) -> Result
 }
 
 fn activation_name(activation: Activation) -> &'static str {
-    match activation {
-        Activation::GeluTanh => "gelu_pytorch_tanh",
-        Activation::QuickGelu => "quick_gelu",
-        Activation::Silu => "silu",
-        Activation::Tanh => "tanh",
-        _ => "gelu",
-    }
+    ACTIVATIONS.iter().find(|(_, known)| *known == activation).map_or("gelu", |(name, _)| *name)
 }
 
 /// Returns the fields of the tower that have the same names in both layouts.
@@ -276,13 +218,23 @@ fn to_hf(
         "image_token_id": context_token,
         "model_type": "internvl",
         "projector_hidden_act": activation_name(config.projector_activation),
-        "text_config": text_section(json, "llm_config", config)?,
+        "text_config": text_section(json, config)?,
         "vision_config": vision,
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
     }));
     keep_dtype(json, &mut root);
-    let side = json!({ "height": tiles.side_px, "width": tiles.side_px });
+    Ok(Converted {
+        params: tensors(params, Layout::Original, Layout::Hf)?,
+        config: Value::Object(root),
+        files: hf_files(dir, json, config)?,
+        left_out: &["chat_template.json", "configuration.json"],
+    })
+}
+
+/// Returns the files of processor, tokenizer and prompt in the hf layout.
+fn hf_files(dir: &Path, json: &ConfigJson, config: &InternVlConfig) -> Result<Vec<(&'static str, String)>> {
+    let tiles = &config.tiles;
     let pixels = object(json!({
         "do_convert_rgb": true,
         "do_normalize": true,
@@ -293,7 +245,7 @@ fn to_hf(
         "processor_class": "InternVLProcessor",
         "resample": 3,
         "rescale_factor": 1.0 / 255.0,
-        "size": side,
+        "size": { "height": tiles.side_px, "width": tiles.side_px },
     }));
     let mut image = pixels.clone();
     image.extend(object(json!({
@@ -324,18 +276,32 @@ fn to_hf(
     tokenizer.insert("extra_special_tokens".into(), Value::Object(named.clone()));
     tokenizer.extend(named);
     tokenizer.insert("processor_class".into(), json!("InternVLProcessor"));
-    Ok(Converted {
-        params: split_tensors(params)?,
-        config: Value::Object(root),
-        files: vec![
-            ("preprocessor_config.json", text(&Value::Object(image))),
-            ("video_preprocessor_config.json", text(&Value::Object(video))),
-            ("processor_config.json", text(&processor)),
-            ("chat_template.jinja", template),
-            ("tokenizer_config.json", text(&Value::Object(tokenizer))),
-        ],
-        left_out: &["chat_template.json", "configuration.json"],
-    })
+    Ok(vec![
+        ("preprocessor_config.json", text(&Value::Object(image))),
+        ("video_preprocessor_config.json", text(&Value::Object(video))),
+        ("processor_config.json", text(&processor)),
+        ("chat_template.jinja", template),
+        ("tokenizer_config.json", text(&Value::Object(tokenizer))),
+    ])
+}
+
+/// Checks that the code of the original repository, which has fixed values for some settings, computes the same.
+fn check_original(json: &ConfigJson, config: &InternVlConfig, tiles: &TileProcessor) -> Result<()> {
+    let published = TileProcessor::default();
+    if (tiles.mean, tiles.std) != (published.mean, published.std) {
+        return Err(json.error(
+            "image_mean and image_std are not those of ImageNet, which the original code always uses",
+        ));
+    }
+    if config.projector_activation != Activation::GeluErf {
+        return Err(json.error("projector_hidden_act is not gelu, which the original code always uses"));
+    }
+    if config.vision.qk_norm_eps.is_some_and(|eps| eps != config.vision.norm_eps) {
+        return Err(
+            json.error("layer_norm_eps is not 1e-6; the original layout also uses it for queries and keys")
+        );
+    }
+    Ok(())
 }
 
 fn to_original(
@@ -346,20 +312,7 @@ fn to_original(
 ) -> Result<Converted> {
     let v = &config.vision;
     let tiles = MediaReader::open(dir, config)?.tiling().clone();
-    let published = omnigrpo_media::tiles::TileProcessor::default();
-    if (tiles.mean, tiles.std) != (published.mean, published.std) {
-        return Err(json.error(
-            "image_mean and image_std are not those of ImageNet, which the original code always uses",
-        ));
-    }
-    if config.projector_activation != Activation::GeluErf {
-        return Err(json.error("projector_hidden_act is not gelu, which the original code always uses"));
-    }
-    if v.qk_norm_eps.is_some_and(|eps| eps != v.norm_eps) {
-        return Err(
-            json.error("layer_norm_eps is not 1e-6; the original layout also uses it for queries and keys")
-        );
-    }
+    check_original(json, config, &tiles)?;
     let mut vision = vision_section(config);
     vision.extend(object(json!({
         "drop_path_rate": 0.0,
@@ -384,7 +337,7 @@ fn to_original(
         "downsample_ratio": 1.0 / config.merge as f64,
         "dynamic_image_size": tiles.max_tiles > 1,
         "force_image_size": tiles.side_px,
-        "llm_config": text_section(json, "text_config", config)?,
+        "llm_config": text_section(json, config)?,
         "max_dynamic_patch": tiles.max_tiles,
         "min_dynamic_patch": tiles.min_tiles,
         "model_type": "internvl_chat",
@@ -410,7 +363,7 @@ fn to_original(
         "size": tiles.side_px,
     });
     Ok(Converted {
-        params: join_tensors(params)?,
+        params: tensors(params, Layout::Hf, Layout::Original)?,
         config: Value::Object(root),
         files: vec![("preprocessor_config.json", text(&image))],
         left_out: &[

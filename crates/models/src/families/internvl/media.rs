@@ -2,16 +2,20 @@
 
 use std::path::Path;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_data::MediumInfo;
 use omnigrpo_media::tiles::TileProcessor;
-use omnigrpo_media::{FrameSize, load_image};
-use omnigrpo_text::MediumKind;
+use omnigrpo_media::{FrameSize, Rgb8Image, VideoFrames};
 
-use super::{InternVlConfig, Layout};
+use super::InternVlConfig;
 use crate::config_json::ConfigJson;
 use crate::error::*;
-use crate::families::frames::{FramePlan, file, no_audio, no_size};
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
+use crate::families::frames::FramePlan;
+use crate::families::reader::{Reader, Request, Values, image_processor, normalisation, size_px};
+use crate::families::{IdleSettings, MediaSettings, MediumShape};
+
+/// Default means and standard deviations of the class, which are those of CLIP; every published file has other values.
+const CLIP: [[f64; 3]; 2] =
+    [[0.481_454_66, 0.457_827_5, 0.408_210_73], [0.268_629_54, 0.261_302_58, 0.275_777_11]];
 
 /// A reader that prepares media with one checkpoint's tiling.
 pub(super) struct MediaReader {
@@ -29,7 +33,7 @@ impl MediaReader {
     /// Reads the tiling from `config.json`, or in the hf layout from the processor file.
     pub fn open(dir: &Path, config: &InternVlConfig) -> Result<Self> {
         let mut tiles = config.tiles.clone();
-        if config.layout == Layout::Hf {
+        if config.layout.rules().tiles_in_processor {
             let (json, side) = processor(dir)?;
             tiles.side_px = side as u32;
             if side != config.tiles.side_px as usize {
@@ -40,21 +44,8 @@ impl MediaReader {
             }
             tiles.min_tiles = json.size("min_patches", Some(1))? as u32;
             tiles.max_tiles = json.size("max_patches", Some(12))? as u32;
-            // The class defaults are those of CLIP; every published file has other values.
-            tiles.mean = triple(&json, "image_mean", [0.481_454_66, 0.457_827_5, 0.408_210_73])?;
-            tiles.std = triple(&json, "image_std", [0.268_629_54, 0.261_302_58, 0.275_777_11])?;
-            if let Some(other) = json.get("resample").filter(|v| v.as_u64() != Some(3)) {
-                return Err(json.error(format!("resample is {other}; expected 3 (bicubic)")));
-            }
-            for key in ["do_resize", "do_rescale", "do_normalize"] {
-                if !json.boolean(key, true)? {
-                    return Err(json.error(format!("{key} is false; only true is supported")));
-                }
-            }
-            let factor = json.number("rescale_factor", 1.0 / 255.0)?;
-            if factor != 1.0 / 255.0 {
-                return Err(json.error(format!("rescale_factor is {factor}; expected 1/255")));
-            }
+            json.only("do_resize", true)?;
+            [tiles.mean, tiles.std] = normalisation(&json, CLIP)?;
         }
         tiles.check()?;
         Ok(Self { tiles, tokens_per_tile: config.tokens_per_tile() })
@@ -75,74 +66,44 @@ impl MediaReader {
         tiles
     }
 
-    fn shape(&self, count: usize) -> MediumShape {
+    fn shape_of(&self, count: usize) -> MediumShape {
         let side = self.tiles.side_px as usize;
         MediumShape::Pictures { count, height_px: side, width_px: side }
     }
+}
 
-    /// Plans a medium from its header.
-    pub fn plan(
-        &self,
-        medium: &MediumRef,
-        header: &MediumInfo,
-        settings: &MediaSettings,
-    ) -> Result<MediumPlan> {
-        let (count, frame_times_secs) = match medium.kind {
-            MediumKind::Image => {
-                let (Some(width), Some(height)) = (header.width_px, header.height_px) else {
-                    return Err(no_size(medium));
-                };
-                (self.tiles(settings).num_tiles(width, height)?, Vec::new())
-            }
-            MediumKind::Video => {
-                let times = FramePlan::new(medium, settings).times_secs(header)?;
-                (times.len(), times)
-            }
-            MediumKind::Audio => return Err(no_audio()),
-        };
-        Ok(MediumPlan {
-            kind: medium.kind,
-            shape: self.shape(count),
-            tokens: count * self.tokens_per_tile,
-            frame_times_secs,
-        })
+impl Reader for MediaReader {
+    fn frame_size(&self, _: Request, _: &FramePlan) -> Result<FrameSize> {
+        Ok(FrameSize::Exact { width_px: self.tiles.side_px, height_px: self.tiles.side_px })
     }
 
-    /// Decodes a medium.
-    pub fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        let tiles = self.tiles(settings);
-        let (data, frame_times_secs) = match medium.kind {
-            MediumKind::Image => {
-                (tiles.process_image(&load_image(file(medium)?, &settings.limits)?)?, Vec::new())
-            }
-            MediumKind::Video => {
-                let plan = FramePlan::new(medium, settings);
-                let size = FrameSize::Exact { width_px: tiles.side_px, height_px: tiles.side_px };
-                let video = plan.decode(settings, size)?;
-                (tiles.process_frames(&video.frames)?, video.timestamps_s)
-            }
-            MediumKind::Audio => return Err(no_audio()),
-        };
-        let side = tiles.side_px as usize;
-        Ok(MediumInput {
-            kind: medium.kind,
-            shape: self.shape(data.len() / (3 * side * side)),
-            data,
-            seconds_per_grid: 0.0,
-            frame_times_secs,
-        })
+    fn shape(&self, of: Request, header: &MediumInfo, frames: Option<usize>) -> Result<MediumShape> {
+        if let Some(frames) = frames {
+            return Ok(self.shape_of(frames));
+        }
+        let [width, height] = size_px(of, header)?;
+        Ok(self.shape_of(self.tiles(of.settings).num_tiles(width, height)?))
+    }
+
+    fn tokens(&self, shape: &MediumShape) -> Result<usize> {
+        Ok(shape.pictures()?[0] * self.tokens_per_tile)
+    }
+
+    fn picture(&self, of: Request, picture: Rgb8Image) -> Result<Values> {
+        let data = self.tiles(of.settings).process_image(&picture)?;
+        let side = self.tiles.side_px as usize;
+        Ok((self.shape_of(data.len() / (3 * side * side)), data))
+    }
+
+    fn clip(&self, _: Request, video: &VideoFrames) -> Result<Values> {
+        Ok((self.shape_of(video.frames.len()), self.tiles.process_frames(&video.frames)?))
     }
 }
 
 /// Reads the image processor of the hf layout and the side of its tiles, from `processor_config.json` or else
 /// `preprocessor_config.json`.
 pub(super) fn processor(dir: &Path) -> Result<(ConfigJson, usize)> {
-    let nested = dir.join("processor_config.json");
-    let nested = if nested.is_file() { ConfigJson::read(&nested)?.section("image_processor")? } else { None };
-    let json = match nested {
-        Some(json) => json,
-        None => ConfigJson::read(&dir.join("preprocessor_config.json"))?,
-    };
+    let json = image_processor(dir)?;
     let size =
         json.section("size")?.ok_or_else(|| json.error("size is missing; expected height and width"))?;
     let (height, width) = (size.size("height", None)?, size.size("width", None)?);
@@ -150,12 +111,4 @@ pub(super) fn processor(dir: &Path) -> Result<(ConfigJson, usize)> {
         return Err(json.error(format!("tiles have {width}×{height} px; expected squares")));
     }
     Ok((json, height))
-}
-
-fn triple(json: &ConfigJson, key: &str, default: [f64; 3]) -> Result<[f64; 3]> {
-    match json.get(key) {
-        None => Ok(default),
-        Some(value) => serde_json::from_value(value.clone())
-            .map_err(|_| json.error(format!("{key} is {value}; expected three numbers"))),
-    }
 }

@@ -6,6 +6,7 @@
 
 mod config;
 mod convert;
+mod layout;
 mod media;
 mod processor;
 mod template;
@@ -17,8 +18,9 @@ use std::sync::Arc;
 use omnigrpo_ops::{Param, Pass, Tape, Var};
 use omnigrpo_text::Tokenizer;
 
-pub use config::{InternVlConfig, Layout};
+pub use config::InternVlConfig;
 pub use convert::convert;
+pub use layout::Layout;
 pub use vision::VisionTower;
 
 use super::{Architecture, Converted, Encoder, Format, MediumInput, Network, Roles};
@@ -74,7 +76,7 @@ impl Format for InternVl {
         if key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
             return None;
         }
-        if self.config.layout == Layout::Original {
+        if !self.config.layout.rules().as_modules {
             return Some(key.to_owned());
         }
         // Newer versions of `transformers` (4.52 and later) use these names for the modules.
@@ -89,7 +91,7 @@ impl Format for InternVl {
     }
 
     fn module_name(&self, published: &str) -> String {
-        if self.config.layout == Layout::Original {
+        if !self.config.layout.rules().as_modules {
             return published.to_owned();
         }
         match published.strip_prefix("language_model.") {

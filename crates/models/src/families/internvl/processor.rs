@@ -4,12 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
+use omnigrpo_text::{ChatTemplate, Form, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
 
-use super::config::Layout;
-use super::{CLOSE, CONTEXT, InternVl, OPEN, media, template};
+use super::{CLOSE, InternVl, OPEN, media, template};
 use crate::error::{MAX_TILES, Result, VIDEO_MAX_FRAMES, VIDEO_NFRAMES};
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
 
 pub(super) struct InternVlProcessor {
     pub(super) model: Arc<InternVl>,
@@ -22,18 +21,18 @@ impl Processor for InternVlProcessor {
     }
 
     fn shorten(&self, kind: MediumKind) -> Option<String> {
-        match kind {
-            MediumKind::Video => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
+        match kind.form() {
+            Form::Clip => Some(format!("lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}")),
             _ => Some(format!("lower {MAX_TILES}")),
         }
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        self.media.plan(medium, header, settings)
+        reader::plan(&self.media, medium, header, settings)
     }
 
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        self.media.prepare(medium, settings)
+        reader::prepare(&self.media, medium, settings)
     }
 
     /// Returns all tiles of an image between one pair of tags. A video has a numbered line per frame.
@@ -44,8 +43,8 @@ impl Processor for InternVlProcessor {
             count: tiles * self.model.config.tokens_per_tile(),
         };
         let text = |text: String| MediumSegment::Text(text);
-        let segments = match kind {
-            MediumKind::Video => (1..=count)
+        let segments = match kind.form() {
+            Form::Clip => (1..=count)
                 .flat_map(|i| {
                     let line = if i == 1 { "" } else { "\n" };
                     [text(format!("{line}Frame{i}: {OPEN}")), features(1), text(CLOSE.into())]
@@ -53,10 +52,9 @@ impl Processor for InternVlProcessor {
                 .collect(),
             _ => vec![text(OPEN.into()), features(count), text(CLOSE.into())],
         };
-        let marker = match (kind, self.model.config.layout) {
-            (MediumKind::Video, _) => "<video>",
-            (_, Layout::Hf) => CONTEXT,
-            (_, Layout::Original) => "<image>",
+        let marker = match kind.form() {
+            Form::Clip => "<video>",
+            _ => self.model.config.layout.rules().marker,
         };
         Ok(MediumTokens { kind, marker: marker.into(), segments })
     }

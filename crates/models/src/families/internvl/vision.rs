@@ -9,65 +9,12 @@ use std::sync::Arc;
 
 use omnigrpo_ops::{AttentionLayout, Index, Linear, Norm, Param, Part, Pass, RowMix, Tape, Var};
 
-use super::config::{InternVlConfig, Layout};
+use super::config::InternVlConfig;
+use super::layout::Layout;
 use crate::block::{Block, Mlp, NormOrder, QkNorm};
 use crate::encoders::{constant, patch_rows, run_blocks};
 use crate::error::{ModelError, Result};
 use crate::weights::{Init, Scope, WeightSource};
-
-/// Names of the tensors in a layout.
-pub(super) struct Names {
-    pub class: &'static str,
-    pub positions: &'static str,
-    pub patch: &'static str,
-    pub blocks: &'static str,
-    pub norms: [&'static str; 2],
-    pub qkv: &'static [&'static str],
-    pub qk_norms: [&'static str; 2],
-    pub proj: &'static str,
-    pub scales: [&'static str; 2],
-    /// Norm and both layers of the projector.
-    pub projector: [&'static str; 3],
-}
-
-pub(super) const ORIGINAL: Names = Names {
-    class: "vision_model.embeddings.class_embedding",
-    positions: "vision_model.embeddings.position_embedding",
-    patch: "vision_model.embeddings.patch_embedding",
-    blocks: "vision_model.encoder.layers.",
-    norms: ["norm1", "norm2"],
-    qkv: &["attn.qkv"],
-    qk_norms: ["attn.q_norm", "attn.k_norm"],
-    proj: "attn.proj",
-    scales: ["ls1", "ls2"],
-    projector: ["mlp1.0", "mlp1.1", "mlp1.3"],
-};
-
-pub(super) const HF: Names = Names {
-    class: "vision_tower.embeddings.cls_token",
-    positions: "vision_tower.embeddings.position_embeddings",
-    patch: "vision_tower.embeddings.patch_embeddings.projection",
-    blocks: "vision_tower.encoder.layer.",
-    norms: ["layernorm_before", "layernorm_after"],
-    qkv: &["attention.q_proj", "attention.k_proj", "attention.v_proj"],
-    qk_norms: ["attention.q_norm", "attention.k_norm"],
-    proj: "attention.projection_layer",
-    scales: ["lambda_1", "lambda_2"],
-    projector: [
-        "multi_modal_projector.layer_norm",
-        "multi_modal_projector.linear_1",
-        "multi_modal_projector.linear_2",
-    ],
-};
-
-impl Names {
-    pub fn of(layout: Layout) -> &'static Self {
-        match layout {
-            Layout::Original => &ORIGINAL,
-            Layout::Hf => &HF,
-        }
-    }
-}
 
 /// The vision tower and the projector.
 pub struct VisionTower {
@@ -84,39 +31,42 @@ pub struct VisionTower {
 impl VisionTower {
     /// Builds the tower from a source of weights.
     pub fn build(config: &InternVlConfig, source: &mut dyn WeightSource) -> Result<Self> {
-        let (names, v) = (Names::of(config.layout), &config.vision);
+        let (layout, v) = (config.layout, &config.vision);
         let (c, i) = (v.hidden, v.intermediate);
+        let [class, positions, patch] = layout.named([
+            "vision_model.embeddings.class_embedding",
+            "vision_model.embeddings.position_embedding",
+            "vision_model.embeddings.patch_embedding",
+        ]);
         let mut weights = Scope::new(source, "", Part::Vision);
-        let class = weights.get(names.class, &[1, 1, c], Init::Normal)?;
-        let positions = weights.get(names.positions, &[1, 1 + v.grid * v.grid, c], Init::Normal)?;
-        let patch_shape = [c, 3, v.patch, v.patch];
-        let patch = weights.convolution(names.patch, &patch_shape, true)?;
+        let class = weights.get(&class, &[1, 1, c], Init::Normal)?;
+        let positions = weights.get(&positions, &[1, 1 + v.grid * v.grid, c], Init::Normal)?;
+        let patch = weights.convolution(&patch, &[c, 3, v.patch, v.patch], true)?;
         let mut blocks = Vec::with_capacity(v.depth);
         for b in 0..v.depth {
-            let at = |name: &str| format!("{}{b}.{name}", names.blocks);
-            let parts = names.qkv.len();
-            let qkv = names
-                .qkv
-                .iter()
-                .map(|name| weights.linear(&at(name), 3 * c / parts, c, v.qkv_bias))
-                .collect::<Result<Vec<_>>>()?;
+            let own = |name: &str| format!("vision_model.encoder.layers.{b}.{name}");
+            let at = |name: &str| layout.named([&own(name)]).concat();
+            let qkv = Layout::Original.renamed(&own("attn.qkv"), layout);
+            let each = 3 * c / qkv.len().max(1);
+            let qkv =
+                qkv.iter().map(|name| weights.linear(name, each, c, v.qkv_bias)).collect::<Result<_>>()?;
             let qk_norm = match v.qk_norm_eps {
                 None => None,
                 Some(eps) => Some(QkNorm::Together([
-                    weights.rms_norm(&at(names.qk_norms[0]), c, eps)?,
-                    weights.rms_norm(&at(names.qk_norms[1]), c, eps)?,
+                    weights.rms_norm(&at("attn.q_norm"), c, eps)?,
+                    weights.rms_norm(&at("attn.k_norm"), c, eps)?,
                 ])),
             };
-            let norm1 = norm(&mut weights, &at(names.norms[0]), c, v.norm_eps, v.rms)?;
+            let norm1 = norm(&mut weights, &at("norm1"), c, v.norm_eps, v.rms)?;
             let scales = Some([
-                weights.get(&at(names.scales[0]), &[c], Init::Ones)?,
-                weights.get(&at(names.scales[1]), &[c], Init::Ones)?,
+                weights.get(&at("ls1"), &[c], Init::Ones)?,
+                weights.get(&at("ls2"), &[c], Init::Ones)?,
             ]);
-            let proj = weights.linear(&at(names.proj), c, c, true)?;
+            let proj = weights.linear(&at("attn.proj"), c, c, true)?;
             blocks.push(Arc::new(Block {
                 order: NormOrder::Pre,
                 experts: None,
-                norms: [norm1, norm(&mut weights, &at(names.norms[1]), c, v.norm_eps, v.rms)?],
+                norms: [norm1, norm(&mut weights, &at("norm2"), c, v.norm_eps, v.rms)?],
                 qk_norm,
                 scales,
                 qkv,
@@ -131,11 +81,11 @@ impl VisionTower {
         }
         let mut weights = weights.of(Part::Projector);
         let (h, wide) = (config.decoder.hidden, c * config.merge * config.merge);
-        let [projector_norm, fc1, fc2] = names.projector;
+        let [projector_norm, fc1, fc2] = layout.named(["mlp1.0", "mlp1.1", "mlp1.3"]);
         Ok(Self {
-            projector_norm: weights.layer_norm(projector_norm, wide, 1e-5)?,
-            projector_fc1: weights.linear(fc1, h, wide, true)?,
-            projector_fc2: weights.linear(fc2, h, h, true)?,
+            projector_norm: weights.layer_norm(&projector_norm, wide, 1e-5)?,
+            projector_fc1: weights.linear(&fc1, h, wide, true)?,
+            projector_fc2: weights.linear(&fc2, h, h, true)?,
             config: config.clone(),
             patch,
             class,

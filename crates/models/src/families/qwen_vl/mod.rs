@@ -7,6 +7,7 @@ mod config;
 mod media;
 mod positions;
 mod processor;
+pub mod rules;
 mod vision;
 
 use std::path::Path;
@@ -14,8 +15,10 @@ use std::sync::Arc;
 
 use omnigrpo_ops::{Pass, Tape, Var};
 
-pub use config::{Generation, QwenVlConfig};
+pub use config::QwenVlConfig;
 pub use vision::VisionTower;
+
+use rules::{MODULES, Rules};
 
 use super::{Architecture, Encoder, Format, MediumInput, Network, Roles};
 use crate::config_json::ConfigJson;
@@ -23,17 +26,13 @@ use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::error::Result;
 use crate::weights::WeightSource;
 
-const NAMES: DecoderNames = DecoderNames { model: "model.", head: "lm_head.weight" };
-/// Names of Qwen3-VL, which is published under the module names of `transformers`.
-const MODULE_NAMES: DecoderNames = DecoderNames { model: "model.language_model.", head: "lm_head.weight" };
-
 /// Reads configuration and processor files.
 ///
 /// # Errors
 /// Returns an error if fields are missing or invalid.
-pub fn open(dir: &Path, json: &ConfigJson, generation: Generation) -> Result<Roles> {
-    let config = Arc::new(QwenVlConfig::parse(json, generation)?);
-    let media = media::MediaReader::open(dir, &config.vision, generation)?;
+pub fn open(dir: &Path, json: &ConfigJson, rules: &'static Rules) -> Result<Roles> {
+    let config = Arc::new(QwenVlConfig::parse(json, rules)?);
+    let media = media::MediaReader::open(dir, &config.vision, rules)?;
     let processor = Box::new(processor::QwenVlProcessor { config: Arc::clone(&config), media });
     Ok(Roles { processor, architecture: Arc::clone(&config) as _, format: config })
 }
@@ -43,29 +42,19 @@ impl Format for QwenVlConfig {
         if key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
             return None;
         }
-        if self.generation.named_as_modules() {
-            return Some(key.to_owned());
-        }
-        Some(match key.strip_prefix("model.") {
-            Some(rest) if rest.starts_with("visual.") => rest.to_owned(),
-            Some(rest) => match rest.strip_prefix("language_model.") {
-                Some(inner) => format!("model.{inner}"),
-                None => key.to_owned(),
-            },
-            None => key.to_owned(),
-        })
+        Some(renamed(key, MODULES, self.rules.prefixes))
     }
 
     fn module_name(&self, published: &str) -> String {
-        if self.generation.named_as_modules() {
-            return published.to_owned();
-        }
-        match published.strip_prefix("model.") {
-            Some(rest) => format!("model.language_model.{rest}"),
-            None if published.starts_with("visual.") => format!("model.{published}"),
-            None => published.to_owned(),
-        }
+        renamed(published, self.rules.prefixes, MODULES)
     }
+}
+
+/// Returns a name with another prefix of the tower or the language model; names without such a prefix do not change.
+fn renamed(name: &str, from: [&str; 2], to: [&str; 2]) -> String {
+    let mut renamed =
+        from.iter().zip(to).filter_map(|(from, to)| name.strip_prefix(from).map(|end| to.to_owned() + end));
+    renamed.next().unwrap_or_else(|| name.to_owned())
 }
 
 impl Architecture for QwenVlConfig {
@@ -78,8 +67,8 @@ impl Architecture for QwenVlConfig {
     }
 
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network> {
-        let tower = VisionTower::build(self.vision.clone(), self.generation, source)?;
-        let names = if self.generation.named_as_modules() { MODULE_NAMES } else { NAMES };
+        let tower = VisionTower::build(self.vision.clone(), self.rules, source)?;
+        let names = DecoderNames { model: self.rules.prefixes[1], head: "lm_head.weight" };
         let decoder = Decoder::build(self.decoder.clone(), names, source)?;
         Ok(Network { decoder, encoder: Box::new(tower) })
     }

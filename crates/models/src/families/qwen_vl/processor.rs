@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::qwen_vl::PatchGrid;
-use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Span};
+use omnigrpo_text::{Form, MediumKind, MediumSegment, MediumTokens, Span};
 
-use super::config::{Generation, QwenVlConfig};
+use super::config::QwenVlConfig;
 use super::media::MediaReader;
 use super::positions::{MediumAxes, positions};
 use crate::decoder::Position;
 use crate::error::*;
-use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor, reader};
 
 pub(super) struct QwenVlProcessor {
     pub(super) config: Arc<QwenVlConfig>,
@@ -41,12 +41,12 @@ impl Processor for QwenVlProcessor {
     }
 
     fn chooses_frames(&self) -> bool {
-        self.config.generation == Generation::Qwen3
+        self.config.rules.chooses_frames
     }
 
     fn shorten(&self, kind: MediumKind) -> Option<String> {
-        match kind {
-            MediumKind::Video => Some(format!(
+        match kind.form() {
+            Form::Clip => Some(format!(
                 "lower {VIDEO_MAX_FRAMES} or {VIDEO_NFRAMES}, {VIDEO_MAX_PIXELS} or {VIDEO_TOTAL_PIXELS}"
             )),
             _ => Some(format!("lower {IMAGE_MAX_PIXELS}")),
@@ -54,11 +54,11 @@ impl Processor for QwenVlProcessor {
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        self.media.plan(medium, header, settings)
+        reader::plan(&self.media, medium, header, settings)
     }
 
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        self.media.prepare(medium, settings)
+        reader::prepare(&self.media, medium, settings)
     }
 
     fn patch_len(&self) -> usize {
@@ -68,11 +68,12 @@ impl Processor for QwenVlProcessor {
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, times_secs: &[f64]) -> Result<MediumTokens> {
         let grid = shape.patches()?;
         let count = grid.num_tokens(self.config.vision.merge);
-        let (marker, token) = match kind {
-            MediumKind::Video => ("<|video_pad|>", self.config.video_token),
-            _ => ("<|image_pad|>", self.config.image_token),
+        let is_clip = kind.form() == Form::Clip;
+        let (marker, token) = match is_clip {
+            true => ("<|video_pad|>", self.config.video_token),
+            false => ("<|image_pad|>", self.config.image_token),
         };
-        if kind != MediumKind::Video || !self.config.generation.times_as_text() {
+        if !is_clip || !self.config.rules.times_as_text {
             return Ok(MediumTokens::repeated(kind, marker, token, count));
         }
         // Each slice of frames follows its time, inside the text that the template writes around the whole video.
@@ -109,7 +110,7 @@ impl Processor for QwenVlProcessor {
             .map(|m| {
                 let grid = m.shape.patches()?;
                 // If the times of slices are text, each slice is a separate picture.
-                let t = if self.config.generation.times_as_text() { 1 } else { grid.t };
+                let t = if self.config.rules.times_as_text { 1 } else { grid.t };
                 Ok(self.axes(PatchGrid { t, ..grid }, m.seconds_per_grid))
             })
             .collect::<Result<Vec<_>>>()?;

@@ -17,11 +17,12 @@ use omnigrpo_ops::{
     Rows, Tape, Var,
 };
 
-use super::config::{Generation, VisionConfig};
+use super::config::VisionConfig;
+use super::rules::Rules;
 use crate::block::{Block, BlockPass, Mlp, NormOrder};
 use crate::encoders::constant;
 use crate::error::{ModelError, Result};
-use crate::weights::{Init, WeightSource};
+use crate::weights::{Init, Scope, WeightSource};
 
 /// The vision tower and its mergers.
 pub struct VisionTower {
@@ -44,115 +45,71 @@ struct Merger {
     fc2: Linear,
 }
 
-/// Names of the layers that differ between generations.
-struct Names {
-    /// Names of the plain feed-forward layer.
-    fc: [&'static str; 2],
-    /// Names of the merger.
-    merger: [&'static str; 3],
-}
-
 impl VisionTower {
     /// Builds the tower from a source of weights.
-    pub fn build(
-        config: VisionConfig,
-        generation: Generation,
-        source: &mut dyn WeightSource,
-    ) -> Result<Self> {
-        let c = config.hidden;
-        let prefix = if generation.named_as_modules() { "model.visual." } else { "visual." };
-        let mut get = |name: &str, part: Part, shape: &[usize], init: Init| {
-            source.get(&format!("{prefix}{name}"), part, shape, init)
+    pub fn build(config: VisionConfig, rules: &Rules, source: &mut dyn WeightSource) -> Result<Self> {
+        let (c, i) = (config.hidden, config.intermediate);
+        let wide = c * config.merge * config.merge;
+        let norm = |weights: &mut Scope, name: &str, width: usize| match rules.gated {
+            true => weights.rms_norm(name, width, 1e-6),
+            false => weights.layer_norm(name, width, 1e-6),
         };
+        let mut weights = Scope::new(source, rules.prefixes[0], Part::Vision);
         let shape = [c, config.channels, config.temporal_patch, config.patch, config.patch];
-        let patch_weight = get("patch_embed.proj.weight", Part::Vision, &shape, Init::Normal)?;
-        let patch_bias = match generation {
-            Generation::Qwen3 => Some(get("patch_embed.proj.bias", Part::Vision, &[c], Init::Zeros)?),
-            _ => None,
-        };
-        let patch_embed = Linear::reshaped(patch_weight, patch_bias, c, config.patch_len())?;
+        let patch_embed = weights.convolution("patch_embed.proj", &shape, rules.patch_bias)?;
         let positions = config
             .positions
-            .map(|side| get("pos_embed.weight", Part::Vision, &[side * side, c], Init::Normal))
+            .map(|side| weights.get("pos_embed.weight", &[side * side, c], Init::Normal))
             .transpose()?;
-        let names = match generation {
-            Generation::Qwen3 => {
-                Names { fc: ["linear_fc1", "linear_fc2"], merger: ["norm", "linear_fc1", "linear_fc2"] }
-            }
-            _ => Names { fc: ["fc1", "fc2"], merger: ["ln_q", "mlp.0", "mlp.2"] },
-        };
-        let mut norm = |name: &str, part: Part, width: usize| -> Result<Norm> {
-            let weight = get(&format!("{name}.weight"), part, &[width], Init::Ones)?;
-            Ok(match generation {
-                Generation::Qwen25 => Norm::Rms { weight, eps: 1e-6 },
-                Generation::Qwen2 | Generation::Qwen3 => Norm::Layer {
-                    weight,
-                    bias: get(&format!("{name}.bias"), part, &[width], Init::Zeros)?,
-                    eps: 1e-6,
-                },
-            })
-        };
         let mut norms = Vec::with_capacity(config.depth);
         for b in 0..config.depth {
             norms.push([
-                norm(&format!("blocks.{b}.norm1"), Part::Vision, c)?,
-                norm(&format!("blocks.{b}.norm2"), Part::Vision, c)?,
+                norm(&mut weights, &format!("blocks.{b}.norm1"), c)?,
+                norm(&mut weights, &format!("blocks.{b}.norm2"), c)?,
             ]);
         }
-        let wide = c * config.merge * config.merge;
-        let merger_prefixes: Vec<String> = std::iter::once("merger".to_owned())
-            .chain((0..config.deep.len()).map(|i| format!("deepstack_merger_list.{i}")))
-            .collect();
-        let merger_norms = merger_prefixes
-            .iter()
-            .enumerate()
-            .map(|(i, prefix)| {
-                let width = if i == 0 { c } else { wide };
-                norm(&format!("{prefix}.{}", names.merger[0]), Part::Projector, width)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let mut linear = |name: &str, part: Part, n: usize, k: usize| -> Result<Linear> {
-            let weight = get(&format!("{name}.weight"), part, &[n, k], Init::Normal)?;
-            let bias = get(&format!("{name}.bias"), part, &[n], Init::Zeros)?;
-            Ok(Linear::new(weight, Some(bias))?)
-        };
+        let [merger_norm, fc1, fc2] = rules.merger;
+        let deep = (0..config.deep.len()).map(|i| format!("deepstack_merger_list.{i}."));
+        let mergers: Vec<String> = std::iter::once("merger.".to_owned()).chain(deep).collect();
+        let mut merger_norms = Vec::with_capacity(mergers.len());
+        for (i, prefix) in mergers.iter().enumerate() {
+            let width = if i == 0 { c } else { wide };
+            merger_norms.push(norm(&mut weights.of(Part::Projector).sub(prefix), merger_norm, width)?);
+        }
         let mut blocks = Vec::with_capacity(config.depth);
-        for (b, [norm1, norm2]) in norms.into_iter().enumerate() {
-            let mut block = |name: &str, n, k| linear(&format!("blocks.{b}.{name}"), Part::Vision, n, k);
-            let i = config.intermediate;
+        for (b, norms) in norms.into_iter().enumerate() {
+            let mut weights = weights.sub(&format!("blocks.{b}."));
+            let mut linear = |name: &str, n: usize, k: usize| weights.linear(name, n, k, true);
             blocks.push(Arc::new(Block {
                 order: NormOrder::Pre,
                 experts: None,
-                norms: [norm1, norm2],
+                norms,
                 qk_norm: None,
                 scales: None,
                 heads: config.heads,
-                qkv: vec![block("attn.qkv", 3 * c, c)?],
-                proj: block("attn.proj", c, c)?,
-                mlp: match generation {
-                    Generation::Qwen2 | Generation::Qwen3 => Mlp::Plain {
-                        fc1: block(&format!("mlp.{}", names.fc[0]), i, c)?,
+                qkv: vec![linear("attn.qkv", 3 * c, c)?],
+                proj: linear("attn.proj", c, c)?,
+                mlp: match rules.gated {
+                    false => Mlp::Plain {
+                        fc1: linear(rules.plain[0], i, c)?,
                         act: config.activation,
-                        fc2: block(&format!("mlp.{}", names.fc[1]), c, i)?,
+                        fc2: linear(rules.plain[1], c, i)?,
                     },
-                    Generation::Qwen25 => Mlp::SwiGlu {
-                        gate: block("mlp.gate_proj", i, c)?,
-                        up: block("mlp.up_proj", i, c)?,
-                        down: block("mlp.down_proj", c, i)?,
+                    true => Mlp::SwiGlu {
+                        gate: linear("mlp.gate_proj", i, c)?,
+                        up: linear("mlp.up_proj", i, c)?,
+                        down: linear("mlp.down_proj", c, i)?,
                     },
                 },
             }));
         }
-        let mut mergers = Vec::with_capacity(merger_prefixes.len());
-        for (i, (prefix, norm)) in merger_prefixes.iter().zip(merger_norms).enumerate() {
-            let [_, fc1, fc2] = names.merger.map(|layer| format!("{prefix}.{layer}"));
-            mergers.push(Merger {
-                norm,
-                joined: i > 0,
-                fc1: linear(&fc1, Part::Projector, wide, wide)?,
-                fc2: linear(&fc2, Part::Projector, config.out, wide)?,
-            });
-        }
+        let mut weights = weights.of(Part::Projector);
+        let mergers = mergers.iter().zip(merger_norms).enumerate().map(|(i, (prefix, norm))| {
+            let mut weights = weights.sub(prefix);
+            let fc1 = weights.linear(fc1, wide, wide, true)?;
+            Ok(Merger { norm, joined: i > 0, fc1, fc2: weights.linear(fc2, config.out, wide, true)? })
+        });
+        let mergers = mergers.collect::<Result<_>>()?;
         Ok(Self { config, patch_embed, positions, blocks, mergers })
     }
 

@@ -2,9 +2,9 @@
 //! `plan` also predicts the time of a run on the CPU.
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::MediumKind;
 use omnigrpo_models::{Checkpoint, MediumShape};
 use omnigrpo_ops::{Device, Rates};
+use omnigrpo_text::Form;
 use omnigrpo_train::{
     Algorithm, Forecast, Limit, Longest, Memory, Need, Objective, Offload, Phase, Prepared, RunPlan,
     StepTime, Variant, fits, room,
@@ -311,15 +311,15 @@ pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
         _ => 0,
     };
     for (kind, shape) in longest.media() {
-        match (kind, shape) {
-            (MediumKind::Image, MediumShape::Pictures { count, .. }) if count > 2 => {
+        match (kind.form(), shape) {
+            (Form::Picture, MediumShape::Pictures { count, .. }) if count > 2 => {
                 one("max_anyres_num", count / 2)
             }
-            (MediumKind::Image, shape) if pixels(&shape) > 2 * ENOUGH => one("max_pixels", ENOUGH),
-            (MediumKind::Image, shape) if pixels(&shape) >= 1 << 17 => {
+            (Form::Picture, shape) if pixels(&shape) > 2 * ENOUGH => one("max_pixels", ENOUGH),
+            (Form::Picture, shape) if pixels(&shape) >= 1 << 17 => {
                 one("max_pixels", pixels(&shape) / 2 / 784 * 784);
             }
-            (MediumKind::Video, shape) => {
+            (Form::Clip, shape) => {
                 let frames = match shape {
                     MediumShape::Patches(grid) => 2 * grid.t,
                     MediumShape::Pictures { count, .. } | MediumShape::Masked { count, .. } => count,

@@ -1,0 +1,137 @@
+//! Reading of media, in the steps that all families share. What a family makes of a picture, a clip or a sound is its [`Reader`].
+
+use std::path::Path;
+
+use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_media::audio::LogMel;
+use omnigrpo_media::{FrameSize, Rgb8Image, VideoFrames, load_image};
+use omnigrpo_text::{Form, MediumKind};
+
+use super::frames::{FramePlan, file};
+use super::{MediaSettings, MediumInput, MediumPlan, MediumShape, sound};
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+
+/// A medium and the settings for reading it.
+#[derive(Clone, Copy)]
+pub(super) struct Request<'m> {
+    pub medium: &'m MediumRef,
+    pub settings: &'m MediaSettings,
+}
+
+/// Values of a decoded medium with their shape.
+pub(super) type Values = (MediumShape, Vec<f32>);
+
+/// The media of one checkpoint.
+pub(super) trait Reader {
+    /// Supported kinds, and the same in words.
+    const KINDS: (&'static [MediumKind], &'static str) =
+        (&[MediumKind::Image, MediumKind::Video], "this model supports only images and videos");
+
+    /// Returns the rule of sounds.
+    fn sound(&self) -> Result<&LogMel> {
+        Err(ModelError::shape("this model has no rule for sounds"))
+    }
+
+    /// Chooses the frames of a clip.
+    fn frames(&self, of: Request) -> Result<FramePlan> {
+        Ok(FramePlan::new(of.medium, of.settings))
+    }
+
+    /// Returns the size at which the frames of a clip are decoded.
+    fn frame_size(&self, of: Request, plan: &FramePlan) -> Result<FrameSize>;
+
+    /// Returns the shape of a picture, or of a clip with this number of frames, from its header.
+    fn shape(&self, of: Request, header: &MediumInfo, frames: Option<usize>) -> Result<MediumShape>;
+
+    /// Returns the number of features of a medium of this shape.
+    fn tokens(&self, shape: &MediumShape) -> Result<usize>;
+
+    /// Converts a decoded picture to values.
+    fn picture(&self, of: Request, picture: Rgb8Image) -> Result<Values>;
+
+    /// Converts a decoded clip to values.
+    fn clip(&self, of: Request, video: &VideoFrames) -> Result<Values>;
+
+    /// Returns the time from one temporal patch of a clip to the next, in seconds; 0 without temporal patches.
+    fn seconds_per_grid(&self, _video: &VideoFrames) -> f64 {
+        0.0
+    }
+}
+
+fn supported<R: Reader>(kind: MediumKind) -> Result<Form> {
+    let (kinds, what) = R::KINDS;
+    if kinds.contains(&kind) { Ok(kind.form()) } else { Err(ModelError::MediumKind { kind, what }) }
+}
+
+/// Plans a medium from its header.
+///
+/// # Errors
+/// Returns an error if no choice satisfies the options, or the family does not support the kind or source.
+pub(super) fn plan<R: Reader>(
+    reader: &R,
+    medium: &MediumRef,
+    header: &MediumInfo,
+    settings: &MediaSettings,
+) -> Result<MediumPlan> {
+    let (of, mut frame_times_secs) = (Request { medium, settings }, Vec::new());
+    let shape = match supported::<R>(medium.kind)? {
+        Form::Picture => reader.shape(of, header, None)?,
+        Form::Clip => {
+            frame_times_secs = reader.frames(of)?.times_secs(header)?;
+            reader.shape(of, header, Some(frame_times_secs.len()))?
+        }
+        Form::Sound => sound::plan(medium, header, reader.sound()?, settings)?,
+    };
+    Ok(MediumPlan { kind: medium.kind, shape, tokens: reader.tokens(&shape)?, frame_times_secs })
+}
+
+/// Decodes a medium.
+///
+/// # Errors
+/// Returns an error if the medium is unreadable or no choice satisfies the options.
+pub(super) fn prepare<R: Reader>(
+    reader: &R,
+    medium: &MediumRef,
+    settings: &MediaSettings,
+) -> Result<MediumInput> {
+    let (of, kind) = (Request { medium, settings }, medium.kind);
+    let ((shape, data), seconds_per_grid, frame_times_secs) = match supported::<R>(kind)? {
+        Form::Picture => {
+            let picture = load_image(file(medium)?, &settings.limits)?;
+            (reader.picture(of, picture)?, 0.0, Vec::new())
+        }
+        Form::Clip => {
+            let plan = reader.frames(of)?;
+            let size = reader.frame_size(of, &plan)?;
+            let video = plan.decode(settings, size)?;
+            (reader.clip(of, &video)?, reader.seconds_per_grid(&video), video.timestamps_s)
+        }
+        Form::Sound => return sound::prepare(medium, reader.sound()?, settings),
+    };
+    Ok(MediumInput { kind, shape, data, seconds_per_grid, frame_times_secs })
+}
+
+/// Returns width and height of a picture or frame from its header, in px.
+pub(super) fn size_px(of: Request, header: &MediumInfo) -> Result<[u32; 2]> {
+    let no_size = || ModelError::Medium { kind: of.medium.kind, what: "its header gives no size" };
+    header.width_px.zip(header.height_px).map(|(width, height)| [width, height]).ok_or_else(no_size)
+}
+
+/// Reads the image processor from `processor_config.json` or else `preprocessor_config.json`.
+pub(super) fn image_processor(dir: &Path) -> Result<ConfigJson> {
+    let nested = dir.join("processor_config.json");
+    let nested = if nested.is_file() { ConfigJson::read(&nested)?.section("image_processor")? } else { None };
+    nested.map_or_else(|| ConfigJson::read(&dir.join("preprocessor_config.json")), Ok)
+}
+
+/// Returns means and standard deviations of the channels from an image processor that resizes bicubically, scales bytes to 0–1 and
+/// normalises.
+pub(super) fn normalisation(json: &ConfigJson, [mean, std]: [[f64; 3]; 2]) -> Result<[[f64; 3]; 2]> {
+    json.only("resample", 3)?;
+    json.only("rescale_factor", 1.0 / 255.0)?;
+    for key in ["do_rescale", "do_normalize"] {
+        json.only(key, true)?;
+    }
+    Ok([json.triple("image_mean", mean)?, json.triple("image_std", std)?])
+}
