@@ -515,7 +515,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
 struct Completion<'a> {
     batch: &'a Batch<'a>,
     plan: &'a LossPlan,
-    /// Its tokens in the batch.
+    /// Tokens of the completion in the batch.
     span: Range<usize>,
     logp: &'a [f64],
     advantage: f64,
