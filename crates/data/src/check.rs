@@ -479,15 +479,19 @@ mod tests {
         }
     }
 
+    fn width(medium: &MediumRef) -> Result<MediumInfo, Cause> {
+        let MediumSource::Path(path) = &medium.source else { return Err("no path".into()) };
+        match std::fs::read_to_string(path).unwrap().as_str() {
+            "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
+            _ => Err("not an image".into()),
+        }
+    }
+
     fn run(dataset: &Dataset, num_threads: usize, cache_dir: Option<&Path>) -> (Report, usize, u64) {
         let (probes, last) = (AtomicUsize::new(0), AtomicU64::new(0));
         let probe = |medium: &MediumRef| {
             probes.fetch_add(1, Ordering::Relaxed);
-            let MediumSource::Path(path) = &medium.source else { return Err("no path".into()) };
-            match std::fs::read_to_string(path).unwrap().as_str() {
-                "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
-                _ => Err("not an image".into()),
-            }
+            width(medium)
         };
         let options = CheckOptions {
             probe: &probe,
@@ -548,11 +552,7 @@ mod tests {
                 if !well(attempts.fetch_add(1, Ordering::Relaxed)) {
                     return Err(std::io::Error::from_raw_os_error(24).into());
                 }
-                let MediumSource::Path(path) = &medium.source else { return Err("no path".into()) };
-                match std::fs::read_to_string(path).unwrap().as_str() {
-                    "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
-                    _ => Err("not an image".into()),
-                }
+                width(medium)
             };
             let options = CheckOptions {
                 probe: &probe,

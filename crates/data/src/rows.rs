@@ -329,19 +329,10 @@ fn refuse_spread_object(
 fn index_array(
     reader: &mut BufReader<File>,
     path: &Path,
-    mut offset: u64,
-    mut line: u64,
+    offset: u64,
+    line: u64,
 ) -> Result<Vec<RowSpan>, DataError> {
-    let mut rows = Vec::new();
-    let mut depth = 0u64;
-    // Nesting depth between rows: 1, or 2 inside a pack.
-    let mut between = 1;
-    let (mut in_string, mut escaped) = (false, false);
-    // Start and line of the current element; `end` is its end so far.
-    let mut element: Option<(u64, u64)> = None;
-    let mut end = 0;
-    let mut after_comma = false;
-    let (mut done, mut after_pack) = (false, false);
+    let mut index = ArrayIndex { offset, line, between: 1, ..ArrayIndex::default() };
     let syntax =
         |line, problem: &str| DataError::Syntax { path: path.to_owned(), line, problem: problem.to_owned() };
     loop {
@@ -351,87 +342,108 @@ fn index_array(
             break;
         }
         for &byte in buffer {
-            let at = offset;
-            offset += 1;
-            if in_string {
-                match byte {
-                    _ if escaped => escaped = false,
-                    b'\\' => escaped = true,
-                    b'"' => in_string = false,
-                    b'\n' => line += 1,
-                    _ => {}
-                }
-                end = offset;
-                continue;
-            }
-            match byte {
-                b'\n' => {
-                    line += 1;
-                    continue;
-                }
-                b' ' | b'\t' | b'\r' => continue,
-                _ if done => {
-                    return Err(syntax(
-                        line,
-                        "got content after the array's closing `]`, expected the end of the file",
-                    ));
-                }
-                b'[' if depth == 0 => {
-                    depth = 1;
-                    continue;
-                }
-                b'[' if depth == 1 && between == 1 && element.is_none() && !after_pack => {
-                    (depth, between, after_comma) = (2, 2, true);
-                    continue;
-                }
-                b',' | b']' if depth == between => {
-                    match element.take() {
-                        Some((start, start_line)) => rows.push(RowSpan::new(start, end, start_line)),
-                        None if after_pack || byte == b']' && !after_comma => {}
-                        None => {
-                            return Err(syntax(
-                                line,
-                                "got an empty element in the array, expected a row before each `,` and after the last one",
-                            ));
-                        }
-                    }
-                    after_comma = byte == b',';
-                    after_pack = byte == b']' && between == 2;
-                    if after_pack {
-                        (depth, between) = (1, 1);
-                    } else {
-                        done = byte == b']';
-                    }
-                    continue;
-                }
-                _ if after_pack => {
-                    return Err(syntax(line, "got content after a packed list, expected `,` or `]`"));
-                }
-                b'}' if depth == between => {
-                    return Err(syntax(line, "got `}` without its `{`; is a row's bracket missing?"));
-                }
-                b'"' => in_string = true,
-                b'[' | b'{' => depth += 1,
-                b']' | b'}' => depth -= 1,
-                _ => {}
-            }
-            // An element starts here, unless the bracket belongs to the array or a pack. The opening bracket has already raised
-            // the depth.
-            element.get_or_insert((at, line));
-            end = offset;
+            index.add(byte).map_err(|problem| syntax(index.line, problem))?;
         }
         reader.consume(num_bytes);
     }
-    if !done {
-        let last = rows.len();
+    if !index.done {
+        let last = index.rows.len();
         return Err(syntax(
-            line,
+            index.line,
             &shorten(&format!(
                 "the array has no end: got {last} complete rows, expected `]` after them; is the file truncated?"
             )),
         ));
     }
-    Ok(rows)
+    Ok(index.rows)
+}
+
+/// State of [`index_array`] between two bytes.
+#[derive(Default)]
+struct ArrayIndex {
+    rows: Vec<RowSpan>,
+    offset: u64,
+    line: u64,
+    depth: u64,
+    /// Nesting depth between rows: 1, or 2 inside a pack.
+    between: u64,
+    in_string: bool,
+    escaped: bool,
+    /// Start and line of the current element.
+    element: Option<(u64, u64)>,
+    /// End of the current element so far.
+    end: u64,
+    after_comma: bool,
+    after_pack: bool,
+    done: bool,
+}
+
+impl ArrayIndex {
+    /// Reads the next byte. An error is the problem.
+    fn add(&mut self, byte: u8) -> Result<(), &'static str> {
+        let at = self.offset;
+        self.offset += 1;
+        if self.in_string {
+            match byte {
+                _ if self.escaped => self.escaped = false,
+                b'\\' => self.escaped = true,
+                b'"' => self.in_string = false,
+                b'\n' => self.line += 1,
+                _ => {}
+            }
+            self.end = self.offset;
+            return Ok(());
+        }
+        match byte {
+            b'\n' => self.line += 1,
+            b' ' | b'\t' | b'\r' => {}
+            _ if self.done => {
+                return Err("got content after the array's closing `]`, expected the end of the file");
+            }
+            b'[' if self.depth == 0 => self.depth = 1,
+            b'[' if self.depth == 1 && self.between == 1 && self.element.is_none() && !self.after_pack => {
+                (self.depth, self.between, self.after_comma) = (2, 2, true);
+            }
+            b',' | b']' if self.depth == self.between => return self.end_element(byte),
+            _ if self.after_pack => return Err("got content after a packed list, expected `,` or `]`"),
+            b'}' if self.depth == self.between => {
+                return Err("got `}` without its `{`; is a row's bracket missing?");
+            }
+            _ => {
+                match byte {
+                    b'"' => self.in_string = true,
+                    b'[' | b'{' => self.depth += 1,
+                    b']' | b'}' => self.depth -= 1,
+                    _ => {}
+                }
+                // An element starts here. The opening bracket has already raised the depth.
+                self.element.get_or_insert((at, self.line));
+                self.end = self.offset;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends an element, if there is one, at a comma or at the end of the array or of a pack.
+    fn end_element(&mut self, byte: u8) -> Result<(), &'static str> {
+        match self.element.take() {
+            Some((start, start_line)) => self.rows.push(RowSpan::new(start, self.end, start_line)),
+            None if self.after_pack || byte == b']' && !self.after_comma => {}
+            None => {
+                return Err(
+                    "got an empty element in the array, expected a row before each `,` and after the last one",
+                );
+            }
+        }
+        self.after_comma = byte == b',';
+        self.after_pack = byte == b']' && self.between == 2;
+        if self.after_pack {
+            (self.depth, self.between) = (1, 1);
+        } else {
+            self.done = byte == b']';
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

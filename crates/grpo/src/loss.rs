@@ -29,6 +29,8 @@
 //! - `dapo` and `cispo` divide by the tokens of the optimizer step. TRL divides by the tokens of the generation batch over its
 //!   number of steps. Both are equal with one optimizer step per rollout.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -463,84 +465,34 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
     let mut kl_sum = 0.0;
 
     let mut start = 0;
-    for (completion, &length) in batch.lengths.iter().enumerate() {
+    for (index, &length) in batch.lengths.iter().enumerate() {
         let span = start..start + length;
         start += length;
-        let advantage = batch.advantages[completion];
-        let masked = plan.mask_truncated_completions && batch.truncated[completion];
+        let advantage = batch.advantages[index];
+        let masked = plan.mask_truncated_completions && batch.truncated[index];
         if masked || length == 0 {
             out.sums.add_completion(0.0, advantage);
             continue;
         }
-
         let logp = &batch.logp[span.clone()];
-        let dlogp = &mut out.dlogp[span.clone()];
         let weight = normalizer.token_weight(plan.aggregation, length);
         let ratios = Ratios::of(plan.ratio, logp, batch.old.map(|old| &old[span.clone()]));
+        let completion = Completion { batch, plan, span, logp, advantage, weight, ratios };
 
-        let kept = |t: usize| batch.kept.is_none_or(|kept| kept[span.start + t]);
-        let corrected = batch.sampler.filter(|_| plan.correction.is_on()).map(|sampler| {
-            let old = batch.old.map_or(logp, |old| &old[span.clone()]);
-            let weights =
-                plan.correction.weights(old.iter().zip(&sampler[span.clone()]).map(|(old, smp)| old - smp));
-            out.sums.add_corrected(plan.correction.kind, &weights);
-            weights
-        });
-        // Derivative of the loss with respect to the completion's single ratio. It is distributed over the tokens below.
-        let mut d_sequence = 0.0;
-
-        let mut policy = 0.0;
         let mut clipped = Clipped::default();
-        for t in 0..length {
-            let ratio = ratios.at(t);
-            clipped.count(plan.surrogate, ratio.value, advantage);
-            if advantage == 0.0 || !kept(t) {
-                continue;
-            }
-            let term = policy_term(plan.surrogate, ratio.value, advantage, logp[t]);
-            let v = corrected.as_ref().map_or(1.0, |weights| weights[t]);
-            let weight = weight * v;
-            policy += v * term.value;
-            dlogp[t] += weight * term.d_logp;
-            match plan.ratio {
-                RatioLevel::Token => dlogp[t] += weight * term.d_ratio * ratio.d_exponent,
-                RatioLevel::Sequence => d_sequence += weight * term.d_ratio * ratio.d_exponent,
-            }
-        }
-
-        let mut kl = 0.0;
-        if let Some(reference) = reference {
-            let reference = &reference[span.clone()];
-            for t in 0..length {
-                let ratio = ratios.at(t);
-                let term = kl_term(plan.kl, reference[t] - logp[t], ratio.value);
-                kl += term.value;
-                dlogp[t] += weight * plan.beta * term.d_logp;
-                // This is the derivative of exp(exponent) even if the exponent is clamped, because part of it cancels d_logp.
-                let d_exponent = weight * plan.beta * term.d_ratio * ratio.value;
-                match plan.ratio {
-                    RatioLevel::Token => dlogp[t] += d_exponent,
-                    RatioLevel::Sequence => d_sequence += d_exponent,
-                }
-            }
-        }
+        let mut derivatives =
+            Derivatives { of_logp: &mut out.dlogp[completion.span.clone()], of_sequence: 0.0 };
+        let corrections = completion.corrections(&mut out.sums);
+        let policy = completion.policy(corrections.as_deref(), &mut clipped, &mut derivatives);
+        let kl = reference.map_or(0.0, |reference| completion.kl(reference, &mut derivatives));
         if plan.ratio == RatioLevel::Sequence {
-            let share = d_sequence / length as f64;
-            dlogp.iter_mut().for_each(|d| *d += share);
+            let share = derivatives.of_sequence / length as f64;
+            derivatives.of_logp.iter_mut().for_each(|d| *d += share);
         }
+        completion.entropy(entropy_weight, &mut out);
 
-        if let Some(entropy) = batch.entropy {
-            let entropy = &entropy[span.clone()];
-            out.sums.entropy_tokens += length as u64;
-            out.sums.entropy += entropy.iter().sum::<f64>();
-            for t in (0..length).filter(|t| kept(*t)) {
-                out.entropy_term -= entropy_weight * entropy[t];
-                out.dentropy[span.start + t] = -entropy_weight;
-            }
-        }
-
-        finite("policy term", completion, policy * weight)?;
-        finite("KL term", completion, kl * weight * plan.beta)?;
+        finite("policy term", index, policy * weight)?;
+        finite("KL term", index, kl * weight * plan.beta)?;
         out.policy += weight * policy;
         kl_sum += weight * kl;
         out.sums.add_completion(logp.iter().sum(), advantage);
@@ -557,6 +509,104 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
     }
     out.sums.add_loss(out.loss, out.policy, reference.is_some().then_some(kl_sum));
     Ok(out)
+}
+
+/// One completion of a batch.
+struct Completion<'a> {
+    batch: &'a Batch<'a>,
+    plan: &'a LossPlan,
+    /// Tokens of the completion in the batch.
+    span: Range<usize>,
+    logp: &'a [f64],
+    advantage: f64,
+    /// Weight of each token.
+    weight: f64,
+    ratios: Ratios<'a>,
+}
+
+/// Derivatives of the loss for one completion.
+struct Derivatives<'a> {
+    of_logp: &'a mut [f64],
+    /// Derivative with respect to the completion's single ratio, which is distributed over its tokens at the end.
+    of_sequence: f64,
+}
+
+impl Derivatives<'_> {
+    /// Adds a derivative with respect to the exponent of the ratio of token `t`.
+    fn add_exponent(&mut self, level: RatioLevel, t: usize, derivative: f64) {
+        match level {
+            RatioLevel::Token => self.of_logp[t] += derivative,
+            RatioLevel::Sequence => self.of_sequence += derivative,
+        }
+    }
+}
+
+impl Completion<'_> {
+    fn kept(&self, t: usize) -> bool {
+        self.batch.kept.is_none_or(|kept| kept[self.span.start + t])
+    }
+
+    /// Returns the weight of each token that corrects for a sampler whose log-probabilities differ from the policy's.
+    fn corrections(&self, sums: &mut MetricSums) -> Option<Vec<f64>> {
+        let correction = &self.plan.correction;
+        let sampler = self.batch.sampler.filter(|_| correction.is_on())?;
+        let old = self.batch.old.map_or(self.logp, |old| &old[self.span.clone()]);
+        let weights =
+            correction.weights(old.iter().zip(&sampler[self.span.clone()]).map(|(old, smp)| old - smp));
+        sums.add_corrected(correction.kind, &weights);
+        Some(weights)
+    }
+
+    /// Returns the sum of the policy term over the tokens, without their weight.
+    fn policy(
+        &self,
+        corrections: Option<&[f64]>,
+        clipped: &mut Clipped,
+        derivatives: &mut Derivatives<'_>,
+    ) -> f64 {
+        let mut policy = 0.0;
+        for t in 0..self.logp.len() {
+            let ratio = self.ratios.at(t);
+            clipped.count(self.plan.surrogate, ratio.value, self.advantage);
+            if self.advantage == 0.0 || !self.kept(t) {
+                continue;
+            }
+            let term = policy_term(self.plan.surrogate, ratio.value, self.advantage, self.logp[t]);
+            let v = corrections.map_or(1.0, |weights| weights[t]);
+            let weight = self.weight * v;
+            policy += v * term.value;
+            derivatives.of_logp[t] += weight * term.d_logp;
+            derivatives.add_exponent(self.plan.ratio, t, weight * term.d_ratio * ratio.d_exponent);
+        }
+        policy
+    }
+
+    /// Returns the sum of the KL term over the tokens, without `beta` and their weight.
+    fn kl(&self, reference: &[f64], derivatives: &mut Derivatives<'_>) -> f64 {
+        let reference = &reference[self.span.clone()];
+        let mut kl = 0.0;
+        for t in 0..self.logp.len() {
+            let ratio = self.ratios.at(t);
+            let term = kl_term(self.plan.kl, reference[t] - self.logp[t], ratio.value);
+            kl += term.value;
+            derivatives.of_logp[t] += self.weight * self.plan.beta * term.d_logp;
+            // This is the derivative of exp(exponent) even if the exponent is clamped, because part of it cancels d_logp.
+            let d_exponent = self.weight * self.plan.beta * term.d_ratio * ratio.value;
+            derivatives.add_exponent(self.plan.ratio, t, d_exponent);
+        }
+        kl
+    }
+
+    fn entropy(&self, weight: f64, out: &mut LossOutput) {
+        let Some(entropy) = self.batch.entropy else { return };
+        let entropy = &entropy[self.span.clone()];
+        out.sums.entropy_tokens += entropy.len() as u64;
+        out.sums.entropy += entropy.iter().sum::<f64>();
+        for t in (0..entropy.len()).filter(|t| self.kept(*t)) {
+            out.entropy_term -= weight * entropy[t];
+            out.dentropy[self.span.start + t] = -weight;
+        }
+    }
 }
 
 /// Policy or KL term of one token with its partial derivatives.
@@ -706,6 +756,39 @@ fn check_batch<'a>(
     let tokens = batch.lengths.iter().fold(0_usize, |sum, length| sum.saturating_add(*length));
     expect_length("advantages", batch.advantages.len(), completions, "one per completion")?;
     expect_length("truncated", batch.truncated.len(), completions, "one per completion")?;
+    let reference = required_inputs(batch, plan, normalizer)?;
+    if let Some(kept) = batch.kept {
+        expect_length("kept", kept.len(), tokens, "one per token")?;
+    }
+    let per_token = [
+        ("logp", Some(batch.logp)),
+        ("old logp", batch.old),
+        ("reference logp", reference),
+        ("sampler logp", batch.sampler),
+        ("entropy", batch.entropy),
+    ];
+    for (what, values) in per_token {
+        let Some(values) = values else { continue };
+        expect_length(what, values.len(), tokens, "one per token")?;
+        if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+            let (completion, token) = locate(at, batch.lengths);
+            return Err(Error::NonFinite { what, completion, token, value: values[at] });
+        }
+    }
+    if let Some(completion) = batch.advantages.iter().position(|a| !a.is_finite()) {
+        let value = batch.advantages[completion];
+        return Err(Error::NonFinite { what: "the advantage", completion, token: 0, value });
+    }
+    check_normalizer(batch, plan, normalizer)?;
+    Ok(reference)
+}
+
+/// Returns the log-probabilities of the reference if the plan needs them, and an error if an input of the plan is missing.
+fn required_inputs<'a>(
+    batch: &Batch<'a>,
+    plan: &LossPlan,
+    normalizer: &Normalizer,
+) -> Result<Option<&'a [f64]>, Error> {
     let reference = if plan.needs_reference() {
         Some(batch.reference.ok_or(Error::MissingInput {
             what: "reference log-probabilities",
@@ -736,30 +819,12 @@ fn check_batch<'a>(
             remedy: "use sampled completions or turn the setting off",
         });
     }
+    Ok(reference)
+}
 
-    if let Some(kept) = batch.kept {
-        expect_length("kept", kept.len(), tokens, "one per token")?;
-    }
-    let per_token = [
-        ("logp", Some(batch.logp)),
-        ("old logp", batch.old),
-        ("reference logp", reference),
-        ("sampler logp", batch.sampler),
-        ("entropy", batch.entropy),
-    ];
-    for (what, values) in per_token {
-        let Some(values) = values else { continue };
-        expect_length(what, values.len(), tokens, "one per token")?;
-        if let Some(at) = values.iter().position(|v| !v.is_finite()) {
-            let (completion, token) = locate(at, batch.lengths);
-            return Err(Error::NonFinite { what, completion, token, value: values[at] });
-        }
-    }
-    if let Some(completion) = batch.advantages.iter().position(|a| !a.is_finite()) {
-        let value = batch.advantages[completion];
-        return Err(Error::NonFinite { what: "the advantage", completion, token: 0, value });
-    }
-
+/// Checks that the batch is not larger than the step.
+fn check_normalizer(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> Result<(), Error> {
+    let completions = batch.lengths.len();
     if completions > normalizer.completions {
         return Err(Error::Normalizer {
             unit: "completions",
@@ -777,7 +842,7 @@ fn check_batch<'a>(
             return Err(Error::Normalizer { unit: "tokens kept", got, expected });
         }
     }
-    Ok(reference)
+    Ok(())
 }
 
 fn first_non_finite(values: &[f64], lengths: &[usize]) -> Option<usize> {

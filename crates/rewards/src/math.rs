@@ -118,6 +118,46 @@ struct Prepared {
     text: String,
 }
 
+/// Commands and characters with the text that replaces them, in this order.
+const PLAIN: [(&str, &str); 36] = [
+    ("\\\\", "\\"),
+    ("\\(", ""),
+    ("\\)", ""),
+    ("\\[", ""),
+    ("\\]", ""),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("\\!", ""),
+    ("\\,", " "),
+    ("\\;", " "),
+    ("\\:", " "),
+    ("\\ ", " "),
+    ("~", " "),
+    ("^{\\circ}", ""),
+    ("^\\circ", ""),
+    ("°", ""),
+    ("\\%", "%"),
+    ("\\$", ""),
+    ("$", ""),
+    ("€", ""),
+    ("£", ""),
+    ("\\dfrac", "\\frac"),
+    ("\\tfrac", "\\frac"),
+    ("\\cdot", "*"),
+    ("\\times", "*"),
+    ("\\div", "/"),
+    ("×", "*"),
+    ("·", "*"),
+    ("÷", "/"),
+    ("−", "-"),
+    ("–", "-"),
+    ("π", "\\pi "),
+    ("√", "\\sqrt "),
+    ("\\{", "⦃"),
+    ("\\}", "⦄"),
+    ("**", "^"),
+];
+
 /// Returns `None` if the text is too long or empty.
 fn prepare(text: &str) -> Option<Prepared> {
     let text = boxed(text).unwrap_or(text).trim();
@@ -130,44 +170,7 @@ fn prepare(text: &str) -> Option<Prepared> {
         _ => text,
     };
     let mut text = text.to_owned();
-    for (from, to) in [
-        ("\\\\", "\\"),
-        ("\\(", ""),
-        ("\\)", ""),
-        ("\\[", ""),
-        ("\\]", ""),
-        ("\\left", ""),
-        ("\\right", ""),
-        ("\\!", ""),
-        ("\\,", " "),
-        ("\\;", " "),
-        ("\\:", " "),
-        ("\\ ", " "),
-        ("~", " "),
-        ("^{\\circ}", ""),
-        ("^\\circ", ""),
-        ("°", ""),
-        ("\\%", "%"),
-        ("\\$", ""),
-        ("$", ""),
-        ("€", ""),
-        ("£", ""),
-        ("\\dfrac", "\\frac"),
-        ("\\tfrac", "\\frac"),
-        ("\\cdot", "*"),
-        ("\\times", "*"),
-        ("\\div", "/"),
-        ("×", "*"),
-        ("·", "*"),
-        ("÷", "/"),
-        ("−", "-"),
-        ("–", "-"),
-        ("π", "\\pi "),
-        ("√", "\\sqrt "),
-        ("\\{", "⦃"),
-        ("\\}", "⦄"),
-        ("**", "^"),
-    ] {
+    for (from, to) in PLAIN {
         if text.contains(from) {
             text = text.replace(from, to);
         }

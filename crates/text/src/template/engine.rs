@@ -9,12 +9,15 @@ use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use minijinja::machinery::{self, CompiledTemplate, TemplateConfig};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::{AutoEscape, Environment, Error, Value};
+use minijinja::{Environment, Error, Template, Value};
 use omnigrpo_guard::{MachineFailure, guarded};
 
-use super::{MAX_OUTPUT_BYTES, guard, invalid};
+use super::bounds::Budget;
+use super::{MAX_OUTPUT_BYTES, invalid};
+
+/// Stack size of a template thread, bytes. It suffices for the longest permitted tag and for the deepest permitted values. Only
+/// the touched part takes memory.
+pub(super) const STACK_BYTES: usize = 64 << 20;
 
 /// Reason why a render failed.
 pub(super) enum Failure {
@@ -28,15 +31,16 @@ pub(super) enum Failure {
 
 type Rendered = Result<String, Failure>;
 
-/// Bounds and the context to render. Without a context the template is only compiled.
-type Job = (guard::Bounds, Option<Value>);
+/// Budget and the context to render. Without a context the template is only compiled.
+type Job = (Budget, Option<Value>);
 
-/// Source of a template, with the environment and the syntax for it.
+/// Source of a template, with the environment for each budget.
 #[derive(Debug)]
 pub(super) struct Engine {
-    pub(super) env: Environment<'static>,
-    pub(super) syntax: SyntaxConfig,
+    pub(super) envs: [Environment<'static>; 2],
     pub(super) source: String,
+    /// The source with bounds, which the engine gets.
+    pub(super) bounded: String,
 }
 
 /// Thread that waits for jobs. It ends when the `Worker` is dropped.
@@ -65,11 +69,11 @@ impl Threads {
 
     /// Parses and compiles the template.
     pub(super) fn compile(&self) -> Result<(), Failure> {
-        self.ask((guard::RENDER, None)).map(drop)
+        self.ask((Budget::Trial, None)).map(drop)
     }
 
-    pub(super) fn render(&self, bounds: guard::Bounds, context: Value) -> Rendered {
-        self.ask((bounds, Some(context)))
+    pub(super) fn render(&self, budget: Budget, context: Value) -> Rendered {
+        self.ask((budget, Some(context)))
     }
 
     fn ask(&self, job: Job) -> Rendered {
@@ -100,7 +104,7 @@ impl Worker {
     fn start(engine: &Arc<Engine>) -> io::Result<Self> {
         let ((jobs, asked), (answer, answers)) = (channel(), channel());
         let engine = Arc::clone(engine);
-        let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(guard::STACK_BYTES);
+        let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(STACK_BYTES);
         thread.spawn(move || engine.serve(&asked, &answer))?;
         Ok(Self { jobs, answers })
     }
@@ -108,15 +112,15 @@ impl Worker {
 
 impl Engine {
     fn serve(&self, jobs: &Receiver<Job>, answer: &Sender<Rendered>) {
-        let mut compiled = None;
-        for (bounds, context) in jobs {
-            guard::begin(bounds);
+        let mut compiled = [None, None];
+        for (budget, context) in jobs {
+            let (env, compiled) = (&self.envs[budget as usize], &mut compiled[budget as usize]);
             let rendered = guarded(|| {
                 if compiled.is_none() {
-                    compiled = Some(self.compiled()?);
+                    *compiled = Some(env.template_from_named_str("template", &self.bounded)?);
                 }
-                match (&compiled, context) {
-                    (Some(compiled), Some(context)) => self.render(compiled, context),
+                match (compiled, context) {
+                    (Some(compiled), Some(context)) => render(compiled, context),
                     _ => Ok(String::new()),
                 }
             });
@@ -129,41 +133,14 @@ impl Engine {
             }
         }
     }
+}
 
-    /// Parses the source and compiles it with bounds.
-    fn compiled(&self) -> Result<CompiledTemplate<'_>, Error> {
-        guard::check_source(&self.source, &self.syntax)?;
-        let config = TemplateConfig {
-            syntax_config: self.syntax.clone(),
-            default_auto_escape: Arc::new(|_| AutoEscape::None),
-        };
-        let mut compiled = CompiledTemplate::new("template", &self.source, &config)?;
-        compiled.instructions = guard::guarded(&compiled.instructions)?;
-        for block in compiled.blocks.values_mut() {
-            *block = guard::guarded(block)?;
+fn render(template: &Template<'_, '_>, context: Value) -> Result<String, Error> {
+    let text = template.render(context)?;
+    match text.len() {
+        len if len > MAX_OUTPUT_BYTES => {
+            Err(invalid(format!("writes {len} bytes, more than {MAX_OUTPUT_BYTES}")))
         }
-        Ok(compiled)
-    }
-
-    fn render(&self, compiled: &CompiledTemplate<'_>, context: Value) -> Result<String, Error> {
-        let mut text = String::new();
-        {
-            let CompiledTemplate { instructions, blocks, initial_auto_escape, .. } = compiled;
-            let mut output = machinery::make_string_output(&mut text);
-            machinery::eval(
-                &self.env,
-                instructions,
-                context,
-                blocks,
-                &mut output,
-                initial_auto_escape.clone(),
-            )?;
-        }
-        match text.len() {
-            len if len > MAX_OUTPUT_BYTES => {
-                Err(invalid(format!("writes {len} bytes, more than {MAX_OUTPUT_BYTES}")))
-            }
-            _ => Ok(text),
-        }
+        _ => Ok(text),
     }
 }

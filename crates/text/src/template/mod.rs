@@ -5,13 +5,14 @@
 //! escape HTML. `{% generation %}` blocks are transparent; the training mask does not depend on them.
 //!
 //! Templates come with models and are not trusted. They see only the values passed to them and cannot read files or include other
-//! templates. Instructions, recursion, nesting, work and memory are bounded (`guard`).
+//! templates. Instructions, recursion, nesting, work and memory are bounded (`bounds`, `rewrite`).
 //!
 //! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not; `strftime_now`
-//! needs a time from the caller; constructs that `guard` rejects are errors.
+//! needs a time from the caller; a namespace inside another value is an error.
 
+mod bounds;
 mod engine;
-mod guard;
+mod rewrite;
 
 use std::fmt;
 use std::path::Path;
@@ -21,14 +22,13 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
+use self::bounds::Budget;
 use crate::files::{read_json, read_limited};
 use crate::{Result, Role, TextError, ToolCall};
 
 const MAX_TEMPLATE_BYTES: u64 = 64 << 10;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
-/// Maximum number of instructions per render. A long conversation takes some ten thousand.
-const FUEL: u64 = 2_000_000;
 const MAX_JSON_DEPTH: usize = 64;
 const MAX_JSON_INDENT: usize = 16;
 /// Maximum length of the error message of a failed template. The message may contain the template's own text.
@@ -148,10 +148,10 @@ impl ChatTemplate {
         let mut env = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         let syntax = syntax.map_err(|e| failed(e.to_string()))?;
-        env.set_fuel(Some(FUEL)); // the engine's own recursion limit holds too
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.set_syntax(syntax);
+        bounds::install(&mut env);
         env.set_formatter(|out, state, value| {
-            guard::written(value, state)?;
+            bounds::written(value, state)?;
             match value.kind() {
                 ValueKind::None => out.write_str("None").map_err(Error::from),
                 ValueKind::Bool if value.is_true() => out.write_str("True").map_err(Error::from),
@@ -159,7 +159,6 @@ impl ChatTemplate {
                 _ => minijinja::escape_formatter(out, state, value),
             }
         });
-        guard::install(&mut env);
         // In Python, None is not iterable.
         env.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
         env.add_filter("tojson", tojson);
@@ -168,7 +167,9 @@ impl ChatTemplate {
         });
         // Jinja2 treats every kind of line ending alike.
         let source = without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n");
-        let threads = Arc::new(engine::Threads::new(engine::Engine { env, syntax, source }));
+        let bounded = rewrite::bounded(&source).map_err(|e| failed(e.to_string()))?;
+        let threads =
+            Arc::new(engine::Threads::new(engine::Engine { envs: bounds::by_budget(&env), source, bounded }));
         let mut template =
             ChatTemplate { threads, origin, forms: [ContentForm::Parts; 4], writes_tools: false };
         template.threads.compile().map_err(|e| template.failed(e))?;
@@ -209,12 +210,12 @@ impl ChatTemplate {
         variables: &serde_json::Map<String, serde_json::Value>,
         now: Option<jiff::civil::DateTime>,
     ) -> Result<String> {
-        self.run_within(guard::RENDER, messages, add_generation_prompt, variables, now)
+        self.run_within(Budget::Render, messages, add_generation_prompt, variables, now)
     }
 
     fn run_within(
         &self,
-        bounds: guard::Bounds,
+        budget: Budget,
         messages: &serde_json::Value,
         add_generation_prompt: bool,
         variables: &serde_json::Map<String, serde_json::Value>,
@@ -237,7 +238,7 @@ impl ChatTemplate {
         context.push(("strftime_now", strftime_now));
 
         let context = Value::from_pairs(context);
-        self.threads.render(bounds, context).map_err(|e| self.failed(e))
+        self.threads.render(budget, context).map_err(|e| self.failed(e))
     }
 
     fn failed(&self, failure: engine::Failure) -> TextError {
@@ -252,7 +253,13 @@ impl ChatTemplate {
 
     fn error(&self, error: &Error) -> TextError {
         // Stored as text, not as the source of the error: the template is untrusted, and its messages can be arbitrarily long.
-        let mut problem = omnigrpo_guard::told(error);
+        let mut problem = match error.kind() {
+            ErrorKind::OutOfFuel => {
+                let line = error.line().map_or(String::new(), |line| format!(" (line {line})"));
+                format!("needs too much work or memory{line}; simplify the template")
+            }
+            _ => omnigrpo_guard::told(error),
+        };
         if let Some((end, _)) = problem.char_indices().nth(MAX_MESSAGE_CHARS) {
             problem.truncate(end);
             problem.push('…');
@@ -356,7 +363,7 @@ impl ChatTemplate {
         let tokens = tokens.map(|token| (token.to_owned(), serde_json::json!("")));
         let tools = tool.map(|tool| ("tools".to_owned(), serde_json::json!([tool])));
         let variables = tokens.into_iter().chain(tools).collect();
-        self.run_within(guard::TRIAL, messages, false, &variables, now).unwrap_or_default()
+        self.run_within(Budget::Trial, messages, false, &variables, now).unwrap_or_default()
     }
 }
 
@@ -663,6 +670,46 @@ mod tests {
             ("counts", "{% set a=range(99999)|list %}{% for i in range(99999) %}{% if a.count(-1) %}{% endif %}{% endfor %}".into()),
             ("loops", "{% set s='a'*99999999 %}{% for i in range(99999) %}{% for c in s %}{% break %}{% endfor %}{% endfor %}".into()),
             ("error", "{{ raise_exception('x' * 9999999) }}".into()),
+            ("nothing kept: list", format!("{{% set a=[1] %}}{}{{{{ a ~ '' }}}}", repeat("{% set a=[a,a] %}", 60))),
+            ("nothing kept: comparison", format!("{{% set a=[1] %}}{}{{% if a == [a[0],a[1]] %}}{{% endif %}}", repeat("{% set a=[a,a] %}", 60))),
+            ("nothing kept: sum", format!("{{% set a=[1] %}}{}{{{{ a|length }}}}", repeat("{% set a=a+a %}", 60))),
+            ("nothing kept: with", format!("{{% set a=[1] %}}{}{{{{ a ~ '' }}}}{}", repeat("{% with a=[a,a] %}", 60), repeat("{% endwith %}", 60))),
+            ("nothing kept: arguments", "{% macro f(a) %}{{ f([a,a]) }}{% endmacro %}{{ f([1]) }}".into()),
+            ("nothing kept: keywords", "{% macro f(a) %}{{ f(a=dict(x=a,y=a)) }}{% endmacro %}{{ f(1) }}".into()),
+            ("nothing kept: recursion", "{% for x in [[1]] recursive %}{{ loop([[x,x]]) }}{% endfor %}".into()),
+            ("nothing kept: caller", "{% macro f(a) %}{{ caller([a,a]) }}{% endmacro %}{% macro g(a) %}{% call(b) f(a) %}{{ g(b) }}{% endcall %}{% endmacro %}{{ g([1]) }}".into()),
+            ("nested without loops", format!("{{% set a=[1] %}}{}", repeat("{%set a=[[[[[[a]]]]]]%}", 2500))),
+            ("views", format!("{{% set a=range(99999)|list %}}{}{{% for i in a %}}{{% endfor %}}", repeat("{%set a=a[0:]%}", 3000))),
+            ("product", "{{ [['x'*1000]]*10**8 ~ '' }}".into()),
+            ("product in a test", "{{ 'x' is in([['x'*1000]]*10**8 ~ '') }}".into()),
+            ("product in a text", "{{ ['x'*1000]*10**8 in 'x' }}".into()),
+            ("product in include", "{% include [['x'*1000]]*10**8 ~ '' %}".into()),
+            ("product in a default", "{% macro f(a=[['x'*1000]]*10**8 ~ '') %}{% endmacro %}{{ f() }}".into()),
+            ("product in a subscript", "{{ {}[[['x'*1000]]*10**8 ~ ''] }}".into()),
+            ("product after raw", "{% raw %}{{ ' {% endraw %}{{ [['x'*1000]]*10**8 ~ '' }}{# ' #}".into()),
+            ("product after a comment", "{# {% raw %} ' #}{{ [['x'*1000]]*10**8 ~ '' }}".into()),
+            ("strip", "{{ ('a'*9999999).strip('b'*9999999 ~ 'a') }}".into()),
+            ("trim", "{{ ('a'*9999999)|trim('b'*9999999 ~ 'a') }}".into()),
+            ("split", "{% for i in range(999) %}{% set a=('a'*99999).split('') %}{% endfor %}".into()),
+            ("lines", "{% for i in range(999) %}{% set a=('\n'*99999).splitlines() %}{% endfor %}".into()),
+            ("filter block", "{% filter replace('a', 'b'*99999) %}{{ 'a'*99999 }}{% endfilter %}".into()),
+            ("set block", "{% set a | replace('a', 'b'*99999) %}{{ 'a'*99999 }}{% endset %}".into()),
+            ("formats", "{% set a=['x'*99999]*999 %}{{ '%s%s%s%s%s%s%s%s'|format(a,a,a,a,a,a,a,a) }}".into()),
+            ("format by name", "{{ '{:>{w}}'.format(5, w=10**9) }}".into()),
+            ("sort", "{% set s='a'*999999 %}{% set a=[s]*9999 %}{{ a|sort|length }}".into()),
+            ("keys", "{% set d={} %}{% set a=range(99999)|list %}{% for i in range(99999) %}{% if d[a] %}{% endif %}{% endfor %}".into()),
+            ("long literal", format!("{{% for i in range(99999) %}}{{{{ '{}' }}}}{{% endfor %}}", repeat("x", 60_000))),
+            ("range", "{{ range(10**9)|length }}".into()),
+            ("nested lists", repeat("{{ ", 1) + &repeat("[", 900)),
+            ("nested dicts in a tag", repeat("{{ ", 1) + &repeat("{1:", 600)),
+            ("nested parentheses", format!("{{{{ {}1{} }}}}", repeat("(", 900), repeat(")", 900))),
+            ("nested calls in a tag", format!("{{{{ {}1{} }}}}", repeat("f(", 600), repeat(")", 600))),
+            ("nested blocks", repeat("{%if 1%}", 8000)),
+            ("elif", format!("{{%if 0%}}{}{{{{ [['x'*1000]]*10**8 ~ '' }}}}{{%endif%}}", repeat("{%elif 0%}", 6000) + "{%else%}")),
+            ("reserved name", "{% macro __value(x) %}{% endmacro %}{{ [1] }}".into()),
+            ("reserved variable", "{% set __value = 1 %}".into()),
+            ("namespace in a tuple", "{% set ns=namespace() %}{% set ns.a, b = 1, 2 %}".into()),
+            ("attribute of a dict", "{% set d={} %}{% set d.a=1 %}".into()),
         ];
         for (name, source) in cases {
             let started = std::time::Instant::now();
@@ -677,7 +724,7 @@ mod tests {
     fn lists_are_counted_before_they_are_unpacked_or_cut() {
         for source in ["{{ dict(*('a'*9999999)) }}", "{{ ('a'*9999999)|batch(100) }}"] {
             let error = run(source, json!({})).unwrap_err().to_string();
-            assert!(error.contains("too long lists"), "{source}: {error}");
+            assert!(error.contains("too much work or memory"), "{source}: {error}");
         }
         let source =
             "{% macro m(a, b, c) %}{{ a }}{{ b }}{{ c }}{% endmacro %}{{ m(*[1, 2], c=3) }}{{ m(0, *'ab') }}";
@@ -752,6 +799,22 @@ mod tests {
                 "AB 3",
             ),
             (
+                "{% set ns = namespace({'a': 1}, b=2) %}{% set ns.t | upper %}x{{ ns.a }}\n{%- endset -%}\n{{ ns.t }}{{ ns.b }}",
+                "X12",
+            ),
+            (
+                "{% set a, b = 1, 2 %}{{ b }}{% set t = 1, 2 %}{{ t }}{{ {'a': {'b': 3}}['a']['b'] }}{{ 'c' 'd' }}",
+                "2(1, 2)3cd",
+            ),
+            (
+                "{{ '}}' ~ \"%}'\" }}{% raw %}{{ ' }}{% endraw %}{# {{ ' #}{{ 1e3 + 0x10 + 1_0 }}",
+                "}}%}'{{ ' }}1026.0",
+            ),
+            (
+                "{{ [[1], 2].0.0 }} {{ 1 < 2 < 3 }} {{ dict(**{'a': 1}, b=2).b }} {{ 4 is divisibleby 2 and not 1 is in [2] }}",
+                "1 True 2 True",
+            ),
+            (
                 "{{ '%s-%d'|format('a', 3) }} {{ 'a\nb'|indent(2) }} {{ [3, 1]|min }} {{ 'abc'|list|length }}",
                 "a-3 a\n  b 1 3",
             ),
@@ -759,8 +822,6 @@ mod tests {
             let source = source.replace("{% do namespace().a %}", "");
             assert_eq!(run(&source, json!({})).unwrap(), expected, "{source}");
         }
-        let error = run("{{ messages|length < 2 < 3 }}", json!({})).unwrap_err().to_string();
-        assert!(error.contains("chained comparisons") && error.contains("a < b and b < c"), "{error}");
         let error = run("line one\n{{ 1 + 'a' }}", json!({})).unwrap_err().to_string();
         assert!(error.contains(":2)"), "the line is named: {error}");
     }
@@ -844,7 +905,7 @@ mod tests {
             // Each render uses nearly its whole memory budget; the next one exceeds it.
             assert_eq!(run(60 << 20).unwrap().len(), 2 + (60 << 20));
             let error = run(1 << 40).unwrap_err().to_string();
-            assert!(error.contains("makes too much text"), "{error}");
+            assert!(error.contains("too much work or memory"), "{error}");
         }
         assert_eq!(template.threads.num_idle(), 1);
         std::thread::scope(|scope| {
@@ -865,11 +926,10 @@ mod tests {
     fn a_thread_that_fails_is_replaced() {
         let mut env = Environment::new();
         env.add_function("fail", || -> String { std::panic::resume_unwind(Box::new("the engine's own")) });
-        guard::install(&mut env);
-        let syntax = SyntaxConfig::default();
         let source = "{% if bad %}{{ fail() }}{% endif %}good".to_owned();
-        let threads = engine::Threads::new(engine::Engine { env, syntax, source });
-        let run = |bad: bool| threads.render(guard::RENDER, Value::from_pairs([("bad", Value::from(bad))]));
+        let envs = bounds::by_budget(&env);
+        let threads = engine::Threads::new(engine::Engine { envs, bounded: source.clone(), source });
+        let run = |bad: bool| threads.render(Budget::Render, Value::from_pairs([("bad", Value::from(bad))]));
         for _ in 0..2 {
             assert_eq!(run(false).ok().unwrap(), "good");
             assert!(matches!(run(true), Err(engine::Failure::Engine)));
@@ -896,7 +956,7 @@ mod tests {
         timed("kept thread", &one);
         timed("kept thread, from a new thread with 64 MiB of stack each", &|| {
             std::thread::scope(|scope| {
-                let thread = std::thread::Builder::new().stack_size(guard::STACK_BYTES);
+                let thread = std::thread::Builder::new().stack_size(engine::STACK_BYTES);
                 thread.spawn_scoped(scope, one).unwrap().join().unwrap()
             })
         });
