@@ -18,7 +18,7 @@ omnigrpo_guard::settings! {
         BETA = loss.beta, CORRECTION = loss.correction.kind, ENTROPY_COEF = loss.entropy_coef,
         NUM_GENERATIONS = num_generations,
     }
-    extern RunPlan { CURRICULUM = lessons.curriculum, HIGH = lessons.high, MAX_STEPS = max_steps }
+    extern RunPlan { CURRICULUM = rows.lessons.curriculum, HIGH = rows.lessons.high, MAX_STEPS = max_steps }
     extern SamplingParams { MAX_COMPLETION_LENGTH = max_completion_length, TEMPERATURE = temperature }
     extern TrainSetup { REWARDS = rewards }
 }

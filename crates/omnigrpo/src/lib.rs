@@ -112,10 +112,11 @@ pub use omnigrpo_rollout::{
 };
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalOptions, EvalPlan, EvalWhen, Evaluation, Generated, Group, Objective,
-    Observer, Peer, PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind,
-    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate,
-    generate, logprobs,
+    AdamWConfig, Algorithm, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation, Generated,
+    Group, Objective, Observer, Peer, PreparedRow, RecordPlan, Refusal, ResumeFrom, ResumePlan, Rollouts,
+    RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, ScheduleKind, SchedulePlan, Scored, Selection,
+    SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate, generate,
+    logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 

@@ -45,7 +45,7 @@ pub struct TrainPlan {
     pub selection: Selection,
     /// Length, logging and checkpoints of the run.
     pub run: RunPlan,
-    /// Rows for evaluations, which run at the times set by `run.eval` and at the end.
+    /// Rows for evaluations, which run at the times set by `run.eval.when` and at the end.
     pub held_out: Option<Dataset>,
     /// Options of evaluations.
     pub eval: EvalOptions,
@@ -220,11 +220,10 @@ pub fn train(
         ("selection", &plan.selection),
         ("prompts", prompts.settings()),
     ];
-    run.fingerprint
-        .extend(plans.into_iter().map(|(name, plan)| (name.to_owned(), format!("{plan:?}").into())));
-    run.fingerprint.extend(run.binding());
+    let plans = plans.into_iter().map(|(name, plan)| (name.to_owned(), format!("{plan:?}").into()));
     let weighed = format!("{} weighed {:?}", rewards.names().join(", "), rewards.weights());
-    run.fingerprint.insert("rewards".to_owned(), weighed.into());
+    let binding = plans.chain(run.binding()).chain([("rewards".to_owned(), weighed.into())]);
+    run.resume.fingerprint.extend(binding);
     let eval = plan
         .held_out
         .map(|rows| EvalPlan { options: plan.eval, ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows)) });

@@ -2,7 +2,7 @@
 //! turns of the model.
 
 use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt, SftExample};
-use omnigrpo_observe::PhaseTimer;
+use omnigrpo_observe::{Metric, PhaseTimer};
 
 use crate::error::Result;
 use crate::features::{self, Keep};
@@ -92,4 +92,20 @@ pub struct ImitationOutcome {
     pub num_tokens: u64,
     /// Router losses, as in [`StepOutcome`](crate::StepOutcome).
     pub router: Option<[f64; 2]>,
+}
+
+impl ImitationOutcome {
+    /// Returns the metrics of the update.
+    pub(crate) fn metrics(&self) -> Vec<Metric> {
+        let each = [
+            ("loss", self.loss),
+            ("entropy", self.entropy),
+            ("grad_norm", self.grad_norm),
+            ("num_tokens", self.num_tokens as f64),
+            ("params_without_grad", self.params_without_grad as f64),
+        ];
+        let router = self.router.into_iter().flatten();
+        let router = ["router_aux_loss", "router_z_loss"].into_iter().zip(router);
+        each.into_iter().chain(router).map(|(name, value)| (name.to_owned(), Some(value))).collect()
+    }
 }

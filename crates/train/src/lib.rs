@@ -60,7 +60,8 @@ pub use longest::Longest;
 pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Offload, Update};
 pub use plan::{
-    EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,
+    CardPlan, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan, RowPlan,
+    RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, SyncReference, TrainSetup,
 };
 pub use policy::{ModelPlan, Policy, weights_fit};
 pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Trained, Variant, fits};

@@ -207,7 +207,7 @@ impl Run {
         self.check_router()?;
         self.check_shuffled()?;
         if let Some(dir) = &self.output_dir {
-            resume::find_requested(&self.plan.resume, dir)?;
+            resume::find_requested(&self.plan.resume.from, dir)?;
         }
         let (bad_rows, longest, row_media_bytes) = self.check_data(console)?;
         let objective = self.plan.objective;
@@ -230,7 +230,7 @@ impl Run {
 
     /// Returns true if rewards score sampled completions.
     fn scores(&self) -> bool {
-        self.plan.objective == Objective::Reinforce && !self.plan.replay
+        self.plan.objective == Objective::Reinforce && !self.plan.rows.replay
     }
 
     /// Checks that the settings for routers apply to the model.
@@ -320,7 +320,7 @@ impl Run {
             cache_dir: self.cache_dir.as_deref(),
             console,
         };
-        checks::tolerable(which, &check, dataset, &self.plan.skip, console)
+        checks::tolerable(which, &check, dataset, &self.plan.rows.skip, console)
     }
 
     /// Lets the rewards score one completion, and asks them about the evaluation rows.
@@ -443,7 +443,7 @@ impl Prepared {
         };
         let of_model = inputs::of_model(&self.run.model, &self.outline(&self.variant())?)?;
         let digests = inputs::digests(&self.run.dataset, &self.run.reward_files)?;
-        self.run.plan.fingerprint.extend(of_model.into_iter().chain(digests));
+        self.run.plan.resume.fingerprint.extend(of_model.into_iter().chain(digests));
         self.resumes = resume::expected(&self.run.plan, &dir)?;
         Ok(())
     }
@@ -649,14 +649,15 @@ impl Prepared {
                 split.agree(load(&plan, &run.selection))?
             }
         };
-        if let Some(name) = &run.plan.run_name {
+        if let Some(name) = &run.plan.card.run_name {
             console.line(&format!("run {name}"));
         }
         console.line(&format!("model {} ({})", model.dir().display(), model.family().name()));
         console.line(&format!("training on {usable} of {} rows", run.dataset.len()));
         console.line(&step_takes(&run.plan, &run.algorithm));
-        let mut plan = RunPlan { bad_rows, ..run.plan };
-        plan.files.extend(run.corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
+        let mut plan = run.plan;
+        plan.rows.bad = bad_rows;
+        plan.records.files.extend(run.corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
         let Output { lock, observer, trackers } = output;
         let setup = TrainSetup {
             model,

@@ -35,7 +35,7 @@ fn adapted(place: &TempDir, name: &str, dropout: f64) -> TrainSetup {
     let mut setup = setup::setup(NAME, &file, place.path(), &place.path().join(name));
     setup.model.add_lora(&lora(dropout)).unwrap();
     setup.selection = PROJECTOR;
-    setup.run.save = SaveWhen::Steps(3);
+    setup.run.save.when = SaveWhen::Steps(3);
     setup
 }
 
@@ -104,7 +104,7 @@ fn the_reference_is_the_model_without_adapters() {
     // Decoding and scoring are different kernels.
     setup.algorithm.recall = false;
     setup.run.max_steps = Some(2);
-    setup.run.schedule = ScheduleKind::Constant;
+    setup.run.schedule.kind = ScheduleKind::Constant;
     setup.optimizer.learning_rate = 1e-2;
     run(setup).unwrap();
     let rows = lines(&place.path().join("run/metrics.jsonl"));

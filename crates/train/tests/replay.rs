@@ -242,11 +242,11 @@ fn a_replay_run_equals_pytorch() {
         let dir = tempfile::TempDir::new().unwrap();
         let out = dir.path().join("run");
         let mut setup = setup::setup(name, &golden(rows_of(name)), &golden(""), &out);
-        setup.run.replay = true;
+        setup.run.rows.replay = true;
         setup.run.prompts_per_step = 3;
         setup.run.max_steps = Some(3);
-        setup.run.schedule = ScheduleKind::Constant;
-        setup.run.resume = ResumeFrom::Start;
+        setup.run.schedule.kind = ScheduleKind::Constant;
+        setup.run.resume.from = ResumeFrom::Start;
         let before = weights(&setup.model);
         let summary = setup::run(setup).unwrap();
         assert_eq!(summary.steps, 3);

@@ -442,70 +442,128 @@ pub struct Settings {
     pub env: Environment,
 }
 
+impl Default for Io {
+    /// Returns the settings without files, for one row.
+    fn default() -> Self {
+        Self {
+            format: None,
+            shell: None,
+            directory: None,
+            run_dirs: Vec::new(),
+            input: None,
+            output: None,
+            keep: None,
+            prompt: None,
+            image: Vec::new(),
+            video: Vec::new(),
+            audio: Vec::new(),
+            row: 0,
+            num_rows: 1,
+            output_dir: None,
+            dry_run: false,
+            json: None,
+            exp_name: None,
+            log_file: None,
+            script: None,
+            deepspeed: None,
+        }
+    }
+}
+
+impl Default for Rows {
+    /// Returns the settings without files, of the splits `train` and `test`.
+    fn default() -> Self {
+        Self {
+            train_file: Vec::new(),
+            dataset_use: Vec::new(),
+            registry: None,
+            data_file_paths: Vec::new(),
+            eval_file: Vec::new(),
+            eval_dataset_use: Vec::new(),
+            val_split_ratio: 0.0,
+            config: None,
+            train_split: "train".to_owned(),
+            test_split: "test".to_owned(),
+            replay: None,
+            roots: Roots::default(),
+            allow_urls: AllowUrls::Off,
+            skip_check: false,
+            mm_processor_cache_gb: None,
+        }
+    }
+}
+
+impl Default for Rewards {
+    /// Returns the settings with the rewards `accuracy` and `format`.
+    fn default() -> Self {
+        Self {
+            funcs: vec!["accuracy".to_owned(), "format".to_owned()],
+            options: RewardOptions::default(),
+            accuracy_modes: vec![AccuracyMode::default()],
+            scorers: ScorerOptions::default(),
+            judge_prompt: None,
+            temporal_order_bonus: false,
+            caller: CallerRewards::default(),
+        }
+    }
+}
+
+impl Default for Turns {
+    /// Returns the settings without an environment.
+    fn default() -> Self {
+        Self {
+            environment: None,
+            max_turns: 8,
+            max_tool_tokens: None,
+            max_tool_images: 4,
+            caller: CallerEnvironment::default(),
+        }
+    }
+}
+
+impl Default for Log {
+    /// Returns the settings with the files of the run alone.
+    fn default() -> Self {
+        Self {
+            report_to: vec![Tracker::Jsonl],
+            dashboard: false,
+            dashboard_port: 0,
+            prometheus_port: 9464,
+            notify: Vec::new(),
+            tui: false,
+            profile: false,
+            gpu: false,
+        }
+    }
+}
+
+impl Default for Bench {
+    /// Returns the settings of the embedded model on one picture.
+    fn default() -> Self {
+        Self {
+            num_images: 1,
+            image_px: 448,
+            prompt_tokens: 44,
+            completion_tokens: 64,
+            num_prompts: 1,
+            num_steps: 3,
+        }
+    }
+}
+
 impl Default for Settings {
     /// Returns the defaults of the libraries.
     fn default() -> Self {
         Self {
-            io: Io {
-                format: None,
-                shell: None,
-                directory: None,
-                run_dirs: Vec::new(),
-                input: None,
-                output: None,
-                keep: None,
-                prompt: None,
-                image: Vec::new(),
-                video: Vec::new(),
-                audio: Vec::new(),
-                row: 0,
-                num_rows: 1,
-                output_dir: None,
-                dry_run: false,
-                json: None,
-                exp_name: None,
-                log_file: None,
-                script: None,
-                deepspeed: None,
-            },
+            io: Io::default(),
             model: ModelSource::default(),
             family: Map::new(),
-            data: Rows {
-                train_file: Vec::new(),
-                dataset_use: Vec::new(),
-                registry: None,
-                data_file_paths: Vec::new(),
-                eval_file: Vec::new(),
-                eval_dataset_use: Vec::new(),
-                val_split_ratio: 0.0,
-                config: None,
-                train_split: "train".to_owned(),
-                test_split: "test".to_owned(),
-                replay: None,
-                roots: Roots::default(),
-                allow_urls: AllowUrls::Off,
-                skip_check: false,
-                mm_processor_cache_gb: None,
-            },
+            data: Rows::default(),
             read: ReadOptions::default(),
             prompts: PromptSettings::default(),
-            rewards: Rewards {
-                funcs: vec!["accuracy".to_owned(), "format".to_owned()],
-                options: RewardOptions::default(),
-                accuracy_modes: vec![AccuracyMode::default()],
-                scorers: ScorerOptions::default(),
-                judge_prompt: None,
-                temporal_order_bonus: false,
-                caller: CallerRewards::default(),
-            },
+            rewards: Rewards::default(),
             recipe: &RECIPES[0],
-            turns: Turns {
-                environment: None,
-                max_turns: 8,
-                max_tool_tokens: None,
-                max_tool_images: 4,
-                caller: CallerEnvironment::default(),
-            },
+            turns: Turns::default(),
             algorithm: Algorithm::default(),
             optimizer: AdamWConfig::default(),
             selection: Selection::default(),
@@ -514,25 +572,9 @@ impl Default for Settings {
             batch: Batch::default(),
             eval: EvalOptions::default(),
             push: Push { enabled: false, model_id: None, private: false, strategy: HubStrategy::End },
-            log: Log {
-                report_to: vec![Tracker::Jsonl],
-                dashboard: false,
-                dashboard_port: 0,
-                prometheus_port: 9464,
-                notify: Vec::new(),
-                tui: false,
-                profile: false,
-                gpu: false,
-            },
+            log: Log::default(),
             serve: Serving { port: 8000, name: None },
-            bench: Bench {
-                num_images: 1,
-                image_px: 448,
-                prompt_tokens: 44,
-                completion_tokens: 64,
-                num_prompts: 1,
-                num_steps: 3,
-            },
+            bench: Bench::default(),
             threads: None,
             ranks: Processes { patience_secs: PATIENCE.as_secs(), ..Processes::default() },
             env: Environment::default(),
@@ -560,10 +602,10 @@ impl Settings {
             settings.rewards.scorers.clip_model.get_or_insert_with(|| CLIP.into());
         }
         if values.lookup("eval_strategy").is_none()
-            && settings.run.eval == EvalWhen::Never
+            && settings.run.eval.when == EvalWhen::Never
             && settings.data.has_eval_rows()
         {
-            settings.run.eval = EvalWhen::Epoch;
+            settings.run.eval.when = EvalWhen::Epoch;
         }
         settings.name_directories()?;
         Ok(settings)
@@ -709,12 +751,12 @@ impl Settings {
 
     /// Sets the seed of the random numbers for rows and media.
     pub fn data_seed(&mut self, seed: u64) {
-        (self.run.data_seed, self.read.seed, self.prompts.media.seed) = (seed, seed, seed);
+        (self.run.rows.seed, self.read.seed, self.prompts.media.seed) = (seed, seed, seed);
     }
 
     /// Returns the number of optimizer steps between evaluations; 0 if it is not given.
     pub fn eval_steps(&self) -> u64 {
-        if let EvalWhen::Steps(steps) = self.run.eval { steps } else { 0 }
+        if let EvalWhen::Steps(steps) = self.run.eval.when { steps } else { 0 }
     }
 
     /// Returns true if no reward has that name.
@@ -729,7 +771,7 @@ impl Settings {
 
     /// Returns the reason why nothing is sampled, or `None` if the run samples.
     pub fn not_sampled(&self) -> Option<&'static str> {
-        self.run.replay.then_some("with `replay` nothing is sampled")
+        self.run.rows.replay.then_some("with `replay` nothing is sampled")
     }
 
     /// Returns the reason why nothing is evaluated, or `None` if the run evaluates.
@@ -853,7 +895,7 @@ mod tests {
     fn unset_settings_follow_the_ones_they_name() {
         let s = train("learning_rate: 1e-5\nseed: 7\nlogging_steps: 5\ntemperature: 0.7");
         assert_eq!((s.optimizer.projector_lr, s.optimizer.tower_lr), (None, None));
-        assert_eq!((s.run.data_seed, s.run.grpo_logging_steps), (7, 5));
+        assert_eq!((s.run.rows.seed, s.run.records.grpo_logging_steps), (7, 5));
         assert_eq!(s.algorithm.sampling.scoring_temperature(), 0.7);
         assert_eq!(s.rewards.options.weights, [1.0, 1.0]);
         assert_eq!(s.run.max_steps, None);
@@ -862,9 +904,9 @@ mod tests {
         assert_eq!((s.algorithm.num_generations, s.algorithm.sampling.temperature), (1, 0.0));
         assert_eq!(s.algorithm.sampling.scoring_temperature(), 1.0);
         assert_eq!(resolved(Verb::Sft, "").unwrap().settings.optimizer.learning_rate, 2e-5);
-        assert_eq!(train("").run.eval, EvalWhen::Never);
-        assert_eq!(train("val_split_ratio: 10%").run.eval, EvalWhen::Epoch);
-        assert_eq!(train("val_split_ratio: 0.1\neval_steps: 5").run.eval, EvalWhen::Steps(5));
+        assert_eq!(train("").run.eval.when, EvalWhen::Never);
+        assert_eq!(train("val_split_ratio: 10%").run.eval.when, EvalWhen::Epoch);
+        assert_eq!(train("val_split_ratio: 0.1\neval_steps: 5").run.eval.when, EvalWhen::Steps(5));
     }
 
     #[test]
@@ -932,7 +974,7 @@ mod tests {
         assert_eq!(run("preset: humanomni\nmax_steps: -1").num_epochs, 2.0);
         let loss = |yaml: &str| train(yaml).algorithm.advantage;
         assert_eq!(loss("preset: qwen-mcq\nscale_rewards: none"), AdvantageKind::GroupCenter);
-        assert_eq!(train("preset: qwen-mcq\nwarmup_steps: 3").run.warmup_ratio, 0.0);
+        assert_eq!(train("preset: qwen-mcq\nwarmup_steps: 3").run.schedule.warmup_ratio, 0.0);
         assert_eq!(train("preset: r1-v\nfps: 1").prompts.media.video.nframes, None);
     }
 
@@ -954,7 +996,7 @@ mod tests {
         assert_eq!(s.read.template.name, "r1-v");
         let sft = resolved(Verb::Sft, "preset: humanomni").unwrap().settings;
         assert_eq!((sft.optimizer.learning_rate, sft.run.num_epochs), (2e-5, 5.0));
-        assert_eq!(sft.run.schedule, ScheduleKind::Cosine);
+        assert_eq!(sft.run.schedule.kind, ScheduleKind::Cosine);
         assert_eq!(sft.read.template.name, "none");
         let sft = resolved(Verb::Sft, "preset: qwen-video").unwrap().settings;
         assert_eq!((sft.optimizer.learning_rate, sft.run.num_epochs), (2e-5, 1.0));
@@ -985,7 +1027,7 @@ mod tests {
             ("never", ResumeFrom::Start),
             ("runs/a/checkpoint-3", ResumeFrom::Path("runs/a/checkpoint-3".into())),
         ] {
-            assert_eq!(train(&format!("resume_from_checkpoint: {text}")).run.resume, resume);
+            assert_eq!(train(&format!("resume_from_checkpoint: {text}")).run.resume.from, resume);
         }
     }
 

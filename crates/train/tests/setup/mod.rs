@@ -12,8 +12,8 @@ use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, RunPlan, RunSummary, SaveWhen, Selection, SkipPolicy, TrainError, TrainSetup,
-    train,
+    AdamWConfig, Algorithm, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection,
+    SkipPolicy, TrainError, TrainSetup, train,
 };
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -64,10 +64,16 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         run: RunPlan {
             max_steps: Some(6),
             prompts_per_step: 2,
-            save: SaveWhen::Never,
-            skip: SkipPolicy { strict: false, max_share: 0.5 },
-            data_seed: 1,
-            files: vec![("config.yaml", b"settings: of this test\n".to_vec())],
+            save: SavePlan { when: SaveWhen::Never, ..SavePlan::default() },
+            rows: RowPlan {
+                skip: SkipPolicy { strict: false, max_share: 0.5 },
+                seed: 1,
+                ..RowPlan::default()
+            },
+            records: RecordPlan {
+                files: vec![("config.yaml", b"settings: of this test\n".to_vec())],
+                ..RecordPlan::default()
+            },
             ..RunPlan::default()
         },
         lock: RunLock::acquire(output_dir, "this test").unwrap(),

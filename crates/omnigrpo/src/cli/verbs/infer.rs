@@ -329,7 +329,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     let evaluation = evaluation(resolved, context)?;
     print(&super::summary::tables(&evaluation.summary))?;
     let (skipped, rows) = (evaluation.skipped.len(), evaluation.rows.len() + evaluation.skipped.len());
-    if !resolved.settings.run.skip.tolerates(skipped as u64, rows as u64) {
+    if !resolved.settings.run.rows.skip.tolerates(skipped as u64, rows as u64) {
         return Err(Problem::failure(format!("{skipped} of {rows} rows could not be evaluated"))
             .help("they are listed above; --max_skipped sets the largest tolerated share")
             .into());

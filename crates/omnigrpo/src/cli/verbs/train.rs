@@ -13,8 +13,8 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy, Prepared,
-    ResumeFrom, Run, RunPlan, RunSummary, Trained, room,
+    Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy,
+    Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -155,7 +155,7 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved, first: bool) -> Result<
     if !summary.interrupted {
         return Ok(());
     }
-    let again = match resolved.settings.run.resume {
+    let again = match resolved.settings.run.resume.from {
         ResumeFrom::Newest | ResumeFrom::Must => {
             "start it again to resume from the checkpoint that was just written"
         }
@@ -320,15 +320,7 @@ pub fn prepare(
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         reference_device,
-        plan: RunPlan {
-            objective,
-            debug_log: settings.env.debug_log.clone().map(DebugLog::new),
-            files: vec![("config.yaml", print_config(resolved).into_bytes())],
-            fingerprint: binding(resolved, leaves),
-            command: Some(command(resolved)),
-            curves: Some(omnigrpo_watch::curves),
-            ..settings.run.clone()
-        },
+        plan: run_plan(resolved, objective, leaves),
         check_rows: !settings.data.skip_check,
         cache_dir: Some(output_dir.map_or_else(|| settings.env.check_cache(), |dir| dir.join(".cache"))),
         media_bytes: setup::media_bytes(settings),
@@ -336,6 +328,26 @@ pub fn prepare(
         output_dir: output_dir.map(Path::to_owned),
     };
     Ok(run.prepare(&context.console)?)
+}
+
+/// Returns the plan of the settings, with the contents that only the program knows.
+fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan {
+    let Settings { run, env, .. } = &resolved.settings;
+    RunPlan {
+        objective,
+        resume: ResumePlan { fingerprint: binding(resolved, leaves), ..run.resume.clone() },
+        records: RecordPlan {
+            debug_log: env.debug_log.clone().map(DebugLog::new),
+            files: vec![("config.yaml", print_config(resolved).into_bytes())],
+            ..run.records.clone()
+        },
+        card: CardPlan {
+            command: Some(command(resolved)),
+            curves: Some(omnigrpo_watch::curves),
+            ..run.card.clone()
+        },
+        ..run.clone()
+    }
 }
 
 /// Returns the rows to train on, and the evaluation on other rows, if there are any.
@@ -348,7 +360,7 @@ fn held_out(
     let held_out = setup::eval_data(settings)?;
     let (rows, eval_rows) = match &held_out {
         Some(held_out) => (all.collect(), (0..held_out.len()).collect()),
-        None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.data_seed),
+        None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.rows.seed),
         None => (all.collect::<Vec<u64>>(), Vec::new()),
     };
     if eval_rows.is_empty() {
