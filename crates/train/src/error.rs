@@ -192,7 +192,6 @@ impl TrainError {
     /// Returns [`Fault::Machine`] if the same command can succeed once the machine works again, otherwise [`Fault::Run`].
     ///
     /// A file that cannot be written is a fault of the run: without it, the results of the run would be incomplete.
-    #[must_use]
     pub fn fault(&self) -> Fault {
         match self {
             Self::Machine { .. } => Fault::Machine,

@@ -58,6 +58,7 @@ pub use infer::{Generated, Recorded, generate, logprobs, score_recorded};
 pub use inputs::digests;
 pub use longest::Longest;
 pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
+pub use omnigrpo_rollout::MAX_LIVE;
 pub use optimizer::{AdamW, AdamWConfig, Moments, Offload, Update};
 pub use plan::{
     CardPlan, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan, RowPlan,
@@ -77,7 +78,7 @@ pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};
 pub use split::{GradientSum, Split};
-pub use step::{Algorithm, Collector, MAX_LIVE, STREAM_ROWS, StepOutcome, UpdateAt, update};
+pub use step::{Algorithm, Collector, STREAM_ROWS, StepOutcome, UpdateAt, update};
 pub use streams::{Part, pack};
 pub use survey::{RowCheck, Survey, Surveyed};
 pub use timing::peak_memory_bytes;

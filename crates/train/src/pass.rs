@@ -320,10 +320,8 @@ impl<'a> Pass<'a> {
         };
         let features = parts.iter().map(seen).collect::<omnigrpo_models::Result<Vec<_>>>()?;
         let known = recalled.map(|memory| memory.of_stream(stream)).transpose()?.flatten();
-        let temperature = self.algorithm.sampling.scoring_temperature();
         let training = Training { recompute, ..training };
-        let mut pass =
-            model.recall_pass(stream, &features, temperature, training, known.unwrap_or_default())?;
+        let mut pass = model.train_pass(stream, &features, training, known)?;
         let scores = Scores { logprobs: take(&mut pass.logprobs), entropies: take(&mut pass.entropies) };
         self.passed.num_tokens += stream.rows() as u64;
         if self.passed.on_policy {

@@ -48,11 +48,12 @@ pub enum EvalWhen {
 }
 
 /// Starting point of a run.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ResumeFrom {
     /// Start without a checkpoint.
     Start,
     /// Newest loadable checkpoint of the run directory, if its settings match; otherwise a start without a checkpoint.
+    #[default]
     Newest,
     /// Newest checkpoint; it is an error if there is none.
     Must,
@@ -143,7 +144,7 @@ impl Default for SavePlan {
 }
 
 /// Starting point of a run, and what must match there.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct ResumePlan {
     /// Starting point of the run.
     pub from: ResumeFrom,
@@ -151,13 +152,6 @@ pub struct ResumePlan {
     pub allow_changed: bool,
     /// Settings and inputs that must match between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
-}
-
-impl Default for ResumePlan {
-    /// Returns a plan that resumes from the newest checkpoint with the same settings.
-    fn default() -> Self {
-        Self { from: ResumeFrom::Newest, allow_changed: false, fingerprint: Map::new() }
-    }
 }
 
 /// Times of evaluations, and use of their results.
@@ -257,16 +251,14 @@ pub struct RunPlan {
 }
 
 impl RunPlan {
-    /// Returns true if a reference on `device` can stay in the checkpoint's files ([`Model::reference_in_place`]). A reference
+    /// Returns true if a reference on `device` can stay in the checkpoint's files ([`ReferencePlace::Files`](omnigrpo_models::ReferencePlace)). A reference
     /// that follows the policy cannot, because its weights change.
-    #[must_use]
     pub fn lends_reference(&self, device: Device) -> bool {
         device == Device::Cpu && self.sync_reference.is_none()
     }
 
     /// Returns the settings that must not change when a run resumes: those on which an update depends. The length of the run, its
     /// records and its checkpoints may change.
-    #[must_use]
     pub fn binding(&self) -> Map<String, Value> {
         let all: [(&str, &dyn std::fmt::Debug); 11] = [
             ("objective", &self.objective),
@@ -293,13 +285,11 @@ impl RunPlan {
     }
 
     /// Returns the number of updates per epoch for `usable` rows.
-    #[must_use]
     pub fn steps_per_epoch(&self, usable: usize) -> u64 {
         usable.div_ceil(self.prompts_per_step.max(1)) as u64 * self.num_iterations as u64
     }
 
     /// Returns the number of evaluations in a run of `steps` updates, provided that there are rows to evaluate.
-    #[must_use]
     pub fn num_evaluations(&self, steps: u64, steps_per_epoch: u64) -> u64 {
         let every = match self.eval.when {
             EvalWhen::Never => return u64::from(self.eval.on_start),

@@ -129,19 +129,16 @@ impl Forecast {
     }
 
     /// Returns true if this memory is within the limits.
-    #[must_use]
     pub fn allows(&self, need: &Need) -> bool {
         self.each(need).all(|(memory, limit)| fits(&memory, limit))
     }
 
     /// Returns true if the memory that is in use all the time exceeds a limit, so that the run cannot work.
-    #[must_use]
     pub fn is_hopeless(&self) -> bool {
         self.each(&self.need).any(|(memory, limit)| limit.is_some_and(|(limit, _)| memory.lasting() > limit))
     }
 
     /// Returns the refusal of a run that exceeds a limit.
-    #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
         let (memory, limit) = self.each(&self.need).find(|(memory, limit)| !fits(memory, *limit))?;
         let (limit, whose) = limit?;
@@ -154,7 +151,6 @@ impl Forecast {
 }
 
 /// Returns true if this memory is within the limit.
-#[must_use]
 pub fn fits(memory: &Memory, limit: Limit) -> bool {
     limit.is_none_or(|(limit, _)| memory.total() <= limit)
 }
@@ -357,50 +353,42 @@ impl Run {
 
 impl Prepared {
     /// Returns the number of rows that can be drawn.
-    #[must_use]
     pub fn usable_rows(&self) -> usize {
         let bad: HashSet<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
         self.run.rows.iter().filter(|row| !bad.contains(row)).count()
     }
 
     /// Returns the rows that will never be drawn: number, id and reason.
-    #[must_use]
     pub fn bad_rows(&self) -> &[(u64, String, String)] {
         &self.bad_rows
     }
 
     /// Returns the checkpoint from which the run will resume, and its step; `None` if it starts from the beginning.
-    #[must_use]
     pub fn resumes_from(&self) -> Option<(&Path, u64)> {
         self.resumes.as_ref().map(|(path, step)| (path.as_path(), *step))
     }
 
     /// Returns the memory that the run takes, and the limits.
-    #[must_use]
     pub fn forecast(&self) -> &Forecast {
         &self.forecast
     }
 
     /// Returns the outlines of the longest rows.
-    #[must_use]
     pub fn longest(&self) -> &Longest {
         &self.longest
     }
 
     /// Returns the device of the model and that of the reference.
-    #[must_use]
     pub fn devices(&self) -> [Device; 2] {
         [self.run.model.device(), self.run.reference_device]
     }
 
     /// Returns the plan of evaluations.
-    #[must_use]
     pub fn eval(&self) -> Option<&EvalPlan> {
         self.run.eval.as_ref()
     }
 
     /// Returns the settings of the run on which its memory depends.
-    #[must_use]
     pub fn variant(&self) -> Variant<'_> {
         Variant {
             model: None,
@@ -540,7 +528,6 @@ impl Prepared {
     }
 
     /// Returns the division of the run over ranks.
-    #[must_use]
     pub fn split(&self) -> &Split {
         &self.run.algorithm.split
     }

@@ -441,7 +441,6 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
 }
 
 /// Returns the turns of an environment in a completion, for records; empty without one.
-#[must_use]
 pub fn environment_turns(completion: &Completion) -> Vec<EnvironmentTurn> {
     let each = completion.turns.iter().zip(completion.model_turns()).zip(&completion.earlier);
     let turn = |((turn, ids), model): ((&AddedTurn, &[u32]), &String)| {

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use omnigrpo_data::Dataset;
+use omnigrpo_grpo::metric;
 use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, PhaseTimer, RunLock};
@@ -310,7 +311,7 @@ impl Loop {
         let ahead = self.source.take_ahead_time().as_secs_f64();
         self.records.ahead_secs += ahead;
         let mut put = |name: &str, value: f64| metrics.push((name.to_owned(), Some(value)));
-        put("learning_rate", self.optimizer.learning_rate() * factor);
+        put(metric::LEARNING_RATE, self.optimizer.learning_rate() * factor);
         put("data/skipped", self.source.num_skipped() as f64);
         put("data/ahead_time", ahead);
         put("memory/optimizer_mb", self.optimizer.host_bytes() as f64 / 1e6);

@@ -35,14 +35,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
+use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe, metric};
 use omnigrpo_models::{
     AddedTurn, DecoderMemory, Features, MediumInput, Model, PromptBuilder, RouterPlan, Training,
 };
 use omnigrpo_observe::{Metric, PhaseTimer};
 use omnigrpo_ranks::Queue;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
-use omnigrpo_rollout::{Completion, Generator, Request, SamplingParams, TokenEvent};
+use omnigrpo_rollout::{
+    Completion, GenerateOptions, Generator, MAX_LIVE, Request, SamplingParams, TokenEvent,
+};
 
 use crate::error::{Result, TrainError};
 use crate::features::{self, encode_own, settle};
@@ -160,15 +162,10 @@ impl Algorithm {
     }
 
     /// Returns the maximum number of rows per packed stream.
-    #[must_use]
     pub fn stream_rows(&self) -> usize {
         self.max_stream_tokens.unwrap_or(STREAM_ROWS)
     }
 }
-
-/// Default maximum of completions decoded at once. It is large enough to share a pass over the weights and small enough for the
-/// caches of long prompts.
-pub const MAX_LIVE: usize = 64;
 
 /// Default maximum of rows per packed stream.
 pub const STREAM_ROWS: usize = 4096;
@@ -186,6 +183,7 @@ impl UpdateAt {
     pub(crate) fn training(self, algorithm: &Algorithm) -> Training {
         let dropout_key = algorithm.seed.rotate_left(32) ^ self.step;
         Training {
+            temperature: algorithm.sampling.scoring_temperature(),
             recompute: algorithm.recompute,
             dropout_key,
             router: algorithm.router,
@@ -223,8 +221,8 @@ impl StepOutcome {
     pub(crate) fn metrics(&self) -> Vec<Metric> {
         let mut metrics: Vec<Metric> = self.sums.metrics();
         let mut put = |name: &str, value: f64| metrics.push((name.to_owned(), Some(value)));
-        put("grad_norm", self.grad_norm);
-        put("num_tokens", self.num_tokens as f64);
+        put(metric::GRAD_NORM, self.grad_norm);
+        put(metric::NUM_TOKENS, self.num_tokens as f64);
         put("params_without_grad", self.params_without_grad as f64);
         if let Some([balance, z]) = self.router {
             put("router_aux_loss", balance);
@@ -400,15 +398,15 @@ impl Collector<'_> {
         told: impl FnMut(TokenEvent) + Copy,
     ) -> Result<Completed> {
         let Self { model, prompts, algorithm, .. } = *self;
-        let generator = Generator::new(model, prompts, &algorithm.sampling, algorithm.max_live);
+        let generator = Generator::new(model, prompts, &algorithm.sampling).with_max_live(algorithm.max_live);
         let mut media = vec![Vec::new(); rows.len()];
         let mut turns: Vec<Vec<Vec<AddedTurn>>> = vec![Vec::new(); rows.len()];
         let mut own = Vec::new();
         let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
-            let requests: Vec<Request> = places.iter().map(|&place| requests[place]).collect();
-            for (place, generated) in
-                places.into_iter().zip(generator.generate_with(&requests, told, memory)?)
-            {
+            let mut told = told;
+            let options = GenerateOptions { on_token: Some(&mut told), memory };
+            let all = generator.generate(places.iter().map(|&place| requests[place]), options)?;
+            for (place, generated) in places.into_iter().zip(all) {
                 media[place] = generated.media;
                 turns[place] = generated.completions.iter().map(|c| c.turns.clone()).collect();
                 own.push((place, saved_turns::sent(generated.completions)));
@@ -460,7 +458,7 @@ impl Collector<'_> {
         queue: &Queue,
         free: &[usize],
         (rows, requests): (&[PreparedRow], &[Request]),
-        told: impl FnMut(TokenEvent),
+        mut told: impl FnMut(TokenEvent),
     ) -> Result<Vec<(usize, Vec<Completion>)>> {
         let owns = self.algorithm.owns(rows.len());
         // Rows that other ranks train on are read and encoded here, too.
@@ -478,13 +476,14 @@ impl Collector<'_> {
             taken.push(place);
             if owns[place] { Ok(Some(requests[place])) } else { borrow(place).map(Some) }
         };
-        let mut next = || {
+        let requests = std::iter::from_fn(|| {
             take().unwrap_or_else(|error| {
                 failed = Some(error);
                 None
             })
-        };
-        let generated = generator.generate_from(&mut next, told, None)?;
+        });
+        let options = GenerateOptions { on_token: Some(&mut told), memory: None };
+        let generated = generator.generate(requests, options)?;
         failed.map_or(Ok(()), Err)?;
         Ok(taken.into_iter().zip(generated.into_iter().map(|of| of.completions)).collect())
     }

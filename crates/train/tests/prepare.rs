@@ -181,7 +181,7 @@ fn a_run_resumes_with_the_same_inputs_and_refuses_others() {
 fn memory_is_forecast_and_a_hopeless_run_is_refused_before_it_loads() {
     let place = place();
     let prepared = run(&place.rows, &place.out).prepare(&quiet()).unwrap();
-    let model = Model::load(&checkpoint(MODEL), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(MODEL), WeightDtype::Auto).unwrap();
     let weights: usize = model.params().iter().map(|param| param.num_bytes()).sum();
     let forecast = prepared.forecast();
     assert_eq!(forecast.need.memory.weights, weights as u64);
@@ -228,7 +228,7 @@ fn the_model_comes_back_and_an_observer_sees_every_number_of_the_log() {
         }
     }
     // The weights in memory are those of the files that the run wrote.
-    let saved = Model::load(&place.out, WeightDtype::Auto).unwrap();
+    let saved = omnigrpo_testkit::load(&place.out, WeightDtype::Auto).unwrap();
     for (own, saved) in trained.model.params().iter().zip(saved.params()) {
         assert!(own.read().f32() == saved.read().f32(), "{}", own.name());
     }
@@ -258,7 +258,7 @@ fn plans_count_the_answers_of_an_environment() {
     algorithm.sampling.max_completion_length = 140;
     algorithm.sampling.interaction = Some(interaction);
     let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
-    let model = Model::outline(&opened, &options, false).unwrap();
+    let model = Model::load(&opened, &LoadOptions { outline: true, ..options }).unwrap();
     Selection::ALL.apply(&model).unwrap();
     let optimizer = AdamWConfig::default();
     let told = |answer: Option<Arc<Prompt>>| {

@@ -27,7 +27,7 @@ use std::time::Instant;
 use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
 use omnigrpo_guard::told;
-use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
+use omnigrpo_models::{GroupStream, Model, PackedStream, ReferencePlace, WeightDtype};
 use omnigrpo_observe::{Console, DebugLog, Event, Metric, PhaseTimer, Tracker, Trackers};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
@@ -180,7 +180,7 @@ fn a_run_leaves_metrics_rollouts_and_a_model() {
     for (name, data) in &after {
         assert!(*data != before[name], "{name} has not moved");
     }
-    Model::load(&out, WeightDtype::Auto).unwrap();
+    omnigrpo_testkit::load(&out, WeightDtype::Auto).unwrap();
 }
 
 /// Keeps what it is told.
@@ -468,7 +468,8 @@ fn resuming_with_bf16_weights_is_exact() {
     resume_is_exact(
         &Place::new(),
         |setup| {
-            setup.model = Model::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
+            setup.model =
+                omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
             setup.optimizer.learning_rate = 1e-4;
         },
         "bf16 weights with masters",
@@ -483,7 +484,7 @@ fn small_updates_of_bf16_weights_add_up_in_their_masters() {
     let start = checkpoint("qwen2_5_vl_tied_bf16");
     let train = |name: &str, pure_bf16: bool| {
         let mut setup = place.setup(name);
-        setup.model = Model::load(&start, WeightDtype::Auto).unwrap();
+        setup.model = omnigrpo_testkit::load(&start, WeightDtype::Auto).unwrap();
         setup.optimizer = AdamWConfig { learning_rate: 1e-5, weight_decay: 0.0, pure_bf16, ..optimizer() };
         setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
         setup.run.save.when = SaveWhen::Steps(6);
@@ -491,7 +492,7 @@ fn small_updates_of_bf16_weights_add_up_in_their_masters() {
         tensors(&place.out(name).join("checkpoint-6/optimizer.safetensors"))
     };
     let state = train("masters", false);
-    let first = Model::load(&start, WeightDtype::Float32).unwrap();
+    let first = omnigrpo_testkit::load(&start, WeightDtype::Float32).unwrap();
     let norm = first.params().iter().find(|p| p.name() == WEIGHT).unwrap();
     // Six updates of at most about 1e-5 each.
     let moved = omnigrpo_testkit::max_diff(&state[&format!("{WEIGHT}.master")], &norm.read().f32());
@@ -515,7 +516,7 @@ fn a_step_does_not_depend_on_threads() {
             let setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), dir.path());
             let model = omnigrpo_testkit::larger_model(NAME);
             Selection::ALL.apply(&model).unwrap();
-            let reference = model.reference().unwrap();
+            let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
             let mut adamw = AdamW::new(optimizer(), model.params());
             let mut timer = PhaseTimer::start(Instant::now());
             let norms: Vec<u64> = (0..2)
@@ -809,7 +810,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
     let mut timer = PhaseTimer::start(Instant::now());
     let rows = prepared(&setup);
     let mut rollouts = replay(&setup.model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
-    let reference = setup.model.reference().unwrap();
+    let reference = setup.model.reference(ReferencePlace::Memory(setup.model.device())).unwrap();
     let result =
         update(&setup.model, Some(&reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer);
     assert!(result.is_err());
@@ -835,7 +836,7 @@ fn the_reference_sees_the_medium() {
             Selection { llm, projector, towers, instruction: false, gate: None, patterns: Vec::new() }
                 .apply(model)
                 .unwrap();
-            let reference = model.reference().unwrap();
+            let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
             for param in model.params().iter().filter(|p| p.trainable() && p.shape().len() == 2) {
                 param.update(|w| w.iter_mut().for_each(|x| *x *= 1.05)).unwrap();
             }
@@ -1201,7 +1202,7 @@ fn a_medium_goes_through_the_tower_once_per_pass() {
         setup.algorithm.sampling.min_completion_length = 8;
         setup.algorithm.recompute = recompute;
         Selection { towers, ..Selection::ALL }.apply(&setup.model).unwrap();
-        let reference = setup.model.reference().unwrap();
+        let reference = setup.model.reference(ReferencePlace::Memory(setup.model.device())).unwrap();
         let media = one_update(&setup, &reference);
         assert!(media > 0);
         let runs = (setup.model.tower_runs(), reference.tower_runs());
@@ -1262,7 +1263,7 @@ fn a_kept_tower_changes_nothing() {
         setup.algorithm.recall = false;
         Selection::ALL.apply(&setup.model).unwrap();
         let before = values(&setup.model);
-        let reference = setup.model.reference().unwrap();
+        let reference = setup.model.reference(ReferencePlace::Memory(setup.model.device())).unwrap();
         let media = one_update(&setup, &reference);
         assert_eq!(setup.model.tower_runs(), if recompute { 2 * media } else { media });
         let after = values(&setup.model);

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use omnigrpo_data::Order;
 use omnigrpo_grpo::CorrectionKind;
-use omnigrpo_models::Model;
+use omnigrpo_models::{Model, ReferencePlace};
 use omnigrpo_observe::{Aims, Console, Health, RunDir, Trackers, write_atomic};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
@@ -189,8 +189,8 @@ fn reference(model: &Model, algorithm: &Algorithm, run: &RunPlan, device: Device
         return Ok(None);
     }
     Ok(Some(match run.lends_reference(device) {
-        true => model.reference_in_place()?,
-        false => model.reference_on(device)?,
+        true => model.reference(ReferencePlace::Files)?,
+        false => model.reference(ReferencePlace::Memory(device))?,
     }))
 }
 

@@ -31,7 +31,7 @@ impl Loop {
         Ok(Some(evaluation))
     }
 
-    /// Repeats the evaluation that a failure of the machine broke off before the run resumed.
+    /// Repeats the evaluation that a failure of the machine interrupted before the run resumed.
     pub(super) fn repeat_evaluation(&mut self, summary: &mut RunSummary) -> Result<()> {
         let step = self.place.step;
         if self.place.evaluation_due && step < self.length.total {

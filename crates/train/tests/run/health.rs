@@ -9,7 +9,7 @@ use super::*;
 fn setup(place: &Place, name: &str, rewards: Vec<Box<dyn Reward>>, steps: u64) -> TrainSetup {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/assets/model");
     let mut setup = place.setup(name);
-    setup.model = Model::load(&dir, WeightDtype::Float32).unwrap();
+    setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Float32).unwrap();
     setup.prompts = Arc::new(prompts(&dir, 24));
     setup.algorithm = algorithm(4, 24);
     setup.rewards = RewardSet::new(rewards, &[]).unwrap();

@@ -146,7 +146,7 @@ fn every_setting_gives_the_bits_of_one_process() {
         ("a prompt less than ranks", |s| s.run.prompts_per_step = 3),
         ("one prompt", |s| s.run.prompts_per_step = 1),
         ("recomputation", |s| s.algorithm.recompute = true),
-        ("bf16", |s| s.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap()),
+        ("bf16", |s| s.model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap()),
     ];
     let place = Place::new();
     for (what, change) in SETTINGS.into_iter().chain(more) {
@@ -166,7 +166,7 @@ fn a_state_in_files_gives_the_same_bits() {
             for (steps, offload) in [2, 4].into_iter().zip(offload) {
                 done(size, &out, |_, out| {
                     let mut setup = plain(&place, out);
-                    setup.model = Model::load(&checkpoint(NAME), model).unwrap();
+                    setup.model = omnigrpo_testkit::load(&checkpoint(NAME), model).unwrap();
                     (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
                     setup.algorithm.split.shard = shard;
                     (setup.optimizer.offload, setup.optimizer.offload_folder) =
@@ -439,7 +439,7 @@ fn experts_give_the_bits_of_one_process() {
     let place = Place::new();
     ranks_give_the_bits_of_one_process(&place, "experts", |setup| {
         let dir = checkpoint("aria");
-        setup.model = Model::load(&dir, WeightDtype::Auto).unwrap();
+        setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap();
         setup.prompts = Arc::new(setup::prompts(&dir, 8));
         setup.algorithm.router = RouterPlan { aux: 0.01, z: 0.001 };
     });
@@ -495,7 +495,7 @@ fn adapters_and_evaluations_give_the_bits_of_one_process() {
 /// Moves the model to an emulator of the rank, whose gradients are exchanged in several pieces, and shortens the run.
 fn on_a_card(setup: &mut TrainSetup, dtype: WeightDtype) {
     let options = LoadOptions { dtype, device: Device::emulator().unwrap(), ..LoadOptions::default() };
-    setup.model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
+    setup.model = Model::load(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
     (setup.run.max_steps, setup.run.save.when) = (Some(2), SaveWhen::Steps(2));
     setup.algorithm.split.bucket = 5000;
 }
@@ -559,7 +559,7 @@ fn cut_weights(setup: &mut TrainSetup) {
 }
 
 fn in_bf16(setup: &mut TrainSetup) {
-    setup.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
+    setup.model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
 }
 
 #[test]

@@ -575,7 +575,7 @@ fn a_checkpoint_that_is_written_to_stops_the_run() {
     }
     let new = |name: &str, touched: Option<usize>| {
         let mut setup = place.setup(name);
-        setup.model = Model::load(&place.out("model"), WeightDtype::Auto).unwrap();
+        setup.model = omnigrpo_testkit::load(&place.out("model"), WeightDtype::Auto).unwrap();
         setup.run.save.when = SaveWhen::Steps(1);
         setup.run.max_steps = Some(4);
         let (file, asked) = (weights.clone(), std::sync::atomic::AtomicUsize::new(0));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
-use omnigrpo_models::{Checkpoint, Model, PromptBuilder, PromptSettings, WeightDtype};
+use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings, WeightDtype};
 use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
@@ -26,7 +26,7 @@ pub fn prompts(dir: &Path, max_completion_length: usize) -> PromptBuilder {
 }
 
 pub fn dataset(file: &Path, root: &Path) -> Dataset {
-    Dataset::open(&[DatasetSpec::file(file, Roots::all(root))], &ReadOptions::default()).unwrap()
+    Dataset::open(&[DatasetSpec::file(file).with_roots(Roots::all(root))], &ReadOptions::default()).unwrap()
 }
 
 /// The settings of `replay/*.json`.
@@ -50,7 +50,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
     let dataset = dataset(file, root);
     let rows = (0..dataset.len()).collect();
     TrainSetup {
-        model: Model::load(&dir, WeightDtype::Auto).unwrap(),
+        model: omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap(),
         prompts: Arc::new(prompts(&dir, 8)),
         shuffled: None,
         dataset: Arc::new(dataset),

@@ -15,7 +15,9 @@ use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
 use omnigrpo_demo::MODEL_FILES;
 use omnigrpo_kernels::profile::{self, Profile};
-use omnigrpo_models::{Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings};
+use omnigrpo_models::{
+    Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings, ReferencePlace,
+};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::RewardOptions;
 use omnigrpo_rollout::SamplingParams;
@@ -48,7 +50,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     checkpoint(settings, dir)?;
     let start = Checkpoint::open(dir)?;
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
-    let model = Model::random(&start, settings.algorithm.seed, &options)?;
+    let model = Model::load(&start, &LoadOptions { random: Some(settings.algorithm.seed), ..options })?;
     Selection::ALL.apply(&model)?;
     let prompts = prompts(settings, &start)?;
     let rows = rows(settings, &prompts, dir)?;
@@ -90,7 +92,11 @@ impl Measured {
         shape: RolloutShape,
     ) -> Result<Self> {
         let algorithm = algorithm(settings);
-        let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
+        let reference = if algorithm.loss.needs_reference() {
+            Some(model.reference(ReferencePlace::Memory(model.device()))?)
+        } else {
+            None
+        };
         let mut optimizer = AdamW::new(AdamWConfig::default(), model.params());
         let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
         let collector =
@@ -306,8 +312,10 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         let row = json!({"image": names, "problem": problem, "solution": "a"}).to_string() + "\n";
         let file = dir.join("rows.jsonl");
         std::fs::write(&file, row.repeat(count))?;
-        let dataset =
-            Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
+        let dataset = Dataset::open(
+            &[DatasetSpec::file(&file).with_roots(Roots::all(dir))],
+            &setup::read_options(settings),
+        )?;
         let made = |row| {
             prepare(&dataset, prompts, None, row, 0)?
                 .map_err(|unusable| Problem::failure(unusable.reason).into())
