@@ -106,7 +106,7 @@ impl std::fmt::Display for DeviceChoice {
 }
 
 /// Input and output of a verb.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Io {
     pub format: Option<String>,
@@ -176,7 +176,7 @@ pub struct ModelSource {
 }
 
 /// Destination of the model on the hub.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Push {
     pub enabled: bool,
@@ -214,7 +214,7 @@ pub const CLIP: &str = "openai/clip-vit-base-patch16";
 pub const REGISTRY: &str = "dataset_registry.yaml";
 
 /// Sources of rows.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Rows {
     pub train_file: Vec<PathBuf>,
@@ -258,7 +258,7 @@ impl Rows {
 }
 
 /// Scoring of completions.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Rewards {
     /// Names or addresses of the rewards.
     pub funcs: Vec<String>,
@@ -311,7 +311,7 @@ impl std::fmt::Debug for CallerRewards {
 }
 
 /// Destinations of metrics besides the run directory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Log {
     pub report_to: Vec<Tracker>,
@@ -369,7 +369,7 @@ pub enum Backend {
 }
 
 /// Environment that answers completions, with the limits of its answers.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Turns {
     /// Name of the environment; `None` samples completions of one turn.
@@ -442,128 +442,23 @@ pub struct Settings {
     pub env: Environment,
 }
 
-impl Default for Io {
-    /// Returns the settings without files, for one row.
-    fn default() -> Self {
-        Self {
-            format: None,
-            shell: None,
-            directory: None,
-            run_dirs: Vec::new(),
-            input: None,
-            output: None,
-            keep: None,
-            prompt: None,
-            image: Vec::new(),
-            video: Vec::new(),
-            audio: Vec::new(),
-            row: 0,
-            num_rows: 1,
-            output_dir: None,
-            dry_run: false,
-            json: None,
-            exp_name: None,
-            log_file: None,
-            script: None,
-            deepspeed: None,
-        }
-    }
-}
-
-impl Default for Rows {
-    /// Returns the settings without files, of the splits `train` and `test`.
-    fn default() -> Self {
-        Self {
-            train_file: Vec::new(),
-            dataset_use: Vec::new(),
-            registry: None,
-            data_file_paths: Vec::new(),
-            eval_file: Vec::new(),
-            eval_dataset_use: Vec::new(),
-            val_split_ratio: 0.0,
-            config: None,
-            train_split: "train".to_owned(),
-            test_split: "test".to_owned(),
-            replay: None,
-            roots: Roots::default(),
-            allow_urls: AllowUrls::Off,
-            skip_check: false,
-            mm_processor_cache_gb: None,
-        }
-    }
-}
-
-impl Default for Rewards {
-    /// Returns the settings with the rewards `accuracy` and `format`.
-    fn default() -> Self {
-        Self {
-            funcs: vec!["accuracy".to_owned(), "format".to_owned()],
-            options: RewardOptions::default(),
-            accuracy_modes: vec![AccuracyMode::default()],
-            scorers: ScorerOptions::default(),
-            judge_prompt: None,
-            temporal_order_bonus: false,
-            caller: CallerRewards::default(),
-        }
-    }
-}
-
-impl Default for Turns {
-    /// Returns the settings without an environment.
-    fn default() -> Self {
-        Self {
-            environment: None,
-            max_turns: 8,
-            max_tool_tokens: None,
-            max_tool_images: 4,
-            caller: CallerEnvironment::default(),
-        }
-    }
-}
-
-impl Default for Log {
-    /// Returns the settings with the files of the run alone.
-    fn default() -> Self {
-        Self {
-            report_to: vec![Tracker::Jsonl],
-            dashboard: false,
-            dashboard_port: 0,
-            prometheus_port: 9464,
-            notify: Vec::new(),
-            tui: false,
-            profile: false,
-            gpu: false,
-        }
-    }
-}
-
-impl Default for Bench {
-    /// Returns the settings of the embedded model on one picture.
-    fn default() -> Self {
-        Self {
-            num_images: 1,
-            image_px: 448,
-            prompt_tokens: 44,
-            completion_tokens: 64,
-            num_prompts: 1,
-            num_steps: 3,
-        }
-    }
-}
-
 impl Default for Settings {
     /// Returns the defaults of the libraries.
     fn default() -> Self {
         Self {
-            io: Io::default(),
+            io: Io { num_rows: 1, ..Io::default() },
             model: ModelSource::default(),
             family: Map::new(),
-            data: Rows::default(),
+            data: Rows { train_split: "train".to_owned(), test_split: "test".to_owned(), ..Rows::default() },
             read: ReadOptions::default(),
             prompts: PromptSettings::default(),
-            rewards: Rewards::default(),
+            rewards: Rewards {
+                funcs: vec!["accuracy".to_owned(), "format".to_owned()],
+                accuracy_modes: vec![AccuracyMode::default()],
+                ..Rewards::default()
+            },
             recipe: &RECIPES[0],
-            turns: Turns::default(),
+            turns: Turns { max_turns: 8, max_tool_images: 4, ..Turns::default() },
             algorithm: Algorithm::default(),
             optimizer: AdamWConfig::default(),
             selection: Selection::default(),
@@ -571,10 +466,17 @@ impl Default for Settings {
             run: RunPlan::default(),
             batch: Batch::default(),
             eval: EvalOptions::default(),
-            push: Push { enabled: false, model_id: None, private: false, strategy: HubStrategy::End },
-            log: Log::default(),
+            push: Push::default(),
+            log: Log { report_to: vec![Tracker::Jsonl], prometheus_port: 9464, ..Log::default() },
             serve: Serving { port: 8000, name: None },
-            bench: Bench::default(),
+            bench: Bench {
+                num_images: 1,
+                image_px: 448,
+                prompt_tokens: 44,
+                completion_tokens: 64,
+                num_prompts: 1,
+                num_steps: 3,
+            },
             threads: None,
             ranks: Processes { patience_secs: PATIENCE.as_secs(), ..Processes::default() },
             env: Environment::default(),

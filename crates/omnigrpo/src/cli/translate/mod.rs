@@ -166,6 +166,7 @@ pub fn translate(
     Ok(write(source, &name))
 }
 
+// The parts of a launch are read in the order in which they override one another.
 fn of_shell(
     text: &str,
     name: &str,

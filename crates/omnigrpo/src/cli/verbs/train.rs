@@ -14,7 +14,7 @@ use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy,
-    Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Trained, room,
+    Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -270,20 +270,8 @@ pub fn prepare(
     let settings = &resolved.settings;
     environment(context);
     let (device, reference_device) = (context.device()?, context.reference_device()?);
-    if device == Device::Cpu && settings.optimizer.offload == Offload::Cpu {
-        context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
-    }
     let checkpoint = context.checkpoint()?;
-    if let Some(path) = &settings.io.deepspeed {
-        context.console.line(&format!("{}:", path.display()));
-        for line in read_deepspeed(path, settings, device != Device::Cpu)? {
-            context.console.line(&format!("  {line}"));
-        }
-    }
-    if objective == Objective::Reinforce && settings.batch.unit == BatchUnit::Completions {
-        let batch = settings.run.prompts_per_step * settings.algorithm.num_generations;
-        context.console.line(&format!("a batch of {batch} counts completions, as the source"));
-    }
+    remark(settings, context, device, objective)?;
     let dataset = setup::train_data(settings)?;
     let (rows, eval) = held_out(settings, checkpoint, &dataset)?;
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
@@ -299,12 +287,6 @@ pub fn prepare(
         false => None,
     };
     let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
-    let mut split = settings.algorithm.split.clone();
-    (split.ranks, split.leaves, split.local) = (context.ranks.clone(), leaves, context.local_ranks);
-    if settings.io.dry_run {
-        split.ranks = Ranks::planned(settings.env.processes.max(1));
-        split.local = settings.ranks.nproc_per_node.unwrap_or(1);
-    }
     let run = Run {
         model: Policy::Planned(Box::new(setup::model_plan(settings, checkpoint, device))),
         prompts: Arc::new(setup::prompts(settings, checkpoint, true)?),
@@ -316,7 +298,7 @@ pub fn prepare(
         corpus,
         reward_bytes: reward_bytes.unwrap_or(0),
         reward_files: setup::reward_files(settings),
-        algorithm: Algorithm { split, ..settings.algorithm.clone() },
+        algorithm: Algorithm { split: split_of(settings, context, leaves), ..settings.algorithm.clone() },
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         reference_device,
@@ -328,6 +310,35 @@ pub fn prepare(
         output_dir: output_dir.map(Path::to_owned),
     };
     Ok(run.prepare(&context.console)?)
+}
+
+/// Prints remarks on settings that other trainers read in another way.
+fn remark(settings: &Settings, context: &Context, device: Device, objective: Objective) -> Result<()> {
+    if device == Device::Cpu && settings.optimizer.offload == Offload::Cpu {
+        context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
+    }
+    if let Some(path) = &settings.io.deepspeed {
+        context.console.line(&format!("{}:", path.display()));
+        for line in read_deepspeed(path, settings, device != Device::Cpu)? {
+            context.console.line(&format!("  {line}"));
+        }
+    }
+    if objective == Objective::Reinforce && settings.batch.unit == BatchUnit::Completions {
+        let batch = settings.run.prompts_per_step * settings.algorithm.num_generations;
+        context.console.line(&format!("a batch of {batch} counts completions, as the source"));
+    }
+    Ok(())
+}
+
+/// Returns the division of a step over the ranks of this run, or of the planned one.
+fn split_of(settings: &Settings, context: &Context, leaves: usize) -> Split {
+    let mut split = settings.algorithm.split.clone();
+    (split.ranks, split.leaves, split.local) = (context.ranks.clone(), leaves, context.local_ranks);
+    if settings.io.dry_run {
+        split.ranks = Ranks::planned(settings.env.processes.max(1));
+        split.local = settings.ranks.nproc_per_node.unwrap_or(1);
+    }
+    split
 }
 
 /// Returns the plan of the settings, with the contents that only the program knows.
