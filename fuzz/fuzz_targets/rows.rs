@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use omnigrpo_data::{Part, ReadOptions, Role, Sample};
+use omnigrpo_data::{Part, Role, RowReader};
 
 static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     let folder = tempfile::tempdir().expect("a folder");
@@ -16,7 +16,7 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
 
 fuzz_target!(|text: &[u8]| {
     let Ok(row) = serde_json::from_slice(text) else { return };
-    if let Ok(sample) = Sample::from_row(row, "fuzz", FOLDER.path(), &ReadOptions::default()) {
+    if let Ok(sample) = RowReader::new("fuzz").media_in(FOLDER.path()).sample(row) {
         assert_eq!(sample.turns.last().map(|turn| turn.role), Some(Role::User));
         let mentioned = sample.turns.iter().flat_map(|turn| &turn.parts);
         assert_eq!(mentioned.filter(|part| matches!(part, Part::Medium { .. })).count(), sample.media.len());

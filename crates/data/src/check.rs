@@ -450,7 +450,7 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
-    use crate::{DatasetSpec, ReadOptions, Roots};
+    use crate::{DatasetSpec, ReadOptions};
 
     /// Returns ten rows: 3 names a missing file, 5 an image that the probe rejects, 7 is not JSON, 8 is text only.
     fn dataset(folder: &Path) -> Dataset {
@@ -467,7 +467,7 @@ mod tests {
             });
         }
         std::fs::write(folder.join("rows.jsonl"), lines.join("\n")).unwrap();
-        let spec = DatasetSpec::file(folder.join("rows.jsonl"), Roots::default());
+        let spec = DatasetSpec::file(folder.join("rows.jsonl"));
         Dataset::open(&[spec], &ReadOptions::default()).unwrap()
     }
 
@@ -581,7 +581,7 @@ mod tests {
             r#"{"prompt": "Q", "video": "c.mp4", "video_start": 2.6}"#,
         ];
         std::fs::write(folder.path().join("rows.jsonl"), rows.join("\n")).unwrap();
-        let spec = DatasetSpec::file(folder.path().join("rows.jsonl"), Roots::default());
+        let spec = DatasetSpec::file(folder.path().join("rows.jsonl"));
         let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
         let options = CheckOptions {
             probe: &|_| {

@@ -16,7 +16,7 @@ use crate::formats::outputs::{self, RECORDED};
 use crate::formats::{self, Context, Format};
 use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
 use crate::registry::{DatasetSpec, is_yaml};
-use crate::roots::{Resolver, Roots};
+use crate::roots::Resolver;
 use crate::rows::RowFile;
 use crate::sample::{MediumSource, Sample, Think};
 
@@ -161,25 +161,58 @@ fn unpacked(path: &Path, options: &ReadOptions) -> Result<Option<PathBuf>, DataE
     Err(DataError::UnknownFile { path: path.to_owned(), got: format!("a parquet table and {why}") })
 }
 
-impl Sample {
-    /// Parses a row that does not come from a file, such as one built from command line arguments. Relative media paths are
-    /// resolved against `folder`; absolute ones are used unchanged. The row number is 0 and the dataset is called `name`.
+/// Reader of rows that are in no file: JSON objects with the same columns as rows of files.
+///
+/// ```
+/// use omnigrpo_data::RowReader;
+/// use serde_json::json;
+///
+/// let sums = (0..100).map(|n| json!({ "prompt": format!("What is {n} + 1?"), "solution": format!("{}", n + 1) }));
+/// let rows = RowReader::new("sums").dataset(sums)?;
+/// assert_eq!(rows.len(), 100);
+/// # Ok::<(), omnigrpo_data::DataError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct RowReader {
+    name: String,
+    folder: PathBuf,
+    options: ReadOptions,
+}
+
+impl RowReader {
+    /// Creates a reader for rows of a dataset with this name. Relative paths of media start in the working directory.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into(), folder: ".".into(), options: ReadOptions::default() }
+    }
+
+    /// Resolves relative paths of media against a folder; absolute ones are used unchanged.
+    #[must_use]
+    pub fn media_in(self, folder: impl Into<PathBuf>) -> Self {
+        Self { folder: folder.into(), ..self }
+    }
+
+    /// Sets the options for reading rows.
+    #[must_use]
+    pub fn options(self, options: ReadOptions) -> Self {
+        Self { options, ..self }
+    }
+
+    fn spec(&self) -> DatasetSpec {
+        DatasetSpec { name: self.name.clone(), ..DatasetSpec::file(self.folder.join(&self.name)) }
+    }
+
+    /// Parses one row. Its number is 0.
     ///
     /// # Errors
-    /// Returns an error if the row cannot be used, as for a row of a file, or if `folder` cannot be read.
-    pub fn from_row(
-        row: Value,
-        name: &str,
-        folder: &Path,
-        options: &ReadOptions,
-    ) -> Result<Self, RowProblem> {
-        let spec =
-            DatasetSpec { name: name.to_owned(), ..DatasetSpec::file(folder.join(name), Roots::default()) };
+    /// Returns an error if the row cannot be used, as for a row of a file, or if the folder cannot be read.
+    pub fn sample(&self, row: Value) -> Result<Sample, RowProblem> {
+        let (spec, options) = (self.spec(), &self.options);
         let file: Arc<Path> = spec.file.as_path().into();
         let context = Context {
-            dataset: &name.into(),
+            dataset: &spec.name.as_str().into(),
             file: &file,
-            resolver: &Resolver::in_folder(folder, options)?,
+            resolver: &Resolver::in_folder(&self.folder, options)?,
             format: None,
             template: options.template,
             think: options.think.unwrap_or_else(|| spec.think_mode()),
@@ -189,6 +222,28 @@ impl Sample {
             empty_questions: options.empty_questions,
         };
         formats::sample(row, 0, 1, &context)
+    }
+
+    /// Builds a dataset. The rows are stored in an unnamed file in the system's temporary folder, so they may exceed the size of
+    /// memory.
+    ///
+    /// # Errors
+    /// Returns an error if the folder or the temporary file cannot be used, or if there is no row.
+    pub fn dataset(&self, rows: impl IntoIterator<Item = Value>) -> Result<Dataset, DataError> {
+        let (spec, options) = (self.spec(), &self.options);
+        let resolver =
+            Resolver::in_folder(&self.folder, options).map_err(DataError::io("find", &self.folder))?;
+        let part = DatasetPart {
+            name: spec.name.as_str().into(),
+            chosen: None,
+            start: 0,
+            resolver,
+            think: options.think.unwrap_or_else(|| spec.think_mode()),
+            format: None,
+            columns: Map::new(),
+            file: RowFile::of(rows, Path::new(&self.name))?,
+        };
+        Dataset::of_parts(vec![part], options)
     }
 }
 
@@ -244,44 +299,6 @@ impl Dataset {
             parts.push(part);
         }
         Self::of_parts(parts, options)
-    }
-
-    /// Builds a dataset from rows of any source: JSON objects with the same columns as rows of files. Relative media paths are
-    /// resolved against `folder`; absolute ones are used unchanged. The rows are stored in an unnamed file in the system's
-    /// temporary folder, so they may exceed the size of memory.
-    ///
-    /// ```
-    /// use std::path::Path;
-    ///
-    /// use omnigrpo_data::{Dataset, ReadOptions};
-    /// use serde_json::json;
-    ///
-    /// let sums = (0..100).map(|n| json!({ "prompt": format!("What is {n} + 1?"), "solution": format!("{}", n + 1) }));
-    /// let rows = Dataset::from_rows("sums", sums, Path::new("."), &ReadOptions::default())?;
-    /// assert_eq!(rows.len(), 100);
-    /// # Ok::<(), omnigrpo_data::DataError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Returns an error if `folder` or the temporary file cannot be used, or if there is no row.
-    pub fn from_rows(
-        name: &str,
-        rows: impl IntoIterator<Item = Value>,
-        folder: &Path,
-        options: &ReadOptions,
-    ) -> Result<Self, DataError> {
-        let spec = DatasetSpec { name: name.to_owned(), ..DatasetSpec::file(name, Roots::default()) };
-        let part = DatasetPart {
-            name: name.into(),
-            chosen: None,
-            start: 0,
-            resolver: Resolver::in_folder(folder, options).map_err(DataError::io("find", folder))?,
-            think: options.think.unwrap_or_else(|| spec.think_mode()),
-            format: None,
-            columns: Map::new(),
-            file: RowFile::of(rows, Path::new(name))?,
-        };
-        Self::of_parts(vec![part], options)
     }
 
     fn of_parts(parts: Vec<DatasetPart>, options: &ReadOptions) -> Result<Self, DataError> {
@@ -438,7 +455,6 @@ impl Dataset {
     /// Returns a digest that changes with the media. For up to 4,096 evenly spread rows it covers the length of each medium and 4
     /// KiB at each end. Paths and times do not count, so a copy of the data has the same digest. Rows that contain an address are
     /// skipped, because their media would have to be fetched. It reads at most 32 MiB for rows with one medium each.
-    #[must_use]
     pub fn media_digest(&self) -> String {
         let sampled = self.len().min(SAMPLED_ROWS);
         let row = |i: u64| (u128::from(i) * u128::from(self.len()) / u128::from(sampled)) as u64;

@@ -211,7 +211,7 @@ mod tests {
         std::fs::write(&input, TABLE).unwrap();
         assert_eq!(convert_parquet(&input, &output).unwrap(), 3);
         std::fs::write(folder.path().join("out/kept.png"), "x").unwrap();
-        let spec = DatasetSpec::file(&output, Roots::default());
+        let spec = DatasetSpec::file(&output);
         let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
         let samples: Vec<_> = (0..3).map(|row| dataset.get(row).unwrap()).collect();
         assert_eq!(samples[0].question(), "Màu gì?");
@@ -243,7 +243,7 @@ mod tests {
         let options = ReadOptions { cache_dir: Some(place.join("cache")), ..ReadOptions::default() };
         // Embedded media are stored in the cache, whatever the roots are; other paths are resolved against the user's roots.
         for roots in [Roots::default(), Roots::all(&place)] {
-            let dataset = Dataset::open(&[DatasetSpec::file(&input, roots)], &options).unwrap();
+            let dataset = Dataset::open(&[DatasetSpec::file(&input).with_roots(roots)], &options).unwrap();
             assert_eq!(dataset.len(), 3);
             let samples: Vec<_> = (0..3).map(|row| dataset.get(row).unwrap()).collect();
             assert_eq!(samples[0].question(), "Màu gì?");
@@ -263,16 +263,15 @@ mod tests {
             std::fs::create_dir_all(&other).unwrap();
             std::os::unix::fs::symlink(place.join("elsewhere"), other.join(name)).unwrap();
             let options = ReadOptions { cache_dir: Some(other), ..ReadOptions::default() };
-            let error =
-                Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).err().unwrap();
+            let error = Dataset::open(&[DatasetSpec::file(&input)], &options).err().unwrap();
             assert!(omnigrpo_guard::told(&error).contains("is a link or a file"), "{error}");
         }
         // A different table under the same name is unpacked again.
         let mut longer = TABLE.to_vec();
         longer.splice(4..4, [0; 8]);
         std::fs::write(&input, longer).unwrap();
-        assert!(Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).is_err());
-        let none = Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &ReadOptions::default());
+        assert!(Dataset::open(&[DatasetSpec::file(&input)], &options).is_err());
+        let none = Dataset::open(&[DatasetSpec::file(&input)], &ReadOptions::default());
         assert!(none.err().unwrap().to_string().contains("no cache folder to unpack it into"));
     }
 

@@ -37,11 +37,17 @@ pub struct DatasetSpec {
 }
 
 impl DatasetSpec {
-    /// Creates a spec for a whole file, named after its stem.
-    pub fn file(file: impl Into<PathBuf>, roots: Roots) -> Self {
-        let file = file.into();
+    /// Creates a spec for a whole file, named after its stem. Relative paths of media start in the file's folder.
+    pub fn file(file: impl Into<PathBuf>) -> Self {
+        let (file, roots) = (file.into(), Roots::default());
         let name = file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
         Self { name, file, roots, sampling: Sampling::All, think: None, format: None, columns: Map::new() }
+    }
+
+    /// Sets the folders of the media.
+    #[must_use]
+    pub fn with_roots(self, roots: Roots) -> Self {
+        Self { roots, ..self }
     }
 
     /// Returns the specs of individually named files. If there are as many roots as files, each file gets the root at its
@@ -61,7 +67,7 @@ impl DatasetSpec {
     pub fn from_each(files: &[PathBuf], roots: &Roots) -> Result<Vec<Vec<Self>>, DataError> {
         let specs = files.iter().enumerate().map(|(index, file)| {
             let roots = roots.of_file(index, files.len());
-            if is_yaml(file) { from_list(file, &roots) } else { Ok(vec![Self::file(file, roots)]) }
+            if is_yaml(file) { from_list(file, &roots) } else { Ok(vec![Self::file(file).with_roots(roots)]) }
         });
         specs.collect()
     }
@@ -92,7 +98,7 @@ fn from_list(path: &Path, roots: &Roots) -> Result<Vec<DatasetSpec>, DataError> 
     let entries = list.datasets.into_iter().map(|entry| {
         let roots = entry.data_path.map_or_else(|| roots.clone(), |folder| Roots::all(beside(path, folder)));
         let sampling = entry.sampling_strategy.as_deref().map_or(Ok(Sampling::All), Sampling::parse)?;
-        Ok(DatasetSpec { sampling, ..DatasetSpec::file(beside(path, entry.json_path), roots) })
+        Ok(DatasetSpec { sampling, ..DatasetSpec::file(beside(path, entry.json_path)).with_roots(roots) })
     });
     entries.collect()
 }

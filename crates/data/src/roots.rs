@@ -40,7 +40,6 @@ impl Roots {
     }
 
     /// Returns the setting of the roots of a kind.
-    #[must_use]
     pub fn setting(kind: MediumKind) -> Setting {
         Self::default().of(kind).1
     }

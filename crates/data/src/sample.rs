@@ -203,7 +203,6 @@ pub struct RecordedCompletion {
 
 impl RecordedCompletion {
     /// Returns the completion as a column `completion` for supervised training: its text, or messages if it has several turns.
-    #[must_use]
     pub fn answer(&self) -> Value {
         let said = |text: &str| json!({ "role": Role::Assistant.as_str(), "content": text });
         let last = self.text.as_deref().unwrap_or_default();
@@ -235,7 +234,6 @@ pub struct RecordedTurn {
 }
 
 /// Returns the content of a message: the parts of a turn as rows have them. `media` are the media of the turn.
-#[must_use]
 pub fn content(turn: &Turn, media: &[MediumRef]) -> Value {
     let part = |part: &Part| match part {
         Part::Text(text) => json!({ "type": "text", "text": text }),
@@ -256,7 +254,6 @@ pub fn content(turn: &Turn, media: &[MediumRef]) -> Value {
 }
 
 /// Returns a turn whose media follow those of `before`.
-#[must_use]
 pub fn renumbered(turn: &Turn, before: &[MediumRef]) -> Turn {
     let part = |part: &Part| match part {
         Part::Medium { kind, index } => {

@@ -29,7 +29,6 @@ pub(crate) fn short_hash(bytes: &[u8]) -> String {
 
 /// Returns the extension of a medium's file name: the one of its original name if that is a plain one, else one derived from its
 /// first bytes.
-#[must_use]
 pub fn medium_extension<'a>(bytes: &[u8], name: Option<&'a str>) -> &'a str {
     let named = name.and_then(|name| Path::new(name).extension()?.to_str());
     let plain =

@@ -145,7 +145,7 @@ mod tests {
             std::fs::create_dir_all(images.join(split)).unwrap();
             std::fs::write(images.join(split).join(format!("COCO_{split}_000000262284.jpg")), "x").unwrap();
         }
-        let spec = DatasetSpec::file(&output, Roots::all(&images));
+        let spec = DatasetSpec::file(&output).with_roots(Roots::all(&images));
         let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
         let (first, last) = (dataset.get(0).unwrap(), dataset.get(1).unwrap());
         assert_eq!((first.id.as_str(), last.id.as_str()), ("1", "4"));

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use omnigrpo_data::{
     ColumnNames, Dataset, DatasetSpec, MediumKind, MediumOptions, MediumSource, Part, QuestionTemplate,
-    ReadOptions, RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, Think,
+    ReadOptions, RecordedRewards, Registry, Role, Roots, RowError, RowProblem, RowReader, Sample, Segments,
+    Think,
 };
 use omnigrpo_guard::told;
 use omnigrpo_text::ToolCall;
@@ -43,7 +44,7 @@ impl Place {
 
     fn spec(&self, name: &str, text: &str) -> DatasetSpec {
         std::fs::write(self.path(name), text).unwrap();
-        DatasetSpec::file(self.path(name), Roots::default())
+        DatasetSpec::file(self.path(name))
     }
 
     fn read_with(&self, row: &Value, options: &ReadOptions) -> Result<Sample, RowError> {
@@ -854,7 +855,7 @@ fn media_are_told_apart_by_what_they_hold() {
     ]);
     write("rows.json", rows.to_string().as_bytes());
     let digest = |name: &str| {
-        let spec = DatasetSpec::file(place.path(name), Roots::default());
+        let spec = DatasetSpec::file(place.path(name));
         Dataset::open(&[spec], &ReadOptions::default()).unwrap().media_digest()
     };
     let first = digest("rows.json");
@@ -938,11 +939,10 @@ fn a_row_without_a_file() {
     let place = Place::new();
     let absolute = place.path("b.png");
     let row = json!({"prompt": "<image><image> Q", "images": ["a.png", absolute]});
-    let sample = Sample::from_row(row, "shell", place.folder.path(), &ReadOptions::default()).unwrap();
+    let sample = RowReader::new("shell").media_in(place.folder.path()).sample(row).unwrap();
     assert_eq!(sources(&sample), [MediumSource::Path(place.path("a.png")), MediumSource::Path(absolute)]);
     assert_eq!((sample.id.as_str(), sample.think), ("shell:1", Think::On));
-    let missing =
-        Sample::from_row(json!({"prompt": "Q"}), "shell", &place.path("none"), &ReadOptions::default());
+    let missing = RowReader::new("shell").media_in(&place.path("none")).sample(json!({"prompt": "Q"}));
     assert!(matches!(missing, Err(RowProblem::Io(_))));
 }
 
@@ -1079,7 +1079,7 @@ mod arbitrary {
             let mut content = if array { b"[".to_vec() } else { b"{".to_vec() };
             content.extend(bytes);
             std::fs::write(PLACE.path("x.json"), content).unwrap();
-            let spec = super::DatasetSpec::file(PLACE.path("x.json"), Default::default());
+            let spec = super::DatasetSpec::file(PLACE.path("x.json"));
             if let Ok(dataset) = super::Dataset::open(&[spec], &Default::default()) {
                 for row in 0..dataset.len() {
                     let _ = dataset.get(row);

@@ -116,7 +116,7 @@ fn a_large_file_is_read_row_by_row() {
     }
     out.into_inner().unwrap();
     let before = resident_bytes();
-    let dataset = open(&[DatasetSpec::file(&path, Roots::default())], 0);
+    let dataset = open(&[DatasetSpec::file(&path)], 0);
     for row in (0..4000u32).step_by(3).rev().map(u64::from) {
         assert_eq!(dataset.get(row).unwrap().question(), row.to_string());
     }

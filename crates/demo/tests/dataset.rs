@@ -8,7 +8,7 @@ use std::path::Path;
 
 use image::codecs::gif::GifDecoder;
 use image::{AnimationDecoder, ImageReader};
-use omnigrpo_data::{Dataset, DatasetSpec, MediumKind, ReadOptions, Roots};
+use omnigrpo_data::{Dataset, DatasetSpec, MediumKind, ReadOptions};
 use omnigrpo_demo::{DemoError, Sizes, generate};
 use omnigrpo_rewards::{RewardInput, RewardOptions, RowKey, Think, build};
 use serde_json::{Map, Value};
@@ -209,7 +209,7 @@ fn the_projects_reader_takes_every_row() {
     let dir = dir.path().join("data");
     generate(&dir, 1, SMALL).unwrap();
     for file in FILES.into_iter().chain(["eval_permuted.jsonl"]) {
-        let spec = DatasetSpec::file(dir.join(file), Roots::default());
+        let spec = DatasetSpec::file(dir.join(file));
         let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
         let mut num_clips = 0;
         for row in 0..dataset.len() {

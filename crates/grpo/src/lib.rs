@@ -19,6 +19,7 @@ mod custom;
 mod error;
 pub mod loss;
 pub mod mask;
+pub mod metric;
 pub mod metrics;
 mod papers;
 pub mod recipe;

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::loss::{Clipped, CorrectionKind, RatioLevel};
+use crate::metric;
 
 /// Name and value of a metric; `None` if nothing was measured (written as `null`).
 pub type Metric = (String, Option<f64>);
@@ -278,14 +279,14 @@ impl MetricSums {
         let mean = |sum: f64, count: u64| (count > 0).then(|| sum / count as f64);
 
         if self.loss.is_some() {
-            put("loss", self.loss);
+            put(metric::LOSS, self.loss);
             put("policy_loss", Some(self.policy));
             if self.kl.is_some() {
-                put("kl", self.kl);
+                put(metric::KL, self.kl);
                 put("kl/token_mean", mean(self.kl_token_sum, self.kl_tokens));
             }
             if self.entropy_tokens > 0 {
-                put("entropy", mean(self.entropy, self.entropy_tokens));
+                put(metric::ENTROPY, mean(self.entropy, self.entropy_tokens));
             }
             if self.clip_units > 0 {
                 put("clip_ratio/low_mean", mean(self.clip_low, self.clip_units));
@@ -294,7 +295,7 @@ impl MetricSums {
                 put("clip_ratio/high_max", self.clip_high_max);
                 // A ratio cannot be both below and above the range, so the two counts can be added.
                 let region = mean(self.clip_low + self.clip_high, self.clip_units);
-                put("clip_ratio/region_mean", region);
+                put(metric::CLIP_RATIO, region);
                 put("clip_ratio", region);
             }
             if self.corrected.count > 0 {
@@ -314,13 +315,13 @@ impl MetricSums {
             }
             put("completion_length", mean(self.lengths.sum as f64, self.lengths.count));
             let clipped = self.lengths.count - self.terminated.count;
-            put("completions/clipped_ratio", mean(clipped as f64, self.lengths.count));
+            put(metric::CLIPPED, mean(clipped as f64, self.lengths.count));
         }
         if self.groups > 0 {
-            put("reward", self.total.mean());
-            put("reward_std", self.total.std());
+            put(metric::REWARD, self.total.mean());
+            put(metric::REWARD_STD, self.total.std());
             put("reward_std/group", self.group_std.mean());
-            put("frac_reward_zero_std", mean(self.zero_std_groups as f64, self.groups));
+            put(metric::ZERO_STD, mean(self.zero_std_groups as f64, self.groups));
             for sums in &self.rewards {
                 put(&format!("rewards/{}", sums.name), sums.values.mean());
                 put(&format!("rewards/{}/mean", sums.name), sums.values.mean());

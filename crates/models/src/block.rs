@@ -133,25 +133,61 @@ pub struct KeptBlock {
     experts: Option<KeptExperts>,
 }
 
-impl KeptBlock {
-    /// Range of those arrays of [`Self::into_arrays`] that contain only the rows that continue past attention.
-    pub(crate) const BEYOND: std::ops::Range<usize> = 4..10;
+/// Name of an array of a block: its output, or one that it keeps. Those of a half have its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum BlockArray {
+    Output,
+    Raw,
+    Qkv,
+    Lse,
+    Attended,
+    Branch(usize),
+    Sum(usize),
+    Middle,
+    Wide,
+}
 
-    /// Returns the arrays in the order of [`Self::from_arrays`], or `None` if the block has experts.
-    pub(crate) fn into_arrays(self) -> Option<[Option<Rows>; 10]> {
+impl BlockArray {
+    /// Returns true if the array contains only the rows that continue past attention.
+    pub(crate) fn is_beyond_attention(self) -> bool {
+        !matches!(self, Self::Raw | Self::Qkv | Self::Lse | Self::Attended)
+    }
+}
+
+impl KeptBlock {
+    /// Returns the arrays that the block has, or `None` if the block has experts.
+    pub(crate) fn into_arrays(self) -> Option<impl Iterator<Item = (BlockArray, Rows)>> {
+        use BlockArray::{Attended, Branch, Lse, Middle, Qkv, Raw, Sum, Wide};
         let Self { raw, qkv, lse, attended, joined: [a, b], middle, wide, experts } = self;
-        let [qkv, lse, attended, middle, wide] = [qkv, lse, attended, middle, wide].map(Some);
-        experts.is_none().then_some([raw, qkv, lse, attended, a.branch, a.sum, b.branch, b.sum, middle, wide])
+        let always = [(Qkv, qkv), (Lse, lse), (Attended, attended), (Middle, middle), (Wide, wide)];
+        let some =
+            [(Raw, raw), (Branch(0), a.branch), (Sum(0), a.sum), (Branch(1), b.branch), (Sum(1), b.sum)];
+        let some = some.into_iter().filter_map(|(name, rows)| Some((name, rows?)));
+        experts.is_none().then(|| some.chain(always))
     }
 
-    /// Rebuilds the value from the arrays of [`Self::into_arrays`]. Returns `None` if required arrays are missing.
-    pub(crate) fn from_arrays(mut arrays: impl Iterator<Item = Option<Rows>>) -> Option<Self> {
-        let mut next = || arrays.next();
-        let (raw, qkv, lse, attended) = (next()?, next()??, next()??, next()??);
-        let mut joined = || Some(Joined { branch: next()?, sum: next()? });
-        let joined = [joined()?, joined()?];
-        let (middle, wide) = (next()??, next()??);
-        Some(Self { raw, qkv, lse, attended, joined, middle, wide, experts: None })
+    /// Builds the value from the arrays that `take` returns. Returns `None` if required arrays are missing.
+    pub(crate) fn from_arrays<E>(
+        mut take: impl FnMut(BlockArray) -> std::result::Result<Option<Rows>, E>,
+    ) -> std::result::Result<Option<Self>, E> {
+        let raw = take(BlockArray::Raw)?;
+        let (qkv, lse) = (take(BlockArray::Qkv)?, take(BlockArray::Lse)?);
+        let attended = take(BlockArray::Attended)?;
+        let mut joined =
+            |half| Ok(Joined { branch: take(BlockArray::Branch(half))?, sum: take(BlockArray::Sum(half))? });
+        let joined = [joined(0)?, joined(1)?];
+        let (middle, wide) = (take(BlockArray::Middle)?, take(BlockArray::Wide)?);
+        let required = (|| Some((qkv?, lse?, attended?, middle?, wide?)))();
+        Ok(required.map(|(qkv, lse, attended, middle, wide)| Self {
+            raw,
+            qkv,
+            lse,
+            attended,
+            joined,
+            middle,
+            wide,
+            experts: None,
+        }))
     }
 }
 

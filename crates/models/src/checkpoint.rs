@@ -30,7 +30,7 @@ impl Checkpoint {
     /// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/checkpoints/qwen2_vl_untied");
     /// let checkpoint = Checkpoint::open(directory.as_ref())?;
     /// assert_eq!(checkpoint.family().name(), "qwen2_vl");
-    /// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+    /// let model = Model::load(&checkpoint, &LoadOptions::default())?;
     /// assert_eq!(model.decoder().config().layers, 2);
     /// # Ok::<(), omnigrpo_models::ModelError>(())
     /// ```

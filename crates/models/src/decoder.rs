@@ -278,75 +278,67 @@ pub struct Scored {
     pub scores: Scores,
 }
 
+/// Builds a block of a decoder.
+fn block(config: &DecoderConfig, layer: &mut Scope) -> Result<Block> {
+    let (h, i, heads, eps) = (config.hidden, config.intermediate, config.heads, config.rms_eps);
+    let [qkv_bias, proj_bias] = config.attention_bias;
+    let mlp = |name: &str| match config.experts {
+        None => format!("mlp.{name}"),
+        Some(_) => format!("mlp.shared_experts.{name}"),
+    };
+    Ok(Block {
+        order: NormOrder::Pre,
+        norms: [
+            layer.rms_norm("input_layernorm", h, eps)?,
+            layer.rms_norm("post_attention_layernorm", h, eps)?,
+        ],
+        scales: None,
+        qkv: vec![
+            layer.linear("self_attn.q_proj", heads.q_width(), h, qkv_bias)?,
+            layer.linear("self_attn.k_proj", heads.kv_width(), h, qkv_bias)?,
+            layer.linear("self_attn.v_proj", heads.kv_width(), h, qkv_bias)?,
+        ],
+        proj: layer.linear("self_attn.o_proj", h, heads.q_width(), proj_bias)?,
+        qk_norm: match config.qk_norm {
+            false => None,
+            true => Some(QkNorm::PerHead([
+                layer.rms_norm("self_attn.q_norm", heads.dim, eps)?,
+                layer.rms_norm("self_attn.k_norm", heads.dim, eps)?,
+            ])),
+        },
+        mlp: Mlp::SwiGlu {
+            gate: layer.linear(&mlp("gate_proj"), i, h, false)?,
+            up: layer.linear(&mlp("up_proj"), i, h, false)?,
+            down: layer.linear(&mlp("down_proj"), h, i, false)?,
+        },
+        experts: config.experts.as_ref().map(|experts| build_experts(experts, h, layer)).transpose()?,
+        heads,
+    })
+}
+
+/// Builds the experts of a block.
+fn build_experts(config: &ExpertsConfig, h: usize, layer: &mut Scope) -> Result<Experts> {
+    let ExpertsConfig { count, topk, intermediate } = *config;
+    // The router is a parameter rather than a layer in `transformers`, so it takes no adapter.
+    let router = layer.get("mlp.router.weight", &[count, h], Init::Normal)?;
+    let fc1 = layer.get("mlp.experts.fc1.weight", &[count, h, 2 * intermediate], Init::Normal)?;
+    let fc2 = layer.get("mlp.experts.fc2.weight", &[count, intermediate, h], Init::Normal)?;
+    Ok(Experts {
+        router: Linear::reshaped(router, None, count, h)?,
+        fc1: ExpertLinear::new(fc1)?,
+        fc2: ExpertLinear::new(fc2)?,
+        topk,
+    })
+}
+
 impl Decoder {
     /// Builds the decoder from a source of weights.
     pub fn build(config: DecoderConfig, names: DecoderNames, source: &mut dyn WeightSource) -> Result<Self> {
-        let (h, i, heads) = (config.hidden, config.intermediate, config.heads);
-        let [qkv_bias, proj_bias] = config.attention_bias;
+        let h = config.hidden;
         let mut scope = Scope::new(source, names.model, Part::Llm);
         let embed = scope.get("embed_tokens.weight", &[config.vocab, h], Init::Normal)?;
-        let mut blocks = Vec::with_capacity(config.layers);
-        for l in 0..config.layers {
-            let mut layer = scope.sub(&format!("layers.{l}."));
-            let mlp = |name: &str| match config.experts {
-                None => format!("mlp.{name}"),
-                Some(_) => format!("mlp.shared_experts.{name}"),
-            };
-            let norms = [
-                layer.rms_norm("input_layernorm", h, config.rms_eps)?,
-                layer.rms_norm("post_attention_layernorm", h, config.rms_eps)?,
-            ];
-            blocks.push(Arc::new(Block {
-                order: NormOrder::Pre,
-                norms,
-                scales: None,
-                qkv: vec![
-                    layer.linear("self_attn.q_proj", heads.q_width(), h, qkv_bias)?,
-                    layer.linear("self_attn.k_proj", heads.kv_width(), h, qkv_bias)?,
-                    layer.linear("self_attn.v_proj", heads.kv_width(), h, qkv_bias)?,
-                ],
-                proj: layer.linear("self_attn.o_proj", h, heads.q_width(), proj_bias)?,
-                qk_norm: match config.qk_norm {
-                    false => None,
-                    true => Some(QkNorm::PerHead([
-                        layer.rms_norm("self_attn.q_norm", heads.dim, config.rms_eps)?,
-                        layer.rms_norm("self_attn.k_norm", heads.dim, config.rms_eps)?,
-                    ])),
-                },
-                mlp: Mlp::SwiGlu {
-                    gate: layer.linear(&mlp("gate_proj"), i, h, false)?,
-                    up: layer.linear(&mlp("up_proj"), i, h, false)?,
-                    down: layer.linear(&mlp("down_proj"), h, i, false)?,
-                },
-                experts: match config.experts {
-                    None => None,
-                    Some(ExpertsConfig { count, topk, intermediate }) => {
-                        let (fc1, fc2) = ([count, h, 2 * intermediate], [count, intermediate, h]);
-                        Some(Experts {
-                            // The router is a parameter rather than a layer in `transformers`, so it takes no adapter.
-                            router: Linear::reshaped(
-                                layer.get("mlp.router.weight", &[count, h], Init::Normal)?,
-                                None,
-                                count,
-                                h,
-                            )?,
-                            fc1: ExpertLinear::new(layer.get(
-                                "mlp.experts.fc1.weight",
-                                &fc1,
-                                Init::Normal,
-                            )?)?,
-                            fc2: ExpertLinear::new(layer.get(
-                                "mlp.experts.fc2.weight",
-                                &fc2,
-                                Init::Normal,
-                            )?)?,
-                            topk,
-                        })
-                    }
-                },
-                heads,
-            }));
-        }
+        let block = |l: usize| block(&config, &mut scope.sub(&format!("layers.{l}."))).map(Arc::new);
+        let blocks = (0..config.layers).map(block).collect::<Result<_>>()?;
         let final_norm = scope.rms_norm("norm", h, config.rms_eps)?;
         let name = format!("{}embed_tokens.weight", names.model);
         let tied = source.tied(&name, names.head, config.tie_word_embeddings)?;
@@ -355,36 +347,31 @@ impl Decoder {
         } else {
             source.get(names.head, Part::Llm, &[config.vocab, h], Init::Normal)?
         };
-        let frequencies = config.rope.frequencies(heads.dim);
+        let frequencies = config.rope.frequencies(config.heads.dim);
         Ok(Self { config, embed, blocks, final_norm, head, frequencies, rows_read: AtomicU64::new(0) })
     }
 
     /// Returns the configuration.
-    #[must_use]
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
     /// Returns whether the output head is the input embedding.
-    #[must_use]
     pub fn tied(&self) -> bool {
         Arc::ptr_eq(&self.embed, &self.head)
     }
 
     /// Returns the output head `[vocab, h]`, unless it is the input embedding.
-    #[must_use]
     pub fn own_head(&self) -> Option<&Arc<Param>> {
         (!self.tied()).then_some(&self.head)
     }
 
     /// Returns the input embedding `[vocab, h]`.
-    #[must_use]
     pub fn embedding(&self) -> &Arc<Param> {
         &self.embed
     }
 
     /// Returns the weights of each block, with those of its adapters.
-    #[must_use]
     pub fn block_params(&self) -> Vec<Vec<Arc<Param>>> {
         let with_adapter = |param: &Arc<Param>| {
             let adapter = param.adapter().into_iter().flat_map(|adapter| [adapter.a(), adapter.b()]);
@@ -395,20 +382,17 @@ impl Decoder {
 
     /// Returns the layers that a [`Lend`](omnigrpo_ops::Lend) numbers, each with its weights: the blocks, the embedding and the
     /// head, which may be the same weight. Adapters and the final norm belong to no layer.
-    #[must_use]
     pub fn layers(&self) -> Vec<Vec<Arc<Param>>> {
         let blocks = self.blocks.iter().map(|block| block.params().into_iter().map(Arc::clone).collect());
         blocks.chain([&self.embed, &self.head].map(|end| vec![Arc::clone(end)])).collect()
     }
 
     /// Returns the number of the embedding and that of the head among the [`Self::layers`].
-    #[must_use]
     pub fn ends(&self) -> [usize; 2] {
         [self.blocks.len(), self.blocks.len() + 1]
     }
 
     /// Computes the rotary angles of each row.
-    #[must_use]
     pub fn rope_table(&self, positions: &[Position]) -> Arc<RopeTable> {
         let half = self.frequencies.len();
         let axes = self.config.rope.axes.clone().unwrap_or_default();
@@ -499,7 +483,6 @@ impl Decoder {
     }
 
     /// Returns how many tokens have been read for sampling so far: in prompts, in turns of other speakers, and one by one.
-    #[must_use]
     pub fn rows_read(&self) -> u64 {
         self.rows_read.load(Ordering::Relaxed)
     }
@@ -618,7 +601,6 @@ impl Decoder {
     }
 
     /// Returns a generator that draws tokens for the active rows, step by step. The weights must not change while it is in use.
-    #[must_use]
     pub fn next_tokens<'a>(&'a self, how: Sampler<'a>, pass: &Pass) -> NextTokens<'a> {
         NextTokens {
             decoder: self,
@@ -703,7 +685,6 @@ impl NextTokens<'_> {
     }
 
     /// Returns counts of how the tokens were computed, on a GPU.
-    #[must_use]
     pub fn replays(&self) -> Option<&Replays> {
         self.tokens.replays()
     }

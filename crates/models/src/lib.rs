@@ -49,7 +49,9 @@ pub use families::{
 pub use lora::LoraConfig;
 pub use media_classifier::MediaClassifier;
 pub use media_store::{MediaStore, MediaUsage};
-pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};
+pub use model::{
+    FeatureGradients, Features, LoadOptions, Memories, Model, ReferencePlace, StreamPass, Training,
+};
 pub use omnigrpo_guard::Setting;
 pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};

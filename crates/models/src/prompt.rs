@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use omnigrpo_data::{Cause, MediumInfo, MediumOptions, MediumRef, MediumSource, RecordedCompletion, Sample};
+use omnigrpo_data::{
+    Cause, MediumInfo, MediumOptions, MediumRef, MediumSource, RecordedCompletion, RecordedTurn, Sample,
+};
 use omnigrpo_text::{
     ChatTemplate, MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions,
     RenderedPrompt, Role, Span, StopSet, Tokenizer, Turn,
@@ -113,7 +115,6 @@ pub struct SftExample {
 
 impl SftExample {
     /// Returns the number of imitated tokens.
-    #[must_use]
     pub fn num_imitated(&self) -> usize {
         self.target.len() - self.turns.iter().map(|turn| turn.turn.ids.len()).sum::<usize>()
     }
@@ -122,9 +123,7 @@ impl SftExample {
 /// Builds prompts for one checkpoint from its chat template, the conversation of a row and the row's media.
 ///
 /// ```
-/// use std::path::Path;
-///
-/// use omnigrpo_data::{ReadOptions, Sample};
+/// use omnigrpo_data::RowReader;
 /// use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings};
 /// use serde_json::json;
 ///
@@ -132,7 +131,7 @@ impl SftExample {
 /// let checkpoint = Checkpoint::open(directory.as_ref())?;
 /// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
 /// let row = json!({ "prompt": "Which is larger, 3 or 5?" });
-/// let sample = Sample::from_row(row, "mine", Path::new("."), &ReadOptions::default())?;
+/// let sample = RowReader::new("mine").sample(row)?;
 /// let prompt = prompts.build(&sample)?;
 /// assert!(prompt.text.contains("3 or 5?") && prompt.media.is_empty());
 /// assert_eq!(prompts.tokenizer().decode(&prompt.ids, false)?, prompt.text);
@@ -164,7 +163,6 @@ impl PromptBuilder {
     }
 
     /// Returns a builder of prompts that describe these tools ([`RenderOptions::tools`]), and is otherwise the same.
-    #[must_use]
     pub fn with_tools(&self, tools: Vec<serde_json::Value>) -> Self {
         let mut own = self.clone();
         own.settings.render.tools = tools;
@@ -172,31 +170,26 @@ impl PromptBuilder {
     }
 
     /// Returns the tokenizer.
-    #[must_use]
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
     /// Returns the rules that end a completion.
-    #[must_use]
     pub fn stops(&self) -> &StopSet {
         &self.stops
     }
 
     /// Returns the settings.
-    #[must_use]
     pub fn settings(&self) -> &PromptSettings {
         &self.settings
     }
 
     /// Returns the store of decoded media.
-    #[must_use]
     pub fn media_store(&self) -> &MediaStore {
         &self.media_store
     }
 
     /// Returns the family.
-    #[must_use]
     pub fn family(&self) -> &Family {
         &self.family
     }
@@ -607,20 +600,12 @@ impl PromptBuilder {
         let whole = completion.completion_ids.as_deref();
         let (mut ids, mut turns) = (Vec::new(), Vec::new());
         for (number, recorded) in completion.turns.iter().enumerate() {
-            match (whole, recorded.model_tokens) {
-                (Some(whole), Some(tokens)) => {
-                    let own = ids.len().checked_add(tokens).and_then(|end| whole.get(ids.len()..end));
-                    ids.extend(own.ok_or_else(|| {
-                        unlike(format!("turn {number} of the model has more tokens than `completion_ids`"))
-                    })?);
+            match whole {
+                Some(whole) => {
+                    let left = whole.get(ids.len()..).unwrap_or_default();
+                    ids.extend(recorded_tokens(number, recorded, left)?);
                 }
-                (Some(_), None) => {
-                    return Err(unlike(format!(
-                        "turn {number} has no `model_tokens`, so its place in `completion_ids` is unknown; leave out the ids to \
-                         tokenise the texts"
-                    )));
-                }
-                (None, _) => {
+                None => {
                     ids.extend(self.completion_ids(&recorded.model)?);
                     ids.push(self.turn_stop()?);
                 }
@@ -814,4 +799,15 @@ fn num_features(medium: &MediumTokens) -> usize {
         _ => 0,
     };
     medium.segments.iter().map(count).sum()
+}
+
+/// Returns the tokens of a recorded turn of the model, the first of those that are left.
+fn recorded_tokens<'w>(number: usize, recorded: &RecordedTurn, left: &'w [u32]) -> Result<&'w [u32]> {
+    let unlike = |what: &str| ModelError::AddedTurn { what: format!("turn {number} {what}") };
+    let tokens = recorded.model_tokens.ok_or_else(|| {
+        unlike(
+            "has no `model_tokens`, so its place in `completion_ids` is unknown; leave out the ids to tokenise the texts",
+        )
+    })?;
+    left.get(..tokens).ok_or_else(|| unlike("of the model has more tokens than `completion_ids`"))
 }

@@ -9,20 +9,17 @@
 //! stream is assembled block by block, so the memory that is freed makes room for the next block. Before that, the unused end of
 //! each piece is given back.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use omnigrpo_kernels::buffer;
 use omnigrpo_ops::{Memory, Rows};
 
-use crate::block::KeptBlock;
+use crate::block::{BlockArray, KeptBlock};
 use crate::error::{ModelError, Result};
 use crate::stream::PackedStream;
 
 /// Largest number of rows in the first piece of decoded rows.
 const PIECE: usize = 256;
-
-/// Arrays of a block: its output, then those of [`KeptBlock::into_arrays`].
-type Arrays = Vec<Option<Rows>>;
 
 /// Place where a row of a stream was computed.
 #[derive(Clone, Copy)]
@@ -36,7 +33,7 @@ enum Place {
 struct Prompt {
     ids: Vec<u32>,
     samples: usize,
-    blocks: VecDeque<Arrays>,
+    blocks: VecDeque<BTreeMap<BlockArray, Rows>>,
 }
 
 /// Results that the decoder computed while the completions of some prompts were sampled.
@@ -50,7 +47,7 @@ pub struct DecoderMemory {
     /// Total number of rows that the prompts so far may decode.
     expected: usize,
     /// Decoded rows, by block, then by array.
-    stacks: Vec<Vec<Option<Stack>>>,
+    stacks: Vec<BTreeMap<BlockArray, Stack>>,
     /// Whether the next rows belong to a prompt.
     in_prompt: bool,
 }
@@ -96,7 +93,8 @@ impl DecoderMemory {
 
     /// Marks the end of decoding and gives unused memory back.
     pub fn finish(&mut self) {
-        let pieces = self.stacks.iter_mut().flatten().flatten().flat_map(|stack| &mut stack.pieces);
+        let pieces =
+            self.stacks.iter_mut().flat_map(BTreeMap::values_mut).flat_map(|stack| &mut stack.pieces);
         pieces.for_each(Vec::shrink_to_fit);
     }
 
@@ -105,12 +103,11 @@ impl DecoderMemory {
         if self.room.is_none() {
             return Ok(());
         }
-        let mut arrays = vec![Some(y.clone())];
+        let mut arrays = BTreeMap::from([(BlockArray::Output, y.clone())]);
         if !self.outputs_only {
-            match kept.into_arrays() {
-                Some(own) => arrays.extend(own),
-                None => return Err(ModelError::shape("recall: blocks with experts are unsupported")),
-            }
+            let own = kept.into_arrays();
+            arrays
+                .extend(own.ok_or_else(|| ModelError::shape("recall: blocks with experts are unsupported"))?);
         }
         if self.in_prompt {
             if let Some(prompt) = self.prompts.last_mut() {
@@ -119,15 +116,12 @@ impl DecoderMemory {
             return Ok(());
         }
         if self.stacks.len() == l {
-            let stack = |array: &Option<Rows>| array.as_ref().map(|rows| Stack::new(rows.cols()));
-            self.stacks.push(arrays.iter().map(stack).collect());
+            let stacks = arrays.iter().map(|(&name, rows)| (name, Stack::new(rows.cols())));
+            self.stacks.push(stacks.collect());
         }
         let more = self.expected.saturating_sub(self.decoded.len());
-        let stacks = self.stacks.get_mut(l).into_iter().flatten();
-        stacks.zip(&arrays).try_for_each(|(stack, array)| match (stack, array) {
-            (Some(stack), Some(rows)) => stack.push(rows, more),
-            _ => Ok(()),
-        })
+        let mut stacks = self.stacks.get_mut(l).into_iter().flatten();
+        stacks.try_for_each(|(name, stack)| arrays.get(name).map_or(Ok(()), |rows| stack.push(rows, more)))
     }
 
     /// Returns the results of the blocks in the order of `stream`, which must consist of exactly these prompts with all their
@@ -156,19 +150,18 @@ impl DecoderMemory {
             .collect();
         let (mut memory, mut prompts, mut stacks) = (Memory::default(), prompts, stacks.into_iter());
         for l in 0..num_blocks {
-            let mut of_prompts: Vec<Arrays> =
+            let mut of_prompts: Vec<_> =
                 prompts.iter_mut().filter_map(|prompt| prompt.blocks.pop_front()).collect();
             let mut of_decoded = stacks.next().unwrap_or_default();
-            let mut arrays = Vec::new();
-            for at in 0..of_prompts.first().map_or(0, Vec::len) {
-                let own: Vec<Option<Rows>> = of_prompts.iter_mut().map(|arrays| arrays[at].take()).collect();
-                let beyond = at == 0 || KeptBlock::BEYOND.contains(&(at - 1));
-                let places = if beyond && l + 1 == num_blocks { &scored } else { &places };
-                arrays.push(gather(&own, of_decoded.get_mut(at).and_then(Option::take), places)?);
-            }
-            let mut arrays = arrays.into_iter();
-            if let Some(Some(y)) = arrays.next() {
-                memory.push(y, KeptBlock::from_arrays(arrays));
+            let mut take = |name: BlockArray| {
+                let own: Vec<Option<Rows>> =
+                    of_prompts.iter_mut().map(|arrays| arrays.remove(&name)).collect();
+                let is_last = l + 1 == num_blocks;
+                let places = if is_last && name.is_beyond_attention() { &scored } else { &places };
+                gather(&own, of_decoded.remove(&name), places)
+            };
+            if let Some(y) = take(BlockArray::Output)? {
+                memory.push(y, KeptBlock::from_arrays(take)?);
             }
         }
         Ok(Some(memory))

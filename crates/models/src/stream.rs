@@ -44,7 +44,6 @@ pub struct AddedTurn {
 
 impl AddedTurn {
     /// Returns the tokens of the completion that belong to the turn.
-    #[must_use]
     pub fn tokens(&self) -> Range<usize> {
         self.start..self.start + self.turn.ids.len()
     }
@@ -255,19 +254,16 @@ impl PackedStream {
     }
 
     /// Returns the number of rows.
-    #[must_use]
     pub fn rows(&self) -> usize {
         self.ids.len()
     }
 
     /// Returns the number of scored tokens of each completion, group by group.
-    #[must_use]
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
     }
 
     /// Returns the total number of scored tokens.
-    #[must_use]
     pub fn num_targets(&self) -> usize {
         self.order.len()
     }

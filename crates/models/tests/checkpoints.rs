@@ -12,7 +12,7 @@ use omnigrpo_guard::told;
 use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{
     Checkpoint, GroupStream, Init, LoadOptions, LoraConfig, MediaSettings, Model, ModelError, PackedStream,
-    Prompt, PromptBuilder, Quantization, WeightDtype, WeightSource,
+    Prompt, PromptBuilder, Quantization, ReferencePlace, WeightDtype, WeightSource,
 };
 use omnigrpo_ops::{Param, ParamDtype, Part};
 use omnigrpo_testkit::{Golden, case_prompt, checkpoint, copy_dir, golden, max_diff, train_all, weight_bits};
@@ -21,7 +21,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
 fn load(name: &str, dtype: WeightDtype) -> Model {
-    Model::load(&checkpoint(name), dtype).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), dtype).unwrap()
 }
 
 /// Completion log-probabilities of case A.
@@ -116,7 +116,7 @@ fn what_is_saved_loads_to_the_same_bits() {
             };
             assert!(published.iter().any(|p| tensor.starts_with(p)), "{name}: {tensor}");
         }
-        let again = Model::load(&saved, WeightDtype::Auto).unwrap();
+        let again = omnigrpo_testkit::load(&saved, WeightDtype::Auto).unwrap();
         assert_eq!(weight_bits(&again), weight_bits(&model), "{name}");
         assert_eq!(logprobs(&again), logprobs(&model), "{name}");
 
@@ -166,8 +166,8 @@ fn an_outline_is_the_model_without_its_data() {
             for dtype in [WeightDtype::Auto, WeightDtype::Float32, WeightDtype::BFloat16] {
                 let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
                 let options = LoadOptions { dtype, quantization, ..LoadOptions::default() };
-                let outline = Model::outline(&opened, &options, false).unwrap();
-                let model = Model::load_with(&opened, &options).unwrap();
+                let outline = Model::load(&opened, &LoadOptions { outline: true, ..options }).unwrap();
+                let model = Model::load(&opened, &options).unwrap();
                 let facts = |model: &Model| -> Vec<_> {
                     let each = model.params().iter();
                     each.map(|p| {
@@ -197,7 +197,7 @@ fn weights_in_place_are_those_that_are_read() {
         let all = |_: &str, _: Part| true;
         let in_place: Option<omnigrpo_models::Chosen> = if in_place { Some(&all) } else { None };
         let options = LoadOptions { dtype, quantization, in_place, ..LoadOptions::default() };
-        Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
+        Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
     };
     for name in ["qwen2_5_vl_tied", "qwen2_5_vl_tied_bf16", "humanomni"] {
         let (read, mapped) =
@@ -256,12 +256,15 @@ fn a_reference_stays_in_files_that_hold_its_numbers() {
     let dir = TempDir::new().unwrap();
     copy_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/assets/model"), dir.path());
     let load = |dtype: WeightDtype| {
-        let model = Model::load(dir.path(), dtype).unwrap();
+        let model = omnigrpo_testkit::load(dir.path(), dtype).unwrap();
         train_all(&model);
         model
     };
     let model = load(WeightDtype::Auto);
-    let (lent, copied) = (model.reference_in_place().unwrap(), model.reference().unwrap());
+    let (lent, copied) = (
+        model.reference(ReferencePlace::Files).unwrap(),
+        model.reference(ReferencePlace::Memory(model.device())).unwrap(),
+    );
     assert!(lent.params().iter().all(|weight| weight.is_mapped() && !weight.trainable()));
     let ids: Vec<u32> = (5..40).collect();
     let prompt = Prompt {
@@ -300,14 +303,14 @@ fn a_reference_stays_in_files_that_hold_its_numbers() {
     let mut values = first.read().f32().into_owned();
     values[0] += 1.0;
     first.store(&values).unwrap();
-    let reference = changed.reference_in_place().unwrap();
+    let reference = changed.reference(ReferencePlace::Files).unwrap();
     let mapped: Vec<bool> = reference.params().iter().map(|weight| weight.is_mapped()).collect();
     assert_eq!(mapped.iter().filter(|mapped| !**mapped).count(), 1);
     assert!(!mapped[0] && reference.params()[0].read().f32() == values);
     let narrow = load(WeightDtype::BFloat16);
     let all = narrow.params().iter().map(|weight| weight.num_bytes() as u64).sum::<u64>();
     assert_eq!(narrow.reference_bytes(), all);
-    let narrow = narrow.reference_in_place().unwrap();
+    let narrow = narrow.reference(ReferencePlace::Files).unwrap();
     assert!(narrow.params().iter().all(|weight| !weight.is_mapped()));
 
     // Another file in its place leaves the one that is open.
@@ -319,7 +322,7 @@ fn a_reference_stays_in_files_that_hold_its_numbers() {
     lent.files_unchanged().unwrap();
     assert_eq!(score(&lent), expected);
     std::fs::rename(dir.path().join("kept"), &file).unwrap();
-    let again = load(WeightDtype::Auto).reference_in_place().unwrap();
+    let again = load(WeightDtype::Auto).reference(ReferencePlace::Files).unwrap();
     again.files_unchanged().unwrap();
     let open = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
     open.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
@@ -415,7 +418,7 @@ fn without_weights() -> TempDir {
 }
 
 fn error(dir: &Path) -> String {
-    match Model::load(dir, WeightDtype::Auto) {
+    match omnigrpo_testkit::load(dir, WeightDtype::Auto) {
         Ok(_) => panic!("{} loads", dir.display()),
         Err(error) => told(&error),
     }
@@ -436,7 +439,7 @@ const UP: &str = "model.layers.1.mlp.up_proj.weight";
 fn whether_the_head_is_tied_is_told_by_the_tensors() {
     let embed = |tensors: &Tensors| tensors["model.embed_tokens.weight"].clone();
     let same = with_tensors(|t| _ = t.insert("lm_head.weight".into(), embed(t)));
-    let model = Model::load(same.path(), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(same.path(), WeightDtype::Auto).unwrap();
     assert!(model.decoder().tied());
     assert_eq!(logprobs(&model), logprobs(&load("qwen2_vl_tied", WeightDtype::Auto)));
 
@@ -445,7 +448,7 @@ fn whether_the_head_is_tied_is_told_by_the_tensors() {
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"))
         .unwrap();
-    let model = Model::load(same.path(), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(same.path(), WeightDtype::Auto).unwrap();
     assert!(!model.decoder().tied());
     assert_eq!(logprobs(&model), logprobs(&load("qwen2_vl_tied", WeightDtype::Auto)));
 
@@ -455,7 +458,7 @@ fn whether_the_head_is_tied_is_told_by_the_tensors() {
         head.2[3] ^= 0x80;
         t.insert("lm_head.weight".into(), head);
     });
-    let model = Model::load(other.path(), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(other.path(), WeightDtype::Auto).unwrap();
     assert!(!model.decoder().tied());
     assert!(model.params().iter().any(|p| p.name() == "lm_head.weight"));
 }
@@ -639,7 +642,7 @@ fn sizes_of_a_configuration_take_no_memory_before_they_fit_the_weights() {
             for (key, config) in cases {
                 std::fs::write(dir.path().join(&file), config.to_string()).unwrap();
                 // Many keys are no sizes; with those the checkpoint still loads.
-                if let Err(error) = Model::load(dir.path(), WeightDtype::Auto) {
+                if let Err(error) = omnigrpo_testkit::load(dir.path(), WeightDtype::Auto) {
                     assert!(!error.to_string().is_empty(), "{name} {file} {key}");
                 }
             }
@@ -876,25 +879,28 @@ fn the_configuration_is_read_once() {
         let settings = omnigrpo_testkit::rows::settings(MediaSettings::default());
         assert!(!PromptBuilder::open(&opened, settings).unwrap().stops().ids.is_empty());
         let options = LoadOptions::default();
-        let outline = Model::outline(&opened, &options, false).unwrap();
-        let model = Model::load_with(&opened, &options).unwrap();
+        let outline = Model::load(&opened, &LoadOptions { outline: true, ..options }).unwrap();
+        let model = Model::load(&opened, &options).unwrap();
         assert_eq!(outline.params().len(), model.params().len());
-        assert_eq!(model.reference().unwrap().params().len(), model.params().len());
-        let random = Model::random(&opened, 1, &options).unwrap();
+        assert_eq!(
+            model.reference(ReferencePlace::Memory(model.device())).unwrap().params().len(),
+            model.params().len()
+        );
+        let random = Model::load(&opened, &LoadOptions { random: Some(1), ..options }).unwrap();
         assert_eq!(random.decoder().config(), model.decoder().config());
 
         // The saved model equals the loaded one.
         let saved = place.path().join("saved");
         model.save_pretrained(&saved).unwrap();
         assert_eq!(
-            weight_bits(&Model::load(&saved, WeightDtype::Auto).unwrap()),
+            weight_bits(&omnigrpo_testkit::load(&saved, WeightDtype::Auto).unwrap()),
             weight_bits(&model),
             "{name}"
         );
         if name.starts_with("internvl") {
             let layout = if name.ends_with("hf") { "original" } else { "hf" };
             model.save_as(&place.path().join("other"), layout).unwrap();
-            Model::load(&place.path().join("other"), WeightDtype::Auto).unwrap();
+            omnigrpo_testkit::load(&place.path().join("other"), WeightDtype::Auto).unwrap();
         }
     }
 }
@@ -916,7 +922,8 @@ fn the_family_is_told_by_config_json_alone() {
 #[test]
 fn a_random_model_depends_on_its_seed_alone() {
     let opened = Checkpoint::open(&checkpoint("qwen2_5_vl_untied")).unwrap();
-    let random = |seed| Model::random(&opened, seed, &LoadOptions::default()).unwrap();
+    let random =
+        |seed| Model::load(&opened, &LoadOptions { random: Some(seed), ..LoadOptions::default() }).unwrap();
     let (a, again, b) = (random(1), random(1), random(2));
     assert_eq!(weight_bits(&a), weight_bits(&again));
     let up = |model: &Model| weight_bits(model)[UP].clone();
@@ -936,7 +943,7 @@ fn a_reference_shares_what_is_frozen_and_copies_what_is_trained() {
     for param in model.params() {
         param.set_trainable(param.part() == Part::Llm);
     }
-    let reference = model.reference().unwrap();
+    let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
     assert_eq!(weight_bits(&reference), weight_bits(&model));
     let before = weight_bits(&reference);
     for (ours, theirs) in model.params().iter().zip(reference.params()) {
@@ -970,7 +977,7 @@ fn companions_are_copied_and_the_template_is_a_file() {
     std::fs::write(source.join("pytorch_model.bin"), "x").unwrap();
     let config: serde_json::Value =
         serde_json::from_slice(&std::fs::read(source.join("tokenizer_config.json")).unwrap()).unwrap();
-    let mut model = Model::load(&source, WeightDtype::Auto).unwrap();
+    let mut model = omnigrpo_testkit::load(&source, WeightDtype::Auto).unwrap();
     model.save_trained(&saved).unwrap();
     let text = |name: &str| std::fs::read_to_string(saved.join(name)).unwrap();
     for name in more {
@@ -1010,7 +1017,7 @@ fn links_that_lead_out_of_a_checkpoint_are_refused() {
     std::fs::write(root.join("secret"), "a key").unwrap();
     copy_dir(&checkpoint("qwen2_5_vl_tied"), &model);
     let opened = omnigrpo_models::Checkpoint::open(&model).unwrap();
-    let loaded = Model::load_with(&opened, &LoadOptions::default()).unwrap();
+    let loaded = Model::load(&opened, &LoadOptions::default()).unwrap();
     std::fs::create_dir(model.join("additional_chat_templates")).unwrap();
     for name in ["LICENSE", "modeling.py", "additional_chat_templates/rag.jinja", "README.md"] {
         let link = model.join(name);
@@ -1052,7 +1059,7 @@ fn links_that_lead_out_of_a_checkpoint_are_refused() {
     for dir in [model, entry.join("snapshots/0123")] {
         let opened = omnigrpo_models::Checkpoint::open(&dir).unwrap();
         let out = dir.with_extension("out");
-        Model::load_with(&opened, &LoadOptions::default()).unwrap().save_pretrained(&out).unwrap();
+        Model::load(&opened, &LoadOptions::default()).unwrap().save_pretrained(&out).unwrap();
         assert!(
             std::fs::symlink_metadata(out.join("tokenizer.json")).unwrap().is_file(),
             "a file and no link"

@@ -83,7 +83,7 @@ fn prompt(name: &str, which: &str) -> Prompt {
 }
 
 fn load(name: &str) -> Model {
-    Model::load(&checkpoint(name), WeightDtype::Float32).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Float32).unwrap()
 }
 
 fn cases() -> Vec<(&'static str, Vec<&'static str>)> {
@@ -227,7 +227,7 @@ fn features_and_logits_equal_the_construction() {
 fn the_dynamic_compressor_is_a_switch() {
     let on = overrides("mm_dynamic_compressor", json!(true));
     let dir = checkpoint(SMALL);
-    let model = Model::load_with(
+    let model = Model::load(
         &opened(&dir, &on),
         &LoadOptions { dtype: WeightDtype::Float32, ..LoadOptions::default() },
     )
@@ -284,7 +284,7 @@ fn frozen_parts_do_not_change_other_gradients() {
             param.set_trainable(parts.contains(&param.part()));
             param.clear_grad();
         }
-        let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+        let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
         let gradients = pass.backward(&want.f["coefficients"], None).unwrap();
         model
             .backward_media(&[&prompt], &features, Memories::default(), gradients, Training::default())
@@ -322,7 +322,7 @@ fn a_packed_stream_equals_separate_sequences() {
     let stream = PackedStream::new(&groups).unwrap();
     let refs: Vec<&Prompt> = prompts.iter().collect();
     let features: Vec<_> = prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-    let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+    let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
     let packed = pass.logprobs.clone();
     let weights: Vec<f32> = (0..packed.len()).map(|i| ((i * 37 % 11) as f32 - 5.0) / 5.0).collect();
     let gradients = pass.backward(&weights, None).unwrap();
@@ -335,7 +335,7 @@ fn a_packed_stream_equals_separate_sequences() {
         for completion in list {
             let groups = [GroupStream { prompt, completions: vec![completion.as_slice()] }];
             let stream = PackedStream::new(&groups).unwrap();
-            let pass = model.train_pass(&stream, features, 1.0, Training::default()).unwrap();
+            let pass = model.train_pass(&stream, features, Training::default(), None).unwrap();
             let at = separate.len();
             separate.extend_from_slice(&pass.logprobs);
             let gradients = pass.backward(&weights[at..separate.len()], None).unwrap();
@@ -363,12 +363,12 @@ fn config(dir: &Path) -> Value {
 fn what_is_saved_has_the_layout_it_came_in() {
     for name in [SMALL, LARGE] {
         let dir = checkpoint(name);
-        let model = Model::load(&dir, WeightDtype::Auto).unwrap();
+        let model = omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap();
         let out = TempDir::new().unwrap();
         let saved = out.path().join("saved");
         model.save_pretrained(&saved).unwrap();
         assert_eq!(tensors(&saved), tensors(&dir), "{name}");
-        let again = Model::load(&saved, WeightDtype::Auto).unwrap();
+        let again = omnigrpo_testkit::load(&saved, WeightDtype::Auto).unwrap();
         assert_eq!(weight_bits(&again), weight_bits(&model), "{name}");
         // The copy finds the towers' directories, tokenizer and processors where they are.
         let (text, kinds) = case("va");
@@ -389,7 +389,7 @@ fn a_trained_tower_is_saved_inside() {
     let names = tensors(out.path());
     assert!(names.iter().any(|n| n.starts_with("model.audio_tower.audio_tower.encoder.layers.1.")));
     assert!(!names.iter().any(|n| n.starts_with("model.vision_tower.")));
-    let again = Model::load(out.path(), WeightDtype::Float32).unwrap();
+    let again = omnigrpo_testkit::load(out.path(), WeightDtype::Float32).unwrap();
     assert_eq!(weight_bits(&again), weight_bits(&model));
     model.load_weights(out.path()).unwrap();
 }
@@ -400,7 +400,7 @@ fn refused(change: &dyn Fn(&Path)) -> String {
     let dir = out.path().join("model");
     copy_dir(&checkpoint(LARGE), &dir);
     change(&dir);
-    match Model::load(&dir, WeightDtype::Auto) {
+    match omnigrpo_testkit::load(&dir, WeightDtype::Auto) {
         Ok(_) => panic!("the checkpoint loaded"),
         Err(e) => told(&e),
     }

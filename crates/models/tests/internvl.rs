@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_data::RowReader;
 use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, Features, GroupStream, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
@@ -21,7 +21,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 fn load(name: &str) -> Model {
-    Model::load(&checkpoint(name), WeightDtype::Auto).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
 }
 
 /// Every checkpoint with every case it has results for.
@@ -80,7 +80,7 @@ fn the_hf_template_writes_a_line_break_of_its_own() {
     let text = |name: &str, value: &str| {
         let row =
             json!({ "image": "media/shapes.png", "conversations": [{ "from": "human", "value": value }] });
-        let sample = Sample::from_row(row, "rows", &golden(""), &ReadOptions::default()).unwrap();
+        let sample = RowReader::new("rows").media_in(&golden("")).sample(row).unwrap();
         let prompt = builder(&checkpoint(name), MediaSettings::default()).build(&sample).unwrap();
         prompt.text.replace("<IMG_CONTEXT>", "<image>")
     };
@@ -142,7 +142,7 @@ fn every_gradient_equals_the_reference() {
         for recompute in [false, true] {
             train_all(&model);
             let features = [model.encode_prompt(&prompt).unwrap()];
-            let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
+            let pass = model.train_pass(&stream, &features, training(recompute), None).unwrap();
             let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
             model
                 .backward_media(&[&prompt], &features, Memories::default(), gradients, training(recompute))
@@ -220,13 +220,13 @@ fn a_checkpoint_is_saved_in_its_layout_and_converted_on_request() {
         model.save_pretrained(&path("same")).unwrap();
         model.save_as(&path("same too"), here).unwrap();
         for saved in ["same", "same too"] {
-            let again = Model::load(&path(saved), WeightDtype::Auto).unwrap();
+            let again = omnigrpo_testkit::load(&path(saved), WeightDtype::Auto).unwrap();
             assert_eq!(again.family().format().layout(), here);
             assert_eq!(weight_bits(&again), weight_bits(&model), "{name}");
         }
 
         model.save_as(&path("other"), there).unwrap();
-        let other = Model::load(&path("other"), WeightDtype::Auto).unwrap();
+        let other = omnigrpo_testkit::load(&path("other"), WeightDtype::Auto).unwrap();
         assert_eq!(other.family().format().layout(), there);
         assert_eq!(other.decoder().tied(), model.decoder().tied(), "{name}");
         let own = prompt(&checkpoint(name), "E");
@@ -242,7 +242,7 @@ fn a_checkpoint_is_saved_in_its_layout_and_converted_on_request() {
         assert_eq!(there_prompt.media, own.media, "{name}");
 
         other.save_as(&path("back"), here).unwrap();
-        let back = Model::load(&path("back"), WeightDtype::Auto).unwrap();
+        let back = omnigrpo_testkit::load(&path("back"), WeightDtype::Auto).unwrap();
         let (got, mut want) = (weight_bits(&back), weight_bits(&model));
         assert_eq!(got, want, "{name}");
         want.clear();
@@ -264,7 +264,7 @@ fn what_a_layout_cannot_say_is_an_error() {
         dir
     };
     let convert = |dir: &Path, layout: &str| {
-        let model = Model::load(dir, WeightDtype::Auto).unwrap();
+        let model = omnigrpo_testkit::load(dir, WeightDtype::Auto).unwrap();
         model.save_as(&dir.join("out"), layout).unwrap_err().to_string()
     };
     let no_thumbnail = with("internvl_original", "config.json", &|c| c["use_thumbnail"] = false.into());
@@ -363,7 +363,7 @@ fn a_group_equals_separate_sequences() {
                 let stream = PackedStream::new(&packed).unwrap();
                 let of: Vec<&Prompt> = by_group.keys().map(|&g| &prompts[g]).collect();
                 let features: Vec<_> = of.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-                let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+                let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
                 let (mut dlogp, mut at) = (Vec::new(), 0);
                 for (g, cs) in &by_group {
                     for &c in cs {

@@ -8,7 +8,7 @@ use std::path::Path;
 use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt, Quantization,
-    Training, WeightDtype, whole_tensors,
+    ReferencePlace, Training, WeightDtype, whole_tensors,
 };
 use omnigrpo_ops::{Device, ParamDtype, Part, QuantBits};
 use omnigrpo_testkit::{
@@ -29,7 +29,7 @@ const ADAPTERS: [(&str, &str, usize); 7] = [
 ];
 
 fn load(name: &str) -> Model {
-    Model::load(&checkpoint(name), WeightDtype::Auto).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
 }
 
 fn adapted(adapter: &str, name: &str) -> Model {
@@ -94,7 +94,7 @@ fn pass_of(
     let mut logprobs = Vec::new();
     for completions in streams {
         let stream = PackedStream::new(&[GroupStream { prompt, completions }]).unwrap();
-        let pass = model.train_pass(&stream, &features, 1.0, training).unwrap();
+        let pass = model.train_pass(&stream, &features, training, None).unwrap();
         let first = logprobs.len();
         logprobs.extend_from_slice(&pass.logprobs);
         let d: Vec<f32> = (first..logprobs.len()).map(|i| (i as f32 * 1.3).cos()).collect();
@@ -137,7 +137,7 @@ fn values_and_gradients_equal_peft() {
             let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
             let stream = PackedStream::new(&groups).unwrap();
             let features = [model.encode_prompt(&prompt).unwrap()];
-            let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
+            let pass = model.train_pass(&stream, &features, training(recompute), None).unwrap();
             let d = max_diff(&pass.logprobs, &expected.f["logp"]);
             assert!(d <= 1e-4, "{adapter}: log-probabilities differ by {d}");
             let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
@@ -260,7 +260,7 @@ fn a_new_adapter_changes_no_bit_and_the_reference_has_none() {
         train_adapters(&model);
         let norm = model.base_params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
         norm.set_trainable(true);
-        let reference = model.reference().unwrap();
+        let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
         norm.update(|w| w[0] += 1.0).unwrap();
         assert_eq!(score(&reference, "E"), expected);
         assert!(reference.params().iter().all(|p| p.adapter().is_none() && !p.trainable()));
@@ -284,7 +284,7 @@ fn merged_equals_adapted() {
         assert!(d <= 2e-5, "{adapter}: {d}");
         let dir = tempfile::TempDir::new().unwrap();
         model.save_pretrained(dir.path()).unwrap();
-        let saved = Model::load(dir.path(), WeightDtype::Auto).unwrap();
+        let saved = omnigrpo_testkit::load(dir.path(), WeightDtype::Auto).unwrap();
         assert_eq!(weight_bits(&saved), weight_bits(&model));
     }
 }
@@ -321,7 +321,7 @@ fn experts_get_adapters_where_they_are_named() {
         let mut model = load("aria");
         let config = LoraConfig { dropout, ..config(targets) };
         let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
-        let mut outline = Model::outline(model.checkpoint(), &options, false).unwrap();
+        let mut outline = Model::load(model.checkpoint(), &LoadOptions { outline: true, ..options }).unwrap();
         let outlined = outline.add_lora(&config);
         model.add_lora(&config)?;
         outlined.unwrap();
@@ -401,7 +401,7 @@ fn quantised(name: &str, bits: QuantBits) -> Model {
         quantization: Some(Quantization { bits, keep: &keep }),
         ..LoadOptions::default()
     };
-    Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
+    Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
 }
 
 #[test]
@@ -409,7 +409,7 @@ fn a_quantised_base_is_its_widened_weights() {
     let mut errors = Vec::new();
     for bits in [QuantBits::Eight, QuantBits::Four] {
         let mut model = quantised("qwen2_5_vl_tied", bits);
-        let load = || Model::load(&checkpoint("qwen2_5_vl_tied"), as_multiplied()).unwrap();
+        let load = || omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied"), as_multiplied()).unwrap();
         let (mut dense, plain) = (load(), load());
         let mut few = 0;
         for (param, wide) in model.base_params().iter().zip(dense.base_params()) {
@@ -431,7 +431,7 @@ fn a_quantised_base_is_its_widened_weights() {
         assert!(max_diff(&got.0, &want.0) <= 1e-5, "{}", max_diff(&got.0, &want.0));
         assert_close(&got.1, &want.1, 5e-5, "quantised");
         // The reference shares the few bits.
-        let off = score(&model.reference().unwrap(), "C");
+        let off = score(&model.reference(ReferencePlace::Memory(model.device())).unwrap(), "C");
         errors.push(max_diff(&off, &score(&plain, "C")));
         let dir = tempfile::TempDir::new().unwrap();
         let why = told(&model.save_pretrained(dir.path()).unwrap_err());

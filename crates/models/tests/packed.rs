@@ -27,7 +27,7 @@ const ALL: [&str; 8] = [
 const GOLDEN: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_untied"];
 
 fn load(name: &str) -> Model {
-    Model::load(&checkpoint(name), WeightDtype::Auto).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
 }
 
 struct Group {
@@ -103,7 +103,8 @@ fn run(
         let stream = PackedStream::new(&members).unwrap();
         let prompts: Vec<&Prompt> = pieces.iter().map(|(g, _)| &groups[*g].prompt).collect();
         let features: Vec<Vec<Features>> = prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-        let pass = model.train_pass(&stream, &features, temperature, training(recompute)).unwrap();
+        let how = Training { temperature, ..training(recompute) };
+        let pass = model.train_pass(&stream, &features, how, None).unwrap();
         let (mut dlogp, mut dentropy, mut at) = (Vec::new(), Vec::new(), 0);
         for (g, range) in pieces {
             for c in range.clone() {
@@ -173,7 +174,8 @@ fn groups_equal_transformers_on_separate_sequences() {
             let prompts: Vec<&Prompt> = groups.iter().map(|g| &g.prompt).collect();
             let features: Vec<Vec<Features>> =
                 prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-            let pass = model.train_pass(&stream, &features, temperature, Training::default()).unwrap();
+            let how = Training { temperature, ..Training::default() };
+            let pass = model.train_pass(&stream, &features, how, None).unwrap();
             let d = max_diff(&pass.logprobs, &joined("logp"));
             assert!(d <= 1e-4, "{what}: log-probabilities differ by {d}");
             let d = max_diff(&pass.entropies, &joined("entropy"));
@@ -429,7 +431,7 @@ fn memory_of(model: &Model) {
     let stream = PackedStream::new(&groups).unwrap();
     let (features, memories) = model.encode_for_training([&group.prompt]).unwrap();
     let backward = |memories: Memories| {
-        let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+        let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
         let d = vec![1.0; stream.num_targets()];
         let gradients = pass.backward(&d, None).unwrap();
         let before = model.tower_runs();

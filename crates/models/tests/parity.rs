@@ -30,7 +30,7 @@ use serde_json::{Map, Value, json};
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
 
 fn load(name: &str) -> Model {
-    Model::load(&checkpoint(name), WeightDtype::Auto).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn rescaled(name: &str, scaling: &Value) -> Model {
     let opened = Checkpoint::open_with(&checkpoint(name), |_| Ok::<_, ModelError>(overrides)).unwrap();
     // In f32, as the numbers it is compared with: some CPUs round what a bf16 weight is multiplied with.
     let options = LoadOptions { dtype: WeightDtype::Float32, ..LoadOptions::default() };
-    Model::load_with(&opened, &options).unwrap()
+    Model::load(&opened, &options).unwrap()
 }
 
 /// A prompt of the ids 20 to 39.
@@ -240,7 +240,7 @@ fn stretched_rotations_carry_their_gradients() {
         let stream = PackedStream::new(&groups).unwrap();
         train_all(model);
         let features = [model.encode_prompt(&prompt).unwrap()];
-        let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+        let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
         let logp = pass.logprobs.clone();
         let d: Vec<f32> = (0..logp.len()).map(|i| (i as f32 * 1.3).cos()).collect();
         let gradients = pass.backward(&d, None).unwrap();

@@ -1,10 +1,9 @@
 //! Supervised examples of conversations with tools: the tokens of the whole conversation, with the turns of the model as targets.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_models::{
-    Checkpoint, GroupStream, Model, ModelError, PackedStream, PromptBuilder, PromptSettings, SftExample,
-    WeightDtype,
+    Checkpoint, GroupStream, ModelError, PackedStream, PromptBuilder, PromptSettings, SftExample, WeightDtype,
 };
 use omnigrpo_testkit::{checkpoint, golden, max_diff};
 use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, RenderedConversation, Tokenizer};
@@ -16,7 +15,7 @@ fn builder(name: &str, render: RenderOptions) -> PromptBuilder {
 }
 
 fn sample(row: Value) -> Sample {
-    Sample::from_row(row, "rows", &golden("media"), &ReadOptions::default()).unwrap()
+    RowReader::new("rows").media_in(&golden("media")).sample(row).unwrap()
 }
 
 /// Two pictures in different turns, two answers to calls in a row, and two questions.
@@ -76,7 +75,7 @@ fn examples_are_the_conversation_with_the_turns_of_the_model_as_targets() {
         assert_eq!((&outline.prompt.ids, &outline.target), (&example.prompt.ids, &example.target), "{name}");
 
         // The last answer has the log-probabilities that it has after a prompt with all turns.
-        let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+        let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
         let features = [model.encode_prompt(&example.prompt).unwrap()];
         let group = [GroupStream { prompt: &example.prompt, completions: vec![&example.target] }];
         let stream = PackedStream::with_turns(&group, |_, _| &example.turns).unwrap();

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anstyle::{AnsiColor, Style};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use omnigrpo_grpo::metric;
 use omnigrpo_guard::inside;
 
 use crate::text::{count, escape, fit, span, wrap};
@@ -438,7 +439,7 @@ impl Steps {
     pub fn advance(&self, metrics: &[Metric]) {
         let took = self.activity.step_done(Instant::now());
         if let Shown::Bar(..) = self.shown {
-            let time = ("step_time".to_owned(), Some(took.as_secs_f64()));
+            let time = (metric::STEP_TIME.to_owned(), Some(took.as_secs_f64()));
             locked(&self.latest).add(metrics.iter().cloned().chain([time]).collect());
         }
         if let Some((done, _)) = self.activity.steps() {
@@ -460,7 +461,7 @@ impl Drop for Steps {
 pub fn summary_line(step: u64, num_steps: u64, metrics: &[Metric], eta: Option<Duration>) -> String {
     let value = |name: &str| metrics.iter().find(|(key, _)| key == name).and_then(|(_, value)| *value);
     let mut parts = vec![format!("step {step}/{num_steps}")];
-    if metrics.iter().any(|(key, _)| key == "reward") {
+    if metrics.iter().any(|(key, _)| key == metric::REWARD) {
         let named: Vec<String> = metrics
             .iter()
             .filter_map(|(key, value)| {
@@ -469,17 +470,17 @@ pub fn summary_line(step: u64, num_steps: u64, metrics: &[Metric], eta: Option<D
             })
             .collect();
         let colon = if named.is_empty() { "" } else { ": " };
-        let total = value("reward").map_or("none".to_owned(), |v| format!("{v:.3}"));
+        let total = value(metric::REWARD).map_or("none".to_owned(), |v| format!("{v:.3}"));
         parts.push(format!("reward {total}{colon}{}", named.join(", ")));
     } else {
-        parts.extend(value("loss").map(|v| format!("loss {v:.4}")));
+        parts.extend(value(metric::LOSS).map(|v| format!("loss {v:.4}")));
     }
     let percent = |name: &str| value(name).map(|v| format!("{:.0} %", 100.0 * v));
-    parts.extend(percent("frac_reward_zero_std").map(|v| format!("zero-variance {v}")));
-    parts.extend(percent("completions/clipped_ratio").map(|v| format!("clipped {v}")));
-    parts.extend(value("kl").map(|v| format!("kl {v:.4}")));
-    parts.extend(value("completions/mean_length").map(|v| format!("length {v:.1}")));
-    parts.extend(value("step_time").map(|v| format!("{v:.2} s")));
+    parts.extend(percent(metric::ZERO_STD).map(|v| format!("zero-variance {v}")));
+    parts.extend(percent(metric::CLIPPED).map(|v| format!("clipped {v}")));
+    parts.extend(value(metric::KL).map(|v| format!("kl {v:.4}")));
+    parts.extend(value(metric::MEAN_LENGTH).map(|v| format!("length {v:.1}")));
+    parts.extend(value(metric::STEP_TIME).map(|v| format!("{v:.2} s")));
     parts.extend(eta.map(|eta| format!("eta {}", span(eta))));
     parts.join(" | ")
 }

@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 
+use omnigrpo_grpo::metric;
 use omnigrpo_guard::Setting;
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +19,7 @@ omnigrpo_guard::settings! {
         BETA = loss.beta, CORRECTION = loss.correction.kind, ENTROPY_COEF = loss.entropy_coef,
         NUM_GENERATIONS = num_generations,
     }
-    extern RunPlan { CURRICULUM = lessons.curriculum, HIGH = lessons.high, MAX_STEPS = max_steps }
+    extern RunPlan { CURRICULUM = rows.lessons.curriculum, HIGH = rows.lessons.high, MAX_STEPS = max_steps }
     extern SamplingParams { MAX_COMPLETION_LENGTH = max_completion_length, TEMPERATURE = temperature }
     extern TrainSetup { REWARDS = rewards }
 }
@@ -313,16 +314,16 @@ impl Step {
             |name: &str| Some((get(&format!("rewards/{name}/mean"))?, get(&format!("rewards/{name}/std"))?));
         Self {
             at,
-            reward: get("reward"),
-            reward_std: get("reward_std"),
-            without_variance: get("frac_reward_zero_std"),
+            reward: get(metric::REWARD),
+            reward_std: get(metric::REWARD_STD),
+            without_variance: get(metric::ZERO_STD),
             // A KL that is NaN counts as infinite, so that it is reported.
-            kl: get("kl").map(|kl| if kl.is_nan() { f64::INFINITY } else { kl }),
-            entropy: get("entropy"),
-            grad_norm: get("grad_norm"),
-            ratio_clipped: get("clip_ratio/region_mean"),
-            cut_off: get("completions/clipped_ratio"),
-            length: get("completions/mean_length"),
+            kl: get(metric::KL).map(|kl| if kl.is_nan() { f64::INFINITY } else { kl }),
+            entropy: get(metric::ENTROPY),
+            grad_norm: get(metric::GRAD_NORM),
+            ratio_clipped: get(metric::CLIP_RATIO),
+            cut_off: get(metric::CLIPPED),
+            length: get(metric::MEAN_LENGTH),
             gap: get("sampling/sampling_logp_difference/mean"),
             largest_gap: get("sampling/sampling_logp_difference/max"),
             rewards: aims.rewards.iter().map(|(name, _)| reward(name)).collect(),

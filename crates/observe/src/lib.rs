@@ -43,6 +43,7 @@ pub use machine::{Gpu, GpuLoad, Load, Machine, Watching};
 pub use partial::{Found, Partial};
 pub use phase::PhaseTimer;
 pub use report::{BeforeAfter, Report, sparkline};
+pub use run_dir::names;
 pub use run_dir::{
     Continued, EnvironmentTurn, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, step_files, step_of,
 };

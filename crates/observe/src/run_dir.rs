@@ -23,12 +23,33 @@ use crate::atomic::sync_directory;
 use crate::jsonl::{JsonLines, each_row, truncate_after};
 use crate::{Error, Metric, Warning};
 
-const METRICS: &str = "metrics.jsonl";
-const SKIPPED: &str = "skipped.jsonl";
-const WARNINGS: &str = "warnings.jsonl";
-const ROLLOUTS: &str = "rollouts";
-const EVALUATIONS: &str = "eval";
-const TOKENS: &str = "tokens";
+use names::{EVALUATIONS, METRICS, ROLLOUTS, SKIPPED, TOKENS, WARNINGS};
+
+/// Names of the files and directories in a run directory that record the run.
+pub mod names {
+    pub const METRICS: &str = "metrics.jsonl";
+    pub const SKIPPED: &str = "skipped.jsonl";
+    pub const WARNINGS: &str = "warnings.jsonl";
+    pub const ROLLOUTS: &str = "rollouts";
+    pub const EVALUATIONS: &str = "eval";
+    pub const TOKENS: &str = "tokens";
+    /// Event files of TensorBoard.
+    pub const TENSORBOARD: &str = "tensorboard";
+    /// Directory in which the package `wandb` writes.
+    pub const WANDB: &str = "wandb";
+    /// Messages of the package `wandb`.
+    pub const WANDB_LOG: &str = "wandb.log";
+    /// Report on the run.
+    pub const REPORT: &str = "report.html";
+    /// Plots of the report.
+    pub const PLOTS: &str = "plots";
+    /// Logs with a line for each step or row.
+    pub const LOGS: [&str; 3] = [METRICS, SKIPPED, WARNINGS];
+    /// Directories with a file for each step.
+    pub const BY_STEP: [&str; 3] = [ROLLOUTS, EVALUATIONS, TOKENS];
+    /// Files of trackers and of the report.
+    pub const OF_TRACKERS: [&str; 5] = [TENSORBOARD, WANDB, WANDB_LOG, REPORT, PLOTS];
+}
 
 /// Handling of logs that an earlier run left in the same directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 //! weights for a small one and samples from it: `cargo run --release --example own_family -- runs/llama`
 #![allow(clippy::print_stdout)]
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use omnigrpo::family::{
@@ -11,8 +11,8 @@ use omnigrpo::family::{
     Pass, Processor, Result, Roles, Tape, TextDefaults, Var, WeightSource,
 };
 use omnigrpo::{
-    Checkpoint, Generator, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings, ReadOptions,
-    Request, Sample, SamplingParams, demo,
+    Checkpoint, GenerateOptions, Generator, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings,
+    Request, RowReader, SamplingParams, demo,
 };
 use serde_json::json;
 
@@ -100,7 +100,7 @@ impl Encoder for TextOnly {
     }
 }
 
-fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+fn main() -> anyhow::Result<()> {
     let dir = PathBuf::from(std::env::args().nth(1).unwrap_or_else(|| "runs/llama".into()));
     // A small configuration with the tokenizer of the embedded model.
     demo::write_model(&dir)?;
@@ -113,20 +113,16 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     std::fs::write(dir.join("config.json"), config.to_string())?;
 
     let checkpoint = Checkpoint::open_as(&dir, &LLAMA)?;
-    let model = Model::random(&checkpoint, 1, &LoadOptions::default())?;
+    let model = Model::load(&checkpoint, &LoadOptions { random: Some(1), ..LoadOptions::default() })?;
     let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
     let row = json!({ "prompt": "Tell me something." });
-    let sample = Sample::from_row(row, "mine", Path::new("."), &ReadOptions::default())?;
+    let sample = RowReader::new("mine").sample(row)?;
     let prompt = prompts.build(&sample)?;
     let params =
         SamplingParams { min_completion_length: 8, max_completion_length: 8, ..SamplingParams::default() };
-    let generator = Generator::new(&model, &prompts, &params, 1);
-    let completions = generator.generate(&[Request::new(&prompt, &[])], |_| {})?;
-    println!(
-        "{}: {} tokens, {:?}",
-        prompts.family().name(),
-        completions[0][0].ids.len(),
-        completions[0][0].text
-    );
+    let generator = Generator::new(&model, &prompts, &params);
+    let generated = generator.generate([Request::new(&prompt, &[])], GenerateOptions::default())?;
+    let completion = &generated[0].completions[0];
+    println!("{}: {} tokens, {:?}", prompts.family().name(), completion.ids.len(), completion.text);
     Ok(())
 }

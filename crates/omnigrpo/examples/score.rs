@@ -1,24 +1,22 @@
 //! Computes log-probabilities of given answers: `cargo run --release --example score -- runs/score`
 #![allow(clippy::print_stdout)]
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use omnigrpo::{
-    Checkpoint, Dataset, LoadOptions, Model, PromptBuilder, PromptSettings, ReadOptions, demo, logprobs,
-};
+use omnigrpo::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings, RowReader, demo, logprobs};
 use serde_json::json;
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> anyhow::Result<()> {
     let dir = PathBuf::from(std::env::args().nth(1).unwrap_or_else(|| "runs/score".into()));
     demo::write_model(&dir.join("model"))?;
     let checkpoint = Checkpoint::open(&dir.join("model"))?;
-    let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+    let model = Model::load(&checkpoint, &LoadOptions::default())?;
     let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
 
     // Rows need no file.
     let sums =
         (1..4).map(|n| json!({ "prompt": format!("What is {n} + {n}?"), "solution": format!("{}", 2 * n) }));
-    let rows = Dataset::from_rows("sums", sums, Path::new("."), &ReadOptions::default())?;
+    let rows = RowReader::new("sums").dataset(sums)?;
     for row in 0..rows.len() {
         let sample = rows.get(row)?;
         let prompt = prompts.build(&sample)?;

@@ -24,7 +24,7 @@ fn answer(request: &Request) -> Answer {
     Answer::new(200, "application/json", json!({ "id": body["id"], "rewards": rewards }).to_string())
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+fn main() -> anyhow::Result<()> {
     let mut args = std::env::args().skip(1);
     let limits = Limits { body_bytes: 64 << 20, ..Limits::default() };
     if args.next().as_deref() == Some("serve") {

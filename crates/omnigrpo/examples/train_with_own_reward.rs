@@ -6,19 +6,19 @@ use std::path::PathBuf;
 
 use omnigrpo::{
     Checkpoint, Dataset, DatasetSpec, LoadOptions, Model, PromptBuilder, PromptSettings, ReadOptions,
-    RewardSet, Roots, TrainPlan, demo, reward, train,
+    RewardSet, TrainPlan, demo, metric, reward, train,
 };
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> anyhow::Result<()> {
     let dir = PathBuf::from(std::env::args().nth(1).unwrap_or_else(|| "runs/brief".into()));
     // Any checkpoint of a known family and any file of rows works; these two are embedded in the program.
     demo::write_model(&dir.join("model"))?;
     demo::generate(&dir.join("data"), 1, demo::Sizes { sft: 0, train: 64, eval: 0 })?;
 
     let checkpoint = Checkpoint::open(&dir.join("model"))?;
-    let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+    let model = Model::load(&checkpoint, &LoadOptions::default())?;
     let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
-    let file = DatasetSpec::file(dir.join("data/train.jsonl"), Roots::default());
+    let file = DatasetSpec::file(dir.join("data/train.jsonl"));
     let rows = Dataset::open(&[file], &ReadOptions::default())?;
 
     let brief = reward("brief", (f64::NEG_INFINITY, 0.0), |row| -(row.completion.len() as f64));
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     plan.optimizer.learning_rate = 1e-4;
     plan.run.max_steps = Some(3);
     let plan = plan.on_step(|step| {
-        println!("step {}: reward {:.1}", step.step, step.metric("reward").unwrap_or_default());
+        println!("step {}: reward {:.1}", step.step, step.metric(metric::REWARD).unwrap_or_default());
         ControlFlow::Continue(())
     });
     let trained = train(model, prompts, rows, rewards, plan)?;

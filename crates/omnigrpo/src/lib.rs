@@ -14,8 +14,8 @@
 //! # From a row to an update
 //!
 //! 1. A [`Checkpoint`] is an opened directory in the layout of the Hugging Face hub; its `config.json` names the family of the
-//!    model. [`Model::load_with`] reads the weights; [`Model::random`] draws random ones.
-//! 2. A [`Dataset`] holds rows of files ([`Dataset::open`]) or of an iterator ([`Dataset::from_rows`]). A row is a JSON object
+//!    model. [`Model::load`] reads the weights, or draws random ones.
+//! 2. A [`Dataset`] holds rows of files ([`Dataset::open`]) or of an iterator ([`RowReader`]). A row is a JSON object
 //!    with a question, usually a ground truth, and paths of pictures, clips and sounds; its columns may have the names of other
 //!    trainers. [`Dataset::get`] returns a [`Sample`].
 //! 3. A [`PromptBuilder`] decodes the media of a sample, renders its conversation with the checkpoint's chat template, and
@@ -88,16 +88,16 @@ mod training;
 
 pub use omnigrpo_data::{
     Cause, ColumnNames, Curriculum, DataError, Dataset, DatasetSpec, Lessons, MediumOptions,
-    QUESTION_TEMPLATES, QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, Think,
+    QUESTION_TEMPLATES, QuestionTemplate, ReadOptions, Registry, Roots, RowError, RowReader, Sample, Think,
     store_medium,
 };
 pub use omnigrpo_grpo::{
     AdvantageKind, Aggregation, Correction, CorrectionKind, CustomTerm, Dual, Kl, LossPlan, PolicyToken,
-    RECIPES, RatioLevel, Recipe, Surrogate, recipe,
+    RECIPES, RatioLevel, Recipe, Surrogate, metric, recipe,
 };
 pub use omnigrpo_models::{
     Checkpoint, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, ModelError,
-    Opening, Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, WeightDtype,
+    Opening, Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, ReferencePlace, WeightDtype,
 };
 pub use omnigrpo_observe::{Activity, Console, StepProgress};
 pub use omnigrpo_ops::Device;
@@ -107,15 +107,17 @@ pub use omnigrpo_rewards::{
     build_with as build_rewards_with, reward, rows_as_json,
 };
 pub use omnigrpo_rollout::{
-    Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, Generator, Interaction,
-    ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls, append,
+    Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, GenerateOptions,
+    Generator, Interaction, ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls,
+    append,
 };
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalOptions, EvalPlan, EvalWhen, Evaluation, Generated, Group, Objective,
-    Observer, Peer, PreparedRow, Refusal, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind,
-    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate,
-    generate, logprobs,
+    AdamWConfig, Algorithm, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation, Generated,
+    Group, Objective, Observer, Peer, PreparedRow, RecordPlan, Refusal, ResumeFrom, ResumePlan, Rollouts,
+    RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, ScheduleKind, SchedulePlan, Scored, Selection,
+    SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate, generate,
+    logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 

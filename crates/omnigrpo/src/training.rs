@@ -20,14 +20,14 @@ use omnigrpo_train::{
 /// ```
 /// use std::ops::ControlFlow;
 ///
-/// use omnigrpo::{Algorithm, TrainPlan, recipe};
+/// use omnigrpo::{Algorithm, TrainPlan, metric, recipe};
 ///
 /// let mut plan = TrainPlan::in_dir("runs/first");
 /// plan.algorithm = Algorithm::of(recipe("dapo").ok_or("no such recipe")?);
 /// plan.algorithm.num_generations = 16;
 /// plan.run.max_steps = Some(200);
 /// // Looks on, and stops when there is nothing left to learn.
-/// let plan = plan.on_step(|step| match step.metric("reward") {
+/// let plan = plan.on_step(|step| match step.metric(metric::REWARD) {
 ///     Some(reward) if reward > 0.99 => ControlFlow::Break(()),
 ///     _ => ControlFlow::Continue(()),
 /// });
@@ -45,7 +45,7 @@ pub struct TrainPlan {
     pub selection: Selection,
     /// Length, logging and checkpoints of the run.
     pub run: RunPlan,
-    /// Rows for evaluations, which run at the times set by `run.eval` and at the end.
+    /// Rows for evaluations, which run at the times set by `run.eval.when` and at the end.
     pub held_out: Option<Dataset>,
     /// Options of evaluations.
     pub eval: EvalOptions,
@@ -75,8 +75,7 @@ pub struct StepReport<'a> {
 }
 
 impl StepReport<'_> {
-    /// Returns a metric by name, or `None` if the update does not have it.
-    #[must_use]
+    /// Returns a metric by name ([`metric`](omnigrpo_grpo::metric) lists those that programs read), or `None` if the update does not have it.
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.metrics.iter().find(|(known, _)| known == name).and_then(|(_, value)| *value)
     }
@@ -173,11 +172,8 @@ impl TrainPlan {
 /// content, but the code of closures and functions cannot be compared.
 ///
 /// ```
-/// use std::path::Path;
-///
 /// use omnigrpo::{
-///     Checkpoint, Dataset, LoadOptions, Model, PromptBuilder, PromptSettings, ReadOptions, RewardSet, TrainPlan, demo, reward,
-///     train,
+///     Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings, RewardSet, RowReader, TrainPlan, demo, reward, train,
 /// };
 /// use serde_json::json;
 ///
@@ -185,10 +181,10 @@ impl TrainPlan {
 /// # let directory = place.path();
 /// demo::write_model(&directory.join("model"))?;
 /// let checkpoint = Checkpoint::open(&directory.join("model"))?;
-/// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+/// let model = Model::load(&checkpoint, &LoadOptions::default())?;
 /// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
 /// let sums = (0..4).map(|n| json!({ "prompt": format!("What is {n} + 1?") }));
-/// let rows = Dataset::from_rows("sums", sums, Path::new("."), &ReadOptions::default())?;
+/// let rows = RowReader::new("sums").dataset(sums)?;
 /// let brief = reward("brief", (f64::NEG_INFINITY, 0.0), |row| -(row.completion.len() as f64));
 ///
 /// let mut plan = TrainPlan::in_dir(directory.join("run"));
@@ -220,11 +216,10 @@ pub fn train(
         ("selection", &plan.selection),
         ("prompts", prompts.settings()),
     ];
-    run.fingerprint
-        .extend(plans.into_iter().map(|(name, plan)| (name.to_owned(), format!("{plan:?}").into())));
-    run.fingerprint.extend(run.binding());
+    let plans = plans.into_iter().map(|(name, plan)| (name.to_owned(), format!("{plan:?}").into()));
     let weighed = format!("{} weighed {:?}", rewards.names().join(", "), rewards.weights());
-    run.fingerprint.insert("rewards".to_owned(), weighed.into());
+    let binding = plans.chain(run.binding()).chain([("rewards".to_owned(), weighed.into())]);
+    run.resume.fingerprint.extend(binding);
     let eval = plan
         .held_out
         .map(|rows| EvalPlan { options: plan.eval, ..EvalPlan::new(Arc::clone(&prompts), Arc::new(rows)) });
@@ -268,7 +263,7 @@ mod tests {
     use std::path::Path;
     use std::sync::Mutex;
 
-    use omnigrpo_data::ReadOptions;
+    use omnigrpo_data::RowReader;
     use omnigrpo_grpo::{CustomTerm, Surrogate};
     use omnigrpo_models::{Checkpoint, LoadOptions, PromptSettings};
     use omnigrpo_rewards::reward;
@@ -286,11 +281,11 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let start = |max_steps: u64, learning_rate: f64| {
             let checkpoint = Checkpoint::open(&dir).unwrap();
-            let model = Model::load_with(&checkpoint, &LoadOptions::default()).unwrap();
+            let model = Model::load(&checkpoint, &LoadOptions::default()).unwrap();
             let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
             let sums =
                 (0..6).map(|n| json!({ "prompt": format!("{n} + {n} ="), "solution": format!("{}", 2 * n) }));
-            let rows = Dataset::from_rows("sums", sums, place.path(), &ReadOptions::default()).unwrap();
+            let rows = RowReader::new("sums").media_in(place.path()).dataset(sums).unwrap();
             let digits = |text: &str| text.chars().filter(char::is_ascii_digit).count() as f64;
             let rewards =
                 RewardSet::new(vec![reward("digits", (0.0, 64.0), move |row| digits(row.completion))], &[])
@@ -358,9 +353,9 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let refused = |row: serde_json::Value, names: &[&str]| {
             let checkpoint = Checkpoint::open(&dir).unwrap();
-            let model = Model::load_with(&checkpoint, &LoadOptions::default()).unwrap();
+            let model = Model::load(&checkpoint, &LoadOptions::default()).unwrap();
             let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
-            let rows = Dataset::from_rows("rows", [row], place.path(), &ReadOptions::default()).unwrap();
+            let rows = RowReader::new("rows").media_in(place.path()).dataset([row]).unwrap();
             let brief = reward("brief", (-1e4, 0.0), |row| -(row.completion.len() as f64));
             let rewards = omnigrpo_rewards::build_with(names, &Default::default(), vec![brief]).unwrap();
             let plan = TrainPlan::in_dir(place.path().join("run")).on_step(|_| panic!("a step was taken"));

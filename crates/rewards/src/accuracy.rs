@@ -12,8 +12,8 @@ use crate::contract::PerRow;
 use crate::error::ACCURACY_MODE;
 use crate::tags::content;
 use crate::{
-    AccuracyMode, AnswerPolicy, Compat, Named, Reward, RewardError, RewardInput, RewardOptions, all_match,
-    boxes, choice, detection, emotion, fuzzy, iou, math, short_text, weighted_sum, yes_no,
+    AccuracyMode, AnswerPolicy, Compat, Reward, RewardError, RewardInput, RewardOptions, all_match, boxes,
+    choice, detection, emotion, fuzzy, iou, math, short_text, weighted_sum, yes_no,
 };
 
 /// Columns that choose the rule of a row. The first that is present wins.
@@ -77,7 +77,7 @@ impl Scorer {
                     "column `{column}` is `llm`; give the reward `judge:http(s)://…` instead"
                 ));
             }
-            name => AccuracyMode::from_name(name).map_err(|error| format!("column `{column}`: {error}"))?,
+            name => name.parse().map_err(|error: RewardError| format!("column `{column}`: {error}"))?,
         };
         if range(mode).1 > range(self.mode).1 {
             return Err(format!(
@@ -120,7 +120,6 @@ fn compare(mode: AccuracyMode, question: &Question<'_>, compat: &BTreeSet<Compat
 /// Returns the rule that suits a question and its ground truth best: the one that [`AccuracyMode::Auto`] chooses, but
 /// [`AccuracyMode::McqIou`] for several labels and [`AccuracyMode::Fuzzy`] for a text of several words. Returns `None` without a
 /// ground truth.
-#[must_use]
 pub fn suitable_rule(question: &str, solution: &str) -> Option<AccuracyMode> {
     /// Number of words that a model can hit exactly.
     const LABEL_WORDS: usize = 3;

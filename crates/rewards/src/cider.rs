@@ -166,7 +166,6 @@ fn scored(frequencies: &Arc<DocumentFrequencies>, input: &RewardInput<'_>) -> Op
 }
 
 /// Returns the text of a completion's first `<explain>` tag, or an empty text.
-#[must_use]
 pub fn explanation(completion: &str) -> &str {
     content(completion, "explain", AnswerPolicy::First).unwrap_or_default()
 }

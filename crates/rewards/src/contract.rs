@@ -80,7 +80,6 @@ pub struct TokenLimit {
 
 impl TokenLimit {
     /// Returns the number of tokens that remain for a completion after the longest prompt.
-    #[must_use]
     pub fn room(&self) -> usize {
         self.most.saturating_sub(self.longest_prompt)
     }
@@ -158,7 +157,6 @@ impl RewardMatrix {
     }
 
     /// Returns the matrix of some of the completions, without the rewards' records.
-    #[must_use]
     pub fn part(&self, completions: Range<usize>) -> Self {
         Self {
             names: self.names.clone(),

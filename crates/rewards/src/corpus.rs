@@ -48,7 +48,6 @@ impl Corpus {
     }
 
     /// Returns the content of [`Self::FILE`]. The same counts give the same bytes.
-    #[must_use]
     pub fn kept(&self) -> Vec<u8> {
         // Words and counts can always be written as JSON.
         serde_json::to_vec(self.frequencies.as_ref()).unwrap_or_default()

@@ -46,6 +46,6 @@ pub use evaluation::{
 };
 pub use external::{Caller, ExternalOptions, conversation, redacted, rows_as_json, spec_files};
 pub use omnigrpo_data::Think;
-pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, Named, RewardOptions};
+pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};
 pub use temporal::temporal_order_bonus;

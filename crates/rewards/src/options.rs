@@ -10,35 +10,6 @@ use crate::cider::DocumentFrequencies;
 use crate::error::suggestion;
 use crate::external::ExternalOptions;
 
-/// An option with a fixed list of values, each with a name and one line of help.
-pub trait Named: Copy + PartialEq + 'static {
-    /// Name of the option in errors.
-    const OPTION: &'static str;
-    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
-    const ALL: &'static [(&'static str, Self, &'static str)];
-
-    /// Returns the name of the value.
-    fn name(self) -> &'static str {
-        Self::ALL.iter().find(|row| row.1 == self).map_or("", |row| row.0)
-    }
-
-    /// Returns the value with a name.
-    ///
-    /// # Errors
-    /// Returns an error if the name is unknown.
-    fn from_name(name: &str) -> Result<Self, RewardError> {
-        let names = || Self::ALL.iter().map(|row| row.0);
-        Self::ALL.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(|row| row.1).ok_or_else(|| {
-            RewardError::UnknownValue {
-                option: Self::OPTION,
-                value: name.to_owned(),
-                hint: suggestion(name, names()),
-                known: names().collect::<Vec<_>>().join(", "),
-            }
-        })
-    }
-}
-
 /// Rule of the `format` reward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FormatMode {
@@ -55,9 +26,9 @@ pub enum FormatMode {
     Rec,
 }
 
-impl Named for FormatMode {
-    const OPTION: &'static str = "format_mode";
-    const ALL: &'static [(&'static str, Self, &'static str)] = &[
+impl FormatMode {
+    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
+    pub const ALL: &'static [(&'static str, Self, &'static str)] = &[
         (
             "strict",
             Self::Strict,
@@ -108,9 +79,9 @@ pub enum AccuracyMode {
     R1v,
 }
 
-impl Named for AccuracyMode {
-    const OPTION: &'static str = "accuracy_mode";
-    const ALL: &'static [(&'static str, Self, &'static str)] = &[
+impl AccuracyMode {
+    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
+    pub const ALL: &'static [(&'static str, Self, &'static str)] = &[
         ("auto", Self::Auto, "by the ground truth: choice, box list, box, yes/no, number, otherwise label"),
         ("label", Self::Label, "equal after normalisation"),
         ("emotion", Self::Emotion, "emotion words, including synonyms"),
@@ -147,9 +118,9 @@ pub enum AnswerPolicy {
     First,
 }
 
-impl Named for AnswerPolicy {
-    const OPTION: &'static str = "answer_policy";
-    const ALL: &'static [(&'static str, Self, &'static str)] =
+impl AnswerPolicy {
+    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
+    pub const ALL: &'static [(&'static str, Self, &'static str)] =
         &[("last", Self::Last, "the last answer tag"), ("first", Self::First, "the first answer tag")];
 }
 
@@ -176,9 +147,9 @@ pub enum Compat {
     VlmR1Length,
 }
 
-impl Named for Compat {
-    const OPTION: &'static str = "compat";
-    const ALL: &'static [(&'static str, Self, &'static str)] = &[
+impl Compat {
+    /// All values, as name, value and help. If a value has several names, the first is the canonical one.
+    pub const ALL: &'static [(&'static str, Self, &'static str)] = &[
         ("s2_accuracy", Self::S2Accuracy, "mcq_iou: 1 if neither side has an (n)"),
         ("s3_accuracy", Self::S3Accuracy, "mcq_exact: lists of (n), otherwise complete answer texts"),
         (
@@ -199,17 +170,43 @@ impl Named for Compat {
     ];
 }
 
-macro_rules! from_str {
-    ($($name:ty),*) => {$(
-        impl FromStr for $name {
+/// Returns the value of an option with this name.
+fn named<T: Copy>(
+    all: &[(&'static str, T, &str)],
+    option: &'static str,
+    name: &str,
+) -> Result<T, RewardError> {
+    let names = || all.iter().map(|row| row.0);
+    all.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(|row| row.1).ok_or_else(|| {
+        RewardError::UnknownValue {
+            option,
+            value: name.to_owned(),
+            hint: suggestion(name, names()),
+            known: names().collect::<Vec<_>>().join(", "),
+        }
+    })
+}
+
+/// Implements the names of options with a list of values.
+macro_rules! named {
+    ($($type:ty: $option:literal),*) => {$(
+        impl $type {
+            /// Returns the name of the value.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                Self::ALL.iter().find(|row| row.1 == self).map_or("", |row| row.0)
+            }
+        }
+
+        impl FromStr for $type {
             type Err = RewardError;
             fn from_str(name: &str) -> Result<Self, RewardError> {
-                Self::from_name(name)
+                named(Self::ALL, $option, name)
             }
         }
     )*};
 }
-from_str!(FormatMode, AccuracyMode, AnswerPolicy, Compat);
+named!(FormatMode: "format_mode", AccuracyMode: "accuracy_mode", AnswerPolicy: "answer_policy", Compat: "compat");
 
 /// Settings of [`build`](crate::build).
 #[derive(Debug, Clone)]
@@ -260,17 +257,16 @@ mod tests {
 
     #[test]
     fn names_round_trip_and_errors_list_them() {
-        fn all<T: Named + FromStr<Err = RewardError> + std::fmt::Debug>() {
-            for (name, value, help) in T::ALL {
-                assert_eq!(name.parse::<T>().unwrap(), *value);
-                assert_eq!(value.name().parse::<T>().unwrap(), *value);
-                assert!(!help.is_empty());
-            }
+        macro_rules! check {
+            ($($type:ty),*) => {$(
+                for (name, value, help) in <$type>::ALL {
+                    assert_eq!(name.parse::<$type>().unwrap(), *value);
+                    assert_eq!(value.name().parse::<$type>().unwrap(), *value);
+                    assert!(!help.is_empty());
+                }
+            )*};
         }
-        all::<FormatMode>();
-        all::<AccuracyMode>();
-        all::<AnswerPolicy>();
-        all::<Compat>();
+        check!(FormatMode, AccuracyMode, AnswerPolicy, Compat);
         let error = "s2_acuracy".parse::<Compat>().unwrap_err().to_string();
         assert!(
             error.starts_with("compat: unknown value `s2_acuracy` (did you mean `s2_accuracy`?)"),

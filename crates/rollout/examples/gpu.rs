@@ -81,7 +81,8 @@ fn main() -> Result<(), Error> {
     };
     let device = device(name)?;
     let options = LoadOptions { dtype: WeightDtype::BFloat16, device, ..LoadOptions::default() };
-    let model = Model::random(&Checkpoint::open(config.as_ref())?, 1, &options)?;
+    let model =
+        Model::load(&Checkpoint::open(config.as_ref())?, &LoadOptions { random: Some(1), ..options })?;
     let card = match device {
         Device::Gpu(card) => card.name(),
         other => other.to_string(),
@@ -220,7 +221,7 @@ fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Re
     let training = Training::default();
     let dlogp: Vec<f32> = (0..group * tokens).map(|i| (i as f32).sin() / (group * tokens) as f32).collect();
     let pass = || -> Result<(), Error> {
-        model.train_pass(&stream, &[Vec::new()], 1.0, training)?.backward(&dlogp, None)?;
+        model.train_pass(&stream, &[Vec::new()], training, None)?.backward(&dlogp, None)?;
         Ok(())
     };
     let secs = least(device, 2, pass)?;

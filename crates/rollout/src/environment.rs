@@ -247,7 +247,6 @@ impl Interaction {
     }
 
     /// Returns the time that decoding has waited for answers since the last call, and sets it to 0.
-    #[must_use]
     pub fn take_wait(&self) -> Duration {
         Duration::from_nanos(self.waited.swap(0, Ordering::Relaxed))
     }

@@ -146,7 +146,6 @@ impl Completion {
     }
 
     /// Returns the number of sampled tokens: all tokens but those of an environment.
-    #[must_use]
     pub fn num_sampled(&self) -> usize {
         self.ids.len() - self.turns.iter().map(|turn| turn.turn.ids.len()).sum::<usize>()
     }
@@ -159,7 +158,6 @@ impl Completion {
     }
 
     /// Returns the sampled tokens, without those of an environment.
-    #[must_use]
     pub fn sampled_ids(&self) -> Vec<u32> {
         self.model_turns().flatten().copied().collect()
     }
@@ -209,18 +207,33 @@ pub struct TokenEvent {
     pub last: bool,
 }
 
+/// Options of [`Generator::generate`].
+#[derive(Default)]
+pub struct GenerateOptions<'o> {
+    /// Function that receives each token when it is drawn.
+    pub on_token: Option<&'o mut dyn FnMut(TokenEvent)>,
+    /// Memory for the decoder's results. It stays empty if the model [cannot recall them](Model::can_recall).
+    pub memory: Option<&'o mut DecoderMemory>,
+}
+
+/// Default maximum of completions decoded at once. It is large enough to share a pass over the weights and small enough for the
+/// caches of long prompts.
+pub const MAX_LIVE: usize = 64;
+
 /// Samples completions from a model.
 ///
 /// ```no_run
 /// use omnigrpo_models::{Model, Prompt, PromptBuilder};
-/// use omnigrpo_rollout::{Generator, Request, SamplingParams};
+/// use omnigrpo_rollout::{GenerateOptions, Generator, Request, SamplingParams};
 ///
 /// fn answers(model: &Model, prompts: &PromptBuilder, prompt: &Prompt) -> Result<(), Box<dyn std::error::Error>> {
 ///     let params = SamplingParams { temperature: 0.7, ..SamplingParams::default() };
 ///     let features = model.encode_prompt(prompt)?;
 ///     let four = Request { num_samples: 4, ..Request::new(prompt, &features) };
-///     for completion in Generator::new(model, prompts, &params, 64).generate(&[four], |_| {})?.concat() {
-///         println!("{} ({:?})", completion.text, completion.finish_reason);
+///     for of_prompt in Generator::new(model, prompts, &params).generate([four], GenerateOptions::default())? {
+///         for completion in of_prompt.completions {
+///             println!("{} ({:?})", completion.text, completion.finish_reason);
+///         }
 ///     }
 ///     Ok(())
 /// }
@@ -279,63 +292,40 @@ struct Partial {
 impl<'a> Generator<'a> {
     /// Creates a generator with the tokenizer and the stops of the prompt builder.
     #[must_use]
-    pub fn new(
-        model: &'a Model,
-        prompts: &'a PromptBuilder,
-        params: &'a SamplingParams,
-        max_live: usize,
-    ) -> Self {
+    pub fn new(model: &'a Model, prompts: &'a PromptBuilder, params: &'a SamplingParams) -> Self {
         Self {
             model,
             tokenizer: prompts.tokenizer(),
             stops: prompts.stops(),
             params,
-            max_live,
+            max_live: MAX_LIVE,
             prompts: Some(prompts),
         }
     }
 
-    /// Completes every request; results are in request order, then sample order. `on_token` receives each token when it
-    /// is drawn.
+    /// Limits the number of completions in flight.
+    #[must_use]
+    pub fn with_max_live(self, max_live: usize) -> Self {
+        Self { max_live, ..self }
+    }
+
+    /// Completes every request; results are in request order. A request is taken when there is room for its completions.
     ///
     /// # Errors
     /// If parameters are out of range, features do not fit, or weights have diverged.
     pub fn generate(
         &self,
-        requests: &[Request<'a>],
-        on_token: impl FnMut(TokenEvent),
-    ) -> Result<Vec<Vec<Completion>>> {
-        let generated = self.generate_with(requests, on_token, None)?;
-        Ok(generated.into_iter().map(|of| of.completions).collect())
-    }
-
-    /// Generates like [`Self::generate`] and stores the decoder's activations in `memory`, which stays empty if the
-    /// model [cannot recall them](Model::can_recall).
-    pub fn generate_with(
-        &self,
-        requests: &[Request<'a>],
-        on_token: impl FnMut(TokenEvent),
-        memory: Option<&mut DecoderMemory>,
-    ) -> Result<Vec<Generated>> {
-        let mut requests = requests.iter().copied();
-        self.generate_from(&mut || requests.next(), on_token, memory)
-    }
-
-    /// Generates like [`Self::generate_with`]. `next` returns one request after the other, each when there is room for its
-    /// completions, and then `None`.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Self::generate`].
-    pub fn generate_from(
-        &self,
-        next: &mut dyn FnMut() -> Option<Request<'a>>,
-        mut on_token: impl FnMut(TokenEvent),
-        memory: Option<&mut DecoderMemory>,
+        requests: impl IntoIterator<Item = Request<'a>>,
+        options: GenerateOptions,
     ) -> Result<Vec<Generated>> {
         self.params.validate()?;
-        let memory = memory.filter(|_| self.model.can_recall());
+        let mut requests = requests.into_iter();
+        let next: &mut dyn FnMut() -> Option<Request<'a>> = &mut || requests.next();
+        let mut ignore = |_: TokenEvent| {};
+        let on_token = options.on_token.unwrap_or(&mut ignore);
+        let memory = options.memory.filter(|_| self.model.can_recall());
         let Some(interaction) = &self.params.interaction else {
-            return self.generate_asking(next, &mut on_token, memory, None, None);
+            return self.generate_asking(next, on_token, memory, None, None);
         };
         let prompts = self.prompts.ok_or_else(|| RolloutError::Parameter {
             name: "Generator::prompts",
@@ -346,14 +336,14 @@ impl<'a> Generator<'a> {
         let shared = Shared::new(interaction, prompts);
         std::thread::scope(|scope| {
             let mut answers = (Answers::new(&shared), scope);
-            self.generate_asking(next, &mut on_token, memory, Some(asked), Some(&mut answers))
+            self.generate_asking(next, on_token, memory, Some(asked), Some(&mut answers))
         })
     }
 
     fn generate_asking<'s>(
         &self,
         next: &mut dyn FnMut() -> Option<Request<'a>>,
-        on_token: &mut impl FnMut(TokenEvent),
+        on_token: &mut dyn FnMut(TokenEvent),
         mut memory: Option<&mut DecoderMemory>,
         asked: Option<Asked>,
         mut answers: Option<&mut (Answers<'s, 'a>, &'s Scope<'s, '_>)>,
@@ -410,14 +400,15 @@ impl<'a> Generator<'a> {
         if let Some(memory) = memory {
             memory.finish();
         }
-        let mut out = Vec::with_capacity(requests.len());
-        for (Partial { completions, media }, request) in finished.into_iter().zip(requests) {
-            let each = completions.into_iter().flatten().map(|completion| self.with_text(completion));
-            let mut generated = Generated { completions: each.collect::<Result<_>>()?, media };
-            generated.number_media(request.prompt.media.len());
-            out.push(generated);
-        }
-        Ok(out)
+        finished.into_iter().zip(&requests).map(|(partial, request)| self.finish(partial, request)).collect()
+    }
+
+    /// Returns the finished completions of a request.
+    fn finish(&self, Partial { completions, media }: Partial, request: &Request) -> Result<Generated> {
+        let each = completions.into_iter().flatten().map(|completion| self.with_text(completion));
+        let mut generated = Generated { completions: each.collect::<Result<_>>()?, media };
+        generated.number_media(request.prompt.media.len());
+        Ok(generated)
     }
 
     /// Prefills a prompt and draws the first token of each completion from its last row.
@@ -426,7 +417,7 @@ impl<'a> Generator<'a> {
         index: usize,
         request: &Request<'a>,
         asked: Option<Asked>,
-        on_token: &mut impl FnMut(TokenEvent),
+        on_token: &mut dyn FnMut(TokenEvent),
         memory: Option<&mut DecoderMemory>,
     ) -> Result<Live<'a>> {
         let (prompt, longest) = (request.prompt, self.params.max_completion_length);
@@ -461,7 +452,7 @@ impl<'a> Generator<'a> {
         live: &mut [Live],
         tokens: &mut NextTokens,
         asked: Option<Asked>,
-        on_token: &mut impl FnMut(TokenEvent),
+        on_token: &mut dyn FnMut(TokenEvent),
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<()> {
         if let Some(memory) = memory.as_deref_mut() {
@@ -505,7 +496,7 @@ impl<'a> Generator<'a> {
         sequences: impl Iterator<Item = (usize, &'s mut Sequence)>,
         drawn: Vec<Option<Draw>>,
         asked: Option<Asked>,
-        on_token: &mut impl FnMut(TokenEvent),
+        on_token: &mut dyn FnMut(TokenEvent),
     ) -> Result<()> {
         // Returns the cause if a GPU could not compute the logits.
         self.model.device().finish()?;
@@ -549,7 +540,7 @@ impl<'a> Generator<'a> {
         live: &mut [Live<'a>],
         finished: &mut [Partial],
         asked: Option<Asked>,
-        on_token: &mut impl FnMut(TokenEvent),
+        on_token: &mut dyn FnMut(TokenEvent),
         memory: Option<&mut DecoderMemory>,
     ) -> Result<()> {
         let Reply { place: (request, slot), key, result } = reply;

@@ -24,7 +24,9 @@ pub use environment::{
     Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn, answer_calls, append,
 };
 pub use error::{Result, RolloutError};
-pub use generate::{Completion, FinishReason, Generated, Generator, Request, TokenEvent};
+pub use generate::{
+    Completion, FinishReason, GenerateOptions, Generated, Generator, MAX_LIVE, Request, TokenEvent,
+};
 pub use sample::SamplingParams;
 pub use session::{Job, Session, Step, Token};
 pub use zoom::{BoxUnit, ENVIRONMENTS, Zoom, environment, store_picture};

@@ -101,7 +101,6 @@ impl SamplingParams {
     }
 
     /// Returns the temperature of the recorded log-probabilities.
-    #[must_use]
     pub fn scoring_temperature(&self) -> f32 {
         self.logprob_temperature.unwrap_or(if self.temperature > 0.0 { self.temperature } else { 1.0 })
     }

@@ -110,7 +110,6 @@ impl<'a> Session<'a> {
     }
 
     /// Returns the number of completions in progress.
-    #[must_use]
     pub fn in_flight(&self) -> usize {
         self.live.values().map(|live| live.sequences.len()).sum()
     }

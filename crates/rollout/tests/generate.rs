@@ -10,7 +10,9 @@ use omnigrpo_models::{
     Training, WeightDtype,
 };
 use omnigrpo_ops::{Card, DecodeRows, Device, Draw, DrawFrom, Memory, Replays, Sampler};
-use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
+use omnigrpo_rollout::{
+    Completion, FinishReason, GenerateOptions, Generated, Generator, Request, SamplingParams, TokenEvent,
+};
 use omnigrpo_testkit::{
     CHECKPOINTS, FAMILIES, Golden, QWENS, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened,
     max_diff, omni_prompt, rows,
@@ -25,7 +27,7 @@ struct Setup {
 impl Setup {
     fn open(dir: &std::path::Path) -> Self {
         Self {
-            model: Model::load(dir, WeightDtype::Auto).unwrap(),
+            model: omnigrpo_testkit::load(dir, WeightDtype::Auto).unwrap(),
             tokenizer: Tokenizer::from_dir(dir).unwrap(),
         }
     }
@@ -37,7 +39,7 @@ impl Setup {
     fn on(name: &str, dtype: WeightDtype, device: Device) -> Self {
         let options = LoadOptions { dtype, device, ..LoadOptions::default() };
         Self {
-            model: Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),
+            model: Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),
             tokenizer: Tokenizer::from_dir(&checkpoint(name)).unwrap(),
         }
     }
@@ -76,8 +78,12 @@ impl Setup {
             max_live,
             prompts: None,
         };
-        generator.generate(&requests, |_| {}).unwrap()
+        completions(generator.generate(requests, GenerateOptions::default()).unwrap())
     }
+}
+
+fn completions(generated: Vec<Generated>) -> Vec<Vec<Completion>> {
+    generated.into_iter().map(|of| of.completions).collect()
 }
 
 struct Row {
@@ -117,7 +123,7 @@ fn greedy_of_humanomni_equals_its_construction_without_a_cache() {
     for (name, cases) in [("humanomni", &["va", "v", "a", "i", "t"][..]), ("humanomni_large", &["va", "i"])] {
         let dir = checkpoint(name);
         let setup = Setup {
-            model: Model::load(&dir, WeightDtype::Float32).unwrap(),
+            model: omnigrpo_testkit::load(&dir, WeightDtype::Float32).unwrap(),
             tokenizer: Tokenizer::from_dir(&dir).unwrap(),
         };
         for case in cases {
@@ -244,12 +250,8 @@ fn a_rollout_can_be_differentiated() {
             Generator { model, tokenizer, stops: &stops, params: &params, max_live: 6, prompts: None };
         for (outputs_only, room) in [(false, prompt_rows + 9 * 15), (true, 4096), (false, prompt_rows + 20)] {
             let mut memory = DecoderMemory::new(room, outputs_only);
-            let groups: Vec<_> = generator
-                .generate_with(&requests, |_| {}, Some(&mut memory))
-                .unwrap()
-                .into_iter()
-                .map(|g| g.completions)
-                .collect();
+            let options = GenerateOptions { memory: Some(&mut memory), on_token: None };
+            let groups = completions(generator.generate(requests.iter().copied(), options).unwrap());
             let lengths: Vec<usize> = groups.iter().flatten().map(|c| c.ids.len()).collect();
             assert!(lengths.iter().any(|&len| len < 16) && lengths.contains(&16), "{name}: {lengths:?}");
             let streams: Vec<GroupStream> = rows
@@ -268,7 +270,7 @@ fn a_rollout_can_be_differentiated() {
             omnigrpo_testkit::train_all(model);
             let how = Training { recompute: outputs_only, ..Training::default() };
             let gradients = |recalled: Memory| {
-                let pass = model.recall_pass(&stream, &features, 1.0, how, recalled).unwrap();
+                let pass = model.train_pass(&stream, &features, how, Some(recalled)).unwrap();
                 let logprobs = pass.logprobs.clone();
                 let d: Vec<f32> = (0..logprobs.len()).map(|i| (i as f32 * 0.7).sin()).collect();
                 let of_features = pass.backward(&d, Some(&d)).unwrap();
@@ -284,7 +286,8 @@ fn a_rollout_can_be_differentiated() {
             omnigrpo_testkit::assert_close(&recalled, &expected, 1e-4, name);
             // A stream of other completions does not match the memory.
             let mut memory = DecoderMemory::new(room, outputs_only);
-            generator.generate_with(&requests, |_| {}, Some(&mut memory)).unwrap();
+            let options = GenerateOptions { memory: Some(&mut memory), on_token: None };
+            generator.generate(requests.iter().copied(), options).unwrap();
             let other = PackedStream::new(&streams[..2]).unwrap();
             assert!(memory.of_stream(&other).unwrap().is_none());
         }
@@ -424,7 +427,7 @@ fn replayed_tokens_equal_those_of_single_launches() {
         };
         let dtype = [WeightDtype::BFloat16, WeightDtype::Float32][usize::from(i == 0)];
         let options = LoadOptions { dtype, device: card(), ..LoadOptions::default() };
-        let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
+        let model = Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
         let (own, how_plain) = in_flight(&model, &groups, how, true);
         assert_eq!((how_plain.recorded, how_plain.replayed, how_plain.plain), (0, 0, 11), "{name}");
         let (recorded, how_recorded) = in_flight(&model, &groups, how, false);
@@ -440,8 +443,7 @@ fn replayed_tokens_equal_those_of_single_launches() {
 #[test]
 fn replayed_tokens_cross_pages() {
     let options = LoadOptions { dtype: WeightDtype::BFloat16, device: card(), ..LoadOptions::default() };
-    let model =
-        Model::load_with(&Checkpoint::open(&checkpoint("qwen2_5_vl_tied")).unwrap(), &options).unwrap();
+    let model = Model::load(&Checkpoint::open(&checkpoint("qwen2_5_vl_tied")).unwrap(), &options).unwrap();
     let how = Sampler::default();
     let groups: [(u32, &[usize]); 2] = [(3, &[262]), (60, &[66])];
     let (own, _) = in_flight(&model, &groups, how, true);
@@ -473,7 +475,7 @@ fn a_gpu_out_of_memory_reports_it() {
     let Setup { model, tokenizer } = &setup;
     let generator =
         Generator { model, tokenizer, stops: &stops, params: &params, max_live: 320, prompts: None };
-    let error = generator.generate(&requests, |_| {}).unwrap_err().to_string();
+    let error = generator.generate(requests, GenerateOptions::default()).unwrap_err().to_string();
     assert!(error.contains("out of GPU memory") && error.contains("of 900000 free"), "{error}");
     assert!(error.contains("max_stream_tokens") && !error.contains("not finite"), "{error}");
 }
@@ -578,7 +580,7 @@ fn samples_of_a_group_differ_and_keys_decide() {
             max_live: 64,
             prompts: None,
         };
-        generator.generate(&[request], |_| {}).unwrap().remove(0)
+        generator.generate([request], GenerateOptions::default()).unwrap().remove(0).completions
     };
     let first = run(0, 0, 0);
     for (i, a) in first.iter().enumerate() {
@@ -761,11 +763,11 @@ fn events_report_every_token_in_order() {
         prompts: None,
     };
     let mut seen: BTreeMap<(usize, usize), Vec<(u32, bool)>> = BTreeMap::new();
-    let groups = generator
-        .generate(&requests, |TokenEvent { request, sample, id, last }| {
-            seen.entry((request, sample)).or_default().push((id, last));
-        })
-        .unwrap();
+    let mut on_token = |TokenEvent { request, sample, id, last }| {
+        seen.entry((request, sample)).or_default().push((id, last));
+    };
+    let options = GenerateOptions { on_token: Some(&mut on_token), memory: None };
+    let groups = completions(generator.generate(requests, options).unwrap());
     for (request, group) in groups.iter().enumerate() {
         for (sample, completion) in group.iter().enumerate() {
             let last = completion.ids.len() - 1;
@@ -800,6 +802,6 @@ fn diverged_weights_are_named_not_sampled() {
         max_live: 2,
         prompts: None,
     };
-    let message = generator.generate(&[request], |_| {}).unwrap_err().to_string();
+    let message = generator.generate([request], GenerateOptions::default()).unwrap_err().to_string();
     assert!(message.starts_with("token 0 of sample 0 of row 4"), "{message}");
 }

@@ -8,15 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use omnigrpo_data::{Cause, Dataset, ReadOptions, RecordedCompletion, RecordedTurn, Sample};
+use omnigrpo_data::{Cause, RecordedCompletion, RecordedTurn, RowReader, Sample};
 use omnigrpo_models::{
     AddedTurn, Checkpoint, DecoderMemory, Features, GroupStream, LoadOptions, Memories, Model, PackedStream,
     Prompt, PromptBuilder, PromptSettings, Training, WeightDtype,
 };
 use omnigrpo_ops::{Device, Memory};
 use omnigrpo_rollout::{
-    Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, Generated, Generator,
-    Interaction, ModelTurn, Request, SamplingParams, TokenEvent,
+    Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, GenerateOptions,
+    Generated, Generator, Interaction, ModelTurn, Request, SamplingParams, TokenEvent,
 };
 use omnigrpo_testkit::{assert_close, checkpoint, golden, max_diff, take_gradients, train_all};
 use omnigrpo_text::{MediumKind, Role, Turn};
@@ -130,14 +130,14 @@ impl Setup {
     fn new(name: &str, device: Device) -> Self {
         let options = LoadOptions { dtype: WeightDtype::Float32, device, ..LoadOptions::default() };
         let opened = Checkpoint::open(&checkpoint(name)).unwrap();
-        let model = Model::load_with(&opened, &options).unwrap();
+        let model = Model::load(&opened, &options).unwrap();
         let settings = PromptSettings { max_completion_length: MOST, ..PromptSettings::default() };
         let prompts = PromptBuilder::open(&opened, settings).unwrap();
         let rows = [
             json!({ "prompt": "Which is larger, 3 or 5?" }),
             json!({ "prompt": "<image>What is it?", "image": golden("media/shapes.png") }),
         ];
-        let rows = Dataset::from_rows("turns", rows, &golden("media"), &ReadOptions::default()).unwrap();
+        let rows = RowReader::new("turns").media_in(&golden("media")).dataset(rows).unwrap();
         let row = |row: u64| {
             let sample = rows.get(row).unwrap();
             let prompt = prompts.build(&sample).unwrap();
@@ -161,7 +161,7 @@ impl Setup {
         params: &SamplingParams,
         max_live: usize,
         memory: Option<&mut DecoderMemory>,
-        on_token: impl FnMut(TokenEvent),
+        mut on_token: impl FnMut(TokenEvent),
     ) -> omnigrpo_rollout::Result<Vec<Generated>> {
         // The twin and the emulator are slow.
         let num_samples = if self.model.device() == Device::Cpu { SAMPLES } else { 6 };
@@ -176,8 +176,8 @@ impl Setup {
                 ..Request::new(prompt, features)
             })
             .collect();
-        Generator::new(&self.model, &self.prompts, params, max_live)
-            .generate_with(&requests, on_token, memory)
+        let options = GenerateOptions { on_token: Some(&mut on_token), memory };
+        Generator::new(&self.model, &self.prompts, params).with_max_live(max_live).generate(requests, options)
     }
 
     /// Packs all completions, with the features of all media.
@@ -285,7 +285,7 @@ fn recorded_numbers_are_those_of_training_and_can_be_recalled() {
         train_all(model);
         let gradients = |recalled: Memory| {
             let how = Training::default();
-            let pass = model.recall_pass(&stream, &features, 1.0, how, recalled).unwrap();
+            let pass = model.train_pass(&stream, &features, how, Some(recalled)).unwrap();
             let logprobs = pass.logprobs.clone();
             let d: Vec<f32> = (0..logprobs.len()).map(|i| (i as f32 * 0.7).sin()).collect();
             let of_features = pass.backward(&d, Some(&d)).unwrap();
@@ -439,7 +439,7 @@ fn zoom_returns_parts_of_the_original() {
     assert_eq!(zoom.tools()[0]["function"]["name"], "image_zoom_in_tool");
     let picture = omnigrpo_media::load_image(&golden("media/noise.png"), &limits).unwrap();
     let row = json!({ "prompt": "<image>?", "image": golden("media/noise.png") });
-    let sample = Sample::from_row(row, "zoom", &golden("media"), &ReadOptions::default()).unwrap();
+    let sample = RowReader::new("zoom").media_in(&golden("media")).sample(row).unwrap();
     let key = EpisodeKey { seed: 0, rollout: 0, row: 0, sample: 0 };
     let ask = |zoom: &dyn Environment, text: &str| {
         let calls = omnigrpo_text::tool_calls(text);

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use hyper::StatusCode;
-use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_data::{ReadOptions, RowReader, Sample};
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rollout::{Job, SamplingParams};
 use omnigrpo_text::StopSet;
@@ -327,8 +327,11 @@ fn sample(messages: Vec<Value>, read: &ReadOptions) -> Result<(Sample, MediaFold
     let folder = MediaFolder(tempfile::tempdir().map_err(unavailable)?);
     let read = ReadOptions { cache_dir: Some(folder.0.path().to_owned()), ..read.clone() };
     let row = json!({ "id": "request", "messages": messages });
-    let sample =
-        Sample::from_row(row, "request", folder.0.path(), &read).map_err(|error| folder.refusal(&error))?;
+    let sample = RowReader::new("request")
+        .media_in(folder.0.path())
+        .options(read)
+        .sample(row)
+        .map_err(|error| folder.refusal(&error))?;
     Ok((sample, folder))
 }
 

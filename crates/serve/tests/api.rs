@@ -12,9 +12,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
-use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_data::{ReadOptions, RowReader};
 use omnigrpo_models::{Checkpoint, LoadOptions, Model, ModelError, PromptBuilder, PromptSettings};
-use omnigrpo_rollout::{Completion, Generator, Request, SamplingParams};
+use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Request, SamplingParams};
 use omnigrpo_serve::{Options, Server};
 use omnigrpo_testkit::{checkpoint, golden};
 use serde_json::{Value, json};
@@ -25,7 +25,7 @@ fn open(name: &str) -> (Model, PromptBuilder) {
     // Some completions are long.
     let positions = json!({ "max_position_embeddings": 32_768 }).as_object().unwrap().clone();
     let checkpoint = Checkpoint::open_with(&checkpoint(name), |_| Ok::<_, ModelError>(positions)).unwrap();
-    let model = Model::load_with(&checkpoint, &LoadOptions::default()).unwrap();
+    let model = Model::load(&checkpoint, &LoadOptions::default()).unwrap();
     let settings = PromptSettings { max_completion_length: 1, ..PromptSettings::default() };
     (model, PromptBuilder::open(&checkpoint, settings).unwrap())
 }
@@ -175,11 +175,12 @@ fn data_address(name: &str, kind: &str) -> String {
 fn generated(row: Value, num_samples: usize, params: &SamplingParams) -> Vec<Completion> {
     let (model, prompts) = open("qwen2_5_vl_tied");
     let folder = golden("media");
-    let sample = Sample::from_row(row, "row", &folder, &ReadOptions::default()).unwrap();
+    let sample = RowReader::new("row").media_in(&folder).sample(row).unwrap();
     let prompt = prompts.build(&sample).unwrap();
     let features = model.encode_prompt(&prompt).unwrap();
     let request = Request { num_samples, ..Request::new(&prompt, &features) };
-    Generator::new(&model, &prompts, params, 64).generate(&[request], |_| {}).unwrap().concat()
+    let generator = Generator::new(&model, &prompts, params);
+    generator.generate([request], GenerateOptions::default()).unwrap().remove(0).completions
 }
 
 fn greedy(max_completion_length: usize) -> SamplingParams {

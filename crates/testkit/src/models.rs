@@ -7,7 +7,7 @@ use std::sync::Arc;
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_models::{
     Checkpoint, DecoderInput, FeatureGradients, GroupStream, LoadOptions, LoraConfig, MediumInput,
-    MediumShape, Memories, Model, PackedStream, Position, Prompt, Training,
+    MediumShape, Memories, Model, PackedStream, Position, Prompt, Training, WeightDtype,
 };
 use omnigrpo_ops::{AttentionLayout, Card, Device, Param, Tape};
 use omnigrpo_text::{MediumKind, Span};
@@ -31,6 +31,11 @@ pub const QWENS: [&str; 3] = ["qwen2_vl_tied", "qwen2_5_vl_tied", "qwen3_vl"];
 
 pub fn golden(path: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
+}
+
+/// Opens a checkpoint and loads it.
+pub fn load(dir: &Path, dtype: WeightDtype) -> omnigrpo_models::Result<Model> {
+    Model::load(&Checkpoint::open(dir)?, &LoadOptions { dtype, ..LoadOptions::default() })
 }
 
 pub fn checkpoint(name: &str) -> PathBuf {
@@ -366,7 +371,11 @@ pub fn larger_model(name: &str) -> Model {
     let out = if name.starts_with("qwen2_vl") { "hidden_size" } else { "out_hidden_size" };
     config["vision_config"][out] = 320.into();
     std::fs::write(&path, config.to_string()).unwrap();
-    Model::random(&Checkpoint::open(dir.path()).unwrap(), 7, &LoadOptions::default()).unwrap()
+    Model::load(
+        &Checkpoint::open(dir.path()).unwrap(),
+        &LoadOptions { random: Some(7), ..LoadOptions::default() },
+    )
+    .unwrap()
 }
 
 /// A prompt continued by `tokens` text tokens.
@@ -388,7 +397,7 @@ pub fn check_reach(model: &Model, prompts: &[Prompt], completion: &[u32]) -> Vec
     let each = |g: usize| {
         let groups = [GroupStream { prompt: refs[g], completions: vec![completion] }];
         let stream = PackedStream::new(&groups).unwrap();
-        let pass = model.train_pass(&stream, &features[g..=g], 1.0, Training::default()).unwrap();
+        let pass = model.train_pass(&stream, &features[g..=g], Training::default(), None).unwrap();
         let gradients = pass.backward(&vec![0.0; completion.len()], None).unwrap();
         model
             .backward_media(
@@ -401,7 +410,8 @@ pub fn check_reach(model: &Model, prompts: &[Prompt], completion: &[u32]) -> Vec
             .unwrap();
         let passed = take_gradients(model);
         let mut gradients = FeatureGradients::default();
-        model.reach(&refs, &features, &[g], &mut gradients);
+        model.reach_decoder();
+        model.reach_media(&refs, &features, &[g], &mut gradients);
         model.backward_media(&refs, &features, Memories::default(), gradients, Training::default()).unwrap();
         let reached = take_gradients(model);
         assert!(reached.keys().eq(passed.keys()), "prompt {g}: other weights");
@@ -418,7 +428,7 @@ pub fn backward(model: &Model, prompt: &Prompt, completion: &[u32], coefficients
     let stream = PackedStream::new(&groups).unwrap();
     train_all(model);
     let features = [model.encode_prompt(prompt).unwrap()];
-    let pass = model.train_pass(&stream, &features, 1.0, how).unwrap();
+    let pass = model.train_pass(&stream, &features, how, None).unwrap();
     let gradients = pass.backward(coefficients, None).unwrap();
     model.backward_media(&[prompt], &features, Memories::default(), gradients, how).unwrap();
 }

@@ -29,7 +29,7 @@ pub fn dataset() -> Dataset {
 
 /// The rows of a folder's cases.
 pub fn dataset_of(folder: &str) -> Dataset {
-    let spec = DatasetSpec::file(golden(&format!("{folder}/rows.jsonl")), Roots::all(golden("")));
+    let spec = DatasetSpec::file(golden(&format!("{folder}/rows.jsonl"))).with_roots(Roots::all(golden("")));
     Dataset::open(&[spec], &ReadOptions::default()).unwrap()
 }
 

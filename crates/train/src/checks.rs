@@ -38,7 +38,6 @@ const TRUTH_COLUMNS: [&str; 12] = [
 ];
 
 /// Returns what a check of rows found, one finding per line. `which` names the rows.
-#[must_use]
 pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool) -> String {
     let c = &report.counts;
     let media: Vec<_> = c.media.iter().map(|(kind, count)| format!("{count} {}", kind.word())).collect();
@@ -89,7 +88,6 @@ pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: b
 }
 
 /// Returns advice about a folder if no medium of a kind was found, because then the folder is probably wrong, not the rows.
-#[must_use]
 pub fn folders_help(report: &Report) -> Option<String> {
     let c = &report.counts;
     c.media
@@ -134,7 +132,6 @@ pub(crate) fn mean_media_bytes(report: &Report) -> f64 {
 }
 
 /// Returns warnings about the checked rows, one per line. `system` is the system turn of the prompts.
-#[must_use]
 pub fn warnings(seen: &Surveyed, system: Option<&str>) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, applies) in &seen.applies {
@@ -163,7 +160,6 @@ pub fn warnings(seen: &Surveyed, system: Option<&str>) -> Vec<String> {
 }
 
 /// Returns the refusal of a reward that applies to no row of the dataset, if there is one.
-#[must_use]
 pub fn idle(seen: &Surveyed, dataset: &Dataset) -> Option<Refusal> {
     let name = seen.idle()?;
     let refusal = Refusal::failure(format!("the reward `{name}` applies to no row"));
@@ -291,7 +287,6 @@ pub(crate) fn any_usable(
 }
 
 /// Returns the references of rows, which determine the word weights of some rewards.
-#[must_use]
 pub fn corpus(dataset: &Dataset, rows: impl IntoIterator<Item = u64>, keep_texts: bool) -> Corpus {
     // An unreadable row is skipped here; it is reported when it is used.
     let samples = rows.into_iter().filter_map(|row| dataset.get(row).ok());

@@ -7,7 +7,10 @@ use omnigrpo_data::{ColumnNames, ReadOptions};
 use omnigrpo_guard::{Fault, Setting, fault};
 use omnigrpo_models::{LoadOptions, LoraConfig, PromptSettings};
 
-use crate::{AdamWConfig, ResumeFrom, RunPlan, Selection, SkipPolicy, TrainSetup};
+use crate::{
+    AdamWConfig, EvalSchedule, ResumeFrom, ResumePlan, RunPlan, SavePlan, Selection, SkipPolicy, Split,
+    TrainSetup,
+};
 
 omnigrpo_guard::settings! {
     struct AdamWConfig { LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm }
@@ -16,13 +19,14 @@ omnigrpo_guard::settings! {
     struct LoraConfig { LORA_TARGETS = targets }
     struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length }
     struct ReadOptions { TEMPLATE = template }
+    struct EvalSchedule { BEST_METRIC = best_metric }
     enum ResumeFrom { NEWEST = Newest, START = Start }
-    struct RunPlan {
-        ALLOW_CHANGED = allow_changed, BEST_METRIC = best_metric, MAX_STEPS = max_steps, RESUME = resume,
-        SAVE_ONLY_MODEL = save_only_model,
-    }
+    struct ResumePlan { ALLOW_CHANGED = allow_changed, RESUME = from }
+    struct RunPlan { MAX_STEPS = max_steps, SYNC_REFERENCE = sync_reference }
+    struct SavePlan { SAVE_ONLY_MODEL = only_model }
     struct Selection { GATE = gate, LLM = llm, PATTERNS = patterns, PROJECTOR = projector, TOWERS = towers }
     struct SkipPolicy { MAX_SHARE = max_share, STRICT = strict }
+    struct Split { LEAVES = leaves }
     struct TrainSetup { EVAL = eval, LOCK = lock, REWARDS = rewards, ORDER_BONUS = shuffled }
 }
 
@@ -188,7 +192,6 @@ impl TrainError {
     /// Returns [`Fault::Machine`] if the same command can succeed once the machine works again, otherwise [`Fault::Run`].
     ///
     /// A file that cannot be written is a fault of the run: without it, the results of the run would be incomplete.
-    #[must_use]
     pub fn fault(&self) -> Fault {
         match self {
             Self::Machine { .. } => Fault::Machine,

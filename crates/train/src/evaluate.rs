@@ -7,7 +7,7 @@ use std::sync::Arc;
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{EvalRow, Measures, RewardMatrix, RewardSet, Summary, answer, references, summarize};
-use omnigrpo_rollout::{Completion, FinishReason, Generator, SamplingParams};
+use omnigrpo_rollout::{Completion, FinishReason, GenerateOptions, Generator, MAX_LIVE, SamplingParams};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -17,7 +17,6 @@ use crate::rows::{PreparedRow, Ready, SkippedRow, Unusable, media_paths, prepare
 use crate::saved_turns;
 use crate::scoring;
 use crate::split::Split;
-use crate::step::MAX_LIVE;
 
 /// Rows and settings of an evaluation.
 #[derive(Clone)]
@@ -100,7 +99,6 @@ impl Evaluation {
     }
 
     /// Returns the metric with this name.
-    #[must_use]
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.summary.metric(name)
     }
@@ -271,8 +269,9 @@ fn complete(model: &Model, rewards: &RewardSet, plan: &EvalPlan, batch: &[u64]) 
     let skip = |(row, Unusable { id, reason })| SkippedRow { row, id, reason, replaced_by: None };
     let skipped = unusable.into_iter().map(skip).collect();
     let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);
-    let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
-    let completions = generator.generate(&requests, |_| {})?;
+    let generator = Generator::new(model, prompts, &options.sampling).with_max_live(options.max_live);
+    let generated = generator.generate(requests, GenerateOptions::default())?;
+    let completions = generated.into_iter().map(|of| of.completions).collect();
     Ok(Completed { rows, completions, skipped })
 }
 
@@ -332,7 +331,6 @@ fn conclude(
 }
 
 /// Returns the result of a row without the columns of its dataset. `span` is the range of its completions in `scores`.
-#[must_use]
 pub fn eval_row(
     sample: &Sample,
     completions: Vec<String>,

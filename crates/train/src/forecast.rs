@@ -23,7 +23,6 @@ pub struct StepTime {
 
 impl StepTime {
     /// Returns the sum of all phases in seconds.
-    #[must_use]
     pub fn total(&self) -> f64 {
         self.phases.iter().map(|(_, secs)| secs).sum()
     }

@@ -1,8 +1,9 @@
 //! Supervised fine-tuning: the update with one completion per prompt and dL/dlogp = −1/tokens. The tokens are those of all imitated
 //! turns of the model.
 
+use omnigrpo_grpo::metric;
 use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt, SftExample};
-use omnigrpo_observe::PhaseTimer;
+use omnigrpo_observe::{Metric, PhaseTimer};
 
 use crate::error::Result;
 use crate::features::{self, Keep};
@@ -29,7 +30,7 @@ pub fn imitate(
     let weight = 1.0 / tokens.max(1) as f64;
     let each = examples.iter().filter(|e| !e.target.is_empty());
     let step_tokens = [each.map(|e| e.prompt.ids.len() + e.target.len() - 1).sum(), tokens];
-    let training = omnigrpo_models::Training { step_tokens, ..at.training(algorithm) };
+    let training = omnigrpo_models::Training { temperature: 1.0, step_tokens, ..at.training(algorithm) };
     let mut router = [0.0; 2];
     let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
     let streams = pack(&shapes, algorithm.stream_rows());
@@ -53,7 +54,7 @@ pub fn imitate(
             let seen = prompts.iter().zip(&features);
             seen.map(|(p, own)| Ok(model.features_in_training(p, own, training)?)).collect::<Result<Vec<_>>>()
         })?;
-        let pass = timed(timer, "forward", || model.train_pass(&stream, &seen, 1.0, training))?;
+        let pass = timed(timer, "forward", || model.train_pass(&stream, &seen, training, None))?;
         loss -= weight * pass.logprobs.iter().map(|&x| f64::from(x)).sum::<f64>();
         entropy += weight * pass.entropies.iter().map(|&x| f64::from(x)).sum::<f64>();
         let dlogp = vec![-weight as f32; stream.num_targets()];
@@ -92,4 +93,20 @@ pub struct ImitationOutcome {
     pub num_tokens: u64,
     /// Router losses, as in [`StepOutcome`](crate::StepOutcome).
     pub router: Option<[f64; 2]>,
+}
+
+impl ImitationOutcome {
+    /// Returns the metrics of the update.
+    pub(crate) fn metrics(&self) -> Vec<Metric> {
+        let each = [
+            (metric::LOSS, self.loss),
+            (metric::ENTROPY, self.entropy),
+            (metric::GRAD_NORM, self.grad_norm),
+            (metric::NUM_TOKENS, self.num_tokens as f64),
+            ("params_without_grad", self.params_without_grad as f64),
+        ];
+        let router = self.router.into_iter().flatten();
+        let router = ["router_aux_loss", "router_z_loss"].into_iter().zip(router);
+        each.into_iter().chain(router).map(|(name, value)| (name.to_owned(), Some(value))).collect()
+    }
 }

@@ -3,7 +3,7 @@
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
 use omnigrpo_models::{AddedTurn, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
-use omnigrpo_rollout::{Completion, Generator, TokenEvent};
+use omnigrpo_rollout::{Completion, GenerateOptions, Generator, TokenEvent};
 
 use crate::error::{Result, TrainError};
 use crate::evaluate::EvalOptions;
@@ -16,18 +16,16 @@ use crate::streams::pack;
 /// `max_stream_tokens` limits the tokens of one pass. With `None`, one pass scores all completions.
 ///
 /// ```
-/// use std::path::Path;
-///
-/// use omnigrpo_data::{ReadOptions, Sample};
+/// use omnigrpo_data::RowReader;
 /// use omnigrpo_models::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings};
 /// use serde_json::json;
 ///
 /// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
 /// let checkpoint = Checkpoint::open(directory.as_ref())?;
-/// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+/// let model = Model::load(&checkpoint, &LoadOptions::default())?;
 /// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
 /// let row = json!({ "prompt": "Which is larger, 3 or 5?" });
-/// let prompt = prompts.build(&Sample::from_row(row, "mine", Path::new("."), &ReadOptions::default())?)?;
+/// let prompt = prompts.build(&RowReader::new("mine").sample(row)?)?;
 /// let said = [prompts.completion_ids("5")?, prompts.completion_ids("it is 3")?];
 /// let logprobs = omnigrpo_train::logprobs(&model, &prompt, &said, 1.0, None)?;
 /// assert_eq!(logprobs[1].len(), said[1].len());
@@ -158,7 +156,7 @@ pub struct Generated<'a> {
 /// ```
 /// use std::path::Path;
 ///
-/// use omnigrpo_data::{Dataset, ReadOptions};
+/// use omnigrpo_data::ReadOptions;
 /// use omnigrpo_models::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings};
 /// use omnigrpo_rollout::SamplingParams;
 /// use omnigrpo_train::{EvalOptions, generate};
@@ -166,10 +164,10 @@ pub struct Generated<'a> {
 ///
 /// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
 /// let checkpoint = Checkpoint::open(directory.as_ref())?;
-/// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+/// let model = Model::load(&checkpoint, &LoadOptions::default())?;
 /// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
 /// let rows = ["Which is larger, 3 or 5?", "And of 2 and 1?"].map(|question| json!({ "prompt": question }));
-/// let dataset = Dataset::from_rows("mine", rows, Path::new("."), &ReadOptions::default())?;
+/// let dataset = RowReader::new("mine").dataset(rows)?;
 /// let sampling = SamplingParams { max_completion_length: 4, ..SamplingParams::greedy() };
 /// let options = EvalOptions { sampling, num_generations: 2, ..EvalOptions::default() };
 /// let mut said = Vec::new();
@@ -191,11 +189,13 @@ pub fn generate(
     token: &mut dyn FnMut(TokenEvent),
     each: &mut dyn FnMut(Generated<'_>) -> Result<()>,
 ) -> Result<()> {
-    let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
+    let generator = Generator::new(model, prompts, &options.sampling).with_max_live(options.max_live);
     for batch in rows.chunks(options.batch_rows.max(1)) {
         let Ready { rows, features, unusable } = prepare_all(model, prompts, dataset, None, batch)?;
         let requests = requests(&rows, &features, options.num_generations, 0);
-        let completions = generator.generate(&requests, &mut *token)?;
+        let watched = GenerateOptions { on_token: Some(&mut *token), memory: None };
+        let generated = generator.generate(requests, watched)?;
+        let completions: Vec<Vec<Completion>> = generated.into_iter().map(|of| of.completions).collect();
         each(Generated { rows: &rows, completions: &completions, unusable: &unusable })?;
     }
     Ok(())

@@ -308,7 +308,8 @@ mod tests {
         let run = &run;
         let rank = move |engine: Threads| {
             let split = Split { shard: Shard::Weights, least_cut: 1000, ..Split::over(Ranks::new(engine)) };
-            let mut model = Model::load(&checkpoint("qwen2_5_vl_tied"), WeightDtype::Auto).unwrap();
+            let mut model =
+                omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied"), WeightDtype::Auto).unwrap();
             let lender = Lender::cut(&split, &mut model).unwrap().unwrap();
             run(&split, &model, &lender)
         };
@@ -330,7 +331,7 @@ mod tests {
 
     #[test]
     fn a_rank_has_its_part_and_one_layer() {
-        let whole = Model::load(&checkpoint("qwen2_5_vl_tied"), WeightDtype::Auto).unwrap();
+        let whole = omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied"), WeightDtype::Auto).unwrap();
         let refused = on_two_ranks(|split, model, lender| {
             // A part ends at a block of squares, so a small weight belongs to one rank.
             let own = |(param, bucket): &(Arc<Param>, Bucket)| {

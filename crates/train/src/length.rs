@@ -46,11 +46,11 @@ impl Length {
 
     pub(crate) fn schedule(self, run: &RunPlan) -> Schedule {
         let total_steps = self.total;
-        let warmup_steps = if run.warmup_steps > 0 {
-            run.warmup_steps
+        let warmup_steps = if run.schedule.warmup_steps > 0 {
+            run.schedule.warmup_steps
         } else {
-            (run.warmup_ratio * total_steps as f64).ceil() as u64
+            (run.schedule.warmup_ratio * total_steps as f64).ceil() as u64
         };
-        Schedule { kind: run.schedule, warmup_steps, total_steps }
+        Schedule { kind: run.schedule.kind, warmup_steps, total_steps }
     }
 }

@@ -58,9 +58,11 @@ pub use infer::{Generated, Recorded, generate, logprobs, score_recorded};
 pub use inputs::digests;
 pub use longest::Longest;
 pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
+pub use omnigrpo_rollout::MAX_LIVE;
 pub use optimizer::{AdamW, AdamWConfig, Moments, Offload, Update};
 pub use plan::{
-    EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,
+    CardPlan, EvalSchedule, EvalWhen, Objective, Observer, RecordPlan, ResumeFrom, ResumePlan, RowPlan,
+    RunPlan, RunSummary, SavePlan, SaveWhen, SchedulePlan, SyncReference, TrainSetup,
 };
 pub use policy::{ModelPlan, Policy, weights_fit};
 pub use prepare::{Forecast, Limit, Need, Output, Prepared, Run, Trained, Variant, fits};
@@ -76,7 +78,7 @@ pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};
 pub use split::{GradientSum, Split};
-pub use step::{Algorithm, Collector, MAX_LIVE, STREAM_ROWS, StepOutcome, UpdateAt, update};
+pub use step::{Algorithm, Collector, STREAM_ROWS, StepOutcome, UpdateAt, update};
 pub use streams::{Part, pack};
 pub use survey::{RowCheck, Survey, Surveyed};
 pub use timing::peak_memory_bytes;

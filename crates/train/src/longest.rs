@@ -70,7 +70,6 @@ impl Longest {
     }
 
     /// Returns the same rows built with other settings of media; `None` if none of them can be used.
-    #[must_use]
     pub fn with(&self, prompts: &PromptBuilder, objective: Objective) -> Option<Self> {
         let other = Self::of(prompts, self.samples.clone(), objective).with_answers(prompts, self.limits);
         let any = other.prompts().next().is_some();
@@ -102,14 +101,12 @@ impl Longest {
     }
 
     /// Returns the shapes of the media of the longest row.
-    #[must_use]
     pub fn media(&self) -> Vec<(MediumKind, MediumShape)> {
         let longest = self.prompts().max_by_key(|prompt| prompt.ids.len());
         longest.map_or(Vec::new(), |prompt| prompt.media.iter().map(|m| (m.kind, m.shape)).collect())
     }
 
     /// Returns the number of tokens of the longest prompt.
-    #[must_use]
     pub fn prompt_tokens(&self) -> usize {
         self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
     }
@@ -120,7 +117,6 @@ impl Longest {
     }
 
     /// Returns the largest size of the decoded media of one row, bytes.
-    #[must_use]
     pub fn media_bytes(&self) -> u64 {
         self.prompts().map(media_bytes).max().unwrap_or(0)
     }

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use omnigrpo_models::{AddedTurn, Features, Model, Prompt, SftExample};
+use omnigrpo_models::{AddedTurn, Features, Model, Prompt, ReferencePlace, SftExample};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{
     Card, DecodeBatch, DecodeRows, Device, DrawFrom, Footprint, Held, Param, ParamDtype, Sampler, footprint,
@@ -62,7 +62,7 @@ pub enum ReferenceKept {
     No,
     /// Copies of the trained weights.
     Copied,
-    /// One weight at a time, if the other weights can be read from the checkpoint's files ([`Model::reference_in_place`]).
+    /// One weight at a time, if the other weights can be read from the checkpoint's files ([`ReferencePlace::Files`]).
     InPlace,
 }
 
@@ -155,13 +155,11 @@ pub enum Phase {
 
 impl Memory {
     /// Returns the sum of all parts.
-    #[must_use]
     pub fn total(&self) -> u64 {
         self.parts().iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Returns the memory that is in use from the first update to the end, regardless of the rows.
-    #[must_use]
     pub fn lasting(&self) -> u64 {
         self.program
             + self.rewards
@@ -174,7 +172,6 @@ impl Memory {
     }
 
     /// Returns each part with its name.
-    #[must_use]
     pub fn parts(&self) -> [(&'static str, u64); 16] {
         [
             ("program and rows", self.program),
@@ -405,7 +402,6 @@ fn measured(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
 }
 
 /// Returns the bytes of a prompt's decoded media.
-#[must_use]
 pub fn media_bytes(prompt: &Prompt) -> u64 {
     prompt.media.iter().map(|medium| 4 * medium.data.len() as u64).sum()
 }
@@ -439,7 +435,11 @@ pub(crate) fn reinforce(
     // This process alone runs the outline.
     let algorithm = &Algorithm { split: Split::default(), ..plan.algorithm.clone() };
     let size = algorithm.num_generations;
-    let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
+    let reference = if algorithm.loss.needs_reference() {
+        Some(model.reference(ReferencePlace::Memory(model.device()))?)
+    } else {
+        None
+    };
     let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
     let prompts = || rows.iter().map(|row| &*row.prompt);
     let (encoded, seen) = footprint(|| {

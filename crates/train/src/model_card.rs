@@ -38,7 +38,7 @@ pub(crate) struct Facts<'a> {
 
 /// Writes the card and its picture into a run directory.
 pub(crate) fn write(dir: &Path, facts: Facts) -> Result<()> {
-    let picture = facts.run.curves.and_then(|draw| draw(dir));
+    let picture = facts.run.card.curves.and_then(|draw| draw(dir));
     if let Some(svg) = &picture {
         write_atomic(&dir.join(PICTURE), |out| out.write_all(svg.as_bytes()))?;
     }
@@ -99,7 +99,7 @@ impl Card {
         let papers = if imitate { Vec::new() } else { algorithm.loss.papers() };
         let methods: Vec<_> = papers.iter().map(|paper| paper.method).collect();
         Self {
-            name: run.run_name.clone().unwrap_or_else(own_name),
+            name: run.card.run_name.clone().unwrap_or_else(own_name),
             hub_base: match &base {
                 Origin { name, revision: Some(_) } => Some(name.clone()),
                 _ => model.checkpoint().config().get("_name_or_path").and_then(hub_name).or_else(|| {
@@ -127,7 +127,7 @@ impl Card {
             },
             num_steps: facts.num_steps,
             trained: trained(dir, model.device()),
-            command: run.command.clone(),
+            command: run.card.command.clone(),
             datasets,
             settings: settings(facts),
             metrics: names
@@ -219,9 +219,9 @@ fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
     let Facts { run, model, algorithm, optimizer, .. } = facts;
     let mut all = vec![
         ("learning_rate", json!(optimizer.learning_rate)),
-        ("lr_scheduler_type", json!(run.schedule)),
-        ("warmup_ratio", json!(run.warmup_ratio)),
-        ("warmup_steps", json!(run.warmup_steps)),
+        ("lr_scheduler_type", json!(run.schedule.kind)),
+        ("warmup_ratio", json!(run.schedule.warmup_ratio)),
+        ("warmup_steps", json!(run.schedule.warmup_steps)),
         ("weight_decay", json!(optimizer.weight_decay)),
         ("max_grad_norm", json!(optimizer.max_grad_norm)),
         ("prompts per step", json!(run.prompts_per_step)),
@@ -262,7 +262,7 @@ fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
             ("lora_target_modules", json!(lora.targets.join(", "))),
         ]);
     }
-    all.extend([("seed", json!(algorithm.seed)), ("data_seed", json!(run.data_seed))]);
+    all.extend([("seed", json!(algorithm.seed)), ("data_seed", json!(run.rows.seed))]);
     // Warm-up settings that are off are left out.
     all.retain(|(name, value)| {
         !matches!(*name, "warmup_ratio" | "warmup_steps") || value.as_f64() != Some(0.0)

@@ -263,13 +263,11 @@ impl AdamW {
     }
 
     /// Returns the settings.
-    #[must_use]
     pub fn config(&self) -> &AdamWConfig {
         &self.config
     }
 
     /// Returns the base learning rate.
-    #[must_use]
     pub fn learning_rate(&self) -> f64 {
         self.config.learning_rate
     }
@@ -293,7 +291,6 @@ impl AdamW {
     }
 
     /// Returns the bytes of the state in main memory.
-    #[must_use]
     pub fn host_bytes(&self) -> usize {
         self.state.values().map(Moments::host_bytes).sum()
     }
@@ -336,7 +333,6 @@ impl AdamW {
     }
 
     /// Returns the names of trained weights that were never updated.
-    #[must_use]
     pub(crate) fn never_reached(&self) -> Vec<&str> {
         let names = self.params.iter().map(|(p, ..)| p.name());
         names.filter(|name| !self.state.contains_key(*name)).collect()
@@ -380,7 +376,6 @@ impl AdamW {
     }
 
     /// Returns the bytes of gradients, moments and masters if every trained weight has them.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         let each = |p: &Param| p.len() * (12 + if self.has_master(p) { 4 } else { 0 });
         self.params.iter().map(|(p, ..)| each(p)).sum()

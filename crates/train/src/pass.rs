@@ -6,8 +6,10 @@
 use std::mem::{replace, take};
 use std::ops::Range;
 
-use omnigrpo_grpo::{Batch, MetricSums, Normalizer, evaluate};
-use omnigrpo_models::{DecoderMemory, FeatureGradients, Features, Model, Prompt, Training};
+use omnigrpo_grpo::{Batch, LossOutput, MetricSums, Normalizer, evaluate};
+use omnigrpo_models::{
+    DecoderMemory, FeatureGradients, Features, Memories, Model, PackedStream, Prompt, StreamPass, Training,
+};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rollout::Completion;
 use serde::{Deserialize, Serialize};
@@ -42,6 +44,23 @@ pub(crate) struct Pass<'a> {
     /// Prompts of the leaf's streams with a gradient of 0, which had no backward pass.
     idle: Vec<usize>,
     passed: Passed,
+}
+
+/// Passes that a stream needs.
+enum Way {
+    /// None: no term of the loss depends on the completions, and the rollout has their numbers. They count in the metrics like all
+    /// others.
+    Known(Scores),
+    /// A forward pass for the numbers: no term of the loss depends on the completions.
+    Score,
+    /// A forward and a backward pass, with the decoder results of the rollout if it kept them.
+    Train(Option<DecoderMemory>),
+}
+
+/// Numbers of a stream's tokens, completion by completion, in nats.
+struct Scores {
+    logprobs: Vec<f32>,
+    entropies: Vec<f32>,
 }
 
 /// Results of the passes, for a leaf or for all of them.
@@ -197,155 +216,203 @@ impl<'a> Pass<'a> {
             |(_, optimizer, _), block| optimizer.exchange().block_done(block),
         )?;
         timer.activity().parts("prompts", leaf.end, num_prompts);
-
-        timed(timer, "backward", || {
-            let groups = &rollouts.groups[leaf];
-            let prompts: Vec<&Prompt> = groups.iter().map(|g| &*g.row.prompt).collect();
-            let features: Vec<&[Features]> = groups.iter().map(|g| g.features.as_slice()).collect();
-            let (mut gradients, idle) = (take(&mut self.gradients), take(&mut self.idle));
-            if !idle.is_empty() {
-                optimizer.exchange().reach_decoder(self.model);
-            }
-            self.model.reach_media(&prompts, &features, &idle, &mut gradients);
-            Ok::<_, TrainError>(self.model.backward_media(
-                &prompts,
-                &features,
-                memories,
-                gradients,
-                self.training,
-            )?)
-        })?;
+        timed(timer, "backward", || self.media(&rollouts.groups[leaf], memories, optimizer))?;
         // The files of weights are checked before the gradients are used.
         Ok(self.model.files_unchanged()?)
     }
 
-    /// Runs the passes of a stream. `exchange` is given for the last stream of a leaf, whose backward pass completes gradients.
+    /// Runs the backward pass of the media towers for the groups of a leaf.
+    fn media(&mut self, groups: &[Group], memories: Memories, optimizer: &mut AdamW) -> Result<()> {
+        let prompts: Vec<&Prompt> = groups.iter().map(|g| &*g.row.prompt).collect();
+        let features: Vec<&[Features]> = groups.iter().map(|g| g.features.as_slice()).collect();
+        let (mut gradients, idle) = (take(&mut self.gradients), take(&mut self.idle));
+        if !idle.is_empty() {
+            optimizer.exchange().reach_decoder(self.model);
+        }
+        self.model.reach_media(&prompts, &features, &idle, &mut gradients);
+        Ok(self.model.backward_media(&prompts, &features, memories, gradients, self.training)?)
+    }
+
+    /// Runs the passes of a stream and adds its loss. `exchange` is given for the last stream of a leaf, whose backward pass
+    /// completes gradients.
     fn stream(
         &mut self,
         parts: &[Part],
         rollouts: &Rollouts,
         normalizer: &Normalizer,
-        mut exchange: Option<&mut Exchange>,
+        exchange: Option<&mut Exchange>,
         timer: &mut PhaseTimer,
     ) -> Result<()> {
-        let plan = &self.algorithm.loss;
-        let temperature = self.algorithm.sampling.scoring_temperature();
-        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
-        let advantages: Vec<f64> = rollouts.members(parts).map(|c| c.advantage).collect();
-        // No term of the loss depends on these completions, so they need no backward pass. They count in the metrics like all
-        // others.
-        let idle = advantages.iter().all(|&a| a == 0.0)
-            && !plan.needs_reference()
-            && !plan.needs_entropy()
-            && self.training.router.is_off();
         let stream = rollouts.packed(parts)?;
+        let (way, recompute) = (self.way(parts, rollouts), self.training.recompute);
+        let mut forward = |recalled, recompute| {
+            timed(timer, "forward", || self.forward(&stream, parts, rollouts, recalled, recompute))
+        };
+        let (scores, pass) = match way {
+            Way::Known(scores) => (scores, None),
+            Way::Score => (forward(None, true)?.0, None),
+            Way::Train(recalled) => {
+                let (scores, pass) = forward(recalled, recompute)?;
+                (scores, Some(pass))
+            }
+        };
+        let loss = self.loss(&stream, parts, rollouts, &scores, normalizer)?;
+        self.record(&stream, parts, rollouts, &scores);
+        self.passed.sums.merge(&loss.sums);
+        match pass {
+            Some(pass) => timed(timer, "backward", || self.backward(pass, parts, &loss, exchange)),
+            None => {
+                self.idle.extend(parts.iter().map(|part| part.group - self.leaf.start));
+                Ok(())
+            }
+        }
+    }
+
+    /// Decides which passes a stream needs.
+    fn way(&mut self, parts: &[Part], rollouts: &Rollouts) -> Way {
         // The recalled pass fits only the stream of the complete leaf. For other streams it is dropped to free its memory.
         let recalled = self.recalled.take();
         let recalled = recalled.filter(|_| !rollouts.updated && rollouts.is_whole(parts, self.leaf.clone()));
-
-        let drawn = if idle { self.as_drawn(parts, rollouts) } else { None };
-        let (logprobs, entropies, pass) = if let Some((logprobs, entropies)) = drawn {
-            (logprobs, entropies, None)
-        } else {
-            let mut pass = timed(timer, "forward", || {
-                let seen = |part: &Part| {
-                    let Group { row, features, .. } = &rollouts.groups[part.group];
-                    self.model.features_in_training(&row.prompt, features, self.training)
-                };
-                let features = parts.iter().map(seen).collect::<omnigrpo_models::Result<Vec<_>>>()?;
-                let training = Training { recompute: idle || self.training.recompute, ..self.training };
-                let known = recalled.map(|memory| memory.of_stream(&stream)).transpose()?.flatten();
-                self.model.recall_pass(&stream, &features, temperature, training, known.unwrap_or_default())
-            })?;
-            self.passed.num_tokens += stream.rows() as u64;
-            (take(&mut pass.logprobs), take(&mut pass.entropies), Some(pass))
-        };
-        let old = rollouts.members(parts).filter_map(|c| c.old.as_deref()).flatten();
-        let old: Vec<f64> = old.map(|&x| f64::from(x)).collect();
-        let sampled =
-            rollouts.members(parts).all(|c| c.completion.logprobs.len() == c.completion.num_sampled());
-        let sampler = rollouts.members(parts).flat_map(|c| &c.completion.logprobs);
-        let sampler: Vec<f64> = sampler.map(|&x| f64::from(x)).collect();
-        let truncated: Vec<bool> = rollouts.members(parts).map(Scored::is_truncated).collect();
-        let reference: Option<Vec<&[f32]>> =
-            rollouts.members(parts).map(|c| c.reference.as_deref()).collect();
-        let reference = reference.map(|each| wide(&each.concat()));
-        let kept: Option<Vec<&[bool]>> = rollouts.members(parts).map(|c| c.kept.as_deref()).collect();
-        let kept = kept.map(|each| each.concat());
-        let (logp, entropy) = (wide(&logprobs), wide(&entropies));
-        let out = evaluate(
-            &Batch {
-                lengths: stream.lengths(),
-                logp: &logp,
-                old: (!self.passed.on_policy).then_some(&old),
-                sampler: sampled.then_some(&sampler),
-                reference: reference.as_deref(),
-                entropy: Some(&entropy),
-                kept: kept.as_deref(),
-                advantages: &advantages,
-                truncated: &truncated,
-            },
-            plan,
-            normalizer,
-        )?;
-        self.passed.sums.merge(&out.sums);
-        for (Scored { completion, .. }, own) in rollouts.members(parts).zip(stream.each(&logprobs)) {
-            if self.passed.on_policy && pass.is_some() {
-                self.passed.gap.add(&completion.logprobs, own);
-            }
-            self.passed.logprobs.push(own.to_vec());
+        let plan = &self.algorithm.loss;
+        let idle = rollouts.members(parts).all(|c| c.advantage == 0.0)
+            && !plan.needs_reference()
+            && !plan.needs_entropy()
+            && self.training.router.is_off();
+        match idle.then(|| self.as_drawn(parts, rollouts)) {
+            None => Way::Train(recalled),
+            Some(None) => Way::Score,
+            Some(Some(scores)) => Way::Known(scores),
         }
-        if self.algorithm.token_stats {
-            let each = rollouts.members(parts).zip(stream.each(&logprobs)).zip(stream.each(&entropies));
-            self.passed.tokens.extend(each.map(|((scored, logprobs), entropies)| TokenNumbers {
-                logprobs: logprobs.to_vec(),
-                entropies: entropies.to_vec(),
-                old: scored.old.clone().unwrap_or_default(),
-                reference: scored.reference.clone().unwrap_or_default(),
-                kept: scored.kept.clone().unwrap_or_default(),
-            }));
-        }
-        let Some(pass) = pass.filter(|_| !idle) else {
-            self.idle.extend(parts.iter().map(|p| p.group - self.leaf.start));
-            return Ok(());
-        };
-        let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
-        let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
-        let lender = self.algorithm.split.lenders.policy.as_deref();
-        timed(timer, "backward", || {
-            let groups: Vec<usize> = parts.iter().map(|p| p.group - self.leaf.start).collect();
-            let router = pass.router();
-            let mut done = |block: usize| {
-                if let Some(exchange) = exchange.as_deref_mut() {
-                    exchange.block_done(block);
-                    if let Some(lender) = lender {
-                        lender.block_done(block);
-                    }
-                }
-            };
-            let gradients = pass.backward_by_block(&narrow(&out.dlogp), dentropy.as_deref(), &mut done)?;
-            if let Some(router) = router {
-                self.passed.router.iter_mut().zip(router.losses()).for_each(|(sum, own)| *sum += own);
-            }
-            self.gradients.add(gradients, &groups)
-        })?;
-        Ok(())
     }
 
     /// Returns the log-probabilities and entropies of a stream's tokens from the rollout, or `None` if they are incomplete, the
     /// weights have changed or an adapter uses dropout. A pass through the model would give the same numbers, except for
     /// rounding.
-    fn as_drawn(&self, parts: &[Part], rollouts: &Rollouts) -> Option<(Vec<f32>, Vec<f32>)> {
+    fn as_drawn(&self, parts: &[Part], rollouts: &Rollouts) -> Option<Scores> {
         let drops = self.model.lora().is_some_and(|lora| lora.dropout > 0.0);
         let completions = || rollouts.members(parts).map(|c| &c.completion);
         let whole = |c: &Completion| [c.logprobs.len(), c.entropies.len()] == [c.num_sampled(); 2];
         if !self.passed.on_policy || drops || !completions().all(whole) {
             return None;
         }
-        Some((
-            completions().flat_map(|c| &c.logprobs).copied().collect(),
-            completions().flat_map(|c| &c.entropies).copied().collect(),
-        ))
+        Some(Scores {
+            logprobs: completions().flat_map(|c| &c.logprobs).copied().collect(),
+            entropies: completions().flat_map(|c| &c.entropies).copied().collect(),
+        })
+    }
+
+    /// Runs the forward pass of a stream. Blocks whose results are `recalled` do not run.
+    fn forward<'s>(
+        &mut self,
+        stream: &'s PackedStream,
+        parts: &[Part],
+        rollouts: &Rollouts,
+        recalled: Option<DecoderMemory>,
+        recompute: bool,
+    ) -> Result<(Scores, StreamPass<'s>)>
+    where
+        'a: 's,
+    {
+        let (model, training) = (self.model, self.training);
+        let seen = |part: &Part| {
+            let Group { row, features, .. } = &rollouts.groups[part.group];
+            model.features_in_training(&row.prompt, features, training)
+        };
+        let features = parts.iter().map(seen).collect::<omnigrpo_models::Result<Vec<_>>>()?;
+        let known = recalled.map(|memory| memory.of_stream(stream)).transpose()?.flatten();
+        let training = Training { recompute, ..training };
+        let mut pass = model.train_pass(stream, &features, training, known)?;
+        let scores = Scores { logprobs: take(&mut pass.logprobs), entropies: take(&mut pass.entropies) };
+        self.passed.num_tokens += stream.rows() as u64;
+        if self.passed.on_policy {
+            let each = rollouts.members(parts).zip(stream.each(&scores.logprobs));
+            each.for_each(|(scored, own)| self.passed.gap.add(&scored.completion.logprobs, own));
+        }
+        Ok((scores, pass))
+    }
+
+    /// Computes the loss of a stream and its derivatives.
+    fn loss(
+        &self,
+        stream: &PackedStream,
+        parts: &[Part],
+        rollouts: &Rollouts,
+        scores: &Scores,
+        normalizer: &Normalizer,
+    ) -> Result<LossOutput> {
+        let members = || rollouts.members(parts);
+        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+        let advantages: Vec<f64> = members().map(|c| c.advantage).collect();
+        let truncated: Vec<bool> = members().map(Scored::is_truncated).collect();
+        let old: Vec<&[f32]> = members().filter_map(|c| c.old.as_deref()).collect();
+        let old = (!self.passed.on_policy).then(|| wide(&old.concat()));
+        let sampler = members().map(|c| {
+            let Completion { logprobs, .. } = &c.completion;
+            Some(logprobs.as_slice()).filter(|own| own.len() == c.completion.num_sampled())
+        });
+        let sampler: Option<Vec<&[f32]>> = sampler.collect();
+        let sampler = sampler.map(|each| wide(&each.concat()));
+        let reference: Option<Vec<&[f32]>> = members().map(|c| c.reference.as_deref()).collect();
+        let reference = reference.map(|each| wide(&each.concat()));
+        let kept: Option<Vec<&[bool]>> = members().map(|c| c.kept.as_deref()).collect();
+        let kept = kept.map(|each| each.concat());
+        let batch = Batch {
+            lengths: stream.lengths(),
+            logp: &wide(&scores.logprobs),
+            old: old.as_deref(),
+            sampler: sampler.as_deref(),
+            reference: reference.as_deref(),
+            entropy: Some(&wide(&scores.entropies)),
+            kept: kept.as_deref(),
+            advantages: &advantages,
+            truncated: &truncated,
+        };
+        Ok(evaluate(&batch, &self.algorithm.loss, normalizer)?)
+    }
+
+    /// Stores the numbers of each completion of a stream.
+    fn record(&mut self, stream: &PackedStream, parts: &[Part], rollouts: &Rollouts, scores: &Scores) {
+        let each = stream.each(&scores.logprobs).zip(stream.each(&scores.entropies));
+        for (scored, (logprobs, entropies)) in rollouts.members(parts).zip(each) {
+            self.passed.logprobs.push(logprobs.to_vec());
+            if self.algorithm.token_stats {
+                self.passed.tokens.push(TokenNumbers {
+                    logprobs: logprobs.to_vec(),
+                    entropies: entropies.to_vec(),
+                    old: scored.old.clone().unwrap_or_default(),
+                    reference: scored.reference.clone().unwrap_or_default(),
+                    kept: scored.kept.clone().unwrap_or_default(),
+                });
+            }
+        }
+    }
+
+    /// Runs the backward pass of a stream. Keeps the gradients of its media features for their towers.
+    fn backward(
+        &mut self,
+        pass: StreamPass,
+        parts: &[Part],
+        loss: &LossOutput,
+        mut exchange: Option<&mut Exchange>,
+    ) -> Result<()> {
+        let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
+        let dentropy = self.algorithm.loss.needs_entropy().then(|| narrow(&loss.dentropy));
+        let lender = self.algorithm.split.lenders.policy.as_deref();
+        let mut done = |block: usize| {
+            if let Some(exchange) = exchange.as_deref_mut() {
+                exchange.block_done(block);
+                if let Some(lender) = lender {
+                    lender.block_done(block);
+                }
+            }
+        };
+        let router = pass.router();
+        let gradients = pass.backward_by_block(&narrow(&loss.dlogp), dentropy.as_deref(), &mut done)?;
+        if let Some(router) = router {
+            self.passed.router.iter_mut().zip(router.losses()).for_each(|(sum, own)| *sum += own);
+        }
+        let groups: Vec<usize> = parts.iter().map(|part| part.group - self.leaf.start).collect();
+        Ok(self.gradients.add(gradients, &groups)?)
     }
 }
 

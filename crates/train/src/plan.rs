@@ -48,11 +48,12 @@ pub enum EvalWhen {
 }
 
 /// Starting point of a run.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ResumeFrom {
     /// Start without a checkpoint.
     Start,
     /// Newest loadable checkpoint of the run directory, if its settings match; otherwise a start without a checkpoint.
+    #[default]
     Newest,
     /// Newest checkpoint; it is an error if there is none.
     Must,
@@ -85,7 +86,135 @@ impl Default for SyncReference {
     }
 }
 
-/// Length, records and checkpoints of a run.
+/// Shape of the learning-rate schedule.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SchedulePlan {
+    /// Shape after the warm-up.
+    pub kind: ScheduleKind,
+    /// Warm-up as a share of all updates.
+    pub warmup_ratio: f64,
+    /// Warm-up in updates; takes precedence over `warmup_ratio` unless it is 0.
+    pub warmup_steps: u64,
+}
+
+/// Order and treatment of the rows of a run.
+#[derive(Clone, Debug)]
+pub struct RowPlan {
+    /// Seed for the order of the rows.
+    pub seed: u64,
+    /// Rules that select and order rows by the rewards of earlier passes.
+    pub lessons: Lessons,
+    /// True to use the completions in the rows instead of sampling.
+    pub replay: bool,
+    /// Treatment of unusable rows.
+    pub skip: SkipPolicy,
+    /// Unusable rows found by the check before training: row number, id and reason.
+    pub bad: Vec<(u64, String, String)>,
+}
+
+impl Default for RowPlan {
+    /// Returns a plan with shuffled rows, all of which are sampled.
+    fn default() -> Self {
+        let (lessons, skip) = (Lessons::default(), SkipPolicy::default());
+        Self { seed: 42, lessons, replay: false, skip, bad: Vec::new() }
+    }
+}
+
+/// Checkpoints of a run.
+#[derive(Clone, Debug)]
+pub struct SavePlan {
+    /// Condition for writing checkpoints.
+    pub when: SaveWhen,
+    /// Maximum number of checkpoints to keep.
+    pub limit: Option<usize>,
+    /// Maximum time between checkpoints, in addition to `when`.
+    pub every: Option<Duration>,
+    /// True to leave the optimizer out of checkpoints, except for the one written on an interruption.
+    pub only_model: bool,
+    /// Flag that another thread sets to get a checkpoint after the step under way. The run clears it.
+    pub asked: Arc<AtomicBool>,
+}
+
+impl Default for SavePlan {
+    /// Returns a plan with a checkpoint every hundred updates, of which all are kept.
+    fn default() -> Self {
+        let when = SaveWhen::Steps(100);
+        Self { when, limit: None, every: None, only_model: false, asked: Arc::default() }
+    }
+}
+
+/// Starting point of a run, and what must match there.
+#[derive(Clone, Debug, Default)]
+pub struct ResumePlan {
+    /// Starting point of the run.
+    pub from: ResumeFrom,
+    /// True to resume from a checkpoint even if its settings differ from this run's.
+    pub allow_changed: bool,
+    /// Settings and inputs that must match between a checkpoint and the run that resumes it.
+    pub fingerprint: Map<String, Value>,
+}
+
+/// Times of evaluations, and use of their results.
+#[derive(Clone, Debug)]
+pub struct EvalSchedule {
+    /// Condition for evaluations.
+    pub when: EvalWhen,
+    /// True to evaluate before the first update.
+    pub on_start: bool,
+    /// Metric of `SaveWhen::Best`; higher is better.
+    pub best_metric: String,
+}
+
+impl Default for EvalSchedule {
+    /// Returns a schedule without evaluations.
+    fn default() -> Self {
+        Self { when: EvalWhen::Never, on_start: false, best_metric: "eval_reward".into() }
+    }
+}
+
+/// Lines of the console and files in the run directory, besides checkpoints.
+#[derive(Clone, Debug)]
+pub struct RecordPlan {
+    /// Updates per console line; the line shows means over them.
+    pub logging_steps: u64,
+    /// Updates per console line of the `grpo/*` metrics. If the value differs from `logging_steps`, these metrics get a separate
+    /// line.
+    pub grpo_logging_steps: u64,
+    /// True to print the completions and rewards of a few groups with each console line. The files in `rollouts/` contain all of
+    /// them.
+    pub log_completions: bool,
+    /// Additional log of the completions in the format of the original systems.
+    pub debug_log: Option<DebugLog>,
+    /// Names and contents of files written next to the records at the start: the resolved configuration and data stored by
+    /// rewards.
+    pub files: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl Default for RecordPlan {
+    /// Returns a plan with a console line for each update.
+    fn default() -> Self {
+        Self {
+            logging_steps: 1,
+            grpo_logging_steps: 1,
+            log_completions: false,
+            debug_log: None,
+            files: Vec::new(),
+        }
+    }
+}
+
+/// Content of the model card that the run does not know itself.
+#[derive(Clone, Debug, Default)]
+pub struct CardPlan {
+    /// Name of the run.
+    pub run_name: Option<String>,
+    /// Command line, without paths of this machine.
+    pub command: Option<String>,
+    /// Function that draws the metrics of a run directory as SVG. It returns `None` if there is nothing to draw.
+    pub curves: Option<fn(&Path) -> Option<String>>,
+}
+
+/// Length of a run, and its plans by subject.
 #[derive(Clone, Debug)]
 pub struct RunPlan {
     /// Objective of an update.
@@ -102,80 +231,34 @@ pub struct RunPlan {
     pub steps_per_generation: usize,
     /// Settings of a reference that follows the policy; `None` for a fixed reference.
     pub sync_reference: Option<SyncReference>,
-    /// Rules that select and order rows by the rewards of earlier passes.
-    pub lessons: Lessons,
-    /// Shape of the learning-rate schedule.
-    pub schedule: ScheduleKind,
-    /// Warm-up as a share of all updates.
-    pub warmup_ratio: f64,
-    /// Warm-up in updates; takes precedence over `warmup_ratio` unless it is 0.
-    pub warmup_steps: u64,
-    /// Condition for writing checkpoints.
-    pub save: SaveWhen,
-    /// Maximum number of checkpoints to keep.
-    pub save_limit: Option<usize>,
-    /// Maximum time between checkpoints, in addition to `save`.
-    pub save_every: Option<Duration>,
-    /// True to leave the optimizer out of checkpoints, except for the one written on an interruption.
-    pub save_only_model: bool,
-    /// Starting point of the run.
-    pub resume: ResumeFrom,
-    /// True to resume from a checkpoint even if its settings differ from this run's.
-    pub allow_changed: bool,
-    /// Condition for evaluations.
-    pub eval: EvalWhen,
-    /// True to evaluate before the first update.
-    pub eval_on_start: bool,
-    /// Metric of `SaveWhen::Best`; higher is better.
-    pub best_metric: String,
-    /// Updates per console line; the line shows means over them.
-    pub logging_steps: u64,
-    /// Updates per console line of the `grpo/*` metrics. If the value differs from `logging_steps`, these metrics get a separate
-    /// line.
-    pub grpo_logging_steps: u64,
-    /// True to print the completions and rewards of a few groups with each console line. The files in `rollouts/` contain all of
-    /// them.
-    pub log_completions: bool,
-    /// Additional log of the completions in the format of the original systems.
-    pub debug_log: Option<DebugLog>,
-    /// Name of the run in the model card.
-    pub run_name: Option<String>,
-    /// True to use the completions in the rows instead of sampling.
-    pub replay: bool,
-    /// Treatment of unusable rows.
-    pub skip: SkipPolicy,
-    /// Unusable rows found by the check before training: row number, id and reason.
-    pub bad_rows: Vec<(u64, String, String)>,
-    /// Seed for the order of the rows.
-    pub data_seed: u64,
-    /// Settings and inputs that must match between a checkpoint and the run that resumes it.
-    pub fingerprint: Map<String, Value>,
-    /// Command line for the model card, without paths of this machine.
-    pub command: Option<String>,
-    /// Function that draws the metrics of a run directory as SVG for the model card. It returns `None` if there is nothing to
-    /// draw.
-    pub curves: Option<fn(&Path) -> Option<String>>,
     /// True to end the run with a checkpoint if the policy diverges or its entropy collapses
     /// ([`Rule::collapse`](omnigrpo_observe::Rule)).
     pub stop_on_collapse: bool,
-    /// Flag that another thread sets to get a checkpoint after the step under way. The run clears it.
-    pub save_asked: Arc<AtomicBool>,
-    /// Names and contents of files written next to the records at the start: the resolved configuration and data stored by
-    /// rewards.
-    pub files: Vec<(&'static str, Vec<u8>)>,
+    /// Learning rate over the run.
+    pub schedule: SchedulePlan,
+    /// Order and treatment of the rows.
+    pub rows: RowPlan,
+    /// Checkpoints.
+    pub save: SavePlan,
+    /// Starting point.
+    pub resume: ResumePlan,
+    /// Times of evaluations.
+    pub eval: EvalSchedule,
+    /// Console lines and files.
+    pub records: RecordPlan,
+    /// Content of the model card.
+    pub card: CardPlan,
 }
 
 impl RunPlan {
-    /// Returns true if a reference on `device` can stay in the checkpoint's files ([`Model::reference_in_place`]). A reference
+    /// Returns true if a reference on `device` can stay in the checkpoint's files ([`ReferencePlace::Files`](omnigrpo_models::ReferencePlace)). A reference
     /// that follows the policy cannot, because its weights change.
-    #[must_use]
     pub fn lends_reference(&self, device: Device) -> bool {
         device == Device::Cpu && self.sync_reference.is_none()
     }
 
     /// Returns the settings that must not change when a run resumes: those on which an update depends. The length of the run, its
     /// records and its checkpoints may change.
-    #[must_use]
     pub fn binding(&self) -> Map<String, Value> {
         let all: [(&str, &dyn std::fmt::Debug); 11] = [
             ("objective", &self.objective),
@@ -183,12 +266,12 @@ impl RunPlan {
             ("num_iterations", &self.num_iterations),
             ("steps_per_generation", &self.steps_per_generation),
             ("sync_reference", &self.sync_reference),
-            ("lessons", &self.lessons),
-            ("schedule", &self.schedule),
-            ("warmup_ratio", &self.warmup_ratio),
-            ("warmup_steps", &self.warmup_steps),
-            ("replay", &self.replay),
-            ("data_seed", &self.data_seed),
+            ("lessons", &self.rows.lessons),
+            ("schedule", &self.schedule.kind),
+            ("warmup_ratio", &self.schedule.warmup_ratio),
+            ("warmup_steps", &self.schedule.warmup_steps),
+            ("replay", &self.rows.replay),
+            ("data_seed", &self.rows.seed),
         ];
         all.into_iter().map(|(name, value)| (name.to_owned(), format!("{value:?}").into())).collect()
     }
@@ -202,21 +285,19 @@ impl RunPlan {
     }
 
     /// Returns the number of updates per epoch for `usable` rows.
-    #[must_use]
     pub fn steps_per_epoch(&self, usable: usize) -> u64 {
         usable.div_ceil(self.prompts_per_step.max(1)) as u64 * self.num_iterations as u64
     }
 
     /// Returns the number of evaluations in a run of `steps` updates, provided that there are rows to evaluate.
-    #[must_use]
     pub fn num_evaluations(&self, steps: u64, steps_per_epoch: u64) -> u64 {
-        let every = match self.eval {
-            EvalWhen::Never => return u64::from(self.eval_on_start),
+        let every = match self.eval.when {
+            EvalWhen::Never => return u64::from(self.eval.on_start),
             EvalWhen::Steps(every) => every,
             EvalWhen::Epoch => steps_per_epoch,
         };
         // The model is always evaluated after the last update.
-        u64::from(self.eval_on_start) + steps.div_ceil(every.max(1))
+        u64::from(self.eval.on_start) + steps.div_ceil(every.max(1))
     }
 }
 
@@ -232,34 +313,14 @@ impl Default for RunPlan {
             num_iterations: 1,
             steps_per_generation: 1,
             sync_reference: None,
-            lessons: Lessons::default(),
-            schedule: ScheduleKind::default(),
-            warmup_ratio: 0.0,
-            warmup_steps: 0,
-            save: SaveWhen::Steps(100),
-            save_limit: None,
-            save_every: None,
-            save_only_model: false,
-            resume: ResumeFrom::Newest,
-            allow_changed: false,
-            eval: EvalWhen::Never,
-            eval_on_start: false,
-            best_metric: "eval_reward".into(),
-            logging_steps: 1,
-            grpo_logging_steps: 1,
-            log_completions: false,
-            debug_log: None,
-            run_name: None,
-            replay: false,
-            skip: SkipPolicy::default(),
-            bad_rows: Vec::new(),
-            data_seed: 42,
-            fingerprint: Map::new(),
-            command: None,
-            curves: None,
             stop_on_collapse: false,
-            save_asked: Arc::default(),
-            files: Vec::new(),
+            schedule: SchedulePlan::default(),
+            rows: RowPlan::default(),
+            save: SavePlan::default(),
+            resume: ResumePlan::default(),
+            eval: EvalSchedule::default(),
+            records: RecordPlan::default(),
+            card: CardPlan::default(),
         }
     }
 }

@@ -86,7 +86,7 @@ impl ModelPlan {
     /// Returns an error if files are unreadable, or nothing can be trained.
     pub fn outline(&self, trained: &Selection) -> Result<Model> {
         let mut outline = self.with_options(trained, (Device::Outline, InPlace::None), |options| {
-            Ok(Model::outline(&self.checkpoint, options, self.random.is_some())?)
+            Ok(Model::load(&self.checkpoint, &LoadOptions { outline: true, ..*options })?)
         })?;
         if let Some(adapter) = &self.adapter {
             outline.load_adapter(adapter)?;
@@ -104,13 +104,10 @@ impl ModelPlan {
 
     fn load_as(&self, trained: &Selection, in_place: InPlace) -> Result<Model> {
         let mut model = self.with_options(trained, (self.device, in_place), |options| {
-            let outline = Model::outline(&self.checkpoint, options, self.random.is_some())?;
+            let outline = Model::load(&self.checkpoint, &LoadOptions { outline: true, ..*options })?;
             weights_fit(&outline, Device::Cpu)?;
             weights_fit(&outline, self.device)?;
-            let model = match self.random {
-                Some(seed) => Model::random(&self.checkpoint, seed, options)?,
-                None => Model::load_with(&self.checkpoint, options)?,
-            };
+            let model = Model::load(&self.checkpoint, options)?;
             if let Some(quantization) = &options.quantization {
                 let params = model.params().iter();
                 let left = params.filter(|p| quantization.leaves(p.name(), p.part(), p.shape())).count();
@@ -151,7 +148,8 @@ impl ModelPlan {
             InPlace::All => whole.is_empty(),
         };
         let in_place: Option<Chosen> = if device == Device::Cpu { Some(&stays) } else { None };
-        f(&LoadOptions { dtype: self.dtype, quantization, device, in_place })
+        let (dtype, random) = (self.dtype, self.random);
+        f(&LoadOptions { dtype, quantization, device, in_place, random, outline: false })
     }
 }
 

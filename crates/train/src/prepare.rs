@@ -129,19 +129,16 @@ impl Forecast {
     }
 
     /// Returns true if this memory is within the limits.
-    #[must_use]
     pub fn allows(&self, need: &Need) -> bool {
         self.each(need).all(|(memory, limit)| fits(&memory, limit))
     }
 
     /// Returns true if the memory that is in use all the time exceeds a limit, so that the run cannot work.
-    #[must_use]
     pub fn is_hopeless(&self) -> bool {
         self.each(&self.need).any(|(memory, limit)| limit.is_some_and(|(limit, _)| memory.lasting() > limit))
     }
 
     /// Returns the refusal of a run that exceeds a limit.
-    #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
         let (memory, limit) = self.each(&self.need).find(|(memory, limit)| !fits(memory, *limit))?;
         let (limit, whose) = limit?;
@@ -154,7 +151,6 @@ impl Forecast {
 }
 
 /// Returns true if this memory is within the limit.
-#[must_use]
 pub fn fits(memory: &Memory, limit: Limit) -> bool {
     limit.is_none_or(|(limit, _)| memory.total() <= limit)
 }
@@ -207,7 +203,7 @@ impl Run {
         self.check_router()?;
         self.check_shuffled()?;
         if let Some(dir) = &self.output_dir {
-            resume::find_requested(&self.plan.resume, dir)?;
+            resume::find_requested(&self.plan.resume.from, dir)?;
         }
         let (bad_rows, longest, row_media_bytes) = self.check_data(console)?;
         let objective = self.plan.objective;
@@ -230,7 +226,7 @@ impl Run {
 
     /// Returns true if rewards score sampled completions.
     fn scores(&self) -> bool {
-        self.plan.objective == Objective::Reinforce && !self.plan.replay
+        self.plan.objective == Objective::Reinforce && !self.plan.rows.replay
     }
 
     /// Checks that the settings for routers apply to the model.
@@ -320,7 +316,7 @@ impl Run {
             cache_dir: self.cache_dir.as_deref(),
             console,
         };
-        checks::tolerable(which, &check, dataset, &self.plan.skip, console)
+        checks::tolerable(which, &check, dataset, &self.plan.rows.skip, console)
     }
 
     /// Lets the rewards score one completion, and asks them about the evaluation rows.
@@ -357,50 +353,42 @@ impl Run {
 
 impl Prepared {
     /// Returns the number of rows that can be drawn.
-    #[must_use]
     pub fn usable_rows(&self) -> usize {
         let bad: HashSet<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
         self.run.rows.iter().filter(|row| !bad.contains(row)).count()
     }
 
     /// Returns the rows that will never be drawn: number, id and reason.
-    #[must_use]
     pub fn bad_rows(&self) -> &[(u64, String, String)] {
         &self.bad_rows
     }
 
     /// Returns the checkpoint from which the run will resume, and its step; `None` if it starts from the beginning.
-    #[must_use]
     pub fn resumes_from(&self) -> Option<(&Path, u64)> {
         self.resumes.as_ref().map(|(path, step)| (path.as_path(), *step))
     }
 
     /// Returns the memory that the run takes, and the limits.
-    #[must_use]
     pub fn forecast(&self) -> &Forecast {
         &self.forecast
     }
 
     /// Returns the outlines of the longest rows.
-    #[must_use]
     pub fn longest(&self) -> &Longest {
         &self.longest
     }
 
     /// Returns the device of the model and that of the reference.
-    #[must_use]
     pub fn devices(&self) -> [Device; 2] {
         [self.run.model.device(), self.run.reference_device]
     }
 
     /// Returns the plan of evaluations.
-    #[must_use]
     pub fn eval(&self) -> Option<&EvalPlan> {
         self.run.eval.as_ref()
     }
 
     /// Returns the settings of the run on which its memory depends.
-    #[must_use]
     pub fn variant(&self) -> Variant<'_> {
         Variant {
             model: None,
@@ -443,7 +431,7 @@ impl Prepared {
         };
         let of_model = inputs::of_model(&self.run.model, &self.outline(&self.variant())?)?;
         let digests = inputs::digests(&self.run.dataset, &self.run.reward_files)?;
-        self.run.plan.fingerprint.extend(of_model.into_iter().chain(digests));
+        self.run.plan.resume.fingerprint.extend(of_model.into_iter().chain(digests));
         self.resumes = resume::expected(&self.run.plan, &dir)?;
         Ok(())
     }
@@ -540,7 +528,6 @@ impl Prepared {
     }
 
     /// Returns the division of the run over ranks.
-    #[must_use]
     pub fn split(&self) -> &Split {
         &self.run.algorithm.split
     }
@@ -649,14 +636,15 @@ impl Prepared {
                 split.agree(load(&plan, &run.selection))?
             }
         };
-        if let Some(name) = &run.plan.run_name {
+        if let Some(name) = &run.plan.card.run_name {
             console.line(&format!("run {name}"));
         }
         console.line(&format!("model {} ({})", model.dir().display(), model.family().name()));
         console.line(&format!("training on {usable} of {} rows", run.dataset.len()));
         console.line(&step_takes(&run.plan, &run.algorithm));
-        let mut plan = RunPlan { bad_rows, ..run.plan };
-        plan.files.extend(run.corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
+        let mut plan = run.plan;
+        plan.rows.bad = bad_rows;
+        plan.records.files.extend(run.corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
         let Output { lock, observer, trackers } = output;
         let setup = TrainSetup {
             model,

@@ -34,10 +34,10 @@ const TRACKERS_PATIENCE: Duration = Duration::from_secs(60);
 /// Records of a running loop.
 pub(crate) struct Records {
     /// Logs of the run; `None` on ranks other than the first, which record nothing.
-    dir: Option<RunDir>,
+    pub(crate) dir: Option<RunDir>,
     dataset: Arc<Dataset>,
     console: Console,
-    trackers: Trackers,
+    pub(crate) trackers: Trackers,
     debug_log: Option<DebugLog>,
     logging_steps: u64,
     grpo_logging_steps: u64,
@@ -45,7 +45,7 @@ pub(crate) struct Records {
     total_steps: u64,
     window: Window,
     grpo_window: Window,
-    health: Health,
+    pub(crate) health: Health,
     rewards_seen: Vec<f64>,
     phase_sums: Vec<(String, f64)>,
     /// Number of updates done by this process.
@@ -55,24 +55,23 @@ pub(crate) struct Records {
 }
 
 impl Records {
+    /// Creates records without logs and trackers.
     pub(crate) fn new(
         run: &RunPlan,
-        dir: Option<RunDir>,
         dataset: Arc<Dataset>,
         console: &Console,
-        trackers: Trackers,
         total_steps: u64,
         health: Health,
     ) -> Self {
         Self {
-            dir,
+            dir: None,
             dataset,
             console: console.clone(),
-            trackers,
-            debug_log: run.debug_log.clone(),
-            logging_steps: run.logging_steps.max(1),
-            grpo_logging_steps: run.grpo_logging_steps.max(1),
-            log_completions: run.log_completions,
+            trackers: Trackers::none(console),
+            debug_log: run.records.debug_log.clone(),
+            logging_steps: run.records.logging_steps.max(1),
+            grpo_logging_steps: run.records.grpo_logging_steps.max(1),
+            log_completions: run.records.log_completions,
             total_steps,
             window: Window::default(),
             grpo_window: Window::default(),
@@ -442,7 +441,6 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
 }
 
 /// Returns the turns of an environment in a completion, for records; empty without one.
-#[must_use]
 pub fn environment_turns(completion: &Completion) -> Vec<EnvironmentTurn> {
     let each = completion.turns.iter().zip(completion.model_turns()).zip(&completion.earlier);
     let turn = |((turn, ids), model): ((&AddedTurn, &[u32]), &String)| {

@@ -7,9 +7,10 @@
 
 use std::path::{Path, PathBuf};
 
-use omnigrpo_guard::inside;
+use omnigrpo_guard::{inside, told};
 use omnigrpo_models::{COMPANIONS, Model};
-use omnigrpo_observe::{Console, Existing, step_files};
+use omnigrpo_observe::{Console, Existing, names, step_files};
+use omnigrpo_rewards::Corpus;
 use serde_json::Value;
 
 use crate::checkpoint::{self, TrainerState};
@@ -22,27 +23,11 @@ use crate::split::Split;
 
 /// Settings on which a position in the data depends.
 const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
-/// Files and directories that a run writes, other than checkpoints and the model's own files.
-const RECORDS: [&str; 18] = [
-    "metrics.jsonl",
-    "skipped.jsonl",
-    "warnings.jsonl",
-    "rollouts",
-    "eval",
-    "tokens",
-    "tensorboard",
-    "wandb",
-    "wandb.log",
-    "report.html",
-    "plots",
-    "config.yaml",
-    "document_frequencies.json",
-    "README.md",
-    "metrics.svg",
-    "config.json",
-    "adapter_config.json",
-    "additional_chat_templates",
-];
+/// Files that a run writes at its end besides the weights.
+const AT_THE_END: [&str; 5] =
+    ["README.md", "metrics.svg", "config.json", "adapter_config.json", "additional_chat_templates"];
+/// Files that a run writes at its start: its settings and the data of its rewards.
+const AT_THE_START: [&str; 2] = ["config.yaml", Corpus::FILE];
 
 /// Starting point of a run.
 pub(crate) enum Start {
@@ -81,34 +66,35 @@ impl Resumed {
     }
 }
 
-impl Start {
-    /// Chooses the starting point of all ranks: the first rank decides as [`Self::find`] does, and the others load the same
-    /// checkpoint.
-    pub(crate) fn find_together(
-        split: &Split,
-        run: &RunPlan,
-        dir: &Path,
-        total_steps: u64,
-        model: &Model,
-        optimizer: &mut AdamW,
-        console: &Console,
-    ) -> Result<Self> {
+/// Search for the starting point of a run.
+pub(crate) struct Search<'a> {
+    pub(crate) run: &'a RunPlan,
+    pub(crate) dir: &'a Path,
+    pub(crate) total_steps: u64,
+    pub(crate) model: &'a Model,
+    pub(crate) optimizer: &'a mut AdamW,
+    pub(crate) console: &'a Console,
+}
+
+impl Search<'_> {
+    /// Chooses the starting point of all ranks: the first rank decides, and the others load the same checkpoint.
+    pub(crate) fn together(mut self, split: &Split) -> Result<Start> {
         let mut start = None;
         let chosen = split.by_first(|| {
-            let found = Self::find(run, dir, total_steps, model, optimizer, console)?;
+            let found = self.start()?;
             let chosen = match &found {
-                Self::Anew { .. } => None,
-                Self::From(resumed) => Some((resumed.path.clone(), resumed.changed.clone())),
+                Start::Anew { .. } => None,
+                Start::From(resumed) => Some((resumed.path.clone(), resumed.changed.clone())),
             };
             start = Some(found);
             Ok(chosen)
         })?;
         let load = || match chosen {
-            None => Ok(Self::Anew { why: String::new() }),
+            None => Ok(Start::Anew { why: String::new() }),
             Some((path, changed)) => {
                 let state = checkpoint::read_state(&path)?;
-                checkpoint::load(&path, model, optimizer, &state)?;
-                Ok(Self::From(Box::new(Resumed { path, state, changed })))
+                checkpoint::load(&path, self.model, self.optimizer, &state)?;
+                Ok(Start::From(Box::new(Resumed { path, state, changed })))
             }
         };
         split.agree(match start {
@@ -118,95 +104,90 @@ impl Start {
     }
 
     /// Chooses the starting point and loads the checkpoint, if there is one.
-    pub(crate) fn find(
-        run: &RunPlan,
-        dir: &Path,
-        total_steps: u64,
-        model: &Model,
-        optimizer: &mut AdamW,
-        console: &Console,
-    ) -> Result<Self> {
-        let mut load = |path: PathBuf, state: TrainerState| -> Result<Self> {
-            if state.global_step > total_steps {
-                return Err(TrainError::setting(
-                    MAX_STEPS,
-                    &total_steps.to_string(),
-                    format!(
-                        "{} is already at step {}; increase the number of steps, name an earlier checkpoint, or start \
-                         from the beginning with {RESUME} {START}",
-                        path.display(),
-                        state.global_step
-                    ),
-                ));
-            }
-            checkpoint::load(&path, model, optimizer, &state)?;
-            let differences = differences(run, &state);
-            if !differences.is_empty() {
-                let all: Vec<&str> = differences.iter().map(|(_, text)| text.as_str()).collect();
-                console.line(&format!("resuming with changed settings: {}", all.join("; ")));
-            }
-            let changed = differences.into_iter().map(|(name, _)| name).collect();
-            Ok(Self::From(Box::new(Resumed { path, state, changed })))
-        };
-        let anew = |why: String| Ok(Self::Anew { why });
-        let newest_first = checkpoint::list(dir)?.into_iter().rev();
-        let named = match &run.resume {
-            ResumeFrom::Start => return anew(format!("{RESUME} is {START}")),
-            ResumeFrom::Path(path) => Some(path.clone()),
-            ResumeFrom::Newest | ResumeFrom::Must => {
-                say_incomplete(dir, console)?;
-                let newest = checkpoint::list(dir)?.pop().map(|(_, path)| path);
-                if run.resume == ResumeFrom::Must && newest.is_none() {
-                    let what = format!("no checkpoint to resume from in {}", dir.display());
-                    return Err(TrainError::Checkpoint { what });
+    fn start(&mut self) -> Result<Start> {
+        let path = match &self.run.resume.from {
+            ResumeFrom::Start => return Ok(Start::Anew { why: format!("{RESUME} is {START}") }),
+            ResumeFrom::Path(path) => path.clone(),
+            from => {
+                say_incomplete(self.dir, self.console)?;
+                let newest = checkpoint::list(self.dir)?.pop();
+                match (from == &ResumeFrom::Must, newest) {
+                    (false, _) => return self.newest(),
+                    (true, Some((_, path))) => path,
+                    (true, None) => {
+                        let what = format!("no checkpoint to resume from in {}", self.dir.display());
+                        return Err(TrainError::Checkpoint { what });
+                    }
                 }
-                newest.filter(|_| run.resume == ResumeFrom::Must)
             }
         };
-        if let Some(path) = named {
-            let state = checkpoint::read_state(&path)?;
-            if let (false, Some(differing)) = (run.allow_changed, describe(run, &state)) {
-                return Err(written_otherwise(&path, &differing));
-            }
-            return load(path, state);
+        let state = checkpoint::read_state(&path)?;
+        match differing(self.run, &state) {
+            Some(differing) => Err(written_otherwise(&path, &differing)),
+            None => self.load(path, state),
         }
-        let mut why = "it left no checkpoint to resume from".to_owned();
-        let mut failed = None;
-        for (_, path) in newest_first {
-            let state = match checkpoint::read_state(&path) {
-                Ok(state) => state,
-                Err(error) => {
-                    console.line(&format!("{}; looking for an earlier one", omnigrpo_guard::told(&error)));
-                    failed.get_or_insert(error);
-                    continue;
-                }
-            };
-            if state.model_only {
-                why = format!("its checkpoints have no optimizer state ({SAVE_ONLY_MODEL})");
-                continue;
-            }
-            let differing = describe(run, &state).filter(|_| !run.allow_changed);
-            // After a failed load, the model may have weights of that checkpoint, so the run cannot start from the beginning.
-            if let (Some(differing), None) = (&differing, &failed) {
-                return anew(format!(
-                    "its settings differ ({differing}; {ALLOW_CHANGED} resumes with the new ones)"
-                ));
-            }
-            if differing.is_some() {
-                continue;
-            }
-            match load(path, state) {
-                Err(error @ TrainError::Setting { .. }) => return Err(error),
-                Err(error) => {
-                    console.line(&format!("{}; looking for an earlier one", omnigrpo_guard::told(&error)));
-                    failed.get_or_insert(error);
-                }
-                started => return started,
-            }
-        }
-        failed.map_or_else(|| anew(why), Err)
     }
 
+    /// Loads the newest checkpoint that is complete and has the same settings.
+    fn newest(&mut self) -> Result<Start> {
+        let mut why = "it left no checkpoint to resume from".to_owned();
+        // After a failed load, the model may have weights of that checkpoint, so the run cannot start from the beginning.
+        let mut failed = None;
+        for (_, path) in checkpoint::list(self.dir)?.into_iter().rev() {
+            let found = match checkpoint::read_state(&path) {
+                Ok(state) if state.model_only => {
+                    why = format!("its checkpoints have no optimizer state ({SAVE_ONLY_MODEL})");
+                    continue;
+                }
+                Ok(state) => match (differing(self.run, &state), &failed) {
+                    (None, _) => self.load(path, state),
+                    (Some(_), Some(_)) => continue,
+                    (Some(differing), None) => {
+                        why = format!(
+                            "its settings differ ({differing}; {ALLOW_CHANGED} resumes with the new ones)"
+                        );
+                        return Ok(Start::Anew { why });
+                    }
+                },
+                Err(error) => Err(error),
+            };
+            match found {
+                Err(error) if !matches!(error, TrainError::Setting { .. }) => {
+                    self.console.line(&format!("{}; looking for an earlier one", told(&error)));
+                    failed.get_or_insert(error);
+                }
+                found => return found,
+            }
+        }
+        failed.map_or_else(|| Ok(Start::Anew { why }), Err)
+    }
+
+    /// Loads a checkpoint into the model and the optimizer.
+    fn load(&mut self, path: PathBuf, state: TrainerState) -> Result<Start> {
+        if state.global_step > self.total_steps {
+            return Err(TrainError::setting(
+                MAX_STEPS,
+                &self.total_steps.to_string(),
+                format!(
+                    "{} is already at step {}; increase the number of steps, name an earlier checkpoint, or start \
+                     from the beginning with {RESUME} {START}",
+                    path.display(),
+                    state.global_step
+                ),
+            ));
+        }
+        checkpoint::load(&path, self.model, self.optimizer, &state)?;
+        let differences = differences(self.run, &state);
+        if !differences.is_empty() {
+            let all: Vec<&str> = differences.iter().map(|(_, text)| text.as_str()).collect();
+            self.console.line(&format!("resuming with changed settings: {}", all.join("; ")));
+        }
+        let changed = differences.into_iter().map(|(name, _)| name).collect();
+        Ok(Start::From(Box::new(Resumed { path, state, changed })))
+    }
+}
+
+impl Start {
     /// Returns how to treat existing logs.
     pub(crate) fn existing(&self) -> Existing {
         match self {
@@ -257,30 +238,35 @@ impl Start {
                 ),
             ));
         }
-        let aside = (1..)
-            .map(|n| dir.join(format!("superseded-{n}")))
-            .find(|path| !path.exists())
-            .unwrap_or_else(|| dir.join("superseded"));
-        std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
-        for name in ["metrics.jsonl", "skipped.jsonl", "warnings.jsonl"] {
-            let (from, to) = (dir.join(name), aside.join(name));
-            // Logs that the run continues are copied, not moved.
-            if from.is_file() && !paths.contains(&from) {
-                let copied = inside::open(dir, name)
-                    .and_then(|mut log| std::io::copy(&mut log, &mut std::fs::File::create(to)?));
-                copied.map_err(TrainError::io(&from))?;
-            }
-        }
-        for path in paths {
-            let to = aside.join(path.strip_prefix(dir).unwrap_or(&path));
-            if let Some(parent) = to.parent() {
-                std::fs::create_dir_all(parent).map_err(TrainError::io(parent))?;
-            }
-            std::fs::rename(&path, &to).map_err(TrainError::io(&path))?;
-        }
+        let aside = move_aside(dir, paths)?;
         console.line(&format!("{what} in {} were moved to {}: {why}", dir.display(), aside.display()));
         Ok(())
     }
+}
+
+/// Moves files of a run directory to `superseded-N` in it. Logs that the run continues are copied there. Returns the new directory.
+fn move_aside(dir: &Path, paths: Vec<PathBuf>) -> Result<PathBuf> {
+    let aside = (1..)
+        .map(|n| dir.join(format!("superseded-{n}")))
+        .find(|path| !path.exists())
+        .unwrap_or_else(|| dir.join("superseded"));
+    std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
+    for name in names::LOGS {
+        let (from, to) = (dir.join(name), aside.join(name));
+        if from.is_file() && !paths.contains(&from) {
+            let copied = inside::open(dir, name)
+                .and_then(|mut log| std::io::copy(&mut log, &mut std::fs::File::create(to)?));
+            copied.map_err(TrainError::io(&from))?;
+        }
+    }
+    for path in paths {
+        let to = aside.join(path.strip_prefix(dir).unwrap_or(&path));
+        if let Some(parent) = to.parent() {
+            std::fs::create_dir_all(parent).map_err(TrainError::io(parent))?;
+        }
+        std::fs::rename(&path, &to).map_err(TrainError::io(&path))?;
+    }
+    Ok(aside)
 }
 
 /// Returns an error if the checkpoint that the plan names is missing.
@@ -308,7 +294,7 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path) -> Result<Option<(PathBuf, u64
     let newest_first = || -> Result<Vec<PathBuf>> {
         Ok(checkpoint::list(dir)?.into_iter().rev().map(|(_, path)| path).collect())
     };
-    let (candidates, named) = match &run.resume {
+    let (candidates, named) = match &run.resume.from {
         ResumeFrom::Start => return Ok(None),
         ResumeFrom::Path(path) => (vec![path.clone()], true),
         ResumeFrom::Must => (newest_first()?.into_iter().take(1).collect(), true),
@@ -321,7 +307,7 @@ pub(crate) fn expected(run: &RunPlan, dir: &Path) -> Result<Option<(PathBuf, u64
             Ok(state) if state.model_only && !named => continue,
             Ok(state) => state,
         };
-        return match describe(run, &state).filter(|_| !run.allow_changed) {
+        return match differing(run, &state) {
             None => Ok(Some((path, state.global_step))),
             Some(differing) if named => Err(written_otherwise(&path, &differing)),
             Some(_) => Ok(None),
@@ -342,7 +328,7 @@ fn written_otherwise(path: &Path, differing: &str) -> TrainError {
 
 /// Returns the name and a description of each setting that differs from the checkpoint's.
 fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
-    let (old, new) = (&state.fingerprint, &run.fingerprint);
+    let (old, new) = (&state.fingerprint, &run.resume.fingerprint);
     let names = new.keys().chain(old.keys().filter(|name| !new.contains_key(*name)));
     let said = |value: Option<&Value>| value.map_or("unset".to_owned(), Value::to_string);
     let is_digest = |value: Option<&Value>| {
@@ -364,10 +350,10 @@ fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Returns all differences in one text; `None` without differences.
-fn describe(run: &RunPlan, state: &TrainerState) -> Option<String> {
+/// Returns all differences that prevent a resume in one text; `None` without such differences.
+fn differing(run: &RunPlan, state: &TrainerState) -> Option<String> {
     let texts: Vec<String> = differences(run, state).into_iter().map(|(_, text)| text).collect();
-    (!texts.is_empty()).then(|| texts.join("; "))
+    (!run.resume.allow_changed && !texts.is_empty()).then(|| texts.join("; "))
 }
 
 fn entries(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
@@ -418,8 +404,6 @@ fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
 
 /// Returns files that no run wrote and that this run would overwrite.
 fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
-    const AT_THE_END: [&str; 5] =
-        ["README.md", "metrics.svg", "config.json", "adapter_config.json", "additional_chat_templates"];
     let mut found = Vec::new();
     for (name, path) in entries(dir)? {
         // A run that failed before its first step has already written its `config.yaml`.
@@ -445,15 +429,17 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
         .collect();
     let is_checkpoint = |path: &Path| checkpoints.iter().any(|checkpoint| checkpoint == path);
     let filled = |name: &str, path: &Path| match name {
-        "metrics.jsonl" | "skipped.jsonl" => path.metadata().is_ok_and(|meta| meta.len() > 0),
-        "rollouts" | "eval" => std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some()),
+        names::METRICS | names::SKIPPED => path.metadata().is_ok_and(|meta| meta.len() > 0),
+        names::ROLLOUTS | names::EVALUATIONS => {
+            std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some())
+        }
         name => is_checkpoint(path) || is_weights(name),
     };
     if !all.iter().any(|(name, path)| filled(name, path)) {
         return Ok(Vec::new());
     }
     if let Some((name, _)) = all.iter().find(|(name, _)| is_weights(name))
-        && !all.iter().any(|(name, _)| name == "config.yaml" || name == "metrics.jsonl")
+        && !all.iter().any(|(name, _)| name == "config.yaml" || name == names::METRICS)
     {
         return Err(TrainError::setting(
             LOCK,
@@ -461,8 +447,10 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
             format!("the directory contains a model ({name}) that no run wrote; choose another directory"),
         ));
     }
+    let records = [&names::LOGS[..], &names::BY_STEP, &names::OF_TRACKERS, &AT_THE_START, &AT_THE_END];
+    let records = records.concat();
     let ours = |name: &str, path: &Path| {
-        RECORDS.contains(&name)
+        records.contains(&name)
             || COMPANIONS.contains(&name)
             || is_checkpoint(path)
             || is_weights(name)
@@ -485,7 +473,7 @@ fn behind(dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
     if paths.is_empty() {
         return Ok(paths);
     }
-    for logs in ["rollouts", "eval", "tokens"].map(|name| dir.join(name)) {
+    for logs in names::BY_STEP.map(|name| dir.join(name)) {
         if logs.is_dir() {
             paths.extend(step_files(&logs)?.into_iter().filter(|(at, _)| *at > step).map(|(_, path)| path));
         }

@@ -23,7 +23,6 @@ use rayon::prelude::*;
 const USEFUL: &[Op] = &[Op::Linear, Op::LinearRows, Op::Attention, Op::AttentionDecode, Op::Head];
 
 /// Returns the useful floating-point operations of a phase, without those of backward passes.
-#[must_use]
 pub fn useful_flops(profile: &Profile, phase: &str) -> f64 {
     flops(profile, phase, USEFUL)
 }
@@ -34,7 +33,6 @@ fn flops(profile: &Profile, phase: &str, ops: &[Op]) -> f64 {
 }
 
 /// Returns the seconds of a phase.
-#[must_use]
 pub fn secs(profile: &Profile, phase: &str) -> f64 {
     let of_phase = profile.phases.iter().filter(|own| own.name == phase);
     of_phase.map(|own| own.time.as_secs_f64()).sum()
@@ -45,7 +43,6 @@ const GRADIENTS: &[Op] = &[Op::LinearInput, Op::LinearWeight, Op::AttentionBackw
 
 /// Returns the useful floating-point operations of the policy's forward and backward pass. Forward results that were kept from
 /// the rollout do not count.
-#[must_use]
 pub fn policy_flops(step: &Profile) -> f64 {
     let forward = |phase: &str| flops(step, phase, &[Op::Linear, Op::Attention]);
     let again = (forward("backward") / forward("encode").max(1.0)).min(1.0);
@@ -67,7 +64,6 @@ pub struct RolloutShape {
 
 /// Returns the number of bytes that decoding has to read: for each token the decoder's weights and the keys and values. Keys and
 /// values of a prompt are read once per group.
-#[must_use]
 pub fn decode_bytes(model: &Model, rollout: RolloutShape) -> f64 {
     let RolloutShape { prompt_tokens, num_prompts, num_generations, completion_tokens } = rollout;
     let decoder = model.decoder();
@@ -86,7 +82,6 @@ pub fn decode_bytes(model: &Model, rollout: RolloutShape) -> f64 {
 }
 
 /// Measures the floating-point operations per second of the decoder's matrix products with `rows` rows.
-#[must_use]
 pub fn gemm_rate(model: &Model, rows: usize) -> f64 {
     let llm = model.params().iter().filter(|p| p.part() == Part::Llm);
     let layers = llm.filter(|p| p.name().contains(".layers."));
@@ -123,7 +118,6 @@ pub fn gemm_rate(model: &Model, rows: usize) -> f64 {
 }
 
 /// Measures the bytes per second that all threads together read from memory.
-#[must_use]
 pub fn memory_rate() -> f64 {
     // The data must be much larger than the caches.
     let data: Vec<f32> = vec![1.0; 1 << 26];
@@ -152,7 +146,6 @@ fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
 }
 
 /// Returns the median. For an even number of values it is the mean of the middle two, for none it is NaN.
-#[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let n = values.len();
@@ -202,7 +195,7 @@ mod tests {
         let golden =
             concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
         let checkpoint = Checkpoint::open(golden.as_ref()).unwrap();
-        let model = Model::load_with(&checkpoint, &LoadOptions::default()).unwrap();
+        let model = Model::load(&checkpoint, &LoadOptions::default()).unwrap();
         let bytes = |prompt_tokens, num_prompts, num_generations, completion_tokens| {
             decode_bytes(
                 &model,

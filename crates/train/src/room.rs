@@ -3,7 +3,6 @@
 use omnigrpo_ops::Device;
 
 /// Formats a number of bytes as MB or GB.
-#[must_use]
 pub fn size(bytes: u64) -> String {
     match bytes as f64 {
         b if b < 1e9 => format!("{:.1} MB", b / 1e6),
@@ -12,7 +11,6 @@ pub fn size(bytes: u64) -> String {
 }
 
 /// Returns the free bytes of the memory in which a device's models are stored, and the name of that memory.
-#[must_use]
 pub fn free_on(device: Device) -> Option<(u64, &'static str)> {
     match device {
         Device::Gpu(card) => Some((card.memory()?[0] as u64, "the GPU's memory")),
@@ -22,7 +20,6 @@ pub fn free_on(device: Device) -> Option<(u64, &'static str)> {
 
 /// Returns the number of bytes for stored decoded media, from the number that the user gave and the free bytes. Without either,
 /// nothing is stored.
-#[must_use]
 pub fn for_media(given: Option<u64>, left: Option<u64>) -> u64 {
     match (given, left) {
         (Some(given), left) => given.min(left.unwrap_or(u64::MAX)),
@@ -37,7 +34,6 @@ pub(crate) fn kept(all: u64, room: u64, of_the_moment: u64) -> u64 {
 }
 
 /// Returns the resident memory of this process, bytes; 0 if the system does not report it.
-#[must_use]
 pub fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").ok();
     status.and_then(|text| field(&text, "VmRSS:")).map_or(0, |kib| 1024 * kib)
@@ -45,7 +41,6 @@ pub fn resident() -> u64 {
 
 /// Returns the bytes that this process may still allocate: the system's free memory, or less if its container or its address
 /// space limits it further. Returns `None` if the system does not report it.
-#[must_use]
 pub fn free() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let system = read("/proc/meminfo").and_then(|text| field(&text, "MemAvailable:")).map(|kib| 1024 * kib);

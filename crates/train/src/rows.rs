@@ -37,7 +37,6 @@ impl Default for SkipPolicy {
 
 impl SkipPolicy {
     /// Returns true if `skipped` of `total` rows may be skipped.
-    #[must_use]
     pub fn tolerates(&self, skipped: u64, total: u64) -> bool {
         let max_share = if self.strict { 0.0 } else { self.max_share };
         skipped as f64 <= max_share * total as f64
@@ -313,7 +312,6 @@ pub(crate) fn prepare_all(
 
 /// Builds requests for `num_samples` completions of each row. If a row occurs more than once, the numbers of its samples
 /// continue, so that each sample gets different random numbers.
-#[must_use]
 pub fn requests<'a>(
     rows: &'a [PreparedRow],
     features: &'a [Vec<Features>],
@@ -479,7 +477,6 @@ impl RowSource {
     }
 
     /// Returns the number of rows skipped so far.
-    #[must_use]
     pub fn num_skipped(&self) -> usize {
         self.order.state().skipped.len()
     }
@@ -617,7 +614,6 @@ pub(crate) fn check_share(skipped: u64, total: u64, max_share: f64) -> Result<()
 }
 
 /// Returns the paths of a sample's media files, for rewards and records.
-#[must_use]
 pub fn media_paths(sample: &Sample) -> Vec<PathBuf> {
     sample
         .media

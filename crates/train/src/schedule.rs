@@ -30,7 +30,6 @@ pub struct Schedule {
 
 impl Schedule {
     /// Returns the factor for update number `step + 1`.
-    #[must_use]
     pub fn factor(&self, step: u64) -> f64 {
         if self.kind == ScheduleKind::Constant {
             return 1.0;

@@ -92,6 +92,32 @@ impl Selection {
     /// Returns an error if nothing is selected or a pattern is invalid or matches nothing. Also returns an error if a selected
     /// weight is quantised, is in a mapped file, or belongs to a layer with an adapter.
     pub fn apply(&self, model: &Model) -> Result<()> {
+        self.check(model)?;
+        let selected = self.matcher()?;
+        let adapted: HashSet<&str> = model.adapted().map(|(p, _)| module(p.name())).collect();
+        let mut any = !adapted.is_empty();
+        for param in model.base_params() {
+            let on = selected(param.name(), param.part());
+            if on {
+                trainable(param, &adapted)?;
+            }
+            param.set_trainable(on);
+            any |= on;
+        }
+        model.adapter_params().iter().for_each(|p| p.set_trainable(true));
+        if any {
+            Ok(())
+        } else {
+            Err(TrainError::setting(
+                format_args!("{LLM}, {PROJECTOR}, {TOWERS}"),
+                "false",
+                "nothing is left to train; turn one of them on".into(),
+            ))
+        }
+    }
+
+    /// Returns an error if a setting has no effect on a model.
+    fn check(&self, model: &Model) -> Result<()> {
         for pattern in &self.compiled()? {
             let own = || model.base_params().iter().filter(|p| self.part(p.name(), p.part()));
             if !own().any(|p| pattern.is_match(p.name())) {
@@ -113,48 +139,26 @@ impl Selection {
                 "has no effect: the projector of this family has no gate; leave it out".into(),
             ));
         }
-        let selected = self.matcher()?;
-        let adapted: HashSet<&str> = model.adapted().map(|(p, _)| module(p.name())).collect();
-        let mut any = !adapted.is_empty();
-        for param in model.base_params() {
-            let on = selected(param.name(), param.part());
-            if on && adapted.contains(module(param.name())) {
-                return Err(TrainError::setting(
-                    LORA_TARGETS,
-                    param.name(),
-                    "is selected for full training but also has an adapter; remove it from one of the two"
-                        .into(),
-                ));
-            }
-            if on && matches!(param.dtype(), ParamDtype::Quantised(_)) {
-                return Err(TrainError::setting(
-                    QUANTIZATION,
-                    param.name(),
-                    "is selected for full training, but quantised weights cannot be trained".into(),
-                ));
-            }
-            if on && param.is_mapped() {
-                return Err(TrainError::setting(
-                    Setting { plan: "LoadOptions", field: "in_place" },
-                    param.name(),
-                    "is selected for training, but weights in mapped files cannot be changed; load the model without \
-                     this option".into(),
-                ));
-            }
-            param.set_trainable(on);
-            any |= on;
-        }
-        model.adapter_params().iter().for_each(|p| p.set_trainable(true));
-        if any {
-            Ok(())
-        } else {
-            Err(TrainError::setting(
-                format_args!("{LLM}, {PROJECTOR}, {TOWERS}"),
-                "false",
-                "nothing is left to train; turn one of them on".into(),
-            ))
-        }
+        Ok(())
     }
+}
+
+/// Returns an error if a selected weight cannot be trained. `adapted` are the layers with adapters.
+fn trainable(param: &Param, adapted: &HashSet<&str>) -> Result<()> {
+    let (setting, what) = if adapted.contains(module(param.name())) {
+        (LORA_TARGETS, "is selected for full training but also has an adapter; remove it from one of the two")
+    } else if matches!(param.dtype(), ParamDtype::Quantised(_)) {
+        (QUANTIZATION, "is selected for full training, but quantised weights cannot be trained")
+    } else if param.is_mapped() {
+        (
+            Setting { plan: "LoadOptions", field: "in_place" },
+            "is selected for training, but weights in mapped files cannot be changed; load the model without \
+             this option",
+        )
+    } else {
+        return Ok(());
+    };
+    Err(TrainError::setting(setting, param.name(), what.into()))
 }
 
 fn is_gate(name: &str) -> bool {
@@ -168,7 +172,6 @@ fn module(name: &str) -> &str {
 /// Returns a table of the model's parts. The columns are the number of tensors, the parameters, the trained parameters and the
 /// parameters of adapters. Two more give the memory of the weights and the memory that training adds: gradient, two moments, and
 /// a master for bf16, even if `pure_bf16` is set.
-#[must_use]
 pub fn summary(model: &Model) -> String {
     let mut out = format!(
         "{:<11} {:>7} {:>13} {:>13} {:>11} {:>10} {:>9}\n",
@@ -214,7 +217,6 @@ pub fn summary(model: &Model) -> String {
 /// Returns the names of the weights to which weight decay applies, as `transformers`' `Trainer.get_decay_parameter_names` does.
 /// Biases, names with a `norm` or `layernorm` component and weights of layer norms are excluded. The RMS norms of Qwen2.5-VL's
 /// tower (`norm1`, `norm2`, `ln_q`) match none of these rules, so `transformers` decays them, and so does this function.
-#[must_use]
 pub fn decayed_names(params: &[Arc<Param>]) -> HashSet<String> {
     let names: HashSet<&str> = params.iter().map(|p| p.name()).collect();
     params

@@ -16,7 +16,7 @@ use omnigrpo_ranks::{BUCKET, Ranks};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::error::{Result, TrainError};
+use crate::error::{LEAVES, Result, TrainError};
 use crate::exchange::Shard;
 use crate::lender::Lenders;
 
@@ -91,7 +91,7 @@ impl Split {
         }
         let size = self.ranks.size();
         Err(TrainError::setting(
-            "gradient_leaves",
+            LEAVES,
             &self.leaves.to_string(),
             format!("expected a multiple of the number of ranks, {size}, so that all ranks have equal work"),
         ))
@@ -249,7 +249,7 @@ mod tests {
         three.ranks = Ranks::new(omnigrpo_ranks::Threads::new(2).swap_remove(0));
         let told = three.validate().unwrap_err().to_string();
         assert!(
-            told.contains("gradient_leaves") && told.contains("a multiple of the number of ranks, 2"),
+            told.contains("Split::leaves") && told.contains("a multiple of the number of ranks, 2"),
             "{told}"
         );
         assert!(split(0, None).validate().is_err());

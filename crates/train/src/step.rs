@@ -35,14 +35,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
+use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe, metric};
 use omnigrpo_models::{
     AddedTurn, DecoderMemory, Features, MediumInput, Model, PromptBuilder, RouterPlan, Training,
 };
-use omnigrpo_observe::PhaseTimer;
+use omnigrpo_observe::{Metric, PhaseTimer};
 use omnigrpo_ranks::Queue;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
-use omnigrpo_rollout::{Completion, Generator, Request, SamplingParams, TokenEvent};
+use omnigrpo_rollout::{
+    Completion, GenerateOptions, Generator, MAX_LIVE, Request, SamplingParams, TokenEvent,
+};
 
 use crate::error::{Result, TrainError};
 use crate::features::{self, encode_own, settle};
@@ -160,15 +162,10 @@ impl Algorithm {
     }
 
     /// Returns the maximum number of rows per packed stream.
-    #[must_use]
     pub fn stream_rows(&self) -> usize {
         self.max_stream_tokens.unwrap_or(STREAM_ROWS)
     }
 }
-
-/// Default maximum of completions decoded at once. It is large enough to share a pass over the weights and small enough for the
-/// caches of long prompts.
-pub const MAX_LIVE: usize = 64;
 
 /// Default maximum of rows per packed stream.
 pub const STREAM_ROWS: usize = 4096;
@@ -186,6 +183,7 @@ impl UpdateAt {
     pub(crate) fn training(self, algorithm: &Algorithm) -> Training {
         let dropout_key = algorithm.seed.rotate_left(32) ^ self.step;
         Training {
+            temperature: algorithm.sampling.scoring_temperature(),
             recompute: algorithm.recompute,
             dropout_key,
             router: algorithm.router,
@@ -216,6 +214,30 @@ pub struct StepOutcome {
     pub router: Option<[f64; 2]>,
     /// Numbers of each completion's tokens in the order of the rollout, if the algorithm records them.
     pub tokens: Vec<TokenNumbers>,
+}
+
+impl StepOutcome {
+    /// Returns the metrics of the update.
+    pub(crate) fn metrics(&self) -> Vec<Metric> {
+        let mut metrics: Vec<Metric> = self.sums.metrics();
+        let mut put = |name: &str, value: f64| metrics.push((name.to_owned(), Some(value)));
+        put(metric::GRAD_NORM, self.grad_norm);
+        put(metric::NUM_TOKENS, self.num_tokens as f64);
+        put("params_without_grad", self.params_without_grad as f64);
+        if let Some([balance, z]) = self.router {
+            put("router_aux_loss", balance);
+            put("router_z_loss", z);
+        }
+        if let Some((max, mean)) = self.rollout_gap {
+            put("sampling/sampling_logp_difference/max", max);
+            put("sampling/sampling_logp_difference/mean", mean);
+        }
+        if let Some((max, mean)) = self.sampler_gap {
+            put("sampling/distribution_logp_difference/max", max);
+            put("sampling/distribution_logp_difference/mean", mean);
+        }
+        metrics
+    }
 }
 
 /// Numbers of a completion's tokens in an update, in nats.
@@ -253,6 +275,13 @@ struct Sampled {
     groups: Vec<Group>,
     kept: Vec<Kept>,
     rewards: RewardMatrix,
+}
+
+/// Completions of the prompts of a step, by prompt.
+struct Completed {
+    completions: Vec<Vec<Completion>>,
+    /// Media that turns of an environment added to the prompts that were sampled here, with their features.
+    media: Vec<Vec<(Arc<MediumInput>, Features)>>,
 }
 
 /// Offset on a rollout's number for each time that its groups are sampled again.
@@ -328,60 +357,11 @@ impl Collector<'_> {
             queue.open(&free.iter().map(|&place| owners[place]).collect::<Vec<_>>());
         }
         let (mut features, mut kept) = encode_own(model, prompts, algorithm, &mut rows, keep, timer)?;
-        // Media and turns of environments, by prompt.
-        let mut added: Vec<Vec<(Arc<MediumInput>, Features)>> = vec![Vec::new(); rows.len()];
-        let mut turns: Vec<Vec<Vec<AddedTurn>>> = vec![Vec::new(); rows.len()];
-        let completions = timed(timer, "rollout", || {
+        let Completed { completions, media } = timed(timer, "rollout", || {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);
             activity.parts("completions", 0, rows.len() * algorithm.num_generations);
-            let generator = Generator::new(model, prompts, &algorithm.sampling, algorithm.max_live);
-            let told = |event: TokenEvent| activity.token(event.last);
-            let mut own = Vec::new();
-            let (added, turns) = (&mut added, &mut turns);
-            let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
-                let requests: Vec<Request> = places.iter().map(|&place| requests[place]).collect();
-                for (place, generated) in
-                    places.into_iter().zip(generator.generate_with(&requests, told, memory)?)
-                {
-                    added[place] = generated.media;
-                    turns[place] = generated.completions.iter().map(|c| c.turns.clone()).collect();
-                    own.push((place, saved_turns::sent(generated.completions)));
-                }
-                Ok::<_, TrainError>(())
-            };
-            let generated = (|| {
-                for Kept { groups, recalled, .. } in &mut kept {
-                    *recalled = self.memory(groups.len());
-                    if recalled.is_some() {
-                        generate(groups.clone().collect(), recalled.as_mut())?;
-                    }
-                }
-                match queue {
-                    Some(queue) => {
-                        let taken =
-                            self.generate_taken(&generator, queue, &free, (&rows, &requests), told)?;
-                        Ok(taken.into_iter().map(|(place, own)| (place, saved_turns::sent(own))).collect())
-                    }
-                    None => {
-                        let own = own_places(algorithm, rows.len()).into_iter();
-                        generate(own.filter(|place| free.contains(place)).collect(), None)?;
-                        Ok(Vec::new())
-                    }
-                }
-            })();
-            let generated = generated.map(|taken| own.into_iter().chain(taken).collect());
-            split.collect(rows.len(), generated)
+            self.complete((&rows, &requests), &mut kept, (queue, &free), |event| activity.token(event.last))
         })?;
-        let completions: Vec<Vec<Completion>> = completions
-            .into_iter()
-            .zip(turns)
-            .map(|(sent, own)| {
-                let mut completions = saved_turns::received(sent);
-                // Turns that were sampled here keep the content of their media.
-                completions.iter_mut().zip(own).for_each(|(completion, own)| completion.turns = own);
-                completions
-            })
-            .collect();
         let mut matrix = timed(timer, "reward", || {
             split.by_first(|| {
                 let scored = scoring::pairs(&rows, &completions);
@@ -394,7 +374,7 @@ impl Collector<'_> {
                 temporal::add_order_bonus(self, shuffled, &rows, rollout, &mut matrix)
             })?;
         }
-        for ((row, features), added) in rows.iter_mut().zip(&mut features).zip(added) {
+        for ((row, features), added) in rows.iter_mut().zip(&mut features).zip(media) {
             let (media, own): (Vec<_>, Vec<_>) = added.into_iter().unzip();
             row.add_media(media);
             features.extend(own);
@@ -406,6 +386,59 @@ impl Collector<'_> {
             completions: completions.into_iter().map(|completion| Scored::new(completion, None)).collect(),
         });
         Ok(Sampled { groups: groups.collect(), kept, rewards: matrix })
+    }
+
+    /// Samples the completions of this rank and shares them with the other ranks. The prompts of `kept` leaves are sampled with a
+    /// memory for the first update, the `free` ones in the order of the queue, if there is one.
+    fn complete(
+        &self,
+        (rows, requests): (&[PreparedRow], &[Request]),
+        kept: &mut [Kept],
+        (queue, free): (Option<&Queue>, &[usize]),
+        told: impl FnMut(TokenEvent) + Copy,
+    ) -> Result<Completed> {
+        let Self { model, prompts, algorithm, .. } = *self;
+        let generator = Generator::new(model, prompts, &algorithm.sampling).with_max_live(algorithm.max_live);
+        let mut media = vec![Vec::new(); rows.len()];
+        let mut turns: Vec<Vec<Vec<AddedTurn>>> = vec![Vec::new(); rows.len()];
+        let mut own = Vec::new();
+        let mut generate = |places: Vec<usize>, memory: Option<&mut DecoderMemory>| {
+            let mut told = told;
+            let options = GenerateOptions { on_token: Some(&mut told), memory };
+            let all = generator.generate(places.iter().map(|&place| requests[place]), options)?;
+            for (place, generated) in places.into_iter().zip(all) {
+                media[place] = generated.media;
+                turns[place] = generated.completions.iter().map(|c| c.turns.clone()).collect();
+                own.push((place, saved_turns::sent(generated.completions)));
+            }
+            Ok::<_, TrainError>(())
+        };
+        let all = || {
+            for Kept { groups, recalled, .. } in kept {
+                *recalled = self.memory(groups.len());
+                if recalled.is_some() {
+                    generate(groups.clone().collect(), recalled.as_mut())?;
+                }
+            }
+            if let Some(queue) = queue {
+                return self.generate_taken(&generator, queue, free, (rows, requests), told);
+            }
+            let own = own_places(algorithm, rows.len()).into_iter();
+            generate(own.filter(|place| free.contains(place)).collect(), None)?;
+            Ok(Vec::new())
+        };
+        let generated = all().map(|taken| {
+            own.extend(taken.into_iter().map(|(place, taken)| (place, saved_turns::sent(taken))));
+            own
+        });
+        let completions =
+            algorithm.split.collect(rows.len(), generated)?.into_iter().map(saved_turns::received);
+        let mut completions: Vec<Vec<Completion>> = completions.collect();
+        // Turns that were sampled here keep the content of their media.
+        let each =
+            completions.iter_mut().zip(turns).flat_map(|(completions, own)| completions.iter_mut().zip(own));
+        each.for_each(|(completion, own)| completion.turns = own);
+        Ok(Completed { completions, media })
     }
 
     /// Returns the places of the prompts that any rank can sample: those whose leaf is not recalled.
@@ -425,7 +458,7 @@ impl Collector<'_> {
         queue: &Queue,
         free: &[usize],
         (rows, requests): (&[PreparedRow], &[Request]),
-        told: impl FnMut(TokenEvent),
+        mut told: impl FnMut(TokenEvent),
     ) -> Result<Vec<(usize, Vec<Completion>)>> {
         let owns = self.algorithm.owns(rows.len());
         // Rows that other ranks train on are read and encoded here, too.
@@ -443,13 +476,14 @@ impl Collector<'_> {
             taken.push(place);
             if owns[place] { Ok(Some(requests[place])) } else { borrow(place).map(Some) }
         };
-        let mut next = || {
+        let requests = std::iter::from_fn(|| {
             take().unwrap_or_else(|error| {
                 failed = Some(error);
                 None
             })
-        };
-        let generated = generator.generate_from(&mut next, told, None)?;
+        });
+        let options = GenerateOptions { on_token: Some(&mut told), memory: None };
+        let generated = generator.generate(requests, options)?;
         failed.map_or(Ok(()), Err)?;
         Ok(taken.into_iter().zip(generated.into_iter().map(|of| of.completions)).collect())
     }

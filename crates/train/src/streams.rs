@@ -16,7 +16,6 @@ pub struct Part {
 
 /// Packs groups into streams of at most `max_rows` rows. `groups` gives the prompt length and the completion lengths of each
 /// group. A single completion with its prompt is never split, even if it is longer.
-#[must_use]
 pub fn pack(groups: &[(usize, Vec<usize>)], max_rows: usize) -> Vec<Vec<Part>> {
     let mut streams: Vec<Vec<Part>> = Vec::new();
     let mut used = usize::MAX;

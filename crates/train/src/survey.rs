@@ -100,7 +100,6 @@ pub struct Surveyed {
 
 impl Surveyed {
     /// Returns the first reward that applies to no row.
-    #[must_use]
     pub fn idle(&self) -> Option<&str> {
         let idle = self.applies.iter().find(|(_, rows)| *rows == Some(0) && self.rows > 0);
         idle.map(|(name, _)| name.as_str())
@@ -133,14 +132,12 @@ impl<'a> Survey<'a> {
     }
 
     /// Returns the results so far.
-    #[must_use]
     pub fn seen(&self) -> Surveyed {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Surveys rows until each reward applies to at least one of them, or until no row is left. Rows that cannot be read or
     /// scored are ignored here and reported when they are drawn.
-    #[must_use]
     pub fn ask_until_none_is_idle(&self, dataset: &Dataset, rows: &[u64]) -> Surveyed {
         for some in rows.chunks(256) {
             some.iter().filter_map(|&row| dataset.get(row).ok()).for_each(|sample| drop(self.ask(&sample)));
@@ -154,7 +151,7 @@ impl<'a> Survey<'a> {
 
 #[cfg(test)]
 mod tests {
-    use omnigrpo_data::ReadOptions;
+    use omnigrpo_data::RowReader;
     use omnigrpo_rewards::{RewardOptions, build};
     use serde_json::json;
 
@@ -168,7 +165,7 @@ mod tests {
             json!({ "prompt": "2 + 2?" }),
         ];
         let folder = tempfile::tempdir().unwrap();
-        let rows = Dataset::from_rows("rows", rows, folder.path(), &ReadOptions::default()).unwrap();
+        let rows = RowReader::new("rows").media_in(folder.path()).dataset(rows).unwrap();
         let rewards = build(&["accuracy", "format"], &RewardOptions::default()).unwrap();
         let survey = Survey::new(&rewards);
         let checked = RowCheck {

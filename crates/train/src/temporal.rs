@@ -6,7 +6,7 @@ use omnigrpo_data::MediumKind;
 use omnigrpo_guard::{WAITS, retried};
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::{RewardMatrix, answer_reward, temporal_order_bonus};
-use omnigrpo_rollout::Generator;
+use omnigrpo_rollout::{Completion, GenerateOptions, Generator};
 
 use crate::error::{ORDER_BONUS, Result, TrainError};
 use crate::features::encode_plain;
@@ -29,7 +29,7 @@ pub fn add_order_bonus(
     rollout: u64,
     matrix: &mut RewardMatrix,
 ) -> Result<()> {
-    let Collector { model, rewards, algorithm, .. } = *collector;
+    let Collector { rewards, algorithm, .. } = *collector;
     let Some((name, best)) = answer_reward(rewards) else {
         return Err(TrainError::setting(
             ORDER_BONUS,
@@ -42,25 +42,12 @@ pub fn add_order_bonus(
     let mut bonus: Vec<Option<f64>> = vec![None; rows.len() * group];
     let Some(accuracy) = matrix.names.iter().position(|n| n == name) else { return Ok(()) };
     let accuracy = matrix.values[accuracy].clone();
-    let has_video = |row: &PreparedRow| row.prompt.media.iter().any(|m| m.kind == MediumKind::Video);
     let owns = algorithm.owns(rows.len()).into_iter();
     let (videos, own): (Vec<PreparedRow>, Vec<bool>) =
         rows.iter().cloned().zip(owns).filter(|(row, _)| has_video(row)).unzip();
     let (split, mut videos) = (&algorithm.split, videos);
     let places: Vec<usize> = (0..own.len()).filter(|&place| own[place]).collect();
-    let generated = (|| {
-        for &place in &places {
-            let PreparedRow { sample, epoch, .. } = videos[place].clone();
-            videos[place] = retried(&WAITS, || PreparedRow::new(shuffled, sample.clone(), epoch))?;
-        }
-        let mut features = vec![Vec::new(); videos.len()];
-        let encoded = encode_plain(model, places.iter().map(|&place| &*videos[place].prompt))?;
-        places.iter().zip(encoded).for_each(|(&place, own)| features[place] = own);
-        let requests = requests(&videos, &features, (group / 2).max(1), SHUFFLED | rollout);
-        let requests: Vec<_> = places.iter().map(|&place| requests[place]).collect();
-        let generator = Generator::new(model, shuffled, &algorithm.sampling, algorithm.max_live);
-        Ok(places.iter().copied().zip(generator.generate(&requests, |_| {})?).collect())
-    })();
+    let generated = sample(collector, shuffled, (&mut videos, &places), rollout);
     let completions = split.collect(own.len(), generated)?;
     let shuffled_accuracy = split.by_first(|| {
         let scored = scoring::pairs(&videos, &completions);
@@ -83,4 +70,31 @@ pub fn add_order_bonus(
     }
     matrix.add(NAME, bonus);
     Ok(())
+}
+
+fn has_video(row: &PreparedRow) -> bool {
+    row.prompt.media.iter().any(|medium| medium.kind == MediumKind::Video)
+}
+
+/// Prepares the rows in the given places with shuffled frames and samples their completions.
+fn sample(
+    collector: &Collector,
+    shuffled: &PromptBuilder,
+    (videos, places): (&mut [PreparedRow], &[usize]),
+    rollout: u64,
+) -> Result<Vec<(usize, Vec<Completion>)>> {
+    let Collector { model, algorithm, .. } = *collector;
+    for &place in places {
+        let PreparedRow { sample, epoch, .. } = videos[place].clone();
+        videos[place] = retried(&WAITS, || PreparedRow::new(shuffled, sample.clone(), epoch))?;
+    }
+    let mut features = vec![Vec::new(); videos.len()];
+    let encoded = encode_plain(model, places.iter().map(|&place| &*videos[place].prompt))?;
+    places.iter().zip(encoded).for_each(|(&place, own)| features[place] = own);
+    let num_samples = (algorithm.num_generations / 2).max(1);
+    let requests = requests(videos, &features, num_samples, SHUFFLED | rollout);
+    let requests = places.iter().map(|&place| requests[place]);
+    let generator = Generator::new(model, shuffled, &algorithm.sampling).with_max_live(algorithm.max_live);
+    let generated = generator.generate(requests, GenerateOptions::default())?;
+    Ok(places.iter().copied().zip(generated.into_iter().map(|of| of.completions)).collect())
 }

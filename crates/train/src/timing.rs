@@ -32,7 +32,6 @@ pub(crate) fn gpu_load(device: Device) -> Option<Gpu> {
 }
 
 /// Returns the largest resident memory of this process so far, in bytes (`VmHWM`); `None` if the system does not report it.
-#[must_use]
 pub fn peak_memory_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;

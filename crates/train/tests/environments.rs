@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_media::Rgb8Image;
 use omnigrpo_models::Limits;
 use omnigrpo_rewards::ExternalOptions;
@@ -116,7 +116,7 @@ impl Place {
             "answer": "there",
             "picture": format!("data:image/png;base64,{}", base64::Engine::encode(&base64::engine::general_purpose::STANDARD, png)),
         });
-        let row = Sample::from_row(row, "rows", &golden("media"), &ReadOptions::default()).unwrap();
+        let row = RowReader::new("rows").media_in(&golden("media")).sample(row).unwrap();
         Self { dir, environment, row }
     }
 

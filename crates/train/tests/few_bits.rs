@@ -66,7 +66,8 @@ fn write_model(dir: &Path, outliers: Outliers) {
     std::fs::write(plan.join("config.json"), config.to_string()).unwrap();
 
     let options = LoadOptions { dtype: WeightDtype::Float32, ..LoadOptions::default() };
-    let model = Model::random(&Checkpoint::open(&plan).unwrap(), 1, &options).unwrap();
+    let model =
+        Model::load(&Checkpoint::open(&plan).unwrap(), &LoadOptions { random: Some(1), ..options }).unwrap();
     for (at, param) in model.params().iter().enumerate() {
         let name = param.name();
         let mut w = noise(param.len(), at as u64 + 1);
@@ -118,7 +119,7 @@ fn gap(place: &TempDir, dir: &Path, bits: QuantBits, name: &str) -> (f64, f64) {
     let mut setup = setup::setup("qwen2_5_vl_untied", &questions(place.path()), place.path(), &out);
     let quantization = Some(Quantization { bits, keep: &|_, _| false });
     let options = LoadOptions { quantization, dtype: WeightDtype::Float32, ..LoadOptions::default() };
-    setup.model = Model::load_with(&Checkpoint::open(dir).unwrap(), &options).unwrap();
+    setup.model = Model::load(&Checkpoint::open(dir).unwrap(), &options).unwrap();
     let targets = vec!["all-linear".into()];
     setup
         .model

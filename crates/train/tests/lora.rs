@@ -35,7 +35,7 @@ fn adapted(place: &TempDir, name: &str, dropout: f64) -> TrainSetup {
     let mut setup = setup::setup(NAME, &file, place.path(), &place.path().join(name));
     setup.model.add_lora(&lora(dropout)).unwrap();
     setup.selection = PROJECTOR;
-    setup.run.save = SaveWhen::Steps(3);
+    setup.run.save.when = SaveWhen::Steps(3);
     setup
 }
 
@@ -91,7 +91,7 @@ fn checkpoints_hold_adapter_and_optimizer_and_resume_exactly() {
         assert_eq!(six.len(), 2 * 14 + 5);
         assert!(six.iter().all(|(name, data)| three[name] != *data), "something has not moved");
         // The files start another run, too.
-        let mut again = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+        let mut again = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
         again.load_adapter(&whole).unwrap();
         assert_eq!(again.lora().unwrap().dropout, dropout);
     }
@@ -104,7 +104,7 @@ fn the_reference_is_the_model_without_adapters() {
     // Decoding and scoring are different kernels.
     setup.algorithm.recall = false;
     setup.run.max_steps = Some(2);
-    setup.run.schedule = ScheduleKind::Constant;
+    setup.run.schedule.kind = ScheduleKind::Constant;
     setup.optimizer.learning_rate = 1e-2;
     run(setup).unwrap();
     let rows = lines(&place.path().join("run/metrics.jsonl"));
@@ -129,7 +129,7 @@ fn frozen_weights_have_no_gradient_no_state_and_keep_their_bits() {
         lines(&place.path().join("run/metrics.jsonl")).iter().map(|row| number(row, "loss")).collect();
     assert!(losses[2] < losses[0], "{losses:?}");
 
-    let mut model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+    let mut model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     model.add_lora(&lora(0.0)).unwrap();
     Selection::NONE.apply(&model).unwrap();
     let adamw = AdamW::new(optimizer(), model.params());
@@ -149,7 +149,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
         let keep = projector.matcher().unwrap();
         let options =
             LoadOptions { quantization: Some(Quantization { bits, keep: &keep }), ..LoadOptions::default() };
-        setup.model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
+        setup.model = Model::load(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
         setup.model.add_lora(&lora(0.0)).unwrap();
         setup.run.max_steps = Some(4);
         setup.optimizer.learning_rate = 3e-3;
@@ -159,7 +159,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
         assert!(number(&rows[3], "loss") < number(&rows[0], "loss"), "{rows:?}");
         assert!(place.path().join("run/adapter_model.safetensors").is_file());
 
-        let model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
+        let model = Model::load(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
         let why = told(&Selection::ALL.apply(&model).unwrap_err());
         assert!(why.contains("is selected for full training, but quantised"), "{why}");
     }
@@ -167,7 +167,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
 
 #[test]
 fn patterns_select_within_parts_and_must_match() {
-    let model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     let pick = |patterns: &[&str]| Selection {
         patterns: patterns.iter().map(|&p| p.to_owned()).collect(),
         ..Selection::ALL
@@ -194,7 +194,7 @@ fn patterns_select_within_parts_and_must_match() {
     fails(&pick(&["("]), &["Selection::patterns"]);
     fails(&Selection::NONE, &["nothing is left to train"]);
 
-    let mut model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+    let mut model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     model.add_lora(&lora(0.0)).unwrap();
     // The bias beside an adapted weight belongs to its module.
     let why = told(&pick(&["q_proj.bias"]).apply(&model).unwrap_err());
@@ -203,7 +203,7 @@ fn patterns_select_within_parts_and_must_match() {
 
 #[test]
 fn every_part_moves_at_its_own_rate() {
-    let model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     Selection::ALL.apply(&model).unwrap();
     let config = AdamWConfig {
         learning_rate: 1e-3,
@@ -237,7 +237,7 @@ fn every_part_moves_at_its_own_rate() {
 
 #[test]
 fn the_table_counts_parameters_adapters_and_memory() {
-    let mut model = Model::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
+    let mut model = omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
     model.add_lora(&lora(0.0)).unwrap();
     PROJECTOR.apply(&model).unwrap();
     let table = summary(&model);
@@ -267,7 +267,7 @@ fn the_table_counts_parameters_adapters_and_memory() {
 
 #[test]
 fn a_gate_is_trained_apart_from_its_projector() {
-    let model = Model::load(&checkpoint("humanomni"), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint("humanomni"), WeightDtype::Auto).unwrap();
     let none =
         Selection { llm: false, projector: false, towers: false, instruction: false, ..Selection::ALL };
     let trained = |selection: Selection| -> Vec<bool> {
@@ -279,7 +279,7 @@ fn a_gate_is_trained_apart_from_its_projector() {
     let rest = trained(Selection { projector: true, gate: Some(false), ..none.clone() });
     assert!(!rest.is_empty() && rest.iter().all(|is_gate| !is_gate));
     assert_eq!(trained(Selection { projector: true, ..none.clone() }).len(), gate.len() + rest.len());
-    let qwen = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+    let qwen = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     let error = told(&Selection { gate: Some(true), ..Selection::ALL }.apply(&qwen).unwrap_err());
     assert!(error.contains("Selection::gate") && error.contains("no gate"), "{error}");
 }

@@ -9,7 +9,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, Model, PromptBuilder, PromptSettings};
+use omnigrpo_models::{
+    Checkpoint, LoadOptions, LoraConfig, Model, PromptBuilder, PromptSettings, ReferencePlace,
+};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::{RewardOptions, build};
@@ -87,8 +89,10 @@ fn an_update_holds_what_its_outline_says() {
         let make = |device: Device| {
             let options = LoadOptions { device, ..LoadOptions::default() };
             let mut model = match device {
-                Device::Outline => Model::outline(&checkpoint, &options, true),
-                _ => Model::random(&checkpoint, 1, &options),
+                Device::Outline => {
+                    Model::load(&checkpoint, &LoadOptions { outline: true, random: Some(1), ..options })
+                }
+                _ => Model::load(&checkpoint, &LoadOptions { random: Some(1), ..options }),
             }
             .unwrap();
             if adapted {
@@ -98,7 +102,7 @@ fn an_update_holds_what_its_outline_says() {
             model
         };
         let model = make(Device::Cpu);
-        let reference = model.reference().unwrap();
+        let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
         let mut adamw = AdamW::new(optimizer.clone(), model.params());
         let mut step = || {
             let (before, mut timer) = (NOW.load(Ordering::Relaxed), PhaseTimer::start(Instant::now()));

@@ -16,8 +16,8 @@ use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
 use omnigrpo_rollout::Interaction;
 use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy, Prepared,
-    PreparedRow, ReferenceKept, ResumeFrom, Run, RunPlan, SaveWhen, Selection, TrainError, Trained, Work,
-    media_bytes, memory,
+    PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection, TrainError,
+    Trained, Work, media_bytes, memory,
 };
 use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
 
@@ -53,8 +53,8 @@ fn run(file: &Path, output_dir: &Path) -> Run {
         plan: RunPlan {
             max_steps: Some(2),
             prompts_per_step: 2,
-            save: SaveWhen::Steps(1),
-            data_seed: 1,
+            save: SavePlan { when: SaveWhen::Steps(1), ..SavePlan::default() },
+            rows: RowPlan { seed: 1, ..RowPlan::default() },
             ..RunPlan::default()
         },
         check_rows: true,
@@ -103,7 +103,7 @@ fn a_row_that_cannot_be_used_is_found_and_never_drawn() {
     let said = refusal(run(&place.rows, &place.out));
     assert!(said.contains("too many rows cannot be used: got 1 of 6 rows"), "{said}");
     let mut lenient = run(&place.rows, &place.out);
-    lenient.plan.skip.max_share = 0.5;
+    lenient.plan.rows.skip.max_share = 0.5;
     let prepared = lenient.prepare(&quiet()).unwrap();
     assert_eq!(prepared.usable_rows(), 5);
     let [(row, id, why)] = prepared.bad_rows() else { panic!("{:?}", prepared.bad_rows()) };
@@ -153,7 +153,7 @@ fn a_run_resumes_with_the_same_inputs_and_refuses_others() {
     assert_eq!(first.resumes_from(), None);
     let longer = |rows: &Path, resume: ResumeFrom| {
         let mut longer = run(rows, &place.out);
-        (longer.plan.max_steps, longer.plan.resume) = (Some(3), resume);
+        (longer.plan.max_steps, longer.plan.resume.from) = (Some(3), resume);
         longer
     };
     assert!(
@@ -181,7 +181,7 @@ fn a_run_resumes_with_the_same_inputs_and_refuses_others() {
 fn memory_is_forecast_and_a_hopeless_run_is_refused_before_it_loads() {
     let place = place();
     let prepared = run(&place.rows, &place.out).prepare(&quiet()).unwrap();
-    let model = Model::load(&checkpoint(MODEL), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(MODEL), WeightDtype::Auto).unwrap();
     let weights: usize = model.params().iter().map(|param| param.num_bytes()).sum();
     let forecast = prepared.forecast();
     assert_eq!(forecast.need.memory.weights, weights as u64);
@@ -228,7 +228,7 @@ fn the_model_comes_back_and_an_observer_sees_every_number_of_the_log() {
         }
     }
     // The weights in memory are those of the files that the run wrote.
-    let saved = Model::load(&place.out, WeightDtype::Auto).unwrap();
+    let saved = omnigrpo_testkit::load(&place.out, WeightDtype::Auto).unwrap();
     for (own, saved) in trained.model.params().iter().zip(saved.params()) {
         assert!(own.read().f32() == saved.read().f32(), "{}", own.name());
     }
@@ -258,7 +258,7 @@ fn plans_count_the_answers_of_an_environment() {
     algorithm.sampling.max_completion_length = 140;
     algorithm.sampling.interaction = Some(interaction);
     let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
-    let model = Model::outline(&opened, &options, false).unwrap();
+    let model = Model::load(&opened, &LoadOptions { outline: true, ..options }).unwrap();
     Selection::ALL.apply(&model).unwrap();
     let optimizer = AdamWConfig::default();
     let told = |answer: Option<Arc<Prompt>>| {

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use omnigrpo_grpo::Aggregation;
 use omnigrpo_guard::told;
-use omnigrpo_models::{Checkpoint, LoadOptions, Model, WeightDtype};
+use omnigrpo_models::{Checkpoint, LoadOptions, Model, ReferencePlace, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{Device, Numbers, Param};
 use omnigrpo_testkit::{Golden, golden, max_diff, norm, sketch};
@@ -146,9 +146,9 @@ fn check_steps(name: &str, file: &str, device: Device, reference_on: Device) {
     let what = format!("{name}, {file}, on {device} with a reference on {reference_on}");
     let expected = Expected::read(name);
     let options = LoadOptions { device, ..LoadOptions::default() };
-    let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
+    let model = Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
     Selection::ALL.apply(&model).unwrap();
-    let reference = model.reference_on(reference_on).unwrap();
+    let reference = model.reference(ReferencePlace::Memory(reference_on)).unwrap();
     let before = weights(&model);
     let mut adamw = AdamW::new(optimizer(), model.params());
     let algorithm = algorithm(3, 32);
@@ -208,7 +208,7 @@ fn steps_on_every_pair_of_devices_equal_pytorch() {
 #[test]
 fn what_follows_a_stop_token_does_not_count() {
     let name = "qwen2_5_vl_tied";
-    let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
     let (builder, mut given) = prepared(name, IDS);
     let stop = builder.stops().ids[0];
     for (row, group) in given.iter_mut().zip([[5, 6], [stop, 7], [5, 7]]) {
@@ -242,11 +242,11 @@ fn a_replay_run_equals_pytorch() {
         let dir = tempfile::TempDir::new().unwrap();
         let out = dir.path().join("run");
         let mut setup = setup::setup(name, &golden(rows_of(name)), &golden(""), &out);
-        setup.run.replay = true;
+        setup.run.rows.replay = true;
         setup.run.prompts_per_step = 3;
         setup.run.max_steps = Some(3);
-        setup.run.schedule = ScheduleKind::Constant;
-        setup.run.resume = ResumeFrom::Start;
+        setup.run.schedule.kind = ScheduleKind::Constant;
+        setup.run.resume.from = ResumeFrom::Start;
         let before = weights(&setup.model);
         let summary = setup::run(setup).unwrap();
         assert_eq!(summary.steps, 3);
@@ -270,7 +270,7 @@ fn a_replay_run_equals_pytorch() {
 fn the_same_weights_decay_as_in_transformers() {
     for name in CHECKPOINTS {
         let expected = Expected::read(name);
-        let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+        let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
         let decayed = decayed_names(model.params());
         let spared: BTreeSet<&str> =
             model.params().iter().map(|p| p.name()).filter(|n| !decayed.contains(*n)).collect();
@@ -290,9 +290,9 @@ fn the_gradient_of_a_step_equals_pytorch() {
 
 fn gradient_of(name: &str) {
     let expected = Expected::read(name);
-    let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
     Selection::ALL.apply(&model).unwrap();
-    let reference = model.reference().unwrap();
+    let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
     // The first moment after one unclipped update is a tenth of the gradient.
     let config = omnigrpo_train::AdamWConfig { max_grad_norm: 0.0, ..optimizer() };
     let mut adamw = AdamW::new(config, model.params());
@@ -347,12 +347,12 @@ struct Trained {
 /// Runs these steps, with two updates each.
 fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Trained {
     let name = "qwen2_5_vl_tied";
-    let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
     Selection::ALL.apply(&model).unwrap();
     let mut algorithm = algorithm(3, 32);
     algorithm.loss.beta = 0.0;
     change(&mut algorithm);
-    let reference = model.reference().unwrap();
+    let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
     let mut adamw = AdamW::new(optimizer(), model.params());
     let builder = prompts(&checkpoint(name), 32);
     let (mut metrics, mut grad_norms, mut without_grad) = (Vec::new(), Vec::new(), Vec::new());
@@ -464,7 +464,7 @@ fn masked_completions_of_groups_without_variance_are_not_counted() {
 #[test]
 fn given_log_probabilities_are_never_dropped() {
     let name = "qwen2_5_vl_tied";
-    let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+    let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
     let (builder, rows) = prepared(name, IDS);
     let given = |with: &[usize]| {
         let mut rows = rows.clone();
@@ -491,9 +491,9 @@ fn accumulated_equals_one_batch() {
     for name in CHECKPOINTS {
         let (builder, rows) = prepared(name, rows_of(name));
         let gradients = |prompts_per_micro_batch: usize, max_stream_tokens: usize| {
-            let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+            let model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
             Selection::ALL.apply(&model).unwrap();
-            let reference = model.reference().unwrap();
+            let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
             // Away from the reference, so that the KL term has a gradient.
             for param in model.params().iter().filter(|p| p.name().ends_with("down_proj.weight")) {
                 param.update(|w| w.iter_mut().for_each(|x| *x *= 1.2)).unwrap();

@@ -27,7 +27,7 @@ use std::time::Instant;
 use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
 use omnigrpo_guard::told;
-use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
+use omnigrpo_models::{GroupStream, Model, PackedStream, ReferencePlace, WeightDtype};
 use omnigrpo_observe::{Console, DebugLog, Event, Metric, PhaseTimer, Tracker, Trackers};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
@@ -180,7 +180,7 @@ fn a_run_leaves_metrics_rollouts_and_a_model() {
     for (name, data) in &after {
         assert!(*data != before[name], "{name} has not moved");
     }
-    Model::load(&out, WeightDtype::Auto).unwrap();
+    omnigrpo_testkit::load(&out, WeightDtype::Auto).unwrap();
 }
 
 /// Keeps what it is told.
@@ -203,14 +203,15 @@ fn numbers_of_tokens_are_written_and_trackers_told() {
     let told = Arc::new(Mutex::new(Vec::new()));
     let with_numbers = || {
         let mut setup = place.setup("run");
-        (setup.run.num_iterations, setup.run.logging_steps, setup.run.save) = (2, 2, SaveWhen::Steps(2));
-        (setup.algorithm.token_stats, setup.run.debug_log) =
+        (setup.run.num_iterations, setup.run.records.logging_steps, setup.run.save.when) =
+            (2, 2, SaveWhen::Steps(2));
+        (setup.algorithm.token_stats, setup.run.records.debug_log) =
             (true, Some(DebugLog::new(place.out("debug.txt"))));
         setup
     };
     let mut setup = with_numbers();
     setup.run.max_steps = Some(4);
-    setup.run.grpo_logging_steps = 2;
+    setup.run.records.grpo_logging_steps = 2;
     let keeps = Arc::clone(&told);
     setup.trackers =
         Box::new(|| Trackers::start(vec![Box::new(Told(keeps))], &Console::plain(std::io::sink())));
@@ -270,7 +271,7 @@ fn numbers_of_tokens_are_written_and_trackers_told() {
     let before = of(4);
     let mut setup = with_numbers();
     setup.run.max_steps = Some(4);
-    setup.run.grpo_logging_steps = 2;
+    setup.run.records.grpo_logging_steps = 2;
     run(setup).unwrap();
     assert_eq!(of(4), before);
 }
@@ -295,7 +296,7 @@ fn what_is_frozen_stays_to_the_bit() {
 fn resume_is_exact(place: &Place, change: impl Fn(&mut TrainSetup), what: &str) {
     let new = |run: &str| {
         let mut setup = place.setup(run);
-        setup.run.save = SaveWhen::Steps(3);
+        setup.run.save.when = SaveWhen::Steps(3);
         change(&mut setup);
         setup
     };
@@ -467,7 +468,8 @@ fn resuming_with_bf16_weights_is_exact() {
     resume_is_exact(
         &Place::new(),
         |setup| {
-            setup.model = Model::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
+            setup.model =
+                omnigrpo_testkit::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
             setup.optimizer.learning_rate = 1e-4;
         },
         "bf16 weights with masters",
@@ -482,15 +484,15 @@ fn small_updates_of_bf16_weights_add_up_in_their_masters() {
     let start = checkpoint("qwen2_5_vl_tied_bf16");
     let train = |name: &str, pure_bf16: bool| {
         let mut setup = place.setup(name);
-        setup.model = Model::load(&start, WeightDtype::Auto).unwrap();
+        setup.model = omnigrpo_testkit::load(&start, WeightDtype::Auto).unwrap();
         setup.optimizer = AdamWConfig { learning_rate: 1e-5, weight_decay: 0.0, pure_bf16, ..optimizer() };
-        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
-        setup.run.save = SaveWhen::Steps(6);
+        setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
+        setup.run.save.when = SaveWhen::Steps(6);
         run(setup).unwrap();
         tensors(&place.out(name).join("checkpoint-6/optimizer.safetensors"))
     };
     let state = train("masters", false);
-    let first = Model::load(&start, WeightDtype::Float32).unwrap();
+    let first = omnigrpo_testkit::load(&start, WeightDtype::Float32).unwrap();
     let norm = first.params().iter().find(|p| p.name() == WEIGHT).unwrap();
     // Six updates of at most about 1e-5 each.
     let moved = omnigrpo_testkit::max_diff(&state[&format!("{WEIGHT}.master")], &norm.read().f32());
@@ -514,7 +516,7 @@ fn a_step_does_not_depend_on_threads() {
             let setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), dir.path());
             let model = omnigrpo_testkit::larger_model(NAME);
             Selection::ALL.apply(&model).unwrap();
-            let reference = model.reference().unwrap();
+            let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
             let mut adamw = AdamW::new(optimizer(), model.params());
             let mut timer = PhaseTimer::start(Instant::now());
             let norms: Vec<u64> = (0..2)
@@ -582,8 +584,8 @@ fn the_newest_checkpoints_are_kept() {
     let place = Place::new();
     let mut setup = place.setup("run");
     setup.run.max_steps = Some(5);
-    setup.run.save = SaveWhen::Steps(1);
-    setup.run.save_limit = Some(2);
+    setup.run.save.when = SaveWhen::Steps(1);
+    setup.run.save.limit = Some(2);
     run(setup).unwrap();
     assert_eq!(checkpoints(&place.out("run")), ["checkpoint-4", "checkpoint-5"]);
 }
@@ -594,8 +596,8 @@ fn a_half_written_checkpoint_is_not_resumed_from() {
     let new = |steps: u64| {
         let mut setup = place.setup("run");
         setup.run.max_steps = Some(steps);
-        setup.run.save = SaveWhen::Steps(2);
-        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        setup.run.save.when = SaveWhen::Steps(2);
+        setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
         setup
     };
     run(new(2)).unwrap();
@@ -616,7 +618,7 @@ fn a_damaged_checkpoint_is_an_error_not_a_crash() {
     let place = Place::new();
     let new = || {
         let mut setup = place.setup("run");
-        (setup.run.num_iterations, setup.run.save) = (2, SaveWhen::Steps(1));
+        (setup.run.num_iterations, setup.run.save.when) = (2, SaveWhen::Steps(1));
         setup
     };
     let mut first = new();
@@ -667,8 +669,8 @@ fn checkpoints_of_other_settings_are_set_aside() {
     let new = |beta: f64| {
         let mut setup = place.setup("run");
         setup.run.max_steps = Some(2);
-        setup.run.save = SaveWhen::Steps(1);
-        setup.run.fingerprint.insert("beta".into(), json!(beta));
+        setup.run.save.when = SaveWhen::Steps(1);
+        setup.run.resume.fingerprint.insert("beta".into(), json!(beta));
         setup
     };
     run(new(0.04)).unwrap();
@@ -679,14 +681,14 @@ fn checkpoints_of_other_settings_are_set_aside() {
 
     // Naming a checkpoint of other settings is an error that says which.
     let mut named = new(0.1);
-    named.run.resume = ResumeFrom::Path(out.join("checkpoint-1"));
+    named.run.resume.from = ResumeFrom::Path(out.join("checkpoint-1"));
     let message = told(&run(named).unwrap_err());
     assert!(message.contains("beta: 0.04 → 0.1"), "{message}");
 
     run(new(0.1)).unwrap();
     assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-1", "checkpoint-2"]);
     let mut start = new(0.1);
-    start.run.resume = ResumeFrom::Start;
+    start.run.resume.from = ResumeFrom::Start;
     run(start).unwrap();
     assert_eq!(checkpoints(&out.join("superseded-2")), ["checkpoint-1", "checkpoint-2"]);
     let steps: Vec<f64> = lines(&out.join("metrics.jsonl")).iter().map(|row| number(row, "step")).collect();
@@ -735,13 +737,13 @@ fn a_broken_row_is_skipped_replaced_and_recorded() {
 fn a_broken_row_stops_a_strict_run() {
     let place = with_a_broken_row();
     let mut setup = place.setup("strict");
-    setup.run.skip.strict = true;
+    setup.run.rows.skip.strict = true;
     let message = told(&run(setup).unwrap_err());
     assert!(message.contains("colour-2") && message.contains("2.png"), "{message}");
     assert_eq!(lines(&place.out("strict").join("skipped.jsonl")).len(), 1);
 
     let mut setup = place.setup("share");
-    setup.run.skip.max_share = 0.05;
+    setup.run.rows.skip.max_share = 0.05;
     let message = told(&run(setup).unwrap_err());
     assert!(
         message.contains("1 of 6 rows cannot be used") && message.contains("SkipPolicy::max_share"),
@@ -750,8 +752,8 @@ fn a_broken_row_stops_a_strict_run() {
 
     // Known beforehand, it is never drawn and does not count against the limit of the run.
     let mut setup = place.setup("known");
-    setup.run.skip.strict = true;
-    setup.run.bad_rows = vec![(2, "colour-2".into(), "not a PNG".into())];
+    setup.run.rows.skip.strict = true;
+    setup.run.rows.bad = vec![(2, "colour-2".into(), "not a PNG".into())];
     run(setup).unwrap();
     let skipped = lines(&place.out("known").join("skipped.jsonl"));
     assert_eq!((skipped.len(), &skipped[0]["step"]), (1, &json!(0)));
@@ -761,7 +763,7 @@ fn a_broken_row_stops_a_strict_run() {
 fn no_usable_row_is_an_error() {
     let place = Place::new();
     let mut setup = place.setup("run");
-    setup.run.bad_rows = (0..6).map(|row| (row, format!("row {row}"), "bad".to_owned())).collect();
+    setup.run.rows.bad = (0..6).map(|row| (row, format!("row {row}"), "bad".to_owned())).collect();
     let message = told(&run(setup).unwrap_err());
     assert!(message.contains("no usable training row"), "{message}");
 }
@@ -771,7 +773,7 @@ fn a_loss_that_is_not_finite_stops_and_saves_the_rows() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("run");
     let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), &out);
-    (setup.run.replay, setup.run.prompts_per_step) = (true, 3);
+    (setup.run.rows.replay, setup.run.prompts_per_step) = (true, 3);
     let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
     norm.store(&vec![f32::NAN; norm.len()]).unwrap();
     let error = run(setup).unwrap_err();
@@ -808,7 +810,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
     let mut timer = PhaseTimer::start(Instant::now());
     let rows = prepared(&setup);
     let mut rollouts = replay(&setup.model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
-    let reference = setup.model.reference().unwrap();
+    let reference = setup.model.reference(ReferencePlace::Memory(setup.model.device())).unwrap();
     let result =
         update(&setup.model, Some(&reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer);
     assert!(result.is_err());
@@ -834,7 +836,7 @@ fn the_reference_sees_the_medium() {
             Selection { llm, projector, towers, instruction: false, gate: None, patterns: Vec::new() }
                 .apply(model)
                 .unwrap();
-            let reference = model.reference().unwrap();
+            let reference = model.reference(ReferencePlace::Memory(model.device())).unwrap();
             for param in model.params().iter().filter(|p| p.trainable() && p.shape().len() == 2) {
                 param.update(|w| w.iter_mut().for_each(|x| *x *= 1.05)).unwrap();
             }
@@ -918,7 +920,7 @@ fn recorded_log_probabilities_make_the_ratio() {
         std::fs::write(&file, format!("{row}\n")).unwrap();
         let out = dir.path().join(format!("run{shift}"));
         let mut setup = setup::setup(NAME, &file, &golden(""), &out);
-        (setup.run.replay, setup.run.prompts_per_step, setup.run.max_steps) = (true, 1, Some(1));
+        (setup.run.rows.replay, setup.run.prompts_per_step, setup.run.max_steps) = (true, 1, Some(1));
         let advantages = [1.120_681_733_399_243_2, -0.800_486_952_428_030_9, -0.320_194_780_971_212_4];
         run(setup).unwrap();
         let metrics = lines(&out.join("metrics.jsonl")).remove(0);
@@ -1090,8 +1092,8 @@ fn a_checkpoint_that_is_read_is_not_removed() {
     let place = Place::new();
     let mut setup = place.setup("run");
     setup.run.max_steps = Some(4);
-    setup.run.save = SaveWhen::Steps(1);
-    setup.run.save_limit = Some(1);
+    setup.run.save.when = SaveWhen::Steps(1);
+    setup.run.save.limit = Some(1);
     let seen = Arc::default();
     setup.observer = Box::new(Reader(None, Arc::clone(&seen)));
     run(setup).unwrap();
@@ -1125,7 +1127,8 @@ fn evaluation_is_recorded_and_decides_the_best_checkpoint() {
     // Every evaluation is worse than the one before.
     let calls = AtomicU64::new(0);
     setup.rewards = reward(move |_| -(calls.fetch_add(1, Ordering::Relaxed) as f64));
-    (setup.run.eval, setup.run.eval_on_start, setup.run.save) = (EvalWhen::Steps(2), true, SaveWhen::Best);
+    (setup.run.eval.when, setup.run.eval.on_start, setup.run.save.when) =
+        (EvalWhen::Steps(2), true, SaveWhen::Best);
     setup.run.max_steps = Some(5);
     let summary = run(setup).unwrap();
     let rows = lines(&place.out("run").join("metrics.jsonl"));
@@ -1149,7 +1152,7 @@ fn imitation_lowers_the_answers_negative_log_likelihood() {
     setup.run.objective = Objective::Imitate;
     setup.run.prompts_per_step = 6;
     setup.run.max_steps = Some(8);
-    setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+    setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
 
     // The first step must report minus the mean log-probability of the answers' tokens.
     let (mut sum, mut count) = (0.0, 0);
@@ -1199,7 +1202,7 @@ fn a_medium_goes_through_the_tower_once_per_pass() {
         setup.algorithm.sampling.min_completion_length = 8;
         setup.algorithm.recompute = recompute;
         Selection { towers, ..Selection::ALL }.apply(&setup.model).unwrap();
-        let reference = setup.model.reference().unwrap();
+        let reference = setup.model.reference(ReferencePlace::Memory(setup.model.device())).unwrap();
         let media = one_update(&setup, &reference);
         assert!(media > 0);
         let runs = (setup.model.tower_runs(), reference.tower_runs());
@@ -1260,7 +1263,7 @@ fn a_kept_tower_changes_nothing() {
         setup.algorithm.recall = false;
         Selection::ALL.apply(&setup.model).unwrap();
         let before = values(&setup.model);
-        let reference = setup.model.reference().unwrap();
+        let reference = setup.model.reference(ReferencePlace::Memory(setup.model.device())).unwrap();
         let media = one_update(&setup, &reference);
         assert_eq!(setup.model.tower_runs(), if recompute { 2 * media } else { media });
         let after = values(&setup.model);
@@ -1316,7 +1319,7 @@ fn an_epoch_ends_with_the_last_update_of_its_rows() {
             },
         });
         (setup.run.prompts_per_step, setup.run.num_iterations, setup.run.max_steps) = (6, 3, Some(9));
-        (setup.run.eval, setup.run.save) = (EvalWhen::Epoch, SaveWhen::Steps(4));
+        (setup.run.eval.when, setup.run.save.when) = (EvalWhen::Epoch, SaveWhen::Steps(4));
         setup
     };
     let evaluated = |name: &str| -> Vec<f64> {
@@ -1354,7 +1357,7 @@ fn frames_are_drawn_anew_in_every_epoch() {
     };
     let setup = place.setup("rows");
     let order = Order::new(setup.rows, 1, true, BTreeSet::new());
-    let mut source = RowSource::new(setup.dataset, order, builder(), None, setup.run.skip);
+    let mut source = RowSource::new(setup.dataset, order, builder(), None, setup.run.rows.skip);
     let mut tokens: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
     for epoch in 0..6 {
         for row in source.draw(4).unwrap() {
@@ -1426,7 +1429,13 @@ fn rows_made_ahead_change_nothing() {
     let source = || {
         let setup = place.setup("ahead");
         let order = Order::new(setup.rows, 1, true, BTreeSet::new());
-        RowSource::new(setup.dataset, order, setup.prompts, Some(Arc::new(setup.rewards)), setup.run.skip)
+        RowSource::new(
+            setup.dataset,
+            order,
+            setup.prompts,
+            Some(Arc::new(setup.rewards)),
+            setup.run.rows.skip,
+        )
     };
     let (mut plain, mut ahead) = (source(), source());
     for round in 0..6 {
@@ -1455,7 +1464,7 @@ fn kept_media_change_nothing_but_how_often_they_are_decoded() {
         let prompts = Arc::clone(&setup.prompts);
         setup.eval = Some(EvalPlan::new(Arc::clone(&prompts), Arc::clone(&setup.dataset)));
         setup.run.max_steps = Some(12);
-        setup.run.eval = EvalWhen::Steps(6);
+        setup.run.eval.when = EvalWhen::Steps(6);
         run(setup).unwrap();
         let out = place.out(name);
         (prompts.media_store().usage(), timeless(&out), tensors(&out.join("model.safetensors")), out)

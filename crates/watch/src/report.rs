@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use omnigrpo_guard::inside;
-use omnigrpo_observe::write_atomic;
+use omnigrpo_observe::{names, write_atomic};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
@@ -57,13 +57,13 @@ pub fn report(directory: &Path) -> Result<Vec<Report>, Error> {
 }
 
 fn written(run: Run) -> Result<Report, Error> {
-    let folder = run.dir.join("plots");
-    let made = std::fs::create_dir_all(&folder).and_then(|()| inside::resolve(&run.dir, "plots"));
+    let folder = run.dir.join(names::PLOTS);
+    let made = std::fs::create_dir_all(&folder).and_then(|()| inside::resolve(&run.dir, names::PLOTS));
     let folder = made.map_err(Error::io("make the directory", &folder))?;
     let write = |path: &Path, text: &str| {
         write_atomic(path, |out| out.write_all(text.as_bytes())).map_err(Error::from)
     };
-    let path = run.dir.join("report.html");
+    let path = run.dir.join(names::REPORT);
     let dir = run.dir.clone();
     let mut data = Data::new(run);
     data.fill()?;

@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use omnigrpo_observe::{Event, Tracker};
+use omnigrpo_observe::{Event, Tracker, names};
 use serde_json::{Map, Value, json};
 
 use crate::media;
@@ -58,7 +58,7 @@ impl Wandb {
         })?;
         let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
         let stderr = stderr.and_then(|stderr| {
-            let (log, secret) = (run.directory.join("wandb.log"), run.secret.clone());
+            let (log, secret) = (run.directory.join(names::WANDB_LOG), run.secret.clone());
             let thread = std::thread::Builder::new().name("tracker-wandb-log".to_owned());
             // If this thread does not start, only the output of the child is lost.
             thread.spawn(move || keep(stderr, &log, secret.as_deref())).ok()

@@ -1,4 +1,4 @@
-use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
+use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions};
 use omnigrpo_media::audio::{AudioRange, LogMel, read_audio};
 use omnigrpo_media::{
     FrameSampling, FrameSize, Limits, VideoRequest, VideoSource, decode_video, probe_video,
@@ -36,7 +36,7 @@ fn rows_are_what_the_loader_takes() {
     for (file, num_rows) in
         [("sft.jsonl", 21), ("train.jsonl", 21), ("eval.jsonl", 42), ("eval_other_sound.jsonl", 14)]
     {
-        let spec = DatasetSpec::file(dir.path().join(file), Roots::default());
+        let spec = DatasetSpec::file(dir.path().join(file));
         let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
         assert_eq!(dataset.len(), num_rows, "{file}");
         for row in 0..num_rows {

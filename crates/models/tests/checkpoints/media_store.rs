@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use omnigrpo_data::{ReadOptions, Sample};
+use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_models::{
     Checkpoint, FrameRule, MediaSettings, MediaUsage, Prompt, PromptBuilder, PromptSettings,
 };
@@ -26,7 +26,7 @@ fn row(dir: &Path, kind: &str, files: &[&str]) -> Sample {
     let mut row = json!({ "problem": format!("{marks}What?"), "solution": "x", "max_pixels": 12544 });
     row[format!("{kind}s")] = json!(files);
     row["meta"] = json!({ "frame_cnts": [4, 4], "min_frames": 1, "max_frames": 4, "dynamic_sample": true });
-    Sample::from_row(row, "row", dir, &ReadOptions::default()).unwrap()
+    RowReader::new("row").media_in(dir).sample(row).unwrap()
 }
 
 /// A folder with a clip, a copy of it, two pictures and a folder of frames.

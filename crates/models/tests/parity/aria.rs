@@ -22,7 +22,7 @@ use omnigrpo_testkit::{
 };
 
 fn load(name: &str) -> Model {
-    Model::load(&checkpoint(name), WeightDtype::Auto).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
 }
 
 fn cases() -> impl Iterator<Item = (&'static str, String)> {
@@ -212,7 +212,7 @@ fn a_group_equals_separate_sequences() {
                 let of = members.iter().map(|&c| completions[c]).collect();
                 let stream = PackedStream::new(&[GroupStream { prompt: &prompt, completions: of }]).unwrap();
                 let features = [model.encode_prompt(&prompt).unwrap()];
-                let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+                let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
                 let (mut dlogp, mut at) = (Vec::new(), 0);
                 for &c in members {
                     let n = completions[c].len();
@@ -258,7 +258,7 @@ fn losses_of_routers_count_a_prompt_for_each_completion() {
             let groups = [GroupStream { prompt: &prompt, completions: completions.clone() }];
             let stream = PackedStream::new(&groups).unwrap();
             let features = [model.encode_prompt(&prompt).unwrap()];
-            let pass = model.train_pass(&stream, &features, 1.0, training).unwrap();
+            let pass = model.train_pass(&stream, &features, training, None).unwrap();
             let router = pass.router().unwrap();
             let gradients = pass.backward(&vec![0.0; stream.num_targets()], None).unwrap();
             losses.iter_mut().zip(router.losses()).for_each(|(sum, own)| *sum += own);
@@ -282,7 +282,7 @@ fn losses_of_routers_count_a_prompt_for_each_completion() {
     // Without them nothing is asked of a pass.
     let stream = PackedStream::new(&[GroupStream { prompt: &prompt, completions: vec![a] }]).unwrap();
     let features = [model.encode_prompt(&prompt).unwrap()];
-    assert!(model.train_pass(&stream, &features, 1.0, Training::default()).unwrap().router().is_none());
+    assert!(model.train_pass(&stream, &features, Training::default(), None).unwrap().router().is_none());
 }
 
 /// A copy of a checkpoint whose tensors have other names.
@@ -309,7 +309,7 @@ fn names_in_memory_and_those_of_the_models_own_code_are_read() {
         }
         None => name.strip_prefix("language_model.").map_or_else(|| format!("model.{name}"), str::to_owned),
     });
-    let again = Model::load(in_memory.path(), WeightDtype::Auto).unwrap();
+    let again = omnigrpo_testkit::load(in_memory.path(), WeightDtype::Auto).unwrap();
     assert!(weight_bits(&again) == weight_bits(&model));
     // PEFT's names of the modules.
     let format = model.family().format();
@@ -355,7 +355,7 @@ fn names_in_memory_and_those_of_the_models_own_code_are_read() {
     assert_eq!(config["text_config"]["model_type"], "aria_text");
     assert_eq!(config["vision_config"]["model_type"], "idefics3_vision");
     assert!(config.get("auto_map").is_none());
-    let again = Model::load(&saved, WeightDtype::Auto).unwrap();
+    let again = omnigrpo_testkit::load(&saved, WeightDtype::Auto).unwrap();
     assert!(weight_bits(&again) == weight_bits(&own));
     let (prompt, completion) = (prompt("aria_own", "E"), inputs("E").ids("completion_ids"));
     assert_eq!(logprobs(&again, &prompt, &completion), logprobs(&own, &prompt, &completion));
@@ -384,10 +384,12 @@ fn experts_of_few_bits() {
             if omnigrpo_kernels::rounds_bf16() { WeightDtype::BFloat16 } else { WeightDtype::Float32 };
         let dense = LoadOptions { dtype, ..LoadOptions::default() };
         let options = LoadOptions { quantization, ..dense };
-        let mut few = Model::random(&opened, 5, &options).unwrap();
-        let mut wide = Model::random(&opened, 5, &dense).unwrap();
-        let mut on_card = Model::random(&opened, 5, &LoadOptions { device: card(), ..options }).unwrap();
-        let outline = Model::outline(&opened, &options, true).unwrap();
+        let mut few = Model::load(&opened, &LoadOptions { random: Some(5), ..options }).unwrap();
+        let mut wide = Model::load(&opened, &LoadOptions { random: Some(5), ..dense }).unwrap();
+        let mut on_card =
+            Model::load(&opened, &LoadOptions { random: Some(5), device: card(), ..options }).unwrap();
+        let outline =
+            Model::load(&opened, &LoadOptions { outline: true, random: Some(1), ..options }).unwrap();
         let bytes = |model: &Model| model.params().iter().map(|p| p.num_bytes()).sum::<usize>();
         assert_eq!(bytes(&outline), bytes(&few));
         for (few, wide) in few.params().iter().zip(wide.params()) {
@@ -405,7 +407,7 @@ fn experts_of_few_bits() {
             train_adapters(model, &["all-linear", "experts"]);
             let groups = [GroupStream { prompt: &prompt, completions: completions.to_vec() }];
             let stream = PackedStream::new(&groups).unwrap();
-            let pass = model.train_pass(&stream, &[Vec::new()], 1.0, Training::default()).unwrap();
+            let pass = model.train_pass(&stream, &[Vec::new()], Training::default(), None).unwrap();
             let logprobs = pass.logprobs.clone();
             pass.backward(&[1.0, -0.5, 0.25, 2.0, -1.0, 0.75], None).unwrap();
             (logprobs, take_gradients(model))
@@ -434,7 +436,8 @@ fn the_published_size_fits_where_it_is_quantised() {
         let keep = |_: &str, _: Part| false;
         let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
         let options = LoadOptions { dtype: WeightDtype::BFloat16, quantization, ..LoadOptions::default() };
-        let outline = Model::outline(&opened, &options, true).unwrap();
+        let outline =
+            Model::load(&opened, &LoadOptions { outline: true, random: Some(1), ..options }).unwrap();
         outline.params().iter().map(|p| p.num_bytes()).sum::<usize>() as f64 / 1e9
     };
     let [bf16, eight, four] = [None, Some(QuantBits::Eight), Some(QuantBits::Four)].map(bytes);

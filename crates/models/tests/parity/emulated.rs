@@ -42,7 +42,7 @@ impl Run {
         let groups = [GroupStream { prompt, completions: COMPLETIONS.to_vec() }];
         let stream = PackedStream::new(&groups).unwrap();
         let (features, memories) = model.encode_for_training([prompt]).unwrap();
-        let pass = model.train_pass(&stream, &features, 1.0, how).unwrap();
+        let pass = model.train_pass(&stream, &features, how, None).unwrap();
         let logprobs = pass.logprobs.clone();
         let d: Vec<f32> = (0..logprobs.len()).map(|i| (i as f32 * 1.3).sin()).collect();
         let gradients = pass.backward(&d, Some(&vec![0.25; d.len()])).unwrap();
@@ -114,7 +114,7 @@ fn compare([mut cpu, mut gpu]: [Run; 2], steps: usize, bounds: Bounds, what: &st
 fn steps_of((name, case): (&str, &'static str), dtype: WeightDtype, spares_memory: bool, bounds: Bounds) {
     let runs = [Device::Cpu, card()].map(|device| {
         let options = LoadOptions { dtype, device, ..LoadOptions::default() };
-        let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
+        let model = Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
         train_all(&model);
         Run::new(model, case, spares_memory)
     });
@@ -146,7 +146,7 @@ fn adapters_on_few_bits_on_the_emulator() {
                     ..LoadOptions::default()
                 };
                 let opened = Checkpoint::open(&checkpoint(name)).unwrap();
-                let mut model = Model::load_with(&opened, &options).unwrap();
+                let mut model = Model::load(&opened, &options).unwrap();
                 let is_quantised = |p: &Arc<Param>| p.dtype() == ParamDtype::Quantised(bits);
                 assert!(model.params().iter().any(is_quantised), "{name}");
                 train_adapters(&mut model, &["all-linear"]);

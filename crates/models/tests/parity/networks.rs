@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use omnigrpo_models::{
-    Checkpoint, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, Training, WeightDtype,
+    Checkpoint, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, ReferencePlace, Training,
+    WeightDtype,
 };
 use omnigrpo_ops::{Device, Param, Tape};
 
@@ -16,7 +17,7 @@ use omnigrpo_testkit::{
 
 fn load(name: &str, device: Device) -> Model {
     let options = LoadOptions { dtype: WeightDtype::Float32, device, ..LoadOptions::default() };
-    let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
+    let model = Model::load(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
     assert_eq!(model.device(), device);
     model
 }
@@ -38,7 +39,7 @@ fn check(model: &Model, prompt: &Prompt, what: &str, together: usize) {
         train_all(model);
         let (features, memories) = model.encode_for_training([prompt]).unwrap();
         let memories = if remembers { memories } else { Memories::default() };
-        let pass = model.train_pass(&stream, &features, 1.0, how).unwrap();
+        let pass = model.train_pass(&stream, &features, how, None).unwrap();
         let gradients = pass.backward(&DLOGP, Some(&DENTROPY)).unwrap();
         model.backward_media(&[prompt], &features, memories, gradients, how).unwrap();
         bits(model.params())
@@ -50,7 +51,7 @@ fn check(model: &Model, prompt: &Prompt, what: &str, together: usize) {
     assert!(remembered == kept, "{what}: remembered gradients differ");
     check_weights(what, model.params(), (together, SMALL_STEP), &|| {
         let features = [model.encode_prompt(prompt).unwrap()];
-        let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+        let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
         let scores = &pass.scored().scores;
         let weighed = |x: Vec<f64>, d: [f32; 4]| x.iter().zip(d).map(|(x, d)| x * f64::from(d)).sum::<f64>();
         weighed(scores.logprobs.to_f64(), DLOGP) + weighed(scores.entropies.to_f64(), DENTROPY)
@@ -130,14 +131,14 @@ fn a_reference_may_live_on_another_device() {
         let model = load("qwen2_5_vl_tied", policy_on);
         train_all(&model);
         let prompt = case_prompt("E", &model);
-        let reference = model.reference_on(reference_on).unwrap();
+        let reference = model.reference(ReferencePlace::Memory(reference_on)).unwrap();
         assert_eq!((model.device(), reference.device()), (policy_on, reference_on));
         assert!(reference.params().iter().all(|p| !p.trainable()));
         let groups = [GroupStream { prompt: &prompt, completions: vec![&COMPLETION, &[5, 6]] }];
         let stream = PackedStream::new(&groups).unwrap();
         let features = [model.encode_prompt(&prompt).unwrap()];
         let gradients = || {
-            let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
+            let pass = model.train_pass(&stream, &features, Training::default(), None).unwrap();
             let logprobs = pass.logprobs.clone();
             let d = vec![1.0; logprobs.len()];
             let gradients = pass.backward(&d, None).unwrap();

@@ -18,7 +18,7 @@ use omnigrpo_testkit::{
 };
 
 fn load(name: &str) -> Model {
-    Model::load(&checkpoint(name), WeightDtype::Auto).unwrap()
+    omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap()
 }
 
 fn cases() -> impl Iterator<Item = (&'static str, String)> {

@@ -97,7 +97,7 @@ fn pair(cut: &Cut) -> PackedStream {
 fn train(model: &Model, cut: &Cut, coefficients: &[f32], how: Training) -> Vec<f32> {
     let stream = pair(cut);
     assert_eq!(stream.lengths(), [cut.before + coefficients.len(); 2]);
-    let pass = model.train_pass(&stream, std::slice::from_ref(&cut.features), 1.0, how).unwrap();
+    let pass = model.train_pass(&stream, std::slice::from_ref(&cut.features), how, None).unwrap();
     let logprobs = pass.logprobs.clone();
     let part = |share: f32| {
         let zeros = std::iter::repeat_n(0.0, cut.before);
@@ -112,7 +112,7 @@ fn train(model: &Model, cut: &Cut, coefficients: &[f32], how: Training) -> Vec<f
 #[test]
 fn media_in_turns_equal_one_sequence() {
     for (name, folder, case, media) in CASES {
-        let mut model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+        let mut model = omnigrpo_testkit::load(&checkpoint(name), WeightDtype::Auto).unwrap();
         let inputs = Golden::read(&format!("{folder}/{case}.safetensors"));
         let want = Golden::read(&format!("{folder}/{case}.{name}.safetensors"));
         let (whole, completion) = (case_prompt(case, &model), inputs.ids("completion_ids"));
@@ -137,7 +137,7 @@ fn media_in_turns_equal_one_sequence() {
         let got = take_gradients(&model);
         let plain =
             PackedStream::new(&[GroupStream { prompt: &whole, completions: vec![&completion] }]).unwrap();
-        let pass = model.train_pass(&plain, std::slice::from_ref(&cut.features), 1.0, how).unwrap();
+        let pass = model.train_pass(&plain, std::slice::from_ref(&cut.features), how, None).unwrap();
         let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
         let features = std::slice::from_ref(&cut.features);
         model.backward_media(&[&whole], features, Memories::default(), gradients, how).unwrap();
@@ -152,7 +152,7 @@ fn greedy_text_after_media_in_turns_equals_one_sequence() {
         for device in Device::all() {
             let options = LoadOptions { dtype: WeightDtype::Float32, device, ..LoadOptions::default() };
             let opened = omnigrpo_models::Checkpoint::open(&checkpoint(name)).unwrap();
-            let model = Model::load_with(&opened, &options).unwrap();
+            let model = Model::load(&opened, &options).unwrap();
             let want = Golden::read(&format!("{folder}/{case}.{name}.safetensors")).ids("greedy");
             let Cut { prompt, ids, turns, features, .. } = cut(&model, &case_prompt(case, &model), &[]);
             let (decoder, pass) = (model.decoder(), model.pass());

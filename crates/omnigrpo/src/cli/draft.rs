@@ -35,6 +35,13 @@ impl Draft {
         }
     }
 
+    /// Sets a value if the setting has none.
+    pub fn choose(&mut self, name: &'static str, text: &str, comment: impl Into<String>) {
+        if !self.has(name) {
+            self.set(name, text, comment);
+        }
+    }
+
     /// Sets a value and replaces its comments.
     pub fn put(&mut self, name: &'static str, value: Value, comments: Vec<String>) {
         self.take(name);

@@ -34,13 +34,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::Sample;
+use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_models::{Model, Prompt, PromptBuilder};
 use omnigrpo_observe::Console;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rewards::Reward;
-use omnigrpo_rollout::{Completion, Generator, Request};
-use omnigrpo_train::{Evaluation, Objective, Observer, Peer, RunSummary, Trained, logprobs};
+use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Request};
+use omnigrpo_train::{Algorithm, Evaluation, Objective, Observer, Peer, RunSummary, Trained, logprobs};
 use serde_json::Value;
 
 use super::heap::Trim;
@@ -241,16 +241,16 @@ impl Loaded {
             let features = features.collect::<Result<Vec<_>, _>>()?;
             let num_samples = settings.algorithm.num_generations;
             let numbered = samples.iter().zip(&prompts).zip(&features).zip(0..);
-            let requests: Vec<_> = numbered
-                .map(|(((sample, prompt), features), row)| Request {
-                    num_samples,
-                    row,
-                    sample: Some(sample),
-                    ..Request::new(prompt, features)
-                })
-                .collect();
-            let (sampling, max_live) = (&settings.algorithm.sampling, settings.algorithm.max_live);
-            Ok(Generator::new(&self.model, &builder, sampling, max_live).generate(&requests, |_| {})?)
+            let requests = numbered.map(|(((sample, prompt), features), row)| Request {
+                num_samples,
+                row,
+                sample: Some(sample),
+                ..Request::new(prompt, features)
+            });
+            let Algorithm { sampling, max_live, .. } = &settings.algorithm;
+            let generator = Generator::new(&self.model, &builder, sampling).with_max_live(*max_live);
+            let generated = generator.generate(requests, GenerateOptions::default())?;
+            Ok(generated.into_iter().map(|of| of.completions).collect())
         })
     }
 
@@ -310,10 +310,10 @@ fn built(
     rows: Vec<Value>,
     folder: &Path,
 ) -> Result<(Vec<Sample>, Vec<Prompt>)> {
-    let options = setup::read_options(settings);
+    let reader = RowReader::new("rows").media_in(folder).options(setup::read_options(settings));
     let each = |(number, row)| {
         let at = || format!("row {number}");
-        let mut sample = Sample::from_row(row, "rows", folder, &options).with_context(at)?;
+        let mut sample = reader.sample(row).with_context(at)?;
         builder.add_opening(&mut sample).map_err(anyhow::Error::from_boxed).with_context(at)?;
         let prompt = builder.build(&sample).with_context(at)?;
         Ok((sample, prompt))

@@ -241,7 +241,7 @@ pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<u
         return Ok(given);
     }
     let newest = || Ok::<_, anyhow::Error>(checkpoint::list(output_dir)?.pop().map(|(_, path)| path));
-    let path = match &settings.run.resume {
+    let path = match &settings.run.resume.from {
         ResumeFrom::Start => None,
         ResumeFrom::Path(path) => Some(path.clone()),
         ResumeFrom::Newest | ResumeFrom::Must => newest()?,

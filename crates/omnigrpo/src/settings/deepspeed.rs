@@ -69,7 +69,7 @@ const FIELDS: &[(&str, Field)] = &[
     ("scheduler.type", Read(scheduler)),
     ("scheduler.params.warmup_min_lr", Read(|v, _| auto_or(v, 0.0, "warm-up starts at 0"))),
     ("scheduler.params.warmup_max_lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
-    ("scheduler.params.warmup_num_steps", Same("warmup_steps", |s| s.run.warmup_steps as f64)),
+    ("scheduler.params.warmup_num_steps", Same("warmup_steps", |s| s.run.schedule.warmup_steps as f64)),
     ("scheduler.params.total_num_steps", Read(total_steps)),
     ("scheduler.params.warmup_type", Read(warmup_type)),
     ("zero_optimization.stage", Read(stage)),
@@ -287,7 +287,7 @@ fn adam_w(value: &Value, _: &Settings) -> Result<String, String> {
 }
 
 fn scheduler(value: &Value, s: &Settings) -> Result<String, String> {
-    let ours = s.run.schedule;
+    let ours = s.run.schedule.kind;
     let fits = match value.as_str() {
         Some("WarmupLR") => matches!(ours, ScheduleKind::ConstantWithWarmup | ScheduleKind::Constant),
         Some("WarmupDecayLR") => ours == ScheduleKind::Linear,

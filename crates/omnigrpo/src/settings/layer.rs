@@ -96,6 +96,13 @@ impl Layer {
         }
         // Implied settings come last.
         becoming.sort_by_key(|(implied, ..)| *implied);
+        layer.add(becoming, verb);
+        layer
+    }
+
+    /// Adds settings that follow from entries with other names, unless they are given directly. Each has a flag, true if it is only
+    /// implied, a name, a value and its entry.
+    fn add(&mut self, becoming: Vec<(bool, &'static str, String, Entry)>, verb: Option<Verb>) {
         let mut became: Vec<(&str, String, String)> = Vec::new();
         for (implied, name, value, entry) in becoming {
             if let Some((_, first, shown)) = became.iter().find(|(known, ..)| *known == name) {
@@ -103,7 +110,7 @@ impl Layer {
                     let problem = Problem::usage(format!("two settings give `{name}`"))
                         .got(format!("`{shown}` gives {first}, `{}` gives {value}", entry.shown()))
                         .expected("one of them");
-                    layer.problem(&entry.origin, problem);
+                    self.problem(&entry.origin, problem);
                 }
                 continue;
             }
@@ -112,7 +119,7 @@ impl Layer {
             } else {
                 &[name]
             };
-            let rival = layer.given.iter().find(|given| rivals.contains(&given.flag.name));
+            let rival = self.given.iter().find(|given| rivals.contains(&given.flag.name));
             if let Some(rival) = rival {
                 let raw = Raw::Arguments(vec![value.clone()]);
                 let own = Given::read(rival.flag, &raw, entry.origin.clone());
@@ -120,18 +127,17 @@ impl Layer {
                     continue;
                 }
                 let why = format!("`{}` is given", rival.flag.name);
-                layer.dropped.push((format!("{} {value}", entry.shown()), why));
+                self.dropped.push((format!("{} {value}", entry.shown()), why));
                 continue;
             }
             became.push((name, value.clone(), entry.shown()));
-            layer.became.push((name, format!("`{} {}`", entry.shown(), entry.text())));
+            self.became.push((name, format!("`{} {}`", entry.shown(), entry.text())));
             let entry = Entry { name: name.into(), raw: Some(Raw::Arguments(vec![value])), ..entry };
-            match layer.setting(&entry, verb) {
-                Ok(given) => layer.given.push(given),
-                Err(problem) => layer.problem(&entry.origin, problem),
+            match self.setting(&entry, verb) {
+                Ok(given) => self.given.push(given),
+                Err(problem) => self.problem(&entry.origin, problem),
             }
         }
-        layer
     }
 
     fn problem(&mut self, origin: &Origin, problem: Problem) {

@@ -29,7 +29,7 @@ pub fn named<T: Named>(name: &str) -> Option<T> {
     T::table().into_iter().find(|row| row.0 == name).map(|row| row.1)
 }
 
-/// Declares an enum. The first doc line of a variant is its help.
+/// Declares an enum. The first doc line of a variant is its help, and the first variant is the default.
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident: $(#[doc = $help:literal] $variant:ident = $text:literal),+ $(,)?) => {
         $(#[$doc])*
@@ -39,6 +39,12 @@ macro_rules! choice {
         impl Named for $name {
             fn table() -> Vec<(&'static str, Self, &'static str)> {
                 vec![$(($text, Self::$variant, $help)),+]
+            }
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self::table()[0].1
             }
         }
     };
@@ -94,12 +100,6 @@ choice!(
     /// Unchanged everywhere: decoding and training then differ only by the order of sums.
     Float32 = "float32",
 );
-#[expect(clippy::derivable_impls, reason = "the macro has no place for `#[default]`")]
-impl Default for QuantizedActivations {
-    fn default() -> Self {
-        Self::Auto
-    }
-}
 choice!(
     /// Ways of multiplying with bfloat16 weights.
     Bf16Products:
@@ -112,12 +112,6 @@ choice!(
     /// With matrix tiles; activations are rounded.
     Amx = "amx",
 );
-#[expect(clippy::derivable_impls, reason = "the macro has no place for `#[default]`")]
-impl Default for Bf16Products {
-    fn default() -> Self {
-        Self::Auto
-    }
-}
 /// Implements `Named` for a type of another crate, with a table given here.
 macro_rules! listed {
     ($name:ty: $($text:literal = $value:expr, $help:literal);+ $(;)?) => {
@@ -210,7 +204,7 @@ macro_rules! listed_there {
     ($($name:ty),+) => { $(
         impl Named for $name {
             fn table() -> Vec<(&'static str, Self, &'static str)> {
-                <$name as omnigrpo_rewards::Named>::ALL.to_vec()
+                <$name>::ALL.to_vec()
             }
         }
     )+ };

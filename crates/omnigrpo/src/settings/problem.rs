@@ -234,7 +234,10 @@ mod tests {
     fn broken_row(folder: &Path, row: &str) -> Box<dyn Error> {
         let file = folder.join("rows.jsonl");
         std::fs::write(&file, row).unwrap();
-        let rows = Dataset::open(&[DatasetSpec::file(&file, Roots::all(folder))], &ReadOptions::default());
+        let rows = Dataset::open(
+            &[DatasetSpec::file(&file).with_roots(Roots::all(folder))],
+            &ReadOptions::default(),
+        );
         Box::new(rows.unwrap().get(0).unwrap_err())
     }
 
@@ -242,7 +245,7 @@ mod tests {
     fn wrapped(folder: &Path) -> Vec<(Box<dyn Error>, usize)> {
         let file = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
         let missing = folder.join("missing");
-        let nowhere = DatasetSpec::file(missing.join("rows.jsonl"), Roots::default());
+        let nowhere = DatasetSpec::file(missing.join("rows.jsonl"));
         file(Corpus::FILE, "[");
         file("config.json", "{");
         file("tokenizer.json", "[]");

@@ -63,7 +63,7 @@ pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
 /// are 1.
 pub fn unreached_clip(values: &Values, s: &Settings) -> Option<String> {
     let clips = matches!(s.algorithm.loss.surrogate, Surrogate::Clip { .. });
-    let once = s.run.num_iterations == 1 && s.run.steps_per_generation == 1 && !s.run.replay;
+    let once = s.run.num_iterations == 1 && s.run.steps_per_generation == 1 && !s.run.rows.replay;
     if !clips || !once || s.algorithm.loss.surrogate == s.recipe.loss.surrogate {
         return None;
     }
@@ -244,12 +244,12 @@ const RULES: &[Rule] = &[
         })
     }),
     rule(|s| {
-        when(s.run.eval == EvalWhen::Steps(0), || {
+        when(s.run.eval.when == EvalWhen::Steps(0), || {
             Problem::usage("`eval_strategy steps` without a number of steps").expected("`--eval_steps N`")
         })
     }),
     rule(|s| {
-        when(s.run.save == SaveWhen::Best && s.run.eval == EvalWhen::Never, || {
+        when(s.run.save.when == SaveWhen::Best && s.run.eval.when == EvalWhen::Never, || {
             Problem::usage("`save_strategy best` needs evaluations to compare")
                 .expected("evaluation data and `--eval_steps N` or `--eval_strategy epoch`")
         })

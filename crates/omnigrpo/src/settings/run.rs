@@ -106,7 +106,7 @@ impl std::fmt::Display for DeviceChoice {
 }
 
 /// Input and output of a verb.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Io {
     pub format: Option<String>,
@@ -176,7 +176,7 @@ pub struct ModelSource {
 }
 
 /// Destination of the model on the hub.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Push {
     pub enabled: bool,
@@ -214,7 +214,7 @@ pub const CLIP: &str = "openai/clip-vit-base-patch16";
 pub const REGISTRY: &str = "dataset_registry.yaml";
 
 /// Sources of rows.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Rows {
     pub train_file: Vec<PathBuf>,
@@ -258,7 +258,7 @@ impl Rows {
 }
 
 /// Scoring of completions.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Rewards {
     /// Names or addresses of the rewards.
     pub funcs: Vec<String>,
@@ -311,7 +311,7 @@ impl std::fmt::Debug for CallerRewards {
 }
 
 /// Destinations of metrics besides the run directory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Log {
     pub report_to: Vec<Tracker>,
@@ -369,7 +369,7 @@ pub enum Backend {
 }
 
 /// Environment that answers completions, with the limits of its answers.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Turns {
     /// Name of the environment; `None` samples completions of one turn.
@@ -446,66 +446,19 @@ impl Default for Settings {
     /// Returns the defaults of the libraries.
     fn default() -> Self {
         Self {
-            io: Io {
-                format: None,
-                shell: None,
-                directory: None,
-                run_dirs: Vec::new(),
-                input: None,
-                output: None,
-                keep: None,
-                prompt: None,
-                image: Vec::new(),
-                video: Vec::new(),
-                audio: Vec::new(),
-                row: 0,
-                num_rows: 1,
-                output_dir: None,
-                dry_run: false,
-                json: None,
-                exp_name: None,
-                log_file: None,
-                script: None,
-                deepspeed: None,
-            },
+            io: Io { num_rows: 1, ..Io::default() },
             model: ModelSource::default(),
             family: Map::new(),
-            data: Rows {
-                train_file: Vec::new(),
-                dataset_use: Vec::new(),
-                registry: None,
-                data_file_paths: Vec::new(),
-                eval_file: Vec::new(),
-                eval_dataset_use: Vec::new(),
-                val_split_ratio: 0.0,
-                config: None,
-                train_split: "train".to_owned(),
-                test_split: "test".to_owned(),
-                replay: None,
-                roots: Roots::default(),
-                allow_urls: AllowUrls::Off,
-                skip_check: false,
-                mm_processor_cache_gb: None,
-            },
+            data: Rows { train_split: "train".to_owned(), test_split: "test".to_owned(), ..Rows::default() },
             read: ReadOptions::default(),
             prompts: PromptSettings::default(),
             rewards: Rewards {
                 funcs: vec!["accuracy".to_owned(), "format".to_owned()],
-                options: RewardOptions::default(),
                 accuracy_modes: vec![AccuracyMode::default()],
-                scorers: ScorerOptions::default(),
-                judge_prompt: None,
-                temporal_order_bonus: false,
-                caller: CallerRewards::default(),
+                ..Rewards::default()
             },
             recipe: &RECIPES[0],
-            turns: Turns {
-                environment: None,
-                max_turns: 8,
-                max_tool_tokens: None,
-                max_tool_images: 4,
-                caller: CallerEnvironment::default(),
-            },
+            turns: Turns { max_turns: 8, max_tool_images: 4, ..Turns::default() },
             algorithm: Algorithm::default(),
             optimizer: AdamWConfig::default(),
             selection: Selection::default(),
@@ -513,17 +466,8 @@ impl Default for Settings {
             run: RunPlan::default(),
             batch: Batch::default(),
             eval: EvalOptions::default(),
-            push: Push { enabled: false, model_id: None, private: false, strategy: HubStrategy::End },
-            log: Log {
-                report_to: vec![Tracker::Jsonl],
-                dashboard: false,
-                dashboard_port: 0,
-                prometheus_port: 9464,
-                notify: Vec::new(),
-                tui: false,
-                profile: false,
-                gpu: false,
-            },
+            push: Push::default(),
+            log: Log { report_to: vec![Tracker::Jsonl], prometheus_port: 9464, ..Log::default() },
             serve: Serving { port: 8000, name: None },
             bench: Bench {
                 num_images: 1,
@@ -560,10 +504,10 @@ impl Settings {
             settings.rewards.scorers.clip_model.get_or_insert_with(|| CLIP.into());
         }
         if values.lookup("eval_strategy").is_none()
-            && settings.run.eval == EvalWhen::Never
+            && settings.run.eval.when == EvalWhen::Never
             && settings.data.has_eval_rows()
         {
-            settings.run.eval = EvalWhen::Epoch;
+            settings.run.eval.when = EvalWhen::Epoch;
         }
         settings.name_directories()?;
         Ok(settings)
@@ -709,12 +653,12 @@ impl Settings {
 
     /// Sets the seed of the random numbers for rows and media.
     pub fn data_seed(&mut self, seed: u64) {
-        (self.run.data_seed, self.read.seed, self.prompts.media.seed) = (seed, seed, seed);
+        (self.run.rows.seed, self.read.seed, self.prompts.media.seed) = (seed, seed, seed);
     }
 
     /// Returns the number of optimizer steps between evaluations; 0 if it is not given.
     pub fn eval_steps(&self) -> u64 {
-        if let EvalWhen::Steps(steps) = self.run.eval { steps } else { 0 }
+        if let EvalWhen::Steps(steps) = self.run.eval.when { steps } else { 0 }
     }
 
     /// Returns true if no reward has that name.
@@ -729,7 +673,7 @@ impl Settings {
 
     /// Returns the reason why nothing is sampled, or `None` if the run samples.
     pub fn not_sampled(&self) -> Option<&'static str> {
-        self.run.replay.then_some("with `replay` nothing is sampled")
+        self.run.rows.replay.then_some("with `replay` nothing is sampled")
     }
 
     /// Returns the reason why nothing is evaluated, or `None` if the run evaluates.
@@ -853,7 +797,7 @@ mod tests {
     fn unset_settings_follow_the_ones_they_name() {
         let s = train("learning_rate: 1e-5\nseed: 7\nlogging_steps: 5\ntemperature: 0.7");
         assert_eq!((s.optimizer.projector_lr, s.optimizer.tower_lr), (None, None));
-        assert_eq!((s.run.data_seed, s.run.grpo_logging_steps), (7, 5));
+        assert_eq!((s.run.rows.seed, s.run.records.grpo_logging_steps), (7, 5));
         assert_eq!(s.algorithm.sampling.scoring_temperature(), 0.7);
         assert_eq!(s.rewards.options.weights, [1.0, 1.0]);
         assert_eq!(s.run.max_steps, None);
@@ -862,9 +806,9 @@ mod tests {
         assert_eq!((s.algorithm.num_generations, s.algorithm.sampling.temperature), (1, 0.0));
         assert_eq!(s.algorithm.sampling.scoring_temperature(), 1.0);
         assert_eq!(resolved(Verb::Sft, "").unwrap().settings.optimizer.learning_rate, 2e-5);
-        assert_eq!(train("").run.eval, EvalWhen::Never);
-        assert_eq!(train("val_split_ratio: 10%").run.eval, EvalWhen::Epoch);
-        assert_eq!(train("val_split_ratio: 0.1\neval_steps: 5").run.eval, EvalWhen::Steps(5));
+        assert_eq!(train("").run.eval.when, EvalWhen::Never);
+        assert_eq!(train("val_split_ratio: 10%").run.eval.when, EvalWhen::Epoch);
+        assert_eq!(train("val_split_ratio: 0.1\neval_steps: 5").run.eval.when, EvalWhen::Steps(5));
     }
 
     #[test]
@@ -932,7 +876,7 @@ mod tests {
         assert_eq!(run("preset: humanomni\nmax_steps: -1").num_epochs, 2.0);
         let loss = |yaml: &str| train(yaml).algorithm.advantage;
         assert_eq!(loss("preset: qwen-mcq\nscale_rewards: none"), AdvantageKind::GroupCenter);
-        assert_eq!(train("preset: qwen-mcq\nwarmup_steps: 3").run.warmup_ratio, 0.0);
+        assert_eq!(train("preset: qwen-mcq\nwarmup_steps: 3").run.schedule.warmup_ratio, 0.0);
         assert_eq!(train("preset: r1-v\nfps: 1").prompts.media.video.nframes, None);
     }
 
@@ -954,7 +898,7 @@ mod tests {
         assert_eq!(s.read.template.name, "r1-v");
         let sft = resolved(Verb::Sft, "preset: humanomni").unwrap().settings;
         assert_eq!((sft.optimizer.learning_rate, sft.run.num_epochs), (2e-5, 5.0));
-        assert_eq!(sft.run.schedule, ScheduleKind::Cosine);
+        assert_eq!(sft.run.schedule.kind, ScheduleKind::Cosine);
         assert_eq!(sft.read.template.name, "none");
         let sft = resolved(Verb::Sft, "preset: qwen-video").unwrap().settings;
         assert_eq!((sft.optimizer.learning_rate, sft.run.num_epochs), (2e-5, 1.0));
@@ -985,7 +929,7 @@ mod tests {
             ("never", ResumeFrom::Start),
             ("runs/a/checkpoint-3", ResumeFrom::Path("runs/a/checkpoint-3".into())),
         ] {
-            assert_eq!(train(&format!("resume_from_checkpoint: {text}")).run.resume, resume);
+            assert_eq!(train(&format!("resume_from_checkpoint: {text}")).run.resume.from, resume);
         }
     }
 

@@ -71,6 +71,7 @@ impl Raw {
 ///
 /// # Errors
 /// Returns the text that does not fit.
+// One `match` with a case per kind of value.
 pub fn parse(kind: &Kind, raw: &Raw) -> Result<Value, String> {
     let texts = match (kind, raw) {
         (Kind::Object, Raw::Object(map)) => return Ok(Value::Object(map.clone())),

@@ -148,13 +148,11 @@ pub struct Summary {
 
 impl Summary {
     /// Returns a metric by name.
-    #[must_use]
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.metrics.iter().find(|(n, _)| n == name).and_then(|(_, v)| *v)
     }
 
     /// Returns everything as a JSON object: the metrics, and the tables under `categories`, `confusion` and `accuracy_interval`.
-    #[must_use]
     pub fn to_json(&self) -> serde_json::Value {
         let mut out: serde_json::Map<String, serde_json::Value> =
             self.metrics.iter().map(|(name, value)| (name.clone(), serde_json::json!(value))).collect();
@@ -243,7 +241,6 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
 
 /// Returns the reward of a run that judges answers, and its value for a correct one. The value is the upper end of the range, or
 /// 1 for a program or endpoint that declares no bound. Of several such rewards, the first of the table wins.
-#[must_use]
 pub fn answer_reward(rewards: &RewardSet) -> Option<(&'static str, f64)> {
     let names = rewards.names();
     let name = ANSWER_REWARDS.iter().copied().find(|name| names.contains(name))?;
@@ -356,7 +353,6 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
 
 /// Returns the probability that a draw of `k` from `n` completions, of which `right` are correct, contains a correct one:
 /// 1 - C(n-right, k) / C(n, k). This is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374). `k` is at most `n`.
-#[must_use]
 pub fn pass_at_k(n: usize, right: usize, k: usize) -> f64 {
     if n < right + k {
         return 1.0;
@@ -365,7 +361,6 @@ pub fn pass_at_k(n: usize, right: usize, k: usize) -> f64 {
 }
 
 /// Returns the 95 % Wilson interval of a share `p` that was observed in `n` trials.
-#[must_use]
 pub fn wilson_interval(p: f64, n: usize) -> (f64, f64) {
     if n == 0 {
         return (0.0, 1.0);

@@ -33,7 +33,6 @@ fn program(spec: &str, options: &ExternalOptions) -> Option<Result<Vec<String>, 
 
 impl Caller {
     /// Starts the program of a spec or creates a client of its endpoint. Returns `None` if the spec has another form.
-    #[must_use]
     pub fn from_spec(spec: &str, options: &ExternalOptions) -> Option<Result<Self, String>> {
         let (name, options) = (redacted(spec), options.clone());
         if spec.contains(HIDDEN) {
@@ -62,7 +61,6 @@ impl Caller {
     }
 
     /// Returns the spec without secrets.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }

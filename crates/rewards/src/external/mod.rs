@@ -140,7 +140,6 @@ fn python_function(text: &str) -> Option<(&str, &str)> {
 
 /// Returns the files of a spec that determine its scores. For `FILE.py:FUNCTION` this is the file, for `cmd:…` the first argument
 /// that is a file. Further arguments may be logs that the program writes. Files that the program imports are not included.
-#[must_use]
 pub fn spec_files(spec: &str) -> Vec<PathBuf> {
     let target = spec.split_once('=').map_or(spec, |(name, target)| match name.contains(':') {
         true => spec,
@@ -159,7 +158,6 @@ const HIDDEN: &str = "***";
 
 /// Returns a spec for files and messages, without secrets: the password of an address, and values of arguments, variables and
 /// query parameters with names such as key, token, secret or password.
-#[must_use]
 pub fn redacted(spec: &str) -> String {
     // The expressions are constant. If one did not compile, the first test would fail.
     static IN_ADDRESS: LazyLock<Option<Regex>> =
@@ -239,7 +237,6 @@ pub fn rows_as_json(rows: &[RewardInput<'_>], system: Option<&str>) -> Result<St
 }
 
 /// Returns a conversation as messages in TRL's form, with paths of the media. `system` replaces the system text of the row.
-#[must_use]
 pub fn conversation(turns: &[Turn], media: &[MediumRef], system: Option<&str>) -> Vec<Value> {
     let path = |medium: &MediumRef| match &medium.source {
         MediumSource::Path(path) => json!(path),

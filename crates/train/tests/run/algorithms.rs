@@ -165,7 +165,7 @@ fn a_pass_learns_from_what_rows_earned_before() {
     let place = Place::new();
     let new = |name: &str, lessons: Lessons| {
         let mut setup = place.setup(name);
-        setup.run.lessons = lessons;
+        setup.run.rows.lessons = lessons;
         setup.rewards = reward(|input| {
             let level = if input.prompt.contains("colour") { 1.0 } else { 0.0 };
             level + input.key.sample as f64 / 10.0
@@ -183,7 +183,7 @@ fn a_pass_learns_from_what_rows_earned_before() {
     resume_is_exact(
         &Place::new(),
         move |setup| {
-            setup.run.lessons = Lessons { low: Some(0.1), ..easy };
+            setup.run.rows.lessons = Lessons { low: Some(0.1), ..easy };
             setup.rewards = reward(|input| input.prompt.len() as f64 / 100.0 + input.key.sample as f64);
             setup.run.prompts_per_step = 3;
         },

@@ -15,7 +15,8 @@ pub(crate) const SETTINGS: [Setting; 8] = [
     ("entropy gate", |s| (s.algorithm.loss.top_entropy, s.algorithm.loss.entropy_coef) = (0.3, 0.05)),
     ("dynamic sampling", |s| s.algorithm.max_resample_times = 2),
     ("curriculum", |s| {
-        s.run.lessons = Lessons { low: Some(0.1), curriculum: Curriculum::HardFirst, ..Lessons::default() };
+        s.run.rows.lessons =
+            Lessons { low: Some(0.1), curriculum: Curriculum::HardFirst, ..Lessons::default() };
     }),
     ("recall off", |s| s.algorithm.recall = false),
     ("several streams", |s| s.algorithm.max_stream_tokens = Some(24)),
@@ -31,7 +32,7 @@ fn every_pair_of_settings_resumes_to_the_bit() {
             let (what, place) = (format!("{a} with {b}"), Place::new());
             let new = |name: &str| {
                 let mut setup = place.setup(name);
-                (setup.run.save, setup.run.max_steps) = (SaveWhen::Steps(1), Some(6));
+                (setup.run.save.when, setup.run.max_steps) = (SaveWhen::Steps(1), Some(6));
                 // One row of six teaches nothing.
                 setup.rewards = reward(|input| match input.prompt.contains("What is 0") {
                     true => 0.5,
@@ -77,7 +78,7 @@ fn settings_that_exclude_each_other_are_refused() {
         (
             "a moving reference with adapters",
             adapters,
-            "sync_ref_model: \"true\": unsupported with adapters: the reference is then the model without them",
+            "RunPlan::sync_reference: \"true\": unsupported with adapters: the reference is then the model without them",
         ),
         (
             "a moving reference with a gate that keeps nothing",
@@ -107,7 +108,7 @@ fn the_gate_and_its_gradient_do_not_depend_on_how_streams_are_cut() {
     let place = Place::new();
     let with = |name: &str, seed: u64, change: fn(&mut TrainSetup)| {
         let mut setup = place.setup(name);
-        (setup.run.max_steps, setup.run.prompts_per_step, setup.run.data_seed) = (Some(1), 1, seed);
+        (setup.run.max_steps, setup.run.prompts_per_step, setup.run.rows.seed) = (Some(1), 1, seed);
         let algorithm = &mut setup.algorithm;
         (algorithm.num_generations, algorithm.token_stats) = (2, true);
         (algorithm.seed, algorithm.sampling.seed) = (seed, seed);
@@ -188,7 +189,7 @@ fn recorded_completions_have_a_gate() {
     let with = |name: &str, change: fn(&mut TrainSetup)| {
         let out = dir.path().join(name);
         let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), &out);
-        (setup.run.replay, setup.run.prompts_per_step, setup.run.num_iterations) = (true, 2, 2);
+        (setup.run.rows.replay, setup.run.prompts_per_step, setup.run.num_iterations) = (true, 2, 2);
         (setup.run.max_steps, setup.run.steps_per_generation) = (Some(2), 1);
         (setup.algorithm.token_stats, setup.algorithm.loss.top_entropy) = (true, 0.3);
         change(&mut setup);
@@ -279,7 +280,8 @@ fn a_copy_of_the_data_gives_the_same_bits() {
     assert!(lengths.len() > 1, "nothing was drawn");
     let new = |name: &str| {
         let mut setup = place.setup(name);
-        (setup.run.save, setup.run.num_iterations, setup.prompts) = (SaveWhen::Steps(1), 2, builder(false));
+        (setup.run.save.when, setup.run.num_iterations, setup.prompts) =
+            (SaveWhen::Steps(1), 2, builder(false));
         if name == "part" {
             setup.dataset = Arc::new(copied());
         }

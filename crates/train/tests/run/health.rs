@@ -9,7 +9,7 @@ use super::*;
 fn setup(place: &Place, name: &str, rewards: Vec<Box<dyn Reward>>, steps: u64) -> TrainSetup {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/assets/model");
     let mut setup = place.setup(name);
-    setup.model = Model::load(&dir, WeightDtype::Float32).unwrap();
+    setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Float32).unwrap();
     setup.prompts = Arc::new(prompts(&dir, 24));
     setup.algorithm = algorithm(4, 24);
     setup.rewards = RewardSet::new(rewards, &[]).unwrap();
@@ -95,9 +95,9 @@ fn away(place: &Place, name: &str, stop_on_collapse: bool) -> RunSummary {
         });
         let mut setup = setup(place, name, vec![closed], steps);
         setup.optimizer.learning_rate = learning_rate;
-        setup.run.save = SaveWhen::Steps(2);
-        setup.run.save_limit = Some(3);
-        setup.run.allow_changed = true;
+        setup.run.save.when = SaveWhen::Steps(2);
+        setup.run.save.limit = Some(3);
+        setup.run.resume.allow_changed = true;
         setup.run.stop_on_collapse = stop_on_collapse;
         run(setup).unwrap()
     };
@@ -150,8 +150,8 @@ fn a_run_that_is_to_stop_on_collapse_ends_with_a_checkpoint_and_goes_on_no_furth
 fn a_checkpoint_that_another_thread_asks_for_is_written_once() {
     let place = Place::new();
     let mut setup = setup(&place, "run", vec![scored("same", UNIT, |_| 0.0)], 3);
-    setup.run.save = SaveWhen::Never;
-    let asked = std::sync::Arc::clone(&setup.run.save_asked);
+    setup.run.save.when = SaveWhen::Never;
+    let asked = std::sync::Arc::clone(&setup.run.save.asked);
     asked.store(true, std::sync::atomic::Ordering::Relaxed);
     run(setup).unwrap();
     assert_eq!(checkpoints(&place.out("run")), ["checkpoint-1"]);

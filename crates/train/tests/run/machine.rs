@@ -38,7 +38,7 @@ fn new(
     setup.rewards = scored(at_call);
     if evaluated {
         setup.eval = Some(greedy_eval(&setup));
-        setup.run.eval = EvalWhen::Steps(2);
+        setup.run.eval.when = EvalWhen::Steps(2);
     }
     // The check of a run does the same: folders that were there once are known.
     (0..setup.dataset.len()).for_each(|row| drop(setup.dataset.get(row)));

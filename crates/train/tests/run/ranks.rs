@@ -110,7 +110,7 @@ fn assert_same(a: &Path, b: &Path, what: &str) {
 /// A run of three updates with four prompts each, in micro-batches of one prompt.
 fn plain(place: &Place, out: &Path) -> TrainSetup {
     let mut setup = setup::setup(NAME, &place.file, place.dir.path(), out);
-    (setup.run.max_steps, setup.run.prompts_per_step, setup.run.save) = (Some(3), 4, SaveWhen::Steps(3));
+    (setup.run.max_steps, setup.run.prompts_per_step, setup.run.save.when) = (Some(3), 4, SaveWhen::Steps(3));
     setup.algorithm.prompts_per_micro_batch = 1;
     // One row of six teaches nothing.
     setup.rewards = reward(|input| match input.prompt.contains("What is 0") {
@@ -146,7 +146,7 @@ fn every_setting_gives_the_bits_of_one_process() {
         ("a prompt less than ranks", |s| s.run.prompts_per_step = 3),
         ("one prompt", |s| s.run.prompts_per_step = 1),
         ("recomputation", |s| s.algorithm.recompute = true),
-        ("bf16", |s| s.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap()),
+        ("bf16", |s| s.model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap()),
     ];
     let place = Place::new();
     for (what, change) in SETTINGS.into_iter().chain(more) {
@@ -166,8 +166,8 @@ fn a_state_in_files_gives_the_same_bits() {
             for (steps, offload) in [2, 4].into_iter().zip(offload) {
                 done(size, &out, |_, out| {
                     let mut setup = plain(&place, out);
-                    setup.model = Model::load(&checkpoint(NAME), model).unwrap();
-                    (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+                    setup.model = omnigrpo_testkit::load(&checkpoint(NAME), model).unwrap();
+                    (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
                     setup.algorithm.split.shard = shard;
                     (setup.optimizer.offload, setup.optimizer.offload_folder) =
                         (offload, Some(folder.clone()));
@@ -394,9 +394,9 @@ fn a_rollout_with_turns_is_resumed_on_other_ranks() {
             let mut setup = plain(place, out);
             interact(&mut setup, None);
             setup.run.num_iterations = 2;
-            setup.run.save = SaveWhen::Steps(1);
+            setup.run.save.when = SaveWhen::Steps(1);
             setup.run.max_steps = Some(steps);
-            setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+            setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
             setup
         }
     };
@@ -427,7 +427,7 @@ fn every_loss_gives_the_bits_of_one_process() {
                 setup.algorithm.follow(recipe);
                 setup.algorithm.loss.beta = 0.02;
                 (setup.run.num_iterations, setup.run.max_steps) = (2, Some(2));
-                setup.run.save = SaveWhen::Steps(2);
+                setup.run.save.when = SaveWhen::Steps(2);
             });
         }
     }
@@ -439,7 +439,7 @@ fn experts_give_the_bits_of_one_process() {
     let place = Place::new();
     ranks_give_the_bits_of_one_process(&place, "experts", |setup| {
         let dir = checkpoint("aria");
-        setup.model = Model::load(&dir, WeightDtype::Auto).unwrap();
+        setup.model = omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap();
         setup.prompts = Arc::new(setup::prompts(&dir, 8));
         setup.algorithm.router = RouterPlan { aux: 0.01, z: 0.001 };
     });
@@ -487,16 +487,16 @@ fn adapters_and_evaluations_give_the_bits_of_one_process() {
         let mut plan = EvalPlan::new(Arc::clone(&setup.prompts), Arc::clone(&setup.dataset));
         plan.options.batch_rows = 2;
         setup.eval = Some(plan);
-        (setup.run.eval, setup.run.eval_on_start) = (EvalWhen::Steps(1), true);
-        (setup.run.save, setup.run.best_metric) = (SaveWhen::Best, "eval_reward".into());
+        (setup.run.eval.when, setup.run.eval.on_start) = (EvalWhen::Steps(1), true);
+        (setup.run.save.when, setup.run.eval.best_metric) = (SaveWhen::Best, "eval_reward".into());
     });
 }
 
 /// Moves the model to an emulator of the rank, whose gradients are exchanged in several pieces, and shortens the run.
 fn on_a_card(setup: &mut TrainSetup, dtype: WeightDtype) {
     let options = LoadOptions { dtype, device: Device::emulator().unwrap(), ..LoadOptions::default() };
-    setup.model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
-    (setup.run.max_steps, setup.run.save) = (Some(2), SaveWhen::Steps(2));
+    setup.model = Model::load(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
+    (setup.run.max_steps, setup.run.save.when) = (Some(2), SaveWhen::Steps(2));
     setup.algorithm.split.bucket = 5000;
 }
 
@@ -559,7 +559,7 @@ fn cut_weights(setup: &mut TrainSetup) {
 }
 
 fn in_bf16(setup: &mut TrainSetup) {
-    setup.model = Model::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
+    setup.model = omnigrpo_testkit::load(&checkpoint(NAME), WeightDtype::BFloat16).unwrap();
 }
 
 #[test]
@@ -658,7 +658,7 @@ fn cut_weights_give_the_bits_of_one_process_with_every_setting() {
         let mut plan = EvalPlan::new(Arc::clone(&setup.prompts), Arc::clone(&setup.dataset));
         plan.options.batch_rows = 2;
         setup.eval = Some(plan);
-        (setup.run.eval, setup.run.eval_on_start) = (EvalWhen::Steps(1), true);
+        (setup.run.eval.when, setup.run.eval.on_start) = (EvalWhen::Steps(1), true);
     });
 }
 
@@ -671,7 +671,7 @@ fn a_rank_has_its_part_of_the_state() {
         done(size, &out, |_, out| {
             let mut setup = plain(&place, out);
             setup.run.max_steps = Some(1);
-            setup.run.save = SaveWhen::Steps(1);
+            setup.run.save.when = SaveWhen::Steps(1);
             setup.algorithm.split.shard = shard;
             setup
         });
@@ -732,7 +732,7 @@ fn a_run_resumes_to_the_bit_with_another_number_of_ranks() {
         let place = Place::new();
         let new = |_: usize, out: &Path| {
             let mut setup = plain(&place, out);
-            (setup.run.max_steps, setup.run.save) = (Some(6), SaveWhen::Steps(1));
+            (setup.run.max_steps, setup.run.save.when) = (Some(6), SaveWhen::Steps(1));
             change(&mut setup);
             setup
         };
@@ -764,7 +764,7 @@ fn a_failure_of_one_rank_ends_all_with_its_message() {
     let strict = |rank: usize, out: &Path| {
         let from = if rank == 1 { &other } else { &place };
         let mut setup = plain(from, out);
-        setup.run.skip.strict = true;
+        setup.run.rows.skip.strict = true;
         setup
     };
     let told_by: Vec<String> = over(2, &place.out("strict"), strict, |_| false)
@@ -796,7 +796,7 @@ fn a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_message() {
     let place = Place::new();
     let new = |rank: usize, out: &Path| {
         let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), out);
-        (setup.run.replay, setup.run.prompts_per_step) = (true, 4);
+        (setup.run.rows.replay, setup.run.prompts_per_step) = (true, 4);
         setup.algorithm.prompts_per_micro_batch = 1;
         if rank == 1 {
             let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
@@ -866,5 +866,5 @@ fn what_cannot_run_over_ranks_is_refused() {
     supervised.run.objective = Objective::Imitate;
     supervised.algorithm.split.leaves = 2;
     let told = told(&run(supervised).unwrap_err());
-    assert!(told.contains("gradient_leaves") && told.contains("one process"), "{told}");
+    assert!(told.contains("Split::leaves") && told.contains("one process"), "{told}");
 }

@@ -57,10 +57,10 @@ fn steps(dir: &Path) -> Vec<f64> {
 fn evaluated(place: &Place, name: &str) -> TrainSetup {
     let mut setup = place.setup(name);
     setup.eval = Some(greedy_eval(&setup));
-    setup.run.eval = EvalWhen::Steps(2);
-    setup.run.save = SaveWhen::Steps(2);
+    setup.run.eval.when = EvalWhen::Steps(2);
+    setup.run.save.when = SaveWhen::Steps(2);
     setup.run.max_steps = Some(4);
-    setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+    setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
     setup
 }
 
@@ -81,8 +81,8 @@ fn a_run_without_a_checkpoint_is_set_aside_and_not_overwritten() {
     let with = |steps: u64, name: &str| {
         let mut setup = evaluated(&place, "run");
         setup.run.max_steps = Some(steps);
-        setup.run.save = SaveWhen::Never;
-        setup.run.files = vec![("config.yaml", name.as_bytes().to_vec())];
+        setup.run.save.when = SaveWhen::Never;
+        setup.run.records.files = vec![("config.yaml", name.as_bytes().to_vec())];
         shown(setup)
     };
     let (_, text) = with(2, "first");
@@ -102,7 +102,7 @@ fn a_run_without_a_checkpoint_is_set_aside_and_not_overwritten() {
     assert!(!out.join("eval/step-000002.jsonl").exists());
     // A start that fails before its first step leaves nothing that is worth a directory.
     let mut broken = place.setup("other");
-    broken.run.bad_rows = (0..6).map(|row| (row, format!("row {row}"), "bad".to_owned())).collect();
+    broken.run.rows.bad = (0..6).map(|row| (row, format!("row {row}"), "bad".to_owned())).collect();
     run(broken).unwrap_err();
     let (_, text) = shown(place.setup("other"));
     assert!(!text.contains("superseded"), "{text}");
@@ -136,8 +136,8 @@ fn files_of_the_user_are_neither_taken_nor_overwritten() {
     let with = |steps: u64| {
         let mut setup = place.setup("run");
         setup.run.max_steps = Some(steps);
-        setup.run.save = SaveWhen::Never;
-        setup.run.files = vec![("config.yaml", b"# omnigrpo train\n".to_vec())];
+        setup.run.save.when = SaveWhen::Never;
+        setup.run.records.files = vec![("config.yaml", b"# omnigrpo train\n".to_vec())];
         shown(setup)
     };
     let (result, text) = with(1);
@@ -166,8 +166,8 @@ fn a_checkpoint_that_was_copied_in_part_is_passed_over_aloud() {
     let out = place.out("run");
     let with = |steps: u64| {
         let mut setup = place.setup("run");
-        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
-        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
+        setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
         shown(setup)
     };
     with(4).0.unwrap();
@@ -187,7 +187,7 @@ fn nothing_moves_before_a_checkpoint_has_been_loaded() {
     let out = place.out("run");
     let with = |steps: u64| {
         let mut setup = place.setup("run");
-        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
         setup
     };
     run(with(6)).unwrap();
@@ -197,7 +197,7 @@ fn nothing_moves_before_a_checkpoint_has_been_loaded() {
     let before = (names(&out), std::fs::read(out.join("metrics.jsonl")).unwrap());
     let from_two = |steps: u64| {
         let mut setup = with(steps);
-        setup.run.resume = ResumeFrom::Path(out.join("checkpoint-2"));
+        setup.run.resume.from = ResumeFrom::Path(out.join("checkpoint-2"));
         setup
     };
     let message = told(&run(from_two(8)).unwrap_err());
@@ -225,8 +225,8 @@ fn a_flipped_bit_is_found_and_the_checkpoint_before_it_taken() {
     let place = Place::new();
     let new = |name: &str, steps: u64| {
         let mut setup = place.setup(name);
-        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
-        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
+        setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
         setup
     };
     run(new("whole", 6)).unwrap();
@@ -282,7 +282,7 @@ fn moments_and_states_that_cannot_be_are_refused() {
     let out = place.out("run");
     let new = || {
         let mut setup = place.setup("run");
-        setup.run.save = SaveWhen::Steps(1);
+        setup.run.save.when = SaveWhen::Steps(1);
         setup
     };
     let mut first = new();
@@ -377,20 +377,20 @@ fn a_checkpoint_without_optimizer_state_starts_a_run_and_does_not_resume_one() {
     let out = place.out("run");
     let new = |steps: u64| {
         let mut setup = place.setup("run");
-        (setup.run.max_steps, setup.run.save, setup.run.save_only_model) =
+        (setup.run.max_steps, setup.run.save.when, setup.run.save.only_model) =
             (Some(steps), SaveWhen::Steps(1), true);
         setup
     };
     run(new(1)).unwrap();
     let mut named = new(2);
-    named.run.resume = ResumeFrom::Path(out.join("checkpoint-1"));
+    named.run.resume.from = ResumeFrom::Path(out.join("checkpoint-1"));
     let message = told(&run(named).unwrap_err());
-    assert!(message.contains("save_only_model"), "{message}");
+    assert!(message.contains("SavePlan::only_model"), "{message}");
     // The same command works again.
     let (result, text) = shown(new(2));
     assert_eq!(result.unwrap().steps_here, 2);
     assert!(
-        text.contains("no optimizer state (RunPlan::save_only_model); starting from the beginning"),
+        text.contains("no optimizer state (SavePlan::only_model); starting from the beginning"),
         "{text}"
     );
     assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-1"]);
@@ -401,7 +401,7 @@ fn an_interruption_saves_what_going_on_needs() {
     let place = Place::new();
     let new = |name: &str| {
         let mut setup = place.setup(name);
-        (setup.run.save, setup.run.save_only_model) = (SaveWhen::Steps(2), true);
+        (setup.run.save.when, setup.run.save.only_model) = (SaveWhen::Steps(2), true);
         setup
     };
     run(new("whole")).unwrap();
@@ -434,7 +434,7 @@ fn an_evaluation_is_logged_once() {
     let out = place.out("run");
     let new = || {
         let mut setup = evaluated(&place, "run");
-        setup.run.eval_on_start = true;
+        setup.run.eval.on_start = true;
         setup
     };
     let evaluations = || -> Vec<f64> {
@@ -467,7 +467,7 @@ fn fewer_steps_than_are_done_are_refused() {
     let out = place.out("run");
     let new = |steps: u64| {
         let mut setup = place.setup("run");
-        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
         setup
     };
     run(new(4)).unwrap();
@@ -486,7 +486,7 @@ fn a_log_that_is_removed_in_mid_run_is_noticed() {
     let out = place.out("run");
     let mut setup = place.setup("run");
     let (log, calls) = (out.join("metrics.jsonl"), AtomicU64::new(0));
-    setup.run.save = SaveWhen::Steps(3);
+    setup.run.save.when = SaveWhen::Steps(3);
     setup.rewards = reward(move |_| {
         if calls.fetch_add(1, Ordering::Relaxed) == 13 {
             std::fs::remove_file(&log).unwrap();
@@ -509,15 +509,15 @@ fn changed_settings_go_on_where_that_is_allowed() {
     let out = place.out("run");
     let new = |rate: f64, steps: u64| {
         let mut setup = place.setup("run");
-        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(2));
         setup.optimizer.learning_rate = rate;
-        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
-        setup.run.fingerprint.insert("learning_rate".into(), json!(rate));
+        setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
+        setup.run.resume.fingerprint.insert("learning_rate".into(), json!(rate));
         setup
     };
     run(new(1e-3, 2)).unwrap();
     let mut changed = new(1e-4, 4);
-    changed.run.allow_changed = true;
+    changed.run.resume.allow_changed = true;
     let (result, text) = shown(changed);
     assert_eq!(result.unwrap().steps_here, 2);
     assert!(text.contains("resuming with changed settings: learning_rate: 0.001 → 0.0001"), "{text}");
@@ -530,8 +530,8 @@ fn changed_settings_go_on_where_that_is_allowed() {
 
     // A setting that is given no more differs too; what is a digest is not printed.
     let mut other = new(1e-4, 6);
-    other.run.fingerprint.remove("learning_rate");
-    other.run.fingerprint.insert("dataset".into(), json!("0123456789abcdef0123456789abcdef"));
+    other.run.resume.fingerprint.remove("learning_rate");
+    other.run.resume.fingerprint.insert("dataset".into(), json!("0123456789abcdef0123456789abcdef"));
     let (result, text) = shown(other);
     result.unwrap();
     assert!(
@@ -539,9 +539,9 @@ fn changed_settings_go_on_where_that_is_allowed() {
         "{text}"
     );
     let mut data = new(1e-4, 8);
-    data.run.fingerprint.remove("learning_rate");
-    data.run.fingerprint.insert("dataset".into(), json!("ffffffffffffffff0123456789abcdef"));
-    data.run.allow_changed = true;
+    data.run.resume.fingerprint.remove("learning_rate");
+    data.run.resume.fingerprint.insert("dataset".into(), json!("ffffffffffffffff0123456789abcdef"));
+    data.run.resume.allow_changed = true;
     let (result, text) = shown(data);
     result.unwrap();
     assert!(text.contains("changed settings: dataset: content has changed"), "{text}");
@@ -554,11 +554,11 @@ fn changed_settings_go_on_where_that_is_allowed() {
 fn checkpoints_can_be_written_by_time() {
     let place = Place::new();
     let mut setup = place.setup("run");
-    (setup.run.max_steps, setup.run.save_every) = (Some(2), Some(Duration::ZERO));
+    (setup.run.max_steps, setup.run.save.every) = (Some(2), Some(Duration::ZERO));
     run(setup).unwrap();
     assert_eq!(checkpoints(&place.out("run")), ["checkpoint-1", "checkpoint-2"]);
     let mut setup = place.setup("slow");
-    (setup.run.max_steps, setup.run.save_every) = (Some(2), Some(Duration::from_secs(3600)));
+    (setup.run.max_steps, setup.run.save.every) = (Some(2), Some(Duration::from_secs(3600)));
     run(setup).unwrap();
     assert!(checkpoints(&place.out("slow")).is_empty());
 }
@@ -575,8 +575,8 @@ fn a_checkpoint_that_is_written_to_stops_the_run() {
     }
     let new = |name: &str, touched: Option<usize>| {
         let mut setup = place.setup(name);
-        setup.model = Model::load(&place.out("model"), WeightDtype::Auto).unwrap();
-        setup.run.save = SaveWhen::Steps(1);
+        setup.model = omnigrpo_testkit::load(&place.out("model"), WeightDtype::Auto).unwrap();
+        setup.run.save.when = SaveWhen::Steps(1);
         setup.run.max_steps = Some(4);
         let (file, asked) = (weights.clone(), std::sync::atomic::AtomicUsize::new(0));
         setup.rewards = reward(move |input| {

@@ -85,8 +85,8 @@ fn interactive(place: &Place, name: &str) -> (TrainSetup, Arc<AtomicUsize>) {
     setup.algorithm.token_stats = true;
     setup.run.num_iterations = 2;
     setup.run.max_steps = Some(4);
-    setup.run.save = SaveWhen::Steps(1);
-    setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+    setup.run.save.when = SaveWhen::Steps(1);
+    setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
     (setup, answers)
 }
 
@@ -171,7 +171,7 @@ fn impossible_turns_of_a_checkpoint_are_refused() {
     let place = Place::new();
     let new = || {
         let mut setup = interactive(&place, "run").0;
-        setup.run.save = SaveWhen::Steps(1);
+        setup.run.save.when = SaveWhen::Steps(1);
         setup
     };
     let mut first = new();
@@ -224,7 +224,7 @@ fn impossible_turns_of_a_checkpoint_are_refused() {
 fn replay_and_an_environment_exclude_each_other() {
     let place = Place::new();
     let (mut setup, _) = interactive(&place, "run");
-    setup.run.replay = true;
+    setup.run.rows.replay = true;
     let told = told(&run(setup).unwrap_err());
     assert!(told.contains("an environment cannot answer recorded completions"), "{told}");
 }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
-use omnigrpo_models::{Checkpoint, Model, PromptBuilder, PromptSettings, WeightDtype};
+use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings, WeightDtype};
 use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, RunPlan, RunSummary, SaveWhen, Selection, SkipPolicy, TrainError, TrainSetup,
-    train,
+    AdamWConfig, Algorithm, RecordPlan, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, Selection,
+    SkipPolicy, TrainError, TrainSetup, train,
 };
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ pub fn prompts(dir: &Path, max_completion_length: usize) -> PromptBuilder {
 }
 
 pub fn dataset(file: &Path, root: &Path) -> Dataset {
-    Dataset::open(&[DatasetSpec::file(file, Roots::all(root))], &ReadOptions::default()).unwrap()
+    Dataset::open(&[DatasetSpec::file(file).with_roots(Roots::all(root))], &ReadOptions::default()).unwrap()
 }
 
 /// The settings of `replay/*.json`.
@@ -50,7 +50,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
     let dataset = dataset(file, root);
     let rows = (0..dataset.len()).collect();
     TrainSetup {
-        model: Model::load(&dir, WeightDtype::Auto).unwrap(),
+        model: omnigrpo_testkit::load(&dir, WeightDtype::Auto).unwrap(),
         prompts: Arc::new(prompts(&dir, 8)),
         shuffled: None,
         dataset: Arc::new(dataset),
@@ -64,10 +64,16 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         run: RunPlan {
             max_steps: Some(6),
             prompts_per_step: 2,
-            save: SaveWhen::Never,
-            skip: SkipPolicy { strict: false, max_share: 0.5 },
-            data_seed: 1,
-            files: vec![("config.yaml", b"settings: of this test\n".to_vec())],
+            save: SavePlan { when: SaveWhen::Never, ..SavePlan::default() },
+            rows: RowPlan {
+                skip: SkipPolicy { strict: false, max_share: 0.5 },
+                seed: 1,
+                ..RowPlan::default()
+            },
+            records: RecordPlan {
+                files: vec![("config.yaml", b"settings: of this test\n".to_vec())],
+                ..RecordPlan::default()
+            },
             ..RunPlan::default()
         },
         lock: RunLock::acquire(output_dir, "this test").unwrap(),

@@ -17,7 +17,7 @@ use super::draft::{Draft, one_line};
 use crate::settings::layer::{Entry, Layer, is_secret};
 use crate::settings::values::Raw;
 use crate::settings::{Environment, Given, Origin, Problem, Value, Verb, find, foreign};
-use python::Argument;
+use python::{Argument, Call, Script};
 
 /// A trainer whose scripts are read.
 #[derive(Debug)]
@@ -166,6 +166,7 @@ pub fn translate(
     Ok(write(source, &name))
 }
 
+// The parts of a launch are read in the order in which they override one another.
 fn of_shell(
     text: &str,
     name: &str,
@@ -402,95 +403,116 @@ fn of_python(text: &str, path: &Path) -> Result<Source, Problem> {
     let mut notes =
         vec![format!("Translated from {}, a training script for {}.", path.display(), system.name)];
     let (mut entries, mut seen): (Vec<Entry>, HashSet<String>) = (Vec::new(), HashSet::new());
-    let mut adapters = false;
     for call in &script.calls {
-        let origin = || Origin::Config(format!("line {}", call.line));
-        let first = |name: &str| {
-            let Some(Argument::Words(words)) = call.positional.first() else { return None };
-            Some(entry(name, words.clone(), origin()))
+        let mut own = match call.name {
+            "GRPOConfig" | "LoraConfig" | "get_peft_model" => of_config(call, &mut notes),
+            "GRPOTrainer" => of_trainer(call, &script, path, &mut notes),
+            "from_pretrained" => of_model(call),
+            "load_dataset" => of_dataset(call),
+            _ => Vec::new(),
         };
-        let mut own: Vec<Entry> = Vec::new();
-        let unread = |name: &str, source: &str| {
-            const MOST: usize = 200;
-            let source: String =
-                if is_secret(name) { "…".to_owned() } else { source.chars().take(MOST).collect() };
-            format!(
-                "`{name}` in line {} is `{}`, which is not a plain value: set it here if it matters.",
-                call.line,
-                omnigrpo_rewards::redacted(&source.split_whitespace().collect::<Vec<_>>().join(" "))
-            )
-        };
-        match call.name {
-            "GRPOConfig" | "LoraConfig" | "get_peft_model" => {
-                adapters |= call.name != "GRPOConfig";
-                for (name, argument) in &call.named {
-                    match argument {
-                        Argument::Words(words) => own.push(entry(name, words.clone(), origin())),
-                        Argument::Source(source) => notes.push(unread(name, source)),
-                    }
-                }
-            }
-            "GRPOTrainer" => {
-                for (name, argument) in &call.named {
-                    match (*name, argument) {
-                        ("model", Argument::Words(words)) => {
-                            own.push(entry("model_name_or_path", words.clone(), origin()));
-                        }
-                        ("reward_funcs", Argument::Words(words)) => {
-                            let named =
-                                words.iter().map(|word| match script.functions.contains(word.as_str()) {
-                                    true => format!("{}:{word}", path.display()),
-                                    false => word.clone(),
-                                });
-                            own.push(entry(name, named.collect(), origin()));
-                            if words.iter().any(|word| script.functions.contains(word.as_str())) {
-                                notes.push(
-                                    "Rewards are functions of the script. To use them, this program imports the script: move \
-                                     them into a file of their own, so that the import starts no training."
-                                        .to_owned(),
-                                );
-                            }
-                        }
-                        ("reward_funcs", Argument::Source(source)) => notes.push(unread(name, source)),
-                        _ => {}
-                    }
-                }
-            }
-            "from_pretrained" => {
-                // Unsloth gives the name of the model by name.
-                let named = call.named.iter().find(|(name, _)| *name == "model_name");
-                own.extend(match named {
-                    Some((_, Argument::Words(words))) => {
-                        Some(entry("model_name_or_path", words.clone(), origin()))
-                    }
-                    _ => first("model_name_or_path"),
-                });
-                let others =
-                    call.named.iter().filter(|(name, _)| *name != "model_name" && foreign::knows(name));
-                let own_names = call.named.iter().filter(|(name, _)| find(name).is_some());
-                for (name, argument) in others.chain(own_names) {
-                    if let Argument::Words(words) = argument {
-                        own.push(entry(name, words.clone(), origin()));
-                    }
-                }
-            }
-            "load_dataset" => {
-                own.extend(first("dataset_name"));
-                let split = call.named.iter().find(|(name, _)| *name == "split");
-                if let Some((_, Argument::Words(words))) = split {
-                    own.push(entry("dataset_train_split", words.clone(), origin()));
-                }
-            }
-            _ => {}
-        }
         // The first call counts: a processor is loaded after the model, under the same name.
         own.retain(|entry| seen.insert(entry.name.clone()));
         entries.extend(own);
     }
-    if adapters && entries.iter().all(|entry| entry.name != "use_peft") {
+    let adapters = script.calls.iter().any(|call| matches!(call.name, "LoraConfig" | "get_peft_model"));
+    if adapters && !seen.contains("use_peft") {
         entries.push(entry("use_peft", vec!["true".to_owned()], Origin::Config("adapters".to_owned())));
     }
     Ok(Source { system, entries, processes: 1, notes })
+}
+
+/// Returns an argument of a call as a setting.
+fn of_argument(call: &Call, name: &str, words: &[String]) -> Entry {
+    entry(name, words.to_vec(), Origin::Config(format!("line {}", call.line)))
+}
+
+/// Returns the named argument of a call, if it is a plain value, as the setting `to`.
+fn named(call: &Call, from: &str, to: &str) -> Option<Entry> {
+    match call.named.iter().find(|(name, _)| *name == from) {
+        Some((_, Argument::Words(words))) => Some(of_argument(call, to, words)),
+        _ => None,
+    }
+}
+
+/// Returns the first positional argument of a call, if it is a plain value, as a setting.
+fn first(call: &Call, name: &str) -> Option<Entry> {
+    match call.positional.first() {
+        Some(Argument::Words(words)) => Some(of_argument(call, name, words)),
+        _ => None,
+    }
+}
+
+/// Returns a note on an argument that is not a plain value.
+fn unread(call: &Call, name: &str, source: &str) -> String {
+    const MOST: usize = 200;
+    let source: String = if is_secret(name) { "…".to_owned() } else { source.chars().take(MOST).collect() };
+    format!(
+        "`{name}` in line {} is `{}`, which is not a plain value: set it here if it matters.",
+        call.line,
+        omnigrpo_rewards::redacted(&source.split_whitespace().collect::<Vec<_>>().join(" "))
+    )
+}
+
+/// Reads the arguments of a configuration, whose names are those of settings.
+fn of_config(call: &Call, notes: &mut Vec<String>) -> Vec<Entry> {
+    let mut own = Vec::new();
+    for (name, argument) in &call.named {
+        match argument {
+            Argument::Words(words) => own.push(of_argument(call, name, words)),
+            Argument::Source(source) => notes.push(unread(call, name, source)),
+        }
+    }
+    own
+}
+
+/// Reads the model and the rewards of a trainer.
+fn of_trainer(call: &Call, script: &Script, path: &Path, notes: &mut Vec<String>) -> Vec<Entry> {
+    let mut own: Vec<Entry> = Vec::new();
+    for (name, argument) in &call.named {
+        match (*name, argument) {
+            ("model", Argument::Words(words)) => own.push(of_argument(call, "model_name_or_path", words)),
+            ("reward_funcs", Argument::Words(words)) => {
+                let is_function = |word: &String| script.functions.contains(word.as_str());
+                if words.iter().any(is_function) {
+                    notes.push(
+                        "Rewards are functions of the script. To use them, this program imports the script: move \
+                         them into a file of their own, so that the import starts no training."
+                            .to_owned(),
+                    );
+                }
+                let words: Vec<String> = words
+                    .iter()
+                    .map(|word| match is_function(word) {
+                        true => format!("{}:{word}", path.display()),
+                        false => word.clone(),
+                    })
+                    .collect();
+                own.push(of_argument(call, name, &words));
+            }
+            ("reward_funcs", Argument::Source(source)) => notes.push(unread(call, name, source)),
+            _ => {}
+        }
+    }
+    own
+}
+
+/// Reads the arguments with which a model is loaded.
+fn of_model(call: &Call) -> Vec<Entry> {
+    // Unsloth gives the name of the model by name.
+    let model = named(call, "model_name", "model_name_or_path").or_else(|| first(call, "model_name_or_path"));
+    let others = call.named.iter().filter(|(name, _)| *name != "model_name" && foreign::knows(name));
+    let own_names = call.named.iter().filter(|(name, _)| find(name).is_some());
+    let plain = others.chain(own_names).filter_map(|(name, argument)| match argument {
+        Argument::Words(words) => Some(of_argument(call, name, words)),
+        Argument::Source(_) => None,
+    });
+    model.into_iter().chain(plain).collect()
+}
+
+/// Reads the name and the split of a dataset.
+fn of_dataset(call: &Call) -> Vec<Entry> {
+    first(call, "dataset_name").into_iter().chain(named(call, "split", "dataset_train_split")).collect()
 }
 
 fn write(source: Source, file: &str) -> Translation {

@@ -129,6 +129,7 @@ fn statement_len(tokens: &[Token<'_>]) -> usize {
 }
 
 /// Splits a script into tokens. Comments and line ends in brackets are left out.
+// One `match` with a case per kind of token.
 fn tokens(text: &str) -> Result<Vec<Token<'_>>, String> {
     let mut tokens: Vec<Token<'_>> = Vec::new();
     let mut open: Vec<usize> = Vec::new();

@@ -401,6 +401,7 @@ impl Shell<'_> {
         self.count(values.iter().map(|value| value.len() + 1).sum())
     }
 
+    // One `match` over the next character: parts of it would have to say what they did to the loop.
     fn read(
         &mut self,
         text: &mut Text<'_>,

@@ -15,7 +15,9 @@ use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
 use omnigrpo_demo::MODEL_FILES;
 use omnigrpo_kernels::profile::{self, Profile};
-use omnigrpo_models::{Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings};
+use omnigrpo_models::{
+    Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings, ReferencePlace,
+};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::RewardOptions;
 use omnigrpo_rollout::SamplingParams;
@@ -48,140 +50,196 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     checkpoint(settings, dir)?;
     let start = Checkpoint::open(dir)?;
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
-    let model = Model::random(&start, settings.algorithm.seed, &options)?;
+    let model = Model::load(&start, &LoadOptions { random: Some(settings.algorithm.seed), ..options })?;
     Selection::ALL.apply(&model)?;
-    let algorithm = algorithm(settings);
-    let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
-    let mut optimizer = AdamW::new(AdamWConfig::default(), model.params());
     let prompts = prompts(settings, &start)?;
     let rows = rows(settings, &prompts, dir)?;
-    let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
-
-    let prompt_rows = rows[0].prompt.ids.len();
-    let group = algorithm.num_generations;
-    let stream_rows = rows.len() * (prompt_rows + group * (settings.bench.completion_tokens - 1));
-    context.console.line("measuring this machine");
-    // The speed of a shared machine varies, so its rates are measured several times.
-    let mut memory_rates = vec![memory_rate()];
-    let mut gemm_rates = Vec::new();
-    let mut steps: Vec<(f64, Profile)> = Vec::new();
-    for index in 0..=settings.bench.num_steps {
-        // The first step is not measured, because it includes page faults of fresh memory.
-        profile::enable(false);
-        gemm_rates.push(gemm_rate(&model, stream_rows));
-        profile::enable(index > 0);
-        let started = Instant::now();
-        let mut timer = PhaseTimer::start(started);
-        let collector = Collector {
-            model: &model,
-            prompts: &prompts,
-            shuffled: None,
-            rewards: &rewards,
-            algorithm: &algorithm,
-        };
-        let mut rollouts =
-            collector.collect(rows.clone(), index as u64, &mut |_| Ok(Vec::new()), &mut timer)?;
-        let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
-        update(&model, reference.as_ref(), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
-        if index > 0 {
-            steps.push((started.elapsed().as_secs_f64(), profile::take()));
-            context.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));
-        }
-    }
-    profile::enable(false);
-    gemm_rates.push(gemm_rate(&model, stream_rows));
-    let peak = peak_memory_bytes().unwrap_or(0);
-    memory_rates.push(memory_rate());
-    // A step's share refers to the rates just before and after it.
-    let shares = steps.iter().zip(gemm_rates[1..].windows(2)).map(|((_, of_step), rates)| {
-        let time = secs(of_step, "forward") + secs(of_step, "backward");
-        policy_flops(of_step) / time / median(rates.to_vec())
-    });
-    let policy_share = median(shares.collect());
-    let (gemm_rate, memory_rate) = (median(gemm_rates), median(memory_rates));
-    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let (step_secs, typical) = &steps[(steps.len() - 1) / 2];
-
-    let sum = |phases: &[&str]| phases.iter().map(|p| secs(typical, p)).sum::<f64>();
-    let useful = |phase: &str| useful_flops(typical, phase);
     let shape = RolloutShape {
-        prompt_tokens: prompt_rows,
+        prompt_tokens: rows[0].prompt.ids.len(),
         num_prompts: rows.len(),
-        num_generations: group,
+        num_generations: settings.algorithm.num_generations,
         completion_tokens: settings.bench.completion_tokens,
     };
-    let decode_bytes = decode_bytes(&model, shape);
-    let phases = [
-        ("tower, for the rollout", sum(&["encode"]), useful("encode")),
-        ("prefill", sum(&["prefill"]), useful("prefill")),
-        ("decode", sum(&["decode"]), useful("decode")),
-        ("reference", sum(&["reference"]), useful("reference")),
-        (POLICY, sum(&["forward", "backward"]), policy_flops(typical)),
-        ("optimizer", sum(&["optimizer"]), 0.0),
-    ];
-    let decode_share = decode_bytes / memory_rate / phases[2].1;
-
-    let params: usize = model.params().iter().map(|p| p.len()).sum();
-    let mut out = format!(
-        "{:.2} million parameters, {} prompt{} of {prompt_rows} tokens with {} images, {group} completions of {} tokens, \
-         {} threads\nthis machine: {:.1} GFLOP/s in matrix products of these shapes, {:.1} GB/s from memory\n\n",
-        params as f64 / 1e6,
-        rows.len(),
-        if rows.len() == 1 { "" } else { "s" },
-        settings.bench.num_images,
-        settings.bench.completion_tokens,
-        rayon::current_num_threads(),
-        gemm_rate / 1e9,
-        memory_rate / 1e9,
-    );
-    out.push_str(&format!("{:30}{:>9}{:>10}{:>10}{:>14}\n", "", "s", "GFLOP", "GFLOP/s", "of the rate"));
-    for (name, secs, flops) in phases {
-        out.push_str(&format!("{name:30}{secs:>9.3}"));
-        if flops > 0.0 {
-            let rate = flops / secs;
-            let share = 100.0 * if name == POLICY { policy_share } else { rate / gemm_rate };
-            out.push_str(&format!("{:>10.2}{:>10.1}{share:>12.0} %", flops / 1e9, rate / 1e9));
-        }
-        out.push('\n');
-    }
-    out.push_str(&format!("{:30}{step_secs:>9.3}\n\n", "step"));
-    out.push_str(&format!(
-        "policy: {:.0} % of the rate of matrix products\ndecode: {:.0} % of the rate of memory ({:.2} GB have to be read)\n\
-         peak memory: {:.0} MB\n\n",
-        100.0 * policy_share,
-        100.0 * decode_share,
-        decode_bytes / 1e9,
-        peak as f64 / 1e6
-    ));
-    out.push_str(&table(typical, 1));
+    let measured = Measured::of(settings, context, &model, &prompts, &rows, shape)?;
+    let results = Results::of(&measured, &model, shape);
     if let Some(path) = &settings.io.json {
-        let phases: serde_json::Map<String, serde_json::Value> = phases
-            .iter()
-            .map(|(name, secs, flops)| ((*name).to_owned(), json!({"secs": secs, "flops": flops})))
-            .collect();
-        let all: Vec<f64> = steps.iter().map(|(secs, _)| *secs).collect();
-        let value = json!({
-            "prompt_tokens": prompt_rows,
-            "num_prompts": rows.len(),
-            "num_generations": group,
-            "completion_tokens": settings.bench.completion_tokens,
-            "num_images": settings.bench.num_images,
-            "gradient_checkpointing": algorithm.recompute,
-            "threads": rayon::current_num_threads(),
-            "parameters": params,
-            "gemm_flops_per_sec": gemm_rate,
-            "memory_bytes_per_sec": memory_rate,
-            "step_secs": step_secs,
-            "steps_secs": all,
-            "phases": phases,
-            "policy_share_of_gemm": policy_share,
-            "decode_share_of_memory": decode_share,
-            "peak_bytes": peak,
-        });
-        let text = serde_json::to_string_pretty(&value)?;
+        let text = serde_json::to_string_pretty(&results.json(settings, &measured))?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    print(&out)
+    print(&results.text(settings, &measured))
+}
+
+/// Times of the steps and rates of the machine.
+struct Measured {
+    /// Seconds and phases of each step, the fastest first.
+    steps: Vec<(f64, Profile)>,
+    /// Floating-point operations per second in matrix products: the median.
+    gemm_rate: f64,
+    /// Bytes per second from memory: the median.
+    memory_rate: f64,
+    /// Share of the rate of matrix products that the policy pass reaches: the median.
+    policy_share: f64,
+    peak_bytes: u64,
+}
+
+impl Measured {
+    fn of(
+        settings: &Settings,
+        context: &Context,
+        model: &Model,
+        prompts: &PromptBuilder,
+        rows: &[PreparedRow],
+        shape: RolloutShape,
+    ) -> Result<Self> {
+        let algorithm = algorithm(settings);
+        let reference = if algorithm.loss.needs_reference() {
+            Some(model.reference(ReferencePlace::Memory(model.device()))?)
+        } else {
+            None
+        };
+        let mut optimizer = AdamW::new(AdamWConfig::default(), model.params());
+        let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
+        let collector =
+            Collector { model, prompts, shuffled: None, rewards: &rewards, algorithm: &algorithm };
+        let stream_rows =
+            rows.len() * (shape.prompt_tokens + shape.num_generations * (shape.completion_tokens - 1));
+        context.console.line("measuring this machine");
+        // The speed of a shared machine varies, so its rates are measured several times.
+        let mut memory_rates = vec![memory_rate()];
+        let mut gemm_rates = Vec::new();
+        let mut steps: Vec<(f64, Profile)> = Vec::new();
+        for index in 0..=settings.bench.num_steps {
+            // The first step is not measured, because it includes page faults of fresh memory.
+            profile::enable(false);
+            gemm_rates.push(gemm_rate(model, stream_rows));
+            profile::enable(index > 0);
+            let started = Instant::now();
+            let mut timer = PhaseTimer::start(started);
+            let mut rollouts =
+                collector.collect(rows.to_vec(), index as u64, &mut |_| Ok(Vec::new()), &mut timer)?;
+            let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
+            update(model, reference.as_ref(), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
+            if index > 0 {
+                steps.push((started.elapsed().as_secs_f64(), profile::take()));
+                context.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));
+            }
+        }
+        profile::enable(false);
+        gemm_rates.push(gemm_rate(model, stream_rows));
+        let peak_bytes = peak_memory_bytes().unwrap_or(0);
+        memory_rates.push(memory_rate());
+        // A step's share refers to the rates just before and after it.
+        let shares = steps.iter().zip(gemm_rates[1..].windows(2)).map(|((_, of_step), rates)| {
+            let time = secs(of_step, "forward") + secs(of_step, "backward");
+            policy_flops(of_step) / time / median(rates.to_vec())
+        });
+        let policy_share = median(shares.collect());
+        steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let (gemm_rate, memory_rate) = (median(gemm_rates), median(memory_rates));
+        Ok(Self { steps, gemm_rate, memory_rate, policy_share, peak_bytes })
+    }
+
+    /// Returns the seconds and the phases of the median step.
+    fn typical(&self) -> &(f64, Profile) {
+        &self.steps[(self.steps.len() - 1) / 2]
+    }
+}
+
+/// Numbers of the median step.
+struct Results {
+    shape: RolloutShape,
+    num_params: usize,
+    /// Name, seconds and useful operations of each phase.
+    phases: [(&'static str, f64, f64); 6],
+    decode_bytes: f64,
+    decode_share: f64,
+}
+
+impl Results {
+    fn of(measured: &Measured, model: &Model, shape: RolloutShape) -> Self {
+        let (_, typical) = measured.typical();
+        let phase = |name, phase| (name, secs(typical, phase), useful_flops(typical, phase));
+        let policy_secs = secs(typical, "forward") + secs(typical, "backward");
+        let phases = [
+            phase("tower, for the rollout", "encode"),
+            phase("prefill", "prefill"),
+            phase("decode", "decode"),
+            phase("reference", "reference"),
+            (POLICY, policy_secs, policy_flops(typical)),
+            ("optimizer", secs(typical, "optimizer"), 0.0),
+        ];
+        let decode_bytes = decode_bytes(model, shape);
+        let decode_share = decode_bytes / measured.memory_rate / phases[2].1;
+        let num_params = model.params().iter().map(|p| p.len()).sum();
+        Self { shape, num_params, phases, decode_bytes, decode_share }
+    }
+
+    fn text(&self, settings: &Settings, measured: &Measured) -> String {
+        let Self { shape, num_params, phases, decode_bytes, decode_share } = self;
+        let Measured { gemm_rate, memory_rate, policy_share, peak_bytes, .. } = measured;
+        let (step_secs, typical) = measured.typical();
+        let mut out = format!(
+            "{:.2} million parameters, {} prompt{} of {} tokens with {} images, {} completions of {} tokens, \
+             {} threads\nthis machine: {:.1} GFLOP/s in matrix products of these shapes, {:.1} GB/s from memory\n\n",
+            *num_params as f64 / 1e6,
+            shape.num_prompts,
+            if shape.num_prompts == 1 { "" } else { "s" },
+            shape.prompt_tokens,
+            settings.bench.num_images,
+            shape.num_generations,
+            shape.completion_tokens,
+            rayon::current_num_threads(),
+            gemm_rate / 1e9,
+            memory_rate / 1e9,
+        );
+        out.push_str(&format!("{:30}{:>9}{:>10}{:>10}{:>14}\n", "", "s", "GFLOP", "GFLOP/s", "of the rate"));
+        for (name, secs, flops) in phases {
+            out.push_str(&format!("{name:30}{secs:>9.3}"));
+            if *flops > 0.0 {
+                let rate = flops / secs;
+                let share = 100.0 * if *name == POLICY { *policy_share } else { rate / gemm_rate };
+                out.push_str(&format!("{:>10.2}{:>10.1}{share:>12.0} %", flops / 1e9, rate / 1e9));
+            }
+            out.push('\n');
+        }
+        out.push_str(&format!("{:30}{step_secs:>9.3}\n\n", "step"));
+        out.push_str(&format!(
+            "policy: {:.0} % of the rate of matrix products\ndecode: {:.0} % of the rate of memory ({:.2} GB have to be read)\n\
+             peak memory: {:.0} MB\n\n",
+            100.0 * policy_share,
+            100.0 * decode_share,
+            decode_bytes / 1e9,
+            *peak_bytes as f64 / 1e6
+        ));
+        out.push_str(&table(typical, 1));
+        out
+    }
+
+    fn json(&self, settings: &Settings, measured: &Measured) -> serde_json::Value {
+        let phases = self.phases.iter();
+        let phases: serde_json::Map<String, serde_json::Value> = phases
+            .map(|(name, secs, flops)| ((*name).to_owned(), json!({"secs": secs, "flops": flops})))
+            .collect();
+        let all: Vec<f64> = measured.steps.iter().map(|(secs, _)| *secs).collect();
+        json!({
+            "prompt_tokens": self.shape.prompt_tokens,
+            "num_prompts": self.shape.num_prompts,
+            "num_generations": self.shape.num_generations,
+            "completion_tokens": self.shape.completion_tokens,
+            "num_images": settings.bench.num_images,
+            "gradient_checkpointing": settings.algorithm.recompute,
+            "threads": rayon::current_num_threads(),
+            "parameters": self.num_params,
+            "gemm_flops_per_sec": measured.gemm_rate,
+            "memory_bytes_per_sec": measured.memory_rate,
+            "step_secs": measured.typical().0,
+            "steps_secs": all,
+            "phases": phases,
+            "policy_share_of_gemm": measured.policy_share,
+            "decode_share_of_memory": self.decode_share,
+            "peak_bytes": measured.peak_bytes,
+        })
+    }
 }
 
 /// Writes a directory with everything except weights: the files of the given directory, or the embedded ones.
@@ -254,8 +312,10 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         let row = json!({"image": names, "problem": problem, "solution": "a"}).to_string() + "\n";
         let file = dir.join("rows.jsonl");
         std::fs::write(&file, row.repeat(count))?;
-        let dataset =
-            Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
+        let dataset = Dataset::open(
+            &[DatasetSpec::file(&file).with_roots(Roots::all(dir))],
+            &setup::read_options(settings),
+        )?;
         let made = |row| {
             prepare(&dataset, prompts, None, row, 0)?
                 .map_err(|unusable| Problem::failure(unusable.reason).into())

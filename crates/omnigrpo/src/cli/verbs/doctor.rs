@@ -24,6 +24,7 @@ use crate::settings::problem::Problem;
 const CHECKUP: Duration = Duration::from_secs(10);
 
 /// Prints one line per check. Fails if the checkpoint cannot be used.
+// The order of the lines is the order of the checks.
 pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     let mut out = format!("omnigrpo {}\n", env!("CARGO_PKG_VERSION"));
     let mut line = |name: &str, value: String| out.push_str(&format!("{name:<18} {value}\n"));
@@ -173,8 +174,11 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
-    omnigrpo_train::weights_fit(&Model::outline(checkpoint, &options, false)?, Device::Cpu)?;
-    let model = Model::load_with(checkpoint, &options)?;
+    omnigrpo_train::weights_fit(
+        &Model::load(checkpoint, &LoadOptions { outline: true, ..options })?,
+        Device::Cpu,
+    )?;
+    let model = Model::load(checkpoint, &options)?;
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     Ok(format!(
         "{} tensors, {:.1} million parameters, {:.1} MB, embeddings {}",
@@ -216,9 +220,10 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             dtype: settings.model.dtype,
             quantization: bits.map(|bits| Quantization { bits, keep: &|_, _| false }),
             device: Device::Outline,
-            in_place: None,
+            outline: true,
+            ..LoadOptions::default()
         };
-        let mut outline = Model::outline(checkpoint, &options, false)?;
+        let mut outline = Model::load(checkpoint, &options)?;
         if adapted {
             outline.add_lora(&settings.lora)?;
         }

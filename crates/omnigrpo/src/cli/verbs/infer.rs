@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
+use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, RowReader, Sample};
 use omnigrpo_guard::inside::is_same_file;
 use omnigrpo_models::{Checkpoint, ModelError, PromptBuilder};
 use omnigrpo_observe::Partial;
-use omnigrpo_rollout::{Completion, Generator};
+use omnigrpo_rollout::{Completion, GenerateOptions, Generator, TokenEvent};
 use omnigrpo_text::StreamDecoder;
 use omnigrpo_train::{
     EvalOptions, EvalPlan, Evaluation, Keep, PreparedRow, Recorded, TrainError, Unusable, encode,
@@ -293,32 +293,34 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     // The row uses the default names of columns.
     let options = ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) };
     let folder = std::env::current_dir().context("the working directory")?;
-    let sample = Sample::from_row(row, "prompt", &folder, &options)?;
+    let sample = RowReader::new("prompt").media_in(&folder).options(options).sample(row)?;
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
     let row = PreparedRow::new(&prompts, sample, 0)?;
     let (features, _) = encode(&model, Keep::Features, [&*row.prompt])?;
     let algorithm = &settings.algorithm;
-    let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
+    let generator = Generator::new(&model, &prompts, &algorithm.sampling).with_max_live(algorithm.max_live);
     let row = [row];
     let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
     // Several completions are printed at the end, since their tokens are interleaved. So is a completion with stop strings,
     // because its end is known only afterwards.
     let live = settings.algorithm.num_generations == 1 && settings.prompts.stop_strings.is_empty();
     let mut decoder = StreamDecoder::new(true);
-    let completions = generator.generate(&requests, |event| {
+    let mut on_token = |event: TokenEvent| {
         if live {
             // The error is ignored here; a failed write fails again at the final newline.
             let _ = print_data(&decoder.push(prompts.tokenizer(), event.id));
             let _ = std::io::stdout().flush();
         }
-    })?;
+    };
+    let options = GenerateOptions { on_token: Some(&mut on_token), memory: None };
+    let generated = generator.generate(requests, options)?;
     if live {
         print_data(&decoder.finish())?;
         return print_data("\n");
     }
-    for (i, completion) in completions.iter().flatten().enumerate() {
+    for (i, completion) in generated.iter().flat_map(|of| &of.completions).enumerate() {
         print_data(&format!("--- {i}\n{}\n", completion.text))?;
     }
     Ok(())
@@ -329,7 +331,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     let evaluation = evaluation(resolved, context)?;
     print(&super::summary::tables(&evaluation.summary))?;
     let (skipped, rows) = (evaluation.skipped.len(), evaluation.rows.len() + evaluation.skipped.len());
-    if !resolved.settings.run.skip.tolerates(skipped as u64, rows as u64) {
+    if !resolved.settings.run.rows.skip.tolerates(skipped as u64, rows as u64) {
         return Err(Problem::failure(format!("{skipped} of {rows} rows could not be evaluated"))
             .help("they are listed above; --max_skipped sets the largest tolerated share")
             .into());

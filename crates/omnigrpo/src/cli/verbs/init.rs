@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::PromptBuilder;
-use omnigrpo_rewards::{AccuracyMode, Named as _, suitable_rule};
+use omnigrpo_rewards::{AccuracyMode, suitable_rule};
 use omnigrpo_train::{Objective, Prepared, room};
 
 use super::{Context, family, plan, print, setup, train};
@@ -42,14 +42,7 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
             .help("give another name with `--output`")
             .into());
     }
-    let mut draft = Draft::default();
-    for Given { flag, value, origin } in resolved.values.given() {
-        let by_user = matches!(origin, Origin::Flag | Origin::Config(_));
-        if by_user && flag.is_of(Verb::Train) && !flag.command_line_only {
-            draft.put(flag.name, value, vec!["given".to_owned()]);
-        }
-    }
-    ask(&mut draft)?;
+    let mut draft = drafted(resolved)?;
     let environment = || resolved.settings.env.clone();
     let given = draft.names();
     let base = draft.resolve(environment())?;
@@ -71,9 +64,7 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     let tokens = prepared.longest().prompt_tokens();
     if tokens > LONG_PROMPT {
         for (name, value) in plan::shortening_flags(&full, checkpoint, &prepared).concat() {
-            if !draft.has(name) {
-                draft.set(name, &value, format!("the longest prompt has {tokens} tokens without it"));
-            }
+            draft.choose(name, &value, format!("the longest prompt has {tokens} tokens without it"));
         }
         (full, prepared) = prepare(&draft)?;
     }
@@ -83,35 +74,59 @@ pub fn init(resolved: &Resolved, context: &Context) -> Result<()> {
     for (name, value) in &flags {
         draft.set(name, value, format!("so that the run fits into {place}"));
     }
-    if draft.resolve(environment())?.settings.model.use_peft && !draft.has("learning_rate") {
-        draft.set("learning_rate", "1.0e-5", "usual for adapters");
+    if draft.resolve(environment())?.settings.model.use_peft {
+        draft.choose("learning_rate", "1.0e-5", "usual for adapters");
     }
 
     let file = output.display();
-    let mut text = format!(
-        "# yaml-language-server: $schema={SCHEMA}\n# omnigrpo train --config {file}\n# Written by `omnigrpo init` for a {} \
-         and {} of {} rows: {}.\n",
-        checkpoint.family().name(),
-        rows.num_read,
-        dataset.len(),
-        rows.described(),
-    );
-    text.push_str(&format!(
-        "# The run takes {} of {}. `omnigrpo plan --config {file}` shows the parts, and the time.\n# `omnigrpo help SETTING` \
-         describes a setting.\n",
-        room::size(memory.total()),
-        limit.map_or_else(|| place.to_owned(), |(free, _)| format!("the free {} of {place}", room::size(free))),
-    ));
-    text.push_str(&draft.text());
+    let source = (checkpoint.family().name(), dataset.len(), rows);
+    let takes = (memory.total(), limit);
+    let text = head(&file.to_string(), source, takes) + &draft.text();
     std::fs::write(output, text).with_context(|| format!("writing {file}"))?;
-    let schema = output.with_file_name(SCHEMA);
-    if !schema.exists() {
-        let text = format!("{:#}\n", crate::settings::schema());
-        std::fs::write(&schema, text).with_context(|| format!("writing {}", schema.display()))?;
-    }
+    write_schema(&output.with_file_name(SCHEMA))?;
     print(&format!("{file}\n"))?;
     context.console.line(&format!("look at it, then run: omnigrpo train --config {file}"));
     Ok(())
+}
+
+/// Returns a draft with the settings that the user gives.
+fn drafted(resolved: &Resolved) -> Result<Draft> {
+    let mut draft = Draft::default();
+    for Given { flag, value, origin } in resolved.values.given() {
+        let by_user = matches!(origin, Origin::Flag | Origin::Config(_));
+        if by_user && flag.is_of(Verb::Train) && !flag.command_line_only {
+            draft.put(flag.name, value, vec!["given".to_owned()]);
+        }
+    }
+    ask(&mut draft)?;
+    Ok(draft)
+}
+
+/// Writes the schema of settings, if it is missing.
+fn write_schema(path: &Path) -> Result<()> {
+    if path.exists() {
+        return Ok(());
+    }
+    let text = format!("{:#}\n", crate::settings::schema());
+    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+}
+
+/// Returns the comments at the start of the file: its model and rows, and the memory of the run with its limit.
+fn head(
+    file: &str,
+    (family, num_rows, rows): (&str, u64, Rows),
+    (total, limit): (u64, Option<(u64, &str)>),
+) -> String {
+    let limit = limit
+        .map_or("memory".to_owned(), |(free, place)| format!("the free {} of {place}", room::size(free)));
+    format!(
+        "# yaml-language-server: $schema={SCHEMA}\n# omnigrpo train --config {file}\n# Written by `omnigrpo init` for a {family} \
+         and {} of {num_rows} rows: {}.\n# The run takes {} of {limit}. `omnigrpo plan --config {file}` shows the parts, and the \
+         time.\n# `omnigrpo help SETTING` describes a setting.\n",
+        rows.num_read,
+        rows.described(),
+        room::size(total),
+    )
 }
 
 /// Asks for the checkpoint and the rows if they are not given and somebody can answer.
@@ -223,63 +238,62 @@ impl Rows {
                 .help("name the column with `--solution_column`, or give a reward of your own with `--reward_funcs`")
                 .into());
         }
-        let mut choose = |name: &'static str, value: &str, why: String| {
-            if !draft.has(name) {
-                draft.set(name, value, why);
-            }
-        };
-        let boxed = self.is_usual(self.with_box) && !self.is_usual(self.with_tags);
-        let boxes = self.rules.first().is_some_and(|(rule, _)| *rule == AccuracyMode::Iou);
-        match () {
-            () if self.is_usual(self.with_tags) => {
-                choose("question_template", "none", "the questions ask for the tags themselves".into());
-            }
-            () if boxed => {
-                choose("question_template", "none", "the questions ask for \\boxed answers".into())
-            }
-            () if boxes => choose("question_template", "rec", "asks for tags, and for boxes as JSON".into()),
-            () => choose("question_template", "default", "asks for <think> and <answer> tags".into()),
-        }
-        match boxed {
-            true => choose("reward_funcs", "accuracy", "correct answers".into()),
-            false => choose("reward_funcs", "accuracy,format", "correct answers, in the tags".into()),
-        }
-        if compares {
-            let (rule, why) = self.rule();
-            choose("accuracy_mode", rule.name(), why);
-        }
-        let room = THINKING + 2 * self.longest_answer;
-        let why = format!("room for thinking, and for the longest answer (tokens: {})", self.longest_answer);
-        let room = room.next_multiple_of(64).min(LONG_COMPLETION).min(self.positions / 4);
-        choose("max_completion_length", &room.max(1).to_string(), why);
-
-        let prompts = self.num_rows.clamp(1, PROMPTS);
-        let why = "prompts of a step; each gets `num_generations` completions".to_owned();
-        choose("per_device_train_batch_size", &prompts.to_string(), why);
-        choose("gradient_accumulation_steps", "1", "an optimizer step after each batch".into());
-        choose("num_generations", "8", "completions per prompt, which are compared with each other".into());
+        self.choose_rewards(draft, compares);
+        self.choose_length(draft);
         let held_out = given.data.has_eval_rows() || given.data.val_split_ratio > 0.0;
         if !held_out && self.num_rows >= SPLIT_FROM {
             let share = (0.05f64).min(200.0 / self.num_rows as f64);
-            choose(
-                "val_split_ratio",
-                &format!("{share:.4}"),
-                "rows that are held out to measure what is learned".into(),
-            );
-            choose("eval_on_start", "true", "measures the model before training, for comparison".into());
+            let why = "rows that are held out to measure what is learned";
+            draft.choose("val_split_ratio", &format!("{share:.4}"), why);
+            draft.choose("eval_on_start", "true", "measures the model before training, for comparison");
         }
+        draft.choose("save_steps", "50", "a checkpoint to resume from");
+        draft.choose("output_dir", "runs/first", "files of the run; `omnigrpo watch` shows them");
+        Ok(())
+    }
+
+    /// Adds the template of questions and the rewards. `compares` is true if a reward compares answers.
+    fn choose_rewards(&self, draft: &mut Draft, compares: bool) {
+        let boxed = self.is_usual(self.with_box) && !self.is_usual(self.with_tags);
+        let boxes = self.rules.first().is_some_and(|(rule, _)| *rule == AccuracyMode::Iou);
+        let (template, why) = match () {
+            () if self.is_usual(self.with_tags) => ("none", "the questions ask for the tags themselves"),
+            () if boxed => ("none", "the questions ask for \\boxed answers"),
+            () if boxes => ("rec", "asks for tags, and for boxes as JSON"),
+            () => ("default", "asks for <think> and <answer> tags"),
+        };
+        draft.choose("question_template", template, why);
+        match boxed {
+            true => draft.choose("reward_funcs", "accuracy", "correct answers"),
+            false => draft.choose("reward_funcs", "accuracy,format", "correct answers, in the tags"),
+        }
+        if compares {
+            let (rule, why) = self.rule();
+            draft.choose("accuracy_mode", rule.name(), why);
+        }
+    }
+
+    /// Adds the lengths of completions and of the run.
+    fn choose_length(&self, draft: &mut Draft) {
+        let room = THINKING + 2 * self.longest_answer;
+        let why = format!("room for thinking, and for the longest answer (tokens: {})", self.longest_answer);
+        let room = room.next_multiple_of(64).min(LONG_COMPLETION).min(self.positions / 4);
+        draft.choose("max_completion_length", &room.max(1).to_string(), why);
+
+        let prompts = self.num_rows.clamp(1, PROMPTS);
+        let why = "prompts of a step; each gets `num_generations` completions";
+        draft.choose("per_device_train_batch_size", &prompts.to_string(), why);
+        draft.choose("gradient_accumulation_steps", "1", "an optimizer step after each batch");
+        draft.choose("num_generations", "8", "completions per prompt, which are compared with each other");
         if self.num_rows / prompts < STEPS {
             let why = format!(
                 "the rows are used several times (steps of one pass: {})",
                 self.num_rows.div_ceil(prompts)
             );
-            choose("max_steps", &STEPS.to_string(), why);
+            draft.choose("max_steps", &STEPS.to_string(), why);
         } else {
-            choose("num_train_epochs", "1", format!("{} steps", self.num_rows / prompts));
+            draft.choose("num_train_epochs", "1", format!("{} steps", self.num_rows / prompts));
         }
-        choose("save_steps", "50", "a checkpoint to resume from".into());
-        choose("output_dir", "runs/first", "files of the run; `omnigrpo watch` shows them".into());
-        Ok(())
     }
 
     /// Returns the rule that suits the rows, and the reason.

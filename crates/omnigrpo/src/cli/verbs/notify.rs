@@ -190,7 +190,7 @@ impl Notifier {
         let path = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
         let own_name = || path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let run = [
-            ("run", settings.run.run_name.clone().unwrap_or_else(own_name)),
+            ("run", settings.run.card.run_name.clone().unwrap_or_else(own_name)),
             ("directory", path.display().to_string()),
             ("host", host.to_owned()),
         ];

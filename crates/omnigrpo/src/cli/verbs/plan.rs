@@ -357,81 +357,11 @@ fn shortened(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) 
 
 /// Returns the run with flags that reduce its memory: flags of media first, then those that change the results least.
 fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Vec<Way>> {
-    let (s, forecast, objective) =
-        (&resolved.settings, prepared.forecast(), prepared.variant().plan.objective);
     let (device, own) = (prepared.devices()[0], prepared.longest());
-    let on_a_card = device != Device::Cpu;
-    let completion = s.algorithm.sampling.max_completion_length;
-    let one = |name: &'static str, value: String| vec![(name, value)];
-    let on = |name: &'static str| one(name, "true".into());
+    let objective = prepared.variant().plan.objective;
     let media = shortening_flags(resolved, checkpoint, prepared);
-    // Flags that do not change results.
-    let mut exact = Vec::new();
-    if !s.algorithm.recompute {
-        exact.push(on("gradient_checkpointing"));
-    }
-    // A stream contains at least a prompt and one completion.
-    let least = (own.prompt_tokens() + completion).next_multiple_of(64);
-    if 2 * least <= s.algorithm.stream_rows() {
-        exact.push(one("max_stream_tokens", least.to_string()));
-    }
-    // Combinations have the first of them.
-    let places = match s.optimizer.offload {
-        Offload::None if on_a_card => &["cpu", "file"][..],
-        Offload::None | Offload::Cpu => &["file"],
-        Offload::File => &[],
-    };
-    let mut places = places.iter().map(|place| one("offload_optimizer", (*place).to_owned()));
-    exact.extend(places.next());
-    if forecast.need.memory.media_store > 0 {
-        exact.push(one("mm_processor_cache_gb", "0".into()));
-    }
-    let mut single: Vec<_> = places.chain([one("torch_dtype", "bfloat16".into())]).collect();
-    if s.batch.accumulation >= 2 {
-        single.push(one("gradient_accumulation_steps", (s.batch.accumulation / 2).to_string()));
-    }
-    if s.algorithm.num_generations >= 4 {
-        single.push(one("num_generations", (s.algorithm.num_generations / 2).to_string()));
-    }
-    if completion >= 64 {
-        single.push(one("max_completion_length", (completion / 2).to_string()));
-    }
-    if s.algorithm.loss.needs_reference() {
-        single.push(one("beta", "0".into()));
-    }
-    if !s.model.use_peft {
-        single.push(on("use_peft"));
-    }
-    let quantised = s.model.load_in_8bit || s.model.load_in_4bit;
-    let adapted = |flag: &'static str| {
-        let mut flags = on(flag);
-        flags.splice(0..0, if s.model.use_peft { Vec::new() } else { on("use_peft") });
-        flags
-    };
-    if !quantised {
-        single.push(adapted("load_in_8bit"));
-        single.push(adapted("load_in_4bit"));
-    }
-    // Combinations: media, flags that change no result, adapters, quantised weights. Each row adds to the one before.
-    let together = |parts: &[&[Flags]]| parts.iter().flat_map(|part| part.concat()).collect::<Flags>();
-    let peft = if s.model.use_peft { Vec::new() } else { vec![on("use_peft")] };
-    let few = if quantised { Vec::new() } else { vec![on("load_in_4bit")] };
-    let mut all = [media.clone(), exact.clone(), single].concat();
-    for parts in [
-        &[&exact[..]][..],
-        &[&media, &exact],
-        &[&exact, &peft],
-        &[&exact, &peft, &few],
-        &[&media, &exact, &peft],
-        &[&media, &exact, &peft, &few],
-    ] {
-        let flags = together(parts);
-        if flags.len() > 1 && !all.contains(&flags) {
-            all.push(flags);
-        }
-    }
     let mut ways = Vec::new();
-    for flags in all {
+    for flags in reductions(&resolved.settings, prepared, &media) {
         // Flags that contradict another setting of the run are skipped.
         let Some(settings) = changed(resolved, &flags) else { continue };
         let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
@@ -453,10 +383,71 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
         ways.push(Way { flags, need });
     }
     let totals = |need: &Need| [need.memory.total(), need.main.map_or(0, |main| main.total())];
-    let base = totals(&forecast.need);
+    let base = totals(&prepared.forecast().need);
     // A flag that saves less than one percent is not worth a line.
     ways.retain(|way| totals(&way.need).into_iter().zip(base).any(|(own, base)| own < base - base / 100));
     Ok(ways)
+}
+
+fn one(name: &'static str, value: impl ToString) -> Flags {
+    vec![(name, value.to_string())]
+}
+
+/// Returns the flags that may reduce the memory of a run: `media`, each of the others, and combinations.
+fn reductions(s: &Settings, prepared: &Prepared, media: &[Flags]) -> Vec<Flags> {
+    // Combinations have the first of these places.
+    let places = match s.optimizer.offload {
+        Offload::None if prepared.devices()[0] != Device::Cpu => &["cpu", "file"][..],
+        Offload::None | Offload::Cpu => &["file"],
+        Offload::File => &[],
+    };
+    let mut places = places.iter().map(|place| one("offload_optimizer", place));
+    let exact = exact_reductions(s, prepared, places.next());
+    let (has_peft, quantised) = (s.model.use_peft, s.model.load_in_8bit || s.model.load_in_4bit);
+    let peft = if has_peft { Vec::new() } else { vec![one("use_peft", true)] };
+    let few = if quantised { Vec::new() } else { vec![one("load_in_4bit", true)] };
+    let adapted = |flag| [peft.concat(), one(flag, true)].concat();
+    let completion = s.algorithm.sampling.max_completion_length;
+    let (accumulation, samples) = (s.batch.accumulation, s.algorithm.num_generations);
+    let mut single: Vec<Flags> = places.chain([one("torch_dtype", "bfloat16")]).collect();
+    single.extend((accumulation >= 2).then(|| one("gradient_accumulation_steps", accumulation / 2)));
+    single.extend((samples >= 4).then(|| one("num_generations", samples / 2)));
+    single.extend((completion >= 64).then(|| one("max_completion_length", completion / 2)));
+    single.extend(s.algorithm.loss.needs_reference().then(|| one("beta", 0)));
+    single.extend(peft.clone());
+    if !quantised {
+        single.extend(["load_in_8bit", "load_in_4bit"].map(adapted));
+    }
+    // Combinations: media, flags that change no result, adapters, quantised weights. Each row adds to the one before.
+    let mut all = [media, &exact, &single].concat();
+    for parts in [
+        &[&exact[..]][..],
+        &[media, &exact],
+        &[&exact, &peft],
+        &[&exact, &peft, &few],
+        &[media, &exact, &peft],
+        &[media, &exact, &peft, &few],
+    ] {
+        let flags: Flags = parts.iter().flat_map(|part| part.concat()).collect();
+        if flags.len() > 1 && !all.contains(&flags) {
+            all.push(flags);
+        }
+    }
+    all
+}
+
+/// Returns the flags that reduce the memory of a run and do not change its results, with `place` for the optimizer's state.
+fn exact_reductions(s: &Settings, prepared: &Prepared, place: Option<Flags>) -> Vec<Flags> {
+    let mut exact = Vec::new();
+    exact.extend((!s.algorithm.recompute).then(|| one("gradient_checkpointing", true)));
+    // A stream contains at least a prompt and one completion.
+    let least = prepared.longest().prompt_tokens() + s.algorithm.sampling.max_completion_length;
+    let least = least.next_multiple_of(64);
+    exact.extend((2 * least <= s.algorithm.stream_rows()).then(|| one("max_stream_tokens", least)));
+    exact.extend(place);
+    let keeps_media = prepared.forecast().need.memory.media_store > 0;
+    exact.extend(keeps_media.then(|| one("mm_processor_cache_gb", 0)));
+    exact
 }
 
 /// Returns the settings with other values of some flags; `None` if these contradict other settings.

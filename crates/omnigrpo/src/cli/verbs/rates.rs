@@ -20,6 +20,7 @@ const TURN: Duration = Duration::from_millis(20);
 const DOUBT: f64 = 1.25;
 
 /// Measures every kind of weights for about a second. Returns pairs of name and text, one per line.
+// One table: the measurement of each kind of weights, then its line.
 pub fn lines() -> Vec<(String, String)> {
     let noise = |len: usize| (0..len).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect::<Vec<f32>>();
     let (x, wide) = (noise(ROWS * INPUTS), noise(OUTPUTS * INPUTS));

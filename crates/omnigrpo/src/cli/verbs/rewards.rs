@@ -58,16 +58,35 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     }
     probe(&rewards, &dataset)?;
-    let category = settings.eval.category.as_deref();
+    let (lines, rows) = score_all(settings, context, &dataset, &rewards, right)?;
+    if keep.is_some() {
+        let all: usize = rows.iter().map(|row| row.completions.len()).sum();
+        context.console.line(&format!("kept {} of {all} completions of {} rows", lines.len(), rows.len()));
+    }
+    super::infer::write_lines(output, &lines)?;
+    let summary = summarize(&rows, &rewards, &measures)?;
+    super::summary::write(output, &summary)?;
+    print(&super::summary::tables(&summary))?;
+    super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
+}
+
+/// Scores all rows. Returns the lines to write and the rows that have scores. `right` is that of [`kept`].
+fn score_all(
+    settings: &Settings,
+    context: &Context,
+    dataset: &Dataset,
+    rewards: &RewardSet,
+    right: Option<(&str, f64)>,
+) -> Result<(Vec<String>, Vec<EvalRow>)> {
+    let (keep, eval) = (settings.io.keep, &settings.eval);
+    let (seed, category) = (settings.algorithm.seed, eval.category.as_deref());
     let mut progress = context.console.progress("scoring", dataset.len());
-    let mut lines = Vec::new();
-    let mut rows = Vec::new();
+    let (mut lines, mut rows) = (Vec::new(), Vec::new());
     let all: Vec<u64> = (0..dataset.len()).collect();
     for numbers in all.chunks(BATCH_ROWS) {
-        let read: Vec<_> = numbers.iter().map(|&row| read_row(&dataset, row)).collect();
+        let read: Vec<_> = numbers.iter().map(|&row| read_row(dataset, row)).collect();
         let good: Vec<Scored<'_>> = read.iter().flatten().map(|(s, c)| (s, c.as_slice())).collect();
-        let mut scored =
-            score_rows(&good, &rewards, settings.algorithm.seed, category, &measures)?.into_iter();
+        let mut scored = score_rows(&good, rewards, seed, category, &eval.measures)?.into_iter();
         for (&number, read) in numbers.iter().zip(&read) {
             let row = match read {
                 Ok((sample, _)) => {
@@ -77,22 +96,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             };
             match row {
                 Ok((sample, row)) => {
-                    let scores = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
-                    match keep {
-                        None => {
-                            let recorded = ["completions", "completion_ids", "completion_turns", "logprobs"];
-                            lines.push(with_columns(&dataset, sample, &recorded, scores).to_string());
-                        }
-                        Some(keep) => lines.extend(kept(&row, keep, right).map(|index| {
-                            let answer = sample.completions.as_deref().map(|all| all[index].answer());
-                            let made = json!({
-                                "id": row.id,
-                                "completion": answer,
-                                "reward": row.reward[index],
-                            });
-                            with_columns(&dataset, sample, &[], made).to_string()
-                        })),
-                    }
+                    lines.extend(lines_of(dataset, sample, &row, keep, right));
                     rows.push(row);
                 }
                 Err(error) if keep.is_none() => {
@@ -107,16 +111,28 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
         }
         progress.advance(numbers.len() as u64);
     }
-    drop(progress);
-    if keep.is_some() {
-        let all: usize = rows.iter().map(|row| row.completions.len()).sum();
-        context.console.line(&format!("kept {} of {all} completions of {} rows", lines.len(), rows.len()));
-    }
-    super::infer::write_lines(output, &lines)?;
-    let summary = summarize(&rows, &rewards, &measures)?;
-    super::summary::write(output, &summary)?;
-    print(&super::summary::tables(&summary))?;
-    super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
+    Ok((lines, rows))
+}
+
+/// Returns the lines of a scored row: one with all scores, or one for each completion to keep.
+fn lines_of(
+    dataset: &Dataset,
+    sample: &Sample,
+    row: &EvalRow,
+    keep: Option<Keep>,
+    right: Option<(&str, f64)>,
+) -> Vec<String> {
+    let Some(keep) = keep else {
+        let scores = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
+        let recorded = ["completions", "completion_ids", "completion_turns", "logprobs"];
+        return vec![with_columns(dataset, sample, &recorded, scores).to_string()];
+    };
+    let line = |index: usize| {
+        let answer = sample.completions.as_deref().map(|all| all[index].answer());
+        let made = json!({ "id": row.id, "completion": answer, "reward": row.reward[index] });
+        with_columns(dataset, sample, &[], made).to_string()
+    };
+    kept(row, keep, right).map(line).collect()
 }
 
 /// Returns the indices of the completions of a row to keep. `right` is the name of the reward that compares answers, and its

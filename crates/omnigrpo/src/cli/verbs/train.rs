@@ -13,8 +13,8 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy, Prepared,
-    ResumeFrom, Run, RunPlan, RunSummary, Trained, room,
+    Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy,
+    Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained, room,
 };
 use serde_json::{Map, Value};
 
@@ -155,7 +155,7 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved, first: bool) -> Result<
     if !summary.interrupted {
         return Ok(());
     }
-    let again = match resolved.settings.run.resume {
+    let again = match resolved.settings.run.resume.from {
         ResumeFrom::Newest | ResumeFrom::Must => {
             "start it again to resume from the checkpoint that was just written"
         }
@@ -270,20 +270,8 @@ pub fn prepare(
     let settings = &resolved.settings;
     environment(context);
     let (device, reference_device) = (context.device()?, context.reference_device()?);
-    if device == Device::Cpu && settings.optimizer.offload == Offload::Cpu {
-        context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
-    }
     let checkpoint = context.checkpoint()?;
-    if let Some(path) = &settings.io.deepspeed {
-        context.console.line(&format!("{}:", path.display()));
-        for line in read_deepspeed(path, settings, device != Device::Cpu)? {
-            context.console.line(&format!("  {line}"));
-        }
-    }
-    if objective == Objective::Reinforce && settings.batch.unit == BatchUnit::Completions {
-        let batch = settings.run.prompts_per_step * settings.algorithm.num_generations;
-        context.console.line(&format!("a batch of {batch} counts completions, as the source"));
-    }
+    remark(settings, context, device, objective)?;
     let dataset = setup::train_data(settings)?;
     let (rows, eval) = held_out(settings, checkpoint, &dataset)?;
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
@@ -299,12 +287,6 @@ pub fn prepare(
         false => None,
     };
     let leaves = output_dir.map_or(Ok(1), |dir| leaves(settings, &context.ranks, dir))?;
-    let mut split = settings.algorithm.split.clone();
-    (split.ranks, split.leaves, split.local) = (context.ranks.clone(), leaves, context.local_ranks);
-    if settings.io.dry_run {
-        split.ranks = Ranks::planned(settings.env.processes.max(1));
-        split.local = settings.ranks.nproc_per_node.unwrap_or(1);
-    }
     let run = Run {
         model: Policy::Planned(Box::new(setup::model_plan(settings, checkpoint, device))),
         prompts: Arc::new(setup::prompts(settings, checkpoint, true)?),
@@ -316,19 +298,11 @@ pub fn prepare(
         corpus,
         reward_bytes: reward_bytes.unwrap_or(0),
         reward_files: setup::reward_files(settings),
-        algorithm: Algorithm { split, ..settings.algorithm.clone() },
+        algorithm: Algorithm { split: split_of(settings, context, leaves), ..settings.algorithm.clone() },
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),
         reference_device,
-        plan: RunPlan {
-            objective,
-            debug_log: settings.env.debug_log.clone().map(DebugLog::new),
-            files: vec![("config.yaml", print_config(resolved).into_bytes())],
-            fingerprint: binding(resolved, leaves),
-            command: Some(command(resolved)),
-            curves: Some(omnigrpo_watch::curves),
-            ..settings.run.clone()
-        },
+        plan: run_plan(resolved, objective, leaves),
         check_rows: !settings.data.skip_check,
         cache_dir: Some(output_dir.map_or_else(|| settings.env.check_cache(), |dir| dir.join(".cache"))),
         media_bytes: setup::media_bytes(settings),
@@ -336,6 +310,55 @@ pub fn prepare(
         output_dir: output_dir.map(Path::to_owned),
     };
     Ok(run.prepare(&context.console)?)
+}
+
+/// Prints remarks on settings that other trainers read in another way.
+fn remark(settings: &Settings, context: &Context, device: Device, objective: Objective) -> Result<()> {
+    if device == Device::Cpu && settings.optimizer.offload == Offload::Cpu {
+        context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
+    }
+    if let Some(path) = &settings.io.deepspeed {
+        context.console.line(&format!("{}:", path.display()));
+        for line in read_deepspeed(path, settings, device != Device::Cpu)? {
+            context.console.line(&format!("  {line}"));
+        }
+    }
+    if objective == Objective::Reinforce && settings.batch.unit == BatchUnit::Completions {
+        let batch = settings.run.prompts_per_step * settings.algorithm.num_generations;
+        context.console.line(&format!("a batch of {batch} counts completions, as the source"));
+    }
+    Ok(())
+}
+
+/// Returns the division of a step over the ranks of this run, or of the planned one.
+fn split_of(settings: &Settings, context: &Context, leaves: usize) -> Split {
+    let mut split = settings.algorithm.split.clone();
+    (split.ranks, split.leaves, split.local) = (context.ranks.clone(), leaves, context.local_ranks);
+    if settings.io.dry_run {
+        split.ranks = Ranks::planned(settings.env.processes.max(1));
+        split.local = settings.ranks.nproc_per_node.unwrap_or(1);
+    }
+    split
+}
+
+/// Returns the plan of the settings, with the contents that only the program knows.
+fn run_plan(resolved: &Resolved, objective: Objective, leaves: usize) -> RunPlan {
+    let Settings { run, env, .. } = &resolved.settings;
+    RunPlan {
+        objective,
+        resume: ResumePlan { fingerprint: binding(resolved, leaves), ..run.resume.clone() },
+        records: RecordPlan {
+            debug_log: env.debug_log.clone().map(DebugLog::new),
+            files: vec![("config.yaml", print_config(resolved).into_bytes())],
+            ..run.records.clone()
+        },
+        card: CardPlan {
+            command: Some(command(resolved)),
+            curves: Some(omnigrpo_watch::curves),
+            ..run.card.clone()
+        },
+        ..run.clone()
+    }
 }
 
 /// Returns the rows to train on, and the evaluation on other rows, if there are any.
@@ -348,7 +371,7 @@ fn held_out(
     let held_out = setup::eval_data(settings)?;
     let (rows, eval_rows) = match &held_out {
         Some(held_out) => (all.collect(), (0..held_out.len()).collect()),
-        None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.data_seed),
+        None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.rows.seed),
         None => (all.collect::<Vec<u64>>(), Vec::new()),
     };
     if eval_rows.is_empty() {

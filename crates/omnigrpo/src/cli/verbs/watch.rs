@@ -94,7 +94,7 @@ pub fn trackers(
     use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
     let settings = &resolved.settings;
     let chosen = settings.log.report_to.clone();
-    let given = settings.run.run_name.clone();
+    let given = settings.run.card.run_name.clone();
     let own = || directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let name = given.clone().unwrap_or_else(own);
     let (port, may_send) = (settings.log.prometheus_port, !settings.env.wandb_disabled);
@@ -114,7 +114,11 @@ pub fn trackers(
             Err(why) => console.warning(&format!("{name} gets no metrics: {why}")),
         };
         if wanted(Tensorboard) {
-            let made = TensorBoard::begin(&run.directory.join("tensorboard"), &name, &run.settings);
+            let made = TensorBoard::begin(
+                &run.directory.join(omnigrpo_observe::names::TENSORBOARD),
+                &name,
+                &run.settings,
+            );
             add("tensorboard", made.map(|one| Box::new(one) as _));
         }
         if wanted(Scraped) {
@@ -138,7 +142,7 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
     }
     let directory = std::fs::canonicalize(directory)?;
     let (console, stop) = (context.console.clone(), Arc::clone(&context.stop));
-    let save = Arc::clone(&settings.run.save_asked);
+    let save = Arc::clone(&settings.run.save.asked);
     let act = move |action| {
         let Some(step) = console.activity().step() else {
             return "the run has not begun its first step: ask again then, or press Ctrl-C in its terminal"

@@ -57,15 +57,15 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["data_paths"])
         .free(LOOP)
         .idle(|s, _| (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data")),
-    row("filter_low", float(-BIG, BIG), at!(run.lessons.low), GRPO)
+    row("filter_low", float(-BIG, BIG), at!(run.rows.lessons.low), GRPO)
         .help("Skip rows whose completions earned less than this on average in the previous pass.")
         .unset("off")
         .idle(|s, _| one_pass(s)),
-    row("filter_high", float(-BIG, BIG), at!(run.lessons.high), GRPO)
+    row("filter_high", float(-BIG, BIG), at!(run.rows.lessons.high), GRPO)
         .help("Skip rows whose completions earned more than this on average in the previous pass.")
         .unset("off")
         .idle(|s, _| one_pass(s)),
-    row("curriculum", Choice(words::<Curriculum>), at!(run.lessons.curriculum), GRPO)
+    row("curriculum", Choice(words::<Curriculum>), at!(run.rows.lessons.curriculum), GRPO)
         .help("Order of the rows in a pass, by the rewards that they earned in the previous pass.")
         .idle(|s, _| one_pass(s)),
     row("eval_file", Paths(&[',']), at!(data.eval_file), EVAL_ROWS)
@@ -131,15 +131,15 @@ pub const FLAGS: &[Flag] = &[
         )
         .unset("a quarter of what the run leaves free, at most 4")
         .free(Verb::ALL),
-    row("strict_media", Bool, at!(run.skip.strict), BAD_ROWS)
+    row("strict_media", Bool, at!(run.rows.skip.strict), BAD_ROWS)
         .help("Stop at the first bad row instead of skipping it.")
         .free(Verb::ALL),
-    row("max_skipped", Fraction, at!(run.skip.max_share), BAD_ROWS)
+    row("max_skipped", Fraction, at!(run.rows.skip.max_share), BAD_ROWS)
         .help(
             "Share of bad rows above which the run stops. A broken dataset should not look like a small one.",
         )
         .free(Verb::ALL)
-        .idle(|s, _| s.run.skip.strict.then_some("`strict_media` stops at the first bad row")),
+        .idle(|s, _| s.run.rows.skip.strict.then_some("`strict_media` stops at the first bad row")),
     row("skip_data_check", Bool, at!(data.skip_check), &[Train, Sft])
         .help("Start without first reading every row and every medium header.")
         .free(LOOP),

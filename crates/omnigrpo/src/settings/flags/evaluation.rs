@@ -32,9 +32,9 @@ pub const FLAGS: &[Flag] = &[
         "eval_strategy",
         Choice(evaluations),
         Place {
-            field: "run.eval",
+            field: "run.eval.when",
             set: |s, v| {
-                s.run.eval = match take::<String>(v)?.as_str() {
+                s.run.eval.when = match take::<String>(v)?.as_str() {
                     "no" => EvalWhen::Never,
                     "epoch" => EvalWhen::Epoch,
                     _ => EvalWhen::Steps(s.eval_steps()),
@@ -49,14 +49,14 @@ pub const FLAGS: &[Flag] = &[
     .alias(&["evaluation_strategy"])
     .unset("steps with `eval_steps`, else epoch with evaluation data, else no")
     .free(LOOP)
-    .idle(|s, _| s.no_eval_rows().filter(|_| s.run.eval != EvalWhen::Never)),
+    .idle(|s, _| s.no_eval_rows().filter(|_| s.run.eval.when != EvalWhen::Never)),
     row(
         "eval_steps",
         int(1, COUNT),
         Place {
             field: "",
             set: |s, v| {
-                s.run.eval = EvalWhen::Steps(take(v)?);
+                s.run.eval.when = EvalWhen::Steps(take(v)?);
                 Ok(())
             },
             get: |_| None,
@@ -69,9 +69,9 @@ pub const FLAGS: &[Flag] = &[
     .free(LOOP)
     .idle(|s, _| {
         s.no_eval_rows()
-            .or_else(|| (!matches!(s.run.eval, EvalWhen::Steps(_))).then_some("`eval_strategy` is not steps"))
+            .or_else(|| (!matches!(s.run.eval.when, EvalWhen::Steps(_))).then_some("`eval_strategy` is not steps"))
     }),
-    row("eval_on_start", Bool, at!(run.eval_on_start), PERIODIC)
+    row("eval_on_start", Bool, at!(run.eval.on_start), PERIODIC)
         .help("Also evaluate before the first step, to compare before and after.")
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),
@@ -80,7 +80,7 @@ pub const FLAGS: &[Flag] = &[
         .unset("1, greedy")
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),
-    row("metric_for_best_model", Text, at!(run.best_metric), PERIODIC)
+    row("metric_for_best_model", Text, at!(run.eval.best_metric), PERIODIC)
         .help("Evaluation metric that decides which checkpoint is best; higher is better.")
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),

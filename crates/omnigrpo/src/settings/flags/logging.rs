@@ -12,19 +12,19 @@ pub const FLAGS: &[Flag] = &[
         "logging_steps",
         int(1, COUNT),
         Place {
-            field: "run.logging_steps",
+            field: "run.records.logging_steps",
             set: |s, v| {
-                s.run.logging_steps = take(v)?;
-                s.run.grpo_logging_steps = s.run.logging_steps;
+                s.run.records.logging_steps = take(v)?;
+                s.run.records.grpo_logging_steps = s.run.records.logging_steps;
                 Ok(())
             },
-            get: |s| s.run.logging_steps.value(),
+            get: |s| s.run.records.logging_steps.value(),
         },
         LOOP,
     )
     .help("Steps averaged in one line of the console; metrics.jsonl has every step.")
     .free(LOOP),
-    row("grpo_logging_steps", int(1, COUNT), at!(run.grpo_logging_steps), &[Train, Demo])
+    row("grpo_logging_steps", int(1, COUNT), at!(run.records.grpo_logging_steps), &[Train, Demo])
         .help("Steps averaged in a line of the `grpo/…` metrics.")
         .unset("`logging_steps`")
         .free(LOOP),
@@ -74,11 +74,11 @@ pub const FLAGS: &[Flag] = &[
         "Check every GPU for about ten seconds: versions of the libraries, the card's health, products compared with the CPU, rates \
          of copies and products, and a kernel of each file that is compiled in this time.",
     ),
-    row("run_name", Text, at!(run.run_name), LOOP)
+    row("run_name", Text, at!(run.card.run_name), LOOP)
         .help("Name of the run in logs, trackers and the model card.")
         .unset("name of the run directory")
         .free(LOOP),
-    row("log_completions", Bool, at!(run.log_completions), &[Train, Demo])
+    row("log_completions", Bool, at!(run.records.log_completions), &[Train, Demo])
         .help("Print a few completions with their rewards with each line of the console.")
         .free(LOOP),
     row("log_token_stats", Bool, at!(algorithm.token_stats), &[Train, Demo])

@@ -20,7 +20,7 @@ fn llm_adapters(s: &Settings) -> bool {
 }
 
 fn flat(s: &Settings) -> Option<&'static str> {
-    (s.run.schedule == ScheduleKind::Constant)
+    (s.run.schedule.kind == ScheduleKind::Constant)
         .then_some("`lr_scheduler_type` is constant; use constant_with_warmup")
 }
 
@@ -30,14 +30,14 @@ pub const FLAGS: &[Flag] = &[
         .help("Peak learning rate of AdamW.")
         .alias(&["lr"])
         .per_verb(&[(Sft, "2e-5")]),
-    row("lr_scheduler_type", Choice(words::<ScheduleKind>), at!(run.schedule), STEPS)
+    row("lr_scheduler_type", Choice(words::<ScheduleKind>), at!(run.schedule.kind), STEPS)
         .help("Schedule of the learning rate after the warm-up.")
         .alias(&["lr_scheduler"]),
-    row("warmup_ratio", Fraction, at!(run.warmup_ratio), STEPS)
+    row("warmup_ratio", Fraction, at!(run.schedule.warmup_ratio), STEPS)
         .help("Share of all steps in which the learning rate rises from 0.")
-        .overridden(|s, _| (s.run.warmup_steps > 0).then_some("`warmup_steps` overrides it"))
+        .overridden(|s, _| (s.run.schedule.warmup_steps > 0).then_some("`warmup_steps` overrides it"))
         .idle(|s, _| flat(s)),
-    row("warmup_steps", int(0, COUNT), at!(run.warmup_steps), STEPS)
+    row("warmup_steps", int(0, COUNT), at!(run.schedule.warmup_steps), STEPS)
         .help("Steps in which the learning rate rises from 0; takes precedence over the ratio.")
         .idle(|s, _| flat(s)),
     row("weight_decay", float(0.0, BIG), at!(optimizer.weight_decay), STEPS)

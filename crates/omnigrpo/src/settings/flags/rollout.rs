@@ -120,10 +120,10 @@ pub const FLAGS: &[Flag] = &[
     row(
         "replay",
         Path,
-        Place { field: "run.replay",
+        Place { field: "run.rows.replay",
             set: |s, v| {
                 s.data.replay = Some(take(v)?);
-                s.run.replay = true;
+                s.run.rows.replay = true;
                 Ok(())
             },
             get: |_| None,

@@ -31,7 +31,7 @@ fn resume(text: &str) -> ResumeFrom {
 }
 
 fn never_saves(s: &Settings) -> Option<&'static str> {
-    (s.run.save == SaveWhen::Never && s.run.save_every.is_none()).then_some("`save_strategy` is no")
+    (s.run.save.when == SaveWhen::Never && s.run.save.every.is_none()).then_some("`save_strategy` is no")
 }
 
 fn no_push(s: &Settings, verb: Verb) -> Option<&'static str> {
@@ -109,7 +109,7 @@ pub const FLAGS: &[Flag] = &[
         "data_seed",
         int(0, i64::MAX),
         Place {
-            field: "run.data_seed",
+            field: "run.rows.seed",
             set: |s, v| {
                 s.data_seed(take(v)?);
                 Ok(())
@@ -124,9 +124,9 @@ pub const FLAGS: &[Flag] = &[
         "save_strategy",
         Choice(savings),
         Place {
-            field: "run.save",
+            field: "run.save.when",
             set: |s, v| {
-                s.run.save = match take::<String>(v)?.as_str() {
+                s.run.save.when = match take::<String>(v)?.as_str() {
                     "no" => SaveWhen::Never,
                     "epoch" => SaveWhen::Epoch,
                     "best" => SaveWhen::Best,
@@ -146,12 +146,12 @@ pub const FLAGS: &[Flag] = &[
         Place {
             field: "",
             set: |s, v| {
-                if let SaveWhen::Steps(steps) = &mut s.run.save {
+                if let SaveWhen::Steps(steps) = &mut s.run.save.when {
                     *steps = take(v)?;
                 }
                 Ok(())
             },
-            get: |s| match s.run.save {
+            get: |s| match s.run.save.when {
                 SaveWhen::Steps(steps) => steps.value(),
                 _ => None,
             },
@@ -160,14 +160,14 @@ pub const FLAGS: &[Flag] = &[
     )
     .help("Optimizer steps between checkpoints.")
     .free(LOOP)
-    .idle(|s, _| (!matches!(s.run.save, SaveWhen::Steps(_))).then_some("`save_strategy` is not steps")),
+    .idle(|s, _| (!matches!(s.run.save.when, SaveWhen::Steps(_))).then_some("`save_strategy` is not steps")),
     row(
         "save_minutes",
         float(0.01, 1e6),
         Place {
-            field: "run.save_every",
+            field: "run.save.every",
             set: |s, v| {
-                s.run.save_every = Some(Duration::from_secs_f64(60.0 * take::<f64>(v)?));
+                s.run.save.every = Some(Duration::from_secs_f64(60.0 * take::<f64>(v)?));
                 Ok(())
             },
             get: |_| None,
@@ -179,12 +179,12 @@ pub const FLAGS: &[Flag] = &[
     )
     .unset("off")
     .free(LOOP),
-    row("save_total_limit", int(1, COUNT), at!(run.save_limit), LOOP)
+    row("save_total_limit", int(1, COUNT), at!(run.save.limit), LOOP)
         .help("Checkpoints to keep. The oldest is removed first; the best one stays.")
         .unset("keep all")
         .free(LOOP)
         .idle(|s, _| never_saves(s)),
-    row("save_only_model", Bool, at!(run.save_only_model), LOOP)
+    row("save_only_model", Bool, at!(run.save.only_model), LOOP)
         .help(
             "Write checkpoints without the state of the optimizer: they are smaller and can start a run, but \
              not resume one. An interrupted run still writes the state.",
@@ -195,9 +195,9 @@ pub const FLAGS: &[Flag] = &[
         "resume_from_checkpoint",
         Text,
         Place {
-            field: "run.resume",
+            field: "run.resume.from",
             set: |s, v| {
-                s.run.resume = resume(&take::<String>(v)?);
+                s.run.resume.from = resume(&take::<String>(v)?);
                 Ok(())
             },
             get: |_| text("auto"),
@@ -238,11 +238,11 @@ pub const FLAGS: &[Flag] = &[
         .help("When to push.")
         .free(LOOP)
         .idle(no_push),
-    row("allow_changed_settings", Bool, at!(run.allow_changed), LOOP)
+    row("allow_changed_settings", Bool, at!(run.resume.allow_changed), LOOP)
         .help(
             "Resume from a checkpoint although settings or inputs differ from those that it was written with, \
              for instance with a lower learning rate. The console names the differences.",
         )
         .free(LOOP)
-        .idle(|s, _| (s.run.resume == ResumeFrom::Start).then_some("`resume_from_checkpoint` is never")),
+        .idle(|s, _| (s.run.resume.from == ResumeFrom::Start).then_some("`resume_from_checkpoint` is never")),
 ];

@@ -169,6 +169,7 @@ impl Verb {
     }
 
     /// Returns the settings of a first run, in the order of `-h`; empty if `-h` shows all settings.
+    // One `match` as a table: each list is read by itself.
     pub const fn first_settings(self) -> &'static [&'static str] {
         match self {
             Train => &[

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use anyhow::Result;
 use omnigrpo_data::{DataError, Dataset, DatasetSpec, Fetch, ReadOptions, Registry, Roots};
 use omnigrpo_fetch::{UrlMedia, UrlOptions};
-use omnigrpo_rewards::Named as _;
 
 use super::hub::tables;
 use crate::settings::names::AllowUrls;

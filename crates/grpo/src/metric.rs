@@ -1,0 +1,28 @@
+//! Names of metrics that programs read, in `metrics.jsonl` and in memory. TRL has the same names.
+
+/// Loss of an update.
+pub const LOSS: &str = "loss";
+/// KL divergence from the reference, in nats.
+pub const KL: &str = "kl";
+/// Mean entropy per token, in nats.
+pub const ENTROPY: &str = "entropy";
+/// Share of tokens or completions whose ratio is clipped.
+pub const CLIP_RATIO: &str = "clip_ratio/region_mean";
+/// Mean length of completions, in tokens.
+pub const MEAN_LENGTH: &str = "completions/mean_length";
+/// Share of completions that reached the length limit.
+pub const CLIPPED: &str = "completions/clipped_ratio";
+/// Mean reward.
+pub const REWARD: &str = "reward";
+/// Standard deviation of the rewards.
+pub const REWARD_STD: &str = "reward_std";
+/// Share of groups whose completions all have the same reward.
+pub const ZERO_STD: &str = "frac_reward_zero_std";
+/// Norm of the gradient before clipping.
+pub const GRAD_NORM: &str = "grad_norm";
+/// Tokens that went through the model.
+pub const NUM_TOKENS: &str = "num_tokens";
+/// Learning rate of the update.
+pub const LEARNING_RATE: &str = "learning_rate";
+/// Time of the step, in seconds.
+pub const STEP_TIME: &str = "step_time";

@@ -1,0 +1,225 @@
+//! Start of a run: checks of its setup, the state of an earlier run, and the records.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use omnigrpo_data::Order;
+use omnigrpo_grpo::CorrectionKind;
+use omnigrpo_models::{Model, ReferencePlace};
+use omnigrpo_observe::{Aims, Console, Health, RunDir, Trackers, write_atomic};
+use omnigrpo_ops::Device;
+use omnigrpo_rewards::RewardSet;
+
+use super::{Loop, Place};
+use crate::checkpoint;
+use crate::error::{LEAVES, Result, SYNC_REFERENCE, TrainError};
+use crate::lender::Lenders;
+use crate::length::Length;
+use crate::optimizer::AdamW;
+use crate::plan::{Objective, RunPlan, TrainSetup};
+use crate::records::Records;
+use crate::resume::{Resumed, Search, Start};
+use crate::rows::{RowSource, SkippedRow};
+use crate::selection::summary;
+use crate::step::Algorithm;
+
+impl Loop {
+    /// Determines the starting point of the run and opens its records.
+    pub(super) fn begin(setup: TrainSetup, console: &Console) -> Result<Self> {
+        check(&setup)?;
+        let TrainSetup { model, prompts, shuffled, dataset, eval, mut algorithm, run, lock, .. } = setup;
+        let dir = lock.root();
+        algorithm.split.prompts_per_step = Some(run.prompts_per_step);
+        let split = algorithm.split.clone();
+        split.only_first(|| remove_leftovers(dir, console))?;
+        setup.selection.apply(&model)?;
+        console.line(summary(&model).trim_end());
+        let reference = reference(&model, &algorithm, &run, setup.reference_device)?;
+        let optimizer = AdamW::new(setup.optimizer, model.params()).over(&split, &model).in_run(dir);
+
+        let bad = run.rows.bad.iter().map(|(row, ..)| *row).collect();
+        let order = Order::new(setup.rows, run.rows.seed, !run.rows.replay, bad).learning(run.rows.lessons);
+        let length = Length::of(&run, order.num_usable())?;
+        let rewards = Arc::new(setup.rewards);
+        // Supervised examples and rows with recorded rewards are not scored.
+        let scored =
+            (run.objective == Objective::Reinforce && !run.rows.replay).then(|| Arc::clone(&rewards));
+        let health = Health::new(aims(scored.as_deref(), &algorithm));
+        let source =
+            RowSource::new(Arc::clone(&dataset), order, Arc::clone(&prompts), scored, run.rows.skip.clone())
+                .over(&split, algorithm.micro());
+        let mut this = Self {
+            schedule: length.schedule(&run),
+            records: Records::new(&run, Arc::clone(&dataset), console, length.total, health),
+            observer: if split.ranks.is_first() { setup.observer } else { Box::new(()) },
+            console: console.clone(),
+            place: Place::default(),
+            last_save: Instant::now(),
+            model,
+            reference,
+            prompts,
+            shuffled,
+            rewards,
+            algorithm,
+            optimizer,
+            length,
+            dataset,
+            source,
+            run,
+            eval,
+            lock,
+        };
+        this.start(setup.trackers)?;
+        Ok(this)
+    }
+
+    /// Loads the state from which the run resumes, if there is one, and opens the records.
+    fn start(&mut self, trackers: Box<dyn FnOnce() -> Trackers + Send>) -> Result<()> {
+        let split = self.algorithm.split.clone();
+        let search = Search {
+            run: &self.run,
+            dir: self.lock.root(),
+            total_steps: self.length.total,
+            model: &self.model,
+            optimizer: &mut self.optimizer,
+            console: &self.console,
+        };
+        let start = search.together(&split)?;
+        split.agree(self.optimizer.reserve())?;
+        if let Start::From(resumed) = &start {
+            self.resume(resumed)?;
+        }
+        self.algorithm.split.lenders = Lenders::cut(&split, &mut self.model, self.reference.as_mut())?;
+        self.place.evaluated_at = split.by_first(|| self.open_records(&start))?;
+        if split.ranks.is_first() {
+            self.records.trackers = trackers();
+        }
+        if !matches!(&start, Start::From(resumed) if resumed.keeps_position()) {
+            let mut bad = self.run.rows.bad.iter().cloned().map(|(row, id, reason)| SkippedRow {
+                row,
+                id,
+                reason,
+                replaced_by: None,
+            });
+            split.agree(bad.try_for_each(|row| self.records.skipped(self.place.step, &row)))?;
+        }
+        Ok(())
+    }
+
+    /// Restores the reference, the place and the rollout in progress from a checkpoint.
+    fn resume(&mut self, resumed: &Resumed) -> Result<()> {
+        let dir = self.lock.root();
+        let moving = self.reference.as_ref().filter(|_| self.run.sync_reference.is_some());
+        if let Some(reference) = moving {
+            self.algorithm.split.agree(checkpoint::load_reference(&resumed.path, reference))?;
+        }
+        self.place = Place::of(resumed, dir);
+        if resumed.keeps_position() {
+            self.source.order_mut().resume(resumed.state.order.clone())?;
+        }
+        if let Some(saved) = resumed.state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
+            let saved = saved.clone().following(dir);
+            let (model, per_step) = (&self.model, self.run.prompts_per_step);
+            let (prompts, dataset) = (&self.prompts, &self.dataset);
+            let parts =
+                saved.restore(&self.algorithm, model, prompts, dataset, per_step, moving.is_some())?;
+            self.place.buffer = Some((parts, saved.iteration));
+        }
+        Ok(())
+    }
+
+    /// Opens the logs of the run. Returns the checkpoint's step if its evaluation is in the records.
+    fn open_records(&mut self, start: &Start) -> Result<Option<u64>> {
+        let (dir, console) = (self.lock.root(), &self.console);
+        // Files are moved only after the checkpoint has been loaded without an error.
+        start.make_room(dir, self.model.dir(), console)?;
+        let own = RunDir::open(dir, start.existing())?;
+        let mut evaluated_at = None;
+        if let Start::From(resumed) = start {
+            evaluated_at = continued(&own, resumed, self.length.total, console)?;
+            own.each_step(|step, metrics| drop(self.records.health.add(step, metrics)))?;
+        }
+        for (name, content) in &self.run.records.files {
+            write_atomic(&dir.join(name), |out| out.write_all(content))?;
+        }
+        self.records.dir = Some(own);
+        Ok(evaluated_at)
+    }
+}
+
+/// Returns an error if parts of the setup exclude each other.
+fn check(setup: &TrainSetup) -> Result<()> {
+    let TrainSetup { model, algorithm, run, .. } = setup;
+    algorithm.split.validate()?;
+    if algorithm.sampling.interaction.is_some() && run.rows.replay {
+        let what =
+            "an environment cannot answer recorded completions; leave out the replay or the environment";
+        return Err(TrainError::Data { what: what.to_owned() });
+    }
+    if run.objective == Objective::Imitate && !algorithm.split.is_off() {
+        return Err(TrainError::setting(
+            LEAVES,
+            &algorithm.split.leaves.to_string(),
+            "supervised training runs in one process with one leaf; start it without a launcher".into(),
+        ));
+    }
+    if run.sync_reference.is_some() && !model.adapter_params().is_empty() {
+        return Err(TrainError::setting(
+            SYNC_REFERENCE,
+            "true",
+            "unsupported with adapters: the reference is then the model without them, whose weights are fixed; \
+             turn one of the two off"
+                .into(),
+        ));
+    }
+    Ok(())
+}
+
+fn remove_leftovers(dir: &Path, console: &Console) -> Result<()> {
+    for name in checkpoint::remove_leftovers(dir)? {
+        console.line(&format!("removed {name}, which an earlier process left incomplete"));
+    }
+    Ok(())
+}
+
+/// Builds the reference, if the loss needs one.
+fn reference(model: &Model, algorithm: &Algorithm, run: &RunPlan, device: Device) -> Result<Option<Model>> {
+    if !algorithm.loss.needs_reference() || run.objective == Objective::Imitate {
+        return Ok(None);
+    }
+    Ok(Some(match run.lends_reference(device) {
+        true => model.reference(ReferencePlace::Files)?,
+        false => model.reference(ReferencePlace::Memory(device))?,
+    }))
+}
+
+/// Returns what is known about good numbers of the run. `rewards` score its completions.
+fn aims(rewards: Option<&RewardSet>, algorithm: &Algorithm) -> Aims {
+    let each = |rewards: &RewardSet| -> Vec<_> {
+        let names = rewards.names().into_iter();
+        names.filter_map(|name| Some((name.to_owned(), rewards.range_of(name)?))).collect()
+    };
+    Aims {
+        range: rewards.map(RewardSet::range),
+        rewards: rewards.map(each).unwrap_or_default(),
+        corrected: algorithm.loss.correction.kind != CorrectionKind::Off,
+    }
+}
+
+/// Reports where the run resumes. Returns the checkpoint's step if its evaluation is in the records.
+fn continued(records: &RunDir, resumed: &Resumed, total: u64, console: &Console) -> Result<Option<u64>> {
+    let step = resumed.state.global_step;
+    let continued = records.continued(step)?;
+    console.line(&format!("resuming from {} at step {step} of {total}", resumed.path.display()));
+    if step == total {
+        console.line("all steps are done; nothing is left to train");
+    }
+    let logged = continued.last_step.unwrap_or(0);
+    if logged < step {
+        console.line(&format!(
+            "warning: metrics.jsonl ends at step {logged}; the rows up to step {step} are missing"
+        ));
+    }
+    Ok(continued.evaluated.then_some(step))
+}

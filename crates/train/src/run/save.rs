@@ -1,0 +1,139 @@
+//! Checkpoints of a run, and its end.
+
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::{Loop, is_due};
+use crate::buffer::BufferState;
+use crate::checkpoint::{self, TrainerState};
+use crate::error::{NEWEST, RESUME, Result};
+use crate::model_card;
+use crate::plan::{RunSummary, SaveWhen};
+use crate::prepare::Trained;
+
+impl Loop {
+    /// Writes a checkpoint if the plan or another thread asks for one after this step, or if the run ends here.
+    pub(super) fn save_if_due(&mut self, ends: bool, epoch_done: bool, improved: bool) -> Result<()> {
+        let (step, plan, ranks) = (self.place.step, &self.run.save, &self.algorithm.split.ranks);
+        // A stop during the last step is not an interruption: no work remains.
+        let interrupted = step < self.length.total && ends;
+        let asked = plan.asked.swap(false, Ordering::Relaxed);
+        let late = asked || plan.every.is_some_and(|time| self.last_save.elapsed() >= time);
+        let due = interrupted
+            || ranks.any(late && ranks.is_first())?
+            || match plan.when {
+                SaveWhen::Never => false,
+                SaveWhen::Steps(every) => is_due(step, every),
+                SaveWhen::Epoch => epoch_done,
+                SaveWhen::Best => improved,
+            };
+        if due {
+            self.save(interrupted || !plan.only_model)?;
+            self.last_save = Instant::now();
+        }
+        Ok(())
+    }
+
+    /// Writes a checkpoint, on the first rank. It includes the optimizer's state if `whole` is true; only then can a run resume from
+    /// it.
+    pub(super) fn save(&mut self, whole: bool) -> Result<()> {
+        let split = self.algorithm.split.clone();
+        if self.optimizer.exchange().is_cut() {
+            // The first rank writes the parts of all ranks.
+            split.agree(checkpoint::check_moments(&self.optimizer))?;
+        }
+        // A fixed reference is not saved.
+        let lenders = match self.run.sync_reference {
+            Some(_) => split.lenders.clone(),
+            None => split.lenders.of_policy(),
+        };
+        lenders.whole(|| {
+            split.agree(if split.ranks.is_first() {
+                let written = self.write(whole);
+                written.and(self.optimizer.end_of_service())
+            } else {
+                self.optimizer.serve()
+            })
+        })?;
+        if whole {
+            self.place.saved_at = Some(self.place.step);
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, whole: bool) -> Result<()> {
+        self.console.activity().enter("saving", Instant::now());
+        self.records.sync()?;
+        let place = &self.place;
+        let state = TrainerState {
+            global_step: place.step,
+            rollout: place.rollout,
+            order: self.source.order().state().clone(),
+            fingerprint: self.run.resume.fingerprint.clone(),
+            best: place.best,
+            epochs_seen: place.epochs_seen,
+            evaluation_due: place.evaluation_due,
+            buffer: place.buffer.as_ref().map(|(rollouts, iteration)| BufferState::of(rollouts, *iteration)),
+            ..TrainerState::default()
+        };
+        let parts = checkpoint::Parts {
+            model: &self.model,
+            optimizer: whole.then_some(&self.optimizer),
+            reference: self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()),
+        };
+        let best = place.best.map(|(_, step)| step).filter(|_| self.run.save.when == SaveWhen::Best);
+        let keep = [best, self.observer.reads(), self.records.last_good()?];
+        let path = checkpoint::save(self.lock.root(), parts, state, self.run.save.limit, &keep)?;
+        self.console.activity().leave();
+        self.console.line(&format!("saved {}", path.display()));
+        self.observer.saved(self.place.step, &path);
+        Ok(())
+    }
+
+    /// Ends the run: writes the model with its card, or a checkpoint if the run was interrupted, and creates the report.
+    pub(super) fn end(mut self, mut summary: RunSummary) -> Result<Trained> {
+        let step = self.place.step;
+        self.records.close(step, self.source.order().epochs_done());
+        summary.interrupted = step < self.length.total;
+        if summary.interrupted {
+            if self.place.saved_at != Some(step) {
+                self.save(true)?;
+            }
+            self.console.line(&format!("stopped after step {step}; resume with {RESUME} {NEWEST}"));
+        } else {
+            if self.place.epochs_seen == 0 && step > 0 {
+                self.records.unreached("step", &self.optimizer.never_reached());
+            }
+            if summary.after.is_none() {
+                // The run resumed after its last step, so this process has no evaluation yet.
+                summary.after = self.evaluate(step, self.source.order().epochs_done())?;
+            }
+            self.algorithm.split.lenders.of_policy().gather()?;
+            self.algorithm.split.only_first(|| {
+                checkpoint::save_final(&self.model, self.lock.root())?;
+                self.write_model_card(&summary)
+            })?;
+        }
+        self.algorithm.split.lenders.of_policy().gather()?;
+        summary.steps = step;
+        summary.steps_here = self.records.steps_timed;
+        self.records.finish_trackers();
+        summary.report = self.records.report(&summary);
+        Ok(Trained { model: self.model, summary })
+    }
+
+    fn write_model_card(&self, summary: &RunSummary) -> Result<()> {
+        let facts = model_card::Facts {
+            run: &self.run,
+            model: &self.model,
+            dataset: &self.dataset,
+            algorithm: &self.algorithm,
+            optimizer: self.optimizer.config(),
+            rewards: self.rewards.names(),
+            num_steps: self.place.step,
+            before: summary.before.as_ref(),
+            after: summary.after.as_ref(),
+        };
+        model_card::write(self.lock.root(), facts)
+    }
+}
