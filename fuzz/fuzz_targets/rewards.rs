@@ -6,8 +6,8 @@ use std::sync::{Arc, LazyLock};
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use omnigrpo_rewards::{
-    AccuracyMode, Compat, DocumentFrequencies, FormatMode, Named, RewardInput, RewardOptions, RewardSet, RowKey, Think,
-    build, table,
+    AccuracyMode, Compat, DocumentFrequencies, FormatMode, RewardInput, RewardOptions, RewardSet, RowKey,
+    Think, build, table,
 };
 use serde_json::{Map, json};
 
@@ -28,7 +28,8 @@ static SETS: LazyLock<Vec<RewardSet>> = LazyLock::new(|| {
     let plain = RewardOptions { cider: Some(Arc::new(frequencies)), ..RewardOptions::default() };
     let mut options = vec![plain.clone()];
     options.extend(FormatMode::ALL.iter().map(|row| RewardOptions { format_mode: row.1, ..plain.clone() }));
-    options.extend(AccuracyMode::ALL.iter().map(|row| RewardOptions { accuracy_mode: row.1, ..plain.clone() }));
+    options
+        .extend(AccuracyMode::ALL.iter().map(|row| RewardOptions { accuracy_mode: row.1, ..plain.clone() }));
     // The old format of ViVQA-X has a range without lower bound; the others are bounded.
     options.extend(Compat::ALL.iter().map(|row| RewardOptions { compat: [row.1].into(), ..plain.clone() }));
     let names: Vec<String> = table().iter().map(|row| row.name.to_owned()).collect();

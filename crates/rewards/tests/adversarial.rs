@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use omnigrpo_rewards::{
-    AccuracyMode, Compat, DocumentFrequencies, FormatMode, Named, RewardError, RewardInput, RewardOptions,
-    RowKey, Think, build, table,
+    AccuracyMode, Compat, DocumentFrequencies, FormatMode, RewardError, RewardInput, RewardOptions, RowKey,
+    Think, build, table,
 };
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
