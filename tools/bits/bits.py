@@ -20,7 +20,7 @@ import sys
 import tempfile
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "crates/models/tests/golden"
-TIMES = ("time", "tokens_per_second", "memory", "seconds", "date", "per_second", "speed", "logp_difference/rollout_time")
+TIMES = ("time", "tokens_per_second", "memory", "seconds", "date", "machine/", "per_second", "speed", "logp_difference/rollout_time")
 
 ROWS = [
     {"id": "shapes", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>circle</answer>"},

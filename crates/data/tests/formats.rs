@@ -942,7 +942,7 @@ fn a_row_without_a_file() {
     let sample = RowReader::new("shell").media_in(place.folder.path()).sample(row).unwrap();
     assert_eq!(sources(&sample), [MediumSource::Path(place.path("a.png")), MediumSource::Path(absolute)]);
     assert_eq!((sample.id.as_str(), sample.think), ("shell:1", Think::On));
-    let missing = RowReader::new("shell").media_in(&place.path("none")).sample(json!({"prompt": "Q"}));
+    let missing = RowReader::new("shell").media_in(place.path("none")).sample(json!({"prompt": "Q"}));
     assert!(matches!(missing, Err(RowProblem::Io(_))));
 }
 
