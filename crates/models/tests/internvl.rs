@@ -80,7 +80,7 @@ fn the_hf_template_writes_a_line_break_of_its_own() {
     let text = |name: &str, value: &str| {
         let row =
             json!({ "image": "media/shapes.png", "conversations": [{ "from": "human", "value": value }] });
-        let sample = RowReader::new("rows").media_in(&golden("")).sample(row).unwrap();
+        let sample = RowReader::new("rows").media_in(golden("")).sample(row).unwrap();
         let prompt = builder(&checkpoint(name), MediaSettings::default()).build(&sample).unwrap();
         prompt.text.replace("<IMG_CONTEXT>", "<image>")
     };

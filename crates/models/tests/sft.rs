@@ -15,7 +15,7 @@ fn builder(name: &str, render: RenderOptions) -> PromptBuilder {
 }
 
 fn sample(row: Value) -> Sample {
-    RowReader::new("rows").media_in(&golden("media")).sample(row).unwrap()
+    RowReader::new("rows").media_in(golden("media")).sample(row).unwrap()
 }
 
 /// Two pictures in different turns, two answers to calls in a row, and two questions.

@@ -137,7 +137,7 @@ impl Setup {
             json!({ "prompt": "Which is larger, 3 or 5?" }),
             json!({ "prompt": "<image>What is it?", "image": golden("media/shapes.png") }),
         ];
-        let rows = RowReader::new("turns").media_in(&golden("media")).dataset(rows).unwrap();
+        let rows = RowReader::new("turns").media_in(golden("media")).dataset(rows).unwrap();
         let row = |row: u64| {
             let sample = rows.get(row).unwrap();
             let prompt = prompts.build(&sample).unwrap();
@@ -439,7 +439,7 @@ fn zoom_returns_parts_of_the_original() {
     assert_eq!(zoom.tools()[0]["function"]["name"], "image_zoom_in_tool");
     let picture = omnigrpo_media::load_image(&golden("media/noise.png"), &limits).unwrap();
     let row = json!({ "prompt": "<image>?", "image": golden("media/noise.png") });
-    let sample = RowReader::new("zoom").media_in(&golden("media")).sample(row).unwrap();
+    let sample = RowReader::new("zoom").media_in(golden("media")).sample(row).unwrap();
     let key = EpisodeKey { seed: 0, rollout: 0, row: 0, sample: 0 };
     let ask = |zoom: &dyn Environment, text: &str| {
         let calls = omnigrpo_text::tool_calls(text);

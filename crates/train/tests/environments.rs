@@ -116,7 +116,7 @@ impl Place {
             "answer": "there",
             "picture": format!("data:image/png;base64,{}", base64::Engine::encode(&base64::engine::general_purpose::STANDARD, png)),
         });
-        let row = RowReader::new("rows").media_in(&golden("media")).sample(row).unwrap();
+        let row = RowReader::new("rows").media_in(golden("media")).sample(row).unwrap();
         Self { dir, environment, row }
     }
 
