@@ -287,7 +287,8 @@ impl Multiply<'_> {
         simd::arch().dispatch(self);
     }
 
-    /// Computes the tile of `M` rows that begins at row `i` and at the panel of column `j`.
+    /// Computes the tile of `M` rows that begins at row `i` and at the panel of column `j`. It is one function, because all steps
+    /// use the accumulators, which stay in registers.
     #[inline(always)]
     unsafe fn tile<S: Simd, const M: usize, const PACKED: bool>(
         &self,

@@ -116,31 +116,13 @@ pub(crate) fn run<T>(
     limit: Duration,
     consume: impl FnOnce(&mut dyn Read) -> io::Result<T>,
 ) -> Result<Output<T>, MediaError> {
-    let mut command = Command::new(program);
-    // The child gets its own process group, so that its children can be killed with it. They would otherwise keep the pipes open.
-    #[cfg(unix)]
-    std::os::unix::process::CommandExt::process_group(&mut command, 0);
-    let mut child = command
-        .args(args)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|e| match e.kind() {
-            ErrorKind::NotFound => {
-                MediaError::ProgramMissing { path: path.to_owned(), program, source: MachineFailure(e) }
-            }
-            // The command line is too long for the system because of the row's request, so this is not a failure of the machine.
-            ErrorKind::ArgumentListTooLong => failed(path, program, "could not be started", &e),
-            _ => not_started(path, program, e),
-        })?;
+    let mut child = start(program, args, path)?;
     bound_memory(&child);
     let (Some(mut stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else {
         return Err(failed(path, program, "could not be started", &"no pipes"));
     };
     let child = &Mutex::new(child);
-    let longest = limit.saturating_mul(WALL_FACTOR);
-    let deadline = Instant::now() + longest;
+    let deadline = Instant::now() + limit.saturating_mul(WALL_FACTOR);
     let (done, is_done) = mpsc::channel::<()>();
 
     let ran = std::thread::scope(|scope| {
@@ -167,26 +149,42 @@ pub(crate) fn run<T>(
         Ok((value, ended.map(|(status, _)| status), killed, tail.join().unwrap_or_default()))
     });
     let (value, status, killed, stderr_tail) = ran.map_err(|e: io::Error| not_started(path, program, e))?;
-    match killed {
-        Some(Killed::Computed) => {
-            let limit_secs = limit.as_secs_f64();
-            return Err(MediaError::Timeout { path: path.to_owned(), program, limit_secs });
-        }
-        Some(Killed::Waited) => {
-            let source =
-                io::Error::new(ErrorKind::TimedOut, "it was waiting for the processor or for its file");
-            return Err(MediaError::ProgramWaits {
-                path: path.to_owned(),
-                program,
-                waited_secs: longest.as_secs_f64(),
-                source: MachineFailure(source),
-            });
-        }
-        None => {}
+    if let Some(killed) = killed {
+        return Err(stopped(killed, program, path, limit));
     }
     let value = value.map_err(|e| failed(path, program, "its output could not be read", &e))?;
     let status = status.map_err(|e| failed(path, program, "its exit status could not be read", &e))?;
     Ok(Output { value, status, stderr_tail })
+}
+
+fn start(program: &'static str, args: &[OsString], path: &Path) -> Result<Child, MediaError> {
+    let mut command = Command::new(program);
+    // The child gets its own process group, so that its children can be killed with it. They would otherwise keep the pipes open.
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(
+        |e| match e.kind() {
+            ErrorKind::NotFound => {
+                MediaError::ProgramMissing { path: path.to_owned(), program, source: MachineFailure(e) }
+            }
+            // The command line is too long for the system because of the row's request, so this is not a failure of the machine.
+            ErrorKind::ArgumentListTooLong => failed(path, program, "could not be started", &e),
+            _ => not_started(path, program, e),
+        },
+    )
+}
+
+fn stopped(killed: Killed, program: &'static str, path: &Path, limit: Duration) -> MediaError {
+    let path = path.to_owned();
+    match killed {
+        Killed::Computed => MediaError::Timeout { path, program, limit_secs: limit.as_secs_f64() },
+        Killed::Waited => {
+            let source =
+                io::Error::new(ErrorKind::TimedOut, "it was waiting for the processor or for its file");
+            let waited_secs = limit.saturating_mul(WALL_FACTOR).as_secs_f64();
+            MediaError::ProgramWaits { path, program, waited_secs, source: MachineFailure(source) }
+        }
+    }
 }
 
 fn failed(path: &Path, program: &'static str, status: &str, reason: &dyn std::fmt::Display) -> MediaError {

@@ -2,38 +2,16 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use std::io::Cursor;
-use std::path::{Path, PathBuf};
 
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors};
 use omnigrpo_media::{
     Limits, MediaError, Rgb8Image, load_image, load_image_bytes, probe_image, resize_bicubic,
 };
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
-fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
-}
+mod common;
 
-fn golden(table: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(data("images.json")).unwrap();
-    let mut golden: Value = serde_json::from_str(&text).unwrap();
-    golden[table].take().as_array().unwrap().clone()
-}
-
-fn sha(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
-}
-
-fn noise(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed;
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 56) as u8
-        })
-        .collect()
-}
+use common::{data, golden, noise, sha};
 
 fn num(v: &Value) -> u32 {
     u32::try_from(v.as_u64().unwrap()).unwrap()

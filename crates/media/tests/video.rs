@@ -12,31 +12,10 @@ use omnigrpo_media::{
     VideoRequest, VideoSource, decode_video, load_image, probe_video, resize_bicubic,
 };
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
-fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
-}
+mod common;
 
-fn golden(table: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(data("images.json")).unwrap();
-    let mut golden: Value = serde_json::from_str(&text).unwrap();
-    golden[table].take().as_array().unwrap().clone()
-}
-
-fn sha(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
-}
-
-fn noise(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed;
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 56) as u8
-        })
-        .collect()
-}
+use common::{data, golden, noise, sha};
 
 fn request(sampling: FrameSampling) -> VideoRequest {
     VideoRequest { sampling, size: FrameSize::Native, listed_fps: None }

@@ -425,6 +425,7 @@ fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
 }
 
 simd_fn! {
+    // One function, because its steps share a dozen pointers into the scratch.
     fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, kept: &'a Kept, slot: usize, unit: &'a [Block<'a>],
                         kv_head: usize, results: Results<'a>) -> () {
         let Shape { q_heads, head_dim: d, .. } = call.shape;
@@ -651,6 +652,7 @@ unsafe fn backward_scores<S: Simd>(
 }
 
 simd_fn! {
+    // One function, because its steps share a dozen pointers into the scratch.
     fn backward_unit<'a>(simd: S, s: &'a mut Scratch, pass: Pass<'a>, blocks: &'a [Placed<'a>]) -> () {
         let Pass { back: Back { call, saved, grad }, chunk, kv_head, tiles } = pass;
         let Shape { q_heads, head_dim: d, .. } = call.shape;

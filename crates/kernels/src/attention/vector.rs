@@ -374,6 +374,7 @@ fn backward_scores<S: Simd>(
 }
 
 simd_fn! {
+    // One function, because its steps share the pointers into the scratch.
     fn backward_block<'a>(simd: S, s: &'a mut Scratch, back: Back<'a>, block: Block<'a>, keys: Range<usize>,
                           seen: &'a Seen<'a>, kv_head: usize) -> () {
         let Back { call, saved, grad } = back;

@@ -103,7 +103,8 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
 }
 
 /// Adds the gradients of [`forward`](super::forward) with respect to the weights of several layers with the same input `x [m,
-/// k]`: `dw [n, k] += dyᵀ · x`.
+/// k]`: `dw [n, k] += dyᵀ · x`. It is one function, because the tasks that pack and those that multiply share the places of the
+/// packed columns.
 pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     let (m, k) = x.dims();
     let n: usize = gradients.iter().map(|g| g.dw.rows).sum();

@@ -393,7 +393,8 @@ pub(crate) mod bytes {
             }
         }
 
-        /// Computes the `R` rows that start at `i`, and returns `R`.
+        /// Computes the `R` rows that start at `i`, and returns `R`. It is one function, because all steps use the sums of the
+        /// rows, which stay in registers.
         ///
         /// # Safety
         /// The rows must be in bounds, and the CPU must have the instructions.

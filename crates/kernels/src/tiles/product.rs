@@ -51,7 +51,8 @@ unsafe fn pack_run<T: Element, const N: usize>(
     }
 }
 
-/// Multiplies for [`super::multiply`]. `N` is the number of parts.
+/// Multiplies for [`super::multiply`]. `N` is the number of parts. It is one function, because the tasks that pack and those that
+/// multiply share the places of the packed operands.
 ///
 /// # Safety
 /// The requirements of [`super::multiply`] must be met. The CPU must have the instructions, including tiles if `tiled` or if
