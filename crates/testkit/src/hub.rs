@@ -40,6 +40,12 @@ struct Asked {
     body: Vec<u8>,
 }
 
+impl Asked {
+    fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap()
+    }
+}
+
 struct Answer(u16, Vec<(&'static str, String)>, Vec<u8>);
 
 fn json_answer(status: u16, value: Value) -> Answer {
@@ -212,56 +218,21 @@ fn serve(stream: std::net::TcpStream, this: &StandIn, is_hub: bool, storage: u16
 
 fn of_hub(state: &mut State, asked: &Asked, endpoint: &str, storage: u16) -> Answer {
     let path = asked.path.split('?').next().unwrap();
-    let body = || serde_json::from_slice::<Value>(&asked.body).unwrap();
     if asked.method == "POST" && !asked.authorized && !path.starts_with("/complete/") {
         return refusal(401, "Invalid username or password.");
     }
-    if path == "/api/whoami-v2" {
-        return match asked.authorized {
-            true => json_answer(200, json!({"type": "user", "name": "me", "orgs": []})),
-            false => refusal(401, "Invalid username or password."),
-        };
-    }
-    if path == "/api/validate-yaml" {
-        return json_answer(200, json!({"errors": [], "warnings": []}));
-    }
-    if path == "/api/repos/create" {
-        let body = body();
-        let name =
-            format!("{}/{}", body["organization"].as_str().unwrap_or("me"), body["name"].as_str().unwrap());
-        let url = format!("{endpoint}/{name}");
-        if name.starts_with("others/") {
-            return refusal(
-                403,
-                "You don't have the rights to create a model under the namespace \"others\"",
-            );
+    match path {
+        "/api/whoami-v2" if asked.authorized => {
+            return json_answer(200, json!({"type": "user", "name": "me", "orgs": []}));
         }
-        if state.repos.contains_key(&name) {
-            return json_answer(409, json!({"error": "You already created this model repo", "url": url}));
-        }
-        let private = body["private"] == true || body["visibility"] == "private";
-        let files = [(".gitattributes".to_owned(), b"*.safetensors filter=lfs".to_vec())].into();
-        state.repos.insert(name, Repo { private, files, ..Repo::default() });
-        return json_answer(200, json!({"url": url}));
+        "/api/whoami-v2" => return refusal(401, "Invalid username or password."),
+        "/api/validate-yaml" => return json_answer(200, json!({"errors": [], "warnings": []})),
+        "/api/repos/create" => return create(state, &asked.json(), endpoint),
+        _ => {}
     }
     if let Some(rest) = path.strip_prefix("/api/models/").or(path.strip_prefix("/api/")) {
         if let Some(name) = rest.strip_suffix("/preupload/main") {
-            let Some(repo) = state.repos.get(name) else { return refusal(404, "Repository not found") };
-            let files: Vec<Value> = body()["files"]
-                .as_array()
-                .unwrap()
-                .iter()
-                .map(|file| {
-                    let path = file["path"].as_str().unwrap();
-                    let hash = repo
-                        .files
-                        .get(path)
-                        .map(|bytes| if is_large(path) { sha256(bytes) } else { git_hash(bytes) });
-                    json!({"path": path, "uploadMode": if is_large(path) { "lfs" } else { "regular" },
-                       "shouldIgnore": path == "ignored.txt", "oid": hash})
-                })
-                .collect();
-            return json_answer(200, json!({"files": files}));
+            return preupload(state, name, &asked.json());
         }
         if let Some(name) = rest.strip_suffix("/commit/main") {
             return commit(state, name, &asked.body, endpoint);
@@ -274,59 +245,91 @@ fn of_hub(state: &mut State, asked: &Asked, endpoint: &str, storage: u16) -> Ans
     }
     if let Some(name) = path.strip_suffix(".git/info/lfs/objects/batch") {
         assert!(state.repos.contains_key(&name[1..]), "{name}");
-        let at = format!("http://localhost:{storage}");
-        let objects: Vec<Value> = body()["objects"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|object| {
-                let (oid, size) =
-                    (object["oid"].as_str().unwrap(), object["size"].as_u64().unwrap() as usize);
-                let mut answer = json!({"oid": oid, "size": size});
-                if !state.stored.contains_key(oid) {
-                    let upload = if size > StandIn::PART_BYTES {
-                        let parts = (1..=size.div_ceil(StandIn::PART_BYTES)).map(|part| {
-                            (format!("{part:05}"), json!(format!("{at}/part/{oid}/{part}?signature=abc")))
-                        });
-                        let mut header: serde_json::Map<String, Value> = parts.collect();
-                        header.insert("chunk_size".to_owned(), json!(StandIn::PART_BYTES.to_string()));
-                        json!({"href": format!("{endpoint}/complete/{oid}?signature=abc"), "header": header})
-                    } else {
-                        json!({"href": format!("{at}/whole/{oid}?signature=abc")})
-                    };
-                    answer["actions"] =
-                        json!({"upload": upload, "verify": {"href": format!("{endpoint}/verify/{oid}")}});
-                }
-                answer
-            })
-            .collect();
+        let batch = asked.json();
+        let objects = batch["objects"].as_array().unwrap().iter();
+        let objects: Vec<Value> =
+            objects.map(|object| large_object(state, object, endpoint, storage)).collect();
         return json_answer(200, json!({"transfer": "basic", "objects": objects}));
     }
     if let Some(oid) = path.strip_prefix("/complete/") {
         assert!(!asked.authorized || endpoint.starts_with("http://127"), "{path}");
-        let body = body();
-        let mut whole = Vec::new();
-        for (i, part) in body["parts"].as_array().unwrap().iter().enumerate() {
-            let bytes = state.parts.remove(&(oid.to_owned(), i + 1)).unwrap();
-            assert_eq!(
-                (part["partNumber"].as_u64(), part["etag"].as_str().unwrap()),
-                (Some(i as u64 + 1), sha256(&bytes).as_str())
-            );
-            whole.extend(bytes);
-        }
-        assert_eq!((sha256(&whole).as_str(), body["oid"].as_str()), (oid, Some(oid)));
-        state.stored.insert(oid.to_owned(), whole);
-        return json_answer(200, json!({}));
+        return complete(state, oid, &asked.json());
     }
     if let Some(oid) = path.strip_prefix("/verify/") {
-        let known =
-            state.stored.get(oid).is_some_and(|bytes| body() == json!({"oid": oid, "size": bytes.len()}));
+        let known = state
+            .stored
+            .get(oid)
+            .is_some_and(|bytes| asked.json() == json!({"oid": oid, "size": bytes.len()}));
         return if known { json_answer(200, json!({})) } else { refusal(404, "no such object") };
     }
     if let Some((name, rest)) = path[1..].split_once("/resolve/") {
         return resolve(state, name, rest, asked, storage);
     }
     refusal(404, "Not found")
+}
+
+fn create(state: &mut State, body: &Value, endpoint: &str) -> Answer {
+    let name =
+        format!("{}/{}", body["organization"].as_str().unwrap_or("me"), body["name"].as_str().unwrap());
+    let url = format!("{endpoint}/{name}");
+    if name.starts_with("others/") {
+        return refusal(403, "You don't have the rights to create a model under the namespace \"others\"");
+    }
+    if state.repos.contains_key(&name) {
+        return json_answer(409, json!({"error": "You already created this model repo", "url": url}));
+    }
+    let private = body["private"] == true || body["visibility"] == "private";
+    let files = [(".gitattributes".to_owned(), b"*.safetensors filter=lfs".to_vec())].into();
+    state.repos.insert(name, Repo { private, files, ..Repo::default() });
+    json_answer(200, json!({"url": url}))
+}
+
+fn preupload(state: &State, name: &str, body: &Value) -> Answer {
+    let Some(repo) = state.repos.get(name) else { return refusal(404, "Repository not found") };
+    let mode = |file: &Value| {
+        let path = file["path"].as_str().unwrap();
+        let hash = |bytes: &Vec<u8>| if is_large(path) { sha256(bytes) } else { git_hash(bytes) };
+        json!({"path": path, "uploadMode": if is_large(path) { "lfs" } else { "regular" },
+               "shouldIgnore": path == "ignored.txt", "oid": repo.files.get(path).map(hash)})
+    };
+    let files: Vec<Value> = body["files"].as_array().unwrap().iter().map(mode).collect();
+    json_answer(200, json!({"files": files}))
+}
+
+/// Answers where an object is uploaded, unless it is stored.
+fn large_object(state: &State, object: &Value, endpoint: &str, storage: u16) -> Value {
+    let at = format!("http://localhost:{storage}");
+    let (oid, size) = (object["oid"].as_str().unwrap(), object["size"].as_u64().unwrap() as usize);
+    let mut answer = json!({"oid": oid, "size": size});
+    if !state.stored.contains_key(oid) {
+        let upload = if size > StandIn::PART_BYTES {
+            let parts = (1..=size.div_ceil(StandIn::PART_BYTES))
+                .map(|part| (format!("{part:05}"), json!(format!("{at}/part/{oid}/{part}?signature=abc"))));
+            let mut header: serde_json::Map<String, Value> = parts.collect();
+            header.insert("chunk_size".to_owned(), json!(StandIn::PART_BYTES.to_string()));
+            json!({"href": format!("{endpoint}/complete/{oid}?signature=abc"), "header": header})
+        } else {
+            json!({"href": format!("{at}/whole/{oid}?signature=abc")})
+        };
+        answer["actions"] = json!({"upload": upload, "verify": {"href": format!("{endpoint}/verify/{oid}")}});
+    }
+    answer
+}
+
+/// Joins the uploaded parts of an object.
+fn complete(state: &mut State, oid: &str, body: &Value) -> Answer {
+    let mut whole = Vec::new();
+    for (i, part) in body["parts"].as_array().unwrap().iter().enumerate() {
+        let bytes = state.parts.remove(&(oid.to_owned(), i + 1)).unwrap();
+        assert_eq!(
+            (part["partNumber"].as_u64(), part["etag"].as_str().unwrap()),
+            (Some(i as u64 + 1), sha256(&bytes).as_str())
+        );
+        whole.extend(bytes);
+    }
+    assert_eq!((sha256(&whole).as_str(), body["oid"].as_str()), (oid, Some(oid)));
+    state.stored.insert(oid.to_owned(), whole);
+    json_answer(200, json!({}))
 }
 
 fn listing(state: &State, name: &str, revision: &str, authorized: bool) -> Answer {

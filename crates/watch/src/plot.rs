@@ -312,6 +312,24 @@ impl Plot {
         out += &format!(
             "<g clip-path=\"url(#{id})\" fill=\"none\" stroke-width=\"1.75\" stroke-linejoin=\"round\">"
         );
+        out += &self.curves(&colours, &points);
+        out += "</g>";
+        for ((line, _), (x, y, label)) in named.iter().zip(&entries) {
+            let colour = colours.of(line.colour);
+            out += &format!(
+                "<path d=\"M{x} {y}h16\" stroke=\"{colour}\" stroke-width=\"3\"/>\
+                 <text x=\"{}\" y=\"{y}\" dy=\"4\">{}</text>",
+                x + 20.0,
+                escaped(label),
+            );
+        }
+        out += "</svg>\n";
+        out
+    }
+
+    /// Draws the areas and the lines. `points` returns the places of values.
+    fn curves(&self, colours: &Colours, points: &dyn Fn(&[f64]) -> Vec<String>) -> String {
+        let mut out = String::new();
         for area in &self.areas {
             let outline: Vec<String> =
                 points(&area.high).into_iter().chain(points(&area.low).into_iter().rev()).collect();
@@ -329,17 +347,6 @@ impl Plot {
                 out += &format!("<circle cx=\"{x}\" cy=\"{y}\" r=\"2.5\" fill=\"{colour}\"/>");
             }
         }
-        out += "</g>";
-        for ((line, _), (x, y, label)) in named.iter().zip(&entries) {
-            let colour = colours.of(line.colour);
-            out += &format!(
-                "<path d=\"M{x} {y}h16\" stroke=\"{colour}\" stroke-width=\"3\"/>\
-                 <text x=\"{}\" y=\"{y}\" dy=\"4\">{}</text>",
-                x + 20.0,
-                escaped(label),
-            );
-        }
-        out += "</svg>\n";
         out
     }
 }
