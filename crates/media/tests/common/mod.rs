@@ -1,4 +1,4 @@
-//! What the tests of pictures and of videos share.
+//! Helpers of the tests of pictures and of videos.
 
 use std::path::{Path, PathBuf};
 

@@ -156,7 +156,7 @@ impl Model {
     /// [`ReferencePlace::Files`]).
     ///
     /// # Errors
-    /// Returns [`ModelError::Changed`] if a file has been modified.
+    /// Returns [`ModelError::Changed`](crate::ModelError::Changed) if a file has been modified.
     pub fn files_unchanged(&self) -> Result<()> {
         self.lenders.as_ref().map_or(Ok(()), WeightFiles::unchanged)
     }

@@ -30,7 +30,7 @@ pub struct Features {
 #[derive(Debug, Default)]
 pub struct Memories(BTreeMap<(usize, usize), Memory>);
 
-/// Gradients of media features, each in the shape of [`Features::rows`], keyed by (group, medium). A [`StreamPass`] returns them
+/// Gradients of media features, each in the shape of [`Features::rows`], keyed by (group, medium). A [`StreamPass`](super::StreamPass) returns them
 /// for towers and projectors. Gradients of several streams are summed, so that a medium goes back through its tower once.
 #[derive(Clone, Debug, Default)]
 pub struct FeatureGradients(pub(super) BTreeMap<(usize, usize), Rows>);
