@@ -27,11 +27,17 @@ use names::{EVALUATIONS, METRICS, ROLLOUTS, SKIPPED, TOKENS, WARNINGS};
 
 /// Names of the files and directories in a run directory that record the run.
 pub mod names {
+    /// Metrics of each step.
     pub const METRICS: &str = "metrics.jsonl";
+    /// Rows that were skipped, with the reason.
     pub const SKIPPED: &str = "skipped.jsonl";
+    /// Problems of the training that the program noticed.
     pub const WARNINGS: &str = "warnings.jsonl";
+    /// Completions of each step.
     pub const ROLLOUTS: &str = "rollouts";
+    /// Completions of evaluations.
     pub const EVALUATIONS: &str = "eval";
+    /// Numbers of each token, if they are recorded.
     pub const TOKENS: &str = "tokens";
     /// Event files of TensorBoard.
     pub const TENSORBOARD: &str = "tensorboard";

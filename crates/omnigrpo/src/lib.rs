@@ -96,8 +96,9 @@ pub use omnigrpo_grpo::{
     RECIPES, RatioLevel, Recipe, Surrogate, metric, recipe,
 };
 pub use omnigrpo_models::{
-    Checkpoint, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, ModelError,
-    Opening, Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, ReferencePlace, WeightDtype,
+    Checkpoint, DecoderMemory, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model,
+    ModelError, Opening, Prompt, PromptBuilder, PromptSettings, QuantBits, Quantization, ReferencePlace,
+    WeightDtype,
 };
 pub use omnigrpo_observe::{Activity, Console, StepProgress};
 pub use omnigrpo_ops::Device;
@@ -108,16 +109,16 @@ pub use omnigrpo_rewards::{
 };
 pub use omnigrpo_rollout::{
     Answer, AnswerPart, Completion, Environment, Episode, EpisodeKey, FinishReason, GenerateOptions,
-    Generator, Interaction, ModelTurn, Request, RolloutError, SamplingParams, TokenEvent, answer_calls,
-    append,
+    Generated, Generator, Interaction, ModelTurn, Request, RolloutError, SamplingParams, TokenEvent,
+    answer_calls, append,
 };
 pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
-    AdamWConfig, Algorithm, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation, Generated,
-    Group, Objective, Observer, Peer, PreparedRow, RecordPlan, Refusal, ResumeFrom, ResumePlan, Rollouts,
-    RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, ScheduleKind, SchedulePlan, Scored, Selection,
-    SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate, generate,
-    logprobs,
+    AdamWConfig, Algorithm, CardPlan, EvalOptions, EvalPlan, EvalSchedule, EvalWhen, Evaluation,
+    GeneratedBatch, Group, Objective, Observer, Peer, PreparedRow, RecordPlan, Refusal, ResumeFrom,
+    ResumePlan, Rollouts, RowPlan, RunPlan, RunSummary, SavePlan, SaveWhen, ScheduleKind, SchedulePlan,
+    Scored, Selection, SkipPolicy, SyncReference, TrainError, Trained, environment, environment_of, evaluate,
+    generate, logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 

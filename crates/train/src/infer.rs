@@ -141,7 +141,7 @@ pub fn score_recorded(
 
 /// Batch of rows with the completions sampled for them.
 #[derive(Debug)]
-pub struct Generated<'a> {
+pub struct GeneratedBatch<'a> {
     /// Usable rows.
     pub rows: &'a [PreparedRow],
     /// Completions of each row.
@@ -154,9 +154,7 @@ pub struct Generated<'a> {
 /// drawn, and `each` for every batch when it is complete.
 ///
 /// ```
-/// use std::path::Path;
-///
-/// use omnigrpo_data::ReadOptions;
+/// use omnigrpo_data::RowReader;
 /// use omnigrpo_models::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings};
 /// use omnigrpo_rollout::SamplingParams;
 /// use omnigrpo_train::{EvalOptions, generate};
@@ -187,7 +185,7 @@ pub fn generate(
     (dataset, rows): (&Dataset, &[u64]),
     options: &EvalOptions,
     token: &mut dyn FnMut(TokenEvent),
-    each: &mut dyn FnMut(Generated<'_>) -> Result<()>,
+    each: &mut dyn FnMut(GeneratedBatch<'_>) -> Result<()>,
 ) -> Result<()> {
     let generator = Generator::new(model, prompts, &options.sampling).with_max_live(options.max_live);
     for batch in rows.chunks(options.batch_rows.max(1)) {
@@ -196,7 +194,7 @@ pub fn generate(
         let watched = GenerateOptions { on_token: Some(&mut *token), memory: None };
         let generated = generator.generate(requests, watched)?;
         let completions: Vec<Vec<Completion>> = generated.into_iter().map(|of| of.completions).collect();
-        each(Generated { rows: &rows, completions: &completions, unusable: &unusable })?;
+        each(GeneratedBatch { rows: &rows, completions: &completions, unusable: &unusable })?;
     }
     Ok(())
 }

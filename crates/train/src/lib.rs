@@ -54,7 +54,7 @@ pub use external::{Peer, environment, environment_of};
 pub use features::{Keep, encode};
 pub use forecast::{StepTime, step_time};
 pub use imitate::{ImitationOutcome, imitate};
-pub use infer::{Generated, Recorded, generate, logprobs, score_recorded};
+pub use infer::{GeneratedBatch, Recorded, generate, logprobs, score_recorded};
 pub use inputs::digests;
 pub use longest::Longest;
 pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};

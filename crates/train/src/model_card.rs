@@ -272,7 +272,7 @@ fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
 
 /// Describes the machine and the total time of all steps in the records of the run directory.
 fn trained(dir: &Path, device: Device) -> String {
-    let secs: f64 = std::fs::read_to_string(dir.join("metrics.jsonl"))
+    let secs: f64 = std::fs::read_to_string(dir.join(omnigrpo_observe::names::METRICS))
         .unwrap_or_default()
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok()?["step_time"].as_f64())

@@ -9,7 +9,7 @@ use omnigrpo_models::AddedTurn;
 use omnigrpo_observe::{
     BeforeAfter, Console, DebugLog, EnvironmentTurn, Event, FinishReason, Health, Metric, PhaseTimer, Report,
     Rollout, RunDir, Skipped, Tokens, Trackers, Warning, Window, best_and_worst, evaluation_line,
-    is_headline, write_atomic,
+    is_headline, names, write_atomic,
 };
 use omnigrpo_rewards::Category;
 use omnigrpo_rollout::Completion;
@@ -93,14 +93,14 @@ impl Records {
         self.console.line(&row.to_string());
         let SkippedRow { id, reason, replaced_by, .. } = row.clone();
         let in_place = dir.append_skipped(&Skipped { step, id, reason, replaced_by })?;
-        self.notice(in_place, "skipped.jsonl");
+        self.notice(in_place, names::SKIPPED);
         Ok(())
     }
 
     fn metrics(&mut self, step: u64, epoch: f64, metrics: &[Metric]) -> Result<()> {
         let Some(dir) = &mut self.dir else { return Ok(()) };
         let in_place = dir.append_metrics(step, epoch, metrics)?;
-        self.notice(in_place, "metrics.jsonl");
+        self.notice(in_place, names::METRICS);
         Ok(())
     }
 
@@ -320,7 +320,7 @@ impl Records {
         }
         let Some(dir) = &self.dir else { return Ok(()) };
         let lines = json_lines(&evaluation.rows);
-        let dir = dir.root().join("eval");
+        let dir = dir.root().join(names::EVALUATIONS);
         std::fs::create_dir_all(&dir).map_err(TrainError::io(&dir))?;
         write_atomic(&dir.join(format!("step-{step:06}.jsonl")), |out| out.write_all(&lines))?;
         write_atomic(&dir.join(format!("step-{step:06}.summary.json")), |out| {

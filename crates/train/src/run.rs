@@ -343,7 +343,8 @@ impl Loop {
         Ok(ends)
     }
 
-    /// Returns true if the step has completed an epoch, that is after the last update on its rows.
+    /// Counts an epoch after the last update on its rows, and warns of weights that no row of it reached. Returns true if this step
+    /// has completed an epoch.
     fn end_epoch(&mut self) -> bool {
         let epoch = self.source.order().epochs_done() as u64;
         let done = self.place.buffer.is_none() && epoch > self.place.epochs_seen;

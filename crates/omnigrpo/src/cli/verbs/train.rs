@@ -312,7 +312,7 @@ pub fn prepare(
     Ok(run.prepare(&context.console)?)
 }
 
-/// Prints remarks on settings that other trainers read in another way.
+/// Prints remarks on settings that have no effect, and on what files of other trainers set.
 fn remark(settings: &Settings, context: &Context, device: Device, objective: Objective) -> Result<()> {
     if device == Device::Cpu && settings.optimizer.offload == Offload::Cpu {
         context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
