@@ -187,8 +187,11 @@ impl ConfigJson {
         match width.is_multiple_of(heads * unit) {
             true => Ok(AttentionHeads { q: heads, kv: heads, dim: width / heads }),
             false => {
-                let what = format!("expected heads of a multiple of {unit} columns");
-                Err(self.error(format!("{key} is {heads}, for a width of {width}; {what}")))
+                let problem = match unit {
+                    1 => ", which is not a multiple of it".to_owned(),
+                    _ => format!("; expected heads of a multiple of {unit} columns"),
+                };
+                Err(self.error(format!("{key} is {heads}, for a width of {width}{problem}")))
             }
         }
     }

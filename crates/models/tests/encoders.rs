@@ -269,6 +269,9 @@ fn published_configurations_are_read() {
     assert_eq!((clip.picture.num_patches(), clip.picture.sizes.hidden, clip.projection), (196, 768, 512));
     assert_eq!((clip.vocab, clip.max_tokens, clip.text.hidden, clip.end_token), (49_408, 77, 512, None));
     assert_eq!(clip.text.activation, Activation::QuickGelu);
+    let heads = r#"{"vision_config": {"hidden_size": 1152, "num_attention_heads": 7}}"#;
+    let error = SiglipConfig::parse(&read(heads)).unwrap_err().to_string();
+    assert!(error.contains("is 7, for a width of 1152, which is not a multiple of it"), "{error}");
     let error = BertConfig::parse(&read(r#"{"model_type": "t5"}"#)).unwrap_err();
     assert!(
         matches!(&error, ModelError::Config { what, .. } if what.contains("t5") && what.contains("xlm-roberta"))

@@ -110,8 +110,8 @@ pub(crate) fn make_absolute(columns: &mut Map<String, Value>, resolver: &Resolve
 
 /// Returns the kind of media that a key names: `image`, `images`, `image_url`, …
 fn kind_of_key(key: &str) -> Option<MediumKind> {
-    let one = key.strip_suffix("_url").or_else(|| key.strip_suffix('s')).unwrap_or(key);
-    MediumKind::named(one)
+    let one = key.strip_suffix("_url").unwrap_or(key);
+    MediumKind::ALL.into_iter().find(|kind| [kind.as_str(), kind.plural()].contains(&one))
 }
 
 fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {

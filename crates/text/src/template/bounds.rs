@@ -90,6 +90,59 @@ pub(super) fn install(env: &mut Environment<'_>) {
         state.consume_fuel(lines.saturating_mul(spaces) / 64)?;
         filters::indent(text, width.map(|width| width as usize), first, blank, named)
     });
+    env.add_filter("format", |state: &mut State, format: &Value, args: Rest<ValueOrKwargs>| {
+        let text = format.as_str().unwrap_or_default();
+        state.consume_fuel(fields(text, '%', args.iter().map(|arg| arg.clone().into())))?;
+        filters::format(state, format, args)
+    });
+    env.add_filter("split", |state: &State, text: &Value, at: Option<Arc<str>>, most: Option<i64>| {
+        state.consume_fuel(pieces(text.as_str().unwrap_or_default(), at.as_deref()))?;
+        filters::split(text, at, most)
+    });
+    env.add_filter("lines", |state: &State, text: &Value| {
+        state.consume_fuel(pieces(text.as_str().unwrap_or_default(), None))?;
+        filters::lines(text)
+    });
+    env.add_filter("min", |state: &State, items: Value, named: Kwargs| {
+        state.consume_fuel(comparisons(&items))?;
+        filters::min(state, items, named)
+    });
+    env.add_filter("max", |state: &State, items: Value, named: Kwargs| {
+        state.consume_fuel(comparisons(&items))?;
+        filters::max(state, items, named)
+    });
+    env.add_filter(
+        "sum",
+        |state: &State, items: Value, of: Option<&str>, start: Option<Value>, named: Kwargs| {
+            let start = start.or(named.get("start")?);
+            if let Some(start) = start.as_ref().filter(|start| !start.is_number()) {
+                return Err(invalid(format!("sum starts from a {}, expected a number", start.kind())));
+            }
+            filters::sum(state, items, of, start, named)
+        },
+    );
+}
+
+/// Returns the fuel for the items of a text that is split, which exist before the engine charges for them.
+fn pieces(text: &str, at: Option<&str>) -> u64 {
+    at.map_or(text.len() / 2, |at| text.matches(at).count()) as u64
+}
+
+/// Returns the fuel for a search for the least or largest item: each comparison changes the case of both.
+fn comparisons(items: &Value) -> u64 {
+    let items = || items.try_iter().into_iter().flatten();
+    longest(items()).saturating_mul(items().count() as u64) / 64
+}
+
+/// Returns the fuel for the arguments of a format. Each field of its text can write the longest argument, in which an escape has up
+/// to six characters.
+fn fields(text: &str, sign: char, args: impl Iterator<Item = Value>) -> u64 {
+    longest(args).saturating_mul(text.matches(sign).count() as u64) / 10
+}
+
+/// Returns the length of the longest value in written form.
+fn longest(values: impl Iterator<Item = Value>) -> u64 {
+    values.map(|value| value.to_string().len() as u64).max().unwrap_or(0)
 }
 
 /// Returns the fuel for a comparison of each character of a text with those of a set.
@@ -159,26 +212,19 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
         let first = args.first().and_then(Value::as_str);
         state.consume_fuel(match (name, first) {
             ("strip" | "lstrip" | "rstrip", Some(set)) => stripped(text, set),
-            ("split", Some(at)) => text.matches(at).count() as u64,
-            ("split" | "splitlines", _) => text.len() as u64 / 2,
-            ("format", _) => widths(text, args),
+            ("split", at) => pieces(text, at),
+            ("splitlines", _) => pieces(text, None),
+            ("format", _) => widths(text).saturating_add(fields(text, '{', args.iter().cloned())),
             _ => 0,
         })?;
     }
     pycompat::unknown_method_callback(state, value, name, args)
 }
 
-/// Returns a bound on the fuel for the widths and precisions of a format, which are in its text or, if it says so, in arguments.
-fn widths(text: &str, args: &[Value]) -> u64 {
+/// Returns a bound on the fuel for the widths and precisions of a format, which are in its text.
+fn widths(text: &str) -> u64 {
     let numbers = text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
-    let widths = numbers.fold(0u64, |sum, digits| sum.saturating_add(digits.parse().unwrap_or(u64::MAX)));
-    let number = |value: &Value| value.as_i64().map_or(0, i64::unsigned_abs);
-    let named = |value: &Value| {
-        let keys = value.try_iter().ok().filter(|_| value.is_kwargs()).into_iter().flatten();
-        keys.filter_map(|key| value.get_item(&key).ok()).map(|value| number(&value)).max().unwrap_or(0)
-    };
-    let largest = args.iter().map(|value| number(value).max(named(value))).max().unwrap_or(0);
-    widths.saturating_add(largest.saturating_mul(text.matches('{').count() as u64)) / 64
+    numbers.fold(0u64, |sum, digits| sum.saturating_add(digits.parse().unwrap_or(u64::MAX))) / 64
 }
 
 /// Jinja's only mutable value: attributes by name. It cannot contain another namespace, so no value can contain itself.

@@ -8,7 +8,8 @@
 //! templates. Instructions, recursion, nesting, work and memory are bounded (`bounds`, `rewrite`).
 //!
 //! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not; `strftime_now`
-//! needs a time from the caller; a namespace inside another value is an error.
+//! needs a time from the caller; a namespace inside another value, its attribute in a tuple (`set a, ns.b = …`), a tag that reads
+//! another template, more than one filter in a `filter` or `set` block, and `sum` from a start that is not a number are errors.
 
 mod bounds;
 mod engine;
@@ -619,10 +620,15 @@ mod tests {
         }
     }
 
-    /// With only the engine's own limits, each of these ended the process or took minutes.
+    /// With only the engine's own limits, each of these ended the process, or took minutes or gigabytes.
     #[test]
     fn hostile_templates_end_with_an_error() {
         let repeat = |piece: &str, n: usize| piece.repeat(n);
+        // A macro ignores arguments whose names are numbers.
+        let entries = |from: usize| (from..from + 490).map(|k| format!("{k}:1,")).collect::<String>();
+        let merged = |k: usize| format!("{{% set d=dict(d,**{{{}}}) %}}", entries(k * 1000));
+        let numbered = "{% set d={} %}".to_owned() + &(1..16).map(merged).collect::<String>();
+        assert_eq!(run(&(numbered.clone() + "{{ d|length }}"), json!({})).unwrap(), "7350");
         let cases: Vec<(&str, String)> = vec![
             ("nested", "{% set ns=namespace(a=[]) %}{% for i in range(99999) %}{% set ns.a=[ns.a] %}{% endfor %}{{ ns.a }}".into()),
             ("nested dicts", "{% set ns=namespace(a={}) %}{% for i in range(99999) %}{% set ns.a={'a': ns.a} %}{% endfor %}{{ ns.a }}".into()),
@@ -696,6 +702,21 @@ mod tests {
             ("set block", "{% set a | replace('a', 'b'*99999) %}{{ 'a'*99999 }}{% endset %}".into()),
             ("formats", "{% set a=['x'*99999]*999 %}{{ '%s%s%s%s%s%s%s%s'|format(a,a,a,a,a,a,a,a) }}".into()),
             ("format by name", "{{ '{:>{w}}'.format(5, w=10**9) }}".into()),
+            ("format with long arguments", "{{ ('%(k)s'*99999)|format({'k': 'x'*99999}) }}".into()),
+            ("format method with long arguments", "{{ ('{0}'*99999).format('x'*99999) }}".into()),
+            ("format method with long lists", "{{ ('{a}'*99999).format(a=['x'*99999]) }}".into()),
+            ("index of a text", "{% set s='ab'*9999999 %}{% for i in range(99999) %}{% if s.19999990 %}{% endif %}{% endfor %}".into()),
+            ("test of a text", "{% set s='ab'*9999999 %}{% for i in range(99999) %}{% if s is lower %}{% endif %}{% endfor %}".into()),
+            ("iterable", "{% set s='ab'*9999999 %}{% for i in range(99999) %}{% if s is not iterable %}{% endif %}{% endfor %}".into()),
+            ("sum", "{{ (['a'*99]*99999)|sum(start='')|length }}".into()),
+            ("split filter", "{{ ('a'*60000000)|split('')|length }}".into()),
+            ("lines filter", "{{ ('\n'*60000000)|lines|length }}".into()),
+            ("min", "{% set a=['a'*999999]+['b']*99999 %}{{ a|min|length }}".into()),
+            ("max", "{% set a=['b'*999999]+['a']*99999 %}{{ a|max|length }}".into()),
+            ("keyword arguments", numbered.clone() + "{% macro f() %}{% endmacro %}{% for i in range(99999) %}{% if f(**d) %}{% endif %}{% endfor %}"),
+            ("recursion over a text", "{% set s='a'*9999999 %}{% for i in range(99999) %}{% for c in [1] recursive %}{% if c == 1 %}{% if loop(s) %}{% endif %}{% else %}{% break %}{% endif %}{% endfor %}{% endfor %}".into()),
+            ("chain of a filter block", "{% set s='b'*99999 %}{% filter batch(99999, s)|string %}a{% endfilter %}".into()),
+            ("chain of a set block", "{% set s='b'*99999 %}{% set x | batch(99999, s)|string %}a{% endset %}".into()),
             ("sort", "{% set s='a'*999999 %}{% set a=[s]*9999 %}{{ a|sort|length }}".into()),
             ("keys", "{% set d={} %}{% set a=range(99999)|list %}{% for i in range(99999) %}{% if d[a] %}{% endif %}{% endfor %}".into()),
             ("long literal", format!("{{% for i in range(99999) %}}{{{{ '{}' }}}}{{% endfor %}}", repeat("x", 60_000))),
@@ -824,6 +845,16 @@ mod tests {
         }
         let error = run("line one\n{{ 1 + 'a' }}", json!({})).unwrap_err().to_string();
         assert!(error.contains(":2)"), "the line is named: {error}");
+        for set in [
+            "{%-\nset ns.b = 2 %}",
+            "{% set\nns.b %}{% endset %}",
+            "{% set ns\n.b = 2 %}",
+            "{% set ns.b\n= 2 %}",
+        ] {
+            let source = format!("{{% set ns = namespace() %}}{set}\n{{{{ 1 + 'a' }}}}");
+            let error = run(&source, json!({})).unwrap_err().to_string();
+            assert!(error.contains(":3)"), "{source}: {error}");
+        }
     }
 
     /// Iterates over tools and a long conversation as the templates of Llama 3 and Qwen3 do.

@@ -2,7 +2,8 @@
 //!
 //! The engine's fuel pays for instructions, text and lists. It does not see how deep values nest, how long a list is in written
 //! form, or that a list contains itself. Every expression that creates or reads whole values is therefore wrapped in a call of a
-//! function of [`bounds`](super::bounds): `a|sort` becomes `__value(__value(a)|sort)`. Text, white space and lines stay the same.
+//! function of [`bounds`](super::bounds): `a|sort` becomes `__value(__value(a)|sort)`. Everything outside tags stays the same, and
+//! so do the line breaks.
 //!
 //! An expression that this module cannot read is an error, so nothing reaches the engine without its bounds. Attributes of
 //! namespaces can be set by themselves (`set ns.a = …`), not as part of a tuple.
@@ -53,8 +54,8 @@ fn refuse(what: &str, line: usize) -> Error {
 /// Returns the source with bounds.
 pub(super) fn bounded(source: &str) -> Result<String> {
     let mut out = String::with_capacity(source.len() * 2);
-    // For each open `set` block: the attribute that gets its text.
-    let mut blocks: Vec<Option<(String, String)>> = Vec::new();
+    // For each open `set` block: the namespace and the attribute that get its text.
+    let mut blocks: Vec<Option<String>> = Vec::new();
     let (mut rest, mut counted, mut here) = (source, source, 1);
     let lines = |from: &str, to: &str| from[..from.len() - to.len()].matches('\n').count();
     while let Some(open) = rest
@@ -179,8 +180,10 @@ fn name_length(text: &str) -> usize {
 /// Returns the length of a number. After a point it is an index, which has no fraction.
 fn number_length(text: &str, after_dot: bool) -> usize {
     let bytes = text.as_bytes();
-    if let [b'0', b'b' | b'B' | b'o' | b'O' | b'x' | b'X', ..] = bytes {
-        return name_length(text);
+    if let [b'0', radix @ (b'b' | b'B' | b'o' | b'O' | b'x' | b'X'), digits @ ..] = bytes {
+        let hex = matches!(radix, b'x' | b'X');
+        let digit = |b: &u8| *b == b'_' || b.is_ascii_digit() || hex && b.is_ascii_hexdigit();
+        return 2 + digits.iter().take_while(|b| digit(b)).count();
     }
     let digits = |from: usize| bytes[from..].iter().take_while(|&&b| b == b'_' || b.is_ascii_digit()).count();
     let is_digit = |at: usize| bytes.get(at).is_some_and(u8::is_ascii_digit);
@@ -227,6 +230,10 @@ impl Operand {
 
     fn bound(self) -> String {
         if self.bounded { self.text } else { wrapped(VALUE, &self.text) }
+    }
+
+    fn charged(self) -> String {
+        if self.bounded { self.text } else { wrapped(TEXT, &self.text) }
     }
 }
 
@@ -341,7 +348,8 @@ impl<'s> Tag<'_, 's> {
                     if self.peek() == "not" {
                         test += &self.next()?;
                     }
-                    test += &self.dotted()?;
+                    let name = self.dotted()?;
+                    test += &name;
                     let argument = self.tokens.first().is_some_and(|token| {
                         !matches!(token.kind, Kind::Sign) || matches!(token.text, "-" | "[" | "{")
                     }) && !matches!(self.peek(), "and" | "or" | "else" | "is");
@@ -351,8 +359,10 @@ impl<'s> Tag<'_, 's> {
                     } else if argument {
                         let argument = self.negated()?.bound();
                         operand = Operand::new(operand.bound() + &test + &argument, true);
-                    } else {
+                    } else if matches!(name.trim_start(), "defined" | "undefined" | "none") {
                         operand = Operand::new(operand.text + &test, true);
+                    } else {
+                        operand = Operand::new(operand.charged() + &test, true);
                     }
                 }
                 _ => return Ok(operand),
@@ -368,15 +378,6 @@ impl<'s> Tag<'_, 's> {
             filter += &self.arguments(true)?;
         }
         Ok((length, filter))
-    }
-
-    fn filters(&mut self) -> Result<String> {
-        let mut out = self.filter()?.1;
-        while self.peek() == "|" {
-            out += &self.next()?;
-            out += &self.filter()?.1;
-        }
-        Ok(out)
     }
 
     fn dotted(&mut self) -> Result<String> {
@@ -408,8 +409,11 @@ impl<'s> Tag<'_, 's> {
             match self.peek() {
                 "." => {
                     let mut link = self.next()?;
+                    let index = self.tokens.first().is_some_and(|token| token.kind == Kind::Number);
                     link += &self.next()?;
-                    if self.peek() == "(" {
+                    if index {
+                        operand = Operand::new(wrapped(TEXT, &operand.text) + &link, false);
+                    } else if self.peek() == "(" {
                         let of = if special && links == 1 { operand.text } else { operand.bound() };
                         operand = Operand::made(of + &link + &self.arguments(true)?);
                     } else {
@@ -493,11 +497,12 @@ impl<'s> Tag<'_, 's> {
         Ok((count, out))
     }
 
-    /// Reads the arguments of a call. With `bound`, all of them get bounds.
+    /// Reads the arguments of a call. With `bound`, all of them get bounds. Without it, only their length is charged: the
+    /// callee may be a loop, which reads the whole of a text.
     fn arguments(&mut self, bound: bool) -> Result<String> {
         let mut out = self.expect("(")?;
         while self.peek() != ")" {
-            let all = self.peek() == "*";
+            let sign = self.peek();
             if matches!(self.peek(), "*" | "**") {
                 out += &self.next()?;
             } else if self.is_name() && self.tokens.get(1).is_some_and(|token| token.text == "=") {
@@ -505,10 +510,10 @@ impl<'s> Tag<'_, 's> {
                 out += &self.next()?;
             }
             let argument = self.operand_of(true)?;
-            out += &match (all, bound) {
-                (true, _) => wrapped(ITEMS, &argument.text),
-                (false, true) => argument.bound(),
-                (false, false) => argument.text,
+            out += &match sign {
+                "*" => wrapped(ITEMS, &argument.text),
+                _ if bound || sign == "**" => argument.bound(),
+                _ => argument.charged(),
             };
             if self.peek() == "," {
                 out += &self.next()?;
@@ -549,7 +554,7 @@ impl<'s> Tag<'_, 's> {
     }
 
     /// Reads a `{% … %}` tag. `blocks` has an item for each open `set` block.
-    fn statement(&mut self, blocks: &mut Vec<Option<(String, String)>>) -> Result<String> {
+    fn statement(&mut self, blocks: &mut Vec<Option<String>>) -> Result<String> {
         let name = self.peek();
         if name == "set" {
             return self.set(blocks);
@@ -557,7 +562,13 @@ impl<'s> Tag<'_, 's> {
         let mut out = self.name()?;
         match name {
             "if" | "elif" => out += &self.expression(false)?,
-            "autoescape" | "include" | "extends" | "import" | "from" => out += &self.expression(true)?,
+            "include" | "extends" | "import" | "from" => {
+                return Err(refuse(
+                    &format!("unsupported tag `{name}` (there is no other template)"),
+                    self.line,
+                ));
+            }
+            "autoescape" => out += &self.expression(true)?,
             "for" => {
                 out += &self.targets()?;
                 out += &self.expect("in")?;
@@ -588,57 +599,70 @@ impl<'s> Tag<'_, 's> {
                 out += &self.operand()?.call;
             }
             "do" => out += &self.operand()?.call,
-            "filter" => out += &self.filters()?,
+            "filter" => out += &self.filter()?.1,
             "endset" => {
-                if let Some(Some((of, attribute))) = blocks.pop() {
-                    out += &format!(" %}}{{% do {SET}({of}, '{attribute}', {BLOCK})");
+                if let Some(Some(of)) = blocks.pop() {
+                    out += &format!(" %}}{{% do {SET}({of}, {BLOCK})");
                 }
             }
             _ => {}
         }
-        // Keywords and names: `recursive`, `as name`, `ignore missing`, the name of a block.
-        while self.is_name() || self.peek() == "," {
+        // `recursive`, or the name of a block.
+        while self.is_name() {
             out += &self.next()?;
         }
         Ok(out)
     }
 
     /// Reads a `set` tag. An attribute of a namespace is set by a call.
-    fn set(&mut self, blocks: &mut Vec<Option<(String, String)>>) -> Result<String> {
+    fn set(&mut self, blocks: &mut Vec<Option<String>>) -> Result<String> {
         let set = self.expect("set")?;
         let mut target = self.targets()?;
         if self.peek() == "." && target.contains(['(', ',']) {
             return Err(refuse("an attribute can only be set by itself", self.line));
         }
-        let mut attribute: Option<String> = None;
+        // The last attribute, with its point: the engine gets its name as a text.
+        let mut attribute: Option<(String, String)> = None;
         while self.peek() == "." {
-            self.next()?;
-            if let Some(before) = attribute.replace(self.name()?.trim_start().to_owned()) {
-                target = format!("{target}.{before}");
+            let (point, name) = (self.next()?, self.name()?);
+            if let Some((point, name)) = attribute.replace((point, name)) {
+                target = target + &point + &name;
             }
         }
+        let attribute = attribute.map(|(point, name)| {
+            let space = name.len() - name.trim_start().len();
+            format!("{}{}'{}'", point.replace('.', ","), &name[..space], &name[space..])
+        });
         if self.tokens.is_empty() || self.peek() == "|" {
-            let target = match attribute {
+            let mut out = set;
+            match attribute {
                 Some(attribute) => {
-                    blocks.push(Some((target, attribute)));
-                    format!(" {BLOCK}")
+                    let of = target + &attribute;
+                    out.extend(of.chars().filter(char::is_ascii_whitespace));
+                    out += BLOCK;
+                    blocks.push(Some(of.replace('\n', " ")));
                 }
                 None => {
                     blocks.push(None);
-                    target
+                    out += &target;
                 }
-            };
-            let mut out = set + &target;
+            }
             if self.peek() == "|" {
                 out += &self.next()?;
-                out += &self.filters()?;
+                out += &self.filter()?.1;
             }
             return Ok(out);
         }
         let sign = self.expect("=")?;
         let value = self.expressions()?;
         Ok(match attribute {
-            Some(attribute) => format!(" do {SET}({target}, '{attribute}', {value})"),
+            Some(attribute) => {
+                format!(
+                    "{} {SET}({target}{attribute}{}{value})",
+                    set.replace("set", "do"),
+                    sign.replace('=', ",")
+                )
+            }
             None => set + &target + &sign + &value,
         })
     }
@@ -700,11 +724,17 @@ mod tests {
             ("{{ -a|abs }}", "{{__value(__value(-a)|abs)}}"),
             ("{{ a.b(c)[0].d }}", "{{__text(__value(__value(a).b(__value(c))))[0].d}}"),
             ("{{ a[1:] }}", "{{__value(__value(a)[1:])}}"),
-            ("{{ loop(a) }}{{ loop.cycle('a') }}", "{{__value(loop(a))}}{{__value(loop.cycle('a'))}}"),
+            (
+                "{{ loop(a) }}{{ loop.cycle('a') }}",
+                "{{__value(loop(__text(a)))}}{{__value(loop.cycle('a'))}}",
+            ),
             ("{{ a * 2 + b }}", "{{__value(__value(a*2)+b)}}"),
             ("{{ a == 'b' and c }}", "{{__value(a)=='b'and__value(c)}}"),
             ("{{ a is defined }}{{ a is eq b }}", "{{aisdefined}}{{__value(a)iseq__value(b)}}"),
             ("{{ f(*a, b=[c]) }}", "{{__value(f(*__items(a),b=__value([c])))}}"),
+            ("{{ f(**a) }}", "{{__value(f(**__value(a)))}}"),
+            ("{{ a.0.b is not lower }}", "{{__text(__text(a).0.b)isnotlower}}"),
+            ("{{ 0x1if a else 0b_1if b else 1if c }}", "{{0x1ifaelse0b_1ifbelse1ifc}}"),
             ("{% set a = b, c %}", "{%seta=__value((b,c))%}"),
             ("{%- set a.b = c if d else e -%}", "{%-do__set(a,'b',cifdelsee)-%}"),
             ("{% set a.b %}x{%- endset -%}", "{%set__block%}x{%-endset%}{%do__set(a,'b',__block)-%}"),
@@ -728,6 +758,9 @@ mod tests {
             ("{{ a }\n}", "unexpected end of a tag at line 2"),
             ("{{ }}", "unexpected end of a tag at line 1"),
             ("{% set (a, b.c) = d %}", "an attribute can only be set by itself at line 1"),
+            ("{% include 'a' %}", "unsupported tag `include` (there is no other template) at line 1"),
+            ("{% filter trim|upper %}", "unexpected `|` at line 1"),
+            ("{% set a | trim|upper %}", "unexpected `|` at line 1"),
             ("\n\n{{ __items }}", "the name __items is reserved at line 3"),
         ] {
             let error = bounded(source).unwrap_err().to_string();
