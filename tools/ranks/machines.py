@@ -151,20 +151,22 @@ def machine_of(process):
 
 
 def end(run, out, scratch, victims, may_be_silent=False):
-    """Waits until all ranks have ended, and checks that each survivor names the one that is lost, or nothing if it may be silent."""
+    """Waits until all ranks have ended, and checks that each survivor names the one that is lost. Returns false if one says nothing."""
     begun = time.monotonic()
     all_ended(out, TO_END_SECS)
     print(f"machines: {out.name}: all ranks have ended after {time.monotonic() - begun:.1f} s", flush=True)
     for survivor, victim in victims:
         said = (scratch / f"said.{survivor}").read_text()
         if may_be_silent and not said:
-            print(f"machines: {out.name}: the launcher has ended the survivor before it could speak", flush=True)
-            continue
+            print(f"machines: {out.name}: the launcher has ended the survivor before it could speak; again", flush=True)
+            run.wait(TO_END_SECS)
+            return False
         expect(f"the run has ended: rank {victim} (process " in said, f"{out.name}, process {survivor}: {said}")
     # A launcher that has lost a machine waits for it.
     if run.poll() is None:
         os.killpg(run.pid, signal.SIGKILL)
     run.wait(TO_END_SECS)
+    return True
 
 
 def resumed(name, launcher, train, scratch):
@@ -178,10 +180,14 @@ def resumed(name, launcher, train, scratch):
 
 def killed(name, launcher, train, scratch, victim):
     """Kills a rank."""
-    run, ranks = begin(name, launcher, train, scratch)
-    os.kill(ranks[victim], signal.SIGKILL)
     # A launcher also ends the other ranks, perhaps before they can speak: MPICH at once, Open MPI seldom so early.
-    end(run, scratch / name, scratch, [(ranks[1 - victim], victim)], may_be_silent=True)
+    speaks = launcher[0] == "mpirun.openmpi"
+    for left in (2, 1, 0):
+        run, ranks = begin(name, launcher, train, scratch)
+        os.kill(ranks[victim], signal.SIGKILL)
+        if end(run, scratch / name, scratch, [(ranks[1 - victim], victim)] if speaks else [], may_be_silent=left > 0):
+            break
+        shutil.rmtree(scratch / name)
     resumed(name, launcher, train, scratch)
 
 
