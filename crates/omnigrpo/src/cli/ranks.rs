@@ -106,14 +106,19 @@ fn connect(launch: &Launch, settings: &Settings) -> Result<Rank> {
 
 /// Ends this process because another one of the run has ended, with the status of a run that can be resumed.
 fn lost(what: &str) {
+    report_loss(what);
+    // SAFETY: the call has no preconditions. Handlers of MPI that `exit` would call wait for the lost process.
+    unsafe { libc::_exit(EXIT_STOPPED.into()) };
+}
+
+/// Writes that a process of the run has ended.
+fn report_loss(what: &str) {
     use std::io::Write as _;
     // One write, because all ranks write to the same terminal.
     let text = format!(
         "error: the run has ended: {what}\n  help: the last checkpoint is complete; repeat the command to resume from it\n"
     );
     let _ = std::io::stderr().write_all(text.as_bytes());
-    // SAFETY: the call has no preconditions. Handlers of MPI that `exit` would call wait for the lost process.
-    unsafe { libc::_exit(EXIT_STOPPED.into()) };
 }
 
 impl Rank {
@@ -320,7 +325,13 @@ fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
     let status = child.wait().context("mpirun cannot be waited for")?;
     match (ended_by.load(Ordering::SeqCst), status.code()) {
         (0, Some(code)) if !is_of_lost_rank(code) => Ok(code),
-        (0, _) => Ok(EXIT_STOPPED.into()),
+        (0, code) => {
+            // A rank that is left has said which one was lost. If `mpirun` was killed, the ranks cannot write any more.
+            if code.is_none() {
+                report_loss(&format!("mpirun (process {id}) has ended"));
+            }
+            Ok(EXIT_STOPPED.into())
+        }
         (signal, _) => Ok(128 + signal),
     }
 }
