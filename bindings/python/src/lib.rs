@@ -74,7 +74,8 @@ impl<'py> Stops<'py> {
                 if !warns {
                     return Err(PySystemExit::new_err(STOPPED));
                 }
-                [&warned, &stop].map(|flag| flag.store(true, Ordering::SeqCst));
+                warned.store(true, Ordering::SeqCst);
+                stop.store(true, Ordering::SeqCst);
                 Ok(())
             })?;
             match this.signal.call_method1("signal", (&number, handler)) {
