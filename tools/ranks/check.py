@@ -3,15 +3,17 @@
 
     tools/ranks/check.py target/debug/omnigrpo [--kills N]
 
-Then it kills and stops ranks, checks that all of them end and that the checkpoint is complete, and resumes on one process. Errors of a
-rank must be one message and one exit status. Every
-command has a time limit. With `--kills N`, it only kills a rank N times, at random moments of a run that it starts again each time,
+Ranks that differ in a setting or a file must not start, and settings of a single rank must not matter. Then it kills and stops ranks,
+launchers and the processes that wait for them, checks that all others end and that the checkpoint is complete, and resumes on one process.
+Errors of a rank must be one message and one exit status. Every command has a time limit. With `--kills N`, it only kills a rank N times, at random moments of a run that it starts again each time,
 and compares the finished run with an uninterrupted one.
 """
 
+import array
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +72,7 @@ def check(train, scratch):
             done([*launcher, *train(f"{name}-{shard}", 2, more=cut)])
             same(scratch / "alone", scratch / f"{name}-{shard}")
     adapters(train, scratch)
+    differ(train, scratch)
     done([*train("parent", 2), "--nproc_per_node", "2"])
     same(scratch / "alone", scratch / "parent")
     torch(train("torch", 2))
@@ -108,6 +111,7 @@ def check(train, scratch):
             said = done(command)
             expect(f"at step {steps - 1} of {steps}" in said, said)
         stopped(launcher, train, scratch / f"stopped-{name}")
+        lost(name, launcher, train, scratch)
         frozen(launcher, train(f"frozen-{name}", 2, steps=1000), scratch / f"frozen-{name}", 20)
         errors(name, launcher, train, scratch)
     patient = train("frozen-longer", 2, steps=1000, more=["--ddp_timeout", 26])
@@ -155,6 +159,154 @@ def turns(train, scratch):
     for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
         done([*launcher, *train(f"turns-{name}", 2, more=more, longest=96)])
         same(scratch / "turns", scratch / f"turns-{name}")
+
+
+# Runs the first of two commands on rank 0, and the second on all others.
+EITHER = """
+import json, os, sys
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+command = json.loads(sys.argv[2 if rank != "0" else 1])
+os.execv(command[0], command)
+"""
+
+
+def differ(train, scratch):
+    """Lets the second rank have another setting or another file. Such a run ends with status 2 on all ranks before its first step, and
+    names what differs. Settings of a single rank give the bytes of a run without them."""
+    demo, own = scratch / "demo", scratch / "other"
+    shutil.copytree(demo / "start-model", own / "start-model")
+    shutil.copytree(demo / "data", own / "data")
+    rows = (demo / "data/train.jsonl").read_text().splitlines(keepends=True)
+
+    def changed(path, edit):
+        """Returns a copy of a file or of the model's directory in which `edit` has changed a file."""
+        changed.count += 1
+        folder = scratch / f"changed-{changed.count}"
+        shutil.copytree(path if path.is_dir() else path.parent, folder / path.name if path.is_dir() else folder)
+        to = folder / path.name
+        edit(to)
+        return to
+
+    def text(name, old, new):
+        def edit(model):
+            before = (model / name).read_text()
+            expect(old in before, f"{name} has no {old}")
+            (model / name).write_text(before.replace(old, new, 1))
+
+        return edit
+
+    def byte(model):
+        """Changes one bit in the middle of the largest tensor."""
+        path = model / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        length = int.from_bytes(content[:8], "little")
+        tensors = json.loads(content[8 : 8 + length])
+        tensors.pop("__metadata__", None)
+        start, end = max((tensor["data_offsets"] for tensor in tensors.values()), key=lambda span: span[1] - span[0])
+        expect(end - start > 3 * 8192, "the largest tensor is smaller than the ends that are hashed before loading")
+        content[8 + length + (start + end) // 2 // 4 * 4] ^= 1
+        path.write_bytes(content)
+
+    changed.count = 0
+    model, train_file = demo / "start-model", demo / "data/train.jsonl"
+    media = next(value for value in json.loads(rows[0]).values() if str(value).endswith(".png"))
+    media = media[0] if isinstance(media, list) else media
+    other_rows = changed(train_file, lambda path: path.write_text("".join([rows[1], *rows[1:]])))
+    fewer = changed(train_file, lambda path: path.write_text("".join(rows[:-1])))
+    picture = changed(train_file, lambda path: (path.parent / media).write_bytes((path.parent / media).read_bytes() + b"x"))
+    lora = ["--use_peft", "--lora_r", 4]
+    done(train("adapter", 4, steps=1, more=lora))
+    adapter = scratch / "adapter"
+    # What differs: settings of both ranks, those of the second one alone, and the name in the message.
+    cases = {
+        "seed": ([], ["--seed", 7], "seed: "),
+        "rate": ([], ["--learning_rate", 1e-2], "learning_rate: 0.0001 on rank 0, 0.01 on rank 1"),
+        "loss": ([], ["--loss_type", "dapo"], "loss_type: "),
+        "dtype": ([], ["--torch_dtype", "bfloat16"], "torch_dtype: "),
+        "scheduler": ([], ["--lr_scheduler_type", "cosine"], "lr_scheduler_type: "),
+        "steps": ([], ["--max_steps", 9], "max_steps: "),
+        "shard": ([], ["--shard", "weights"], "shard: "),
+        "bucket": ([], ["--reduce_bucket_size", 1000], "reduce_bucket_size: "),
+        "generations": ([], ["--num_generations", 2], "num_generations: "),
+        "leaves": ([], ["--gradient_leaves", 4], "gradient_leaves: "),
+        "batches": ([], ["--gradient_accumulation_steps", 1], "gradient_accumulation_steps: "),
+        "saves": ([], ["--save_steps", 2], "save_steps: "),
+        "cut rates": (["--shard", "weights"], ["--learning_rate", 1e-2], "learning_rate: "),
+        "directory": ([], ["--output_dir", scratch / "elsewhere"], "output_dir: "),
+        "rows": ([], ["--train_file", other_rows], "content of training file 1: other content on rank 1"),
+        "fewer rows": ([], ["--train_file", fewer], f"training rows: {len(rows)} on rank 0, {len(rows) - 1} on rank 1"),
+        "picture": ([], ["--train_file", picture], "media: other content on rank 1"),
+        "template": ([], [changed(model, lambda to: template(to))], "of the model: other content on rank 1"),
+        "configuration": ([], [changed(model, text("config.json", "{", "{ "))], "config.json of the model: other content on rank 1"),
+        "weights": ([], [changed(model, scaled)], "tensor "),
+        "one bit": ([], [changed(model, byte)], "differ in their weights"),
+        "one bit, shared base": ([*lora, "--beta", 0.04], [changed(model, byte)], "differ in their weights"),
+        "one bit, cut weights": (["--shard", "weights", *ALL], [changed(model, byte)], "differ in their weights"),
+        "one bit, few bits": ([*lora, "--load_in_8bit"], [changed(model, byte)], "differ in their weights"),
+        "one bit, bf16": (["--torch_dtype", "bfloat16"], [changed(model, byte)], "differ in their weights"),
+        "adapter": (["--adapter_name_or_path", adapter], ["--adapter_name_or_path", changed(adapter, other_adapter)], "of the adapter"),
+    }
+    for what, (both, second, message) in cases.items():
+        second = ["--model_name_or_path", *second] if len(second) == 1 else second
+        for name, launcher in [("open-mpi", OPEN_MPI), ("mpich", MPICH)]:
+            # Files need no second launcher.
+            if name == "mpich" and not isinstance(second[1], (int, float, str)):
+                continue
+            out = scratch / f"differ-{what}-{name}"
+            code, said = either(launcher, train(out.name, 2, more=both), second)
+            expect(code == 2, f"{what} under {name}: status {code}\n{said}")
+            expect(message in said and said.count("error: ") == 1, f"{what} under {name}: expected one message with {message}\n{said}")
+            expect("rank 1 and rank 0 differ in " in said, f"{what} under {name}: no rank in {said}")
+            expect(not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text(), f"{what}: a step was taken")
+    for what, second in {
+        "threads": ["--threads", 2],
+        "console": ["--logging_steps", 2, "--log_completions", "true"],
+        "memory": ["--mm_processor_cache_gb", 0],
+        "places": ["--train_file", own / "data/train.jsonl", "--model_name_or_path", own / "start-model"],
+        "patience": ["--ddp_timeout", 30],
+    }.items():
+        out = scratch / f"alike-{what}"
+        code, said = either(OPEN_MPI, train(out.name, 2), second)
+        expect(code == 0, f"{what}: status {code}\n{said}")
+        same(scratch / "alone", out)
+
+
+def template(model):
+    """Changes the chat template."""
+    path = next(path for path in [model / "chat_template.jinja", model / "chat_template.json", model / "tokenizer_config.json"] if path.exists())
+    path.write_text(path.read_text().replace("You are", "You were", 1) + " ")
+
+
+def scaled(model):
+    """Multiplies all weights by two."""
+    path = model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start:] = array.array("f", (2 * x for x in array.array("f", bytes(content[start:])))).tobytes()
+    path.write_bytes(content)
+
+
+def other_adapter(folder):
+    """Changes the last byte of an adapter."""
+    path = folder / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+
+
+def either(launcher, first, second):
+    """Runs a command on two ranks, the second with more settings, and returns the status and what they wrote."""
+    first = [str(word) for word in first]
+    # A flag that is given twice is an error.
+    other = list(first)
+    for name, value in zip(second[::2], second[1::2]):
+        if name in other:
+            other[other.index(name) + 1] = str(value)
+        else:
+            other += [name, str(value)]
+    command = [*launcher, sys.executable, "-c", EITHER, json.dumps(first), json.dumps(other)]
+    run = subprocess.run(command, env={**os.environ, **ROOT}, capture_output=True, text=True, timeout=LIMIT_SECS)
+    return run.returncode, run.stdout + run.stderr
 
 
 def expect(condition, what):
@@ -233,6 +385,92 @@ def killed(launcher, command, out):
     by_mpich = launcher == MPICH and f"PID {rank} RUNNING AT" in said
     expect(named or by_mpich, f"{rank} is not named: {said}")
     all_ended(out)
+
+
+def lost(name, launcher, train, scratch):
+    """Kills a rank, the launcher, and the process that started the launcher, each while the run samples, trains and saves. The others end
+    within 30 seconds, with status 75 where somebody can see it, and the same command resumes. The run ends with the bytes of one process."""
+    out, folder = scratch / f"lost-{name}", scratch / f"mpirun-{name}"
+    folder.mkdir()
+    (folder / "mpirun").symlink_to(shutil.which(launcher[0]))
+    environment = {**os.environ, **ROOT, "PATH": f"{folder}:{os.environ['PATH']}"}
+    longer = {"longest": 64}
+    for moment in [samples, trains, saves]:
+        for victim in ["rank", "launcher", "parent", "own launcher"]:
+            by_hand = victim == "own launcher"
+            command = train(out.name, 2, steps=1000, **longer)
+            command = [str(word) for word in ([*launcher, *command] if by_hand else [*command, "--nproc_per_node", "2"])]
+            with open(out.with_suffix(".txt"), "w") as said:
+                run = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+            wait_for(run, moment, out)
+            ranks = [process for process in processes(str(out)) if process != run.pid]
+            started = [run.pid] if by_hand else children(run.pid)
+            what = f"{victim} killed while it {moment.__name__} under {name}"
+            expect(len(ranks) == 2 and len(started) == 1, f"{what}: ranks {ranks}, launcher {started}")
+            killed = {"rank": max(ranks), "parent": run.pid}.get(victim, started[0])
+            os.kill(killed, signal.SIGKILL)
+            since = time.monotonic()
+            status = run.wait(30)
+            all_ended(out, 30 - (time.monotonic() - since))
+            expect(not is_running(started[0]), f"{what}: the launcher outlives the run")
+            expected = -signal.SIGKILL if killed == run.pid else 75
+            expect(status == expected, f"{what}: status {status}, expected {expected}\n{out.with_suffix('.txt').read_text()}")
+    step = newest(out) + 1
+    done([*train(out.name, 2, steps=step, **longer), "--nproc_per_node", "2"])
+    done(train(f"found-{name}", 4, steps=step, **longer))
+    for file in ["model.safetensors", f"checkpoint-{step}/optimizer.safetensors"]:
+        equal = (out / file).read_bytes() == (scratch / f"found-{name}" / file).read_bytes()
+        expect(equal, f"{file} of a run that was killed under {name} and of another one differ")
+
+
+def wait_for(run, moment, out):
+    """Waits until a run is at a moment of a step that it has not done when it was called."""
+    until, done = time.monotonic() + LIMIT_SECS, steps_done(out)
+    while not moment(out, done):
+        expect(run.poll() is None and time.monotonic() < until, f"{out.name} has ended with status {run.poll()} before it {moment.__name__}")
+        time.sleep(0.002)
+
+
+def samples(out, done):
+    """Returns true if a step is complete, so that the next rollout begins."""
+    return steps_done(out) > done
+
+
+def trains(out, done):
+    """Returns true if the completions of a step are written, which precedes its update."""
+    return (out / f"rollouts/step-{done + 2:06}.jsonl").exists() and steps_done(out) == done + 1
+
+
+def saves(out, done):
+    """Returns true if a checkpoint is being written."""
+    return steps_done(out) > done and any(out.glob("tmp-checkpoint-*"))
+
+
+def steps_done(out):
+    try:
+        return len((out / "metrics.jsonl").read_text().splitlines())
+    except OSError:
+        return 0
+
+
+def children(process):
+    """Returns the processes that a process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rsplit(") ", 1)[1].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == process and state not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
 
 
 def begun(command, out):

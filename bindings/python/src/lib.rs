@@ -24,6 +24,7 @@ use omnigrpo::{
 use omnigrpo_guard::MachineFailure;
 use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PySystemExit, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyCFunction;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -42,6 +43,65 @@ fn raised(problem: &Problem) -> PyErr {
     let text = problem.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text).to_owned();
     if problem.is_usage() { PyValueError::new_err(text) } else { OmnigrpoError::new_err(text) }
+}
+
+/// Exit code of a program that was stopped and can be resumed, as that of the command line.
+const STOPPED: u8 = 75;
+
+/// Handlers of the signals that end a run with a checkpoint, in place of Python's default ones. They are removed when the value is
+/// dropped. Handlers of the script stay.
+struct Stops<'py> {
+    signal: Bound<'py, PyModule>,
+    numbers: Vec<Bound<'py, PyAny>>,
+    /// True after SIGUSR1.
+    warned: Arc<AtomicBool>,
+}
+
+impl<'py> Stops<'py> {
+    /// Installs the handlers, on the main thread only. SIGTERM and SIGHUP raise `SystemExit`. SIGUSR1 only sets `stop`, because a
+    /// scheduler sends it as a warning, and the SIGTERM that follows must not interrupt the step.
+    fn install(py: Python<'py>, stop: &Arc<AtomicBool>) -> PyResult<Self> {
+        let signal = py.import("signal")?;
+        let mut this = Self { signal, numbers: Vec::new(), warned: Arc::default() };
+        for (name, warns) in [("SIGTERM", false), ("SIGHUP", false), ("SIGUSR1", true)] {
+            // Not every system has all of them.
+            let Some(number) = this.signal.getattr_opt(name)? else { continue };
+            if !this.signal.call_method1("getsignal", (&number,))?.eq(this.signal.getattr("SIG_DFL")?)? {
+                continue;
+            }
+            let (stop, warned) = (Arc::clone(stop), Arc::clone(&this.warned));
+            let handler = PyCFunction::new_closure(py, None, None, move |_, _| {
+                if !warns {
+                    return Err(PySystemExit::new_err(STOPPED));
+                }
+                warned.store(true, Ordering::SeqCst);
+                stop.store(true, Ordering::SeqCst);
+                Ok(())
+            })?;
+            match this.signal.call_method1("signal", (&number, handler)) {
+                Ok(_) => this.numbers.push(number),
+                // Only the main thread may install handlers.
+                Err(error) if error.is_instance_of::<PyValueError>(py) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(this)
+    }
+
+    /// Returns `SystemExit` if the run was asked to stop by a warning.
+    fn end(&self) -> PyResult<()> {
+        if self.warned.load(Ordering::SeqCst) { Err(PySystemExit::new_err(STOPPED)) } else { Ok(()) }
+    }
+}
+
+impl Drop for Stops<'_> {
+    fn drop(&mut self) {
+        for number in &self.numbers {
+            // The main thread has installed them, and it removes them.
+            let default = self.signal.getattr("SIG_DFL");
+            let _ = default.and_then(|default| self.signal.call_method1("signal", (number, default)));
+        }
+    }
 }
 
 /// Does work of the library without the GIL. A panic becomes an error, as on the thread of a command.
@@ -274,9 +334,9 @@ impl Write for Lines {
 
 /// Runs a command on a thread of its own, and answers its calls on this one until it has ended.
 ///
-/// The first exception, Ctrl-C included, asks a run to stop with a checkpoint, and is raised when the run has ended. The run ends
-/// after its step, or before it if a reward has raised.
-/// A second Ctrl-C is raised at once.
+/// The first exception, that of Ctrl-C or SIGTERM included, asks a run to stop with a checkpoint, and is raised when the run has ended. The
+/// run ends after its step, or before it if a reward has raised.
+/// A second Ctrl-C or SIGTERM is raised at once.
 fn attended<T: Send + 'static>(
     py: Python<'_>,
     call: &Bound<'_, PyAny>,
@@ -287,6 +347,7 @@ fn attended<T: Send + 'static>(
     let line = Line(sender);
     let stop = Arc::new(AtomicBool::new(false));
     let asked_to_stop = Arc::clone(&stop);
+    let stops = Stops::install(py, &stop)?;
     let console = Console::plain(Lines(line.clone(), Vec::new()));
     let activity = console.activity().clone();
     let worker = std::thread::Builder::new().name("omnigrpo".to_owned()).spawn(move || {
@@ -310,7 +371,9 @@ fn attended<T: Send + 'static>(
     match (exception, done) {
         (Some(exception), _) => Err(exception),
         (None, done) => {
-            done.unwrap_or_else(|panic| Err(of_panic(&*panic))).map_err(|problem| raised(&problem))
+            let done =
+                done.unwrap_or_else(|panic| Err(of_panic(&*panic))).map_err(|problem| raised(&problem))?;
+            stops.end().map(|()| done)
         }
     }
 }
@@ -325,8 +388,10 @@ fn serve(
     let mut first: Option<PyErr> = None;
     let keep = |first: &mut Option<PyErr>, error: PyErr| {
         stop.store(true, Ordering::SeqCst);
-        if error.is_instance_of::<PyKeyboardInterrupt>(py) && first.is_none() {
-            // The exception of Ctrl-C is kept; one of the message is not.
+        let is_signal =
+            error.is_instance_of::<PyKeyboardInterrupt>(py) || error.is_instance_of::<PySystemExit>(py);
+        if is_signal && first.is_none() {
+            // The exception of the signal is kept; one of the message is not.
             let _ =
                 python.call1(("line", "", "\"stopping with a checkpoint; interrupt again to stop at once\""));
         }

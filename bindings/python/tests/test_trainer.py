@@ -185,6 +185,75 @@ def test_a_second_ctrl_c_raises_at_once(start, monkeypatch):
     assert len(sent) == 2 and time.monotonic() - sent[1] < 0.5
 
 
+# Sends a signal to itself in the second step, and another one later.
+STOPPED = """
+import os, signal, sys
+import omnigrpo
+
+folder, demo, steps, first, second, own = sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:]
+settings = dict(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_generations=4, max_completion_length=12,
+                learning_rate=3e-4, dtype="float32", threads=1)
+
+def send(name):
+    if name != "none":
+        os.kill(os.getpid(), getattr(signal, name))
+
+class Send:
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            send(first)
+            send(second)
+
+def brief(completions, **kwargs):
+    return [-float(len(completion[0]["content"])) for completion in completions]
+
+if own == "sets":
+    signal.signal(signal.SIGTERM, lambda number, frame: print("mine", flush=True))
+elif own == "raises":
+    def mine(number, frame):
+        raise LookupError("mine")
+    signal.signal(signal.SIGTERM, mine)
+before = signal.getsignal(signal.SIGTERM)
+trainer = omnigrpo.GRPOTrainer(f"{demo}/model", brief, omnigrpo.GRPOConfig(folder, max_steps=steps, **settings), f"{demo}/data/train.jsonl", callbacks=[Send])
+try:
+    trainer.train()
+finally:
+    print(f"step {trainer.state.global_step}, handlers {'kept' if signal.getsignal(signal.SIGTERM) == before else 'changed'}", flush=True)
+"""
+
+
+def stopped(folder, demo, steps, *words):
+    """Run the script, and return its exit code and its output."""
+    command = [sys.executable, "-c", STOPPED, folder, demo, steps, *words]
+    said = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
+    return said.returncode, said.stdout.splitlines(), said.stderr
+
+
+def test_sigterm_saves_and_the_same_script_resumes_to_the_same_bytes(demo, tmp_path):
+    assert stopped(tmp_path / "whole", demo, 4, "none", "none", "none")[0] == 0
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
+        code, lines, said = stopped(tmp_path / name, demo, 4, name, "none", "none")
+        assert (code, lines) == (75, ["step 2, handlers kept"]), said
+        assert [path.name for path in (tmp_path / name).glob("checkpoint-*")] == ["checkpoint-2"]
+        code, lines, said = stopped(tmp_path / name, demo, 4, "none", "none", "none")
+        assert (code, lines) == (0, ["step 4, handlers kept"]), said
+        assert weights(tmp_path / name) == weights(tmp_path / "whole")
+
+
+def test_a_scheduler_may_warn_before_sigterm(demo, tmp_path):
+    code, lines, said = stopped(tmp_path / "run", demo, 4, "SIGUSR1", "SIGTERM", "none")
+    assert (code, lines) == (75, ["step 2, handlers kept"]), said
+    assert (tmp_path / "run/checkpoint-2").is_dir()
+
+
+def test_a_handler_of_the_script_stays(demo, tmp_path):
+    code, lines, said = stopped(tmp_path / "sets", demo, 3, "SIGTERM", "none", "sets")
+    assert (code, lines) == (0, ["mine", "step 3, handlers kept"]), said
+    code, lines, said = stopped(tmp_path / "raises", demo, 3, "SIGTERM", "none", "raises")
+    assert (code, lines) == (1, ["step 2, handlers kept"]) and "LookupError: mine" in said
+    assert (tmp_path / "raises/checkpoint-2").is_dir()
+
+
 def test_rewards_of_files_and_of_this_process_get_the_same_arguments(start, tmp_path):
     code = """
 import json

@@ -248,6 +248,15 @@ impl RowReader {
 }
 
 impl DatasetPart {
+    /// Adds everything that determines the rows to a hash.
+    fn feed(&self, hash: &mut Sha256) -> Result<(), DataError> {
+        let said = json!([&*self.name, self.file.len(), format!("{:?}", self.think), self.columns]);
+        hash.update(said.to_string());
+        self.file.feed(&mut |bytes| hash.update(bytes))?;
+        self.chosen.iter().flatten().for_each(|&row| hash.update(row.to_le_bytes()));
+        Ok(())
+    }
+
     fn len(&self) -> u64 {
         self.chosen.as_ref().map_or(self.file.len(), |rows| rows.len() as u64)
     }
@@ -443,13 +452,21 @@ impl Dataset {
     /// Returns an error if a file can no longer be read.
     pub fn fingerprint(&self) -> Result<String, DataError> {
         let mut hash = Sha256::new();
-        for part in &self.parts {
-            let said = json!([&*part.name, part.file.len(), format!("{:?}", part.think), part.columns]);
-            hash.update(said.to_string());
-            part.file.feed(&mut |bytes| hash.update(bytes))?;
-            part.chosen.iter().flatten().for_each(|&row| hash.update(row.to_le_bytes()));
-        }
+        self.parts.iter().try_for_each(|part| part.feed(&mut hash))?;
         Ok(short(hash))
+    }
+
+    /// Returns the name, the number of rows and the digest of each of the datasets that make up this one.
+    ///
+    /// # Errors
+    /// Returns an error if a file can no longer be read.
+    pub fn fingerprints(&self) -> Result<Vec<(String, u64, String)>, DataError> {
+        let of = |part: &DatasetPart| {
+            let mut hash = Sha256::new();
+            part.feed(&mut hash)?;
+            Ok((part.name.to_string(), part.len(), short(hash)))
+        };
+        self.parts.iter().map(of).collect()
     }
 
     /// Returns a digest that changes with the media. For up to 4,096 evenly spread rows it covers the length of each medium and 4

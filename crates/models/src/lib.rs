@@ -62,6 +62,6 @@ pub use recall::DecoderMemory;
 pub use rope::{Rope, RopeScaling};
 pub use stream::{AddedTurn, GroupStream, PackedStream};
 pub use weights::{
-    Chosen, FileSource, FrozenWeights, Init, Quantization, Scope, SourceDigest, WeightDtype, WeightFiles,
-    WeightSource, share, source_digest,
+    Chosen, FileSource, FrozenWeights, Init, Quantization, Scope, SharedDigests, SourceDigest, TensorDigests,
+    WeightDtype, WeightFiles, WeightSource, share, source_digest, source_digests,
 };

@@ -16,7 +16,7 @@ use crate::decoder::Decoder;
 use crate::error::Result;
 use crate::families::{Family, Network};
 use crate::lora::LoraConfig;
-use crate::weights::WeightFiles;
+use crate::weights::{TensorDigests, WeightFiles};
 
 pub use loading::{LoadOptions, ReferencePlace};
 pub use media::{FeatureGradients, Features, Memories};
@@ -53,6 +53,8 @@ pub struct Model {
     device: Device,
     /// Files from which weights are read while the model is in use. They must not change.
     lenders: Option<WeightFiles>,
+    /// Digests of the tensors that were read from files; `None` if nobody asked for them.
+    pub(crate) digests: Option<TensorDigests>,
     /// Source of the decoder's weights that are not in memory all the time.
     lender: Option<Arc<dyn Lend>>,
 }
@@ -78,6 +80,7 @@ impl Model {
             alphas: BTreeMap::new(),
             device,
             lenders: None,
+            digests: None,
             lender: None,
         }
     }

@@ -33,6 +33,7 @@ use crate::families::Format;
 use crate::lora::{LoraConfig, MAX_RANK, module_of};
 use crate::model::Model;
 use crate::origin::Origin;
+use crate::weights::digest::of_piece;
 
 const CONFIG: &str = "adapter_config.json";
 pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
@@ -171,6 +172,9 @@ impl Model {
             }
         }
         self.lora = Some(lora);
+        if let Some(digests) = &mut self.digests {
+            digests.insert(WEIGHTS.to_owned(), file.digest);
+        }
         self.store_whole(dir, &file)?;
         self.whole = file.whole.into_keys().collect();
         Ok(())
@@ -429,6 +433,8 @@ struct AdapterFile {
     /// Module names of these layers in the file.
     modules: BTreeMap<String, String>,
     whole: BTreeMap<String, Dense>,
+    /// Digest of the file.
+    digest: u64,
 }
 
 impl AdapterFile {
@@ -443,7 +449,8 @@ impl AdapterFile {
         let bytes = inside::read_path(&path, u64::MAX).map_err(ModelError::io(&path))?;
         let file = SafeTensors::deserialize(&bytes).map_err(ModelError::safetensors(&path, "read"))?;
         let targets = target_parameters(dir)?;
-        let mut this = Self { pairs: BTreeMap::new(), modules: BTreeMap::new(), whole: BTreeMap::new() };
+        let (pairs, modules, whole) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let mut this = Self { pairs, modules, whole, digest: of_piece(&bytes) };
         for (key, view) in file.tensors() {
             let inner = key.strip_prefix(PREFIX).unwrap_or(&key).replace(".default", "");
             let inner = inner.replace(".modules_to_save", "");

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::Dataset;
-use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_models::{Model, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, Metric, RunLock, StepProgress, Trackers};
 use omnigrpo_rewards::{Corpus, RewardSet};
 use omnigrpo_train::{
@@ -235,6 +235,7 @@ pub fn train(
         corpus: plan.corpus,
         reward_bytes: 0,
         reward_files: plan.reward_files,
+        reward_weights: TensorDigests::new(),
         algorithm: plan.algorithm,
         optimizer: plan.optimizer,
         selection: plan.selection,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::{Error, Ranks, Result};
+use crate::{Error, PARENT, Ranks, Result};
 
 /// Program that started the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +31,8 @@ pub struct Launch {
     pub local_rank: usize,
     /// Number of processes on this machine, according to `torchrun` and its relatives; otherwise all.
     pub local_size: usize,
+    /// Number of the process that started `mpirun` and waits for it, if that is this program ([`Mpirun::command`]).
+    pub parent: Option<u32>,
 }
 
 /// Variables of a launcher: number of processes, number of this process.
@@ -68,6 +70,7 @@ impl Launch {
                 }),
             }
         };
+        let parent = get(PARENT).and_then(|id| id.trim().parse().ok());
         for (launcher, size, rank) in ROWS {
             let Some((rank, size)) = place(size, rank)? else { continue };
             let (mut local_rank, mut local_size) = (0, size);
@@ -86,11 +89,12 @@ impl Launch {
                 }
                 local_size = of_machine.unwrap_or(size);
             }
-            return Ok(Self { launcher, rank, size, local_rank, local_size });
+            return Ok(Self { launcher, rank, size, local_rank, local_size, parent });
         }
         // The shell of a Slurm job has some of these variables as well, but its step has one task.
         let Some((rank, size)) = place("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")? else {
-            return Ok(Self { launcher: Launcher::None, rank: 0, size: 1, local_rank: 0, local_size: 1 });
+            let (launcher, rank, size) = (Launcher::None, 0, 1);
+            return Ok(Self { launcher, rank, size, local_rank: 0, local_size: 1, parent });
         };
         if get("PMIX_RANK").is_none() {
             return Err(Error::Launcher {
@@ -98,7 +102,7 @@ impl Launch {
                 line: "srun --mpi=pmix …` (Open MPI) or `srun --mpi=pmi2 …".to_owned(),
             });
         }
-        Ok(Self { launcher: Launcher::OpenMpi, rank, size, local_rank: 0, local_size: size })
+        Ok(Self { launcher: Launcher::OpenMpi, rank, size, local_rank: 0, local_size: size, parent })
     }
 
     /// Connects the processes of an MPI launcher. A single process is the only rank and needs no MPI.
@@ -156,7 +160,7 @@ impl Mpirun {
     }
 
     /// Returns the command that starts `program` with `arguments` as `size` ranks on this machine. Its processes may use all
-    /// cores.
+    /// cores. They know the number of this process, which has to wait for the command ([`Launch::parent`]).
     #[must_use]
     pub fn command(&self, size: usize, program: &Path, arguments: &[std::ffi::OsString]) -> Command {
         let mut command = Command::new(&self.program);
@@ -167,6 +171,7 @@ impl Mpirun {
             command.args(["--bind-to", "none", "--oversubscribe"]).envs(root.map(|name| (name, "1")));
         }
         command.arg(program).args(arguments).stdin(Stdio::null());
+        command.env(PARENT, std::process::id().to_string());
         command
     }
 }
@@ -193,10 +198,17 @@ mod tests {
     #[test]
     fn launchers_are_recognised_by_their_variables() {
         const ALONE: Launch =
-            Launch { launcher: Launcher::None, rank: 0, size: 1, local_rank: 0, local_size: 1 };
-        let place = |launcher, rank, size| Launch { launcher, rank, size, local_rank: 0, local_size: size };
+            Launch { launcher: Launcher::None, rank: 0, size: 1, local_rank: 0, local_size: 1, parent: None };
+        let place = |launcher, rank, size| Launch {
+            launcher,
+            rank,
+            size,
+            local_rank: 0,
+            local_size: size,
+            parent: None,
+        };
         let open = place(Launcher::OpenMpi, 3, 4);
-        let torch = Launch { launcher: Launcher::Torch, rank: 5, size: 8, local_rank: 1, local_size: 4 };
+        let torch = Launch { local_rank: 1, local_size: 4, ..place(Launcher::Torch, 5, 8) };
         for (variables, expected) in [
             (&[][..], ALONE),
             (&[("WORLD_SIZE", "1"), ("RANK", "0")], ALONE),
@@ -237,6 +249,17 @@ mod tests {
         ] {
             assert_eq!(read(variables).unwrap(), expected, "{variables:?}");
         }
+    }
+
+    #[test]
+    fn a_rank_knows_the_process_that_waits_for_mpirun() {
+        let of_mpirun = [("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "1")];
+        let parent = |id| read(&[of_mpirun[0], of_mpirun[1], (PARENT, id)]).unwrap().parent;
+        assert_eq!([parent("42"), parent("none"), read(&of_mpirun).unwrap().parent], [Some(42), None, None]);
+        let command = Mpirun { program: "mpirun".into(), launcher: Launcher::Mpich };
+        let command = command.command(2, Path::new("omnigrpo"), &[]);
+        let own = std::process::id().to_string();
+        assert!(command.get_envs().any(|(name, value)| name == PARENT && value == Some(own.as_ref())));
     }
 
     #[test]

@@ -7,8 +7,8 @@
 //! is then the same for every engine, library, network and, with a [`Cascade`], number of ranks. [`Ranks::sum_by_engine`] is the
 //! faster sum whose order the engine chooses.
 //!
-//! [`Launch`] recognises how a process was started, and a [`Lifeline`] ends the run on all ranks if one of them ends. The crate
-//! does not know tensors.
+//! [`Launch`] recognises how a process was started. A [`Lifeline`] ends the run on all ranks if one of them ends, and [`Starters`] if
+//! a process that started them does. The crate does not know tensors.
 //!
 //! ```
 //! use omnigrpo_ranks::{Launch, Ranks};
@@ -26,6 +26,8 @@ mod lifeline;
 #[cfg(unix)]
 mod mpi;
 mod queue;
+#[cfg(unix)]
+mod starter;
 pub mod sum;
 mod threads;
 
@@ -42,6 +44,8 @@ pub use lifeline::{Lifeline, PATIENCE};
 #[cfg(unix)]
 pub use mpi::Mpi;
 pub use queue::Queue;
+#[cfg(unix)]
+pub use starter::Starters;
 pub use sum::{Cascade, GradientSum};
 pub use threads::Threads;
 
@@ -179,6 +183,9 @@ pub struct Local {
     /// Number of this machine among them.
     pub machine: usize,
 }
+
+/// Variable with the number of the process that started `mpirun` and waits for it.
+const PARENT: &str = "OMNIGRPO_PARENT";
 
 /// Default number of elements that are exchanged at once: 16 MiB of f32.
 pub const BUCKET: usize = 4 << 20;

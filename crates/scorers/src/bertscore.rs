@@ -229,7 +229,7 @@ pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
         let what = format!("it needs a text encoder: give its directory with {BERTSCORE_MODEL}");
         return Err(ScorerError::Setting { reward: NAME, what });
     };
-    let mut scorer = BertScorer::load(dir, options.bertscore_layer, options.weights)?;
+    let mut scorer = BertScorer::load(dir, options.bertscore_layer, options.weights.clone())?;
     if options.bertscore_idf {
         scorer = scorer.with_idf(&options.references.iter().map(String::as_str).collect::<Vec<_>>())?;
     }

@@ -54,7 +54,7 @@ impl ClipScorer {
     /// space.
     pub fn load(dir: &Path, text_dir: Option<&Path>, how: impl Into<FrozenWeights>) -> Result<Self> {
         let how = how.into();
-        let clip = Clip::load(dir, how)?;
+        let clip = Clip::load(dir, how.clone())?;
         let pixels = processor(dir, clip.config().picture.side_px)?;
         let text = match text_dir {
             Some(dir) => {

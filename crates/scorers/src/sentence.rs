@@ -70,7 +70,7 @@ impl SentenceEncoder {
             match text("type").rsplit('.').next().unwrap_or_default() {
                 "Transformer" => transformer = Some(place),
                 "Pooling" => pooling = Some(read_pooling(&place)?),
-                "Dense" => dense.push(Dense::load(&place, how)?),
+                "Dense" => dense.push(Dense::load(&place, how.clone())?),
                 // The length of a vector does not change its cosine.
                 "Normalize" => {}
                 other => {
@@ -162,13 +162,20 @@ impl Dense {
             }
         };
         let files = WeightFiles::open(dir, |key| Some(key.to_owned()))?;
+        if how.digests.is_some() {
+            files.keep_digests();
+        }
         let read = |name: &str| -> Result<_> {
             let values = files.read(name, how.dtype)?.map_err(|what| fail(dir, what.trim().to_owned()))?;
             let shape = files.shape(name).unwrap_or_default();
             Ok(std::sync::Arc::new(Param::new(name, Part::Projector, shape, values)?))
         };
         let bias = json.boolean("bias", true)?.then(|| read("linear.bias")).transpose()?;
-        Ok(Self { layer: Linear::reshaped(read("linear.weight")?, bias, n, k)?, tanh })
+        let layer = Linear::reshaped(read("linear.weight")?, bias, n, k)?;
+        if let Some(shared) = how.digests {
+            shared.add(&files);
+        }
+        Ok(Self { layer, tanh })
     }
 }
 

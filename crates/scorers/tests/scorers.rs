@@ -415,7 +415,7 @@ fn reward_model(name: &str) -> RewardModel {
 /// A process that does not score checks the weights of a reward model, but not their values.
 #[test]
 fn an_outline_is_checked_and_cannot_score() {
-    let outline = FrozenWeights { dtype: WeightDtype::Auto, is_outline: true };
+    let outline = FrozenWeights { is_outline: true, ..FrozenWeights::default() };
     let load = |dir: &Path| RewardModel::load("judge", dir, outline, RenderOptions::default());
     let (turns, columns) = asked(&json!("How many?"));
     for name in ["qwen3", "roberta"] {

@@ -249,6 +249,12 @@ fn step_of(checkpoint: &Path) -> Option<u64> {
     checkpoint.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok()
 }
 
+/// Returns a digest of all files of a checkpoint: that of their sums.
+pub(crate) fn digest(checkpoint: &Path) -> Result<String> {
+    let sums = inside::read(checkpoint, SUMS, u64::MAX).map_err(TrainError::io(checkpoint.join(SUMS)))?;
+    Ok(Sha256::digest(&sums).iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+}
+
 /// Reads the state of a checkpoint.
 ///
 /// # Errors

@@ -5,7 +5,7 @@ use std::io::Read as _;
 use std::path::PathBuf;
 
 use omnigrpo_data::Dataset;
-use omnigrpo_models::{Model, source_digest};
+use omnigrpo_models::{Model, source_digest, source_digests};
 use omnigrpo_ops::{Device, ParamDtype};
 use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
@@ -37,20 +37,43 @@ pub fn digests(dataset: &Dataset, files: &[PathBuf]) -> Result<Map<String, Value
     Ok(out)
 }
 
-/// Returns digests of the files of a model, and the way in which the CPU multiplies with its weights.
-pub(crate) fn of_model(policy: &Policy, outline: &Model) -> Result<Map<String, Value>> {
+/// Returns the directories of a model with their names in messages.
+fn sources(policy: &Policy) -> Vec<(&'static str, PathBuf)> {
     let checkpoint = policy.checkpoint();
     let mut sources = vec![("the model", checkpoint.dir().to_owned())];
-    let mut random = false;
     if let Policy::Planned(plan) = policy {
         sources.extend(plan.adapter.clone().map(|dir| ("the adapter", dir)));
-        random = plan.random.is_some();
     }
     for companion in checkpoint.family().format().companions() {
         sources.extend(companion.dir.map(|dir| (companion.option, dir)));
     }
+    sources
+}
+
+/// Returns what [`of_model`] and [`digests`] cover, with a digest of each file and of each tensor's ends. It reads everything again, so it
+/// serves only to say where inputs differ.
+pub(crate) fn in_parts(policy: &Policy, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
-    for (name, dir) in sources {
+    for (name, dir) in sources(policy) {
+        out.extend(
+            source_digests(&dir)?
+                .into_iter()
+                .map(|(part, digest)| (format!("{part} of {name}"), digest.into())),
+        );
+    }
+    for (number, (name, rows, digest)) in (1..).zip(dataset.fingerprints()?) {
+        out.insert(format!("name of training file {number}"), name.into());
+        out.insert(format!("rows of training file {number}"), rows.into());
+        out.insert(format!("content of training file {number}"), digest.into());
+    }
+    Ok(out)
+}
+
+/// Returns digests of the files of a model, and the way in which the CPU multiplies with its weights.
+pub(crate) fn of_model(policy: &Policy, outline: &Model) -> Result<Map<String, Value>> {
+    let random = matches!(policy, Policy::Planned(plan) if plan.random.is_some());
+    let mut out = Map::new();
+    for (name, dir) in sources(policy) {
         let digest = source_digest(&dir)?;
         // Random weights need no digest, because the seed determines them.
         if let (Some(weights), false) = (digest.weights, random) {

@@ -3,6 +3,7 @@
 //! The code of the step ([`Collector::collect`], [`update`]) follows the formulas of the algorithm. All random numbers are keyed by
 //! seed and position, so a step is a function of (weights, rows, seed) alone.
 
+mod alike;
 mod bucket;
 mod buffer;
 pub mod checkpoint;
@@ -46,6 +47,7 @@ mod survey;
 mod temporal;
 mod timing;
 
+pub use alike::check as check_ranks;
 pub use buffer::BufferState;
 pub use error::{Refusal, Result, SETTINGS, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};

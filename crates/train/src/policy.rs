@@ -11,6 +11,7 @@ use omnigrpo_ops::{Device, Part};
 use crate::error::{DTYPE, QUANTIZATION, Refusal, Result};
 use crate::room;
 use crate::selection::Selection;
+use crate::split::Split;
 
 /// Source and form of a model.
 #[derive(Clone)]
@@ -51,20 +52,22 @@ impl ModelPlan {
     /// # Errors
     /// Returns an error if the weights do not fit into memory, or files are unreadable or do not fit together.
     pub fn load(&self, trained: &Selection) -> Result<Model> {
-        self.load_to_train(trained, InPlace::None)
+        self.load_to_train(trained, InPlace::None, false)
     }
 
-    /// Loads the model as [`Self::load`] does, but frozen weights stay in their files if possible. The processes of a machine then
-    /// share their memory. The files must not change ([`Model::files_unchanged`]).
+    /// Loads the model of a rank as [`Self::load`] does. If the ranks of a machine share their memory, frozen weights stay in their files
+    /// where possible. The files must not change ([`Model::files_unchanged`]). Several ranks also need digests of the weights
+    /// ([`Model::tensor_digests`]).
     ///
     /// # Errors
     /// Returns the errors of [`Self::load`].
-    pub fn load_shared(&self, trained: &Selection) -> Result<Model> {
-        self.load_to_train(trained, InPlace::Frozen)
+    pub fn load_on(&self, split: &Split, trained: &Selection) -> Result<Model> {
+        let in_place = if split.shares_base() { InPlace::Frozen } else { InPlace::None };
+        self.load_to_train(trained, in_place, split.ranks.size() > 1)
     }
 
-    fn load_to_train(&self, trained: &Selection, in_place: InPlace) -> Result<Model> {
-        let mut model = self.load_as(trained, in_place)?;
+    fn load_to_train(&self, trained: &Selection, in_place: InPlace, digests: bool) -> Result<Model> {
+        let mut model = self.load_as(trained, in_place, digests)?;
         if let Some(lora) = self.new_adapters() {
             model.add_lora(lora)?;
         }
@@ -77,7 +80,7 @@ impl ModelPlan {
     /// # Errors
     /// Returns the errors of [`Self::load`].
     pub fn load_to_read(&self) -> Result<Model> {
-        self.load_as(&Selection::NONE, InPlace::All)
+        self.load_as(&Selection::NONE, InPlace::All, false)
     }
 
     /// Returns the outline of the model that [`Self::load`] returns, with its trained weights marked.
@@ -102,12 +105,12 @@ impl ModelPlan {
         self.lora.as_ref().filter(|_| self.adapter.is_none())
     }
 
-    fn load_as(&self, trained: &Selection, in_place: InPlace) -> Result<Model> {
+    fn load_as(&self, trained: &Selection, in_place: InPlace, digests: bool) -> Result<Model> {
         let mut model = self.with_options(trained, (self.device, in_place), |options| {
             let outline = Model::load(&self.checkpoint, &LoadOptions { outline: true, ..*options })?;
             weights_fit(&outline, Device::Cpu)?;
             weights_fit(&outline, self.device)?;
-            let model = Model::load(&self.checkpoint, options)?;
+            let model = Model::load(&self.checkpoint, &LoadOptions { digests, ..*options })?;
             if let Some(quantization) = &options.quantization {
                 let params = model.params().iter();
                 let left = params.filter(|p| quantization.leaves(p.name(), p.part(), p.shape())).count();
@@ -149,7 +152,7 @@ impl ModelPlan {
         };
         let in_place: Option<Chosen> = if device == Device::Cpu { Some(&stays) } else { None };
         let (dtype, random) = (self.dtype, self.random);
-        f(&LoadOptions { dtype, quantization, device, in_place, random, outline: false })
+        f(&LoadOptions { dtype, quantization, device, in_place, random, digests: false, outline: false })
     }
 }
 

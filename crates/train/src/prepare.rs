@@ -5,16 +5,19 @@
 //! A run that cannot work is refused in seconds, and not after hours.
 
 use std::collections::HashSet;
+use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::Dataset;
-use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_models::{Model, PromptBuilder, TensorDigests};
 use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_ops::{Card, Device, Param, Rates};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
+use serde_json::{Map, Value};
 
+use crate::alike;
 use crate::checks::{self, LONGEST};
 use crate::error::{ORDER_BONUS, REWARDS, Refusal, Result};
 use crate::evaluate::EvalPlan;
@@ -61,6 +64,8 @@ pub struct Run {
     pub reward_bytes: u64,
     /// Files that determine the scores of rewards.
     pub reward_files: Vec<PathBuf>,
+    /// Digests of the weights of reward models, which several ranks compare.
+    pub reward_weights: TensorDigests,
     /// Settings of the algorithm.
     pub algorithm: Algorithm,
     /// Settings of the optimizer.
@@ -94,6 +99,8 @@ pub struct Prepared {
     row_media_bytes: [Option<f64>; 2],
     resumes: Option<(PathBuf, u64)>,
     forecast: Forecast,
+    /// Digests of the inputs.
+    inputs: Map<String, Value>,
 }
 
 /// Memory that a run takes, with the longest rows and completions.
@@ -216,9 +223,9 @@ impl Run {
             rows.answered(&self.prompts, &self.algorithm.sampling)
         };
         let (longest, typical) = (outlines(&longest), outlines(&typical));
-        let forecast = Forecast::default();
+        let (resumes, forecast, inputs) = (None, Forecast::default(), Map::new());
         let mut prepared =
-            Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes: None, forecast };
+            Prepared { run: self, bad_rows, longest, typical, row_media_bytes, resumes, forecast, inputs };
         prepared.foresee()?;
         prepared.find_start()?;
         Ok(prepared)
@@ -431,7 +438,8 @@ impl Prepared {
         };
         let of_model = inputs::of_model(&self.run.model, &self.outline(&self.variant())?)?;
         let digests = inputs::digests(&self.run.dataset, &self.run.reward_files)?;
-        self.run.plan.resume.fingerprint.extend(of_model.into_iter().chain(digests));
+        self.inputs = of_model.into_iter().chain(digests).collect();
+        self.run.plan.resume.fingerprint.extend(self.inputs.clone());
         self.resumes = resume::expected(&self.run.plan, &dir)?;
         Ok(())
     }
@@ -614,28 +622,76 @@ impl Prepared {
         (kept as f64 * trained + evaluated as f64 * held_out) as u64
     }
 
-    /// Loads the model if it is not in memory, and trains. Returns the trained model with the summary of the run.
+    /// Checks that all ranks have the same rows, files, plan and division of a step.
+    fn check_ranks(&self) -> Result<()> {
+        let split = &self.run.algorithm.split;
+        if split.ranks.size() == 1 {
+            return Ok(());
+        }
+        let what = "their inputs";
+        let own = split.agree(self.described())?;
+        let Err(first) = alike::check(&split.ranks, what, own.clone()) else { return Ok(()) };
+        // All ranks know that one differs. Its parts say where.
+        let parts = split.agree(inputs::in_parts(&self.run.model, &self.run.dataset))?;
+        let whole =
+            |name: &str| ["dataset", "files of ", "weights of "].iter().any(|own| name.starts_with(own));
+        let own = own.into_iter().filter(|(name, _)| !whole(name)).chain(parts).collect();
+        alike::check(&split.ranks, what, own)?;
+        Err(first)
+    }
+
+    /// Returns what must be the same on all ranks, by name, with digests of the contents.
+    fn described(&self) -> Result<Map<String, Value>> {
+        let Run { plan, algorithm: Algorithm { split, .. }, .. } = &self.run;
+        let mut own = plan.binding();
+        let bad: Vec<u64> = self.bad_rows.iter().map(|(row, ..)| *row).collect();
+        own.insert("training rows".into(), self.run.rows.len().into());
+        own.insert("rows that cannot be used".into(), bad.into());
+        if let Some(eval) = &self.run.eval {
+            own.insert("evaluation rows".into(), eval.rows.len().into());
+            own.insert("content of the evaluation rows".into(), eval.dataset.fingerprint()?.into());
+            own.insert("media of the evaluation rows".into(), eval.dataset.media_digest().into());
+        }
+        let plan: [(&str, &dyn Debug); 8] = [
+            ("max_steps", &plan.max_steps),
+            ("num_train_epochs", &plan.num_epochs),
+            ("gradient_leaves", &split.leaves),
+            ("gradient_sum", &split.sum),
+            ("shard", &split.shard),
+            ("shard_min_elements", &split.least_cut),
+            ("reduce_bucket_size", &split.bucket),
+            ("save_strategy", &plan.save.when),
+        ];
+        own.extend(plan.map(|(name, value)| (name.to_owned(), format!("{value:?}").into())));
+        own.extend(self.inputs.clone());
+        let of_rewards = self.run.reward_weights.iter();
+        own.extend(
+            of_rewards.map(|(name, digest)| (format!("tensor {name}, a model of rewards"), shown(*digest))),
+        );
+        Ok(own)
+    }
+
+    /// Loads the model if it is not in memory, and trains. Returns the trained model with the summary of the run. Several ranks compare
+    /// their inputs first, and their weights when these are loaded.
     ///
     /// # Errors
-    /// Returns an error if the lasting part of the run's memory exceeds what is free, and the errors of training
-    /// ([`train`](crate::train())).
+    /// Returns an error if the lasting part of the run's memory exceeds what is free, if a rank differs from the first one, and the errors of
+    /// training ([`train`](crate::train())).
     pub fn train(self, output: Output, console: &Console, stop: &AtomicBool) -> Result<Trained> {
+        let hopeless = self.forecast.refusal().filter(|_| self.forecast.is_hopeless());
+        self.run.algorithm.split.agree(hopeless.map_or(Ok(()), |refusal| Err(refusal.into())))?;
+        self.check_ranks()?;
         let usable = self.usable_rows();
         let Self { run, bad_rows, longest, typical, forecast, .. } = self;
-        if let Some(refusal) = forecast.refusal().filter(|_| forecast.is_hopeless()) {
-            return Err(refusal.into());
-        }
         // If kept, they would hold their decoded media during the complete run.
         drop((longest, typical));
         run.prompts.media_store().set_max_bytes(forecast.need.media_store);
+        let split = &run.algorithm.split;
         let model = match run.model {
             Policy::Loaded(model) => *model,
-            Policy::Planned(plan) => {
-                let split = &run.algorithm.split;
-                let load = if split.shares_base() { ModelPlan::load_shared } else { ModelPlan::load };
-                split.agree(load(&plan, &run.selection))?
-            }
+            Policy::Planned(plan) => split.agree(plan.load_on(split, &run.selection))?,
         };
+        same_weights(split, &model)?;
         if let Some(name) = &run.plan.card.run_name {
             console.line(&format!("run {name}"));
         }
@@ -665,6 +721,21 @@ impl Prepared {
         };
         train(setup, console, stop)
     }
+}
+
+/// Checks that all ranks have the same weights.
+fn same_weights(split: &Split, model: &Model) -> Result<()> {
+    if split.ranks.size() == 1 {
+        return Ok(());
+    }
+    let each = model.tensor_digests().into_iter();
+    let own: Map<_, _> = each.map(|(name, digest)| (name, shown(digest))).collect();
+    alike::check(&split.ranks, "their weights", own)
+}
+
+/// Returns a digest as the comparison of ranks expects it.
+fn shown(digest: u64) -> Value {
+    format!("{digest:032x}").into()
 }
 
 /// Returns a line about the work of a step.

@@ -11,8 +11,8 @@ use omnigrpo_guard::{inside, told};
 use omnigrpo_models::{COMPANIONS, Model};
 use omnigrpo_observe::{Console, Existing, names, step_files};
 use omnigrpo_rewards::Corpus;
-use serde_json::Value;
 
+use crate::alike::{self, Difference};
 use crate::checkpoint::{self, TrainerState};
 use crate::error::{
     ALLOW_CHANGED, LOCK, MAX_STEPS, NEWEST, RESUME, Refusal, Result, SAVE_ONLY_MODEL, START, TrainError,
@@ -97,10 +97,14 @@ impl Search<'_> {
                 Ok(Start::From(Box::new(Resumed { path, state, changed })))
             }
         };
-        split.agree(match start {
+        let start = split.agree(match start {
             Some(start) => Ok(start),
             None => load(),
-        })
+        })?;
+        if let Start::From(resumed) = &start {
+            same_checkpoint(split, &resumed.path)?;
+        }
+        Ok(start)
     }
 
     /// Chooses the starting point and loads the checkpoint, if there is one.
@@ -185,6 +189,20 @@ impl Search<'_> {
         let changed = differences.into_iter().map(|(name, _)| name).collect();
         Ok(Start::From(Box::new(Resumed { path, state, changed })))
     }
+}
+
+/// Checks that all ranks have loaded the same files. Each of them has compared its own files with their sums.
+fn same_checkpoint(split: &Split, path: &Path) -> Result<()> {
+    if split.ranks.size() == 1 {
+        return Ok(());
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let sums = split.agree(checkpoint::digest(path))?;
+    alike::check(
+        &split.ranks,
+        "the checkpoint to resume from",
+        std::iter::once((name, sums.into())).collect(),
+    )
 }
 
 impl Start {
@@ -328,26 +346,15 @@ fn written_otherwise(path: &Path, differing: &str) -> TrainError {
 
 /// Returns the name and a description of each setting that differs from the checkpoint's.
 fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
-    let (old, new) = (&state.fingerprint, &run.resume.fingerprint);
-    let names = new.keys().chain(old.keys().filter(|name| !new.contains_key(*name)));
-    let said = |value: Option<&Value>| value.map_or("unset".to_owned(), Value::to_string);
-    let is_digest = |value: Option<&Value>| {
-        value
-            .and_then(Value::as_str)
-            .is_some_and(|text| text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit()))
-    };
-    names
-        .filter(|name| old.get(*name) != new.get(*name))
-        .map(|name| {
-            let (old, new) = (old.get(name), new.get(name));
-            let text = if is_digest(old) && is_digest(new) {
-                format!("{name}: content has changed")
-            } else {
-                format!("{name}: {} → {}", said(old), said(new))
-            };
-            (name.clone(), text)
-        })
-        .collect()
+    let each = alike::differences(&state.fingerprint, &run.resume.fingerprint).into_iter();
+    each.map(|Difference { name, values }| {
+        let text = match values {
+            Some([old, new]) => format!("{name}: {old} → {new}"),
+            None => format!("{name}: content has changed"),
+        };
+        (name, text)
+    })
+    .collect()
 }
 
 /// Returns all differences that prevent a resume in one text; `None` without such differences.

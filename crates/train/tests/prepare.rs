@@ -8,16 +8,18 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use omnigrpo_models::{
-    Checkpoint, Limits, LoadOptions, Model, Prompt, PromptBuilder, PromptSettings, WeightDtype,
+    Checkpoint, Limits, LoadOptions, LoraConfig, Model, Prompt, PromptBuilder, PromptSettings, QuantBits,
+    TensorDigests, WeightDtype,
 };
 use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
 use omnigrpo_ops::Device;
+use omnigrpo_ranks::{Ranks, Threads};
 use omnigrpo_rewards::{RewardOptions, RewardSet, build, reward};
 use omnigrpo_rollout::Interaction;
 use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalPlan, MemoryOf, MemoryPlan, ModelPlan, Observer, Output, Policy, Prepared,
-    PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection, TrainError,
-    Trained, Work, media_bytes, memory,
+    PreparedRow, ReferenceKept, ResumeFrom, RowPlan, Run, RunPlan, SavePlan, SaveWhen, Selection, Shard,
+    Split, TrainError, Trained, Work, media_bytes, memory,
 };
 use setup::{algorithm, checkpoint, dataset, lines, optimizer, prompts, questions};
 
@@ -46,6 +48,7 @@ fn run(file: &Path, output_dir: &Path) -> Run {
         corpus: None,
         reward_bytes: 0,
         reward_files: Vec::new(),
+        reward_weights: TensorDigests::new(),
         algorithm: algorithm(3, 8),
         optimizer: optimizer(),
         selection: Selection::ALL,
@@ -279,4 +282,151 @@ fn plans_count_the_answers_of_an_environment() {
     // Two answers fit into a completion, so two rows with three completions have 24 pictures.
     assert_eq!(counted.media - plain.media, 2 * 3 * 2 * media_bytes(&answer));
     assert!(counted.features > plain.features, "{} {}", counted.features, plain.features);
+}
+
+/// Starts a run on two ranks, which are threads, and returns what each of them says. `change` gets the number of the rank.
+fn on_two_ranks(place: &Place, change: impl Fn(usize, &mut Run) + Sync) -> Vec<Result<u64, String>> {
+    let (change, lock) = (&change, &RunLock::acquire(&place.out, "this test").unwrap());
+    let rank = move |(rank, engine): (usize, Threads)| {
+        let mut own = run(&place.rows, &place.out);
+        own.algorithm.split = Split::over(Ranks::new(engine));
+        change(rank, &mut own);
+        let prepared = own.prepare(&quiet()).unwrap();
+        let output = Output {
+            lock: RunLock::of_first_rank(lock.root()),
+            observer: Box::new(()),
+            trackers: Box::new(|| Trackers::none(&quiet())),
+        };
+        match prepared.train(output, &quiet(), &AtomicBool::new(false)) {
+            Ok(trained) => Ok(trained.summary.steps),
+            Err(TrainError::Refused(refusal)) if refusal.by_settings => Err(refusal.to_string()),
+            Err(error) => panic!("{error}"),
+        }
+    };
+    std::thread::scope(|scope| {
+        let ranks = Threads::new(2).into_iter().enumerate().map(|own| scope.spawn(move || rank(own)));
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Checks that both ranks end with one message, which contains `named`, before the first step.
+fn assert_differ(place: &Place, named: &str, change: impl Fn(usize, &mut Run) + Sync) {
+    let said = on_two_ranks(place, change);
+    let first = said[0].clone().unwrap_err();
+    assert!(first.starts_with("rank 1 and rank 0 differ in ") && first.contains(named), "{named}: {first}");
+    assert_eq!(said[1], Err(first));
+    assert!(!place.out.join("metrics.jsonl").exists(), "{named}");
+}
+
+#[test]
+fn ranks_with_other_inputs_do_not_start() {
+    let place = place();
+    let other = tempfile::tempdir().unwrap();
+    let copy = questions(other.path());
+    let on_second = |change: fn(&mut Run)| {
+        move |rank: usize, run: &mut Run| {
+            if rank == 1 {
+                change(run)
+            }
+        }
+    };
+    // The same rows in another folder are the same.
+    let moved = |rank: usize, run: &mut Run| {
+        if rank == 1 {
+            run.dataset = Arc::new(dataset(&copy, other.path()));
+        }
+    };
+    assert_eq!(on_two_ranks(&place, moved), [Ok(2), Ok(2)]);
+    std::fs::remove_dir_all(&place.out).unwrap();
+    std::fs::create_dir(&place.out).unwrap();
+
+    let picture = other.path().join("2.png");
+    let mut bytes = std::fs::read(&picture).unwrap();
+    bytes.push(0);
+    std::fs::write(&picture, bytes).unwrap();
+    assert_differ(&place, "media: other content on rank 1 than on rank 0", moved);
+    let text = std::fs::read_to_string(&copy).unwrap();
+    std::fs::write(&copy, text.replace("What is 0", "What is 7")).unwrap();
+    assert_differ(&place, "content of training file 1: other content on rank 1", moved);
+    let fewer: Vec<&str> = text.lines().skip(1).collect();
+    std::fs::write(&copy, fewer.join("\n")).unwrap();
+    assert_differ(&place, "rows of training file 1: 6 on rank 0, 5 on rank 1", moved);
+    assert_differ(&place, "training rows: 6 on rank 0, 5 on rank 1", on_second(|run| drop(run.rows.pop())));
+    assert_differ(
+        &place,
+        "max_steps: \"Some(2)\" on rank 0, \"Some(3)\" on rank 1",
+        on_second(|run| run.plan.max_steps = Some(3)),
+    );
+    assert_differ(&place, "gradient_leaves: ", on_second(|run| run.algorithm.split.leaves = 4));
+    assert_differ(&place, "reduce_bucket_size: ", on_second(|run| run.algorithm.split.bucket = 100));
+    assert_differ(&place, "shard: ", on_second(|run| run.algorithm.split.shard = Shard::Weights));
+    assert_differ(
+        &place,
+        "evaluation rows: ",
+        on_second(|run| {
+            let eval = EvalPlan::new(Arc::clone(&run.prompts), Arc::clone(&run.dataset));
+            run.eval = Some(eval);
+        }),
+    );
+}
+
+/// The second rank has one other bit in the middle of the largest tensor, which the digest before loading does not cover.
+#[test]
+fn one_bit_of_a_weight_is_found_however_weights_are_held() {
+    let place = place();
+    let files = tempfile::tempdir().unwrap();
+    let golden = checkpoint(MODEL);
+    for entry in std::fs::read_dir(&golden).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, files.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let weights = files.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let (length, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let tensors = metadata.tensors();
+    let (name, info) =
+        tensors.iter().max_by_key(|(_, info)| info.data_offsets.1 - info.data_offsets.0).unwrap();
+    let (start, end) = info.data_offsets;
+    assert!(end - start > 3 * 8192, "{name} has {} bytes", end - start);
+    bytes[8 + length + (start + end) / 2 / 4 * 4] ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    let named = format!("differ in their weights: got {name}: other content on rank 1 than on rank 0");
+
+    let lora = |run: &mut Run| {
+        let Policy::Planned(plan) = &mut run.model else { panic!("the model is loaded") };
+        plan.lora = Some(LoraConfig { rank: 2, ..LoraConfig::default() });
+        run.selection = Selection::NONE;
+    };
+    let cases: [(&str, &(dyn Fn(&mut Run) + Sync)); 6] = [
+        ("whole", &|_| {}),
+        ("reference in the files", &|run| run.algorithm.loss.beta = 0.04),
+        ("cut", &|run| (run.algorithm.split.shard, run.algorithm.split.least_cut) = (Shard::Weights, 0)),
+        ("mapped base", &|run| {
+            lora(run);
+            run.algorithm.split.local = 2;
+        }),
+        ("8 bits", &|run| {
+            lora(run);
+            let Policy::Planned(plan) = &mut run.model else { panic!("the model is loaded") };
+            plan.bits = Some(QuantBits::Eight);
+        }),
+        ("rounded to bf16", &|run| {
+            let Policy::Planned(plan) = &mut run.model else { panic!("the model is loaded") };
+            plan.dtype = WeightDtype::BFloat16;
+        }),
+    ];
+    for (what, change) in cases {
+        println!("{what}");
+        assert_differ(&place, &named, |rank, run| {
+            let dir = if rank == 1 { files.path() } else { &golden };
+            run.model = Policy::Planned(Box::new(ModelPlan::of(&Checkpoint::open(dir).unwrap())));
+            change(run);
+        });
+    }
+    // Ranks of which only one leaves its base in the file compare the same bytes.
+    let mixed = |rank: usize, run: &mut Run| {
+        lora(run);
+        run.algorithm.split.local = 1 + rank;
+    };
+    assert_eq!(on_two_ranks(&place, mixed), [Ok(2), Ok(2)]);
 }

@@ -200,7 +200,8 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint=None):
         """Train to the end, or resume the run that `output_dir` contains.
 
-        Ctrl-C ends the run with a checkpoint; the same call resumes it. A second Ctrl-C raises at once.
+        Ctrl-C ends the run with a checkpoint; the same call resumes it. A second Ctrl-C raises at once. SIGTERM does the same and raises
+        `SystemExit(75)`, unless the script has a handler of its own.
 
         Processes of `mpirun` train together. Under `torchrun`, and with `nproc_per_node`, the script is run again as such processes,
         and this process ends with their exit code.

@@ -3,14 +3,16 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use omnigrpo_kernels::Stored;
 use omnigrpo_ops::{Device, Param};
 
 use super::Model;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
+use crate::weights::digest::of_piece;
 use crate::weights::{
-    Chosen, FileSource, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype,
-    WeightFiles,
+    Chosen, FileSource, OutlineOf, OutlineSource, Quantization, RandomSource, ReferenceSource, TensorDigests,
+    WeightDtype, WeightFiles,
 };
 
 /// Options for loading a checkpoint.
@@ -28,6 +30,8 @@ pub struct LoadOptions<'a> {
     pub in_place: Option<Chosen<'a>>,
     /// Seed of random weights, for training from scratch and for benchmarks; `None` to read the checkpoint's files.
     pub random: Option<u64>,
+    /// True to compute a digest of each tensor while it is read ([`Model::tensor_digests`]).
+    pub digests: bool,
     /// True for an outline: its weights have names, shapes and dtypes but no data, so it cannot compute anything. Only loading
     /// checks that the tensors of files fit.
     pub outline: bool,
@@ -52,13 +56,26 @@ fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>
     Ok((files, outside))
 }
 
+/// Returns a digest of the values of a weight in memory.
+fn param_digest(param: &Param) -> u64 {
+    match param.read().stored() {
+        Stored::F32(values) => of_piece(bytemuck::cast_slice(values)),
+        Stored::Bf16(values) => of_piece(bytemuck::cast_slice(values)),
+        Stored::Quantised(matrix) => {
+            let mut wide = vec![0.0f32; matrix.len()];
+            matrix.widen(&mut wide);
+            of_piece(bytemuck::cast_slice(&wide))
+        }
+    }
+}
+
 impl Model {
     /// Loads a checkpoint. All weights start frozen.
     ///
     /// # Errors
     /// Returns an error if files are unreadable, tensors do not fit or the configuration is invalid.
     pub fn load(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Self> {
-        let LoadOptions { dtype, quantization, device, in_place, random, outline } = *options;
+        let LoadOptions { dtype, quantization, device, in_place, random, digests, outline } = *options;
         let family = checkpoint.family();
         let architecture = family.architecture();
         let new = |network, params, outside| Self::new(checkpoint.clone(), network, params, outside, device);
@@ -72,12 +89,19 @@ impl Model {
             let std = architecture.initializer_range();
             let mut source = RandomSource { seed, std, dtype, quantization, params: Vec::new() };
             let network = architecture.network(&mut source)?;
-            return Ok(new(network, source.params, HashSet::new()));
+            let mut model = new(network, source.params, HashSet::new());
+            // The seed determines the weights.
+            model.digests = digests.then(TensorDigests::new);
+            return Ok(model);
         }
         let (files, outside) = weight_files(checkpoint)?;
+        if digests {
+            files.keep_digests();
+        }
         let mut source = FileSource::new(&files, dtype).quantised(quantization).in_place(in_place);
         let network = architecture.network(&mut source)?;
         let mut model = new(network, source.finish(family.name())?, outside);
+        model.digests = files.digests();
         model.lenders = Some(files).filter(|_| model.params.iter().any(|weight| weight.is_mapped()));
         Ok(model)
     }
@@ -145,6 +169,16 @@ impl Model {
         let Some(files) = self.lenders() else { return 0 };
         let frozen = self.base_params().iter().filter(|weight| !weight.trainable() && files.lends(weight));
         frozen.map(|weight| weight.num_bytes() as u64).sum()
+    }
+
+    /// Returns a digest of the bytes of each tensor: those that were computed while the files were read ([`LoadOptions::digests`]), else
+    /// those of the weights in memory.
+    pub fn tensor_digests(&self) -> TensorDigests {
+        let in_memory = || {
+            let params = self.params().iter();
+            params.map(|param| (param.name().to_owned(), param_digest(param))).collect()
+        };
+        self.digests.clone().unwrap_or_else(in_memory)
     }
 
     /// Opens the checkpoint's files. Returns `None` for a model of random weights without files.

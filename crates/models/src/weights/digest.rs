@@ -1,20 +1,59 @@
 //! Digests that show whether the content of a checkpoint directory has changed.
 //!
-//! Reading every byte of large weights would take as long as loading them. Training, merging and quantising change whole
-//! tensors, so the headers of the files and both ends of each tensor distinguish two checkpoints. A single changed byte
-//! in the middle of a tensor goes unnoticed.
+//! Before weights are loaded, reading all of their bytes would take as long as loading them. Training, merging and quantising change
+//! whole tensors, so the headers of the files and both ends of each tensor distinguish two checkpoints ([`source_digest`]). A single
+//! changed byte in the middle of a tensor goes unnoticed.
+//!
+//! The processes of a run compare every byte. Each byte is hashed while it is read, by the thread that reads it, in pieces that are in the
+//! cache ([`TensorDigests`]). The hash is XXH3: it finds faults and differences, and does not resist an attacker who can choose the weights.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use sha2::{Digest, Sha256};
+use twox_hash::XxHash3_64;
 
-use super::files::{Shard, shard_paths};
+use super::files::{Shard, WeightFiles, shard_paths};
 use crate::error::Result;
 use crate::export::{COMPANIONS, companion};
 use crate::peft;
 
 /// Bytes that are hashed at each end of a tensor.
 const SAMPLE_BYTES: u64 = 4096;
+
+/// Digest of all bytes of each tensor, by its published name. It depends on the dtype of the file, and not on that in memory.
+pub type TensorDigests = BTreeMap<String, u64>;
+
+/// Digests of the tensors of several models. A clone is the same list.
+#[derive(Clone, Debug, Default)]
+pub struct SharedDigests(Arc<Mutex<TensorDigests>>);
+
+impl SharedDigests {
+    /// Adds the tensors of files that have been read, with the name of their directory.
+    pub fn add(&self, files: &WeightFiles) {
+        let dir = files.dir().file_name().unwrap_or_default().to_string_lossy();
+        let each = files.digests().unwrap_or_default().into_iter();
+        let each = each.map(|(tensor, digest)| (format!("{tensor} of {dir}"), digest));
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(each);
+    }
+
+    /// Returns all digests so far.
+    #[must_use]
+    pub fn all(&self) -> TensorDigests {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Returns the digest of neighbouring bytes of a tensor.
+pub(crate) fn of_piece(bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot(bytes)
+}
+
+/// Combines the digests of the pieces of a tensor, in their order.
+pub(crate) fn of_pieces(digests: &[u64]) -> u64 {
+    of_piece(bytemuck::cast_slice(digests))
+}
 
 /// Digests of a checkpoint or adapter directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,48 +69,78 @@ pub struct SourceDigest {
 /// # Errors
 /// Returns an error if files are unreadable.
 pub fn source_digest(dir: &Path) -> Result<SourceDigest> {
+    let paths = weight_paths(dir);
+    let (mut files, mut weights) = (Sha256::new(), Sha256::new());
+    each_file(dir, |name, content| {
+        files.update(name.as_bytes());
+        files.update((content.len() as u64).to_le_bytes());
+        files.update(content);
+    })?;
+    each_end(&paths, |_, bytes| weights.update(bytes))?;
+    Ok(SourceDigest { weights: (!paths.is_empty()).then(|| hex(weights)), files: hex(files) })
+}
+
+/// Returns the digest of each part that [`source_digest`] covers, by its name: the configuration, tokenizer and processor files, and
+/// the tensors of the weights.
+///
+/// # Errors
+/// Returns an error if files are unreadable.
+pub fn source_digests(dir: &Path) -> Result<BTreeMap<String, String>> {
+    let mut all = BTreeMap::new();
+    each_file(dir, |name, content| drop(all.insert(name.to_owned(), hex(Sha256::new_with_prefix(content)))))?;
+    let mut parts: BTreeMap<String, Sha256> = BTreeMap::new();
+    each_end(&weight_paths(dir), |part, bytes| parts.entry(part.to_owned()).or_default().update(bytes))?;
+    all.extend(parts.into_iter().map(|(part, hash)| (part, hex(hash))));
+    Ok(all)
+}
+
+/// Returns the files with the weights of a checkpoint or adapter directory.
+fn weight_paths(dir: &Path) -> Vec<PathBuf> {
     let adapter = dir.join(peft::WEIGHTS);
-    let paths = match shard_paths(dir) {
+    match shard_paths(dir) {
         Ok(paths) => paths,
         Err(_) if adapter.is_file() => vec![adapter],
         Err(_) => Vec::new(),
-    };
-    let mut files = Sha256::new();
-    for name in ["config.json", "adapter_config.json"].iter().chain(&COMPANIONS) {
-        if let Some(content) = companion(dir, Path::new(name))? {
-            files.update(name.as_bytes());
-            files.update((content.len() as u64).to_le_bytes());
-            files.update(content);
-        }
     }
-    let weights = if paths.is_empty() { None } else { Some(weights(&paths)?) };
-    Ok(SourceDigest { weights, files: hex(files) })
 }
 
-fn weights(paths: &[PathBuf]) -> Result<String> {
-    let mut hash = Sha256::new();
+/// Calls `add` with the name and the content of each configuration, tokenizer and processor file.
+fn each_file(dir: &Path, mut add: impl FnMut(&str, &[u8])) -> Result<()> {
+    for name in ["config.json", "adapter_config.json"].iter().chain(&COMPANIONS) {
+        if let Some(content) = companion(dir, Path::new(name))? {
+            add(name, &content);
+        }
+    }
+    Ok(())
+}
+
+/// Calls `add` with the size and the header of each file of weights, and with both ends of each tensor, in the order of the bytes. The first
+/// argument names the file's header or the tensor.
+fn each_end(paths: &[PathBuf], mut add: impl FnMut(&str, &[u8])) -> Result<()> {
     for path in paths {
         let (shard, metadata) = Shard::open(path)?;
         let mut bytes = Vec::new();
-        hash.update(shard.num_bytes().to_le_bytes());
-        let mut add = |from: u64, to: u64| -> Result<()> {
+        let header = format!("header of {}", path.file_name().unwrap_or_default().to_string_lossy());
+        add(&header, &shard.num_bytes().to_le_bytes());
+        let mut read = |part: &str, from: u64, to: u64| -> Result<()> {
             bytes.resize((to - from) as usize, 0);
             shard.read(from, &mut bytes)?;
-            hash.update(&bytes);
+            add(part, &bytes);
             Ok(())
         };
         let data = shard.data();
-        add(0, data)?;
-        let offsets = metadata.tensors().into_values().map(|info| info.data_offsets);
-        let mut spans: Vec<_> =
-            offsets.map(|(start, end)| (data + start as u64, data + end as u64)).collect();
-        spans.sort_unstable();
-        for (start, end) in spans {
-            add(start, end.min(start + SAMPLE_BYTES))?;
-            add(start.max(end.saturating_sub(SAMPLE_BYTES)), end)?;
+        read(&header, 0, data)?;
+        let mut spans: Vec<_> = metadata.tensors().into_iter().collect();
+        spans.sort_unstable_by_key(|(_, info)| info.data_offsets);
+        for (name, info) in spans {
+            let (start, end) = info.data_offsets;
+            let (start, end) = (data + start as u64, data + end as u64);
+            let tensor = format!("tensor {name}");
+            read(&tensor, start, end.min(start + SAMPLE_BYTES))?;
+            read(&tensor, start.max(end.saturating_sub(SAMPLE_BYTES)), end)?;
         }
     }
-    Ok(hex(hash))
+    Ok(())
 }
 
 /// Returns the first 16 of the 32 bytes in hexadecimal. They suffice to distinguish two checkpoints and are short enough to read.
@@ -104,6 +173,9 @@ mod tests {
             let after = source_digest(place.path()).unwrap();
             assert_ne!(after.weights, before.weights);
             assert_eq!(after.files, before.files);
+            let (own, other) = (source_digests(place.path()).unwrap(), source_digests(&golden).unwrap());
+            let changed: Vec<_> = own.iter().filter(|(name, digest)| other[*name] != **digest).collect();
+            assert!(changed.len() == 1 && changed[0].0.starts_with("tensor "), "{changed:?}");
             bytes[at] ^= 1;
         }
 

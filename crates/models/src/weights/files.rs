@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Display;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::SystemTime;
 
 use half::vec::HalfBitsVecExt as _;
@@ -20,6 +20,7 @@ use omnigrpo_ops::{Param, ParamDtype, Part, Values};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
+use super::digest::{TensorDigests, of_piece, of_pieces};
 use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
 use crate::families::{Companion, FamilyOption};
@@ -38,6 +39,8 @@ pub struct WeightFiles {
     dir: PathBuf,
     shards: Vec<Shard>,
     tensors: HashMap<String, Entry>,
+    /// Digests of the tensors that have been read; empty if nobody needs them.
+    digests: OnceLock<Mutex<TensorDigests>>,
 }
 
 struct Entry {
@@ -135,19 +138,22 @@ impl Shard {
     }
 
     /// Reads the values of a tensor into `to`. `number` converts the bytes of a value and returns whether it is finite. The inner
-    /// error describes the first value that is not finite.
+    /// error describes the first value that is not finite. `digests` receives the digest of each piece, if they are needed.
     fn numbers<T: Copy + Display + Send, const N: usize>(
         &self,
         info: &TensorInfo,
         mut to: Vec<T>,
+        digests: &mut Option<Vec<u64>>,
         number: impl Fn([u8; N]) -> (T, bool) + Sync,
     ) -> Result<std::result::Result<Vec<T>, String>> {
         let start = self.data + info.data_offsets.0 as u64;
         let work = to.len() * N;
         let pieces = to.chunks_mut(PIECE).enumerate();
+        let is_digested = digests.is_some();
         let found = parallel::map(pieces, work, |(i, to)| {
             let mut bytes = vec![0; N * to.len()];
             self.read(start + (i * PIECE * N) as u64, &mut bytes)?;
+            let digest = if is_digested { of_piece(&bytes) } else { 0 };
             let bytes = bytes.as_chunks::<N>().0;
             let mut finite = true;
             for (to, &bytes) in to.iter_mut().zip(bytes) {
@@ -156,9 +162,12 @@ impl Shard {
                 finite &= is_finite;
             }
             let first = if finite { None } else { bytes.iter().position(|&bytes| !number(bytes).1) };
-            Ok(first.map(|at| i * PIECE + at))
+            Ok((first.map(|at| i * PIECE + at), digest))
         });
-        let found = found.into_iter().collect::<Result<Vec<_>>>()?;
+        let (found, hashes): (Vec<_>, _) = found.into_iter().collect::<Result<_>>()?;
+        if let Some(digests) = digests {
+            *digests = hashes;
+        }
         Ok(match found.into_iter().flatten().next() {
             Some(at) => Err(not_finite(at, to[at])),
             None => Ok(to),
@@ -167,6 +176,52 @@ impl Shard {
 }
 
 impl WeightFiles {
+    fn empty(dir: PathBuf) -> Self {
+        Self { dir, shards: Vec::new(), tensors: HashMap::new(), digests: OnceLock::new() }
+    }
+
+    /// Computes a digest of the bytes of each tensor that is read from now on.
+    pub fn keep_digests(&self) {
+        self.digests.get_or_init(Mutex::default);
+    }
+
+    /// Returns the digests of the tensors that have been read; `None` without [`Self::keep_digests`].
+    #[must_use]
+    pub fn digests(&self) -> Option<TensorDigests> {
+        self.digests.get().map(|all| all.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+
+    /// Stores the digest of a tensor, whose pieces have these digests.
+    fn note(&self, name: &str, pieces: Option<Vec<u64>>) {
+        if let (Some(digests), Some(pieces)) = (self.digests.get(), pieces) {
+            let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
+            digests.insert(name.to_owned(), of_pieces(&pieces));
+        }
+    }
+
+    /// Returns an empty list for the digests of a tensor's pieces, if they are needed.
+    fn pieces(&self) -> Option<Vec<u64>> {
+        self.digests.get().map(|_| Vec::new())
+    }
+
+    /// Reads a tensor for its digest alone, if that is needed.
+    pub(super) fn digest(&self, name: &str) -> Result<()> {
+        let (Some(_), Some(Entry { shard, info })) = (self.digests.get(), self.tensors.get(name)) else {
+            return Ok(());
+        };
+        let (start, end) = info.data_offsets;
+        let len: usize = info.shape.iter().product();
+        let piece = PIECE * (end - start) / len.max(1);
+        let pieces = parallel::map((start..end).step_by(piece.max(1)), end - start, |at| {
+            let mut bytes = vec![0; piece.min(end - at)];
+            let shard = &self.shards[*shard];
+            shard.read(shard.data + at as u64, &mut bytes)?;
+            Ok(of_piece(&bytes))
+        });
+        self.note(name, Some(pieces.into_iter().collect::<Result<_>>()?));
+        Ok(())
+    }
+
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names. `published` maps a
     /// key of a file to the published name, or to `None` if the key is not a weight.
     ///
@@ -174,7 +229,7 @@ impl WeightFiles {
     /// Returns an error if there is no safetensors file or only a pickle checkpoint, a file is unreadable or truncated, or two
     /// keys belong to one tensor.
     pub fn open(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let mut this = Self { dir: dir.to_path_buf(), shards: Vec::new(), tensors: HashMap::new() };
+        let mut this = Self::empty(dir.to_path_buf());
         let mut keys_seen = HashMap::new();
         for path in shard_paths(dir)? {
             this.add_file(&path, &published, &mut keys_seen)?;
@@ -188,7 +243,7 @@ impl WeightFiles {
     /// Returns an error if the file is unreadable or truncated.
     pub fn open_file(path: &Path) -> Result<Self> {
         let dir = path.parent().unwrap_or(Path::new(".")).to_path_buf();
-        let mut this = Self { dir, shards: Vec::new(), tensors: HashMap::new() };
+        let mut this = Self::empty(dir);
         this.add_file(path, |key| Some(key.to_owned()), &mut HashMap::new())?;
         Ok(this)
     }
@@ -293,13 +348,15 @@ impl WeightFiles {
         else {
             return Ok(None);
         };
+        let mut pieces = self.pieces();
         let guard = param.read();
         let bad = match guard.stored() {
-            Stored::Bf16(data) => first_not_finite(data, |x| x.is_finite()),
-            Stored::F32(data) => first_not_finite(data, |x| x.is_finite()),
+            Stored::Bf16(data) => first_not_finite(data, &mut pieces, |x| x.is_finite()),
+            Stored::F32(data) => first_not_finite(data, &mut pieces, |x| x.is_finite()),
             Stored::Quantised(_) => None,
         };
         drop(guard);
+        self.note(name, pieces);
         Ok(Some(match bad {
             Some(what) => Err(format!("  tensor {name}: {what}")),
             None => Ok(param),
@@ -363,27 +420,31 @@ impl WeightFiles {
         let same = |x: f32| (x, x.is_finite());
         let round = |x: f32| (bf16::from_f32(x), x.is_finite());
         let f16 = |b| f16::from_le_bytes(b).to_f32();
+        let mut pieces = self.pieces();
         let values = match (info.dtype, self.held_as(name, dtype)) {
             (Dtype::BF16, Some(ParamDtype::Bf16)) => {
                 let number = |b| {
                     let x = bf16::from_le_bytes(b);
                     (x, x.is_finite())
                 };
-                shard.numbers(info, narrow(), number)?.map(Values::Bf16)
+                shard.numbers(info, narrow(), &mut pieces, number)?.map(Values::Bf16)
             }
-            (Dtype::F32, Some(ParamDtype::Bf16)) => {
-                shard.numbers(info, narrow(), |b| round(f32::from_le_bytes(b)))?.map(Values::Bf16)
-            }
+            (Dtype::F32, Some(ParamDtype::Bf16)) => shard
+                .numbers(info, narrow(), &mut pieces, |b| round(f32::from_le_bytes(b)))?
+                .map(Values::Bf16),
             (Dtype::F16, Some(ParamDtype::Bf16)) => {
-                shard.numbers(info, narrow(), |b| round(f16(b)))?.map(Values::Bf16)
+                shard.numbers(info, narrow(), &mut pieces, |b| round(f16(b)))?.map(Values::Bf16)
             }
-            (Dtype::F32, _) => shard.numbers(info, wide(), |b| same(f32::from_le_bytes(b)))?.map(Values::F32),
-            (Dtype::F16, _) => shard.numbers(info, wide(), |b| same(f16(b)))?.map(Values::F32),
-            (Dtype::BF16, _) => {
-                shard.numbers(info, wide(), |b| same(bf16::from_le_bytes(b).to_f32()))?.map(Values::F32)
+            (Dtype::F32, _) => {
+                shard.numbers(info, wide(), &mut pieces, |b| same(f32::from_le_bytes(b)))?.map(Values::F32)
             }
+            (Dtype::F16, _) => shard.numbers(info, wide(), &mut pieces, |b| same(f16(b)))?.map(Values::F32),
+            (Dtype::BF16, _) => shard
+                .numbers(info, wide(), &mut pieces, |b| same(bf16::from_le_bytes(b).to_f32()))?
+                .map(Values::F32),
             (other, _) => Err(format!("dtype {other:?}, expected F32, BF16 or F16")),
         };
+        self.note(name, pieces);
         Ok(values.map_err(|what| format!("  tensor {name}: {what}")))
     }
 
@@ -412,17 +473,25 @@ impl WeightFiles {
     }
 }
 
-/// Describes the first value that is not finite. All threads search, while the file's pages are in memory.
-fn first_not_finite<T: Copy + Display + Sync>(
+/// Describes the first value that is not finite. All threads search, while the file's pages are in memory. `digests` receives the
+/// digest of each piece, if they are needed: those that [`Shard::numbers`] computes.
+fn first_not_finite<T: Copy + Display + Sync + bytemuck::NoUninit>(
     data: &[T],
+    digests: &mut Option<Vec<u64>>,
     finite: impl Fn(T) -> bool + Sync,
 ) -> Option<String> {
+    let is_digested = digests.is_some();
     let found = parallel::map(data.chunks(PIECE).enumerate(), 2 * data.len(), |(i, piece)| {
+        let digest = if is_digested { of_piece(bytemuck::cast_slice(piece)) } else { 0 };
         // All values are checked before the search for the first one: a loop that may end early cannot be vectorised.
         let whole = piece.iter().fold(true, |all, &x| all & finite(x));
         let at = if whole { None } else { piece.iter().position(|&x| !finite(x)) };
-        at.map(|at| i * PIECE + at)
+        (at.map(|at| i * PIECE + at), digest)
     });
+    let (found, hashes): (Vec<_>, _) = found.into_iter().unzip();
+    if let Some(digests) = digests {
+        *digests = hashes;
+    }
     let at = found.into_iter().flatten().next()?;
     Some(not_finite(at, data[at]))
 }

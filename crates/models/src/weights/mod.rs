@@ -4,7 +4,7 @@
 //! therefore loads a checkpoint, creates a random model and copies a reference, and it is the only place that
 //! defines the tensors of an architecture.
 
-mod digest;
+pub(crate) mod digest;
 mod files;
 mod save;
 
@@ -18,7 +18,7 @@ use omnigrpo_ops::{Linear, Norm, Param, ParamDtype, Part, Values};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-pub use digest::{SourceDigest, source_digest};
+pub use digest::{SharedDigests, SourceDigest, TensorDigests, source_digest, source_digests};
 pub use files::WeightFiles;
 pub use save::{save_weights, share};
 
@@ -218,17 +218,19 @@ impl<'s> Scope<'s> {
 }
 
 /// How the weights of a frozen model are loaded.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct FrozenWeights {
     /// Dtype of the weights in memory.
     pub dtype: WeightDtype,
-    /// Checks names and shapes, but reads no values. Such a model cannot compute, and takes no memory.
+    /// Checks names and shapes, but keeps no values. Such a model cannot compute, and takes no memory.
     pub is_outline: bool,
+    /// Receives a digest of each tensor, computed while it is read. An outline then reads its files, too. `None` if nobody needs them.
+    pub digests: Option<SharedDigests>,
 }
 
 impl From<WeightDtype> for FrozenWeights {
     fn from(dtype: WeightDtype) -> Self {
-        Self { dtype, is_outline: false }
+        Self { dtype, ..Self::default() }
     }
 }
 
@@ -242,15 +244,19 @@ pub struct FileSource<'a> {
     used: HashSet<String>,
     problems: Vec<String>,
     params: Vec<Arc<Param>>,
+    digests: Option<SharedDigests>,
 }
 
 impl<'a> FileSource<'a> {
     /// Creates a source over open files.
     #[must_use]
     pub fn new(files: &'a WeightFiles, how: impl Into<FrozenWeights>) -> Self {
-        let FrozenWeights { dtype, is_outline } = how.into();
+        let FrozenWeights { dtype, is_outline, digests } = how.into();
+        if digests.is_some() {
+            files.keep_digests();
+        }
         let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
-        Self { files, dtype, is_outline, quantization: None, in_place: None, used, problems, params }
+        Self { files, dtype, is_outline, quantization: None, in_place: None, used, problems, params, digests }
     }
 
     /// Quantises the selected weights as they are read.
@@ -276,6 +282,9 @@ impl<'a> FileSource<'a> {
         extra.sort_unstable();
         self.problems
             .extend(extra.iter().map(|n| format!("  unknown tensor {n}: not part of this architecture")));
+        if let Some(shared) = &self.digests {
+            shared.add(self.files);
+        }
         if self.problems.is_empty() {
             return Ok(self.params);
         }
@@ -305,6 +314,7 @@ impl WeightSource for FileSource<'_> {
             None => Err(format!("  missing tensor {name} {shape:?}")),
             Some(got) if got != shape => Err(format!("  tensor {name}: shape {got:?}, expected {shape:?}")),
             Some(_) if self.is_outline => {
+                self.files.digest(name)?;
                 return Ok(self.hand_out(Param::outline(name, part, shape, ParamDtype::F32)));
             }
             Some(_) => {

@@ -349,6 +349,7 @@ fn run_as<T>(
     name_flags();
     let warnings = super::warnings(&console);
     let work = || {
+        ranks::check_settings(&resolved, &ranks)?;
         let resolved = verbs::of_rank(&resolved, &ranks)?;
         let context = Context::within(&resolved.settings, ranks, console, stop, observer);
         let resolved = verbs::ready(&resolved, &context)?;

@@ -8,12 +8,14 @@ use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_observe::Console;
 use omnigrpo_ops::Device;
-use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks};
+use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks, Starters};
 use omnigrpo_train::checkpoint;
 
 use crate::cli::verbs::Context;
@@ -35,6 +37,7 @@ const MEETING: Duration = Duration::from_secs(60);
 pub struct Rank {
     pub ranks: Ranks,
     lifeline: Option<Lifeline>,
+    _starters: Option<Starters>,
 }
 
 /// Result of starting.
@@ -47,7 +50,7 @@ pub enum Started {
 
 /// Connects this process with the other ranks, or starts them by the command `again` and waits for their end.
 pub fn start(resolved: &Resolved, again: &[OsString]) -> Result<Started> {
-    let alone = Started::Rank(Rank { ranks: Ranks::default(), lifeline: None });
+    let alone = Started::Rank(Rank { ranks: Ranks::default(), lifeline: None, _starters: None });
     if resolved.verb != Verb::Train || resolved.settings.io.dry_run {
         return Ok(alone);
     }
@@ -92,27 +95,36 @@ fn connect(launch: &Launch, settings: &Settings) -> Result<Rank> {
             .expected("an IP address of the first process's machine")
             .at("--rank_address")
     })?;
+    let starters = Starters::watch(launch.parent, lost)?;
     let ranks = launch.connect()?;
     let who = format!("process {}", std::process::id());
     let patience = Duration::from_secs(settings.ranks.patience_secs);
-    let lifeline = Lifeline::new(&ranks, &who, address, patience, |what| {
-        use std::io::Write as _;
-        // One write, because all ranks write to the same terminal.
-        let text = format!(
-            "error: the run has ended: {what}\n  help: the last checkpoint is complete; repeat the command to resume from it\n"
-        );
-        let _ = std::io::stderr().write_all(text.as_bytes());
-        // SAFETY: the call has no preconditions. Handlers of MPI that `exit` would call wait for the lost rank.
-        unsafe { libc::_exit(EXIT_FAILURE.into()) };
-    })?;
+    let lifeline = Lifeline::new(&ranks, &who, address, patience, lost)?;
     let ranks = ranks.with_queue(lifeline.queue());
-    Ok(Rank { ranks, lifeline: Some(lifeline) })
+    Ok(Rank { ranks, lifeline: Some(lifeline), _starters: Some(starters) })
+}
+
+/// Ends this process because another one of the run has ended, with the status of a run that can be resumed.
+fn lost(what: &str) {
+    report_loss(what);
+    // SAFETY: the call has no preconditions. Handlers of MPI that `exit` would call wait for the lost process.
+    unsafe { libc::_exit(EXIT_STOPPED.into()) };
+}
+
+/// Writes that a process of the run has ended.
+fn report_loss(what: &str) {
+    use std::io::Write as _;
+    // One write, because all ranks write to the same terminal.
+    let text = format!(
+        "error: the run has ended: {what}\n  help: the last checkpoint is complete; repeat the command to resume from it\n"
+    );
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 impl Rank {
     /// Ends this rank together with the others. If it has failed and the others do not arrive, it reports `failure` and ends them.
     pub fn end(self, failure: Option<&Problem>) {
-        let Self { ranks, lifeline } = self;
+        let Self { ranks, lifeline, _starters } = self;
         if let Some(problem) = failure.cloned().filter(|_| ranks.size() > 1) {
             let rank = ranks.rank();
             let watch = move || {
@@ -129,6 +141,17 @@ impl Rank {
         let _ = ranks.barrier();
         drop(lifeline);
     }
+}
+
+/// Checks that all ranks have the same version of the program and the same settings, apart from those of a rank.
+pub fn check_settings(resolved: &Resolved, ranks: &Ranks) -> Result<()> {
+    let own = resolved.values.common().map(|(flag, value)| (flag.name.to_owned(), value));
+    let version = ("version of omnigrpo".to_owned(), env!("CARGO_PKG_VERSION").into());
+    Ok(omnigrpo_train::check_ranks(
+        ranks,
+        "the program or its settings",
+        std::iter::once(version).chain(own).collect(),
+    )?)
 }
 
 /// Returns the result of this rank if no rank has failed, else the failure of the first rank that has one.
@@ -257,10 +280,10 @@ pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<u
 /// Name of the number of leaves in a checkpoint. One leaf has no entry.
 pub const LEAVES: &str = "gradient_leaves";
 
-/// Runs the command `again` as `size` ranks and returns the exit code of `mpirun`. A signal to stop is passed on as SIGUSR1, because
+/// Runs the command `again` as `size` ranks and returns the exit code of the run. A signal to stop is passed on as SIGUSR1, because
 /// `mpirun` kills its processes a second after any other one. A second Ctrl-C, SIGTERM or SIGHUP ends the ranks immediately.
 fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
-    use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+    use std::os::unix::process::CommandExt as _;
     let Some((program, arguments)) = again.split_first() else {
         return Err(Problem::usage("this program cannot be started again as ranks")
             .got(format!("an interactive session, {size} processes"))
@@ -277,6 +300,9 @@ fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
     let all = [SIGINT, SIGTERM, SIGUSR1, SIGHUP];
     let handled = all.into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(signal));
     let mut signals = signal_hook::iterator::Signals::new(handled).context("signals cannot be handled")?;
+    // Signal that has ended the ranks immediately, or 0.
+    let ended_by = Arc::new(AtomicI32::new(0));
+    let ends = Arc::clone(&ended_by);
     let pass_on = move || {
         let mut asked = false;
         for signal in &mut signals {
@@ -286,6 +312,7 @@ fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
                 send(id, SIGUSR1);
                 continue;
             }
+            ends.store(signal, Ordering::SeqCst);
             // MPICH's launcher passes SIGTERM on, and a rank ends at the second one. Open MPI's launcher ends the ranks itself.
             for _ in 0..2 {
                 send(id, SIGTERM);
@@ -296,7 +323,25 @@ fn mpirun(size: usize, again: &[OsString]) -> Result<i32> {
     };
     std::thread::Builder::new().name("signals".to_owned()).spawn(pass_on).context("no thread for signals")?;
     let status = child.wait().context("mpirun cannot be waited for")?;
-    Ok(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)))
+    match (ended_by.load(Ordering::SeqCst), status.code()) {
+        (0, Some(code)) if !is_of_lost_rank(code) => Ok(code),
+        (0, code) => {
+            // A rank that is left has said which one was lost. If `mpirun` was killed, the ranks cannot write any more.
+            if code.is_none() {
+                report_loss(&format!("mpirun (process {id}) has ended"));
+            }
+            Ok(EXIT_STOPPED.into())
+        }
+        (signal, _) => Ok(128 + signal),
+    }
+}
+
+/// Returns true if `mpirun` ended with this code because a signal has ended one of its processes. Open MPI then returns 128 plus the
+/// signal, and MPICH the signal. MPICH combines the bits of all codes: the others have ended with [`EXIT_STOPPED`].
+fn is_of_lost_rank(code: i32) -> bool {
+    let (stopped, signals) = (i32::from(EXIT_STOPPED), 31);
+    let is_combined = code & stopped == stopped && code | signals == stopped | signals;
+    (3..32).contains(&code) || (129..160).contains(&code) || is_combined
 }
 
 /// Lets one of the processes of `torchrun` start `mpirun`; the others wait for it and end with its exit code.
@@ -310,6 +355,7 @@ fn beside_torch(launch: &Launch, again: &[OsString]) -> Result<i32> {
     ));
     std::fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
     omnigrpo_guard::cache::own_folder(&folder).with_context(|| format!("{}", folder.display()))?;
+    let _starters = Starters::watch(launch.parent, lost)?;
     let port = std::env::var("MASTER_PORT").unwrap_or_default();
     let port: String = port.chars().filter(char::is_ascii_digit).collect();
     // The processes of one launcher have the same parent.
@@ -326,15 +372,15 @@ fn beside_torch(launch: &Launch, again: &[OsString]) -> Result<i32> {
                 }
             }
         };
-        let mut code = [EXIT_FAILURE];
+        let mut code = [EXIT_STOPPED];
         // Without a code the first process was killed.
         let _ = stream.read_exact(&mut code);
         return Ok(code[0].into());
     }
     drop(std::fs::remove_file(&place));
     let listener = UnixListener::bind(&place).with_context(|| format!("{}", place.display()))?;
-    let waiting = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
-    let accepted = std::sync::Arc::clone(&waiting);
+    let waiting = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let accepted = Arc::clone(&waiting);
     let accept = move || {
         for stream in listener.incoming().flatten() {
             accepted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(stream);
@@ -356,6 +402,17 @@ fn beside_torch(launch: &Launch, again: &[OsString]) -> Result<i32> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_lost_rank_is_told_from_a_failure_by_the_code_of_mpirun() {
+        let lost =
+            |codes: &[i32]| codes.iter().copied().filter(|&code| is_of_lost_rank(code)).collect::<Vec<_>>();
+        // Codes of the program, of a launcher that cannot start, and of a program that it does not find.
+        assert_eq!(lost(&[0, 1, 2, 127, 213, 255]), [0; 0]);
+        // SIGKILL and SIGSEGV under Open MPI and MPICH. Under MPICH, also SIGABRT of one rank and the status of another one.
+        let all = [137, 139, 9, 11, 75, 75 | 6];
+        assert_eq!(lost(&all), all);
+    }
 
     /// Eight CPUs. With two threads per core, CPU n and CPU n + 4 are one core.
     #[test]

@@ -313,6 +313,11 @@ impl Values {
     pub fn binding(&self, verb: Verb) -> impl Iterator<Item = (&'static Flag, Json)> {
         self.plain().filter(move |(flag, _)| !flag.free.contains(&verb))
     }
+
+    /// Returns the values that all processes of a run must have in common.
+    pub fn common(&self) -> impl Iterator<Item = (&'static Flag, Json)> {
+        self.plain().filter(|(flag, _)| !flag.per_rank)
+    }
 }
 
 /// Type of a field that a setting can fill.

@@ -159,6 +159,7 @@ fn in_brackets(why: &str) -> String {
 /// # Errors
 /// Returns the failure of the command.
 pub fn run(resolved: &Resolved, console: &Console, ranks: Ranks) -> Result<()> {
+    super::ranks::check_settings(resolved, &ranks)?;
     let resolved = of_rank(resolved, &ranks)?;
     let local_ranks = ranks.local()?.size;
     let context = Context::new(&resolved.settings, console.clone(), Arc::default());
@@ -205,6 +206,18 @@ pub fn of_rank(resolved: &Resolved, ranks: &Ranks) -> Result<Resolved> {
 
 /// Prepares the process for a command, and returns its settings without those that have no effect on its model.
 pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
+    let ranks = &context.ranks;
+    // All ranks exchange their cores, also those with a number of threads of their own.
+    let share = if ranks.size() > 1 {
+        Some(super::ranks::threads(ranks, ranks.local()?, &context.console)?)
+    } else {
+        None
+    };
+    super::ranks::together(ranks, prepare_process(resolved, context, resolved.settings.threads.or(share)))
+}
+
+/// Prepares the process of a rank with this number of threads.
+fn prepare_process(resolved: &Resolved, context: &Context, threads: Option<usize>) -> Result<Resolved> {
     // This must precede the start of threads, because instructions are tried in a child process.
     let doubts = omnigrpo_kernels::probe::doubts();
     let activations = resolved.settings.model.quantized_activations;
@@ -223,12 +236,6 @@ pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
     // core.
     // A caller may run several commands, which share it.
     static STARTED: AtomicBool = AtomicBool::new(false);
-    let threads = match (resolved.settings.threads, &context.ranks) {
-        (None, ranks) if ranks.size() > 1 => {
-            Some(super::ranks::threads(ranks, ranks.local()?, &context.console)?)
-        }
-        (threads, _) => threads,
-    };
     if !STARTED.swap(true, Ordering::SeqCst) {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.unwrap_or(0)).build_global();
         pool.context("the threads of the pool could not be started")?;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
 use omnigrpo_guard::told;
-use omnigrpo_models::Checkpoint;
+use omnigrpo_models::{Checkpoint, SharedDigests};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
@@ -278,7 +278,9 @@ pub fn prepare(
     let before = room::resident();
     // Only the first rank scores.
     let mut own = settings.clone();
-    own.rewards.scorers.weights.is_outline = !context.ranks.is_first();
+    let digests = (context.ranks.size() > 1).then(SharedDigests::default);
+    let weights = &mut own.rewards.scorers.weights;
+    (weights.is_outline, weights.digests) = (!context.ranks.is_first(), digests.clone());
     let rewards = setup::rewards(&own, corpus.as_ref())?;
     // A smaller increase of memory cannot come from a model.
     let reward_bytes = Some(room::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20);
@@ -298,6 +300,7 @@ pub fn prepare(
         corpus,
         reward_bytes: reward_bytes.unwrap_or(0),
         reward_files: setup::reward_files(settings),
+        reward_weights: digests.map(|digests| digests.all()).unwrap_or_default(),
         algorithm: Algorithm { split: split_of(settings, context, leaves), ..settings.algorithm.clone() },
         optimizer: settings.optimizer.clone(),
         selection: setup::selection(settings, checkpoint.family()),

@@ -24,7 +24,8 @@ pub const FLAGS: &[Flag] = &[
             "JSON, JSONL or parquet files of training rows, or the name of a dataset on the hub with parquet \
              tables (`ORG/NAME`), which is fetched if the local cache lacks it.",
         )
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("dataset_config", Text, at!(data.config), EVAL_ROWS)
         .help("Configuration (subset) of a dataset on the hub.")
         .unset("`default`, or the only one")
@@ -51,12 +52,14 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| {
             (s.data.dataset_use.is_empty() && s.data.eval_dataset_use.is_empty())
                 .then_some("neither `dataset_use` nor `eval_dataset_use` names a dataset")
-        }),
+        })
+        .per_rank(),
     row("data_file_paths", Paths(&[',', ':']), at!(data.data_file_paths), TRAIN_ROWS)
         .help("Training files with one image folder each, joined by colons, as VLM-R1 writes them.")
         .alias(&["data_paths"])
         .free(LOOP)
-        .idle(|s, _| (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data")),
+        .idle(|s, _| (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data"))
+        .per_rank(),
     row("filter_low", float(-BIG, BIG), at!(run.rows.lessons.low), GRPO)
         .help("Skip rows whose completions earned less than this on average in the previous pass.")
         .unset("off")
@@ -70,7 +73,8 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| one_pass(s)),
     row("eval_file", Paths(&[',']), at!(data.eval_file), EVAL_ROWS)
         .help("JSON, JSONL or parquet files of evaluation rows, or the name of a dataset on the hub.")
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("eval_dataset_use", Words, at!(data.eval_dataset_use), EVAL_ROWS)
         .help("Registry names of evaluation data, as in `--dataset_use`.")
         .free(LOOP)
@@ -105,9 +109,12 @@ pub const FLAGS: &[Flag] = &[
         .unset("`video` or `videos`"),
     row("image_folders", Paths(&[',', ':']), at!(data.roots.images), READS_ROWS)
         .help("Directories that relative image paths start from, joined by colons. A path that leaves its \
-             directory is refused."),
-    row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).help("Directories that relative video paths start from."),
-    row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Directories that relative audio paths start from."),
+             directory is refused.")
+        .per_rank(),
+    row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).help("Directories that relative video paths start from.")
+        .per_rank(),
+    row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Directories that relative audio paths start from.")
+        .per_rank(),
     row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).help(
         "Also read the audio track of each video, in rows that do not name a sound. Rows that mention `<audio>` \
          without listing a sound always do this.",
@@ -130,7 +137,8 @@ pub const FLAGS: &[Flag] = &[
              most the memory that the run leaves free. 0 decodes them in each pass.",
         )
         .unset("a quarter of what the run leaves free, at most 4")
-        .free(Verb::ALL),
+        .free(Verb::ALL)
+        .per_rank(),
     row("strict_media", Bool, at!(run.rows.skip.strict), BAD_ROWS)
         .help("Stop at the first bad row instead of skipping it.")
         .free(Verb::ALL),

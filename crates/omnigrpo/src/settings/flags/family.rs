@@ -27,17 +27,20 @@ pub const FLAGS: &[Flag] = &[
              the checkpoint itself take precedence.",
         )
         .unset("config.json's mm_vision_tower")
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("audio_tower", Text, of_family!("audio_tower"), FAMILY)
         .help("HumanOmni: directory of the Whisper encoder, or its name in the local Hugging Face cache. Weights \
              in the checkpoint itself take precedence.")
         .unset("config.json's mm_audio_tower")
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("bert", Text, of_family!("bert"), FAMILY)
         .help("HumanOmni: directory of the BERT that reads the question, or its name in the local Hugging Face \
              cache. Weights in the checkpoint take precedence; the tokenizer always comes from here.")
         .unset("config.json's mm_text_tower, else bert-base-uncased")
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), FAMILY)
         .help("HumanOmni: compress visual tokens. Every fourth frame stays unchanged; the others are reduced to half \
          their width and height.")

@@ -285,6 +285,9 @@ pub struct Flag {
     /// Verbs whose runs can resume with another value of the setting. Such a setting names the location of inputs (which are
     /// identified by content), the amount of work at a time or the length of a run, and does not change results.
     pub free: &'static [Verb],
+    /// True if the processes of a run may have different values of the setting. Such a setting names the location of inputs (which
+    /// are compared by content), belongs to a machine or its console, or is used by the first process only.
+    pub per_rank: bool,
     /// Function that returns the reason why the setting has no effect.
     pub idle: Idle,
     /// Function that returns the reason if another setting overrides this one in `transformers`. Scripts of that trainer give
@@ -380,6 +383,11 @@ impl Flag {
         self
     }
 
+    const fn per_rank(mut self) -> Self {
+        self.per_rank = true;
+        self
+    }
+
     const fn idle(mut self, when: Idle) -> Self {
         self.idle = when;
         self
@@ -408,6 +416,7 @@ const fn row(name: &'static str, kind: Kind, place: Place, verbs: &'static [Verb
         first: false,
         of_recipe: false,
         free: &[],
+        per_rank: false,
         idle: |_, _| None,
         overridden: |_, _| None,
     }

@@ -17,7 +17,8 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["model", "model_path"])
         .unset("")
         .required(&[Train, Sft, Generate, Score, Eval, Export])
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("torch_dtype", Choice(words::<WeightDtype>), at!(model.dtype), RUNS_MODEL)
         .help(
             "Precision of the weights; `auto` keeps that of the checkpoint. With bfloat16 the optimizer keeps \
@@ -42,7 +43,8 @@ pub const FLAGS: &[Flag] = &[
              (`cuda` is the first; CUDA_VISIBLE_DEVICES hides some). `auto` takes the first GPU, else the CPU, \
              and prints which and why.",
     )
-    .free(LOOP),
+    .free(LOOP)
+    .per_rank(),
     row(
         "reference_device",
         Text,
@@ -102,7 +104,8 @@ pub const FLAGS: &[Flag] = &[
     .alias(&["adapter_path"])
     .unset("none")
     .first()
-    .free(LOOP),
+    .free(LOOP)
+    .per_rank(),
     row("merge", Bool, at!(model.merge), &[Export])
         .help("Add the adapter to the weights and write a complete checkpoint."),
     row("load_in_8bit", Bool, at!(model.load_in_8bit), QUANTISED).help(

@@ -55,12 +55,14 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| {
             (s.model.device == DeviceChoice::Cpu && s.optimizer.offload == Offload::Cpu).then_some("`device` is cpu")
         })
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("nvme_path", Path, at!(optimizer.offload_folder), STEPS)
         .help("Folder of a fast disk for the files of `offload_optimizer file`. They have no names and are gone when the run ends.")
         .unset("`output_dir`")
         .idle(|s, _| (s.optimizer.offload != Offload::File).then_some("`offload_optimizer` is not file"))
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("mm_projector_lr", float(0.0, 100.0), at!(optimizer.projector_lr), STEPS)
         .help("Learning rate of the projector between tower and language model.")
         .unset("`learning_rate`")

@@ -16,11 +16,13 @@ pub const FLAGS: &[Flag] = &[
         )
         .unset("")
         .command_line_only()
-        .free(Verb::ALL),
+        .free(Verb::ALL)
+        .per_rank(),
     row("preset", Choice(crate::settings::presets::words), NOWHERE, SET)
         .help("Settings of a source system; `--config` and flags take precedence.")
         .unset("none")
-        .free(Verb::ALL),
+        .free(Verb::ALL)
+        .per_rank(),
     row(
         "print_config",
         Bool,
@@ -32,7 +34,8 @@ pub const FLAGS: &[Flag] = &[
              file.",
     )
     .command_line_only()
-    .free(Verb::ALL),
+    .free(Verb::ALL)
+    .per_rank(),
     row(
         "threads",
         int(1, 4096),
@@ -41,17 +44,20 @@ pub const FLAGS: &[Flag] = &[
     )
     .help("Threads for computing.")
     .unset("all cores, divided by the ranks of this machine")
-    .free(Verb::ALL),
+    .free(Verb::ALL)
+    .per_rank(),
     row("nproc_per_node", int(1, 4096), at!(ranks.nproc_per_node), &[Train])
         .help("Processes to start on this machine with `mpirun`. They train together and divide each step.")
         .unset("one process, or those of the launcher (`mpirun`, `srun`, `torchrun`)")
         .alias(&["num_processes"])
-        .free(Verb::ALL),
+        .free(Verb::ALL)
+        .per_rank(),
     row("nnodes", int(1, 4096), at!(ranks.nnodes), &[Train])
         .help("Machines of a planned run, each with `nproc_per_node` processes.")
         .unset("1")
         .idle(|s, _| (!s.io.dry_run).then_some("only `plan` and `--dry_run` read it; `mpirun --host` starts machines"))
-        .free(Verb::ALL),
+        .free(Verb::ALL)
+        .per_rank(),
     row("gradient_leaves", int(1, 65_536), at!(ranks.leaves), &[Train])
         .help(
             "Parts of a step whose gradients are summed as a tree. A multiple of the number of processes. Runs with \
@@ -84,11 +90,13 @@ pub const FLAGS: &[Flag] = &[
     row("rank_address", Text, at!(ranks.address), &[Train])
         .help("IP address of the first process for the processes on other machines.")
         .unset("that of the interface that leads to them")
-        .free(Verb::ALL),
+        .free(Verb::ALL)
+        .per_rank(),
     row("ddp_timeout", int(10, 1_000_000_000), at!(ranks.patience_secs), &[Train])
         .help(
             "Seconds without a sign of life after which a process counts as lost and the run ends. A busy process gives such \
              signs, and one that has ended is noticed immediately.",
         )
-        .free(Verb::ALL),
+        .free(Verb::ALL)
+        .per_rank(),
 ];

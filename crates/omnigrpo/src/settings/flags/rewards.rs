@@ -177,11 +177,13 @@ pub const FLAGS: &[Flag] = &[
     row("reward_timeout_secs", float(0.01, 86_400.0), at!(rewards.options.external.timeout), REWARDED)
         .help("Seconds that a program or an address may take to score a batch before it is asked again.")
         .free(Verb::ALL)
-        .idle(no_other_process),
+        .idle(no_other_process)
+        .per_rank(),
     row("reward_workers", int(1, 256), at!(rewards.options.external.pool_size), REWARDED)
         .help("Processes of each reward program, or requests in flight to each address.")
         .free(Verb::ALL)
-        .idle(no_other_process),
+        .idle(no_other_process)
+        .per_rank(),
     row("judge_model", Text, at!(rewards.options.external.judge_model), REWARDED)
         .help("Model that a `judge:http://…` reward asks for.")
         .unset("the server's")
@@ -205,7 +207,8 @@ pub const FLAGS: &[Flag] = &[
             (none && !s.reports_to(Tracker::Wandb)).then_some(
                 "`reward_funcs` and `environment` have no `FILE.py:NAME`, and `report_to` has no wandb",
             )
-        }),
+        })
+        .per_rank(),
     row("clip_model", Text, at!(rewards.scorers.clip_model), REWARDED)
         .help(
             "CLIP of the `explanation` reward: a checkpoint directory, or a model of the hub or the local \

@@ -134,5 +134,6 @@ pub const FLAGS: &[Flag] = &[
         "Take completions and rewards from these rows instead of sampling, to compare with another trainer \
              step by step.",
     )
-    .unset("off"),
+    .unset("off")
+    .per_rank(),
 ];

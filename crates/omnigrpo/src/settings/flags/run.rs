@@ -68,7 +68,8 @@ pub const FLAGS: &[Flag] = &[
              and explains it. Stage 1 is `shard` optimizer; gradients and weights are not cut.",
         )
         .unset("")
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("num_train_epochs", float(0.0, 1e6), at!(run.num_epochs), &[Train, Sft, Demo])
         .help(
             "Passes over the training rows. A step may take rows from two passes; the last step takes the rows \
@@ -223,21 +224,25 @@ pub const FLAGS: &[Flag] = &[
             "Push the trained model and its card to a repository of the Hugging Face hub, which is created \
              before training begins. HF_TOKEN, or the token that `hf auth login` stored, names the account.",
         )
-        .free(LOOP),
+        .free(LOOP)
+        .per_rank(),
     row("hub_model_id", Text, at!(push.model_id), &[Train, Sft, Push])
         .help("Repository, `ORG/NAME`; `NAME` alone belongs to the account of the token.")
         .unset("the name of the run directory")
         .free(LOOP)
-        .idle(no_push),
+        .idle(no_push)
+        .per_rank(),
     row("hub_private_repo", Bool, at!(push.private), &[Train, Sft, Push])
         .help("Make a new repository private. An existing repository keeps its visibility; an existing public one \
              is an error.")
         .free(LOOP)
-        .idle(no_push),
+        .idle(no_push)
+        .per_rank(),
     row("hub_strategy", Choice(words::<HubStrategy>), at!(push.strategy), &[Train, Sft])
         .help("When to push.")
         .free(LOOP)
-        .idle(no_push),
+        .idle(no_push)
+        .per_rank(),
     row("allow_changed_settings", Bool, at!(run.resume.allow_changed), LOOP)
         .help(
             "Resume from a checkpoint although settings or inputs differ from those that it was written with, \

@@ -69,7 +69,7 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
         let at = |problem: Problem| problem.at("--reward_funcs");
         let dir = named_dir("the reward model", place, settings).map_err(at)?;
         let render = settings.prompts.render.clone();
-        let model = RewardModel::load(name, &dir, asked.scorers.weights, render).map_err(|e| {
+        let model = RewardModel::load(name, &dir, asked.scorers.weights.clone(), render).map_err(|e| {
             at(Problem::failure(format!("the reward model `{place}` cannot be used")).got(told(&e)))
         })?;
         made.push(Box::new(model));
