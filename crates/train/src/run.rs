@@ -201,6 +201,8 @@ impl Loop {
             let logged = &rollouts.rewards.logged.metrics;
             metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
         }
+        // The other parts were encoded with the weights before this update, too.
+        parts.iter_mut().for_each(|part| part.updated = true);
         if done + 1 < updates {
             self.place.buffer = Some((parts, done + 1));
         }
