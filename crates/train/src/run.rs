@@ -28,6 +28,7 @@ use crate::records::Records;
 use crate::replay::replay;
 use crate::resume::Resumed;
 use crate::rollouts::Rollouts;
+use crate::rounding::Rounding;
 use crate::rows::{Making, PreparedRow, RowSource};
 use crate::schedule::Schedule;
 use crate::step::{Algorithm, Collector, UpdateAt, update};
@@ -130,6 +131,8 @@ struct Loop {
     run: RunPlan,
     eval: Option<EvalPlan>,
     place: Place,
+    /// Values of the settings that change results by rounding.
+    rounding: Rounding,
     records: Records,
     observer: Box<dyn Observer>,
     console: Console,
