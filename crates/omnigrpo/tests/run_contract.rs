@@ -174,6 +174,13 @@ fn a_run_resumes_only_where_it_makes_sense() {
     assert!(other.contains("at step 1 of 2"), "{other}");
     let more = place.run(&divided(2, 2, 3)).ok().stderr;
     assert!(more.contains("prompts_per_step: 2 → 4") && !more.contains("resuming"), "{more}");
+    // The loss `bnpo` is a mean over micro-batches.
+    let local = |per_device: usize, batches: usize, steps: usize| {
+        divided(per_device, batches, steps).replace("--exp_name c", "--exp_name d --loss_type bnpo")
+    };
+    place.run(&local(2, 1, 1)).ok();
+    let other = place.run(&local(1, 2, 2)).ok().stderr;
+    assert!(other.contains("prompts_per_micro_batch: 2 → 1") && !other.contains("resuming"), "{other}");
 
     // With a new name, or an emptied directory, it starts from the beginning.
     assert!(!place.run(&line("b", 1)).ok().stderr.contains("resuming"));
@@ -196,6 +203,27 @@ fn a_run_resumes_only_where_it_makes_sense() {
     let lower = place.run(&lower).ok().stderr;
     assert!(lower.contains("resuming with changed settings: learning_rate: 1e-6 → 1e-7"), "{lower}");
     assert!(lower.contains("at step 3 of 4"), "{lower}");
+}
+
+#[test]
+fn flags_of_memory_that_round_are_named_by_a_resume() {
+    let place = Place::new();
+    let line = |steps: usize| format!("{TRAIN} --exp_name a --max_steps {steps}");
+    let said = |line: &str| -> Vec<String> {
+        let text = place.run(line).ok().stderr;
+        text.lines().filter(|line| line.contains("rounding")).map(str::to_owned).collect()
+    };
+    assert!(said(&line(1)).is_empty());
+    assert!(said(&format!("{} --mm_processor_cache_gb 0", line(2))).is_empty());
+    let told = |change: &str| {
+        format!(
+            "resuming with {change}; the results differ by rounding from those of a run without this change"
+        )
+    };
+    let recomputed = said(&format!("{} --gradient_checkpointing", line(3)));
+    assert_eq!(recomputed, [told("--gradient_checkpointing: false → true")]);
+    let shorter = said(&format!("{} --gradient_checkpointing --max_stream_tokens 64", line(4)));
+    assert_eq!(shorter, [told("--max_stream_tokens: 4096 → 64")]);
 }
 
 #[test]

@@ -7,6 +7,7 @@ use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use crate::error::{Result, TrainError};
 use crate::features::settle;
@@ -24,6 +25,10 @@ pub struct BufferState {
     pub rows: Vec<u64>,
     /// Pass over the data that drew each row.
     pub epochs: Vec<u64>,
+    /// Digest of the prompt's tokens, by row. Prompts are built again from the rows, so an environment must open a row in the same
+    /// way each time.
+    #[serde(default)]
+    pub prompts: Vec<String>,
     /// Token ids by row and completion.
     pub ids: Vec<Vec<Vec<u32>>>,
     /// Text by row and completion.
@@ -73,6 +78,7 @@ impl BufferState {
             iteration,
             rows: groups().map(|group| group.row.sample.row).collect(),
             epochs: groups().map(|group| group.row.epoch).collect(),
+            prompts: groups().map(|group| digest(&group.row.prompt.ids)).collect(),
             ids: each(rollouts, |c| c.completion.ids.clone()),
             texts: each(rollouts, |c| c.completion.text.clone()),
             truncated: each(rollouts, Scored::is_truncated),
@@ -108,6 +114,7 @@ impl BufferState {
                 && self.sampled.iter().zip(&self.ids).all(|(own, ids)| own.len() == ids.len());
         lists.iter().all(|&n| n == rows)
             && sampled
+            && (self.prompts.is_empty() || self.prompts.len() == rows)
             && per_token(&self.reference, &sampled_tokens)
             && per_token(&self.kept, &sampled_tokens)
             && (0..rows).all(groups)
@@ -176,10 +183,19 @@ impl BufferState {
             prepare(dataset, prompts, None, row, epoch)
         })?;
         let mut groups = Vec::with_capacity(self.rows.len());
-        for (r, (row, prepared)) in self.rows.iter().zip(rows).enumerate() {
+        for (r, (number, prepared)) in self.rows.iter().zip(rows).enumerate() {
             let row = prepared.map_err(|e| TrainError::Checkpoint {
-                what: format!("row {row} of a rollout in progress can no longer be read: {}", e.reason),
+                what: format!("row {number} of a rollout in progress can no longer be read: {}", e.reason),
             })?;
+            if self.prompts.get(r).is_some_and(|prompt| *prompt != digest(&row.prompt.ids)) {
+                return Err(TrainError::Checkpoint {
+                    what: format!(
+                        "row {number} of a rollout in progress has another prompt than when its completions were sampled; an \
+                         environment must open a row in the same way each time; resume from a checkpoint without a rollout in \
+                         progress"
+                    ),
+                });
+            }
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
             let mut sampled = self.sampled.get(r).into_iter().flatten();
             let mut reference = self.reference.get(r).into_iter().flatten();
@@ -209,6 +225,13 @@ impl BufferState {
         let rollouts = Rollouts::new(algorithm, groups, Vec::new(), rewards)?;
         Ok(rollouts.split(prompts_per_step))
     }
+}
+
+/// Returns a digest of tokens.
+fn digest(ids: &[u32]) -> String {
+    let mut hash = Sha256::new();
+    ids.iter().for_each(|id| hash.update(id.to_le_bytes()));
+    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Returns true if `lists` is empty or has one value per completion and sampled token. A completion without a list is accepted.

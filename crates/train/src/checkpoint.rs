@@ -51,6 +51,9 @@ pub struct TrainerState {
     pub order: OrderState,
     /// Settings that must match when a run resumes.
     pub fingerprint: serde_json::Map<String, serde_json::Value>,
+    /// Settings that change results by rounding alone. A run that resumes with other values reports them.
+    #[serde(default)]
+    pub rounding: BTreeMap<String, String>,
     /// Best value of the evaluation metric so far, and the step that reached it.
     pub best: Option<(f64, u64)>,
     /// True if the checkpoint has no optimizer state.

@@ -8,12 +8,15 @@ use omnigrpo_guard::{Fault, Setting, fault};
 use omnigrpo_models::{LoadOptions, LoraConfig, PromptSettings};
 
 use crate::{
-    AdamWConfig, EvalSchedule, ResumeFrom, ResumePlan, RunPlan, SavePlan, Selection, SkipPolicy, Split,
-    TrainSetup,
+    AdamWConfig, Algorithm, EvalSchedule, ResumeFrom, ResumePlan, RunPlan, SavePlan, Selection, SkipPolicy,
+    Split, TrainSetup,
 };
 
 omnigrpo_guard::settings! {
-    struct AdamWConfig { LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm }
+    struct AdamWConfig { LEARNING_RATE = learning_rate, MAX_GRAD_NORM = max_grad_norm, OFFLOAD = offload }
+    struct Algorithm {
+        MICRO_BATCH = prompts_per_micro_batch, RECOMPUTE = recompute, STREAM_ROWS = max_stream_tokens
+    }
     struct ColumnNames { SOLUTION = solution }
     struct LoadOptions { DEVICE = device, DTYPE = dtype, QUANTIZATION = quantization }
     struct LoraConfig { LORA_TARGETS = targets }
@@ -26,8 +29,10 @@ omnigrpo_guard::settings! {
     struct SavePlan { SAVE_ONLY_MODEL = only_model }
     struct Selection { GATE = gate, LLM = llm, PATTERNS = patterns, PROJECTOR = projector, TOWERS = towers }
     struct SkipPolicy { MAX_SHARE = max_share, STRICT = strict }
-    struct Split { LEAVES = leaves }
-    struct TrainSetup { EVAL = eval, LOCK = lock, REWARDS = rewards, ORDER_BONUS = shuffled }
+    struct Split { GRADIENT_SUM = sum, LEAVES = leaves }
+    struct TrainSetup {
+        EVAL = eval, LOCK = lock, REFERENCE_DEVICE = reference_device, REWARDS = rewards, ORDER_BONUS = shuffled
+    }
 }
 
 /// Error of this crate.

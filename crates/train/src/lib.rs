@@ -34,6 +34,7 @@ mod resume;
 mod rollouts;
 pub mod roofline;
 pub mod room;
+mod rounding;
 mod rows;
 mod run;
 mod saved_turns;

@@ -19,6 +19,7 @@ use crate::error::{
 };
 use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
+use crate::rounding::{self, Rounding};
 use crate::split::Split;
 
 /// Settings on which a position in the data depends.
@@ -71,6 +72,7 @@ pub(crate) struct Search<'a> {
     pub(crate) run: &'a RunPlan,
     pub(crate) dir: &'a Path,
     pub(crate) total_steps: u64,
+    pub(crate) rounding: &'a Rounding,
     pub(crate) model: &'a Model,
     pub(crate) optimizer: &'a mut AdamW,
     pub(crate) console: &'a Console,
@@ -185,6 +187,11 @@ impl Search<'_> {
         if !differences.is_empty() {
             let all: Vec<&str> = differences.iter().map(|(_, text)| text.as_str()).collect();
             self.console.line(&format!("resuming with changed settings: {}", all.join("; ")));
+        }
+        if let Some(rounded) = rounding::differing(&state.rounding, self.rounding) {
+            self.console.line(&format!(
+                "resuming with {rounded}; the results differ by rounding from those of a run without this change"
+            ));
         }
         let changed = differences.into_iter().map(|(name, _)| name).collect();
         Ok(Start::From(Box::new(Resumed { path, state, changed })))

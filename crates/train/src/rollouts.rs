@@ -69,7 +69,8 @@ pub struct Rollouts {
     pub(crate) zero_std: Vec<bool>,
     /// Results of the rollout for each leaf of this rank; the first update takes them.
     pub(crate) kept: Vec<Kept>,
-    /// True if the weights have changed since the features were computed.
+    /// True if the weights have changed since the features were computed, by an update from this part or from another one. A
+    /// restored rollout has the features of the checkpoint's weights.
     pub(crate) updated: bool,
 }
 
@@ -134,8 +135,7 @@ impl Rollouts {
         each.map(|kept| kept.map(|kept| kept.iter().filter(|kept| **kept).count())).sum()
     }
 
-    /// Splits the rollout into parts of at most `groups` groups. Each part has separate updates, so the weights have already
-    /// changed before the first update of every part but the first.
+    /// Splits the rollout into parts of at most `groups` groups, each with updates of its own.
     pub(crate) fn split(mut self, groups: usize) -> Vec<Self> {
         if self.groups.len() <= groups {
             return vec![self];
@@ -152,7 +152,7 @@ impl Rollouts {
                 zero_std: self.zero_std[before..before + own.len()].to_vec(),
                 groups: own,
                 kept: Vec::new(),
-                updated: !parts.is_empty(),
+                updated: self.updated,
             });
         }
         if let Some(first) = parts.first_mut() {

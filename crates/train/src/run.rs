@@ -28,6 +28,7 @@ use crate::records::Records;
 use crate::replay::replay;
 use crate::resume::Resumed;
 use crate::rollouts::Rollouts;
+use crate::rounding::Rounding;
 use crate::rows::{Making, PreparedRow, RowSource};
 use crate::schedule::Schedule;
 use crate::step::{Algorithm, Collector, UpdateAt, update};
@@ -130,6 +131,8 @@ struct Loop {
     run: RunPlan,
     eval: Option<EvalPlan>,
     place: Place,
+    /// Values of the settings that change results by rounding.
+    rounding: Rounding,
     records: Records,
     observer: Box<dyn Observer>,
     console: Console,
@@ -201,6 +204,8 @@ impl Loop {
             let logged = &rollouts.rewards.logged.metrics;
             metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
         }
+        // The other parts were encoded with the weights before this update, too.
+        parts.iter_mut().for_each(|part| part.updated = true);
         if done + 1 < updates {
             self.place.buffer = Some((parts, done + 1));
         }

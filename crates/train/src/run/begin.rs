@@ -20,6 +20,7 @@ use crate::optimizer::AdamW;
 use crate::plan::{Objective, RunPlan, TrainSetup};
 use crate::records::Records;
 use crate::resume::{Resumed, Search, Start};
+use crate::rounding;
 use crate::rows::{RowSource, SkippedRow};
 use crate::selection::summary;
 use crate::step::Algorithm;
@@ -28,6 +29,7 @@ impl Loop {
     /// Determines the starting point of the run and opens its records.
     pub(super) fn begin(setup: TrainSetup, console: &Console) -> Result<Self> {
         check(&setup)?;
+        let rounding = rounding::of(&setup);
         let TrainSetup { model, prompts, shuffled, dataset, eval, mut algorithm, run, lock, .. } = setup;
         let dir = lock.root();
         algorithm.split.prompts_per_step = Some(run.prompts_per_step);
@@ -55,6 +57,7 @@ impl Loop {
             observer: if split.ranks.is_first() { setup.observer } else { Box::new(()) },
             console: console.clone(),
             place: Place::default(),
+            rounding,
             last_save: Instant::now(),
             model,
             reference,
@@ -81,6 +84,7 @@ impl Loop {
             run: &self.run,
             dir: self.lock.root(),
             total_steps: self.length.total,
+            rounding: &self.rounding,
             model: &self.model,
             optimizer: &mut self.optimizer,
             console: &self.console,

@@ -70,6 +70,7 @@ impl Loop {
             rollout: place.rollout,
             order: self.source.order().state().clone(),
             fingerprint: self.run.resume.fingerprint.clone(),
+            rounding: self.rounding.clone(),
             best: place.best,
             epochs_seen: place.epochs_seen,
             evaluation_due: place.evaluation_due,

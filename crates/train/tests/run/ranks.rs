@@ -466,7 +466,7 @@ fn three_ranks_are_exact_among_themselves() {
 }
 
 /// Trains adapters with dropout on all linear layers.
-fn adapters(setup: &mut TrainSetup) {
+pub(super) fn adapters(setup: &mut TrainSetup) {
     let lora = LoraConfig {
         rank: 2,
         alpha: 4.0,

@@ -550,6 +550,57 @@ fn changed_settings_go_on_where_that_is_allowed() {
     assert_eq!((number(row, "step"), number(row, "epoch")), (7.0, 2.0 / 6.0));
 }
 
+/// Recomputation does not use the activations of the rollout, and shorter streams divide sums. A run that resumes with such a change
+/// reports it, and so does the next one, which changes it back.
+#[test]
+fn changes_that_round_are_reported() {
+    let changes: [(&str, fn(&mut TrainSetup), &str); 2] = [
+        ("recompute", |s| s.algorithm.recompute = true, "Algorithm::recompute: false → true"),
+        ("streams", |s| s.algorithm.max_stream_tokens = Some(40), "Algorithm::max_stream_tokens: 4096 → 40"),
+    ];
+    let place = Place::new();
+    for (name, change, expected) in changes {
+        let new = |name: &str, steps: u64| {
+            let mut setup = place.setup(name);
+            (setup.run.max_steps, setup.run.save.when) = (Some(steps), SaveWhen::Steps(1));
+            setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
+            setup
+        };
+        let with = |steps: u64| {
+            let mut setup = new(name, steps);
+            change(&mut setup);
+            shown(setup).1
+        };
+        let said = |text: &str| -> Vec<String> {
+            text.lines().filter(|line| line.contains("rounding")).map(str::to_owned).collect()
+        };
+        let whole = format!("{name} whole");
+        run(new(&whole, 2)).unwrap();
+        assert!(said(&shown(new(name, 1)).1).is_empty());
+        let line = |change: &str| {
+            format!(
+                "resuming with {change}; the results differ by rounding from those of a run without this change"
+            )
+        };
+        assert_eq!(said(&with(2)), [line(expected)]);
+        let weights = |name: &str| raw_tensors(&place.out(name).join("model.safetensors"));
+        assert!(weights(name) != weights(&whole), "{name}: the results are equal");
+        assert!(said(&with(3)).is_empty(), "nothing has changed since");
+        let (setting, values) = expected.split_once(": ").unwrap();
+        let (old, new_value) = values.split_once(" → ").unwrap();
+        let back = shown(new(name, 4)).1;
+        assert_eq!(said(&back), [line(&format!("{setting}: {new_value} → {old}"))]);
+        // An earlier version did not store the values.
+        let four = place.out(name).join("checkpoint-4");
+        let path = four.join("trainer_state.json");
+        let mut state: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert!(state.as_object_mut().unwrap().remove("rounding").is_some());
+        std::fs::write(&path, state.to_string()).unwrap();
+        sign(&four);
+        assert!(said(&with(5)).is_empty());
+    }
+}
+
 #[test]
 fn checkpoints_can_be_written_by_time() {
     let place = Place::new();

@@ -3,8 +3,9 @@
 use std::sync::atomic::AtomicUsize;
 
 use omnigrpo_data::{Cause, MediumSource, Sample};
+use omnigrpo_models::Opening;
 use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, Interaction, ModelTurn};
-use omnigrpo_text::{MediumKind, Role};
+use omnigrpo_text::{MediumKind, Part, Role};
 
 use super::resume::sign;
 use super::*;
@@ -218,6 +219,36 @@ fn impossible_turns_of_a_checkpoint_are_refused() {
     std::fs::write(&path, state.to_string()).unwrap();
     sign(&one);
     assert_eq!(run(new()).unwrap().steps, 4);
+}
+
+/// The prompts of a rollout in progress are built again. An environment that opens their rows in another way ends the run.
+#[test]
+fn a_row_that_is_opened_in_another_way_is_refused() {
+    let place = Place::new();
+    let opened = |steps: u64, word: &'static str| {
+        let mut setup = place.setup("run");
+        let mut settings = setup.prompts.settings().clone();
+        settings.opening = Some(Opening(Arc::new(move |row: &mut Sample| {
+            row.turns.last_mut().unwrap().parts.push(Part::Text(word.to_owned()));
+            Ok(())
+        })));
+        let from = omnigrpo_models::Checkpoint::open(&checkpoint(NAME)).unwrap();
+        setup.prompts = Arc::new(omnigrpo_models::PromptBuilder::open(&from, settings).unwrap());
+        (setup.run.num_iterations, setup.run.max_steps) = (2, Some(steps));
+        setup.run.save.when = SaveWhen::Steps(1);
+        setup.run.schedule.kind = omnigrpo_train::ScheduleKind::Constant;
+        run(setup)
+    };
+    opened(3, "three").unwrap();
+    let message = told(&opened(5, "seven").unwrap_err());
+    assert!(
+        message.contains("has another prompt than when its completions were sampled")
+            && message.contains("an environment must open a row in the same way each time"),
+        "{message}"
+    );
+    assert_eq!(opened(4, "three").unwrap().steps_here, 1);
+    // Between two rollouts, rows may be opened in another way.
+    assert_eq!(opened(5, "seven").unwrap().steps_here, 1);
 }
 
 #[test]

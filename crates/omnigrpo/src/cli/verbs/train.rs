@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
+use omnigrpo_grpo::Aggregation;
 use omnigrpo_guard::told;
 use omnigrpo_models::{Checkpoint, SharedDigests};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
@@ -416,6 +417,13 @@ fn binding(resolved: &Resolved, leaves: usize) -> Map<String, Value> {
     let divided = ["per_device_train_batch_size", "gradient_accumulation_steps"].map(|name| out.remove(name));
     if divided.iter().any(Option::is_some) {
         out.insert("prompts_per_step".into(), resolved.settings.run.prompts_per_step.into());
+    }
+    if resolved.settings.algorithm.loss.aggregation == Aggregation::TokenMeanLocal {
+        // The loss is a mean over micro-batches, so other ones give another loss.
+        out.insert(
+            "prompts_per_micro_batch".into(),
+            resolved.settings.algorithm.prompts_per_micro_batch.into(),
+        );
     }
     if leaves > 1 {
         out.insert(LEAVES.into(), leaves.into());

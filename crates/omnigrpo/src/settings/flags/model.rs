@@ -148,13 +148,16 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| (s.model.dtype == WeightDtype::Float32).then_some("`torch_dtype` is float32")),
     row("max_stream_tokens", int(16, COUNT), at!(algorithm.max_stream_tokens), &[Train, Sft, Score, Demo])
         .help(
-            "Maximum number of tokens in one forward pass. A larger group is split into passes that share its prompt, with \
-             the same result.",
+            "Maximum number of tokens in one forward pass. A larger group is split into passes that share its prompt. Results \
+             are the same except for rounding, so a run that resumes with another value ends with other bits.",
         )
         .unset("4096; a whole group in `score`")
         .free(LOOP),
     row("gradient_checkpointing", Bool, at!(algorithm.recompute), &[Train, Sft, Demo, Bench])
-        .help("Recompute blocks in the backward pass: less memory, about a third more time.")
+        .help(
+            "Recompute blocks in the backward pass: less memory, about a third more time. Results are the same except for \
+             rounding, so a run that resumes with another value ends with other bits.",
+        )
         .free(LOOP),
 ];
 
