@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use omnigrpo_guard::names::nearest;
 use serde_json::{Map, Value as Json};
 
 use crate::settings::Settings;
@@ -233,7 +234,7 @@ impl Given {
                     .given_at(&origin);
                 if let Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) = flag.kind {
                     let names = names();
-                    if let Some(name) = explain::nearest(text, names.iter().map(|(name, _)| *name)) {
+                    if let Some(name) = nearest(text, names.iter().map(|(name, _)| *name)) {
                         problem = problem.help(format!("did you mean `{name}`?"));
                     }
                 }
