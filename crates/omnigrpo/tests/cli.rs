@@ -195,8 +195,11 @@ fn long_unknown_names_are_refused_at_once() {
         std::fs::write(dir.path().join(name), text).unwrap();
         dir.path().join(name).to_str().unwrap().to_owned()
     };
-    let settings = file("long.yaml", format!("{long}: 1\n"));
-    let script = file("long.sh", format!("python train.py --{long} 1 --output_dir o\n"));
+    let settings = file("long.yaml", format!("{}: 1\n", &long[..1000]));
+    let script = file(
+        "long.sh",
+        format!("torchrun grpo.py --model_name_or_path m --dataset_name d --{long} 1 --output_dir o\n"),
+    );
     let [flag, with_value] = [format!("--{long}"), format!("--{long}=1")];
     let long = long.as_str();
     let lines: [&[&str]; 12] = [
@@ -216,11 +219,10 @@ fn long_unknown_names_are_refused_at_once() {
     let started = std::time::Instant::now();
     for line in lines {
         let told = refused(line);
-        assert!(told.len() < 8_000, "{} bytes: {}", told.len(), &told[..1_000]);
+        assert!(told.len() < 2_000, "{} bytes: {}", told.len(), told.chars().take(1_000).collect::<String>());
         assert!(told.contains("learning_ratelearning_rate"), "{told}");
     }
-    let output = run(&["translate", &script]);
-    assert!(output.stderr.len() + output.stdout.len() < 400_000);
+    run(&["translate", &script]);
     // One name took eight seconds.
     assert!(started.elapsed().as_secs() < 40, "{:?}", started.elapsed());
 }

@@ -794,7 +794,7 @@ fn find_markers(
         let next = |marker: &str, at: usize| {
             output.string[at..text.start].find(marker).map_or(usize::MAX, |found| at + found)
         };
-        // The next place of each marker is searched once, so that many markers of one kind take no square of time.
+        // Each place is searched once. The text may have many markers of one kind.
         let mut places: Vec<usize> = markers.iter().map(|marker| next(marker, at)).collect();
         while let Some((start, marker)) = places
             .iter()

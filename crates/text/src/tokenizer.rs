@@ -17,7 +17,9 @@
 //! contains is rejected before memory is allocated for it.
 
 use std::collections::{BTreeMap, HashSet};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::Value;
 use tokenizers::decoders::bpe::BPEDecoder;
@@ -52,6 +54,10 @@ const MAX_MORE_BYTES: usize = 1 << 10;
 /// Maximum number of steps of a normaliser. Published ones have up to ten.
 const MAX_STEPS: usize = 100;
 
+/// Number of stretches of text whose ids are remembered, and the length of the longest in bytes.
+const REMEMBERED: usize = 64;
+const MAX_REMEMBERED_BYTES: usize = 256;
+
 /// First of the ids that mark holes and control tokens inside [`Tokenizer::encode_runs`].
 const MARK: u32 = 1 << 31;
 const MAX_VOCAB: usize = 1 << 24;
@@ -72,6 +78,8 @@ pub struct Tokenizer {
     vocab_size: usize,
     /// Named tokens as templates see them, such as `eos_token` → `<|im_end|>`.
     named_tokens: BTreeMap<String, String>,
+    /// Latest short stretches of text with their ids, each in the place of its hash.
+    remembered: Arc<[Mutex<Option<(String, Vec<u32>)>>]>,
 }
 
 #[derive(Debug, Clone)]
@@ -227,7 +235,8 @@ impl Tokenizer {
         } else {
             PieceFormat::Opaque
         };
-        Ok(Tokenizer { inner, added, control_ids, unk_id, pieces, vocab_size, named_tokens })
+        let remembered = (0..REMEMBERED).map(|_| Mutex::default()).collect();
+        Ok(Tokenizer { inner, added, control_ids, unk_id, pieces, vocab_size, named_tokens, remembered })
     }
 
     /// Encodes plain text. Literals of control tokens in it are ordinary text.
@@ -408,25 +417,29 @@ impl Tokenizer {
         fixed: &[Fixed],
         cuts: &[&SysRegex],
     ) -> tokenizers::Result<Vec<u32>> {
-        let (mut ids, mut spelled, mut at) = (Vec::new(), String::new(), 0);
+        let (mut ids, mut at) = (Vec::new(), 0);
         let ends = fixed.iter().map(|f| (f.start, f.end)).chain([(text.len(), text.len())]);
         for (k, (start, end)) in ends.enumerate() {
-            let piece = text.get(at..start).ok_or("text cut inside a character")?;
-            let mut add = |piece: &str| {
-                spelled.clear();
-                spelled.extend(piece.bytes().map(char_of_byte));
-                let tokens = self.inner.get_model().tokenize(&spelled)?;
-                ids.extend(tokens.into_iter().map(|token| token.id));
-                Ok(())
-            };
-            match self.inner.get_normalizer() {
-                // ASCII is normal.
-                Some(normalizer) if !piece.is_ascii() => {
-                    let mut normal = NormalizedString::from(piece);
-                    normalizer.normalize(&mut normal)?;
-                    each_piece(normal.get(), cuts, &mut add)?;
-                }
-                _ => each_piece(piece, cuts, &mut add)?,
+            let stretch = text.get(at..start).ok_or("text cut inside a character")?;
+            // A template writes the same short stretches in every row.
+            if (1..=MAX_REMEMBERED_BYTES).contains(&stretch.len()) {
+                let mut hash = DefaultHasher::new();
+                stretch.hash(&mut hash);
+                let slot = &self.remembered[hash.finish() as usize % self.remembered.len()];
+                let known = || slot.lock().unwrap_or_else(PoisonError::into_inner);
+                let found = known().as_ref().filter(|(text, _)| text == stretch).map(|(_, ids)| ids.clone());
+                let own = match found {
+                    Some(own) => own,
+                    None => {
+                        let mut own = Vec::new();
+                        self.add_byte_level(stretch, cuts, &mut own)?;
+                        *known() = Some((stretch.to_owned(), own.clone()));
+                        own
+                    }
+                };
+                ids.extend(own);
+            } else {
+                self.add_byte_level(stretch, cuts, &mut ids)?;
             }
             if k < fixed.len() {
                 ids.push(MARK + k as u32);
@@ -434,6 +447,32 @@ impl Tokenizer {
             at = end;
         }
         Ok(ids)
+    }
+
+    /// Adds the ids of a stretch without added tokens.
+    fn add_byte_level(
+        &self,
+        stretch: &str,
+        cuts: &[&SysRegex],
+        ids: &mut Vec<u32>,
+    ) -> tokenizers::Result<()> {
+        let mut spelled = String::new();
+        let mut add = |piece: &str| {
+            spelled.clear();
+            spelled.extend(piece.bytes().map(char_of_byte));
+            let tokens = self.inner.get_model().tokenize(&spelled)?;
+            ids.extend(tokens.into_iter().map(|token| token.id));
+            Ok(())
+        };
+        match self.inner.get_normalizer() {
+            // ASCII is normal.
+            Some(normalizer) if !stretch.is_ascii() => {
+                let mut normal = NormalizedString::from(stretch);
+                normalizer.normalize(&mut normal)?;
+                each_piece(normal.get(), cuts, &mut add)
+            }
+            _ => each_piece(stretch, cuts, &mut add),
+        }
     }
 
     /// Returns the ids of a text. Instead of the added tokens already found, they contain [`MARK`] plus their index.
