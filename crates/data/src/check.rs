@@ -14,7 +14,7 @@ use std::time::UNIX_EPOCH;
 use omnigrpo_guard::cache::own_folder;
 use omnigrpo_guard::inside;
 use omnigrpo_guard::{Fault, WAITS, fault, retried};
-use omnigrpo_text::PerKind;
+use omnigrpo_text::{PerKind, RENDER_STACK_BYTES, render_on_this_thread};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -174,13 +174,15 @@ pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataEr
     dataset.remember_media(
         cache.known.lock().unwrap_or_else(PoisonError::into_inner).keys().map(|key| &*key.path),
     );
-    let pool =
-        rayon::ThreadPoolBuilder::new().num_threads(options.num_threads.max(1)).build().map_err(|error| {
-            DataError::Io {
-                action: "start threads for",
-                path: "data check".into(),
-                source: std::io::Error::other(error),
-            }
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(options.num_threads.max(1))
+        .stack_size(RENDER_STACK_BYTES)
+        .start_handler(|_| render_on_this_thread())
+        .build()
+        .map_err(|error| DataError::Io {
+            action: "start threads for",
+            path: "data check".into(),
+            source: std::io::Error::other(error),
         })?;
     let total = dataset.len();
     let done = AtomicU64::new(0);

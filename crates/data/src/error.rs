@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use omnigrpo_guard::names::{nearest, shown};
 use omnigrpo_guard::{MachineFailure, Setting};
 use omnigrpo_text::{MediumKind, TextError};
 use serde_json::Value;
@@ -119,14 +120,12 @@ pub enum DataError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Registry or list file that is too large to be one.
-    #[error("{}: got {bytes} bytes, expected at most {limit_bytes}; is this an annotation file?", path.display())]
+    #[error("{} is too large for a list of datasets; is it an annotation file?", path.display())]
     RegistryTooLarge {
         /// Path of the file.
         path: PathBuf,
-        /// Size of the file.
-        bytes: u64,
-        /// Maximum size.
-        limit_bytes: u64,
+        /// Size of the file and maximum size.
+        source: std::io::Error,
     },
 }
 
@@ -141,12 +140,10 @@ impl DataError {
         got: &str,
         known: impl Iterator<Item = &'a str> + Clone,
     ) -> Self {
-        let distance = |name: &&str| strsim::damerau_levenshtein(name, got);
-        let closest = known.clone().min_by_key(distance);
-        let suggestion = closest.filter(|name| distance(name) <= name.len().max(3) / 3).map(str::to_owned);
+        let suggestion = nearest(got, known.clone()).map(str::to_owned);
         Self::UnknownName {
             what,
-            got: got.to_owned(),
+            got: shown(got).into_owned(),
             suggestion,
             known: known.collect::<Vec<_>>().join(", "),
         }

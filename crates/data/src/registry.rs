@@ -2,8 +2,10 @@
 //! files.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::inside;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -216,15 +218,10 @@ pub(crate) fn is_yaml(path: &Path) -> bool {
 }
 
 fn read<T: DeserializeOwned>(path: &Path) -> Result<T, DataError> {
-    let metadata = std::fs::metadata(path).map_err(DataError::io("open", path))?;
-    if metadata.len() > MAX_REGISTRY_BYTES {
-        return Err(DataError::RegistryTooLarge {
-            path: path.to_owned(),
-            bytes: metadata.len(),
-            limit_bytes: MAX_REGISTRY_BYTES,
-        });
-    }
-    let text = std::fs::read_to_string(path).map_err(DataError::io("read", path))?;
+    let text = inside::read_named(path, MAX_REGISTRY_BYTES).map_err(|source| match source.kind() {
+        ErrorKind::FileTooLarge => DataError::RegistryTooLarge { path: path.to_owned(), source },
+        _ => DataError::io("read", path)(source),
+    })?;
     if is_yaml(path) {
         serde_saphyr::from_str(&text)
             .map_err(|error| DataError::Registry { path: path.to_owned(), source: error.into() })

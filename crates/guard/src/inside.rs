@@ -74,20 +74,35 @@ fn blobs_of(home: &Path) -> Option<PathBuf> {
 pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
     let real = resolve(dir, name)?;
     let expected = regular(std::fs::symlink_metadata(&real)?)?;
+    let file = open_regular(&real)?;
+    match same_file(&expected, &file.metadata()?) {
+        true => Ok(file),
+        false => Err(Error::other("the file was replaced while it was opened; try again")),
+    }
+}
+
+/// Opens a file that a user named, such as a script or a file of settings. Links are followed.
+///
+/// # Errors
+/// Returns an error if the path cannot be opened or is not a regular file: a pipe has no end, and a device may do anything.
+pub fn open_named(path: &Path) -> Result<File> {
+    regular(std::fs::metadata(path)?)?;
+    open_regular(path)
+}
+
+/// Opens a regular file. A pipe may have replaced it since a check. With the flag, opening a pipe does not wait for a process at
+/// the other end.
+fn open_regular(path: &Path) -> Result<File> {
     let mut options = File::options();
     options.read(true);
-    // A pipe may have replaced the file. With this flag, opening a pipe does not wait for a process at the other end.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(
         &mut options,
         rustix::fs::OFlags::NONBLOCK.bits().cast_signed(),
     );
-    let file = options.open(&real)?;
-    let opened = regular(file.metadata()?)?;
-    match same_file(&expected, &opened) {
-        true => Ok(file),
-        false => Err(Error::other("the file was replaced while it was opened; try again")),
-    }
+    let file = options.open(path)?;
+    regular(file.metadata()?)?;
+    Ok(file)
 }
 
 /// Opens a file of a run for writing, with the given options. The last component of `path` must not be a link, which
@@ -130,7 +145,19 @@ pub fn resolve_path(path: &Path) -> Result<PathBuf> {
 /// # Errors
 /// Returns the errors of [`open`], and an error if the file is longer.
 pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<u8>> {
-    let file = open(dir, name)?;
+    read_all(open(dir, name)?, limit_bytes)
+}
+
+/// Reads the text of a file that a user named, like [`open_named`], if it has at most `limit_bytes`.
+///
+/// # Errors
+/// Returns the errors of [`open_named`], and an error if the file is longer or not UTF-8.
+pub fn read_named(path: &Path, limit_bytes: u64) -> Result<String> {
+    let bytes = read_all(open_named(path)?, limit_bytes)?;
+    String::from_utf8(bytes).map_err(|error| Error::new(ErrorKind::InvalidData, error.utf8_error()))
+}
+
+fn read_all(file: File, limit_bytes: u64) -> Result<Vec<u8>> {
     let (mut num_bytes, mut bytes) = (file.metadata()?.len(), Vec::new());
     if num_bytes <= limit_bytes {
         file.take(limit_bytes.saturating_add(1)).read_to_end(&mut bytes)?;
@@ -273,9 +300,32 @@ mod tests {
         let model = root.join("model");
         let pipe = model.join("pipe");
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        symlink(&pipe, root.join("to pipe")).unwrap();
         for name in ["pipe", "sub"] {
             assert_eq!(open(&model, name).unwrap_err().to_string(), "not a regular file", "{name}");
         }
+        let socket = std::os::unix::net::UnixListener::bind(model.join("socket")).unwrap();
+        for path in [&*pipe, &root.join("to pipe"), &model, &model.join("socket"), Path::new("/dev/zero")] {
+            assert_eq!(
+                read_named(path, 16).unwrap_err().to_string(),
+                "not a regular file",
+                "{}",
+                path.display()
+            );
+        }
+        drop(socket);
+    }
+
+    #[test]
+    fn a_named_file_is_read_through_links_up_to_its_limit() {
+        let (_place, root) = tree();
+        symlink("../secret", root.join("model/link")).unwrap();
+        assert_eq!(read_named(&root.join("model/link"), 3).unwrap(), "key");
+        let error = read_named(&root.join("secret"), 2).unwrap_err();
+        assert_eq!(error.to_string(), "the file has 3 bytes, expected at most 2");
+        fs::write(root.join("binary"), [0xff]).unwrap();
+        assert_eq!(read_named(&root.join("binary"), 16).unwrap_err().kind(), ErrorKind::InvalidData);
+        assert_eq!(read_named(&root.join("nowhere"), 16).unwrap_err().kind(), ErrorKind::NotFound);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Protects this program from third-party code and files: panics as values, errors with their causes as one text, files in
-//! untrusted directories ([`inside`]), and private caches ([`cache`]). Also writes the names of settings in messages ([`Setting`]).
+//! untrusted directories ([`inside`]), and private caches ([`cache`]). Also writes the names of settings in messages ([`Setting`])
+//! and finds the names that users meant ([`names`]).
 //!
 //! Decoders, tokenizers and rewards receive input that they were not written for. If one panics, the caller reports the panic as
 //! an error of that input. The process's panic hook runs first and would print a message for programmers. A hook that checks
@@ -16,6 +17,7 @@ pub use setting::{Setting, name_settings_by};
 
 pub mod cache;
 pub mod inside;
+pub mod names;
 
 use std::cell::Cell;
 use std::error::Error;

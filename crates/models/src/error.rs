@@ -37,6 +37,12 @@ pub enum ModelError {
         /// Problem and advice.
         what: String,
     },
+    /// An environment says more in one turn, or before the first, than is read.
+    #[error("the environment says too much at once: {what}")]
+    SaysTooMuch {
+        /// Actual and largest size.
+        what: String,
+    },
     /// A weight file was modified while the model that reads it was in use.
     #[error(
         "{} was modified while the reference model read its weights from it. Restore the file, leave it unchanged \

@@ -57,7 +57,9 @@ pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};
 pub use origin::Origin;
 pub use peft::{adapter_base, whole_tensors};
-pub use prompt::{Opening, Prompt, PromptBuilder, PromptSettings, SftExample};
+pub use prompt::{
+    MAX_SAID_BYTES, MAX_SAID_PARTS, Opening, Prompt, PromptBuilder, PromptSettings, SftExample, check_said,
+};
 pub use recall::DecoderMemory;
 pub use rope::{Rope, RopeScaling};
 pub use stream::{AddedTurn, GroupStream, PackedStream};

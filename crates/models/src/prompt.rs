@@ -9,7 +9,7 @@ use omnigrpo_data::{
 };
 use omnigrpo_text::{
     ChatTemplate, MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions,
-    RenderedPrompt, Role, Span, StopSet, Tokenizer, Turn,
+    RenderedPrompt, Role, Span, StopSet, TextError, Tokenizer, Turn,
 };
 
 use crate::checkpoint::Checkpoint;
@@ -198,9 +198,14 @@ impl PromptBuilder {
     /// per row, before the prompt is built.
     ///
     /// # Errors
-    /// Returns the error of the environment.
+    /// Returns the error of the environment, and [`ModelError::SaysTooMuch`] if it adds more than [`MAX_SAID_BYTES`] or
+    /// [`MAX_SAID_PARTS`]. The row is then unusable.
     pub fn add_opening(&self, sample: &mut Sample) -> std::result::Result<(), Cause> {
-        self.settings.opening.as_ref().map_or(Ok(()), |Opening(add)| add(sample))
+        let Some(Opening(add)) = &self.settings.opening else { return Ok(()) };
+        let (parts, bytes) = size_of(&sample.turns);
+        add(sample)?;
+        let (all_parts, all_bytes) = size_of(&sample.turns);
+        Ok(check_said(all_parts.saturating_sub(parts), all_bytes.saturating_sub(bytes))?)
     }
 
     /// Decodes a row's media and renders its prompt. Headers are read first, so that no medium is decoded for a prompt over
@@ -328,8 +333,11 @@ impl PromptBuilder {
     /// then.
     ///
     /// # Errors
-    /// Returns an error if a medium is unreadable or the turn cannot be rendered.
+    /// Returns an error if a medium is unreadable or the turn cannot be rendered. Returns [`ModelError::SaysTooMuch`] if the turn
+    /// has more than [`MAX_SAID_BYTES`] or [`MAX_SAID_PARTS`], or needs more work of the template than one may cause.
     pub fn turn(&self, turn: &Turn, media: &[MediumRef], max_tokens: usize) -> Result<Option<Prompt>> {
+        let (parts, bytes) = size_of(std::slice::from_ref(turn));
+        check_said(parts, bytes)?;
         let plans = self.plans(media, &self.headers(media)?)?;
         let planned = self.shown(plans.iter().map(MediumPlan::shown))?;
         if planned.iter().map(num_features).sum::<usize>() > max_tokens {
@@ -380,7 +388,13 @@ impl PromptBuilder {
     fn render_turns(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
         let turns = self.family.processor().arrange(turns);
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
-        Ok(renderer.render_turns(&turns, media, &self.settings.render, &self.stops)?.prompt)
+        match renderer.render_turns(&turns, media, &self.settings.render, &self.stops) {
+            // The template renders these turns alone, so they are the reason.
+            Err(error @ TextError::TemplateWork { .. }) => {
+                Err(ModelError::SaysTooMuch { what: error.to_string() })
+            }
+            rendered => Ok(rendered?.prompt),
+        }
     }
 
     /// Builds a turn from the tokens and media of an earlier [`Self::turn`].
@@ -761,6 +775,31 @@ impl PromptBuilder {
         };
         Err(ModelError::PromptTooLong { tokens, limit, which, remedy: format!("{shorten}{or}") })
     }
+}
+
+/// Largest number of bytes of text that an environment may say in one turn, or add to a row before the first.
+pub const MAX_SAID_BYTES: usize = 1 << 20;
+/// Largest number of texts and media that an environment may say in one turn, or add to a row before the first.
+pub const MAX_SAID_PARTS: usize = 1 << 10;
+
+/// Returns [`ModelError::SaysTooMuch`] if a number of texts and media, or the bytes of the texts, exceed [`MAX_SAID_PARTS`] or
+/// [`MAX_SAID_BYTES`].
+pub fn check_said(parts: usize, bytes: usize) -> Result<()> {
+    let what = if parts > MAX_SAID_PARTS {
+        format!("{parts} texts and media, expected at most {MAX_SAID_PARTS}")
+    } else if bytes > MAX_SAID_BYTES {
+        format!("{bytes} bytes of text, expected at most {MAX_SAID_BYTES}")
+    } else {
+        return Ok(());
+    };
+    Err(ModelError::SaysTooMuch { what })
+}
+
+/// Returns the number of parts of turns, and the bytes of their texts.
+fn size_of(turns: &[Turn]) -> (usize, usize) {
+    let bytes = |part: &Part| if let Part::Text(text) = part { text.len() } else { 0 };
+    let parts = turns.iter().flat_map(|turn| &turn.parts);
+    (parts.clone().count(), parts.map(bytes).sum())
 }
 
 /// Number of feature tokens above which a prompt is checked before rendering. A medium may be too large for any prompt, and its

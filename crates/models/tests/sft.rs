@@ -5,8 +5,10 @@ use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_models::{
     Checkpoint, GroupStream, ModelError, PackedStream, PromptBuilder, PromptSettings, SftExample, WeightDtype,
 };
-use omnigrpo_testkit::{checkpoint, golden, max_diff};
-use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, RenderedConversation, Tokenizer};
+use omnigrpo_testkit::{checkpoint, copy_dir, golden, max_diff};
+use omnigrpo_text::{
+    ChatTemplate, Part, PromptRenderer, RenderOptions, RenderedConversation, Role, Tokenizer, Turn,
+};
 use serde_json::{Value, json};
 
 fn builder(name: &str, render: RenderOptions) -> PromptBuilder {
@@ -133,20 +135,47 @@ fn a_row_may_describe_its_own_tools() {
     assert!(!text(json!([])).contains("# Tools"));
 }
 
+/// Copies a checkpoint and replaces its template.
+fn with_template(template: &str) -> (tempfile::TempDir, PromptBuilder) {
+    let folder = tempfile::tempdir().unwrap();
+    copy_dir(&checkpoint("qwen2_5_vl_untied"), folder.path());
+    std::fs::remove_file(folder.path().join("chat_template.json")).ok();
+    std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
+    (folder, prompts)
+}
+
+/// A turn of an environment on which the template works for too long says too much. The limits of a turn hold in the same way, and
+/// the template renders other turns.
+#[test]
+fn a_turn_of_an_environment_may_say_too_much() {
+    // The work grows with the square of a text.
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for x in range(m.content|length) %}\
+                    {% for y in range(m.content|length) %}{% endfor %}{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let (_folder, prompts) = with_template(template);
+    let turn = |parts: Vec<Part>| prompts.turn(&Turn { role: Role::Tool, parts }, &[], 4000);
+    let text = |letters: usize| Part::Text("x".repeat(letters));
+    assert!(turn(vec![text(500)]).unwrap().is_some());
+    for (parts, why) in [
+        (vec![text(3000)], "too much work or memory"),
+        (vec![text(1); 1025], "1025 texts and media, expected at most 1024"),
+        (vec![text(1 << 20), text(1)], "1048577 bytes of text, expected at most 1048576"),
+    ] {
+        let error = turn(parts).unwrap_err();
+        assert!(matches!(error, ModelError::SaysTooMuch { .. }), "{error}");
+        assert!(error.to_string().contains(why), "{error}");
+    }
+    assert!(turn(vec![text(5)]).unwrap().is_some());
+}
+
 /// A template of a model that thinks leaves out the thoughts of earlier turns. They are imitated all the same.
 #[test]
 fn a_template_cannot_rewrite_a_target() {
-    let folder = tempfile::tempdir().unwrap();
-    for entry in std::fs::read_dir(checkpoint("qwen2_5_vl_untied")).unwrap() {
-        let path = entry.unwrap().path();
-        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
-    }
     let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}\
                     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
-    std::fs::remove_file(folder.path().join("chat_template.json")).ok();
-    std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
-    let prompts =
-        PromptBuilder::open(&Checkpoint::open(folder.path()).unwrap(), PromptSettings::default()).unwrap();
+    let (_folder, prompts) = with_template(template);
     let say = |role: &str, text: &str| json!({ "role": role, "content": text });
     let thought = " <think>\nlook\n</think>\n<tool_call>{\"name\": \"zoom\"}</tool_call> ";
     let row = sample(json!({ "messages": [

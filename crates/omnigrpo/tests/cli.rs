@@ -187,6 +187,129 @@ fn unknown_names_get_a_suggestion() {
     insta::assert_snapshot!(transcript(lines));
 }
 
+/// A name of 80,000 letters is compared with no known name and quoted by its start.
+#[test]
+fn long_unknown_names_are_refused_at_once() {
+    let (dir, long) = (tempfile::tempdir().unwrap(), "learning_rate".repeat(6154));
+    let file = |name: &str, text: String| {
+        std::fs::write(dir.path().join(name), text).unwrap();
+        dir.path().join(name).to_str().unwrap().to_owned()
+    };
+    let settings = file("long.yaml", format!("{}: 1\n", &long[..1000]));
+    let script = file(
+        "long.sh",
+        format!("torchrun grpo.py --model_name_or_path m --dataset_name d --{long} 1 --output_dir o\n"),
+    );
+    let [flag, with_value] = [format!("--{long}"), format!("--{long}=1")];
+    let long = long.as_str();
+    let lines: [&[&str]; 12] = [
+        &["train", &flag, "1"],
+        &["train", &with_value],
+        &["train", long],
+        &["train", "--reward_funcs", long],
+        &["train", "--preset", long],
+        &["train", "--loss_type", long],
+        &["train", "--learning_rate", long],
+        &["train", "--question_template", long],
+        &["train", "--config", &settings],
+        &["help", long],
+        &[long],
+        &["data", long],
+    ];
+    let started = std::time::Instant::now();
+    for line in lines {
+        let told = refused(line);
+        assert!(told.len() < 2_000, "{} bytes: {}", told.len(), told.chars().take(1_000).collect::<String>());
+        assert!(told.contains("learning_ratelearning_rate"), "{told}");
+    }
+    run(&["translate", &script]);
+    // One name took eight seconds.
+    assert!(started.elapsed().as_secs() < 40, "{:?}", started.elapsed());
+}
+
+/// Pipes, sockets, devices and directories are no files of settings and no scripts; opening a pipe would wait for a writer.
+#[cfg(unix)]
+#[test]
+fn readers_of_small_files_refuse_pipes_and_devices() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    for extension in ["sh", "py", "yaml", "json", "txt"] {
+        assert!(Command::new("mkfifo").arg(at(&format!("pipe.{extension}"))).status().unwrap().success());
+    }
+    std::os::unix::fs::symlink(at("pipe.yaml"), at("link.yaml")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket.yaml")).unwrap();
+    std::fs::write(at("rows.jsonl"), "{\"prompt\": \"1 + 1?\", \"solution\": \"2\"}\n").unwrap();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
+    let train = |name: &str, value: &str| {
+        let flags = [
+            "--model",
+            model,
+            "--train_file",
+            &at("rows.jsonl"),
+            "--max_steps",
+            "1",
+            "--output_dir",
+            &at("o"),
+        ];
+        let line: Vec<String> =
+            ["train"].iter().chain(&flags).chain(&[name, value]).map(ToString::to_string).collect();
+        line
+    };
+    let lines: Vec<Vec<String>> = vec![
+        vec!["translate".into(), at("pipe.sh")],
+        vec!["translate".into(), at("pipe.py")],
+        vec!["translate".into(), at("pipe.yaml")],
+        vec!["train".into(), "--config".into(), at("pipe.yaml")],
+        vec!["train".into(), "--config".into(), at("link.yaml")],
+        vec!["train".into(), "--config".into(), at("socket.yaml")],
+        vec!["train".into(), "--config".into(), "/dev/zero".into()],
+        vec!["train".into(), "--config".into(), dir.path().to_str().unwrap().into()],
+        train("--deepspeed", &at("pipe.json")),
+        [
+            "train",
+            "--model",
+            model,
+            "--dataset_use",
+            "a",
+            "--dataset_registry",
+            &at("pipe.yaml"),
+            "--max_steps",
+            "1",
+            "--output_dir",
+            &at("o"),
+        ]
+        .map(str::to_owned)
+        .to_vec(),
+        [
+            train("--judge_prompt", &at("pipe.txt")),
+            vec!["--reward_funcs".into(), "judge:http://127.0.0.1:1/".into()],
+        ]
+        .concat(),
+        train("--reward_funcs", &format!("{}:f", at("pipe.py"))),
+    ];
+    for line in lines {
+        let mut child = command(dir.path(), &[], &line.iter().map(String::as_str).collect::<Vec<_>>())
+            .stderr(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let started = std::time::Instant::now();
+        while child.try_wait().unwrap().is_none() {
+            let waits = started.elapsed().as_secs() > 60;
+            if waits {
+                child.kill().unwrap();
+                child.wait().unwrap();
+            }
+            assert!(!waits, "{line:?}");
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let output = child.wait_with_output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{line:?}");
+        assert!(told.contains("not a regular file") || told.contains("no such file"), "{line:?}: {told}");
+    }
+}
+
 #[test]
 fn wrong_values_say_what_was_got_and_expected() {
     let lines: &[&[&str]] = &[

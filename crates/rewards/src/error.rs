@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use omnigrpo_guard::names::nearest;
+
 use crate::RewardOptions;
 
 omnigrpo_guard::settings! {
@@ -166,10 +168,5 @@ pub enum RewardError {
 
 /// Returns " (did you mean `x`?)" with the known name most similar to `got`, or an empty text if none is similar.
 pub(crate) fn suggestion<'a>(got: &str, known: impl Iterator<Item = &'a str>) -> String {
-    let score = |name: &&str| strsim::jaro_winkler(&got.to_lowercase(), &name.to_lowercase());
-    known
-        .map(|name| (score(&name), name))
-        .filter(|(score, _)| *score > 0.8)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map_or_else(String::new, |(_, name)| format!(" (did you mean `{name}`?)"))
+    nearest(got, known).map_or_else(String::new, |name| format!(" (did you mean `{name}`?)"))
 }

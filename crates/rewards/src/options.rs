@@ -5,6 +5,8 @@ use std::collections::BTreeSet;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use omnigrpo_guard::names::shown;
+
 use crate::RewardError;
 use crate::cider::DocumentFrequencies;
 use crate::error::suggestion;
@@ -180,7 +182,7 @@ fn named<T: Copy>(
     all.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(|row| row.1).ok_or_else(|| {
         RewardError::UnknownValue {
             option,
-            value: name.to_owned(),
+            value: shown(name).into_owned(),
             hint: suggestion(name, names()),
             known: names().collect::<Vec<_>>().join(", "),
         }

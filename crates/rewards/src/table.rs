@@ -1,5 +1,7 @@
 //! The table of built-in rewards, and the conversion of a list of names to a [`RewardSet`].
 
+use omnigrpo_guard::names::shown;
+
 use crate::error::{ACCURACY_MODE, FORMAT_MODE, suggestion};
 use crate::{
     AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, external, format, length,
@@ -210,9 +212,9 @@ fn one(spec: &str, options: &RewardOptions) -> Result<Box<dyn Reward>, RewardErr
     }
     let names = || TABLE.iter().map(|row| row.name);
     Err(RewardError::UnknownReward {
-        name: redacted(spec),
+        name: shown(&redacted(spec)).into_owned(),
         hint: if spec.ends_with(".py") {
-            format!(" (a reward is one function of a Python file: `{spec}:FUNCTION`)")
+            format!(" (a reward is one function of a Python file: `{}:FUNCTION`)", shown(spec))
         } else {
             suggestion(spec, names())
         },

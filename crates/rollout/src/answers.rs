@@ -8,16 +8,13 @@ use std::time::Instant;
 
 use omnigrpo_data::{Cause, MediumRef, Sample};
 use omnigrpo_guard::{Fault, fault, guarded, told};
-use omnigrpo_models::{Prompt, PromptBuilder};
-use omnigrpo_text::{Part, Role, ToolCall, Turn};
+use omnigrpo_models::{ModelError, Prompt, PromptBuilder};
+use omnigrpo_text::{Part, PerKind, Role, ToolCall, Turn};
 
 use crate::environment::{Answer, AnswerPart, Episode, EpisodeKey, Interaction, ModelTurn};
 
 /// Largest number of answers computed at the same time.
 const THREADS: usize = 8;
-
-/// Largest number of bytes of text in an answer that is tokenised.
-const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// Question of a completion to the environment.
 pub(crate) struct Question<'a> {
@@ -184,7 +181,8 @@ fn answer(shared: &Shared, question: Question) -> Result<(Box<dyn Episode>, Reac
         None => interaction.environment.begin(row, key)?,
     };
     let tokens_left = interaction.max_answer_tokens.map_or(tokens_left, |most| most.min(tokens_left));
-    let turn = ModelTurn { text: &text, ids: &ids, calls: &calls, number, tokens_left };
+    let media_left = interaction.max_answer_media;
+    let turn = ModelTurn { text: &text, ids: &ids, calls: &calls, number, tokens_left, media_left };
     let react = |answer| -> Result<Reaction, Cause> {
         let (role, parts, failed) = match answer {
             Answer::Stop => return Ok(Reaction::Stop),
@@ -194,9 +192,7 @@ fn answer(shared: &Shared, question: Question) -> Result<(Box<dyn Episode>, Reac
             Answer::Say { role, parts, failed } => (role, parts, failed),
         };
         let (said, sources) = conversation_turn(role, parts);
-        let bytes = |part: &Part| if let Part::Text(text) = part { text.len() } else { 0 };
-        let bytes: usize = said.parts.iter().map(bytes).sum();
-        if sources.len() > interaction.max_answer_media || bytes > MAX_ANSWER_BYTES {
+        if sources.len() > media_left {
             return Ok(Reaction::TooLong);
         }
         Ok(match prompts.turn(&said, &sources, tokens_left)? {
@@ -204,10 +200,15 @@ fn answer(shared: &Shared, question: Question) -> Result<(Box<dyn Episode>, Reac
             None => Reaction::TooLong,
         })
     };
-    let answer = episode.answer(&turn)?;
+    let too_long = |cause: &Cause| matches!(cause.downcast_ref(), Some(ModelError::SaysTooMuch { .. }));
+    let answer = match episode.answer(&turn) {
+        Err(cause) if too_long(&cause) => return Ok((episode, Reaction::TooLong)),
+        answer => answer?,
+    };
     let shows = |part: &AnswerPart| matches!(part, AnswerPart::Medium { .. });
     let has_media = matches!(&answer, Answer::Say { parts, .. } if parts.iter().any(shows));
     let reaction = match react(answer) {
+        Err(cause) if too_long(&cause) => Reaction::TooLong,
         // The model may have asked for a medium that does not exist: it reads why.
         Err(cause) if has_media && fault(&*cause, Fault::Row) == Fault::Row => {
             react(Answer::failed(&told(&*cause), calls.len()))?
@@ -220,12 +221,13 @@ fn answer(shared: &Shared, question: Question) -> Result<(Box<dyn Episode>, Reac
 /// Returns the parts of an answer as a turn of a conversation, and its media.
 fn conversation_turn(role: Role, parts: Vec<AnswerPart>) -> (Turn, Vec<MediumRef>) {
     let mut sources: Vec<MediumRef> = Vec::new();
+    let mut count = PerKind::<usize>::default();
     let part = |part| match part {
         AnswerPart::Text(text) => Part::Text(text),
         AnswerPart::Medium { kind, path } => {
-            let index = sources.iter().filter(|other| other.kind == kind).count();
             sources.push(AnswerPart::medium(kind, path));
-            Part::Medium { kind, index }
+            count[kind] += 1;
+            Part::Medium { kind, index: count[kind] - 1 }
         }
     };
     let parts = parts.into_iter().map(part).collect();

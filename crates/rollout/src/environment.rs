@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use omnigrpo_data::{Cause, MediumOptions, MediumRef, MediumSource, Sample};
-use omnigrpo_text::{MediumKind, Part, Role, ToolCall};
+use omnigrpo_text::{MediumKind, Part, PerKind, Role, ToolCall};
 use serde_json::{Value, json};
 
 /// A source of answers to the turns of a model.
@@ -58,7 +58,7 @@ use serde_json::{Value, json};
 ///
 /// let said = r#"<tool_call>{"name": "sum", "arguments": {"a": 2, "b": 3}}</tool_call>"#;
 /// let calls = omnigrpo_text::tool_calls(said);
-/// let turn = ModelTurn { text: said, ids: &[], calls: &calls, number: 1, tokens_left: 100 };
+/// let turn = ModelTurn { text: said, ids: &[], calls: &calls, number: 1, tokens_left: 100, media_left: 4 };
 /// let Answer::Say { parts, failed: 0, .. } = Sum.answer(&turn)? else { panic!() };
 /// assert_eq!(parts, [AnswerPart::Text("5".to_owned())]);
 /// // A generator asks the environment during sampling. The tools go into the prompt by `RenderOptions::tools`.
@@ -84,7 +84,8 @@ pub trait Environment: Send + Sync {
     /// and a resumed run asks for it again, so it must follow from the row.
     ///
     /// # Errors
-    /// Returns an error if the environment cannot work. The error ends the run.
+    /// Returns an error if the environment cannot work. The error ends the run. [`ModelError::SaysTooMuch`](omnigrpo_models::ModelError::SaysTooMuch) makes the row unusable
+    /// instead.
     fn open(&self, _row: &mut Sample) -> Result<(), Cause> {
         Ok(())
     }
@@ -102,7 +103,8 @@ pub trait Episode: Send {
     ///
     /// # Errors
     /// Returns an error if the environment cannot work. The error ends the run. A mistake of the model is no error but an answer
-    /// that describes it, for the model to read.
+    /// that describes it, for the model to read. [`ModelError::SaysTooMuch`](omnigrpo_models::ModelError::SaysTooMuch) ends the completion instead, as an answer does that
+    /// exceeds a limit.
     fn answer(&mut self, turn: &ModelTurn<'_>) -> Result<Answer, Cause>;
 }
 
@@ -132,6 +134,8 @@ pub struct ModelTurn<'a> {
     pub number: usize,
     /// Largest number of tokens that an answer may have.
     pub tokens_left: usize,
+    /// Largest number of media that an answer may have.
+    pub media_left: usize,
 }
 
 /// Reaction of an episode.
@@ -173,15 +177,17 @@ impl AnswerPart {
 
 /// Appends text and media to the last turn of a row.
 pub fn append(row: &mut Sample, parts: Vec<AnswerPart>) {
+    let mut count = PerKind::<usize>::default();
+    row.media.iter().for_each(|medium| count[medium.kind] += 1);
     let Some(last) = row.turns.last_mut() else { return };
     for part in parts {
         match (part, last.parts.last_mut()) {
             (AnswerPart::Text(text), Some(Part::Text(before))) => before.push_str(&text),
             (AnswerPart::Text(text), _) => last.parts.push(Part::Text(text)),
             (AnswerPart::Medium { kind, path }, _) => {
-                let index = row.media.iter().filter(|medium| medium.kind == kind).count();
                 row.media.push(AnswerPart::medium(kind, path));
-                last.parts.push(Part::Medium { kind, index });
+                last.parts.push(Part::Medium { kind, index: count[kind] });
+                count[kind] += 1;
             }
         }
     }

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Cause, RecordedCompletion, RecordedTurn, RowReader, Sample};
 use omnigrpo_models::{
-    AddedTurn, Checkpoint, DecoderMemory, Features, GroupStream, LoadOptions, Memories, Model, PackedStream,
-    Prompt, PromptBuilder, PromptSettings, Training, WeightDtype,
+    AddedTurn, Checkpoint, DecoderMemory, Features, GroupStream, LoadOptions, Memories, Model, ModelError,
+    PackedStream, Prompt, PromptBuilder, PromptSettings, Training, WeightDtype,
 };
 use omnigrpo_ops::{Device, Memory};
 use omnigrpo_rollout::{
@@ -59,6 +59,15 @@ impl Episode for Showing {
         assert!(turn.tokens_left > 0 && (1..=ANSWERS).contains(&turn.number) && !turn.ids.is_empty());
         match self.fails {
             Some("panic") => panic!("planted"),
+            Some("parts") => {
+                let parts = vec![AnswerPart::Text("x".to_owned()); 1025];
+                return Ok(Answer::Say { role: Role::Tool, parts, failed: 0 });
+            }
+            Some("letters") => {
+                let parts = vec![AnswerPart::Text("x".repeat((1 << 20) + 1))];
+                return Ok(Answer::Say { role: Role::Tool, parts, failed: 0 });
+            }
+            Some("too much") => return Err(ModelError::SaysTooMuch { what: "planted".to_owned() }.into()),
             Some(path) if path.ends_with(".png") => {
                 let path = PathBuf::from(path);
                 let parts = vec![AnswerPart::Medium { kind: MediumKind::Image, path }];
@@ -372,6 +381,13 @@ fn answers_beyond_a_limit_end_the_completion() {
             );
         }
     }
+    for what in ["parts", "letters", "too much"] {
+        let cut = setup.generate(&params([0, 0], Some(what)), 64, None).unwrap();
+        assert_eq!(num_turns(&cut), 0, "{what}");
+        let ended: Vec<_> = cut.iter().flat_map(|of| &of.completions).map(asked).collect();
+        let of_media = limited(&|of| of.max_answer_media = 0);
+        assert_eq!(ended, of_media.iter().flat_map(|of| &of.completions).map(asked).collect::<Vec<_>>());
+    }
     let once = limited(&|of| of.max_turns = 1);
     let lengths: BTreeSet<usize> =
         once.iter().flat_map(|of| &of.completions).map(|c| c.turns.len()).collect();
@@ -443,7 +459,7 @@ fn zoom_returns_parts_of_the_original() {
     let key = EpisodeKey { seed: 0, rollout: 0, row: 0, sample: 0 };
     let ask = |zoom: &dyn Environment, text: &str| {
         let calls = omnigrpo_text::tool_calls(text);
-        let turn = ModelTurn { text, ids: &[1], calls: &calls, number: 1, tokens_left: 100 };
+        let turn = ModelTurn { text, ids: &[1], calls: &calls, number: 1, tokens_left: 100, media_left: 4 };
         zoom.begin(&sample, key).unwrap().answer(&turn).unwrap()
     };
     let call = |corners: &str| {

@@ -9,6 +9,7 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
+use omnigrpo_guard::inside;
 use omnigrpo_models::FrozenWeights;
 use omnigrpo_models::encoders::bert::Bert;
 use omnigrpo_ops::{Pass, Tape};
@@ -96,11 +97,7 @@ impl BertScorer {
     /// Returns an error if the file has no line for the layer, or a value is not a number.
     pub fn with_baseline(mut self, path: &Path) -> Result<Self> {
         let fail = |what: String| ScorerError::File { path: path.to_path_buf(), what };
-        let size = std::fs::metadata(path).map_err(ScorerError::io(path))?.len();
-        if size > MAX_BASELINE_BYTES {
-            return Err(fail(format!("{size} bytes; expected a line per layer")));
-        }
-        let text = std::fs::read_to_string(path).map_err(ScorerError::io(path))?;
+        let text = inside::read_named(path, MAX_BASELINE_BYTES).map_err(ScorerError::io(path))?;
         let line = text.lines().map(|line| line.split([',', '\t']).map(str::trim).collect::<Vec<_>>());
         let found = line.into_iter().find(|cells| cells[0].parse() == Ok(self.layer));
         let numbers = found.and_then(|cells| {

@@ -98,6 +98,14 @@ pub enum TextError {
         /// Message of the template engine, with line and reason.
         problem: String,
     },
+    /// Chat template that needs more work or memory than one may take for a conversation.
+    #[error("chat template ({origin}): needs too much work or memory{line}; simplify the template")]
+    TemplateWork {
+        /// Source of the template.
+        origin: String,
+        /// " (line 3)", or empty.
+        line: String,
+    },
     /// Failure of the machine to start a thread. No row is to blame.
     #[error("{what} needs a separate thread, which could not be started; raise the process or memory limit")]
     NoThread {

@@ -43,6 +43,6 @@ pub use prompt::{
     RenderedTurn, Role, Span, Turn, with_system,
 };
 pub use stop::{StopHit, StopMatcher, StopSet};
-pub use template::{ChatTemplate, TemplateOrigin};
+pub use template::{ChatTemplate, RENDER_STACK_BYTES, TemplateOrigin, render_on_this_thread};
 pub use tokenizer::{StreamDecoder, Tokenizer};
 pub use tools::{ToolCall, split_calls, tool_calls};

@@ -46,23 +46,22 @@ pub fn split_conversation(turns: &[(Role, String)], media: PerKind<usize>) -> Re
             parts.append(&mut unmentioned);
         }
         if shows(*role) {
-            let mut rest = text.as_str();
-            let first = |rest: &str| {
-                MediumKind::ALL
-                    .into_iter()
-                    .filter_map(|kind| Some((rest.find(kind.placeholder())?, kind)))
-                    .min()
+            let of_kind = |kind: MediumKind| {
+                text.match_indices(kind.placeholder()).map(move |(start, found)| (start, found.len(), kind))
             };
-            while let Some((at, kind)) = first(rest) {
-                if at > 0 {
-                    parts.push(Part::Text(rest[..at].to_owned()));
+            let mut found: Vec<_> = MediumKind::ALL.into_iter().flat_map(of_kind).collect();
+            found.sort_unstable_by_key(|(start, ..)| *start);
+            let mut at = 0;
+            for (start, len, kind) in found {
+                if start > at {
+                    parts.push(Part::Text(text[at..start].to_owned()));
                 }
                 parts.push(Part::Medium { kind, index: next[kind] });
                 next[kind] += 1;
-                rest = &rest[at + kind.placeholder().len()..];
+                at = start + len;
             }
-            if !rest.is_empty() {
-                parts.push(Part::Text(rest.to_owned()));
+            if at < text.len() {
+                parts.push(Part::Text(text[at..].to_owned()));
             }
         } else {
             parts.push(Part::Text(text.clone()));

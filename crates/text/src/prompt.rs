@@ -405,10 +405,13 @@ impl<'a> PromptRenderer<'a> {
             |messages: &Value| self.template.run(messages, add_generation_prompt, &variables, options.now);
         let tools = self.tools_of_system(options);
 
-        let known = format!("{}{}", self.template.source(), Value::Object(variables.clone()));
         let with_stand_ins = |trim_assistant: bool| {
-            let mut stand_ins = StandIns::absent_from(&known, trim_assistant, rewrites);
-            let marked = run(&self.messages(&turns, &media_in_order, media, &tools, Some(&mut stand_ins)))?;
+            let mut stand_ins =
+                StandIns::absent_from(self.template.source(), &variables, trim_assistant, rewrites);
+            let marked = self.messages(&turns, &media_in_order, media, &tools, Some(&mut stand_ins));
+            // Conversations of the same form have the same stand-ins.
+            let marked =
+                self.template.run_remembered(marked, add_generation_prompt, &variables, options.now)?;
             stand_ins.resolve(&marked).map_err(|(turn, problem)| self.changed(turn, problem))
         };
         let plain = run(&self.messages(&turns, &media_in_order, media, &tools, None))?;
@@ -615,6 +618,18 @@ impl Output {
     }
 }
 
+/// Returns true if a text or a name inside a value contains a text.
+fn contains(value: &Value, text: &str) -> bool {
+    match value {
+        Value::String(own) => own.contains(text),
+        Value::Array(items) => items.iter().any(|item| contains(item, text)),
+        Value::Object(fields) => {
+            fields.iter().any(|(name, value)| name.contains(text) || contains(value, text))
+        }
+        _ => false,
+    }
+}
+
 /// Private strings that stand for texts while the template runs.
 struct StandIns {
     nonce: String,
@@ -634,10 +649,19 @@ const OPEN: char = '\u{E000}';
 const CLOSE: char = '\u{E001}';
 
 impl StandIns {
-    /// Creates stand-ins that do not occur in `known`, which contains everything else the template may write.
-    fn absent_from(known: &str, trim_assistant: bool, only_assistant: bool) -> Self {
+    /// Creates stand-ins that occur neither in a template nor in its variables, which contain everything else that it may write.
+    fn absent_from(
+        source: &str,
+        variables: &serde_json::Map<String, Value>,
+        trim_assistant: bool,
+        only_assistant: bool,
+    ) -> Self {
         let mut nonce = 0u64;
-        while known.contains(&format!("{OPEN}{nonce}.")) {
+        let occurs = |text: &str| {
+            source.contains(text)
+                || variables.iter().any(|(name, value)| name.contains(text) || contains(value, text))
+        };
+        while occurs(&format!("{OPEN}{nonce}.")) {
             nonce += 1;
         }
         StandIns { nonce: format!("{OPEN}{nonce}."), trim_assistant, only_assistant, texts: Vec::new() }
@@ -764,13 +788,19 @@ fn find_markers(
     let mut got: BTreeMap<&str, usize> = BTreeMap::new();
     let mut found = Vec::new();
     let mut at = 0;
+    let markers: Vec<&str> = waiting.keys().copied().collect();
     let texts = output.texts.iter().map(|text| text.range.clone());
     for text in texts.chain(std::iter::once(output.string.len()..output.string.len())) {
-        while let Some((start, marker)) = waiting
-            .keys()
-            .filter_map(|&marker| {
-                output.string[at..text.start].find(marker).map(|found| (at + found, marker))
-            })
+        let next = |marker: &str, at: usize| {
+            output.string[at..text.start].find(marker).map_or(usize::MAX, |found| at + found)
+        };
+        // Each place is searched once. The text may have many markers of one kind.
+        let mut places: Vec<usize> = markers.iter().map(|marker| next(marker, at)).collect();
+        while let Some((start, marker)) = places
+            .iter()
+            .zip(&markers)
+            .map(|(&start, &marker)| (start, marker))
+            .filter(|(start, _)| *start != usize::MAX)
             .min_by_key(|&(start, marker)| (start, std::cmp::Reverse(marker.len())))
         {
             *got.entry(marker).or_default() += 1;
@@ -778,6 +808,9 @@ fn find_markers(
                 found.push((start..start + marker.len(), m));
             }
             at = start + marker.len();
+            for (place, marker) in places.iter_mut().zip(&markers).filter(|(place, _)| **place < at) {
+                *place = next(marker, at);
+            }
         }
         at = text.end;
     }

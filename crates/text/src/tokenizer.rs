@@ -16,8 +16,10 @@
 //! would make a text many times longer is rejected before it runs. A `Precompiled` map that declares more bytes than the file
 //! contains is rejected before memory is allocated for it.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::Value;
 use tokenizers::decoders::bpe::BPEDecoder;
@@ -32,6 +34,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split as SplitAt, SplitPattern};
 use tokenizers::processors::bert::BertProcessing;
+use tokenizers::utils::SysRegex;
 use tokenizers::{
     AddedToken, Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, OffsetType,
     PreTokenizedString, PreTokenizer, PreTokenizerWrapper, SplitDelimiterBehavior, Token,
@@ -51,6 +54,10 @@ const MAX_MORE_BYTES: usize = 1 << 10;
 /// Maximum number of steps of a normaliser. Published ones have up to ten.
 const MAX_STEPS: usize = 100;
 
+/// Number of stretches of text whose ids are remembered, and the length of the longest in bytes.
+const REMEMBERED: usize = 64;
+const MAX_REMEMBERED_BYTES: usize = 256;
+
 /// First of the ids that mark holes and control tokens inside [`Tokenizer::encode_runs`].
 const MARK: u32 = 1 << 31;
 const MAX_VOCAB: usize = 1 << 24;
@@ -62,8 +69,8 @@ const QWEN_PRE_TOKENS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// Added tokens by the first byte of their literal, longest first.
-    added: HashMap<u8, Vec<Added>>,
+    /// Added tokens for each first byte of their literal, longest first.
+    added: Vec<Vec<Added>>,
     control_ids: HashSet<u32>,
     /// Unknown token, the only special token that text may become.
     unk_id: Option<u32>,
@@ -71,6 +78,8 @@ pub struct Tokenizer {
     vocab_size: usize,
     /// Named tokens as templates see them, such as `eos_token` → `<|im_end|>`.
     named_tokens: BTreeMap<String, String>,
+    /// Latest short stretches of text with their ids, each in the place of its hash.
+    remembered: Arc<[Mutex<Option<(String, Vec<u32>)>>]>,
 }
 
 #[derive(Debug, Clone)]
@@ -191,7 +200,7 @@ impl Tokenizer {
             }
         }
 
-        let mut added: HashMap<u8, Vec<Added>> = HashMap::new();
+        let mut added: Vec<Vec<Added>> = vec![Vec::new(); 256];
         let mut control_ids = HashSet::new();
         for (id, token) in inner.get_added_tokens_decoder() {
             let control = token.special || (token.content.starts_with("<|") && token.content.ends_with("|>"));
@@ -199,10 +208,10 @@ impl Tokenizer {
                 control_ids.insert(id);
             }
             if let Some(&first) = token.content.as_bytes().first() {
-                added.entry(first).or_default().push(Added { id, token, control });
+                added[usize::from(first)].push(Added { id, token, control });
             }
         }
-        for same_start in added.values_mut() {
+        for same_start in &mut added {
             same_start.sort_by_key(|a| (std::cmp::Reverse(a.token.content.len()), a.id));
         }
 
@@ -226,7 +235,8 @@ impl Tokenizer {
         } else {
             PieceFormat::Opaque
         };
-        Ok(Tokenizer { inner, added, control_ids, unk_id, pieces, vocab_size, named_tokens })
+        let remembered = (0..REMEMBERED).map(|_| Mutex::default()).collect();
+        Ok(Tokenizer { inner, added, control_ids, unk_id, pieces, vocab_size, named_tokens, remembered })
     }
 
     /// Encodes plain text. Literals of control tokens in it are ordinary text.
@@ -300,15 +310,14 @@ impl Tokenizer {
         }
         self.find_added_tokens(&text, &is_trusted, excluded, &mut fixed);
 
-        let mut pre = PreTokenizedString::from(text.as_str());
-        let tokens = guarded(|| {
-            self.tokenize(&mut pre, &fixed)?;
-            pre.into_encoding(None, 0, OffsetType::None)
+        let ids = guarded(|| match self.byte_level_cuts() {
+            Some(cuts) => self.byte_level_ids(&text, &fixed, &cuts),
+            None => self.ids(&text, &fixed),
         });
-        let tokens = tokens.map_err(|e| encode_error(&text, e))?;
+        let ids = ids.map_err(|e| encode_error(&text, e))?;
 
         let mut out = EncodedRuns::default();
-        for &id in tokens.get_ids() {
+        for id in ids {
             match id.checked_sub(MARK).and_then(|k| fixed.get(k as usize)).map(|f| f.fill) {
                 Some(Fill::Token(id)) => out.ids.push(id),
                 Some(Fill::Hole { medium, token, count }) => {
@@ -354,7 +363,7 @@ impl Tokenizer {
             }
             let (run_end, trusted) = is_trusted.get(run).copied().unwrap_or((text.len(), false));
             let limit = holes.peek().map_or(text.len(), |hole| hole.start);
-            let found = self.added.get(&text.as_bytes()[at]).into_iter().flatten().find(|a| {
+            let found = self.added[usize::from(text.as_bytes()[at])].iter().find(|a| {
                 let end = at + a.token.content.len();
                 text.as_bytes()[at..].starts_with(a.token.content.as_bytes())
                     && end <= limit
@@ -377,6 +386,100 @@ impl Tokenizer {
             fixed.push(Fixed { start, end, fill: Fill::Token(*id) });
             at = end;
         }
+    }
+
+    /// Returns the patterns that cut a text before its bytes are written as characters, if that is all that happens to it before the
+    /// model, besides [`NFC`]; `None` for other kinds of tokenizers.
+    fn byte_level_cuts(&self) -> Option<Vec<&SysRegex>> {
+        if !matches!(self.inner.get_normalizer(), None | Some(NormalizerWrapper::NFC(_))) {
+            return None;
+        }
+        let Some(PreTokenizerWrapper::Sequence(steps)) = self.inner.get_pre_tokenizer() else { return None };
+        let (last, cuts) = steps.as_ref().split_last()?;
+        let plain = |step: &ByteLevel| !step.add_prefix_space && !step.use_regex;
+        if !matches!(last, PreTokenizerWrapper::ByteLevel(step) if plain(step)) {
+            return None;
+        }
+        let cut = |step| match step {
+            &PreTokenizerWrapper::Split(
+                ref step @ SplitAt { behavior: SplitDelimiterBehavior::Isolated, invert: false, .. },
+            ) => Some(&step.regex),
+            _ => None,
+        };
+        cuts.iter().map(cut).collect()
+    }
+
+    /// Returns what [`Self::ids`] returns, for the tokenizers of [`Self::byte_level_cuts`]. The pipeline of `tokenizers` stores the
+    /// text, the origin and the alignment of each piece, which takes hundreds of bytes per token and most of the time.
+    fn byte_level_ids(
+        &self,
+        text: &str,
+        fixed: &[Fixed],
+        cuts: &[&SysRegex],
+    ) -> tokenizers::Result<Vec<u32>> {
+        let (mut ids, mut at) = (Vec::new(), 0);
+        let ends = fixed.iter().map(|f| (f.start, f.end)).chain([(text.len(), text.len())]);
+        for (k, (start, end)) in ends.enumerate() {
+            let stretch = text.get(at..start).ok_or("text cut inside a character")?;
+            // A template writes the same short stretches in every row.
+            if (1..=MAX_REMEMBERED_BYTES).contains(&stretch.len()) {
+                let mut hash = DefaultHasher::new();
+                stretch.hash(&mut hash);
+                let slot = &self.remembered[hash.finish() as usize % self.remembered.len()];
+                let known = || slot.lock().unwrap_or_else(PoisonError::into_inner);
+                let found = known().as_ref().filter(|(text, _)| text == stretch).map(|(_, ids)| ids.clone());
+                let own = match found {
+                    Some(own) => own,
+                    None => {
+                        let mut own = Vec::new();
+                        self.add_byte_level(stretch, cuts, &mut own)?;
+                        *known() = Some((stretch.to_owned(), own.clone()));
+                        own
+                    }
+                };
+                ids.extend(own);
+            } else {
+                self.add_byte_level(stretch, cuts, &mut ids)?;
+            }
+            if k < fixed.len() {
+                ids.push(MARK + k as u32);
+            }
+            at = end;
+        }
+        Ok(ids)
+    }
+
+    /// Adds the ids of a stretch without added tokens.
+    fn add_byte_level(
+        &self,
+        stretch: &str,
+        cuts: &[&SysRegex],
+        ids: &mut Vec<u32>,
+    ) -> tokenizers::Result<()> {
+        let mut spelled = String::new();
+        let mut add = |piece: &str| {
+            spelled.clear();
+            spelled.extend(piece.bytes().map(char_of_byte));
+            let tokens = self.inner.get_model().tokenize(&spelled)?;
+            ids.extend(tokens.into_iter().map(|token| token.id));
+            Ok(())
+        };
+        match self.inner.get_normalizer() {
+            // ASCII is normal.
+            Some(normalizer) if !stretch.is_ascii() => {
+                let mut normal = NormalizedString::from(stretch);
+                normalizer.normalize(&mut normal)?;
+                each_piece(normal.get(), cuts, &mut add)
+            }
+            _ => each_piece(stretch, cuts, &mut add),
+        }
+    }
+
+    /// Returns the ids of a text. Instead of the added tokens already found, they contain [`MARK`] plus their index.
+    fn ids(&self, text: &str, fixed: &[Fixed]) -> tokenizers::Result<Vec<u32>> {
+        let mut pre = PreTokenizedString::from(text);
+        self.tokenize(&mut pre, fixed)?;
+        Ok(pre.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
     }
 
     /// Runs the pipeline of `tokenizers` around the added tokens already found.
@@ -503,6 +606,25 @@ impl Tokenizer {
     pub(crate) fn named_tokens(&self) -> &BTreeMap<String, String> {
         &self.named_tokens
     }
+}
+
+/// Calls `add` with each piece of a text that is cut at the ends of all matches of the first pattern, and so on.
+fn each_piece(
+    text: &str,
+    cuts: &[&SysRegex],
+    add: &mut impl FnMut(&str) -> tokenizers::Result<()>,
+) -> tokenizers::Result<()> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    let Some((cut, rest)) = cuts.split_first() else { return add(text) };
+    let mut at = 0;
+    for (start, end) in cut.find_iter(text) {
+        each_piece(&text[at..start], rest, add)?;
+        each_piece(&text[start..end], rest, add)?;
+        at = end;
+    }
+    each_piece(&text[at..], rest, add)
 }
 
 /// Runs code of the crate and reports a panic as an error of the input file.
@@ -662,6 +784,18 @@ fn byte_of_char(c: char) -> Option<u8> {
         Ok(byte) => is_printable(byte).then_some(byte),
         Err(_) => (0..=255u8).filter(|&b| !is_printable(b)).nth(code as usize - 256),
     }
+}
+
+/// Returns the character of a byte in GPT-2's table.
+fn char_of_byte(byte: u8) -> char {
+    let code = u32::from(byte);
+    let code = match byte {
+        0..=0x20 => code + 256,
+        0x7F..=0xA0 => code - 0x7F + 256 + 33,
+        0xAD => 256 + 67,
+        _ => code,
+    };
+    char::from_u32(code).unwrap_or_default()
 }
 
 fn stands_alone(text: &str, start: usize, end: usize) -> bool {

@@ -215,6 +215,32 @@ fn flagged(base: &Value) -> Flagged {
     Flagged { ours: load(&[("tokenizer.json", &text)]).unwrap(), theirs: text.parse().unwrap() }
 }
 
+/// Tokenizers that write bytes as characters: with several cuts before that or none, with a cut that the crate makes another way,
+/// and without a normalizer.
+fn byte_level() -> Vec<Value> {
+    let spelled = |add_prefix_space: bool, use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": true, "use_regex": use_regex});
+    let cut = |pattern: &str, behavior: &str, invert: bool| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert});
+    // An empty match, a match that looks ahead, and text between the matches.
+    let cuts = [cut(r"\p{N}{1,3}|x*", "Isolated", false), cut(r"\s+(?!\S)|\S", "Isolated", false)];
+    let steps = [
+        vec![spelled(false, false)],
+        vec![cuts[0].clone(), cuts[1].clone(), spelled(false, false)],
+        vec![cut(r"\s+", "Removed", false), spelled(false, false)],
+        vec![cut(r"\S+", "Isolated", true), spelled(false, false)],
+        vec![cuts[0].clone(), spelled(true, false)],
+        vec![spelled(false, true)],
+        vec![spelled(false, false), cuts[0].clone()],
+    ];
+    let normalizers = [json!(null), json!({"type": "NFC"}), json!({"type": "Lowercase"})];
+    let with = |(steps, normalizer): (Vec<Value>, &Value)| {
+        let mut json = tiny();
+        json["normalizer"] = normalizer.clone();
+        json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps});
+        json
+    };
+    steps.into_iter().zip(normalizers.iter().cycle()).map(with).collect()
+}
+
 fn fragments() -> impl Strategy<Value = String> {
     let fragment = prop::sample::select(vec![
         "<L>",
@@ -231,6 +257,12 @@ fn fragments() -> impl Strategy<Value = String> {
         "b",
         "é",
         "e\u{301}",
+        "\u{1100}\u{1161}\u{11a8}",
+        "\u{301}",
+        "\u{a0}",
+        "\u{ad}\u{0}",
+        "X\r\n",
+        "it's 1234",
         "中",
         "😀",
         "<|im_start|>",
@@ -252,8 +284,10 @@ proptest! {
     #[test]
     fn added_tokens_are_found_as_the_crate_finds_them(text in fragments()) {
         use std::sync::LazyLock;
-        static BOTH: LazyLock<[Flagged; 2]> = LazyLock::new(|| [flagged(&tiny()), flagged(&sentence_piece())]);
-        for Flagged { ours, theirs } in BOTH.iter() {
+        static ALL: LazyLock<Vec<Flagged>> = LazyLock::new(|| {
+            [tiny(), sentence_piece()].iter().chain(&byte_level()).map(flagged).collect()
+        });
+        for Flagged { ours, theirs } in ALL.iter() {
             let expected = theirs.encode(text.as_str(), false).unwrap();
             prop_assert_eq!(ours.encode_control(&text, &[]).unwrap(), expected.get_ids());
             let ids = expected.get_ids();

@@ -29,10 +29,11 @@ use std::sync::Arc;
 
 use base64::Engine as _;
 use omnigrpo_data::{Cause, Sample};
+use omnigrpo_guard::names::shown;
 use omnigrpo_guard::{Fault, fault, told};
 use omnigrpo_media::MediaError;
-use omnigrpo_models::Limits;
-use omnigrpo_rewards::{Caller, ExternalOptions, conversation};
+use omnigrpo_models::{Limits, MAX_SAID_PARTS, ModelError, check_said};
+use omnigrpo_rewards::{CallError, Caller, ExternalOptions, conversation};
 use omnigrpo_rollout::{
     Answer, AnswerPart, ENVIRONMENTS, Environment, Episode, EpisodeKey, ModelTurn, answer_calls, append,
     store_picture,
@@ -165,7 +166,7 @@ impl Environment for External {
         request.extend([("open".to_owned(), true.into()), ("row".to_owned(), row.row.into())]);
         let answer = self.outside.ask("the start", place(row.row), &request)?;
         if let Some(content) = answer.get("answer").filter(|content| !content.is_null()) {
-            append(row, self.outside.parts(content)?);
+            append(row, self.outside.parts(content, MAX_SAID_PARTS)?);
         }
         Ok(())
     }
@@ -276,7 +277,7 @@ impl Asking {
         let content = answer
             .remove("answer")
             .ok_or("its answer lacks `answer`, `stop`, `error` and `fault`; expected one of them")?;
-        match self.outside.parts(&content) {
+        match self.outside.parts(&content, turn.media_left) {
             // The model may have asked for a picture that does not exist: it reads why.
             Err(cause) if cause.is::<MediaError>() && fault(&*cause, Fault::Row) == Fault::Row => {
                 Ok(self::failed(&told(&*cause), turn))
@@ -300,19 +301,41 @@ impl Outside {
     }
 
     fn ask(&self, what: &str, place: u64, request: &Map<String, Value>) -> Result<Map<String, Value>, Cause> {
-        let answer = self.peer.call(what, place, request)?;
+        let answer = self.peer.call(what, place, request).map_err(|cause| match cause.downcast_ref() {
+            Some(CallError { is_too_large: true, .. }) => {
+                ModelError::SaysTooMuch { what: cause.to_string() }.into()
+            }
+            _ => cause,
+        })?;
         match answer.get("fault").filter(|fault| !fault.is_null()) {
             Some(fault) => Err(format!("it reports: {}", plain(fault)).into()),
             None => Ok(answer),
         }
     }
 
-    /// Reads a text or a list of parts.
-    fn parts(&self, content: &Value) -> Result<Vec<AnswerPart>, Cause> {
+    /// Reads a text or a list of parts. It is measured before a picture is opened.
+    fn parts(&self, content: &Value, max_media: usize) -> Result<Vec<AnswerPart>, Cause> {
+        let text = |part: &Value| part.get("type").is_some_and(|kind| kind == "text");
         match content {
-            Value::String(text) => Ok(vec![AnswerPart::Text(text.clone())]),
-            Value::Array(parts) => parts.iter().map(|part| self.part(part)).collect(),
-            other => Err(format!("`answer` is {other}; expected a text or a list of parts").into()),
+            Value::String(text) => {
+                check_said(1, text.len())?;
+                Ok(vec![AnswerPart::Text(text.clone())])
+            }
+            Value::Array(parts) => {
+                let texts = parts.iter().filter(|part| text(part));
+                let bytes = texts.clone().filter_map(|part| part.get("text")?.as_str()).map(str::len).sum();
+                check_said(parts.len(), bytes)?;
+                let media = parts.len() - texts.count();
+                if media > max_media {
+                    let what = format!("{media} media, expected at most {max_media}");
+                    return Err(ModelError::SaysTooMuch { what }.into());
+                }
+                parts.iter().map(|part| self.part(part)).collect()
+            }
+            other => {
+                Err(format!("`answer` is {}; expected a text or a list of parts", shown(&other.to_string()))
+                    .into())
+            }
         }
     }
 

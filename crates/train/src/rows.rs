@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
 use omnigrpo_guard::{Fault, WAITS, fault, retried, told};
-use omnigrpo_models::{Features, MediumInput, MediumShape, Model, Prompt, PromptBuilder, SftExample};
+use omnigrpo_models::{
+    Features, MediumInput, MediumShape, Model, ModelError, Prompt, PromptBuilder, SftExample,
+};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Request;
 use omnigrpo_text::MediumKind;
@@ -191,11 +193,13 @@ fn attempted<T>(
         Err(unusable) => return Ok(Err(unusable)),
     };
     let id = sample.id.clone();
-    prompts.add_opening(&mut sample).map_err(|source| TrainError::Environment {
-        row,
-        id: id.clone(),
-        source,
-    })?;
+    match prompts.add_opening(&mut sample) {
+        Ok(()) => {}
+        Err(source) if matches!(source.downcast_ref(), Some(ModelError::SaysTooMuch { .. })) => {
+            return Ok(Err(Unusable { id, reason: told(&*source) }));
+        }
+        Err(source) => return Err(TrainError::Environment { row, id, source }),
+    }
     retried(&WAITS, || match build(sample.clone()) {
         Ok(made) => Ok(Ok(made)),
         Err(error) if fault(&error, Fault::Row) == Fault::Machine => Err(machine(&id, error.into())),

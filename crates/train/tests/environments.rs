@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_media::Rgb8Image;
-use omnigrpo_models::Limits;
+use omnigrpo_models::{Checkpoint, Limits, ModelError, Opening, PromptBuilder, PromptSettings};
 use omnigrpo_rewards::ExternalOptions;
-use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, ModelTurn};
+use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, ModelTurn, append};
 use omnigrpo_testkit::golden;
 use omnigrpo_text::{MediumKind, Role, tool_calls};
-use omnigrpo_train::environment;
+use omnigrpo_train::{environment, prepare};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -49,6 +49,16 @@ for line in sys.stdin:
         time.sleep(60)
     elif "flood" in text:
         sys.stdout.write("x" * (70 << 20))
+    elif "many pictures" in text:
+        answer["answer"] = [{"type": "image", "image": request["media"][0]}] * int(text.split()[-1])
+    elif "many parts" in text:
+        answer["answer"] = [{"type": "text", "text": "x"}] * int(text.split()[-1])
+    elif "letters" in text:
+        answer["answer"] = "x" * int(text.split()[-1])
+    elif "mistakes" in text:
+        answer["error"] = "x" * int(text.split()[-1])
+    elif "bare" in text:
+        sys.stdout.write("[" * int(text.split()[-1]))
     elif "wrong" in text:
         answer["answer"] = [{"type": "smell"}]
     else:
@@ -126,7 +136,14 @@ impl Place {
         let mut last = Ok(Answer::Stop);
         for (number, text) in texts.iter().enumerate() {
             let calls = tool_calls(text);
-            let turn = ModelTurn { text, ids: &[1, 2], calls: &calls, number: number + 1, tokens_left: 99 };
+            let turn = ModelTurn {
+                text,
+                ids: &[1, 2],
+                calls: &calls,
+                number: number + 1,
+                tokens_left: 99,
+                media_left: 4,
+            };
             last = episode.answer(&turn).map_err(|cause| cause.to_string());
         }
         last
@@ -249,7 +266,7 @@ fn class(name: &str) -> (TempDir, Result<Arc<dyn Environment>, String>) {
 /// Returns the parts of an answer to calls, and how many calls failed.
 fn told(episode: &mut dyn Episode, number: usize, said: &str) -> (Vec<AnswerPart>, usize) {
     let calls = tool_calls(said);
-    let turn = ModelTurn { text: said, ids: &[], calls: &calls, number, tokens_left: 99 };
+    let turn = ModelTurn { text: said, ids: &[], calls: &calls, number, tokens_left: 99, media_left: 4 };
     let Ok(Answer::Say { role: Role::Tool, parts, failed }) = episode.answer(&turn) else { panic!("{said}") };
     (parts, failed)
 }
@@ -385,6 +402,101 @@ fn a_program_that_dies_is_asked_again() {
     assert!(matches!(place.ask(&["die"]), Ok(Answer::Say { role: Role::User, .. })));
     let asked: Vec<Value> = place.requests().into_iter().filter(|request| request["text"] == "die").collect();
     assert_eq!(asked.len(), 2);
+}
+
+/// An answer is counted before a picture is opened. What is too much ends the completion, and the next request is answered.
+#[test]
+fn an_answer_may_say_too_much() {
+    let place = Place::new(&options());
+    let stored = || std::fs::read_dir(place.dir.path().join("media")).map_or(0, Iterator::count);
+    for (text, why) in [
+        ("many pictures 5", "5 media, expected at most 4"),
+        ("many pictures 1025", "1025 texts and media, expected at most 1024"),
+        ("many pictures 100000", "an answer of more than 65536 values"),
+        ("many parts 1025", "1025 texts and media, expected at most 1024"),
+        ("many parts 100000", "an answer of more than 65536 values"),
+        ("letters 1048577", "1048577 bytes of text, expected at most 1048576"),
+        ("flood", "a line of more than 67108864 bytes"),
+        ("bare 4000000", "an answer of more than 65536 values"),
+    ] {
+        let key = EpisodeKey { seed: 42, rollout: 3, row: 12, sample: 5 };
+        let mut episode = place.environment.begin(&place.row, key).unwrap();
+        let turn = ModelTurn { text, ids: &[1], calls: &[], number: 1, tokens_left: 99, media_left: 4 };
+        let cause = episode.answer(&turn).unwrap_err();
+        assert!(matches!(cause.downcast_ref(), Some(ModelError::SaysTooMuch { .. })), "{text}: {cause}");
+        assert!(cause.to_string().contains(why), "{text}: {cause}");
+        assert_eq!(stored(), 0, "{text}");
+        let turn = ModelTurn { text: "crop", ..turn };
+        assert!(matches!(episode.answer(&turn), Ok(Answer::Say { .. })), "after {text}");
+        std::fs::remove_dir_all(place.dir.path().join("media")).unwrap();
+    }
+    let Ok(Answer::Say { parts, .. }) = place.ask(&["many pictures 4"]) else { panic!() };
+    assert_eq!((parts.len(), stored()), (4, 1), "the same picture, stored once");
+    let Ok(Answer::Say { parts, .. }) = place.ask(&["many parts 1024"]) else { panic!() };
+    assert_eq!(parts.len(), 1024);
+    let Ok(Answer::Say { parts, .. }) = place.ask(&["letters 1048576"]) else { panic!() };
+    assert!(matches!(&parts[..], [AnswerPart::Text(text)] if text.len() == 1 << 20));
+}
+
+/// Opens each row with what its column `opening` describes.
+const OPENS: &str = r#"
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    answer = {"id": request["id"]}
+    if request.get("probe"):
+        answer.update(answers_text=True, opens=True)
+    else:
+        kind, count = request["columns"]["opening"].split()
+        picture = {"type": "image", "image": request["columns"]["picture"]}
+        one = {"text": {"type": "text", "text": "x"}, "picture": picture}.get(kind)
+        answer["answer"] = "x" * int(count) if one is None else [one] * int(count)
+    print(json.dumps(answer), flush=True)
+"#;
+
+/// A row whose opening is too long is unusable with the reason; the next one is used.
+#[test]
+fn an_opening_has_the_bound_of_a_turn() {
+    let dir = TempDir::new().unwrap();
+    let program = dir.path().join("opens.py");
+    std::fs::write(&program, OPENS).unwrap();
+    let spec = format!("cmd:python3 {}", program.display());
+    let media = dir.path().join("media");
+    let opens = environment(&spec, media, &Limits::default(), &options()).unwrap();
+    let cases = [
+        ("letters 100", None),
+        ("letters 1048577", Some("1048577 bytes of text, expected at most 1048576")),
+        ("letters 10000000", Some("10000000 bytes of text, expected at most 1048576")),
+        ("text 1025", Some("1025 texts and media, expected at most 1024")),
+        ("picture 2000", Some("2000 texts and media, expected at most 1024")),
+        ("text 100000", Some("an answer of more than 65536 values")),
+        ("picture 1", None),
+    ];
+    let row = |(opening, _): &(&str, _)| json!({ "prompt": "where?", "opening": opening, "picture": golden("media/shapes.png") });
+    let rows = RowReader::new("rows").dataset(cases.iter().map(row)).unwrap();
+    let opening = Some(Opening(Arc::new(move |row: &mut Sample| opens.open(row))));
+    let checkpoint = Checkpoint::open(&golden("checkpoints/qwen2_vl_untied")).unwrap();
+    let settings = PromptSettings { opening, ..PromptSettings::default() };
+    let prompts = PromptBuilder::open(&checkpoint, settings).unwrap();
+    for (row, (opening, why)) in cases.iter().enumerate() {
+        match (prepare(&rows, &prompts, None, row as u64, 0).unwrap(), why) {
+            (Ok(_), None) => {}
+            (Err(unusable), Some(why)) => assert!(unusable.reason.contains(why), "{opening}: {unusable:?}"),
+            (made, _) => panic!("{opening}: {:?}", made.err()),
+        }
+    }
+
+    // An environment in this program has the same bound.
+    let grows = |bytes: usize| {
+        let text = move || vec![AnswerPart::Text("x".repeat(bytes))];
+        let add = move |row: &mut Sample| Ok(append(row, text()));
+        let settings = PromptSettings { opening: Some(Opening(Arc::new(add))), ..PromptSettings::default() };
+        let prompts = PromptBuilder::open(&checkpoint, settings).unwrap();
+        prompts.add_opening(&mut RowReader::new("rows").sample(json!({ "prompt": "where?" })).unwrap())
+    };
+    grows(1 << 20).unwrap();
+    let error = grows((1 << 20) + 1).unwrap_err();
+    assert!(matches!(error.downcast_ref(), Some(ModelError::SaysTooMuch { .. })), "{error}");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use clap::builder::PossibleValuesParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint};
+use omnigrpo_guard::names::{nearest, shown};
 
 use super::help;
 use crate::settings::flags::{self, Flag, Kind, Section, Verb};
@@ -367,7 +368,7 @@ const STRAY: &str = "stray";
 
 fn stray(verb: Verb, word: &str) -> Problem {
     let verb = verb.name();
-    Problem::usage(format!("unexpected `{word}`"))
+    Problem::usage(format!("unexpected `{}`", shown(word)))
         .expected(format!("flags of `{verb}`, written `--name value`"))
         .help(format!("`omnigrpo {verb} --help` lists them"))
 }
@@ -401,11 +402,8 @@ fn help_on(mut args: Vec<OsString>) -> Result<String, Problem> {
         return Ok(help::setting(flag));
     }
     let commands = Verb::ALL.iter().map(|verb| verb.name()).collect::<Vec<_>>();
-    let near = explain::nearest(
-        &name,
-        commands.iter().map(String::as_str).chain(flags::all().map(|flag| flag.name)),
-    );
-    let problem = Problem::usage(format!("no command and no setting is named `{name}`"));
+    let near = nearest(&name, commands.iter().map(String::as_str).chain(flags::all().map(|flag| flag.name)));
+    let problem = Problem::usage(format!("no command and no setting is named `{}`", shown(&name)));
     Err(match near {
         Some(near) => problem.help(format!("did you mean `omnigrpo help {near}`?")),
         None => problem.help("`omnigrpo --help` lists the commands, `omnigrpo train --help` the settings"),
@@ -425,15 +423,14 @@ fn clap_problem(error: &clap::Error, args: &[OsString]) -> Result<String, Proble
             let word = context(ContextKind::InvalidArg).unwrap_or_default();
             Err(match verb_of(args) {
                 Some(verb) => stray(verb, &word),
-                None => Problem::usage(format!("unexpected `{word}`"))
+                None => Problem::usage(format!("unexpected `{}`", shown(&word)))
                     .help("`omnigrpo --help` lists the commands"),
             })
         }
         ErrorKind::InvalidSubcommand => {
             let word = context(ContextKind::InvalidSubcommand).unwrap_or_default();
-            let problem = Problem::usage(format!("unknown command `{word}`"));
-            let near =
-                explain::nearest(&word, Verb::ALL.iter().filter_map(|verb| verb.words().last().copied()));
+            let problem = Problem::usage(format!("unknown command `{}`", shown(&word)));
+            let near = nearest(&word, Verb::ALL.iter().filter_map(|verb| verb.words().last().copied()));
             let near = Verb::ALL.iter().find(|verb| verb.words().last().copied() == near);
             Err(match near {
                 Some(verb) => problem.help(format!("did you mean `omnigrpo {}`?", verb.name())),

@@ -1,10 +1,10 @@
 //! Files of settings: YAML mappings from names in the flag table to values.
 
 use std::fmt;
-use std::fs::File;
-use std::io::Read;
+use std::io::ErrorKind;
 use std::path::Path;
 
+use omnigrpo_guard::inside;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value as Json};
 use serde_saphyr::Spanned;
@@ -25,23 +25,19 @@ pub fn read(path: &Path) -> Layer {
     }
 }
 
-/// Returns the text of a file of at most this size.
+/// Returns the text of a regular file of at most this size.
 ///
 /// # Errors
-/// Returns an error if the file cannot be read or is larger.
+/// Returns an error if the file cannot be read or is larger, and for a pipe, a device or a directory.
 pub(crate) fn text(path: &Path, max_bytes: u64) -> Result<String, Problem> {
-    let name = path.display().to_string();
-    let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(max_bytes + 1).read_to_string(&mut text));
-    if let Err(error) = read {
-        return Err(Problem::usage("cannot read the file of settings").at(name).got(error.to_string()));
-    }
-    if text.len() as u64 > max_bytes {
-        return Err(Problem::usage("the file of settings is too large")
-            .at(name)
-            .expected(format!("at most {max_bytes} bytes")));
-    }
-    Ok(text)
+    inside::read_named(path, max_bytes).map_err(|error| {
+        let problem = match error.kind() {
+            ErrorKind::FileTooLarge => Problem::usage("the file of settings is too large")
+                .expected(format!("at most {max_bytes} bytes")),
+            _ => Problem::usage("cannot read the file of settings").got(error.to_string()),
+        };
+        problem.at(path.display().to_string())
+    })
 }
 
 /// Reads the text of a file of settings; `origin` turns a line number into a source.

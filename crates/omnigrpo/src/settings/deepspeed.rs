@@ -8,6 +8,7 @@
 
 use std::path::Path;
 
+use omnigrpo_guard::inside;
 use omnigrpo_models::WeightDtype;
 use omnigrpo_train::{Offload, ScheduleKind, Shard};
 use serde_json::Value;
@@ -177,11 +178,7 @@ fn parse(path: &Path) -> Result<Value, Problem> {
             .got(e)
             .expected("a JSON file such as zero2.json, or no `deepspeed` setting, which is never required")
     };
-    let size = std::fs::metadata(path).map_err(|e| unreadable(e.to_string()))?.len();
-    if size > MAX_BYTES {
-        return Err(unreadable(format!("{size} bytes")));
-    }
-    let text = std::fs::read_to_string(path).map_err(|e| unreadable(e.to_string()))?;
+    let text = inside::read_named(path, MAX_BYTES).map_err(|e| unreadable(e.to_string()))?;
     let json: Value = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
     if json.is_object() { Ok(json) } else { Err(unreadable("no JSON object".into())) }
 }

@@ -23,15 +23,6 @@ pub fn passed_bound(kind: &Kind, text: &str) -> Option<String> {
     }
 }
 
-/// Returns the name closest to the given text, if it differs by only a few keystrokes.
-pub fn nearest<'n>(text: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
-    let text = text.replace('-', "_").to_ascii_lowercase();
-    // At most three keystrokes may differ: with a higher limit, long names would match other words.
-    let most = (text.chars().count() / 4).clamp(1, 3);
-    let near = names.into_iter().map(|name| (strsim::osa_distance(&text, &name.replace('-', "_")), name));
-    near.filter(|(distance, _)| *distance <= most).min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
-}
-
 /// Returns a description of the values that a flag accepts.
 pub fn expected(kind: &Kind) -> String {
     match kind {

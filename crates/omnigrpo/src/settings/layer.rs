@@ -1,6 +1,7 @@
 //! Settings of one source: the command line, a file or a preset. All mistakes of a source are collected, so that the user can fix
 //! them together.
 
+use omnigrpo_guard::names::{nearest, shown};
 use serde_json::Value as Json;
 
 use crate::settings::explain;
@@ -202,8 +203,8 @@ fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
     let known = flags::all().filter(fits).filter(|flag| !flag.positional);
     let names = known.flat_map(|flag| std::iter::once(flag.name).chain(flag.aliases.iter().copied()));
     let what = if dashes.is_empty() { "setting" } else { "flag" };
-    let problem = Problem::usage(format!("unknown {what} `{}`", entry.shown()));
-    match (explain::nearest(&entry.name, names), verb) {
+    let problem = Problem::usage(format!("unknown {what} `{}`", shown(&entry.shown())));
+    match (nearest(&entry.name, names), verb) {
         (Some(near), _) => problem.help(format!("did you mean `{dashes}{near}`?")),
         (None, Some(verb)) => problem.help(format!("`omnigrpo {} --help` lists the flags", verb.name())),
         (None, None) => problem.help("`docs/flags.md` lists every setting"),

@@ -16,6 +16,9 @@ pub const EXIT_FAILURE: u8 = 1;
 /// temporary failure in `sysexits.h`.
 pub const EXIT_STOPPED: u8 = 75;
 
+/// Length of the longest text of a problem, in characters. It may contain a value of any length.
+const MAX_CHARS: usize = 4_000;
+
 /// One error in the form shown to users: the problem, its place, the value found, the value expected, advice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem(Box<Parts>);
@@ -35,12 +38,12 @@ struct Parts {
 impl Problem {
     /// Returns a problem for a mistake in the settings.
     pub fn usage(what: impl Into<String>) -> Self {
-        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_USAGE, ..Parts::default() }))
+        Self(Box::new(Parts { what: bounded(what.into()), exit_code: EXIT_USAGE, ..Parts::default() }))
     }
 
     /// Returns a problem for a failure of the run.
     pub fn failure(what: impl Into<String>) -> Self {
-        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_FAILURE, ..Parts::default() }))
+        Self(Box::new(Parts { what: bounded(what.into()), exit_code: EXIT_FAILURE, ..Parts::default() }))
     }
 
     /// Returns a problem for a run that was stopped and can be resumed.
@@ -121,7 +124,7 @@ impl Problem {
 
     /// Adds the value that was found.
     pub fn got(mut self, got: impl Into<String>) -> Self {
-        self.0.got = Some(got.into());
+        self.0.got = Some(bounded(got.into()));
         self
     }
 
@@ -205,6 +208,16 @@ impl From<Refusal> for Problem {
         let exit_code = if by_settings { EXIT_USAGE } else { EXIT_FAILURE };
         Self(Box::new(Parts { what, place, got, expected, help, each: Vec::new(), exit_code }))
     }
+}
+
+/// Cuts a long text, which then ends with its length.
+fn bounded(mut text: String) -> String {
+    if let Some((end, _)) = text.char_indices().nth(MAX_CHARS) {
+        let length = text.chars().count();
+        text.truncate(end);
+        text.push_str(&format!("… ({length} characters)"));
+    }
+    text
 }
 
 /// Returns the first error of this type among an error and its causes.

@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use omnigrpo_grpo::{AdvantageKind, Surrogate};
+use omnigrpo_guard::names::{nearest, shown};
 use omnigrpo_scorers::RewardModel;
 use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
 
-use crate::settings::explain::nearest;
 use crate::settings::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
 use crate::settings::names::Tracker;
 use crate::settings::problem::Problem;
@@ -348,13 +348,13 @@ fn unknown_rewards(specs: &[String]) -> Vec<Problem> {
         !spec.contains(':') && names().all(|name| name != *spec) && RewardModel::spec(spec).is_none()
     });
     let problem = |spec: &String| {
-        let problem = Problem::usage("unknown reward").got(format!("`{spec}`")).expected(format!(
+        let problem = Problem::usage("unknown reward").got(format!("`{}`", shown(spec))).expected(format!(
             "{}, the directory of a reward model, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`",
             names().collect::<Vec<_>>().join(", ")
         ));
         match nearest(spec, names()) {
             _ if spec.ends_with(".py") => {
-                problem.help(format!("name one function of the file: `{spec}:FUNCTION`"))
+                problem.help(format!("name one function of the file: `{}:FUNCTION`", shown(spec)))
             }
             Some(name) => problem.help(format!("did you mean `{name}`?")),
             None => problem,

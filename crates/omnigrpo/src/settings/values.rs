@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use omnigrpo_guard::names::{nearest, shown};
 use serde_json::{Map, Value as Json};
 
 use crate::settings::Settings;
@@ -228,12 +229,15 @@ impl Given {
                 let expected =
                     explain::passed_bound(&flag.kind, text).unwrap_or_else(|| explain::expected(&flag.kind));
                 let mut problem = Problem::usage(format!("wrong value for `{}`", flag.name))
-                    .got(got.clone())
+                    .got(match got.len() == text.len() + 2 {
+                        true => format!("`{}`", shown(text)),
+                        false => got.clone(),
+                    })
                     .expected(expected)
                     .given_at(&origin);
                 if let Kind::Choice(names) | Kind::Choices(names) | Kind::Switch(names) = flag.kind {
                     let names = names();
-                    if let Some(name) = explain::nearest(text, names.iter().map(|(name, _)| *name)) {
+                    if let Some(name) = nearest(text, names.iter().map(|(name, _)| *name)) {
                         problem = problem.help(format!("did you mean `{name}`?"));
                     }
                 }

@@ -16,6 +16,15 @@ pub struct Caller {
     target: Target,
 }
 
+/// Failure of a call after all attempts.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}")]
+pub struct CallError {
+    what: String,
+    /// Whether there is an answer, and it is too large to be read.
+    pub is_too_large: bool,
+}
+
 enum Target {
     Program(Program),
     Endpoint { url: String, client: Client, next_id: AtomicU64 },
@@ -69,13 +78,13 @@ impl Caller {
     /// with the same `place` go to the same process as long as it lives. `what` names the request in errors.
     ///
     /// # Errors
-    /// Returns a description of the failure after all attempts.
+    /// Returns the failure of the last attempt.
     pub fn call(
         &self,
         what: &str,
         place: u64,
         request: &Map<String, Value>,
-    ) -> Result<Map<String, Value>, String> {
+    ) -> Result<Map<String, Value>, CallError> {
         let with_id = |id: u64| {
             let mut request = request.clone();
             request.insert("id".to_owned(), id.into());
@@ -102,11 +111,15 @@ impl Caller {
             }
         })
         .map_err(|Failed { attempts, last }| {
+            let is_too_large = matches!(last, Failure::TooLarge(_));
             let why = match last {
                 Failure::TimedOut => format!("no answer within {} s", self.options.timeout.as_secs_f64()),
-                Failure::Passing(why) | Failure::Final(why) => why,
+                Failure::Passing(why) | Failure::Final(why) | Failure::TooLarge(why) => why,
             };
-            format!("{}, {what}: attempt {attempts} failed: {why}", self.name)
+            CallError {
+                what: format!("{}, {what}: attempt {attempts} failed: {why}", self.name),
+                is_too_large,
+            }
         })
     }
 }

@@ -7,7 +7,7 @@
 //! `FILE.py:FUNCTION` is also such a program: Python with a helper that serves the function.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
@@ -18,8 +18,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, python_function, redacted, rows_name,
-    same_id, spread, values,
+    Answer, ExternalOptions, Failure, Log, Request, answer_of, attempts, excerpt, python_function, redacted,
+    rows_name, same_id, spread, values,
 };
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
@@ -85,11 +85,11 @@ impl Program {
 
 /// Reads an answer line.
 pub(super) fn parsed<T: DeserializeOwned>(line: &str) -> Result<T, Failure> {
-    serde_json::from_str(line).map_err(|error| {
-        Failure::Final(format!(
+    answer_of(line, |error| {
+        format!(
             "not an answer on its stdout ({error}): `{}`; other output belongs on stderr",
             excerpt(line.trim_end())
-        ))
+        )
     })
 }
 
@@ -289,6 +289,9 @@ impl Worker {
                 self.answered = true;
                 Ok(line)
             }
+            Ok(Err(error)) if error.kind() == ErrorKind::FileTooLarge => {
+                Err(Failure::TooLarge(error.to_string()))
+            }
             Ok(Err(error)) => Err(Failure::Final(error.to_string())),
             Err(RecvTimeoutError::Timeout) => Err(Failure::TimedOut),
             Err(RecvTimeoutError::Disconnected) => Err(self.ended()),
@@ -458,9 +461,13 @@ fn next_line(reader: &mut impl BufRead) -> Option<std::io::Result<String>> {
     match reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes) {
         Ok(0) => None,
         Ok(_) if bytes.len() as u64 == MAX_LINE_BYTES && !bytes.ends_with(b"\n") => {
-            Some(Err(std::io::Error::other(format!("a line of more than {MAX_LINE_BYTES} bytes"))))
+            let what = format!("a line of more than {MAX_LINE_BYTES} bytes");
+            Some(Err(std::io::Error::new(ErrorKind::FileTooLarge, what)))
         }
-        Ok(_) => Some(Ok(String::from_utf8_lossy(&bytes).into_owned())),
+        Ok(_) => Some(Ok(match String::from_utf8(bytes) {
+            Ok(line) => line,
+            Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
+        })),
         Err(error) => Some(Err(error)),
     }
 }

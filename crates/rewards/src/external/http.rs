@@ -10,7 +10,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, redacted, rows_name, spread, values,
+    Answer, ExternalOptions, Failure, Log, Request, answer_of, attempts, excerpt, redacted, rows_name,
+    spread, values,
 };
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
@@ -121,6 +122,9 @@ impl Client {
             ureq::Error::Timeout(_) => Failure::TimedOut,
             // Another attempt cannot repair a malformed URL.
             ureq::Error::BadUri(what) => Failure::Final(format!("{url} is not a usable address: {what}")),
+            ureq::Error::BodyExceedsLimit(bytes) => {
+                Failure::TooLarge(format!("{url}: an answer of more than {bytes} bytes"))
+            }
             error => Failure::Passing(format!("{url}: {error}")),
         };
         let mut request = self.agent.post(address);
@@ -139,9 +143,9 @@ impl Client {
         let text =
             response.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_string().map_err(failure)?;
         match status {
-            200..=299 => serde_json::from_str(&text).map_err(|error| {
-                Failure::Final(format!("{url}: not an answer ({error}): `{}`", excerpt(&text)))
-            }),
+            200..=299 => {
+                answer_of(&text, |error| format!("{url}: not an answer ({error}): `{}`", excerpt(&text)))
+            }
             408 | 429 | 500.. => {
                 Err(Failure::Passing(format!("{url}: status {status}: `{}`", excerpt(&text))))
             }

@@ -29,7 +29,7 @@ mod command;
 mod http;
 mod judge;
 
-pub use caller::Caller;
+pub use caller::{CallError, Caller};
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -41,6 +41,7 @@ use std::time::Duration;
 use omnigrpo_data::{MediumRef, MediumSource};
 use omnigrpo_text::{Part, Turn, with_system};
 use regex::Regex;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -321,6 +322,40 @@ enum Failure {
     TimedOut,
     /// Failure that would recur.
     Final(String),
+    /// Answer that is too large to be read.
+    TooLarge(String),
+}
+
+/// Largest number of values in an answer. In memory, a value takes many times the length of its text.
+const MAX_VALUES: usize = 1 << 16;
+
+/// Reads an answer. `wrong` describes a text that is not an answer, given the problem.
+fn answer_of<T: DeserializeOwned>(
+    text: &str,
+    wrong: impl FnOnce(serde_json::Error) -> String,
+) -> Result<T, Failure> {
+    if has_more_values(text, MAX_VALUES) {
+        return Err(Failure::TooLarge(format!("an answer of more than {MAX_VALUES} values")));
+    }
+    serde_json::from_str(text).map_err(|error| Failure::Final(wrong(error)))
+}
+
+/// Returns true if a JSON text may contain more values than `most`.
+fn has_more_values(json: &str, most: usize) -> bool {
+    let (mut values, mut in_text, mut escaped) = (1, false, false);
+    for byte in json.bytes() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_text => escaped = true,
+            b'"' => in_text = !in_text,
+            b',' | b'[' | b'{' if !in_text => values += 1,
+            _ => continue,
+        }
+        if values > most {
+            return true;
+        }
+    }
+    false
 }
 
 /// Failure of all attempts.
@@ -372,7 +407,7 @@ fn attempts<T>(
         let (reward, rows) = (reward.to_owned(), rows.to_owned());
         match last {
             Failure::TimedOut => RewardError::TimedOut { reward, rows, limit: options.timeout },
-            Failure::Passing(what) | Failure::Final(what) => {
+            Failure::Passing(what) | Failure::Final(what) | Failure::TooLarge(what) => {
                 RewardError::External { reward, rows, attempts, what }
             }
         }

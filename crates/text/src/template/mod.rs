@@ -15,9 +15,11 @@ mod bounds;
 mod engine;
 mod rewrite;
 
+pub use engine::{RENDER_STACK_BYTES, render_on_this_thread};
+
 use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, ValueKind};
@@ -83,7 +85,24 @@ pub struct ChatTemplate {
     forms: [ContentForm; 4],
     /// Whether the template describes the tools that it is given.
     writes_tools: bool,
+    /// Latest runs of [`Self::run_remembered`].
+    remembered: Arc<Mutex<Vec<Remembered>>>,
 }
+
+/// Input and output of a run of a template.
+#[derive(Debug)]
+struct Remembered {
+    messages: serde_json::Value,
+    add_generation_prompt: bool,
+    variables: serde_json::Map<String, serde_json::Value>,
+    now: Option<jiff::civil::DateTime>,
+    output: String,
+}
+
+/// Largest number of runs that a template remembers. The rows of a dataset have few forms.
+const MAX_REMEMBERED: usize = 4;
+/// Length of the longest output that a template remembers, bytes.
+const MAX_REMEMBERED_BYTES: usize = 64 << 10;
 
 /// Text in probes of a template.
 const PROBE: &str = "omnigrpo-probe";
@@ -170,10 +189,14 @@ impl ChatTemplate {
         let source = without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n");
         let bounded = rewrite::bounded(&source).map_err(|e| failed(e.to_string()))?;
         let threads =
-            Arc::new(engine::Threads::new(engine::Engine { envs: bounds::by_budget(&env), source, bounded }));
-        let mut template =
-            ChatTemplate { threads, origin, forms: [ContentForm::Parts; 4], writes_tools: false };
-        template.threads.compile().map_err(|e| template.failed(e))?;
+            engine::Threads::compile(env, source, bounded).map_err(|failure| told(failure, origin))?;
+        let mut template = ChatTemplate {
+            threads: Arc::new(threads),
+            origin,
+            forms: [ContentForm::Parts; 4],
+            writes_tools: false,
+            remembered: Arc::default(),
+        };
         template.forms = template.probe_forms();
         template.writes_tools = template.probe_tools();
         Ok(template)
@@ -201,6 +224,34 @@ impl ChatTemplate {
     /// Returns the role that the template is given for a turn.
     pub(crate) fn role(&self, role: Role) -> Role {
         if role == Role::Tool && !self.writes_tools { Role::User } else { role }
+    }
+
+    /// Runs the template as [`Self::run`] does, unless it was run before with the same input. A template has no state.
+    pub(crate) fn run_remembered(
+        &self,
+        messages: serde_json::Value,
+        add_generation_prompt: bool,
+        variables: &serde_json::Map<String, serde_json::Value>,
+        now: Option<jiff::civil::DateTime>,
+    ) -> Result<String> {
+        let remembered = || self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        let same = |run: &&Remembered| {
+            run.add_generation_prompt == add_generation_prompt
+                && run.now == now
+                && run.messages == messages
+                && run.variables == *variables
+        };
+        if let Some(run) = remembered().iter().find(same) {
+            return Ok(run.output.clone());
+        }
+        let output = self.run(&messages, add_generation_prompt, variables, now)?;
+        if output.len() <= MAX_REMEMBERED_BYTES {
+            let (variables, output) = (variables.clone(), output.clone());
+            let mut all = remembered();
+            all.truncate(MAX_REMEMBERED - 1);
+            all.insert(0, Remembered { messages, add_generation_prompt, variables, now, output });
+        }
+        Ok(output)
     }
 
     /// Runs the template with the list `messages` and all other `variables`.
@@ -239,37 +290,7 @@ impl ChatTemplate {
         context.push(("strftime_now", strftime_now));
 
         let context = Value::from_pairs(context);
-        self.threads.render(budget, context).map_err(|e| self.failed(e))
-    }
-
-    fn failed(&self, failure: engine::Failure) -> TextError {
-        match failure {
-            engine::Failure::Template(error) => self.error(&error),
-            engine::Failure::Engine => self.problem("the template engine failed".to_owned()),
-            engine::Failure::NoThread(source) => {
-                TextError::NoThread { what: format!("the chat template ({})", self.origin), source }
-            }
-        }
-    }
-
-    fn error(&self, error: &Error) -> TextError {
-        // Stored as text, not as the source of the error: the template is untrusted, and its messages can be arbitrarily long.
-        let mut problem = match error.kind() {
-            ErrorKind::OutOfFuel => {
-                let line = error.line().map_or(String::new(), |line| format!(" (line {line})"));
-                format!("needs too much work or memory{line}; simplify the template")
-            }
-            _ => omnigrpo_guard::told(error),
-        };
-        if let Some((end, _)) = problem.char_indices().nth(MAX_MESSAGE_CHARS) {
-            problem.truncate(end);
-            problem.push('…');
-        }
-        self.problem(problem)
-    }
-
-    fn problem(&self, problem: String) -> TextError {
-        TextError::Template { origin: self.origin.to_string(), problem }
+        self.threads.render(budget, context).map_err(|failure| told(failure, self.origin))
     }
 
     /// Determines the form of `content` for each role by rendering a probe. Templates of text-only models read a string, those of
@@ -366,6 +387,31 @@ impl ChatTemplate {
         let variables = tokens.into_iter().chain(tools).collect();
         self.run_within(Budget::Trial, messages, false, &variables, now).unwrap_or_default()
     }
+}
+
+/// Returns the failure of a template as an error.
+fn told(failure: engine::Failure, origin: TemplateOrigin) -> TextError {
+    let error = match failure {
+        engine::Failure::Template(error) => error,
+        engine::Failure::Engine => {
+            let problem = "the template engine failed".to_owned();
+            return TextError::Template { origin: origin.to_string(), problem };
+        }
+        engine::Failure::NoThread(source) => {
+            return TextError::NoThread { what: format!("the chat template ({origin})"), source };
+        }
+    };
+    if error.kind() == ErrorKind::OutOfFuel {
+        let line = error.line().map_or(String::new(), |line| format!(" (line {line})"));
+        return TextError::TemplateWork { origin: origin.to_string(), line };
+    }
+    // Stored as text, not as the source of the error: the template is untrusted, and its messages can be arbitrarily long.
+    let mut problem = omnigrpo_guard::told(&error);
+    if let Some((end, _)) = problem.char_indices().nth(MAX_MESSAGE_CHARS) {
+        problem.truncate(end);
+        problem.push('…');
+    }
+    TextError::Template { origin: origin.to_string(), problem }
 }
 
 /// Replaces `{% generation %}` tags, which mark assistant text for `transformers`, by a condition that always holds. The text and
@@ -613,7 +659,8 @@ mod tests {
             "{% include 'other' %}",
             "{{ messages[0].content.missing.deeper }}",
         ] {
-            assert!(matches!(run(source, json!({})), Err(TextError::Template { .. })), "{source}");
+            let error = run(source, json!({})).unwrap_err();
+            assert!(matches!(error, TextError::Template { .. } | TextError::TemplateWork { .. }), "{source}");
         }
         for broken in ["{% for %}", "{%}", "{%", "{{%}"] {
             assert!(matches!(ChatTemplate::from_source(broken), Err(TextError::Template { .. })), "{broken}");
@@ -732,13 +779,29 @@ mod tests {
             ("namespace in a tuple", "{% set ns=namespace() %}{% set ns.a, b = 1, 2 %}".into()),
             ("attribute of a dict", "{% set d={} %}{% set d.a=1 %}".into()),
         ];
-        for (name, source) in cases {
-            let started = std::time::Instant::now();
-            let result = run(&source, json!({}));
-            let Err(TextError::Template { problem, .. }) = result else { panic!("{name}: no error") };
-            assert!(problem.len() < 4096, "{name}: {} bytes of message", problem.len());
-            assert!(started.elapsed().as_secs() < 60, "{name}: {:?}", started.elapsed());
-        }
+        let all = |shown: &dyn Fn(&str) -> bool| {
+            for (name, source) in cases.iter().filter(|(name, _)| shown(name)) {
+                let started = std::time::Instant::now();
+                let problem = match run(source, json!({})) {
+                    Err(error @ (TextError::Template { .. } | TextError::TemplateWork { .. })) => {
+                        error.to_string()
+                    }
+                    other => panic!("{name}: {:?}", other.map(|text| text.len())),
+                };
+                assert!(problem.len() < 4096, "{name}: {} bytes of message", problem.len());
+                assert!(started.elapsed().as_secs() < 60, "{name}: {:?}", started.elapsed());
+            }
+        };
+        all(&|_| true);
+        // Those that need stack also run on a thread that renders itself.
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(RENDER_STACK_BYTES);
+            let here = || {
+                render_on_this_thread();
+                all(&|name| name.starts_with("nested") || ["not", "minus", "itself"].contains(&name));
+            };
+            thread.spawn_scoped(scope, here).unwrap().join().unwrap();
+        });
     }
 
     #[test]
@@ -930,7 +993,7 @@ mod tests {
             let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
             names.filter(|name| name.trim() == "template").count()
         };
-        assert_eq!(template.threads.num_idle(), 1, "the one that compiled it");
+        assert_eq!(template.threads.num_idle(), 1, "the one that rendered the probes");
         for _ in 0..5 {
             assert_eq!(run(3).unwrap(), "hixxx");
             // Each render uses nearly its whole memory budget; the next one exceeds it.
@@ -952,14 +1015,50 @@ mod tests {
         }
     }
 
+    /// A thread with a large stack renders itself, unless its callers have used much of the stack. All threads share the compiled
+    /// template, and an error or a panic leaves the thread usable.
+    #[test]
+    fn a_thread_with_a_large_stack_renders_itself() {
+        let template = ChatTemplate::from_source("{{ messages[0].content }}{{ 'x' * n }}").unwrap();
+        let run = |n: u64| {
+            let variables = json!({ "n": n }).as_object().cloned().unwrap();
+            template.run(&json!([{"role": "user", "content": "hi"}]), false, &variables, None)
+        };
+        assert_eq!(template.threads.num_idle(), 1, "the one that rendered the probes");
+        let idle = template.threads.take_idle();
+        assert_eq!(template.threads.num_idle(), 0);
+        fn deep(bytes: usize, run: &dyn Fn()) {
+            let frame = std::hint::black_box([0u8; 4096]);
+            if bytes < frame.len() {
+                run()
+            } else {
+                deep(bytes - frame.len(), run)
+            }
+            std::hint::black_box(frame);
+        }
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(RENDER_STACK_BYTES);
+            let here = || {
+                render_on_this_thread();
+                assert_eq!(run(3).unwrap(), "hixxx");
+                assert!(run(1 << 40).unwrap_err().to_string().contains("too much work or memory"));
+                assert_eq!(run(60 << 20).unwrap().len(), 2 + (60 << 20));
+                assert_eq!(template.threads.num_idle(), 0, "no other thread has rendered");
+                deep(12 << 20, &|| assert_eq!(run(2).unwrap(), "hixx"));
+                assert_eq!(template.threads.num_idle(), 1, "too little stack was left");
+            };
+            thread.spawn_scoped(scope, here).unwrap().join().unwrap();
+        });
+        drop(idle);
+    }
+
     /// The engine panics in one render, which returns an error. The next render gets a new thread.
     #[test]
     fn a_thread_that_fails_is_replaced() {
         let mut env = Environment::new();
         env.add_function("fail", || -> String { std::panic::resume_unwind(Box::new("the engine's own")) });
         let source = "{% if bad %}{{ fail() }}{% endif %}good".to_owned();
-        let envs = bounds::by_budget(&env);
-        let threads = engine::Threads::new(engine::Engine { envs, bounded: source.clone(), source });
+        let threads = engine::Threads::compile(env, source.clone(), source).unwrap();
         let run = |bad: bool| threads.render(Budget::Render, Value::from_pairs([("bad", Value::from(bad))]));
         for _ in 0..2 {
             assert_eq!(run(false).ok().unwrap(), "good");
@@ -967,6 +1066,15 @@ mod tests {
             assert_eq!(threads.num_idle(), 0);
         }
         assert_eq!(run(false).ok().unwrap(), "good");
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(RENDER_STACK_BYTES);
+            let here = || {
+                render_on_this_thread();
+                assert!(matches!(run(true), Err(engine::Failure::Engine)));
+                assert_eq!(run(false).ok().unwrap(), "good");
+            };
+            thread.spawn_scoped(scope, here).unwrap().join().unwrap();
+        });
     }
 
     /// Prints the cost of a render, compared with a render on a new thread. `cargo test -p omnigrpo-text --lib -- --ignored

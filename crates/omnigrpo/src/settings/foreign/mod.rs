@@ -4,9 +4,11 @@
 //! A setting with a counterpart is translated to it. A setting without effect here is dropped and listed in a note. An
 //! unsupported setting is an error with advice.
 
+use std::path::Path;
 use std::sync::LazyLock;
 
 use omnigrpo_data::QUESTION_TEMPLATES;
+use omnigrpo_guard::inside;
 
 /// Meaning of a foreign setting in this program.
 // Only fates without a function are compared.
@@ -249,12 +251,9 @@ pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str
 fn fsdp_config(value: &str, fsdp: Option<&str>) -> Fate {
     let cuts_weights = fsdp.is_some_and(|words| words.contains("full_shard"));
     const MAX_BYTES: u64 = 1 << 20;
-    let is_small = |path: &str| std::fs::metadata(path).is_ok_and(|file| file.len() <= MAX_BYTES);
     let text = match value.trim_start().starts_with('{') {
         true => Some(value.to_owned()),
-        false => {
-            Some(value).filter(|path| is_small(path)).and_then(|path| std::fs::read_to_string(path).ok())
-        }
+        false => inside::read_named(Path::new(value), MAX_BYTES).ok(),
     };
     let json = text.and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok());
     let Some(fields) = json.as_ref().and_then(serde_json::Value::as_object) else {

@@ -4,13 +4,16 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, cached_dataset, has_weights, is_repo_name};
-use omnigrpo_guard::told;
+use omnigrpo_guard::{inside, told};
 use omnigrpo_models::adapter_base;
 use omnigrpo_observe::Console;
 
 use crate::settings::Settings;
 use crate::settings::environment::HubEnvironment;
 use crate::settings::problem::Problem;
+
+/// Maximum size of the file with the token of the hub, bytes.
+const MAX_TOKEN_BYTES: u64 = 4 << 10;
 
 /// Returns the directory of a model given as a directory or by its name on the Hugging Face hub. Downloads a model that is not in
 /// the local cache.
@@ -57,7 +60,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
 /// Returns a client of the hub for the account in the environment.
 pub fn hub(env: &HubEnvironment) -> Hub {
     let kept = || {
-        let text = std::fs::read_to_string(&env.token_file).ok()?;
+        let text = inside::read_named(&env.token_file, MAX_TOKEN_BYTES).ok()?;
         Some(text.trim().to_owned()).filter(|token| !token.is_empty())
     };
     Hub::new(HubOptions {

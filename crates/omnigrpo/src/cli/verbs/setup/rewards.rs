@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use omnigrpo_data::Dataset;
-use omnigrpo_guard::told;
+use omnigrpo_guard::{inside, told};
 use omnigrpo_rewards::{Compat, Corpus, RewardSet, spec_files};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
 
@@ -88,15 +88,7 @@ fn judge_prompt(path: &Path) -> Result<String> {
             .got(got)
             .expected("a text that contains `{answer}` or `{completion}` and requests a number from 0 to 1")
     };
-    let mut text = String::new();
-    std::fs::File::open(path)
-        .and_then(|file| {
-            std::io::Read::read_to_string(&mut std::io::Read::take(file, MAX_BYTES + 1), &mut text)
-        })
-        .map_err(|e| problem(e.to_string()))?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(problem(format!("more than {MAX_BYTES} bytes")).into());
-    }
+    let text = inside::read_named(path, MAX_BYTES).map_err(|e| problem(e.to_string()))?;
     if !text.contains("{answer}") && !text.contains("{completion}") {
         return Err(problem("a text without an answer to grade".to_owned()).into());
     }
