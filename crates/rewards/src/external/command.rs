@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::unreadable::reason;
 use super::{
     Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, python_function, redacted, rows_name,
     same_id, spread, values,
@@ -86,8 +87,9 @@ impl Program {
 /// Reads an answer line.
 pub(super) fn parsed<T: DeserializeOwned>(line: &str) -> Result<T, Failure> {
     serde_json::from_str(line).map_err(|error| {
+        let why = reason(line, &error);
         Failure::Final(format!(
-            "not an answer on its stdout ({error}): `{}`; other output belongs on stderr",
+            "not an answer on its stdout ({why}): `{}`; other output belongs on stderr",
             excerpt(line.trim_end())
         ))
     })
@@ -672,8 +674,8 @@ done"#;
         let dir = tempfile::tempdir().unwrap();
         for (body, part) in [
             (r#"echo "{\"id\":$id,\"rewards\":[1,2]}""#, "2 value(s) for 1"),
-            (r#"echo "{\"id\":$id,\"rewards\":[NaN]}""#, "not an answer"),
-            (r#"echo "{\"id\":999,\"rewards\":[1]}""#, "expected"),
+            (r#"echo "{\"id\":$id,\"rewards\":[NaN]}""#, "`rewards[0]` is NaN, expected a finite number"),
+            (r#"echo "{\"id\":999,\"rewards\":[1]}""#, "answer to request 999, expected"),
             (r#"echo "{\"id\":$id,\"error\":\"bad row\"}""#, "it reports: bad row"),
             (r#"echo "{\"id\":$id}""#, "neither"),
             ("echo loading model", "other output belongs on stderr"),

@@ -9,8 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::unreadable::reason;
 use super::{
-    Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, redacted, rows_name, spread, values,
+    Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, redacted, rows_name, same_id, spread,
+    values,
 };
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
@@ -76,9 +78,7 @@ impl HttpReward {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
             let answer: Answer =
                 self.client.post(&self.url, &Request::new(id, rows, &self.options, probe))?;
-            if answer.id.is_some_and(|got| got != id) {
-                return Err(Failure::Final(format!("answer to request {:?}, expected {id}", answer.id)));
-            }
+            answer.id.map_or(Ok(()), |got| same_id(Some(got), id))?;
             values(answer, rows.len())
         })
     }
@@ -140,7 +140,8 @@ impl Client {
             response.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_string().map_err(failure)?;
         match status {
             200..=299 => serde_json::from_str(&text).map_err(|error| {
-                Failure::Final(format!("{url}: not an answer ({error}): `{}`", excerpt(&text)))
+                let why = reason(&text, &error);
+                Failure::Final(format!("{url}: not an answer ({why}): `{}`", excerpt(&text)))
             }),
             408 | 429 | 500.. => {
                 Err(Failure::Passing(format!("{url}: status {status}: `{}`", excerpt(&text))))

@@ -28,6 +28,7 @@ mod caller;
 mod command;
 mod http;
 mod judge;
+mod unreadable;
 
 pub use caller::Caller;
 
@@ -437,10 +438,11 @@ fn spread<'a>(
 
 /// Checks that an answer belongs to the request `id`.
 fn same_id(got: Option<u64>, id: u64) -> Result<(), Failure> {
-    if got == Some(id) {
-        return Ok(());
+    match got {
+        Some(got) if got == id => Ok(()),
+        Some(got) => Err(Failure::Final(format!("answer to request {got}, expected {id}"))),
+        None => Err(Failure::Final(format!("the answer has no `id`, expected {id}"))),
     }
-    Err(Failure::Final(format!("answer to request {got:?}, expected {id}")))
 }
 
 /// Returns the values and records of an answer to a request of `expected` rows.
