@@ -54,6 +54,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -70,7 +71,7 @@ class _Log:
         self.values, self.columns = {}, {}
 
     def metric(self, name, value):
-        self.values.setdefault(str(name), []).append(float(value))
+        self.values.setdefault(str(name), []).append(_finite(value, f"the metric `{name}`"))
 
     def extra(self, column, values):
         self.columns[str(column)] = list(values)
@@ -111,7 +112,8 @@ def _easy_r1(reward, rows, log, batch):
         {"response": row["completion"], "response_length": len(row["completion_ids"]), "ground_truth": row["solution"]}
         for row in rows
     ]
-    return _numbers(_settled(reward(inputs) if batch else [reward(one) for one in inputs]), "overall", log)
+    scores = _settled(reward(inputs) if batch else [reward(one) for one in inputs])
+    return _numbers(_listed(reward, scores), "overall", log)
 
 
 def _verl(reward, rows, log, parameters, batch):
@@ -139,7 +141,7 @@ def _verl(reward, rows, log, parameters, batch):
         scores = reward(**keywords)
     else:
         scores = [reward(**{name: values[i] for name, values in keywords.items()}) for i in range(len(rows))]
-    return _numbers(_settled(scores), "score", log)
+    return _numbers(_listed(reward, _settled(scores)), "score", log)
 
 
 def _settled(values, **how):
@@ -158,6 +160,18 @@ def _settled(values, **how):
     return values
 
 
+def _named(reward):
+    return getattr(reward, "__name__", type(reward).__name__)
+
+
+def _listed(reward, values):
+    """Returns what a reward has returned as a list."""
+    if isinstance(values, (dict, set, str, bytes)) or not hasattr(values, "__iter__"):
+        kind = type(values).__name__
+        raise TypeError(f"the reward `{_named(reward)}` returned a {kind}, expected a list with a finite number, or None, per completion")
+    return list(values)
+
+
 def _run(coroutine):
     """Runs a coroutine to its end, also in a thread that has a running loop, as that of a notebook."""
     try:
@@ -170,7 +184,6 @@ def _run(coroutine):
 
 def _numbers(scores, key, log):
     """Returns the number of each score; what else a dict holds is recorded."""
-    scores = list(scores)
     values = [score[key] if isinstance(score, dict) else score for score in scores]
     names = {name: None for score in scores if isinstance(score, dict) for name in score if name != key}
     for name in names:
@@ -199,7 +212,7 @@ def _asked(reward, rows, text, log, **more):
         return _verl(reward, rows, log, parameters, batch="solution_strs" in parameters)
     if only_keywords and getattr(reward, "__name__", "") == "compute_score":
         return _verl(reward, rows, log, parameters, batch=False)
-    return _settled(reward(**_arguments(rows, text, log, more)))
+    return _listed(reward, _settled(reward(**_arguments(rows, text, log, more))))
 
 
 _JSON = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array", tuple: "array", dict: "object"}
@@ -471,10 +484,52 @@ def _pipes():
     return pipes
 
 
+def _finite(value, what):
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} is {value!r:.80}, expected a finite number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}, expected a finite number")
+    return number
+
+
 def _scores(reward, rows, text, **more):
     log = _Log()
     values = _asked(reward, rows, text, log, **more)
-    return {"rewards": [None if value is None else float(value) for value in values], **log.answer()}
+
+    def number(at, value):
+        # The caller refuses a list of another length.
+        where = f"row {rows[at]['row']}, completion {rows[at]['sample']}" if at < len(rows) else f"value {at}"
+        return None if value is None else _finite(value, f"the reward `{_named(reward)}` of {where}")
+
+    return {"rewards": [number(at, value) for at, value in enumerate(values)], **log.answer()}
+
+
+def to_json(value, default=None):
+    """Return a value as JSON. An error names the number that is not finite, and `default` returns what replaces a value."""
+    try:
+        return json.dumps(value, default=default, allow_nan=False)
+    except ValueError:
+        found = _not_finite(value, default)
+        if found is None:
+            raise
+        raise ValueError(f"`{found[0]}` is {found[1]}, expected a finite number") from None
+
+
+def _not_finite(value, default, path=""):
+    """Returns the place of a number that is not finite, and the number."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else (path, value)
+    if isinstance(value, dict):
+        parts = [(f"{path}.{name}" if path else str(name), part) for name, part in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{path}[{at}]", part) for at, part in enumerate(value)]
+    elif value is None or isinstance(value, (bool, int, str)):
+        return None
+    else:
+        return _not_finite(default(value), default, path)
+    return next((found for where, part in parts if (found := _not_finite(part, default, where))), None)
 
 
 def serve(function, text=False, pipes=None):
@@ -489,7 +544,7 @@ def serve(function, text=False, pipes=None):
             else:
                 environments = environments or _environments(function)
                 answer = environments.answer(request)
-            out = json.dumps({"id": request["id"], **answer}, allow_nan=False)
+            out = to_json({"id": request["id"], **answer})
         except Exception:
             kind = "error" if "rows" in request else "fault"
             out = json.dumps({"id": request["id"], kind: traceback.format_exc(limit=-3)})

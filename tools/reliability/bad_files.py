@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shlex
 import shutil
@@ -525,6 +526,10 @@ def flags(rng, number, into):
     return args, judge
 
 
+# Texts that `{:?}` and `serde` write for values and types.
+NAMES_OF_RUST = re.compile(r"\bSome\(|\b\w*Error\s?[({]|\binvalid (type|value): |\buntagged enum |\bexpected (struct|enum|[iu](8|16|32|64|size)\b)")
+
+
 def control_characters(said):
     return "control characters on the terminal" if any(unicodedata.category(c) == "Cc" and c != "\n" for c in said) else None
 
@@ -966,6 +971,8 @@ def run(binary, seed, name, number, out):
             why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if why is None and "panicked at" in said and code != 0:
             why = "a panic"
+        if why is None and code != 0 and (rust := NAMES_OF_RUST.search(said)):
+            why = f"a name of Rust: {rust[0]}"
         if why is None and code != 0 and not said.strip() and not (place / "stdout").stat().st_size:
             why = "failed without a word"
         if why:

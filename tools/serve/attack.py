@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Attacks the server of the demo's model: `python3 attack.py PROGRAM`.
 
-Sends huge and dripping requests, opens 1,000 connections, sends bodies that are no requests and pictures that are bombs, and kills a
-client in the middle of a stream. After each attack the server must answer in time, and its memory must stay below the limit. Needs
-no packages.
+Sends huge and dripping requests, opens 1,000 connections, sends bodies that are no requests and pictures that are bombs, fills the
+memory with bodies, lets pictures load slowly, and kills a client in the middle of a stream. After each attack the server must answer in
+time, and its memory must stay below the limit. `--attacks strangers,slow` selects attacks. Needs no packages.
 """
 
+import argparse
 import base64
+import http.server
 import json
 import os
 import pathlib
@@ -17,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -25,13 +28,15 @@ import zlib
 KEY = "0123456789abcdef"
 # Memory of the process beyond that of its start, MB: four pictures that are decoded at a time, and bodies.
 MOST_MEMORY_MB = 5000
+# Growth of the memory of the process that strangers may cause, and that may remain ten seconds after bodies are closed, MB.
+MOST_GROWTH_MB = 100
 PATIENCE = 60
 
 
 class Server:
     def __init__(self, program, checkpoint):
         environment = {**os.environ, "OMNIGRPO_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
-        command = [program, "serve", checkpoint, "--port", "0"]
+        command = [program, "serve", checkpoint, "--port", "0", "--allow_urls", "all"]
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.url = self.process.stdout.readline().strip()
         self.address = ("127.0.0.1", int(re.search(r":(\d+)/", self.url)[1]))
@@ -54,10 +59,32 @@ class Server:
     def connect(self):
         return socket.create_connection(self.address, timeout=PATIENCE)
 
-    def head(self, length):
-        return (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n"
-        ).encode()
+    def head(self, length, key=f"Authorization: Bearer {KEY}\r\n"):
+        return f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{key}Content-Length: {length}\r\n\r\n".encode()
+
+    def fill(self, count, mib, key):
+        """Sends `mib` MiB of a body of 64 on each of some connections, and returns the connections and the statuses that came."""
+        held, statuses = [], []
+
+        def send():
+            stream = self.connect()
+            held.append(stream)
+            try:
+                stream.sendall(self.head(64 << 20, key))
+                for _ in range(mib):
+                    stream.sendall(bytes(1 << 20))
+            except OSError:
+                pass  # It has been refused.
+            stream.settimeout(0.5)
+            try:
+                statuses.append(stream.recv(100).split(b" ")[1].decode())
+            except (OSError, IndexError):
+                statuses.append("none")
+
+        threads = [threading.Thread(target=send) for _ in range(count)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        return held, {status: statuses.count(status) for status in sorted(set(statuses))}
 
     def metric(self, name):
         page = self.patiently(lambda: urllib.request.urlopen(self.url.replace("/v1", "/metrics"), timeout=PATIENCE).read().decode())
@@ -133,6 +160,113 @@ def bodies(server):
         assert status == 400, answer
 
 
+def growth(server, before):
+    return server.memory_mb("VmRSS") - before
+
+
+def is_returned(server, before):
+    """Reports the memory ten seconds after bodies were closed."""
+    time.sleep(10)
+    grown = growth(server, before)
+    print(f"  ten seconds after: {grown:+.0f} MB", flush=True)
+    assert grown < MOST_GROWTH_MB, grown
+
+
+def strangers(server):
+    server.ask()
+    before = server.memory_mb("VmRSS")
+    held, statuses = server.fill(40, 60, key="")
+    grown = growth(server, before)
+    print(f"40 connections without the key, each with 60 MiB: {grown:+.0f} MB; answers {statuses}")
+    assert grown < MOST_GROWTH_MB, grown
+    assert "200" not in statuses and "503" not in statuses, statuses
+    [stream.close() for stream in held]
+
+
+def full(server):
+    server.ask()
+    before = server.memory_mb("VmRSS")
+    held, statuses = server.fill(40, 60, key=f"Authorization: Bearer {KEY}\r\n")
+    grown = growth(server, before)
+    print(f"40 connections with the key, each with 60 MiB: {grown:+.0f} MB; answers {statuses}")
+    assert grown < 1100 + MOST_GROWTH_MB and statuses.get("503", 0) >= 40 - 17, (grown, statuses)
+    start = time.perf_counter()
+    assert server.post(b"{}")[0] in (400, 503) and time.perf_counter() - start < 5
+    [stream.close() for stream in held]
+    is_returned(server, before)
+    # Complete bodies, which are parsed and whose pictures are decoded.
+    large = picture(png(12_000, 12_000, 12_000) + bytes(20_000_000))
+    numbers = b'{"messages": [' + b"0," * 3_000_000 + b"0]}"
+    threads = [threading.Thread(target=server.post, args=(body,)) for body in [large, numbers] * 4]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    print(f"8 large requests: peak +{server.memory_mb('VmHWM') - before:.0f} MB")
+    is_returned(server, before)
+
+
+class Slow(http.server.BaseHTTPRequestHandler):
+    """A picture that never ends."""
+
+    open = 0
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        Slow.open += 1
+        try:
+            while True:
+                self.wfile.write(b"\x89")
+                time.sleep(0.05)
+        except OSError:
+            Slow.open -= 1
+
+
+def slow(server):
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{web.server_port}/x.png"
+    body = json.dumps(asked([{"type": "image_url", "image_url": {"url": address}}])).encode()
+    held = []
+    for _ in range(8):
+        stream = server.connect()
+        stream.sendall(server.head(len(body)) + body)
+        held.append(stream)
+    while Slow.open < 4:
+        time.sleep(0.01)
+
+    def status(method, path, key, text=b""):
+        start = time.perf_counter()
+        with server.connect() as stream:
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Length: {len(text)}\r\n\r\n"
+            stream.sendall(head.encode() + text)
+            return stream.recv(100).split(b" ")[1].decode(), time.perf_counter() - start
+
+    key, chat = f"Authorization: Bearer {KEY}\r\n", "/v1/chat/completions"
+    print("8 pictures load slowly; slowest and median answer of 20, ms:")
+    for request, expected in [
+        (("GET", "/health", ""), "200"),
+        (("GET", "/metrics", ""), "200"),
+        (("GET", "/v1/models", key), "200"),
+        (("POST", chat, "", b"{}"), "401"),
+        (("POST", chat, key, b"{}"), "400"),
+    ]:
+        answers = [status(*request) for _ in range(20)]
+        seconds = sorted(second for _, second in answers)
+        print(f"  {request[0]} {request[1]} {expected}: {1000 * seconds[-1]:.0f} {1000 * seconds[10]:.0f}")
+        assert {code for code, _ in answers} == {expected}, answers
+        assert seconds[18] < 0.1, seconds
+    [stream.close() for stream in held]
+    start = time.perf_counter()
+    while Slow.open or server.metric("requests_waiting"):
+        assert time.perf_counter() - start < 10, "pictures load on although their clients have left"
+        time.sleep(0.02)
+    print(f"  their clients leave: the last download ends after {time.perf_counter() - start:.2f} s")
+    web.shutdown()
+
+
 def pictures(server):
     half = png(12_000, 12_000, 12_000)
     for name, data in [
@@ -203,18 +337,25 @@ def killed(server):
 
 
 def main():
-    program = pathlib.Path(sys.argv[1]).resolve()
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("program", type=pathlib.Path)
+    arguments.add_argument("--attacks", default=",".join(ATTACKS), help="names, separated by commas; the default is all")
+    arguments = arguments.parse_args()
+    program = arguments.program.resolve()
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.run([program, "demo", "--max_steps", "1", "--output_dir", "demo"], cwd=folder, check=True, **quiet)
-        run(Server(program, pathlib.Path(folder) / "demo"))
+        run(Server(program, pathlib.Path(folder) / "demo"), arguments.attacks.split(","))
 
 
-def run(server):
+ATTACKS = {attack.__name__: attack for attack in (strangers, full, slow, bodies, pictures, loris, crowd, killed)}
+
+
+def run(server, names):
     try:
-        for attack in (bodies, pictures, loris, crowd, killed):
-            attack(server)
-            server.survives(attack.__name__)
+        for name in names:
+            ATTACKS[name](server)
+            server.survives(name)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
         print("SIGTERM: exit code 0")

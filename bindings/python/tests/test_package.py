@@ -52,6 +52,20 @@ def test_the_settings_are_those_of_the_pages_and_have_help():
     assert "completions: a list of tokens" not in text and "nats" in pydoc.render_doc(omnigrpo.Model, renderer=pydoc.plaintext)
 
 
+def test_a_setting_or_a_column_that_is_not_finite_is_named(demo, tmp_path):
+    numbers = [name for name, about in json.loads(_omnigrpo.schema())["properties"].items() if about.get("type") == "number"]
+    assert len(numbers) > 20
+    for name in numbers:
+        for number in ("nan", "inf", "-inf"):
+            with pytest.raises(ValueError, match=f"`{name}` is {number}, expected a finite number"):
+                omnigrpo.GRPOConfig(**{name: float(number)})
+    with pytest.raises(ValueError, match=r"`reward_weights\[1\]` is nan, expected a finite number"):
+        omnigrpo.GRPOConfig(reward_weights=[1.0, float("nan")])
+    rows = [{"prompt": "Hm?", "solution": "x"}, {"prompt": "Hm?", "solution": "x", "price": float("nan")}]
+    with pytest.raises(ValueError, match="row 1 of train_dataset: `price` is nan, expected a finite number"):
+        omnigrpo.GRPOTrainer(demo / "model", "accuracy", omnigrpo.GRPOConfig(tmp_path), rows).train()
+
+
 def test_contradictions_are_errors_before_the_run(demo):
     args = omnigrpo.GRPOConfig(reward_weights=[1.0, 2.0])
     with pytest.raises(ValueError, match="different lengths"):

@@ -128,6 +128,38 @@ def short(completions, **kwargs):
     return [1.0, 2.0]
 
 
+def a_dict(completions, **kwargs):
+    return {"short": 1.0}
+
+
+def not_a_number(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+
+def no_metric(completions, log_metric, **kwargs):
+    log_metric("mine", float("inf"))
+    return [1.0] * len(completions)
+
+
+def no_column(completions, log_extra, **kwargs):
+    log_extra("mine", [float("-inf")] * len(completions))
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "reward, error, message",
+    [
+        (a_dict, TypeError, "the reward `a_dict` returned a dict, expected a list with a finite number, or None, per completion"),
+        (not_a_number, ValueError, r"the reward `not_a_number` of row \d+, completion 0 is nan, expected a finite number"),
+        (no_metric, ValueError, "the metric `mine` is inf, expected a finite number"),
+        (no_column, ValueError, r"`columns.mine\[0\]` is -inf, expected a finite number"),
+    ],
+)
+def test_what_is_no_reward_is_named(start, reward, error, message):
+    with pytest.raises(error, match=message):
+        start(reward).train()
+
+
 @pytest.mark.parametrize("moment", ["rollout", "reward", "backward", "step", "save"])
 def test_ctrl_c_saves_and_the_same_call_resumes_to_the_same_bytes(start, tmp_path, monkeypatch, moment):
     sent = []

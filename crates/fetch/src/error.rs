@@ -3,6 +3,8 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::Unwanted;
+
 use crate::UrlOptions;
 
 omnigrpo_guard::settings! {
@@ -63,6 +65,9 @@ pub enum FetchError {
         /// Maximum size, bytes.
         limit_bytes: u64,
     },
+    /// File that nobody waits for any more.
+    #[error(transparent)]
+    Unwanted(#[from] Unwanted),
     /// Failure to write to the cache.
     #[error("cannot write {}", path.display())]
     Io {

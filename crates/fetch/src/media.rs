@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use omnigrpo_data::medium_extension;
 use omnigrpo_guard::cache::own_folder;
-use omnigrpo_guard::inside;
+use omnigrpo_guard::{Errand, inside, wanted};
 use sha2::{Digest, Sha256};
 use ureq::unversioned::transport::DefaultConnector;
 
@@ -44,13 +44,7 @@ impl UrlMedia {
     /// Creates a client without fetching anything.
     #[must_use]
     pub fn new(options: UrlOptions) -> Self {
-        let config = config().proxy(None).timeout_global(Some(options.timeout)).build();
-        let agent = if options.allow_private {
-            ureq::Agent::new_with_config(config)
-        } else {
-            ureq::Agent::with_parts(config, DefaultConnector::default(), PublicOnly::default())
-        };
-        Self { agent, options }
+        Self { agent: agent(&options), options }
     }
 
     /// Returns the local file with the medium at `url`.
@@ -73,7 +67,7 @@ impl UrlMedia {
             return Ok(folder.join(name));
         }
         let path = match self.download(url, &folder) {
-            Err(error) if error.may_pass() => self.download(url, &folder)?,
+            Err(error) if error.may_pass() && wanted().is_ok() => self.download(url, &folder)?,
             other => other?,
         };
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
@@ -84,7 +78,14 @@ impl UrlMedia {
     fn download(&self, url: &str, folder: &Path) -> Result<PathBuf, FetchError> {
         let limit_bytes = self.options.max_bytes;
         let too_large = || FetchError::TooLarge { url: url.to_owned(), limit_bytes };
-        let mut response = self.agent.get(url).call().map_err(|error| FetchError::of(url, error))?;
+        // The end of an errand closes all connections of its client, so it gets one of its own.
+        let errand = Errand::current();
+        let agent = errand.as_ref().map_or_else(|| self.agent.clone(), |_| agent(&self.options));
+        let _wait = errand.map(|errand| {
+            let agent = agent.clone();
+            errand.at_end(move || agent.shutdown())
+        });
+        let mut response = agent.get(url).call().map_err(|error| FetchError::of(url, error))?;
         let status = response.status().as_u16();
         if status != 200 {
             return Err(FetchError::Status { url: url.to_owned(), status });
@@ -114,11 +115,23 @@ impl UrlMedia {
             hash.update(piece);
             file.write_all(piece).map_err(FetchError::io(file.path()))?;
         }
+        // A connection that this program has closed may look like the end of the file.
+        wanted()?;
         let name = url.split(['?', '#']).next().unwrap_or(url);
         let path =
             folder.join(format!("{}.{}", hex(&hash.finalize()[..16]), medium_extension(&start, Some(name))));
         file.persist(&path).map_err(|error| FetchError::io(&path)(error.error))?;
         Ok(path)
+    }
+}
+
+/// Creates a client without connecting.
+fn agent(options: &UrlOptions) -> ureq::Agent {
+    let config = config().proxy(None).timeout_global(Some(options.timeout)).build();
+    if options.allow_private {
+        ureq::Agent::new_with_config(config)
+    } else {
+        ureq::Agent::with_parts(config, DefaultConnector::default(), PublicOnly::default())
     }
 }
 
@@ -223,6 +236,35 @@ mod tests {
         media.agent = ureq::Agent::with_parts(config().build(), DefaultConnector::default(), only);
         let refused = media.fetch(&format!("http://{outer}/")).unwrap_err();
         assert!(matches!(refused, FetchError::NotPublic { .. }), "{refused}");
+    }
+
+    /// The server sends a file that ends when the connection does, so a download that this program ends looks complete.
+    #[test]
+    fn a_download_that_nobody_waits_for_ends_and_is_not_kept() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let errand = Errand::default();
+        let ends = errand.clone();
+        let drips = std::thread::spawn(move || {
+            let mut stream = listener.accept().unwrap().0;
+            stream.write_all(b"HTTP/1.1 200 X\r\nConnection: close\r\n\r\n\x89PNG").unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            ends.end();
+            // Ends when the client closes the connection.
+            let mut rest = Vec::new();
+            stream.read_to_end(&mut rest).map(drop)
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let options = UrlOptions { timeout: Duration::from_secs(60), ..client(folder.path(), true).options };
+        let media = UrlMedia::new(options);
+        let start = std::time::Instant::now();
+        let url = format!("http://{address}/x.png");
+        let error = errand.run(|| media.fetch(&url)).unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(20), "{error}");
+        let _ = drips.join().unwrap();
+        let files = std::fs::read_dir(folder.path().join("media")).unwrap().count();
+        let keys = std::fs::read_dir(folder.path().join("urls")).unwrap().count();
+        assert_eq!((files, keys), (0, 0));
     }
 
     #[test]

@@ -8,12 +8,18 @@
 //!
 //! An error belongs to a row, to the machine or to the run ([`Fault`]). An unusable row costs only that row. A failure
 //! of the machine is retried ([`retried`]). If it persists, it stops the run, which can be resumed without loss.
+//!
+//! Work for a client that leaves ends early ([`Errand`]).
 
 mod fault;
+mod plain;
 mod setting;
+mod wanted;
 
 pub use fault::{Fault, MachineFailure, WAITS, fault, is_machine, retried};
+pub use plain::plain;
 pub use setting::{Setting, name_settings_by};
+pub use wanted::{Errand, Unwanted, Wait, wanted};
 
 pub mod cache;
 pub mod inside;
@@ -46,13 +52,13 @@ pub fn is_guarded() -> bool {
     DEPTH.get() > 0
 }
 
-/// Returns the messages of an error and its causes, the outermost first. Omits a cause whose text is part of the previous
-/// message, because some libraries repeat their causes.
+/// Returns the messages of an error and its causes in [`plain`] words, the outermost first. Omits a cause whose text is part of the
+/// previous message, because some libraries repeat their causes.
 pub fn messages(error: &dyn Error) -> Vec<String> {
-    let mut said = vec![error.to_string()];
+    let mut said = vec![plain(&error.to_string()).into_owned()];
     let mut next = error.source();
     while let Some(cause) = next {
-        let message = cause.to_string();
+        let message = plain(&cause.to_string()).into_owned();
         if !said.iter().any(|before| before.contains(&message)) {
             said.push(message);
         }

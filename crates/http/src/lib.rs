@@ -1,14 +1,19 @@
 //! HTTP/1.1 server of the page of runs, of Prometheus and of models. It uses one thread for connections, whatever clients send.
 //!
 //! Any program on this machine, and any page in its browser, can send bytes to a loopback port. So everything that a client
-//! controls is bounded before it is read: the size of head and body, the number of connections, and the duration of a request.
-//! Only
+//! controls is bounded before it is read: the size of head and body, the size of all bodies together, the number of connections, and
+//! the duration of a request. Only
 //! `GET` and `HEAD` are answered, and `POST` if a body is allowed; other bodies stay unread. `Host` must name this machine by an
 //! address or as `localhost`, so a page of another origin cannot reach the server under its own host name.
 //!
+//! A [`Service`] sees a request twice. [`Service::at_head`] refuses it or answers it from the head alone, before a byte of the body is
+//! read. It runs on the thread of the connections, so it answers while all handlers are busy.
 //! Handlers run on a few other threads. If a handler panics, the response has status 500; a handler that hangs keeps its thread.
 //! A handler that needs long returns a response that another thread completes ([`Answer::later`], [`Answer::fed`]). That thread
 //! learns when the client disconnects. When a server is dropped, it does not wait for handlers or connections.
+
+mod body;
+pub mod head;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -21,11 +26,12 @@ use std::time::Duration;
 use futures_util::future::select;
 use futures_util::stream::unfold;
 use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt as _, Full, Limited, StreamBody};
+use http_body_util::{BodyExt as _, Full, StreamBody};
 use hyper::body::{Body as _, Bytes, Frame, Incoming};
-use hyper::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderName, HeaderValue};
+use hyper::header::{
+    ALLOW, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderName, HeaderValue, ORIGIN, RETRY_AFTER,
+};
 use hyper::http::request::Parts as Head;
-use hyper::http::uri::Authority;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Response, StatusCode};
@@ -35,12 +41,17 @@ use tokio::sync::{Semaphore, mpsc as parts, oneshot};
 use tokio::task::{AbortHandle, spawn_blocking, yield_now};
 use tokio::time::{Instant, sleep, timeout_at};
 
+use body::{Body, Budget};
+use head::{Origin, is_bearer, names_machine, origin};
+
 /// Largest number of header fields in a request.
 const MAX_FIELDS: usize = 64;
 /// Pause after a failed accept, if no idle connection could be closed.
 const RETRY: Duration = Duration::from_millis(100);
 /// Longest duration of a stream of unknown length. The client then connects again.
 const STREAM_TIME: Duration = Duration::from_secs(3600);
+/// Time after which a client may send a body again for which there was no room, in seconds.
+const RETRY_AFTER_SECS: &str = "5";
 /// Interval at which the deadline of a connection is checked.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the server thread at a drop. The thread normally ends at once; the limit is for an overloaded machine.
@@ -58,6 +69,9 @@ pub struct Limits {
     pub head_time: Duration,
     /// Largest size of the body of a `POST`, in bytes; 0 disables `POST`.
     pub body_bytes: usize,
+    /// Largest size of the bodies of all requests together, in bytes. A request whose body does not fit gets 503, with the time after
+    /// which it may be sent again.
+    pub bodies_bytes: u64,
     /// Longest time from the last byte of the request to the response.
     pub answer_time: Duration,
     /// Longest time from the head to the last byte of the body, and again from the response to its last byte.
@@ -79,6 +93,7 @@ impl Default for Limits {
             head_bytes: 16 << 10,
             head_time: Duration::from_secs(10),
             body_bytes: 0,
+            bodies_bytes: 1 << 30,
             answer_time: Duration::from_secs(30),
             transfer_time: Duration::from_secs(30),
             slowest_bytes_per_sec: 64 << 10,
@@ -89,11 +104,11 @@ impl Default for Limits {
     }
 }
 
-/// A complete request within the limits.
+/// A request within the limits.
 #[derive(Debug)]
 pub struct Request {
     head: Head,
-    body: Bytes,
+    body: Body,
 }
 
 impl Request {
@@ -121,10 +136,54 @@ impl Request {
         self.head.headers.get(name)?.to_str().ok()
     }
 
-    /// Returns the body of a `POST`.
+    /// Returns true if the request has one header field `Authorization`, with this key as `Bearer`.
+    #[must_use]
+    pub fn has_key(&self, key: &str) -> bool {
+        is_bearer(self.values(&AUTHORIZATION), key)
+    }
+
+    /// Returns the origin of the page that sends the request.
+    #[must_use]
+    pub fn origin(&self) -> Origin {
+        let host = self.head.headers.get(HOST).map_or(&[][..], HeaderValue::as_bytes);
+        origin(host, self.values(&ORIGIN))
+    }
+
+    /// Returns the body of a `POST`; it is empty until the head is accepted.
     #[must_use]
     pub fn body(&self) -> &[u8] {
-        &self.body
+        self.body.bytes()
+    }
+
+    fn values(&self, name: &HeaderName) -> impl Iterator<Item = &[u8]> {
+        self.head.headers.get_all(name).iter().map(HeaderValue::as_bytes)
+    }
+
+    /// Returns true if `Host`, and the authority of an absolute URL, name this machine.
+    fn is_meant(&self, bound: IpAddr) -> bool {
+        let mut hosts = self.values(&HOST);
+        let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
+        let names = |authority: &[u8]| names_machine(authority, bound);
+        names(host) && self.head.uri.authority().is_none_or(|authority| names(authority.as_str().as_bytes()))
+    }
+}
+
+/// Answers the requests of a server. A function of a complete request is a service that accepts every head.
+pub trait Service: Send + Sync + 'static {
+    /// Refuses a request, or answers it, from its head alone. With `None`, the body is read and passed to [`Self::answer`]. This runs
+    /// on the thread of all connections, so it must not wait for anything.
+    fn at_head(&self, head: &Request) -> Option<Answer> {
+        let _ = head;
+        None
+    }
+
+    /// Answers a complete request, on the thread of a handler.
+    fn answer(&self, request: &Request) -> Answer;
+}
+
+impl<F: Fn(&Request) -> Answer + Send + Sync + 'static> Service for F {
+    fn answer(&self, request: &Request) -> Answer {
+        self(request)
     }
 }
 
@@ -136,6 +195,16 @@ pub struct Answer {
     status: u16,
     fields: Vec<(HeaderName, String)>,
     content: Content,
+    begin: Option<Begin>,
+}
+
+/// Call that is made when this value is dropped.
+struct Begin(Option<Box<dyn FnOnce() + Send>>);
+
+impl Drop for Begin {
+    fn drop(&mut self) {
+        self.0.take().into_iter().for_each(|call| call());
+    }
 }
 
 enum Content {
@@ -146,10 +215,14 @@ enum Content {
 }
 
 impl Answer {
+    fn of(status: u16, content: Content) -> Self {
+        Self { status, fields: Vec::new(), content, begin: None }
+    }
+
     /// Creates a response with this status and media type.
     #[must_use]
     pub fn new(status: u16, kind: &str, content: impl Into<Vec<u8>>) -> Self {
-        Self { status, fields: Vec::new(), content: Content::Bytes(content.into()) }.with(CONTENT_TYPE, kind)
+        Self::of(status, Content::Bytes(content.into())).with(CONTENT_TYPE, kind)
     }
 
     /// Creates a response whose parts are produced while it is sent, with a pause of `every` after each. `bytes` is the total
@@ -157,8 +230,7 @@ impl Answer {
     /// without it, the response ends after the last part.
     #[must_use]
     pub fn stream(status: u16, kind: &str, bytes: Option<u64>, every: Duration, parts: Parts) -> Self {
-        let content = Content::Stream { bytes, every, parts };
-        let answer = Self { status, fields: Vec::new(), content }.with(CONTENT_TYPE, kind);
+        let answer = Self::of(status, Content::Stream { bytes, every, parts }).with(CONTENT_TYPE, kind);
         match bytes {
             Some(bytes) => answer.with(CONTENT_LENGTH, bytes.to_string()),
             None => answer,
@@ -170,7 +242,7 @@ impl Answer {
     #[must_use]
     pub fn later() -> (Self, oneshot::Sender<Self>) {
         let (sender, answer) = oneshot::channel();
-        (Self { status: 200, fields: Vec::new(), content: Content::Later(answer) }, sender)
+        (Self::of(200, Content::Later(answer)), sender)
     }
 
     /// Creates a response whose parts another thread sends. It ends when the sender is dropped; if the sender is closed, the
@@ -178,8 +250,14 @@ impl Answer {
     #[must_use]
     pub fn fed(status: u16, kind: &str) -> (Self, parts::UnboundedSender<Vec<u8>>) {
         let (sender, parts) = parts::unbounded_channel();
-        let answer = Self { status, fields: Vec::new(), content: Content::Fed(parts) };
-        (answer.with(CONTENT_TYPE, kind), sender)
+        (Self::of(status, Content::Fed(parts)).with(CONTENT_TYPE, kind), sender)
+    }
+
+    /// Makes a call when the response begins, or when the client disconnects before, on the thread of all connections.
+    #[must_use]
+    pub fn at_begin(mut self, call: impl FnOnce() + Send + 'static) -> Self {
+        self.begin = Some(Begin(Some(Box::new(call))));
+        self
     }
 
     /// Adds a header field.
@@ -238,7 +316,7 @@ impl Http {
         name: &str,
         address: impl ToSocketAddrs,
         limits: Limits,
-        handler: impl Fn(&Request) -> Answer + Send + Sync + 'static,
+        service: impl Service,
     ) -> io::Result<Self> {
         let listener = Listener::bind(address)?;
         listener.set_nonblocking(true)?;
@@ -255,7 +333,8 @@ impl Http {
         let shared = Arc::new(Shared {
             limits,
             bound: address.ip(),
-            handler: Box::new(handler),
+            service: Box::new(service),
+            budget: Budget::new(limits.bodies_bytes),
             pool: Arc::new(Semaphore::new(limits.handlers)),
             open: Mutex::default(),
         });
@@ -299,12 +378,14 @@ impl Drop for Http {
     }
 }
 
-type Body = UnsyncBoxBody<Bytes, io::Error>;
+type Sent = UnsyncBoxBody<Bytes, io::Error>;
 
 struct Shared {
     limits: Limits,
     bound: IpAddr,
-    handler: Box<dyn Fn(&Request) -> Answer + Send + Sync>,
+    service: Box<dyn Service>,
+    /// Room for the bodies of all requests.
+    budget: Arc<Budget>,
     /// Permits for running handlers. A connection that is closed while it waits for a permit releases its place.
     pool: Arc<Semaphore>,
     /// Open connections in order of arrival.
@@ -392,9 +473,11 @@ impl Shared {
         self: &Arc<Self>,
         id: u64,
         request: hyper::Request<Incoming>,
-    ) -> Result<Response<Body>, Infallible> {
+    ) -> Result<Response<Sent>, Infallible> {
         let mut answer = self.ask(id, request).await.unwrap_or_else(|refusal| refusal);
         if let Content::Later(sent) = answer.content {
+            // Dropped with this future if the client disconnects.
+            let _begin = answer.begin.take();
             answer = sent.await.unwrap_or_else(|_| self.broken());
         }
         self.give(id, answer.bytes().map_or(STREAM_TIME, |bytes| self.transfer(bytes)), true);
@@ -407,55 +490,65 @@ impl Shared {
 
     async fn ask(self: &Arc<Self>, id: u64, request: hyper::Request<Incoming>) -> Result<Answer, Answer> {
         let (head, body) = request.into_parts();
+        let mut request = Request { head, body: Body::new(&self.budget) };
         let refusal = self.limits.refusal;
-        if !self.is_meant(&head) {
+        if !request.is_meant(self.bound) {
             let why = "this server only accepts requests to an address of this machine or to localhost";
             return Err(refusal(StatusCode::MISDIRECTED_REQUEST, why));
         }
         let limit = self.limits.body_bytes;
-        self.give(id, self.transfer(body.size_hint().lower().min(limit as u64)), false);
-        let body = match head.method {
-            Method::GET | Method::HEAD => Bytes::new(),
-            Method::POST if limit > 0 => {
-                let why = format!("the body is too large; at most {limit} bytes are accepted");
-                let too_much = || refusal(StatusCode::PAYLOAD_TOO_LARGE, &why);
-                if body.size_hint().lower() > limit as u64 {
-                    return Err(too_much());
-                }
-                Limited::new(body, limit).collect().await.map_err(|_| too_much())?.to_bytes()
-            }
+        let has_body = match request.head.method {
+            Method::GET | Method::HEAD => false,
+            Method::POST if limit > 0 => true,
             _ => {
                 let allowed = if limit > 0 { "GET, HEAD, POST" } else { "GET, HEAD" };
                 let refusal = refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed");
                 return Err(refusal.with(ALLOW, allowed));
             }
         };
+        if let Some(answer) = self.service.at_head(&request) {
+            return Ok(answer);
+        }
+        if has_body {
+            self.read(id, body, &mut request.body).await?;
+        }
         self.give(id, self.limits.answer_time, true);
         let permit = Arc::clone(&self.pool).acquire_owned().await.map_err(|_| self.broken())?;
         let shared = Arc::clone(self);
         let work = move || {
             let _permit = permit;
-            (shared.handler)(&Request { head, body })
+            shared.service.answer(&request)
         };
         spawn_blocking(work).await.map_err(|_| self.broken())
     }
 
-    /// Returns true if `Host`, and the host of an absolute URL, name this machine in a way that no page can forge.
-    fn is_meant(&self, head: &Head) -> bool {
-        let mut hosts = head.headers.get_all(HOST).iter();
-        let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
-        let host = Authority::try_from(host.as_bytes());
-        host.is_ok_and(|host| self.is_own(host.host()))
-            && head.uri.host().is_none_or(|host| self.is_own(host))
+    /// Reads the body of a request.
+    async fn read(&self, id: u64, mut from: Incoming, to: &mut Body) -> Result<(), Answer> {
+        let (limit, refusal) = (self.limits.body_bytes, self.limits.refusal);
+        let too_much = || {
+            let why = format!("the body is too large; at most {limit} bytes are accepted");
+            refusal(StatusCode::PAYLOAD_TOO_LARGE, &why)
+        };
+        let announced = usize::try_from(from.size_hint().lower()).unwrap_or(usize::MAX);
+        if announced > limit {
+            return Err(too_much());
+        }
+        self.give(id, self.transfer(announced as u64), false);
+        while let Some(frame) = from.frame().await {
+            let broken = |_| refusal(StatusCode::BAD_REQUEST, "the body ends early");
+            let Ok(bytes) = frame.map_err(broken)?.into_data() else { continue };
+            if to.bytes().len() + bytes.len() > limit {
+                return Err(too_much());
+            }
+            to.push(&bytes, announced).map_err(|_| {
+                let why = "the server has no room for the body of this request now; send it again later";
+                refusal(StatusCode::SERVICE_UNAVAILABLE, why).with(RETRY_AFTER, RETRY_AFTER_SECS)
+            })?;
+        }
+        Ok(())
     }
 
-    fn is_own(&self, host: &str) -> bool {
-        let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
-        host.eq_ignore_ascii_case("localhost")
-            || address.is_ok_and(|ip| ip.is_loopback() || ip == self.bound || self.bound.is_unspecified())
-    }
-
-    fn response(&self, answer: Answer) -> Response<Body> {
+    fn response(&self, answer: Answer) -> Response<Sent> {
         let body = match answer.content {
             Content::Bytes(bytes) => {
                 Full::new(Bytes::from(bytes)).map_err(|never| match never {}).boxed_unsync()
@@ -482,7 +575,7 @@ impl Shared {
         response
     }
 
-    fn stream(&self, every: Duration, parts: Parts) -> Body {
+    fn stream(&self, every: Duration, parts: Parts) -> Sent {
         let start = (Arc::clone(&self.pool), parts, Duration::ZERO);
         let frames = unfold(start, move |(pool, mut parts, mut pause)| async move {
             loop {

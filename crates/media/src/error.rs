@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use omnigrpo_guard::MachineFailure;
+use omnigrpo_guard::{MachineFailure, Unwanted};
 
 /// Failure to read, check, decode or process one medium.
 ///
@@ -137,6 +137,9 @@ pub enum MediaError {
         /// Accepted values.
         expected: String,
     },
+    /// Medium that nobody waits for any more.
+    #[error(transparent)]
+    Unwanted(#[from] Unwanted),
     /// Invalid setting (processor file, sampling rule, limits).
     #[error("{what}: got {got}, expected {expected}")]
     Setting {

@@ -159,7 +159,7 @@ fn is_known(format: ImageFormat) -> bool {
 fn require_known(path: &Path, format: Option<ImageFormat>) -> Result<ImageFormat, MediaError> {
     let got = match format {
         Some(format) if is_known(format) => return Ok(format),
-        Some(format) => format!("the content is {format:?}"),
+        Some(format) => format!("the content is {}", format.to_mime_type()),
         None => "the content is not a supported image format".into(),
     };
     Err(MediaError::Format { path: path.to_owned(), got, expected: IMAGE_FORMATS })
@@ -250,7 +250,7 @@ pub(crate) fn rgb_from_dynamic(path: &Path, image: DynamicImage) -> Result<Rgb8I
         other => {
             return Err(MediaError::Format {
                 path: path.to_owned(),
-                got: format!("pixels are {:?}", other.color()),
+                got: format!("a pixel has {} bits", other.color().bits_per_pixel()),
                 expected: "8- or 16-bit integer pixels",
             });
         }

@@ -5,6 +5,8 @@ use std::io::Read;
 use std::path::Path;
 use std::time::Duration;
 
+use omnigrpo_guard::wanted;
+
 use crate::MediaError;
 
 /// Maximum size of a processor's configuration. Published files have a few kilobytes, or 2 MB with mel filters.
@@ -77,6 +79,7 @@ impl Limits {
     /// Opens a regular file of at most `max_file_bytes`. Pipes and devices are refused before they are opened, because opening or
     /// reading one may block forever.
     pub(crate) fn open(&self, path: &Path) -> Result<File, MediaError> {
+        wanted()?;
         require_regular_file(path)?;
         let read = |source| MediaError::Read { path: path.to_owned(), source };
         let file = File::open(path).map_err(read)?;

@@ -7,7 +7,7 @@
 //! The limit applies to processor time, so that a busy machine does not make a file fail. A child is also killed after
 //! [`WALL_FACTOR`] times the limit in real time. Such a child has been waiting for a disk or for the processor, which is a
 //! failure of the machine. A program that is missing or cannot be started is also a failure of the machine. If the system does
-//! not report the processor time of a child, real time counts.
+//! not report the processor time of a child, real time counts. A child is killed as well when nobody waits for its output any more.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -18,7 +18,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use omnigrpo_guard::MachineFailure;
+use omnigrpo_guard::{Errand, MachineFailure, Unwanted};
 use serde::de::DeserializeOwned;
 
 use crate::{Limits, MediaError};
@@ -37,6 +37,9 @@ const WALL_FACTOR: u32 = 10;
 
 /// Minimum time between two checks of a child's processor time.
 const SHORTEST_LOOK: Duration = Duration::from_millis(10);
+
+/// Longest time between two checks whether somebody waits for the output.
+const LONGEST_LOOK: Duration = Duration::from_millis(100);
 
 /// Number of bytes kept from the end of a child's standard error.
 const STDERR_TAIL_BYTES: usize = 2048;
@@ -105,6 +108,8 @@ enum Killed {
     Computed,
     /// Too much real time, without too much processor time.
     Waited,
+    /// Nobody waits for the output any more.
+    Unwanted,
 }
 
 /// Runs a program on `path` and passes its standard output to `consume`. Kills the program when its processor time reaches
@@ -123,12 +128,17 @@ pub(crate) fn run<T>(
     };
     let child = &Mutex::new(child);
     let deadline = Instant::now() + limit.saturating_mul(WALL_FACTOR);
+    let errand = Errand::current();
     let (done, is_done) = mpsc::channel::<()>();
 
     let ran = std::thread::scope(|scope| {
         let thread = |name: &str| std::thread::Builder::new().name(format!("{program} {name}"));
         let threads = thread("stderr").spawn_scoped(scope, move || read_tail(&mut stderr)).and_then(|tail| {
-            Ok((tail, thread("time").spawn_scoped(scope, move || watch(child, limit, deadline, &is_done))?))
+            Ok((
+                tail,
+                thread("time")
+                    .spawn_scoped(scope, move || watch(child, limit, deadline, errand, &is_done))?,
+            ))
         });
         let (tail, watchdog) = threads.inspect_err(|_| {
             // Without the watchdog, nothing would limit the child. Killing it also closes its pipes.
@@ -177,6 +187,7 @@ fn start(program: &'static str, args: &[OsString], path: &Path) -> Result<Child,
 fn stopped(killed: Killed, program: &'static str, path: &Path, limit: Duration) -> MediaError {
     let path = path.to_owned();
     match killed {
+        Killed::Unwanted => MediaError::Unwanted(Unwanted),
         Killed::Computed => MediaError::Timeout { path, program, limit_secs: limit.as_secs_f64() },
         Killed::Waited => {
             let source =
@@ -200,12 +211,13 @@ fn not_started(path: &Path, program: &'static str, source: io::Error) -> MediaEr
     MediaError::ProgramNotStarted { path: path.to_owned(), program, source: MachineFailure(source) }
 }
 
-/// Kills the child once its processor time reaches `limit` or the `deadline` has passed. Stops early when the sender of `is_done`
-/// is dropped.
+/// Kills the child once its processor time reaches `limit`, the `deadline` has passed or the `errand` has ended. Stops early when
+/// the sender of `is_done` is dropped.
 fn watch(
     child: &Mutex<Child>,
     limit: Duration,
     deadline: Instant,
+    errand: Option<Errand>,
     is_done: &mpsc::Receiver<()>,
 ) -> Option<Killed> {
     let started = Instant::now();
@@ -220,6 +232,7 @@ fn watch(
         let killed = match (computed >= limit, Instant::now() >= deadline) {
             (true, _) => Some(Killed::Computed),
             (_, true) => Some(Killed::Waited),
+            _ if errand.as_ref().is_some_and(|errand| errand.check().is_err()) => Some(Killed::Unwanted),
             _ => None,
         };
         if killed.is_some() {
@@ -229,6 +242,7 @@ fn watch(
         drop(child);
         // A child with one decoding thread cannot reach its limit earlier.
         let next = (limit - computed).min(deadline.saturating_duration_since(Instant::now()));
+        let next = if errand.is_some() { next.min(LONGEST_LOOK) } else { next };
         match is_done.recv_timeout(next.max(SHORTEST_LOOK)) {
             Err(RecvTimeoutError::Timeout) => {}
             _ => return None,
@@ -405,6 +419,25 @@ mod tests {
         assert!(matches!(error, MediaError::ProgramWaits { waited_secs: 0.5, .. }), "{error}");
         assert_eq!(fault(&error, Fault::Row), Fault::Machine);
         assert!(started.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_child_whose_output_nobody_waits_for_is_killed() {
+        let started = Instant::now();
+        let read = |stdout: &mut dyn Read| stdout.read_to_end(&mut Vec::new());
+        let errand = Errand::default();
+        let ends = errand.clone();
+        let later = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            ends.end();
+        });
+        let args = ["-c".into(), "sleep 60 & sleep 60".into()];
+        let run = || run("sh", &args, Path::new("clip.mp4"), Duration::from_secs(60), read).err().unwrap();
+        let error = errand.run(run);
+        assert!(matches!(error, MediaError::Unwanted(Unwanted)), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(10));
+        later.join().unwrap();
     }
 
     #[test]

@@ -34,7 +34,7 @@ mod threads;
 use std::sync::Arc;
 
 use bytemuck::Pod;
-use omnigrpo_guard::{Fault, told};
+use omnigrpo_guard::{Fault, plain, told};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -307,15 +307,30 @@ impl Ranks {
         if self.size() == 1 {
             return Ok(vec![own]);
         }
-        let unreadable =
-            |rank: usize, e: &dyn std::fmt::Display| Error::Unreadable { rank, what: e.to_string() };
+        let unreadable = |rank: usize, what: String| Error::Unreadable { rank, what };
         let mut bytes = Vec::new();
-        let written = ciborium::into_writer(&own, &mut bytes).map_err(|e| unreadable(self.rank(), &e));
+        let written = ciborium::into_writer(&own, &mut bytes).map_err(|error| {
+            use ciborium::ser::Error as E;
+            let what = match error {
+                E::Io(error) => error.to_string(),
+                E::Value(what) => plain(&what).into_owned(),
+            };
+            unreadable(self.rank(), what)
+        });
         // A rank that cannot write its value takes part all the same: the others wait for it.
         let each = self.gather_each(if written.is_ok() { &bytes } else { &[] })?;
         written?;
         let read = |(rank, bytes): (usize, &Vec<u8>)| {
-            ciborium::from_reader(bytes.as_slice()).map_err(|e| unreadable(rank, &e))
+            ciborium::from_reader(bytes.as_slice()).map_err(|error| {
+                use ciborium::de::Error as E;
+                let what = match error {
+                    E::Io(error) => format!("its value ends early ({error})"),
+                    E::Syntax(at) => format!("its value is damaged at byte {at}"),
+                    E::Semantic(_, what) => plain(&what).into_owned(),
+                    E::RecursionLimitExceeded => "its value is nested too deeply".to_owned(),
+                };
+                unreadable(rank, what)
+            })
         };
         each.iter().enumerate().map(read).collect()
     }

@@ -105,6 +105,35 @@ fn medium(kind: MediumKind, source: MediumSource) -> MediumRef {
 }
 
 /// Calls `ask` on rows of a run.
+/// An answer that is no number is an error that names the reward and what it is to return.
+#[test]
+#[ignore = "needs python3"]
+fn answers_that_are_no_numbers_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = r#"
+def mapping(prompts, completions, **columns):
+    return {"mine": 1.0}
+
+def nan(prompts, completions, **columns):
+    return [1.0, float("nan")]
+
+def metric(prompts, completions, log_metric, **columns):
+    log_metric("mine", float("nan"))
+    return [1.0, 1.0]
+"#;
+    let path = dir.path().join("mine.py");
+    std::fs::write(&path, source).unwrap();
+    for (name, expected) in [
+        ("mapping", "the reward `mapping` returned a dict, expected a list with a finite number, or None"),
+        ("nan", "the reward `nan` of row 0, completion 1 is nan, expected a finite number"),
+        ("metric", "the metric `mine` is nan, expected a finite number"),
+    ] {
+        let set = build(&[format!("{}:{name}", path.display())], &RewardOptions::default()).unwrap();
+        let error = on(&[("red", None), ("blue", None)], |batch| set.score(batch)).unwrap_err().to_string();
+        assert!(error.contains(expected) && error.contains(name), "{error}");
+    }
+}
+
 fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {
     let mut columns = Map::new();
     columns.insert("factor".to_owned(), json!(2));

@@ -72,19 +72,20 @@ impl SamplingParams {
         let check = |ok: bool, name, got: String, expected| {
             if ok { Ok(()) } else { Err(RolloutError::Parameter { name, got, expected }) }
         };
-        let finite = |x: f32, ok: bool| x.is_finite() && ok;
+        // Beyond these bounds, a logit divided by the temperature or multiplied by the penalty may not be finite.
+        let bounded = |x: f32, from: f32| (from..=100.0).contains(&x);
         let t = self.temperature;
-        check(finite(t, t >= 0.0), "temperature", t.to_string(), "a number from 0")?;
+        check(t == 0.0 || bounded(t, 1e-4), "temperature", t.to_string(), "0, or from 0.0001 to 100")?;
         check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", self.top_p.to_string(), "above 0, at most 1")?;
         check((0.0..=1.0).contains(&self.min_p), "min_p", self.min_p.to_string(), "from 0 to 1")?;
         let r = self.repetition_penalty;
-        check(finite(r, r > 0.0), "repetition_penalty", r.to_string(), "a number above 0")?;
+        check(bounded(r, 0.01), "repetition_penalty", r.to_string(), "from 0.01 to 100")?;
         let max = self.max_completion_length;
         check(max >= 1, "max_completion_length", max.to_string(), "at least 1")?;
         let min = self.min_completion_length;
         check(min <= max, "min_completion_length", min.to_string(), "at most max_completion_length")?;
         let l = self.logprob_temperature.unwrap_or(1.0);
-        check(finite(l, l > 0.0), "logprob_temperature", l.to_string(), "a number above 0")
+        check(bounded(l, 0.01), "logprob_temperature", l.to_string(), "from 0.01 to 100")
     }
 
     /// Converts to a device's settings; completions below the minimum length cannot draw `forbidden`.
@@ -257,13 +258,49 @@ mod tests {
     fn ranges_are_checked() {
         for (p, name) in [
             (SamplingParams { temperature: -1.0, ..params() }, "temperature"),
+            (SamplingParams { temperature: 1e-45, ..params() }, "temperature"),
+            (SamplingParams { temperature: f32::MAX, ..params() }, "temperature"),
+            (SamplingParams { temperature: f32::NAN, ..params() }, "temperature"),
             (SamplingParams { top_p: 0.0, ..params() }, "top_p"),
+            (SamplingParams { top_p: f32::NAN, ..params() }, "top_p"),
             (SamplingParams { min_p: 1.5, ..params() }, "min_p"),
+            (SamplingParams { min_p: f32::NAN, ..params() }, "min_p"),
+            (SamplingParams { repetition_penalty: 1e-45, ..params() }, "repetition_penalty"),
+            (SamplingParams { repetition_penalty: f32::INFINITY, ..params() }, "repetition_penalty"),
+            (SamplingParams { logprob_temperature: Some(1e-45), ..params() }, "logprob_temperature"),
+            (SamplingParams { logprob_temperature: Some(f32::NAN), ..params() }, "logprob_temperature"),
             (SamplingParams { max_completion_length: 0, ..params() }, "max_completion_length"),
             (SamplingParams { min_completion_length: 300, ..params() }, "min_completion_length"),
         ] {
             assert!(p.validate().unwrap_err().to_string().starts_with(name));
         }
         params().validate().unwrap();
+    }
+
+    /// A valid setting never makes finite logits look like those of a model that has diverged.
+    #[test]
+    fn every_valid_setting_draws_from_finite_logits() {
+        let logits = [1e30f32, 0.0, -1e30, 3.0, -f32::MIN_POSITIVE];
+        for temperature in [0.0, 1e-4, 1.0, 100.0] {
+            for repetition_penalty in [0.01, 1.0, 100.0] {
+                for (top_p, min_p, top_k) in
+                    [(1.0, 0.0, 0), (1e-45, 0.0, 0), (1.0, 1.0, 0), (0.5, 1e-45, usize::MAX), (1.0, 0.0, 1)]
+                {
+                    let params = SamplingParams {
+                        temperature,
+                        repetition_penalty,
+                        top_p,
+                        min_p,
+                        top_k,
+                        min_completion_length: 2,
+                        logprob_temperature: Some(1.0),
+                        ..params()
+                    };
+                    params.validate().unwrap();
+                    let drawn = draw(&mut logits.clone(), &params, KEY, 0, &[0, 2], &[1]);
+                    assert!(drawn.is_some_and(|drawn| drawn.id != 1), "{params:?}");
+                }
+            }
+        }
     }
 }

@@ -16,6 +16,9 @@ pub enum Error {
         /// Error of the system.
         source: std::io::Error,
     },
+    /// Thread that the system does not provide.
+    #[error("a thread that prepares requests cannot be started")]
+    Thread(#[source] std::io::Error),
     /// Random numbers that the system does not provide.
     #[error("no random number is available: {0}")]
     Random(std::io::Error),

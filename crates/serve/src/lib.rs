@@ -1,6 +1,7 @@
 //! An endpoint for OpenAI's clients: chat completions of a model, with pictures, clips, sounds and calls of tools.
 //!
-//! Handlers of the HTTP server check a request, decode its media and render its prompt. The thread that calls [`Server::run`]
+//! The HTTP server refuses requests by their heads. Its handlers check bodies, and threads that prepare requests load media and render
+//! prompts. The thread that calls [`Server::run`]
 //! decodes the completions of all requests in one [`Session`]: a request joins while others decode, and leaves when it is complete
 //! or its client disconnects. Its bits do not depend on other requests.
 //!
@@ -11,21 +12,23 @@
 
 mod error;
 mod metrics;
+mod prepare;
 mod reply;
 mod request;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::Ipv4Addr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use hyper::StatusCode;
-use hyper::header::{ALLOW, AUTHORIZATION, CACHE_CONTROL, HOST, HeaderName, ORIGIN, X_CONTENT_TYPE_OPTIONS};
+use hyper::header::{ALLOW, CACHE_CONTROL, HeaderName, X_CONTENT_TYPE_OPTIONS};
 use omnigrpo_data::ReadOptions;
-use omnigrpo_guard::{guarded, told};
-use omnigrpo_http::{Answer, Http, Limits, Request, token};
+use omnigrpo_guard::{Errand, guarded, told};
+use omnigrpo_http::head::Origin;
+use omnigrpo_http::{Answer, Http, Limits, Request, Service, token};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rollout::{Job, RolloutError, SamplingParams, Session, Step, Token};
 use serde_json::{Value, json};
@@ -33,21 +36,28 @@ use serde_json::{Value, json};
 pub use error::Error;
 use error::Refusal;
 use metrics::Metrics;
+use prepare::{Queue, Unprepared};
 use reply::{Reply, Sink};
 use request::ChatRequest;
 
-/// Largest body of a request, bytes.
-const MAX_BODY_BYTES: usize = 64 << 20;
+/// Largest body of a request, and of the bodies of all requests together, bytes.
+const MAX_BODY_BYTES: (usize, u64) = (64 << 20, 1 << 30);
 /// Largest number of connections.
 const CONNECTIONS: usize = 256;
-/// Number of requests that are prepared at the same time.
+/// Number of bodies that are checked at the same time.
 const HANDLERS: usize = 4;
+/// Number of requests that are prepared at the same time.
+const PREPARATIONS: usize = 4;
 /// Longest time of a request that is not streamed.
 const ANSWER_TIME: Duration = Duration::from_secs(3600);
-/// Largest number of requests that wait for their prefill, and of the bytes of their media.
+/// Largest number of requests that wait for their preparation or prefill, and of the bytes of their media.
 const MAX_WAITING: (u64, u64) = (128, 1 << 30);
 /// Interval at which an idle server looks for the request to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Smallest body of a large request, bytes.
+const LARGE_BYTES: usize = 1 << 20;
+/// Shortest time between two calls that return memory to the system.
+const TRIM_EVERY: Duration = Duration::from_secs(2);
 /// Longest time in which requests in progress are completed after the request to stop.
 const LAST: Duration = Duration::from_secs(20);
 
@@ -71,6 +81,8 @@ pub struct Options {
     pub max_bytes: u64,
     /// Options for reading messages as rows: the question template, and whether media are downloaded.
     pub read: ReadOptions,
+    /// Function that returns freed memory to the system. It is called at most every two seconds, after large requests and media.
+    pub trim: fn(),
 }
 
 /// A server of one model.
@@ -78,6 +90,7 @@ pub struct Server {
     http: Http,
     app: Arc<App>,
     arrivals: Receiver<Arrival>,
+    trim: fn(),
 }
 
 /// A request on its way to the thread that decodes.
@@ -91,9 +104,12 @@ struct App {
     name: String,
     key: String,
     settings: request::Settings,
-    arrivals: Mutex<Sender<Arrival>>,
+    unprepared: Queue,
+    arrivals: Sender<Arrival>,
     metrics: Metrics,
     waiting_bytes: AtomicU64,
+    /// True if a large request or its media were freed since memory was last returned to the system.
+    has_freed: AtomicBool,
     is_stopping: AtomicBool,
     started: u64,
 }
@@ -105,22 +121,25 @@ impl Server {
     /// # Errors
     /// Returns an error if the port cannot be served or the system gives no random numbers.
     pub fn start(prompts: PromptBuilder, options: Options) -> Result<Self, Error> {
-        let Options { name, port, key, sampling, max_live, max_bytes, read } = options;
+        let Options { name, port, key, sampling, max_live, max_bytes, read, trim } = options;
         let (sender, arrivals) = channel();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let app = Arc::new(App {
             name,
             key: key.map_or_else(token, Ok).map_err(Error::Random)?,
             settings: request::Settings { prompts, read, sampling, max_live, max_bytes },
-            arrivals: Mutex::new(sender),
+            unprepared: Queue::default(),
+            arrivals: sender,
             metrics: Metrics::default(),
             waiting_bytes: AtomicU64::new(0),
+            has_freed: AtomicBool::new(false),
             is_stopping: AtomicBool::new(false),
             started: since.as_secs(),
         });
         let limits = Limits {
             connections: CONNECTIONS,
-            body_bytes: MAX_BODY_BYTES,
+            body_bytes: MAX_BODY_BYTES.0,
+            bodies_bytes: MAX_BODY_BYTES.1,
             answer_time: ANSWER_TIME,
             slowest_bytes_per_sec: 1 << 20,
             handlers: HANDLERS,
@@ -128,11 +147,15 @@ impl Server {
             refusal: Refusal::of_server,
             ..Limits::default()
         };
-        let own = Arc::clone(&app);
-        let work = move |request: &Request| own.respond(request);
-        let http = Http::start("serve", (Ipv4Addr::LOCALHOST, port), limits, work)
+        let serving = Serving(Arc::clone(&app));
+        for _ in 0..PREPARATIONS {
+            let own = Arc::clone(&app);
+            let work = move || while own.prepare_next() {};
+            std::thread::Builder::new().name("prepare".to_owned()).spawn(work).map_err(Error::Thread)?;
+        }
+        let http = Http::start("serve", (Ipv4Addr::LOCALHOST, port), limits, serving)
             .map_err(|source| Error::Listen { port, source })?;
-        Ok(Self { http, app, arrivals })
+        Ok(Self { http, app, arrivals, trim })
     }
 
     /// Returns the address for clients, such as `http://127.0.0.1:8000/v1`.
@@ -159,14 +182,19 @@ impl Server {
             running: BTreeMap::new(),
         };
         let mut end: Option<Instant> = None;
+        let mut trimmed = Instant::now();
         let result = loop {
             if stop.load(Relaxed) && end.is_none() {
                 self.app.is_stopping.store(true, Relaxed);
                 end = Some(Instant::now() + LAST);
             }
             engine.receive(&self.arrivals);
-            if end.is_some_and(|end| engine.is_idle() || Instant::now() > end) {
+            if end.is_some_and(|end| engine.is_done() || Instant::now() > end) {
                 break Ok(());
+            }
+            if trimmed.elapsed() >= TRIM_EVERY && self.app.has_freed.swap(false, Relaxed) {
+                (self.trim)();
+                trimmed = Instant::now();
             }
             if let Err(error) = engine.advance() {
                 break Err(error);
@@ -196,6 +224,11 @@ impl Engine<'_> {
         self.waiting.is_empty() && self.running.is_empty()
     }
 
+    /// Returns true if no request is left, not even one that is being prepared.
+    fn is_done(&self) -> bool {
+        self.is_idle() && self.app.metrics.waiting.load(Relaxed) == 0
+    }
+
     /// Takes new requests, and waits a moment for one if there is nothing else to do. Drops requests whose client has gone.
     fn receive(&mut self, arrivals: &Receiver<Arrival>) {
         if self.is_idle() {
@@ -210,6 +243,7 @@ impl Engine<'_> {
             let goes_on = !arrival.reply.is_unwanted();
             if !goes_on {
                 app.leave_queue(arrival);
+                app.has_freed.fetch_or(arrival.reply.is_large, Relaxed);
                 app.metrics.disconnected.fetch_add(1, Relaxed);
             }
             goes_on
@@ -218,6 +252,7 @@ impl Engine<'_> {
             let goes_on = !reply.is_unwanted();
             if !goes_on {
                 session.cancel(*job);
+                app.has_freed.fetch_or(reply.is_large, Relaxed);
                 app.metrics.disconnected.fetch_add(1, Relaxed);
             }
             goes_on
@@ -274,6 +309,7 @@ impl Engine<'_> {
             self.app.metrics.completion_tokens.fetch_add(1, Relaxed);
             if reply.is_complete() {
                 reply.finish();
+                self.app.has_freed.fetch_or(reply.is_large, Relaxed);
                 self.app.metrics.finish(reply.since.elapsed());
                 self.running.remove(&job);
             }
@@ -289,26 +325,79 @@ impl Engine<'_> {
     fn end(self, error: Option<&RolloutError>) {
         let why = error.map_or_else(|| "the server stops".to_owned(), |error| told(error));
         let refusal = Refusal::new(StatusCode::SERVICE_UNAVAILABLE, why);
+        for request in self.app.unprepared.close() {
+            // If the client has disconnected, nobody receives the response.
+            let _ = request.sender.send(refusal.answer());
+        }
         let waiting = self.waiting.into_iter().map(|arrival| arrival.reply);
         self.running.into_values().chain(waiting).for_each(|mut reply| reply.fail(&refusal));
     }
+}
+
+fn stopping() -> Refusal {
+    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the server stops")
 }
 
 #[derive(Debug, thiserror::Error)]
 #[error("the prompt cannot be computed: the program has a fault")]
 struct Panicked;
 
+/// The endpoint as a service of the HTTP server. When it is dropped, preparations end.
+struct Serving(Arc<App>);
+
+impl Service for Serving {
+    fn at_head(&self, head: &Request) -> Option<Answer> {
+        match self.0.at_head(head) {
+            Ok(answer) => answer,
+            Err(refusal) => Some(self.0.refuse(head, &refusal)),
+        }
+    }
+
+    fn answer(&self, request: &Request) -> Answer {
+        let answer = self.0.chat(request.body()).unwrap_or_else(|refusal| self.0.refuse(request, &refusal));
+        self.0.has_freed.fetch_or(request.body().len() >= LARGE_BYTES, Relaxed);
+        answer
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.unprepared.close();
+    }
+}
+
 impl App {
-    fn respond(&self, request: &Request) -> Answer {
-        let answered = match request.path() {
-            "/health" => return self.health(),
-            "/metrics" => return Answer::new(200, Metrics::KIND, self.metrics.page()),
-            path => self.admitted(request).and_then(|()| self.answer(path, request)),
+    /// Answers what needs no body. Only a request for a completion remains.
+    fn at_head(&self, head: &Request) -> Result<Option<Answer>, Refusal> {
+        match head.path() {
+            "/health" => return Ok(Some(self.health())),
+            "/metrics" => return Ok(Some(Answer::new(200, Metrics::KIND, self.metrics.page()))),
+            _ => self.check_client(head)?,
+        }
+        let read = |value: Value| match head.is_post() {
+            true => Err(Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes GET")),
+            false => Ok(Some(Answer::new(200, "application/json", value.to_string()))),
         };
-        answered.unwrap_or_else(|refusal| {
-            self.metrics.refused.fetch_add(u64::from(request.is_post()), Relaxed);
-            refusal.answer()
-        })
+        match head.path() {
+            "/v1/chat/completions" if head.is_post() => self.check_room().map(|()| None),
+            "/v1/chat/completions" => {
+                let refusal = Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes POST");
+                Ok(Some(refusal.answer().with(ALLOW, "POST")))
+            }
+            "/v1/models" => read(json!({ "object": "list", "data": [self.model()] })),
+            path if path
+                .strip_prefix("/v1/models/")
+                .is_some_and(|name| name.replace("%2F", "/") == self.name) =>
+            {
+                read(self.model())
+            }
+            path => Err(Refusal::new(StatusCode::NOT_FOUND, format!("there is nothing at {path}"))),
+        }
+    }
+
+    fn refuse(&self, request: &Request, refusal: &Refusal) -> Answer {
+        self.metrics.refused.fetch_add(u64::from(request.is_post()), Relaxed);
+        refusal.answer()
     }
 
     fn health(&self) -> Answer {
@@ -317,40 +406,29 @@ impl App {
     }
 
     /// Checks the key, and that no page of another origin sends the request.
-    fn admitted(&self, request: &Request) -> Result<(), Refusal> {
-        let own = request.field(&HOST).map(|host| format!("http://{host}"));
-        if request.field(&ORIGIN).is_some_and(|origin| own.as_deref() != Some(origin)) {
+    fn check_client(&self, head: &Request) -> Result<(), Refusal> {
+        if head.origin() == Origin::Other {
             let why = "requests of web pages of another origin are refused";
             return Err(Refusal::new(StatusCode::FORBIDDEN, why));
         }
-        let key = request.field(&AUTHORIZATION).and_then(|given| given.strip_prefix("Bearer "));
-        if key != Some(self.key.as_str()) {
+        if !head.has_key(&self.key) {
             let why = "the key is missing or wrong; send the key that the server printed at its start as `Authorization: Bearer KEY`";
             return Err(Refusal::new(StatusCode::UNAUTHORIZED, why));
         }
         Ok(())
     }
 
-    fn answer(&self, path: &str, request: &Request) -> Result<Answer, Refusal> {
-        let read = |value: Value| match request.is_post() {
-            true => Err(Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes GET")),
-            false => Ok(Answer::new(200, "application/json", value.to_string())),
-        };
-        match path {
-            "/v1/chat/completions" if request.is_post() => self.chat(request.body()),
-            "/v1/chat/completions" => {
-                let refusal = Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes POST");
-                Ok(refusal.answer().with(ALLOW, "POST"))
-            }
-            "/v1/models" => read(json!({ "object": "list", "data": [self.model()] })),
-            _ if path
-                .strip_prefix("/v1/models/")
-                .is_some_and(|name| name.replace("%2F", "/") == self.name) =>
-            {
-                read(self.model())
-            }
-            _ => Err(Refusal::new(StatusCode::NOT_FOUND, format!("there is nothing at {path}"))),
+    /// Checks that one more request may wait.
+    fn check_room(&self) -> Result<(), Refusal> {
+        if self.is_stopping.load(Relaxed) {
+            return Err(stopping());
         }
+        let (requests, bytes) = MAX_WAITING;
+        if self.metrics.waiting.load(Relaxed) >= requests || self.waiting_bytes.load(Relaxed) > bytes {
+            let why = "too many requests wait; try again later";
+            return Err(Refusal::new(StatusCode::TOO_MANY_REQUESTS, why));
+        }
+        Ok(())
     }
 
     fn model(&self) -> Value {
@@ -364,17 +442,10 @@ impl App {
         })
     }
 
-    fn chat(&self, body: &[u8]) -> Result<Answer, Refusal> {
-        let full = || Refusal::new(StatusCode::TOO_MANY_REQUESTS, "too many requests wait; try again later");
-        let stopping = || Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the server stops");
-        if self.is_stopping.load(Relaxed) {
-            return Err(stopping());
-        }
-        if self.metrics.waiting.load(Relaxed) >= MAX_WAITING.0
-            || self.waiting_bytes.load(Relaxed) > MAX_WAITING.1
-        {
-            return Err(full());
-        }
+    /// Checks the body of a request, and leaves its media to the threads that prepare.
+    fn chat(self: &Arc<Self>, body: &[u8]) -> Result<Answer, Refusal> {
+        let since = Instant::now();
+        self.check_room()?;
         let chat = ChatRequest::parse(body)?;
         if let Some(model) = chat.model.as_ref().filter(|model| **model != self.name) {
             let why = format!("the model `{model}` does not exist; this server has `{}`", self.name);
@@ -382,28 +453,65 @@ impl App {
         }
         let random = || token().map_err(|e| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, e.to_string()));
         let seed = random()?.bytes().fold(0u64, |seed, byte| seed.rotate_left(5) ^ u64::from(byte));
-        let (job, form, bytes) = chat.job(&self.settings, seed)?;
-        let (answer, sink) = if form.streams {
-            let (answer, sender) = Answer::fed(200, "text/event-stream");
-            (answer, Sink::Stream(sender))
+        let (id, plan) = (random()?, chat.plan(&self.settings, seed)?);
+        let is_large = body.len() >= LARGE_BYTES || plan.has_media();
+        let ((answer, sender), errand) = (Answer::later(), Errand::default());
+        let (own, ends) = (Arc::clone(self), errand.clone());
+        let answer = answer.at_begin(move || {
+            ends.end();
+            let left = own.unprepared.remove_unwanted() as u64;
+            own.metrics.waiting.fetch_sub(left, Relaxed);
+            own.metrics.disconnected.fetch_add(left, Relaxed);
+        });
+        self.metrics.waiting.fetch_add(1, Relaxed);
+        self.unprepared.push(Unprepared { plan, sender, errand, id, since, is_large });
+        Ok(answer)
+    }
+
+    /// Prepares the next request; returns false if there will be none.
+    fn prepare_next(&self) -> bool {
+        let Some(Unprepared { plan, sender, errand, id, since, is_large }) = self.unprepared.pop() else {
+            return false;
+        };
+        // A panic concerns this request alone.
+        let prepared = guarded(|| errand.run(|| plan.job(&self.settings)));
+        let prepared = prepared
+            .unwrap_or_else(|_| Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, Panicked.to_string())));
+        self.has_freed.fetch_or(is_large, Relaxed);
+        let (job, form, bytes) = match prepared {
+            Ok(prepared) if !sender.is_closed() => prepared,
+            other => {
+                let outcome =
+                    if sender.is_closed() { &self.metrics.disconnected } else { &self.metrics.refused };
+                outcome.fetch_add(1, Relaxed);
+                self.metrics.waiting.fetch_sub(1, Relaxed);
+                // If the client has disconnected, nobody receives the response.
+                let _ = other.map_err(|refusal| sender.send(refusal.answer()));
+                return true;
+            }
+        };
+        let sink = if form.streams {
+            let (answer, feed) = Answer::fed(200, "text/event-stream");
+            // If the client has disconnected, the feed is closed.
+            let _ = sender.send(answer);
+            Sink::Stream(feed)
         } else {
-            let (answer, sender) = Answer::later();
-            (answer, Sink::Whole(Some(sender)))
+            Sink::Whole(Some(sender))
         };
         let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let reply = Reply::new(
+        let mut reply = Reply::new(
             (form, sink),
-            format!("chatcmpl-{}", random()?),
+            format!("chatcmpl-{id}"),
             (self.name.clone(), created),
             (job.prompt.ids.len(), bytes),
             (job.num_samples, job.stops.strings.clone()),
         );
         let media_bytes = job.prompt.media.iter().map(|medium| 4 * medium.data.len() as u64).sum();
-        self.metrics.waiting.fetch_add(1, Relaxed);
         self.waiting_bytes.fetch_add(media_bytes, Relaxed);
-        let arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
-        arrivals.send(Arrival { job, reply, media_bytes }).map_err(|_| stopping())?;
-        Ok(answer)
+        (reply.since, reply.is_large) = (since, is_large);
+        let arrival = Arrival { job, reply, media_bytes };
+        // After the end of the server, nobody receives it, and its connection is closed.
+        self.arrivals.send(arrival).is_ok()
     }
 
     fn leave_queue(&self, arrival: &Arrival) {
@@ -412,6 +520,7 @@ impl App {
     }
 
     fn fail(&self, reply: &mut Reply, error: &(dyn std::error::Error + 'static)) {
+        self.has_freed.fetch_or(reply.is_large, Relaxed);
         self.metrics.failed.fetch_add(1, Relaxed);
         reply.fail(&Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, told(error)));
     }

@@ -28,6 +28,8 @@ pub(crate) struct Reply {
     pub(crate) bytes: u64,
     /// Time of the request's arrival.
     pub(crate) since: Instant,
+    /// True if the request takes much memory, with its media.
+    pub(crate) is_large: bool,
     id: String,
     created: u64,
     model: String,
@@ -59,7 +61,8 @@ impl Reply {
     ) -> Self {
         let choice = || Choice { decoder: StreamDecoder::new(true), ..Choice::default() };
         let choices = (0..num_samples).map(|_| choice()).collect();
-        Self { form, sink, prompt_tokens, bytes, since: Instant::now(), id, created, model, stops, choices }
+        let (since, is_large) = (Instant::now(), false);
+        Self { form, sink, prompt_tokens, bytes, since, is_large, id, created, model, stops, choices }
     }
 
     /// Returns true if the client has disconnected.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use hyper::StatusCode;
 use omnigrpo_data::{ReadOptions, RowReader, Sample};
+use omnigrpo_guard::told;
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rollout::{Job, SamplingParams};
 use omnigrpo_text::StopSet;
@@ -61,7 +62,7 @@ pub(crate) struct ChatRequest {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "stop: expected a text or a list of texts")]
 enum Stops {
     One(String),
     Several(Vec<String>),
@@ -110,9 +111,8 @@ impl ChatRequest {
         serde_json::from_value(Value::Object(body)).map_err(unreadable)
     }
 
-    /// Builds the prompt and checks all parameters. `random_seed` is the seed of a request without one. The last result is the
-    /// largest number of bytes that the request may take for keys, values and log-probabilities.
-    pub(crate) fn job(mut self, settings: &Settings, random_seed: u64) -> Result<(Job, Form, u64), Refusal> {
+    /// Checks what can be known without media and prompt. `random_seed` is the seed of a request without one.
+    pub(crate) fn plan(mut self, settings: &Settings, random_seed: u64) -> Result<Plan, Refusal> {
         self.refuse_unsupported()?;
         let num_samples = self.n.unwrap_or(1);
         let most = MAX_SAMPLES.min(settings.max_live);
@@ -141,7 +141,10 @@ impl ChatRequest {
             tools: self.tools_to_call()?,
         };
         let stops = self.stops(settings.prompts.stops())?;
-        let mut params = self.params(&settings.sampling, random_seed);
+        let max_tokens = self.max_completion_tokens.or(self.max_tokens);
+        let mut params = self.params(&settings.sampling, random_seed)?;
+        params.max_completion_length = max_tokens.unwrap_or(params.max_completion_length);
+        validate(&params)?;
         let tools = self.tools.take().filter(|_| form.tools).unwrap_or_default();
         let positions = settings.prompts.family().architecture().decoder_config().max_positions;
         let messages = messages_of_row(std::mem::take(&mut self.messages), positions)?;
@@ -152,40 +155,8 @@ impl ChatRequest {
             );
             return Err(Refusal::of("messages", why));
         }
-        let prompts = settings.prompts.with_tools(tools);
-        let sample = sample(messages, &settings.read)?;
-        let prompt = prompts.build(&sample.0).map_err(|error| sample.1.refusal(&error))?;
-        let left = positions.saturating_sub(prompt.ids.len());
-        params.max_completion_length = match self.max_completion_tokens.or(self.max_tokens) {
-            None => settings.sampling.max_completion_length.min(left),
-            Some(tokens) if tokens <= left => tokens,
-            Some(tokens) => {
-                let why = format!(
-                    "the prompt has {} tokens and max_tokens is {tokens}, but the model has {positions} positions; expected at \
-                     most {left} tokens",
-                    prompt.ids.len()
-                );
-                return Err(Refusal::of("max_tokens", why));
-            }
-        };
-        params
-            .validate()
-            .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, api_name(&error.to_string())))?;
-        let own = num_samples.saturating_mul(params.max_completion_length);
-        let reported = if logprobs { own.saturating_mul(1 + top_logprobs) } else { 0 };
-        let bytes = cache_bytes(settings, own.saturating_add(prompt.ids.len()))
-            .saturating_add(LOGPROB_BYTES.saturating_mul(reported as u64));
-        if bytes > settings.max_bytes {
-            let why = format!(
-                "the request may take {bytes} bytes for keys, values and log-probabilities of {num_samples} completions with \
-                 {} tokens each; the server has {} bytes; lower max_tokens, n or top_logprobs, or shorten the messages",
-                params.max_completion_length, settings.max_bytes
-            );
-            return Err(Refusal::of("max_tokens", why));
-        }
-        Ok((Job { prompt: Arc::new(prompt), num_samples, params, stops, top_logprobs }, form, bytes))
+        Ok(Plan { form, messages, tools, num_samples, params, max_tokens, stops, top_logprobs })
     }
-
     fn refuse_unsupported(&self) -> Result<(), Refusal> {
         let refuse = |is_given: bool, name: &'static str, why: &str| match is_given {
             true => Err(Refusal::of(name, format!("{name} is unsupported; {why}"))),
@@ -252,12 +223,22 @@ impl ChatRequest {
         Ok(stops)
     }
 
-    fn params(&self, defaults: &SamplingParams, random_seed: u64) -> SamplingParams {
-        SamplingParams {
+    fn params(&self, defaults: &SamplingParams, random_seed: u64) -> Result<SamplingParams, Refusal> {
+        // -1 means all tokens, as in vLLM.
+        let top_k = match self.top_k {
+            None => defaults.top_k,
+            Some(-1) => 0,
+            Some(given) => usize::try_from(given).map_err(|_| {
+                Refusal::of(
+                    "top_k",
+                    format!("top_k is {given}; expected -1 or 0 for all tokens, or a number above"),
+                )
+            })?,
+        };
+        Ok(SamplingParams {
             temperature: self.temperature.unwrap_or(defaults.temperature),
             top_p: self.top_p.unwrap_or(defaults.top_p),
-            // -1 means all tokens, as in vLLM.
-            top_k: self.top_k.map_or(defaults.top_k, |k| usize::try_from(k).unwrap_or(0)),
+            top_k,
             min_p: self.min_p.unwrap_or(defaults.min_p),
             repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
             min_completion_length: self.min_tokens.unwrap_or(defaults.min_completion_length),
@@ -265,12 +246,77 @@ impl ChatRequest {
             seed: self.seed.map_or(random_seed, |seed| seed as u64),
             interaction: None,
             max_completion_length: defaults.max_completion_length,
-        }
+        })
     }
 }
 
+/// A request whose fields are checked, before its media are read.
+pub(crate) struct Plan {
+    pub(crate) form: Form,
+    messages: Vec<Value>,
+    tools: Vec<Value>,
+    num_samples: usize,
+    params: SamplingParams,
+    /// Limit of the request, in tokens.
+    max_tokens: Option<usize>,
+    stops: StopSet,
+    top_logprobs: usize,
+}
+
+impl Plan {
+    /// Returns true if a message has a picture, clip or sound.
+    pub(crate) fn has_media(&self) -> bool {
+        let is_medium = |part: &Value| part["type"] != "text";
+        let has_medium =
+            |message: &Value| message["content"].as_array().is_some_and(|parts| parts.iter().any(is_medium));
+        self.messages.iter().any(has_medium)
+    }
+
+    /// Reads the media and builds the prompt. The last result is the largest number of bytes that the request may take for keys,
+    /// values and log-probabilities.
+    pub(crate) fn job(self, settings: &Settings) -> Result<(Job, Form, u64), Refusal> {
+        let Self { form, messages, tools, num_samples, mut params, max_tokens, stops, top_logprobs } = self;
+        let prompts = settings.prompts.with_tools(tools);
+        let positions = prompts.family().architecture().decoder_config().max_positions;
+        let sample = sample(messages, &settings.read)?;
+        let prompt = prompts.build(&sample.0).map_err(|error| sample.1.refusal(&error))?;
+        let left = positions.saturating_sub(prompt.ids.len());
+        params.max_completion_length = match max_tokens {
+            None => params.max_completion_length.min(left),
+            Some(tokens) if tokens <= left => tokens,
+            Some(tokens) => {
+                let why = format!(
+                    "the prompt has {} tokens and max_tokens is {tokens}, but the model has {positions} positions; expected at \
+                     most {left} tokens",
+                    prompt.ids.len()
+                );
+                return Err(Refusal::of("max_tokens", why));
+            }
+        };
+        validate(&params)?;
+        let own = num_samples.saturating_mul(params.max_completion_length);
+        let reported = if form.logprobs { own.saturating_mul(1 + top_logprobs) } else { 0 };
+        let bytes = cache_bytes(settings, own.saturating_add(prompt.ids.len()))
+            .saturating_add(LOGPROB_BYTES.saturating_mul(reported as u64));
+        if bytes > settings.max_bytes {
+            let why = format!(
+                "the request may take {bytes} bytes for keys, values and log-probabilities of {num_samples} completions with \
+                 {} tokens each; the server has {} bytes; lower max_tokens, n or top_logprobs, or shorten the messages",
+                params.max_completion_length, settings.max_bytes
+            );
+            return Err(Refusal::of("max_tokens", why));
+        }
+        Ok((Job { prompt: Arc::new(prompt), num_samples, params, stops, top_logprobs }, form, bytes))
+    }
+}
+
+/// Checks sampling parameters, under the names of the API.
+fn validate(params: &SamplingParams) -> Result<(), Refusal> {
+    params.validate().map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, api_name(&error.to_string())))
+}
+
 fn unreadable(error: serde_json::Error) -> Refusal {
-    Refusal::new(StatusCode::BAD_REQUEST, format!("the body is not a request of this API: {error}"))
+    Refusal::new(StatusCode::BAD_REQUEST, format!("the body is not a request of this API: {}", told(&error)))
 }
 
 /// Replaces the names of parameters in an error by those of the API.

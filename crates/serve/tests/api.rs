@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
-use omnigrpo_data::{ReadOptions, RowReader};
+use omnigrpo_data::{Fetch, ReadOptions, RowReader};
 use omnigrpo_models::{Checkpoint, LoadOptions, Model, ModelError, PromptBuilder, PromptSettings};
 use omnigrpo_rollout::{Completion, GenerateOptions, Generator, Request, SamplingParams};
 use omnigrpo_serve::{Options, Server};
@@ -43,6 +43,10 @@ impl Served {
 
     /// Serves with a limited memory for keys, values and log-probabilities.
     fn in_room(name: &'static str, max_live: usize, max_bytes: u64) -> Self {
+        Self::with(name, max_live, max_bytes, ReadOptions::default())
+    }
+
+    fn with(name: &'static str, max_live: usize, max_bytes: u64, read: ReadOptions) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let (own, (tell, told)) = (Arc::clone(&stop), channel());
         let thread = std::thread::spawn(move || {
@@ -54,7 +58,8 @@ impl Served {
                 sampling: SamplingParams { max_completion_length: 12, ..SamplingParams::default() },
                 max_live,
                 max_bytes,
-                read: ReadOptions::default(),
+                read,
+                trim: || (),
             };
             let server = Server::start(prompts, options).unwrap();
             tell.send(server.url()).unwrap();
@@ -453,7 +458,7 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
     for (body, param, part) in [
         (json!({}), None, "missing field `messages`"),
         (json!({ "messages": [] }), Some("messages"), "last message"),
-        (json!({ "messages": "x" }), None, "expected a sequence"),
+        (json!({ "messages": "x" }), None, "expected a list"),
         (
             with(asked("x"), json!({ "messages": [{ "role": "assistant", "content": "x" }] })),
             Some("messages"),
@@ -469,8 +474,27 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
         ),
         (with(asked("x"), json!({ "tempreature": 1 })), None, "unknown field `tempreature`"),
         (with(asked("x"), json!({ "temperature": -1 })), None, "temperature is -1"),
-        (with(asked("x"), json!({ "temperature": "hot" })), None, "expected f32"),
+        (with(asked("x"), json!({ "temperature": 1e-45 })), None, "expected 0, or from 0.0001 to 100"),
+        (with(asked("x"), json!({ "temperature": 1e-38 })), None, "temperature is 0.0000"),
+        (with(asked("x"), json!({ "temperature": 1e38 })), None, "temperature is 1000"),
+        (with(asked("x"), json!({ "temperature": 1e300 })), None, "temperature is inf"),
+        (with(asked("x"), json!({ "temperature": "hot" })), None, "expected a number"),
         (with(asked("x"), json!({ "top_p": 2 })), None, "top_p is 2"),
+        (with(asked("x"), json!({ "top_p": 1e-300 })), None, "top_p is 0"),
+        (with(asked("x"), json!({ "repetition_penalty": 1e-45 })), None, "expected from 0.01 to 100"),
+        (with(asked("x"), json!({ "repetition_penalty": 3e38 })), None, "expected from 0.01 to 100"),
+        (with(asked("x"), json!({ "frequency_penalty": 1e308 })), Some("frequency_penalty"), "unsupported"),
+        (with(asked("x"), json!({ "top_k": -2 })), Some("top_k"), "top_k is -2"),
+        (with(asked("x"), json!({ "top_k": i64::MIN })), Some("top_k"), "top_k is -9223372036854775808"),
+        (with(asked("x"), json!({ "top_k": 1u64 << 63 })), None, "expected a whole number"),
+        (with(asked("x"), json!({ "seed": 0.5 })), None, "expected a whole number"),
+        (with(asked("x"), json!({ "max_tokens": -1 })), None, "expected a whole number from 0"),
+        (with(asked("x"), json!({ "max_tokens": u64::MAX })), Some("max_tokens"), "expected at most"),
+        (with(asked("x"), json!({ "min_tokens": u64::MAX })), None, "min_tokens is 18446744073709551615"),
+        (with(asked("x"), json!({ "n": u64::MAX })), Some("n"), "from 1 to 64"),
+        (with(asked("x"), json!({ "stop": 5 })), None, "expected a text or a list of texts"),
+        (with(asked("x"), json!({ "stream": "yes" })), None, "expected true or false"),
+        (with(asked("x"), json!({ "logit_bias": [] })), None, "expected a mapping"),
         (with(asked("x"), json!({ "n": 0 })), Some("n"), "from 1 to 64"),
         (with(asked("x"), json!({ "n": 65 })), Some("n"), "from 1 to 64"),
         (with(asked("x"), json!({ "max_tokens": 0 })), None, "max_tokens is 0"),
@@ -546,6 +570,9 @@ fn what_cannot_be_done_is_refused_with_a_reason() {
         assert_eq!(error["param"], json!(param), "{part}: {answer}");
         let message = error["message"].as_str().unwrap();
         assert!(message.contains(part) && !message.contains("/tmp/"), "{part}: {message}");
+        for rust in ["f32", "f64", "usize", "i64", "u64", "struct", "sequence", "variant", "Some("] {
+            assert!(!message.contains(rust), "{message}");
+        }
     }
     let (status, answer) = server.post(&with(asked("x"), json!({ "model": "gpt" })));
     assert_eq!((status, &answer["error"]["code"]), (404, &json!("model_not_found")));
@@ -574,6 +601,14 @@ fn only_clients_with_the_key_are_answered() {
     assert_eq!(chat("Authorization: secret\r\n").0, 401);
     assert_eq!(chat(&format!("{key}Origin: http://evil.example\r\n")).0, 403);
     assert_eq!(chat(&format!("{key}Origin: null\r\n")).0, 403);
+    assert_eq!(chat(&format!("{key}Origin: \u{e9}\r\n")).0, 403);
+    assert_eq!(chat(&format!("{key}{key}")).0, 401);
+    // The head is enough: of these bodies, not a byte comes.
+    let unsent = |path: &str, fields: &str| server.send_part("POST", path, fields, b"", 60 << 20).0;
+    assert_eq!(unsent("/v1/chat/completions", ""), 401);
+    assert_eq!(unsent("/v1/chat/completions", &format!("{key}Origin: http://evil.example\r\n")), 403);
+    assert_eq!(unsent("/v1/nothing", key), 404);
+    assert_eq!(unsent("/v1/models", key), 405);
     assert_eq!(chat(key).0, 200);
     let get = |path: &str, fields: &str| server.send("GET", path, fields, b"");
     assert_eq!(get("/v1/models", "").0, 401);
@@ -589,6 +624,43 @@ fn only_clients_with_the_key_are_answered() {
     // The HTTP server refuses in the same form.
     let (status, answer) = server.send("DELETE", "/v1/models", key, b"");
     assert!(status == 405 && answer.contains("\"invalid_request_error\""), "{answer}");
+}
+
+/// Eight pictures load for ever. Everything else is answered beside them, and they end when their clients leave.
+#[test]
+fn slow_pictures_delay_only_each_other() {
+    let fetch = |_: &str| {
+        while omnigrpo_guard::wanted().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Err("nobody waits".into())
+    };
+    let read = ReadOptions { fetch: Some(Fetch(Arc::new(fetch))), ..ReadOptions::default() };
+    let server = Served::with("qwen2_5_vl_tied", 64, u64::MAX, read);
+    let key = "Authorization: Bearer secret\r\n";
+    let message = |content: Value| json!({ "messages": [{ "role": "user", "content": content }] });
+    let slow = message(json!([{ "type": "image_url", "image_url": { "url": "http://slow.example/x.png" } }]));
+    let clients: Vec<TcpStream> = (0..8)
+        .map(|at| {
+            let body = with(slow.clone(), json!({ "stream": at % 2 == 0 })).to_string();
+            let mut stream = TcpStream::connect(server.address()).unwrap();
+            let head = format!("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{key}");
+            write!(stream, "{head}Content-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+            stream
+        })
+        .collect();
+    server.wait_for("requests_waiting", 8.0);
+    assert_eq!(server.send("GET", "/health", "", b"").0, 200);
+    assert_eq!(server.send("GET", "/v1/models", key, b"").0, 200);
+    assert_eq!(server.send("POST", "/v1/chat/completions", "", b"{}").0, 401);
+    let (status, answer) = server.post(&with(slow, json!({ "temperature": -1 })));
+    assert_eq!(status, 400, "{answer}");
+    assert_eq!(server.metric("requests_waiting"), 8.0);
+    // The threads that prepare are all busy, and so they end.
+    drop(clients);
+    server.wait_for("requests_waiting", 0.0);
+    server.wait_for("requests_total{outcome=\"disconnected\"}", 8.0);
+    server.ok(&asked("Hm?"));
 }
 
 #[test]

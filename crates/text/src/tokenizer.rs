@@ -844,7 +844,8 @@ fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path
         got => Err(bad(
             path,
             format!(
-                "token {content:?} has id {id} here but {got:?} in the vocabulary; the files do not belong together"
+                "token {content:?} has id {id} here but {} in the vocabulary; the files do not belong together",
+                got.map_or_else(|| "none".to_owned(), |got| got.to_string())
             ),
         )),
     }

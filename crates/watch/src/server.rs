@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use hyper::header::{self, HeaderName};
 use omnigrpo_guard::{inside, told};
-use omnigrpo_http::{Answer, Http, Limits, Request, token};
+use omnigrpo_http::head::{Origin, is_secret};
+use omnigrpo_http::{Answer, Http, Limits, Request, Service, token};
 use omnigrpo_observe::{Activity, Load};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -160,9 +161,7 @@ impl Server {
             // Only a run in progress takes requests that change something.
             let body_bytes = if has_controls { MAX_BODY_BYTES } else { 0 };
             let limits = Limits { fields: &FIELDS, body_bytes, ..Limits::default() };
-            Http::start("watch", (Ipv4Addr::LOCALHOST, port), limits, move |request: &Request| {
-                app.respond(request)
-            })
+            Http::start("watch", (Ipv4Addr::LOCALHOST, port), limits, Page(app))
         };
         let http = match port {
             0 => start(wanted).or_else(|_| start(0)),
@@ -270,6 +269,33 @@ fn write_address(path: &Path, url: &str) -> io::Result<()> {
     file.write_all(format!("{url}\n{mark}\n").as_bytes())
 }
 
+/// The page as a service of the HTTP server.
+struct Page(Arc<App>);
+
+impl Service for Page {
+    fn at_head(&self, head: &Request) -> Option<Answer> {
+        match self.0.path(head) {
+            None => Some(Answer::new(404, "text/plain", "not found\n")),
+            Some(path) if head.is_post() => self.0.action(path, head).err(),
+            Some(_) => None,
+        }
+    }
+
+    fn answer(&self, request: &Request) -> Answer {
+        let path = self.0.path(request).unwrap_or_default();
+        if request.is_post() {
+            return match self.0.action(path, request) {
+                Ok((action, controls)) => json_answer(&json!({ "told": (controls.act)(action) })),
+                Err(refusal) => refusal,
+            };
+        }
+        match path {
+            "api/events" => self.0.listen(),
+            path => self.0.answer(path, request.query(), request).unwrap_or_else(|error| refusal(&error)),
+        }
+    }
+}
+
 fn json_answer(value: &Value) -> Answer {
     Answer::new(200, "application/json", value.to_string())
 }
@@ -329,38 +355,33 @@ impl App {
         }
     }
 
-    fn respond(self: &Arc<Self>, request: &Request) -> Answer {
-        let inside =
-            || request.path().strip_prefix('/')?.strip_prefix(self.token.as_str())?.strip_prefix('/');
-        match inside() {
-            None => Answer::new(404, "text/plain", "not found\n"),
-            Some(path) if request.is_post() => self.act(path, request),
-            Some("api/events") => self.listen(),
-            Some(path) => self.answer(path, request.query(), request).unwrap_or_else(|error| refusal(&error)),
-        }
+    /// Returns the path of a request after the token; `None` if the client does not know the token.
+    fn path<'a>(&self, request: &'a Request) -> Option<&'a str> {
+        let (token, path) = request.path().strip_prefix('/')?.split_once('/')?;
+        is_secret(token.as_bytes(), &self.token).then_some(path)
     }
 
-    /// Passes a request to stop or save to the run. Only this page can send it: another page does not know the token, cannot set a
+    /// Returns the action that a `POST` asks for. Only this page can send it: another page does not know the token, cannot set a
     /// header without the permission of this server, and has another origin.
-    fn act(&self, path: &str, request: &Request) -> Answer {
-        let action = match (path, &self.controls) {
-            ("api/stop", Some(_)) => Action::Stop,
-            ("api/save", Some(_)) => Action::Save,
+    ///
+    /// # Errors
+    /// Returns the refusal of a request from anywhere else.
+    fn action(&self, path: &str, request: &Request) -> Result<(Action, &Controls), Answer> {
+        let (action, controls) = match (path, &self.controls) {
+            ("api/stop", Some(controls)) => (Action::Stop, controls),
+            ("api/save", Some(controls)) => (Action::Save, controls),
             _ => {
                 let refusal = Answer::refusal(StatusCode::METHOD_NOT_ALLOWED, "this method is not allowed");
-                return refusal.with(header::ALLOW, "GET, HEAD");
+                return Err(refusal.with(header::ALLOW, "GET, HEAD"));
             }
         };
-        let field = |name: &HeaderName| request.field(name);
-        let own = field(&header::HOST).map(|host| format!("http://{host}"));
-        let is_own_origin = own.is_some() && field(&header::ORIGIN).map(str::to_owned) == own;
-        let site = field(&HeaderName::from_static("sec-fetch-site"));
-        let has_token = field(&HeaderName::from_static("x-token")) == Some(self.token.as_str());
-        if !(is_own_origin && has_token && site.is_none_or(|site| site == "same-origin")) {
-            return Answer::refusal(StatusCode::FORBIDDEN, "only the page of the run can ask for this");
+        let field = |name| request.field(&HeaderName::from_static(name));
+        let has_token = field("x-token").is_some_and(|token| is_secret(token.as_bytes(), &self.token));
+        let is_own_site = field("sec-fetch-site").is_none_or(|site| site == "same-origin");
+        match request.origin() == Origin::Own && has_token && is_own_site {
+            true => Ok((action, controls)),
+            false => Err(Answer::refusal(StatusCode::FORBIDDEN, "only the page of the run can ask for this")),
         }
-        let told = self.controls.as_ref().map(|controls| (controls.act)(action)).unwrap_or_default();
-        json_answer(&json!({ "told": told }))
     }
 
     fn run(&self, at: usize) -> Result<&Run, Error> {

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use omnigrpo_http::{Answer, Http, Limits, Request};
+use omnigrpo_http::{Answer, Http, Limits, Request, Service};
 use omnigrpo_watch::{Action, Controls, Prometheus, Server};
 
 /// Longer than any limit here; only a server that fails lets a test wait so long.
@@ -85,6 +85,84 @@ fn a_body_that_is_allowed_has_a_bound() {
     assert_eq!(status(&post("Content-Length: 11\r\n\r\n")), "413");
     assert_eq!(status(&post("Content-Length: 99999999999999\r\n\r\n")), "413");
     assert_eq!(status(&post("Transfer-Encoding: chunked\r\n\r\nb\r\n0123456789a\r\n0\r\n\r\n")), "413");
+}
+
+/// Refuses requests without a key by their heads, and answers `/health` at once. Others wait until the sender is dropped.
+struct Guarded(Mutex<Receiver<()>>);
+
+impl Service for Guarded {
+    fn at_head(&self, head: &Request) -> Option<Answer> {
+        match head.path() {
+            "/health" => Some(Answer::new(200, "text/plain", "well")),
+            _ => (!head.has_key("secret")).then(|| Answer::new(401, "text/plain", "no key")),
+        }
+    }
+
+    fn answer(&self, request: &Request) -> Answer {
+        let _ = self.0.lock().unwrap().recv();
+        Answer::new(200, "text/plain", request.body().len().to_string())
+    }
+}
+
+#[test]
+fn a_head_is_answered_before_the_body_and_while_all_handlers_are_busy() {
+    let (go, wait) = channel();
+    let limits = Limits { body_bytes: 1 << 20, handlers: 2, ..Limits::default() };
+    let server = Http::start("test", "127.0.0.1:0", limits, Guarded(Mutex::new(wait))).unwrap();
+    let key = "Authorization: Bearer secret\r\n";
+    let post = |path: &str, more: &str| format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n");
+    let busy: Vec<TcpStream> = (0..8)
+        .map(|_| {
+            let mut stream = connect(server.address());
+            stream.write_all(post("/", &format!("{key}Content-Length: 3\r\n")).as_bytes()).unwrap();
+            stream.write_all(b"abc").unwrap();
+            stream
+        })
+        .collect();
+    for _ in 0..20 {
+        let refused = ask(server.address(), &post("/", "Content-Length: 1000\r\n"));
+        assert!(status(&refused) == "401" && refused.ends_with("no key"), "{refused}");
+        assert!(ask(server.address(), &post("/health", "Content-Length: 1000\r\n")).ends_with("well"));
+        let wrong = ask(server.address(), &post("/", "Authorization: Bearer secre\r\nContent-Length: 9\r\n"));
+        assert_eq!(status(&wrong), "401");
+    }
+    drop(go);
+    busy.into_iter().for_each(|stream| assert!(rest(stream).ends_with("\r\n\r\n3")));
+}
+
+#[test]
+fn bodies_of_all_requests_have_a_bound() {
+    let (go, wait) = channel::<()>();
+    let limits = Limits { body_bytes: 1000, bodies_bytes: 1500, ..Limits::default() };
+    let server = Http::start("test", "127.0.0.1:0", limits, Guarded(Mutex::new(wait))).unwrap();
+    let head = "POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n";
+    let send = |announced: usize, sent: usize| {
+        let mut stream = connect(server.address());
+        let text = format!("{head}Content-Length: {announced}\r\n\r\n{}", "x".repeat(sent));
+        stream.write_all(text.as_bytes()).unwrap();
+        stream
+    };
+    // One body is half sent, and one waits for a handler that hangs: 900 bytes of each have come, which is too much.
+    let complete = send(900, 900);
+    let half = send(1000, 900);
+    let answer = rest(half);
+    assert!(status(&answer) == "503" && answer.contains("retry-after: 5\r\n"), "{answer}");
+    let half = send(1000, 500);
+    // An announced body takes no room before it comes.
+    let silent: Vec<TcpStream> = (0..20).map(|_| send(1000, 0)).collect();
+    drop(go);
+    assert!(rest(complete).ends_with("\r\n\r\n900"));
+    drop(half);
+    drop(silent);
+    // Everything was given back, for a body in one piece and for a chunked one.
+    let start = std::time::Instant::now();
+    while !rest(send(1000, 1000)).ends_with("\r\n\r\n1000") {
+        assert!(start.elapsed() < HANGS);
+    }
+    let chunk = format!("{:x}\r\n{}\r\n", 500, "x".repeat(500));
+    let chunked =
+        ask(server.address(), &format!("{head}Transfer-Encoding: chunked\r\n\r\n{chunk}{chunk}0\r\n\r\n"));
+    assert!(chunked.ends_with("\r\n\r\n1000"), "{chunked}");
 }
 
 #[test]
@@ -300,13 +378,22 @@ fn only_names_of_this_machine_are_answered() {
         for host in ["127.0.0.1", "localhost", "LOCALHOST:1", "[::1]:80", &address.to_string()] {
             assert_eq!(asked(&path, &format!("Host: {host}\r\n")), "200", "{host}");
         }
-        let evil = ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "8.8.8.8", "localhost.", ""];
+        let evil = [
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "evil.example:80",
+            "evil.example@127.0.0.1",
+            "8.8.8.8",
+            "localhost.",
+            "",
+        ];
         for host in evil {
             assert_eq!(asked(&path, &format!("Host: {host}\r\n")), "421", "{host}");
         }
         assert_eq!(asked(&path, ""), "421");
         assert_eq!(asked(&path, "Host: localhost\r\nHost: evil.example\r\n"), "421");
         assert_eq!(asked(&format!("http://evil.example{path}"), "Host: localhost\r\n"), "421");
+        assert_eq!(asked(&format!("http://evil.example@localhost{path}"), "Host: localhost\r\n"), "421");
         assert_eq!(asked(&format!("http://localhost{path}"), "Host: localhost\r\n"), "200");
     }
 }
@@ -357,6 +444,7 @@ fn only_the_page_of_the_run_stops_it() {
         (format!("{origin}X-Token: {other}{}\r\n", &token[1..]), "another token"),
         (format!("{own}Origin: http://evil.example\r\n"), "another origin"),
         (format!("{own}Origin: null\r\n"), "a page without an origin"),
+        (format!("{own}Origin: http://{host}\r\nOrigin: http://evil.example\r\n"), "two origins"),
         (format!("{own}Origin: https://{host}\r\n"), "another scheme"),
         (format!("{own}Origin: http://localhost:1\r\n"), "another port"),
         (format!("{own}{origin}Sec-Fetch-Site: cross-site\r\n"), "another site"),
@@ -371,6 +459,8 @@ fn only_the_page_of_the_run_stops_it() {
     assert_eq!(post("POST", "", &both), "405");
     assert_eq!(post("POST", "api/runs", &both), "405");
     assert_eq!(post("POST", "api/stop", &format!("{both}Content-Length: 99\r\n")), "413");
+    // Others are refused before a byte of their bodies has come.
+    assert_eq!(post("POST", "api/stop", "Content-Length: 9\r\n"), "403");
     let elsewhere = ask(address, &format!("POST /api/stop HTTP/1.1\r\nHost: {host}\r\n{both}\r\n"));
     assert_eq!(status(&elsewhere), "404");
     assert!(heard.try_recv().is_err(), "nothing was passed on");

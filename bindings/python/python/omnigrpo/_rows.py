@@ -1,6 +1,5 @@
 """Rows of Python as files of rows."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
@@ -8,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from . import _omnigrpo
-from ._reward import medium
+from ._reward import medium, to_json
 
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 
@@ -31,7 +30,7 @@ def dumps(value):
             return os.fspath(value)
         raise TypeError(f"a row or a setting holds a {type(value).__name__}, expected a value that JSON can express")
 
-    return json.dumps(value, default=plain, allow_nan=False)
+    return to_json(value, plain)
 
 
 class Folder:
@@ -78,7 +77,10 @@ def file_of(dataset, folder, name):
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}.part")
     with part.open("w", encoding="utf-8") as out:
-        for row in dataset:
-            out.write(dumps(media.row(row)) + "\n")
+        for number, row in enumerate(dataset):
+            try:
+                out.write(dumps(media.row(row)) + "\n")
+            except ValueError as error:
+                raise ValueError(f"row {number} of {name}_dataset: {error}") from None
     part.rename(file)
     return str(file)

@@ -108,8 +108,9 @@ pub(super) fn check(entry: &Entry, max_bytes: u64) -> Result<(), FetchError> {
     Err(FetchError::Answer {
         url: entry.rfilename.clone(),
         what: format!(
-            "got hash {:?} and size {bytes:?}, expected a name inside the repository, a hash and a size (texts up to {MAX_TEXT_BYTES} bytes)",
-            entry.blob(),
+            "got {} and {}, expected a name inside the repository, a hash and a size (texts up to {MAX_TEXT_BYTES} bytes)",
+            entry.blob().map_or_else(|| "no hash".to_owned(), |hash| format!("the hash `{hash}`")),
+            bytes.map_or_else(|| "no size".to_owned(), |bytes| format!("{bytes} bytes")),
         ),
     })
 }

@@ -140,7 +140,10 @@ impl NativeTrack {
             if got != expected && !buffer.is_empty() {
                 return Err(MediaError::decode(
                     &self.path,
-                    format!("rate and channels change from {expected:?} to {got:?} within the file"),
+                    format!(
+                        "{} Hz in {} channels become {} Hz in {} within the file",
+                        expected.0, expected.1, got.0, got.1
+                    ),
                 ));
             }
             buffer.copy_to_vec_interleaved(&mut interleaved);
@@ -166,6 +169,7 @@ impl NativeTrack {
     }
 
     fn check_time(&self, limits: &Limits) -> Result<(), MediaError> {
+        omnigrpo_guard::wanted()?;
         if self.started.elapsed() > limits.timeout {
             return Err(timeout(&self.path, limits));
         }
@@ -224,6 +228,7 @@ struct Source {
 
 impl Read for Source {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        omnigrpo_guard::wanted().map_err(io::Error::other)?;
         if self.started.elapsed() > self.limits.timeout {
             return Err(io::Error::new(io::ErrorKind::TimedOut, "the time limit has passed"));
         }

@@ -76,6 +76,7 @@ fn walk(
             return Ok(size);
         };
         for (i, frame) in frames.enumerate() {
+            omnigrpo_guard::wanted()?;
             if started.elapsed() > limits.timeout {
                 return Err(MediaError::Timeout {
                     path: path.to_owned(),

@@ -213,7 +213,7 @@ fn kind_of(path: &Path) -> Result<Kind, MediaError> {
         Ok(format @ (ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::Bmp | ImageFormat::Tiff)) => {
             Err(MediaError::Format {
                 path: path.to_owned(),
-                got: format!("the content is a still image ({format:?})"),
+                got: format!("the content is a still image ({})", format.to_mime_type()),
                 expected: "a video, an animation, or a directory or list of images",
             })
         }

@@ -87,11 +87,16 @@ pub(crate) struct Trim;
 
 impl Drop for Trim {
     fn drop(&mut self) {
-        // SAFETY: the call has no preconditions.
-        #[cfg(all(target_os = "linux", target_env = "gnu"))]
-        unsafe {
-            libc::malloc_trim(0);
-        }
+        trim();
+    }
+}
+
+/// Returns freed memory to the system.
+pub(crate) fn trim() {
+    // SAFETY: the call has no preconditions.
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    unsafe {
+        libc::malloc_trim(0);
     }
 }
 

@@ -7,7 +7,8 @@ pub mod embed;
 mod heap;
 pub(crate) mod help;
 mod ranks;
-mod translate;
+#[doc(hidden)]
+pub mod translate;
 mod verbs;
 
 use std::ffi::OsString;

@@ -38,6 +38,10 @@ impl Ran {
     pub fn fails(self, code: i32, parts: &[&str]) -> Self {
         assert_eq!(self.code, Some(code), "{}{}", self.stdout, self.stderr);
         assert!(self.stderr.contains("error: ") && !self.stderr.contains("panicked"), "{}", self.stderr);
+        // Texts that `{:?}` and `serde` write for values and types.
+        let rust =
+            ["Some(", "Error(", "Error {", "Semantic(", "invalid type:", "invalid value:", "untagged enum"];
+        assert!(!rust.iter().any(|rust| self.stderr.contains(rust)), "a name of Rust is in\n{}", self.stderr);
         for part in parts {
             assert!(self.stderr.contains(part), "`{part}` is not in\n{}", self.stderr);
         }

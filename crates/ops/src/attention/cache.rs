@@ -63,7 +63,7 @@ impl GroupCache {
         self.device.check("key-value cache", qkv)?;
         if layer >= self.layers || heads != self.heads {
             let what = format!(
-                "layer {layer} with {heads:?} in a cache of {} layers with {:?}",
+                "layer {layer} with {heads} in a cache of {} layers with {}",
                 self.layers, self.heads
             );
             return Err(Error::shape("key-value cache", what));

@@ -81,6 +81,12 @@ pub struct AttentionHeads {
     pub dim: usize,
 }
 
+impl std::fmt::Display for AttentionHeads {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} query and {} key heads of {} numbers", self.q, self.kv, self.dim)
+    }
+}
+
 impl AttentionHeads {
     /// Returns the number of columns of a packed row.
     #[must_use]
@@ -213,7 +219,7 @@ impl AttentionHeads {
         match qkv.cols() == self.packed_width() {
             true => Ok(()),
             false => {
-                Err(Error::shape("attention", format!("packed rows of {} columns for {self:?}", qkv.cols())))
+                Err(Error::shape("attention", format!("packed rows of {} columns for {self}", qkv.cols())))
             }
         }
     }

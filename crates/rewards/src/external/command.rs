@@ -679,8 +679,8 @@ done"#;
         let dir = tempfile::tempdir().unwrap();
         for (body, part) in [
             (r#"echo "{\"id\":$id,\"rewards\":[1,2]}""#, "2 value(s) for 1"),
-            (r#"echo "{\"id\":$id,\"rewards\":[NaN]}""#, "not an answer"),
-            (r#"echo "{\"id\":999,\"rewards\":[1]}""#, "expected"),
+            (r#"echo "{\"id\":$id,\"rewards\":[NaN]}""#, "`rewards[0]` is NaN, expected a finite number"),
+            (r#"echo "{\"id\":999,\"rewards\":[1]}""#, "answer to request 999, expected"),
             (r#"echo "{\"id\":$id,\"error\":\"bad row\"}""#, "it reports: bad row"),
             (r#"echo "{\"id\":$id}""#, "neither"),
             ("echo loading model", "other output belongs on stderr"),

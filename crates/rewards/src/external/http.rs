@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 
 use super::{
     Answer, ExternalOptions, Failure, Log, Request, answer_of, attempts, excerpt, redacted, rows_name,
-    spread, values,
+    same_id, spread, values,
 };
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
@@ -77,9 +77,7 @@ impl HttpReward {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
             let answer: Answer =
                 self.client.post(&self.url, &Request::new(id, rows, &self.options, probe))?;
-            if answer.id.is_some_and(|got| got != id) {
-                return Err(Failure::Final(format!("answer to request {:?}, expected {id}", answer.id)));
-            }
+            answer.id.map_or(Ok(()), |got| same_id(Some(got), id))?;
             values(answer, rows.len())
         })
     }

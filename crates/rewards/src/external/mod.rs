@@ -28,6 +28,7 @@ mod caller;
 mod command;
 mod http;
 mod judge;
+mod unreadable;
 
 pub use caller::{CallError, Caller};
 
@@ -332,12 +333,12 @@ const MAX_VALUES: usize = 1 << 16;
 /// Reads an answer. `wrong` describes a text that is not an answer, given the problem.
 fn answer_of<T: DeserializeOwned>(
     text: &str,
-    wrong: impl FnOnce(serde_json::Error) -> String,
+    wrong: impl FnOnce(String) -> String,
 ) -> Result<T, Failure> {
     if has_more_values(text, MAX_VALUES) {
         return Err(Failure::TooLarge(format!("an answer of more than {MAX_VALUES} values")));
     }
-    serde_json::from_str(text).map_err(|error| Failure::Final(wrong(error)))
+    serde_json::from_str(text).map_err(|error| Failure::Final(wrong(unreadable::reason(text, &error))))
 }
 
 /// Returns true if a JSON text may contain more values than `most`.
@@ -472,10 +473,11 @@ fn spread<'a>(
 
 /// Checks that an answer belongs to the request `id`.
 fn same_id(got: Option<u64>, id: u64) -> Result<(), Failure> {
-    if got == Some(id) {
-        return Ok(());
+    match got {
+        Some(got) if got == id => Ok(()),
+        Some(got) => Err(Failure::Final(format!("answer to request {got}, expected {id}"))),
+        None => Err(Failure::Final(format!("the answer has no `id`, expected {id}"))),
     }
-    Err(Failure::Final(format!("answer to request {got:?}, expected {id}")))
 }
 
 /// Returns the values and records of an answer to a request of `expected` rows.

@@ -443,8 +443,8 @@ fn without_generation_tags(source: &str) -> String {
 /// Implements Python's `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
 fn tojson(value: &Value, options: Kwargs) -> std::result::Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    if indent.is_some_and(|indent| indent > MAX_JSON_INDENT) {
-        return Err(invalid(format!("tojson: indent is {indent:?}, expected at most {MAX_JSON_INDENT}")));
+    if let Some(indent) = indent.filter(|indent| *indent > MAX_JSON_INDENT) {
+        return Err(invalid(format!("tojson: indent is {indent}, expected at most {MAX_JSON_INDENT}")));
     }
     let separators: Option<Vec<String>> = options.get("separators")?;
     let format = JsonFormat {

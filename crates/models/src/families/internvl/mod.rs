@@ -59,7 +59,11 @@ pub fn open(dir: &Path, json: &ConfigJson, layout: Layout) -> Result<Roles> {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "the tokenizer's id of {CONTEXT} is {other:?}; expected an id below the vocabulary size {}",
+                        "{}; expected an id below the vocabulary size {}",
+                        other.map_or_else(
+                            || format!("the tokenizer has no token {CONTEXT}"),
+                            |id| format!("the tokenizer's id of {CONTEXT} is {id}")
+                        ),
                         config.decoder.vocab
                     ),
                 });

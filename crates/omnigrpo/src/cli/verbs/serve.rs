@@ -12,6 +12,7 @@ use signal_hook::flag;
 
 use super::train::is_ignored;
 use super::{Context, print, setup};
+use crate::cli::heap;
 use crate::settings::Settings;
 
 /// Serves a model until a signal ends the program.
@@ -34,6 +35,7 @@ pub fn serve(settings: &Settings, context: &Context) -> Result<()> {
         max_live: settings.algorithm.max_live,
         max_bytes,
         read: ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) },
+        trim: heap::trim,
     };
     stop_on_signals(&context.stop)?;
     let server = Server::start(prompts, options)?;
