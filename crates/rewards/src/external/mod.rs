@@ -331,10 +331,7 @@ enum Failure {
 const MAX_VALUES: usize = 1 << 16;
 
 /// Reads an answer. `wrong` describes a text that is not an answer, given the problem.
-fn answer_of<T: DeserializeOwned>(
-    text: &str,
-    wrong: impl FnOnce(String) -> String,
-) -> Result<T, Failure> {
+fn answer_of<T: DeserializeOwned>(text: &str, wrong: impl FnOnce(String) -> String) -> Result<T, Failure> {
     if has_more_values(text, MAX_VALUES) {
         return Err(Failure::TooLarge(format!("an answer of more than {MAX_VALUES} values")));
     }
