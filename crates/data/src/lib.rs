@@ -37,7 +37,7 @@ pub use order::{Curriculum, Lessons, Order, OrderError, OrderState, split};
 pub use parquet::convert_parquet;
 pub use question::{QUESTION_TEMPLATES, QuestionTemplate};
 pub use registry::{DatasetSpec, Registry};
-pub use roots::Roots;
+pub use roots::{Roots, turn_folder};
 pub use sample::{
     MediumOptions, MediumRef, MediumSource, Origin, RecordedCompletion, RecordedRewards, RecordedTurn,
     Reference, Sample, Segments, Think, content, renumbered,

@@ -3,7 +3,9 @@
 //! - A relative path is looked up in the roots of its kind ([`Roots`]), in order. Without such roots it is looked up in the
 //!   folder of the annotation file.
 //! - A path that leaves its root by `..` or through a link is an error. So is a folder with a link that leaves the root.
-//! - An absolute path must be inside a root. If no root of its kind is given, it is used unchanged.
+//! - An absolute path must be inside a root. If no root of its kind is given, it is used unchanged. Folders in which the program
+//!   itself stores media count as roots if they belong to the user of this process: those of the cache, and `media` of the run
+//!   whose `rollouts` are read.
 //! - `http(s)` addresses are fetched if the run allows it. `data:` addresses are written to the cache. Both become files.
 //! - A missing path is a failure of the machine, not of the row, if its folder held media before and is now missing or empty.
 //!   Otherwise the path is reported as not found.
@@ -13,7 +15,7 @@ use std::collections::HashSet;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use omnigrpo_guard::cache::own_folder;
+use omnigrpo_guard::cache::{is_own, own_folder};
 use omnigrpo_guard::{MachineFailure, Setting};
 use omnigrpo_text::{Form, MediumKind, PerKind};
 
@@ -71,8 +73,10 @@ impl Roots {
 pub(crate) struct Resolver {
     roots: PerKind<KindRoots>,
     fetch: Option<Fetch>,
-    /// Cache folder of media that came as bytes. Rows of unpacked tables name files in it.
+    /// Cache folder of media that came as bytes.
     kept: Option<PathBuf>,
+    /// Folders in which the program stores media. Rows of unpacked tables and records of completions name files in them.
+    stored: Vec<PathBuf>,
     /// Flag that makes a path without a file count as found.
     missing: bool,
     /// Folders in which this process or an earlier check found media.
@@ -82,6 +86,19 @@ pub(crate) struct Resolver {
 /// Returns the cache folder of media that came as bytes.
 pub(crate) fn media_folder(cache_dir: &Path) -> PathBuf {
     cache_dir.join("media")
+}
+
+/// Returns the cache folder of media that an environment adds to completions outside of a run.
+#[must_use]
+pub fn turn_folder(cache_dir: &Path) -> PathBuf {
+    cache_dir.join("turns")
+}
+
+/// Returns the folders in which the program stores media that rows in the folder `here` may name.
+fn stored(here: &Path, cache_dir: Option<&Path>) -> Vec<PathBuf> {
+    let cached = cache_dir.map(|dir| [media_folder(dir), turn_folder(dir)]).into_iter().flatten();
+    let run = here.parent().filter(|_| here.ends_with("rollouts"));
+    cached.chain(run.map(|run| run.join("media"))).collect()
 }
 
 #[derive(Debug, Default)]
@@ -122,6 +139,7 @@ impl Resolver {
             roots: own,
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
+            stored: stored(here, options.cache_dir.as_deref()),
             missing: options.missing_media,
             seen: Mutex::default(),
         })
@@ -135,6 +153,7 @@ impl Resolver {
             roots: PerKind::default().each(roots),
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
+            stored: stored(&folder, options.cache_dir.as_deref()),
             missing: options.missing_media,
             seen: Mutex::default(),
         })
@@ -165,10 +184,10 @@ impl Resolver {
         let path = Path::new(text);
         if path.is_absolute() {
             let Some(canonical) = canonicalize(path)? else { return self.absent(vec![path.to_owned()]) };
-            // A link would let another folder pass as the cache.
-            let kept = self.kept.as_ref().filter(|folder| !folder.is_symlink());
-            let kept = kept.and_then(|folder| folder.canonicalize().ok());
-            return match roots.folders.iter().chain(&kept).find(|root| canonical.starts_with(root)) {
+            // A link would let another folder pass as one of the program.
+            let stored = self.stored.iter().filter(|folder| is_own(folder));
+            let stored: Vec<PathBuf> = stored.filter_map(|folder| folder.canonicalize().ok()).collect();
+            return match roots.folders.iter().chain(&stored).find(|root| canonical.starts_with(root)) {
                 Some(root) if roots.given => self.found(path, canonical, kind, root),
                 None if roots.given => Err(leaves()),
                 _ => {
@@ -514,6 +533,43 @@ mod tests {
         assert_eq!(image(&resolver, "data:;base64,iVBORw0KGgo=").unwrap(), first);
         // A row may refer to the stored file by its path, as unpacked tables do.
         assert_eq!(image(&resolver, &first.display().to_string()).unwrap(), first);
+    }
+
+    /// Records of completions name pictures that the program stored. Links, and `media` beside other rows than those of a run,
+    /// are no such folders.
+    #[cfg(unix)]
+    #[test]
+    fn records_name_pictures_that_the_program_stored() {
+        use std::os::unix::fs::symlink;
+        let place = place();
+        let cache = place.base.join("cache");
+        let stored = |folder: &str| {
+            let folder = place.base.join(folder);
+            own_folder(&folder).unwrap();
+            std::fs::write(folder.join("part.png"), "x").unwrap();
+            folder.join("part.png")
+        };
+        let of_turns = stored("cache/turns");
+        let (of_run, rollouts) = (stored("run/media"), place.base.join("run/rollouts"));
+        std::fs::create_dir_all(&rollouts).unwrap();
+        let roots = Roots::all(place.base.join("data"));
+        let options = ReadOptions { cache_dir: Some(cache.clone()), ..ReadOptions::default() };
+        let read = |here: &Path, path: &Path| {
+            image(&Resolver::new(&roots, here, &options).unwrap(), &path.display().to_string())
+        };
+        assert_eq!(read(&place.base, &of_turns).unwrap(), of_turns);
+        assert_eq!(read(&rollouts, &of_run).unwrap(), of_run);
+        let leaves = |here: &Path, path: &Path| {
+            assert!(matches!(read(here, path), Err(PathProblem::LeavesRoot { .. })), "{}", path.display());
+        };
+        leaves(&place.base.join("run"), &of_run);
+        leaves(&place.base, &place.base.join("other/c.png"));
+        leaves(&place.base, &place.base.join("cache/turns/../../secret.png"));
+        symlink(place.base.join("secret.png"), cache.join("turns/link.png")).unwrap();
+        leaves(&place.base, &cache.join("turns/link.png"));
+        std::fs::remove_dir_all(cache.join("turns")).unwrap();
+        symlink(place.base.join("other"), cache.join("turns")).unwrap();
+        leaves(&place.base, &cache.join("turns/c.png"));
     }
 
     #[test]

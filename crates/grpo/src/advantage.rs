@@ -138,10 +138,15 @@ pub fn normalize_then_sum(
     let sums: Vec<Option<f64>> = (0..rows).map(|row| sum_row(&normalized, weights, row)).collect();
     let batch = Spread::of(&sums, 1);
     let groups: Vec<Spread> = sums.chunks(group_size).map(|group| Spread::of(group, 1)).collect();
+    // Normalised rewards of a group add up to 0. A group whose sums are equal therefore has sums of 0, and so is the mean of the
+    // batch; what rounding leaves of it would be noise.
     let values: Vec<f64> = sums
         .iter()
-        .map(|sum| match (sum, batch.mean) {
-            (Some(sum), Some(mean)) if batch.std > 0.0 => alpha * (sum - mean) / (batch.std + STD_EPSILON),
+        .enumerate()
+        .map(|(row, sum)| match (sum, batch.mean) {
+            (Some(sum), Some(mean)) if groups[row / group_size].std > 0.0 => {
+                alpha * (sum - mean) / (batch.std + STD_EPSILON)
+            }
             _ => 0.0,
         })
         .collect();
@@ -392,6 +397,20 @@ mod tests {
         let got = normalize_then_sum(&[big, small], &[1.0, 2.0], 2, 0.5).unwrap();
         assert_close(&got.values, &expected, 1e-14);
         assert_eq!(got.zero_std, [false, false]);
+    }
+
+    #[test]
+    fn equal_rewards_of_a_group_give_exactly_zero() {
+        // The mean of the batch's sums is a residue of rounding, not 0.
+        let first = some(&[0.1, 0.7, 0.9, 1.0, 1.0, 1.0, 0.3, 0.2, 0.4]);
+        let second = some(&[0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.5, 0.6, 0.8]);
+        let got = normalize_then_sum(&[first.clone(), second.clone()], &[0.3, 0.7], 3, 1.0).unwrap();
+        assert_eq!((&got.values[3..6], &got.zero_std[..]), (&[0.0; 3][..], &[false, true, false][..]));
+        assert!(got.values[..3].iter().chain(&got.values[6..]).all(|a| a.abs() > 1e-3));
+        let total = weighted_sum(&[first, second], &[0.3, 0.7]).unwrap();
+        for kind in [GroupStd, Batch, GroupCenter, GroupStdClamped] {
+            assert_eq!(advantages(&total, 3, kind, 1.0).unwrap().values[3..6], [0.0; 3], "{kind:?}");
+        }
     }
 
     #[test]

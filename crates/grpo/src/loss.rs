@@ -293,9 +293,9 @@ pub struct Batch<'a> {
 /// these tokens count in the policy term and the entropy bonus; the KL term keeps all tokens. Returns one flag per token, true if
 /// it is kept, or `None` if `top` is 1.
 ///
-/// The gate keeps `n - ceil((1 - top) (n - 1))` of `n` tokens. If no two entropies are equal, these are the tokens that reach the
-/// linear `1 - top` quantile. Of tokens with equal entropies, the gate keeps the earlier ones, so that the number stays the same.
-/// TRL keeps all tokens that equal the quantile.
+/// The gate keeps the tokens that reach the linear `1 - top` quantile, as TRL does. Tokens with equal entropies are all kept or all
+/// dropped: the first tokens of a prompt's completions have the same entropy to the bit, and a gate between them would treat
+/// completions of one group differently. If no two entropies are equal, `n - ceil((1 - top) (n - 1))` of `n` tokens remain.
 ///
 /// # Errors
 /// Returns an error if `top` is outside (0, 1].
@@ -306,15 +306,13 @@ pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool
     if top == 1.0 {
         return Ok(None);
     }
-    let mut falling: Vec<usize> = (0..entropies.len()).collect();
-    falling.sort_by(|&a, &b| entropies[b].total_cmp(&entropies[a]));
+    let mut rising = entropies.to_vec();
+    rising.sort_by(f64::total_cmp);
     // In f64, (1 - 0.7) * 10 is slightly above 3, so a small number is subtracted before rounding up.
     let position = (1.0 - top) * entropies.len().saturating_sub(1) as f64 - 1e-9;
-    let mut kept = vec![false; entropies.len()];
-    for &token in &falling[..entropies.len() - position.ceil().max(0.0) as usize] {
-        kept[token] = true;
-    }
-    Ok(Some(kept))
+    // The quantile is at most the entropy at the next rank, and above the one before it unless the two are equal.
+    let lowest = rising.get(position.ceil().max(0.0) as usize);
+    Ok(Some(entropies.iter().map(|entropy| lowest.is_some_and(|lowest| entropy >= lowest)).collect()))
 }
 
 /// Denominators of one optimizer step, the same for all of its parts.
@@ -472,6 +470,11 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         let masked = plan.mask_truncated_completions && batch.truncated[index];
         if masked || length == 0 {
             out.sums.add_completion(0.0, advantage);
+            if plan.ratio == RatioLevel::Sequence {
+                let mut clipped = Clipped::default();
+                clipped.count(plan.surrogate, 1.0, advantage);
+                out.sums.add_clipped(&clipped, plan.ratio, 1);
+            }
             continue;
         }
         let logp = &batch.logp[span.clone()];
@@ -714,7 +717,8 @@ fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
     }
 }
 
-/// Number of tokens of one completion whose ratio is outside the clip range on the side that stops the gradient.
+/// Number of tokens of one completion whose ratio is outside the clip range on the side that stops the gradient. With a ratio per
+/// completion, a completion without counted tokens has the ratio 1 and counts, as in TRL.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Clipped {
     pub(crate) applies: bool,

@@ -18,7 +18,15 @@ struct Golden {
     reference: Vec<f64>,
     entropy: Vec<f64>,
     sampler: Vec<f64>,
+    gates: Vec<Gate>,
     cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Gate {
+    entropies: Vec<f64>,
+    top: f64,
+    kept: Vec<bool>,
 }
 
 #[derive(Deserialize)]
@@ -41,6 +49,8 @@ struct Case {
     kl_value: f64,
     dlogp: Vec<f64>,
     dentropy: Vec<f64>,
+    /// Mean and minimum below the clip range, mean and maximum above it.
+    clip_ratios: Option<[f64; 4]>,
 }
 
 #[derive(Deserialize)]
@@ -121,10 +131,27 @@ fn every_loss_and_gradient_equals_torch_autograd() {
         let dentropy =
             if case.entropy_coef == 0.0 { vec![0.0; golden.logp.len()] } else { case.dentropy.clone() };
         assert_close("dentropy", case, &out.dentropy, &dentropy);
-        let kl = out.sums.metrics().into_iter().find(|(name, _)| name == "kl").and_then(|(_, value)| value);
+        let metrics = out.sums.metrics();
+        let metric = |key: &str| metrics.iter().find(|(name, _)| name == key).and_then(|(_, value)| *value);
+        let clipped = ["low_mean", "low_min", "high_mean", "high_max"];
+        let clipped = clipped.map(|name| metric(&format!("clip_ratio/{name}")));
+        assert_eq!(clipped[0].is_some(), case.clip_ratios.is_some(), "{}", case.name);
+        let expected = case.clip_ratios.unwrap_or_default();
+        assert_close("clip_ratio", case, &clipped.map(Option::unwrap_or_default), &expected);
+        let kl = metric("kl");
         let expected = (case.beta > 0.0).then_some(case.kl_value);
         assert_eq!(kl.is_some(), expected.is_some());
         assert_close("kl", case, &[kl.unwrap_or(0.0)], &[expected.unwrap_or(0.0)]);
     }
     assert_eq!(golden.cases.len(), 212);
+}
+
+#[test]
+fn the_entropy_gate_keeps_or_drops_ties_as_trl_does() {
+    let golden: Golden = serde_json::from_str(include_str!("data/loss_golden.json")).unwrap();
+    for Gate { entropies, top, kept } in &golden.gates {
+        let got = top_entropy_tokens(entropies, *top).unwrap();
+        assert_eq!(got.as_ref(), Some(kept), "{top} of {entropies:?}");
+    }
+    assert_eq!(golden.gates.len(), 42);
 }

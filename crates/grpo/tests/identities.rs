@@ -624,13 +624,46 @@ fn the_entropy_gate_keeps_the_tokens_above_a_linear_quantile() {
     assert_eq!(kept(&entropies, 1e-6), Some(vec![2]));
     assert_eq!((kept(&entropies, 1.0), kept(&[], 0.5)), (None, Some(vec![])));
     assert!(top_entropy_tokens(&entropies, 0.0).is_err());
-    // If the quantile is one of many equal entropies, the number stays and the earlier tokens are kept.
-    assert_eq!(kept(&[1.0, 5.0, 1.0, 1.0, 0.0], 0.5), Some(vec![0, 1, 2]));
+    // Equal entropies are kept or dropped as a whole. The median of the first list is 1, the 3/4 quantile of the second 3.25.
+    assert_eq!(kept(&[1.0, 5.0, 1.0, 1.0, 0.0], 0.5), Some(vec![0, 1, 2, 3]));
+    assert_eq!(kept(&[1.0, 4.0, 1.0, 1.0, 1.0, 5.0], 0.25), Some(vec![1, 5]));
     // Eight tokens reach the quantile of 0.7, although (1 - 0.7) 10 is a little more than 3.
     let rising: Vec<f64> = (0..11).map(f64::from).collect();
     for (top, tokens) in [(0.2, 3), (0.7, 8), (0.9, 10), (0.95, 10), (0.15, 2)] {
         assert_eq!(kept(&rising, top).unwrap(), (11 - tokens..11).collect::<Vec<_>>(), "{top}");
     }
+}
+
+/// Three completions of one prompt have the same first entropy. The loss of a group with equal parts is 0 with and without these
+/// tokens, and never with some of them.
+#[test]
+fn the_entropy_gate_treats_completions_of_a_group_alike() {
+    let plan = LossPlan { beta: 0.0, ..recipe("dapo").unwrap().loss };
+    for top in [0.2, 0.4, 0.5, 0.6, 0.8] {
+        let mut data = Data::new(&[2, 2, 2], false, 4);
+        (data.advantages, data.entropy) = (vec![1.0, 1.0, -2.0], vec![0.7, 0.1, 0.7, 0.1, 0.7, 0.1]);
+        let data = data.gated(top);
+        assert_eq!(data.evaluate(&plan).loss, 0.0, "{top}");
+    }
+}
+
+/// A masked and an empty completion have the ratio 1, so they count as completions within the clip range.
+#[test]
+fn clip_ratios_of_sequences_count_every_completion() {
+    let plan = LossPlan { mask_truncated_completions: true, ..recipe("gspo").unwrap().loss };
+    let data = Data {
+        lengths: vec![1, 2, 0, 1],
+        logp: vec![-1.0, -1.0, -2.0, -1.0],
+        old: Some(vec![-2.0, -2.0, -2.0, -1.0]),
+        advantages: vec![1.0, 1.0, 1.0, -1.0],
+        truncated: vec![false, true, false, false],
+        ..Data::new(&[1, 2, 0, 1], true, 3)
+    };
+    let metrics = data.evaluate(&plan).sums.metrics();
+    let metric = |key: &str| metrics.iter().find(|(name, _)| name == key).unwrap().1.unwrap();
+    assert_eq!(metric("clip_ratio/high_mean"), 0.25);
+    assert_eq!((metric("clip_ratio/high_max"), metric("clip_ratio/low_min")), (1.0, 0.0));
+    assert_eq!((metric("clip_ratio/low_mean"), metric("clip_ratio/region_mean")), (0.0, 0.25));
 }
 
 /// The gate was decided before, so entropies of the pass change only the bonus, which is divided by the kept tokens.

@@ -42,6 +42,20 @@ pub fn own_folder(path: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Returns true if the folder exists, is not a link and belongs to the user of this process.
+#[must_use]
+pub fn is_own(path: &Path) -> bool {
+    let Ok(found) = std::fs::symlink_metadata(path) else { return false };
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt as _;
+        if found.uid() != rustix::process::geteuid().as_raw() {
+            return false;
+        }
+    }
+    found.is_dir()
+}
+
 #[cfg(test)]
 #[cfg(unix)]
 mod tests {
@@ -58,6 +72,7 @@ mod tests {
         own_folder(&new).unwrap();
         assert_eq!(mode(&new), 0o700);
         own_folder(&new).unwrap();
+        assert!(is_own(&new) && !is_own(&place.path().join("absent")));
         fs::set_permissions(&new, fs::Permissions::from_mode(0o777)).unwrap();
         own_folder(&new).unwrap();
         assert_eq!(mode(&new), 0o700, "others could write to it");
@@ -66,6 +81,7 @@ mod tests {
         symlink(&victim, &link).unwrap();
         let error = own_folder(&link).unwrap_err().to_string();
         assert!(error.contains("is a link or a file"), "{error}");
+        assert!(is_own(&victim) && !is_own(&link));
         fs::write(place.path().join("file"), "").unwrap();
         assert!(own_folder(&place.path().join("file")).is_err());
         assert!(own_folder(&place.path().join("file/below")).is_err());
@@ -77,6 +93,7 @@ mod tests {
             }
             false => Path::new("/usr").to_owned(),
         };
+        assert!(!is_own(&foreign));
         let error = own_folder(&foreign).unwrap_err().to_string();
         assert!(error.contains("belongs to another user"), "{error}");
     }

@@ -37,6 +37,8 @@ pub struct DecoderConfig {
     pub heads: AttentionHeads,
     /// Rows of the embedding.
     pub vocab: usize,
+    /// Row of the embedding without a gradient as input, as `padding_idx` of PyTorch's `Embedding`.
+    pub padding: Option<u32>,
     /// Epsilon of the RMS norms.
     pub rms_eps: f32,
     /// Rotary positions.
@@ -89,6 +91,8 @@ pub struct TextDefaults {
     pub qkv_bias: bool,
     /// Whether queries and keys are normalised head by head.
     pub qk_norm: bool,
+    /// `pad_token_id`.
+    pub padding: Option<u32>,
 }
 
 impl TextDefaults {
@@ -103,6 +107,7 @@ impl TextDefaults {
         axes: PositionAxes::One,
         qkv_bias: true,
         qk_norm: false,
+        padding: None,
     };
     /// `Qwen2VLTextConfig` and `Qwen2_5_VLTextConfig`.
     pub const QWEN_VL: Self =
@@ -146,12 +151,14 @@ impl DecoderConfig {
             return Err(text.error("mlp_bias is true; feed-forward layers with biases are not supported"));
         }
         let tied = |json: &ConfigJson, default: bool| json.boolean("tie_word_embeddings", default);
+        let vocab = text.size("vocab_size", None)?;
         Ok(Self {
             hidden,
             intermediate: text.size("intermediate_size", None)?,
             layers: text.size("num_hidden_layers", None)?,
             heads: AttentionHeads { q, kv, dim },
-            vocab: text.size("vocab_size", None)?,
+            vocab,
+            padding: padding(text, vocab, class.padding)?,
             rms_eps: text.epsilon("rms_norm_eps", class.rms_eps)?,
             rope: Rope::parse(text, dim, &class)?,
             max_positions: text.size("max_position_embeddings", Some(class.max_positions))?,
@@ -165,6 +172,20 @@ impl DecoderConfig {
             deep: 0,
         })
     }
+}
+
+/// Reads `pad_token_id`. A negative one counts from the end, as in PyTorch. One beyond the vocabulary names no row.
+fn padding(text: &ConfigJson, vocab: usize, default: Option<u32>) -> Result<Option<u32>> {
+    const KEY: &str = "pad_token_id";
+    let id = match (text.get(KEY), text.object().contains_key(KEY)) {
+        (None, true) => None,
+        (None, false) => default.map(i64::from),
+        (Some(value), _) => {
+            Some(value.as_i64().ok_or_else(|| text.error(format!("{KEY} is {value}; expected a token id")))?)
+        }
+    };
+    let row = id.map(|id| if id < 0 { id + vocab as i64 } else { id });
+    Ok(row.and_then(|row| u32::try_from(row).ok()).filter(|&row| (row as usize) < vocab))
 }
 
 /// A position on the temporal, height and width axes. For text all three are equal.
@@ -418,12 +439,18 @@ impl Decoder {
         Ok(embed(pass.device, &self.embed, &ids.to_vec().into())?)
     }
 
-    /// Adds the gradient of [`Self::embed`] to that of the embedding.
+    /// Adds the gradient of [`Self::embed`] to that of the embedding. The row of the padding token gets none. If the output head is
+    /// the same tensor, the gradient of the head remains.
     ///
     /// # Errors
     /// Returns an error if the numbers of rows and ids differ.
     pub fn embed_backward(&self, ids: &[u32], dx: &Rows) -> Result<()> {
-        Ok(embed_backward(&self.embed, ids, dx)?)
+        let Some(padding) = self.config.padding.filter(|padding| ids.contains(padding)) else {
+            return Ok(embed_backward(&self.embed, ids, dx)?);
+        };
+        let read = ids.iter().zip(0..).filter(|(id, _)| **id != padding);
+        let (ids, rows): (Vec<u32>, Vec<usize>) = read.map(|(&id, row)| (id, row)).unzip();
+        Ok(embed_backward(&self.embed, &ids, &dx.select(&rows.into())?)?)
     }
 
     /// Runs a packed stream `[t, h]` and returns the last block's output at `rows`, before the final norm: `[rows.len(), h]`.

@@ -357,6 +357,7 @@ fn settings_without_effect_and_contradictions_are_refused() {
         &["train", "--max_steps", "3", "--num_train_epochs", "2"],
         &["train", "--category_column", "kind"],
         &["train", "--replay", "r.jsonl", "--reward_funcs", "random"],
+        &["train", "--replay", "r.jsonl", "--importance_sampling_correction", "token_truncate"],
         &["train", "--report_to", "none", "tensorboard"],
         &["sft", "--accuracy_mode", "mcq_iou"],
         &["generate", "--prompt", "Hm?", "--batch_size", "2"],

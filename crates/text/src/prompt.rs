@@ -10,7 +10,8 @@
 //! cover that literal.
 //!
 //! Two kinds of template are errors: one that drops, repeats or changes a text (other than trimming white space at its ends), and
-//! one whose own output differs between the stand-ins and the texts themselves.
+//! one whose own output differs between the stand-ins and the texts themselves. In a prompt, a template may read the tags of an
+//! earlier answer, such as `</think>`, and drop what comes before them.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -405,9 +406,8 @@ impl<'a> PromptRenderer<'a> {
             |messages: &Value| self.template.run(messages, add_generation_prompt, &variables, options.now);
         let tools = self.tools_of_system(options);
 
-        let with_stand_ins = |trim_assistant: bool| {
-            let mut stand_ins =
-                StandIns::absent_from(self.template.source(), &variables, trim_assistant, rewrites);
+        let with_stand_ins = |answers: Answers| {
+            let mut stand_ins = StandIns::absent_from(self.template.source(), &variables, answers, rewrites);
             let marked = self.messages(&turns, &media_in_order, media, &tools, Some(&mut stand_ins));
             // Conversations of the same form have the same stand-ins.
             let marked =
@@ -415,9 +415,19 @@ impl<'a> PromptRenderer<'a> {
             stand_ins.resolve(&marked).map_err(|(turn, problem)| self.changed(turn, problem))
         };
         let plain = run(&self.messages(&turns, &media_in_order, media, &tools, None))?;
-        let mut output = with_stand_ins(false)?;
+        let mut output = with_stand_ins(Answers::Whole)?;
         if output.string != plain && turns.iter().any(|turn| turn.role == Role::Assistant) {
-            output = with_stand_ins(true)?;
+            output = with_stand_ins(Answers::Trimmed)?;
+            if output.string != plain && add_generation_prompt {
+                let source = self.template.source();
+                let harmless = |tag: &&str| {
+                    let marks = |medium: &MediumTokens| tag.contains(&medium.marker);
+                    self.tokenizer.defused(tag) == **tag && !media.iter().any(marks)
+                };
+                let read: HashSet<&str> = tags(source).map(|tag| &source[tag]).filter(harmless).collect();
+                let pieces = with_stand_ins(Answers::Pieces(&read));
+                output = pieces.ok().filter(|pieces| pieces.string == plain).unwrap_or(output);
+            }
         }
         if output.string != plain {
             let same = output.string.bytes().zip(plain.bytes()).take_while(|(a, b)| a == b).count();
@@ -631,29 +641,43 @@ fn contains(value: &Value, text: &str) -> bool {
 }
 
 /// Private strings that stand for texts while the template runs.
-struct StandIns {
+struct StandIns<'a> {
     nonce: String,
-    trim_assistant: bool,
+    answers: Answers<'a>,
     /// Whether only texts of the model have stand-ins.
     only_assistant: bool,
     texts: Vec<StandIn>,
+}
+
+/// Form of the stand-ins of the model's texts.
+#[derive(Clone, Copy)]
+enum Answers<'a> {
+    /// One for the text with the white space at its ends, so that the start of the text is known to the byte.
+    Whole,
+    /// One for the text without that white space, for templates that trim it.
+    Trimmed,
+    /// One for each piece between two tags, for templates that take thoughts out of earlier answers. The tags are those in the
+    /// source of the template. They stay visible, so none contains a control token or the marker of a medium.
+    Pieces(&'a HashSet<&'a str>),
 }
 
 struct StandIn {
     turn: usize,
     role: Role,
     text: String,
+    /// Whether the template may drop the text, because a tag follows it.
+    may_be_dropped: bool,
 }
 
 const OPEN: char = '\u{E000}';
 const CLOSE: char = '\u{E001}';
 
-impl StandIns {
+impl<'a> StandIns<'a> {
     /// Creates stand-ins that occur neither in a template nor in its variables, which contain everything else that it may write.
     fn absent_from(
         source: &str,
         variables: &serde_json::Map<String, Value>,
-        trim_assistant: bool,
+        answers: Answers<'a>,
         only_assistant: bool,
     ) -> Self {
         let mut nonce = 0u64;
@@ -664,28 +688,45 @@ impl StandIns {
         while occurs(&format!("{OPEN}{nonce}.")) {
             nonce += 1;
         }
-        StandIns { nonce: format!("{OPEN}{nonce}."), trim_assistant, only_assistant, texts: Vec::new() }
+        StandIns { nonce: format!("{OPEN}{nonce}."), answers, only_assistant, texts: Vec::new() }
     }
 
     /// Returns the stand-in of a text. White space at the ends stays visible, so that a template trims it as it would trim the
-    /// text. An empty text stays empty, so that a template can test for it. Assistant texts are replaced as a whole, because
-    /// their start must be known to the byte. If the template trims assistant texts, they are trimmed first.
+    /// text. An empty text stays empty, so that a template can test for it. Assistant texts follow [`Answers`].
     fn stand_for(&mut self, turn: usize, role: Role, text: &str) -> String {
-        let core = text.trim();
-        if role == Role::Assistant {
-            let kept = if self.trim_assistant { core } else { text };
-            return self.stand_in(turn, role, kept);
+        match (role, self.answers) {
+            (Role::Assistant, Answers::Whole) => self.stand_in(turn, role, text, false),
+            (Role::Assistant, Answers::Trimmed) => self.stand_in(turn, role, text.trim(), false),
+            (Role::Assistant, Answers::Pieces(read)) => {
+                let (mut shown, mut at) = (String::new(), 0);
+                for tag in tags(text).filter(|tag| read.contains(&text[tag.clone()])) {
+                    if tag.start < at {
+                        continue;
+                    }
+                    shown += &self.stand_in_core(turn, role, &text[at..tag.start], true);
+                    shown += &text[tag.clone()];
+                    at = tag.end;
+                }
+                shown + &self.stand_in_core(turn, role, &text[at..], false)
+            }
+            _ if self.only_assistant => text.to_owned(),
+            _ => self.stand_in_core(turn, role, text, false),
         }
-        if core.is_empty() || self.only_assistant {
+    }
+
+    /// Returns a text with a stand-in for all but the white space at its ends.
+    fn stand_in_core(&mut self, turn: usize, role: Role, text: &str, may_be_dropped: bool) -> String {
+        let core = text.trim();
+        if core.is_empty() {
             return text.to_owned();
         }
         let lead = &text[..text.len() - text.trim_start().len()];
         let trail = &text[lead.len() + core.len()..];
-        format!("{lead}{}{trail}", self.stand_in(turn, role, core))
+        format!("{lead}{}{trail}", self.stand_in(turn, role, core, may_be_dropped))
     }
 
-    fn stand_in(&mut self, turn: usize, role: Role, text: &str) -> String {
-        self.texts.push(StandIn { turn, role, text: text.to_owned() });
+    fn stand_in(&mut self, turn: usize, role: Role, text: &str, may_be_dropped: bool) -> String {
+        self.texts.push(StandIn { turn, role, text: text.to_owned(), may_be_dropped });
         format!("{}{}{CLOSE}", self.nonce, self.texts.len() - 1)
     }
 
@@ -717,12 +758,27 @@ impl StandIns {
             rest = after;
         }
         output.string.push_str(rest);
-        match seen.iter().position(|&times| times != 1) {
+        let wrong = |(text, &times): (&StandIn, &usize)| times > 1 || (times == 0 && !text.may_be_dropped);
+        match self.texts.iter().zip(&seen).position(wrong) {
             Some(k) if seen[k] == 0 => Err((self.texts[k].turn, "drops or changes a text".to_owned())),
             Some(k) => Err((self.texts[k].turn, format!("writes a text {} times", seen[k]))),
             None => Ok(output),
         }
     }
+}
+
+/// Returns the parts of a text that have the form of a tag, such as `</think>` and `[/THINK]`.
+fn tags(text: &str) -> impl Iterator<Item = Range<usize>> {
+    /// Length of the longest tag, in bytes.
+    const LONGEST: usize = 32;
+    let end_of = |start: usize, open: u8| {
+        let (bytes, close) = (&text.as_bytes()[start + 1..], if open == b'<' { b'>' } else { b']' });
+        let inside =
+            bytes.iter().take(LONGEST).position(|&b| b == close || b == open || b.is_ascii_whitespace());
+        inside.filter(|&at| bytes[at] == close).map(|at| start..start + at + 2)
+    };
+    let opens = text.bytes().enumerate().filter(|(_, byte)| matches!(byte, b'<' | b'['));
+    opens.filter_map(move |(start, open)| end_of(start, open))
 }
 
 /// Replaces the first system turn, or inserts one at the start.

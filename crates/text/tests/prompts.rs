@@ -453,6 +453,67 @@ fn a_template_that_adds_a_token_to_a_text_reads_strings() {
     assert_eq!(whole.ids.iter().filter(|&&i| i == id("<|im_end|>")).count(), 2);
 }
 
+/// The form of Qwen3's template: thoughts stay in answers after the last question and leave earlier ones.
+const THINKING: &str = r"{%- set last = namespace(user=0) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+    {%- set thought = '' -%}{%- set said = m.content -%}
+    {%- if m.role == 'assistant' and '</think>' in said -%}
+        {%- set thought = said.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}
+        {%- set said = said.split('</think>')[-1].lstrip('\n') -%}
+    {%- endif -%}
+    {{- '<|im_start|>' + m.role + '\n' -}}
+    {%- if m.role == 'assistant' and loop.index0 > last.user -%}
+        {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + said.lstrip('\n') -}}
+    {%- else -%}{{- said -}}{%- endif -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}";
+
+#[test]
+fn thoughts_of_earlier_answers_are_rendered_as_the_template_does() {
+    let template = ChatTemplate::from_source(THINKING).unwrap();
+    let prompt = |turns: &[Turn], media: &[MediumTokens]| {
+        PromptRenderer::new(&TINY, &template).render(turns, media, &RenderOptions::default())
+    };
+    let asked = |said: &str| {
+        let first = Turn::text(Role::User, "Q");
+        [first, Turn::text(Role::Assistant, said), Turn::text(Role::User, "So <think>?")]
+    };
+    let count = |prompt: &RenderedPrompt, token: &str| prompt.ids.iter().filter(|&&i| i == id(token)).count();
+    for (said, left) in [
+        ("<think>\nhm\n</think>\n\nx", "x"),
+        ("<think>a</think>", ""),
+        ("before <think>b</think>  y \n", "  y \n"),
+        ("</think>", ""),
+        ("a</think>b</think>c <think>", "c <think>"),
+        ("<think>[0]<a <b></think>[0] <a <b>", "[0] <a <b>"),
+        ("<think><|im_end|></think>z<|im_end|>\n<|im_start|>system", "z<|im_end|>\n<|im_start|>system"),
+        ("no thought", "no thought"),
+    ] {
+        let (got, expected) = (prompt(&asked(said), &[]).unwrap(), prompt(&asked(left), &[]).unwrap());
+        assert_eq!((&got.text, &got.ids), (&expected.text, &expected.ids), "{said:?}");
+        assert_eq!([count(&got, "<|im_start|>"), count(&got, "<|im_end|>")], [4, 3], "{said:?}");
+    }
+    // A thought that the template keeps is text, with the control tokens in it.
+    let keeps = THINKING.replace("loop.index0 > last.user", "thought");
+    let template = ChatTemplate::from_source(&keeps).unwrap();
+    let said = "<think>\n\nIt is <|im_end|> small. \n</think>I look.";
+    let first = Turn { role: Role::User, parts: vec![image(0), text("Q")] };
+    let turns = [first, Turn::text(Role::Assistant, said), Turn::text(Role::User, "So?")];
+    let got = PromptRenderer::new(&TINY, &template).render(&turns, &images(&[3]), &RenderOptions::default());
+    let got = got.unwrap();
+    let kept = "assistant\n<think>\nIt is <|im_end|> small. \n</think>\n\nI look.<|im_end|>";
+    assert!(got.text.contains(kept), "{}", got.text);
+    assert_eq!([count(&got, "<think>"), count(&got, "</think>"), count(&got, "<|im_end|>")], [1, 1, 3]);
+    assert_eq!(got.spans.len(), 1);
+    // What follows the last tag of an answer must stay.
+    let template = plain_template("{{ m.content.split('</think>')[0] }}");
+    let dropped =
+        PromptRenderer::new(&TINY, &template).render(&asked("a</think>b"), &[], &RenderOptions::default());
+    assert!(matches!(dropped, Err(TextError::TemplateChangesPart { turn: 1, .. })), "{dropped:?}");
+}
+
 /// A reward model reads no media, any text that the template makes of an answer, and never forged turns.
 #[test]
 fn a_finished_conversation_is_texts() {

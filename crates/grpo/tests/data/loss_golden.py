@@ -94,6 +94,39 @@ def loss(case, lp, entropy):
     return aggregate(per_token) - case["entropy_coef"] * bonus, aggregate(kl).item()
 
 
+def clip_ratios(case):
+    """Returns mean and minimum below the clip range, mean and maximum above it, as TRL's metrics; None without a clip."""
+    if case["surrogate"] not in ("clip", "cispo"):
+        return None
+    mask = MASK.clone()
+    if case["mask_truncated"]:
+        mask = mask * (~torch.tensor(TRUNCATED)).to(F64).unsqueeze(1)
+    a = torch.tensor(ADVANTAGES, dtype=F64).unsqueeze(1)
+    d = LOGP - (OLD if case["off_policy"] else LOGP)
+    if case["ratio"] == "sequence":
+        d = ((d * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    c, s = torch.exp(d), case["settings"]
+    if case["surrogate"] == "clip":
+        low, high = (c < 1 - s["low"]) & (a < 0), (c > 1 + s["high"]) & (a > 0)
+    else:
+        low, high = torch.zeros_like(c, dtype=torch.bool), (c > s["cap"]) & (a > 0)
+
+    def mean(x):
+        return x.to(F64).mean() if x.shape[1] == 1 else (x * mask).sum() / mask.sum().clamp(min=1.0)
+
+    def each(x):
+        own = x.squeeze(1).to(F64) if x.shape[1] == 1 else (x * mask).sum(-1) / mask.sum(-1)
+        return own[~own.isnan()]
+
+    return [v.item() for v in (mean(low), each(low).min(), mean(high), each(high).max())]
+
+
+def gate(entropies, top):
+    """Returns the tokens that TRL's `get_high_entropy_mask` keeps."""
+    entropies = torch.tensor(entropies)
+    return (entropies >= torch.quantile(entropies, 1 - top)).tolist()
+
+
 def flat(x):
     return [v for row, length in enumerate(LENGTHS) for v in x[row, :length].tolist()]
 
@@ -136,10 +169,18 @@ for case in cases:
     case["loss"], case["kl_value"] = value.item(), kl
     case["dlogp"] = flat(lp.grad)
     case["dentropy"] = flat(entropy.grad) if case["entropy_coef"] else []
+    case["clip_ratios"] = clip_ratios(case)
+
+# Entropies with few values, so that the quantile falls into ties.
+gates = []
+for tokens, values in [(1, 1), (2, 1), (5, 2), (16, 3), (17, 3), (40, 4), (41, 30)]:
+    entropies = (torch.randint(values, (tokens,)) * 0.3125).tolist()
+    for top in (0.05, 0.2, 0.25, 0.5, 0.75, 0.9):
+        gates.append(dict(entropies=entropies, top=top, kept=gate(entropies, top)))
 
 out = dict(lengths=LENGTHS, truncated=TRUNCATED, advantages=ADVANTAGES, max_completion_length=MAX_LENGTH,
            logp=flat(LOGP), old=flat(OLD), reference=flat(REF), entropy=flat(ENTROPY), sampler=flat(SAMPLER),
-           cases=cases)
+           gates=gates, cases=cases)
 path = pathlib.Path(__file__).with_name("loss_golden.json")
 head = {k: v for k, v in out.items() if k != "cases"}
 body = ",\n".join(json.dumps(c) for c in cases)

@@ -87,7 +87,7 @@ impl Environment {
 
     /// Returns the directory for media that an environment adds to completions outside of a run.
     pub fn turn_cache(&self) -> PathBuf {
-        self.cache_dir.join("turns")
+        omnigrpo_data::turn_folder(&self.cache_dir)
     }
 
     /// Reads the variables through `get`.

@@ -33,7 +33,8 @@ impl AriaConfig {
     /// Returns an error that names the field if a field is missing or invalid.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
         let text = json.required_section("text_config")?;
-        let mut decoder = DecoderConfig::parse(&text, json, TextDefaults::LLAMA)?;
+        let mut decoder =
+            DecoderConfig::parse(&text, json, TextDefaults { padding: Some(2), ..TextDefaults::LLAMA })?;
         let experts = ExpertsConfig {
             count: text.size("moe_num_experts", Some(8))?,
             topk: text.size("moe_topk", Some(2))?,

@@ -339,7 +339,8 @@ pub const FLAGS: &[Flag] = &[
     row("importance_sampling_correction", Choice(words::<CorrectionKind>), at!(algorithm.loss.correction.kind), GRPO)
         .help("Correct for the difference between sampling and training, which use other kernels or fewer bits: \
              weight the loss by the ratio of their probabilities.")
-        .alias(&["vllm_importance_sampling_mode"]),
+        .alias(&["vllm_importance_sampling_mode"])
+        .idle(|s, _| s.not_sampled()),
     row("importance_sampling_clip_max", float(0.0, BIG), at!(algorithm.loss.correction.max), GRPO)
         .help("Largest weight of the correction.")
         .alias(&["vllm_importance_sampling_clip_max"])
