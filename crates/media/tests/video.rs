@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid};
 use omnigrpo_media::{
-    FrameSampling, FrameSize, Limits, MediaError, PixelBudget, QwenSampling, Rgb8Image, VideoFrames,
-    VideoRequest, VideoSource, decode_video, load_image, probe_video, resize_bicubic,
+    FrameSampling, FrameSize, Limits, MediaError, Orientation, PixelBudget, QwenSampling, Rgb8Image,
+    VideoFrames, VideoRequest, VideoSource, decode_video, load_image, probe_video, resize_bicubic,
 };
 use serde_json::Value;
 
@@ -18,7 +18,7 @@ mod common;
 use common::{data, golden, noise, sha};
 
 fn request(sampling: FrameSampling) -> VideoRequest {
-    VideoRequest { sampling, size: FrameSize::Native, listed_fps: None }
+    VideoRequest { sampling, size: FrameSize::Native, listed_fps: None, orientation: Orientation::Upright }
 }
 
 /// Midpoints of as many shares as there are frames: every frame once.
@@ -87,7 +87,10 @@ fn damaged_animations_are_errors() {
 fn a_still_webp_is_a_video_of_one_frame() {
     let source = VideoSource::File(data("rgba_lossless.webp"));
     let video = decode_video(&source, &every(1), &Limits::default()).unwrap();
-    assert_eq!(video.frames, [load_image(&data("rgba_lossless.webp"), &Limits::default()).unwrap()]);
+    assert_eq!(
+        video.frames,
+        [load_image(&data("rgba_lossless.webp"), Orientation::Upright, &Limits::default()).unwrap()]
+    );
 }
 
 #[test]
@@ -113,7 +116,7 @@ fn lists_and_directories_of_pictures_are_videos() {
     assert_eq!(video.second_per_grid_t(2), 1.0);
 
     let list = VideoSource::FrameList(paths.iter().rev().cloned().collect());
-    let four = VideoRequest { listed_fps: Some(5.5), size: FrameSize::Native, sampling: nframes(4) };
+    let four = VideoRequest { listed_fps: Some(5.5), ..request(nframes(4)) };
     let video = decode_video(&list, &four, &limits).unwrap();
     assert_eq!(video.indices, [0, 3, 7, 10]); // 0, 3.33, 6.67, 10
     assert_eq!(video.frames[1], frames[7]);

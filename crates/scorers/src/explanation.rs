@@ -47,7 +47,10 @@ pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
     }
     let clip = match &options.clip_model {
         _ if weight == 0.0 => None,
-        Some(dir) => Some(ClipScorer::load(dir, options.clip_text_model.as_deref(), options.weights)?),
+        Some(dir) => {
+            let scorer = ClipScorer::load(dir, options.clip_text_model.as_deref(), options.weights)?;
+            Some(scorer.with_orientation(options.orientation))
+        }
         None => {
             return Err(setting(&format!(
                 "it needs a CLIP: give its directory with {CLIP_MODEL}, or 0 as {CLIP_WEIGHT} for CIDEr alone"

@@ -240,6 +240,7 @@ pub fn ready(resolved: &Resolved, context: &Context) -> Result<Resolved> {
             .into());
     }
     let mut resolved = family::without_idle(resolved, context)?;
+    train::keep_orientation(&mut resolved);
     resolved.notes.extend(doubts);
     let patience = resolved.settings.ranks.patience_secs;
     if context.ranks.size() > 1 && patience > 60 {
