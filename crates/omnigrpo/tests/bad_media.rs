@@ -448,38 +448,25 @@ fn a_folder_of_tables_is_read_and_one_of_arrow_files_is_refused_with_the_command
         .fails(1, &["the folder has no parquet tables", "got: no files"]);
 }
 
-/// A copy of `shapes.png` that is stored sideways, with a mark.
-fn sideways(place: &Place) {
-    let upright = image::open(place.path("shapes.png")).unwrap().into_rgb8();
-    let mut file = std::io::Cursor::new(Vec::new());
-    // Turning it by 90 degrees clockwise brings it upright.
-    image::imageops::rotate270(&upright).write_to(&mut file, image::ImageFormat::Png).unwrap();
-    let (png, mut exif) =
-        (file.into_inner(), b"eXIfII*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0".to_vec());
-    let mut chunk = u32::try_from(exif.len() - 4).unwrap().to_be_bytes().to_vec();
-    chunk.append(&mut exif);
-    let sum = crc32(&chunk[4..]);
-    chunk.extend(sum.to_be_bytes());
-    place.write("sideways.png", [&png[..33], &chunk, &png[33..]].concat());
-}
-
-fn crc32(bytes: &[u8]) -> u32 {
-    let step = |crc: u32, _| if crc & 1 == 1 { 0xEDB8_8320 ^ crc >> 1 } else { crc >> 1 };
-    !bytes.iter().fold(!0, |crc, &byte| (0..8).fold(crc ^ u32::from(byte), step))
-}
+/// A picture, and the same stored sideways with the orientation 6, as Pillow wrote them.
+const UPRIGHT: &str = "iVBORw0KGgoAAAANSUhEUgAAAFQAAAA4BAMAAACRc8LTAAAAElBMVEX/AAAA/wAAAP///wAAAAD////AItz5AAAAK0lEQVR42mNkQAGCeHhMDESDUaWjSkeVjiqljVJG49Eya1TpqNJRpUNHKQDdOQDmAlzrCwAAAABJRU5ErkJggg==";
+const SIDEWAYS: &str = "iVBORw0KGgoAAAANSUhEUgAAADgAAABUBAMAAAAlnukMAAAAElBMVEX/AAAA/wAAAP///wAAAAD////AItz5AAAAGmVYSWZNTQAqAAAACAABARIAAwAAAAEABgAAAAAAANZnS2kAAAAuSURBVHjaY1RiQAbGKDwmBjxgVHJUcmRJsrxH4b4fDaFRyVHJ0bwyKjkqSYkkAAmRBL1TwufaAAAAAElFTkSuQmCC";
 
 /// A sideways photo gives the numbers of its upright copy, a run says how many there are, and a run from before the setting goes on
 /// with stored pixels.
 #[test]
 fn a_sideways_photo_is_turned_and_an_older_run_keeps_its_pixels() {
     let place = Place::new();
-    sideways(&place);
+    for (name, text) in [("upright.png", UPRIGHT), ("sideways.png", SIDEWAYS)] {
+        use base64::Engine as _;
+        place.write(name, base64::engine::general_purpose::STANDARD.decode(text).unwrap());
+    }
     let row = |name: &str| {
         format!(
             r#"{{"id": "r", "image": "{name}", "problem": "Which?", "solution": "x", "completions": ["red"]}}"#
         )
     };
-    for name in ["shapes", "sideways"] {
+    for name in ["upright", "sideways"] {
         place.write(&format!("{name}.jsonl"), row(&format!("{name}.png")));
     }
     let score = |rows: &str, more: &str| {
@@ -487,8 +474,8 @@ fn a_sideways_photo_is_turned_and_an_older_run_keeps_its_pixels() {
         place.run(&format!("score --model M --input {rows}.jsonl --output {out} {more}")).ok();
         place.lines(&out)[0]["completions"].clone()
     };
-    assert_eq!(score("sideways", ""), score("shapes", ""));
-    assert_ne!(score("sideways", "--orientation stored"), score("shapes", ""));
+    assert_eq!(score("sideways", ""), score("upright", ""));
+    assert_ne!(score("sideways", "--orientation stored"), score("upright", ""));
     let told = place.run("data check --model M --train_file sideways.jsonl").ok().stdout;
     assert!(told.contains("1 of 1 images are stored sideways; they are turned"), "{told}");
     let told = place.run("data check --model M --train_file sideways.jsonl --preset vlm-r1").ok().stdout;
