@@ -14,7 +14,7 @@ use anyhow::{Context as _, Result};
 use omnigrpo_observe::Console;
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks};
-use omnigrpo_train::checkpoint;
+use omnigrpo_train::checkpoint::{self, TrainerState};
 
 use crate::cli::verbs::Context;
 use crate::cli::verbs::train::is_ignored;
