@@ -27,7 +27,7 @@ pub enum Orientation {
     /// Turned as the file's orientation tag or display matrix says.
     #[default]
     Upright,
-    /// As they are stored.
+    /// Unchanged, in the form of the file.
     Stored,
 }
 
@@ -120,7 +120,7 @@ impl Turn {
     }
 }
 
-/// What the headers of a picture say about its orientation.
+/// Blocks of a picture's headers that may have its orientation.
 #[derive(Default)]
 struct Blocks {
     /// EXIF block, with or without its mark `Exif`.

@@ -118,7 +118,7 @@ pub fn keep_orientation(resolved: &mut Resolved) {
     let why = match named {
         Some(_) => "the run resumes from a checkpoint with this setting",
         None => {
-            "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model goes on with the same pixels"
+            "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model keeps the same pixels"
         }
     };
     resolved.notes.push(format!("using --{NAME} {kept}: {why}"));
