@@ -104,6 +104,36 @@ fn pictures_are_turned_as_pillow_turns_them() {
     assert!(rows.len() > 140 && turned > 80, "{turned} of {}", rows.len());
 }
 
+/// Damaged headers cost at most the turn.
+#[test]
+fn damaged_tags_are_no_failure_of_the_program() {
+    use base64::Engine as _;
+    let limits = Limits::default();
+    let rows: Vec<Value> =
+        serde_json::from_slice(&std::fs::read(data("orientations.json")).unwrap()).unwrap();
+    let mut pictures = 0;
+    for (seed, row) in rows.iter().enumerate() {
+        let name = row["name"].as_str().unwrap();
+        let file = base64::engine::general_purpose::STANDARD.decode(row["file"].as_str().unwrap()).unwrap();
+        let random = noise(seed as u64, 3 * 40);
+        for change in random.chunks_exact(3) {
+            let mut damaged = file.clone();
+            let at = usize::from(change[0]) * file.len() / 256;
+            if change[2] < 60 {
+                damaged.truncate(at);
+            } else {
+                damaged[at] = change[1];
+            }
+            if let Ok(upright) = load_image_bytes(name, &damaged, Orientation::Upright, &limits) {
+                let stored = load_image_bytes(name, &damaged, Orientation::Stored, &limits).unwrap();
+                assert_eq!(upright.pixels.len(), stored.pixels.len(), "{name}");
+                pictures += 1;
+            }
+        }
+    }
+    assert!(pictures > 500, "{pictures}");
+}
+
 #[test]
 fn patches_equal_the_transformers_processor() {
     for row in golden("patches") {

@@ -18,11 +18,11 @@ const LETTERS: [&str; 10] = ["A", "B", "C", "D", "E", "F", "G", "H", "I", "J"];
 type Choice = (Option<String>, String);
 
 /// Returns the text to add to a question, if the row has choices that the question does not contain.
-pub(super) fn missing(columns: &Map<String, Value>, question: &str) -> Option<String> {
+pub(super) fn missing(columns: &Map<String, Value>, question: impl FnOnce() -> String) -> Option<String> {
     let choices =
         LISTS.iter().find_map(|name| list(present(columns, name)?)).or_else(|| of_letters(columns))?;
     let bodies = choices.iter().map(|(_, text)| text.as_str());
-    if contains_in_order(question, bodies) {
+    if contains_in_order(&question(), bodies) {
         return None;
     }
     let line = |(at, (label, text)): (usize, &Choice)| match (label, LETTERS.get(at)) {
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     fn added(row: Value, question: &str) -> Option<String> {
-        missing(row.as_object().unwrap(), question)
+        missing(row.as_object().unwrap(), || question.to_owned())
     }
 
     #[test]

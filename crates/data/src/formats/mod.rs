@@ -182,7 +182,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         return Err(RowProblem::NoPrompt { missing: "text or medium in its last turn", roles });
     }
     if let Some(question) = turns.iter_mut().rfind(|turn| turn.role == Role::User)
-        && let Some(choices) = choices::missing(&columns, &question.written())
+        && let Some(choices) = choices::missing(&columns, || question.written())
     {
         append(question, &choices);
     }
