@@ -68,11 +68,14 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
         rows += report.counts.rows;
         help = help.or_else(|| checks::folders_help(&report));
     }
-    if let Some(refusal) = refused {
-        return Err(Problem::from(refusal).into());
-    }
-    if bad == 0 {
-        return Ok(());
+    let refused = refused.map(Problem::from);
+    match (bad, refused) {
+        (0, None) => return Ok(()),
+        (0, Some(problem)) => return Err(problem.into()),
+        (_, Some(problem)) => {
+            print(&format!("{}\n", problem.to_string().replacen("error: ", "warning: ", 1)))?
+        }
+        (_, None) => {}
     }
     let skips = || "`train` skips such rows as long as they are fewer than --max_skipped".to_owned();
     Err(Problem::failure(format!("{bad} of {rows} rows cannot be used"))
