@@ -132,6 +132,8 @@ def main():
                      "--max_steps", str(args.steps), "--save_strategy", "no", *flags]
             if verb == "train":
                 words += ["--reward_funcs", "random"]
+            if kind == "text":
+                words += ["--allow_text_only", "true"]
 
             def start(verb, *more):
                 done = subprocess.run([binary, verb, *words, *more], cwd=scratch, capture_output=True, text=True)

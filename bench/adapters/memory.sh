@@ -21,7 +21,7 @@ measure() {
     name=$1 dir=$2
     shift 2
     "$program" train --model_name_or_path model --init_weights 1 --train_file rows.jsonl --reward_funcs random \
-        --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 16 --max_steps 2 \
+        --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 16 --max_steps 2 --allow_text_only \
         --save_strategy no --output_dir "$dir" "$@" > "$dir.out" 2> "$dir.log" || { cat "$dir.log" >&2; exit 1; }
     table=$(grep -m 1 '^total' "$dir.log" | awk '{ printf "%s + %s", $6, $8 }')
     peak=$(tail -n 1 "$dir/metrics.jsonl" | grep -o '"memory/peak_mb":[0-9]*' | cut -d: -f2)

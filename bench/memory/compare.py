@@ -119,7 +119,7 @@ def main():
             place = Path(place)
             checkpoint(place / "start", work["sizes"])
             rows(place, *work["rows"])
-            flags = ["--train_file", place / "rows.jsonl", "--device", "cpu", "--save_strategy", "no"] + work["flags"]
+            flags = ["--train_file", place / "rows.jsonl", "--allow_text_only", "true", "--device", "cpu", "--save_strategy", "no"] + work["flags"]
             command = [program, work["verb"], *flags, "--model_name_or_path"]
             with open(place / "log", "w") as log:
                 model = [place / "start", "--init_weights", "1"]

@@ -33,6 +33,8 @@ def command(args, root, output_dir):
     )
     if WORKLOADS[args.workload].num_images:
         settings["image_folders"] = root
+    else:
+        settings["allow_text_only"] = "true"
     return [str(args.binary), "train"] + [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 

@@ -302,6 +302,10 @@ def tool_schema(function):
     return {"type": "function", "function": about}
 
 
+# Tag of EXIF with the turn of a picture that is stored sideways.
+_ORIENTATION = 0x0112
+
+
 def medium(value):
     """Return a picture, clip or sound as its path or as the bytes of its file: a path, bytes, a dict of datasets, a PIL image or an array."""
     if isinstance(value, (str, os.PathLike)):
@@ -318,6 +322,14 @@ def medium(value):
 
         value = Image.fromarray(value)
     out = io.BytesIO()
+    turn = value.getexif().get(_ORIENTATION, 1) if hasattr(value, "getexif") else 1
+    if turn != 1:  # The setting `orientation` decides, as for a file.
+        from PIL import Image
+
+        exif = Image.Exif()
+        exif[_ORIENTATION] = turn
+        value.save(out, "PNG", exif=exif)
+        return out.getvalue()
     # Writing a PNG takes fifty times as long as writing a BMP, which has no transparency.
     value.save(out, "BMP" if value.mode == "RGB" else "PNG")
     return out.getvalue()

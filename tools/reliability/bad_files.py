@@ -47,7 +47,7 @@ ROW = {"problem": "What is 2+3?", "solution": "<answer>5</answer>"}
 GENERATE = ["generate", "--model", "m", "--prompt", "Hi", "--max_completion_length", "1", "--threads", "1"]
 TRAIN = (
     "train --model m --train_file rows.jsonl --output_dir run --max_steps 1 --num_generations 2 --threads 1 "
-    "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --max_completion_length 2"
+    "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --max_completion_length 2 --allow_text_only true"
 ).split()
 
 # Values that take a setting's place: wrong types, edges of integer types, sizes that nothing has, text that is no text.

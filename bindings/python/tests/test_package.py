@@ -98,6 +98,29 @@ def test_pictures_have_the_same_result_in_every_form(demo):
     assert other[0][0]["logprobs"] != answers[0]["logprobs"]
 
 
+def test_a_sideways_picture_has_the_same_result_in_every_form(demo, tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    ImageOps = pytest.importorskip("PIL.ImageOps")
+    lines = map(json.loads, (demo / "data/eval.jsonl").read_text().splitlines())
+    row = next(row for row in lines if "image" in row)
+    upright = Image.open(demo / "data" / row["image"]).convert("RGB").resize((84, 56))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = tmp_path / "sideways.png"
+    upright.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
+    assert ImageOps.exif_transpose(Image.open(file)).tobytes() == upright.tobytes()
+    model, text = omnigrpo.Model.load(demo / "model"), row["conversations"][0]["value"]
+    forms = [upright, file, file.read_bytes(), {"bytes": file.read_bytes(), "path": None}, Image.open(file), Image.open(file).convert("RGB")]
+
+    def ask(**settings):
+        rows = [{"prompt": text, "image": form} for form in forms]
+        return [tuple(row[0]["logprobs"]) for row in model.generate(rows, temperature=0, max_completion_length=12, **settings)]
+
+    assert len(set(ask())) == 1
+    stored = ask(orientation="stored")
+    assert len(set(stored)) == 2 and len(set(stored[1:])) == 1
+
+
 def test_a_saved_model_answers_alike(demo, tmp_path):
     ask = lambda model: model.generate(["Which colour?"], temperature=0, max_completion_length=6)  # noqa: E731
     model = omnigrpo.Model.load(demo / "model")
@@ -153,7 +176,7 @@ def _forget(path):
     del model
     sizes.append(resident())
     args = omnigrpo.GRPOConfig(path.with_name("run"), max_steps=1, num_generations=2, per_device_train_batch_size=1,
-                               gradient_accumulation_steps=1, max_completion_length=2, dtype="float32", save_strategy="no")
+                               gradient_accumulation_steps=1, max_completion_length=2, dtype="float32", save_strategy="no", allow_text_only=True)
     trainer = omnigrpo.GRPOTrainer(path, lambda completions, **_: [float(i) for i in range(len(completions))], args, ["What is it?"])
     trainer.train()
     sizes.append(resident())

@@ -46,7 +46,7 @@ def caller(demo, tmp_path_factory):
     questions = [row["prompt"] + more for row in ROWS for more in ("", " It is key.", " It is pen.", " There are three boxes.")]
     rows = [{"prompt": [system, {"role": "user", "content": question}], "solution": CALL} for question in questions]
     args = omnigrpo.SFTConfig(
-        folder / "last", max_steps=200, per_device_train_batch_size=4, learning_rate=2e-3, max_completion_length=128, **settings
+        folder / "last", max_steps=200, per_device_train_batch_size=4, learning_rate=2e-3, max_completion_length=128, allow_text_only=True, **settings
     )
     omnigrpo.SFTTrainer(demo / "model", args, rows).train()
     return folder / "last"

@@ -65,7 +65,7 @@ def test_a_reward_gets_the_whole_conversation_and_the_columns(start):
         {"role": "user", "content": "And?"},
     ]
     rows = ({"prompt": turns, "kind": f"k{i}"} for i in range(4))
-    start(keep, rows, settings={"max_steps": 1}).train()
+    start(keep, rows, settings={"max_steps": 1, "allow_text_only": True}).train()
     # The first call is the trial before the run.
     assert seen[0][1] == ["k0"] and len(seen) == 2
     prompts, kinds, step = seen[1]
@@ -305,7 +305,7 @@ def keep(**kwargs):
         reward, more = (space["keep"], {}) if name == "here" else (f"{tmp_path}/mine.py:keep", {"reward_python": sys.executable})
         turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
         rows = [{"prompt": turns, "solution": "1", "kind": i} for i in range(4)]
-        start(reward, rows, folder=tmp_path / name, settings={"max_steps": 2, **more}).train()
+        start(reward, rows, folder=tmp_path / name, settings={"max_steps": 2, "allow_text_only": True, **more}).train()
         seen.append((tmp_path / f"{name}.jsonl").read_bytes())
     assert seen[0] == seen[1] and len(seen[0].splitlines()) == 3
 
@@ -411,7 +411,11 @@ def test_evaluations_arrive(start, demo):
 
 def test_sft_trains(demo, tmp_path):
     rows = [{"prompt": "Which colour is it?", "solution": "red"}, {"prompt": "Which one?", "solution": "blue"}]
-    args = omnigrpo.SFTConfig(tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=1, dtype="float32")
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "dtype": "float32"}
+    args = omnigrpo.SFTConfig(tmp_path, **settings)
+    with pytest.raises(omnigrpo.OmnigrpoError, match="all rows are text only"):
+        omnigrpo.SFTTrainer(demo / "model", args, rows).train()
+    args = omnigrpo.SFTConfig(tmp_path, allow_text_only=True, **settings)
     trainer = omnigrpo.SFTTrainer(demo / "model", args, rows)
     assert trainer.train().global_step == 2
     assert trainer.state.log_history[1]["loss"] < trainer.state.log_history[0]["loss"]

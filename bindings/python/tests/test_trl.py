@@ -196,7 +196,7 @@ def test_a_tool_beside_trl_is_called_and_answered_alike(demo, tmp_path):
     trl, transformers = needs("trl"), needs("transformers")
     call = '<tool_call>\n{"name": "open_box", "arguments": {"box": 2}}\n</tool_call>'
     rows = [{"prompt": [{"role": "user", "content": f"Which box {i}?"}]} for i in range(4)]
-    settings = {"dtype": "float32", "save_strategy": "no", "gradient_accumulation_steps": 1, "disable_tqdm": True}
+    settings = {"dtype": "float32", "save_strategy": "no", "gradient_accumulation_steps": 1, "disable_tqdm": True, "allow_text_only": True}
     shutil.copytree(demo / "model", tmp_path / "model")
     # TRL refuses templates that do not describe tools.
     shutil.copy(Path(trl.__file__).parent / "chat_templates/qwen3_vl.jinja", tmp_path / "model/chat_template.jinja")

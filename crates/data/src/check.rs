@@ -30,6 +30,9 @@ pub struct MediumInfo {
     pub width_px: Option<u32>,
     /// Height of the image or of each frame, pixels.
     pub height_px: Option<u32>,
+    /// Value of the EXIF orientation tag, from 1 to 8, that turns the stored pixels upright; 0 without pixels. Width and height are
+    /// those of the stored pixels.
+    pub turn: u8,
     /// Number of frames of a clip.
     pub num_frames: Option<u64>,
     /// Frame rate of a clip, frames per second.
@@ -117,6 +120,8 @@ pub struct Counts {
     /// Number of media of each kind in all rows.
     #[serde(flatten)]
     pub media: PerKind<u64>,
+    /// Number of media whose stored pixels are not upright.
+    pub turned: PerKind<u64>,
     /// Number of rows without a solution.
     pub without_solution: u64,
 }
@@ -151,6 +156,7 @@ impl Report {
         a.bad_rows += b.bad_rows;
         a.text_rows += b.text_rows;
         b.media.into_iter().for_each(|(kind, count)| a.media[kind] += count);
+        b.turned.into_iter().for_each(|(kind, count)| a.turned[kind] += count);
         a.without_solution += b.without_solution;
         self.media_bytes += other.media_bytes;
         for (from, rows) in other.solutions_from {
@@ -223,8 +229,9 @@ fn check_row(
         }
     }
     match outcome {
-        Ok((prompt, media_bytes)) => {
+        Ok((prompt, media_bytes, turned)) => {
             report.media_bytes += media_bytes;
+            turned.into_iter().for_each(|(kind, count)| report.counts.turned[kind] += count);
             report.longest.push(prompt);
             // Trimmed from time to time, so that memory does not grow with the dataset.
             if report.longest.len() > 2 * options.num_longest + 1024 {
@@ -243,8 +250,9 @@ fn check_row(
 /// Bad row: its origin, a description of the problem, and the kind of a missing medium.
 type Bad = (Origin, String, Option<MediumKind>);
 
-/// Result of one row: the prompt and the bytes of its media for a good row, or the bad row.
-type Checked = Result<(LongPrompt, u64), Bad>;
+/// Result of one row: for a good row the prompt, the bytes of its media and the number of those that are not stored upright; or the
+/// bad row.
+type Checked = Result<(LongPrompt, u64, PerKind<u64>), Bad>;
 
 /// Checks one row and returns the parsed sample, if any, with the result. Returns an error only if the machine failed.
 fn checked(
@@ -262,9 +270,9 @@ fn checked(
     match dataset.get(row) {
         Ok(sample) => {
             let bad = match usable(&sample, options, cache) {
-                Ok(Measure { num_tokens, media_tokens, media_bytes }) => {
+                Ok((Measure { num_tokens, media_tokens, media_bytes }, turned)) => {
                     let prompt = LongPrompt { num_tokens, media_tokens, row, id: sample.id.clone() };
-                    return Ok((Some(sample), Ok((prompt, media_bytes))));
+                    return Ok((Some(sample), Ok((prompt, media_bytes, turned))));
                 }
                 Err(source) => {
                     let what = judged(&sample.origin, source)?;
@@ -297,8 +305,8 @@ fn count(sample: &Sample, counts: &mut Counts) {
     }
 }
 
-/// Measures a row. The error names every broken medium of the row.
-fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<Measure, Cause> {
+/// Measures a row, and counts its media that are not stored upright. The error names every broken medium of the row.
+fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<(Measure, PerKind<u64>), Cause> {
     let mut infos = Vec::with_capacity(sample.media.len());
     let mut broken = Vec::new();
     for medium in &sample.media {
@@ -320,7 +328,11 @@ fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<Meas
     if !broken.is_empty() {
         return Err(broken.join("; ").into());
     }
-    (options.estimate)(sample, &infos)
+    let mut turned = PerKind::default();
+    for (medium, info) in sample.media.iter().zip(&infos) {
+        turned[medium.kind] += u64::from(info.turn > 1);
+    }
+    Ok(((options.estimate)(sample, &infos)?, turned))
 }
 
 /// Returns a description of the row's options that the medium cannot satisfy.
@@ -536,6 +548,7 @@ mod tests {
             bad_rows: 4,
             text_rows: 1,
             media: [(MediumKind::Image, 7)].into(),
+            turned: PerKind::default(),
             without_solution: 1,
         };
         assert_eq!(report.counts, counts);

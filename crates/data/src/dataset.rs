@@ -1,5 +1,6 @@
 //! Dataset: one list of rows over several annotation files.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -11,9 +12,9 @@ use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::error::{DataError, IMAGE, PROMPT, RowError, RowProblem, SOLUTION, VIDEO};
+use crate::error::{AUDIO, DataError, IMAGE, PROMPT, RowError, RowProblem, SOLUTION, VIDEO};
 use crate::formats::outputs::{self, RECORDED};
-use crate::formats::{self, Context, Format};
+use crate::formats::{self, Context, Format, Unread};
 use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
 use crate::registry::{DatasetSpec, is_yaml};
 use crate::roots::Resolver;
@@ -72,15 +73,22 @@ pub struct ColumnNames {
     pub solution: Option<String>,
     /// Column of the images.
     pub image: Option<String>,
-    /// Column of the videos.
+    /// Column of the videos. If it is also the column of another kind, the extension of each entry tells its kind.
     pub video: Option<String>,
+    /// Column of the sounds.
+    pub audio: Option<String>,
 }
 
 impl ColumnNames {
     /// Returns the setting and the column name of each column that is set.
     fn named(&self) -> impl Iterator<Item = (Setting, &str)> {
-        let all =
-            [(PROMPT, &self.prompt), (SOLUTION, &self.solution), (IMAGE, &self.image), (VIDEO, &self.video)];
+        let all = [
+            (PROMPT, &self.prompt),
+            (SOLUTION, &self.solution),
+            (IMAGE, &self.image),
+            (VIDEO, &self.video),
+            (AUDIO, &self.audio),
+        ];
         all.into_iter().filter_map(|(setting, name)| Some((setting, name.as_deref()?)))
     }
 
@@ -89,7 +97,16 @@ impl ColumnNames {
         match kind {
             MediumKind::Image => self.image.as_deref(),
             MediumKind::Video => self.video.as_deref(),
-            _ => None,
+            MediumKind::Audio => self.audio.as_deref(),
+        }
+    }
+
+    /// Returns the setting that names the column of the media of a kind.
+    pub(crate) fn setting(kind: MediumKind) -> Setting {
+        match kind {
+            MediumKind::Image => IMAGE,
+            MediumKind::Video => VIDEO,
+            MediumKind::Audio => AUDIO,
         }
     }
 }
@@ -110,6 +127,33 @@ impl Default for ReadOptions {
         }
     }
 }
+
+/// A column that no reader uses and that looks like media.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnreadMedia {
+    /// Name of the column, with dots into objects.
+    pub column: String,
+    /// Kind of the media.
+    pub kind: MediumKind,
+    /// Setting that reads the column if it has this name.
+    pub setting: Setting,
+    /// Number of sampled rows in which the column looks like media.
+    pub rows: u64,
+    /// Number of these rows without another medium of this kind.
+    pub lost: u64,
+    /// Number of sampled rows.
+    pub sampled: u64,
+}
+
+impl UnreadMedia {
+    /// Returns true if at least one of ten sampled rows loses its media.
+    pub fn is_usual(&self) -> bool {
+        10 * self.lost >= self.sampled
+    }
+}
+
+/// Maximum number of rows searched for columns that look like media.
+const LOOKED_AT_FOR_MEDIA: u64 = 256;
 
 /// Number of rows searched for column names.
 const LOOKED_AT: u64 = 1000;
@@ -389,7 +433,14 @@ impl Dataset {
             return Err(RowError { row, file: Path::new("").into(), line: 0, problem });
         };
         let line = part.file.line(in_file);
-        let context = Context {
+        part.file
+            .value(in_file)
+            .and_then(|value| formats::sample(value, row, line, &self.context(part)))
+            .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
+    }
+
+    fn context<'a>(&'a self, part: &'a DatasetPart) -> Context<'a> {
+        Context {
             dataset: &part.name,
             file: &part.file.path,
             resolver: &part.resolver,
@@ -400,11 +451,45 @@ impl Dataset {
             names: &self.names,
             use_audio_in_video: self.use_audio_in_video,
             empty_questions: self.empty_questions,
+        }
+    }
+
+    /// Returns the columns that no reader uses and that look like media, in up to 256 evenly spread rows. The names in
+    /// [`ReadOptions::columns`] would read them.
+    pub fn unread_media(&self) -> Vec<UnreadMedia> {
+        let sampled = self.len().min(LOOKED_AT_FOR_MEDIA);
+        let mut found: BTreeMap<(String, MediumKind), UnreadMedia> = BTreeMap::new();
+        for row in (0..sampled).map(|at| at * self.len() / sampled) {
+            let Some((part, in_file)) = self.locate(row) else { continue };
+            // An unreadable row is reported when it is used.
+            let Ok(Value::Object(mut columns)) = part.file.value(in_file) else { continue };
+            for (name, value) in &part.columns {
+                columns.entry(name.clone()).or_insert_with(|| value.clone());
+            }
+            let unread = formats::unread(columns, &self.context(part));
+            let read = if unread.is_empty() { None } else { self.get(row).ok() };
+            for Unread { column, kind, setting } in unread {
+                let is_read = read.iter().flat_map(|sample| &sample.media).any(|medium| medium.kind == kind);
+                let new = || UnreadMedia { column: column.clone(), kind, setting, rows: 0, lost: 0, sampled };
+                let one = found.entry((column.clone(), kind)).or_insert_with(new);
+                one.rows += 1;
+                one.lost += u64::from(!is_read);
+            }
+        }
+        found.into_values().collect()
+    }
+
+    /// Returns true if there are usable rows and none of the rows has media, also not missing ones.
+    pub fn is_text_only(&self) -> bool {
+        let mut some = false;
+        let is_text = |row| match self.get(row) {
+            Ok(sample) => {
+                some = true;
+                sample.media.is_empty()
+            }
+            Err(error) => !matches!(error.problem, RowProblem::Medium { .. }),
         };
-        part.file
-            .value(in_file)
-            .and_then(|value| formats::sample(value, row, line, &context))
-            .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
+        (0..self.len()).all(is_text) && some
     }
 
     /// Records the folders of these media paths, so that a folder that disappears later is recognised as missing.

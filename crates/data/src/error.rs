@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::{ColumnNames, ReadOptions, Roots};
 
 omnigrpo_guard::settings! {
-    struct ColumnNames { PROMPT = prompt, SOLUTION = solution, IMAGE = image, VIDEO = video }
+    struct ColumnNames { PROMPT = prompt, SOLUTION = solution, IMAGE = image, VIDEO = video, AUDIO = audio }
     struct ReadOptions { FETCH = fetch }
     struct Roots { IMAGES = images, VIDEOS = videos, AUDIOS = audios }
 }
@@ -190,6 +190,14 @@ pub enum RowProblem {
     /// Row that is not JSON or is nested too deeply.
     #[error("not a JSON row")]
     Json(#[from] serde_json::Error),
+    /// Row with a number that JSON does not have.
+    #[error(
+        "not a JSON row: got {word}, which JSON does not have (`json.dumps` of Python writes it for such a float); write a number or null"
+    )]
+    NoNumber {
+        /// `NaN`, `Infinity` or `-Infinity`.
+        word: &'static str,
+    },
     /// JSON value of an unusable type.
     #[error("column `{column}`: got {got}, expected {expected}")]
     Column {
@@ -270,7 +278,7 @@ pub enum PathProblem {
         root: PathBuf,
     },
     /// File that exists under none of the roots.
-    #[error("the file does not exist; paths tried: {}", tried.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "))]
+    #[error("the file does not exist; paths tried: {}", tried.iter().map(|path| shorten_path(path)).collect::<Vec<_>>().join(", "))]
     NotFound {
         /// Paths that were tried.
         tried: Vec<PathBuf>,
@@ -323,6 +331,17 @@ pub(crate) fn describe(value: &Value) -> String {
         other => other.to_string(),
     };
     format!("{kind} {}", shorten(&text))
+}
+
+/// Returns the start of a path that is longer than any usual one, and other paths as they are.
+fn shorten_path(path: &Path) -> String {
+    const USUAL: usize = 240;
+    let text = path.display().to_string();
+    let mut chars = text.char_indices();
+    match (text.len() > USUAL).then(|| chars.nth(USUAL / 2)).flatten() {
+        Some((end, _)) => format!("{}… ({} characters)", &text[..end], text.chars().count()),
+        None => text,
+    }
 }
 
 /// Returns the first 80 characters.

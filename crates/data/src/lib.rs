@@ -28,7 +28,7 @@ mod vivqa_x;
 pub use check::{
     Cause, CheckOptions, Counts, Estimate, LongPrompt, Measure, MediumInfo, Probe, Problem, Report, check,
 };
-pub use dataset::{ColumnNames, Dataset, Fetch, ReadOptions, RowReader};
+pub use dataset::{ColumnNames, Dataset, Fetch, ReadOptions, RowReader, UnreadMedia};
 pub use error::{DataError, PathProblem, RowError, RowProblem, SETTINGS};
 pub use formats::{FORMATS, Format};
 pub use omnigrpo_text::{MediumKind, Part, Role, Turn};

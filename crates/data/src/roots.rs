@@ -6,7 +6,8 @@
 //! - An absolute path must be inside a root. If no root of its kind is given, it is used unchanged. Folders in which the program
 //!   itself stores media count as roots if they belong to the user of this process: those of the cache, and `media` of the run
 //!   whose `rollouts` are read.
-//! - `http(s)` addresses are fetched if the run allows it. `data:` addresses are written to the cache. Both become files.
+//! - `http(s)` addresses are fetched if the run allows it. `data:` addresses and media in base64 are written to the cache. All
+//!   become files.
 //! - A missing path is a failure of the machine, not of the row, if its folder held media before and is now missing or empty.
 //!   Otherwise the path is reported as not found.
 //! - COCO file names imply the folder of their split: `COCO_train2014_….jpg` is also looked up in `train2014/`.
@@ -21,6 +22,7 @@ use omnigrpo_text::{Form, MediumKind, PerKind};
 
 use crate::dataset::{Fetch, ReadOptions};
 use crate::error::{AUDIOS, DataError, IMAGES, PathProblem, VIDEOS};
+use crate::formats::is_base64;
 use crate::store::store;
 
 /// Root folders of relative media paths, per kind. An empty list stands for the annotation file's folder.
@@ -168,11 +170,15 @@ impl Resolver {
                 None => Err(PathProblem::UrlNotAllowed),
             };
         }
-        if let (Some(data), Some(folder)) = (text.strip_prefix("data:"), &self.kept) {
-            let bytes = data_bytes(data).map_err(|got| PathProblem::Unsupported { got })?;
-            own_folder(folder).map_err(|error| PathProblem::Fetch(error.into()))?;
-            let name = store(folder, &bytes, None).map_err(|error| PathProblem::Fetch(error.into()))?;
-            return Ok(folder.join(name));
+        let data = text.strip_prefix("data:");
+        if let (Some(data), true) = (data, self.kept.is_some()) {
+            return self.stored(data_bytes(data));
+        }
+        if is_base64(text) {
+            return match self.kept.is_some() {
+                true => self.stored(decoded(text)),
+                false => Err(PathProblem::Unsupported { got: "a medium in base64".to_owned() }),
+            };
         }
         let text = text.strip_prefix("file://").unwrap_or(text);
         if text.is_empty() || text.starts_with("data:") || text.contains("://") {
@@ -216,6 +222,24 @@ impl Resolver {
             return Err(away(root));
         }
         self.absent(tried)
+    }
+
+    /// Returns the files of the frames in a `data:` address.
+    pub(crate) fn frames(&self, text: &str) -> Result<Vec<PathBuf>, PathProblem> {
+        let mut parts = text.split(',');
+        let head = parts.next().unwrap_or_default();
+        parts.map(|frame| self.path(MediumKind::Image, &format!("{head},{frame}"))).collect()
+    }
+
+    /// Writes a medium into the cache and returns its file.
+    fn stored(&self, bytes: Result<Vec<u8>, String>) -> Result<PathBuf, PathProblem> {
+        let bytes = bytes.map_err(|got| PathProblem::Unsupported { got })?;
+        let Some(folder) = &self.kept else {
+            return Err(PathProblem::Unsupported { got: "a medium as bytes".to_owned() });
+        };
+        own_folder(folder).map_err(|error| PathProblem::Fetch(error.into()))?;
+        let name = store(folder, &bytes, None).map_err(|error| PathProblem::Fetch(error.into()))?;
+        Ok(folder.join(name))
     }
 
     fn found(
@@ -270,14 +294,19 @@ fn away(folder: &Path) -> PathProblem {
 
 /// Decodes the part of a `data:` address after the scheme: `image/png;base64,iVBO…`.
 fn data_bytes(data: &str) -> Result<Vec<u8>, String> {
-    use base64::Engine as _;
     let (head, body) = data.split_once(',').ok_or("`data:` without a comma")?;
     if !head.ends_with(";base64") {
         return Err(format!("`data:{}`, not in base64", crate::error::shorten(head)));
     }
-    base64::engine::general_purpose::STANDARD
-        .decode(body.trim())
-        .map_err(|error| format!("broken base64 ({error})"))
+    decoded(body)
+}
+
+/// Decodes base64, which may have line breaks.
+fn decoded(text: &str) -> Result<Vec<u8>, String> {
+    use base64::Engine as _;
+    let plain: String = text.chars().filter(|char| !char.is_ascii_whitespace()).collect();
+    let decoded = base64::engine::general_purpose::STANDARD.decode(plain);
+    decoded.map_err(|error| format!("broken base64 ({error})"))
 }
 
 /// Returns the path unchanged. If it is a folder (of frames), none of its links may leave the root.

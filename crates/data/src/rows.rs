@@ -158,7 +158,13 @@ impl RowFile {
     /// Returns a row as JSON.
     pub(crate) fn value(&self, row: u64) -> Result<Value, RowProblem> {
         let bytes = self.read(row)?;
-        if self.is_rollouts { outputs::joined(&bytes) } else { Ok(serde_json::from_slice(&bytes)?) }
+        if self.is_rollouts {
+            return outputs::joined(&bytes);
+        }
+        serde_json::from_slice(&bytes).map_err(|error| match no_number(&bytes, &error) {
+            Some(word) => RowProblem::NoNumber { word },
+            None => error.into(),
+        })
     }
 
     /// Returns the same rows under the name of their original file. Line numbers then count rows of the original file.
@@ -238,6 +244,17 @@ impl RowFile {
     }
 }
 
+/// Returns the word in place of a number at which the parser of a row failed.
+fn no_number(row: &[u8], error: &serde_json::Error) -> Option<&'static str> {
+    let line = row.split(|&byte| byte == b'\n').nth(error.line().checked_sub(1)?)?;
+    // The parser stops at the first or the second byte of the word.
+    let places = error.column().saturating_sub(2)..=error.column();
+    let mut starts = places.filter_map(|at| line.get(at..));
+    starts.find_map(|rest| {
+        ["NaN", "Infinity", "-Infinity"].into_iter().find(|word| rest.starts_with(word.as_bytes()))
+    })
+}
+
 fn index(reader: &mut BufReader<File>, path: &Path) -> Result<Vec<RowSpan>, DataError> {
     let io = || DataError::io("read", path);
     let mut offset = 0;
@@ -295,32 +312,38 @@ fn index_lines(
         }
         reader.consume(num_bytes);
     }
-    if path.extension().is_some_and(|extension| extension == "json") {
-        refuse_spread_object(reader, path, rows.first())?;
-    }
+    refuse_spread_objects(reader, path, &rows)?;
     Ok(rows)
 }
 
-/// Rejects a single JSON object that spans several lines. A `.json` file that begins with `{` is otherwise read as JSON lines. If
-/// its first line is only part of a larger object, no row could be read, and the error is in the file, not in its rows.
-fn refuse_spread_object(
+/// Rejects JSON objects that span several lines, since each line would be a bad row. If the first line is only part of an object
+/// and the second line begins no row, the error is in the file, not in its rows.
+fn refuse_spread_objects(
     reader: &mut BufReader<File>,
     path: &Path,
-    first: Option<&RowSpan>,
+    rows: &[RowSpan],
 ) -> Result<(), DataError> {
-    let Some(first) = first.filter(|first| first.len_bytes <= MAX_ROW_BYTES) else { return Ok(()) };
-    let mut bytes = vec![0; first.len_bytes as usize];
-    reader.seek(SeekFrom::Start(first.offset)).map_err(DataError::io("read", path))?;
-    reader.read_exact(&mut bytes).map_err(DataError::io("read", path))?;
-    match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
-        Err(error) if error.is_eof() => Err(DataError::Syntax {
+    let mut read = |span: &RowSpan| -> Result<Vec<u8>, DataError> {
+        let mut bytes = vec![0; span.len_bytes as usize];
+        reader.seek(SeekFrom::Start(span.offset)).map_err(DataError::io("read", path))?;
+        reader.read_exact(&mut bytes).map_err(DataError::io("read", path))?;
+        Ok(bytes)
+    };
+    let [first, second, ..] = rows else { return Ok(()) };
+    if first.len_bytes > MAX_ROW_BYTES || second.len_bytes > MAX_ROW_BYTES {
+        return Ok(());
+    }
+    let is_open =
+        serde_json::from_slice::<serde::de::IgnoredAny>(&read(first)?).is_err_and(|error| error.is_eof());
+    match is_open && !read(second)?.trim_ascii_start().starts_with(b"{") {
+        true => Err(DataError::Syntax {
             path: path.to_owned(),
             line: u64::from(first.line),
-            problem:
-                "got one JSON object over several lines, expected an array of rows or one object per line"
-                    .to_owned(),
+            problem: "got JSON objects over several lines each, expected one object per line, or an array of rows; `jq -c .` \
+                      writes each object on one line"
+                .to_owned(),
         }),
-        _ => Ok(()),
+        false => Ok(()),
     }
 }
 

@@ -15,7 +15,9 @@ mod public;
 mod testing;
 
 pub use error::{FetchError, SETTINGS};
-pub use hub::{Hub, HubOptions, Pushed, Step, cached, cached_dataset, has_weights, is_repo_name};
+pub use hub::{
+    Hub, HubOptions, Pushed, Step, cached, cached_dataset, folder_tables, has_weights, is_repo_name,
+};
 pub use media::{UrlMedia, UrlOptions};
 
 use std::time::Duration;

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use omnigrpo_media::{
-    FrameSampling, FrameSize, Limits, QwenSampling, VideoRequest, VideoSource, decode_video,
+    FrameSampling, FrameSize, Limits, Orientation, QwenSampling, VideoRequest, VideoSource, decode_video,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -20,6 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         sampling: FrameSampling::Qwen(QwenSampling { nframes: Some(8), ..Default::default() }),
         size: FrameSize::Native,
         listed_fps: None,
+        orientation: Orientation::Upright,
     };
     let video = decode_video(&VideoSource::File(clip), &request, &Limits::default())?;
     std::fs::write(&out, video.frames.into_iter().flat_map(|frame| frame.pixels).collect::<Vec<u8>>())?;

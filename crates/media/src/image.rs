@@ -6,7 +6,7 @@
 //! * transparency (RGBA, grey + alpha, palette or `tRNS`) is composited on white with Pillow's rounding;
 //! * one-channel pictures are repeated over three channels; 16-bit colour keeps the high byte; 16-bit grey without alpha is
 //!   clipped at 255 and not scaled, as in Pillow's conversion of mode `I;16` to RGB;
-//! * the EXIF orientation is **not** applied, since Pillow does not apply it on `open`.
+//! * the picture is turned upright by its orientation tag, or stays as it is stored ([`Orientation`]).
 //!
 //! Differences: lossy formats are not decoded with libjpeg-turbo and libwebp, which Pillow uses. JPEG pixels differ by up to 5 of
 //! 255 levels (0.4 on average). A JPEG without an end marker is an error here, because the decoder would fill the missing part
@@ -20,7 +20,7 @@ use std::path::Path;
 use image::{DynamicImage, ImageFormat, ImageReader};
 use rayon::prelude::*;
 
-use crate::{Limits, MediaError};
+use crate::{Limits, MediaError, Orientation, Turn};
 
 /// Supported formats, as listed in error messages.
 pub(crate) const IMAGE_FORMATS: &str = "a PNG, JPEG, WebP, GIF, BMP or TIFF image";
@@ -115,40 +115,56 @@ impl Rgb8Image {
 /// Size and format of a picture, as stated in its header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageInfo {
-    /// Width in pixels.
+    /// Width of the stored pixels.
     pub width_px: u32,
-    /// Height in pixels.
+    /// Height of the stored pixels.
     pub height_px: u32,
+    /// Turn that brings the stored pixels upright.
+    pub turn: Turn,
     /// File format, recognised by content.
     pub format: ImageFormat,
+}
+
+impl ImageInfo {
+    /// Returns width and height of the picture as [`load_image`] returns it.
+    pub fn size_px(&self, orientation: Orientation) -> [u32; 2] {
+        self.turn.given(orientation).size([self.width_px, self.height_px])
+    }
 }
 
 /// Decodes a picture file.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read, is over a limit, is damaged, or has an unsupported format.
-pub fn load_image(path: &Path, limits: &Limits) -> Result<Rgb8Image, MediaError> {
-    decode(path, &limits.read(path)?, limits)
+pub fn load_image(path: &Path, orientation: Orientation, limits: &Limits) -> Result<Rgb8Image, MediaError> {
+    decode(path, &limits.read(path)?, orientation, limits)
 }
 
 /// Decodes a picture in memory. Errors contain `name` in place of a path.
-pub fn load_image_bytes(name: &str, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
+pub fn load_image_bytes(
+    name: &str,
+    bytes: &[u8],
+    orientation: Orientation,
+    limits: &Limits,
+) -> Result<Rgb8Image, MediaError> {
     let path = Path::new(name);
     Limits::check(path, "size in bytes", bytes.len() as u64, limits.max_file_bytes)?;
-    decode(path, bytes, limits)
+    decode(path, bytes, orientation, limits)
 }
 
-/// Reads the size and format from the header of a picture, without decoding the picture. Damage after the header is not detected.
+/// Reads the size, orientation and format from the headers of a picture, without decoding the picture. Damage after the header is not detected.
 pub fn probe_image(path: &Path, limits: &Limits) -> Result<ImageInfo, MediaError> {
-    let file = limits.open(path)?;
-    let reader = ImageReader::new(source(BufReader::new(file)))
-        .with_guessed_format()
-        .map_err(|source| MediaError::Read { path: path.to_owned(), source })?;
-    let format = require_known(path, reader.format())?;
+    let mut file = BufReader::new(limits.open(path)?);
+    let read = |source| MediaError::Read { path: path.to_owned(), source };
+    let format = ImageReader::new(source(&mut file)).with_guessed_format().map_err(read)?.format();
+    let format = require_known(path, format)?;
+    let turn = Turn::of_picture(&mut file, format);
+    file.rewind().map_err(read)?;
+    let reader = ImageReader::with_format(source(file), format);
     let (width_px, height_px) =
         guarded(path, || reader.into_dimensions().map_err(|e| MediaError::decode(path, e)))?;
     check_size(path, width_px, height_px, limits)?;
-    Ok(ImageInfo { width_px, height_px, format })
+    Ok(ImageInfo { width_px, height_px, turn, format })
 }
 
 fn is_known(format: ImageFormat) -> bool {
@@ -205,7 +221,12 @@ pub(crate) fn guarded<T>(
         .unwrap_or_else(|_| Err(MediaError::decode(path, "the decoder failed with an internal error")))
 }
 
-fn decode(path: &Path, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
+fn decode(
+    path: &Path,
+    bytes: &[u8],
+    orientation: Orientation,
+    limits: &Limits,
+) -> Result<Rgb8Image, MediaError> {
     let format = require_known(path, image::guess_format(bytes).ok())?;
     if format == ImageFormat::Jpeg && !jpeg_has_end(bytes) {
         return Err(MediaError::decode(path, "JPEG data ends before its end marker"));
@@ -216,10 +237,14 @@ fn decode(path: &Path, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, Media
             .map_err(|e| MediaError::decode(path, e))
     })?;
     check_size(path, width_px, height_px, limits)?;
-    guarded(path, || {
+    let stored = guarded(path, || {
         let mut reader = ImageReader::with_format(source(Cursor::new(bytes)), format);
         reader.limits(decoder_limits(limits));
         rgb_from_dynamic(path, reader.decode().map_err(|e| MediaError::decode(path, e))?)
+    })?;
+    Ok(match orientation {
+        Orientation::Upright => Turn::of_picture(&mut Cursor::new(bytes), format).apply(stored),
+        Orientation::Stored => stored,
     })
 }
 

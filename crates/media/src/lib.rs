@@ -20,6 +20,7 @@ pub mod clip;
 mod error;
 mod image;
 mod limits;
+mod orientation;
 mod program;
 pub mod qwen_vl;
 mod resize;
@@ -31,6 +32,7 @@ mod video;
 pub use crate::error::MediaError;
 pub use crate::image::{ImageInfo, Rgb8Image, load_image, load_image_bytes, probe_image};
 pub use crate::limits::Limits;
+pub use crate::orientation::{Orientation, Turn};
 pub use crate::resize::resize_bicubic;
 pub use crate::sampling::{
     ClipBudget, FrameChoice, FrameSampling, PixelBudget, QwenSampling, segment_indices,

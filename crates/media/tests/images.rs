@@ -5,7 +5,7 @@ use std::io::Cursor;
 
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors};
 use omnigrpo_media::{
-    Limits, MediaError, Rgb8Image, load_image, load_image_bytes, probe_image, resize_bicubic,
+    Limits, MediaError, Orientation, Rgb8Image, load_image, load_image_bytes, probe_image, resize_bicubic,
 };
 use serde_json::Value;
 
@@ -54,7 +54,7 @@ fn files_decode_as_pillow_and_transformers_convert_them() {
     let mut num_exact = 0;
     for row in golden("files") {
         let name = row["name"].as_str().unwrap();
-        let image = load_image(&data(name), &limits).unwrap();
+        let image = load_image(&data(name), Orientation::Stored, &limits).unwrap();
         let info = probe_image(&data(name), &limits).unwrap();
         let size = (num(&row["size"][0]), num(&row["size"][1]));
         assert_eq!((image.width_px, image.height_px), size, "{name}");
@@ -72,6 +72,68 @@ fn files_decode_as_pillow_and_transformers_convert_them() {
     assert_eq!(num_exact, 17);
 }
 
+/// The eight values of the tag and wrong ones, in every format and place that Pillow reads, and files with damaged tags.
+#[test]
+fn pictures_are_turned_as_pillow_turns_them() {
+    use base64::Engine as _;
+    let limits = Limits::default();
+    let dir = tempfile::tempdir().unwrap();
+    let rows: Vec<Value> =
+        serde_json::from_slice(&std::fs::read(data("orientations.json")).unwrap()).unwrap();
+    let (mut turned, mut wrong) = (0, Vec::new());
+    for row in &rows {
+        let name = row["name"].as_str().unwrap();
+        let path = dir.path().join(name);
+        let file = base64::engine::general_purpose::STANDARD.decode(row["file"].as_str().unwrap()).unwrap();
+        std::fs::write(&path, &file).unwrap();
+        let upright = load_image(&path, Orientation::Upright, &limits).unwrap();
+        let info = probe_image(&path, &limits).unwrap();
+        let size = [0, 1].map(|i| num(&row["turned"][i]));
+        if sha(&upright.pixels) != row["sha256"] || [upright.width_px, upright.height_px] != size {
+            wrong.push(name);
+        }
+        assert_eq!(info.size_px(Orientation::Upright), [upright.width_px, upright.height_px], "{name}");
+        let stored = load_image(&path, Orientation::Stored, &limits).unwrap();
+        assert_eq!(info.size_px(Orientation::Stored), [stored.width_px, stored.height_px], "{name}");
+        assert_eq!(load_image_bytes(name, &file, Orientation::Upright, &limits).unwrap(), upright, "{name}");
+        // A turn that changes pixels is one in the header.
+        assert_eq!(upright != stored, info.turn.exif() != 1, "{name}");
+        turned += usize::from(upright != stored);
+    }
+    assert_eq!(wrong, [""; 0]);
+    assert!(rows.len() > 140 && turned > 80, "{turned} of {}", rows.len());
+}
+
+/// Damaged headers cost at most the turn.
+#[test]
+fn damaged_tags_are_no_failure_of_the_program() {
+    use base64::Engine as _;
+    let limits = Limits::default();
+    let rows: Vec<Value> =
+        serde_json::from_slice(&std::fs::read(data("orientations.json")).unwrap()).unwrap();
+    let mut pictures = 0;
+    for (seed, row) in rows.iter().enumerate() {
+        let name = row["name"].as_str().unwrap();
+        let file = base64::engine::general_purpose::STANDARD.decode(row["file"].as_str().unwrap()).unwrap();
+        let random = noise(seed as u64, 3 * 40);
+        for change in random.chunks_exact(3) {
+            let mut damaged = file.clone();
+            let at = usize::from(change[0]) * file.len() / 256;
+            if change[2] < 60 {
+                damaged.truncate(at);
+            } else {
+                damaged[at] = change[1];
+            }
+            if let Ok(upright) = load_image_bytes(name, &damaged, Orientation::Upright, &limits) {
+                let stored = load_image_bytes(name, &damaged, Orientation::Stored, &limits).unwrap();
+                assert_eq!(upright.pixels.len(), stored.pixels.len(), "{name}");
+                pictures += 1;
+            }
+        }
+    }
+    assert!(pictures > 500, "{pictures}");
+}
+
 #[test]
 fn patches_equal_the_transformers_processor() {
     for row in golden("patches") {
@@ -84,7 +146,8 @@ fn patches_equal_the_transformers_processor() {
         };
         let mut png = Cursor::new(Vec::new());
         image::write_buffer_with_format(&mut png, &pixels, w, h, color, image::ImageFormat::Png).unwrap();
-        let image = load_image_bytes("noise.png", png.get_ref(), &Limits::default()).unwrap();
+        let image =
+            load_image_bytes("noise.png", png.get_ref(), Orientation::Upright, &Limits::default()).unwrap();
 
         let processor = ImageProcessor::from_json(&row["options"].to_string()).unwrap();
         let out = processor.process_image(&image).unwrap();
@@ -111,19 +174,22 @@ fn damaged_and_foreign_files_are_errors() {
         let bytes = std::fs::read(data(name)).unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, &bytes[..bytes.len() / 4]).unwrap();
-        let error = load_image(&path, &limits).unwrap_err();
+        let error = load_image(&path, Orientation::Upright, &limits).unwrap_err();
         assert!(error.to_string().contains(name), "{error}");
     }
     let path = dir.path().join("text.png");
     std::fs::write(&path, "no picture at all").unwrap();
-    let error = load_image(&path, &limits).unwrap_err();
+    let error = load_image(&path, Orientation::Upright, &limits).unwrap_err();
     assert!(matches!(error, MediaError::Format { .. }), "{error}");
     assert!(error.to_string().contains("PNG, JPEG, WebP"), "{error}");
     assert!(matches!(probe_image(&path, &limits), Err(MediaError::Format { .. })));
     std::fs::write(&path, "").unwrap();
-    assert!(matches!(load_image(&path, &limits), Err(MediaError::Format { .. })));
-    assert!(matches!(load_image(&dir.path().join("none.png"), &limits), Err(MediaError::Read { .. })));
-    assert!(matches!(load_image(dir.path(), &limits), Err(MediaError::Read { .. })));
+    assert!(matches!(load_image(&path, Orientation::Upright, &limits), Err(MediaError::Format { .. })));
+    assert!(matches!(
+        load_image(&dir.path().join("none.png"), Orientation::Upright, &limits),
+        Err(MediaError::Read { .. })
+    ));
+    assert!(matches!(load_image(dir.path(), Orientation::Upright, &limits), Err(MediaError::Read { .. })));
 }
 
 #[test]
@@ -133,20 +199,23 @@ fn limits_hold_before_the_pixels_are_decoded() {
         Limits { max_pixels: 13 * 9 - 1, ..Limits::default() },
         Limits { max_file_bytes: 544, ..Limits::default() },
     ] {
-        for error in [load_image(&path, &limits).unwrap_err(), probe_image(&path, &limits).unwrap_err()] {
+        for error in [
+            load_image(&path, Orientation::Upright, &limits).unwrap_err(),
+            probe_image(&path, &limits).unwrap_err(),
+        ] {
             assert!(matches!(error, MediaError::TooLarge { .. }), "{error}");
         }
     }
     let limits = Limits { max_alloc_bytes: 13 * 9 * 4 - 1, ..Limits::default() };
-    assert!(load_image(&path, &limits).is_err());
+    assert!(load_image(&path, Orientation::Upright, &limits).is_err());
     let limits =
         Limits { max_pixels: 13 * 9, max_file_bytes: 545, max_alloc_bytes: 1 << 20, ..Limits::default() };
-    assert!(load_image(&path, &limits).is_ok());
+    assert!(load_image(&path, Orientation::Upright, &limits).is_ok());
 
     // A PNG header that promises 60 000 x 60 000 pixels.
     let mut bomb = std::fs::read(&path).unwrap();
     bomb[16..24].copy_from_slice(&[0, 0, 0xEA, 0x60, 0, 0, 0xEA, 0x60]);
-    assert!(load_image_bytes("bomb.png", &bomb, &Limits::default()).is_err());
+    assert!(load_image_bytes("bomb.png", &bomb, Orientation::Upright, &Limits::default()).is_err());
 }
 
 #[cfg(unix)]
@@ -155,7 +224,7 @@ fn pipes_are_refused_without_blocking() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("pipe.png");
     assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-    let error = load_image(&path, &Limits::default()).unwrap_err();
+    let error = load_image(&path, Orientation::Upright, &Limits::default()).unwrap_err();
     let why = omnigrpo_guard::told(&error);
     assert!(why.contains("not a regular file"), "{why}");
 }
@@ -240,7 +309,7 @@ proptest::proptest! {
             bytes[at] = value;
         }
         let limits = Limits { max_pixels: 1 << 20, max_alloc_bytes: 1 << 24, ..Limits::default() };
-        if let Ok(image) = load_image_bytes(name, &bytes, &limits) {
+        if let Ok(image) = load_image_bytes(name, &bytes, Orientation::Upright, &limits) {
             proptest::prop_assert!(image.pixels.len() == (image.width_px * image.height_px * 3) as usize);
         }
     }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid};
 use omnigrpo_media::{
-    FrameSampling, FrameSize, Limits, MediaError, PixelBudget, QwenSampling, Rgb8Image, VideoFrames,
-    VideoRequest, VideoSource, decode_video, load_image, probe_video, resize_bicubic,
+    FrameSampling, FrameSize, Limits, MediaError, Orientation, PixelBudget, QwenSampling, Rgb8Image,
+    VideoFrames, VideoRequest, VideoSource, decode_video, load_image, probe_video, resize_bicubic,
 };
 use serde_json::Value;
 
@@ -18,7 +18,7 @@ mod common;
 use common::{data, golden, noise, sha};
 
 fn request(sampling: FrameSampling) -> VideoRequest {
-    VideoRequest { sampling, size: FrameSize::Native, listed_fps: None }
+    VideoRequest { sampling, size: FrameSize::Native, listed_fps: None, orientation: Orientation::Upright }
 }
 
 /// Midpoints of as many shares as there are frames: every frame once.
@@ -87,7 +87,10 @@ fn damaged_animations_are_errors() {
 fn a_still_webp_is_a_video_of_one_frame() {
     let source = VideoSource::File(data("rgba_lossless.webp"));
     let video = decode_video(&source, &every(1), &Limits::default()).unwrap();
-    assert_eq!(video.frames, [load_image(&data("rgba_lossless.webp"), &Limits::default()).unwrap()]);
+    assert_eq!(
+        video.frames,
+        [load_image(&data("rgba_lossless.webp"), Orientation::Upright, &Limits::default()).unwrap()]
+    );
 }
 
 #[test]
@@ -113,7 +116,7 @@ fn lists_and_directories_of_pictures_are_videos() {
     assert_eq!(video.second_per_grid_t(2), 1.0);
 
     let list = VideoSource::FrameList(paths.iter().rev().cloned().collect());
-    let four = VideoRequest { listed_fps: Some(5.5), size: FrameSize::Native, sampling: nframes(4) };
+    let four = VideoRequest { listed_fps: Some(5.5), ..request(nframes(4)) };
     let video = decode_video(&list, &four, &limits).unwrap();
     assert_eq!(video.indices, [0, 3, 7, 10]); // 0, 3.33, 6.67, 10
     assert_eq!(video.frames[1], frames[7]);
@@ -265,6 +268,68 @@ fn ffmpeg_gives_exactly_the_frames_asked_for() {
         assert_eq!(counted(&video)[1..], video.indices[1..]);
         let all = decode_video(&source, &every(50), &limits).unwrap();
         assert_eq!(counted(&all)[2..], all.indices[2..]);
+    }
+}
+
+/// Sets the display matrix of the first track of an MP4: the upper left 2 × 2 numbers.
+fn with_matrix(mp4: &[u8], matrix: [i32; 4]) -> Vec<u8> {
+    let mut out = mp4.to_vec();
+    // Version 0 of the box has the nine numbers of the matrix 44 bytes behind its name.
+    let start = 44 + mp4.windows(4).position(|name| name == b"tkhd").unwrap();
+    let [a, b, c, d] = matrix.map(|number| number << 16);
+    for (at, number) in [a, b, 0, c, d, 0, 0, 0, 1 << 30].into_iter().enumerate() {
+        out[start + 4 * at..][..4].copy_from_slice(&i32::to_be_bytes(number));
+    }
+    out
+}
+
+/// The frames of each turn equal those of decord 0.6 up to its conversion of colours: `transpose=1` for 90 degrees and so on. Decord
+/// reads the angle of a matrix that mirrors, which is 0 or 180.
+#[test]
+#[ignore = "needs ffmpeg; .ci/run runs it"]
+fn ffmpeg_frames_are_turned_by_the_display_matrix() {
+    let (dir, limits) = (tempfile::tempdir().unwrap(), Limits::default());
+    let path = dir.path().join("clip.mp4");
+    ffmpeg(&["-f", "lavfi", "-i", "testsrc=s=64x48:r=10:d=1", "-pix_fmt", "yuv420p"], &path);
+    let plain = std::fs::read(&path).unwrap();
+    let stored = VideoRequest { orientation: Orientation::Stored, ..request(nframes(2)) };
+    let expected = decode_video(&VideoSource::File(path.clone()), &stored, &limits).unwrap();
+    for (matrix, turn) in [
+        ([1, 0, 0, 1], 1),
+        ([0, 1, -1, 0], 6),
+        ([-1, 0, 0, -1], 3),
+        ([0, -1, 1, 0], 8),
+        ([-1, 0, 0, 1], 3),
+        ([1, 0, 0, -1], 1),
+        // 45 degrees.
+        ([1, 1, -1, 1], 1),
+    ] {
+        std::fs::write(&path, with_matrix(&plain, matrix)).unwrap();
+        let source = VideoSource::File(path.clone());
+        let info = probe_video(&source, None, &limits).unwrap();
+        assert_eq!((info.turn.exif(), info.width_px, info.height_px), (turn, 64, 48), "{matrix:?}");
+        assert_eq!(decode_video(&source, &stored, &limits).unwrap(), expected, "{matrix:?}");
+        let upright = decode_video(&source, &request(nframes(2)), &limits).unwrap();
+        for (frame, stored) in upright.frames.iter().zip(&expected.frames) {
+            let [w, h] = info.size_px(Orientation::Upright);
+            assert_eq!((frame.width_px, frame.height_px), (w, h), "{matrix:?}");
+            let pixel = |of: &Rgb8Image, x: u32, y: u32| {
+                of.pixels[3 * (y * of.width_px + x) as usize..][..3].to_vec()
+            };
+            for (x, y) in [(0, 0), (5, 9), (w - 1, h - 1), (w - 1, 3)] {
+                let from = match turn {
+                    1 => (x, y),
+                    3 => (63 - x, 47 - y),
+                    6 => (y, 47 - x),
+                    _ => (63 - y, x),
+                };
+                assert_eq!(pixel(frame, x, y), pixel(stored, from.0, from.1), "{matrix:?} {x} {y}");
+            }
+        }
+        // Frames are turned before they are resized.
+        let size = FrameSize::Exact { width_px: 28, height_px: 56 };
+        let sized = decode_video(&source, &VideoRequest { size, ..request(nframes(2)) }, &limits).unwrap();
+        assert_eq!(sized.frames[0], resize_bicubic(&upright.frames[0], 28, 56).unwrap());
     }
 }
 

@@ -53,7 +53,7 @@ pub use model::{
     FeatureGradients, Features, LoadOptions, Memories, Model, ReferencePlace, StreamPass, Training,
 };
 pub use omnigrpo_guard::Setting;
-pub use omnigrpo_media::Limits;
+pub use omnigrpo_media::{Limits, Orientation};
 pub use omnigrpo_ops::{Part, QuantBits};
 pub use origin::Origin;
 pub use peft::{adapter_base, whole_tensors};

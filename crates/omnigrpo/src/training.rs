@@ -191,6 +191,7 @@ impl TrainPlan {
 /// plan.algorithm.num_generations = 2;
 /// plan.algorithm.sampling.max_completion_length = 4;
 /// plan.run.max_steps = Some(1);
+/// plan.run.rows.text_only = true;
 /// let trained = train(model, prompts, rows, RewardSet::new(vec![brief], &[])?, plan)?;
 /// assert_eq!(trained.summary.steps, 1);
 /// assert!(trained.model.params().iter().any(|weight| weight.trainable()));
@@ -299,6 +300,7 @@ mod tests {
                 Surrogate::Custom(CustomTerm(|token| -token.logp * token.advantage));
             plan.optimizer.learning_rate = learning_rate;
             (plan.run.prompts_per_step, plan.run.max_steps) = (2, Some(max_steps));
+            plan.run.rows.text_only = true;
             let (steps, completions) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(0)));
             let (told, counted) = (Arc::clone(&steps), Arc::clone(&completions));
             let phases = Arc::new(Mutex::new(std::collections::BTreeSet::new()));
@@ -352,14 +354,16 @@ mod tests {
         let dir =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/checkpoints/qwen2_5_vl_tied");
         let place = tempfile::tempdir().unwrap();
-        let refused = |row: serde_json::Value, names: &[&str]| {
+        let refused = |row: serde_json::Value, names: &[&str], text_only: bool| {
             let checkpoint = Checkpoint::open(&dir).unwrap();
             let model = Model::load(&checkpoint, &LoadOptions::default()).unwrap();
             let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
             let rows = RowReader::new("rows").media_in(place.path()).dataset([row]).unwrap();
             let brief = reward("brief", (-1e4, 0.0), |row| -(row.completion.len() as f64));
             let rewards = omnigrpo_rewards::build_with(names, &Default::default(), vec![brief]).unwrap();
-            let plan = TrainPlan::in_dir(place.path().join("run")).on_step(|_| panic!("a step was taken"));
+            let mut plan = TrainPlan::in_dir(place.path().join("run"));
+            plan.run.rows.text_only = text_only;
+            let plan = plan.on_step(|_| panic!("a step was taken"));
             match train(model, prompts, rows, rewards, plan) {
                 Err(TrainError::Refused(refusal)) => refusal,
                 Err(error) => panic!("{error}"),
@@ -367,10 +371,13 @@ mod tests {
             }
         };
         let missing = json!({ "prompt": "<image>What?", "image": "missing.png", "solution": "x" });
-        let refusal = refused(missing, &["brief", "accuracy"]);
+        let refusal = refused(missing, &["brief", "accuracy"], false);
         assert_eq!(refusal.what, "too many rows cannot be used");
         assert_eq!(refusal.got.as_deref(), Some("1 of 1 rows"));
-        let refusal = refused(json!({ "prompt": "1 + 1 =" }), &["brief", "accuracy"]);
+        let text = || json!({ "prompt": "1 + 1 =" });
+        let refusal = refused(text(), &["brief"], false);
+        assert_eq!(refusal.what, "all rows are text only, but the model sees or hears");
+        let refusal = refused(text(), &["brief", "accuracy"], true);
         assert_eq!(refusal.what, "the reward `accuracy` applies to no row");
         assert!(!place.path().join("run/metrics.jsonl").exists());
     }

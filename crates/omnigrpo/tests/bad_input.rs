@@ -256,8 +256,9 @@ fn a_rule_of_comparison_per_file() {
     let place = Place::new();
     place.write("a.jsonl", r#"{"problem": "1?", "solution": "x", "accu_reward_method": "mcq"}"#);
     place.write("b.jsonl", r#"{"problem": "2?", "solution": "x"}"#);
-    let line =
-        format!("{TRAIN} --data_file_paths a.jsonl:b.jsonl --image_folders .:. --reward_funcs accuracy");
+    let line = format!(
+        "{TRAIN} --data_file_paths a.jsonl:b.jsonl --image_folders .:. --reward_funcs accuracy --allow_text_only"
+    );
     let ran = place.run(&format!("{line} --reward_method default:map")).ok();
     assert!(
         ran.stderr.contains("`accuracy` does not apply to 1 of 2 rows"),

@@ -367,3 +367,143 @@ fn sound_that_cannot_be_heard() {
     let ask = format!("generate --model {} --audio cut.wav --max_completion_length 4", model.display());
     place.run_with(&ask, &["--prompt", "What is said?"]).fails(1, &["cut.wav: cannot decode"]);
 }
+
+/// A row of Video-R1 without `data_type`, other names of columns, and messages in a column of their own: the column and its setting are
+/// named, and nothing is trained.
+#[test]
+fn media_that_nothing_reads_stop_a_run_before_its_first_step() {
+    let place = Place::new();
+    let train = TRAIN.replace("with.jsonl", "lost.jsonl") + " --reward_funcs format";
+    let check = "data check --model M --train_file lost.jsonl";
+    for (column, value, setting) in [
+        ("path", r#""shapes.png""#, "--image_column path"),
+        ("film", r#"["clip.mp4"]"#, "--video_column film"),
+        ("speech", r#"{"path": "a.wav"}"#, "--audio_column speech"),
+        (
+            "chat",
+            r#"[{"role": "user", "content": [{"type": "image", "image": "x"}]}]"#,
+            "--prompt_column chat",
+        ),
+    ] {
+        let row = format!(r#"{{"problem": "Which?", "solution": "x", "{column}": {value}}}"#);
+        place.write("lost.jsonl", format!("{row}\n{row}\n"));
+        let what = format!("the column `{column}` looks like");
+        place.run(check).fails(1, &[&what, setting, "in 2 of 2 sampled rows", "--allow_text_only"]);
+        place.run(&train).fails(1, &[&what, setting]);
+        assert!(!place.exists("run/metrics.jsonl"));
+    }
+    place.run("init --model M --train_file lost.jsonl").fails(1, &["the column `chat` looks like"]);
+    assert!(!place.exists("omnigrpo.yaml"));
+    let told = place.run(&format!("{check} --allow_text_only")).ok().stdout;
+    assert!(told.contains("warning: the column `chat` looks like images"), "{told}");
+    place.write("lost.jsonl", r#"{"problem": "Which?", "solution": "x", "path": "shapes.png"}"#);
+    place.run(&format!("{check} --image_column path")).ok();
+    // A column that looks like media in few rows is a warning.
+    let rows: String = (0..30)
+        .map(|n| {
+            let more = if n == 7 { r#", "icon": "x.png""# } else { "" };
+            format!("{{\"image\": \"shapes.png\", \"problem\": \"Which?\", \"solution\": \"x\"{more}}}\n")
+        })
+        .collect();
+    place.write("lost.jsonl", rows);
+    let told = place.run(check).ok().stdout;
+    assert!(told.contains("warning: the column `icon` looks like images in 1 of 30"), "{told}");
+}
+
+#[test]
+fn rows_that_are_all_text_are_trained_only_if_that_is_asked_for() {
+    let place = Place::new();
+    place.write("with.jsonl", "{\"problem\": \"2 + 2?\", \"solution\": \"4\"}\n");
+    let why = "all rows are text only, but the model sees or hears";
+    place.run(TRAIN).fails(1, &[why, "--image_column NAME", "--allow_text_only"]);
+    place.run("data check --model M --train_file with.jsonl").fails(1, &[why]);
+    assert!(!place.exists("run/metrics.jsonl"));
+    place.run(&format!("{TRAIN} --allow_text_only --max_steps 1")).ok();
+    // Without a model, nobody knows what it sees. Evaluation rows may be text.
+    place.run("data check --train_file with.jsonl").ok();
+    place.run("data check --model M --train_file rows.jsonl --eval_file with.jsonl").ok();
+}
+
+#[test]
+fn a_folder_of_tables_is_read_and_one_of_arrow_files_is_refused_with_the_command() {
+    let place = Place::new();
+    let table = include_bytes!("../../data/tests/data/hub.parquet");
+    fs::create_dir_all(place.path("set/data")).unwrap();
+    fs::write(place.path("set/data/train-00000-of-00001.parquet"), table).unwrap();
+    place.write("set/data/kept.png", place.bytes("shapes.png"));
+    let told = place.run("data check --train_file set").ok().stdout;
+    assert!(told.contains("3 rows: 4 images"), "{told}");
+    place
+        .run("data check --train_file set --dataset_train_split test")
+        .fails(1, &["`test`", "available: default/train"]);
+    fs::create_dir(place.path("it's saved")).unwrap();
+    place.write("it's saved/state.json", "{}");
+    place.write("it's saved/data-00000-of-00001.arrow", "ARROW1");
+    place
+        .run_with("data check --train_file", &["it's saved"])
+        .fails(1, &["`save_to_disk`", "load_from_disk(sys.argv[1])", "'it'\\''s saved' train train.parquet"]);
+    fs::create_dir(place.path("empty")).unwrap();
+    place
+        .run("data check --train_file empty")
+        .fails(1, &["the folder has no parquet tables", "got: no files"]);
+}
+
+/// A picture, and the same stored sideways with the orientation 6, as Pillow wrote them.
+const UPRIGHT: &str = "iVBORw0KGgoAAAANSUhEUgAAAFQAAAA4BAMAAACRc8LTAAAAElBMVEX/AAAA/wAAAP///wAAAAD////AItz5AAAAK0lEQVR42mNkQAGCeHhMDESDUaWjSkeVjiqljVJG49Eya1TpqNJRpUNHKQDdOQDmAlzrCwAAAABJRU5ErkJggg==";
+const SIDEWAYS: &str = "iVBORw0KGgoAAAANSUhEUgAAADgAAABUBAMAAAAlnukMAAAAElBMVEX/AAAA/wAAAP///wAAAAD////AItz5AAAAGmVYSWZNTQAqAAAACAABARIAAwAAAAEABgAAAAAAANZnS2kAAAAuSURBVHjaY1RiQAbGKDwmBjxgVHJUcmRJsrxH4b4fDaFRyVHJ0bwyKjkqSYkkAAmRBL1TwufaAAAAAElFTkSuQmCC";
+
+/// A sideways photo gives the numbers of its upright copy, a run says how many there are, and a run from before the setting goes on
+/// with stored pixels.
+#[test]
+fn a_sideways_photo_is_turned_and_an_older_run_keeps_its_pixels() {
+    let place = Place::new();
+    for (name, text) in [("upright.png", UPRIGHT), ("sideways.png", SIDEWAYS)] {
+        use base64::Engine as _;
+        place.write(name, base64::engine::general_purpose::STANDARD.decode(text).unwrap());
+    }
+    let row = |name: &str| {
+        format!(
+            r#"{{"id": "r", "image": "{name}", "problem": "Which?", "solution": "x", "completions": ["red"]}}"#
+        )
+    };
+    for name in ["upright", "sideways"] {
+        place.write(&format!("{name}.jsonl"), row(&format!("{name}.png")));
+    }
+    let score = |rows: &str, more: &str| {
+        let out = format!("{rows}{}.out", more.len());
+        place.run(&format!("score --model M --input {rows}.jsonl --output {out} {more}")).ok();
+        place.lines(&out)[0]["completions"].clone()
+    };
+    assert_eq!(score("sideways", ""), score("upright", ""));
+    assert_ne!(score("sideways", "--orientation stored"), score("upright", ""));
+    let told = place.run("data check --model M --train_file sideways.jsonl").ok().stdout;
+    assert!(told.contains("1 of 1 images are stored sideways; they are turned"), "{told}");
+    let told = place.run("data check --model M --train_file sideways.jsonl --preset vlm-r1").ok().stdout;
+    assert!(told.contains("1 of 1 images are stored sideways; they stay so (--orientation)"), "{told}");
+
+    let line = |steps: usize, more: &str| {
+        let line = TRAIN
+            .replace("with.jsonl", "sideways.jsonl")
+            .replace("--max_steps 4", &format!("--max_steps {steps} {more}"));
+        line + " --save_steps 1 --reward_funcs format"
+    };
+    place.run(&line(1, "--orientation stored")).ok();
+    let state = place.path("run/checkpoint-1/trainer_state.json");
+    let mut saved: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+    saved["fingerprint"].as_object_mut().unwrap().remove("orientation").unwrap();
+    fs::write(&state, saved.to_string()).unwrap();
+    let told = place.run(&line(2, "")).ok().stderr;
+    assert!(
+        told.contains(
+            "using --orientation stored: the checkpoint to resume from is of a program that did not turn"
+        ),
+        "{told}"
+    );
+    assert!(told.contains("at step 1 of 2") && !told.contains("starting from the beginning"), "{told}");
+    assert!(place.text("run/config.yaml").contains("orientation: stored"));
+    // The next resume needs no word either, and asking for the other form is a difference.
+    let told = place.run(&line(3, "")).ok().stderr;
+    assert!(told.contains("at step 2 of 3"), "{told}");
+    let told = place.run(&line(4, "--orientation upright --allow_changed_settings")).ok().stderr;
+    assert!(told.contains("orientation: \"stored\" → \"upright\""), "{told}");
+}

@@ -62,7 +62,7 @@ case $line in *\"probe\":true*) id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*
 id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.25, 1]}"; done"#,
     );
     let line = "train --model M --train_file rows.jsonl --num_generations 2 --gradient_accumulation_steps 1 \
-                --max_completion_length 4 --max_steps 4 --logging_steps 3 --grpo_logging_steps 3 --log_completions --threads 1";
+                --max_completion_length 4 --allow_text_only --max_steps 4 --logging_steps 3 --grpo_logging_steps 3 --log_completions --threads 1";
     let more = ["--output_dir", "out", "--reward_funcs", "format", "half=cmd:bash once.sh"];
     let stderr = place.run_with(line, &more).ok().stderr;
     for text in [&stderr, &place.text("out/log.txt")] {

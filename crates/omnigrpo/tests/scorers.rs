@@ -222,7 +222,7 @@ fn a_reward_model_with_a_limit_does_not_end_a_run() {
     let line = |longest: usize| {
         format!(
             "train --model M --train_file rows.jsonl --max_steps 2 --max_completion_length {longest} --min_completion_length {longest} \
-             --max_pixels 12544 --output_dir run{longest} --threads 1 --num_generations 2 --gradient_accumulation_steps 1 \
+             --max_pixels 12544 --output_dir run{longest} --threads 1 --allow_text_only --num_generations 2 --gradient_accumulation_steps 1 \
              --reward_funcs judge={model}"
         )
     };

@@ -351,7 +351,7 @@ fn rows_that_are_overwritten_mid_run_are_told() {
     place.write("swap.sh", format!("while read -r line; do {answer}; done"));
     let line = |dir: &str| {
         format!(
-            "train --model M --train_file mine.jsonl --max_steps 4 --save_steps 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --learning_rate 1e-3 --threads 1 --output_dir {dir}"
+            "train --model M --train_file mine.jsonl --allow_text_only --max_steps 4 --save_steps 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --learning_rate 1e-3 --threads 1 --output_dir {dir}"
         )
     };
     let run = |dir: &str| place.run_with(&line(dir), &["--reward_funcs", "mine=cmd:\"bash swap.sh\""]);

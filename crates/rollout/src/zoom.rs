@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use omnigrpo_data::{Cause, MediumRef, MediumSource, Sample};
-use omnigrpo_media::{Limits, Rgb8Image, load_image};
+use omnigrpo_media::{Rgb8Image, load_image};
+use omnigrpo_models::MediaSettings;
 use omnigrpo_text::{MediumKind, ToolCall};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -37,14 +38,15 @@ pub enum BoxUnit {
 pub struct Zoom {
     folder: PathBuf,
     unit: BoxUnit,
-    limits: Limits,
+    media: MediaSettings,
 }
 
 impl Zoom {
-    /// Creates the environment. Parts of pictures are written into `folder` as PNG files, named by their content.
+    /// Creates the environment. Parts of pictures are written into `folder` as PNG files, named by their content. Pictures are read
+    /// with the orientation and the limits of `media`, so that the model's boxes fit.
     #[must_use]
-    pub fn new(folder: PathBuf, unit: BoxUnit, limits: Limits) -> Self {
-        Self { folder, unit, limits }
+    pub fn new(folder: PathBuf, unit: BoxUnit, media: MediaSettings) -> Self {
+        Self { folder, unit, media }
     }
 }
 
@@ -80,7 +82,7 @@ impl Environment for Zoom {
         Ok(Box::new(Zooming {
             folder: self.folder.clone(),
             unit: self.unit,
-            limits: self.limits.clone(),
+            media: self.media.clone(),
             pictures: row.media.iter().filter_map(picture).collect(),
         }))
     }
@@ -89,7 +91,7 @@ impl Environment for Zoom {
 struct Zooming {
     folder: PathBuf,
     unit: BoxUnit,
-    limits: Limits,
+    media: MediaSettings,
     pictures: Vec<PathBuf>,
 }
 
@@ -116,7 +118,7 @@ impl Zooming {
             Err(mistake) => return Ok(Err(mistake)),
         };
         // The picture is not kept, because every completion that is being sampled has an episode.
-        let picture = load_image(&self.pictures[number], &self.limits)?;
+        let picture = load_image(&self.pictures[number], self.media.orientation, &self.media.limits)?;
         let size = [f64::from(picture.width_px), f64::from(picture.height_px)];
         let corners = match self.unit {
             BoxUnit::Pixels => corners,
@@ -222,13 +224,17 @@ pub const ENVIRONMENTS: &str =
 ///
 /// # Errors
 /// Returns a message that lists the known names.
-pub fn environment(name: &str, folder: PathBuf, limits: &Limits) -> Result<Arc<dyn Environment>, String> {
+pub fn environment(
+    name: &str,
+    folder: PathBuf,
+    media: &MediaSettings,
+) -> Result<Arc<dyn Environment>, String> {
     let unit = match name {
         "zoom" => BoxUnit::Pixels,
         "zoom:1000" => BoxUnit::Thousandths,
         _ => return Err(format!("unknown environment `{name}`; expected {ENVIRONMENTS}")),
     };
-    Ok(Arc::new(Zoom::new(folder, unit, limits.clone())))
+    Ok(Arc::new(Zoom::new(folder, unit, media.clone())))
 }
 
 #[cfg(test)]

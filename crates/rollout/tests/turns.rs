@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -446,14 +446,15 @@ fn families_without_turns_are_refused_with_the_reason() {
 #[test]
 fn zoom_returns_parts_of_the_original() {
     let folder = tempfile::TempDir::new().unwrap();
-    let limits = omnigrpo_models::Limits::default();
-    let zoom = omnigrpo_rollout::environment("zoom", folder.path().join("media"), &limits).unwrap();
+    let media = omnigrpo_models::MediaSettings::default();
+    let load = |path: &Path| omnigrpo_media::load_image(path, media.orientation, &media.limits).unwrap();
+    let zoom = omnigrpo_rollout::environment("zoom", folder.path().join("media"), &media).unwrap();
     let thousandths =
-        omnigrpo_rollout::environment("zoom:1000", folder.path().join("media"), &limits).unwrap();
-    let unknown = omnigrpo_rollout::environment("zom", PathBuf::new(), &limits).err();
+        omnigrpo_rollout::environment("zoom:1000", folder.path().join("media"), &media).unwrap();
+    let unknown = omnigrpo_rollout::environment("zom", PathBuf::new(), &media).err();
     assert!(unknown.is_some_and(|what| what.contains("expected zoom")));
     assert_eq!(zoom.tools()[0]["function"]["name"], "image_zoom_in_tool");
-    let picture = omnigrpo_media::load_image(&golden("media/noise.png"), &limits).unwrap();
+    let picture = load(&golden("media/noise.png"));
     let row = json!({ "prompt": "<image>?", "image": golden("media/noise.png") });
     let sample = RowReader::new("zoom").media_in(golden("media")).sample(row).unwrap();
     let key = EpisodeKey { seed: 0, rollout: 0, row: 0, sample: 0 };
@@ -475,14 +476,14 @@ fn zoom_returns_parts_of_the_original() {
         path.clone()
     };
     let path = file(ask(&*zoom, &call("[3, 5, 37, 40]")));
-    let part = omnigrpo_media::load_image(&path, &limits).unwrap();
+    let part = load(&path);
     assert_eq!(part, picture.crop([3, 5], [37, 40]).unwrap());
     // Row 1, column 2 of the part is row 6, column 5 of the picture.
     assert_eq!(part.pixels[3 * (34 + 2)..][..3], picture.pixels[3 * (6 * w as usize + 5)..][..3]);
     // A part that was stored before is not written again.
     assert_eq!(file(ask(&*zoom, &call("[3, 5, 37, 40]"))), path);
     let whole = file(ask(&*thousandths, &call("[0, 0, 1000, 1000]")));
-    assert_eq!(omnigrpo_media::load_image(&whole, &limits).unwrap(), picture);
+    assert_eq!(load(&whole), picture);
     for (wrong, why) in [
         (call("[3, 5, 3, 40]"), "is empty"),
         ("<tool_call>zoom</tool_call>".to_owned(), "is not JSON"),

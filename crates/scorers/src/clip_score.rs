@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use omnigrpo_media::clip::ClipPixels;
-use omnigrpo_media::{Limits, MediaError, load_image};
+use omnigrpo_media::{Limits, MediaError, Orientation, load_image};
 use omnigrpo_models::encoders::clip::Clip;
 use omnigrpo_models::{ConfigJson, FrozenWeights, ModelError};
 use omnigrpo_ops::Pass;
@@ -29,6 +29,7 @@ pub struct ClipScorer {
     clip: Clip,
     pixels: ClipPixels,
     text: TextTower,
+    orientation: Orientation,
     cache: Mutex<Cache>,
 }
 
@@ -76,7 +77,13 @@ impl ClipScorer {
             }
             None => TextTower::Own(Box::new(Tokenizer::from_dir(dir)?)),
         };
-        Ok(Self { clip, pixels, text, cache: Mutex::default() })
+        Ok(Self { clip, pixels, text, orientation: Orientation::default(), cache: Mutex::default() })
+    }
+
+    /// Reads pictures in this form. By default they are turned upright.
+    #[must_use]
+    pub fn with_orientation(self, orientation: Orientation) -> Self {
+        Self { orientation, ..self }
     }
 
     /// Returns the features of a picture, with length 1, and caches them.
@@ -91,7 +98,7 @@ impl ClipScorer {
         if let Some(features) = lock().features.get(&key) {
             return Ok(Arc::clone(features));
         }
-        let pixels = self.pixels.pixels(&load_image(path, &Limits::default())?)?;
+        let pixels = self.pixels.pixels(&load_image(path, self.orientation, &Limits::default())?)?;
         // Pictures are encoded one by one, so that features do not depend on which pictures were cached.
         let features: Arc<[f32]> =
             normalised(self.clip.picture_features(&pixels, 1, &Pass::default())?.into_vec()).into();

@@ -48,7 +48,8 @@ pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
     let clip = match &options.clip_model {
         _ if weight == 0.0 => None,
         Some(dir) => {
-            Some(ClipScorer::load(dir, options.clip_text_model.as_deref(), options.weights.clone())?)
+            let scorer = ClipScorer::load(dir, options.clip_text_model.as_deref(), options.weights.clone())?;
+            Some(scorer.with_orientation(options.orientation))
         }
         None => {
             return Err(setting(&format!(

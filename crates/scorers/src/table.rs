@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use omnigrpo_models::{FrozenWeights, WeightDtype};
+use omnigrpo_models::{FrozenWeights, Orientation, WeightDtype};
 use omnigrpo_rewards::{DocumentFrequencies, Reward};
 
 use crate::error::Result;
@@ -63,6 +63,8 @@ pub struct ScorerOptions {
     pub frequencies: Option<Arc<DocumentFrequencies>>,
     /// Training references, for `bertscore_idf`.
     pub references: Vec<String>,
+    /// Form in which pictures are read. It should be that of the model.
+    pub orientation: Orientation,
     /// How the weights of the models are loaded. A process that does not score needs their outline.
     pub weights: FrozenWeights,
 }
@@ -81,6 +83,7 @@ impl Default for ScorerOptions {
             bertscore_baseline: None,
             frequencies: None,
             references: Vec::new(),
+            orientation: Orientation::default(),
             weights: WeightDtype::Auto.into(),
         }
     }

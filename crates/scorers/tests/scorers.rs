@@ -9,7 +9,7 @@ use std::sync::Arc;
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_guard::told;
 use omnigrpo_media::clip::ClipPixels;
-use omnigrpo_media::{Limits, Rgb8Image, load_image};
+use omnigrpo_media::{Limits, Orientation, Rgb8Image, load_image};
 use omnigrpo_models::{FrozenWeights, WeightDtype};
 use omnigrpo_rewards::{
     DocumentFrequencies, Logged, Reward, RewardInput, RewardOptions, RewardSet, RowKey, Think, TokenLimit,
@@ -79,7 +79,10 @@ fn pixels_equal_the_processor_bit_for_bit() {
     };
     let mut got = Vec::new();
     for name in read::<Vec<String>>("/pictures") {
-        got.extend(clip.pixels(&load_image(&picture(&name), &Limits::default()).unwrap()).unwrap());
+        got.extend(
+            clip.pixels(&load_image(&picture(&name), Orientation::Upright, &Limits::default()).unwrap())
+                .unwrap(),
+        );
     }
     assert_eq!(got.len(), want.len());
     assert!(got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits()), "pixels differ");

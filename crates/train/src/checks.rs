@@ -1,13 +1,14 @@
 //! Checks before the first step, in words: rows that cannot be used, rewards that cannot score, rewards that do not answer.
 
-use omnigrpo_data::{Dataset, Report, Roots};
+use omnigrpo_data::{Dataset, Report, Roots, UnreadMedia};
 use omnigrpo_guard::told;
-use omnigrpo_models::PromptBuilder;
+use omnigrpo_models::{Orientation, PromptBuilder};
 use omnigrpo_observe::Console;
 use omnigrpo_rewards::{Corpus, RewardSet, references};
 
 use crate::error::{
-    EVAL, MAX_COMPLETION_LENGTH, MAX_SHARE, REWARDS, Refusal, Result, SOLUTION, STRICT, TEMPLATE,
+    EVAL, IMAGE, MAX_COMPLETION_LENGTH, MAX_SHARE, ORIENTATION, REWARDS, Refusal, Result, SOLUTION, STRICT,
+    TEMPLATE, TEXT_ONLY,
 };
 use crate::rows::{SkipPolicy, prepare};
 use crate::scoring;
@@ -38,7 +39,13 @@ const TRUTH_COLUMNS: [&str; 12] = [
 ];
 
 /// Returns what a check of rows found, one finding per line. `which` names the rows.
-pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool) -> String {
+pub fn describe(
+    which: &str,
+    report: &Report,
+    dataset: &Dataset,
+    orientation: Orientation,
+    with_lengths: bool,
+) -> String {
     let c = &report.counts;
     let media: Vec<_> = c.media.iter().map(|(kind, count)| format!("{count} {}", kind.word())).collect();
     let mut out = format!(
@@ -48,6 +55,17 @@ pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: b
         c.text_rows,
         c.without_solution
     );
+    for (kind, turned) in c.turned.into_iter().filter(|(_, turned)| *turned > 0) {
+        let (all, words) = (c.media[kind], kind.word());
+        out.push_str(&match orientation {
+            Orientation::Upright => {
+                format!("{turned} of {all} {words} are stored sideways; they are turned\n")
+            }
+            Orientation::Stored => {
+                format!("{turned} of {all} {words} are stored sideways; they stay so ({ORIENTATION})\n")
+            }
+        });
+    }
     let from: Vec<_> = report.solutions_from.iter().map(|(from, rows)| format!("{from} ({rows})")).collect();
     if !from.is_empty() {
         out.push_str(&format!("solutions from {}\n", from.join(", ")));
@@ -87,6 +105,49 @@ pub fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: b
     out
 }
 
+/// Returns a line about each column that no reader uses and that looks like media.
+fn unread_lines(unread: &[&UnreadMedia]) -> Vec<String> {
+    let line = |one: &&UnreadMedia| {
+        let UnreadMedia { column, kind, setting, rows, sampled, .. } = one;
+        let words = kind.word();
+        format!(
+            "the column `{column}` looks like {words} in {rows} of {sampled} sampled rows, and nothing reads it; \
+             `{setting} {column}` does"
+        )
+    };
+    unread.iter().map(line).collect()
+}
+
+/// Looks for columns that no reader uses and that look like media. Returns warnings, and the refusal of rows that lose their media
+/// unless that is allowed.
+pub fn unread_media(dataset: &Dataset, which: &str, allowed: bool) -> (Vec<String>, Option<Refusal>) {
+    let unread = dataset.unread_media();
+    let (lost, rare): (Vec<_>, Vec<_>) = unread.iter().partition(|one| one.is_usual() && !allowed);
+    let warnings = unread_lines(&rare).into_iter().map(|line| format!("warning: {line}")).collect();
+    let refusal = (!lost.is_empty()).then(|| {
+        Refusal::failure(format!("{which} have media that are not read"))
+            .got(unread_lines(&lost).join("; "))
+            .expected("media in columns that the format of the rows has, or that a setting names")
+            .help(format!("name the column with that setting, remove it from the rows, or accept rows without it with {TEXT_ONLY}"))
+    });
+    (warnings, refusal)
+}
+
+/// Returns the refusal of rows that are all text, for a model that sees or hears.
+pub fn text_only(dataset: &Dataset, which: &str) -> Refusal {
+    let mut columns = dataset.columns_seen();
+    if columns.len() > LISTED {
+        columns.truncate(LISTED);
+        columns.push("…".to_owned());
+    }
+    Refusal::failure(format!("all {which} are text only, but the model sees or hears"))
+        .got(format!("{} {which} without media, with the columns {}", dataset.len(), columns.join(", ")))
+        .expected("images, videos or sounds in the rows")
+        .help(format!(
+            "`{IMAGE} NAME` names the column of the images; if the rows are meant to be text, add {TEXT_ONLY}"
+        ))
+}
+
 /// Returns advice about a folder if no medium of a kind was found, because then the folder is probably wrong, not the rows.
 pub fn folders_help(report: &Report) -> Option<String> {
     let c = &report.counts;
@@ -110,7 +171,7 @@ pub(crate) fn tolerable(
     console: &Console,
 ) -> Result<Report> {
     let report = check.run(dataset)?;
-    console.line(describe(which, &report, dataset, true).trim_end());
+    console.line(describe(which, &report, dataset, check.media.orientation, true).trim_end());
     if skip.tolerates(report.counts.bad_rows, report.counts.rows) {
         return Ok(report);
     }

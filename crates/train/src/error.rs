@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use omnigrpo_data::{ColumnNames, ReadOptions};
 use omnigrpo_guard::{Fault, Setting, fault};
-use omnigrpo_models::{LoadOptions, LoraConfig, PromptSettings};
+use omnigrpo_models::{LoadOptions, LoraConfig, MediaSettings, PromptSettings};
 
 use crate::{
-    AdamWConfig, Algorithm, EvalSchedule, ResumeFrom, ResumePlan, RunPlan, SavePlan, Selection, SkipPolicy,
-    Split, TrainSetup,
+    AdamWConfig, Algorithm, EvalSchedule, ResumeFrom, ResumePlan, RowPlan, RunPlan, SavePlan, Selection,
+    SkipPolicy, Split, TrainSetup,
 };
 
 omnigrpo_guard::settings! {
@@ -17,14 +17,16 @@ omnigrpo_guard::settings! {
     struct Algorithm {
         MICRO_BATCH = prompts_per_micro_batch, RECOMPUTE = recompute, STREAM_ROWS = max_stream_tokens
     }
-    struct ColumnNames { SOLUTION = solution }
+    struct ColumnNames { IMAGE = image, SOLUTION = solution }
     struct LoadOptions { DEVICE = device, DTYPE = dtype, QUANTIZATION = quantization }
+    struct MediaSettings { ORIENTATION = orientation }
     struct LoraConfig { LORA_TARGETS = targets }
     struct PromptSettings { MAX_COMPLETION_LENGTH = max_completion_length }
     struct ReadOptions { TEMPLATE = template }
     struct EvalSchedule { BEST_METRIC = best_metric }
     enum ResumeFrom { NEWEST = Newest, START = Start }
     struct ResumePlan { ALLOW_CHANGED = allow_changed, RESUME = from }
+    struct RowPlan { TEXT_ONLY = text_only }
     struct RunPlan { MAX_STEPS = max_steps, SYNC_REFERENCE = sync_reference }
     struct SavePlan { SAVE_ONLY_MODEL = only_model }
     struct Selection { GATE = gate, LLM = llm, PATTERNS = patterns, PROJECTOR = projector, TOWERS = towers }

@@ -32,7 +32,7 @@ use omnigrpo_data::{Cause, Sample};
 use omnigrpo_guard::names::shown;
 use omnigrpo_guard::{Fault, fault, told};
 use omnigrpo_media::MediaError;
-use omnigrpo_models::{Limits, MAX_SAID_PARTS, ModelError, check_said};
+use omnigrpo_models::{Limits, MAX_SAID_PARTS, MediaSettings, ModelError, check_said};
 use omnigrpo_rewards::{CallError, Caller, ExternalOptions, conversation};
 use omnigrpo_rollout::{
     Answer, AnswerPart, ENVIRONMENTS, Environment, Episode, EpisodeKey, ModelTurn, answer_calls, append,
@@ -80,17 +80,17 @@ impl Peer for Caller {
 pub fn environment(
     spec: &str,
     folder: PathBuf,
-    limits: &Limits,
+    media: &MediaSettings,
     options: &ExternalOptions,
 ) -> Result<Arc<dyn Environment>, String> {
     let Some(caller) = Caller::from_spec(spec, options) else {
-        return omnigrpo_rollout::environment(spec, folder, limits).map_err(|_| {
+        return omnigrpo_rollout::environment(spec, folder, media).map_err(|_| {
             format!(
                 "unknown environment `{spec}`; expected {ENVIRONMENTS}, cmd:\"program arguments\", FILE.py:NAME, or http(s)://…"
             )
         });
     };
-    environment_of(Arc::new(caller?), folder, limits, options.system.clone())
+    environment_of(Arc::new(caller?), folder, media, options.system.clone())
         .map_err(|cause| cause.to_string())
 }
 
@@ -102,7 +102,7 @@ pub fn environment(
 pub fn environment_of(
     peer: Arc<dyn Peer>,
     folder: PathBuf,
-    limits: &Limits,
+    media: &MediaSettings,
     system: Option<String>,
 ) -> Result<Arc<dyn Environment>, Cause> {
     // An error before the first step is not a temporary problem.
@@ -119,7 +119,7 @@ pub fn environment_of(
     let flag = |name: &str| about.get(name).and_then(Value::as_bool);
     let answers_text = flag("answers_text").unwrap_or(tools.is_empty());
     let opens = flag("opens").unwrap_or_default();
-    let outside = Outside { peer, folder, limits: limits.clone(), system };
+    let outside = Outside { peer, folder, media: media.clone(), system };
     Ok(Arc::new(External { outside: Arc::new(outside), tools, answers_text, opens }))
 }
 
@@ -127,7 +127,7 @@ pub fn environment_of(
 struct Outside {
     peer: Arc<dyn Peer>,
     folder: PathBuf,
-    limits: Limits,
+    media: MediaSettings,
     system: Option<String>,
 }
 
@@ -352,13 +352,19 @@ impl Outside {
         let kind = match kind {
             "text" => return Ok(AnswerPart::Text(value.to_owned())),
             "image" => {
+                let (orientation, limits) = (self.media.orientation, &self.media.limits);
                 let picture = match value.strip_prefix("data:") {
                     Some(data) => {
                         let (_, data) = data.split_once(";base64,").ok_or_else(wrong)?;
                         let bytes = base64::engine::general_purpose::STANDARD.decode(data)?;
-                        omnigrpo_media::load_image_bytes("a picture of an answer", &bytes, &self.limits)?
+                        omnigrpo_media::load_image_bytes(
+                            "a picture of an answer",
+                            &bytes,
+                            orientation,
+                            limits,
+                        )?
                     }
-                    None => omnigrpo_media::load_image(Path::new(value), &self.limits)?,
+                    None => omnigrpo_media::load_image(Path::new(value), orientation, limits)?,
                 };
                 let path = store_picture(&self.folder, &picture)?;
                 return Ok(AnswerPart::Medium { kind: MediumKind::Image, path });

@@ -106,6 +106,8 @@ pub struct RowPlan {
     pub lessons: Lessons,
     /// True to use the completions in the rows instead of sampling.
     pub replay: bool,
+    /// True to accept rows that are all text for a model that sees or hears, and columns that look like media and are not read.
+    pub text_only: bool,
     /// Treatment of unusable rows.
     pub skip: SkipPolicy,
     /// Unusable rows found by the check before training: row number, id and reason.
@@ -116,7 +118,7 @@ impl Default for RowPlan {
     /// Returns a plan with shuffled rows, all of which are sampled.
     fn default() -> Self {
         let (lessons, skip) = (Lessons::default(), SkipPolicy::default());
-        Self { seed: 42, lessons, replay: false, skip, bad: Vec::new() }
+        Self { seed: 42, lessons, replay: false, text_only: false, skip, bad: Vec::new() }
     }
 }
 

@@ -267,10 +267,25 @@ impl Run {
         console: &Console,
     ) -> Result<(Vec<(u64, String, String)>, Vec<u64>, [Option<f64>; 2])> {
         let (mut bad_rows, mut longest, mut media_bytes) = (Vec::new(), Vec::new(), [None; 2]);
+        // Held-out rows of the same dataset are checked with it.
+        let held_out = self.eval.as_ref().filter(|eval| !Arc::ptr_eq(&eval.dataset, &self.dataset));
+        let evaluated = held_out.map(|eval| (EVALUATION, &eval.dataset));
+        for (which, dataset) in std::iter::once((TRAINING, &self.dataset)).chain(evaluated) {
+            let (warnings, refusal) = checks::unread_media(dataset, which, self.plan.rows.text_only);
+            warnings.iter().for_each(|line| console.line(line));
+            if let Some(refusal) = refusal {
+                return Err(refusal.into());
+            }
+        }
+        // An environment may show media that no row has.
+        if !self.plan.rows.text_only
+            && self.algorithm.sampling.interaction.is_none()
+            && self.dataset.is_text_only()
+        {
+            return Err(checks::text_only(&self.dataset, TRAINING).into());
+        }
         if self.check_rows {
             let survey = self.scores().then(|| Survey::new(&self.rewards));
-            // Held-out rows of the same dataset are checked with it.
-            let held_out = self.eval.as_ref().filter(|eval| !Arc::ptr_eq(&eval.dataset, &self.dataset));
             if let Some(eval) = held_out {
                 let which = (EVALUATION, Objective::Reinforce);
                 let report = self.check(which, &eval.dataset, &eval.prompts, None, console)?;
@@ -317,7 +332,7 @@ impl Run {
         let check = RowCheck {
             prompts: Some(prompts),
             objective,
-            limits: &prompts.settings().media.limits,
+            media: &prompts.settings().media,
             survey,
             num_longest: LONGEST,
             cache_dir: self.cache_dir.as_deref(),

@@ -30,6 +30,9 @@ const AT_THE_END: [&str; 5] =
 /// Files that a run writes at its start: its settings and the data of its rewards.
 const AT_THE_START: [&str; 2] = ["config.yaml", Corpus::FILE];
 
+/// Values of settings in checkpoints that do not name them: what programs did that had no such setting.
+pub const BEFORE: [(&str, &str); 1] = [("orientation", "stored")];
+
 /// Starting point of a run.
 pub(crate) enum Start {
     /// Start at step 0.
@@ -353,7 +356,13 @@ fn written_otherwise(path: &Path, differing: &str) -> TrainError {
 
 /// Returns the name and a description of each setting that differs from the checkpoint's.
 fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
-    let each = alike::differences(&state.fingerprint, &run.resume.fingerprint).into_iter();
+    let (mut old, new) = (state.fingerprint.clone(), &run.resume.fingerprint);
+    for (name, value) in BEFORE {
+        if new.contains_key(name) {
+            old.entry(name).or_insert_with(|| value.into());
+        }
+    }
+    let each = alike::differences(&old, new).into_iter();
     each.map(|Difference { name, values }| {
         let text = match values {
             Some([old, new]) => format!("{name}: {old} → {new}"),

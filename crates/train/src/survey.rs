@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use omnigrpo_data::{Cause, CheckOptions, Dataset, Measure, MediumInfo, MediumRef, Report, Sample, check};
-use omnigrpo_models::{Limits, PromptBuilder, probe_medium};
+use omnigrpo_models::{MediaSettings, PromptBuilder, probe_medium};
 use omnigrpo_observe::Console;
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::Part;
@@ -19,8 +19,8 @@ pub struct RowCheck<'a> {
     pub prompts: Option<&'a PromptBuilder>,
     /// Objective for which a row is measured: its prompt alone, or a supervised example.
     pub objective: Objective,
-    /// Limits for each medium.
-    pub limits: &'a Limits,
+    /// Settings for reading media.
+    pub media: &'a MediaSettings,
     /// Survey of the rewards.
     pub survey: Option<&'a Survey<'a>>,
     /// Number of the longest prompts to list.
@@ -37,7 +37,7 @@ impl RowCheck<'_> {
     /// # Errors
     /// Returns an error if threads cannot be started, the cache cannot be written, or the machine fails repeatedly.
     pub fn run(&self, dataset: &Dataset) -> Result<Report> {
-        let probe = |medium: &MediumRef| Ok(probe_medium(medium, self.limits)?);
+        let probe = |medium: &MediumRef| Ok(probe_medium(medium, &self.media.limits)?);
         let estimate = |sample: &Sample, headers: &[MediumInfo]| -> Result<Measure, Cause> {
             self.survey.map_or(Ok(()), |survey| survey.ask(sample))?;
             let Some(prompts) = self.prompts else { return Ok(Measure::default()) };
@@ -171,7 +171,7 @@ mod tests {
         let checked = RowCheck {
             prompts: None,
             objective: Objective::Reinforce,
-            limits: &Limits::default(),
+            media: &MediaSettings::default(),
             survey: Some(&survey),
             num_longest: 1,
             cache_dir: None,

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use omnigrpo_data::{RowReader, Sample};
 use omnigrpo_media::Rgb8Image;
-use omnigrpo_models::{Checkpoint, Limits, ModelError, Opening, PromptBuilder, PromptSettings};
+use omnigrpo_models::{
+    Checkpoint, Limits, MediaSettings, ModelError, Opening, Orientation, PromptBuilder, PromptSettings,
+};
 use omnigrpo_rewards::ExternalOptions;
 use omnigrpo_rollout::{Answer, AnswerPart, Environment, Episode, EpisodeKey, ModelTurn, append};
 use omnigrpo_testkit::golden;
@@ -118,7 +120,8 @@ impl Place {
         let program = dir.path().join("program.py");
         std::fs::write(&program, PROGRAM).unwrap();
         let spec = format!("cmd:python3 {} {}", program.display(), dir.path().join("log").display());
-        let environment = environment(&spec, dir.path().join("media"), &Limits::default(), options).unwrap();
+        let environment =
+            environment(&spec, dir.path().join("media"), &MediaSettings::default(), options).unwrap();
         let png = Rgb8Image::filled(30, 40, [1, 2, 3]).unwrap().to_png().unwrap();
         let row = json!({
             "prompt": "<image>where?",
@@ -160,7 +163,7 @@ fn call(name: &str) -> String {
 }
 
 fn size(path: &Path) -> (u32, u32) {
-    let picture = omnigrpo_media::load_image(path, &Limits::default()).unwrap();
+    let picture = omnigrpo_media::load_image(path, Orientation::Upright, &Limits::default()).unwrap();
     (picture.width_px, picture.height_px)
 }
 
@@ -259,7 +262,7 @@ fn class(name: &str) -> (TempDir, Result<Arc<dyn Environment>, String>) {
     let file = dir.path().join("mine.py");
     std::fs::write(&file, CLASS).unwrap();
     let spec = format!("{}:{name}", file.display());
-    let environment = environment(&spec, dir.path().join("media"), &Limits::default(), &options());
+    let environment = environment(&spec, dir.path().join("media"), &MediaSettings::default(), &options());
     (dir, environment)
 }
 
@@ -338,8 +341,9 @@ fn unusable_objects_of_python_say_why() {
     assert!(why("Judged").contains("`get_reward`, which needs the Python module"), "{}", why("Judged"));
     let missing = why("nothing");
     assert!(missing.contains("no function `nothing`; it has: Shelf, Judged, double, bare"), "{missing}");
-    let file =
-        environment("no/such.py:f", std::env::temp_dir(), &Limits::default(), &options()).err().unwrap();
+    let file = environment("no/such.py:f", std::env::temp_dir(), &MediaSettings::default(), &options())
+        .err()
+        .unwrap();
     assert!(file.contains("no such file: no/such.py"), "{file}");
 }
 
@@ -375,7 +379,7 @@ fn an_endpoint_answers_like_a_program() {
         .unwrap();
     let spec = format!("http://127.0.0.1:{}/", port.trim());
     let media = endpoint.dir.path().join("media");
-    let environment = environment(&spec, media, &Limits::default(), &options()).unwrap();
+    let environment = environment(&spec, media, &MediaSettings::default(), &options()).unwrap();
     assert_eq!(environment.tools(), program.environment.tools());
     let endpoint = Place { environment, ..endpoint };
     for texts in [&["crop"][..], &["data"], &["mistake"], &["enough"], &[&call("gone")], &["x", "y"]] {
@@ -523,7 +527,7 @@ fn failures_say_what_happened() {
 
     let start = |spec: &str| {
         let folder = std::env::temp_dir();
-        environment(spec, folder, &Limits::default(), &ExternalOptions { retries: 0, ..options() })
+        environment(spec, folder, &MediaSettings::default(), &ExternalOptions { retries: 0, ..options() })
             .err()
             .unwrap()
     };

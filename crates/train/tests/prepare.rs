@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use omnigrpo_models::{
-    Checkpoint, Limits, LoadOptions, LoraConfig, Model, Prompt, PromptBuilder, PromptSettings, QuantBits,
-    TensorDigests, WeightDtype,
+    Checkpoint, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Prompt, PromptBuilder, PromptSettings,
+    QuantBits, TensorDigests, WeightDtype,
 };
 use omnigrpo_observe::{Console, Metric, RunLock, Trackers};
 use omnigrpo_ops::Device;
@@ -254,7 +254,7 @@ fn plans_count_the_answers_of_an_environment() {
     );
     assert!(prompts.outline_turn(2, 3).unwrap().is_none(), "no picture fits");
 
-    let zoom = omnigrpo_rollout::environment("zoom", place.path().into(), &Limits::default()).unwrap();
+    let zoom = omnigrpo_rollout::environment("zoom", place.path().into(), &MediaSettings::default()).unwrap();
     let mut interaction = Interaction::new(zoom);
     interaction.max_turns = 8;
     let mut algorithm = Algorithm { num_generations: 3, ..Algorithm::default() };

@@ -167,7 +167,7 @@ impl Evaluations {
                 "prompt": cut(&new.prompt),
                 "solution": new.solution.as_deref().map(cut),
                 "category": new.category,
-                "media": media::listed(&new.media, &[]),
+                "media": media::listed(&new.media, &[], run.orientation()),
                 "gain": gain,
                 "change": change,
                 "before": side(&old),
@@ -181,7 +181,7 @@ impl Evaluations {
     pub(crate) fn medium(&self, run: &Run, step: u64, row: usize, at: usize) -> Result<Medium, Error> {
         let (path, index) = self.index(run, step)?;
         let entry = index.get(row).ok_or_else(|| Error::missing("this row does not exist"))?;
-        media::open(&row_at(run, &path, entry)?.media, at)
+        media::open(&row_at(run, &path, entry)?.media, at, run.orientation())
     }
 }
 

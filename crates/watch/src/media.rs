@@ -11,8 +11,8 @@ use image::codecs::jpeg::JpegEncoder;
 use image::{ImageFormat, RgbImage, imageops};
 use omnigrpo_guard::told;
 use omnigrpo_media::{
-    FrameSampling, FrameSize, Limits, Rgb8Image, VideoRequest, VideoSource, decode_video, load_image,
-    probe_video,
+    FrameSampling, FrameSize, Limits, Orientation, Rgb8Image, VideoRequest, VideoSource, decode_video,
+    load_image, probe_video,
 };
 use serde_json::{Value, json};
 
@@ -32,20 +32,32 @@ pub(crate) struct Medium {
     pub(crate) path: PathBuf,
     /// Content type.
     pub(crate) mime: &'static str,
+    /// Form in which the model reads it.
+    pub(crate) orientation: Orientation,
 }
 
 /// Lists the media of a record for the page: file names, kinds, and the times of sampled frames in seconds.
-pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Value> {
+pub(crate) fn listed(
+    paths: &[String],
+    frame_times_secs: &[Vec<f64>],
+    orientation: Orientation,
+) -> Vec<Value> {
     (0..paths.len())
         .map(|at| {
             let name = Path::new(&paths[at]).file_name().map(|name| name.to_string_lossy().into_owned());
             let times = frame_times_secs.get(at);
-            match open(paths, at) {
+            match open(paths, at, orientation) {
                 Ok(medium) => {
                     // A clip whose sound is also an input is listed twice.
                     let is_again = paths[..at].contains(&paths[at]) && times.is_none_or(Vec::is_empty);
                     let heard = is_again && medium.mime.starts_with("video/");
-                    json!({ "name": name, "mime": medium.mime, "times": times, "heard": heard })
+                    json!({
+                        "name": name,
+                        "mime": medium.mime,
+                        "times": times,
+                        "heard": heard,
+                        "stored": orientation == Orientation::Stored,
+                    })
                 }
                 Err(error) => json!({ "name": name, "error": told(&error) }),
             }
@@ -55,7 +67,8 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
 
 /// Returns the index of the first picture or clip among the first media of a record.
 pub(crate) fn first_picture(paths: &[String]) -> Option<usize> {
-    (0..paths.len().min(4)).find(|&at| open(paths, at).is_ok_and(|own| !own.mime.starts_with("audio/")))
+    (0..paths.len().min(4))
+        .find(|&at| open(paths, at, Orientation::default()).is_ok_and(|own| !own.mime.starts_with("audio/")))
 }
 
 /// Opens the media file at index `at` of a record's list.
@@ -64,7 +77,7 @@ pub(crate) fn first_picture(paths: &[String]) -> Option<usize> {
 /// Returns an error if the index is not in the list, if the path does not exist or leads to a different file, or if the file is
 /// not
 /// a supported media file.
-pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
+pub(crate) fn open(paths: &[String], at: usize, orientation: Orientation) -> Result<Medium, Error> {
     let path = Path::new(paths.get(at).ok_or_else(|| Error::missing("this media file does not exist"))?);
     // Runs record the real path of a file, after checking that it is inside its root.
     let real = fs::canonicalize(path).map_err(Error::io("open", path))?;
@@ -87,7 +100,7 @@ pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
             path.display()
         ))
     })?;
-    Ok(Medium { path: real, mime })
+    Ok(Medium { path: real, mime, orientation })
 }
 
 /// Small copy of a picture, or the sampled frames of a clip side by side.
@@ -100,7 +113,7 @@ pub(crate) struct Preview {
     pub(crate) times_secs: Vec<f64>,
 }
 
-type Key = (PathBuf, Stamp, u32, usize);
+type Key = (PathBuf, Orientation, Stamp, u32, usize);
 
 /// Previews that were made most recently.
 #[derive(Debug, Default)]
@@ -117,7 +130,7 @@ impl Previews {
         side_px: u32,
     ) -> Result<Arc<Preview>, Error> {
         let meta = fs::metadata(&medium.path).map_err(Error::io("look at", &medium.path))?;
-        let key = (medium.path.clone(), Stamp::of(&meta), side_px, frames);
+        let key = (medium.path.clone(), medium.orientation, Stamp::of(&meta), side_px, frames);
         let kept = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, own)) = kept().iter().find(|(own, _)| *own == key) {
             return Ok(Arc::clone(own));
@@ -140,17 +153,20 @@ fn preview(medium: &Medium, times_secs: &[f64], frames: usize, side_px: u32) -> 
     let (pictures, times_secs) = if is_clip {
         let source = VideoSource::from_path(&medium.path);
         let info = probe_video(&source, None, &limits).map_err(|error| failed(told(&error)))?;
-        let (width_px, height_px) = scaled(info.width_px, info.height_px, side_px);
+        let orientation = medium.orientation;
+        let [width, height] = info.size_px(orientation);
+        let (width_px, height_px) = scaled(width, height, side_px);
         let sampling = match spread_over(times_secs, frames) {
             times_secs if times_secs.is_empty() => FrameSampling::Midpoints { num_frames: frames },
             times_secs => FrameSampling::Times { times_secs },
         };
-        let request =
-            VideoRequest { sampling, size: FrameSize::Exact { width_px, height_px }, listed_fps: None };
+        let size = FrameSize::Exact { width_px, height_px };
+        let request = VideoRequest { sampling, size, listed_fps: None, orientation };
         let found = decode_video(&source, &request, &limits).map_err(|error| failed(told(&error)))?;
         (found.frames, found.timestamps_s)
     } else if medium.mime.starts_with("image/") {
-        (vec![load_image(&medium.path, &limits).map_err(|error| failed(told(&error)))?], Vec::new())
+        let picture = load_image(&medium.path, medium.orientation, &limits);
+        (vec![picture.map_err(|error| failed(told(&error)))?], Vec::new())
     } else {
         return Err(failed("it is not a picture or clip".to_owned()));
     };
@@ -265,7 +281,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = fs::canonicalize(directory.path()).unwrap().join("wide.png");
         RgbImage::from_pixel(640, 4, image::Rgb([255, 0, 0])).save(&path).unwrap();
-        let medium = Medium { path: path.clone(), mime: "image/png" };
+        let medium = Medium { path: path.clone(), mime: "image/png", orientation: Orientation::Upright };
         let previews = Previews::default();
         let made = previews.of(&medium, &[], 1, 320).unwrap();
         let picture = image::load_from_memory(&made.bytes).unwrap().into_rgb8();
@@ -298,7 +314,7 @@ mod tests {
         let mut writer = image::codecs::gif::GifEncoder::new(File::create(&path).unwrap());
         writer.encode_frames([0, 80, 160, 240].map(frame)).unwrap();
         drop(writer);
-        let medium = Medium { path, mime: "image/gif" };
+        let medium = Medium { path, mime: "image/gif", orientation: Orientation::Upright };
         let greys = |times_secs: &[f64], frames: usize| -> (Vec<f64>, Vec<u8>) {
             let made = preview(&medium, times_secs, frames, 320).unwrap();
             let row = image::load_from_memory(&made.bytes).unwrap().into_rgb8();
@@ -323,6 +339,7 @@ mod tests {
         let path = |name: &str| root.join(name).display().to_string();
         let mut paths =
             vec![path("in/a.png"), path("in/../in/a.png"), path("in/secret.png"), path("in"), path("x")];
+        let open = |paths: &[String], at| open(paths, at, Orientation::Upright);
         assert_eq!(open(&paths, 0).unwrap().mime, "image/png");
         let told = |paths: &[String], at| open(paths, at).unwrap_err().to_string();
         assert!(told(&paths, 1).contains("a run records the path of the file itself"));

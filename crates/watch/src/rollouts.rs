@@ -244,7 +244,7 @@ impl Records {
             "prompt": cut_text(&first.prompt),
             "solution": first.solution,
             "category": category,
-            "media": media::listed(&first.media, &first.frame_times_secs),
+            "media": media::listed(&first.media, &first.frame_times_secs, run.orientation()),
             "row": row,
             "samples": samples,
         }))
@@ -252,7 +252,7 @@ impl Records {
 
     /// Opens a media file of a prompt.
     pub(crate) fn medium(&self, run: &Run, step: u64, group: usize, at: usize) -> Result<Medium, Error> {
-        media::open(&all_media(&self.group_records(run, step, group)?), at)
+        media::open(&all_media(&self.group_records(run, step, group)?), at, run.orientation())
     }
 
     /// Returns a small copy of a picture of a prompt, or the sampled frames of a clip.
@@ -264,7 +264,7 @@ impl Records {
         side_px: u32,
     ) -> Result<Arc<Preview>, Error> {
         let records = self.group_records(run, step, group)?;
-        let medium = media::open(&all_media(&records), at)?;
+        let medium = media::open(&all_media(&records), at, run.orientation())?;
         let times = records[0].frame_times_secs.get(at).map(Vec::as_slice).unwrap_or_default();
         self.previews.of(&medium, times, frames, side_px)
     }

@@ -7,6 +7,7 @@ use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Seek as _, SeekFrom
 use std::path::{Path, PathBuf};
 
 use omnigrpo_guard::inside;
+use omnigrpo_media::Orientation;
 use omnigrpo_observe::step_of;
 use serde::Serialize;
 
@@ -216,6 +217,16 @@ impl Run {
             return Vec::new();
         }
         String::from_utf8_lossy(&text).lines().filter_map(setting).collect()
+    }
+
+    /// Returns the form in which the run reads pictures. Without the setting, it is that of programs that had no such setting.
+    pub(crate) fn orientation(&self) -> Orientation {
+        let settings = self.settings();
+        match settings.iter().find(|setting| setting.name == "orientation") {
+            Some(setting) if unquoted(&setting.value) == "upright" => Orientation::Upright,
+            None if settings.is_empty() => Orientation::default(),
+            _ => Orientation::Stored,
+        }
     }
 
     /// Returns the last [`MAX_STEPS`] steps for which a directory of the run has files, in order.

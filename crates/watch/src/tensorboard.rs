@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crc::{CRC_32_ISCSI, Crc};
+use omnigrpo_media::{Limits, Orientation};
 use omnigrpo_observe::{Event, Rollout, Tracker};
 use serde_json::{Map, Value};
 
@@ -131,15 +132,17 @@ fn scalar(tag: &str, value: f64) -> Message {
 /// Returns the first picture of a prompt with the unchanged bytes of its file.
 fn image(tag: &str, rollout: &Rollout) -> Option<Message> {
     let medium = (0..rollout.media.len())
-        .filter_map(|at| media::open(&rollout.media, at).ok())
+        .filter_map(|at| media::open(&rollout.media, at, Orientation::Upright).ok())
         .find(|medium| ["image/png", "image/jpeg", "image/gif"].contains(&medium.mime))?;
     if std::fs::metadata(&medium.path).ok()?.len() > MAX_IMAGE_BYTES {
         return None;
     }
-    let info = omnigrpo_media::probe_image(&medium.path, &omnigrpo_media::Limits::default()).ok()?;
+    let info = omnigrpo_media::probe_image(&medium.path, &Limits::default()).ok()?;
     let bytes = std::fs::read(&medium.path).ok()?;
     let (mut picture, mut out) = (Message::default(), Message::default());
-    picture.int(1, info.height_px.into()).int(2, info.width_px.into()).int(3, 3).bytes(4, &bytes);
+    // TensorBoard's page shows a picture upright.
+    let [width, height] = info.size_px(Orientation::Upright);
+    picture.int(1, height.into()).int(2, width.into()).int(3, 3).bytes(4, &bytes);
     out.bytes(1, tag.as_bytes()).bytes(4, &picture.0);
     Some(out)
 }

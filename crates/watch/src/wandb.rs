@@ -9,6 +9,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use omnigrpo_media::Orientation;
 use omnigrpo_observe::{Event, Tracker, names};
 use serde_json::{Map, Value, json};
 
@@ -102,7 +103,8 @@ impl Tracker for Wandb {
             }
             Event::Completions { step, rollouts } => {
                 let rows = rollouts.iter().map(|own| {
-                    let media = (0..own.media.len()).filter_map(|at| media::open(&own.media, at).ok());
+                    let media = (0..own.media.len())
+                        .filter_map(|at| media::open(&own.media, at, Orientation::default()).ok());
                     let media: Vec<Value> =
                         media.map(|medium| json!({ "path": medium.path, "type": medium.mime })).collect();
                     json!({

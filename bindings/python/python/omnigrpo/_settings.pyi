@@ -62,6 +62,8 @@ class Settings(TypedDict, total=False):
     image_key: str | float | bool
     video_column: str | float | bool
     video_key: str | float | bool
+    audio_column: str | float | bool
+    audio_key: str | float | bool
     image_folders: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     video_folders: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
     audio_folders: Sequence[str | float | bool] | str | float | bool | str | PathLike[str]
@@ -70,9 +72,11 @@ class Settings(TypedDict, total=False):
     allow_urls: Literal["off", "public", "all"]
     media_timeout_secs: float
     mm_processor_cache_gb: float
+    allow_text_only: bool
     strict_media: bool
     max_skipped: float | str | PathLike[str]
     skip_data_check: bool
+    orientation: Literal["upright", "stored"]
     min_pixels: int
     max_pixels: int
     frame_sampling: Literal["qwen_vl_utils", "base_interval", "meta", "processor"]

@@ -1,5 +1,6 @@
 //! Media of a row: their columns, their places in the conversation, and their options.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
@@ -7,7 +8,7 @@ use std::path::Path;
 use omnigrpo_text::{MediumKind, Part, PerKind, Role, Turn, split_conversation};
 use serde_json::{Map, Value};
 
-use super::{Content, Context, RawPart, RawTurn, column, inside, present, spoken_medium};
+use super::{Content, Context, RawPart, RawTurn, column, inside, looks, present, spoken_medium};
 use crate::dataset::ColumnNames;
 use crate::error::{PathProblem, RowProblem, describe, shorten};
 use crate::roots::Resolver;
@@ -97,14 +98,25 @@ pub(super) fn place_own(
 /// Makes the file paths of a row's media absolute, both in media columns and in typed parts of turns.
 pub(crate) fn make_absolute(columns: &mut Map<String, Value>, resolver: &Resolver, names: &ColumnNames) {
     let named = |name: Option<&str>, key: &str| name.and_then(|name| name.split('.').next()) == Some(key);
+    let typed = columns.get("data_type").and_then(Value::as_str).and_then(kind_of_key);
     for (key, value) in columns.iter_mut() {
-        let kind =
-            kind_of_key(key).or_else(|| MediumKind::ALL.into_iter().find(|kind| named(names.of(*kind), key)));
+        let kind = kind_of_key(key)
+            .or_else(|| MediumKind::ALL.into_iter().find(|kind| named(names.of(*kind), key)))
+            .or(typed.filter(|_| key == "path"));
         let turns = super::FORMATS.iter().any(|format| format.columns.contains(&key.as_str()))
             || named(names.prompt.as_deref(), key);
-        if kind.is_some() || turns {
-            absolute(value, kind, resolver);
+        if kind.is_none() && !turns {
+            continue;
         }
+        // Paths in a text of JSON would stay relative.
+        let own = match kind {
+            Some(_) => nested(value),
+            None => super::unfolded(value, key, super::SPEAKERS).unwrap_or(Cow::Borrowed(value)),
+        };
+        if let Cow::Owned(own) = own {
+            *value = own;
+        }
+        absolute(value, kind, resolver);
     }
 }
 
@@ -123,8 +135,14 @@ fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {
                 match key.as_str() {
                     // Text is never a path.
                     "text" | "role" | "from" | "type" => {}
-                    "content" | "value" if value.is_array() => absolute(value, None, resolver),
-                    "content" | "value" => {}
+                    "content" | "value" => {
+                        if let Ok(Cow::Owned(own)) = super::unfolded(value, key, super::PARTS) {
+                            *value = own;
+                        }
+                        if value.is_array() {
+                            absolute(value, None, resolver);
+                        }
+                    }
                     "path" | "url" => absolute(value, part, resolver),
                     key => absolute(value, kind_of_key(key).or(kind), resolver),
                 }
@@ -214,26 +232,27 @@ fn listed_media(
     context: &Context,
 ) -> Result<Vec<Item>, RowProblem> {
     let resolver = context.resolver;
-    let (one, many) = (kind.as_str().to_owned(), kind.plural().to_owned());
-    let named = context.names.of(kind);
-    let found = match named {
-        Some(name) => (inside(columns, name), None),
-        None => (present(columns, &one), present(columns, &many)),
-    };
-    let one = named.map_or(one, str::to_owned);
-    let (name, value) = match found {
-        (Some(_), Some(value)) => {
+    let (name, value) = match &columns_of(kind, columns, context)[..] {
+        [] => return Ok(Vec::new()),
+        [(name, value)] => (name.clone(), nested(value)),
+        [(one, _), (many, value), ..] => {
             return Err(RowProblem::Column {
-                column: many,
+                column: many.clone(),
                 got: format!("{} beside column `{one}`", describe(value)),
                 expected: "only one of the two",
             });
         }
-        (Some(value), None) => (one, value),
-        (None, Some(value)) => (many, value),
-        (None, None) => return Ok(Vec::new()),
     };
-    match value {
+    let is_shared =
+        MediumKind::ALL.into_iter().any(|other| other != kind && context.names.of(other) == Some(&*name));
+    let value = match &*value {
+        value if !is_shared => Cow::Borrowed(value),
+        // The extension of each entry tells its kind.
+        Value::Array(list) => Cow::Owned(list.iter().filter(|value| is_of(kind, value)).cloned().collect()),
+        value if is_of(kind, value) => Cow::Borrowed(value),
+        _ => return Ok(Vec::new()),
+    };
+    match &*value {
         // Some lists use an empty string for a row without media.
         Value::String(text) if text.is_empty() => Ok(Vec::new()),
         Value::Array(list) if !(kind == MediumKind::Video && is_frames(list, resolver)) => list
@@ -243,6 +262,38 @@ fn listed_media(
             .collect(),
         value => Ok(vec![item(kind, value, &name, resolver)?]),
     }
+}
+
+/// Returns the columns that list media of a kind: the one that the user names, else those with the name of the kind, else `path`
+/// beside a `data_type` that names the kind.
+pub(super) fn columns_of<'a>(
+    kind: MediumKind,
+    columns: &'a Map<String, Value>,
+    context: &Context,
+) -> Vec<(String, &'a Value)> {
+    let found = |name: &str| Some((name.to_owned(), present(columns, name)?));
+    if let Some(name) = context.names.of(kind) {
+        return inside(columns, name).map(|value| (name.to_owned(), value)).into_iter().collect();
+    }
+    let usual: Vec<_> = [kind.as_str(), kind.plural()].into_iter().filter_map(found).collect();
+    let typed = || columns.get("data_type").and_then(Value::as_str).and_then(kind_of_key) == Some(kind);
+    match usual.is_empty() && typed() {
+        true => found("path").into_iter().collect(),
+        false => usual,
+    }
+}
+
+/// Returns a list or an object that is stored as JSON text, and any other value unchanged.
+fn nested(value: &Value) -> Cow<'_, Value> {
+    let text = value.as_str().map(str::trim).filter(|text| text.starts_with(['[', '{']));
+    match text.and_then(|text| serde_json::from_str(text).ok()) {
+        Some(value @ (Value::Array(_) | Value::Object(_))) => Cow::Owned(value),
+        _ => Cow::Borrowed(value),
+    }
+}
+
+fn is_of(kind: MediumKind, value: &Value) -> bool {
+    looks::medium(value).is_some_and(|look| look.kind == kind)
 }
 
 /// Reports whether a video list names the frames of one clip and not several clips. A WebP file may be either a frame or a clip,
@@ -283,10 +334,20 @@ pub(super) fn own_source(map: &Map<String, Value>, kind: MediumKind) -> Option<&
     }
 }
 
+/// Reports whether a text is a `data:` address with several frames, as vLLM takes them: `data:video/jpeg;base64,F1,F2`.
+fn is_frames_in_one(text: &str) -> bool {
+    text.strip_prefix("data:")
+        .is_some_and(|data| data.starts_with("video/jpeg;") || data.split(',').count() > 2)
+}
+
 fn item(kind: MediumKind, value: &Value, place: &str, resolver: &Resolver) -> Result<Item, RowProblem> {
     const EXPECTED: &str = "a path, an object with `path`, or (video) a list of frame paths";
     let medium = |path: &str, problem| RowProblem::Medium { kind, path: shorten(path), problem };
     match value {
+        Value::String(text) if kind == MediumKind::Video && is_frames_in_one(text) => {
+            let frames = resolver.frames(text).map_err(|problem| medium(text, problem))?;
+            Ok(Item { kind, source: MediumSource::Frames(frames), options: MediumOptions::default() })
+        }
         Value::String(text) => {
             let path = resolver.path(kind, text).map_err(|problem| medium(text, problem))?;
             Ok(Item { kind, source: MediumSource::Path(path), options: MediumOptions::default() })

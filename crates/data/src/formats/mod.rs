@@ -14,21 +14,32 @@
 //! | `completion` | the target of `sft`, a text or messages; it takes precedence over a final assistant turn |
 //! | `tools` | the tools that the prompt describes: a list of objects in the format of OpenAI, or the same as JSON in a text |
 //! | `row` beside `completions` | the original row of the completions, as written by evaluations and rollout logs |
+//! | `options`, `choices`, or `A`, `B`, … | choices, which become part of the question if it does not contain them ([`choices`]) |
+//! | `system` | system turn of a conversation that has none |
+//! | `path` beside `data_type` | a medium of the kind that `data_type` names: Video-R1 |
+//!
+//! A conversation, a list of media or of choices may also be a text with the same in JSON, as tables without nested columns
+//! store it. Columns that no reader uses are compared with media ([`unread`]).
 //!
 //! In plain text of user turns, `<image>`, `<video>` and `<audio>` mark the positions of media. In a conversation with typed
 //! parts, text is literal, and a part without a path takes the next medium of the columns. Media without a placeholder go before
 //! the text of the first user turn. If sound is mentioned but not listed, the sound of the videos is used. Assistant turns before
 //! the first user turn are dropped, as in the original loaders.
 
+mod choices;
+mod looks;
 mod media;
 pub(crate) mod outputs;
 mod recorded;
 
+pub(crate) use looks::is_base64;
 pub(crate) use media::make_absolute;
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
+use omnigrpo_guard::Setting;
 use omnigrpo_text::{MediumKind, Part, Role, ToolCall, Turn};
 use serde_json::{Map, Value, json};
 
@@ -142,6 +153,15 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     let mut raw = raw_turns(&columns, context)?;
     let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
     raw.drain(..first);
+    if let Some(system) =
+        present(&columns, "system").filter(|_| raw.iter().all(|turn| turn.role != Role::System))
+    {
+        let text = system.as_str().ok_or_else(|| column("system", system, "a text"))?;
+        raw.insert(
+            0,
+            RawTurn { role: Role::System, content: Content::Text(text.to_owned()), calls: Vec::new() },
+        );
+    }
     let final_turn = match raw.last() {
         Some(turn) if turn.role == Role::Assistant => raw.pop().map(spoken).transpose()?,
         _ => None,
@@ -160,6 +180,11 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     if !said && !context.empty_questions {
         let roles = turns.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
         return Err(RowProblem::NoPrompt { missing: "text or medium in its last turn", roles });
+    }
+    if let Some(question) = turns.iter_mut().rfind(|turn| turn.role == Role::User)
+        && let Some(choices) = choices::missing(&columns, || question.written())
+    {
+        append(question, &choices);
     }
     if let Some(last) = turns.last_mut() {
         context.template.apply(last);
@@ -263,19 +288,11 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
         })?;
         return text_or_conversation(value, name);
     }
-    let formats = match context.format {
-        Some(format) => std::slice::from_ref(format),
-        None => FORMATS,
-    };
-    let found = formats
-        .iter()
-        .flat_map(|format| format.columns.iter().map(move |name| (format, *name)))
-        .find_map(|(format, name)| Some((format, name, present(columns, name)?)));
-    match found {
+    match prompt_of(columns, context) {
         Some((format, name, value)) => (format.turns)(value, name),
         None => Err(RowProblem::UnknownFormat {
             columns: shorten(&columns.keys().cloned().collect::<Vec<_>>().join(", ")),
-            expected: formats
+            expected: formats(context)
                 .iter()
                 .flat_map(|format| format.columns)
                 .copied()
@@ -285,17 +302,131 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
     }
 }
 
+/// Returns the formats that a row may have.
+fn formats(context: &Context) -> &'static [Format] {
+    context.format.map_or(FORMATS, std::slice::from_ref)
+}
+
+/// Returns the format of a row, with the name and the value of its prompt.
+fn prompt_of<'a>(
+    columns: &'a Map<String, Value>,
+    context: &Context,
+) -> Option<(&'static Format, &'static str, &'a Value)> {
+    let names =
+        formats(context).iter().flat_map(|format| format.columns.iter().map(move |name| (format, *name)));
+    names.into_iter().find_map(|(format, name)| Some((format, name, present(columns, name)?)))
+}
+
+/// Columns that have a meaning of their own and contain no medium of the prompt.
+const PLAIN: [&str; 10] = [
+    "id",
+    "question_id",
+    "data_type",
+    "system",
+    "tools",
+    "solution",
+    "answer",
+    "ground_truth",
+    "reward_model",
+    "completion",
+];
+
+/// A column that no reader uses and that looks like media.
+pub(crate) struct Unread {
+    /// Name of the column, with dots into objects.
+    pub(crate) column: String,
+    pub(crate) kind: MediumKind,
+    /// Setting that would read it.
+    pub(crate) setting: Setting,
+}
+
+/// Returns the columns of a row that no reader uses and that look like media.
+pub(crate) fn unread(columns: Map<String, Value>, context: &Context) -> Vec<Unread> {
+    let columns = outputs::unfold(columns);
+    let (names, root) = (context.names, |name: &str| name.split('.').next().unwrap_or(name).to_owned());
+    let mut read: Vec<String> = PLAIN.into_iter().chain(outputs::RECORDED).map(str::to_owned).collect();
+    read.extend(names.solution.as_deref().map(root));
+    match &names.prompt {
+        Some(name) => read.push(root(name)),
+        None => read.extend(prompt_of(&columns, context).map(|(_, name, _)| name.to_owned())),
+    }
+    for kind in MediumKind::ALL {
+        let found = media::columns_of(kind, &columns, context);
+        read.extend(found.into_iter().map(|(name, _)| root(&name)));
+    }
+    let unread = columns.iter().filter(|(name, _)| !read.contains(name));
+    unread
+        .filter_map(|(name, value)| {
+            let look = looks::medium(value)?;
+            let setting = if look.in_message { PROMPT } else { ColumnNames::setting(look.kind) };
+            let keys = look.keys.iter().map(String::as_str);
+            let column = std::iter::once(name.as_str()).chain(keys).collect::<Vec<_>>().join(".");
+            Some(Unread { column, kind: look.kind, setting })
+        })
+        .collect()
+}
+
+/// Appends text to a turn, after its last part.
+fn append(turn: &mut Turn, text: &str) {
+    match turn.parts.last_mut() {
+        Some(Part::Text(last)) => last.push_str(text),
+        _ => turn.parts.push(Part::Text(text.trim_start().to_owned())),
+    }
+}
+
+/// Returns a list of objects that is stored as JSON text, and any other value unchanged. An object of the list has one of `keys`. A
+/// text that begins and ends like such a list must be JSON.
+fn unfolded<'a>(value: &'a Value, name: &str, keys: [&str; 2]) -> Result<Cow<'a, Value>, RowProblem> {
+    let unchanged = Ok(Cow::Borrowed(value));
+    let Value::String(text) = value else { return unchanged };
+    let text = text.trim();
+    let Some(first) = text.strip_prefix('[').and_then(|rest| rest.trim_start().strip_prefix('{')) else {
+        return unchanged;
+    };
+    match serde_json::from_str::<Value>(text) {
+        Ok(list)
+            if list
+                .as_array()
+                .is_some_and(|list| list.iter().all(|one| keys.iter().any(|key| one.get(key).is_some()))) =>
+        {
+            Ok(Cow::Owned(list))
+        }
+        Err(_) if text.ends_with(']') => {
+            let first = first.trim_start().trim_start_matches(['"', '\'']);
+            match keys
+                .iter()
+                .any(|key| first.strip_prefix(key).is_some_and(|rest| rest.starts_with(['"', '\''])))
+            {
+                true => Err(column(
+                    name,
+                    value,
+                    "a list of messages, or the same as JSON in a text (`json.dumps` of Python writes it, `str` does not)",
+                )),
+                false => unchanged,
+            }
+        }
+        _ => unchanged,
+    }
+}
+
+/// Keys of a message that tell who speaks.
+const SPEAKERS: [&str; 2] = ["role", "from"];
+
+/// Keys of a typed part of a message.
+const PARTS: [&str; 2] = ["type", "text"];
+
 fn text_or_conversation(value: &Value, name: &str) -> Result<Vec<RawTurn>, RowProblem> {
-    match value {
+    match &*unfolded(value, name, SPEAKERS)? {
         Value::String(text) => {
             Ok(vec![RawTurn { role: Role::User, content: Content::Text(text.clone()), calls: Vec::new() }])
         }
-        Value::Array(_) => conversation(value, name),
+        value @ Value::Array(_) => conversation(value, name),
         other => Err(column(name, other, "a text or a list of messages")),
     }
 }
 
 fn conversation(value: &Value, name: &str) -> Result<Vec<RawTurn>, RowProblem> {
+    let value = &*unfolded(value, name, SPEAKERS)?;
     let Value::Array(list) = value else { return Err(column(name, value, "a list of turns")) };
     list.iter().enumerate().map(|(index, value)| turn(value, &format!("{name}[{index}]"))).collect()
 }
@@ -321,7 +452,11 @@ fn turn(value: &Value, place: &str) -> Result<RawTurn, RowProblem> {
     };
     let given = map.get("tool_calls").filter(|calls| role == Role::Assistant && !calls.is_null());
     let calls = given.map_or(Ok(Vec::new()), |calls| tool_calls(calls, &format!("{place}.tool_calls")))?;
-    let content = match what {
+    let parts = match role {
+        Role::Assistant => Cow::Borrowed(what),
+        _ => unfolded(what, &format!("{place}.content"), PARTS)?,
+    };
+    let content = match &*parts {
         Value::String(text) => Content::Text(text.clone()),
         Value::Null if !calls.is_empty() => Content::Text(String::new()),
         // VLM-R1 stores boxes and numbers in answers as JSON.
@@ -434,7 +569,9 @@ fn completion(
     columns: &Map<String, Value>,
     context: &Context,
 ) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
-    match present(columns, "completion") {
+    let found =
+        present(columns, "completion").map(|value| unfolded(value, "completion", SPEAKERS)).transpose()?;
+    match found.as_deref() {
         None => Ok((Vec::new(), Vec::new())),
         Some(Value::String(text)) => Ok((vec![Turn::text(Role::Assistant, text.clone())], Vec::new())),
         Some(value) => {

@@ -1,7 +1,7 @@
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions};
 use omnigrpo_media::audio::{AudioRange, LogMel, read_audio};
 use omnigrpo_media::{
-    FrameSampling, FrameSize, Limits, VideoRequest, VideoSource, decode_video, probe_video,
+    FrameSampling, FrameSize, Limits, Orientation, VideoRequest, VideoSource, decode_video, probe_video,
 };
 use omnigrpo_text::{MediumKind, Part};
 
@@ -149,6 +149,7 @@ fn ffmpeg_gives_the_frames_that_were_drawn() {
         sampling: FrameSampling::Midpoints { num_frames: NUM_FRAMES },
         size: FrameSize::Native,
         listed_fps: None,
+        orientation: Orientation::Upright,
     };
     let video = decode_video(&source, &request, &Limits::default()).unwrap();
     let mut rng = stream(1, 100, 0, 0);

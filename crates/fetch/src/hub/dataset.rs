@@ -48,6 +48,23 @@ pub fn cached_dataset(
     snapshots.iter().find_map(found).or_else(|| snapshots.iter().filter(|_| by_names).find_map(named))
 }
 
+/// Returns the table files of a split in a folder on this machine, in order. File names determine parts and splits, as on the hub.
+///
+/// # Errors
+/// Returns an error if the folder has no parquet tables, or lacks the split.
+pub fn folder_tables(dir: &Path, part: Option<&str>, split: &str) -> Result<Vec<PathBuf>, FetchError> {
+    let (name, mut names) = (dir.display().to_string(), Vec::new());
+    tables(dir, "", 0, &mut names);
+    if names.is_empty() {
+        let files = std::fs::read_dir(dir).into_iter().flatten().flatten().take(20);
+        let files: Vec<String> =
+            files.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        return Err(FetchError::NoTables { name, files: files.join(", ") });
+    }
+    let files = choose(&name, names.iter().map(String::as_str), part, split)?;
+    Ok(files.iter().map(|file| dir.join(file)).collect())
+}
+
 /// Returns the path of the record of requested splits and their files, by commit. `huggingface_hub` ignores this file.
 fn record_of(repo: &Path, snapshot: &Path) -> PathBuf {
     repo.join("splits").join(snapshot.file_name().unwrap_or_default()).with_extension("json")

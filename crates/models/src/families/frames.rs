@@ -88,7 +88,12 @@ impl FramePlan {
     /// # Errors
     /// Returns an error if the video is unreadable or does not allow the choice of frames.
     pub fn decode(self, settings: &MediaSettings, size: FrameSize) -> Result<VideoFrames> {
-        let request = VideoRequest { sampling: self.sampling, size, listed_fps: self.listed_fps };
+        let request = VideoRequest {
+            sampling: self.sampling,
+            size,
+            listed_fps: self.listed_fps,
+            orientation: settings.orientation,
+        };
         let mut video = decode_video(&self.source, &request, &settings.limits)?;
         settings.order(&mut video.frames);
         Ok(video)

@@ -22,6 +22,7 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
             Ok(MediumInfo {
                 width_px: Some(info.width_px),
                 height_px: Some(info.height_px),
+                turn: info.turn.exif(),
                 ..MediumInfo::default()
             })
         }
@@ -34,6 +35,7 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
             Ok(MediumInfo {
                 width_px: Some(info.width_px),
                 height_px: Some(info.height_px),
+                turn: info.turn.exif(),
                 num_frames: Some(info.num_frames as u64),
                 fps: Some(info.fps),
                 duration_secs: Some(info.duration_s),

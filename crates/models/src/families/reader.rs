@@ -4,7 +4,7 @@ use std::path::Path;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::audio::LogMel;
-use omnigrpo_media::{FrameSize, Rgb8Image, VideoFrames, load_image};
+use omnigrpo_media::{FrameSize, Rgb8Image, Turn, VideoFrames, load_image};
 use omnigrpo_text::{Form, MediumKind};
 
 use super::frames::{FramePlan, file};
@@ -75,6 +75,7 @@ pub(super) fn plan<R: Reader>(
     settings: &MediaSettings,
 ) -> Result<MediumPlan> {
     let (of, mut frame_times_secs) = (Request { medium, settings }, Vec::new());
+    let header = &given(header, settings);
     let shape = match supported::<R>(medium.kind)? {
         Form::Picture => reader.shape(of, header, None)?,
         Form::Clip => {
@@ -84,6 +85,17 @@ pub(super) fn plan<R: Reader>(
         Form::Sound => sound::plan(medium, header, reader.sound()?, settings)?,
     };
     Ok(MediumPlan { kind: medium.kind, shape, tokens: reader.tokens(&shape)?, frame_times_secs })
+}
+
+/// Returns a header with the size of the pixels in the form in which they are given.
+fn given(header: &MediumInfo, settings: &MediaSettings) -> MediumInfo {
+    let turn = Turn::from_exif(header.turn.into()).unwrap_or_default().given(settings.orientation);
+    let size = header.width_px.zip(header.height_px).map(|(width, height)| turn.size([width, height]));
+    MediumInfo {
+        width_px: size.map(|[width, _]| width),
+        height_px: size.map(|[_, height]| height),
+        ..header.clone()
+    }
 }
 
 /// Decodes a medium.
@@ -98,7 +110,7 @@ pub(super) fn prepare<R: Reader>(
     let (of, kind) = (Request { medium, settings }, medium.kind);
     let ((shape, data), seconds_per_grid, frame_times_secs) = match supported::<R>(kind)? {
         Form::Picture => {
-            let picture = load_image(file(medium)?, &settings.limits)?;
+            let picture = load_image(file(medium)?, settings.orientation, &settings.limits)?;
             (reader.picture(of, picture)?, 0.0, Vec::new())
         }
         Form::Clip => {

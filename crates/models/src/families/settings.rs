@@ -3,7 +3,7 @@
 use crate::error::*;
 use omnigrpo_data::{MediumOptions, MediumRef};
 use omnigrpo_guard::Setting;
-use omnigrpo_media::Limits;
+use omnigrpo_media::{Limits, Orientation};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -63,6 +63,8 @@ pub struct MediaSettings {
     pub key: MediumKey,
     /// Treatment of a file without sound.
     pub missing_audio: MissingAudio,
+    /// Form in which pictures and frames are given: turned upright, or as they are stored.
+    pub orientation: Orientation,
     /// Limits of one medium.
     pub limits: Limits,
     /// Largest number of tiles of an image, for families that use tiles. If unset, it follows the checkpoint.
@@ -88,6 +90,7 @@ impl Default for MediaSettings {
             seed: 0,
             key: MediumKey::default(),
             missing_audio: MissingAudio::default(),
+            orientation: Orientation::default(),
             limits: Limits::default(),
             max_tiles: None,
         }

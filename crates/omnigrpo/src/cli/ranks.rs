@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result};
 use omnigrpo_observe::Console;
 use omnigrpo_ops::Device;
 use omnigrpo_ranks::{Launch, Launcher, Lifeline, Local, Mpirun, Ranks, Starters};
-use omnigrpo_train::checkpoint;
+use omnigrpo_train::checkpoint::{self, TrainerState};
 
 use crate::cli::verbs::Context;
 use crate::cli::verbs::train::is_ignored;
@@ -259,22 +259,28 @@ fn listed(list: &str) -> Option<Vec<usize>> {
 
 /// Returns the number of gradient leaves: the given one, that of the checkpoint from which the run resumes, or that of the ranks.
 pub fn leaves(settings: &Settings, ranks: &Ranks, output_dir: &Path) -> Result<usize> {
-    use omnigrpo_train::ResumeFrom;
     if let Some(given) = settings.ranks.leaves {
         return Ok(given);
     }
-    let newest = || Ok::<_, anyhow::Error>(checkpoint::list(output_dir)?.pop().map(|(_, path)| path));
+    let saved = saved(settings, output_dir);
+    let saved =
+        saved.map(|saved| saved.fingerprint.get(LEAVES).and_then(serde_json::Value::as_u64).unwrap_or(1));
+    let saved = saved.map(|leaves| leaves as usize).filter(|leaves| leaves.is_multiple_of(ranks.size()));
+    Ok(saved.unwrap_or(ranks.size()))
+}
+
+/// Returns the state of the checkpoint from which a run in this directory resumes. A checkpoint that cannot be read is reported
+/// when the run resumes.
+pub fn saved(settings: &Settings, output_dir: &Path) -> Option<TrainerState> {
+    use omnigrpo_train::ResumeFrom;
     let path = match &settings.run.resume.from {
         ResumeFrom::Start => None,
         ResumeFrom::Path(path) => Some(path.clone()),
-        ResumeFrom::Newest | ResumeFrom::Must => newest()?,
+        ResumeFrom::Newest | ResumeFrom::Must => {
+            checkpoint::list(output_dir).ok()?.pop().map(|(_, path)| path)
+        }
     };
-    // A checkpoint that cannot be read is reported when the run resumes.
-    let state = path.and_then(|path| checkpoint::read_state(&path).ok());
-    let saved =
-        state.map(|state| state.fingerprint.get(LEAVES).and_then(serde_json::Value::as_u64).unwrap_or(1));
-    let saved = saved.map(|leaves| leaves as usize).filter(|leaves| leaves.is_multiple_of(ranks.size()));
-    Ok(saved.unwrap_or(ranks.size()))
+    checkpoint::read_state(&path?).ok()
 }
 
 /// Name of the number of leaves in a checkpoint. One leaf has no entry.

@@ -2,7 +2,7 @@
 
 use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
-use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
+use omnigrpo_models::{FrameRule, MissingAudio, Orientation, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 use omnigrpo_train::{GradientSum, Offload, ScheduleKind, Shard};
 
@@ -133,6 +133,10 @@ listed!(FrameRule:
     "base_interval" = FrameRule::BaseInterval, "By interval, like qwen-vl-finetune.";
     "meta" = FrameRule::Segments, "Per segment, from the row's `meta`.";
     "processor" = FrameRule::Processor, "By rate, like the video processor of Qwen3-VL, which limits all frames together.";
+);
+listed!(Orientation:
+    "upright" = Orientation::Upright, "Turned as the file's orientation tag or display matrix says, as `transformers` and `datasets` do.";
+    "stored" = Orientation::Stored, "As they are stored in the file.";
 );
 listed!(MissingAudio:
     "error" = MissingAudio::Error, "A bad row.";

@@ -503,6 +503,7 @@ impl Settings {
         if !settings.lacks_reward("explanation") && settings.rewards.scorers.explanation_clip_weight > 0.0 {
             settings.rewards.scorers.clip_model.get_or_insert_with(|| CLIP.into());
         }
+        settings.rewards.scorers.orientation = settings.prompts.media.orientation;
         if values.lookup("eval_strategy").is_none()
             && settings.run.eval.when == EvalWhen::Never
             && settings.data.has_eval_rows()
@@ -523,7 +524,7 @@ impl Settings {
         let folder =
             self.io.output_dir.as_ref().map_or_else(|| self.env.turn_cache(), |dir| dir.join("media"));
         let folder = std::path::absolute(&folder).unwrap_or(folder);
-        let (system, limits) = (self.prompts.render.system.clone(), &self.prompts.media.limits);
+        let (system, media) = (self.prompts.render.system.clone(), &self.prompts.media);
         let problem = |what: String| Problem::usage(what).at("--environment");
         let environment = match CallerRewards::named(name) {
             Some(_) => {
@@ -533,11 +534,11 @@ impl Settings {
                         .expected("an environment by name, a program, `FILE.py:NAME` or an address")
                         .help("start the run from that program, or write the environment to a file")
                 })?;
-                omnigrpo_train::environment_of(peer, folder, limits, system).map_err(|cause| told(&*cause))
+                omnigrpo_train::environment_of(peer, folder, media, system).map_err(|cause| told(&*cause))
             }
             None => {
                 let options = ExternalOptions { system, ..self.rewards.options.external.clone() };
-                omnigrpo_train::environment(name, folder, limits, &options)
+                omnigrpo_train::environment(name, folder, media, &options)
             }
         };
         let environment = environment.map_err(problem)?;

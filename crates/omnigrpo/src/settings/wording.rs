@@ -19,6 +19,7 @@ const PLANS: &[(&str, &str)] = &[
     ("ResumePlan", "run.resume"),
     ("RewardOptions", "rewards.options"),
     ("Roots", "data.roots"),
+    ("RowPlan", "run.rows"),
     ("RunPlan", "run"),
     ("SamplingParams", "algorithm.sampling"),
     ("SavePlan", "run.save"),

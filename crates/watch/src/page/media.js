@@ -29,7 +29,7 @@ function figure(medium, url) {
   let body;
   const extra = [];
   if (kind === 'image') {
-    body = el('img', { src: url, alt: medium.name ?? 'picture', loading: 'lazy', onerror: unplayable });
+    body = el('img', { src: url, alt: medium.name ?? 'picture', class: medium.stored ? 'stored' : '', loading: 'lazy', onerror: unplayable });
     if (times.length) extra.push(strip(url, medium.mime, times));
   } else if (kind === 'video') {
     body = el('video', { src: url, controls: true, preload: 'metadata', playsInline: true, onerror: unplayable });

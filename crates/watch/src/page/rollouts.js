@@ -381,7 +381,7 @@ function marked(turn, where, media) {
   return [...new Set(all.map(({ picture }) => picture))].map((picture) => {
     const src = link('media', { ...where, at: pictures[picture - 1].at });
     if (!src) return '';
-    const image = el('img', { src, alt: 'the picture with the box of the call', loading: 'lazy', onerror: (event) => event.target.parentElement.remove() });
+    const image = el('img', { src, alt: 'the picture with the box of the call', class: pictures[picture - 1].medium.stored ? 'stored' : '', loading: 'lazy', onerror: (event) => event.target.parentElement.remove() });
     const figure = el('div', { class: 'boxed' }, image);
     image.addEventListener('load', () => {
       const thousandths = runs[Number(current.run ?? 0)]?.setting?.('environment') === 'zoom:1000';

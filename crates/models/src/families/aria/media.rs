@@ -112,7 +112,8 @@ impl Reader for MediaReader {
     fn frame_size(&self, of: Request, plan: &FramePlan) -> Result<FrameSize> {
         let info = probe_video(&plan.source, plan.listed_fps, &of.settings.limits)?;
         let pictures = self.pictures(of);
-        let (width_px, height_px) = pictures.fitted_size(info.width_px, info.height_px);
+        let [width, height] = info.size_px(of.settings.orientation);
+        let (width_px, height_px) = pictures.fitted_size(width, height);
         Ok(FrameSize::Exact { width_px, height_px })
     }
 

@@ -29,21 +29,22 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
         None => None,
     };
     let cache = settings.env.check_cache();
-    let (mut bad, mut rows, mut help) = (0, 0, None);
+    let (mut bad, mut rows, mut help, mut refused) = (0, 0, None, None);
     for (which, dataset) in trained.into_iter().chain(held_out) {
         let rewards = setup::text_rewards(settings, &dataset)?;
         let survey = rewards.as_ref().map(Survey::new);
         let check = RowCheck {
             prompts: prompts.as_ref(),
             objective: Objective::Reinforce,
-            limits: &settings.prompts.media.limits,
+            media: &settings.prompts.media,
             survey: survey.as_ref(),
             num_longest: LONGEST,
             cache_dir: Some(&cache),
             console: &context.console,
         };
         let report = check.run(&dataset)?;
-        let mut out = checks::describe(which, &report, &dataset, prompts.is_some());
+        let media = &settings.prompts.media;
+        let mut out = checks::describe(which, &report, &dataset, media.orientation, prompts.is_some());
         if let Some(prompts) = &prompts {
             out.push_str(&media_cost(resolved, context, prompts, &dataset, &report)?);
         }
@@ -56,13 +57,25 @@ pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
                 out.push_str(&format!("{line}\n"));
             }
         }
+        let allowed = settings.run.rows.text_only;
+        let (lines, refusal) = checks::unread_media(&dataset, which, allowed);
+        lines.iter().for_each(|line| out.push_str(&format!("{line}\n")));
+        let is_trained = which == TRAINING && prompts.is_some() && !allowed;
+        let text_only = || (is_trained && dataset.is_text_only()).then(|| checks::text_only(&dataset, which));
+        refused = refused.or_else(|| refusal.or_else(text_only));
         print(&out)?;
         bad += report.counts.bad_rows;
         rows += report.counts.rows;
         help = help.or_else(|| checks::folders_help(&report));
     }
-    if bad == 0 {
-        return Ok(());
+    let refused = refused.map(Problem::from);
+    match (bad, refused) {
+        (0, None) => return Ok(()),
+        (0, Some(problem)) => return Err(problem.into()),
+        (_, Some(problem)) => {
+            print(&format!("{}\n", problem.to_string().replacen("error: ", "warning: ", 1)))?
+        }
+        (_, None) => {}
     }
     let skips = || "`train` skips such rows as long as they are fewer than --max_skipped".to_owned();
     Err(Problem::failure(format!("{bad} of {rows} rows cannot be used"))

@@ -14,17 +14,19 @@ use omnigrpo_ops::Device;
 use omnigrpo_ranks::Ranks;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    Algorithm, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output, Policy,
-    Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained, room,
+    Algorithm, BEFORE, CardPlan, EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, Offload, Output,
+    Policy, Prepared, RecordPlan, ResumeFrom, ResumePlan, Run, RunPlan, RunSummary, Split, Trained, room,
 };
 use serde_json::{Map, Value};
 
 use super::notify::{Event, Notifier};
 use super::push::Pusher;
 use super::{Context, plan, print, profile, setup, watch};
-use crate::cli::ranks::{LEAVES, connect_gpus, leaves, together};
+use crate::cli::ranks::{LEAVES, connect_gpus, leaves, saved, together};
+use crate::settings::flags::find;
+use crate::settings::values::{Given, Origin, Raw};
 use crate::settings::{
-    BatchUnit, Flag, Kind, Problem, Resolved, Settings, command, print_config, read_deepspeed,
+    BatchUnit, Flag, Kind, Problem, Resolved, Settings, Verb, command, print_config, read_deepspeed,
 };
 
 /// Runs GRPO training.
@@ -97,6 +99,35 @@ pub fn once(
         notifier.end(event, &how, step);
     }
     result
+}
+
+/// Lets a run that resumes read pictures as its checkpoint did, unless the user gives the orientation, and adds a note.
+pub fn keep_orientation(resolved: &mut Resolved) {
+    const NAME: &str = "orientation";
+    let given = resolved.values.lookup(NAME).is_some_and(|(_, origin)| origin.is_users());
+    let trains = matches!(resolved.verb, Verb::Train | Verb::Sft) && !given;
+    let settings = &resolved.settings;
+    let Some(dir) = settings.io.output_dir.as_deref().filter(|_| trains) else { return };
+    let Some(saved) = saved(settings, dir).filter(|saved| !saved.model_only) else { return };
+    let before = BEFORE.into_iter().find_map(|(name, value)| (name == NAME).then_some(value));
+    let named = saved.fingerprint.get(NAME).and_then(Value::as_str);
+    let Some((flag, kept)) = find(NAME).zip(named.or(before)) else { return };
+    let Ok(given) = Given::read(flag, &Raw::Arguments(vec![kept.to_owned()]), Origin::Flag) else { return };
+    if resolved.values.lookup(NAME).is_some_and(|(value, _)| *value == given.value) {
+        return;
+    }
+    let why = match named {
+        Some(_) => "the run resumes from a checkpoint with this setting",
+        None => {
+            "the checkpoint to resume from is of a program that did not turn pictures and clips, and the model keeps the same pixels"
+        }
+    };
+    resolved.notes.push(format!("using --{NAME} {kept}: {why}"));
+    let set = (flag.place.set)(&mut resolved.settings, &given.value);
+    resolved.settings.rewards.scorers.orientation = resolved.settings.prompts.media.orientation;
+    if set.is_ok() {
+        resolved.values.set(given);
+    }
 }
 
 /// Summary of a run, or its failure.

@@ -11,31 +11,31 @@ fn one_pass(s: &Settings) -> Option<&'static str> {
     (s.run.max_steps.is_none() && s.run.num_epochs <= 1.0).then_some("there is one pass over the data")
 }
 
-fn no_hub_rows(s: &Settings) -> Option<&'static str> {
+fn no_splits(s: &Settings) -> Option<&'static str> {
     let mut files = s.data.train_file.iter().chain(&s.data.eval_file);
-    (!files.any(|file| is_on_hub(file)))
-        .then_some("neither `train_file` nor `eval_file` names a dataset of the hub")
+    (!files.any(|file| is_on_hub(file) || file.is_dir()))
+        .then_some("neither `train_file` nor `eval_file` names a dataset of the hub or a folder")
 }
 
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
     row("train_file", Paths(&[',']), at!(data.train_file), TRAIN_ROWS)
         .help(
-            "JSON, JSONL or parquet files of training rows, or the name of a dataset on the hub with parquet \
-             tables (`ORG/NAME`), which is fetched if the local cache lacks it.",
+            "JSON, JSONL or parquet files of training rows, a folder of parquet tables, or the name of a dataset \
+             on the hub with such tables (`ORG/NAME`), which is fetched if the local cache lacks it.",
         )
         .free(LOOP)
         .per_rank(),
     row("dataset_config", Text, at!(data.config), EVAL_ROWS)
-        .help("Configuration (subset) of a dataset on the hub.")
+        .help("Configuration (subset) of a dataset on the hub or in a folder.")
         .unset("`default`, or the only one")
-        .idle(|s, _| no_hub_rows(s)),
+        .idle(|s, _| no_splits(s)),
     row("dataset_train_split", Text, at!(data.train_split), TRAIN_ROWS)
-        .help("Split of the hub dataset in `--train_file`.")
-        .idle(|s, _| no_hub_rows(s)),
+        .help("Split of the hub dataset or folder in `--train_file`.")
+        .idle(|s, _| no_splits(s)),
     row("dataset_test_split", Text, at!(data.test_split), EVAL_ROWS)
-        .help("Split of the hub dataset in `--eval_file`.")
-        .idle(|s, _| no_hub_rows(s)),
+        .help("Split of the hub dataset or folder in `--eval_file`.")
+        .idle(|s, _| no_splits(s)),
     row("dataset_use", Words, at!(data.dataset_use), TRAIN_ROWS)
         .help(
             "Dataset names from the registry, with optional shares: `a%50,b`. A name that contains \"no_think\" \
@@ -72,7 +72,7 @@ pub const FLAGS: &[Flag] = &[
         .help("Order of the rows in a pass, by the rewards that they earned in the previous pass.")
         .idle(|s, _| one_pass(s)),
     row("eval_file", Paths(&[',']), at!(data.eval_file), EVAL_ROWS)
-        .help("JSON, JSONL or parquet files of evaluation rows, or the name of a dataset on the hub.")
+        .help("JSON, JSONL or parquet files of evaluation rows, a folder of tables, or the name of a dataset on the hub.")
         .free(LOOP)
         .per_rank(),
     row("eval_dataset_use", Words, at!(data.eval_dataset_use), EVAL_ROWS)
@@ -107,6 +107,10 @@ pub const FLAGS: &[Flag] = &[
         .help("Column with the videos.")
         .alias(&["video_key"])
         .unset("`video` or `videos`"),
+    row("audio_column", Text, at!(read.columns.audio), READS_ROWS)
+        .help("Column with the sounds.")
+        .alias(&["audio_key"])
+        .unset("`audio` or `audios`"),
     row("image_folders", Paths(&[',', ':']), at!(data.roots.images), READS_ROWS)
         .help("Directories that relative image paths start from, joined by colons. A path that leaves its \
              directory is refused.")
@@ -139,6 +143,12 @@ pub const FLAGS: &[Flag] = &[
         .unset("a quarter of what the run leaves free, at most 4")
         .free(Verb::ALL)
         .per_rank(),
+    row("allow_text_only", Bool, at!(run.rows.text_only), &[Train, Sft, DataCheck])
+        .help(
+            "Accept training rows that are all text, although the model sees or hears, and columns that look like \
+             media and are not read.",
+        )
+        .free(Verb::ALL),
     row("strict_media", Bool, at!(run.rows.skip.strict), BAD_ROWS)
         .help("Stop at the first bad row instead of skipping it.")
         .free(Verb::ALL),

@@ -4,7 +4,7 @@ use super::*;
 use crate::settings::Settings;
 use crate::settings::names::words;
 use Kind::Choice;
-use omnigrpo_models::FrameRule;
+use omnigrpo_models::{FrameRule, Orientation};
 
 fn not_by_qwen(s: &Settings) -> Option<&'static str> {
     (s.prompts.media.rule != FrameRule::Qwen).then_some("only `frame_sampling qwen_vl_utils` reads it")
@@ -22,6 +22,9 @@ fn by_processor(s: &Settings) -> Option<&'static str> {
 
 /// Flags of this section.
 pub const FLAGS: &[Flag] = &[
+    row("orientation", Choice(words::<Orientation>), at!(prompts.media.orientation), FETCHES).help(
+        "Form of pictures and videos that a phone stored sideways, for the model, its tools and rewards.",
+    ),
     row("min_pixels", int(1, MANY), at!(prompts.media.image.min_pixels), ROWS)
         .help("Minimum number of pixels of an image after resizing; it sets the smallest number of vision tokens.")
         .unset("the checkpoint's; 3136 for Qwen2.5-VL, 65536 for Qwen3-VL"),

@@ -1,6 +1,6 @@
 //! Lookup of models and datasets by name: a directory, the local cache, the Hugging Face hub.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, cached_dataset, has_weights, is_repo_name};
@@ -101,6 +101,42 @@ fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
         "main",
         &mut progress(&console, &format!("fetching {name} from {}", env.endpoint)),
     )
+}
+
+/// Returns the table files of a split in a folder on this machine.
+pub fn folder_tables(folder: &Path, part: Option<&str>, split: &str) -> Result<Vec<PathBuf>, Problem> {
+    let at = folder.display().to_string();
+    omnigrpo_fetch::folder_tables(folder, part, split).map_err(|error| match error {
+        FetchError::NoTables { .. } if is_saved(folder) => {
+            Problem::failure("the folder holds tables of Arrow, as `save_to_disk` of `datasets` writes them")
+                .at(at)
+                .expected("parquet tables, or a file of rows")
+                .help(format!(
+                    "write a parquet table and give that one: python3 -c 'import sys, datasets as d; s = d.load_from_disk(sys.argv[1]); \
+                     (s if isinstance(s, d.Dataset) else s[sys.argv[2]]).to_parquet(sys.argv[3])' {} {split} {split}.parquet",
+                    quoted(folder)
+                ))
+        }
+        FetchError::NoTables { files, .. } => Problem::failure("the folder has no parquet tables")
+            .at(at)
+            .got(if files.is_empty() { "no files".to_owned() } else { format!("the files {files}") })
+            .expected("tables such as `data/train-00000-of-00001.parquet`, or a file of rows")
+            .help("name the file of rows itself"),
+        _ => Problem::failure("the folder does not have the split").at(at).got(format!("`{split}`")).help(format!(
+            "{}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` select the split",
+            told(&error)
+        )),
+    })
+}
+
+/// Returns true for a folder that `save_to_disk` wrote, with one split or several.
+fn is_saved(folder: &Path) -> bool {
+    folder.join("dataset_dict.json").is_file() || folder.join("state.json").is_file()
+}
+
+/// Returns a path as a word of a shell.
+fn quoted(path: &Path) -> String {
+    format!("'{}'", path.display().to_string().replace('\'', "'\\''"))
 }
 
 /// Returns the table files of a dataset's split. Downloads them if they are not in the local cache.

@@ -7,7 +7,7 @@ use anyhow::Result;
 use omnigrpo_data::{DataError, Dataset, DatasetSpec, Fetch, ReadOptions, Registry, Roots};
 use omnigrpo_fetch::{UrlMedia, UrlOptions};
 
-use super::hub::tables;
+use super::hub::{folder_tables, tables};
 use crate::settings::names::AllowUrls;
 use crate::settings::problem::Problem;
 use crate::settings::{REGISTRY, Settings, is_on_hub};
@@ -99,22 +99,28 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     open(&specs, settings)
 }
 
-/// Returns the specs of files of rows. A dataset on the hub is replaced by its tables.
+/// Returns the specs of files of rows. A dataset on the hub and a folder are replaced by their tables.
 fn from_files(settings: &Settings, files: &[PathBuf], split: &str) -> Result<Vec<DatasetSpec>> {
     let roots = &settings.data.roots;
     let mut specs = Vec::new();
     for (spec, file) in DatasetSpec::from_each(files, roots)?.into_iter().zip(files) {
-        match file.to_str().filter(|_| is_on_hub(file)) {
-            None => specs.extend(spec),
-            Some(name) => {
-                for table in tables(name, settings.data.config.as_deref(), split, &settings.env.hub)? {
-                    specs.extend(spec.iter().map(|spec| DatasetSpec {
-                        name: name.to_owned(),
-                        file: table.clone(),
-                        ..spec.clone()
-                    }));
-                }
+        let part = settings.data.config.as_deref();
+        let (name, tables) = match file.to_str().filter(|_| is_on_hub(file)) {
+            Some(name) => (name.to_owned(), tables(name, part, split, &settings.env.hub)?),
+            None if file.is_dir() => {
+                let name =
+                    file.canonicalize().ok().and_then(|file| Some(file.file_name()?.to_str()?.to_owned()));
+                (name.unwrap_or_default(), folder_tables(file, part, split)?)
             }
+            None => {
+                specs.extend(spec);
+                continue;
+            }
+        };
+        for table in tables {
+            let of_table =
+                |spec: &DatasetSpec| DatasetSpec { name: name.clone(), file: table.clone(), ..spec.clone() };
+            specs.extend(spec.iter().map(of_table));
         }
     }
     Ok(specs)
