@@ -793,7 +793,7 @@ mod tests {
             }
         };
         all(&|_| true);
-        // Those that need stack also run on a thread that renders itself.
+        // The deep ones also run on a thread that renders itself.
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(RENDER_STACK_BYTES);
             let here = || {
