@@ -2,9 +2,8 @@
 //!
 //! Any program on this machine, and any page in its browser, can send bytes to a loopback port. So everything that a client
 //! controls is bounded before it is read: the size of head and body, the size of all bodies together, the number of connections, and
-//! the duration of a request. Only
-//! `GET` and `HEAD` are answered, and `POST` if a body is allowed; other bodies stay unread. `Host` must name this machine by an
-//! address or as `localhost`, so a page of another origin cannot reach the server under its own host name.
+//! the duration of a request. Only `GET` and `HEAD` are answered, and `POST` if a body is allowed; other bodies stay unread. `Host`
+//! must name this machine by an address or as `localhost`, so a page of another origin cannot reach the server under its own host name.
 //!
 //! A [`Service`] sees a request twice. [`Service::at_head`] refuses it or answers it from the head alone, before a byte of the body is
 //! read. It runs on the thread of the connections, so it answers while all handlers are busy.

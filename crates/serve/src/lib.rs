@@ -1,9 +1,8 @@
 //! An endpoint for OpenAI's clients: chat completions of a model, with pictures, clips, sounds and calls of tools.
 //!
 //! The HTTP server refuses requests by their heads. Its handlers check bodies, and threads that prepare requests load media and render
-//! prompts. The thread that calls [`Server::run`]
-//! decodes the completions of all requests in one [`Session`]: a request joins while others decode, and leaves when it is complete
-//! or its client disconnects. Its bits do not depend on other requests.
+//! prompts. The thread that calls [`Server::run`] decodes the completions of all requests in one [`Session`]: a request joins while
+//! others decode, and leaves when it is complete or its client disconnects. Its bits do not depend on other requests.
 //!
 //! # Security
 //! The server listens on loopback and requires a key in the header `Authorization`. It refuses requests that a web page of another
