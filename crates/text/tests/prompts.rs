@@ -507,7 +507,7 @@ fn thoughts_of_earlier_answers_are_rendered_as_the_template_does() {
     assert!(got.text.contains(kept), "{}", got.text);
     assert_eq!([count(&got, "<think>"), count(&got, "</think>"), count(&got, "<|im_end|>")], [1, 1, 3]);
     assert_eq!(got.spans.len(), 1);
-    // What follows the last tag of an answer must stay.
+    // The end of an answer, after its last tag, must stay.
     let template = plain_template("{{ m.content.split('</think>')[0] }}");
     let dropped =
         PromptRenderer::new(&TINY, &template).render(&asked("a</think>b"), &[], &RenderOptions::default());
